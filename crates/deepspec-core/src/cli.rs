@@ -1,0 +1,115 @@
+//! What the three binaries share at their door: verbosity, logging and exit codes.
+
+use std::io::{IsTerminal, stderr};
+use std::process::ExitCode;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::env;
+
+/// A mistake of the caller's: a wrong flag, a bad config, inputs that do not belong together. Exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(pub String);
+
+/// Returns early with a [`UsageError`] made by `format!`.
+#[macro_export]
+macro_rules! usage {
+    ($($arg:tt)*) => { return Err($crate::cli::UsageError(format!($($arg)*)).into()) };
+}
+
+/// How much the program says on standard error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verbosity {
+    /// Warnings and errors only, and no progress.
+    Quiet,
+    /// Progress and what each stage did.
+    Normal,
+    /// Also why.
+    Verbose,
+}
+
+impl Verbosity {
+    /// Joins the `--quiet` and `-v` flags; quiet wins.
+    pub fn from_flags(quiet: bool, verbose: bool) -> Self {
+        match (quiet, verbose) {
+            (true, _) => Self::Quiet,
+            (false, true) => Self::Verbose,
+            (false, false) => Self::Normal,
+        }
+    }
+}
+
+/// Sends log lines to standard error; `RUST_LOG` overrides the verbosity.
+pub fn start_logging(verbosity: Verbosity) {
+    let default = match verbosity {
+        Verbosity::Quiet => "warn",
+        Verbosity::Normal => "info",
+        Verbosity::Verbose => "debug,hyper_util=info,reqwest=info,h2=info",
+    };
+    let filter = env::rust_log().and_then(|text| EnvFilter::try_new(text).ok());
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(filter.unwrap_or_else(|| EnvFilter::new(default)))
+        .with_writer(stderr)
+        .with_ansi(stderr().is_terminal())
+        .with_target(false)
+        .without_time();
+    // A second call (tests in one process) keeps the first subscriber.
+    let _ = subscriber.try_init();
+}
+
+/// An outcome that is neither success nor error and has its own exit code, such as "saved, run me again" (75).
+#[derive(Debug, thiserror::Error)]
+#[error("{reason}")]
+pub struct ExitWith {
+    /// The process exit code.
+    pub code: u8,
+    /// One line for the user.
+    pub reason: String,
+}
+
+/// Runs a program's body and turns its result into an exit code: 0, 2 for [`UsageError`]s (anywhere in the chain),
+/// the code of an [`ExitWith`], 1 for everything else. Errors are printed as one line.
+///
+/// A panic on any thread ends the process: a lost worker must be seen, not waited for.
+pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        report(info);
+        std::process::abort();
+    }));
+    match body() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{}", one_line(&error));
+            exit_code(&error)
+        }
+    }
+}
+
+/// The error and its causes on one line, without repeating a cause that its parent already spells out.
+pub fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string().replace('\n', " ");
+        if !line.contains(&text) {
+            if !line.is_empty() {
+                line.push_str(": ");
+            }
+            line.push_str(&text);
+        }
+    }
+    line
+}
+
+fn exit_code(error: &anyhow::Error) -> ExitCode {
+    for cause in error.chain() {
+        if cause.is::<UsageError>() || cause.is::<crate::config::ConfigError>() {
+            return ExitCode::from(2);
+        }
+        if let Some(exit) = cause.downcast_ref::<ExitWith>() {
+            return ExitCode::from(exit.code);
+        }
+    }
+    ExitCode::FAILURE
+}

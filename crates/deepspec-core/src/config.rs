@@ -1,0 +1,200 @@
+//! YAML configuration: typed, with dotted overrides, and errors that name the key, the line and the nearest known name.
+
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde_yaml::{Mapping, Value};
+
+use crate::atomic::{self, FileError};
+
+/// A config that cannot be used. Exit code 2.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The file is not YAML.
+    #[error("{}: not valid YAML: {problem}", path.display())]
+    Syntax {
+        /// The config file.
+        path: PathBuf,
+        /// The parser's message, with line and column.
+        problem: String,
+    },
+    /// A key is unknown, missing or has a wrong value.
+    #[error("{}{}: `{key}`: {problem}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    Key {
+        /// The config file.
+        path: PathBuf,
+        /// 1-based line where the key stands, when it stands in the file.
+        line: Option<usize>,
+        /// Dotted path of the key.
+        key: String,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+    /// `--set` was not of the form key=value, or walks through a value that is no mapping.
+    #[error("--set {text}: {problem}")]
+    Override {
+        /// The argument as given.
+        text: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+}
+
+/// Reads `path` as `T` after applying `key.path=value` overrides; values are parsed as YAML.
+///
+/// # Errors
+/// See [`ConfigError`].
+pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T, ConfigError> {
+    let text = atomic::read_text(path)?;
+    parse(path, &text, overrides)
+}
+
+/// [`load`] on a text already read; `path` only labels errors.
+///
+/// # Errors
+/// See [`ConfigError`].
+pub fn parse<T: DeserializeOwned>(path: &Path, text: &str, overrides: &[String]) -> Result<T, ConfigError> {
+    let syntax = |error: serde_yaml::Error| ConfigError::Syntax { path: path.to_path_buf(), problem: error.to_string() };
+    let mut value: Value = serde_yaml::from_str(text).map_err(syntax)?;
+    for item in overrides {
+        set(&mut value, item)?;
+    }
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let mut key = error.path().to_string();
+        let mut problem = error.inner().to_string();
+        if let Some(unknown) = between(&problem, "unknown field `", "`").or_else(|| between(&problem, "unknown variant `", "`")) {
+            let unknown = unknown.to_string();
+            if let Some(near) = nearest(&unknown, &problem) {
+                problem = format!("{problem}; did you mean `{near}`?");
+            }
+            if !key.ends_with(&unknown) {
+                key = if key == "." { unknown } else { format!("{key}.{unknown}") };
+            }
+        }
+        ConfigError::Key { path: path.to_path_buf(), line: line_of(text, &key), key, problem }
+    })
+}
+
+fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {
+    let bad = |problem: &str| ConfigError::Override { text: item.into(), problem: problem.into() };
+    let (path, value) = item.split_once('=').ok_or_else(|| bad("expected key=value"))?;
+    let value: Value = serde_yaml::from_str(value).map_err(|error| bad(&format!("the value is not YAML: {error}")))?;
+    let mut place = root;
+    for key in path.split('.') {
+        if key.is_empty() {
+            return Err(bad("a key is empty"));
+        }
+        if place.is_null() {
+            *place = Value::Mapping(Mapping::new());
+        }
+        let mapping = place.as_mapping_mut().ok_or_else(|| bad(&format!("`{key}` lies inside a value that is not a mapping")))?;
+        place = mapping.entry(Value::from(key)).or_insert(Value::Null);
+    }
+    *place = value;
+    Ok(())
+}
+
+fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
+    let rest = &text[text.find(start)? + start.len()..];
+    Some(&rest[..rest.find(end)?])
+}
+
+/// The known name, quoted in serde's message after "expected", that differs least from `unknown`.
+fn nearest(unknown: &str, message: &str) -> Option<String> {
+    let known = &message[message.find("expected")?..];
+    known
+        .split('`')
+        .skip(1)
+        .step_by(2)
+        .map(|name| (edit_distance(unknown, name), name))
+        .min()
+        .filter(|&(distance, name)| distance * 2 <= name.len().max(2))
+        .map(|(_, name)| name.to_string())
+}
+
+/// Levenshtein's distance.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(x != *y);
+            let best = substituted.min(row[j] + 1).min(row[j + 1] + 1);
+            diagonal = std::mem::replace(&mut row[j + 1], best);
+        }
+    }
+    row[b.len()]
+}
+
+/// The line where the keys of a dotted path appear in this order, in block or flow style.
+fn line_of(text: &str, path: &str) -> Option<usize> {
+    let (mut offset, mut found) = (0, None);
+    for key in path.split('.') {
+        let key = key.split('[').next().unwrap_or_default();
+        let position = text[offset..].match_indices(key).find(|(at, _)| {
+            let (before, after) = (&text[..offset + at], &text[offset + at + key.len()..]);
+            let starts = before.chars().next_back().is_none_or(|c| !c.is_alphanumeric() && c != '_');
+            starts && after.trim_start_matches(['"', '\'', ' ']).starts_with(':')
+        });
+        if let Some((at, _)) = position {
+            offset += at + key.len();
+            found = Some(text[..offset].matches('\n').count() + 1);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Deserialize;
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Train {
+        lr: f64,
+        local_batch_size: Option<usize>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Run {
+        name: String,
+        train: Train,
+    }
+
+    fn read(text: &str, overrides: &[&str]) -> Result<Run, String> {
+        let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+        parse(Path::new("run.yaml"), text, &overrides).map_err(|error| error.to_string())
+    }
+
+    const GOOD: &str = "name: a\ntrain:\n  lr: 1.0e-3\n";
+
+    #[test]
+    fn overrides_reach_nested_and_absent_keys() {
+        let run = read(GOOD, &["train.lr=3e-4", "train.local_batch_size=4", "name=b"]).unwrap();
+        assert_eq!((run.name.as_str(), run.train.lr, run.train.local_batch_size), ("b", 3e-4, Some(4)));
+    }
+
+    #[test]
+    fn an_unknown_key_names_its_line_and_the_nearest_name() {
+        let error = read("name: a\ntrain:\n  lr: 1\n  local_bach_size: 2\n", &[]).unwrap_err();
+        assert!(error.starts_with("run.yaml:4: `train.local_bach_size`"), "{error}");
+        assert!(error.contains("did you mean `local_batch_size`?"), "{error}");
+        let flow = read("name: a\ntrain: {lr: 1, local_bach_size: 2}\n", &[]).unwrap_err();
+        assert!(flow.starts_with("run.yaml:2: "), "{flow}");
+    }
+
+    #[test]
+    fn a_wrong_value_names_its_key() {
+        let error = read("name: a\ntrain: {lr: fast}\n", &[]).unwrap_err();
+        assert!(error.contains("`train.lr`") && error.contains("fast"), "{error}");
+        assert!(read(GOOD, &["train"]).unwrap_err().contains("key=value"));
+        assert!(read(GOOD, &["name.first=x"]).unwrap_err().contains("not a mapping"));
+        assert!(read("a: [", &[]).unwrap_err().contains("not valid YAML"));
+    }
+}

@@ -1,0 +1,55 @@
+//! SHA-256 digests that identify content.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use sha2::{Digest, Sha256};
+
+use crate::atomic::FileError;
+
+/// A running SHA-256 over labelled parts.
+#[derive(Default)]
+pub struct Hasher(Sha256);
+
+impl Hasher {
+    /// Adds bytes with their length in front, so that part borders matter.
+    pub fn part(&mut self, bytes: &[u8]) -> &mut Self {
+        self.0.update((bytes.len() as u64).to_le_bytes());
+        self.0.update(bytes);
+        self
+    }
+
+    /// Adds bytes as they are.
+    pub fn raw(&mut self, bytes: &[u8]) -> &mut Self {
+        self.0.update(bytes);
+        self
+    }
+
+    /// The digest in lower-case hexadecimal.
+    pub fn hex(self) -> String {
+        self.0.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+/// The digest of one byte string, in hexadecimal.
+pub fn bytes(bytes: &[u8]) -> String {
+    let mut hasher = Hasher::default();
+    hasher.raw(bytes);
+    hasher.hex()
+}
+
+/// The digest of a whole file, in hexadecimal.
+///
+/// # Errors
+/// Any I/O failure, with the path.
+pub fn file(path: &Path) -> Result<String, FileError> {
+    let mut reader = File::open(path).map_err(FileError::at("reading", path))?;
+    let (mut hasher, mut buffer) = (Hasher::default(), vec![0; 1 << 20]);
+    loop {
+        match reader.read(&mut buffer).map_err(FileError::at("reading", path))? {
+            0 => return Ok(hasher.hex()),
+            read => hasher.raw(&buffer[..read]),
+        };
+    }
+}

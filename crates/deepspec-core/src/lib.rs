@@ -1,0 +1,13 @@
+//! Files, JSONL, configuration, logging and counter-based randomness shared by the DeepSpec tools.
+//!
+//! Nothing here links libtorch, so everything that only needs these parts builds and tests in seconds.
+
+pub mod atomic;
+pub mod cli;
+pub mod config;
+pub mod digest;
+pub mod env;
+pub mod jsonl;
+pub mod progress;
+pub mod rng;
+pub mod row;

@@ -1,0 +1,19 @@
+//! The batched speculative decoding engine.
+//!
+//! A *slot* is a sequence with its key/value history. Each step the drafter proposes a block for every decoding slot, the
+//! target scores all blocks (and the prompts of newly admitted sequences) in one forward, and [`verify`] commits
+//! tokens so that the output is distributed exactly as the target's. Plain decoding is the same loop with empty blocks.
+//!
+//! Legend: S sequences in a step, Γ longest proposal, γ block size, V vocabulary, N fed tokens, d hidden size, m taps.
+
+mod engine;
+mod model;
+mod sampling;
+mod tally;
+mod verify;
+
+pub use engine::{Completion, Cycle, Engine, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket};
+pub use model::{Context, Feed, Forwarded, Proposal, Proposer, Target};
+pub use sampling::{Sampling, SamplingBatch, draw};
+pub use tally::Tally;
+pub use verify::{Verdict, verify};

@@ -1,0 +1,66 @@
+//! What the engine needs from a target and from a drafter.
+
+use tch::{Device, Tensor};
+
+use crate::SamplingBatch;
+
+/// Tokens appended to the histories of some slots.
+pub struct Feed<'a> {
+    /// (slot, number of tokens) in the order of the rows; a slot appears at most once.
+    pub chunks: &'a [(usize, usize)],
+    /// All tokens, chunk after chunk: `[N]` int64.
+    pub tokens: Tensor,
+}
+
+/// What the target computed for the fed tokens, row by row.
+pub struct Forwarded {
+    /// Final-normed hidden states `[N, d]`, the input of the head.
+    pub hidden: Tensor,
+    /// Captured raw layer outputs, concatenated in order of the layer ids: `[N, m·d]`.
+    pub taps: Tensor,
+}
+
+/// A causal language model with one key/value history per slot.
+pub trait Target {
+    /// Appends tokens to their slots' histories and returns the states of exactly these tokens.
+    fn forward(&mut self, feed: &Feed) -> Forwarded;
+    /// `hidden [R, d]` to float32 logits `[R, V]`.
+    fn logits(&self, hidden: &Tensor) -> Tensor;
+    /// Forgets everything of `slot` past `len`: how a rejected tail is rolled back.
+    fn truncate(&mut self, slot: usize, len: usize);
+    /// V, the number of logits.
+    fn vocab_size(&self) -> usize;
+    /// Where the tensors live.
+    fn device(&self) -> Device;
+}
+
+/// States of tokens that were committed since the drafter's last proposal.
+pub struct Context {
+    /// Captured states, one row per token: `[C, m·d]`.
+    pub taps: Tensor,
+    /// (slot, number of rows) in row order.
+    pub chunks: Vec<(usize, usize)>,
+}
+
+/// Drafted blocks for S slots.
+pub struct Proposal {
+    /// `[S, γ]` int64.
+    pub tokens: Tensor,
+    /// The distributions the tokens were drawn from, float32 `[S, γ, V]`.
+    pub probs: Tensor,
+    /// Probability that each token is accepted given that its predecessors were, float32 `[S, γ]`.
+    pub confidence: Option<Tensor>,
+}
+
+/// A drafter with one context history per slot.
+pub trait Proposer {
+    /// γ, the number of tokens per proposal.
+    fn block_size(&self) -> usize;
+    /// Takes in the states of newly committed tokens, then drafts a block after the anchor of each slot in `slots`.
+    ///
+    /// `anchors [S]` are the last committed tokens, which the target has not run over yet; `uniforms [S, γ]` float64 decide
+    /// the draws and `sampling` holds one row per slot.
+    fn propose(&mut self, context: &Context, slots: &[usize], anchors: &Tensor, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal;
+    /// Forgets the slot's context.
+    fn reset(&mut self, slot: usize);
+}

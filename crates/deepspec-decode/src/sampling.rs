@@ -1,0 +1,171 @@
+//! From logits to distributions and from distributions to tokens.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+/// Below this temperature a distribution is the one-hot at its argmax.
+const GREEDY_BELOW: f64 = 1e-5;
+
+/// How one sequence is sampled. Filters apply in the order temperature, top-k, top-p, min-p.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// Divides the logits; below 1e-5 the largest logit wins.
+    pub temperature: f64,
+    /// Keeps the smallest set of most likely tokens whose mass reaches this; 1 keeps all.
+    pub top_p: f64,
+    /// Keeps this many most likely tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
+    pub min_p: f64,
+    /// Seed of every draw of this sequence.
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// Unfiltered sampling.
+    pub fn new(temperature: f64, seed: u64) -> Self {
+        Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0, seed }
+    }
+
+    /// Whether the largest logit always wins.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < GREEDY_BELOW
+    }
+
+    fn filters(&self) -> bool {
+        !self.is_greedy() && (self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0)
+    }
+}
+
+/// Sampling settings of S sequences as tensors.
+pub struct SamplingBatch {
+    rows: Vec<Sampling>,
+    temperature: Tensor, // [S, 1], 1 where greedy
+    greedy: Tensor,      // [S, 1] bool
+}
+
+impl SamplingBatch {
+    /// Settings of a batch, one per row.
+    pub fn new(rows: Vec<Sampling>, device: Device) -> Self {
+        let temperature: Vec<f32> = rows.iter().map(|row| if row.is_greedy() { 1.0 } else { row.temperature as f32 }).collect();
+        let greedy: Vec<bool> = rows.iter().map(Sampling::is_greedy).collect();
+        Self {
+            temperature: Tensor::from_slice(&temperature).unsqueeze(1).to_device(device),
+            greedy: Tensor::from_slice(&greedy).unsqueeze(1).to_device(device),
+            rows,
+        }
+    }
+
+    /// Number of sequences S.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are no sequences.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// The settings with row `i` taken `repeats[i]` times, for logits with several rows per sequence.
+    pub fn repeated(&self, repeats: &[usize]) -> Self {
+        let rows = self.rows.iter().zip(repeats).flat_map(|(row, &n)| std::iter::repeat_n(*row, n)).collect();
+        Self::new(rows, self.temperature.device())
+    }
+
+    /// The distributions that tokens are drawn from: float32 `[S, V]` from logits `[S, V]`.
+    pub fn distributions(&self, logits: &Tensor) -> Tensor {
+        let one_hot = || {
+            let best = logits.argmax(-1, true);
+            logits.zeros_like().to_kind(Kind::Float).scatter_value(-1, &best, 1.0)
+        };
+        if self.rows.iter().all(Sampling::is_greedy) {
+            return one_hot();
+        }
+        let mut probs = (logits.to_kind(Kind::Float) / &self.temperature).softmax(-1, Kind::Float);
+        if self.rows.iter().any(Sampling::filters) {
+            probs = self.filtered(&probs);
+        }
+        if self.rows.iter().any(Sampling::is_greedy) {
+            probs = one_hot().where_self(&self.greedy, &probs);
+        }
+        probs
+    }
+
+    /// Applies top-k, top-p and min-p row by row and renormalises.
+    fn filtered(&self, probs: &Tensor) -> Tensor {
+        let vocab = probs.size()[1];
+        let column = |value: &dyn Fn(&Sampling) -> f64| {
+            let values: Vec<f32> = self.rows.iter().map(|row| value(row) as f32).collect();
+            Tensor::from_slice(&values).unsqueeze(1).to_device(probs.device())
+        };
+        let top_k = column(&|row| if row.filters() && row.top_k > 0 { row.top_k.min(vocab as usize) as f64 } else { vocab as f64 });
+        let top_p = column(&|row| if row.filters() { row.top_p } else { 1.0 });
+        let min_p = column(&|row| if row.filters() { row.min_p } else { 0.0 });
+
+        let (sorted, order) = probs.sort(-1, true);
+        let rank = Tensor::arange(vocab, (Kind::Float, probs.device())).unsqueeze(0);
+        let kept = &sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
+        let mass = kept.sum_dim_intlist(-1, true, Kind::Float);
+        // A token stays while the mass before it, within the top-k set, is short of top-p; the first always stays.
+        let before = kept.cumsum(-1, Kind::Float) - &kept;
+        let within = before.lt_tensor(&(&top_p * mass)).logical_or(&top_p.ge(1.0));
+        let likely = sorted.ge_tensor(&(min_p * sorted.narrow(1, 0, 1)));
+        let kept = kept * within.logical_and(&likely).to_kind(Kind::Float);
+        let kept = &kept / kept.sum_dim_intlist(-1, true, Kind::Float);
+        kept.zeros_like().scatter(-1, &order, &kept)
+    }
+}
+
+/// Inverse-CDF draws: token = first index with cdf > u·total; `weights [S, V]` need no normalisation, `uniforms [S]` float64.
+pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Tensor {
+    let cdf = weights.cumsum(-1, Kind::Double);
+    let vocab = cdf.size()[1];
+    let threshold = cdf.narrow(1, vocab - 1, 1) * uniforms.unsqueeze(1);
+    cdf.le_tensor(&threshold).sum_dim_intlist(-1, false, Kind::Int64).clamp_max(vocab - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn distribution(logits: &[f32], sampling: Sampling) -> Vec<f32> {
+        let logits = Tensor::from_slice(logits).unsqueeze(0);
+        Vec::try_from(SamplingBatch::new(vec![sampling], Device::Cpu).distributions(&logits).squeeze()).unwrap()
+    }
+
+    fn assert_near(found: &[f32], expected: &[f32]) {
+        assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 1e-6), "{found:?} instead of {expected:?}");
+    }
+
+    #[test]
+    fn filters_keep_what_they_say() {
+        let logits: Vec<f32> = [0.5f32, 0.1, 0.3, 0.1].iter().map(|p| p.ln()).collect();
+        let plain = Sampling::new(1.0, 0);
+        assert_near(&distribution(&logits, plain), &[0.5, 0.1, 0.3, 0.1]);
+        assert_near(&distribution(&logits, Sampling { top_k: 2, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
+        assert_near(&distribution(&logits, Sampling { top_p: 0.6, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
+        assert_near(&distribution(&logits, Sampling { top_p: 0.4, ..plain }), &[1.0, 0.0, 0.0, 0.0]);
+        assert_near(&distribution(&logits, Sampling { min_p: 0.5, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
+        assert_near(&distribution(&logits, Sampling::new(0.0, 0)), &[1.0, 0.0, 0.0, 0.0]);
+        let hot = distribution(&logits, Sampling::new(2.0, 0));
+        assert!(hot[0] < 0.5 && (hot.iter().sum::<f32>() - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn rows_of_a_batch_do_not_touch_each_other() {
+        let logits = Tensor::from_slice(&[0.1f32, 2.0, 0.3, 1.5, 0.2, 0.9]).view([2, 3]);
+        let settings = [Sampling::new(0.0, 1), Sampling { top_k: 2, ..Sampling::new(0.7, 2) }];
+        let together = SamplingBatch::new(settings.to_vec(), Device::Cpu).distributions(&logits);
+        for (row, setting) in settings.into_iter().enumerate() {
+            let alone = SamplingBatch::new(vec![setting], Device::Cpu).distributions(&logits.narrow(0, row as i64, 1));
+            assert!(alone.squeeze().allclose(&together.get(row as i64), 0.0, 1e-7, false));
+        }
+    }
+
+    #[test]
+    fn draws_invert_the_cdf() {
+        let weights = Tensor::from_slice(&[0.2f32, 0.0, 0.8]).unsqueeze(0).expand([4, 3], false);
+        let tokens = draw(&weights, &Tensor::from_slice(&[0.0, 0.19, 0.21, 0.999_999_9]));
+        assert_eq!(Vec::<i64>::try_from(tokens).unwrap(), [0, 0, 2, 2]);
+    }
+}

@@ -1,0 +1,6 @@
+//! Devices behind a safe interface; the home of foreign code.
+
+mod device;
+mod ffi;
+
+pub use device::{DeviceError, default_kind, device};

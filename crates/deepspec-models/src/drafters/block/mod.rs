@@ -1,0 +1,16 @@
+//! The block drafter: DSpark (Markov and confidence heads) and DFlash (neither).
+//!
+//! γ inputs `[anchor, mask, …, mask]` give γ predictions: slot k predicts the token at anchor + 1 + k.
+
+mod batch;
+mod config;
+mod heads;
+mod model;
+mod objective;
+mod proposer;
+
+pub use batch::{BlockBatch, TrainSample, anchor_candidates, eval_mask};
+pub use config::{BlockConfig, Confidence, Markov, MarkovKind};
+pub use model::Block;
+pub use objective::{LossAlphas, LossSums, Normaliser};
+pub use proposer::BlockProposer;

@@ -1,0 +1,93 @@
+//! Proposing: the context's keys and values are projected once per verified token and cached per slot.
+
+use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch, draw};
+use tch::{Kind, Tensor};
+
+use super::heads::MarkovState;
+use super::model::Block;
+use crate::kv::{KvCache, Visibility};
+
+/// A block drafter with context histories.
+pub struct BlockProposer {
+    block: Block,
+    cache: KvCache,
+}
+
+impl BlockProposer {
+    /// A proposer with empty histories for `slots` sequences.
+    pub fn new(block: Block, slots: usize) -> Self {
+        let cache = KvCache::new(block.layers.len(), slots, block.heads(), block.kind(), block.device());
+        Self { block, cache }
+    }
+
+    /// The model.
+    pub fn block(&self) -> &Block {
+        &self.block
+    }
+
+    /// Appends newly verified states to the histories.
+    fn take_in(&mut self, context: &Context) {
+        if context.chunks.is_empty() {
+            return;
+        }
+        let plan = self.cache.plan(&context.chunks, Visibility::Causal);
+        let rotation = self.block.rotation(plan.positions());
+        let hidden = self.block.context(&context.taps);
+        for (i, layer) in self.block.layers.iter().enumerate() {
+            let (k, v) = layer.attention.project_context(&hidden, &rotation);
+            self.cache.write(i, &plan, &k, &v);
+        }
+        self.cache.advance(&context.chunks);
+    }
+
+    /// Backbone states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm.
+    fn hidden(&mut self, slots: &[usize], anchors: &Tensor) -> Tensor {
+        let config = self.block.config();
+        let (gamma, width) = (config.block_size, config.model.hidden_size);
+        let chunks: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, gamma)).collect();
+        // The block's own keys stand behind the context for this pass only: the history does not advance over them.
+        let plan = self.cache.plan(&chunks, Visibility::Block);
+        let rotation = self.block.rotation(plan.positions());
+        let masks = anchors.unsqueeze(1).full_like(config.mask_token_id).repeat([1, gamma as i64 - 1]);
+        let tokens = Tensor::cat(&[anchors.unsqueeze(1), masks], 1).reshape([-1]);
+        let mut x = self.block.embed(&tokens); // [S·γ, d]
+        for (i, layer) in self.block.layers.iter().enumerate() {
+            x = layer.forward(&x, &rotation, |qkv| self.cache.attend(i, &plan, qkv));
+        }
+        self.block.final_norm(&x).view([-1, gamma as i64, width])
+    }
+}
+
+impl Proposer for BlockProposer {
+    fn block_size(&self) -> usize {
+        self.block.config().block_size
+    }
+
+    fn propose(&mut self, context: &Context, slots: &[usize], anchors: &Tensor, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
+        self.take_in(context);
+        let hidden = self.hidden(slots, anchors); // [S, γ, d]
+        let base = self.block.base_logits(&hidden); // [S, γ, V]
+        let (mut previous, mut state) = (anchors.shallow_clone(), MarkovState::default());
+        let (mut tokens, mut probs, mut embeddings) = (vec![], vec![], vec![]);
+        for k in 0..self.block_size() as i64 {
+            let mut logits = base.select(1, k);
+            if let Some(markov) = &self.block.markov {
+                let e = markov.embed(&previous);
+                let features = markov.step(&hidden.select(1, k), &e, &mut state);
+                logits = logits + markov.bias(&features).to_kind(Kind::Float);
+                embeddings.push(e);
+            }
+            let distribution = sampling.distributions(&logits);
+            previous = draw(&distribution, &uniforms.select(1, k));
+            tokens.push(previous.shallow_clone());
+            probs.push(distribution);
+        }
+        let e = (!embeddings.is_empty()).then(|| Tensor::stack(&embeddings, 1)); // [S, γ, r]
+        let confidence = self.block.confidence_logits(&hidden, e.as_ref()).map(|logits| logits.sigmoid());
+        Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
+    }
+
+    fn reset(&mut self, slot: usize) {
+        self.cache.truncate(slot, 0);
+    }
+}

@@ -1,0 +1,56 @@
+//! What can be wrong with a model on disk.
+
+use std::path::PathBuf;
+
+use deepspec_core::atomic::FileError;
+
+/// A model that cannot be loaded or does not fit.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file cannot be read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The folder is not a model.
+    #[error("{}: {problem}", path.display())]
+    NotAModel {
+        /// The folder or file.
+        path: PathBuf,
+        /// What is missing or wrong.
+        problem: String,
+    },
+    /// A key of config.json is missing, of a wrong type or unsupported.
+    #[error("{}: `{key}`: {problem}", path.display())]
+    Config {
+        /// The config file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// What was found and what was expected.
+        problem: String,
+    },
+    /// A tensor is not in the checkpoint.
+    #[error("{}: no tensor `{name}`; is this a {expected} checkpoint?", path.display())]
+    MissingTensor {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The tensor's name.
+        name: String,
+        /// What was being loaded.
+        expected: &'static str,
+    },
+    /// A tensor has another shape than the config says.
+    #[error("{}: tensor `{name}` has shape {found:?}, the config wants {expected:?}", path.display())]
+    Shape {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The tensor's name.
+        name: String,
+        /// Shape in the file.
+        found: Vec<i64>,
+        /// Shape by the config.
+        expected: Vec<i64>,
+    },
+    /// Target and drafter (or cache) do not belong together.
+    #[error("{0}")]
+    Mismatch(String),
+}

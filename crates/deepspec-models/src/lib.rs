@@ -1,0 +1,24 @@
+//! Targets, drafters and losses on libtorch.
+//!
+//! Legend: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
+//! D head dim, S slots, γ block size, r Markov rank.
+
+mod config;
+mod drafters;
+mod error;
+mod identity;
+mod kv;
+mod nn;
+mod target;
+mod weights;
+
+pub use config::ModelConfig;
+pub use drafters::block::{
+    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, LossSums, Markov, MarkovKind, Normaliser, TrainSample, anchor_candidates,
+    eval_mask,
+};
+pub use drafters::{Drafter, DrafterOptions};
+pub use error::ModelError;
+pub use identity::{config_digest, stop_ids, weights_digest};
+pub use target::{TargetModel, TargetOptions};
+pub use weights::{Weights, save};

@@ -1,0 +1,67 @@
+//! Where parameters come from: a checkpoint, or fresh random numbers.
+
+use std::cell::RefCell;
+
+use deepspec_core::rng::{Purpose, Stream};
+use tch::{Device, Kind, Tensor};
+
+use crate::{ModelError, Weights};
+
+/// How a fresh parameter starts.
+#[derive(Debug, Clone, Copy)]
+pub enum Init {
+    /// N(0, initializer_range²).
+    Normal,
+    /// All ones, for norms.
+    Ones,
+    /// All zeros, for biases.
+    Zeros,
+}
+
+enum Source<'a> {
+    Checkpoint(&'a Weights),
+    Fresh { seed: u64, std: f64, device: Device, kind: Kind },
+}
+
+/// Hands out parameters by checkpoint name and remembers them in order.
+pub struct Builder<'a> {
+    source: Source<'a>,
+    named: RefCell<Vec<(String, Tensor)>>,
+}
+
+impl<'a> Builder<'a> {
+    /// Reads parameters from a checkpoint.
+    pub fn from_checkpoint(weights: &'a Weights) -> Self {
+        Self { source: Source::Checkpoint(weights), named: RefCell::default() }
+    }
+
+    /// Draws parameters with standard deviation `std`; each depends on `seed` and its own name only.
+    pub fn fresh(seed: u64, std: f64, device: Device, kind: Kind) -> Self {
+        Self { source: Source::Fresh { seed, std, device, kind }, named: RefCell::default() }
+    }
+
+    /// The parameter `name` of the given shape.
+    ///
+    /// # Errors
+    /// If the checkpoint lacks it or disagrees about its shape.
+    pub fn get(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
+        let tensor = match &self.source {
+            Source::Checkpoint(weights) => weights.get(name, shape)?,
+            &Source::Fresh { seed, std, device, kind } => match init {
+                Init::Ones => Tensor::ones(shape, (kind, device)),
+                Init::Zeros => Tensor::zeros(shape, (kind, device)),
+                Init::Normal => {
+                    tch::manual_seed(Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64);
+                    (Tensor::randn(shape, (Kind::Float, Device::Cpu)) * std).to_kind(kind).to_device(device)
+                }
+            },
+        };
+        self.named.borrow_mut().push((name.to_string(), tensor.shallow_clone()));
+        Ok(tensor)
+    }
+
+    /// All parameters handed out, sharing storage with the model.
+    pub fn into_named(self) -> Vec<(String, Tensor)> {
+        self.named.into_inner()
+    }
+}

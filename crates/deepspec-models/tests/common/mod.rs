@@ -1,0 +1,31 @@
+//! Golden arrays as tensors, and closeness.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use deepspec_testkit::golden::{Array, Values};
+use tch::{Kind, Tensor};
+
+pub fn tensor(array: &Array) -> Tensor {
+    match &array.values {
+        Values::Float(values) => Tensor::from_slice(values),
+        Values::Double(values) => Tensor::from_slice(values),
+        Values::Int(values) => Tensor::from_slice(values),
+    }
+    .view(array.shape.as_slice())
+}
+
+pub fn max_abs(tensor: &Tensor) -> f64 {
+    if tensor.numel() == 0 { 0.0 } else { tensor.abs().max().double_value(&[]) }
+}
+
+/// `found` within `tolerance` of `expected`, absolutely.
+pub fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
+    assert_eq!(found.size(), expected.size(), "{what}: shapes differ");
+    let error = max_abs(&(found.to_kind(Kind::Double) - expected.to_kind(Kind::Double)));
+    assert!(error <= tolerance, "{what}: off by {error:.3e}, allowed {tolerance:.0e}");
+}
+
+/// The device of the golden tests: `DEEPSPEC_TEST_DEVICE`, else the CPU.
+pub fn device() -> tch::Device {
+    let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
+    deepspec_dist::device(&name).unwrap_or_else(|error| panic!("{error}"))
+}
