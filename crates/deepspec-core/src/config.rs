@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_yaml::{Mapping, Value};
 
@@ -62,6 +63,8 @@ pub fn parse<T: DeserializeOwned>(path: &Path, text: &str, overrides: &[String])
     for item in overrides {
         set(&mut value, item)?;
     }
+    // Through JSON's data model, where an enum is a map with one key rather than a YAML tag.
+    let value = serde_json::to_value(value).map_err(|error| ConfigError::Syntax { path: path.to_path_buf(), problem: error.to_string() })?;
     serde_path_to_error::deserialize(value).map_err(|error| {
         let mut key = error.path().to_string();
         let mut problem = error.inner().to_string();
@@ -76,6 +79,34 @@ pub fn parse<T: DeserializeOwned>(path: &Path, text: &str, overrides: &[String])
         }
         ConfigError::Key { path: path.to_path_buf(), line: line_of(text, &key), key, problem }
     })
+}
+
+/// Writes a config as [`load`] reads it.
+///
+/// # Errors
+/// If a value has no YAML form.
+pub fn to_yaml(config: &impl Serialize) -> Result<String, String> {
+    let value = serde_json::to_value(config).map_err(|error| error.to_string())?;
+    serde_yaml::to_string(&value).map_err(|error| error.to_string())
+}
+
+/// The dotted keys in which two configs differ, as "key (was a, is b)".
+pub fn differences(was: &serde_json::Value, is: &serde_json::Value) -> Vec<String> {
+    use serde_json::Value::{Null, Object};
+    fn walk(path: &str, was: &serde_json::Value, is: &serde_json::Value, found: &mut Vec<String>) {
+        if let (Object(a), Object(b)) = (was, is) {
+            let keys: std::collections::BTreeSet<&String> = a.keys().chain(b.keys()).collect();
+            for key in keys {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                walk(&path, a.get(key).unwrap_or(&Null), b.get(key).unwrap_or(&Null), found);
+            }
+        } else if was != is {
+            found.push(format!("{path} (was {was}, is {is})"));
+        }
+    }
+    let mut found = vec![];
+    walk("", was, is, &mut found);
+    found
 }
 
 fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {

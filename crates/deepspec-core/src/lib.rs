@@ -9,5 +9,6 @@ pub mod digest;
 pub mod env;
 pub mod jsonl;
 pub mod progress;
+pub mod recipe;
 pub mod rng;
 pub mod row;

@@ -14,11 +14,11 @@ mod weights;
 
 pub use config::ModelConfig;
 pub use drafters::block::{
-    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, LossSums, Markov, MarkovKind, Normaliser, TrainSample, anchor_candidates,
+    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, LossSums, Normaliser, TrainSample, anchor_candidates,
     eval_mask,
 };
 pub use drafters::{Drafter, DrafterOptions};
 pub use error::ModelError;
 pub use identity::{config_digest, stop_ids, weights_digest};
-pub use target::{TargetModel, TargetOptions};
+pub use target::{TargetModel, TargetOptions, load_ends};
 pub use weights::{Weights, save};

@@ -131,6 +131,18 @@ impl Target for TargetModel {
     }
 }
 
+/// The target's embedding and head, `[V, d]` each (one tensor where they are tied), without the layers between them.
+///
+/// # Errors
+/// If the folder is no Qwen3 model or lacks these tensors.
+pub fn load_ends(dir: &Path, config: &ModelConfig, device: Device, kind: Kind) -> Result<(Tensor, Tensor), ModelError> {
+    let weights = Weights::open(dir, "Qwen3ForCausalLM", device, kind)?;
+    let shape = [config.vocab_size, config.hidden_size];
+    let embed = weights.get("model.embed_tokens.weight", &shape)?;
+    let head = if config.tie_word_embeddings { embed.shallow_clone() } else { weights.get("lm_head.weight", &shape)? };
+    Ok((embed, head))
+}
+
 /// Taps must name layers, each once, in order.
 pub fn check_taps(taps: &[i64], layers: usize) -> Result<(), ModelError> {
     let increasing = taps.windows(2).all(|pair| pair[0] < pair[1]);

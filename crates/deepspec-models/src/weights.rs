@@ -42,8 +42,20 @@ impl Weights {
     /// # Errors
     /// If no weights are there, or a file is truncated or no safetensors file.
     pub fn open(dir: &Path, expected: &'static str, device: Device, kind: Kind) -> Result<Self, ModelError> {
+        Self::from_shards(dir, shard_paths(dir)?, expected, device, kind)
+    }
+
+    /// Opens one safetensors file of any name.
+    ///
+    /// # Errors
+    /// If the file is truncated or no safetensors file.
+    pub fn open_file(path: &Path, expected: &'static str, device: Device, kind: Kind) -> Result<Self, ModelError> {
+        Self::from_shards(path, vec![path.to_path_buf()], expected, device, kind)
+    }
+
+    fn from_shards(dir: &Path, paths: Vec<PathBuf>, expected: &'static str, device: Device, kind: Kind) -> Result<Self, ModelError> {
         let (mut shards, mut tensors) = (vec![], BTreeMap::new());
-        for path in shard_paths(dir)? {
+        for path in paths {
             let (shard, header) = open_shard(&path)?;
             for (name, info) in header.tensors() {
                 tensors.insert(name, (shards.len(), info.clone()));

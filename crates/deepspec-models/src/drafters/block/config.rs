@@ -2,35 +2,12 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use deepspec_core::recipe::{Markov, MarkovKind};
 use serde_json::{Map, Value, json};
 
 use crate::config::{Fields, ModelConfig, read_json};
 use crate::target::check_taps;
 use crate::ModelError;
-
-/// How the bias on the logits depends on the previous token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MarkovKind {
-    /// `W2 e`.
-    Vanilla,
-    /// `W2 (σ(G[h; e] + b) ⊙ e)`.
-    Gated,
-    /// `W2 tanh(o)` of a gated recurrent state.
-    Rnn,
-}
-
-/// The Markov head: a low-rank correction of the logits by the previous token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Markov {
-    /// Its form.
-    #[serde(rename = "type")]
-    pub kind: MarkovKind,
-    /// r, its rank.
-    pub rank: i64,
-}
 
 /// The confidence head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,9 @@
 
 use tch::Tensor;
 
-use super::config::{BlockConfig, Markov, MarkovKind};
+use deepspec_core::recipe::{Markov, MarkovKind};
+
+use super::config::BlockConfig;
 use crate::nn::{Builder, Init, Linear};
 use crate::ModelError;
 

@@ -10,7 +10,7 @@ mod objective;
 mod proposer;
 
 pub use batch::{BlockBatch, TrainSample, anchor_candidates, eval_mask};
-pub use config::{BlockConfig, Confidence, Markov, MarkovKind};
+pub use config::{BlockConfig, Confidence};
 pub use model::Block;
 pub use objective::{LossAlphas, LossSums, Normaliser};
 pub use proposer::BlockProposer;

@@ -1,0 +1,125 @@
+//! The shape of a cache's rows: taps, hidden size, encoding, and which last states are kept.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::tap::Tap;
+
+/// How a hidden state is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Encoding {
+    /// bfloat16, exactly as the target's states were rounded; two little-endian bytes a value.
+    Bf16,
+}
+
+impl Encoding {
+    /// Bytes of one stored value.
+    pub fn value_bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+impl fmt::Display for Encoding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bf16 => f.write_str("bf16"),
+        }
+    }
+}
+
+/// Which positions keep their last (final-normed) hidden state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Last {
+    /// Positions p where token p−1 or p+1 is supervised: what DSpark's and Eagle3's labels need.
+    Supervised,
+    /// Every position.
+    All,
+}
+
+impl Last {
+    /// The kept positions of a sample, ascending.
+    pub fn positions(self, length: u32, spans: &[(u32, u32)]) -> Vec<u32> {
+        match self {
+            Self::All => (0..length).collect(),
+            Self::Supervised => {
+                let mask = loss_mask(length, spans);
+                let supervised = |p: Option<u32>| p.is_some_and(|p| mask.get(p as usize) == Some(&true));
+                (0..length)
+                    .filter(|&p| supervised(p.checked_sub(1)) || supervised(p.checked_add(1)))
+                    .collect()
+            }
+        }
+    }
+}
+
+impl fmt::Display for Last {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Supervised => "supervised",
+            Self::All => "all",
+        })
+    }
+}
+
+/// Marks the supervised tokens: `true` inside one of the half-open `spans`. What lies past `length` is ignored.
+pub fn loss_mask(length: u32, spans: &[(u32, u32)]) -> Vec<bool> {
+    let mut mask = vec![false; length as usize];
+    for &(start, end) in spans {
+        if let Some(span) = mask.get_mut(start as usize..end.min(length) as usize) {
+            span.fill(true);
+        }
+    }
+    mask
+}
+
+/// The shape of every row of a cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    /// Tapped places, in the order in which they are concatenated; m of them.
+    pub taps: Vec<Tap>,
+    /// Values per hidden state, d.
+    pub hidden_size: usize,
+    /// Which positions keep their last hidden state.
+    pub last: Last,
+    /// How values are stored.
+    pub encoding: Encoding,
+}
+
+impl Layout {
+    /// Bytes of one token's taps: m·d values. `None` when that is zero or past 64 bits.
+    pub(crate) fn tap_row_bytes(&self) -> Option<u64> {
+        let taps = u64::try_from(self.taps.len()).ok()?;
+        self.last_row_bytes()?.checked_mul(taps).filter(|&bytes| bytes > 0)
+    }
+
+    /// Bytes of one last hidden state: d values. `None` when that is zero or past 64 bits.
+    pub(crate) fn last_row_bytes(&self) -> Option<u64> {
+        let values = u64::try_from(self.hidden_size).ok()?;
+        values.checked_mul(self.encoding.value_bytes() as u64).filter(|&bytes| bytes > 0)
+    }
+
+    /// Bytes of a sample with so many tokens and kept last states.
+    pub(crate) fn sample_bytes(&self, rows: u64, last_rows: u64) -> Option<u64> {
+        let taps = self.tap_row_bytes()?.checked_mul(rows)?;
+        taps.checked_add(self.last_row_bytes()?.checked_mul(last_rows)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn supervised_keeps_both_neighbours_of_each_supervised_token() {
+        assert_eq!(Last::Supervised.positions(8, &[(3, 4)]), [2, 4]);
+        assert_eq!(Last::Supervised.positions(8, &[(2, 5)]), [1, 2, 3, 4, 5]);
+        assert_eq!(Last::Supervised.positions(8, &[(0, 1), (7, 8)]), [1, 6]);
+        assert!(Last::Supervised.positions(8, &[]).is_empty());
+        assert_eq!(Last::All.positions(3, &[]), [0, 1, 2]);
+    }
+}

@@ -1,0 +1,42 @@
+//! The sharded on-disk cache of target hidden states.
+//!
+//! A finished cache is a folder with three kinds of files, all readable by other tools:
+//!
+//! - `manifest.json`, written last: its presence is what makes the folder a cache ([`Manifest`]);
+//! - `samples.parquet`, one row per sample: where it lies, its token ids, its supervised spans, its checksum;
+//! - `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]` in bfloat16, one row per (kept) token.
+//!
+//! N tokens of a shard, M those whose last hidden state a supervised label needs ([`Last`]), m taps ([`Tap`]),
+//! d hidden size. A sample's rows are contiguous in both tensors.
+//!
+//! Writing: [`Plan::new`] fixes every size before the target runs, [`Builder`] fills shards and resumes after a kill,
+//! [`Builder::publish`] commits. Reading: [`Reader`] maps the shards and checks each sample whenever it is read.
+//! [`verify`] looks at all bytes, [`inspect`] sums one sample up.
+
+mod builder;
+mod error;
+mod identity;
+mod inspect;
+mod layout;
+mod manifest;
+mod plan;
+mod reader;
+mod samples;
+mod shard;
+mod tap;
+mod values;
+mod verify;
+mod writer;
+
+pub use builder::{Builder, remove_existing};
+pub use error::{CacheError, Part};
+pub use identity::Identity;
+pub use inspect::{Inspection, TensorSummary, inspect};
+pub use layout::{Encoding, Last, Layout, loss_mask};
+pub use manifest::{Counts, MANIFEST_FILE, Manifest, SamplesEntry, ShardEntry};
+pub use plan::{Plan, PlannedSample, PlannedShard};
+pub use reader::{Reader, Sample};
+pub use samples::SAMPLES_FILE;
+pub use tap::Tap;
+pub use verify::{Problem, verify};
+pub use writer::ShardWriter;

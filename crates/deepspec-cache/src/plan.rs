@@ -1,0 +1,265 @@
+//! What a build will write, to the byte, before the target runs.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use deepspec_core::digest::Hasher;
+use serde::{Deserialize, Serialize};
+
+use crate::error::CacheError;
+use crate::identity::{Differences, Identity};
+use crate::layout::{Encoding, Last, Layout, loss_mask};
+use crate::manifest::Counts;
+use crate::shard::Geometry;
+
+/// A tokenised conversation that waits for its hidden states.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedSample {
+    /// Unique id, the input row's.
+    pub id: String,
+    /// Token ids, L of them.
+    pub input_ids: Vec<i32>,
+    /// Supervised tokens as half-open spans, ascending, not overlapping, within `0..L`.
+    pub spans: Vec<(u32, u32)>,
+}
+
+impl PlannedSample {
+    /// Tokens. [`Plan::new`] refuses what 32 bits cannot count.
+    pub fn length(&self) -> u32 {
+        u32::try_from(self.input_ids.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Supervised tokens.
+    pub fn supervised(&self) -> u32 {
+        supervised(&self.spans)
+    }
+
+    /// One flag per token, `true` where it is supervised.
+    pub fn loss_mask(&self) -> Vec<bool> {
+        loss_mask(self.length(), &self.spans)
+    }
+
+    /// Positions whose last hidden state is kept, ascending.
+    pub fn last_positions(&self, last: Last) -> Vec<u32> {
+        last.positions(self.length(), &self.spans)
+    }
+
+    fn check(&self) -> Result<(), CacheError> {
+        let length = self.input_ids.len();
+        if length == 0 || i32::try_from(length).is_err() {
+            return Err(CacheError::BadLength { sample: self.id.clone(), length });
+        }
+        match bad_span(self.length(), &self.spans) {
+            None => Ok(()),
+            Some((after, (start, end))) => {
+                Err(CacheError::BadSpan { sample: self.id.clone(), start, end, after, length })
+            }
+        }
+    }
+}
+
+/// The first span that is empty, out of order or past `length`, and the end of the span before it.
+pub(crate) fn bad_span(length: u32, spans: &[(u32, u32)]) -> Option<(u32, (u32, u32))> {
+    let mut after = 0;
+    for &(start, end) in spans {
+        if start < after || end <= start || end > length {
+            return Some((after, (start, end)));
+        }
+        after = end;
+    }
+    None
+}
+
+/// Position of the first token id outside the vocabulary.
+pub(crate) fn outside(ids: &[i32], vocab_size: usize) -> Option<usize> {
+    ids.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= vocab_size))
+}
+
+/// Tokens in spans that [`bad_span`] has passed.
+pub(crate) fn supervised(spans: &[(u32, u32)]) -> u32 {
+    spans.iter().map(|(start, end)| end - start).sum()
+}
+
+/// A run of samples that share a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedShard {
+    /// Its samples, as indices into [`Plan::samples`].
+    pub samples: Range<usize>,
+    /// Rows of `taps`: tokens.
+    pub rows: u64,
+    /// Rows of `last`: kept positions.
+    pub last_rows: u64,
+}
+
+/// Samples in input order, cut into shards. The same input always gives the same plan.
+#[derive(Debug)]
+pub struct Plan {
+    samples: Vec<PlannedSample>,
+    layout: Layout,
+    shard_bytes: u64,
+    shards: Vec<PlannedShard>,
+    counts: Counts,
+    bytes: u64,
+    digest: String,
+}
+
+impl Plan {
+    /// Cuts `samples`, in their order, into shards of at most `shard_bytes` of hidden states (a larger sample has its own).
+    ///
+    /// # Errors
+    /// No samples, a sample that is empty or has spans outside it, an id twice, a layout without values.
+    pub fn new(samples: Vec<PlannedSample>, layout: Layout, shard_bytes: u64) -> Result<Self, CacheError> {
+        if samples.is_empty() {
+            return Err(CacheError::EmptyPlan);
+        }
+        if shard_bytes == 0 {
+            return Err(CacheError::ZeroShardBytes);
+        }
+        let (mut seen, mut hasher) = (HashSet::new(), Hasher::default());
+        let (mut shards, mut filled): (Vec<PlannedShard>, u64) = (Vec::new(), 0);
+        let mut counts = Counts::default();
+        for (index, sample) in samples.iter().enumerate() {
+            sample.check()?;
+            if !seen.insert(sample.id.as_str()) {
+                return Err(CacheError::DuplicateId { sample: sample.id.clone() });
+            }
+            add_to_digest(&mut hasher, sample);
+            let rows = u64::from(sample.length());
+            let last_rows = sample.last_positions(layout.last).len() as u64;
+            let bytes = layout.sample_bytes(rows, last_rows).ok_or_else(|| bad_layout(&layout, rows))?;
+            match shards.last_mut() {
+                Some(shard) if filled.saturating_add(bytes) <= shard_bytes => {
+                    shard.samples.end = index + 1;
+                    shard.rows += rows;
+                    shard.last_rows += last_rows;
+                    filled += bytes;
+                }
+                _ => {
+                    shards.push(PlannedShard { samples: index..index + 1, rows, last_rows });
+                    filled = bytes;
+                }
+            }
+            counts.samples += 1;
+            counts.tokens += rows;
+            counts.supervised_tokens += u64::from(sample.supervised());
+        }
+        drop(seen);
+        let mut bytes: u64 = 0;
+        for shard in &shards {
+            let total = Geometry::new(&layout, shard.rows, shard.last_rows)?.bytes();
+            bytes = bytes.checked_add(total).ok_or_else(|| bad_layout(&layout, counts.tokens))?;
+        }
+        Ok(Self { samples, layout, shard_bytes, shards, counts, bytes, digest: hasher.hex() })
+    }
+
+    /// The samples, in input order.
+    pub fn samples(&self) -> &[PlannedSample] {
+        &self.samples
+    }
+
+    /// The shape of the rows.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The shards, in order; together they hold every sample once.
+    pub fn shards(&self) -> &[PlannedShard] {
+        &self.shards
+    }
+
+    /// Samples, tokens and supervised tokens.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Bytes of all shard files, headers included.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Digest over ids, token ids and spans of all samples, in order.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// What this plan builds for `identity`, after checking that the two fit together.
+    pub(crate) fn recipe(&self, identity: &Identity) -> Result<Recipe, CacheError> {
+        let planned = Identity {
+            taps: self.layout.taps.clone(),
+            hidden_size: self.layout.hidden_size,
+            ..identity.clone()
+        };
+        let differences = planned.differences(identity);
+        if !differences.is_empty() {
+            return Err(CacheError::PlanIdentity { differences });
+        }
+        for sample in &self.samples {
+            let length = sample.input_ids.len();
+            if length > identity.max_length {
+                return Err(CacheError::TooLong {
+                    sample: sample.id.clone(),
+                    length,
+                    max_length: identity.max_length,
+                });
+            }
+            if let Some(position) = outside(&sample.input_ids, identity.vocab_size) {
+                let (token, vocab_size) = (sample.input_ids[position], identity.vocab_size);
+                return Err(CacheError::TokenOutside {
+                    sample: sample.id.clone(),
+                    position,
+                    token,
+                    vocab_size,
+                });
+            }
+        }
+        Ok(Recipe {
+            identity: identity.clone(),
+            encoding: self.layout.encoding,
+            last: self.layout.last,
+            shard_bytes: self.shard_bytes,
+            counts: self.counts.clone(),
+            input: self.digest.clone(),
+        })
+    }
+}
+
+/// Everything that decides the bytes of a cache: two builds with equal recipes may share shards.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Recipe {
+    pub identity: Identity,
+    pub encoding: Encoding,
+    pub last: Last,
+    pub shard_bytes: u64,
+    pub counts: Counts,
+    pub input: String,
+}
+
+impl Recipe {
+    /// Names each field that differs, with the value there (`self`) and the wanted one.
+    pub fn differences(&self, wanted: &Self) -> Vec<String> {
+        let mut found = Differences(self.identity.differences(&wanted.identity));
+        found.compare("encoding", self.encoding, wanted.encoding);
+        found.compare("last", self.last, wanted.last);
+        found.compare("shard_bytes", self.shard_bytes, wanted.shard_bytes);
+        found.compare("samples", self.counts.samples, wanted.counts.samples);
+        found.compare("tokens", self.counts.tokens, wanted.counts.tokens);
+        found.compare("supervised tokens", self.counts.supervised_tokens, wanted.counts.supervised_tokens);
+        found.compare("input digest", self.input.as_str(), wanted.input.as_str());
+        found.0
+    }
+}
+
+fn add_to_digest(hasher: &mut Hasher, sample: &PlannedSample) {
+    let ids: Vec<u8> = sample.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+    let spans: Vec<u8> = sample
+        .spans
+        .iter()
+        .flat_map(|(start, end)| [start.to_le_bytes(), end.to_le_bytes()].concat())
+        .collect();
+    hasher.part(sample.id.as_bytes()).part(&ids).part(&spans);
+}
+
+fn bad_layout(layout: &Layout, rows: u64) -> CacheError {
+    CacheError::BadLayout { taps: layout.taps.len(), hidden_size: layout.hidden_size, rows }
+}

@@ -1,0 +1,177 @@
+//! Reads a finished cache: maps its shards, hands out samples without copying, checks each one whenever it is read.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::CacheError;
+use crate::identity::Identity;
+use crate::layout::{Last, Layout, loss_mask};
+use crate::manifest::Manifest;
+use crate::samples::{Row, Table};
+use crate::writer::checksum;
+
+pub(crate) mod map;
+
+use map::MappedShard;
+
+/// A finished cache, open for reading from any number of threads.
+#[derive(Debug)]
+pub struct Reader {
+    dir: PathBuf,
+    manifest: Manifest,
+    layout: Layout,
+    table: Table,
+    shards: Vec<MappedShard>,
+}
+
+impl Reader {
+    /// Opens the cache in `dir`: reads the manifest and the samples' table whole, checks their digests, and checks every
+    /// shard's size and header. The shards' data is checked sample by sample when it is read.
+    ///
+    /// # Errors
+    /// No cache there, or anything in it that is not what was written; the message names the file.
+    pub fn open(dir: &Path) -> Result<Self, CacheError> {
+        let manifest = Manifest::read(dir)?;
+        let layout = manifest.layout();
+        let table = Table::read(dir, &manifest)?;
+        let open = |(index, entry)| MappedShard::open(dir, &layout, index, entry);
+        let shards = manifest.shards.iter().enumerate().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { dir: dir.to_path_buf(), manifest, layout, table, shards })
+    }
+
+    /// What the cache says of itself.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The shape of the rows.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Samples.
+    pub fn len(&self) -> usize {
+        self.table.rows().len()
+    }
+
+    /// Whether there are no samples; a published cache has at least one.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Refuses a cache that was made for something else.
+    ///
+    /// # Errors
+    /// The fields that differ, with both values.
+    pub fn require(&self, wanted: &Identity) -> Result<(), CacheError> {
+        let differences = self.manifest.identity.differences(wanted);
+        match differences.is_empty() {
+            true => Ok(()),
+            false => Err(CacheError::Mismatch { dir: self.dir.clone(), differences }),
+        }
+    }
+
+    /// Id of sample `index`; `None` past the end.
+    pub fn id(&self, index: usize) -> Option<&str> {
+        self.table.rows().get(index).map(|row| row.id.as_str())
+    }
+
+    /// The index of the sample with this id.
+    pub fn position(&self, id: &str) -> Option<usize> {
+        self.table.rows().iter().position(|row| row.id == id)
+    }
+
+    /// Tokens of sample `index`, without touching its hidden states; `None` past the end.
+    pub fn length(&self, index: usize) -> Option<u32> {
+        self.table.rows().get(index).map(|row| row.place.length)
+    }
+
+    /// Supervised spans of sample `index`, without touching its hidden states; `None` past the end.
+    pub fn spans(&self, index: usize) -> Option<&[(u32, u32)]> {
+        self.table.rows().get(index).map(|row| self.table.spans(row))
+    }
+
+    /// Sample `index` in plan order, its bytes checked against its checksum.
+    ///
+    /// # Errors
+    /// No such sample; damaged bytes, with shard, sample, found and expected checksum.
+    pub fn sample(&self, index: usize) -> Result<Sample<'_>, CacheError> {
+        let row = self.table.rows().get(index).ok_or(CacheError::NoSuchSample { index, len: self.len() })?;
+        let shard = &self.shards[row.place.shard];
+        let (taps, last) = checked(shard, row)?;
+        Ok(Sample {
+            id: &row.id,
+            shard: row.place.shard,
+            input_ids: self.table.input_ids(row),
+            spans: self.table.spans(row),
+            taps,
+            last,
+            layout: &self.layout,
+        })
+    }
+}
+
+/// Taps and last states of a row, if they are what was written.
+pub(crate) fn checked<'s>(shard: &'s MappedShard, row: &Row) -> Result<(&'s [u8], &'s [u8]), CacheError> {
+    let taps = shard.taps(row.place.first_row, row.place.length.into());
+    let last = shard.last(row.place.first_last_row, row.place.last_rows);
+    let (found, expected) = (checksum(taps, last), row.checksum);
+    if found != expected {
+        return Err(CacheError::Checksum {
+            path: shard.path().to_path_buf(),
+            sample: row.id.clone(),
+            found,
+            expected,
+        });
+    }
+    Ok((taps, last))
+}
+
+/// One sample of a cache; its bytes lie in the mapped file. L tokens, K kept last states, m taps, d hidden size.
+#[derive(Debug, Clone, Copy)]
+pub struct Sample<'r> {
+    /// The input row's id.
+    pub id: &'r str,
+    /// Number of its shard.
+    pub shard: usize,
+    /// Token ids, L of them.
+    pub input_ids: &'r [i32],
+    /// Supervised tokens as half-open spans.
+    pub spans: &'r [(u32, u32)],
+    /// `[L, m·d]` in the cache's encoding, row-major, at an even address.
+    pub taps: &'r [u8],
+    /// `[K, d]` in the cache's encoding, row-major, at an even address.
+    pub last: &'r [u8],
+    layout: &'r Layout,
+}
+
+impl<'r> Sample<'r> {
+    /// Tokens, L.
+    pub fn len(&self) -> usize {
+        self.input_ids.len()
+    }
+
+    /// Whether there are no tokens; a cached sample has at least one.
+    pub fn is_empty(&self) -> bool {
+        self.input_ids.is_empty()
+    }
+
+    /// One flag per token, `true` where it is supervised.
+    pub fn loss_mask(&self) -> Vec<bool> {
+        loss_mask(self.input_ids.len() as u32, self.spans)
+    }
+
+    /// The positions whose last states `last` holds, ascending, K of them.
+    pub fn last_positions(&self) -> Vec<u32> {
+        self.layout.last.positions(self.input_ids.len() as u32, self.spans)
+    }
+
+    /// Which last states the cache keeps.
+    pub fn kept(&self) -> Last {
+        self.layout.last
+    }
+
+    /// The shape of the rows.
+    pub fn layout(&self) -> &'r Layout {
+        self.layout
+    }
+}

@@ -1,0 +1,87 @@
+//! Shards in memory: the one room of this crate where `unsafe` is allowed.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::FileError;
+use memmap2::Mmap;
+
+use crate::error::CacheError;
+use crate::layout::Layout;
+use crate::manifest::ShardEntry;
+use crate::shard::{self, Geometry};
+
+/// Characters of a wrong header that a message shows.
+const SHOWN: usize = 200;
+
+/// A mapped shard whose size and header are those of the manifest.
+#[derive(Debug)]
+pub(crate) struct MappedShard {
+    path: PathBuf,
+    map: Mmap,
+    geometry: Geometry,
+}
+
+impl MappedShard {
+    /// Maps shard `index` of the cache in `dir`.
+    pub fn open(dir: &Path, layout: &Layout, index: usize, entry: &ShardEntry) -> Result<Self, CacheError> {
+        let path = shard::path(dir, index);
+        let geometry = Geometry::new(layout, entry.rows, entry.last_rows)?;
+        let expected = geometry.bytes();
+        let file = File::open(&path).map_err(FileError::at("opening", &path))?;
+        let found = file.metadata().map_err(FileError::at("reading", &path))?.len();
+        if found != expected {
+            return Err(CacheError::Size { path, found, expected });
+        }
+        let map = map(&file).map_err(FileError::at("mapping", &path))?;
+        let shard = Self { path, map, geometry };
+        let header = shard.geometry.header();
+        match shard.map.get(..header.len()) {
+            Some(found) if found == header => Ok(shard),
+            found => {
+                let (found, expected) = (shown(found.unwrap_or(&shard.map)), shown(header));
+                Err(CacheError::ShardHeader { path: shard.path, found, expected })
+            }
+        }
+    }
+
+    /// Path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All bytes of the file.
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
+    /// Taps of `rows` tokens from `first` on; empty past the end, which the samples' table has ruled out.
+    pub fn taps(&self, first: u64, rows: u64) -> &[u8] {
+        self.slice(self.geometry.taps(first, rows))
+    }
+
+    /// `rows` last states from `first` on; empty past the end, which the samples' table has ruled out.
+    pub fn last(&self, first: u64, rows: u64) -> &[u8] {
+        self.slice(self.geometry.last(first, rows))
+    }
+
+    fn slice(&self, range: Range<u64>) -> &[u8] {
+        self.map.get(range.start as usize..range.end as usize).unwrap_or_default()
+    }
+}
+
+/// A header as text, cut short.
+fn shown(header: &[u8]) -> String {
+    String::from_utf8_lossy(header.get(8..).unwrap_or_default()).trim_end().chars().take(SHOWN).collect()
+}
+
+#[expect(unsafe_code)]
+fn map(file: &File) -> io::Result<Mmap> {
+    // SAFETY: a map is sound while nobody changes or shortens the file behind it. This one is read-only, and the file is
+    // a published shard, which this project never opens for writing: shards are written under another name and renamed
+    // into place whole, and `remove_existing` unlinks them, which leaves the mapped pages alive. Only a foreign program
+    // that writes into a published cache could break this; bytes changed before a read are caught by the checksum.
+    unsafe { Mmap::map(file) }
+}

@@ -1,0 +1,143 @@
+//! `samples.parquet`: one row per sample, in plan order.
+//!
+//! Columns: `id` text; `shard` number of its shard; `first_row` and `first_last_row`, where its rows begin in the shard's
+//! `taps` and `last`; `length` tokens; `supervised` tokens; `input_ids` token ids; `loss_spans` supervised half-open spans;
+//! `checksum` CRC-32 of the sample's bytes in `taps` followed by those in `last`.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, LazyLock};
+
+use arrow::array::{
+    ArrayRef, Int32Array, Int64Array, ListArray, RecordBatch, StringArray, StructArray, UInt32Array,
+};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{DataType, Field, Fields, Schema};
+use arrow::error::ArrowError;
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::digest;
+use parquet::arrow::ArrowWriter;
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::file::properties::WriterProperties;
+
+use crate::error::CacheError;
+use crate::manifest::SamplesEntry;
+use crate::plan::{Plan, PlannedSample};
+
+mod door;
+mod table;
+
+pub(crate) use table::{Row, Table};
+
+/// Name of the samples' table.
+pub const SAMPLES_FILE: &str = "samples.parquet";
+
+/// A batch is handed to parquet when it has so many samples or tokens.
+const BATCH_SAMPLES: usize = 1024;
+const BATCH_TOKENS: u64 = 1 << 22;
+
+/// Bytes of a row group: what parquet holds in memory.
+const GROUP_BYTES: usize = 64 << 20;
+
+static SPAN: LazyLock<Fields> =
+    LazyLock::new(|| [("start", DataType::Int32), ("end", DataType::Int32)].map(column).to_vec().into());
+
+static SCHEMA: LazyLock<Arc<Schema>> = LazyLock::new(|| {
+    let list = |element: DataType| DataType::List(Arc::new(Field::new("element", element, false)));
+    let columns = [
+        ("id", DataType::Utf8),
+        ("shard", DataType::UInt32),
+        ("first_row", DataType::Int64),
+        ("first_last_row", DataType::Int64),
+        ("length", DataType::Int32),
+        ("supervised", DataType::Int32),
+        ("input_ids", list(DataType::Int32)),
+        ("loss_spans", list(DataType::Struct(SPAN.clone()))),
+        ("checksum", DataType::UInt32),
+    ];
+    Arc::new(Schema::new(columns.map(column).to_vec()))
+});
+
+fn column((name, kind): (&str, DataType)) -> Field {
+    Field::new(name, kind, false)
+}
+
+/// Writes the table of a plan whose samples have these checksums. The entry is for the manifest.
+pub(crate) fn write(dir: &Path, plan: &Plan, checksums: &[u32]) -> Result<SamplesEntry, CacheError> {
+    let path = dir.join(SAMPLES_FILE);
+    let mut rows = Vec::with_capacity(plan.samples().len());
+    for (shard, planned) in plan.shards().iter().enumerate() {
+        let (mut first_row, mut first_last_row) = (0, 0);
+        for index in planned.samples.clone() {
+            let (sample, checksum) = (&plan.samples()[index], checksums[index]);
+            rows.push(NewRow { sample, shard: shard as u32, first_row, first_last_row, checksum });
+            first_row += i64::from(sample.length());
+            first_last_row += sample.last_positions(plan.layout().last).len() as i64;
+        }
+    }
+    write_rows(&path, &rows)?;
+    let bytes = fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
+    Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::file(&path)? })
+}
+
+/// A row to be written.
+struct NewRow<'p> {
+    sample: &'p PlannedSample,
+    shard: u32,
+    first_row: i64,
+    first_last_row: i64,
+    checksum: u32,
+}
+
+fn write_rows(path: &Path, mut rows: &[NewRow<'_>]) -> Result<(), CacheError> {
+    let properties = WriterProperties::builder()
+        .set_compression(Compression::ZSTD(ZstdLevel::default()))
+        .set_max_row_group_bytes(Some(GROUP_BYTES))
+        .build();
+    atomic::replace(path, |file| {
+        let mut writer =
+            ArrowWriter::try_new(file, SCHEMA.clone(), Some(properties)).map_err(io::Error::other)?;
+        while !rows.is_empty() {
+            let (mut taken, mut tokens) = (0, 0);
+            while taken < rows.len().min(BATCH_SAMPLES) && tokens < BATCH_TOKENS {
+                tokens += u64::from(rows[taken].sample.length());
+                taken += 1;
+            }
+            let batch = batch(&rows[..taken]).map_err(io::Error::other)?;
+            writer.write(&batch).map_err(io::Error::other)?;
+            rows = &rows[taken..];
+        }
+        writer.close().map_err(io::Error::other)?;
+        Ok(())
+    })?;
+    Ok(())
+}
+
+fn batch(rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
+    let samples = || rows.iter().map(|row| row.sample);
+    let spans = || samples().flat_map(|sample| sample.spans.iter());
+    let list =
+        |name: &str, lengths: Vec<usize>, values: ArrayRef| match SCHEMA.field_with_name(name)?.data_type() {
+            DataType::List(element) => {
+                ListArray::try_new(element.clone(), OffsetBuffer::from_lengths(lengths), values, None)
+            }
+            other => Err(ArrowError::SchemaError(format!("{name} is {other}, not a list"))),
+        };
+    let ids = Int32Array::from_iter_values(samples().flat_map(|sample| sample.input_ids.iter().copied()));
+    let starts = Int32Array::from_iter_values(spans().map(|span| span.0 as i32));
+    let ends = Int32Array::from_iter_values(spans().map(|span| span.1 as i32));
+    let pairs = StructArray::try_new(SPAN.clone(), vec![Arc::new(starts), Arc::new(ends)], None)?;
+    let columns: Vec<ArrayRef> = vec![
+        Arc::new(StringArray::from_iter_values(samples().map(|sample| &sample.id))),
+        Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.shard))),
+        Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_row))),
+        Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_last_row))),
+        Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.length() as i32))),
+        Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.supervised() as i32))),
+        Arc::new(list("input_ids", samples().map(|sample| sample.input_ids.len()).collect(), Arc::new(ids))?),
+        Arc::new(list("loss_spans", samples().map(|sample| sample.spans.len()).collect(), Arc::new(pairs))?),
+        Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.checksum))),
+    ];
+    RecordBatch::try_new(SCHEMA.clone(), columns)
+}

@@ -1,0 +1,105 @@
+//! Which hidden states of the target are tapped.
+
+use std::fmt;
+
+use serde::de::{Error, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// The word that stands for the embedding output in configs and manifests.
+const EMBEDDING: &str = "embedding";
+
+/// A place in the target whose raw hidden state is recorded: `embedding`, or the output of a decoder layer.
+///
+/// Written as the word or the 0-based layer id; read as either, −1 (as checkpoints have it) meaning the embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Tap {
+    /// The embedding output, before the first layer.
+    Embedding,
+    /// The raw output of this decoder layer (0-based), before the final norm.
+    Layer(u32),
+}
+
+impl Tap {
+    /// The id that checkpoints use: −1 for the embedding, else the layer's number.
+    pub fn layer_id(self) -> i64 {
+        match self {
+            Self::Embedding => -1,
+            Self::Layer(layer) => i64::from(layer),
+        }
+    }
+
+    /// The tap of a checkpoint's layer id; `None` below −1 or past 32 bits.
+    pub fn from_layer_id(id: i64) -> Option<Self> {
+        match id {
+            -1 => Some(Self::Embedding),
+            id => u32::try_from(id).ok().map(Self::Layer),
+        }
+    }
+}
+
+impl fmt::Display for Tap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embedding => f.write_str(EMBEDDING),
+            Self::Layer(layer) => layer.fmt(f),
+        }
+    }
+}
+
+impl Serialize for Tap {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Embedding => serializer.serialize_str(EMBEDDING),
+            Self::Layer(layer) => serializer.serialize_u32(*layer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Tap {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TapVisitor;
+
+        impl Visitor<'_> for TapVisitor {
+            type Value = Tap;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a layer number or `embedding`")
+            }
+
+            fn visit_i64<E: Error>(self, id: i64) -> Result<Tap, E> {
+                Tap::from_layer_id(id).ok_or_else(|| E::invalid_value(Unexpected::Signed(id), &self))
+            }
+
+            fn visit_u64<E: Error>(self, id: u64) -> Result<Tap, E> {
+                u32::try_from(id)
+                    .map(Tap::Layer)
+                    .map_err(|_| E::invalid_value(Unexpected::Unsigned(id), &self))
+            }
+
+            fn visit_str<E: Error>(self, word: &str) -> Result<Tap, E> {
+                match word {
+                    EMBEDDING => Ok(Tap::Embedding),
+                    other => Err(E::invalid_value(Unexpected::Str(other), &self)),
+                }
+            }
+        }
+
+        deserializer.deserialize_any(TapVisitor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn taps_read_as_words_and_numbers() {
+        let taps: Vec<Tap> = serde_json::from_str(r#"["embedding", -1, 0, 33]"#).unwrap();
+        assert_eq!(taps, [Tap::Embedding, Tap::Embedding, Tap::Layer(0), Tap::Layer(33)]);
+        assert_eq!(serde_json::to_string(&taps).unwrap(), r#"["embedding","embedding",0,33]"#);
+        assert_eq!(taps.iter().map(|tap| tap.layer_id()).collect::<Vec<_>>(), [-1, -1, 0, 33]);
+        for bad in ["-2", "4294967296", "\"embeding\"", "1.5", "null"] {
+            assert!(serde_json::from_str::<Tap>(bad).is_err(), "{bad}");
+        }
+    }
+}

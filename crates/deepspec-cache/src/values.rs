@@ -1,0 +1,47 @@
+//! Looking at stored bfloat16 values.
+
+/// All exponent bits of a bfloat16: set in NaN and in ±∞, and in nothing else.
+const EXPONENT: u16 = 0x7F80;
+
+/// Little-endian bfloat16 bytes as bit patterns. A torn last byte is ignored: lengths are checked by the caller.
+fn bits(bytes: &[u8]) -> impl Iterator<Item = u16> + '_ {
+    bytes.as_chunks::<2>().0.iter().map(|&pair| u16::from_le_bytes(pair))
+}
+
+/// The value of a bfloat16 bit pattern.
+fn value(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// Little-endian bfloat16 bytes as numbers.
+pub(crate) fn bf16(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+    bits(bytes).map(value)
+}
+
+/// Index and value of the first NaN or infinity.
+pub(crate) fn first_non_finite(bytes: &[u8]) -> Option<(usize, f32)> {
+    // The maximum of the magnitudes vectorises; the exact place is looked for only when there is one.
+    let largest = bits(bytes).fold(0, |largest, bits| largest.max(bits & 0x7FFF));
+    if largest < EXPONENT {
+        return None;
+    }
+    bits(bytes)
+        .enumerate()
+        .find(|(_, bits)| bits & EXPONENT == EXPONENT)
+        .map(|(index, bits)| (index, value(bits)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_nan_and_infinity_are_not_finite() {
+        for bits in 0..=u16::MAX {
+            let mut bytes = [0; 64];
+            bytes[20..22].copy_from_slice(&bits.to_le_bytes());
+            let found = first_non_finite(&bytes);
+            assert_eq!(found.map(|(index, _)| index), (!value(bits).is_finite()).then_some(10), "{bits:04x}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Looks at every byte of a cache.
+
+use std::fmt;
+use std::path::Path;
+
+use deepspec_core::digest::Hasher;
+use rayon::prelude::*;
+
+use crate::error::CacheError;
+use crate::layout::Layout;
+use crate::manifest::{Manifest, ShardEntry};
+use crate::reader::checked;
+use crate::reader::map::MappedShard;
+use crate::samples::{Row, SAMPLES_FILE, Table};
+use crate::writer::first_non_finite;
+
+/// Bytes hashed between two reports of progress.
+const STEP: usize = 4 << 20;
+
+/// Something wrong with a cache.
+#[derive(Debug)]
+pub struct Problem {
+    /// The file's name within the cache.
+    pub file: String,
+    /// The sample's id, where one sample is concerned.
+    pub sample: Option<String>,
+    /// What is wrong.
+    pub error: CacheError,
+}
+
+impl fmt::Display for Problem {
+    /// The error's one line, which names file and sample with their paths.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+/// Checks all bytes of the cache in `dir` on all cores: digests of all files, headers, every sample's checksum, NaN and
+/// infinities. `progress` is called, from several threads, with the number of bytes just read; they sum to
+/// [`Manifest::bytes`] unless a file cannot be read.
+///
+/// # Errors
+/// Only when there is no usable manifest; everything else is a [`Problem`], and no problem means a sound cache.
+pub fn verify(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Vec<Problem>, CacheError> {
+    let manifest = Manifest::read(dir)?;
+    let layout = manifest.layout();
+    let mut problems = Vec::new();
+    let table = Table::read(dir, &manifest);
+    progress(manifest.samples.bytes);
+    let table = table.unwrap_or_else(|error| {
+        // Without the table the shards' digests still tell whether they are whole.
+        problems.push(Problem { file: SAMPLES_FILE.to_string(), sample: None, error });
+        Table::default()
+    });
+    let found: Vec<Vec<Problem>> = manifest
+        .shards
+        .par_iter()
+        .enumerate()
+        .map(|(index, entry)| {
+            let start = table.rows().partition_point(|row| row.place.shard < index);
+            let end = table.rows().partition_point(|row| row.place.shard <= index);
+            shard_problems(dir, &layout, (index, entry), &table.rows()[start..end], &progress)
+        })
+        .collect();
+    problems.extend(found.into_iter().flatten());
+    Ok(problems)
+}
+
+fn shard_problems(
+    dir: &Path,
+    layout: &Layout,
+    (index, entry): (usize, &ShardEntry),
+    rows: &[Row],
+    progress: &(impl Fn(u64) + Sync),
+) -> Vec<Problem> {
+    let problem = |sample: Option<&Row>, error| Problem {
+        file: entry.file.clone(),
+        sample: sample.map(|row| row.id.clone()),
+        error,
+    };
+    let shard = match MappedShard::open(dir, layout, index, entry) {
+        Ok(shard) => shard,
+        Err(error) => return vec![problem(None, error)],
+    };
+    let mut problems = Vec::new();
+    let mut hasher = Hasher::default();
+    for bytes in shard.bytes().chunks(STEP) {
+        hasher.raw(bytes);
+        progress(bytes.len() as u64);
+    }
+    let found = hasher.hex();
+    if found != entry.sha256 {
+        let (path, expected) = (shard.path().to_path_buf(), entry.sha256.clone());
+        problems.push(problem(None, CacheError::Digest { path, found, expected }));
+    }
+    for row in rows {
+        match checked(&shard, row) {
+            Err(error) => problems.push(problem(Some(row), error)),
+            Ok((taps, last)) => {
+                if let Some((at, part, value)) = first_non_finite(layout, taps, last) {
+                    let error = CacheError::NotFinite { sample: row.id.clone(), row: at, part, value };
+                    problems.push(problem(Some(row), error));
+                }
+            }
+        }
+    }
+    problems
+}

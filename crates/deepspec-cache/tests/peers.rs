@@ -1,0 +1,81 @@
+//! pyarrow, DuckDB and Python's safetensors read a cache and see what we wrote.
+//!
+//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has them; says so where it does not.
+
+mod common;
+
+use std::process::Command;
+
+use common::*;
+use deepspec_cache::Last;
+use serde_json::{Value, json};
+
+const SCRIPT: &str = r#"
+import json, pathlib, sys, zlib
+import duckdb, pyarrow.parquet, torch
+from safetensors import safe_open
+
+cache = pathlib.Path(sys.argv[1])
+manifest = json.loads((cache / "manifest.json").read_text())
+table = pyarrow.parquet.read_table(cache / "samples.parquet").to_pylist()
+with_duckdb = duckdb.sql(f"select id, len(input_ids), list_sum(input_ids), loss_spans[1]['start'], loss_spans[-1]['end'] from '{cache}/samples.parquet'").fetchall()
+shards = []
+for entry in manifest["shards"]:
+    with safe_open(cache / entry["file"], framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}, file.metadata()
+        shards.append((file.get_tensor("taps"), file.get_tensor("last")))
+        assert [tensor.dtype for tensor in shards[-1]] == [torch.bfloat16] * 2
+
+def raw(tensor):
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+seen = []
+for index, row in enumerate(table):
+    taps, last = shards[row["shard"]]
+    mask = [any(span["start"] <= p < span["end"] for span in row["loss_spans"]) for p in range(-1, row["length"] + 1)]
+    kept = [p for p in range(row["length"]) if mask[p] or mask[p + 2]]
+    taps = taps[row["first_row"]:][:row["length"]]
+    last = last[row["first_last_row"]:][:len(kept)]
+    assert zlib.crc32(raw(last), zlib.crc32(raw(taps))) == row["checksum"], row["id"]
+    spans = [[span["start"], span["end"]] for span in row["loss_spans"]]
+    first = (row["id"], row["length"], sum(row["input_ids"]), spans[0][0] if spans else None, spans[-1][1] if spans else None)
+    assert first == with_duckdb[index], (first, with_duckdb[index])
+    seen.append([row["id"], row["input_ids"], spans, row["supervised"], taps.double().sum().item(), last.double().sum().item()])
+print(json.dumps(seen))
+"#;
+
+#[test]
+fn python_tools_read_what_we_wrote() {
+    let Ok(python) = std::env::var("DEEPSPEC_TEST_PYTHON") else {
+        eprintln!(
+            "skipped: DEEPSPEC_TEST_PYTHON names no Python with pyarrow, duckdb, torch and safetensors"
+        );
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(50, Last::Supervised, 2000);
+    build(dir.path(), &plan, &identity()).unwrap();
+    let output = Command::new(python).args(["-c", SCRIPT]).arg(dir.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let seen: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let sum = |bytes: Vec<u8>| -> f64 {
+        let values =
+            bytes.chunks_exact(2).map(|pair| u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
+        values.map(|bits| f64::from(f32::from_bits(bits))).sum()
+    };
+    let expected: Vec<Value> = plan
+        .samples()
+        .iter()
+        .map(|s| {
+            json!([
+                s.id,
+                s.input_ids,
+                s.spans,
+                s.supervised(),
+                sum(taps_of(s)),
+                sum(last_of(s, Last::Supervised))
+            ])
+        })
+        .collect();
+    assert_eq!(seen, Value::from(expected));
+}

@@ -1,0 +1,171 @@
+//! Sequential temperature scaling (STS, SPEC §8): confidences c_k = σ(logit_k / t_k), one temperature per position.
+//!
+//! From left to right, t_k is the grid value that minimises the calibration error of the survival a_k = a_{k−1} · c_k with
+//! the earlier temperatures fixed. A positive temperature is monotone, so the order of the c_k of one position stays; the
+//! order of products may change.
+
+use crate::ScheduleError;
+use crate::bins::{self, BinSums};
+use crate::survival::{check_outcome, sigmoid};
+
+/// One proposal as recorded: a confidence logit per token really proposed and how many leading tokens were accepted.
+#[derive(Debug, Clone, Copy)]
+pub struct Proposal<'a> {
+    /// Raw outputs of the confidence head.
+    pub logits: &'a [f32],
+    /// Accepted tokens, before a stop token cuts the answer.
+    pub accepted: usize,
+}
+
+/// Where temperatures are searched. The paper names neither grid nor tie-break: the first of equals wins.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GridSearch {
+    /// Temperatures to try.
+    pub grid: Vec<f64>,
+    /// Equal bins of the calibration error.
+    pub bins: usize,
+}
+
+impl Default for GridSearch {
+    /// 200 temperatures from 0.1 to 10; 20 bins.
+    fn default() -> Self {
+        Self { grid: logarithmic(0.1, 10.0, 200), bins: 20 }
+    }
+}
+
+/// `points` temperatures from `low` to `high`, evenly spaced in their logarithm.
+pub fn logarithmic(low: f64, high: f64, points: usize) -> Vec<f64> {
+    let step = (high / low).log10() / points.saturating_sub(1).max(1) as f64;
+    (0..points).map(|i| 10f64.powf(low.log10() + step * i as f64)).collect()
+}
+
+/// The temperature found for one position.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PositionFit {
+    /// Proposals that reached this position.
+    pub count: usize,
+    /// Index of the temperature in the grid.
+    pub grid_index: usize,
+    /// The temperature.
+    pub temperature: f64,
+    /// Calibration error of the survival at this position with all temperatures 1.
+    pub ece_before: f64,
+    /// The same with the temperatures found. 1 need not be on the grid, so this can exceed `ece_before`.
+    pub ece_after: f64,
+}
+
+/// Finds the temperatures of `positions` positions. A position that no proposal reached has no fit.
+///
+/// Costs proposals × positions × grid logistic functions.
+///
+/// # Errors
+/// The grid or the bins are empty, a temperature is not finite and positive, a logit is NaN, or a proposal is longer than
+/// `positions` or shorter than what was accepted of it.
+pub fn fit(
+    proposals: &[Proposal<'_>],
+    positions: usize,
+    search: &GridSearch,
+) -> Result<Vec<Option<PositionFit>>, ScheduleError> {
+    check_temperatures(&search.grid)?;
+    if search.grid.is_empty() || search.bins == 0 {
+        return Err(ScheduleError::Empty { what: "temperature grid or bins" });
+    }
+    for proposal in proposals {
+        check_outcome(proposal.accepted, proposal.logits.len(), positions)?;
+        check_logits(proposal.logits)?;
+    }
+    let mut raw = vec![1.0; proposals.len()]; // a_{k−1} of each proposal, uncalibrated
+    let mut calibrated = raw.clone();
+    let mut fits = Vec::with_capacity(positions);
+    for k in 0..positions {
+        let fitted = fit_position(proposals, k, [&raw, &calibrated], search);
+        if let Some(fit) = &fitted {
+            advance(&mut raw, proposals, k, 1.0);
+            advance(&mut calibrated, proposals, k, fit.temperature);
+        }
+        fits.push(fitted);
+    }
+    Ok(fits)
+}
+
+fn fit_position(
+    proposals: &[Proposal<'_>],
+    k: usize,
+    [raw, calibrated]: [&[f64]; 2],
+    search: &GridSearch,
+) -> Option<PositionFit> {
+    let reached: Vec<_> = (0..proposals.len()).filter(|&i| proposals[i].logits.len() > k).collect();
+    let ece = |before: &[f64], temperature: f64| {
+        let mut sums = vec![BinSums::default(); search.bins];
+        for &i in &reached {
+            let a = bins::clamped(before[i] * sigmoid(f64::from(proposals[i].logits[k]) / temperature));
+            sums[bins::index(a, search.bins)].add(a, k < proposals[i].accepted);
+        }
+        bins::calibration_error(&sums)
+    };
+    let ece_before = ece(raw, 1.0)?;
+    let errors = search.grid.iter().map(|&temperature| ece(calibrated, temperature).unwrap_or(f64::INFINITY));
+    let (grid_index, ece_after) = errors.enumerate().min_by(|(_, a), (_, b)| a.total_cmp(b))?; // the first of equals
+    let temperature = search.grid[grid_index];
+    Some(PositionFit { count: reached.len(), grid_index, temperature, ece_before, ece_after })
+}
+
+/// a_k = a_{k−1} · σ(logit_k / t_k) for every proposal that reached position `k`.
+fn advance(survival: &mut [f64], proposals: &[Proposal<'_>], k: usize, temperature: f64) {
+    for (a, proposal) in survival.iter_mut().zip(proposals) {
+        if let Some(&logit) = proposal.logits.get(k) {
+            *a *= sigmoid(f64::from(logit) / temperature);
+        }
+    }
+}
+
+/// Temperatures in use, one per position.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Calibration {
+    temperatures: Vec<f64>,
+}
+
+impl Calibration {
+    /// Takes temperatures as they were stored.
+    ///
+    /// # Errors
+    /// A temperature is not finite and positive.
+    pub fn new(temperatures: Vec<f64>) -> Result<Self, ScheduleError> {
+        check_temperatures(&temperatures)?;
+        Ok(Self { temperatures })
+    }
+
+    /// Temperatures as found; a position without a fit keeps its logits (t = 1).
+    pub fn from_fits(fits: &[Option<PositionFit>]) -> Self {
+        Self { temperatures: fits.iter().map(|fit| fit.map_or(1.0, |fit| fit.temperature)).collect() }
+    }
+
+    /// t_1, t_2, …
+    pub fn temperatures(&self) -> &[f64] {
+        &self.temperatures
+    }
+
+    /// Calibrated confidences c_k = σ(logit_k / t_k) of one proposal.
+    ///
+    /// # Errors
+    /// A logit is NaN, or there are more logits than temperatures.
+    pub fn confidences(&self, logits: &[f32]) -> Result<Vec<f64>, ScheduleError> {
+        check_outcome(0, logits.len(), self.temperatures.len())?;
+        check_logits(logits)?;
+        Ok(logits.iter().zip(&self.temperatures).map(|(&logit, t)| sigmoid(f64::from(logit) / t)).collect())
+    }
+}
+
+fn check_temperatures(temperatures: &[f64]) -> Result<(), ScheduleError> {
+    match temperatures.iter().position(|t| !(t.is_finite() && *t > 0.0)) {
+        Some(index) => Err(ScheduleError::Temperature { index, value: temperatures[index] }),
+        None => Ok(()),
+    }
+}
+
+fn check_logits(logits: &[f32]) -> Result<(), ScheduleError> {
+    match logits.iter().position(|logit| logit.is_nan()) {
+        Some(position) => Err(ScheduleError::Logit { position }),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,70 @@
+//! What a verification batch costs: the profiled table SPS(B) of SPEC §8.
+
+use crate::ScheduleError;
+
+/// No verification batch comes near so many tokens; a larger number is a mistake that would only eat memory.
+const MAX_BATCH: usize = 1 << 20;
+
+/// Target forward passes per second for every batch size from 1 token to the largest that was profiled.
+///
+/// B counts the tokens of one verification pass over all requests: B = Σ_r (1 + l_r). The table need not fall with B: real
+/// kernels have steps.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CostCurve {
+    /// SPS(1), SPS(2), …
+    table: Vec<f64>,
+}
+
+impl CostCurve {
+    /// A curve from SPS(1), SPS(2), … in steps per second.
+    ///
+    /// # Errors
+    /// The table is empty, or a rate is not finite and positive.
+    pub fn new(table: Vec<f64>) -> Result<Self, ScheduleError> {
+        if table.is_empty() {
+            return Err(ScheduleError::Empty { what: "rates in the cost curve" });
+        }
+        match table.iter().position(|rate| !(rate.is_finite() && *rate > 0.0)) {
+            Some(index) => Err(ScheduleError::Cost { batch: index + 1, value: table[index] }),
+            None => Ok(Self { table }),
+        }
+    }
+
+    /// A curve through measured points (tokens in the batch, seconds per step), ascending in the batch: step times are
+    /// linear between two points, and below the first they are the first's.
+    ///
+    /// # Errors
+    /// There are no points, batches do not ascend within 1 … 2²⁰, or a time is not finite and positive.
+    pub fn from_step_seconds(points: &[(usize, f64)]) -> Result<Self, ScheduleError> {
+        let &(first, seconds) = points.first().ok_or(ScheduleError::Empty { what: "measured batches" })?;
+        if let Some(&(batch, value)) =
+            points.iter().find(|(_, seconds)| !(seconds.is_finite() && *seconds > 0.0))
+        {
+            return Err(ScheduleError::Cost { batch, value });
+        }
+        if let Some(&(batch, _)) = points.iter().find(|(batch, _)| !(1..=MAX_BATCH).contains(batch)) {
+            return Err(ScheduleError::Order { batch });
+        }
+        let mut table = vec![1.0 / seconds; first];
+        for pair in points.windows(2) {
+            let [(low, before), (high, after)] = [pair[0], pair[1]];
+            if high <= low {
+                return Err(ScheduleError::Order { batch: high });
+            }
+            let slope = (after - before) / (high - low) as f64;
+            table.extend((1..=high - low).map(|i| 1.0 / (before + slope * i as f64)));
+        }
+        Self::new(table)
+    }
+
+    /// The largest batch that was profiled, in tokens.
+    pub fn max_batch(&self) -> usize {
+        self.table.len()
+    }
+
+    /// SPS(`batch`) in steps per second; 0 for an empty batch and past [`Self::max_batch`], so that no scheduler forms a
+    /// batch that was never profiled.
+    pub fn steps_per_second(&self, batch: usize) -> f64 {
+        batch.checked_sub(1).and_then(|index| self.table.get(index)).copied().unwrap_or(0.0)
+    }
+}

@@ -1,0 +1,113 @@
+//! What can be wrong with numbers from outside.
+
+use std::fmt;
+
+/// Numbers that cannot be used; positions and requests count from 0.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ScheduleError {
+    /// A confidence is not a probability.
+    Confidence {
+        /// Position in the proposal.
+        position: usize,
+        /// The confidence, outside [0, 1] or NaN.
+        value: f64,
+    },
+    /// A confidence logit is NaN.
+    Logit {
+        /// Position in the proposal.
+        position: usize,
+    },
+    /// More tokens were accepted than proposed.
+    Accepted {
+        /// Tokens accepted.
+        accepted: usize,
+        /// Tokens proposed.
+        proposed: usize,
+    },
+    /// A proposal is longer than there are positions.
+    TooLong {
+        /// Tokens proposed.
+        proposed: usize,
+        /// Positions there are.
+        positions: usize,
+    },
+    /// Two accumulators of different shape cannot be merged.
+    Mismatch {
+        /// What differs.
+        what: &'static str,
+        /// On the left.
+        left: usize,
+        /// On the right.
+        right: usize,
+    },
+    /// A temperature is not finite and positive.
+    Temperature {
+        /// Index in the list.
+        index: usize,
+        /// The temperature.
+        value: f64,
+    },
+    /// A rate or time of a cost curve is not finite and positive.
+    Cost {
+        /// Tokens in the batch.
+        batch: usize,
+        /// Its rate in steps per second, or its time in seconds.
+        value: f64,
+    },
+    /// Measured batches are not strictly ascending within 1 … 2²⁰ tokens.
+    Order {
+        /// The batch out of order.
+        batch: usize,
+    },
+    /// More requests than the cost curve knows batches.
+    BeyondCurve {
+        /// Requests; each needs one token of the batch.
+        requests: usize,
+        /// The largest batch of the curve.
+        max_batch: usize,
+    },
+    /// Something that must not be empty is.
+    Empty {
+        /// What is empty.
+        what: &'static str,
+    },
+}
+
+impl fmt::Display for ScheduleError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Confidence { position, value } => {
+                write!(f, "confidence {value} at position {position} is not a probability in [0, 1]")
+            }
+            Self::Logit { position } => write!(f, "confidence logit at position {position} is NaN"),
+            Self::Accepted { accepted, proposed } => {
+                write!(f, "{accepted} tokens accepted of only {proposed} proposed")
+            }
+            Self::TooLong { proposed, positions } => {
+                write!(f, "proposal of {proposed} tokens, but there are only {positions} positions")
+            }
+            Self::Mismatch { what, left, right } => {
+                write!(f, "cannot merge: {left} {what} on the left, {right} on the right")
+            }
+            Self::Temperature { index, value } => {
+                write!(f, "temperature {value} at index {index} is not finite and positive")
+            }
+            Self::Cost { batch, value } => {
+                write!(f, "cost {value} of a batch of {batch} tokens is not finite and positive")
+            }
+            Self::Order { batch } => {
+                write!(
+                    f,
+                    "batch {batch} is out of order: measured batches must ascend, from 1 token at least to 2^20 at most"
+                )
+            }
+            Self::BeyondCurve { requests, max_batch } => write!(
+                f,
+                "{requests} requests need a batch of as many tokens, but the cost curve ends at {max_batch}; profile further"
+            ),
+            Self::Empty { what } => write!(f, "no {what}"),
+        }
+    }
+}
+
+impl std::error::Error for ScheduleError {}

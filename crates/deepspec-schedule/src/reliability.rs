@@ -1,0 +1,226 @@
+//! How far the survival probabilities a_k can be believed, per position of the proposal (SPEC §8, golden case
+//! `confidence_metrics`): an observation is (a_k, was the prefix up to k accepted?).
+
+use crate::ScheduleError;
+use crate::bins::{self, BinSums};
+use crate::survival::{check_confidences, check_outcome, survival};
+
+/// How finely probabilities are binned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Binning {
+    /// Equal bins of the calibration error and of the reliability diagram.
+    pub coarse: usize,
+    /// Equal bins of the AUROC; two probabilities in the same bin count as a tie.
+    pub fine: usize,
+}
+
+impl Default for Binning {
+    fn default() -> Self {
+        Self { coarse: 20, fine: 1000 }
+    }
+}
+
+/// Accumulates observations of many proposals; partial accumulators (of threads, of ranks) merge.
+#[derive(Debug, Clone)]
+pub struct Reliability {
+    binning: Binning,
+    positions: Vec<Tally>,
+}
+
+/// Everything observed at one position.
+#[derive(Debug, Clone)]
+struct Tally {
+    squared_error: f64,
+    coarse: Vec<BinSums>,
+    /// [rejected, accepted] observations per fine bin.
+    fine: Vec<[u64; 2]>,
+}
+
+impl Reliability {
+    /// An empty accumulator for proposals of at most `positions` tokens, with 20 coarse and 1000 fine bins.
+    pub fn new(positions: usize) -> Self {
+        Self::empty(positions, Binning::default())
+    }
+
+    /// [`Reliability::new`] with another binning.
+    ///
+    /// # Errors
+    /// A bin count is 0.
+    pub fn with_binning(positions: usize, binning: Binning) -> Result<Self, ScheduleError> {
+        if binning.coarse == 0 || binning.fine == 0 {
+            return Err(ScheduleError::Empty { what: "bins" });
+        }
+        Ok(Self::empty(positions, binning))
+    }
+
+    fn empty(positions: usize, binning: Binning) -> Self {
+        let coarse = vec![BinSums::default(); binning.coarse];
+        let tally = Tally { squared_error: 0.0, coarse, fine: vec![[0; 2]; binning.fine] };
+        Self { binning, positions: vec![tally; positions] }
+    }
+
+    /// Adds a proposal: its conditional confidences c_k, one per token really proposed, and how many leading tokens
+    /// verification accepted, before a stop token cuts the answer. An empty proposal observes nothing.
+    ///
+    /// # Errors
+    /// A confidence is no probability, the proposal has more tokens than there are positions or fewer than were
+    /// accepted; nothing is added then.
+    pub fn update(&mut self, confidences: &[f64], accepted: usize) -> Result<(), ScheduleError> {
+        check_outcome(accepted, confidences.len(), self.positions.len())?;
+        check_confidences(confidences)?;
+        for (k, (tally, a)) in self.positions.iter_mut().zip(survival(confidences)).enumerate() {
+            tally.add(bins::clamped(a), k < accepted);
+        }
+        Ok(())
+    }
+
+    /// Adds what another accumulator observed.
+    ///
+    /// # Errors
+    /// The accumulators differ in positions or bins.
+    pub fn merge(&mut self, other: &Self) -> Result<(), ScheduleError> {
+        let sizes = [
+            ("positions", self.positions.len(), other.positions.len()),
+            ("coarse bins", self.binning.coarse, other.binning.coarse),
+            ("fine bins", self.binning.fine, other.binning.fine),
+        ];
+        if let Some(&(what, left, right)) = sizes.iter().find(|(_, left, right)| left != right) {
+            return Err(ScheduleError::Mismatch { what, left, right });
+        }
+        self.positions.iter_mut().zip(&other.positions).for_each(|(tally, other)| tally.merge(other));
+        Ok(())
+    }
+
+    /// The metrics of everything added so far.
+    pub fn finish(&self) -> ReliabilityReport {
+        let positions: Vec<_> = self.positions.iter().map(Tally::finish).collect();
+        ReliabilityReport { summary: summarise(&positions), positions }
+    }
+}
+
+impl Tally {
+    fn add(&mut self, probability: f64, accepted: bool) {
+        self.squared_error += (probability - f64::from(u8::from(accepted))).powi(2);
+        let (coarse, fine) = (self.coarse.len(), self.fine.len());
+        self.coarse[bins::index(probability, coarse)].add(probability, accepted);
+        self.fine[bins::index(probability, fine)][usize::from(accepted)] += 1;
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.squared_error += other.squared_error;
+        self.coarse.iter_mut().zip(&other.coarse).for_each(|(bin, other)| bin.merge(other));
+        for (bin, other) in self.fine.iter_mut().zip(&other.fine) {
+            *bin = [bin[0] + other[0], bin[1] + other[1]];
+        }
+    }
+
+    fn finish(&self) -> PositionReliability {
+        let mut total = BinSums::default();
+        self.coarse.iter().for_each(|bin| total.merge(bin));
+        let per_observation = |sum: f64| sum / total.count as f64;
+        let metrics = bins::calibration_error(&self.coarse).map(|ece| Metrics {
+            ece,
+            auroc: auroc(&self.fine),
+            brier: per_observation(self.squared_error),
+            predicted_mean: per_observation(total.predicted),
+            accepted_mean: per_observation(total.accepted as f64),
+        });
+        PositionReliability { count: total.count, metrics, bins: diagram(&self.coarse) }
+    }
+}
+
+/// The probability that a random accepted observation ranks above a random rejected one, a tie inside a bin counting
+/// half (Mann–Whitney U over histograms of `[rejected, accepted]`); `None` unless both kinds occur.
+fn auroc(fine: &[[u64; 2]]) -> Option<f64> {
+    let (mut rejected, mut accepted, mut above) = (0.0, 0.0, 0.0);
+    for bin in fine {
+        let [below, here] = bin.map(|count| count as f64);
+        above += here * (rejected + 0.5 * below);
+        rejected += below;
+        accepted += here;
+    }
+    (rejected > 0.0 && accepted > 0.0).then(|| above / (rejected * accepted))
+}
+
+fn diagram(coarse: &[BinSums]) -> Vec<ReliabilityBin> {
+    let edge = |index: usize| index as f64 / coarse.len() as f64;
+    let filled = coarse.iter().enumerate().filter(|(_, bin)| bin.count > 0);
+    filled
+        .map(|(index, bin)| ReliabilityBin {
+            low: edge(index),
+            high: edge(index + 1),
+            count: bin.count,
+            predicted_mean: bin.predicted / bin.count as f64,
+            accepted_mean: bin.accepted as f64 / bin.count as f64,
+        })
+        .collect()
+}
+
+fn summarise(positions: &[PositionReliability]) -> Option<Metrics> {
+    let mean = |of: &dyn Fn(&Metrics) -> Option<f64>| {
+        let observed = positions
+            .iter()
+            .filter_map(|position| Some((position.count as f64, of(position.metrics.as_ref()?)?)));
+        let (weight, sum) =
+            observed.fold((0.0, 0.0), |(w, s), (count, value)| (w + count, s + count * value));
+        (weight > 0.0).then(|| sum / weight)
+    };
+    Some(Metrics {
+        ece: mean(&|m| Some(m.ece))?,
+        auroc: mean(&|m| m.auroc),
+        brier: mean(&|m| Some(m.brier))?,
+        predicted_mean: mean(&|m| Some(m.predicted_mean))?,
+        accepted_mean: mean(&|m| Some(m.accepted_mean))?,
+    })
+}
+
+/// What [`Reliability::finish`] found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReliabilityReport {
+    /// One entry per position of the proposal.
+    pub positions: Vec<PositionReliability>,
+    /// The means over positions, weighted by observations; the AUROC over those positions that have one. `None`
+    /// without observations.
+    pub summary: Option<Metrics>,
+}
+
+/// The reliability of one position.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PositionReliability {
+    /// Observations: proposals that reached this position.
+    pub count: u64,
+    /// The metrics; `None` without observations.
+    pub metrics: Option<Metrics>,
+    /// The reliability diagram: the coarse bins that hold observations, ascending.
+    pub bins: Vec<ReliabilityBin>,
+}
+
+/// The metrics, all of them in [0, 1].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Metrics {
+    /// Expected calibration error over the coarse bins.
+    pub ece: f64,
+    /// Area under the ROC curve from the fine bins; `None` where all or no prefixes were accepted.
+    pub auroc: Option<f64>,
+    /// Mean of (a_k − accepted)².
+    pub brier: f64,
+    /// Mean of a_k.
+    pub predicted_mean: f64,
+    /// Share of accepted prefixes.
+    pub accepted_mean: f64,
+}
+
+/// One bin of a reliability diagram.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ReliabilityBin {
+    /// Its lower edge, inclusive.
+    pub low: f64,
+    /// Its upper edge, exclusive but for the last bin.
+    pub high: f64,
+    /// Observations in it.
+    pub count: u64,
+    /// Mean of a_k.
+    pub predicted_mean: f64,
+    /// Share of accepted prefixes.
+    pub accepted_mean: f64,
+}

@@ -1,0 +1,90 @@
+//! Runs the target over samples and keeps what a drafter learns from.
+
+use deepspec_cache::{Last, PlannedSample};
+use deepspec_core::recipe::Recipe;
+use deepspec_decode::{Feed, Target};
+use deepspec_models::{TargetModel, TargetOptions};
+use tch::{Device, Kind, Tensor};
+
+use crate::{Budget, StatesError};
+
+/// Tokens of one forward on the CPU: past this a forward gets no faster, only larger.
+const CPU_TOKENS: usize = 2048;
+/// The same on a GPU.
+const GPU_TOKENS: usize = 8192;
+/// Key and value slots are all as long as the longest sequence: together they hold this many forwards' tokens at most.
+const HISTORIES: usize = 4;
+/// Sequences of one forward at most.
+const SEQUENCES: usize = 64;
+
+/// The frozen target, run over whole samples.
+pub struct Capture {
+    target: TargetModel,
+    budget: Budget,
+}
+
+/// The states of a batch of samples, row after row in their order, in bfloat16 on the target's device.
+pub struct Captured {
+    /// The tapped layers of every token: `[N, m·d]`.
+    pub taps: Tensor,
+    /// The kept final-normed states: `[K, d]`.
+    pub last: Tensor,
+}
+
+impl Capture {
+    /// Loads the target of `recipe`, with room for sequences of up to `longest` tokens.
+    ///
+    /// # Errors
+    /// If the folder is no target that we can run.
+    pub fn load(recipe: &Recipe, longest: usize, device: Device, kind: Kind) -> Result<Self, StatesError> {
+        let tokens = if device == Device::Cpu { CPU_TOKENS } else { GPU_TOKENS };
+        let sequences = (HISTORIES * tokens / longest.next_power_of_two()).clamp(1, SEQUENCES);
+        let options = TargetOptions { device, kind, slots: sequences, taps: recipe.taps() };
+        let target = TargetModel::load(&recipe.target_dir(), &options)?;
+        Ok(Self { target, budget: Budget { tokens, sequences } })
+    }
+
+    /// What one [`Self::run`] may hold.
+    pub fn budget(&self) -> Budget {
+        self.budget
+    }
+
+    /// The states of `batch`, which keeps the [`Self::budget`]: rounded to bfloat16, whatever the target computes in.
+    pub fn run(&mut self, batch: &[PlannedSample], last: Last) -> Captured {
+        let _no_grad = tch::no_grad_guard();
+        let device = self.target.device();
+        let chunks: Vec<(usize, usize)> =
+            batch.iter().enumerate().map(|(slot, sample)| (slot, sample.input_ids.len())).collect();
+        let tokens: Vec<i64> =
+            batch.iter().flat_map(|sample| sample.input_ids.iter().map(|&id| i64::from(id))).collect();
+        let tokens = Tensor::from_slice(&tokens).to_device(device);
+        let forwarded = self.target.forward(&Feed { chunks: &chunks, tokens });
+        for &(slot, _) in &chunks {
+            self.target.truncate(slot, 0);
+        }
+        let kept = Tensor::from_slice(&kept_rows(batch, last)).to_device(device);
+        Captured {
+            taps: forwarded.taps.to_kind(Kind::BFloat16),
+            last: forwarded.hidden.index_select(0, &kept).to_kind(Kind::BFloat16),
+        }
+    }
+}
+
+/// Rows of the batch whose last state is kept.
+fn kept_rows(batch: &[PlannedSample], last: Last) -> Vec<i64> {
+    let (mut rows, mut first) = (Vec::new(), 0);
+    for sample in batch {
+        rows.extend(sample.last_positions(last).into_iter().map(|position| first + i64::from(position)));
+        first += i64::from(sample.length());
+    }
+    rows
+}
+
+/// The little-endian bytes of a bfloat16 tensor, row-major.
+pub(crate) fn bytes(states: &Tensor) -> Vec<u8> {
+    let values = states.numel();
+    let mut bytes = vec![0; values * 2];
+    // The processors that libtorch runs on are little-endian.
+    states.to_device(Device::Cpu).contiguous().copy_data_u8(&mut bytes, values);
+    bytes
+}

@@ -1,0 +1,168 @@
+//! JSONL rows become samples: token ids, supervised spans, and an account of every row that did not.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use deepspec_cache::PlannedSample;
+use deepspec_core::atomic::FileError;
+use deepspec_core::jsonl::{self, Line};
+use deepspec_core::row;
+use deepspec_text::{MIN_SUPERVISED_TOKENS, Message, check_starts_with_user, conversation, supervise};
+use rayon::prelude::*;
+use serde_json::{Map, Value};
+
+use crate::{Source, StatesError};
+
+/// Rows tokenised between two reports of progress; bounds the text held at once.
+const BATCH: usize = 4096;
+
+/// A line without a usable row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rejected {
+    /// The file.
+    pub file: PathBuf,
+    /// 1-based line number.
+    pub line: usize,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+/// What became of the rows: `read` is the sum of kept, failed, too short and rejected ones.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Lines that are not blank.
+    pub read: usize,
+    /// Rows that became samples.
+    pub kept: usize,
+    /// Rows left out because their status is `error`.
+    pub failed: usize,
+    /// Rows left out because fewer than [`MIN_SUPERVISED_TOKENS`] tokens are supervised.
+    pub too_short: usize,
+    /// Unusable lines, in input order.
+    pub rejected: Vec<Rejected>,
+    /// Kept rows that were cut at the maximal length.
+    pub cut: usize,
+    /// Tokens of the kept rows.
+    pub tokens: u64,
+    /// Supervised tokens of the kept rows.
+    pub supervised_tokens: u64,
+}
+
+/// The samples of some files, in input order.
+#[derive(Debug, Default)]
+pub struct Tokenised {
+    /// Ready for a plan.
+    pub samples: Vec<PlannedSample>,
+    /// What became of the rows.
+    pub report: Report,
+}
+
+/// Tokenises the rows of `files` on all cores. Rows of one conversation each: `{"id", "conversations", "status"?}`; ids
+/// are unique over all files. `progress` is called with the number of lines just dealt with.
+///
+/// # Errors
+/// If a file cannot be read; bad rows are [`Report::rejected`].
+pub fn tokenise(
+    files: &[PathBuf],
+    source: &Source,
+    mut progress: impl FnMut(usize),
+) -> Result<Tokenised, StatesError> {
+    let mut tokenised = Tokenised::default();
+    let mut seen = HashSet::new();
+    for file in files {
+        let mut lines = jsonl::Reader::open(file)?.peekable();
+        while lines.peek().is_some() {
+            let batch: Vec<Line> = lines.by_ref().take(BATCH).collect::<Result<_, FileError>>()?;
+            let parsed: Vec<_> = batch.into_iter().map(|line| parse(line, &mut seen)).collect();
+            progress(parsed.len());
+            let outcomes: Vec<_> = parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
+            for (line, outcome) in outcomes {
+                tokenised.add(file, line, outcome);
+            }
+        }
+    }
+    Ok(tokenised)
+}
+
+/// A row's conversation, or what else it is.
+enum Parsed {
+    Row(String, Vec<Message>),
+    Failed,
+    Bad(String),
+}
+
+/// What a row gave.
+enum Outcome {
+    Kept { sample: PlannedSample, cut: bool },
+    Failed,
+    TooShort,
+    Bad(String),
+}
+
+/// Reads a line; in input order, because an id belongs to the first usable row that has it.
+fn parse(line: Line, seen: &mut HashSet<String>) -> (usize, Parsed) {
+    let (number, fields) = match line {
+        Line::Row(number, fields) => (number, fields),
+        Line::Bad(bad) => return (bad.line, Parsed::Bad(bad.problem)),
+    };
+    if fields.get("status").is_some_and(|status| status == "error") {
+        return (number, Parsed::Failed);
+    }
+    let parsed = match usable(&fields) {
+        Ok((id, _)) if seen.contains(&id) => Parsed::Bad(format!("id `{id}` was used by an earlier row")),
+        Ok((id, messages)) => {
+            seen.insert(id.clone());
+            Parsed::Row(id, messages)
+        }
+        Err(reason) => Parsed::Bad(reason),
+    };
+    (number, parsed)
+}
+
+fn usable(fields: &Map<String, Value>) -> Result<(String, Vec<Message>), String> {
+    let id = row::id_of(fields)?;
+    let messages = conversation(fields).map_err(|error| error.to_string())?;
+    check_starts_with_user(&messages).map_err(|error| error.to_string())?;
+    Ok((id, messages))
+}
+
+fn sample(row: Parsed, source: &Source) -> Outcome {
+    let (id, messages) = match row {
+        Parsed::Row(id, messages) => (id, messages),
+        Parsed::Failed => return Outcome::Failed,
+        Parsed::Bad(reason) => return Outcome::Bad(reason),
+    };
+    let max_length = source.identity.max_length;
+    match supervise(&source.tokenizer, &source.template, &messages, max_length) {
+        Err(error) => Outcome::Bad(error.to_string().replace('\n', " ")),
+        Ok(found) if found.supervised_count() < MIN_SUPERVISED_TOKENS => Outcome::TooShort,
+        Ok(found) => Outcome::Kept {
+            cut: found.untruncated_len > found.input_ids.len(),
+            sample: PlannedSample {
+                id,
+                spans: found.spans(),
+                // The tokenizer's ids are 32-bit numbers below the target's vocabulary: `Source::open` has compared them.
+                input_ids: found.input_ids.iter().map(|&id| id as i32).collect(),
+            },
+        },
+    }
+}
+
+impl Tokenised {
+    fn add(&mut self, file: &Path, line: usize, outcome: Outcome) {
+        let report = &mut self.report;
+        report.read += 1;
+        match outcome {
+            Outcome::Failed => report.failed += 1,
+            Outcome::TooShort => report.too_short += 1,
+            Outcome::Bad(reason) => report.rejected.push(Rejected { file: file.to_path_buf(), line, reason }),
+            Outcome::Kept { sample, cut } => {
+                report.kept += 1;
+                report.cut += usize::from(cut);
+                report.tokens += u64::from(sample.length());
+                report.supervised_tokens += u64::from(sample.supervised());
+                self.samples.push(sample);
+            }
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! The tokenizer's own chat template, rendered as transformers renders it.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use chrono::{DateTime, Utc};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::Map;
+
+use crate::error::TextError;
+use crate::json::tojson;
+use crate::message::Message;
+
+/// What a rendering depends on besides the messages.
+#[derive(Debug, Clone, Default)]
+pub struct RenderOptions {
+    /// Whether to end with the header of the answer to come.
+    pub add_generation_prompt: bool,
+    /// The `chat_template_kwargs` of a request, such as `enable_thinking`.
+    pub kwargs: Map<String, serde_json::Value>,
+    /// The tools that the model may call, in the form that the template expects.
+    pub tools: Option<serde_json::Value>,
+}
+
+/// The name of the template that is used unless there are tools and a template for them.
+const DEFAULT: &str = "default";
+const TOOL_USE: &str = "tool_use";
+
+/// The compiled templates of one tokenizer.
+pub(crate) struct Jinja {
+    environment: Environment<'static>,
+    origin: PathBuf,
+}
+
+impl Jinja {
+    /// Compiles `(name, template)` pairs, which must hold one called `default`; `origin` is the file they come from.
+    pub fn compile(templates: Vec<(String, String)>, origin: &Path) -> Result<Self, TextError> {
+        let syntax = |source| TextError::Syntax { path: origin.to_path_buf(), source };
+        let mut environment = Environment::new();
+        environment.set_syntax(
+            SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(syntax)?,
+        );
+        environment.set_auto_escape_callback(|_| AutoEscape::None);
+        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.add_filter("tojson", tojson);
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
+        });
+        for (name, template) in templates {
+            environment.add_template_owned(name, without_generation_tags(&template)).map_err(syntax)?;
+        }
+        Ok(Self { environment, origin: origin.to_path_buf() })
+    }
+
+    /// Renders `messages`; `tokens` are the special tokens by their config names (`bos_token`, …), `now` is the time
+    /// that `strftime_now` tells.
+    pub fn render(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+        tokens: &[(&'static str, String)],
+        now: DateTime<Utc>,
+    ) -> Result<String, TextError> {
+        let tokens = tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str())));
+        let kwargs = options.kwargs.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
+        let ours = [
+            ("strftime_now", Value::from_function(move |format: String| strftime(now, &format))),
+            ("messages", Value::from(Serde(messages))),
+            ("tools", Value::from(Serde(&options.tools))),
+            ("documents", Value::from(())),
+            ("add_generation_prompt", Value::from(options.add_generation_prompt)),
+        ];
+        let context = Value::from_pairs(tokens.chain(kwargs).chain(ours));
+        let for_tools = options.tools.as_ref().and_then(|_| self.environment.get_template(TOOL_USE).ok());
+        let template = match for_tools {
+            Some(template) => Ok(template),
+            None => self.environment.get_template(DEFAULT),
+        };
+        template.and_then(|template| template.render(context)).map_err(|source| self.explain(source))
+    }
+
+    /// Tells a template that refuses from one that fails.
+    fn explain(&self, source: Error) -> TextError {
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&source);
+        while let Some(error) = cause {
+            if let Some(Raised(message)) = error.downcast_ref() {
+                return TextError::Refused { path: self.origin.clone(), message: message.clone() };
+            }
+            cause = error.source();
+        }
+        TextError::Render { path: self.origin.clone(), source }
+    }
+}
+
+/// What a template said in `raise_exception`.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn strftime(now: DateTime<Utc>, format: &str) -> Result<String, Error> {
+    let mut text = String::new();
+    write!(text, "{}", now.format(format)).map_err(|_| {
+        Error::new(ErrorKind::InvalidOperation, format!("strftime_now cannot read the format {format:?}"))
+    })?;
+    Ok(text)
+}
+
+/// Turns `{% generation %} … {% endgeneration %}`, which only mark what the assistant said, into a block that does
+/// nothing. They are replaced, not removed, so that the white space around them is treated alike.
+fn without_generation_tags(template: &str) -> String {
+    let mut out = String::with_capacity(template.len());
+    let mut rest = template;
+    while let Some(open) = rest.find("{%") {
+        let (before, tag) = rest.split_at(open);
+        out.push_str(before);
+        let inside = tag.find("%}").map(|close| &tag[2..close]);
+        let replaced = match inside.map(|inside| inside.trim_matches(['-', '+']).trim()) {
+            Some("generation") => Some(("generation", "if true")),
+            Some("endgeneration") => Some(("endgeneration", "endif")),
+            _ => None,
+        };
+        match (inside, replaced) {
+            (Some(inside), Some((word, block))) => {
+                out.push_str("{%");
+                out.push_str(&inside.replace(word, block));
+                rest = &tag[2 + inside.len()..];
+            }
+            _ => {
+                out.push_str("{%");
+                rest = &tag[2..];
+            }
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::Role;
+    use serde_json::json;
+
+    fn render(template: &str, options: &RenderOptions) -> Result<String, TextError> {
+        let templates = vec![(DEFAULT.to_owned(), template.to_owned())];
+        let messages = [Message::new(Role::User, "<hi> & 'you'")];
+        let now = DateTime::from_timestamp(1_700_000_000, 0).unwrap();
+        Jinja::compile(templates, Path::new("a/chat_template.jinja"))?.render(
+            &messages,
+            options,
+            &[("bos_token", "<s>".into())],
+            now,
+        )
+    }
+
+    fn plain(template: &str) -> String {
+        render(template, &RenderOptions::default()).unwrap()
+    }
+
+    #[test]
+    fn templates_see_what_transformers_gives_them() {
+        assert_eq!(plain("{{ bos_token }}{{ eos_token }}|{{ messages[0].content }}"), "<s>|<hi> & 'you'");
+        assert_eq!(
+            plain("{{ tools is none }} {{ tools is defined }} {{ add_generation_prompt }}"),
+            "True True False"
+        );
+        assert_eq!(plain("{{ strftime_now('%d %b %Y') }}"), "14 Nov 2023");
+        assert_eq!(plain("{% macro day() %}{{ strftime_now('%d') }}{% endmacro %}{{ day() }}"), "14");
+        assert_eq!(
+            plain("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"),
+            "01"
+        );
+        assert_eq!(
+            plain("{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}"),
+            ""
+        );
+        let kwargs = Map::from_iter([("enable_thinking".to_owned(), json!(false))]);
+        let options = RenderOptions { kwargs, ..RenderOptions::default() };
+        assert_eq!(render("{{ enable_thinking is false }}", &options).unwrap(), "True");
+    }
+
+    #[test]
+    fn tools_reach_the_prompt_unsorted_and_unescaped() {
+        let tools = json!([{"type": "function", "function": {"name": "<add>", "description": "it's"}}]);
+        let options = RenderOptions { tools: Some(tools), ..RenderOptions::default() };
+        assert_eq!(
+            render("{% for tool in tools %}{{ tool | tojson }}{% endfor %}", &options).unwrap(),
+            r#"{"type": "function", "function": {"name": "<add>", "description": "it's"}}"#
+        );
+        assert_eq!(render("{{ [1] | tojson(indent=1) }}", &options).unwrap(), "[\n 1\n]");
+        let templates =
+            [(DEFAULT, "plain"), (TOOL_USE, "with tools")].map(|(n, t)| (n.to_owned(), t.to_owned()));
+        let jinja = Jinja::compile(templates.to_vec(), Path::new("x")).unwrap();
+        assert_eq!(jinja.render(&[], &options, &[], Utc::now()).unwrap(), "with tools");
+        assert_eq!(jinja.render(&[], &RenderOptions::default(), &[], Utc::now()).unwrap(), "plain");
+    }
+
+    #[test]
+    fn generation_tags_do_nothing() {
+        assert_eq!(plain("a \n{%- generation -%}\n b {% endgeneration %}\nc"), "ab c");
+        assert_eq!(plain("a\n  {% generation %}\nb\n  {%- endgeneration +%}\nc"), "a\nb\nc");
+        assert_eq!(
+            plain("{{ 'generation' }}{% if 1 %}{{ add_generation_prompt }}{% endif %}"),
+            "generationFalse"
+        );
+    }
+
+    #[test]
+    fn a_refusal_and_a_failure_name_the_template() {
+        let refused = render(
+            "{% macro no() %}{{ raise_exception('no system, please') }}{% endmacro %}{{ no() }}",
+            &RenderOptions::default(),
+        );
+        let refused = refused.unwrap_err();
+        assert!(
+            matches!(&refused, TextError::Refused { message, .. } if message == "no system, please"),
+            "{refused:?}"
+        );
+        assert!(
+            refused.to_string().starts_with("the chat template of a/chat_template.jinja refuses"),
+            "{refused}"
+        );
+        let failed = render("\n{{ missing.field }}", &RenderOptions::default()).unwrap_err();
+        assert!(matches!(failed, TextError::Render { .. }));
+        assert!(
+            failed.to_string().contains("chat_template.jinja") && failed.to_string().contains(":2"),
+            "{failed}"
+        );
+        let broken = render("{% if %}", &RenderOptions::default()).unwrap_err();
+        assert!(matches!(broken, TextError::Syntax { .. }), "{broken:?}");
+    }
+}

@@ -1,0 +1,246 @@
+//! A tokenizer with its chat template: text to ids, ids to text, conversations to text.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use chrono::{DateTime, Utc};
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::digest::{self, Hasher};
+use deepspec_core::jsonl::kind_of;
+use serde_json::{Map, Value, json};
+use tokenizers::Tokenizer;
+
+use crate::error::TextError;
+use crate::message::{Message, Role};
+use crate::stream::TokenStream;
+use crate::template::{Jinja, RenderOptions};
+
+/// The special tokens that transformers gives to chat templates.
+const SPECIAL_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// The tokenizer of a model folder. Share it by reference; it holds no state.
+pub struct ChatTokenizer {
+    tokenizer: Arc<Tokenizer>,
+    jinja: Jinja,
+    special: Vec<(&'static str, String)>,
+    vocab_size: usize,
+    digest: String,
+}
+
+impl ChatTokenizer {
+    /// Reads `tokenizer.json`, `tokenizer_config.json` and, if there is one, `chat_template.jinja`, which wins over
+    /// the config's `chat_template`.
+    ///
+    /// # Errors
+    /// If a file is missing or not what it should be, or the template does not compile.
+    pub fn load(dir: &Path) -> Result<Self, TextError> {
+        let path = dir.join("tokenizer.json");
+        let bytes = fs::read(&path).map_err(FileError::at("reading", &path))?;
+        let unusable = |source| TextError::Tokenizer { path: path.clone(), source };
+        let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(unusable)?;
+        // Whoever saved it may have left settings of one batch in it.
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(unusable)?;
+
+        let config = Config::read(dir)?;
+        Ok(Self {
+            vocab_size: tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1),
+            tokenizer: Arc::new(tokenizer),
+            jinja: config.chat_template(dir)?,
+            special: config.special_tokens()?,
+            digest: digest::bytes(&bytes),
+        })
+    }
+
+    /// The ids of `text`; special tokens that it spells are recognised, none are added.
+    ///
+    /// # Errors
+    /// If the tokenizer's model cannot represent the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<i64>, TextError> {
+        let encoding = self.tokenizer.encode_fast(text, false);
+        let encoding = encoding.map_err(|source| TextError::Tokenize { action: "tokenising", source })?;
+        Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+    }
+
+    /// The text of `ids`; ids past the vocabulary (the padding of a model's embedding) have none.
+    ///
+    /// # Errors
+    /// If an id is negative, or the tokenizer's decoder fails.
+    pub fn decode(&self, ids: &[i64], skip_special: bool) -> Result<String, TextError> {
+        let ids = ids.iter().map(|&id| as_id(id)).collect::<Result<Vec<u32>, _>>()?;
+        decode(&self.tokenizer, &ids, skip_special)
+    }
+
+    /// The conversation as the chat template writes it.
+    ///
+    /// # Errors
+    /// If the template refuses the conversation or fails on it.
+    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, TextError> {
+        self.jinja.render(messages, options, &self.special, Utc::now())
+    }
+
+    /// The number of ids, counted to the largest one in use.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The id of a token as the vocabulary spells it.
+    pub fn token_id(&self, token: &str) -> Option<i64> {
+        self.tokenizer.token_to_id(token).map(i64::from)
+    }
+
+    /// The token of an id as the vocabulary spells it.
+    pub fn token(&self, id: i64) -> Option<String> {
+        self.tokenizer.id_to_token(u32::try_from(id).ok()?)
+    }
+
+    /// The id of the config's `eos_token`.
+    pub fn eos_token_id(&self) -> Option<i64> {
+        let (_, token) = self.special.iter().find(|(name, _)| *name == "eos_token")?;
+        self.token_id(token)
+    }
+
+    /// SHA-256 of `tokenizer.json`.
+    pub fn tokenizer_digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// A digest of how the template writes a fixed set of conversations: templates that behave alike have the same
+    /// one, however they are spelled. The time that templates may ask for is fixed, so the digest lasts.
+    pub fn template_digest(&self) -> String {
+        let mut hasher = Hasher::default();
+        for (messages, options) in probes() {
+            match self.jinja.render(&messages, &options, &self.special, DateTime::UNIX_EPOCH) {
+                Ok(text) => hasher.part(b"text").part(text.as_bytes()),
+                Err(_) => hasher.part(b"refused"),
+            };
+        }
+        hasher.hex()
+    }
+
+    /// Starts turning ids into text as they come.
+    pub fn stream(&self) -> TokenStream {
+        TokenStream::new(Arc::clone(&self.tokenizer))
+    }
+}
+
+pub(crate) fn as_id(id: i64) -> Result<u32, TextError> {
+    u32::try_from(id).map_err(|_| TextError::NotAnId { id })
+}
+
+pub(crate) fn decode(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
+    tokenizer
+        .decode(ids, skip_special)
+        .map_err(|source| TextError::Tokenize { action: "detokenising", source })
+}
+
+/// `tokenizer_config.json`, as far as we read it.
+struct Config {
+    path: PathBuf,
+    fields: Map<String, Value>,
+}
+
+impl Config {
+    fn read(dir: &Path) -> Result<Self, TextError> {
+        let path = dir.join("tokenizer_config.json");
+        match serde_json::from_str(&atomic::read_text(&path)?) {
+            Ok(fields) => Ok(Self { path, fields }),
+            Err(source) => Err(TextError::Config { path, source }),
+        }
+    }
+
+    /// The special tokens that are set; a token is a string or an object with `content`.
+    fn special_tokens(&self) -> Result<Vec<(&'static str, String)>, TextError> {
+        let mut tokens = Vec::new();
+        for field in SPECIAL_TOKENS {
+            match self.fields.get(field) {
+                None | Some(Value::Null) => {}
+                Some(token) => match token.get("content").unwrap_or(token) {
+                    Value::String(content) => tokens.push((field, content.clone())),
+                    other => return Err(self.wrong(field, "a string or an object with `content`", other)),
+                },
+            }
+        }
+        Ok(tokens)
+    }
+
+    fn chat_template(&self, dir: &Path) -> Result<Jinja, TextError> {
+        let file = dir.join("chat_template.jinja");
+        if file.exists() {
+            return Jinja::compile(vec![("default".into(), atomic::read_text(&file)?)], &file);
+        }
+        let templates = match self.fields.get("chat_template") {
+            None | Some(Value::Null) => vec![],
+            Some(Value::String(template)) => vec![("default".into(), template.clone())],
+            Some(Value::Array(entries)) => {
+                entries.iter().map(|entry| self.named(entry)).collect::<Result<_, _>>()?
+            }
+            Some(other) => return Err(self.wrong("chat_template", "a string or a list of templates", other)),
+        };
+        if templates.iter().all(|(name, _)| name != "default") {
+            let named = templates.into_iter().map(|(name, _)| name).collect();
+            return Err(TextError::NoTemplate { dir: dir.to_path_buf(), named });
+        }
+        Jinja::compile(templates, &self.path)
+    }
+
+    fn named(&self, entry: &Value) -> Result<(String, String), TextError> {
+        let text = |key| entry.get(key).and_then(Value::as_str).map(str::to_owned);
+        text("name")
+            .zip(text("template"))
+            .ok_or_else(|| self.wrong("chat_template", "a list of objects with `name` and `template`", entry))
+    }
+
+    fn wrong(&self, field: &'static str, expected: &'static str, found: &Value) -> TextError {
+        TextError::ConfigField { path: self.path.clone(), field, expected, found: kind_of(found) }
+    }
+}
+
+/// Conversations on which templates differ where it matters to us.
+fn probes() -> Vec<(Vec<Message>, RenderOptions)> {
+    let said = |turns: &[(Role, &str)]| -> Vec<Message> {
+        turns.iter().map(|&(role, content)| Message::new(role, content)).collect()
+    };
+    let (system, user, assistant) = (Role::System, Role::User, Role::Assistant);
+    let turns = said(&[(user, " Hi \n"), (assistant, "\nHello. "), (user, "1+1?"), (assistant, "2")]);
+    let reasoned = |mut messages: Vec<Message>| {
+        for message in messages.iter_mut().filter(|message| message.role == assistant) {
+            message.reasoning_content = Some("Let me think.\n".into());
+        }
+        messages
+    };
+    let inline = said(&[
+        (user, "a"),
+        (assistant, "<think>\nb\n</think>\n\nc"),
+        (user, "d"),
+        (assistant, "<think>e</think>f"),
+    ]);
+    let asked = said(&[(system, "Be brief."), (user, "Hi"), (assistant, "Hello"), (user, "1+1?")]);
+    let tools =
+        json!([{"type": "function", "function": {"name": "add", "parameters": {"b": "<int>", "a": 1}}}]);
+    let prompt = |kwargs: Value| RenderOptions {
+        add_generation_prompt: true,
+        kwargs: kwargs.as_object().cloned().unwrap_or_default(),
+        tools: None,
+    };
+
+    let mut probes: Vec<(Vec<Message>, RenderOptions)> = [
+        said(&[(user, "Hi"), (assistant, "Hello")]),
+        said(&[(system, "Be brief."), (user, "Hi"), (assistant, "Hello")]),
+        said(&[(user, "Hi"), (assistant, "")]),
+        said(&[(user, "Hi"), (system, "Be brief."), (user, "Hi"), (assistant, "Hello")]),
+        reasoned(turns.clone()),
+        turns,
+        inline,
+        asked.clone(),
+    ]
+    .map(|messages| (messages, RenderOptions::default()))
+    .into();
+    for kwargs in [json!({}), json!({"enable_thinking": true}), json!({"enable_thinking": false})] {
+        probes.push((asked.clone(), prompt(kwargs)));
+    }
+    probes.push((asked, RenderOptions { tools: Some(tools), ..RenderOptions::default() }));
+    probes
+}

@@ -1,0 +1,172 @@
+//! `step_N/` folders: a drafter that other tools load, and the state that training resumes from.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::recipe::Recipe;
+use deepspec_core::{config, usage};
+use deepspec_models::{Block, Weights, save};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tch::{Device, Kind};
+
+use crate::optimizer::AdamW;
+
+/// Layout of the training state; raised when it changes.
+const FORMAT: u32 = 1;
+const LATEST: &str = "step_latest";
+const STATE_JSON: &str = "train_state.json";
+const STATE_TENSORS: &str = "train_state.safetensors";
+
+/// Where training stands.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrainState {
+    /// Layout version.
+    pub format: u32,
+    /// Optimiser steps done.
+    pub step: usize,
+    /// Samples consumed: the position in the stream.
+    pub samples: usize,
+    /// Digest of the cache's sample table, so that a resumed run sees the same data.
+    pub data: String,
+    /// Processes that took part; for information.
+    pub world_size: usize,
+}
+
+impl TrainState {
+    /// The state after `step` steps of `global_batch_size` samples.
+    pub fn new(step: usize, global_batch_size: usize, data: &str) -> Self {
+        Self { format: FORMAT, step, samples: step * global_batch_size, data: data.into(), world_size: 1 }
+    }
+}
+
+/// The checkpoints of one experiment.
+pub struct Checkpoints {
+    dir: PathBuf,
+}
+
+impl Checkpoints {
+    /// The checkpoints in `dir`, which is created by the first save.
+    pub fn new(dir: PathBuf) -> Self {
+        Self { dir }
+    }
+
+    /// The experiment's folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The newest finished checkpoint.
+    ///
+    /// # Errors
+    /// If the folder cannot be read or `step_latest` points nowhere.
+    pub fn latest(&self) -> anyhow::Result<Option<PathBuf>> {
+        let link = self.dir.join(LATEST);
+        if link.symlink_metadata().is_err() {
+            return Ok(None);
+        }
+        let target = fs::read_link(&link).map_err(FileError::at("reading", &link))?;
+        let path = self.dir.join(target);
+        if !path.join(STATE_JSON).is_file() {
+            bail!("{} points at {}, which is no checkpoint; point it at a whole step_N folder or remove it", link.display(), path.display());
+        }
+        Ok(Some(path))
+    }
+
+    /// Removes all checkpoints and logs of the experiment, and nothing else.
+    ///
+    /// # Errors
+    /// If something cannot be removed.
+    pub fn clear(&self) -> anyhow::Result<()> {
+        let Ok(entries) = fs::read_dir(&self.dir) else { return Ok(()) };
+        for entry in entries {
+            let path = entry.map_err(FileError::at("reading", &self.dir))?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if name == LATEST || name == crate::report::METRICS_FILE {
+                fs::remove_file(&path).map_err(FileError::at("removing", &path))?;
+            } else if name.starts_with("step_") && path.is_dir() {
+                fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `step_N/` aside, renames it into place and moves `step_latest` last.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn save(&self, block: &Block, optimizer: &AdamW, recipe: &Recipe, state: &TrainState) -> anyhow::Result<PathBuf> {
+        let path = self.dir.join(format!("step_{}", state.step));
+        let partial = atomic::partial_name(&path);
+        if partial.exists() {
+            fs::remove_dir_all(&partial).map_err(FileError::at("removing", &partial))?;
+        }
+        atomic::create_dir(&partial)?;
+        atomic::write_json(&partial.join("config.json"), &block.config().to_json())?;
+        save(&partial.join("model.safetensors"), &block.checkpoint(), Kind::BFloat16)?;
+        save(&partial.join(STATE_TENSORS), &optimizer.state(), Kind::Float)?;
+        let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
+        atomic::replace(&partial.join("config.yaml"), |file| std::io::Write::write_all(file, yaml.as_bytes()))?;
+        atomic::write_json(&partial.join(STATE_JSON), state)?;
+        if path.exists() {
+            fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
+        }
+        fs::rename(&partial, &path).map_err(FileError::at("writing", &path))?;
+        self.point_latest_at(&path)?;
+        Ok(path)
+    }
+
+    fn point_latest_at(&self, path: &Path) -> anyhow::Result<()> {
+        let (link, fresh) = (self.dir.join(LATEST), self.dir.join(format!("{LATEST}.partial")));
+        let _ = fs::remove_file(&fresh);
+        symlink(path.file_name().unwrap_or_default(), &fresh).map_err(FileError::at("writing", &fresh))?;
+        fs::rename(&fresh, &link).map_err(FileError::at("writing", &link))?;
+        let dir = fs::File::open(&self.dir).and_then(|dir| dir.sync_all());
+        Ok(dir.map_err(FileError::at("syncing", &self.dir))?)
+    }
+}
+
+/// Puts a checkpoint's masters and moments back.
+///
+/// # Errors
+/// If it was written by another recipe or from other data (usage errors naming what differs), or is damaged.
+pub fn restore(path: &Path, recipe: &Recipe, data: &str, optimizer: &mut AdamW) -> anyhow::Result<TrainState> {
+    let file = path.join(STATE_JSON);
+    let state: TrainState = serde_json::from_str(&atomic::read_text(&file)?).with_context(|| format!("{}: not a training state", file.display()))?;
+    if state.format != FORMAT {
+        bail!("{}: format {} is unknown; this version reads {FORMAT}", file.display(), state.format);
+    }
+    let saved: Recipe = config::load(&path.join("config.yaml"), &[])?;
+    let differences = config::differences(&comparable(&saved)?, &comparable(recipe)?);
+    if !differences.is_empty() {
+        usage!(
+            "{} was trained by another recipe: {}; undo the change, choose another name, or start anew with --overwrite",
+            path.display(),
+            differences.join(", ")
+        );
+    }
+    if state.data != data {
+        usage!("{} was trained on other samples than the cache holds now; choose another name, or start anew with --overwrite", path.display());
+    }
+    let tensors = Weights::open_file(&path.join(STATE_TENSORS), "training state", Device::Cpu, Kind::Float)?;
+    optimizer.restore(state.step as i64, |name, shape| tensors.get(name, shape))?;
+    Ok(state)
+}
+
+/// What must not change on resume: all but where things lie and how often they are written.
+fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
+    let mut value = serde_json::to_value(recipe)?;
+    if let Some(map) = value.as_object_mut() {
+        map.remove("logging");
+        if let Some(data) = map.get_mut("data").and_then(Value::as_object_mut) {
+            data.remove("states");
+        }
+        if let Some(target) = map.get_mut("target").and_then(Value::as_object_mut) {
+            target.remove("model");
+        }
+    }
+    Ok(value)
+}

@@ -1,0 +1,13 @@
+//! Trains drafters for speculative decoding.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use deepspec_core::cli;
+use deepspec_train::{Args, run};
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    cli::start_logging(args.verbosity());
+    cli::run(|| run(&args))
+}

@@ -1,0 +1,156 @@
+//! What training says: a console line and a line of metrics.jsonl per logging window.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::jsonl::{Appender, Line, Reader};
+use deepspec_models::LossSums;
+use serde_json::{Map, Value, json};
+use tch::Tensor;
+
+/// One JSON object per logging window.
+pub const METRICS_FILE: &str = "metrics.jsonl";
+
+/// Sums since the last line; every mean is divided once, here.
+pub struct Window {
+    names: Vec<String>,
+    sums: Option<Tensor>,
+    samples: usize,
+    tokens: usize,
+    steps: usize,
+    grad_norm: Option<Tensor>,
+    started: Instant,
+}
+
+impl Window {
+    /// An empty window for blocks of γ tokens.
+    pub fn new(block_size: usize) -> Self {
+        let names = LossSums::names(block_size);
+        Self { names, sums: None, samples: 0, tokens: 0, steps: 0, grad_norm: None, started: Instant::now() }
+    }
+
+    /// Adds a micro-batch.
+    pub fn add(&mut self, sums: Option<&Tensor>, samples: usize, tokens: usize) {
+        self.samples += samples;
+        self.tokens += tokens;
+        if let Some(sums) = sums {
+            self.sums = Some(self.sums.take().map_or_else(|| sums.shallow_clone(), |total| total + sums));
+        }
+    }
+
+    /// Ends an optimiser step.
+    pub fn end_step(&mut self, grad_norm: Tensor) {
+        self.steps += 1;
+        self.grad_norm = Some(grad_norm);
+    }
+
+    /// The window's metrics, leaving it empty. The only place that reads tensors back.
+    pub fn take(&mut self, step: usize, lr: f64, waited: Duration, alphas: [f64; 3]) -> Map<String, Value> {
+        let elapsed = self.started.elapsed().as_secs_f64();
+        let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.names.len()], to_vec);
+        let sum = |name: &str| self.names.iter().position(|n| n == name).map_or(0.0, |i| sums[i]);
+        let ratio = |num: &str, den: &str| if sum(den) > 0.0 { sum(num) / sum(den) } else { 0.0 };
+        let (ce, l1, confidence) = (ratio("ce", "weight"), ratio("l1", "weight"), ratio("confidence", "weight"));
+        let loss = ce * alphas[0] + l1 * alphas[1] + confidence * alphas[2];
+        let accept: Vec<f64> = (0..).map_while(|k| {
+            let (num, den) = (format!("accept@{k}"), format!("count@{k}"));
+            self.names.contains(&num).then(|| ratio(&num, &den))
+        }).collect();
+        let metrics = json!({
+            "step": step,
+            "loss": loss,
+            "ce_loss": ce,
+            "l1_loss": l1,
+            "confidence_loss": confidence,
+            "tau_probabilistic": ratio("tau", "blocks"),
+            "accept_rate": accept,
+            "confidence_abs_error": ratio("confidence_abs_error", "weight"),
+            "confidence_bias": ratio("confidence_bias", "weight"),
+            "confidence_prefix_bias": ratio("prefix_bias", "weight"),
+            "anchors_per_sample": sum("blocks") / self.samples.max(1) as f64,
+            "supervised_per_block": ratio("slots", "blocks"),
+            "lr": lr,
+            "grad_norm": self.grad_norm.as_ref().map_or(0.0, |norm| norm.double_value(&[])),
+            "samples_per_s": self.samples as f64 / elapsed,
+            "tokens_per_s": self.tokens as f64 / elapsed,
+            "step_s": elapsed / self.steps.max(1) as f64,
+            "data_wait_s": waited.as_secs_f64(),
+        });
+        *self = Self { names: std::mem::take(&mut self.names), ..Self::new(0) };
+        match metrics {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        }
+    }
+}
+
+fn to_vec(tensor: &Tensor) -> Vec<f64> {
+    let mut values = vec![0.0; tensor.numel()];
+    tensor.copy_data(&mut values, tensor.numel());
+    values
+}
+
+/// Console and metrics.jsonl.
+pub struct Report {
+    metrics: Appender,
+    total_steps: usize,
+}
+
+impl Report {
+    /// Continues `dir/metrics.jsonl` behind step `step`: lines of steps that are run again are dropped.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn open(dir: &Path, step: usize, total_steps: usize) -> Result<Self, FileError> {
+        let path: PathBuf = dir.join(METRICS_FILE);
+        if path.is_file() {
+            let kept = Reader::open(&path)?
+                .filter_map(|line| match line {
+                    Ok(Line::Row(_, row)) if row.get("step").and_then(Value::as_u64).is_some_and(|s| s <= step as u64) => Some(row),
+                    _ => None,
+                })
+                .collect::<Vec<_>>();
+            atomic::replace(&path, |file| {
+                for row in &kept {
+                    serde_json::to_writer(&mut *file, row)?;
+                    file.write_all(b"\n")?;
+                }
+                Ok(())
+            })?;
+        }
+        fs::create_dir_all(dir).map_err(FileError::at("creating", dir))?;
+        Ok(Self { metrics: Appender::open(&path)?, total_steps })
+    }
+
+    /// Writes one window.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn window(&mut self, metrics: &Map<String, Value>) -> Result<(), FileError> {
+        let number = |key: &str| metrics.get(key).and_then(Value::as_f64).unwrap_or(0.0);
+        let left = (self.total_steps as f64 - number("step")) * number("step_s");
+        tracing::info!(
+            "step {}/{}  loss {:.4}  ce {:.3}  l1 {:.3}  conf {:.3}  τ {:.2}  lr {:.2e}  grad {:.2}  {:.1} samples/s  wait {:.1} s  {} left",
+            number("step"),
+            self.total_steps,
+            number("loss"),
+            number("ce_loss"),
+            number("l1_loss"),
+            number("confidence_loss"),
+            number("tau_probabilistic"),
+            number("lr"),
+            number("grad_norm"),
+            number("samples_per_s"),
+            number("data_wait_s"),
+            minutes(left),
+        );
+        self.metrics.append(metrics)
+    }
+}
+
+fn minutes(seconds: f64) -> String {
+    format!("{}:{:02} min", (seconds / 60.0) as u64, (seconds % 60.0) as u64)
+}

@@ -1,0 +1,138 @@
+//! Batch arithmetic: steps, epochs, and which sample comes when. Pure numbers.
+
+use deepspec_core::rng::{Purpose, Stream};
+
+/// What the arithmetic starts from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Processes.
+    pub world_size: usize,
+    /// Samples in the data set.
+    pub dataset_size: usize,
+    /// Samples per forward and process.
+    pub local_batch_size: usize,
+    /// Samples per optimiser step.
+    pub global_batch_size: usize,
+    /// Passes over the data, unless steps are given.
+    pub num_train_epochs: usize,
+    /// Optimiser steps.
+    pub max_train_steps: Option<usize>,
+}
+
+/// Why sizes do not fit together.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum SizeError {
+    /// The batch cannot be split evenly.
+    #[error("train.global_batch_size {global} is not divisible by {world} processes × train.local_batch_size {local}")]
+    Indivisible {
+        /// Global batch.
+        global: usize,
+        /// Processes.
+        world: usize,
+        /// Local batch.
+        local: usize,
+    },
+    /// Not even one step.
+    #[error("the data has {samples} samples, fewer than one step of train.global_batch_size {global}; use a smaller batch or more data")]
+    TooFewSamples {
+        /// Samples in the data set.
+        samples: usize,
+        /// Global batch.
+        global: usize,
+    },
+}
+
+/// How long training takes. An incomplete last batch of an epoch is dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Schedule {
+    /// Forwards per process and optimiser step.
+    pub gradient_accumulation_steps: usize,
+    /// Samples that one epoch uses.
+    pub samples_per_epoch: usize,
+    /// Those of one process.
+    pub per_rank_samples_per_epoch: usize,
+    /// Forwards per process and epoch.
+    pub micro_batches_per_epoch: usize,
+    /// Optimiser steps per epoch.
+    pub steps_per_epoch: usize,
+    /// Optimiser steps in total.
+    pub max_train_steps: usize,
+    /// Epochs that are begun.
+    pub num_train_epochs: usize,
+}
+
+impl Schedule {
+    /// Works out the schedule.
+    ///
+    /// # Errors
+    /// If the sizes do not fit together.
+    pub fn new(sizes: Sizes) -> Result<Self, SizeError> {
+        let Sizes { world_size: world, dataset_size: samples, local_batch_size: local, global_batch_size: global, .. } = sizes;
+        if global % (world * local) != 0 {
+            return Err(SizeError::Indivisible { global, world, local });
+        }
+        if samples < global {
+            return Err(SizeError::TooFewSamples { samples, global });
+        }
+        let steps_per_epoch = samples / global;
+        let samples_per_epoch = steps_per_epoch * global;
+        let per_rank = samples_per_epoch / world;
+        let max_train_steps = sizes.max_train_steps.unwrap_or(steps_per_epoch * sizes.num_train_epochs);
+        Ok(Self {
+            gradient_accumulation_steps: global / (world * local),
+            samples_per_epoch,
+            per_rank_samples_per_epoch: per_rank,
+            micro_batches_per_epoch: per_rank / local,
+            steps_per_epoch,
+            max_train_steps,
+            num_train_epochs: max_train_steps.div_ceil(steps_per_epoch),
+        })
+    }
+}
+
+/// One occurrence of a sample in the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Draw {
+    /// Which pass over the data.
+    pub epoch: usize,
+    /// Index of the sample in the data set.
+    pub sample: usize,
+}
+
+/// The endless order of samples. A position in it is all that resuming needs.
+pub struct Order<P> {
+    samples_per_epoch: usize,
+    permutation: P,
+    cached: Option<(usize, Vec<usize>)>,
+}
+
+impl<P: Fn(usize) -> Vec<usize>> Order<P> {
+    /// The order in which epoch e visits the first `samples_per_epoch` entries of `permutation(e)`.
+    pub fn new(samples_per_epoch: usize, permutation: P) -> Self {
+        Self { samples_per_epoch, permutation, cached: None }
+    }
+
+    /// The sample at a position of the stream of all processes together; process r of w takes positions r, r + w, …
+    pub fn at(&mut self, position: usize) -> Draw {
+        let (epoch, place) = (position / self.samples_per_epoch, position % self.samples_per_epoch);
+        let permutation = match self.cached.take() {
+            Some((cached, permutation)) if cached == epoch => permutation,
+            _ => (self.permutation)(epoch),
+        };
+        let sample = permutation[place];
+        self.cached = Some((epoch, permutation));
+        Draw { epoch, sample }
+    }
+}
+
+/// A fresh shuffle for every epoch.
+pub fn shuffled(seed: u64, dataset_size: usize) -> impl Fn(usize) -> Vec<usize> {
+    move |epoch| Stream::new(seed, &format!("epoch-{epoch}")).permutation(dataset_size, Purpose::Shuffle)
+}
+
+/// At most `count` of a sample's anchor candidates, sorted. They depend on seed, epoch and sample id alone.
+pub fn anchors(candidates: &[usize], count: usize, seed: u64, epoch: usize, id: &str) -> Vec<usize> {
+    let mut chosen = Stream::new(seed, &format!("anchors-{epoch}-{id}")).choose(candidates, count, Purpose::Anchor);
+    chosen.sort_unstable();
+    chosen
+}

@@ -1,0 +1,87 @@
+//! The loop. It decides nothing: what, when and where were settled before.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use deepspec_core::cli::ExitWith;
+use deepspec_core::recipe::Recipe;
+use deepspec_models::{Block, BlockBatch, LossAlphas};
+
+use crate::checkpoint::{Checkpoints, TrainState};
+use crate::loader::Loader;
+use crate::lr::LrSchedule;
+use crate::optimizer::AdamW;
+use crate::report::{Report, Window};
+use crate::schedule::Schedule;
+
+/// "Try again": saved before the end because a signal asked for it.
+const SAVED_EARLY: u8 = 75;
+
+/// Everything the loop works with.
+pub struct Trainer<'a> {
+    pub recipe: &'a Recipe,
+    pub block: Block,
+    pub optimizer: AdamW,
+    pub schedule: Schedule,
+    pub lr: LrSchedule,
+    pub alphas: LossAlphas,
+    pub checkpoints: Checkpoints,
+    /// Digest of the samples, kept in the training state.
+    pub data: String,
+    /// Raised by SIGTERM and SIGUSR1.
+    pub stop: Arc<AtomicBool>,
+}
+
+impl Trainer<'_> {
+    /// Trains from step `first` to the end and saves.
+    ///
+    /// # Errors
+    /// Damaged data, failed writes, or [`ExitWith`] 75 when a signal stopped it after saving.
+    pub fn run(&mut self, first: usize, mut loader: Loader, mut report: Report) -> anyhow::Result<()> {
+        let mut window = Window::new(self.block.config().block_size);
+        let logging = &self.recipe.logging;
+        for step in first..self.schedule.max_train_steps {
+            for _ in 0..self.schedule.gradient_accumulation_steps {
+                let micro = loader.next_batch()?;
+                let sums = self.forward_backward(&micro.samples, micro.normaliser);
+                window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
+            }
+            let lr = self.lr.at(step);
+            window.end_step(self.optimizer.step(lr));
+            let (done, last) = (step + 1, step + 1 == self.schedule.max_train_steps);
+            if done % logging.logging_steps == 0 || last {
+                let alphas = [self.alphas.ce, self.alphas.l1, self.alphas.confidence];
+                report.window(&window.take(done, lr, loader.take_waited(), alphas))?;
+            }
+            let stopping = self.stop.load(Ordering::Relaxed);
+            if done % logging.checkpointing_steps == 0 || last || stopping {
+                self.save(done)?;
+            }
+            if stopping && !last {
+                let reason = format!("stopped by a signal at step {done} of {}; run the same command to go on", self.schedule.max_train_steps);
+                return Err(ExitWith { code: SAVED_EARLY, reason }.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn forward_backward(&self, samples: &[deepspec_models::TrainSample], normaliser: deepspec_models::Normaliser) -> Option<tch::Tensor> {
+        let (device, kind) = (self.block.device(), self.block.kind());
+        let decay_gamma = self.recipe.drafter.loss().decay_gamma;
+        let batch = BlockBatch::new(samples, self.block.config(), decay_gamma, device, kind)?;
+        let terms = self.block.objective(&batch, self.alphas, normaliser);
+        terms.loss.backward();
+        Some(terms.sums)
+    }
+
+    /// Saves the state after `step` steps.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn save(&self, step: usize) -> anyhow::Result<()> {
+        let state = TrainState::new(step, self.recipe.train.global_batch_size, &self.data);
+        let path = self.checkpoints.save(&self.block, &self.optimizer, self.recipe, &state)?;
+        tracing::info!("saved {}", path.display());
+        Ok(())
+    }
+}

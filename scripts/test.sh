@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Installs what the tests need, builds, and runs every test of the workspace.
+#
+#   scripts/test.sh [--full] [ARGUMENT of cargo test]...      --full: the long tests do many kills and seeds
+#
+# DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ "${1:-}" = --full ]; then
+    export DEEPSPEC_TEST_FULL=1
+    shift
+fi
+
+scripts/setup.sh
+
+# A venv of its own: .venv may hold torch without the CUDA libraries that Python's `import torch` wants.
+if [ -z "${DEEPSPEC_TEST_PYTHON:-}" ]; then
+    venv=.venv-test
+    # The copy of the requirements is written last and so says that all of them are in.
+    if ! cmp -s scripts/requirements-test.txt "$venv/installed.txt" || ! "$venv/bin/python" -c ''; then
+        if ! python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "test: please install Python 3.11 or newer with its venv module (apt-get install python3-venv)" >&2
+            exit 1
+        fi
+        echo "test: installing the Python peers in $venv (3 GB to download)" >&2
+        "$venv/bin/python" -c 'import pip' 2>/dev/null || python3 -m venv --clear "$venv"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r scripts/requirements-test.txt
+        cp scripts/requirements-test.txt "$venv/installed.txt"
+    fi
+    DEEPSPEC_TEST_PYTHON=$PWD/$venv/bin/python
+fi
+export DEEPSPEC_TEST_PYTHON
+
+# As many tests as cores, each on one thread: libtorch would otherwise start one per core in every test and in every process
+# that a test starts.
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((cores < 8 ? cores : 8))}
+
+# Tests start the binaries of other packages too, so all are built first; with --tests, so that features come out as they
+# do in the next line and nothing is compiled twice.
+cargo build --workspace --release --bins --tests
+cargo test --workspace --release --no-fail-fast "$@"
