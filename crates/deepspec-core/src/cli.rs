@@ -53,6 +53,8 @@ pub fn start_logging(verbosity: Verbosity) {
         .with_writer(stderr)
         .with_ansi(stderr().is_terminal())
         .with_target(false)
+        // A reader that has gone away (`2>&1 | head`) must not end the work.
+        .log_internal_errors(false)
         .without_time();
     // A second call (tests in one process) keeps the first subscriber.
     let _ = subscriber.try_init();

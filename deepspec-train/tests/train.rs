@@ -1,0 +1,292 @@
+//! The built binary on real target states: resume, refusals, checkpoints that other tools read.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::LazyLock;
+
+use deepspec_cache::{Builder, Encoding, Last, Plan};
+use deepspec_core::recipe::Recipe;
+use deepspec_states::{Capture, Source, fill, tokenise};
+use deepspec_text::{conversation, sharegpt};
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+
+/// Steps of a whole run.
+const STEPS: usize = 12;
+
+fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn recipe_text(dir: &Path) -> String {
+    format!(
+        "name: t
+seed: 7
+target: {{model: {target}, layer_ids: [1, 4]}}
+drafter:
+  dspark:
+    block_size: 5
+    num_draft_layers: 1
+    mask_token_id: 1023
+    num_anchors: 6
+    markov: {{type: gated, rank: 8}}
+    confidence: {{with_markov: true}}
+data: {{states: {{cache: {cache}}}, chat_template: qwen, max_length: 256}}
+train: {{lr: 1.0e-3, precision: fp32, local_batch_size: 2, global_batch_size: 4, max_train_steps: {STEPS}}}
+logging: {{logging_steps: 1, checkpointing_steps: 3, output_dir: {out}}}
+",
+        target = workspace().join("assets/tiny-target").display(),
+        cache = dir.join("cache").display(),
+        out = dir.join("out").display(),
+    )
+}
+
+/// A folder with a cache of 24 samples; made once, copied for every test.
+static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+    let dir = tempfile::tempdir().unwrap();
+    let prompts = fs::read_to_string(workspace().join("assets/demo-prompts.jsonl")).unwrap();
+    let rows: Vec<String> = prompts
+        .lines()
+        .take(24)
+        .map(|line| {
+            let row: Value = serde_json::from_str(line).unwrap();
+            let row = row.as_object().unwrap();
+            let messages = sharegpt(row).or_else(|_| conversation(row)).unwrap();
+            json!({"id": row["id"], "conversations": messages}).to_string()
+        })
+        .collect();
+    let input = dir.path().join("rows.jsonl");
+    fs::write(&input, rows.join("\n")).unwrap();
+    fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
+    let recipe = Recipe::load(&dir.path().join("recipe.yaml"), &[]).unwrap();
+    let source = Source::open(&recipe).unwrap();
+    let samples = tokenise(&[input], &source, |_| {}).unwrap().samples;
+    let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
+    let plan = Plan::new(samples, source.layout(Last::Supervised, Encoding::Bf16), 1 << 20).unwrap();
+    let mut builder = Builder::open(&dir.path().join("cache"), &plan, &source.identity).unwrap();
+    let mut capture = Capture::load(&recipe, longest, Device::Cpu, Kind::Float).unwrap();
+    fill(&mut builder, &mut capture, |_| {}).unwrap();
+    builder.publish().unwrap();
+    dir
+});
+
+/// A private copy of the cache and a recipe that points to it.
+struct Bench {
+    dir: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = dir.path().join("cache");
+        fs::create_dir(&cache).unwrap();
+        for entry in fs::read_dir(MASTER.path().join("cache")).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_file() {
+                fs::copy(&path, cache.join(path.file_name().unwrap())).unwrap();
+            }
+        }
+        fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(self.path("recipe.yaml")).args(args).env("OMP_NUM_THREADS", "1");
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    fn succeeds(&self, args: &[&str]) {
+        let output = self.run(args);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    fn fails(&self, args: &[&str], code: i32, hints: &[&str]) {
+        let output = self.run(args);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        let last = text.lines().last().unwrap_or_default();
+        assert!(hints.iter().all(|hint| last.contains(hint)), "expected {hints:?} in: {last}");
+        assert!(!text.contains("panicked"), "{text}");
+    }
+
+    /// Weights, masters and moments of the last checkpoint.
+    fn result(&self) -> Vec<Vec<u8>> {
+        let step = self.path("out/t").join(format!("step_{STEPS}"));
+        assert_eq!(fs::read_link(self.path("out/t/step_latest")).unwrap(), Path::new(&format!("step_{STEPS}")));
+        ["model.safetensors", "train_state.safetensors", "config.json"].map(|name| fs::read(step.join(name)).unwrap()).to_vec()
+    }
+
+    fn losses(&self) -> Vec<f64> {
+        let text = fs::read_to_string(self.path("out/t/metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap()).collect()
+    }
+}
+
+/// Starts a run and waits until it has logged `step`.
+fn start_until(bench: &Bench, step: usize) -> Child {
+    let mut child = bench.command(&[]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mark = format!("step {step}/");
+    while let Some(line) = lines.next() {
+        if line.unwrap().contains(&mark) {
+            std::thread::spawn(|| lines.for_each(drop));
+            return child;
+        }
+    }
+    panic!("the run ended before step {step}");
+}
+
+fn undisturbed() -> Bench {
+    let bench = Bench::new();
+    bench.succeeds(&[]);
+    bench
+}
+
+#[test]
+fn a_killed_run_resumes_to_the_same_bytes() {
+    let whole = undisturbed();
+    let full = std::env::var_os("DEEPSPEC_TEST_FULL").is_some();
+    // Before the first checkpoint, right behind one, and between two; all steps in the long form.
+    let steps: Vec<usize> = if full { (1..STEPS).collect() } else { vec![2, 4, 9] };
+    for step in steps {
+        let bench = Bench::new();
+        let mut child = start_until(&bench, step);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        bench.succeeds(&[]);
+        assert!(bench.result() == whole.result(), "killed at step {step}: other weights");
+        assert_eq!(bench.losses(), whole.losses(), "killed at step {step}");
+    }
+}
+
+#[test]
+fn sigterm_saves_and_asks_to_be_run_again() {
+    let whole = undisturbed();
+    let bench = Bench::new();
+    let mut child = start_until(&bench, 2);
+    let killed = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    bench.succeeds(&[]);
+    assert!(bench.result() == whole.result());
+}
+
+#[test]
+fn a_finished_run_is_left_alone_and_another_recipe_is_refused() {
+    let bench = undisturbed();
+    let before = bench.result();
+    bench.succeeds(&[]);
+    bench.fails(&["--set", "train.lr=2e-3"], 2, &["train.lr (was 0.001, is 0.002)", "--overwrite"]);
+    assert!(bench.result() == before);
+    bench.succeeds(&["--set", "train.lr=2e-3", "--overwrite"]);
+    assert!(bench.result() != before);
+}
+
+#[test]
+fn the_split_of_a_batch_changes_nothing() {
+    let (two, one) = (undisturbed(), Bench::new());
+    one.succeeds(&["--set", "train.local_batch_size=1"]);
+    for (a, b) in two.losses().iter().zip(one.losses()) {
+        assert!((a - b).abs() < 1e-5 * a.abs().max(1.0), "{:?} and {:?}", two.losses(), one.losses());
+    }
+    let losses = two.losses();
+    assert!(losses[STEPS - 1] < losses[0], "the loss does not fall: {losses:?}");
+}
+
+#[test]
+fn training_may_begin_from_the_untrained_checkpoint() {
+    let (whole, bench) = (undisturbed(), Bench::new());
+    bench.succeeds(&["--init-only"]);
+    assert_eq!(fs::read_link(bench.path("out/t/step_latest")).unwrap(), Path::new("step_0"));
+    bench.succeeds(&[]);
+    assert!(bench.result() == whole.result());
+    bench.fails(&["--init-only"], 2, &["already trained"]);
+}
+
+#[test]
+fn mistakes_are_named_before_anything_runs() {
+    let bench = Bench::new();
+    bench.fails(&["--set", "train.lrr=1"], 2, &["`train.lrr`", "did you mean `lr`?"]);
+    bench.fails(&["--set", "target.layer_ids=[1, 3]"], 2, &["taps"]);
+    bench.fails(&["--set", "target.layer_ids=[1, 40]"], 2, &["40"]);
+    bench.fails(&["--set", "data.max_length=128"], 2, &["max_length"]);
+    bench.fails(&["--set", "data.chat_template=llama"], 2, &["llama", "qwen"]);
+    bench.fails(&["--set", "data.states.cache=nowhere"], 2, &["nowhere", "cache build"]);
+    bench.fails(&["--set", "target.model=nowhere"], 2, &["nowhere"]);
+    bench.fails(&["--set", "train.global_batch_size=5"], 2, &["not divisible"]);
+    bench.fails(&["--set", "train.global_batch_size=400"], 2, &["24 samples"]);
+    bench.fails(&["--set", "drafter.dspark.mask_token_id=5000"], 2, &["mask_token_id", "5000"]);
+    bench.fails(&["--device", "tpu"], 2, &["tpu"]);
+    fs::write(bench.path("recipe.yaml"), "name: t\ntrain:\n  lrr: 1\n").unwrap();
+    bench.fails(&[], 2, &["recipe.yaml"]);
+    fs::remove_file(bench.path("recipe.yaml")).unwrap();
+    bench.fails(&[], 2, &["recipe.yaml"]);
+}
+
+#[test]
+fn damaged_caches_are_refused() {
+    let bench = Bench::new();
+    let shard = bench.path("cache/shard-00000.safetensors");
+    let good = fs::read(&shard).unwrap();
+    fs::write(&shard, &good[..good.len() - 10]).unwrap();
+    bench.fails(&[], 1, &["shard-00000.safetensors"]);
+    let mut flipped = good.clone();
+    let middle = flipped.len() / 2;
+    flipped[middle] ^= 4;
+    fs::write(&shard, &flipped).unwrap();
+    bench.fails(&[], 1, &["shard-00000.safetensors", "sample"]);
+    fs::write(&shard, &good).unwrap();
+    bench.succeeds(&[]);
+}
+
+#[test]
+fn another_target_is_refused() {
+    let bench = Bench::new();
+    let other = bench.path("other-target");
+    fs::create_dir(&other).unwrap();
+    for entry in fs::read_dir(workspace().join("assets/tiny-target")).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, other.join(path.file_name().unwrap())).unwrap();
+    }
+    let same = format!("target.model={}", other.display());
+    let weights = other.join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let place = bytes.len() - 100;
+    bytes[place] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    bench.fails(&["--set", &same], 2, &["target_weights"]);
+}
+
+#[test]
+fn transformers_and_safetensors_read_a_checkpoint() {
+    let Some(python) = std::env::var_os("DEEPSPEC_TEST_PYTHON") else {
+        println!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
+        return;
+    };
+    let bench = undisturbed();
+    let script = "
+import sys
+from transformers import AutoConfig
+from safetensors.torch import load_file
+config = AutoConfig.from_pretrained(sys.argv[1])
+assert config.architectures == ['Qwen3DSparkModel'] and config.block_size == 5 and config.num_hidden_layers == 1
+assert config.target_layer_ids == [1, 4] and config.markov_rank == 8 and config.mask_token_id == 1023
+weights = load_file(sys.argv[1] + '/model.safetensors')
+assert weights['fc.weight'].shape == (config.hidden_size, 2 * config.hidden_size)
+assert weights['markov_head.gate_proj.weight'].shape == (8, config.hidden_size + 8)
+assert str(weights['lm_head.weight'].dtype) == 'torch.bfloat16' and len(weights) == 22, sorted(weights)
+";
+    let output = Command::new(python).args(["-c", script]).arg(bench.path("out/t/step_latest")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
