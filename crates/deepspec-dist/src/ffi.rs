@@ -1,5 +1,5 @@
 //! The one room of this crate with `unsafe` in it.
-#![expect(unsafe_code, reason = "loading a shared library runs its initialisers")]
+#![expect(unsafe_code, reason = "foreign code: the dynamic loader and the C allocator")]
 
 use libloading::Library;
 
@@ -14,3 +14,21 @@ pub fn load_cuda() -> Result<(), libloading::Error> {
     std::mem::forget(library);
     Ok(())
 }
+
+/// Lets the C allocator, which libtorch's CPU tensors come from, keep freed memory instead of returning it to the system.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+pub fn keep_freed_memory() {
+    /// The largest threshold that glibc takes on 64-bit machines.
+    const MMAP_THRESHOLD: libc::c_int = 32 << 20;
+    const TOP_PAD: libc::c_int = 64 << 20;
+    // SAFETY: mallopt only sets parameters of the allocator, which it locks; values out of range are refused, not undefined.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, MMAP_THRESHOLD);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+        libc::mallopt(libc::M_TOP_PAD, TOP_PAD);
+    }
+}
+
+/// Other allocators have no such thresholds.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub fn keep_freed_memory() {}
