@@ -11,9 +11,11 @@ use serde_json::{Map, Value};
 use crate::config::read_json;
 use crate::ModelError;
 
-/// Bytes read at each probe of a weights file.
+/// Files up to this many bytes are read whole.
+const WHOLE: u64 = 64 << 20;
+/// Bytes read at each probe of a larger file.
 const PROBE: u64 = 64 << 10;
-/// Probes per weights file.
+/// Probes per larger file, the first at its start and the last at its end.
 const PROBES: u64 = 16;
 
 /// A digest of the target's architecture: config.json without the keys that do not change its states.
@@ -33,8 +35,9 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
     Ok(hasher.hex())
 }
 
-/// A digest of the weights that is quick for any size: per file its name, length and probes spread evenly over it, header included.
-/// Fine-tunes of one model differ in it; a single changed byte need not.
+/// A digest of the weights that is quick for any size: per file its name, length, and all of its bytes, or, past
+/// 64 MiB, its two ends and probes spread evenly between them. Fine-tunes of one model differ in it; of a large file a single
+/// changed byte need not.
 ///
 /// # Errors
 /// If the folder cannot be read or holds no safetensors.
@@ -54,10 +57,10 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
             let file = File::open(&path)?;
             let len = file.metadata()?.len();
             let mut bytes = len.to_le_bytes().to_vec();
-            let size = PROBE.min(len);
+            let (size, probes) = if len <= WHOLE { (len, 1) } else { (PROBE, PROBES) };
             let mut buffer = vec![0; size as usize];
-            for i in 0..PROBES {
-                file.read_exact_at(&mut buffer, (len - size) / (PROBES - 1) * i)?;
+            for i in 0..probes {
+                file.read_exact_at(&mut buffer, (len - size) * i / (probes - 1).max(1))?;
                 bytes.extend_from_slice(&buffer);
             }
             Ok(bytes)

@@ -75,7 +75,8 @@ pub fn tokenise(
             let batch: Vec<Line> = lines.by_ref().take(BATCH).collect::<Result<_, FileError>>()?;
             let parsed: Vec<_> = batch.into_iter().map(|line| parse(line, &mut seen)).collect();
             progress(parsed.len());
-            let outcomes: Vec<_> = parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
+            let outcomes: Vec<_> =
+                parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
             for (line, outcome) in outcomes {
                 tokenised.add(file, line, outcome);
             }

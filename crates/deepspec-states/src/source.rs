@@ -101,7 +101,8 @@ fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<(), StatesError> {
 
 fn taps(recipe: &Recipe) -> Result<Vec<Tap>, StatesError> {
     let tap = |id| {
-        Tap::from_layer_id(id).ok_or_else(|| wrong("target.layer_ids", format!("{id} is no layer of any target")))
+        Tap::from_layer_id(id)
+            .ok_or_else(|| wrong("target.layer_ids", format!("{id} is no layer of any target")))
     };
     recipe.taps().into_iter().map(tap).collect()
 }

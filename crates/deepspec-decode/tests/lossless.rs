@@ -1,0 +1,392 @@
+//! Speculation is lossless: whatever the drafter proposes, the output has the target's own law.
+//!
+//! Target and drafter are toys whose distributions depend on the whole prefix, so that the law of short outputs can be written
+//! down exactly. A prefix is a number: 1, then a digit of base V per token.
+
+use std::collections::BTreeMap;
+
+use deepspec_core::rng::{Purpose, Stream};
+use deepspec_decode::{
+    Completion, Context, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request, Sampling,
+    SamplingBatch, Target, Verdict, draw, verify,
+};
+use tch::{Device, Kind, Tensor};
+
+const V: i64 = 4;
+const GAMMA: usize = 3;
+/// Tokens whose joint law is checked: V³ outcomes at most.
+const LENGTH: usize = 3;
+const PROMPT: [i64; 2] = [2, 1];
+
+fn extended(prefix: i64, token: i64) -> i64 {
+    prefix * V + token
+}
+
+fn prompt_prefix() -> i64 {
+    PROMPT.iter().fold(1, |prefix, &token| extended(prefix, token))
+}
+
+/// Logits of the target after a prefix.
+fn target_logits(prefix: i64) -> [f32; V as usize] {
+    let stream = Stream::new(1, "target");
+    std::array::from_fn(|v| (3.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64)) as f32)
+}
+
+/// Logits of the drafter: half right, and surer of itself than it should be.
+fn draft_logits(prefix: i64) -> [f32; V as usize] {
+    let (right, stream) = (target_logits(prefix), Stream::new(2, "draft"));
+    std::array::from_fn(|v| right[v] + 2.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64) as f32)
+}
+
+fn logits_of(prefixes: impl Iterator<Item = i64>, law: fn(i64) -> [f32; V as usize]) -> Tensor {
+    let logits: Vec<f32> = prefixes.flat_map(law).collect();
+    Tensor::from_slice(&logits).view([-1, V])
+}
+
+fn prefixes(tensor: &Tensor) -> Vec<i64> {
+    Vec::try_from(tensor.to_kind(Kind::Int64).reshape([-1])).unwrap()
+}
+
+/// Keeps the prefix behind every token of every slot; hands it out as hidden state and as tap.
+struct ToyTarget {
+    slots: Vec<Vec<i64>>,
+}
+
+impl Target for ToyTarget {
+    fn forward(&mut self, feed: &Feed) -> Forwarded {
+        let mut tokens = prefixes(&feed.tokens).into_iter();
+        let mut rows = vec![];
+        for &(slot, count) in feed.chunks {
+            for token in tokens.by_ref().take(count) {
+                let prefix = extended(self.slots[slot].last().copied().unwrap_or(1), token);
+                self.slots[slot].push(prefix);
+                rows.push(prefix);
+            }
+        }
+        let hidden = Tensor::from_slice(&rows).unsqueeze(1);
+        Forwarded { taps: hidden.copy(), hidden }
+    }
+
+    fn logits(&self, hidden: &Tensor) -> Tensor {
+        logits_of(prefixes(hidden).into_iter(), target_logits)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.slots[slot].truncate(len);
+    }
+
+    fn vocab_size(&self) -> usize {
+        V as usize
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+}
+
+/// Knows each slot's committed prefix from the taps alone.
+struct ToyDrafter {
+    slots: Vec<i64>,
+}
+
+impl Proposer for ToyDrafter {
+    fn block_size(&self) -> usize {
+        GAMMA
+    }
+
+    fn propose(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+        uniforms: &Tensor,
+        sampling: &SamplingBatch,
+    ) -> Proposal {
+        if !context.chunks.is_empty() {
+            let mut rows = prefixes(&context.taps).into_iter();
+            for &(slot, count) in &context.chunks {
+                for prefix in rows.by_ref().take(count) {
+                    assert_eq!(
+                        prefix / V,
+                        self.slots[slot],
+                        "a state is missing, doubled or of a rejected token"
+                    );
+                    self.slots[slot] = prefix;
+                }
+            }
+        }
+        let committed = slots.iter().map(|&slot| self.slots[slot]);
+        let starts = committed.zip(prefixes(anchors)).map(|(prefix, anchor)| extended(prefix, anchor));
+        propose(starts.collect(), uniforms, sampling)
+    }
+
+    fn reset(&mut self, slot: usize) {
+        self.slots[slot] = 1;
+    }
+}
+
+fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
+    let (mut tokens, mut probs, mut confidence) = (vec![], vec![], vec![]);
+    for k in 0..GAMMA as i64 {
+        let distribution = sampling.distributions(&logits_of(prefixes_now.iter().copied(), draft_logits));
+        let drawn = draw(&distribution, &uniforms.select(1, k));
+        // Depends on what came before the token, never on the token itself.
+        let sure = |&prefix: &i64| Stream::new(3, "sure").uniform(prefix as u64, Purpose::Init, 0) as f32;
+        confidence.push(Tensor::from_slice(&prefixes_now.iter().map(sure).collect::<Vec<_>>()));
+        for (prefix, token) in prefixes_now.iter_mut().zip(prefixes(&drawn)) {
+            *prefix = extended(*prefix, token);
+        }
+        tokens.push(drawn);
+        probs.push(distribution);
+    }
+    let confidence = Some(Tensor::stack(&confidence, 1));
+    Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
+}
+
+fn options(slots: usize) -> EngineOptions {
+    EngineOptions {
+        slots,
+        context: 64,
+        confidence_threshold: 0.0,
+        max_draft_tokens: None,
+        counts_overrun: true,
+    }
+}
+
+fn run(options: EngineOptions, drafted: bool, requests: Vec<Request>) -> Vec<Completion> {
+    let target = ToyTarget { slots: vec![vec![]; options.slots] };
+    let drafter = drafted.then(|| ToyDrafter { slots: vec![1; options.slots] });
+    Engine::new(target, drafter, options).run(requests, |_| {}).unwrap()
+}
+
+fn requests(count: usize, sampling: Sampling, max_new_tokens: usize, stop_ids: &[i64]) -> Vec<Request> {
+    let request = |i: usize| Request {
+        id: format!("sample-{i}"),
+        prompt: PROMPT.to_vec(),
+        sampling,
+        max_new_tokens,
+        stop_ids: stop_ids.to_vec(),
+    };
+    (0..count).map(request).collect()
+}
+
+/// How often each output came.
+type Counts = BTreeMap<Vec<i64>, u64>;
+
+fn count(outputs: impl Iterator<Item = Vec<i64>>) -> Counts {
+    let mut counts = Counts::new();
+    outputs.for_each(|output| *counts.entry(output).or_default() += 1);
+    counts
+}
+
+/// The probability of every output of up to [`LENGTH`] tokens by the target alone.
+fn exact_law(sampling: Sampling, stop_ids: &[i64]) -> BTreeMap<Vec<i64>, f64> {
+    let mut law = BTreeMap::new();
+    let mut open = vec![(vec![], prompt_prefix(), 1.0)];
+    while let Some((output, prefix, probability)) = open.pop() {
+        if output.len() == LENGTH || output.last().is_some_and(|token| stop_ids.contains(token)) {
+            law.insert(output, probability);
+            continue;
+        }
+        let logits = logits_of([prefix].into_iter(), target_logits);
+        let step = SamplingBatch::new(vec![sampling], Device::Cpu).distributions(&logits).squeeze();
+        for token in 0..V {
+            let longer = output.iter().copied().chain([token]).collect();
+            open.push((longer, extended(prefix, token), probability * step.double_value(&[token])));
+        }
+    }
+    law
+}
+
+/// χ² of the counts against the law, in units of its 99.9 % quantile: above 1 the counts follow another law.
+/// Outputs expected fewer than five times share one cell.
+fn misfit(counts: &Counts, law: &BTreeMap<Vec<i64>, f64>) -> f64 {
+    let total = counts.values().sum::<u64>() as f64;
+    assert!(
+        counts.keys().all(|output| law.get(output).is_some_and(|&p| p > 0.0)),
+        "an output of probability 0 came"
+    );
+    let cells = law.iter().map(|(output, p)| (counts.get(output).copied().unwrap_or(0) as f64, p * total));
+    let (common, rare): (Vec<_>, Vec<_>) = cells.partition(|&(_, expected)| expected >= 5.0);
+    let rare = rare.into_iter().fold((0.0, 0.0), |(o, e), (observed, expected)| (o + observed, e + expected));
+    let cells: Vec<(f64, f64)> = common.into_iter().chain((rare.1 >= 5.0).then_some(rare)).collect();
+    assert!(cells.len() > 8, "too few outcomes to tell laws apart");
+    let chi2: f64 = cells.iter().map(|(observed, expected)| (observed - expected).powi(2) / expected).sum();
+    // Wilson & Hilferty (1931): the cube root of χ² per degree of freedom is nearly normal.
+    let freedom = (cells.len() - 1) as f64;
+    let spread = 2.0 / (9.0 * freedom);
+    chi2 / (freedom * (1.0 - spread + 3.090 * spread.sqrt()).powi(3))
+}
+
+fn samples() -> usize {
+    if std::env::var_os("DEEPSPEC_TEST_FULL").is_some() { 400_000 } else { 20_000 }
+}
+
+/// Of the engine's outputs, for a setting.
+fn engine_misfit(options: EngineOptions, sampling: Sampling, stop_ids: &[i64]) -> f64 {
+    // Longer than the law looks, so that the last of its tokens may come from any place of a block.
+    let outputs = run(options, true, requests(samples(), sampling, LENGTH + 2, stop_ids));
+    let counts = count(outputs.into_iter().map(|done| done.tokens.into_iter().take(LENGTH).collect()));
+    misfit(&counts, &exact_law(sampling, stop_ids))
+}
+
+#[test]
+fn the_first_tokens_have_the_targets_joint_law() {
+    let plain = Sampling::new(1.0, 11);
+    let cut = EngineOptions { confidence_threshold: 0.4, ..options(64) };
+    let short = EngineOptions { max_draft_tokens: Some(2), ..options(64) };
+    let settings: [(&str, EngineOptions, Sampling, &[i64]); 6] = [
+        ("temperature 1", options(64), plain, &[]),
+        ("temperature 0.6", options(64), Sampling::new(0.6, 12), &[]),
+        ("top-p and min-p", options(64), Sampling { top_p: 0.9, min_p: 0.05, ..Sampling::new(1.0, 13) }, &[]),
+        ("stop token", options(64), Sampling::new(1.0, 14), &[3]),
+        ("blocks cut by confidence", cut, Sampling::new(1.0, 15), &[]),
+        ("shorter blocks", short, Sampling::new(1.0, 16), &[]),
+    ];
+    for (what, options, sampling, stop_ids) in settings {
+        let misfit = engine_misfit(options, sampling, stop_ids);
+        assert!(misfit < 1.0, "{what}: χ² is {misfit:.2} times its 99.9 % quantile");
+    }
+}
+
+type Verify = fn(&Tensor, &Tensor, &Tensor, &Tensor, &Tensor, &Tensor) -> Verdict;
+
+/// The engine's loop in a few lines, around any way to verify: all sequences at once, every block whole.
+fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
+    let count_of = samples();
+    let streams: Vec<Stream> =
+        (0..count_of).map(|i| Stream::new(sampling.seed, &format!("sample-{i}"))).collect();
+    let settings = SamplingBatch::new(vec![sampling; count_of], Device::Cpu);
+    let uniforms = |step: u64, purpose: Purpose, lanes: usize| {
+        let draws: Vec<f64> = streams
+            .iter()
+            .flat_map(|s| (0..lanes as u64).map(move |lane| s.uniform(step, purpose, lane)))
+            .collect();
+        Tensor::from_slice(&draws).view([-1, lanes as i64])
+    };
+    let first =
+        settings.distributions(&logits_of(vec![prompt_prefix(); count_of].into_iter(), target_logits));
+    let first = prefixes(&draw(&first, &uniforms(0, Purpose::Target, 1).squeeze_dim(1)));
+    let mut outputs: Vec<Vec<i64>> = first.into_iter().map(|token| vec![token]).collect();
+    for step in 1..LENGTH as u64 {
+        let now: Vec<i64> = outputs
+            .iter()
+            .map(|output| output.iter().fold(prompt_prefix(), |prefix, &t| extended(prefix, t)))
+            .collect();
+        let drafted = propose(now.clone(), &uniforms(step, Purpose::Draft, GAMMA), &settings);
+        let tokens: Vec<Vec<i64>> = drafted.tokens.unbind(0).iter().map(prefixes).collect();
+        let targets: Vec<Tensor> = (0..=GAMMA)
+            .map(|k| {
+                let after = now
+                    .iter()
+                    .zip(&tokens)
+                    .map(|(&p, block)| block[..k].iter().fold(p, |p, &t| extended(p, t)));
+                settings.distributions(&logits_of(after, target_logits))
+            })
+            .collect();
+        let lens = Tensor::from_slice(&vec![GAMMA as i64; count_of]);
+        let verdict = verify(
+            &Tensor::stack(&targets, 1),
+            &drafted.probs,
+            &drafted.tokens,
+            &lens,
+            &uniforms(step, Purpose::Accept, GAMMA),
+            &uniforms(step, Purpose::Target, 1).squeeze_dim(1),
+        );
+        let (accepted, next) = (prefixes(&verdict.accepted), prefixes(&verdict.next));
+        for (i, output) in outputs.iter_mut().enumerate() {
+            output.extend(&tokens[i][..accepted[i] as usize]);
+            output.push(next[i]);
+        }
+    }
+    count(outputs.into_iter().map(|output| output.into_iter().take(LENGTH).collect()))
+}
+
+/// Draws the token after a rejection from p instead of normalise(max(p − q, 0)).
+fn without_residual(
+    p: &Tensor,
+    q: &Tensor,
+    x: &Tensor,
+    lens: &Tensor,
+    accept: &Tensor,
+    next: &Tensor,
+) -> Verdict {
+    let right = verify(p, q, x, lens, accept, next);
+    let at = right.accepted.view([-1, 1, 1]).expand([-1, 1, V], false);
+    Verdict { next: draw(&p.gather(1, &at, false).squeeze_dim(1), next), accepted: right.accepted }
+}
+
+/// Accepts with probability p(x) instead of min(1, p(x) / q(x)).
+fn without_ratio(
+    p: &Tensor,
+    q: &Tensor,
+    x: &Tensor,
+    lens: &Tensor,
+    accept: &Tensor,
+    next: &Tensor,
+) -> Verdict {
+    let chosen = q.gather(2, &x.unsqueeze(2), false).squeeze_dim(2);
+    verify(p, q, x, lens, &(accept / chosen.to_kind(Kind::Double)), next)
+}
+
+#[test]
+fn the_law_tells_wrong_verifications_apart() {
+    let sampling = Sampling::new(1.0, 21);
+    let law = exact_law(sampling, &[]);
+    let of = |verify| misfit(&outputs_with(verify, sampling), &law);
+    let (right, residual, ratio) = (of(verify), of(without_residual), of(without_ratio));
+    assert!(right < 1.0, "the right verification: χ² is {right:.2} times its 99.9 % quantile");
+    assert!(
+        residual > 1.5,
+        "drawing from p after a rejection goes unnoticed: χ² is {residual:.2} times its quantile"
+    );
+    assert!(ratio > 1.5, "accepting without the ratio goes unnoticed: χ² is {ratio:.2} times its quantile");
+}
+
+#[test]
+fn at_temperature_0_speculation_is_plain_decoding() {
+    for slots in [1, 4, 16] {
+        for stop_ids in [&[][..], &[3]] {
+            let requests = requests(20, Sampling::new(0.0, 5), 12, stop_ids);
+            let mut longer = requests.clone();
+            longer
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, request)| request.prompt.extend([i as i64 % V, i as i64 / V % V]));
+            for asked in [requests, longer] {
+                let plain: Vec<_> =
+                    run(options(1), false, asked.clone()).into_iter().map(|done| done.tokens).collect();
+                let drafted: Vec<_> =
+                    run(options(slots), true, asked).into_iter().map(|done| done.tokens).collect();
+                assert_eq!(plain, drafted, "{slots} slots");
+            }
+        }
+    }
+}
+
+/// The toys compute every row alone, so there is no rounding to excuse a difference.
+#[test]
+fn a_sample_does_not_depend_on_its_batch() {
+    let mut asked = requests(50, Sampling::new(1.0, 7), 9, &[3]);
+    let one_by_one: Vec<Completion> =
+        asked.iter().flat_map(|request| run(options(1), true, vec![request.clone()])).collect();
+    for slots in [1, 4, 16] {
+        for backwards in [false, true] {
+            if backwards {
+                asked.reverse();
+            }
+            let mut together = run(options(slots), true, asked.clone());
+            if backwards {
+                asked.reverse();
+                together.reverse();
+            }
+            for (a, b) in one_by_one.iter().zip(&together) {
+                assert_eq!(
+                    (&a.id, &a.tokens, &a.cycles, a.finish),
+                    (&b.id, &b.tokens, &b.cycles, b.finish),
+                    "{slots} slots"
+                );
+            }
+        }
+    }
+}

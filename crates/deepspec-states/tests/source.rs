@@ -1,0 +1,96 @@
+//! What a recipe says about its states, and what it may not say.
+
+mod common;
+
+use std::fs;
+
+use common::Bench;
+use deepspec_cache::{Encoding, Last, Tap};
+use deepspec_states::identity;
+use deepspec_text::ChatTemplate;
+
+#[test]
+fn the_identity_is_that_of_target_text_and_taps() {
+    let bench = Bench::new();
+    let source = bench.source(&[]).unwrap();
+    let found = &source.identity;
+    assert_eq!(
+        (found.model_type.as_str(), found.chat_template.as_str(), found.max_length),
+        ("qwen3", "qwen", 300)
+    );
+    assert_eq!((found.hidden_size, found.vocab_size), (192, 1024));
+    assert_eq!(found.taps, [Tap::Embedding, Tap::Layer(1), Tap::Layer(4)]);
+    assert_eq!(found.system_prompt.as_deref(), Some("You are a helpful assistant."));
+    assert_eq!(source.template.default_system, found.system_prompt);
+    let layout = source.layout(Last::All, Encoding::Bf16);
+    assert_eq!((layout.taps.len(), layout.hidden_size, layout.last), (3, 192, Last::All));
+    // The same once more, and from a template that knows nothing of the recipe.
+    assert_eq!(bench.source(&[]).unwrap().identity, *found);
+    let own = ChatTemplate::named("qwen").unwrap();
+    assert_eq!(identity(&bench.recipe(&[]), &source.tokenizer, &own, &source.config).unwrap(), *found);
+    let empty = "data.system_prompt=''";
+    let unprompted = bench.source(&[empty]).unwrap();
+    assert_eq!((&unprompted.identity.system_prompt, &unprompted.template.default_system), (&None, &None));
+    assert_eq!(
+        identity(&bench.recipe(&[empty]), &source.tokenizer, &own, &source.config).unwrap(),
+        unprompted.identity
+    );
+}
+
+/// The fields in which the identity differs after a change.
+fn changed(bench: &Bench, overrides: &[&str]) -> Vec<String> {
+    let before = Bench::new().source(&[]).unwrap().identity;
+    let differences = before.differences(&bench.source(overrides).unwrap().identity);
+    differences.into_iter().map(|line| line.split(' ').next().unwrap().to_string()).collect()
+}
+
+#[test]
+fn whatever_changes_the_states_changes_the_identity() {
+    let bench = Bench::new();
+    assert!(changed(&bench, &["name=other", "seed=1", "data.states.cache=elsewhere"]).is_empty());
+    assert_eq!(changed(&bench, &["target.layer_ids=[1, 4]"]), ["taps"]);
+    assert_eq!(changed(&bench, &["data.max_length=301"]), ["max_length"]);
+    assert_eq!(changed(&bench, &["data.system_prompt=Be brief."]), ["system_prompt"]);
+    assert_eq!(changed(&bench, &["data.system_prompt=''"]), ["system_prompt"]);
+    // Another template's rules bring another default system prompt: none.
+    assert_eq!(changed(&bench, &["data.chat_template=gemma4"]), ["chat_template", "system_prompt"]);
+
+    bench.edit("chat_template.jinja", "<|im_start|>", "<|im_start|> ");
+    assert_eq!(changed(&bench, &[]), ["template"]);
+    let bench = Bench::new();
+    bench.edit("config.json", "\"rope_theta\": 10000.0", "\"rope_theta\": 20000.0");
+    assert_eq!(changed(&bench, &[]), ["target_config"]);
+    let bench = Bench::new();
+    bench.edit("tokenizer.json", "\"version\"", "\"version\" ");
+    assert_eq!(changed(&bench, &[]), ["tokenizer"]);
+    let bench = Bench::new();
+    let weights = bench.path("target/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let half = bytes.len() / 2;
+    bytes[half..].iter_mut().for_each(|byte| *byte ^= 1);
+    fs::write(&weights, bytes).unwrap();
+    assert_eq!(changed(&bench, &[]), ["target_weights"]);
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let bench = Bench::new();
+    let refused = |bench: &Bench, overrides: &[&str], words: &[&str]| {
+        let error =
+            bench.source(overrides).err().unwrap_or_else(|| panic!("{overrides:?} was accepted")).to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{words:?} in {error}");
+        assert!(!error.contains('\n'), "{error}");
+    };
+    refused(&bench, &["data.chat_template=llama"], &["data.chat_template", "llama", "qwen, gemma4"]);
+    refused(&bench, &["target.layer_ids=[1, 6]"], &["target.layer_ids", "no layer 6", "0 to 5"]);
+    refused(&bench, &["drafter.dspark.mask_token_id=1024"], &["mask_token_id", "1024", "1023"]);
+    refused(&bench, &["drafter.dspark.mask_token_id=-1"], &["mask_token_id", "-1"]);
+    refused(&bench, &["target.model=/nowhere"], &["/nowhere", "no such folder"]);
+    bench.edit("config.json", "\"vocab_size\": 1024", "\"vocab_size\": 1000");
+    refused(&bench, &["drafter.dspark.mask_token_id=7"], &["ids up to 1023", "ends at 999"]);
+    fs::remove_file(bench.path("target/model.safetensors")).unwrap();
+    bench.edit("config.json", "\"vocab_size\": 1000", "\"vocab_size\": 1024");
+    refused(&bench, &[], &["no safetensors"]);
+    fs::remove_file(bench.path("target/tokenizer.json")).unwrap();
+    refused(&bench, &[], &["tokenizer.json"]);
+}

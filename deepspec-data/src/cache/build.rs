@@ -1,0 +1,219 @@
+//! `cache build`: conversations become target states on disk.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use clap::ValueEnum;
+use deepspec_cache::{Builder, Encoding, Last, MANIFEST_FILE, Manifest, Plan, remove_existing};
+use deepspec_core::atomic;
+use deepspec_core::cli::{ExitWith, UsageError, Verbosity};
+use deepspec_core::progress::Progress;
+use deepspec_core::recipe::Recipe;
+use deepspec_core::usage;
+use deepspec_states::{Capture, Rejected, Report, Source, StatesError, Tokenised, fill, tokenise};
+use deepspec_text::MIN_SUPERVISED_TOKENS;
+use tch::Device;
+
+use super::{mib, refusal};
+use crate::rejects::{self, Reject};
+
+/// What to capture, from where and where to.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Recipe of the run; its target and data decide the states
+    #[arg(long, value_name = "C")]
+    config: PathBuf,
+    /// Override a value of the recipe, as in data.max_length=2048
+    #[arg(long, value_name = "K=V")]
+    set: Vec<String>,
+    /// JSONL rows with `id` and `conversations`
+    #[arg(long, required = true, num_args = 1.., value_name = "F")]
+    input: Vec<PathBuf>,
+    /// Folder of the cache, by default the recipe's; rejected lines go beside it, to D.rejected.jsonl
+    #[arg(long, value_name = "D")]
+    output_dir: Option<PathBuf>,
+    /// How a hidden state is stored
+    #[arg(long, value_enum, default_value_t = EncodingArg::Bf16)]
+    encoding: EncodingArg,
+    /// Which positions keep their last hidden state: those that a supervised label needs, or all
+    #[arg(long, value_enum, default_value_t = LastArg::Supervised)]
+    last: LastArg,
+    /// Hidden states per shard file, in MiB; a build resumes at the first unfinished shard
+    #[arg(long, value_name = "MIB", default_value_t = 1024)]
+    shard_size: u32,
+    /// Where the target runs: auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: String,
+    /// Discard a cache or unfinished build that is there
+    #[arg(long)]
+    overwrite: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum EncodingArg {
+    Bf16,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum LastArg {
+    Supervised,
+    All,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors, I/O failures, and, after the work is done, exit code 1 if lines were rejected.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let recipe = Recipe::load(&args.config, &args.set)?;
+    let dir = args.output_dir.clone().unwrap_or_else(|| recipe.cache_dir());
+    check(args, &dir)?;
+    let device = deepspec_dist::device(&args.device).map_err(|error| UsageError(error.to_string()))?;
+    let source = Source::open(&recipe).map_err(|error| UsageError(error.to_string()))?;
+
+    let Tokenised { samples, report } = tokenise(&args.input, &source, |_| ())?;
+    check_rows(args, &report, &dir)?;
+    let layout = source.layout(args.last(), args.encoding());
+    let plan = Plan::new(samples, layout, u64::from(args.shard_size) << 20)?;
+    if args.overwrite {
+        remove_existing(&dir)?;
+    }
+    let published = dir.join(MANIFEST_FILE).exists();
+    let builder = Builder::open(&dir, &plan, &source.identity).map_err(refusal)?;
+    // Not before: a refused command must not touch the record of the cache that is there.
+    let rejects = report_rejected(&report.rejected, &dir)?;
+    writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
+    let summary = match published {
+        true => format!("complete already: {}", contents(&builder.publish()?)),
+        false => Build { plan: &plan, recipe: &recipe, device, verbosity }.run(builder)?,
+    };
+    writeln!(io::stdout(), "{}: {summary}", dir.display())?;
+    if report.rejected.is_empty() {
+        return Ok(());
+    }
+    let (rejected, read) = (report.rejected.len(), report.read);
+    let reason = format!("{rejected} of {read} rows were rejected; see {}", rejects.display());
+    Err(ExitWith { code: 1, reason }.into())
+}
+
+impl Args {
+    fn encoding(&self) -> Encoding {
+        match self.encoding {
+            EncodingArg::Bf16 => Encoding::Bf16,
+        }
+    }
+
+    fn last(&self) -> Last {
+        match self.last {
+            LastArg::Supervised => Last::Supervised,
+            LastArg::All => Last::All,
+        }
+    }
+}
+
+fn check(args: &Args, dir: &Path) -> anyhow::Result<()> {
+    if let Some(missing) = args.input.iter().find(|input| !input.is_file()) {
+        usage!("--input {}: no such file", missing.display());
+    }
+    if args.shard_size == 0 {
+        usage!("--shard-size must be at least 1");
+    }
+    if dir.exists() && !dir.is_dir() {
+        usage!("--output-dir {} is a file", dir.display());
+    }
+    if dir.file_name().is_none() {
+        usage!("--output-dir {} names no folder", dir.display());
+    }
+    Ok(())
+}
+
+/// Refuses input that gives no sample.
+fn check_rows(args: &Args, report: &Report, dir: &Path) -> anyhow::Result<()> {
+    if report.read == 0 {
+        let files: Vec<String> = args.input.iter().map(|input| input.display().to_string()).collect();
+        usage!("--input {}: no rows", files.join(" "));
+    }
+    if report.kept == 0 {
+        report_rejected(&report.rejected, dir)?;
+        anyhow::bail!("no row can be used: {}", sorted(report));
+    }
+    Ok(())
+}
+
+/// Shows the rejected lines and records them beside the cache; returns where.
+fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf> {
+    let reject = |Rejected { file, line, reason }| Reject { file, line, reason };
+    let rejected: Vec<Reject> = rejected.iter().cloned().map(reject).collect();
+    // Without a trailing slash, so that the name beside it is not one within it.
+    let dir: PathBuf = dir.components().collect();
+    if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        atomic::create_dir(parent)?;
+    }
+    rejects::report(&rejected, &dir)?;
+    Ok(rejects::path(&dir))
+}
+
+/// What became of the rows, as a sum.
+fn sorted(report: &Report) -> String {
+    let Report { read, kept, failed, too_short, rejected, .. } = report;
+    format!(
+        "{read} rows = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
+        rejected.len()
+    )
+}
+
+fn accounts(report: &Report, recipe: &Recipe) -> String {
+    let Report { cut, tokens, supervised_tokens, .. } = report;
+    let limit = recipe.data.max_length;
+    format!(
+        "{}\n{tokens} tokens, {supervised_tokens} of them supervised; {cut} rows cut at {limit} tokens",
+        sorted(report)
+    )
+}
+
+/// A plan on its way to disk.
+struct Build<'a> {
+    plan: &'a Plan,
+    recipe: &'a Recipe,
+    device: Device,
+    verbosity: Verbosity,
+}
+
+impl Build<'_> {
+    /// Captures what is missing, publishes, and says what was done.
+    fn run(&self, mut builder: Builder) -> anyhow::Result<String> {
+        let (pending, shards) = (builder.pending_shards(), self.plan.shards().len());
+        if pending < shards {
+            tracing::info!("resuming: {} of {shards} shards are finished", shards - pending);
+        }
+        let started = Instant::now();
+        let tokens = if pending == 0 { 0 } else { self.capture(&mut builder)? };
+        let seconds = started.elapsed().as_secs_f64();
+        let contents = contents(&builder.publish()?);
+        let rate = tokens as f64 / seconds;
+        Ok(format!("{contents}; captured {tokens} tokens in {seconds:.1} s ({rate:.0} tokens/s)"))
+    }
+
+    /// Fills the pending shards; how many tokens ran through the target.
+    fn capture(&self, builder: &mut Builder) -> Result<u64, StatesError> {
+        let (samples, kind) = (self.plan.samples(), deepspec_dist::default_kind(self.device));
+        let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
+        let mut capture = Capture::load(self.recipe, longest, self.device, kind)?;
+        let (count, size) = (samples.len() as u64, mib(self.plan.bytes()));
+        tracing::info!("capturing {count} samples, {size}, on {:?} in {kind:?}", self.device);
+        let (started, mut tokens) = (Instant::now(), 0);
+        let mut progress = Progress::new(self.verbosity, "samples", count, builder.done_samples() as u64);
+        fill(builder, &mut capture, |sample| {
+            tokens += u64::from(sample.length());
+            progress.add(1, || format!("{:.0} tokens/s", tokens as f64 / started.elapsed().as_secs_f64()));
+        })?;
+        progress.finish();
+        Ok(tokens)
+    }
+}
+
+fn contents(manifest: &Manifest) -> String {
+    let (samples, shards) = (manifest.counts.samples, manifest.shards.len());
+    format!("{samples} samples in {shards} shards, {}", mib(manifest.bytes()))
+}

@@ -1,0 +1,244 @@
+//! The engine on a thread of its own, which owns all tensors; requests and tokens travel by channel.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+
+use anyhow::Context;
+use deepspec_core::usage;
+use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Request, Ticket};
+use deepspec_models::{Drafter, DrafterOptions, TargetModel, TargetOptions};
+use tokio::sync::{mpsc, oneshot};
+
+/// What the engine runs and how.
+#[derive(Debug, Clone, clap::Args)]
+pub struct EngineArgs {
+    /// Folder of a drafter for the model; answers stay the model's own, they come faster
+    #[arg(long, value_name = "D")]
+    pub draft: Option<PathBuf>,
+    /// Conversations answered at once
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    pub slots: usize,
+    /// Where the model runs: auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// Tokens of prompt and answer that a conversation may hold; at most and by default what the model was made for
+    #[arg(long, value_name = "N")]
+    pub max_context: Option<usize>,
+}
+
+impl EngineArgs {
+    /// Checks what can be checked before anything is loaded.
+    ///
+    /// # Errors
+    /// Usage errors.
+    pub fn check(&self, model: &Path) -> anyhow::Result<()> {
+        for (flag, dir) in [("model", Some(model)), ("draft", self.draft.as_deref())] {
+            if let Some(dir) = dir.filter(|dir| !dir.is_dir()) {
+                usage!(
+                    "the {flag} folder {} does not exist; give the local folder of a Hugging Face model",
+                    dir.display()
+                );
+            }
+        }
+        if self.slots == 0 || self.max_context == Some(0) {
+            usage!("--slots and --max-context must be at least 1");
+        }
+        if let Err(error) = deepspec_dist::device(&self.device) {
+            usage!("--device: {error}");
+        }
+        Ok(())
+    }
+}
+
+/// News of one request.
+#[derive(Debug)]
+pub enum Update {
+    /// The engine does not take it.
+    Refused(EngineError),
+    /// New tokens.
+    Tokens(Vec<i64>),
+    /// No more tokens will come.
+    Done(Finish),
+}
+
+struct Job {
+    request: Request,
+    updates: mpsc::UnboundedSender<Update>,
+}
+
+/// What the engine is doing, readable from any thread.
+#[derive(Debug, Default)]
+pub struct Load {
+    /// Sequences being decoded.
+    pub running: AtomicUsize,
+    /// Sequences waiting for a slot.
+    pub queued: AtomicUsize,
+    /// Tokens generated since the start.
+    pub generated: AtomicU64,
+}
+
+/// The engine's thread. Dropping the handle ends it.
+pub struct EngineThread {
+    jobs: Option<mpsc::UnboundedSender<Job>>,
+    thread: Option<JoinHandle<()>>,
+    load: Arc<Load>,
+    context: usize,
+}
+
+impl EngineThread {
+    /// Loads target and drafter and starts the loop.
+    ///
+    /// # Errors
+    /// If a model cannot be loaded or the two do not fit.
+    pub fn start(model: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
+        let (jobs, incoming) = mpsc::unbounded_channel();
+        let (ready, loaded) = oneshot::channel();
+        let load = Arc::new(Load::default());
+        let (model, args, gauge) = (model.to_path_buf(), args.clone(), Arc::clone(&load));
+        let work = move || match build(&model, &args) {
+            Ok((engine, context)) => {
+                // Nobody waits only if the starting thread is gone, and then the channel of jobs is closed too.
+                let _ = ready.send(Ok(context));
+                Worker { engine, live: HashMap::new(), load: gauge }.run(incoming);
+            }
+            Err(error) => drop(ready.send(Err(error))),
+        };
+        let thread = thread::Builder::new()
+            .name("engine".into())
+            .spawn(work)
+            .context("starting the engine's thread")?;
+        let context = loaded.blocking_recv().context("the engine ended while it was loading")??;
+        Ok(Self { jobs: Some(jobs), thread: Some(thread), load, context })
+    }
+
+    /// Queues a request; its news arrive at the receiver. Dropping the receiver cancels the request.
+    pub fn submit(&self, request: Request) -> mpsc::UnboundedReceiver<Update> {
+        let (updates, news) = mpsc::unbounded_channel();
+        if let Some(jobs) = &self.jobs {
+            // If the engine is gone the sender is dropped here, which ends the news at once.
+            let _ = jobs.send(Job { request, updates });
+        }
+        news
+    }
+
+    /// What it is doing.
+    pub fn load(&self) -> &Load {
+        &self.load
+    }
+
+    /// Tokens that one conversation may hold.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+}
+
+impl Drop for EngineThread {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic has already ended the process.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(Engine<TargetModel, Drafter>, usize)> {
+    let device = deepspec_dist::device(&args.device)?;
+    let (kind, slots) = (deepspec_dist::default_kind(device), args.slots);
+    let drafter = match &args.draft {
+        Some(dir) => Some(Drafter::load(dir, &DrafterOptions { device, kind, slots })?),
+        None => None,
+    };
+    let taps = drafter.as_ref().map(|drafter| drafter.taps().to_vec()).unwrap_or_default();
+    let target = TargetModel::load(model, &TargetOptions { device, kind, slots, taps })?;
+    if let Some(drafter) = &drafter {
+        drafter.check_fits(&target)?;
+    }
+    let longest = target.config().max_position_embeddings;
+    let context = args.max_context.map_or(longest, |wanted| wanted.min(longest));
+    let options = EngineOptions {
+        slots,
+        context,
+        confidence_threshold: 0.0,
+        max_draft_tokens: None,
+        counts_overrun: false,
+    };
+    Ok((Engine::new(target, drafter, options), context))
+}
+
+struct Worker {
+    engine: Engine<TargetModel, Drafter>,
+    live: HashMap<Ticket, mpsc::UnboundedSender<Update>>,
+    load: Arc<Load>,
+}
+
+impl Worker {
+    /// Steps while there is anything to do and sleeps while there is not; ends when the handle is dropped.
+    fn run(mut self, mut jobs: mpsc::UnboundedReceiver<Job>) {
+        loop {
+            if self.engine.is_idle() {
+                self.publish();
+                match jobs.blocking_recv() {
+                    Some(job) => self.accept(job),
+                    None => return,
+                }
+            }
+            loop {
+                match jobs.try_recv() {
+                    Ok(job) => self.accept(job),
+                    Err(mpsc::error::TryRecvError::Empty) => break,
+                    Err(mpsc::error::TryRecvError::Disconnected) => return,
+                }
+            }
+            self.cancel_abandoned();
+            self.publish();
+            for event in self.engine.step() {
+                self.report(event);
+            }
+        }
+    }
+
+    fn accept(&mut self, job: Job) {
+        match self.engine.submit(job.request) {
+            Ok(ticket) => drop(self.live.insert(ticket, job.updates)),
+            // The caller may have gone; then nobody needs the news. The same holds below.
+            Err(error) => drop(job.updates.send(Update::Refused(error))),
+        }
+    }
+
+    fn cancel_abandoned(&mut self) {
+        let engine = &mut self.engine;
+        self.live.retain(|&ticket, updates| {
+            let abandoned = updates.is_closed();
+            if abandoned {
+                engine.cancel(ticket);
+            }
+            !abandoned
+        });
+    }
+
+    fn report(&mut self, event: Event) {
+        match event {
+            Event::Tokens(ticket, tokens) => {
+                self.load.generated.fetch_add(tokens.len() as u64, Ordering::Relaxed);
+                if let Some(updates) = self.live.get(&ticket) {
+                    let _ = updates.send(Update::Tokens(tokens));
+                }
+            }
+            Event::Done(ticket, completion) => {
+                if let Some(updates) = self.live.remove(&ticket) {
+                    let _ = updates.send(Update::Done(completion.finish));
+                }
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let queued = self.engine.queued();
+        self.load.queued.store(queued, Ordering::Relaxed);
+        self.load.running.store(self.live.len().saturating_sub(queued), Ordering::Relaxed);
+    }
+}

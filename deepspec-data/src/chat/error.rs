@@ -1,0 +1,83 @@
+//! Why a chat request is refused, in the OpenAI API's terms.
+
+use deepspec_decode::EngineError;
+
+/// A request that cannot be answered.
+#[derive(Debug, thiserror::Error)]
+pub enum ChatError {
+    /// The body is not JSON.
+    #[error("the body is not valid JSON: {0}")]
+    Malformed(String),
+    /// A field has a wrong type or value.
+    #[error("`{param}`: {problem}")]
+    Field {
+        /// Path of the field.
+        param: String,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+    /// Another model than the served one.
+    #[error("the model `{wanted}` does not exist; this server has `{served}`")]
+    UnknownModel {
+        /// Name in the request.
+        wanted: String,
+        /// Name of the served model.
+        served: String,
+    },
+    /// The prompt leaves no room for an answer.
+    #[error(
+        "the prompt has {prompt} tokens, but the context holds {context}, prompt and answer together; shorten the messages"
+    )]
+    TooLong {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens that a slot holds.
+        context: usize,
+    },
+    /// The chat template refuses the messages.
+    #[error("the chat template refuses the messages: {0}")]
+    Template(String),
+    /// The engine refuses the request.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// Our own failure.
+    #[error("the server failed: {0}")]
+    Internal(String),
+}
+
+impl ChatError {
+    /// A [`ChatError::Field`].
+    pub fn field(param: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Field { param: param.into(), problem: problem.into() }
+    }
+
+    /// The HTTP status.
+    pub fn status(&self) -> u16 {
+        match self {
+            Self::UnknownModel { .. } => 404,
+            Self::Internal(_) => 500,
+            _ => 400,
+        }
+    }
+
+    /// The field to blame, where there is one.
+    pub fn param(&self) -> Option<&str> {
+        match self {
+            Self::Field { param, .. } => Some(param),
+            Self::UnknownModel { .. } => Some("model"),
+            Self::TooLong { .. } | Self::Template(_) => Some("messages"),
+            _ => None,
+        }
+    }
+
+    /// OpenAI's machine-readable name, where there is one.
+    pub fn code(&self) -> Option<&'static str> {
+        match self {
+            Self::UnknownModel { .. } => Some("model_not_found"),
+            Self::TooLong { .. } | Self::Engine(EngineError::TooLong { .. }) => {
+                Some("context_length_exceeded")
+            }
+            _ => None,
+        }
+    }
+}

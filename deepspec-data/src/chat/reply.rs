@@ -1,0 +1,152 @@
+//! An answer in the making: tokens become text, text is cut at stop strings and parted from thoughts.
+
+use std::sync::Arc;
+
+use deepspec_decode::Finish;
+use deepspec_text::TokenStream;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::engine::Update;
+use super::error::ChatError;
+use super::stop::{Scan, StopFinder};
+use super::thinking::{Delta, ThoughtSplitter};
+
+/// Token counts of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the rendered conversation.
+    pub prompt: usize,
+    /// Tokens generated, an end-of-turn token included.
+    pub completion: usize,
+}
+
+/// The OpenAI API's word for why an answer ended.
+pub fn finish_name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Stop => "stop",
+        Finish::Length => "length",
+    }
+}
+
+/// An answer in the making.
+pub struct Reply {
+    news: UnboundedReceiver<Update>,
+    /// None once it is flushed.
+    tokens: Option<TokenStream>,
+    stops: StopFinder,
+    thoughts: ThoughtSplitter,
+    stop_ids: Arc<[i64]>,
+    usage: Usage,
+    finish: Option<Finish>,
+}
+
+impl Reply {
+    pub(super) fn new(
+        news: UnboundedReceiver<Update>,
+        tokens: TokenStream,
+        prompt: &str,
+        prompt_tokens: usize,
+        stop_ids: Arc<[i64]>,
+        stops: &[String],
+    ) -> Self {
+        Self {
+            news,
+            tokens: Some(tokens),
+            stops: StopFinder::new(stops),
+            thoughts: ThoughtSplitter::after(prompt),
+            stop_ids,
+            usage: Usage { prompt: prompt_tokens, completion: 0 },
+            finish: None,
+        }
+    }
+
+    /// The next piece of text, None behind the last one.
+    ///
+    /// # Errors
+    /// If the engine refuses the request or the tokens cannot be decoded.
+    pub async fn next(&mut self) -> Result<Option<Delta>, ChatError> {
+        while self.finish.is_none() {
+            let delta = match self.news.recv().await {
+                Some(Update::Tokens(tokens)) => self.take(&tokens)?,
+                Some(Update::Done(finish)) => self.end(finish)?,
+                Some(Update::Refused(error)) => return Err(error.into()),
+                None => return Err(ChatError::Internal("the engine has ended".into())),
+            };
+            if !delta.is_empty() {
+                return Ok(Some(delta));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The whole answer.
+    ///
+    /// # Errors
+    /// As [`Reply::next`].
+    pub async fn collect(&mut self) -> Result<Delta, ChatError> {
+        let mut whole = Delta::default();
+        while let Some(delta) = self.next().await? {
+            whole.extend(&delta);
+        }
+        Ok(whole)
+    }
+
+    /// Why it ended, once it has.
+    pub fn finish(&self) -> Option<Finish> {
+        self.finish
+    }
+
+    /// Tokens so far.
+    pub fn usage(&self) -> Usage {
+        self.usage
+    }
+
+    /// Takes tokens one by one, so that the result does not depend on how many came at once.
+    fn take(&mut self, tokens: &[i64]) -> Result<Delta, ChatError> {
+        let mut delta = Delta::default();
+        for token in tokens {
+            self.usage.completion += 1;
+            if self.stop_ids.contains(token) {
+                continue;
+            }
+            let Some(stream) = &mut self.tokens else { continue };
+            let Some(piece) = stream.push(*token).map_err(|error| ChatError::Internal(error.to_string()))?
+            else {
+                continue;
+            };
+            self.read(&piece, &mut delta);
+            if self.finish.is_some() {
+                break;
+            }
+        }
+        Ok(delta)
+    }
+
+    /// Passes text on up to a stop string, which ends the answer and the engine's work on it.
+    fn read(&mut self, piece: &str, delta: &mut Delta) {
+        match self.stops.push(piece) {
+            Scan::Text(text) => delta.extend(&self.thoughts.push(&text)),
+            Scan::Stopped(text) => {
+                delta.extend(&self.thoughts.push(&text));
+                delta.extend(&self.thoughts.finish());
+                self.finish = Some(Finish::Stop);
+                self.news.close();
+            }
+        }
+    }
+
+    /// Lets out what was held back.
+    fn end(&mut self, finish: Finish) -> Result<Delta, ChatError> {
+        let mut delta = Delta::default();
+        if let Some(stream) = self.tokens.take() {
+            let piece = stream.finish().map_err(|error| ChatError::Internal(error.to_string()))?;
+            self.read(&piece, &mut delta);
+        }
+        if self.finish.is_none() {
+            delta.extend(&self.thoughts.push(&self.stops.finish()));
+            delta.extend(&self.thoughts.finish());
+            self.finish = Some(finish);
+        }
+        Ok(delta)
+    }
+}

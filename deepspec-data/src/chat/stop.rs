@@ -1,0 +1,97 @@
+//! Stop strings in text that arrives in pieces.
+
+/// Finds the first stop string to be completed, holding back text that may turn out to begin one.
+///
+/// What it finds depends on the text alone, not on how the text was cut into pieces.
+pub struct StopFinder {
+    stops: Vec<String>,
+    held: String,
+}
+
+/// What a piece of text brought.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Scan {
+    /// Text that belongs to the answer, possibly empty.
+    Text(String),
+    /// The last text before a stop string, which is left out together with everything behind it.
+    Stopped(String),
+}
+
+impl StopFinder {
+    /// Looks for any of `stops`; empty ones are ignored.
+    pub fn new(stops: &[String]) -> Self {
+        Self { stops: stops.iter().filter(|stop| !stop.is_empty()).cloned().collect(), held: String::new() }
+    }
+
+    /// Takes the next piece.
+    pub fn push(&mut self, piece: &str) -> Scan {
+        self.held.push_str(piece);
+        let found = self
+            .stops
+            .iter()
+            .filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at + stop.len(), at)));
+        if let Some((_, start)) = found.min() {
+            self.held.truncate(start);
+            return Scan::Stopped(std::mem::take(&mut self.held));
+        }
+        let kept = self.stops.iter().map(|stop| overlap(&self.held, stop)).max().unwrap_or(0);
+        let rest = self.held.split_off(self.held.len() - kept);
+        Scan::Text(std::mem::replace(&mut self.held, rest))
+    }
+
+    /// The text still held back, once nothing more will come.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+/// Bytes at the end of `text` that begin `pattern` without completing it.
+pub fn overlap(text: &str, pattern: &str) -> usize {
+    let begins = |len: &usize| {
+        text.is_char_boundary(text.len() - len)
+            && pattern.as_bytes().starts_with(&text.as_bytes()[text.len() - len..])
+    };
+    (1..pattern.len().min(text.len() + 1)).rev().find(begins).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Feeds `text` in pieces of `size` characters and joins what comes out.
+    fn cut(text: &str, size: usize, stops: &[&str]) -> (String, bool) {
+        let stops: Vec<String> = stops.iter().map(ToString::to_string).collect();
+        let (mut finder, mut out) = (StopFinder::new(&stops), String::new());
+        let characters: Vec<char> = text.chars().collect();
+        for piece in characters.chunks(size) {
+            match finder.push(&piece.iter().collect::<String>()) {
+                Scan::Text(text) => out.push_str(&text),
+                Scan::Stopped(text) => return (out + &text, true),
+            }
+        }
+        (out + &finder.finish(), false)
+    }
+
+    #[test]
+    fn the_cut_does_not_depend_on_the_pieces() {
+        for size in 1..12 {
+            assert_eq!(cut("one two three", size, &["two"]), ("one ".into(), true));
+            assert_eq!(cut("aaab", size, &["aab"]), ("a".into(), true));
+            assert_eq!(
+                cut("xabcd", size, &["abcd", "bc"]),
+                ("xa".into(), true),
+                "the stop completed first counts"
+            );
+            assert_eq!(cut("naïve …no", size, &["… no", "ï!"]), ("naïve …no".into(), false));
+            assert_eq!(cut("plain", size, &[""]), ("plain".into(), false));
+        }
+    }
+
+    #[test]
+    fn only_a_possible_beginning_is_held_back() {
+        let mut finder = StopFinder::new(&["END".into()]);
+        assert_eq!(finder.push("the E"), Scan::Text("the ".into()));
+        assert_eq!(finder.push("N"), Scan::Text(String::new()));
+        assert_eq!(finder.push("T"), Scan::Text("ENT".into()));
+    }
+}

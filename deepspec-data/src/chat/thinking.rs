@@ -1,0 +1,151 @@
+//! Separates a model's thoughts, `<think>…</think>`, from its answer.
+
+use super::stop::overlap;
+
+const OPEN: &str = "<think>";
+const CLOSE: &str = "</think>";
+
+/// A piece of an answer.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Delta {
+    /// Text of the answer itself.
+    pub content: String,
+    /// Text of the thoughts before it.
+    pub reasoning: String,
+}
+
+impl Delta {
+    /// Whether it brings nothing.
+    pub fn is_empty(&self) -> bool {
+        self.content.is_empty() && self.reasoning.is_empty()
+    }
+
+    /// Adds a later piece.
+    pub fn extend(&mut self, later: &Self) {
+        self.content.push_str(&later.content);
+        self.reasoning.push_str(&later.reasoning);
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Nothing but blanks or a part of `<think>` so far.
+    Undecided,
+    /// Behind `<think>` but not behind a first character of thought.
+    Opened,
+    Thinking,
+    /// Behind `</think>` but not behind a first character of the answer.
+    Closed,
+    Answering,
+}
+
+/// Splits text that arrives in pieces. The newlines around the marks, which chat templates add and strip, belong to neither part.
+pub struct ThoughtSplitter {
+    state: State,
+    held: String,
+}
+
+impl ThoughtSplitter {
+    /// A splitter for the text that follows `prompt`, which may have opened the thoughts already.
+    pub fn after(prompt: &str) -> Self {
+        let state = if prompt.trim_end().ends_with(OPEN) { State::Opened } else { State::Undecided };
+        Self { state, held: String::new() }
+    }
+
+    /// Takes the next piece.
+    pub fn push(&mut self, piece: &str) -> Delta {
+        self.held.push_str(piece);
+        let mut delta = Delta::default();
+        while self.advance(&mut delta) {}
+        delta
+    }
+
+    /// What was held back, once nothing more will come.
+    pub fn finish(&mut self) -> Delta {
+        let held = std::mem::take(&mut self.held);
+        match self.state {
+            State::Undecided | State::Answering | State::Closed => {
+                Delta { content: held, ..Delta::default() }
+            }
+            State::Opened | State::Thinking => {
+                Delta { reasoning: held.trim_end_matches('\n').into(), ..Delta::default() }
+            }
+        }
+    }
+
+    /// Moves text out of `held`; true if the state changed, so that the rest is to be looked at again.
+    fn advance(&mut self, delta: &mut Delta) -> bool {
+        match self.state {
+            State::Undecided => {
+                let text = self.held.trim_start();
+                if let Some(rest) = text.strip_prefix(OPEN) {
+                    self.held = rest.to_string();
+                    self.enter(State::Opened)
+                } else if OPEN.starts_with(text) {
+                    false
+                } else {
+                    self.enter(State::Answering)
+                }
+            }
+            State::Opened => self.skips_newlines(State::Thinking),
+            State::Closed => self.skips_newlines(State::Answering),
+            State::Thinking => {
+                if let Some((thought, rest)) = self.held.split_once(CLOSE) {
+                    delta.reasoning.push_str(thought.trim_end_matches('\n'));
+                    self.held = rest.to_string();
+                    return self.enter(State::Closed);
+                }
+                let kept = self.held.len() - overlap(&self.held, CLOSE);
+                let kept = self.held[..kept].trim_end_matches('\n').len();
+                delta.reasoning.extend(self.held.drain(..kept));
+                false
+            }
+            State::Answering => {
+                delta.content.push_str(&std::mem::take(&mut self.held));
+                false
+            }
+        }
+    }
+
+    fn skips_newlines(&mut self, next: State) -> bool {
+        self.held = self.held.trim_start_matches('\n').to_string();
+        !self.held.is_empty() && self.enter(next)
+    }
+
+    fn enter(&mut self, state: State) -> bool {
+        self.state = state;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn split(prompt: &str, text: &str, size: usize) -> (String, String) {
+        let (mut splitter, mut whole) = (ThoughtSplitter::after(prompt), Delta::default());
+        let characters: Vec<char> = text.chars().collect();
+        for piece in characters.chunks(size) {
+            whole.extend(&splitter.push(&piece.iter().collect::<String>()));
+        }
+        whole.extend(&splitter.finish());
+        (whole.reasoning, whole.content)
+    }
+
+    #[test]
+    fn thoughts_and_answer_part_whatever_the_pieces() {
+        let pair = |reasoning: &str, content: &str| (reasoning.to_string(), content.to_string());
+        for size in 1..20 {
+            assert_eq!(
+                split("assistant\n", "<think>\nwhy\n\nnot</\n</think>\n\nyes\n", size),
+                pair("why\n\nnot</", "yes\n")
+            );
+            assert_eq!(split("assistant\n<think>\n", "why\n</think>\n\nyes", size), pair("why", "yes"));
+            assert_eq!(split("assistant\n", "<think>\n\n</think>\n\nyes", size), pair("", "yes"));
+            assert_eq!(split("assistant\n", "\n <thin air", size), pair("", "\n <thin air"));
+            assert_eq!(split("assistant\n", "a <think>b</think>", size), pair("", "a <think>b</think>"));
+            assert_eq!(split("assistant\n", "<think>cut off\n", size), pair("cut off", ""));
+            assert_eq!(split("assistant\n", "<thi", size), pair("", "<thi"));
+        }
+    }
+}

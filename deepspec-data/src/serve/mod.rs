@@ -1,0 +1,111 @@
+//! `serve`: a model behind the OpenAI API's chat completions.
+
+mod respond;
+mod routes;
+
+use std::io;
+use std::net::TcpListener;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use axum::serve::ListenerExt;
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use crate::chat::{ChatModel, EngineArgs};
+use routes::App;
+
+/// How long running answers may take to finish once the server was told to stop.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// What to serve and where.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder of the Hugging Face model that answers
+    #[arg(long, value_name = "M")]
+    model: String,
+    /// Address to listen on
+    #[arg(long, default_value = "127.0.0.1")]
+    host: String,
+    /// Port to listen on; 0 takes any free one, which the line `listening on ...` names
+    #[arg(long, default_value_t = 30000)]
+    port: u16,
+    /// Name that requests use for the model; by default the folder as given
+    #[arg(long, value_name = "NAME")]
+    served_name: Option<String>,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+/// How far the shutdown has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    Serving,
+    /// No new requests; running ones may finish.
+    Draining,
+    /// Running requests are abandoned.
+    Over,
+}
+
+/// Runs the command until a signal ends it.
+///
+/// # Errors
+/// Usage errors, a model that cannot be loaded, a port that is in use.
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let dir = Path::new(&args.model);
+    args.engine.check(dir)?;
+    let asked = format!("{}:{}", args.host, args.port);
+    let listener = TcpListener::bind((args.host.as_str(), args.port));
+    let listener =
+        listener.with_context(|| format!("cannot listen on {asked}; choose another --host or --port"))?;
+    listener.set_nonblocking(true)?;
+    let model = ChatModel::load(dir, &args.engine)?;
+    let name = args.served_name.clone().unwrap_or_else(|| args.model.clone());
+    let app = Arc::new(App::new(model, name, args.engine.slots));
+    // Dropped at the end of this line, and with it every request, so that the engine is idle when `app` ends it.
+    Runtime::new().context("starting the server's threads")?.block_on(serve(listener, Arc::clone(&app)))
+}
+
+async fn serve(listener: TcpListener, app: Arc<App>) -> anyhow::Result<()> {
+    let address = listener.local_addr()?;
+    let listener = tokio::net::TcpListener::from_std(listener)?.tap_io(|stream| {
+        // Without it a streamed token may wait for the acknowledgement of the one before.
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!("no TCP_NODELAY: {error}");
+        }
+    });
+    let (phases, phase) = watch::channel(Phase::Serving);
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    tokio::spawn(async move {
+        let mut told = async || tokio::select! { _ = interrupt.recv() => {}, _ = terminate.recv() => {} };
+        told().await;
+        tracing::info!("stopping; running answers may finish, a second signal abandons them");
+        phases.send_replace(Phase::Draining);
+        let _ = tokio::time::timeout(GRACE, told()).await;
+        phases.send_replace(Phase::Over);
+    });
+    let reaches = |mut phase: watch::Receiver<Phase>, wanted| async move {
+        // The sender lives as long as the runtime; if it is gone, it is over anyway.
+        let _ = phase.wait_for(|&phase| phase >= wanted).await;
+    };
+    // Not a log line: --quiet does not hide it, whoever started us waits for it.
+    announce(&format!("listening on http://{address}\n"))?;
+    let server = axum::serve(listener, routes::router(app))
+        .with_graceful_shutdown(reaches(phase.clone(), Phase::Draining));
+    tokio::select! {
+        served = async { server.await } => served.context("serving"),
+        () = reaches(phase, Phase::Over) => {
+            tracing::warn!("abandoned the answers that were still running");
+            Ok(())
+        }
+    }
+}
+
+fn announce(line: &str) -> io::Result<()> {
+    let mut stderr = io::stderr().lock();
+    io::Write::write_all(&mut stderr, line.as_bytes())?;
+    io::Write::flush(&mut stderr)
+}

@@ -1,0 +1,115 @@
+//! Answers and errors in the OpenAI API's JSON, whole or as server-sent events.
+
+use std::convert::Infallible;
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures::stream;
+use serde_json::{Value, json};
+
+use crate::chat::{ChatError, Delta, Reply, Usage, finish_name};
+
+/// What all pieces of one answer have in common.
+pub struct Heading {
+    /// Name of the answer.
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Name of the model.
+    pub model: String,
+}
+
+impl Heading {
+    fn object(&self, kind: &str, choices: Value) -> Value {
+        json!({"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices})
+    }
+
+    fn chunk(&self, delta: Value, finish: Option<&str>) -> Value {
+        let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish});
+        self.object("chat.completion.chunk", json!([choice]))
+    }
+}
+
+/// A finished answer.
+pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply) -> Value {
+    let mut message = json!({"role": "assistant", "content": whole.content});
+    if !whole.reasoning.is_empty() {
+        message["reasoning_content"] = json!(whole.reasoning);
+    }
+    let finish = reply.finish().map(finish_name);
+    let choice = json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish});
+    let mut object = heading.object("chat.completion", json!([choice]));
+    object["usage"] = usage(reply.usage());
+    object
+}
+
+fn usage(usage: Usage) -> Value {
+    let (prompt, completion) = (usage.prompt, usage.completion);
+    json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
+}
+
+/// What is to be sent next.
+enum Next {
+    Role,
+    Text,
+    Usage,
+    Done,
+    Nothing,
+}
+
+/// An answer as it comes. The receiver's going away drops the reply, which cancels it.
+pub fn stream(heading: Heading, reply: Reply, include_usage: bool) -> Response {
+    let events = stream::unfold((Next::Role, heading, reply), move |(next, heading, mut reply)| async move {
+        let (data, next) = match next {
+            Next::Role => (heading.chunk(json!({"role": "assistant", "content": ""}), None), Next::Text),
+            Next::Text => match reply.next().await {
+                Ok(Some(delta)) => (heading.chunk(piece(&delta), None), Next::Text),
+                Ok(None) => {
+                    let finish = reply.finish().map(finish_name);
+                    (heading.chunk(json!({}), finish), if include_usage { Next::Usage } else { Next::Done })
+                }
+                Err(error) => (body(&error), Next::Done),
+            },
+            Next::Usage => {
+                let mut object = heading.object("chat.completion.chunk", json!([]));
+                object["usage"] = usage(reply.usage());
+                (object, Next::Done)
+            }
+            Next::Done => (json!("[DONE]"), Next::Nothing),
+            Next::Nothing => return None,
+        };
+        let text = data.as_str().map_or_else(|| data.to_string(), str::to_owned);
+        Some((Ok::<_, Infallible>(Event::default().data(text)), (next, heading, reply)))
+    });
+    Sse::new(events).keep_alive(KeepAlive::default()).into_response()
+}
+
+fn piece(delta: &Delta) -> Value {
+    let mut piece = json!({});
+    if !delta.reasoning.is_empty() {
+        piece["reasoning_content"] = json!(delta.reasoning);
+    }
+    if !delta.content.is_empty() {
+        piece["content"] = json!(delta.content);
+    }
+    piece
+}
+
+fn body(error: &ChatError) -> Value {
+    let kind = if error.status() < 500 { "invalid_request_error" } else { "server_error" };
+    json!({"error": {"message": error.to_string(), "type": kind, "param": error.param(), "code": error.code()}})
+}
+
+/// A request that is not answered.
+pub fn refusal(error: &ChatError) -> Response {
+    let status = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    (status, Json(body(error))).into_response()
+}
+
+/// A request that does not even reach the model.
+pub fn failure(status: StatusCode, message: &str) -> Response {
+    let error = json!({"message": message, "type": "invalid_request_error", "param": null, "code": null});
+    (status, Json(json!({"error": error}))).into_response()
+}

@@ -1,0 +1,170 @@
+//! Starts the binary, ends it, and reads what it says.
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use deepspec_core::jsonl::{Line, Reader};
+use serde_json::{Map, Value};
+
+/// How long anything may take before a test gives it up.
+pub const DEADLINE: Duration = Duration::from_secs(120);
+
+pub type Row = Map<String, Value>;
+
+/// The embedded target.
+pub fn tiny() -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-target").to_string_lossy().into_owned()
+}
+
+/// The binary with arguments.
+pub fn command<A: AsRef<str>>(args: &[A]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-data"));
+    command
+        .args(args.iter().map(AsRef::as_ref))
+        .env_remove("RUST_LOG")
+        .env_remove("OPENAI_API_KEY")
+        .stdin(Stdio::null());
+    command
+}
+
+/// How a run of the binary ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ended {
+    /// Checks the exit code and that standard error is one line with `words` in it.
+    #[track_caller]
+    pub fn fails_with(&self, code: i32, words: &[&str]) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        assert_eq!(self.stderr.trim_end().lines().count(), 1, "{self:?}");
+        assert!(words.iter().all(|word| self.stderr.contains(word)), "{words:?} in {self:?}");
+    }
+}
+
+/// Runs the binary to its end.
+pub fn run<A: AsRef<str>>(args: &[A]) -> Ended {
+    let output = command(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Ended { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+/// Looks again until `look` finds something.
+#[track_caller]
+pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let started = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(started.elapsed() < DEADLINE, "waited in vain for {what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A process that is killed when the test lets go of it.
+pub struct Running {
+    pub child: Child,
+    stderr: Option<JoinHandle<String>>,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Running {
+    pub fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let (sender, lines) = mpsc::channel();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let stderr = thread::spawn(move || {
+            let mut all = String::new();
+            for line in stderr.lines().map_while(Result::ok) {
+                all = all + &line + "\n";
+                let _ = sender.send(line);
+            }
+            all
+        });
+        Self { child, stderr: Some(stderr), lines }
+    }
+
+    /// The first line on standard error that holds `words`.
+    pub fn line_with(&self, words: &str) -> String {
+        loop {
+            let line = self.lines.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("no line with `{words}`"));
+            if line.contains(words) {
+                return line;
+            }
+        }
+    }
+
+    /// Sends a signal by name.
+    pub fn signal(&self, name: &str) {
+        let sent =
+            Command::new("kill").args([format!("-{name}"), self.child.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+    }
+
+    /// Waits for the end.
+    pub fn end(mut self) -> Ended {
+        let status = wait_for("the end of a process", || self.child.try_wait().unwrap());
+        let mut stdout = String::new();
+        self.child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+        let stderr = self.stderr.take().unwrap().join().unwrap();
+        Ended { code: status.code(), stdout, stderr }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A running `serve` of the tiny target, called `tiny`, on a port of its own.
+pub struct Server {
+    pub process: Running,
+    pub url: String,
+}
+
+impl Server {
+    pub fn start(more: &[&str]) -> Self {
+        let tiny = tiny();
+        let args = ["serve", "--model", &tiny, "--served-name", "tiny", "--device", "cpu", "--port", "0"];
+        let process = Running::start(command(&[&args, more].concat()));
+        let line = process.line_with("listening on ");
+        let url = line.trim_start_matches("listening on ").to_string();
+        Self { process, url }
+    }
+}
+
+/// The rows of a JSONL file, in its order.
+pub fn rows(path: &Path) -> Vec<Row> {
+    let row = |line| match line {
+        Line::Row(_, row) => row,
+        Line::Bad(bad) => panic!("{bad}"),
+    };
+    Reader::open(path).unwrap().map(|line| row(line.unwrap())).collect()
+}
+
+/// Writes a file of lines into `dir`.
+pub fn lines(dir: &Path, name: &str, lines: &[String]) -> PathBuf {
+    let path = dir.join(name);
+    std::fs::write(&path, lines.iter().map(|line| format!("{line}\n")).collect::<String>()).unwrap();
+    path
+}
+
+/// A path as an argument.
+pub fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+/// Whether the long tests run at full length.
+pub fn full() -> bool {
+    std::env::var_os("DEEPSPEC_TEST_FULL").is_some_and(|value| value == "1")
+}
