@@ -29,9 +29,10 @@ if [ ! -f "$out/train.jsonl" ]; then
 fi
 
 say "the target answers them over HTTP"
+: >"$out/serve.log" # a line of an earlier server must not be taken for this one's
 $bin/deepspec-data --quiet serve --model $target --port 0 --slots 48 2>"$out/serve.log" &
 server=$!
-trap 'kill $server 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 until url=$(sed -n 's/^listening on //p' "$out/serve.log") && [ -n "$url" ]; do
     kill -0 $server 2>/dev/null || { cat "$out/serve.log" >&2; exit 1; }
     sleep 0.05
@@ -49,13 +50,14 @@ $bin/deepspec-data cache build --config configs/tiny/dspark.yaml "${shared[@]}" 
 say "training DSpark and DFlash side by side: same samples, steps, layers and taps"
 # The untrained DSpark, for comparison, is an experiment of its own.
 OMP_NUM_THREADS=$half $bin/deepspec-train --quiet --config configs/tiny/dspark.yaml "${shared[@]}" \
-    --set name=untrained --init-only || [ -d "$out/checkpoints/untrained/step_0" ]
+    --set name=untrained --init-only
+trainers=()
 for drafter in dspark dflash; do
     OMP_NUM_THREADS=$half $bin/deepspec-train --config configs/tiny/$drafter.yaml "${shared[@]}" \
         2> >(sed "s/^/$drafter /" >&2) &
-    pids[${#pids[@]}]=$!
+    trainers+=($!)
 done
-for pid in "${pids[@]}"; do wait "$pid"; done
+for trainer in "${trainers[@]}"; do wait "$trainer"; done
 
 say "measuring accepted lengths"
 for drafter in untrained dflash dspark; do

@@ -59,6 +59,23 @@ impl Checkpoints {
         &self.dir
     }
 
+    /// Claims the experiment for this process until the returned file is dropped.
+    ///
+    /// # Errors
+    /// A usage error if another process has claimed it.
+    pub fn lock(&self) -> anyhow::Result<fs::File> {
+        atomic::create_dir(&self.dir)?;
+        let path = self.dir.join(".lock");
+        let file = fs::File::create(&path).map_err(FileError::at("opening", &path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(file),
+            Err(fs::TryLockError::WouldBlock) => {
+                usage!("{}: another training run is writing here", self.dir.display())
+            }
+            Err(fs::TryLockError::Error(error)) => Err(FileError::at("locking", &path)(error).into()),
+        }
+    }
+
     /// The newest finished checkpoint.
     ///
     /// # Errors
@@ -71,7 +88,11 @@ impl Checkpoints {
         let target = fs::read_link(&link).map_err(FileError::at("reading", &link))?;
         let path = self.dir.join(target);
         if !path.join(STATE_JSON).is_file() {
-            bail!("{} points at {}, which is no checkpoint; point it at a whole step_N folder or remove it", link.display(), path.display());
+            bail!(
+                "{} points at {}, which is no checkpoint; point it at a whole step_N folder or remove it",
+                link.display(),
+                path.display()
+            );
         }
         Ok(Some(path))
     }
@@ -81,13 +102,18 @@ impl Checkpoints {
     /// # Errors
     /// If something cannot be removed.
     pub fn clear(&self) -> anyhow::Result<()> {
+        let latest = self.dir.join(LATEST);
+        if latest.symlink_metadata().is_ok() {
+            fs::remove_file(&latest).map_err(FileError::at("removing", &latest))?;
+        }
         let Ok(entries) = fs::read_dir(&self.dir) else { return Ok(()) };
         for entry in entries {
             let path = entry.map_err(FileError::at("reading", &self.dir))?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            if name == LATEST || name == crate::report::METRICS_FILE {
+            let step = name.strip_prefix("step_").map(|rest| rest.trim_end_matches(".partial"));
+            if name == crate::report::METRICS_FILE {
                 fs::remove_file(&path).map_err(FileError::at("removing", &path))?;
-            } else if name.starts_with("step_") && path.is_dir() {
+            } else if step.is_some_and(|step| step.parse::<usize>().is_ok()) && path.is_dir() {
                 fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
             }
         }
@@ -98,7 +124,13 @@ impl Checkpoints {
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn save(&self, block: &Block, optimizer: &AdamW, recipe: &Recipe, state: &TrainState) -> anyhow::Result<PathBuf> {
+    pub fn save(
+        &self,
+        block: &Block,
+        optimizer: &AdamW,
+        recipe: &Recipe,
+        state: &TrainState,
+    ) -> anyhow::Result<PathBuf> {
         let path = self.dir.join(format!("step_{}", state.step));
         let partial = atomic::partial_name(&path);
         if partial.exists() {
@@ -109,8 +141,14 @@ impl Checkpoints {
         save(&partial.join("model.safetensors"), &block.checkpoint(), Kind::BFloat16)?;
         save(&partial.join(STATE_TENSORS), &optimizer.state(), Kind::Float)?;
         let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
-        atomic::replace(&partial.join("config.yaml"), |file| std::io::Write::write_all(file, yaml.as_bytes()))?;
+        atomic::replace(&partial.join("config.yaml"), |file| {
+            std::io::Write::write_all(file, yaml.as_bytes())
+        })?;
         atomic::write_json(&partial.join(STATE_JSON), state)?;
+        fs::File::open(&partial)
+            .and_then(|dir| dir.sync_all())
+            .map_err(FileError::at("syncing", &partial))?;
+        // Only a kill between the rename and the link leaves such a folder; `step_latest` does not point at it.
         if path.exists() {
             fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
         }
@@ -133,9 +171,15 @@ impl Checkpoints {
 ///
 /// # Errors
 /// If it was written by another recipe or from other data (usage errors naming what differs), or is damaged.
-pub fn restore(path: &Path, recipe: &Recipe, data: &str, optimizer: &mut AdamW) -> anyhow::Result<TrainState> {
+pub fn restore(
+    path: &Path,
+    recipe: &Recipe,
+    data: &str,
+    optimizer: &mut AdamW,
+) -> anyhow::Result<TrainState> {
     let file = path.join(STATE_JSON);
-    let state: TrainState = serde_json::from_str(&atomic::read_text(&file)?).with_context(|| format!("{}: not a training state", file.display()))?;
+    let state: TrainState = serde_json::from_str(&atomic::read_text(&file)?)
+        .with_context(|| format!("{}: not a training state", file.display()))?;
     if state.format != FORMAT {
         bail!("{}: format {} is unknown; this version reads {FORMAT}", file.display(), state.format);
     }
@@ -149,7 +193,10 @@ pub fn restore(path: &Path, recipe: &Recipe, data: &str, optimizer: &mut AdamW) 
         );
     }
     if state.data != data {
-        usage!("{} was trained on other samples than the cache holds now; choose another name, or start anew with --overwrite", path.display());
+        usage!(
+            "{} was trained on other samples than the cache holds now; choose another name, or start anew with --overwrite",
+            path.display()
+        );
     }
     let tensors = Weights::open_file(&path.join(STATE_TENSORS), "training state", Device::Cpu, Kind::Float)?;
     optimizer.restore(state.step as i64, |name, shape| tensors.get(name, shape))?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_cache::{Reader, Sample, loss_mask};
 use deepspec_core::recipe::LossNormalization;
-use deepspec_models::{Normaliser, TrainSample, anchor_candidates, eval_mask};
+use deepspec_models::{Normaliser, TrainSample, anchor_candidates, eval_mask, slot_weight};
 use tch::{Device, Kind, Tensor};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
@@ -102,21 +102,29 @@ fn load_step<'a, P: Fn(usize) -> Vec<usize>>(
     step: usize,
 ) -> impl Iterator<Item = anyhow::Result<MicroBatch>> + 'a {
     let batch = options.schedule.gradient_accumulation_steps * options.local_batch_size;
-    let planned: Vec<Planned> = (step * batch..(step + 1) * batch).map(|position| plan(reader, options, order.at(position))).collect();
+    let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
+        .map(|position| plan(reader, options, order.at(position)))
+        .collect();
     let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
     let total = weight(&planned);
     let micro_batches: Vec<Vec<Planned>> = {
         let mut rest = planned.into_iter();
-        (0..options.schedule.gradient_accumulation_steps).map(|_| rest.by_ref().take(options.local_batch_size).collect()).collect()
+        (0..options.schedule.gradient_accumulation_steps)
+            .map(|_| rest.by_ref().take(options.local_batch_size).collect())
+            .collect()
     };
     micro_batches.into_iter().map(move |planned| {
         let normaliser = match options.normalization {
             LossNormalization::Global => total,
             // The mean over micro-batches of losses that are each divided by their own weights.
-            LossNormalization::MicroBatch => weight(&planned) * options.schedule.gradient_accumulation_steps as f64,
+            LossNormalization::MicroBatch => {
+                weight(&planned) * options.schedule.gradient_accumulation_steps as f64
+            }
         };
-        let samples: Vec<TrainSample> =
-            planned.into_iter().map(|p| Ok(train_sample(&reader.sample(p.sample)?, p.anchors))).collect::<anyhow::Result<_>>()?;
+        let samples: Vec<TrainSample> = planned
+            .into_iter()
+            .map(|p| Ok(train_sample(&reader.sample(p.sample)?, p.anchors)))
+            .collect::<anyhow::Result<_>>()?;
         let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
         Ok(MicroBatch { samples, normaliser: Normaliser(normaliser), tokens })
     })
@@ -124,14 +132,15 @@ fn load_step<'a, P: Fn(usize) -> Vec<usize>>(
 
 /// Anchors and loss weight of a sample: they depend on its mask only, not on its states.
 fn plan(reader: &Reader, options: LoaderOptions, draw: Draw) -> Planned {
-    let (length, spans) = (reader.length(draw.sample).unwrap_or(0), reader.spans(draw.sample).unwrap_or_default());
+    let (length, spans) =
+        (reader.length(draw.sample).unwrap_or(0), reader.spans(draw.sample).unwrap_or_default());
     let mask = loss_mask(length, spans);
     let id = reader.id(draw.sample).unwrap_or_default();
     let anchors = anchors(&anchor_candidates(&mask), options.num_anchors, options.seed, draw.epoch, id);
     let weight = anchors
         .iter()
         .flat_map(|&anchor| 0..eval_mask(&mask, anchor, options.block_size))
-        .map(|k| f64::from((-(k as f64) / options.decay_gamma).exp() as f32))
+        .map(|k| f64::from(slot_weight(k, options.decay_gamma)))
         .sum();
     Planned { sample: draw.sample, anchors, weight }
 }
@@ -144,7 +153,8 @@ pub fn train_sample(sample: &Sample<'_>, anchors: Vec<usize>) -> TrainSample {
     TrainSample {
         input_ids: sample.input_ids.iter().map(|&id| i64::from(id)).collect(),
         loss_mask: sample.loss_mask(),
-        taps: Tensor::from_data_size(sample.taps, &[sample.len() as i64, width], Kind::BFloat16).to_device(Device::Cpu),
+        taps: Tensor::from_data_size(sample.taps, &[sample.len() as i64, width], Kind::BFloat16)
+            .to_device(Device::Cpu),
         last: Tensor::from_data_size(sample.last, &[positions.len() as i64, hidden], Kind::BFloat16),
         last_positions: positions,
         anchors,

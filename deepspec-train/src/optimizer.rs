@@ -15,6 +15,8 @@ struct Slot {
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    /// Float32 sum of the gradients of the step so far, where the parameter's own kind would round it.
+    sum: Option<Tensor>,
 }
 
 /// AdamW with decoupled weight decay and global-norm clipping.
@@ -34,15 +36,10 @@ impl AdamW {
                 let parameter = parameter.set_requires_grad(true);
                 let master = parameter.detach().to_kind(Kind::Float);
                 let (exp_avg, exp_avg_sq) = (master.zeros_like(), master.zeros_like());
-                Slot { name: name.clone(), parameter, master, exp_avg, exp_avg_sq }
+                Slot { name: name.clone(), parameter, master, exp_avg, exp_avg_sq, sum: None }
             })
             .collect();
         Self { slots, weight_decay, max_grad_norm, steps: 0 }
-    }
-
-    /// Steps taken so far.
-    pub fn steps(&self) -> i64 {
-        self.steps
     }
 
     /// Number of trainable weights.
@@ -50,11 +47,26 @@ impl AdamW {
         self.slots.iter().map(|slot| slot.master.numel()).sum()
     }
 
+    /// Takes in the gradients of one micro-batch; to be called after every backward.
+    pub fn accumulate(&mut self) {
+        let _guard = tch::no_grad_guard();
+        for slot in self.slots.iter_mut().filter(|slot| slot.parameter.kind() != Kind::Float) {
+            let gradient = slot.parameter.grad();
+            if gradient.defined() {
+                let gradient = gradient.to_kind(Kind::Float);
+                slot.sum =
+                    Some(slot.sum.take().map_or_else(|| gradient.shallow_clone(), |sum| sum + &gradient));
+                slot.parameter.zero_grad();
+            }
+        }
+    }
+
     /// Clips the gradients to the global norm, updates masters and working weights, clears the gradients.
     /// Returns the norm before clipping, a float64 scalar that is not read here.
     pub fn step(&mut self, lr: f64) -> Tensor {
         let _guard = tch::no_grad_guard();
-        let gradients: Vec<Tensor> = self.slots.iter().map(Slot::gradient).collect();
+        self.accumulate();
+        let gradients: Vec<Tensor> = self.slots.iter_mut().map(Slot::take_gradient).collect();
         let (norm, coefficient) = clip(&gradients, self.max_grad_norm);
         self.steps += 1;
         let correction1 = 1.0 - BETAS.0.powf(self.steps as f64);
@@ -86,12 +98,20 @@ impl AdamW {
     ///
     /// # Errors
     /// The first that `read` returns.
-    pub fn restore<E>(&mut self, steps: i64, read: impl Fn(&str, &[i64]) -> Result<Tensor, E>) -> Result<(), E> {
+    pub fn restore<E>(
+        &mut self,
+        steps: i64,
+        read: impl Fn(&str, &[i64]) -> Result<Tensor, E>,
+    ) -> Result<(), E> {
         let _guard = tch::no_grad_guard();
         self.steps = steps;
         for slot in &mut self.slots {
             let shape = slot.master.size();
-            for (part, tensor) in [("master", &mut slot.master), ("exp_avg", &mut slot.exp_avg), ("exp_avg_sq", &mut slot.exp_avg_sq)] {
+            for (part, tensor) in [
+                ("master", &mut slot.master),
+                ("exp_avg", &mut slot.exp_avg),
+                ("exp_avg_sq", &mut slot.exp_avg_sq),
+            ] {
                 tensor.copy_(&read(&format!("{part}.{}", slot.name), &shape)?);
             }
             slot.publish();
@@ -101,7 +121,11 @@ impl AdamW {
 }
 
 impl Slot {
-    fn gradient(&self) -> Tensor {
+    /// The step's gradient in float32, zeros where no loss reached the parameter.
+    fn take_gradient(&mut self) -> Tensor {
+        if let Some(sum) = self.sum.take() {
+            return sum;
+        }
         let gradient = self.parameter.grad();
         if gradient.defined() { gradient.to_kind(Kind::Float) } else { self.master.zeros_like() }
     }
@@ -117,7 +141,8 @@ impl Slot {
 
 /// The global norm of the gradients, in float32 whatever the weights' kind, and the factor min(1, max/(norm + 1e-6)).
 pub fn clip(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
-    let squares: Vec<Tensor> = gradients.iter().map(|gradient| gradient.to_kind(Kind::Float).square().sum(Kind::Double)).collect();
+    let squares: Vec<Tensor> =
+        gradients.iter().map(|gradient| gradient.to_kind(Kind::Float).square().sum(Kind::Double)).collect();
     let norm = Tensor::stack(&squares, 0).sum(Kind::Double).sqrt();
     let coefficient = ((&norm + CLIP_EPS).reciprocal() * max_norm).clamp_max(1.0).to_kind(Kind::Float);
     (norm, coefficient)

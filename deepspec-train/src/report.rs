@@ -22,6 +22,8 @@ pub struct Window {
     tokens: usize,
     steps: usize,
     grad_norm: Option<Tensor>,
+    /// Sum of all gradient norms: not finite as soon as one is not.
+    norms: Option<Tensor>,
     started: Instant,
 }
 
@@ -29,7 +31,16 @@ impl Window {
     /// An empty window for blocks of γ tokens.
     pub fn new(block_size: usize) -> Self {
         let names = LossSums::names(block_size);
-        Self { names, sums: None, samples: 0, tokens: 0, steps: 0, grad_norm: None, started: Instant::now() }
+        Self {
+            names,
+            sums: None,
+            samples: 0,
+            tokens: 0,
+            steps: 0,
+            grad_norm: None,
+            norms: None,
+            started: Instant::now(),
+        }
     }
 
     /// Adds a micro-batch.
@@ -44,7 +55,14 @@ impl Window {
     /// Ends an optimiser step.
     pub fn end_step(&mut self, grad_norm: Tensor) {
         self.steps += 1;
+        self.norms =
+            Some(self.norms.take().map_or_else(|| grad_norm.shallow_clone(), |sum| sum + &grad_norm));
         self.grad_norm = Some(grad_norm);
+    }
+
+    /// Whether all gradient norms since the last line were finite.
+    pub fn is_finite(&self) -> bool {
+        self.norms.as_ref().is_none_or(|norms| norms.double_value(&[]).is_finite())
     }
 
     /// The window's metrics, leaving it empty. The only place that reads tensors back.
@@ -53,12 +71,15 @@ impl Window {
         let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.names.len()], to_vec);
         let sum = |name: &str| self.names.iter().position(|n| n == name).map_or(0.0, |i| sums[i]);
         let ratio = |num: &str, den: &str| if sum(den) > 0.0 { sum(num) / sum(den) } else { 0.0 };
-        let (ce, l1, confidence) = (ratio("ce", "weight"), ratio("l1", "weight"), ratio("confidence", "weight"));
+        let (ce, l1, confidence) =
+            (ratio("ce", "weight"), ratio("l1", "weight"), ratio("confidence", "weight"));
         let loss = ce * alphas[0] + l1 * alphas[1] + confidence * alphas[2];
-        let accept: Vec<f64> = (0..).map_while(|k| {
-            let (num, den) = (format!("accept@{k}"), format!("count@{k}"));
-            self.names.contains(&num).then(|| ratio(&num, &den))
-        }).collect();
+        let accept: Vec<f64> = (0..)
+            .map_while(|k| {
+                let (num, den) = (format!("accept@{k}"), format!("count@{k}"));
+                self.names.contains(&num).then(|| ratio(&num, &den))
+            })
+            .collect();
         let metrics = json!({
             "step": step,
             "loss": loss,
@@ -107,12 +128,14 @@ impl Report {
     pub fn open(dir: &Path, step: usize, total_steps: usize) -> Result<Self, FileError> {
         let path: PathBuf = dir.join(METRICS_FILE);
         if path.is_file() {
-            let kept = Reader::open(&path)?
-                .filter_map(|line| match line {
-                    Ok(Line::Row(_, row)) if row.get("step").and_then(Value::as_u64).is_some_and(|s| s <= step as u64) => Some(row),
-                    _ => None,
-                })
-                .collect::<Vec<_>>();
+            let mut kept = vec![];
+            for line in Reader::open(&path)? {
+                if let Line::Row(_, row) = line?
+                    && row.get("step").and_then(Value::as_u64).is_some_and(|done| done <= step as u64)
+                {
+                    kept.push(row);
+                }
+            }
             atomic::replace(&path, |file| {
                 for row in &kept {
                     serde_json::to_writer(&mut *file, row)?;

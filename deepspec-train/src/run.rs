@@ -1,5 +1,6 @@
 //! From the command line to the loop: everything that can be wrong is found here, before the first forward.
 
+use std::io::{Write, stdout};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -49,25 +50,35 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let (embed, head) = load_ends(&recipe.target_dir(), &source.config, device, kind)?;
     let block = Block::fresh(config, &embed, &head, recipe.seed, kind)?;
     let optimizer = AdamW::new(block.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
-    describe(&recipe, &reader, schedule, &optimizer);
+    let checkpoints = Checkpoints::new(recipe.output_dir());
+    let plan = describe(&recipe, &reader, schedule, &optimizer);
     if args.plan {
+        let resumes =
+            checkpoints.latest()?.map_or("starts anew".into(), |path| format!("resumes {}", path.display()));
+        writeln!(stdout(), "{plan}\n{:<14}{resumes}", "checkpoints").context("writing the plan")?;
         return Ok(());
     }
+    plan.lines().for_each(|line| tracing::info!("{line}"));
 
-    let checkpoints = Checkpoints::new(recipe.output_dir());
+    let _claim = checkpoints.lock()?;
     if args.overwrite {
         checkpoints.clear()?;
     }
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGUSR1] {
         // A second signal ends the process at once; the first one only raises the flag.
-        flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop)).context("registering a signal handler")?;
+        flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
+            .context("registering a signal handler")?;
         flag::register(signal, Arc::clone(&stop)).context("registering a signal handler")?;
     }
     let loss = recipe.drafter.loss();
     let mut trainer = Trainer {
         lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
-        alphas: LossAlphas { ce: loss.ce_alpha, l1: loss.l1_alpha, confidence: recipe.drafter.block().confidence.map_or(0.0, |c| c.alpha) },
+        alphas: LossAlphas {
+            ce: loss.ce_alpha,
+            l1: loss.l1_alpha,
+            confidence: recipe.drafter.block().confidence.map_or(0.0, |c| c.alpha),
+        },
         data: reader.manifest().samples.sha256.clone(),
         recipe: &recipe,
         block,
@@ -76,16 +87,24 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         checkpoints,
         stop,
     };
-    let first = match trainer.checkpoints.latest()? {
+    let latest = trainer.checkpoints.latest()?;
+    let first = match &latest {
         Some(path) => {
-            let state = restore(&path, &recipe, &trainer.data, &mut trainer.optimizer)?;
+            let state = restore(path, &recipe, &trainer.data, &mut trainer.optimizer)?;
             tracing::info!("resuming from {}", path.display());
             state.step
         }
         None => 0,
     };
     if args.init_only {
-        return if first == 0 { trainer.save(0) } else { usage!("{} is already trained for {first} steps; --init-only wants a fresh one", recipe.name) };
+        match (latest, first) {
+            (None, _) => trainer.save(0)?,
+            (Some(_), 0) => tracing::info!("the untrained drafter is there already"),
+            (Some(_), _) => {
+                usage!("{} is already trained for {first} steps; --init-only wants a fresh one", recipe.name)
+            }
+        }
+        return Ok(());
     }
     if first >= schedule.max_train_steps {
         tracing::info!("{} is complete at step {first}; nothing to do", recipe.name);
@@ -107,7 +126,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 fn open_cache(recipe: &Recipe, source: &Source) -> anyhow::Result<Reader> {
     let dir = recipe.cache_dir();
     if !dir.is_dir() {
-        usage!("{}: no such cache; build it with `deepspec-data cache build --config … --output-dir {}`", dir.display(), dir.display());
+        usage!(
+            "{}: no such cache; build it with `deepspec-data cache build --config … --output-dir {}`",
+            dir.display(),
+            dir.display()
+        );
     }
     let reader = Reader::open(&dir)?;
     match reader.require(&source.identity) {
@@ -132,27 +155,63 @@ fn block_config(recipe: &Recipe, target: &ModelConfig) -> anyhow::Result<BlockCo
     Ok(config)
 }
 
-fn describe(recipe: &Recipe, reader: &Reader, schedule: Schedule, optimizer: &AdamW) {
-    let counts = &reader.manifest().counts;
+/// What will run, a line per topic.
+fn describe(recipe: &Recipe, reader: &Reader, schedule: Schedule, optimizer: &AdamW) -> String {
+    let manifest = reader.manifest();
     let algorithm = match &recipe.drafter {
         DrafterRecipe::Dspark(_) => "DSpark",
         DrafterRecipe::Dflash(_) => "DFlash",
     };
     let weights = optimizer.weights();
+    // Working weights and gradients in their kind; masters (where apart) and two moments in float32.
     let bytes_per_weight = match recipe.train.precision {
         Precision::Bf16 => 2 + 2 + 12,
         Precision::Fp32 => 4 + 4 + 8,
     };
-    tracing::info!("{}: {algorithm}, γ = {}, {} trainable weights", recipe.name, recipe.drafter.block().block_size, weights);
-    tracing::info!("data: {} samples, {} tokens, {} supervised", reader.len(), counts.tokens, counts.supervised_tokens);
-    tracing::info!("system prompt where a row has none: {}", reader.manifest().identity.system_prompt.as_deref().unwrap_or("none"));
-    tracing::info!(
-        "schedule: {} steps of {} samples ({} per forward), {} steps per epoch, {} epochs begun",
-        schedule.max_train_steps,
-        recipe.train.global_batch_size,
-        recipe.train.local_batch_size,
-        schedule.steps_per_epoch,
-        schedule.num_train_epochs,
-    );
-    tracing::info!("memory of weights, gradients and optimiser: {:.1} MB", (weights * bytes_per_weight) as f64 / 1e6);
+    let lines = [
+        (
+            "drafter",
+            format!(
+                "{}: {algorithm}, γ = {}, {weights} trainable weights",
+                recipe.name,
+                recipe.drafter.block().block_size
+            ),
+        ),
+        (
+            "data",
+            format!(
+                "{} samples, {} tokens, {} supervised",
+                reader.len(),
+                manifest.counts.tokens,
+                manifest.counts.supervised_tokens
+            ),
+        ),
+        ("cache", format!("{}, {:.1} MB", recipe.cache_dir().display(), manifest.bytes() as f64 / 1e6)),
+        (
+            "system prompt",
+            format!(
+                "{} (for rows that have none)",
+                manifest.identity.system_prompt.as_deref().unwrap_or("none")
+            ),
+        ),
+        (
+            "schedule",
+            format!(
+                "{} steps of {} samples, {} per forward; {} steps per epoch, {} epochs begun",
+                schedule.max_train_steps,
+                recipe.train.global_batch_size,
+                recipe.train.local_batch_size,
+                schedule.steps_per_epoch,
+                schedule.num_train_epochs
+            ),
+        ),
+        (
+            "memory",
+            format!(
+                "{:.1} MB of weights, gradients and optimiser",
+                (weights * bytes_per_weight) as f64 / 1e6
+            ),
+        ),
+    ];
+    lines.map(|(topic, text)| format!("{topic:<14}{text}")).join("\n")
 }

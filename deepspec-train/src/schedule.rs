@@ -23,7 +23,9 @@ pub struct Sizes {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum SizeError {
     /// The batch cannot be split evenly.
-    #[error("train.global_batch_size {global} is not divisible by {world} processes × train.local_batch_size {local}")]
+    #[error(
+        "train.global_batch_size {global} is not divisible by {world} processes × train.local_batch_size {local}"
+    )]
     Indivisible {
         /// Global batch.
         global: usize,
@@ -33,7 +35,9 @@ pub enum SizeError {
         local: usize,
     },
     /// Not even one step.
-    #[error("the data has {samples} samples, fewer than one step of train.global_batch_size {global}; use a smaller batch or more data")]
+    #[error(
+        "the data has {samples} samples, fewer than one step of train.global_batch_size {global}; use a smaller batch or more data"
+    )]
     TooFewSamples {
         /// Samples in the data set.
         samples: usize,
@@ -67,7 +71,13 @@ impl Schedule {
     /// # Errors
     /// If the sizes do not fit together.
     pub fn new(sizes: Sizes) -> Result<Self, SizeError> {
-        let Sizes { world_size: world, dataset_size: samples, local_batch_size: local, global_batch_size: global, .. } = sizes;
+        let Sizes {
+            world_size: world,
+            dataset_size: samples,
+            local_batch_size: local,
+            global_batch_size: global,
+            ..
+        } = sizes;
         if global % (world * local) != 0 {
             return Err(SizeError::Indivisible { global, world, local });
         }
@@ -132,7 +142,8 @@ pub fn shuffled(seed: u64, dataset_size: usize) -> impl Fn(usize) -> Vec<usize> 
 
 /// At most `count` of a sample's anchor candidates, sorted. They depend on seed, epoch and sample id alone.
 pub fn anchors(candidates: &[usize], count: usize, seed: u64, epoch: usize, id: &str) -> Vec<usize> {
-    let mut chosen = Stream::new(seed, &format!("anchors-{epoch}-{id}")).choose(candidates, count, Purpose::Anchor);
+    let mut chosen =
+        Stream::new(seed, &format!("anchors-{epoch}-{id}")).choose(candidates, count, Purpose::Anchor);
     chosen.sort_unstable();
     chosen
 }

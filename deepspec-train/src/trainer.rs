@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::{Block, BlockBatch, LossAlphas};
@@ -44,28 +45,43 @@ impl Trainer<'_> {
             for _ in 0..self.schedule.gradient_accumulation_steps {
                 let micro = loader.next_batch()?;
                 let sums = self.forward_backward(&micro.samples, micro.normaliser);
+                self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
             }
             let lr = self.lr.at(step);
             window.end_step(self.optimizer.step(lr));
             let (done, last) = (step + 1, step + 1 == self.schedule.max_train_steps);
-            if done % logging.logging_steps == 0 || last {
+            let stopping = self.stop.load(Ordering::Relaxed);
+            let logs = done % logging.logging_steps == 0 || last;
+            let saves = done % logging.checkpointing_steps == 0 || last || stopping;
+            if (logs || saves) && !window.is_finite() {
+                bail!(
+                    "training diverged before step {done}: a gradient is not finite; lower train.lr and start anew with --overwrite"
+                );
+            }
+            if logs {
                 let alphas = [self.alphas.ce, self.alphas.l1, self.alphas.confidence];
                 report.window(&window.take(done, lr, loader.take_waited(), alphas))?;
             }
-            let stopping = self.stop.load(Ordering::Relaxed);
-            if done % logging.checkpointing_steps == 0 || last || stopping {
+            if saves {
                 self.save(done)?;
             }
             if stopping && !last {
-                let reason = format!("stopped by a signal at step {done} of {}; run the same command to go on", self.schedule.max_train_steps);
+                let reason = format!(
+                    "stopped by a signal at step {done} of {}; run the same command to go on",
+                    self.schedule.max_train_steps
+                );
                 return Err(ExitWith { code: SAVED_EARLY, reason }.into());
             }
         }
         Ok(())
     }
 
-    fn forward_backward(&self, samples: &[deepspec_models::TrainSample], normaliser: deepspec_models::Normaliser) -> Option<tch::Tensor> {
+    fn forward_backward(
+        &self,
+        samples: &[deepspec_models::TrainSample],
+        normaliser: deepspec_models::Normaliser,
+    ) -> Option<tch::Tensor> {
         let (device, kind) = (self.block.device(), self.block.kind());
         let decay_gamma = self.recipe.drafter.loss().decay_gamma;
         let batch = BlockBatch::new(samples, self.block.config(), decay_gamma, device, kind)?;

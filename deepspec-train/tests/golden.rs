@@ -59,14 +59,18 @@ fn golden_schedule_sampler() {
     let json = case_json("schedule");
     for case in json["sampler"]["cases"].as_array().unwrap() {
         let number = |key: &str| case[key].as_u64().unwrap() as usize;
-        let list = |value: &Value| value.as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect::<Vec<_>>();
-        let permutations: Vec<Vec<usize>> = case["epoch_permutations"].as_array().unwrap().iter().map(list).collect();
+        let list = |value: &Value| {
+            value.as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect::<Vec<_>>()
+        };
+        let permutations: Vec<Vec<usize>> =
+            case["epoch_permutations"].as_array().unwrap().iter().map(list).collect();
         let replicas = number("num_replicas");
         let mut order = Order::new(number("total_size"), |epoch| permutations[epoch].clone());
         for (rank, expected) in case["expected_indices_by_rank"].as_array().unwrap().iter().enumerate() {
             let start = number("start_offset_per_rank");
-            let found: Vec<usize> =
-                (start..start + number("num_samples_per_rank")).map(|i| order.at(i * replicas + rank).sample).collect();
+            let found: Vec<usize> = (start..start + number("num_samples_per_rank"))
+                .map(|i| order.at(i * replicas + rank).sample)
+                .collect();
             assert_eq!(found, list(expected));
         }
     }
@@ -87,11 +91,17 @@ fn golden_optimizer_lr() {
     sequences(&json, &mut found);
     assert!(!found.is_empty(), "the case has no sequence of torch <= 2.7");
     for case in found {
-        let number = |keys: &[&str]| keys.iter().find_map(|key| case[key].as_f64().or_else(|| json["hyper_parameters"][key].as_f64())).unwrap();
+        let number = |keys: &[&str]| {
+            keys.iter()
+                .find_map(|key| case[key].as_f64().or_else(|| json["hyper_parameters"][key].as_f64()))
+                .unwrap()
+        };
         let total = number(&["total_steps", "total"]) as usize;
         let (lr, ratio) = (number(&["lr", "base_lr"]), number(&["warmup_ratio"]));
         let schedule = LrSchedule::new(lr, ratio, total);
-        for (step, expected) in case["lr_sequence_torch_le_2_7"].as_array().unwrap().iter().enumerate().take(total) {
+        for (step, expected) in
+            case["lr_sequence_torch_le_2_7"].as_array().unwrap().iter().enumerate().take(total)
+        {
             let error = (schedule.at(step) - expected.as_f64().unwrap()).abs();
             assert!(error < 1e-9, "step {step} of {total}, warm-up {ratio}: off by {error:e}");
         }
@@ -101,18 +111,23 @@ fn golden_optimizer_lr() {
 #[test]
 fn golden_optimizer_adamw() {
     let case = Case::load("optimizer");
-    let names: Vec<&str> = case.hyper("parameter_order").as_array().unwrap().iter().map(|n| n.as_str().unwrap()).collect();
-    let recorded: Vec<i64> = case.hyper("recorded_steps").as_array().unwrap().iter().map(|n| n.as_i64().unwrap()).collect();
+    let names: Vec<&str> =
+        case.hyper("parameter_order").as_array().unwrap().iter().map(|n| n.as_str().unwrap()).collect();
+    let recorded: Vec<i64> =
+        case.hyper("recorded_steps").as_array().unwrap().iter().map(|n| n.as_i64().unwrap()).collect();
     let lr = case.expected("lr").f64s();
     for (variant, decay) in case.hyper("weight_decay").as_object().unwrap() {
         let parameters: Vec<(String, Tensor)> = names
             .iter()
-            .map(|name| (name.to_string(), tensor(case.input(&format!("init.{name}"))).to_kind(Kind::BFloat16)))
+            .map(|name| {
+                (name.to_string(), tensor(case.input(&format!("init.{name}"))).to_kind(Kind::BFloat16))
+            })
             .collect();
         let mut optimizer = AdamW::new(&parameters, decay.as_f64().unwrap(), f64::INFINITY);
         for step in 1..=case.hyper("total_steps").as_i64().unwrap() {
             for (name, parameter) in &parameters {
-                let gradient = tensor(case.input(&format!("grads.{name}"))).get(step - 1).to_kind(Kind::BFloat16);
+                let gradient =
+                    tensor(case.input(&format!("grads.{name}"))).get(step - 1).to_kind(Kind::BFloat16);
                 (parameter * gradient).sum(Kind::BFloat16).backward();
             }
             let _ = optimizer.step(lr[step as usize - 1]);
@@ -121,9 +136,11 @@ fn golden_optimizer_adamw() {
             }
             let state: std::collections::BTreeMap<String, Tensor> = optimizer.state().into_iter().collect();
             for (name, parameter) in &parameters {
-                let expected = |part: &str| tensor(case.expected(&format!("{variant}.step{step}.{part}.{name}")));
+                let expected =
+                    |part: &str| tensor(case.expected(&format!("{variant}.step{step}.{part}.{name}")));
                 for part in ["master", "exp_avg", "exp_avg_sq"] {
-                    let error = (&state[&format!("{part}.{name}")] - expected(part)).abs().max().double_value(&[]);
+                    let error =
+                        (&state[&format!("{part}.{name}")] - expected(part)).abs().max().double_value(&[]);
                     assert!(error < 1e-6, "{variant} step {step} {part} of {name}: off by {error:e}");
                 }
                 // A master off by 1e-7 may round to the neighbouring bfloat16.
@@ -131,7 +148,10 @@ fn golden_optimizer_adamw() {
                 assert!(rounded.equal(&expected("param")));
                 let error = (parameter.to_kind(Kind::Float) - expected("param")).abs();
                 let allowed = expected("param").abs() * 2f64.powi(-8) + 1e-9;
-                assert!(error.le_tensor(&allowed).all().int64_value(&[]) == 1, "{variant} step {step}: weights of {name}");
+                assert!(
+                    error.le_tensor(&allowed).all().int64_value(&[]) == 1,
+                    "{variant} step {step}: weights of {name}"
+                );
             }
         }
     }
@@ -140,13 +160,20 @@ fn golden_optimizer_adamw() {
 #[test]
 fn golden_optimizer_clipping() {
     let case = Case::load("optimizer");
-    let names: Vec<&str> = case.hyper("parameter_order").as_array().unwrap().iter().map(|n| n.as_str().unwrap()).collect();
+    let names: Vec<&str> =
+        case.hyper("parameter_order").as_array().unwrap().iter().map(|n| n.as_str().unwrap()).collect();
     for i in 0..4 {
         let facts = case.scalar(&format!("clip{i}"));
         let bf16 = facts["dtype"] == "bfloat16";
         let gradients: Vec<Tensor> = names
             .iter()
-            .map(|name| tensor(case.input(&format!("clip{i}.grad.{name}"))).to_kind(if bf16 { Kind::BFloat16 } else { Kind::Float }))
+            .map(|name| {
+                tensor(case.input(&format!("clip{i}.grad.{name}"))).to_kind(if bf16 {
+                    Kind::BFloat16
+                } else {
+                    Kind::Float
+                })
+            })
             .collect();
         let (norm, coefficient) = clip(&gradients, facts["max_norm"].as_f64().unwrap());
         let (norm, coefficient) = (norm.double_value(&[]), coefficient.double_value(&[]));
@@ -155,7 +182,10 @@ fn golden_optimizer_clipping() {
         assert!(relative(coefficient, "coefficient_float64") < 1e-6, "clip{i}: coefficient {coefficient}");
         if !bf16 {
             for (name, gradient) in names.iter().zip(&gradients) {
-                let error = (gradient * coefficient - tensor(case.expected(&format!("clip{i}.clipped.{name}")))).abs().max();
+                let error = (gradient * coefficient
+                    - tensor(case.expected(&format!("clip{i}.clipped.{name}"))))
+                .abs()
+                .max();
                 assert!(error.double_value(&[]) < 1e-6);
             }
         }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::LazyLock;
@@ -14,7 +15,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 /// Steps of a whole run.
-const STEPS: usize = 12;
+const STEPS: usize = 24;
 
 fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -123,19 +124,26 @@ impl Bench {
     /// Weights, masters and moments of the last checkpoint.
     fn result(&self) -> Vec<Vec<u8>> {
         let step = self.path("out/t").join(format!("step_{STEPS}"));
-        assert_eq!(fs::read_link(self.path("out/t/step_latest")).unwrap(), Path::new(&format!("step_{STEPS}")));
-        ["model.safetensors", "train_state.safetensors", "config.json"].map(|name| fs::read(step.join(name)).unwrap()).to_vec()
+        assert_eq!(
+            fs::read_link(self.path("out/t/step_latest")).unwrap(),
+            Path::new(&format!("step_{STEPS}"))
+        );
+        ["model.safetensors", "train_state.safetensors", "config.json"]
+            .map(|name| fs::read(step.join(name)).unwrap())
+            .to_vec()
     }
 
     fn losses(&self) -> Vec<f64> {
         let text = fs::read_to_string(self.path("out/t/metrics.jsonl")).unwrap();
-        text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap()).collect()
+        text.lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap())
+            .collect()
     }
 }
 
 /// Starts a run and waits until it has logged `step`.
-fn start_until(bench: &Bench, step: usize) -> Child {
-    let mut child = bench.command(&[]).stderr(Stdio::piped()).spawn().unwrap();
+fn start_until(bench: &Bench, step: usize, args: &[&str]) -> Child {
+    let mut child = bench.command(args).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     let mark = format!("step {step}/");
     while let Some(line) = lines.next() {
@@ -144,7 +152,8 @@ fn start_until(bench: &Bench, step: usize) -> Child {
             return child;
         }
     }
-    panic!("the run ended before step {step}");
+    let status = child.wait().unwrap();
+    panic!("the run ended before step {step}: {status}");
 }
 
 fn undisturbed() -> Bench {
@@ -161,9 +170,9 @@ fn a_killed_run_resumes_to_the_same_bytes() {
     let steps: Vec<usize> = if full { (1..STEPS).collect() } else { vec![2, 4, 9] };
     for step in steps {
         let bench = Bench::new();
-        let mut child = start_until(&bench, step);
+        let mut child = start_until(&bench, step, &[]);
         child.kill().unwrap();
-        child.wait().unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(9), "it ended before it was killed");
         bench.succeeds(&[]);
         assert!(bench.result() == whole.result(), "killed at step {step}: other weights");
         assert_eq!(bench.losses(), whole.losses(), "killed at step {step}");
@@ -171,10 +180,64 @@ fn a_killed_run_resumes_to_the_same_bytes() {
 }
 
 #[test]
+fn whatever_a_kill_leaves_of_a_save_is_no_obstacle() {
+    let whole = undisturbed();
+    let bench = Bench::new();
+    bench.succeeds(&["--init-only"]);
+    // Killed while writing step 3, and on an earlier try between its rename and the move of the link.
+    for leftover in ["step_3.partial", "step_3"] {
+        let dir = bench.path("out/t").join(leftover);
+        fs::create_dir(&dir).unwrap();
+        fs::write(dir.join("model.safetensors"), "half").unwrap();
+    }
+    bench.succeeds(&[]);
+    assert!(bench.result() == whole.result());
+    assert!(!bench.path("out/t/step_3.partial").exists());
+}
+
+#[test]
+fn bfloat16_training_resumes_to_the_same_bytes_too() {
+    let precision = ["--set", "train.precision=bf16"];
+    let (whole, bench) = (Bench::new(), Bench::new());
+    whole.succeeds(&precision);
+    let mut child = start_until(&bench, 4, &precision);
+    child.kill().unwrap();
+    assert_eq!(child.wait().unwrap().signal(), Some(9), "it ended before it was killed");
+    bench.succeeds(&precision);
+    assert!(bench.result() == whole.result());
+    let losses = whole.losses();
+    assert!(losses[STEPS - 1] < losses[0], "the loss does not fall: {losses:?}");
+}
+
+#[test]
+fn a_plan_runs_nothing() {
+    let bench = Bench::new();
+    let output = bench.run(&["--plan", "--quiet"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("24 samples") && text.contains("starts anew"), "{text}");
+    assert!(!bench.path("out").exists());
+}
+
+#[test]
+fn one_experiment_has_one_writer() {
+    let bench = Bench::new();
+    let mut child = start_until(&bench, 1, &[]);
+    bench.fails(&[], 2, &["another training run"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn divergence_is_an_error_not_a_checkpoint() {
+    let bench = Bench::new();
+    bench.fails(&["--set", "train.lr=1e30"], 1, &["diverged", "train.lr"]);
+}
+
+#[test]
 fn sigterm_saves_and_asks_to_be_run_again() {
     let whole = undisturbed();
     let bench = Bench::new();
-    let mut child = start_until(&bench, 2);
+    let mut child = start_until(&bench, 2, &[]);
     let killed = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
     assert!(killed.success());
     assert_eq!(child.wait().unwrap().code(), Some(75));
@@ -271,7 +334,7 @@ fn another_target_is_refused() {
 #[test]
 fn transformers_and_safetensors_read_a_checkpoint() {
     let Some(python) = std::env::var_os("DEEPSPEC_TEST_PYTHON") else {
-        println!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
+        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
         return;
     };
     let bench = undisturbed();
@@ -287,6 +350,7 @@ assert weights['fc.weight'].shape == (config.hidden_size, 2 * config.hidden_size
 assert weights['markov_head.gate_proj.weight'].shape == (8, config.hidden_size + 8)
 assert str(weights['lm_head.weight'].dtype) == 'torch.bfloat16' and len(weights) == 22, sorted(weights)
 ";
-    let output = Command::new(python).args(["-c", script]).arg(bench.path("out/t/step_latest")).output().unwrap();
+    let output =
+        Command::new(python).args(["-c", script]).arg(bench.path("out/t/step_latest")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

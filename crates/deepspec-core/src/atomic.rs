@@ -39,7 +39,10 @@ pub fn partial_name(path: &Path) -> PathBuf {
 ///
 /// # Errors
 /// Any I/O failure, with the path; the partial file is left for inspection and overwritten by the next attempt.
-pub fn replace(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> Result<(), FileError> {
+pub fn replace(
+    path: &Path,
+    write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+) -> Result<(), FileError> {
     let partial = partial_name(path);
     let attempt = || -> io::Result<()> {
         let mut writer = BufWriter::new(File::create(&partial)?);

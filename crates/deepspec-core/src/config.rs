@@ -58,17 +58,23 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
 /// # Errors
 /// See [`ConfigError`].
 pub fn parse<T: DeserializeOwned>(path: &Path, text: &str, overrides: &[String]) -> Result<T, ConfigError> {
-    let syntax = |error: serde_yaml::Error| ConfigError::Syntax { path: path.to_path_buf(), problem: error.to_string() };
+    let syntax = |error: serde_yaml::Error| ConfigError::Syntax {
+        path: path.to_path_buf(),
+        problem: error.to_string(),
+    };
     let mut value: Value = serde_yaml::from_str(text).map_err(syntax)?;
     for item in overrides {
         set(&mut value, item)?;
     }
     // Through JSON's data model, where an enum is a map with one key rather than a YAML tag.
-    let value = serde_json::to_value(value).map_err(|error| ConfigError::Syntax { path: path.to_path_buf(), problem: error.to_string() })?;
+    let value = serde_json::to_value(value)
+        .map_err(|error| ConfigError::Syntax { path: path.to_path_buf(), problem: error.to_string() })?;
     serde_path_to_error::deserialize(value).map_err(|error| {
         let mut key = error.path().to_string();
         let mut problem = error.inner().to_string();
-        if let Some(unknown) = between(&problem, "unknown field `", "`").or_else(|| between(&problem, "unknown variant `", "`")) {
+        if let Some(unknown) =
+            between(&problem, "unknown field `", "`").or_else(|| between(&problem, "unknown variant `", "`"))
+        {
             let unknown = unknown.to_string();
             if let Some(near) = nearest(&unknown, &problem) {
                 problem = format!("{problem}; did you mean `{near}`?");
@@ -112,7 +118,8 @@ pub fn differences(was: &serde_json::Value, is: &serde_json::Value) -> Vec<Strin
 fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {
     let bad = |problem: &str| ConfigError::Override { text: item.into(), problem: problem.into() };
     let (path, value) = item.split_once('=').ok_or_else(|| bad("expected key=value"))?;
-    let value: Value = serde_yaml::from_str(value).map_err(|error| bad(&format!("the value is not YAML: {error}")))?;
+    let value: Value =
+        serde_yaml::from_str(value).map_err(|error| bad(&format!("the value is not YAML: {error}")))?;
     let mut place = root;
     for key in path.split('.') {
         if key.is_empty() {
@@ -121,7 +128,9 @@ fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {
         if place.is_null() {
             *place = Value::Mapping(Mapping::new());
         }
-        let mapping = place.as_mapping_mut().ok_or_else(|| bad(&format!("`{key}` lies inside a value that is not a mapping")))?;
+        let mapping = place
+            .as_mapping_mut()
+            .ok_or_else(|| bad(&format!("`{key}` lies inside a value that is not a mapping")))?;
         place = mapping.entry(Value::from(key)).or_insert(Value::Null);
     }
     *place = value;

@@ -13,11 +13,6 @@ pub fn home() -> Option<PathBuf> {
     var_os("HOME").map(PathBuf::from)
 }
 
-/// `OMP_NUM_THREADS`: how many threads libtorch may use; it reads the variable itself, we only report it.
-pub fn omp_num_threads() -> Option<String> {
-    var("OMP_NUM_THREADS").ok()
-}
-
 /// `OPENAI_API_KEY`: sent as a bearer token to the servers that answer prompts.
 pub fn api_key() -> Option<String> {
     var("OPENAI_API_KEY").ok().filter(|key| !key.is_empty())

@@ -61,7 +61,8 @@ impl Iterator for Reader {
             if bytes.trim_ascii().is_empty() {
                 continue;
             }
-            let bad = |problem: String| Line::Bad(BadLine { path: self.path.clone(), line: self.line, problem });
+            let bad =
+                |problem: String| Line::Bad(BadLine { path: self.path.clone(), line: self.line, problem });
             return Some(Ok(match serde_json::from_slice::<Value>(&bytes) {
                 Ok(Value::Object(row)) => Line::Row(self.line, row),
                 Ok(other) => bad(format!("expected a JSON object, found {}", kind_of(&other))),

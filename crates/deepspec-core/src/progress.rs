@@ -27,8 +27,10 @@ impl Progress {
     pub fn new(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
         let terminal = stderr().is_terminal();
         let bar = (terminal && verbosity != Verbosity::Quiet).then(|| {
-            let style = ProgressStyle::with_template("{msg:12} {wide_bar} {human_pos}/{human_len} {per_sec} ETA {eta}")
-                .unwrap_or_else(|_| ProgressStyle::default_bar());
+            let style = ProgressStyle::with_template(
+                "{msg:12} {wide_bar} {human_pos}/{human_len} {per_sec} ETA {eta}",
+            )
+            .unwrap_or_else(|_| ProgressStyle::default_bar());
             let bar = ProgressBar::new(total).with_style(style).with_message(what).with_position(already);
             bar.reset_eta();
             bar
@@ -44,20 +46,27 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.set_position(self.done);
             let note = note();
-            bar.set_message(if note.is_empty() { self.what.to_string() } else { format!("{} {note}", self.what) });
+            bar.set_message(if note.is_empty() {
+                self.what.to_string()
+            } else {
+                format!("{} {note}", self.what)
+            });
         } else if self.log && self.logged.elapsed() >= LOG_EVERY {
             self.logged = Instant::now();
             let rate = (self.done - self.already) as f64 / self.started.elapsed().as_secs_f64();
-            let left = Duration::from_secs_f64(((self.total.saturating_sub(self.done)) as f64 / rate.max(1e-9)).min(1e9));
+            let left = Duration::from_secs_f64(
+                ((self.total.saturating_sub(self.done)) as f64 / rate.max(1e-9)).min(1e9),
+            );
             let note = note();
             let gap = if note.is_empty() { "" } else { ", " };
-            tracing::info!("{} {}/{} ({rate:.1}/s, {} left{gap}{note})", self.what, self.done, self.total, HumanDuration(left));
+            tracing::info!(
+                "{} {}/{} ({rate:.1}/s, {} left{gap}{note})",
+                self.what,
+                self.done,
+                self.total,
+                HumanDuration(left)
+            );
         }
-    }
-
-    /// Units done so far, earlier runs included.
-    pub fn done(&self) -> u64 {
-        self.done
     }
 
     /// Removes the bar; what was achieved is for the caller to say.

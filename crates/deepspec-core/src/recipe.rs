@@ -56,7 +56,9 @@ impl<'de> Deserialize<'de> for LayerId {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let value = serde_json::Value::deserialize(deserializer)?;
         let layer = value.as_i64().filter(|&id| id >= 0).or_else(|| (value == "embedding").then_some(-1));
-        layer.map(Self).ok_or_else(|| serde::de::Error::custom(format!("{value} is no layer; expected an integer from 0, or embedding")))
+        layer.map(Self).ok_or_else(|| {
+            serde::de::Error::custom(format!("{value} is no layer; expected an integer from 0, or embedding"))
+        })
     }
 }
 
@@ -272,14 +274,6 @@ impl DataRecipe {
 }
 
 impl DrafterRecipe {
-    /// The algorithm's name.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Dspark(_) => "dspark",
-            Self::Dflash(_) => "dflash",
-        }
-    }
-
     /// The block drafter's settings.
     pub fn block(&self) -> &BlockRecipe {
         match self {
@@ -304,7 +298,12 @@ impl Recipe {
     /// See [`ConfigError`].
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
         let recipe: Self = config::load(path, overrides)?;
-        recipe.validate().map_err(|(key, problem)| ConfigError::Key { path: path.to_path_buf(), line: None, key: key.into(), problem })?;
+        recipe.validate().map_err(|(key, problem)| ConfigError::Key {
+            path: path.to_path_buf(),
+            line: None,
+            key: key.into(),
+            problem,
+        })?;
         Ok(recipe)
     }
 
@@ -340,6 +339,7 @@ impl Recipe {
             ("drafter.num_draft_layers", self.drafter.block().num_draft_layers),
             ("drafter.num_anchors", self.drafter.block().num_anchors),
             ("train.max_train_steps", self.train.max_train_steps.unwrap_or(1)),
+            ("train.num_train_epochs", self.train.max_train_steps.map_or(self.train.num_train_epochs, |_| 1)),
         ];
         if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
             return Err((key, "must be at least 1".into()));
@@ -353,24 +353,51 @@ impl Recipe {
         if !(0.0..1.0).contains(&self.train.warmup_ratio) {
             return Err(("train.warmup_ratio", format!("{} is not in [0, 1)", self.train.warmup_ratio)));
         }
-        if !(self.train.max_grad_norm > 0.0) {
+        if !self.train.weight_decay.is_finite() || self.train.weight_decay < 0.0 {
+            return Err(("train.weight_decay", format!("{} is no number from 0", self.train.weight_decay)));
+        }
+        if self.train.max_grad_norm.is_nan() || self.train.max_grad_norm <= 0.0 {
             return Err(("train.max_grad_norm", format!("{} is not positive", self.train.max_grad_norm)));
         }
-        if self.target.layer_ids.is_empty() || self.target.layer_ids.windows(2).any(|pair| pair[0].0 >= pair[1].0) {
-            return Err(("target.layer_ids", "expected at least one layer, strictly increasing, `embedding` first".into()));
+        if self.target.layer_ids.is_empty()
+            || self.target.layer_ids.windows(2).any(|pair| pair[0].0 >= pair[1].0)
+        {
+            return Err((
+                "target.layer_ids",
+                "expected at least one layer, strictly increasing, `embedding` first".into(),
+            ));
         }
         let block = self.drafter.block();
-        if matches!(self.drafter, DrafterRecipe::Dflash(_)) && (block.markov.is_some() || block.confidence.is_some()) {
-            return Err(("drafter.dflash", "DFlash has no Markov and no confidence head; use `dspark`".into()));
+        if matches!(self.drafter, DrafterRecipe::Dflash(_))
+            && (block.markov.is_some() || block.confidence.is_some())
+        {
+            return Err((
+                "drafter.dflash",
+                "DFlash has no Markov and no confidence head; use `dspark`".into(),
+            ));
         }
         if block.confidence.is_some_and(|confidence| confidence.with_markov) && block.markov.is_none() {
-            return Err(("drafter.dspark.confidence.with_markov", "there is no Markov head to read from".into()));
+            return Err((
+                "drafter.dspark.confidence.with_markov",
+                "there is no Markov head to read from".into(),
+            ));
+        }
+        if block.confidence.is_some_and(|confidence| !confidence.alpha.is_finite() || confidence.alpha < 0.0)
+        {
+            return Err(("drafter.dspark.confidence.alpha", "must be a number from 0".into()));
         }
         if block.markov.is_some_and(|markov| markov.rank < 1) {
-            return Err(("drafter.dspark.markov.rank", "must be at least 1; leave `markov` out for no head".into()));
+            return Err((
+                "drafter.dspark.markov.rank",
+                "must be at least 1; leave `markov` out for no head".into(),
+            ));
         }
-        if !(self.drafter.loss().decay_gamma > 0.0) {
+        let loss = self.drafter.loss();
+        if loss.decay_gamma.is_nan() || loss.decay_gamma <= 0.0 {
             return Err(("drafter.loss.decay_gamma", "must be positive".into()));
+        }
+        if [loss.ce_alpha, loss.l1_alpha].iter().any(|alpha| !alpha.is_finite() || *alpha < 0.0) {
+            return Err(("drafter.loss", "ce_alpha and l1_alpha must be numbers from 0".into()));
         }
         Ok(())
     }

@@ -63,12 +63,6 @@ impl Stream {
         (self.bits(step, purpose, lane) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// A standard normal number (Box and Muller 1958).
-    pub fn normal(self, step: u64, purpose: Purpose, lane: u64) -> f64 {
-        let radius = (-2.0 * (1.0 - self.uniform(step, purpose, 2 * lane)).ln()).sqrt();
-        radius * (std::f64::consts::TAU * self.uniform(step, purpose, 2 * lane + 1)).cos()
-    }
-
     /// A uniform integer in 0..bound; the bias of at most bound/2⁶⁴ is of no consequence here.
     pub fn below(self, bound: u64, step: u64, purpose: Purpose, lane: u64) -> u64 {
         ((u128::from(self.bits(step, purpose, lane)) * u128::from(bound)) >> 64) as u64

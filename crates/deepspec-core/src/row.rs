@@ -10,7 +10,10 @@ pub fn id_of(row: &Map<String, Value>) -> Result<String, String> {
     match row.get("id") {
         Some(Value::String(id)) if !id.is_empty() => Ok(id.clone()),
         Some(Value::Number(id)) => Ok(id.to_string()),
-        Some(other) => Err(format!("`id` must be a non-empty string or a number, found {}", crate::jsonl::kind_of(other))),
+        Some(other) => Err(format!(
+            "`id` must be a non-empty string or a number, found {}",
+            crate::jsonl::kind_of(other)
+        )),
         None => Err("the row has no `id`".into()),
     }
 }

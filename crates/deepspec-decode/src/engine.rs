@@ -4,54 +4,13 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use deepspec_core::rng::{Purpose, Stream};
-use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use crate::{Context, Feed, Proposal, Proposer, Sampling, SamplingBatch, Target, draw, verify};
-
-/// One sequence to generate.
-#[derive(Debug, Clone)]
-pub struct Request {
-    /// Names the sequence's randomness: with the sampling seed it decides every draw.
-    pub id: String,
-    /// Prompt token ids, not empty.
-    pub prompt: Vec<i64>,
-    /// How tokens are drawn.
-    pub sampling: Sampling,
-    /// Limit of generated tokens, at least 1.
-    pub max_new_tokens: usize,
-    /// Tokens that end the sequence; the one that does is part of the output.
-    pub stop_ids: Vec<i64>,
-}
-
-/// Why a request cannot be taken.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-pub enum EngineError {
-    /// There is nothing to continue.
-    #[error("the prompt is empty")]
-    EmptyPrompt,
-    /// Zero tokens were asked for.
-    #[error("max_new_tokens is 0; ask for at least 1 token")]
-    NoTokens,
-    /// Prompt and answer exceed the engine's context.
-    #[error("the prompt has {prompt} tokens and {max_new_tokens} may be generated, but the context holds {context}; shorten one of them")]
-    TooLong {
-        /// Prompt tokens.
-        prompt: usize,
-        /// Requested limit.
-        max_new_tokens: usize,
-        /// Tokens a slot can hold.
-        context: usize,
-    },
-    /// A token id outside the vocabulary.
-    #[error("prompt token {token} is outside the target's vocabulary of {vocab}; is this the target's own tokenizer?")]
-    UnknownToken {
-        /// The id found.
-        token: i64,
-        /// Vocabulary size.
-        vocab: usize,
-    },
-}
+use crate::outcome::{Outcome, padded};
+use crate::{
+    Completion, Context, Cycle, EngineError, Event, Feed, Finish, Proposal, Proposer, Request, SamplingBatch,
+    Target, Ticket, draw, verify,
+};
 
 /// How the engine runs.
 #[derive(Debug, Clone, Copy)]
@@ -68,55 +27,6 @@ pub struct EngineOptions {
     pub counts_overrun: bool,
 }
 
-/// Names a submitted request within one engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ticket(u64);
-
-/// Why a sequence ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Finish {
-    /// A stop token was generated.
-    Stop,
-    /// The limit of new tokens was reached.
-    Length,
-}
-
-/// One verification.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Cycle {
-    /// Drafted tokens that were verified, up to an accepted stop token.
-    pub proposed: u32,
-    /// Drafted tokens that were accepted.
-    pub accepted: u32,
-    /// Tokens that the cycle committed.
-    pub committed: u32,
-    /// The drafter's confidences of the verified tokens; empty without a confidence head.
-    pub confidence: Vec<f32>,
-}
-
-/// A finished sequence.
-#[derive(Debug, Clone)]
-pub struct Completion {
-    /// The request's id.
-    pub id: String,
-    /// Generated tokens, at most `max_new_tokens`, a final stop token included.
-    pub tokens: Vec<i64>,
-    /// Why it ended.
-    pub finish: Finish,
-    /// Its verifications, none when the first token already was a stop token.
-    pub cycles: Vec<Cycle>,
-}
-
-/// Something that happened in a step.
-#[derive(Debug)]
-pub enum Event {
-    /// New tokens of a sequence.
-    Tokens(Ticket, Vec<i64>),
-    /// A sequence ended; its tokens were reported before.
-    Done(Ticket, Completion),
-}
-
 /// Where wall-clock time went.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct StepTimes {
@@ -129,6 +39,9 @@ pub struct StepTimes {
     /// Steps taken.
     pub steps: u64,
 }
+
+/// Prompt tokens that one step takes in, unless a single prompt is longer.
+const PREFILL_TOKENS: usize = 8192;
 
 struct Sequence {
     ticket: Ticket,
@@ -170,11 +83,20 @@ struct Drafted {
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// An engine with all slots empty.
+    /// An engine with all slots empty. Target and drafter must hold at least `options.slots` sequences.
     pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
         let slots = (0..options.slots.max(1)).map(|_| None).collect();
         let context = Context { taps: Tensor::new(), chunks: vec![] };
-        Self { target, proposer, options, slots, queue: VecDeque::new(), next_ticket: 0, context, times: StepTimes::default() }
+        Self {
+            target,
+            proposer,
+            options,
+            slots,
+            queue: VecDeque::new(),
+            next_ticket: 0,
+            context,
+            times: StepTimes::default(),
+        }
     }
 
     /// Queues a request.
@@ -182,7 +104,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// # Errors
     /// If the request cannot be run; see [`EngineError`].
     pub fn submit(&mut self, request: Request) -> Result<Ticket, EngineError> {
-        let (prompt, max_new_tokens, context) = (request.prompt.len(), request.max_new_tokens, self.options.context);
+        let (prompt, max_new_tokens, context) =
+            (request.prompt.len(), request.max_new_tokens, self.options.context);
         if prompt == 0 {
             return Err(EngineError::EmptyPrompt);
         }
@@ -234,8 +157,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Runs all requests to their end and returns the completions in the order of the requests.
     ///
     /// # Errors
-    /// If a request cannot be taken; nothing is generated then.
-    pub fn run(&mut self, requests: Vec<Request>, mut on_done: impl FnMut(&Completion)) -> Result<Vec<Completion>, EngineError> {
+    /// If a request cannot be taken, and nothing is generated then; or [`EngineError::NotFinite`].
+    pub fn run(
+        &mut self,
+        requests: Vec<Request>,
+        mut on_done: impl FnMut(&Completion),
+    ) -> Result<Vec<Completion>, EngineError> {
         let mut tickets = Vec::with_capacity(requests.len());
         for request in requests {
             match self.submit(request) {
@@ -248,7 +175,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         let mut done = Vec::with_capacity(tickets.len());
         while !self.is_idle() {
-            for event in self.step() {
+            for event in self.step()? {
                 if let Event::Done(ticket, completion) = event {
                     on_done(&completion);
                     done.push((ticket, completion));
@@ -260,7 +187,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Advances every running sequence by one cycle.
-    pub fn step(&mut self) -> Vec<Event> {
+    ///
+    /// # Errors
+    /// [`EngineError::NotFinite`]; what was running is in no state to go on.
+    pub fn step(&mut self) -> Result<Vec<Event>, EngineError> {
         let _guard = tch::no_grad_guard();
         let started = Instant::now();
         self.admit();
@@ -269,17 +199,21 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let decoding: Vec<usize> = (0..self.slots.len()).filter(is_decoding).collect();
         let prefilling: Vec<usize> = (0..self.slots.len()).filter(is_waiting).collect();
         if decoding.is_empty() && prefilling.is_empty() {
-            return vec![];
+            return Ok(vec![]);
         }
         let drafting = Instant::now();
         let drafted = self.draft(&decoding);
         let verifying = Instant::now();
 
         let anchors = self.anchors(&decoding);
-        let lens: Vec<usize> = drafted.as_ref().map_or_else(|| vec![0; decoding.len()], |drafted| drafted.lens.clone());
+        let lens: Vec<usize> =
+            drafted.as_ref().map_or_else(|| vec![0; decoding.len()], |drafted| drafted.lens.clone());
         let (chunks, tokens) = self.feed(&decoding, &prefilling, &anchors, drafted.as_ref(), &lens);
         let forwarded = self.target.forward(&Feed { chunks: &chunks, tokens });
         let outcome = self.judge(&decoding, &prefilling, drafted.as_ref(), &lens, &chunks, &forwarded.hidden);
+        if !outcome.finite {
+            return Err(EngineError::NotFinite);
+        }
         let committing = Instant::now();
 
         let events = self.commit(&decoding, &prefilling, &lens, &outcome, &chunks, &forwarded.taps);
@@ -287,22 +221,40 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.times.verify += committing - verifying;
         self.times.host += (drafting - started) + committing.elapsed();
         self.times.steps += 1;
-        events
+        Ok(events)
     }
 
     fn admit(&mut self) {
+        let mut admitted = 0;
         for slot in 0..self.slots.len() {
             if self.slots[slot].is_none() {
+                let next = self.queue.front().map_or(0, |(_, request)| request.prompt.len());
+                if admitted > 0 && admitted + next > PREFILL_TOKENS {
+                    return;
+                }
                 let Some((ticket, request)) = self.queue.pop_front() else { return };
+                admitted += next;
+                self.forget(slot);
                 self.target.truncate(slot, 0);
                 if let Some(proposer) = &mut self.proposer {
                     proposer.reset(slot);
                 }
                 let stream = Stream::new(request.sampling.seed, &request.id);
                 let (generated, cycles) = (vec![], vec![]);
-                self.slots[slot] = Some(Sequence { ticket, request, stream, held: 0, anchor: None, generated, cycles });
+                self.slots[slot] =
+                    Some(Sequence { ticket, request, stream, held: 0, anchor: None, generated, cycles });
             }
         }
+    }
+
+    /// Drops states that a cancelled sequence left for the drafter.
+    fn forget(&mut self, slot: usize) {
+        let Some(at) = self.context.chunks.iter().position(|&(s, _)| s == slot) else { return };
+        let first: usize = self.context.chunks[..at].iter().map(|&(_, rows)| rows).sum();
+        let (_, rows) = self.context.chunks.remove(at);
+        let kept = (0..self.context.taps.size()[0])
+            .filter(|row| !(first as i64..(first + rows) as i64).contains(row));
+        self.context.taps = self.context.taps.index_select(0, &index(kept, &self.context.taps));
     }
 
     fn sequences<'a>(&'a self, slots: &'a [usize]) -> impl Iterator<Item = &'a Sequence> {
@@ -346,8 +298,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         let lens = match &proposal.confidence {
             Some(confidence) if self.options.confidence_threshold > 0.0 => {
-                let keeps = confidence.to_kind(Kind::Double).ge(self.options.confidence_threshold).to_kind(Kind::Int64);
-                to_host(&keeps.cumprod(1, Kind::Int64).sum_dim_intlist(1, false, Kind::Double)).iter().map(|&n| n as usize).collect()
+                kept_lengths(confidence, self.options.confidence_threshold)
             }
             _ => vec![block; decoding.len()],
         };
@@ -355,8 +306,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// The tokens to run: `anchor, drafts…` per decoding slot, then the prompts.
-    fn feed(&self, decoding: &[usize], prefilling: &[usize], anchors: &Tensor, drafted: Option<&Drafted>, lens: &[usize]) -> (Vec<(usize, usize)>, Tensor) {
-        let mut chunks: Vec<(usize, usize)> = decoding.iter().zip(lens).map(|(&slot, &len)| (slot, 1 + len)).collect();
+    fn feed(
+        &self,
+        decoding: &[usize],
+        prefilling: &[usize],
+        anchors: &Tensor,
+        drafted: Option<&Drafted>,
+        lens: &[usize],
+    ) -> (Vec<(usize, usize)>, Tensor) {
+        let mut chunks: Vec<(usize, usize)> =
+            decoding.iter().zip(lens).map(|(&slot, &len)| (slot, 1 + len)).collect();
         let mut parts = vec![];
         if let Some(drafted) = drafted {
             let blocks = Tensor::cat(&[anchors.unsqueeze(1), drafted.proposal.tokens.shallow_clone()], 1); // [S, 1+Γ]
@@ -365,7 +324,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             if lens.iter().all(|&len| len as i64 + 1 == width) {
                 parts.push(flat);
             } else {
-                let rows = lens.iter().enumerate().flat_map(|(s, &len)| (0..=len as i64).map(move |k| s as i64 * width + k));
+                let rows = lens
+                    .iter()
+                    .enumerate()
+                    .flat_map(|(s, &len)| (0..=len as i64).map(move |k| s as i64 * width + k));
                 parts.push(flat.index_select(0, &index(rows, &flat)));
             }
         } else if !decoding.is_empty() {
@@ -379,23 +341,37 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Verifies the blocks, draws the prompts' first tokens, and reads everything the host needs in one transfer.
-    fn judge(&self, decoding: &[usize], prefilling: &[usize], drafted: Option<&Drafted>, lens: &[usize], chunks: &[(usize, usize)], hidden: &Tensor) -> Outcome {
+    fn judge(
+        &self,
+        decoding: &[usize],
+        prefilling: &[usize],
+        drafted: Option<&Drafted>,
+        lens: &[usize],
+        chunks: &[(usize, usize)],
+        hidden: &Tensor,
+    ) -> Outcome {
         let verified: usize = lens.iter().map(|len| len + 1).sum();
-        let mut parts = vec![];
+        let (mut parts, mut finite) = (vec![], vec![]);
         if !decoding.is_empty() {
             let repeats: Vec<usize> = lens.iter().map(|len| len + 1).collect();
             let logits = self.target.logits(&hidden.narrow(0, 0, verified as i64)); // [Σ(1+γ'), V]
+            finite.push(logits.isfinite().all());
             let probs = self.sampling(decoding).repeated(&repeats).distributions(&logits);
             let longest = lens.iter().copied().max().unwrap_or(0);
             let target_probs = padded(&probs, lens, longest);
             let device = self.target.device();
             let (tokens, draft_probs) = match drafted {
-                Some(Drafted { proposal, .. }) => {
-                    (proposal.tokens.narrow(1, 0, longest as i64), proposal.probs.narrow(1, 0, longest as i64))
-                }
-                None => (Tensor::zeros([decoding.len() as i64, 0], (Kind::Int64, device)), Tensor::zeros([0], (Kind::Float, device))),
+                Some(Drafted { proposal, .. }) => (
+                    proposal.tokens.narrow(1, 0, longest as i64),
+                    proposal.probs.narrow(1, 0, longest as i64),
+                ),
+                None => (
+                    Tensor::zeros([decoding.len() as i64, 0], (Kind::Int64, device)),
+                    Tensor::zeros([0], (Kind::Float, device)),
+                ),
             };
-            let gamma = Tensor::from_slice(&lens.iter().map(|&len| len as i64).collect::<Vec<_>>()).to_device(device);
+            let gamma =
+                Tensor::from_slice(&lens.iter().map(|&len| len as i64).collect::<Vec<_>>()).to_device(device);
             let accept = self.uniforms(decoding, Purpose::Accept, longest);
             let next = self.uniforms(decoding, Purpose::Target, 1).squeeze_dim(1);
             let verdict = verify(&target_probs, &draft_probs, &tokens, &gamma, &accept, &next);
@@ -410,14 +386,25 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 Some(*end as i64 - 1)
             });
             let logits = self.target.logits(&hidden.index_select(0, &index(ends, hidden)));
+            finite.push(logits.isfinite().all());
             let probs = self.sampling(prefilling).distributions(&logits);
             parts.push(draw(&probs, &self.uniforms(prefilling, Purpose::Target, 1).squeeze_dim(1)));
         }
-        let parts: Vec<Tensor> = parts.iter().map(|part| part.to_kind(Kind::Double)).collect();
-        Outcome::new(to_host(&Tensor::cat(&parts, 0)), decoding.len(), prefilling.len(), lens)
+        let finite = Tensor::stack(&finite, 0).all().reshape([1]);
+        let parts: Vec<Tensor> =
+            std::iter::once(&finite).chain(&parts).map(|part| part.to_kind(Kind::Double)).collect();
+        Outcome::new(&to_host(&Tensor::cat(&parts, 0)), decoding.len(), prefilling.len(), lens)
     }
 
-    fn commit(&mut self, decoding: &[usize], prefilling: &[usize], lens: &[usize], outcome: &Outcome, chunks: &[(usize, usize)], taps: &Tensor) -> Vec<Event> {
+    fn commit(
+        &mut self,
+        decoding: &[usize],
+        prefilling: &[usize],
+        lens: &[usize],
+        outcome: &Outcome,
+        chunks: &[(usize, usize)],
+        taps: &Tensor,
+    ) -> Vec<Event> {
         let mut events = vec![];
         let (mut kept, mut kept_rows, mut row) = (vec![], vec![], 0);
         for (i, &(slot, fed)) in chunks.iter().enumerate() {
@@ -427,7 +414,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let (tokens, committed_rows, ended) = if i < decoding.len() {
                 let cycle = outcome.cycle(i, lens[i], &sequence.request.stop_ids);
                 let rows = 1 + cycle.accepted as usize;
-                let ended = cycle.tokens.last().is_some_and(|token| sequence.request.stop_ids.contains(token));
+                let ended =
+                    cycle.tokens.last().is_some_and(|token| sequence.request.stop_ids.contains(token));
                 sequence.cycles.push(Cycle {
                     proposed: cycle.proposed,
                     accepted: cycle.accepted,
@@ -448,12 +436,21 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 events.push(Event::Tokens(sequence.ticket, visible));
             }
             let generated = sequence.generated.len();
-            let full = if self.options.counts_overrun && self.proposer.is_some() { generated > limit } else { generated >= limit };
+            let full = if self.options.counts_overrun && self.proposer.is_some() {
+                generated > limit
+            } else {
+                generated >= limit
+            };
             if ended || full {
                 if let Some(mut done) = self.slots[slot].take() {
                     let finish = if ended && generated <= limit { Finish::Stop } else { Finish::Length };
                     done.generated.truncate(limit);
-                    let completion = Completion { id: done.request.id, tokens: done.generated, finish, cycles: done.cycles };
+                    let completion = Completion {
+                        id: done.request.id,
+                        tokens: done.generated,
+                        finish,
+                        cycles: done.cycles,
+                    };
                     events.push(Event::Done(done.ticket, completion));
                 }
             } else {
@@ -465,80 +462,24 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         debug_assert_eq!(decoding.len() + prefilling.len(), chunks.len());
         if self.proposer.is_some() {
-            self.context = Context { taps: taps.index_select(0, &index(kept_rows.into_iter(), taps)), chunks: kept };
+            self.context =
+                Context { taps: taps.index_select(0, &index(kept_rows.into_iter(), taps)), chunks: kept };
         }
         events
     }
 }
 
-/// What the host reads back after a step.
-struct Outcome {
-    accepted: Vec<usize>,
-    next: Vec<i64>,
-    tokens: Vec<i64>,
-    confidence: Vec<f32>,
-    first: Vec<i64>,
-    longest: usize,
+/// How many tokens of each block stand before the first whose confidence is below the threshold; `confidence [S, γ]`.
+pub fn kept_lengths(confidence: &Tensor, threshold: f64) -> Vec<usize> {
+    let keeps = confidence.to_kind(Kind::Double).ge(threshold).to_kind(Kind::Int64);
+    to_host(&keeps.cumprod(1, Kind::Int64).sum_dim_intlist(1, false, Kind::Double))
+        .iter()
+        .map(|&n| n as usize)
+        .collect()
 }
 
-struct Committed {
-    proposed: u32,
-    accepted: u32,
-    tokens: Vec<i64>,
-    confidence: Vec<f32>,
-}
-
-impl Outcome {
-    fn new(values: Vec<f64>, decoding: usize, prefilling: usize, lens: &[usize]) -> Self {
-        let longest = lens.iter().copied().max().unwrap_or(0);
-        let (head, first) = values.split_at(values.len() - prefilling);
-        let ids = |part: &[f64]| part.iter().map(|&v| v as i64).collect();
-        let (accepted, rest) = head.split_at(decoding);
-        let (next, rest) = rest.split_at(decoding);
-        let (tokens, confidence) = rest.split_at(decoding * longest);
-        Self {
-            accepted: accepted.iter().map(|&n| n as usize).collect(),
-            next: ids(next),
-            tokens: ids(tokens),
-            confidence: confidence.iter().map(|&c| c as f32).collect(),
-            first: ids(first),
-            longest,
-        }
-    }
-
-    /// Block `i` under the counting rules: an accepted stop token ends block and proposal, without a bonus token.
-    fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> Committed {
-        let start = i * self.longest;
-        let drafts = &self.tokens[start..start + self.accepted[i]];
-        let stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
-        let proposed = stop.unwrap_or(proposed);
-        let mut tokens = drafts[..stop.unwrap_or(drafts.len())].to_vec();
-        let accepted = tokens.len() as u32;
-        if stop.is_none() {
-            tokens.push(self.next[i]);
-        }
-        let confidence = if self.confidence.is_empty() { vec![] } else { self.confidence[start..start + proposed].to_vec() };
-        Committed { proposed: proposed as u32, accepted, tokens, confidence }
-    }
-}
-
-/// Rows of ragged blocks `[Σ(1+γ'), V]` laid out as `[S, Γ+1, V]`; the rows past a block's end repeat its last one and are never used.
-fn padded(rows: &Tensor, lens: &[usize], longest: usize) -> Tensor {
-    let vocab = rows.size()[1];
-    let shape = [lens.len() as i64, longest as i64 + 1, vocab];
-    if lens.iter().all(|&len| len == longest) {
-        return rows.view(shape);
-    }
-    let mut start = 0;
-    let mut indices = Vec::with_capacity(lens.len() * (longest + 1));
-    for &len in lens {
-        indices.extend((0..=longest).map(|k| (start + k.min(len)) as i64));
-        start += len + 1;
-    }
-    rows.index_select(0, &index(indices.into_iter(), rows)).view(shape)
-}
-
-fn index(rows: impl Iterator<Item = i64>, like: &Tensor) -> Tensor {
+/// Row numbers as a tensor beside `like`.
+pub(crate) fn index(rows: impl Iterator<Item = i64>, like: &Tensor) -> Tensor {
     Tensor::from_slice(&rows.collect::<Vec<_>>()).to_device(like.device())
 }
 

@@ -8,12 +8,15 @@
 
 mod engine;
 mod model;
+mod outcome;
+mod request;
 mod sampling;
 mod tally;
 mod verify;
 
-pub use engine::{Completion, Cycle, Engine, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket};
+pub use engine::{Engine, EngineOptions, StepTimes, kept_lengths};
 pub use model::{Context, Feed, Forwarded, Proposal, Proposer, Target};
+pub use request::{Completion, Cycle, EngineError, Event, Finish, Request, Ticket};
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
 pub use verify::{Verdict, verify};

@@ -60,7 +60,14 @@ pub trait Proposer {
     ///
     /// `anchors [S]` are the last committed tokens, which the target has not run over yet; `uniforms [S, γ]` float64 decide
     /// the draws and `sampling` holds one row per slot.
-    fn propose(&mut self, context: &Context, slots: &[usize], anchors: &Tensor, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal;
+    fn propose(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+        uniforms: &Tensor,
+        sampling: &SamplingBatch,
+    ) -> Proposal;
     /// Forgets the slot's context.
     fn reset(&mut self, slot: usize);
 }

@@ -47,7 +47,8 @@ pub struct SamplingBatch {
 impl SamplingBatch {
     /// Settings of a batch, one per row.
     pub fn new(rows: Vec<Sampling>, device: Device) -> Self {
-        let temperature: Vec<f32> = rows.iter().map(|row| if row.is_greedy() { 1.0 } else { row.temperature as f32 }).collect();
+        let temperature: Vec<f32> =
+            rows.iter().map(|row| if row.is_greedy() { 1.0 } else { row.temperature as f32 }).collect();
         let greedy: Vec<bool> = rows.iter().map(Sampling::is_greedy).collect();
         Self {
             temperature: Tensor::from_slice(&temperature).unsqueeze(1).to_device(device),
@@ -98,7 +99,9 @@ impl SamplingBatch {
             let values: Vec<f32> = self.rows.iter().map(|row| value(row) as f32).collect();
             Tensor::from_slice(&values).unsqueeze(1).to_device(probs.device())
         };
-        let top_k = column(&|row| if row.filters() && row.top_k > 0 { row.top_k.min(vocab as usize) as f64 } else { vocab as f64 });
+        let top_k = column(&|row| {
+            if row.filters() && row.top_k > 0 { row.top_k.min(vocab as usize) as f64 } else { vocab as f64 }
+        });
         let top_p = column(&|row| if row.filters() { row.top_p } else { 1.0 });
         let min_p = column(&|row| if row.filters() { row.min_p } else { 0.0 });
 
@@ -110,7 +113,8 @@ impl SamplingBatch {
         let before = kept.cumsum(-1, Kind::Float) - &kept;
         let within = before.lt_tensor(&(&top_p * mass)).logical_or(&top_p.ge(1.0));
         let likely = sorted.ge_tensor(&(min_p * sorted.narrow(1, 0, 1)));
-        let kept = kept * within.logical_and(&likely).to_kind(Kind::Float);
+        let keep = within.logical_and(&likely).logical_or(&rank.lt(1.0));
+        let kept = kept * keep.to_kind(Kind::Float);
         let kept = &kept / kept.sum_dim_intlist(-1, true, Kind::Float);
         kept.zeros_like().scatter(-1, &order, &kept)
     }
@@ -130,11 +134,15 @@ mod tests {
 
     fn distribution(logits: &[f32], sampling: Sampling) -> Vec<f32> {
         let logits = Tensor::from_slice(logits).unsqueeze(0);
-        Vec::try_from(SamplingBatch::new(vec![sampling], Device::Cpu).distributions(&logits).squeeze()).unwrap()
+        Vec::try_from(SamplingBatch::new(vec![sampling], Device::Cpu).distributions(&logits).squeeze())
+            .unwrap()
     }
 
     fn assert_near(found: &[f32], expected: &[f32]) {
-        assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 1e-6), "{found:?} instead of {expected:?}");
+        assert!(
+            found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 1e-6),
+            "{found:?} instead of {expected:?}"
+        );
     }
 
     #[test]
@@ -146,6 +154,8 @@ mod tests {
         assert_near(&distribution(&logits, Sampling { top_p: 0.6, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
         assert_near(&distribution(&logits, Sampling { top_p: 0.4, ..plain }), &[1.0, 0.0, 0.0, 0.0]);
         assert_near(&distribution(&logits, Sampling { min_p: 0.5, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
+        assert_near(&distribution(&logits, Sampling { top_p: 1e-50, ..plain }), &[1.0, 0.0, 0.0, 0.0]);
+        assert_near(&distribution(&logits, Sampling { min_p: 2.0, ..plain }), &[1.0, 0.0, 0.0, 0.0]);
         assert_near(&distribution(&logits, Sampling::new(0.0, 0)), &[1.0, 0.0, 0.0, 0.0]);
         let hot = distribution(&logits, Sampling::new(2.0, 0));
         assert!(hot[0] < 0.5 && (hot.iter().sum::<f32>() - 1.0).abs() < 1e-6);
@@ -157,7 +167,8 @@ mod tests {
         let settings = [Sampling::new(0.0, 1), Sampling { top_k: 2, ..Sampling::new(0.7, 2) }];
         let together = SamplingBatch::new(settings.to_vec(), Device::Cpu).distributions(&logits);
         for (row, setting) in settings.into_iter().enumerate() {
-            let alone = SamplingBatch::new(vec![setting], Device::Cpu).distributions(&logits.narrow(0, row as i64, 1));
+            let alone = SamplingBatch::new(vec![setting], Device::Cpu)
+                .distributions(&logits.narrow(0, row as i64, 1));
             assert!(alone.squeeze().allclose(&together.get(row as i64), 0.0, 1e-7, false));
         }
     }

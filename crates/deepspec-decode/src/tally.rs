@@ -73,7 +73,11 @@ impl Tally {
         self.proposed += other.proposed;
         self.accepted += other.accepted;
         self.output_tokens += other.output_tokens;
-        let pairs = [(&mut self.proposed_at, &other.proposed_at), (&mut self.accepted_at, &other.accepted_at), (&mut self.reached_at, &other.reached_at)];
+        let pairs = [
+            (&mut self.proposed_at, &other.proposed_at),
+            (&mut self.accepted_at, &other.accepted_at),
+            (&mut self.reached_at, &other.reached_at),
+        ];
         for (mine, theirs) in pairs {
             for (a, b) in mine.iter_mut().zip(theirs) {
                 *a += b;

@@ -37,9 +37,18 @@ fn golden_verify() {
         assert_eq!(accepted[i], prefix.iter().sum::<i64>(), "case {i}");
         // The counting rule for stop tokens, as the engine applies it.
         let stops = case.input("stop_token_ids").ragged_row(i);
-        let stop = drafts.row(i).ints()[..accepted[i] as usize].iter().position(|token| stops.contains(token));
-        assert_eq!(stop.map_or(accepted[i], |at| at as i64 + 1), case.expected("accepted").ints()[i], "case {i}");
-        assert_eq!(i64::from(stop.is_some()), case.expected("terminated_by_stop_token").ints()[i], "case {i}");
+        let stop =
+            drafts.row(i).ints()[..accepted[i] as usize].iter().position(|token| stops.contains(token));
+        assert_eq!(
+            stop.map_or(accepted[i], |at| at as i64 + 1),
+            case.expected("accepted").ints()[i],
+            "case {i}"
+        );
+        assert_eq!(
+            i64::from(stop.is_some()),
+            case.expected("terminated_by_stop_token").ints()[i],
+            "case {i}"
+        );
         // Behind a stop token the reference draws a token that nobody uses.
         if stop.is_none() {
             assert_eq!(next[i], expected_next[i], "case {i}");

@@ -390,3 +390,59 @@ fn a_sample_does_not_depend_on_its_batch() {
         }
     }
 }
+
+#[test]
+fn a_cancelled_sequence_leaves_nothing_behind() {
+    let all = requests(4, Sampling::new(1.0, 5), 12, &[]);
+    let alone = run(options(1), true, all.clone());
+    let block = ToyDrafter { slots: vec![1; 2] };
+    let target = ToyTarget { slots: vec![vec![]; 2] };
+    let mut engine = Engine::new(target, Some(block), options(2));
+    let tickets: Vec<_> = all.into_iter().map(|request| engine.submit(request).unwrap()).collect();
+    let mut done = vec![];
+    for step in 0.. {
+        if engine.is_idle() {
+            break;
+        }
+        for event in engine.step().unwrap() {
+            if let deepspec_decode::Event::Done(_, completion) = event {
+                done.push(completion);
+            }
+        }
+        // Its states are on their way to the drafter when its slot goes to the next request.
+        if step == 1 {
+            engine.cancel(tickets[0]);
+        }
+    }
+    assert_eq!(done.len(), 3);
+    for completion in done {
+        let expected = alone.iter().find(|other| other.id == completion.id).unwrap();
+        assert_eq!((&completion.tokens, &completion.cycles), (&expected.tokens, &expected.cycles));
+    }
+}
+
+#[test]
+fn logits_that_are_not_finite_are_an_error() {
+    struct Broken(ToyTarget);
+    impl Target for Broken {
+        fn forward(&mut self, feed: &Feed) -> Forwarded {
+            self.0.forward(feed)
+        }
+        fn logits(&self, hidden: &Tensor) -> Tensor {
+            self.0.logits(hidden) * f64::NAN
+        }
+        fn truncate(&mut self, slot: usize, len: usize) {
+            self.0.truncate(slot, len);
+        }
+        fn vocab_size(&self) -> usize {
+            self.0.vocab_size()
+        }
+        fn device(&self) -> Device {
+            Device::Cpu
+        }
+    }
+    let target = Broken(ToyTarget { slots: vec![vec![]] });
+    let mut engine: Engine<Broken, ToyDrafter> = Engine::new(target, None, options(1));
+    let error = engine.run(requests(1, Sampling::new(1.0, 5), 4, &[]), |_| {}).unwrap_err();
+    assert_eq!(error, deepspec_decode::EngineError::NotFinite);
+}

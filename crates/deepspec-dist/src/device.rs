@@ -38,7 +38,11 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
             let index = name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
             let index = index.ok_or_else(|| DeviceError::Unknown(name.into()))?;
             let count = cuda()?;
-            if index < count { Ok(Device::Cuda(index)) } else { Err(DeviceError::NoSuchIndex { index, count }) }
+            if index < count {
+                Ok(Device::Cuda(index))
+            } else {
+                Err(DeviceError::NoSuchIndex { index, count })
+            }
         }
     }
 }

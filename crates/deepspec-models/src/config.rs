@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
+use crate::nn::Heads;
 
 /// The architecture of a decoder, as its config.json gives it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -54,16 +55,23 @@ impl Fields<'_> {
         ModelError::Config { path: self.path.to_path_buf(), key: key.into(), problem: problem.into() }
     }
 
-    fn typed<T>(&self, key: &str, expected: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>, ModelError> {
+    fn typed<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ModelError> {
         match self.map.get(key) {
             None | Some(Value::Null) => Ok(None),
-            Some(value) => read(value).map(Some).ok_or_else(|| self.error(key, format!("expected {expected}, found {value}"))),
+            Some(value) => read(value)
+                .map(Some)
+                .ok_or_else(|| self.error(key, format!("expected {expected}, found {value}"))),
         }
     }
 
     /// A positive integer, if the key is there.
     pub fn size(&self, key: &str) -> Result<Option<i64>, ModelError> {
-        self.typed(key, "a positive integer", |value| value.as_i64().filter(|&n| n > 0 && n < 1 << 40))
+        self.typed(key, "a positive integer", |value| value.as_i64().filter(|&n| n > 0 && n < 1 << 31))
     }
 
     /// A number, if the key is there.
@@ -114,6 +122,11 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
+    /// Numbers of heads and their width.
+    pub fn heads(&self) -> Heads {
+        Heads { query: self.num_attention_heads, key_value: self.num_key_value_heads, dim: self.head_dim }
+    }
+
     /// Reads `dir/config.json` of a Qwen3 model, or of a drafter built like one.
     ///
     /// # Errors
@@ -123,11 +136,15 @@ impl ModelConfig {
         let fields = Fields { path: &path, map: &raw };
         let model_type = fields.text("model_type")?;
         if model_type.as_deref() != Some("qwen3") {
-            return Err(fields.error("model_type", format!("{model_type:?} is not supported; expected \"qwen3\"")));
+            return Err(
+                fields.error("model_type", format!("{model_type:?} is not supported; expected \"qwen3\""))
+            );
         }
         let hidden_act = fields.text("hidden_act")?;
         if hidden_act.as_deref().is_some_and(|act| act != "silu") {
-            return Err(fields.error("hidden_act", format!("{hidden_act:?} is not supported; expected \"silu\"")));
+            return Err(
+                fields.error("hidden_act", format!("{hidden_act:?} is not supported; expected \"silu\""))
+            );
         }
         if fields.flag("attention_bias")?.unwrap_or(false) {
             return Err(fields.error("attention_bias", "biases in attention are not supported"));
@@ -139,7 +156,8 @@ impl ModelConfig {
         let (hidden_size, num_attention_heads) = (size("hidden_size")?, size("num_attention_heads")?);
         let num_key_value_heads = fields.size("num_key_value_heads")?.unwrap_or(num_attention_heads);
         if num_attention_heads % num_key_value_heads != 0 {
-            let problem = format!("{num_key_value_heads} does not divide the {num_attention_heads} attention heads");
+            let problem =
+                format!("{num_key_value_heads} does not divide the {num_attention_heads} attention heads");
             return Err(fields.error("num_key_value_heads", problem));
         }
         let head_dim = fields.size("head_dim")?.unwrap_or(hidden_size / num_attention_heads);
@@ -172,7 +190,10 @@ fn rope_theta(fields: &Fields) -> Result<f64, ModelError> {
         let inner = Fields { path: fields.path, map };
         return match inner.text("rope_type")?.as_deref() {
             None | Some("default") => Ok(inner.number("rope_theta")?.unwrap_or(default)),
-            Some(other) => Err(fields.error("rope_parameters.rope_type", format!("\"{other}\" is not supported; expected \"default\""))),
+            Some(other) => Err(fields.error(
+                "rope_parameters.rope_type",
+                format!("\"{other}\" is not supported; expected \"default\""),
+            )),
         };
     }
     if fields.map.get("rope_scaling").is_some_and(|scaling| !scaling.is_null()) {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
+use deepspec_core::cli::UsageError;
 
 /// A model that cannot be loaded or does not fit.
 #[derive(Debug, thiserror::Error)]
@@ -52,5 +53,5 @@ pub enum ModelError {
     },
     /// Target and drafter (or cache) do not belong together.
     #[error("{0}")]
-    Mismatch(String),
+    Mismatch(#[source] UsageError),
 }

@@ -8,8 +8,8 @@ use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::Hasher;
 use serde_json::{Map, Value};
 
-use crate::config::read_json;
 use crate::ModelError;
+use crate::config::read_json;
 
 /// Files up to this many bytes are read whole.
 const WHOLE: u64 = 64 << 20;
@@ -49,7 +49,10 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
         .collect();
     paths.sort();
     if paths.is_empty() {
-        return Err(ModelError::NotAModel { path: dir.to_path_buf(), problem: "the folder has no safetensors files".into() });
+        return Err(ModelError::NotAModel {
+            path: dir.to_path_buf(),
+            problem: "the folder has no safetensors files".into(),
+        });
     }
     let mut hasher = Hasher::default();
     for path in paths {
@@ -78,19 +81,25 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
 pub fn stop_ids(dir: &Path, tokenizer_eos: Option<i64>) -> Result<Vec<i64>, ModelError> {
     let path = dir.join("generation_config.json");
     let generation: Map<String, Value> = if path.is_file() {
-        serde_json::from_str(&atomic::read_text(&path)?)
-            .map_err(|error| ModelError::NotAModel { path: path.clone(), problem: format!("not a JSON object: {error}") })?
+        serde_json::from_str(&atomic::read_text(&path)?).map_err(|error| ModelError::NotAModel {
+            path: path.clone(),
+            problem: format!("not a JSON object: {error}"),
+        })?
     } else {
         Map::new()
     };
     let (_, config) = read_json(dir)?;
     let named = [&generation, &config].into_iter().find_map(|map| match map.get("eos_token_id") {
-        Some(Value::Array(ids)) => Some(ids.iter().filter_map(Value::as_i64).collect::<Vec<_>>()).filter(|ids| !ids.is_empty()),
+        Some(Value::Array(ids)) => {
+            Some(ids.iter().filter_map(Value::as_i64).collect::<Vec<_>>()).filter(|ids| !ids.is_empty())
+        }
         Some(id) => id.as_i64().map(|id| vec![id]),
         None => None,
     });
     named.or_else(|| tokenizer_eos.map(|id| vec![id])).ok_or_else(|| ModelError::NotAModel {
         path: dir.to_path_buf(),
-        problem: "no eos_token_id in generation_config.json, config.json or the tokenizer; answers would never end".into(),
+        problem:
+            "no eos_token_id in generation_config.json, config.json or the tokenizer; answers would never end"
+                .into(),
     })
 }

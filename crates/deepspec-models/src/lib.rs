@@ -14,8 +14,8 @@ mod weights;
 
 pub use config::ModelConfig;
 pub use drafters::block::{
-    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, LossSums, Normaliser, TrainSample, anchor_candidates,
-    eval_mask,
+    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, LossSums, Normaliser, TrainSample,
+    anchor_candidates, eval_mask, slot_weight,
 };
 pub use drafters::{Drafter, DrafterOptions};
 pub use error::ModelError;

@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
+use deepspec_core::cli::UsageError;
 use deepspec_decode::{Feed, Forwarded, Target};
 use tch::{Device, Kind, Tensor};
 
 use crate::kv::{KvCache, Visibility};
-use crate::nn::{Builder, DecoderLayer, Heads, Init, RmsNorm, Rope};
+use crate::nn::{Builder, DecoderLayer, Init, RmsNorm, Rope};
 use crate::{ModelConfig, ModelError, Weights};
 
 /// How a target is loaded.
@@ -49,11 +50,15 @@ impl TargetModel {
         let b = Builder::from_checkpoint(&weights);
         let shape = [config.vocab_size, config.hidden_size];
         let embed_tokens = b.get("model.embed_tokens.weight", &shape, Init::Normal)?;
-        let lm_head = if config.tie_word_embeddings { embed_tokens.shallow_clone() } else { b.get("lm_head.weight", &shape, Init::Normal)? };
+        let lm_head = if config.tie_word_embeddings {
+            embed_tokens.shallow_clone()
+        } else {
+            b.get("lm_head.weight", &shape, Init::Normal)?
+        };
         let layers = (0..config.num_hidden_layers)
             .map(|i| DecoderLayer::new(&b, &format!("model.layers.{i}"), &config))
             .collect::<Result<Vec<_>, _>>()?;
-        let heads = Heads { query: config.num_attention_heads, key_value: config.num_key_value_heads, dim: config.head_dim };
+        let heads = config.heads();
         Ok(Self {
             norm: RmsNorm::new(&b, "model.norm", config.hidden_size, config.rms_norm_eps)?,
             rope: Rope::new(config.rope_theta, config.head_dim, device),
@@ -71,26 +76,6 @@ impl TargetModel {
     /// Its architecture.
     pub fn config(&self) -> &ModelConfig {
         &self.config
-    }
-
-    /// The layers it captures.
-    pub fn taps(&self) -> &[i64] {
-        &self.taps
-    }
-
-    /// Embedding matrix `[V, d]`, shared with drafters.
-    pub fn embed_tokens(&self) -> &Tensor {
-        &self.embed_tokens
-    }
-
-    /// Head matrix `[V, d]`, shared with drafters.
-    pub fn lm_head(&self) -> &Tensor {
-        &self.lm_head
-    }
-
-    /// Kind of weights and activations.
-    pub fn kind(&self) -> Kind {
-        self.kind
     }
 }
 
@@ -110,7 +95,11 @@ impl Target for TargetModel {
             }
         }
         self.cache.advance(feed.chunks);
-        let taps = if captured.is_empty() { Tensor::zeros([x.size()[0], 0], (self.kind, self.device)) } else { Tensor::cat(&captured, 1) };
+        let taps = if captured.is_empty() {
+            Tensor::zeros([x.size()[0], 0], (self.kind, self.device))
+        } else {
+            Tensor::cat(&captured, 1)
+        };
         Forwarded { hidden: self.norm.forward(&x), taps }
     }
 
@@ -135,22 +124,34 @@ impl Target for TargetModel {
 ///
 /// # Errors
 /// If the folder is no Qwen3 model or lacks these tensors.
-pub fn load_ends(dir: &Path, config: &ModelConfig, device: Device, kind: Kind) -> Result<(Tensor, Tensor), ModelError> {
+pub fn load_ends(
+    dir: &Path,
+    config: &ModelConfig,
+    device: Device,
+    kind: Kind,
+) -> Result<(Tensor, Tensor), ModelError> {
     let weights = Weights::open(dir, "Qwen3ForCausalLM", device, kind)?;
     let shape = [config.vocab_size, config.hidden_size];
     let embed = weights.get("model.embed_tokens.weight", &shape)?;
-    let head = if config.tie_word_embeddings { embed.shallow_clone() } else { weights.get("lm_head.weight", &shape)? };
+    let head = if config.tie_word_embeddings {
+        embed.shallow_clone()
+    } else {
+        weights.get("lm_head.weight", &shape)?
+    };
     Ok((embed, head))
 }
 
 /// Taps must name layers, each once, in order.
+///
+/// # Errors
+/// [`ModelError::Mismatch`] with the ids found and those possible.
 pub fn check_taps(taps: &[i64], layers: usize) -> Result<(), ModelError> {
     let increasing = taps.windows(2).all(|pair| pair[0] < pair[1]);
     if increasing && taps.iter().all(|&tap| (-1..layers as i64).contains(&tap)) {
         return Ok(());
     }
-    Err(ModelError::Mismatch(format!(
+    Err(ModelError::Mismatch(UsageError(format!(
         "target layer ids {taps:?} do not fit a target of {layers} layers; expected strictly increasing ids from -1 (embedding) to {}",
         layers as i64 - 1
-    )))
+    ))))
 }

@@ -8,8 +8,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::{self, FileError};
-use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -49,11 +49,22 @@ impl Weights {
     ///
     /// # Errors
     /// If the file is truncated or no safetensors file.
-    pub fn open_file(path: &Path, expected: &'static str, device: Device, kind: Kind) -> Result<Self, ModelError> {
+    pub fn open_file(
+        path: &Path,
+        expected: &'static str,
+        device: Device,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
         Self::from_shards(path, vec![path.to_path_buf()], expected, device, kind)
     }
 
-    fn from_shards(dir: &Path, paths: Vec<PathBuf>, expected: &'static str, device: Device, kind: Kind) -> Result<Self, ModelError> {
+    fn from_shards(
+        dir: &Path,
+        paths: Vec<PathBuf>,
+        expected: &'static str,
+        device: Device,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
         let (mut shards, mut tensors) = (vec![], BTreeMap::new());
         for path in paths {
             let (shard, header) = open_shard(&path)?;
@@ -66,11 +77,6 @@ impl Weights {
         Ok(Self { dir: dir.to_path_buf(), expected, shards, tensors, unread, device, kind })
     }
 
-    /// Whether the checkpoint has this tensor.
-    pub fn has(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
-    }
-
     /// Names that were never asked for.
     pub fn unread(&self) -> Vec<String> {
         self.unread.borrow().clone()
@@ -81,11 +87,20 @@ impl Weights {
     /// # Errors
     /// If it is missing, has another shape or dtype, or cannot be read.
     pub fn get(&self, name: &str, shape: &[i64]) -> Result<Tensor, ModelError> {
-        let missing = || ModelError::MissingTensor { path: self.dir.clone(), name: name.into(), expected: self.expected };
+        let missing = || ModelError::MissingTensor {
+            path: self.dir.clone(),
+            name: name.into(),
+            expected: self.expected,
+        };
         let (shard, info) = self.tensors.get(name).ok_or_else(missing)?;
         let found: Vec<i64> = info.shape.iter().map(|&n| n as i64).collect();
         if found != shape {
-            return Err(ModelError::Shape { path: self.dir.clone(), name: name.into(), found, expected: shape.to_vec() });
+            return Err(ModelError::Shape {
+                path: self.dir.clone(),
+                name: name.into(),
+                found,
+                expected: shape.to_vec(),
+            });
         }
         let shard = &self.shards[*shard];
         let kind = kind_of(info.dtype).ok_or_else(|| ModelError::NotAModel {
@@ -94,7 +109,10 @@ impl Weights {
         })?;
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];
-        shard.file.read_exact_at(&mut bytes, shard.data_start + start as u64).map_err(FileError::at("reading", &shard.path))?;
+        shard
+            .file
+            .read_exact_at(&mut bytes, shard.data_start + start as u64)
+            .map_err(FileError::at("reading", &shard.path))?;
         self.unread.borrow_mut().retain(|unread| unread != name);
         let tensor = Tensor::from_data_size(&bytes, shape, kind).to_device(self.device);
         Ok(if kind == Kind::Int64 || kind == Kind::Int { tensor } else { tensor.to_kind(self.kind) })
@@ -111,7 +129,8 @@ fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
         return Err(ModelError::NotAModel { path: dir.to_path_buf(), problem });
     }
     let bad = |problem: &str| ModelError::NotAModel { path: index.clone(), problem: problem.into() };
-    let json: Value = serde_json::from_str(&atomic::read_text(&index)?).map_err(|error| bad(&format!("not valid JSON: {error}")))?;
+    let json: Value = serde_json::from_str(&atomic::read_text(&index)?)
+        .map_err(|error| bad(&format!("not valid JSON: {error}")))?;
     let map = json["weight_map"].as_object().ok_or_else(|| bad("expected a `weight_map` object"))?;
     let mut names: Vec<&str> = map.values().filter_map(Value::as_str).collect();
     names.sort_unstable();
@@ -127,18 +146,25 @@ fn open_shard(path: &Path) -> Result<(Shard, Metadata), ModelError> {
     let bad = |problem: String| ModelError::NotAModel { path: path.to_path_buf(), problem };
     let size = file.metadata().map_err(FileError::at("reading", path))?.len();
     let mut start = [0; 8];
-    file.read_exact_at(&mut start, 0).map_err(|_| bad(format!("{size} bytes are too few for a safetensors file")))?;
+    file.read_exact_at(&mut start, 0)
+        .map_err(|_| bad(format!("{size} bytes are too few for a safetensors file")))?;
     let header_len = u64::from_le_bytes(start);
     if header_len > MAX_HEADER || header_len + 8 > size {
-        return Err(bad(format!("the header claims {header_len} bytes of a file of {size}; the file is truncated or no safetensors")));
+        return Err(bad(format!(
+            "the header claims {header_len} bytes of a file of {size}; the file is truncated or no safetensors"
+        )));
     }
     let mut buffer = vec![0; header_len as usize];
     file.read_exact_at(&mut buffer, 8).map_err(FileError::at("reading", path))?;
-    let header: Metadata = serde_json::from_slice(&buffer).map_err(|error| bad(format!("bad safetensors header: {error}")))?;
+    let header: Metadata =
+        serde_json::from_slice(&buffer).map_err(|error| bad(format!("bad safetensors header: {error}")))?;
     let data_start = 8 + header_len;
     let end = header.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
     if data_start + end != size {
-        return Err(bad(format!("the header describes {} bytes, the file has {size}; it is truncated or damaged", data_start + end)));
+        return Err(bad(format!(
+            "the header describes {} bytes, the file has {size}; it is truncated or damaged",
+            data_start + end
+        )));
     }
     Ok((Shard { path: path.to_path_buf(), file, data_start }, header))
 }
@@ -163,8 +189,10 @@ pub fn save(path: &Path, tensors: &[(String, Tensor)], kind: Kind) -> Result<(),
     let dtype = if kind == Kind::BFloat16 { Dtype::BF16 } else { Dtype::F32 };
     let mut sorted: Vec<&(String, Tensor)> = tensors.iter().collect();
     sorted.sort_by(|a, b| a.0.cmp(&b.0));
-    let views: Vec<(&str, Bytes)> = sorted.iter().map(|(name, tensor)| (name.as_str(), Bytes::new(tensor, kind, dtype))).collect();
-    let bytes = safetensors::serialize(views, None).map_err(|error| ModelError::NotAModel { path: path.to_path_buf(), problem: error.to_string() })?;
+    let views: Vec<(&str, Bytes)> =
+        sorted.iter().map(|(name, tensor)| (name.as_str(), Bytes::new(tensor, kind, dtype))).collect();
+    let bytes = safetensors::serialize(views, None)
+        .map_err(|error| ModelError::NotAModel { path: path.to_path_buf(), problem: error.to_string() })?;
     Ok(atomic::replace(path, |file| file.write_all(&bytes))?)
 }
 

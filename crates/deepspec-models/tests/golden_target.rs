@@ -28,10 +28,13 @@ fn golden_target_qwen3_prefill() {
     let layers = case.hyper("num_layers").as_i64().unwrap();
     let mut target = load(&case, (-1..layers).collect(), 2);
     let ids = tensor(case.input("input_ids"));
-    let lens: Vec<i64> = case.hyper("seq_lens").as_array().unwrap().iter().map(|n| n.as_i64().unwrap()).collect();
+    let lens: Vec<i64> =
+        case.hyper("seq_lens").as_array().unwrap().iter().map(|n| n.as_i64().unwrap()).collect();
     // Both sequences in one ragged feed.
-    let rows: Vec<Tensor> = lens.iter().enumerate().map(|(b, &len)| ids.get(b as i64).narrow(0, 0, len)).collect();
-    let chunks: Vec<(usize, usize)> = lens.iter().enumerate().map(|(slot, &len)| (slot, len as usize)).collect();
+    let rows: Vec<Tensor> =
+        lens.iter().enumerate().map(|(b, &len)| ids.get(b as i64).narrow(0, 0, len)).collect();
+    let chunks: Vec<(usize, usize)> =
+        lens.iter().enumerate().map(|(slot, &len)| (slot, len as usize)).collect();
     let (logits, hidden, taps) = feed(&mut target, &chunks, &Tensor::cat(&rows, 0));
     let taps = taps.view([taps.size()[0], layers + 1, -1]);
     let mut start = 0;
@@ -43,7 +46,12 @@ fn golden_target_qwen3_prefill() {
         let expected = tensor(case.expected("layer_outputs"));
         for layer in 0..layers {
             let expected = expected.get(layer).get(b as i64).narrow(0, 0, len);
-            assert_close("layer_outputs", &taps.narrow(0, start, len).select(1, layer + 1), &expected, FORWARD);
+            assert_close(
+                "layer_outputs",
+                &taps.narrow(0, start, len).select(1, layer + 1),
+                &expected,
+                FORWARD,
+            );
         }
         start += len;
     }
@@ -94,7 +102,70 @@ fn both_spellings_of_the_config_mean_the_same_model() {
     let flat = tempfile::tempdir().unwrap();
     std::fs::copy(case.dir.join("config.hub_v4_style.json"), flat.path().join("config.json")).unwrap();
     std::fs::copy(case.dir.join("model.safetensors"), flat.path().join("model.safetensors")).unwrap();
-    let (a, b) = (deepspec_models::ModelConfig::load(&case.dir).unwrap(), deepspec_models::ModelConfig::load(flat.path()).unwrap());
-    let strip = |config: deepspec_models::ModelConfig| deepspec_models::ModelConfig { raw: serde_json::Map::new(), ..config };
+    let (a, b) = (
+        deepspec_models::ModelConfig::load(&case.dir).unwrap(),
+        deepspec_models::ModelConfig::load(flat.path()).unwrap(),
+    );
+    let strip = |config: deepspec_models::ModelConfig| deepspec_models::ModelConfig {
+        raw: serde_json::Map::new(),
+        ..config
+    };
     assert_eq!(strip(a), strip(b));
+}
+
+/// The golden model cut into two shards with an index, its tied head written out.
+fn sharded(case: &Case) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = std::fs::read(case.dir.join("model.safetensors")).unwrap();
+    let model = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<(String, safetensors::tensor::TensorView)> = model.tensors();
+    if !tensors.iter().any(|(name, _)| name == "lm_head.weight") {
+        tensors.push(("lm_head.weight".into(), model.tensor("model.embed_tokens.weight").unwrap()));
+    }
+    let (first, second) = tensors.split_at(tensors.len() / 2);
+    let mut weight_map = serde_json::Map::new();
+    for (file, part) in
+        [("model-00001-of-00002.safetensors", first), ("model-00002-of-00002.safetensors", second)]
+    {
+        let views: Vec<(&str, &safetensors::tensor::TensorView)> =
+            part.iter().map(|(name, view)| (name.as_str(), view)).collect();
+        std::fs::write(dir.path().join(file), safetensors::serialize(views, None).unwrap()).unwrap();
+        weight_map.extend(part.iter().map(|(name, _)| (name.clone(), file.into())));
+    }
+    let index = serde_json::json!({"metadata": {}, "weight_map": weight_map});
+    std::fs::write(dir.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(case.dir.join("config.json")).unwrap()).unwrap();
+    config["tie_word_embeddings"] = false.into();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    dir
+}
+
+#[test]
+fn shards_and_an_untied_head_are_the_same_model() {
+    let _guard = tch::no_grad_guard();
+    let case = Case::load("target_qwen3");
+    let dir = sharded(&case);
+    let options = TargetOptions { device: device(), kind: Kind::Float, slots: 1, taps: vec![] };
+    let prompt = tensor(case.input("decode_prompt"));
+    let mut logits = [case.dir.as_path(), dir.path()].map(|dir| {
+        let mut target = TargetModel::load(dir, &options).unwrap_or_else(|error| panic!("{error}"));
+        feed(&mut target, &[(0, prompt.numel())], &prompt).0
+    });
+    let (one, two) = logits.split_at_mut(1);
+    assert!(one[0].equal(&two[0]));
+
+    let refused = |hint: &str| {
+        let error = TargetModel::load(dir.path(), &options).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(hint) && !error.contains('\n'), "{error}");
+    };
+    let shard = dir.path().join("model-00002-of-00002.safetensors");
+    let bytes = std::fs::read(&shard).unwrap();
+    std::fs::write(&shard, &bytes[..bytes.len() - 7]).unwrap();
+    refused("truncated");
+    std::fs::remove_file(&shard).unwrap();
+    refused("model-00002-of-00002.safetensors");
+    let index = dir.path().join("model.safetensors.index.json");
+    std::fs::write(&index, r#"{"weight_map": {"x": "../x.safetensors"}}"#).unwrap();
+    refused("outside the folder");
 }

@@ -84,7 +84,8 @@ impl Case {
     /// Loads the case of this name.
     pub fn load(name: &str) -> Self {
         let dir = dir(name);
-        let text = fs::read_to_string(dir.join("case.json")).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
+        let text =
+            fs::read_to_string(dir.join("case.json")).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
         Self {
             json: serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", dir.display())),
             inputs: arrays(&dir.join("inputs.safetensors")),
@@ -96,11 +97,6 @@ impl Case {
     /// An input array.
     pub fn input(&self, name: &str) -> &Array {
         self.inputs.get(name).unwrap_or_else(|| panic!("{}: no input `{name}`", self.dir.display()))
-    }
-
-    /// Whether there is such an input.
-    pub fn has_input(&self, name: &str) -> bool {
-        self.inputs.contains_key(name)
     }
 
     /// An expected array.

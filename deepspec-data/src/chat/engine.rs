@@ -195,8 +195,14 @@ impl Worker {
             }
             self.cancel_abandoned();
             self.publish();
-            for event in self.engine.step() {
-                self.report(event);
+            match self.engine.step() {
+                Ok(events) => events.into_iter().for_each(|event| self.report(event)),
+                Err(error) => {
+                    for (ticket, updates) in self.live.drain() {
+                        self.engine.cancel(ticket);
+                        let _ = updates.send(Update::Refused(error.clone()));
+                    }
+                }
             }
         }
     }

@@ -55,7 +55,7 @@ impl ChatError {
     pub fn status(&self) -> u16 {
         match self {
             Self::UnknownModel { .. } => 404,
-            Self::Internal(_) => 500,
+            Self::Internal(_) | Self::Engine(EngineError::NotFinite) => 500,
             _ => 400,
         }
     }

@@ -35,12 +35,17 @@ impl Drafter {
     pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
         let (path, map) = read_json(dir)?;
         let fields = Fields { path: &path, map: &map };
-        let architecture = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
+        let architecture =
+            map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
         match architecture {
-            Some("Qwen3DSparkModel") => {
-                Ok(Self::Block(BlockProposer::new(Block::load(dir, options.device, options.kind)?, options.slots)))
-            }
-            other => Err(fields.error("architectures", format!("{other:?} is no known drafter; expected [\"Qwen3DSparkModel\"]"))),
+            Some("Qwen3DSparkModel") => Ok(Self::Block(BlockProposer::new(
+                Block::load(dir, options.device, options.kind)?,
+                options.slots,
+            ))),
+            other => Err(fields.error(
+                "architectures",
+                format!("{other:?} is no known drafter; expected [\"Qwen3DSparkModel\"]"),
+            )),
         }
     }
 
@@ -69,7 +74,14 @@ impl Proposer for Drafter {
         }
     }
 
-    fn propose(&mut self, context: &Context, slots: &[usize], anchors: &Tensor, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
+    fn propose(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+        uniforms: &Tensor,
+        sampling: &SamplingBatch,
+    ) -> Proposal {
         match self {
             Self::Block(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
         }

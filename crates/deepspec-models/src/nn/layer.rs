@@ -94,7 +94,7 @@ pub struct Attention {
 
 impl Attention {
     fn new(b: &Builder, name: &str, c: &ModelConfig) -> Result<Self, ModelError> {
-        let heads = Heads { query: c.num_attention_heads, key_value: c.num_key_value_heads, dim: c.head_dim };
+        let heads = c.heads();
         let (d, wide, narrow) = (c.hidden_size, heads.query * heads.dim, heads.key_value * heads.dim);
         Ok(Self {
             q_proj: Linear::new(b, &format!("{name}.q_proj"), d, wide)?,
@@ -159,8 +159,18 @@ impl DecoderLayer {
         Ok(Self {
             attention: Attention::new(b, &format!("{name}.self_attn"), c)?,
             mlp: Mlp::new(b, &format!("{name}.mlp"), c)?,
-            input_layernorm: RmsNorm::new(b, &format!("{name}.input_layernorm"), c.hidden_size, c.rms_norm_eps)?,
-            post_attention_layernorm: RmsNorm::new(b, &format!("{name}.post_attention_layernorm"), c.hidden_size, c.rms_norm_eps)?,
+            input_layernorm: RmsNorm::new(
+                b,
+                &format!("{name}.input_layernorm"),
+                c.hidden_size,
+                c.rms_norm_eps,
+            )?,
+            post_attention_layernorm: RmsNorm::new(
+                b,
+                &format!("{name}.post_attention_layernorm"),
+                c.hidden_size,
+                c.rms_norm_eps,
+            )?,
         })
     }
 

@@ -23,7 +23,10 @@ impl Rope {
     /// The rotation of integer positions `[N]`.
     pub fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
-        Rotation { cos: angles.cos().to_kind(kind).unsqueeze(1), sin: angles.sin().to_kind(kind).unsqueeze(1) }
+        Rotation {
+            cos: angles.cos().to_kind(kind).unsqueeze(1),
+            sin: angles.sin().to_kind(kind).unsqueeze(1),
+        }
     }
 }
 

@@ -30,6 +30,11 @@ pub fn eval_mask(loss_mask: &[bool], anchor: usize, block_size: usize) -> usize 
     loss_mask.iter().skip(anchor + 1).take(block_size).take_while(|&&supervised| supervised).count()
 }
 
+/// Loss weight of position k of a block: exp(−k / γ_decay).
+pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
+    (-(k as f64) / decay_gamma).exp() as f32
+}
+
 /// One sequence inside a batch.
 pub struct SequenceSpan {
     pub(super) first_token: i64,
@@ -66,12 +71,20 @@ pub struct BlockBatch {
 impl BlockBatch {
     /// Lays out the samples' anchors. None if no sample has any.
     ///
-    /// The states of every supervised label's predecessor must be among a sample's `last_positions`; a cache that keeps
-    /// supervised rows has them.
-    pub fn new(samples: &[TrainSample], config: &BlockConfig, decay_gamma: f64, device: Device, kind: Kind) -> Option<Self> {
+    /// # Panics
+    /// If the state of a supervised label's predecessor is not among a sample's `last_positions`; a cache that keeps
+    /// supervised rows has them all.
+    pub fn new(
+        samples: &[TrainSample],
+        config: &BlockConfig,
+        decay_gamma: f64,
+        device: Device,
+        kind: Kind,
+    ) -> Option<Self> {
         let gamma = config.block_size;
         let (mut spans, mut taps, mut teacher) = (vec![], vec![], vec![]);
-        let (mut context_positions, mut block_tokens, mut block_positions, mut previous) = (vec![], vec![], vec![], vec![]);
+        let (mut context_positions, mut block_tokens, mut block_positions, mut previous) =
+            (vec![], vec![], vec![], vec![]);
         let (mut rows, mut labels, mut weights, mut slots) = (vec![], vec![], vec![], vec![]);
         let (mut tokens, mut blocks) = (0, 0);
         for sample in samples.iter().filter(|sample| !sample.anchors.is_empty()) {
@@ -88,7 +101,7 @@ impl BlockBatch {
                 for k in 0..eval_mask(&sample.loss_mask, anchor, gamma) {
                     rows.push(((blocks + b) * gamma + k) as i64);
                     labels.push(ids[anchor + 1 + k]);
-                    weights.push((-(k as f64) / decay_gamma).exp() as f32);
+                    weights.push(slot_weight(k, decay_gamma));
                     slots.push(k as i64);
                     teacher_rows.push(row_of(&sample.last_positions, anchor + k));
                 }
@@ -146,6 +159,8 @@ impl BlockBatch {
 fn row_of(last_positions: &[u32], position: usize) -> i64 {
     match last_positions.binary_search(&(position as u32)) {
         Ok(row) => row as i64,
-        Err(_) => panic!("the sample lacks the last hidden state of position {position}, which predicts a supervised label"),
+        Err(_) => panic!(
+            "the sample lacks the last hidden state of position {position}, which predicts a supervised label"
+        ),
     }
 }

@@ -2,12 +2,18 @@
 
 use std::path::Path;
 
+use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{Markov, MarkovKind};
 use serde_json::{Map, Value, json};
 
+use crate::ModelError;
 use crate::config::{Fields, ModelConfig, read_json};
 use crate::target::check_taps;
-use crate::ModelError;
+
+/// Sizes past these are mistakes; refused here, they cannot exhaust the memory.
+const MAX_BLOCK: usize = 1024;
+const MAX_LAYERS: usize = 1024;
+const MAX_RANK: i64 = 1 << 20;
 
 /// The confidence head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,13 +59,19 @@ impl BlockConfig {
             (rank, None | Some("vanilla")) => Some(Markov { kind: MarkovKind::Vanilla, rank }),
             (rank, Some("gated")) => Some(Markov { kind: MarkovKind::Gated, rank }),
             (rank, Some("rnn")) => Some(Markov { kind: MarkovKind::Rnn, rank }),
-            (_, Some(other)) => return Err(fields.error("markov_head_type", format!("\"{other}\" is unknown; expected vanilla, gated or rnn"))),
+            (_, Some(other)) => {
+                return Err(fields.error(
+                    "markov_head_type",
+                    format!("\"{other}\" is unknown; expected vanilla, gated or rnn"),
+                ));
+            }
         };
         let confidence = fields.flag("enable_confidence_head")?.unwrap_or(false).then_some(());
         let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
         let config = Self {
             block_size: size("block_size")? as usize,
-            mask_token_id: fields.required("mask_token_id", map.get("mask_token_id").and_then(Value::as_i64))?,
+            mask_token_id: fields
+                .required("mask_token_id", map.get("mask_token_id").and_then(Value::as_i64))?,
             target_layer_ids: fields.required("target_layer_ids", fields.integers("target_layer_ids")?)?,
             num_target_layers: size("num_target_layers")? as usize,
             num_anchors: fields.size("num_anchors")?.unwrap_or(512) as usize,
@@ -76,16 +88,33 @@ impl BlockConfig {
     /// # Errors
     /// If they contradict each other.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
+        let limits = [
+            ("block_size", self.block_size, MAX_BLOCK),
+            ("num_hidden_layers", self.model.num_hidden_layers, MAX_LAYERS),
+        ];
+        if let Some((key, found, most)) =
+            limits.into_iter().find(|(_, found, most)| !(1..=*most).contains(found))
+        {
+            return Err((key, format!("{found} is not between 1 and {most}")));
+        }
+        if let Some(markov) = self.markov.filter(|markov| !(1..=MAX_RANK).contains(&markov.rank)) {
+            return Err(("markov_rank", format!("{} is not between 1 and {MAX_RANK}", markov.rank)));
+        }
         if !(0..self.model.vocab_size).contains(&self.mask_token_id) {
-            let problem = format!("{} is outside the vocabulary of {}", self.mask_token_id, self.model.vocab_size);
+            let problem =
+                format!("{} is outside the vocabulary of {}", self.mask_token_id, self.model.vocab_size);
             return Err(("mask_token_id", problem));
         }
         if self.target_layer_ids.is_empty() {
             return Err(("target_layer_ids", "at least one target layer is needed".into()));
         }
-        check_taps(&self.target_layer_ids, self.num_target_layers).map_err(|error| ("target_layer_ids", error.to_string()))?;
+        check_taps(&self.target_layer_ids, self.num_target_layers)
+            .map_err(|error| ("target_layer_ids", error.to_string()))?;
         if self.confidence.is_some_and(|confidence| confidence.with_markov) && self.markov.is_none() {
-            return Err(("confidence_head_with_markov", "the confidence head wants the Markov embedding, but there is no Markov head".into()));
+            return Err((
+                "confidence_head_with_markov",
+                "the confidence head wants the Markov embedding, but there is no Markov head".into(),
+            ));
         }
         Ok(())
     }
@@ -108,7 +137,10 @@ impl BlockConfig {
         if differences.is_empty() {
             return Ok(());
         }
-        Err(ModelError::Mismatch(format!("the drafter does not belong to this target: the target has {}", differences.join("; "))))
+        Err(ModelError::Mismatch(UsageError(format!(
+            "the drafter does not belong to this target: the target has {}",
+            differences.join("; ")
+        ))))
     }
 
     /// The checkpoint's config.json: the target's with the drafter's keys on top.
@@ -134,7 +166,9 @@ impl BlockConfig {
         };
         map.insert("enable_confidence_head".into(), json!(self.confidence.is_some()));
         match self.confidence {
-            Some(confidence) => map.insert("confidence_head_with_markov".into(), json!(confidence.with_markov)),
+            Some(confidence) => {
+                map.insert("confidence_head_with_markov".into(), json!(confidence.with_markov))
+            }
             None => map.remove("confidence_head_with_markov"),
         };
         map
@@ -147,8 +181,10 @@ impl Fields<'_> {
         match self.map.get("markov_rank") {
             None | Some(Value::Null) => Ok(0),
             Some(value) => {
-                let rank = value.as_i64().filter(|rank| (0..1 << 20).contains(rank));
-                rank.ok_or_else(|| self.error("markov_rank", format!("expected an integer from 0, found {value}")))
+                let rank = value.as_i64().filter(|rank| (0..=MAX_RANK).contains(rank));
+                rank.ok_or_else(|| {
+                    self.error("markov_rank", format!("expected an integer from 0, found {value}"))
+                })
             }
         }
     }

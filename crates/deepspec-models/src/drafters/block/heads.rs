@@ -5,8 +5,8 @@ use tch::Tensor;
 use deepspec_core::recipe::{Markov, MarkovKind};
 
 use super::config::BlockConfig;
-use crate::nn::{Builder, Init, Linear};
 use crate::ModelError;
+use crate::nn::{Builder, Init, Linear};
 
 /// Low-rank bias on the logits, given the previous token.
 pub struct MarkovHead {
@@ -34,8 +34,12 @@ impl MarkovHead {
             w2: b.get("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal)?,
             form: match markov.kind {
                 MarkovKind::Vanilla => Form::Vanilla,
-                MarkovKind::Gated => Form::Gated(Linear::with_bias(b, "markov_head.gate_proj", hidden + rank, rank)?),
-                MarkovKind::Rnn => Form::Rnn(Linear::with_bias(b, "markov_head.joint_proj", 2 * rank + hidden, 3 * rank)?),
+                MarkovKind::Gated => {
+                    Form::Gated(Linear::with_bias(b, "markov_head.gate_proj", hidden + rank, rank)?)
+                }
+                MarkovKind::Rnn => {
+                    Form::Rnn(Linear::with_bias(b, "markov_head.joint_proj", 2 * rank + hidden, 3 * rank)?)
+                }
             },
             rank,
         })
@@ -68,8 +72,9 @@ impl MarkovHead {
             Form::Vanilla | Form::Gated(_) => self.step(hidden, e, &mut MarkovState::default()),
             Form::Rnn(_) => {
                 let mut state = MarkovState::default();
-                let steps: Vec<Tensor> =
-                    (0..e.size()[1]).map(|k| self.step(&hidden.select(1, k), &e.select(1, k), &mut state)).collect();
+                let steps: Vec<Tensor> = (0..e.size()[1])
+                    .map(|k| self.step(&hidden.select(1, k), &e.select(1, k), &mut state))
+                    .collect();
                 Tensor::stack(&steps, 1)
             }
         }

@@ -9,7 +9,7 @@ mod model;
 mod objective;
 mod proposer;
 
-pub use batch::{BlockBatch, TrainSample, anchor_candidates, eval_mask};
+pub use batch::{BlockBatch, TrainSample, anchor_candidates, eval_mask, slot_weight};
 pub use config::{BlockConfig, Confidence};
 pub use model::Block;
 pub use objective::{LossAlphas, LossSums, Normaliser};

@@ -32,7 +32,13 @@ impl Block {
     ///
     /// # Errors
     /// None for fresh weights; the signature is shared with loading.
-    pub fn fresh(config: BlockConfig, embed_tokens: &Tensor, lm_head: &Tensor, seed: u64, kind: Kind) -> Result<Self, ModelError> {
+    pub fn fresh(
+        config: BlockConfig,
+        embed_tokens: &Tensor,
+        lm_head: &Tensor,
+        seed: u64,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
         let b = Builder::fresh(seed, config.model.initializer_range, embed_tokens.device(), kind);
         Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), kind)
     }
@@ -45,25 +51,40 @@ impl Block {
         let config = BlockConfig::load(dir)?;
         let weights = Weights::open(dir, "Qwen3DSparkModel", device, kind)?;
         let shape = [config.model.vocab_size, config.model.hidden_size];
-        let (embed, head) = (weights.get("embed_tokens.weight", &shape)?, weights.get("lm_head.weight", &shape)?);
+        let (embed, head) =
+            (weights.get("embed_tokens.weight", &shape)?, weights.get("lm_head.weight", &shape)?);
         let block = Self::build(config, Builder::from_checkpoint(&weights), embed, head, kind)?;
         let unread = weights.unread();
         if unread.is_empty() {
             return Ok(block);
         }
-        let problem = format!("the config has no use for the tensors {}; config.json and weights do not belong together", unread.join(", "));
+        let problem = format!(
+            "the config has no use for the tensors {}; config.json and weights do not belong together",
+            unread.join(", ")
+        );
         Err(ModelError::NotAModel { path: dir.to_path_buf(), problem })
     }
 
-    fn build(config: BlockConfig, b: Builder, embed_tokens: Tensor, lm_head: Tensor, kind: Kind) -> Result<Self, ModelError> {
+    fn build(
+        config: BlockConfig,
+        b: Builder,
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
         let c = &config.model;
         let (device, width) = (embed_tokens.device(), config.target_layer_ids.len() as i64 * c.hidden_size);
         Ok(Self {
             fc: Linear::new(&b, "fc", width, c.hidden_size)?,
             hidden_norm: RmsNorm::new(&b, "hidden_norm", c.hidden_size, c.rms_norm_eps)?,
-            layers: (0..c.num_hidden_layers).map(|i| DecoderLayer::new(&b, &format!("layers.{i}"), c)).collect::<Result<_, _>>()?,
+            layers: (0..c.num_hidden_layers)
+                .map(|i| DecoderLayer::new(&b, &format!("layers.{i}"), c))
+                .collect::<Result<_, _>>()?,
             norm: RmsNorm::new(&b, "norm", c.hidden_size, c.rms_norm_eps)?,
-            markov: config.markov.map(|markov| MarkovHead::new(&b, markov, c.vocab_size, c.hidden_size)).transpose()?,
+            markov: config
+                .markov
+                .map(|markov| MarkovHead::new(&b, markov, c.vocab_size, c.hidden_size))
+                .transpose()?,
             confidence: ConfidenceHead::new(&b, &config)?,
             rope: Rope::new(c.rope_theta, c.head_dim, device),
             parameters: b.into_named(),
@@ -89,7 +110,11 @@ impl Block {
     pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
         let frozen = [("embed_tokens.weight", &self.embed_tokens), ("lm_head.weight", &self.lm_head)];
         let frozen = frozen.into_iter().map(|(name, tensor)| (name.to_string(), tensor.shallow_clone()));
-        self.parameters.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).chain(frozen).collect()
+        self.parameters
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+            .chain(frozen)
+            .collect()
     }
 
     /// Kind of weights and activations.
@@ -103,8 +128,7 @@ impl Block {
     }
 
     pub(super) fn heads(&self) -> Heads {
-        let c = &self.config.model;
-        Heads { query: c.num_attention_heads, key_value: c.num_key_value_heads, dim: c.head_dim }
+        self.config.model.heads()
     }
 
     pub(super) fn rotation(&self, positions: &Tensor) -> Rotation {
@@ -140,7 +164,8 @@ impl Block {
         for layer in &self.layers {
             let (k, v) = layer.attention.project_context(&context, &context_rotation);
             x = layer.forward(&x, &block_rotation, |block| {
-                let outputs: Vec<Tensor> = batch.spans.iter().map(|span| self.attend(span, block, &k, &v)).collect();
+                let outputs: Vec<Tensor> =
+                    batch.spans.iter().map(|span| self.attend(span, block, &k, &v)).collect();
                 Tensor::cat(&outputs, 0)
             });
         }
@@ -163,13 +188,17 @@ impl Block {
         let context = |t: &Tensor| t.narrow(0, span.first_token, tokens).transpose(0, 1); // [G, T, D]
 
         let flat = [key_value, blocks * repeats * gamma, dim];
-        let to_context = q.view(flat).bmm(&context(k).transpose(1, 2)).view([key_value, blocks, repeats * gamma, tokens]) + &span.mask;
+        let to_context =
+            q.view(flat).bmm(&context(k).transpose(1, 2)).view([key_value, blocks, repeats * gamma, tokens])
+                + &span.mask;
         let to_block = q.matmul(&own(&block.k).transpose(2, 3)); // [G, A, repeats·γ, γ]
         let weights = Tensor::cat(&[to_context, to_block], 3).softmax(-1, self.kind);
         let on_context = weights.narrow(3, 0, tokens).reshape([key_value, -1, tokens]).bmm(&context(v));
         let on_block = weights.narrow(3, tokens, gamma).matmul(&own(&block.v));
         let y = on_context.view_as(&on_block) + on_block;
-        y.view([key_value, blocks, repeats, gamma, dim]).permute([1, 3, 0, 2, 4]).reshape([blocks * gamma, query * dim])
+        y.view([key_value, blocks, repeats, gamma, dim])
+            .permute([1, 3, 0, 2, 4])
+            .reshape([blocks * gamma, query * dim])
     }
 
     /// Logits of slots with teacher-forced previous tokens, float32 `[R, V]`: `hidden [R, d]` and Markov features `[R, r]`.

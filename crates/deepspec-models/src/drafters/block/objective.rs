@@ -34,8 +34,21 @@ pub struct LossSums {
 impl LossSums {
     /// What each entry of `sums` is; the last 2γ are Σ accept rate and count per position.
     pub fn names(block_size: usize) -> Vec<String> {
-        let fixed = ["weight", "ce", "l1", "confidence", "tau", "blocks", "slots", "confidence_abs_error", "confidence_bias", "prefix_bias"];
-        let per_position = ["accept", "count"].into_iter().flat_map(|name| (0..block_size).map(move |k| format!("{name}@{k}")));
+        let fixed = [
+            "weight",
+            "ce",
+            "l1",
+            "confidence",
+            "tau",
+            "blocks",
+            "slots",
+            "confidence_abs_error",
+            "confidence_bias",
+            "prefix_bias",
+        ];
+        let per_position = ["accept", "count"]
+            .into_iter()
+            .flat_map(|name| (0..block_size).map(move |k| format!("{name}@{k}")));
         fixed.into_iter().map(str::to_string).chain(per_position).collect()
     }
 }
@@ -50,7 +63,8 @@ impl Block {
         let hidden = self.hidden(batch); // [A, γ, d]
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let features = self.markov_features(&hidden, &batch.previous);
-        let (e, features) = features.map_or((None, None), |(e, f)| (Some(supervised(&e)), Some(supervised(&f))));
+        let (e, features) =
+            features.map_or((None, None), |(e, f)| (Some(supervised(&e)), Some(supervised(&f))));
         let rows = supervised(&hidden); // [R, d]
 
         let log_draft = self.corrected_logits(&rows, features.as_ref()).log_softmax(-1, Kind::Float); // [R, V]
@@ -58,21 +72,27 @@ impl Block {
         let weighted = |values: &Tensor| (values * &batch.weights).sum(Kind::Float);
         let ce = weighted(&-log_draft.gather(1, &batch.labels.unsqueeze(1), false).squeeze_dim(1));
         let needs_l1 = alphas.l1 != 0.0;
-        let distance = |log_draft: &Tensor| (log_draft.exp() - &target).abs().sum_dim_intlist(-1, false, Kind::Float); // [R]
+        let distance =
+            |log_draft: &Tensor| (log_draft.exp() - &target).abs().sum_dim_intlist(-1, false, Kind::Float); // [R]
         let l1_rows = if needs_l1 { distance(&log_draft) } else { tch::no_grad(|| distance(&log_draft)) };
         let l1 = weighted(&l1_rows);
         let accept: Tensor = (l1_rows.detach() * -0.5 + 1.0).clamp(0.0, 1.0);
 
         let mut total = &ce * alphas.ce;
         if needs_l1 {
-            total = total + &l1 * alphas.l1;
+            total += &l1 * alphas.l1;
         }
         let confidence_logits = self.confidence_logits(&rows, e.as_ref());
         let bce = confidence_logits.as_ref().map(|logits| {
-            weighted(&logits.binary_cross_entropy_with_logits(&accept, None::<&Tensor>, None::<&Tensor>, Reduction::None))
+            weighted(&logits.binary_cross_entropy_with_logits(
+                &accept,
+                None::<&Tensor>,
+                None::<&Tensor>,
+                Reduction::None,
+            ))
         });
         if let Some(bce) = &bce {
-            total = total + bce * alphas.confidence;
+            total += bce * alphas.confidence;
         }
         let loss = total / (normaliser.0 + DENOMINATOR_EPS);
 
@@ -84,12 +104,14 @@ impl Block {
             let survival = by_block(&accept).cumprod(1, Kind::Float); // Π accept rate · eval_mask
             let tau = survival.sum(Kind::Double) + batch.blocks as f64;
             let zero = ce.zeros_like();
-            let (abs_error, bias, prefix_bias) = confidence_logits.as_ref().map_or((zero.copy(), zero.copy(), zero.copy()), |logits| {
-                let confidence = logits.sigmoid();
-                let error = &confidence - &accept;
-                let prefix = (by_block(&confidence).cumprod(1, Kind::Float) - &survival) * by_block(&batch.weights);
-                (weighted(&error.abs()), weighted(&error), prefix.sum(Kind::Float))
-            });
+            let (abs_error, bias, prefix_bias) =
+                confidence_logits.as_ref().map_or((zero.copy(), zero.copy(), zero.copy()), |logits| {
+                    let confidence = logits.sigmoid();
+                    let error = &confidence - &accept;
+                    let prefix = (by_block(&confidence).cumprod(1, Kind::Float) - &survival)
+                        * by_block(&batch.weights);
+                    (weighted(&error.abs()), weighted(&error), prefix.sum(Kind::Float))
+                });
             let scalars = [
                 batch.weights.sum(Kind::Float),
                 ce.detach(),
@@ -104,7 +126,11 @@ impl Block {
             ];
             let scalars: Vec<Tensor> = scalars.iter().map(|s| s.to_kind(Kind::Double).reshape([1])).collect();
             let per_position = |rows: &Tensor| {
-                Tensor::zeros([gamma], (Kind::Double, rows.device())).index_add(0, &batch.slots, &rows.to_kind(Kind::Double))
+                Tensor::zeros([gamma], (Kind::Double, rows.device())).index_add(
+                    0,
+                    &batch.slots,
+                    &rows.to_kind(Kind::Double),
+                )
             };
             let positions = [per_position(&accept), per_position(&accept.ones_like())];
             Tensor::cat(&scalars.into_iter().chain(positions).collect::<Vec<_>>(), 0)

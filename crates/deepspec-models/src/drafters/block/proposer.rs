@@ -30,12 +30,12 @@ impl BlockProposer {
         if context.chunks.is_empty() {
             return;
         }
-        let plan = self.cache.plan(&context.chunks, Visibility::Causal);
-        let rotation = self.block.rotation(plan.positions());
+        let rows = self.cache.place(&context.chunks);
+        let rotation = self.block.rotation(rows.positions());
         let hidden = self.block.context(&context.taps);
         for (i, layer) in self.block.layers.iter().enumerate() {
             let (k, v) = layer.attention.project_context(&hidden, &rotation);
-            self.cache.write(i, &plan, &k, &v);
+            self.cache.write(i, &rows, &k, &v);
         }
         self.cache.advance(&context.chunks);
     }
@@ -63,7 +63,14 @@ impl Proposer for BlockProposer {
         self.block.config().block_size
     }
 
-    fn propose(&mut self, context: &Context, slots: &[usize], anchors: &Tensor, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
+    fn propose(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+        uniforms: &Tensor,
+        sampling: &SamplingBatch,
+    ) -> Proposal {
         self.take_in(context);
         let hidden = self.hidden(slots, anchors); // [S, γ, d]
         let base = self.block.base_logits(&hidden); // [S, γ, V]
@@ -74,7 +81,7 @@ impl Proposer for BlockProposer {
             if let Some(markov) = &self.block.markov {
                 let e = markov.embed(&previous);
                 let features = markov.step(&hidden.select(1, k), &e, &mut state);
-                logits = logits + markov.bias(&features).to_kind(Kind::Float);
+                logits += markov.bias(&features).to_kind(Kind::Float);
                 embeddings.push(e);
             }
             let distribution = sampling.distributions(&logits);

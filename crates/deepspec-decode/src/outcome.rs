@@ -1,0 +1,83 @@
+//! What a step's forwards decided, on the host.
+
+use tch::Tensor;
+
+use crate::engine::index;
+
+/// What the host reads back after a step.
+pub struct Outcome {
+    /// Whether all logits of the step were finite.
+    pub finite: bool,
+    accepted: Vec<usize>,
+    next: Vec<i64>,
+    tokens: Vec<i64>,
+    confidence: Vec<f32>,
+    /// First tokens of the prompts.
+    pub first: Vec<i64>,
+    longest: usize,
+}
+
+/// What one verification committed.
+pub struct Committed {
+    pub proposed: u32,
+    pub accepted: u32,
+    pub tokens: Vec<i64>,
+    pub confidence: Vec<f32>,
+}
+
+impl Outcome {
+    /// Takes the step's transfer apart: a flag, accepted, next, drafted tokens and confidences of the decoding slots, first tokens.
+    pub fn new(values: &[f64], decoding: usize, prefilling: usize, lens: &[usize]) -> Self {
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        let (flag, values) = values.split_at(1);
+        let (head, first) = values.split_at(values.len() - prefilling);
+        let ids = |part: &[f64]| part.iter().map(|&v| v as i64).collect();
+        let (accepted, rest) = head.split_at(decoding);
+        let (next, rest) = rest.split_at(decoding);
+        let (tokens, confidence) = rest.split_at(decoding * longest);
+        Self {
+            finite: flag[0] == 1.0,
+            accepted: accepted.iter().map(|&n| n as usize).collect(),
+            next: ids(next),
+            tokens: ids(tokens),
+            confidence: confidence.iter().map(|&c| c as f32).collect(),
+            first: ids(first),
+            longest,
+        }
+    }
+
+    /// Block `i` under the counting rules: an accepted stop token ends block and proposal, without a bonus token.
+    pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> Committed {
+        let start = i * self.longest;
+        let drafts = &self.tokens[start..start + self.accepted[i]];
+        let stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
+        let proposed = stop.unwrap_or(proposed);
+        let mut tokens = drafts[..stop.unwrap_or(drafts.len())].to_vec();
+        let accepted = tokens.len() as u32;
+        if stop.is_none() {
+            tokens.push(self.next[i]);
+        }
+        let confidence = if self.confidence.is_empty() {
+            vec![]
+        } else {
+            self.confidence[start..start + proposed].to_vec()
+        };
+        Committed { proposed: proposed as u32, accepted, tokens, confidence }
+    }
+}
+
+/// Rows of ragged blocks `[Σ(1+γ'), V]` laid out as `[S, Γ+1, V]`; the rows past a block's end repeat its last one and are never used.
+pub fn padded(rows: &Tensor, lens: &[usize], longest: usize) -> Tensor {
+    let vocab = rows.size()[1];
+    let shape = [lens.len() as i64, longest as i64 + 1, vocab];
+    if lens.iter().all(|&len| len == longest) {
+        return rows.view(shape);
+    }
+    let mut start = 0;
+    let mut indices = Vec::with_capacity(lens.len() * (longest + 1));
+    for &len in lens {
+        indices.extend((0..=longest).map(|k| (start + k.min(len)) as i64));
+        start += len + 1;
+    }
+    rows.index_select(0, &index(indices.into_iter(), rows)).view(shape)
+}

@@ -1,0 +1,107 @@
+//! What goes into the engine and what comes out of it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Sampling;
+
+/// One sequence to generate.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Names the sequence's randomness: with the sampling seed it decides every draw.
+    pub id: String,
+    /// Prompt token ids, not empty.
+    pub prompt: Vec<i64>,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Limit of generated tokens, at least 1.
+    pub max_new_tokens: usize,
+    /// Tokens that end the sequence; the one that does is part of the output.
+    pub stop_ids: Vec<i64>,
+}
+
+/// Why a request cannot be taken.
+#[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
+pub enum EngineError {
+    /// A logit is NaN or infinite.
+    #[error(
+        "the target computed logits that are not finite; its weights are damaged or overflow this precision"
+    )]
+    NotFinite,
+    /// There is nothing to continue.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// Zero tokens were asked for.
+    #[error("max_new_tokens is 0; ask for at least 1 token")]
+    NoTokens,
+    /// Prompt and answer exceed the engine's context.
+    #[error(
+        "the prompt has {prompt} tokens and {max_new_tokens} may be generated, but the context holds {context}; shorten one of them"
+    )]
+    TooLong {
+        /// Prompt tokens.
+        prompt: usize,
+        /// Requested limit.
+        max_new_tokens: usize,
+        /// Tokens a slot can hold.
+        context: usize,
+    },
+    /// A token id outside the vocabulary.
+    #[error(
+        "prompt token {token} is outside the target's vocabulary of {vocab}; is this the target's own tokenizer?"
+    )]
+    UnknownToken {
+        /// The id found.
+        token: i64,
+        /// Vocabulary size.
+        vocab: usize,
+    },
+}
+
+/// Names a submitted request within one engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket(pub(crate) u64);
+
+/// Why a sequence ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Finish {
+    /// A stop token was generated.
+    Stop,
+    /// The limit of new tokens was reached.
+    Length,
+}
+
+/// One verification.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Cycle {
+    /// Drafted tokens that were verified, up to an accepted stop token.
+    pub proposed: u32,
+    /// Drafted tokens that were accepted.
+    pub accepted: u32,
+    /// Tokens that the cycle committed.
+    pub committed: u32,
+    /// The drafter's confidences of the verified tokens; empty without a confidence head.
+    pub confidence: Vec<f32>,
+}
+
+/// A finished sequence.
+#[derive(Debug, Clone)]
+pub struct Completion {
+    /// The request's id.
+    pub id: String,
+    /// Generated tokens, at most `max_new_tokens`, a final stop token included.
+    pub tokens: Vec<i64>,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Its verifications, none when the first token already was a stop token.
+    pub cycles: Vec<Cycle>,
+}
+
+/// Something that happened in a step.
+#[derive(Debug)]
+pub enum Event {
+    /// New tokens of a sequence.
+    Tokens(Ticket, Vec<i64>),
+    /// A sequence ended; its tokens were reported before.
+    Done(Ticket, Completion),
+}

@@ -1,0 +1,56 @@
+//! Measures drafters for speculative decoding.
+
+mod compare;
+mod mersenne;
+mod results;
+mod run;
+mod suites;
+mod table;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use deepspec_core::cli::{self, Verbosity};
+
+/// Measures drafters for speculative decoding.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Say nothing but warnings, errors and results
+    #[arg(long, short, global = true)]
+    quiet: bool,
+    /// Also say why
+    #[arg(long, short, global = true)]
+    verbose: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Decode prompt suites with a drafter and measure its accepted length and speed
+    Run(Box<run::Args>),
+    /// Show several results side by side
+    Compare(compare::Args),
+}
+
+fn main() -> ExitCode {
+    deepspec_dist::prepare_process();
+    let cli = Cli::parse();
+    let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
+    cli::start_logging(verbosity);
+    cli::run(|| match cli.command {
+        Command::Run(args) => run::run(&args, verbosity),
+        Command::Compare(args) => compare::run(&args),
+    })
+}
+
+/// Results go to standard output; a reader that stops reading (`| head`) has seen enough.
+fn print(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written,
+    }
+}

@@ -1,0 +1,148 @@
+//! Target and drafter: where they run, whether they fit, and what they are.
+
+use std::path::Path;
+
+use deepspec_core::cli::Verbosity;
+use deepspec_core::usage;
+use deepspec_decode::{Engine, EngineOptions, Proposer};
+use deepspec_models::{
+    Drafter, DrafterOptions, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest,
+    weights_digest,
+};
+use deepspec_text::ChatTokenizer;
+use tch::{Device, Kind};
+
+use super::Dtype;
+use super::decode::{Pass, decode};
+use super::prompts::Prepared;
+use crate::results::{DrafterIdentity, Settings, TargetIdentity};
+
+/// Where tensors live, and of which kind they are.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    device: Device,
+    kind: Kind,
+}
+
+impl Place {
+    /// The device as `--device` spells it.
+    pub fn device_name(self) -> String {
+        match self.device {
+            Device::Cuda(index) => format!("cuda:{index}"),
+            other => format!("{other:?}").to_lowercase(),
+        }
+    }
+
+    /// The kind as `--dtype` spells it.
+    pub fn kind_name(self) -> &'static str {
+        if self.kind == Kind::BFloat16 { "bfloat16" } else { "float32" }
+    }
+}
+
+/// Resolves `--device` and `--dtype`.
+pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<Place> {
+    let device = match deepspec_dist::device(device) {
+        Ok(device) => device,
+        Err(error) => usage!("--device: {error}"),
+    };
+    let kind = match dtype {
+        Dtype::Auto => deepspec_dist::default_kind(device),
+        Dtype::Float32 => Kind::Float,
+        Dtype::Bfloat16 => Kind::BFloat16,
+    };
+    Ok(Place { device, kind })
+}
+
+/// Tokens that the target in `dir` can hold, once it is clear that the tokenizer is one for it.
+pub fn context(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<usize> {
+    let config = ModelConfig::load(dir)?;
+    let (ids, vocab) = (tokenizer.vocab_size(), config.vocab_size);
+    if ids as i64 > vocab {
+        usage!(
+            "{}: the tokenizer has {ids} ids, the model only {vocab}; they do not belong together",
+            dir.display()
+        );
+    }
+    Ok(config.max_position_embeddings)
+}
+
+/// What a run loads.
+pub struct Models<'a> {
+    /// The target's folder.
+    pub target: &'a Path,
+    /// Where everything runs.
+    pub place: Place,
+    /// Tokens per slot.
+    pub context: usize,
+    /// Slots, thresholds and limits.
+    pub settings: &'a Settings,
+}
+
+impl Models<'_> {
+    /// Loads the target, and the drafter in `draft` if there is one, and decodes the suites. Nothing stays loaded.
+    ///
+    /// # Errors
+    /// If a model cannot be loaded, or the drafter does not belong to the target.
+    pub fn decode(
+        &self,
+        draft: Option<&Path>,
+        suites: &[Prepared],
+        verbosity: Verbosity,
+    ) -> anyhow::Result<(Vec<Pass>, Option<DrafterIdentity>)> {
+        let (Place { device, kind }, slots) = (self.place, self.settings.slots);
+        let load = |dir| Drafter::load(dir, &DrafterOptions { device, kind, slots });
+        let drafter = draft.map(load).transpose()?;
+        let identity =
+            draft.zip(drafter.as_ref()).map(|(dir, drafter)| drafter_identity(dir, drafter)).transpose()?;
+        // Plain decoding captures nothing, so that it is as fast as it can be.
+        let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
+        let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
+        if let Some(drafter) = &drafter {
+            drafter.check_fits(&target)?;
+            if self.settings.confidence_threshold.is_some() && !has_confidence(drafter) {
+                usage!("--confidence-threshold: the drafter has no confidence head");
+            }
+        }
+        let options = EngineOptions {
+            slots,
+            context: self.context,
+            confidence_threshold: self.settings.confidence_threshold.unwrap_or(0.0),
+            max_draft_tokens: self.settings.max_draft_tokens,
+            counts_overrun: true,
+        };
+        let passes = decode(&mut Engine::new(target, drafter, options), suites, verbosity)?;
+        Ok((passes, identity))
+    }
+}
+
+fn has_confidence(drafter: &Drafter) -> bool {
+    match drafter {
+        Drafter::Block(proposer) => proposer.block().config().confidence.is_some(),
+    }
+}
+
+fn drafter_identity(dir: &Path, drafter: &Drafter) -> Result<DrafterIdentity, ModelError> {
+    Ok(DrafterIdentity {
+        path: dir.display().to_string(),
+        config_digest: config_digest(dir)?,
+        weights_digest: weights_digest(dir)?,
+        block_size: drafter.block_size(),
+        taps: drafter.taps().to_vec(),
+    })
+}
+
+/// What the results say about the target.
+pub fn target_identity(
+    dir: &Path,
+    tokenizer: &ChatTokenizer,
+    stop_ids: Vec<i64>,
+) -> Result<TargetIdentity, ModelError> {
+    Ok(TargetIdentity {
+        path: dir.display().to_string(),
+        config_digest: config_digest(dir)?,
+        weights_digest: weights_digest(dir)?,
+        tokenizer_digest: tokenizer.tokenizer_digest().into(),
+        template_digest: tokenizer.template_digest(),
+        stop_ids,
+    })
+}

@@ -1,0 +1,125 @@
+//! Results as tables for people.
+
+use crate::results::{Metrics, Results, Settings, Timing};
+use crate::table::{Table, factor, number, rate};
+
+/// Up to this many positions, unconditional and conditional rates stand side by side.
+const SIDE_BY_SIDE: usize = 8;
+
+/// What was run, a table of lengths and speeds, a table of positions, and notes.
+pub fn render(results: &Results) -> String {
+    let mut parts = vec![heading(results), speeds(results).render()];
+    parts.extend(positions(results).iter().map(Table::render));
+    parts.push(notes(results));
+    parts.join("\n")
+}
+
+fn heading(results: &Results) -> String {
+    let Settings { temperature, slots, device, dtype, seed, .. } = &results.settings;
+    let drafter = match &results.drafter {
+        Some(drafter) => format!("drafter {} (blocks of {})", drafter.path, drafter.block_size),
+        None => "no drafter".into(),
+    };
+    format!(
+        "target {}, {drafter}\ntemperature {temperature}, seed {seed}, {slots} {}, {dtype} on {device}\n",
+        results.target.path,
+        if *slots == 1 { "slot" } else { "slots" }
+    )
+}
+
+/// The rows of every table: suites, domains, overall.
+fn fill(table: &mut Table, results: &Results, cells: impl Fn(&Metrics, [String; 2]) -> Vec<String>) {
+    let named = |name: String, cells: Vec<String>| std::iter::once(name).chain(cells).collect();
+    for suite in &results.suites {
+        let counts = [suite.counts.samples.to_string(), suite.counts.cycles.to_string()];
+        table.row(named(suite.name.clone(), cells(&suite.metrics, counts)));
+    }
+    table.rule();
+    for domain in &results.domains {
+        table.row(named(domain.domain.to_string(), cells(&domain.metrics, Default::default())));
+    }
+    table.row(named("overall".into(), cells(&results.overall, Default::default())));
+}
+
+fn speeds(results: &Results) -> Table {
+    let header = ["suite", "τ", "verify rate", "tokens/s", "speed-up", "samples", "cycles"];
+    let mut table = Table::new(header.map(String::from).to_vec());
+    fill(&mut table, results, |metrics, [samples, cycles]| {
+        vec![
+            number(metrics.accepted_length, 2),
+            number(metrics.verify_rate, 2),
+            rate(metrics.tokens_per_s),
+            factor(metrics.speed_up),
+            samples,
+            cycles,
+        ]
+    });
+    table
+}
+
+fn positions(results: &Results) -> Vec<Table> {
+    type Rates = fn(&Metrics) -> &Vec<Option<f64>>;
+    let kinds: [(&str, Rates); 2] = [
+        ("accepted at position", |metrics| &metrics.rates),
+        ("accepted at position, given all before it", |metrics| &metrics.conditional_rates),
+    ];
+    let count = results.overall.rates.len();
+    let build = |kinds: &[(&str, Rates)]| {
+        let positions = kinds.iter().flat_map(|_| (1..=count).map(|k| format!("@{k}")));
+        let mut table = Table::new(std::iter::once("suite".to_string()).chain(positions).collect());
+        table.title(1, "");
+        kinds.iter().for_each(|(title, _)| table.title(count, title));
+        fill(&mut table, results, |metrics, _| {
+            let values = kinds.iter().flat_map(|(_, rates)| {
+                (0..count).map(|k| rates(metrics).get(k).copied().flatten()).collect::<Vec<_>>()
+            });
+            values.map(|value| number(value, 2)).collect()
+        });
+        table
+    };
+    match count {
+        0 => vec![],
+        1..=SIDE_BY_SIDE => vec![build(&kinds)],
+        _ => kinds.iter().map(|kind| build(std::slice::from_ref(kind))).collect(),
+    }
+}
+
+fn notes(results: &Results) -> String {
+    let mut notes = vec!["Domains and overall are means over suites.".to_string()];
+    let sum = |part: fn(&Timing) -> f64| results.suites.iter().map(|suite| part(&suite.timing)).sum::<f64>();
+    let wall = sum(|timing| timing.wall_s);
+    let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);
+    let (draft, verify, host) =
+        (share(|timing| timing.draft_s), share(|timing| timing.verify_s), share(|timing| timing.host_s));
+    notes.push(format!(
+        "Time: {wall:.1} s, of it {draft:.0} % drafting, {verify:.0} % target, {host:.0} % host."
+    ));
+    let baseline: f64 = results
+        .suites
+        .iter()
+        .filter_map(|suite| suite.baseline.as_ref())
+        .map(|plain| plain.timing.wall_s)
+        .sum();
+    if baseline > 0.0 {
+        notes.push(format!("Plain decoding of the same samples took {baseline:.1} s."));
+    }
+    for suite in &results.suites {
+        if suite.counts.cycles == 0 {
+            notes.push(format!("{} had no cycle and is left out of the means.", suite.name));
+        }
+        if !suite.skipped.is_empty() {
+            notes.push(format!(
+                "{}: {} prompts were too long and are not scored.",
+                suite.name,
+                suite.skipped.len()
+            ));
+        }
+        if suite.shortened > 0 {
+            let (name, count, asked) = (&suite.name, suite.shortened, results.settings.max_new_tokens);
+            notes.push(format!(
+                "{name}: the target had room for less than {asked} new tokens in {count} samples."
+            ));
+        }
+    }
+    notes.iter().map(|note| format!("{note}\n")).collect()
+}

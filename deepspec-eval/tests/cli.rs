@@ -1,0 +1,322 @@
+//! The built binary: what a run leaves behind, what a comparison says, and how bad input is refused.
+
+mod common;
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::sync::OnceLock;
+
+use arrow::array::AsArray;
+use arrow::datatypes::{Float32Type, Int32Type};
+use common::{
+    answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
+    write_bigram_drafter, write_drafter,
+};
+use deepspec_models::{BlockConfig, ModelConfig};
+use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// Few samples, and few tokens each.
+const SMALL: [&str; 4] = ["--limit", "4", "--max-new-tokens", "40"];
+
+/// A folder with a good drafter in `good` and an untrained one in `bad`.
+fn drafters() -> &'static Path {
+    static DIR: OnceLock<TempDir> = OnceLock::new();
+    let dir = DIR.get_or_init(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let corpus = dir.path().join("corpus");
+        run_ok("none", &corpus, &["--seed", "7", "--limit", "24"]);
+        write_bigram_drafter(&dir.path().join("good"), answers(&corpus).values());
+        write_drafter(&dir.path().join("bad"), drafter_config(), |_, tensor| tensor);
+        dir
+    });
+    dir.path()
+}
+
+fn good() -> String {
+    drafters().join("good").display().to_string()
+}
+
+fn bad() -> String {
+    drafters().join("bad").display().to_string()
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+#[test]
+fn a_run_leaves_counts_traces_and_answers_that_agree() {
+    let dir = tempfile::tempdir().unwrap();
+    let table = run_ok(&good(), dir.path(), &SMALL);
+    assert!(table.lines().all(|line| line.chars().count() <= 140), "{table}");
+    let results = results(dir.path());
+    assert_eq!((&results["format"], &results["format_version"]), (&json!("deepspec-results"), &json!(1)));
+    assert_eq!(results["settings"]["seed"], 980_406);
+    assert_eq!(results["drafter"]["block_size"], 5);
+    assert_eq!(results["drafter"]["taps"], json!([-1, 2, 5]));
+    let suites = results["suites"].as_array().unwrap();
+    let names: Vec<&str> = suites.iter().map(|suite| suite["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["smoke-math", "smoke-code", "smoke-chat"]);
+    assert!(names.iter().chain(&["overall", "@5", "speed-up"]).all(|word| table.contains(word)), "{table}");
+
+    let answers = answers(dir.path());
+    let traces = traces(&dir.path().join("traces.parquet"));
+    for suite in suites {
+        let (name, counts) = (suite["name"].as_str().unwrap(), &suite["counts"]);
+        let of_suite = || traces.iter().filter(|row| row.suite == name);
+        let sum = |value: fn(&Trace) -> i32| of_suite().map(|row| i64::from(value(row))).sum::<i64>();
+        assert_eq!(counts["cycles"], of_suite().count());
+        assert_eq!(counts["proposed"], sum(|row| row.proposed));
+        assert_eq!(counts["accepted"], sum(|row| row.accepted));
+        assert_eq!(counts["committed"], sum(|row| row.committed));
+        assert!(of_suite().all(|row| row.confidences == row.proposed));
+        let tokens: usize =
+            answers.iter().filter(|(id, _)| id.starts_with(name)).map(|(_, ids)| ids.len()).sum();
+        assert_eq!((&counts["output_tokens"], &counts["samples"]), (&json!(tokens), &json!(4)));
+        let tau = number(&suite["metrics"]["accepted_length"]);
+        assert!((tau - number(&counts["committed"]) / number(&counts["cycles"])).abs() < 1e-12);
+        assert!(tau > 1.1, "the bigram drafter should now and then be right, but τ is {tau}");
+        assert!(
+            number(&suite["metrics"]["speed_up"]) > 0.0
+                && number(&suite["baseline"]["timing"]["wall_s"]) > 0.0
+        );
+    }
+    for (i, domain) in results["domains"].as_array().unwrap().iter().enumerate() {
+        assert_eq!(domain["metrics"], suites[i]["metrics"], "one suite is its domain's mean");
+    }
+    let mean = suites.iter().map(|suite| number(&suite["metrics"]["accepted_length"])).sum::<f64>() / 3.0;
+    assert!((number(&results["overall"]["accepted_length"]) - mean).abs() < 1e-12);
+    let mut left: Vec<_> =
+        fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["outputs.jsonl", "results.json", "traces.parquet"]);
+}
+
+/// A row of `traces.parquet`.
+struct Trace {
+    suite: String,
+    proposed: i32,
+    accepted: i32,
+    committed: i32,
+    /// How many confidences there are.
+    confidences: i32,
+}
+
+fn traces(path: &Path) -> Vec<Trace> {
+    let reader =
+        ParquetRecordBatchReaderBuilder::try_new(File::open(path).unwrap()).unwrap().build().unwrap();
+    let mut rows = vec![];
+    for batch in reader {
+        let batch = batch.unwrap();
+        let column = |name: &str| batch.column_by_name(name).unwrap_or_else(|| panic!("no column {name}"));
+        let integer = |name: &str, row: usize| column(name).as_primitive::<Int32Type>().value(row);
+        for row in 0..batch.num_rows() {
+            let confidences = column("confidences").as_list::<i32>().value(row);
+            let confidences = confidences.as_primitive::<Float32Type>();
+            assert!(confidences.values().iter().all(|c| (0.0..=1.0).contains(c)));
+            let previous = (row > 0).then(|| integer("cycle", row - 1));
+            assert!(integer("cycle", row) == 0 || Some(integer("cycle", row) - 1) == previous);
+            assert!(!column("sample").as_string::<i32>().value(row).is_empty());
+            rows.push(Trace {
+                suite: column("suite").as_string::<i32>().value(row).into(),
+                proposed: integer("proposed", row),
+                accepted: integer("accepted", row),
+                committed: integer("committed", row),
+                confidences: confidences.len() as i32,
+            });
+        }
+    }
+    rows
+}
+
+#[test]
+fn results_are_replaced_only_when_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let small = ["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8"];
+    let printed = run_ok("none", dir.path(), &[&small[..], &["--json"]].concat());
+    assert_eq!(printed, fs::read_to_string(dir.path().join("results.json")).unwrap());
+    let first = results(dir.path());
+    assert_eq!((&first["drafter"], &first["suites"][0]["baseline"]), (&Value::Null, &Value::Null));
+    assert_eq!(first["overall"]["accepted_length"], 1.0);
+    assert_refused(&run("none", dir.path(), &small), 2, &["--overwrite"]);
+    run_ok("none", dir.path(), &[&small[..], &["--overwrite", "--temperature", "0"]].concat());
+    assert_eq!(results(dir.path())["settings"]["temperature"], 0.0);
+}
+
+#[test]
+fn prompts_are_fitted_into_the_target() {
+    let suites = tempfile::tempdir().unwrap();
+    let tokenizer = ChatTokenizer::load(&target_dir()).unwrap();
+    let length = |words: usize| {
+        let message = Message::new(Role::User, "yes ".repeat(words));
+        generation_prompt(&tokenizer, &[message], None, Some(false)).unwrap().len()
+    };
+    // The target holds 2048 tokens: one prompt with room to spare, one with less than asked for, one that is too long.
+    let almost = (1..).step_by(10).take_while(|&words| length(words) < 2040).last().unwrap();
+    let rows = [2, almost, almost + 20].map(|words| json!({"turns": ["yes ".repeat(words)]}).to_string());
+    fs::write(suites.path().join("aime24.jsonl"), rows.join("\n")).unwrap();
+    let many: String =
+        (0..501).map(|i| json!({"id": i, "turns": [format!("{i} apples?")]}).to_string() + "\n").collect();
+    fs::write(suites.path().join("gsm8k.jsonl"), many).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["--suite", "aime24", "--suite", "gsm8k", "--limit", "3", "--max-new-tokens", "64"];
+    let args = [&args[..], &["--suites-dir", suites.path().to_str().unwrap()]].concat();
+    let target = target_dir();
+    let fixed = ["run", "--quiet", "--draft", "none", "--target", target.to_str().unwrap()];
+    let output =
+        deepspec_eval(&[&fixed[..], &["--output-dir", dir.path().to_str().unwrap()], &args].concat());
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && told.contains("aime24/2 is skipped"), "{told}");
+    let results = results(dir.path());
+    let aime = results["suites"].as_array().unwrap().iter().find(|suite| suite["name"] == "aime24").unwrap();
+    assert_eq!((&aime["skipped"], &aime["shortened"], &aime["rows"]), (&json!(["2"]), &json!(1), &json!(3)));
+    assert_eq!(aime["counts"]["samples"], 2);
+    // CPython: r = list(range(501)); random.Random(980406).shuffle(r); r[:3]
+    let answers = answers(dir.path());
+    let shuffled = [277, 140, 388].map(|row| format!("gsm8k/{row}"));
+    assert!(shuffled.iter().all(|id| answers.contains_key(id)), "{:?}", answers.keys());
+}
+
+#[test]
+fn comparisons_show_what_differs() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    run_ok(&good(), Path::new(&path("good")), &SMALL);
+    run_ok(&bad(), Path::new(&path("bad")), &SMALL);
+    run_ok(
+        &bad(),
+        Path::new(&path("other")),
+        &["--limit", "2", "--max-new-tokens", "40", "--seed", "1", "--domain", "math"],
+    );
+    let compare = |args: &[&str]| {
+        let output = deepspec_eval(&[&["compare"], args].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (table, warnings) = compare(&[&path("good"), &path("bad/results.json")]);
+    assert_eq!(warnings, "");
+    let header = table.lines().nth(1).unwrap();
+    assert_eq!(header.split_whitespace().collect::<Vec<_>>(), ["suite", "good", "bad", "good", "bad"]);
+    let overall = table.lines().find(|line| line.starts_with("overall")).unwrap();
+    let tau: Vec<f64> =
+        overall.split_whitespace().skip(1).take(2).map(|cell| cell.parse().unwrap()).collect();
+    assert!(tau[0] > tau[1], "{table}");
+
+    let (table, warnings) = compare(&[&path("good"), &path("other"), "--label", "A", "--label", "B"]);
+    for what in [
+        "seed differs: 980406 in A, 1 in B",
+        "limit differs",
+        "set of suites differs",
+        "smoke-math [file, samples]",
+    ] {
+        assert!(table.contains(what) && warnings.contains(what), "{what} not in: {table}{warnings}");
+    }
+    assert!(table.contains("smoke-math") && !table.contains("\nsmoke-code"), "{table}");
+    let (text, _) = compare(&[&path("good"), &path("bad"), "--json"]);
+    let comparison: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&comparison["columns"][1]["label"], &comparison["differences"]), (&json!("bad"), &json!([])));
+    let tau = |metrics: &Value| number(&metrics["accepted_length"]);
+    let expected = tau(&results(Path::new(&path("good")))["overall"]);
+    assert!((tau(&comparison["columns"][0]["overall"]) - expected).abs() < 1e-12);
+
+    assert_refused(
+        &deepspec_eval(&["compare", &path("good"), &path("nowhere")]),
+        2,
+        &["nowhere", "does not exist"],
+    );
+    assert_refused(
+        &deepspec_eval(&["compare", &path("good"), "--label", "a", "--label", "b"]),
+        2,
+        &["2 labels"],
+    );
+    fs::write(path("broken.json"), "{\"format\": 1}").unwrap();
+    assert_refused(
+        &deepspec_eval(&["compare", &path("broken.json")]),
+        2,
+        &["broken.json", "deepspec-results"],
+    );
+}
+
+#[test]
+fn bad_input_is_refused_in_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let refused = |draft: &str, args: &[&str], words: &[&str]| {
+        assert_refused(&run(draft, &out, args), 2, words);
+        assert!(!out.join("results.json").exists());
+    };
+    refused("nowhere", &[], &["--draft", "nowhere", "does not exist"]);
+    refused("none", &["--suite", "gsm9k"], &["`gsm9k` is no suite", "smoke-math"]);
+    refused("none", &["--suite", "alpaca"], &["alpaca.jsonl does not exist", "deepspec-data suites"]);
+    refused("none", &["--limit", "0"], &["--limit must be at least 1"]);
+    refused("none", &["--temperature=-1"], &["--temperature"]);
+    refused("none", &["--confidence-threshold", "0.5"], &["need a drafter"]);
+    refused(&bad(), &["--confidence-threshold", "1.5"], &["between 0 and 1"]);
+
+    let suites = repository("eval_datasets");
+    let raw = |args: &[&str]| {
+        let fixed = ["run", "--draft", "none", "--output-dir", out.to_str().unwrap()];
+        deepspec_eval(&[&fixed[..], args].concat())
+    };
+    let (target, suites) = (target_dir().display().to_string(), suites.display().to_string());
+    assert_refused(&raw(&["--target", "nowhere", "--suites-dir", &suites]), 2, &["--target", "nowhere"]);
+    assert_refused(&raw(&["--target", &target, "--suites-dir", "nowhere"]), 2, &["nowhere", "--suites-dir"]);
+    assert_refused(
+        &raw(&["--target", &target, "--suites-dir", &suites, "--device", "tpu"]),
+        2,
+        &["--device", "tpu"],
+    );
+    let file = dir.path().join("aime24.jsonl");
+    for (text, words) in [
+        ("", ["aime24.jsonl", "no rows"]),
+        ("{\"id\":\"a\",\"turns\":[\"Hi\"]}\n{\"id\":\"b\",\"turns\":", ["aime24.jsonl:2", "not valid JSON"]),
+        ("{\"id\":\"a\"}\n", ["aime24.jsonl:1", "no `turns`"]),
+        (
+            "{\"id\":\"a\",\"turns\":[\"Hi\"]}\n{\"id\":\"a\",\"turns\":[\"Hi\"]}\n",
+            ["aime24.jsonl:2", "line 1"],
+        ),
+    ] {
+        fs::write(&file, text).unwrap();
+        let here = dir.path().to_str().unwrap();
+        assert_refused(&raw(&["--target", &target, "--suites-dir", here, "--suite", "aime24"]), 2, &words);
+    }
+}
+
+#[test]
+fn drafters_of_other_targets_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let written = |name: &str, change: &dyn Fn(&mut BlockConfig)| {
+        let mut config = drafter_config();
+        change(&mut config);
+        write_drafter(&dir.path().join(name), config, |_, tensor| tensor);
+        dir.path().join(name).display().to_string()
+    };
+    let smaller = written("vocabulary", &|config| {
+        config.model = ModelConfig { vocab_size: 512, ..config.model.clone() };
+        config.model.raw.insert("vocab_size".into(), json!(512));
+        (config.mask_token_id, config.markov, config.confidence) = (511, None, None);
+    });
+    assert_refused(&run(&smaller, &out, &SMALL), 2, &["vocab_size 1024", "trained for 512"]);
+    let narrower = written("width", &|config| {
+        config.model = ModelConfig { hidden_size: 96, ..config.model.clone() };
+        config.model.raw.insert("hidden_size".into(), json!(96));
+    });
+    assert_refused(&run(&narrower, &out, &SMALL), 2, &["hidden_size 192", "trained for 96"]);
+    let deeper = written("depth", &|config| config.num_target_layers = 7);
+    assert_refused(&run(&deeper, &out, &SMALL), 2, &["number of target layers 6", "trained for 7"]);
+    let beyond = written("taps", &|config| {
+        config.num_target_layers = 9;
+        config.target_layer_ids = vec![1, 8];
+    });
+    assert_refused(&run(&beyond, &out, &SMALL), 2, &["[1, 8]", "6 layers"]);
+    let unsure = written("unsure", &|config| config.confidence = None);
+    let args = [&SMALL[..], &["--confidence-threshold", "0.5"]].concat();
+    assert_refused(&run(&unsure, &out, &args), 2, &["no confidence head"]);
+    let target = target_dir().display().to_string();
+    assert_refused(&run(&target, &out, &SMALL), 1, &["Qwen3ForCausalLM", "no known drafter"]);
+    assert!(!out.join("results.json").exists());
+}

@@ -1,0 +1,125 @@
+//! What the tests share: the built binary, the tiny target, and drafters that need no training.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use deepspec_core::recipe::{Markov, MarkovKind};
+use deepspec_models::{Block, BlockConfig, Confidence, ModelConfig, TargetModel, TargetOptions, save};
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+/// A path from the repository's root.
+pub fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+pub fn target_dir() -> PathBuf {
+    repository("assets/tiny-target")
+}
+
+/// Runs the built binary on one thread.
+pub fn deepspec_eval(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-eval"));
+    command.env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG").args(args).output().unwrap()
+}
+
+/// `run` on the tiny target and our suites, with these further arguments.
+pub fn run(draft: &str, output_dir: &Path, args: &[&str]) -> Output {
+    let (target, suites) = (target_dir(), repository("eval_datasets"));
+    let mut all = vec!["run", "--quiet", "--device", "cpu", "--dtype", "float32"];
+    all.extend(["--target", target.to_str().unwrap(), "--suites-dir", suites.to_str().unwrap()]);
+    all.extend(["--draft", draft, "--output-dir", output_dir.to_str().unwrap()]);
+    all.extend(args);
+    deepspec_eval(&all)
+}
+
+/// As [`run`], which must succeed; what it printed.
+pub fn run_ok(draft: &str, output_dir: &Path, args: &[&str]) -> String {
+    let output = run(draft, output_dir, args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// A failure with this exit code, told in one line with these words.
+pub fn assert_refused(output: &Output, code: i32, words: &[&str]) {
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{told}");
+    assert_eq!(told.trim().lines().filter(|line| line.contains("ERROR")).count(), 1, "{told}");
+    assert!(words.iter().all(|word| told.contains(word)), "{words:?} not in: {told}");
+}
+
+/// Token ids of every answer in a run's `outputs.jsonl`, by `suite/row`.
+pub type Answers = BTreeMap<String, Vec<i64>>;
+
+pub fn answers(output_dir: &Path) -> Answers {
+    let text = fs::read_to_string(output_dir.join("outputs.jsonl")).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    rows.map(|row| {
+        let ids =
+            row["token_ids"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect::<Vec<_>>();
+        assert_eq!(row["tokens"], ids.len());
+        (format!("{}/{}", row["suite"].as_str().unwrap(), row["id"].as_str().unwrap()), ids)
+    })
+    .collect()
+}
+
+pub fn results(output_dir: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(output_dir.join("results.json")).unwrap()).unwrap()
+}
+
+/// The tiny target in float32.
+pub fn target(slots: usize, taps: &[i64]) -> TargetModel {
+    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots, taps: taps.to_vec() };
+    TargetModel::load(&target_dir(), &options).unwrap()
+}
+
+/// A DSpark drafter for the tiny target.
+pub fn drafter_config() -> BlockConfig {
+    let target = ModelConfig::load(&target_dir()).unwrap();
+    BlockConfig {
+        block_size: 5,
+        mask_token_id: target.vocab_size - 1,
+        target_layer_ids: vec![-1, 2, 5],
+        num_target_layers: target.num_hidden_layers,
+        num_anchors: 16,
+        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
+        confidence: Some(Confidence { with_markov: true }),
+        model: ModelConfig { num_hidden_layers: 1, ..target },
+    }
+}
+
+/// Writes a checkpoint with fresh weights, changed by `edit`.
+pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor) -> Tensor) {
+    fs::create_dir_all(dir).unwrap();
+    let shape = [config.model.vocab_size, config.model.hidden_size];
+    let config_json = serde_json::to_string(&config.to_json()).unwrap();
+    tch::manual_seed(1);
+    let small = Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.02;
+    let block = Block::fresh(config, &small, &small, 1, Kind::Float).unwrap();
+    let tensors: Vec<(String, Tensor)> =
+        block.checkpoint().into_iter().map(|(name, tensor)| (name.clone(), edit(&name, tensor))).collect();
+    save(&dir.join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
+    fs::write(dir.join("config.json"), config_json).unwrap();
+}
+
+/// Writes a drafter that is often right: its Markov head holds the bigrams of these texts, and its backbone adds noise that
+/// depends on the context.
+pub fn write_bigram_drafter<'a>(dir: &Path, texts: impl Iterator<Item = &'a Vec<i64>>) {
+    let config = drafter_config();
+    let vocab = config.model.vocab_size;
+    let counts = Tensor::full([vocab, vocab], 5e-4, (Kind::Float, Device::Cpu)); // [previous, next]
+    for text in texts {
+        let pair = |offset: i64| Tensor::from_slice(&text[offset as usize..text.len() - 1 + offset as usize]);
+        let ones = Tensor::ones([text.len() as i64 - 1], (Kind::Float, Device::Cpu));
+        let _ = counts.shallow_clone().index_put_(&[Some(pair(0)), Some(pair(1))], &ones, true);
+    }
+    let logits = counts.log();
+    write_drafter(dir, config, |name, tensor| match name {
+        "markov_head.markov_w1.weight" => Tensor::eye(vocab, (Kind::Float, Device::Cpu)),
+        "markov_head.markov_w2.weight" => logits.transpose(0, 1).contiguous(), // [next, previous]
+        _ => tensor,
+    });
+}
