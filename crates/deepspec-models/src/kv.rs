@@ -1,13 +1,17 @@
 //! Key/value histories of many slots, and attention of ragged batches over them.
 
+use std::collections::BTreeMap;
+
 use tch::{Device, Kind, Tensor};
 
 use crate::nn::{Heads, Qkv};
 
-/// Chunks up to this length share one padded attention call; longer ones (prompts) each get their own.
-const SHORT_CHUNK: usize = 32;
-/// Histories grow in powers of two from this many tokens.
-const FIRST_CAPACITY: usize = 128;
+/// Attention reads histories in whole multiples of this many tokens.
+///
+/// The sums of an attention depend, in the last bits, on how many keys it is handed. So that a sequence's states do not
+/// depend on the sequences it rides with, that number follows from its own length alone, and only chunks that agree in it
+/// share a call.
+const SPAN: usize = 256;
 
 /// What a fed token sees of its own chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +34,8 @@ pub struct KvCache {
 /// Where the rows of a feed go and what they see; the same for all layers.
 pub struct Ragged {
     rows: Rows,
+    /// Row order of the groups one after the other, and the way back; None where it is the feed's own.
+    reorder: Option<(Tensor, Tensor)>,
     groups: Vec<Group>,
 }
 
@@ -39,19 +45,16 @@ pub struct Rows {
     positions: Tensor,
 }
 
-/// Chunks that attend together, padded to a common length.
+/// Chunks of one length whose histories need the same span.
 struct Group {
-    first_row: i64,
     rows: i64,
     slots: Slots,
-    /// L, the longest chunk.
+    /// L, the length of every chunk.
     width: i64,
-    /// Row of each of the S·L cells, and cell of each row; None where no chunk needs padding.
-    padding: Option<(Tensor, Tensor)>,
-    /// T, the longest history.
+    /// T, keys handed to the attention.
     span: i64,
-    /// 0 where visible, −∞ elsewhere: `[S, 1, repeats·L, T]`; None where all is visible.
-    mask: Option<Tensor>,
+    /// 0 where visible, −∞ elsewhere: `[S, 1, repeats·L, T]`.
+    mask: Tensor,
 }
 
 enum Slots {
@@ -105,64 +108,71 @@ impl KvCache {
     /// [`KvCache::place`]s chunks and works out what their queries see.
     pub fn plan(&mut self, chunks: &[(usize, usize)], visibility: Visibility) -> Ragged {
         let rows = self.place(chunks);
-        let mut groups = vec![];
-        let (mut row, mut start) = (0, 0);
-        while start < chunks.len() {
-            let short = chunks[start..].iter().take_while(|(_, len)| *len <= SHORT_CHUNK).count();
-            let taken = short.max(1);
-            groups.push(self.group(&chunks[start..start + taken], row, visibility));
-            row += chunks[start..start + taken].iter().map(|&(_, len)| len as i64).sum::<i64>();
-            start += taken;
+        let mut members: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
+        for (i, &(slot, len)) in chunks.iter().enumerate() {
+            members.entry((len, (self.lens[slot] + len).next_multiple_of(SPAN))).or_default().push(i);
         }
-        Ragged { rows, groups }
+        let order: Vec<usize> = members.values().flatten().copied().collect();
+        let reorder = (!order.is_sorted()).then(|| self.reorder(chunks, &order));
+        let groups = members
+            .iter()
+            .map(|(&(width, span), members)| {
+                let slots: Vec<usize> = members.iter().map(|&i| chunks[i].0).collect();
+                self.group(&slots, width, span, visibility)
+            })
+            .collect();
+        Ragged { rows, reorder, groups }
     }
 
-    fn group(&self, chunks: &[(usize, usize)], first_row: i64, visibility: Visibility) -> Group {
-        let device = self.options.1;
-        let width = chunks.iter().map(|&(_, len)| len).max().unwrap_or(0);
-        let span = chunks.iter().map(|&(slot, len)| self.lens[slot] + len).max().unwrap_or(0);
-        let consecutive = chunks.windows(2).all(|pair| pair[1].0 == pair[0].0 + 1);
-        let slots = if consecutive {
-            Slots::Range(chunks[0].0 as i64, chunks.len() as i64)
-        } else {
-            Slots::Picked(
-                Tensor::from_slice(&chunks.iter().map(|&(slot, _)| slot as i64).collect::<Vec<_>>())
-                    .to_device(device),
-            )
-        };
-        let padding = chunks.iter().any(|&(_, len)| len != width).then(|| {
-            let (mut row_of_cell, mut cell_of_row, mut row) = (vec![], vec![], 0);
-            for (s, &(_, len)) in chunks.iter().enumerate() {
-                row_of_cell.extend((0..width).map(|i| (row + i.min(len - 1)) as i64));
-                cell_of_row.extend((0..len).map(|i| (s * width + i) as i64));
-                row += len;
-            }
-            (
-                Tensor::from_slice(&row_of_cell).to_device(device),
-                Tensor::from_slice(&cell_of_row).to_device(device),
-            )
-        });
-        // The last position that each cell sees; a padding cell repeats the chunk's last row.
-        let last_seen: Vec<i64> = chunks
+    /// Row indices that bring chunks into `order`, and those that bring them back.
+    fn reorder(&self, chunks: &[(usize, usize)], order: &[usize]) -> (Tensor, Tensor) {
+        let starts: Vec<usize> = chunks
             .iter()
-            .flat_map(|&(slot, len)| {
+            .scan(0, |row, &(_, len)| {
+                *row += len;
+                Some(*row - len)
+            })
+            .collect();
+        let rows_of = |&i: &usize| (starts[i]..starts[i] + chunks[i].1).map(|row| row as i64);
+        let there: Vec<i64> = order.iter().flat_map(rows_of).collect();
+        let mut back = vec![0; there.len()];
+        for (place, &row) in there.iter().enumerate() {
+            back[row as usize] = place as i64;
+        }
+        let device = self.options.1;
+        (Tensor::from_slice(&there).to_device(device), Tensor::from_slice(&back).to_device(device))
+    }
+
+    fn group(&self, slots: &[usize], width: usize, span: usize, visibility: Visibility) -> Group {
+        let (kind, device) = self.options;
+        // The last position that each row sees.
+        let last_seen: Vec<i64> = slots
+            .iter()
+            .flat_map(|&slot| {
                 let held = self.lens[slot];
                 (0..width).map(move |i| match visibility {
-                    Visibility::Causal => (held + i.min(len - 1)) as i64,
-                    Visibility::Block => (held + len - 1) as i64,
+                    Visibility::Causal => (held + i) as i64,
+                    Visibility::Block => (held + width - 1) as i64,
                 })
             })
             .collect();
-        let all_visible = last_seen.iter().all(|&last| last + 1 == span as i64);
-        let mask = (!all_visible).then(|| {
-            let last_seen =
-                Tensor::from_slice(&last_seen).view([chunks.len() as i64, width as i64, 1]).to_device(device);
-            let hidden = Tensor::arange(span as i64, (Kind::Int64, device)).gt_tensor(&last_seen); // [S, L, T]
-            let mask = hidden.zeros_like().to_kind(self.options.0).masked_fill(&hidden, f64::NEG_INFINITY);
-            mask.repeat([1, self.heads.repeats(), 1]).unsqueeze(1)
-        });
-        let rows = chunks.iter().map(|&(_, len)| len as i64).sum();
-        Group { first_row, rows, slots, width: width as i64, padding, span: span as i64, mask }
+        let shape = [slots.len() as i64, width as i64, 1];
+        let last_seen = Tensor::from_slice(&last_seen).view(shape).to_device(device);
+        let hidden = Tensor::arange(span as i64, (Kind::Int64, device)).gt_tensor(&last_seen); // [S, L, T]
+        let mask = hidden.zeros_like().to_kind(kind).masked_fill(&hidden, f64::NEG_INFINITY);
+        let consecutive = slots.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        Group {
+            rows: (slots.len() * width) as i64,
+            slots: if consecutive {
+                Slots::Range(slots[0] as i64, slots.len() as i64)
+            } else {
+                let slots: Vec<i64> = slots.iter().map(|&slot| slot as i64).collect();
+                Slots::Picked(Tensor::from_slice(&slots).to_device(device))
+            },
+            width: width as i64,
+            span: span as i64,
+            mask: mask.repeat([1, self.heads.repeats(), 1]).unsqueeze(1),
+        }
     }
 
     /// Stores keys and values `[N, G, D]` of the placed rows.
@@ -176,26 +186,24 @@ impl KvCache {
     /// Stores the planned rows and lets their queries attend to their slots' histories: `[N, H·D]`.
     pub fn attend(&mut self, layer: usize, plan: &Ragged, qkv: &Qkv) -> Tensor {
         self.write(layer, &plan.rows, &qkv.k, &qkv.v);
-        let outputs: Vec<Tensor> =
-            plan.groups.iter().map(|group| self.attend_group(layer, group, &qkv.q)).collect();
-        if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) }
+        let reordered = plan.reorder.as_ref().map(|(there, _)| qkv.q.index_select(0, there));
+        let q = reordered.as_ref().unwrap_or(&qkv.q);
+        let (mut outputs, mut row) = (Vec::with_capacity(plan.groups.len()), 0);
+        for group in &plan.groups {
+            outputs.push(self.attend_group(layer, group, &q.narrow(0, row, group.rows)));
+            row += group.rows;
+        }
+        let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) };
+        plan.reorder.as_ref().map_or_else(|| y.shallow_clone(), |(_, back)| y.index_select(0, back))
     }
 
+    /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.
     fn attend_group(&self, layer: usize, group: &Group, q: &Tensor) -> Tensor {
         let Heads { query, key_value, dim } = self.heads;
         let (repeats, width) = (self.heads.repeats(), group.width);
-        let rows = q.narrow(0, group.first_row, group.rows);
-        let cells = group
-            .padding
-            .as_ref()
-            .map_or_else(|| rows.shallow_clone(), |(row_of_cell, _)| rows.index_select(0, row_of_cell));
         // The query heads that share keys become further queries: [S, G, repeats·L, D].
-        let q = cells.view([-1, width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]).reshape([
-            -1,
-            key_value,
-            repeats * width,
-            dim,
-        ]);
+        let q = q.view([-1, width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]);
+        let q = q.reshape([-1, key_value, repeats * width, dim]);
         let history = |tensor: &Tensor| match &group.slots {
             Slots::Range(first, count) => {
                 tensor.narrow(0, *first, *count).narrow(1, 0, group.span).transpose(1, 2)
@@ -207,18 +215,13 @@ impl KvCache {
             &q,
             &history(keys),
             &history(values),
-            group.mask.as_ref(),
+            Some(&group.mask),
             0.0,
             false,
             self.heads.scale(),
             false,
         );
-        let y =
-            y.view([-1, key_value, repeats, width, dim]).permute([0, 3, 1, 2, 4]).reshape([-1, query * dim]);
-        group
-            .padding
-            .as_ref()
-            .map_or_else(|| y.shallow_clone(), |(_, cell_of_row)| y.index_select(0, cell_of_row))
+        y.view([-1, key_value, repeats, width, dim]).permute([0, 3, 1, 2, 4]).reshape([-1, query * dim])
     }
 
     /// Keeps the chunks that were written: their slots' histories grow.
@@ -232,7 +235,7 @@ impl KvCache {
         if needed <= self.capacity {
             return;
         }
-        let capacity = needed.next_power_of_two().max(FIRST_CAPACITY);
+        let capacity = needed.next_power_of_two().max(SPAN);
         let added =
             [self.lens.len() as i64, (capacity - self.capacity) as i64, self.heads.key_value, self.heads.dim];
         for (keys, values) in &mut self.layers {

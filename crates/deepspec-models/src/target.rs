@@ -7,7 +7,7 @@ use deepspec_decode::{Feed, Forwarded, Target};
 use tch::{Device, Kind, Tensor};
 
 use crate::kv::{KvCache, Visibility};
-use crate::nn::{Builder, DecoderLayer, Init, RmsNorm, Rope};
+use crate::nn::{Builder, DecoderLayer, Init, RmsNorm, Rope, linear};
 use crate::{ModelConfig, ModelError, Weights};
 
 /// How a target is loaded.
@@ -104,7 +104,7 @@ impl Target for TargetModel {
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {
-        hidden.linear(&self.lm_head, None::<&Tensor>).to_kind(Kind::Float)
+        linear(hidden, &self.lm_head, None).to_kind(Kind::Float)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {

@@ -5,5 +5,5 @@ mod layer;
 mod rope;
 
 pub use builder::{Builder, Init};
-pub use layer::{DecoderLayer, Heads, Linear, Qkv, RmsNorm};
+pub use layer::{DecoderLayer, Heads, Linear, Qkv, RmsNorm, linear};
 pub use rope::{Rope, Rotation};

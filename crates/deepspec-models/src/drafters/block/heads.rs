@@ -6,7 +6,7 @@ use deepspec_core::recipe::{Markov, MarkovKind};
 
 use super::config::BlockConfig;
 use crate::ModelError;
-use crate::nn::{Builder, Init, Linear};
+use crate::nn::{Builder, Init, Linear, linear};
 
 /// Low-rank bias on the logits, given the previous token.
 pub struct MarkovHead {
@@ -82,7 +82,7 @@ impl MarkovHead {
 
     /// `W2 · features`, `[.., r]` to `[.., V]`.
     pub fn bias(&self, features: &Tensor) -> Tensor {
-        features.linear(&self.w2, None::<&Tensor>)
+        linear(features, &self.w2, None)
     }
 }
 

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use super::batch::{BlockBatch, SequenceSpan};
 use super::config::BlockConfig;
 use super::heads::{ConfidenceHead, MarkovHead};
-use crate::nn::{Builder, DecoderLayer, Heads, Linear, Qkv, RmsNorm, Rope, Rotation};
+use crate::nn::{Builder, DecoderLayer, Heads, Linear, Qkv, RmsNorm, Rope, Rotation, linear};
 use crate::{ModelError, Weights};
 
 /// A DSpark or DFlash drafter.
@@ -152,7 +152,7 @@ impl Block {
 
     /// Head without any bias, float32: `[.., d]` to `[.., V]`. Also gives the target's logits from its last hidden states.
     pub fn base_logits(&self, hidden: &Tensor) -> Tensor {
-        hidden.linear(&self.lm_head, None::<&Tensor>).to_kind(Kind::Float)
+        linear(hidden, &self.lm_head, None).to_kind(Kind::Float)
     }
 
     /// All blocks of a batch in one pass: `h [A, γ, d]` after the final norm.
