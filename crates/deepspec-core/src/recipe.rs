@@ -2,6 +2,8 @@
 //!
 //! Shared by `deepspec-data cache` (target, data) and `deepspec-train` (all of it). Every default is written here and nowhere else.
 
+mod validate;
+
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -326,131 +328,5 @@ impl Recipe {
     /// The folder of the experiment's checkpoints.
     pub fn output_dir(&self) -> PathBuf {
         env::expand_home(&self.logging.output_dir).join(&self.name)
-    }
-
-    fn validate(&self) -> Result<(), (&'static str, String)> {
-        let positive = [
-            ("train.local_batch_size", self.train.local_batch_size),
-            ("train.global_batch_size", self.train.global_batch_size),
-            ("logging.logging_steps", self.logging.logging_steps),
-            ("logging.checkpointing_steps", self.logging.checkpointing_steps),
-            ("data.max_length", self.data.max_length),
-            ("drafter.block_size", self.drafter.block().block_size),
-            ("drafter.num_draft_layers", self.drafter.block().num_draft_layers),
-            ("drafter.num_anchors", self.drafter.block().num_anchors),
-            ("train.max_train_steps", self.train.max_train_steps.unwrap_or(1)),
-            ("train.num_train_epochs", self.train.max_train_steps.map_or(self.train.num_train_epochs, |_| 1)),
-        ];
-        if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
-            return Err((key, "must be at least 1".into()));
-        }
-        if self.name.is_empty() || self.name.contains(['/', '\\']) || self.name.starts_with('.') {
-            return Err(("name", format!("\"{}\" cannot name a folder", self.name)));
-        }
-        if !(self.train.lr > 0.0 && self.train.lr.is_finite()) {
-            return Err(("train.lr", format!("{} is no positive number", self.train.lr)));
-        }
-        if !(0.0..1.0).contains(&self.train.warmup_ratio) {
-            return Err(("train.warmup_ratio", format!("{} is not in [0, 1)", self.train.warmup_ratio)));
-        }
-        if !self.train.weight_decay.is_finite() || self.train.weight_decay < 0.0 {
-            return Err(("train.weight_decay", format!("{} is no number from 0", self.train.weight_decay)));
-        }
-        if self.train.max_grad_norm.is_nan() || self.train.max_grad_norm <= 0.0 {
-            return Err(("train.max_grad_norm", format!("{} is not positive", self.train.max_grad_norm)));
-        }
-        if self.target.layer_ids.is_empty()
-            || self.target.layer_ids.windows(2).any(|pair| pair[0].0 >= pair[1].0)
-        {
-            return Err((
-                "target.layer_ids",
-                "expected at least one layer, strictly increasing, `embedding` first".into(),
-            ));
-        }
-        let block = self.drafter.block();
-        if matches!(self.drafter, DrafterRecipe::Dflash(_))
-            && (block.markov.is_some() || block.confidence.is_some())
-        {
-            return Err((
-                "drafter.dflash",
-                "DFlash has no Markov and no confidence head; use `dspark`".into(),
-            ));
-        }
-        if block.confidence.is_some_and(|confidence| confidence.with_markov) && block.markov.is_none() {
-            return Err((
-                "drafter.dspark.confidence.with_markov",
-                "there is no Markov head to read from".into(),
-            ));
-        }
-        if block.confidence.is_some_and(|confidence| !confidence.alpha.is_finite() || confidence.alpha < 0.0)
-        {
-            return Err(("drafter.dspark.confidence.alpha", "must be a number from 0".into()));
-        }
-        if block.markov.is_some_and(|markov| markov.rank < 1) {
-            return Err((
-                "drafter.dspark.markov.rank",
-                "must be at least 1; leave `markov` out for no head".into(),
-            ));
-        }
-        let loss = self.drafter.loss();
-        if loss.decay_gamma.is_nan() || loss.decay_gamma <= 0.0 {
-            return Err(("drafter.loss.decay_gamma", "must be positive".into()));
-        }
-        if [loss.ce_alpha, loss.l1_alpha].iter().any(|alpha| !alpha.is_finite() || *alpha < 0.0) {
-            return Err(("drafter.loss", "ce_alpha and l1_alpha must be numbers from 0".into()));
-        }
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MINIMAL: &str = "
-name: tiny
-target: {model: assets/tiny-target, layer_ids: [embedding, 1, 3]}
-drafter:
-  dspark:
-    block_size: 7
-    num_draft_layers: 2
-    mask_token_id: 5
-    markov: {type: vanilla, rank: 32}
-    confidence: {with_markov: true}
-data: {states: {cache: runs/cache}, chat_template: qwen}
-";
-
-    fn read(text: &str, overrides: &[&str]) -> Result<Recipe, String> {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("recipe.yaml");
-        std::fs::write(&path, text).unwrap();
-        let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
-        Recipe::load(&path, &overrides).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn a_minimal_recipe_takes_the_defaults_and_survives_a_round_trip() {
-        let recipe = read(MINIMAL, &["train.lr=3e-4", "train.precision=fp32"]).unwrap();
-        assert_eq!(recipe.taps(), [-1, 1, 3]);
-        assert_eq!((recipe.seed, recipe.train.lr, recipe.train.precision), (42, 3e-4, Precision::Fp32));
-        assert_eq!((recipe.drafter.loss().ce_alpha, recipe.drafter.loss().l1_alpha), (0.1, 0.9));
-        assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
-    }
-
-    #[test]
-    fn mistakes_are_named() {
-        let wrong = |change: &str, hint: &str| {
-            let error = read(MINIMAL, &[change]).unwrap_err();
-            assert!(error.contains(hint), "{change}: {error}");
-        };
-        wrong("drafter.dspark.blok_size=3", "did you mean `block_size`?");
-        wrong("train.global_batch_size=0", "train.global_batch_size");
-        wrong("target.layer_ids=[3, 1]", "strictly increasing");
-        wrong("target.layer_ids=[-1]", "expected an integer from 0, or embedding");
-        wrong("data.states=disk", "cache");
-        wrong("drafter.dspark.markov.rank=0", "leave `markov` out");
-        wrong("name=a/b", "cannot name a folder");
-        let dflash = MINIMAL.replace("dspark:", "dflash:");
-        assert!(read(&dflash, &[]).unwrap_err().contains("use `dspark`"));
     }
 }

@@ -1,44 +1,16 @@
 //! The loop: admit, propose, forward, verify, commit.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use deepspec_core::rng::{Purpose, Stream};
 use tch::{Kind, Tensor};
 
 use crate::outcome::{Outcome, padded};
 use crate::{
-    Completion, Context, Cycle, EngineError, Event, Feed, Finish, Proposal, Proposer, Request, SamplingBatch,
-    Target, Ticket, draw, verify,
+    Completion, Context, Cycle, EngineError, EngineOptions, Event, Feed, Finish, Proposal, Proposer, Request,
+    SamplingBatch, StepTimes, Target, Ticket, draw, verify,
 };
-
-/// How the engine runs.
-#[derive(Debug, Clone, Copy)]
-pub struct EngineOptions {
-    /// Sequences decoded at once.
-    pub slots: usize,
-    /// Tokens (prompt and answer) that one slot may hold.
-    pub context: usize,
-    /// Cuts each block before the first token whose confidence is below this; 0 keeps whole blocks.
-    pub confidence_threshold: f64,
-    /// Verifies at most this many drafted tokens per cycle.
-    pub max_draft_tokens: Option<usize>,
-    /// Runs one more cycle when exactly `max_new_tokens` are out, as the reference's loop does and counts.
-    pub counts_overrun: bool,
-}
-
-/// Where wall-clock time went.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct StepTimes {
-    /// Drafting.
-    pub draft: Duration,
-    /// The target's forwards, verification and the wait for its results.
-    pub verify: Duration,
-    /// Everything on the host.
-    pub host: Duration,
-    /// Steps taken.
-    pub steps: u64,
-}
 
 /// Prompt tokens that one step takes in, unless a single prompt is longer.
 const PREFILL_TOKENS: usize = 8192;

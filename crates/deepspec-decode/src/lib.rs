@@ -14,9 +14,9 @@ mod sampling;
 mod tally;
 mod verify;
 
-pub use engine::{Engine, EngineOptions, StepTimes, kept_lengths};
+pub use engine::{Engine, kept_lengths};
 pub use model::{Context, Feed, Forwarded, Proposal, Proposer, Target};
-pub use request::{Completion, Cycle, EngineError, Event, Finish, Request, Ticket};
+pub use request::{Completion, Cycle, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket};
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
 pub use verify::{Verdict, verify};

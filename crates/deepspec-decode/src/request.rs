@@ -1,5 +1,7 @@
 //! What goes into the engine and what comes out of it.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::Sampling;
@@ -104,4 +106,32 @@ pub enum Event {
     Tokens(Ticket, Vec<i64>),
     /// A sequence ended; its tokens were reported before.
     Done(Ticket, Completion),
+}
+
+/// How the engine runs.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineOptions {
+    /// Sequences decoded at once.
+    pub slots: usize,
+    /// Tokens (prompt and answer) that one slot may hold.
+    pub context: usize,
+    /// Cuts each block before the first token whose confidence is below this; 0 keeps whole blocks.
+    pub confidence_threshold: f64,
+    /// Verifies at most this many drafted tokens per cycle.
+    pub max_draft_tokens: Option<usize>,
+    /// Runs one more cycle when exactly `max_new_tokens` are out, as the reference's loop does and counts.
+    pub counts_overrun: bool,
+}
+
+/// Where wall-clock time went.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StepTimes {
+    /// Drafting.
+    pub draft: Duration,
+    /// The target's forwards, verification and the wait for its results.
+    pub verify: Duration,
+    /// Everything on the host.
+    pub host: Duration,
+    /// Steps taken.
+    pub steps: u64,
 }
