@@ -2,10 +2,14 @@
 
 mod cache;
 mod chat;
+mod dataset;
+mod inspect;
+mod places;
 mod regenerate;
 mod rejects;
 mod serve;
 mod split;
+mod suites;
 
 use std::process::ExitCode;
 
@@ -30,10 +34,18 @@ struct Cli {
 enum Command {
     /// Cut a dataset into training conversations and held-out prompts
     Split(split::Args),
+    /// Write the prompt suites that drafters are scored on
+    Suites(suites::Args),
     /// Answer chat requests over HTTP as the OpenAI API does
     Serve(serve::Args),
     /// Replace the assistant's messages by the target's own answers
-    Regenerate(regenerate::Args),
+    Regenerate(Box<regenerate::Args>),
+    /// Show what a drafter would learn from, and find rows that would teach it something wrong
+    ///
+    /// On a terminal supervised text stands on green and special tokens are dim; elsewhere, or where NO_COLOR is set, supervised
+    /// text stands between ⟦ and ⟧. All rows are checked, whichever are shown: the exit code is 1 if a row is unusable, if its
+    /// mask is empty or says something else than its assistant, or if its template differs from the served one.
+    Inspect(inspect::Args),
     /// Keep the target's hidden states on disk
     #[command(subcommand)]
     Cache(cache::Command),
@@ -45,9 +57,11 @@ fn main() -> ExitCode {
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);
     cli::run(|| match cli.command {
-        Command::Split(args) => split::run(&args),
-        Command::Serve(args) => serve::run(&args),
+        Command::Split(args) => split::run(&args, verbosity),
+        Command::Serve(args) => serve::run(&args, verbosity),
+        Command::Suites(args) => suites::run(&args, verbosity),
         Command::Regenerate(args) => regenerate::run(&args, verbosity),
+        Command::Inspect(args) => inspect::run(&args, verbosity),
         Command::Cache(command) => cache::run(&command, verbosity),
     })
 }

@@ -1,7 +1,7 @@
 //! Input lines that are unusable: shown, and recorded beside the output that they are missing from.
 
-use std::fs;
-use std::io::Write;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::{self, FileError};
@@ -37,24 +37,66 @@ pub fn beside(path: &Path, suffix: &str) -> PathBuf {
 /// # Errors
 /// Any I/O failure, with the path.
 pub fn report(rejects: &[Reject], output: &Path) -> Result<(), FileError> {
-    let path = path(output);
-    if rejects.is_empty() {
-        return if path.exists() {
-            fs::remove_file(&path).map_err(FileError::at("removing", &path))
-        } else {
-            Ok(())
-        };
+    let mut recorder = Recorder::new(output);
+    rejects.iter().try_for_each(|reject| recorder.add(reject))?;
+    recorder.finish().map(|_| ())
+}
+
+/// Records rejects as they come, so that they need not fit into memory.
+pub struct Recorder {
+    path: PathBuf,
+    file: Option<BufWriter<File>>,
+    count: usize,
+}
+
+impl Recorder {
+    /// Nothing is written before the first reject.
+    pub fn new(output: &Path) -> Self {
+        Self { path: path(output), file: None, count: 0 }
     }
-    for Reject { file, line, reason } in rejects.iter().take(SHOWN) {
-        tracing::warn!("{}:{line}: {reason}", file.display());
-    }
-    if rejects.len() > SHOWN {
-        tracing::warn!("and {} more lines; all are in {}", rejects.len() - SHOWN, path.display());
-    }
-    atomic::replace(&path, |out| {
-        rejects.iter().try_for_each(|Reject { file, line, reason }| {
+
+    /// Records a reject, and warns of it if it is one of the first.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn add(&mut self, reject: &Reject) -> Result<(), FileError> {
+        let Reject { file, line, reason } = reject;
+        if self.count < SHOWN {
+            tracing::warn!("{}:{line}: {reason}", file.display());
+        }
+        self.count += 1;
+        let write = |out: &mut Option<BufWriter<File>>| -> io::Result<()> {
+            let out = match out {
+                Some(out) => out,
+                None => out.insert(BufWriter::new(File::create(atomic::partial_name(&self.path))?)),
+            };
             serde_json::to_writer(&mut *out, &json!({"file": file, "line": line, "reason": reason}))?;
             out.write_all(b"\n")
-        })
-    })
+        };
+        write(&mut self.file).map_err(FileError::at("writing", &self.path))
+    }
+
+    /// Publishes the record, or removes an old one when there is nothing to record; how many there are.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn finish(self) -> Result<usize, FileError> {
+        let Some(file) = self.file else {
+            return match fs::remove_file(&self.path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    Err(FileError::at("removing", &self.path)(error))
+                }
+                _ => Ok(0),
+            };
+        };
+        if self.count > SHOWN {
+            tracing::warn!("and {} more lines; all are in {}", self.count - SHOWN, self.path.display());
+        }
+        let publish = || -> io::Result<()> {
+            file.into_inner()?.sync_all()?;
+            fs::rename(atomic::partial_name(&self.path), &self.path)
+        };
+        publish().map_err(FileError::at("writing", &self.path))?;
+        Ok(self.count)
+    }
 }

@@ -364,3 +364,62 @@ fn python_tools_read_a_built_cache() {
     let ids: Vec<String> = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(ids, (0..30).map(|i| format!("row-{i}")).collect::<Vec<_>>());
 }
+
+#[test]
+fn workers_build_what_one_builds_and_the_plan_foretells_it() {
+    let bench = Bench::new(40);
+    for encoding in ["bf16", "fp8"] {
+        let whole = format!("whole-{encoding}");
+        let ended = bench.build(&whole, &["--encoding", encoding]);
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        let parts = format!("parts-{encoding}");
+        for worker in ["2/3", "0/3"] {
+            let ended = bench.build(&parts, &["--encoding", encoding, "--worker", worker]);
+            assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+            assert!(ended.stdout.contains(&format!("worker {worker} has finished")), "{}", ended.stdout);
+        }
+        let ended = bench.run(&["merge", "--output-dir", &parts]);
+        assert_eq!(ended.code, Some(1));
+        assert!(ended.stderr.contains("--worker 1/3"), "{}", ended.stderr);
+        bench.build(&parts, &["--encoding", encoding, "--worker", "1/3"]);
+        let ended = bench.run(&["merge", "--output-dir", &parts]);
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert_eq!(bench.files(&parts), bench.files(&whole));
+    }
+    let args = ["plan", "--config", "recipe.yaml", "--input", "rows.jsonl", "--shard-size", "1"];
+    let ended = bench.run(&[&args[..], &["--rate", "1000", "--json"]].concat());
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let plan: Value = serde_json::from_str(&ended.stdout).unwrap();
+    for encoding in ["bf16", "fp8"] {
+        let built: usize =
+            bench.files(&format!("whole-{encoding}")).iter().map(|(_, bytes)| bytes.len()).sum();
+        let choices = plan["choices"].as_array().unwrap();
+        let chosen = choices.iter().find(|c| c["encoding"] == encoding && c["last"] == "supervised").unwrap();
+        let planned = chosen["bytes"].as_f64().unwrap();
+        assert!((planned - built as f64).abs() < 0.01 * built as f64, "planned {planned}, built {built}");
+    }
+    assert_eq!(plan["seconds"].as_f64().unwrap(), plan["tokens"].as_f64().unwrap() / 1000.0);
+    let ended = bench.run(&args);
+    assert!(ended.stdout.contains("give --rate TOKENS_PER_S, or --measure"), "{}", ended.stdout);
+    let ended = bench.build("x", &["--worker", "3/3"]);
+    assert!(ended.code == Some(2) && ended.stderr.contains("I/N"), "{}", ended.stderr);
+}
+
+#[test]
+fn format_2_goes_out_and_comes_back() {
+    let bench = Bench::new(12);
+    let ended = bench.build("own", &["--last", "all"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let export = |from: &str, to: &str| bench.run(&["export", "--cache-dir", from, "--to", to]);
+    assert_eq!(export("own", "out").code, Some(0));
+    let import = ["import", "--from", "out", "--model", "target", "--output-dir", "again"];
+    let ended = bench.run(&import);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(bench.run(&["verify", "again"]).code, Some(0));
+    assert_eq!(export("again", "back").code, Some(0));
+    let [out, back] = ["out", "back"].map(|dir| bench.files(dir));
+    assert_eq!(out, back);
+    bench.build("few", &[]);
+    let ended = export("few", "nowhere");
+    assert!(ended.code == Some(1) && ended.stderr.contains("--encoding bf16 --last all"), "{}", ended.stderr);
+}

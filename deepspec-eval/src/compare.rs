@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use deepspec_core::digest::short;
 use deepspec_core::usage;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -153,11 +154,6 @@ fn speed_facts(results: &Results) -> Vec<(String, Value)> {
     let s = &results.settings;
     let facts = [("slots", json!(s.slots)), ("device", json!(s.device)), ("threads", json!(s.threads))];
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
-}
-
-/// The beginning of a digest, enough for people.
-fn short(digest: &str) -> &str {
-    digest.get(..12).unwrap_or(digest)
 }
 
 /// What is shown.

@@ -4,11 +4,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
+use deepspec_core::suite::Domain;
 use deepspec_core::{atomic, usage};
 use deepspec_decode::{StepTimes, Tally};
 use serde::{Deserialize, Serialize};
-
-use crate::suites::Domain;
 
 /// Name of the file; it is written last and says that the other outputs are whole.
 pub const FILE: &str = "results.json";

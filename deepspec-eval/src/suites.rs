@@ -1,126 +1,66 @@
-//! Prompt suites: which are known, which are asked for, and their rows.
+//! Prompt suites: which are asked for, and their rows.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::jsonl::{Line, Reader, kind_of};
+use deepspec_core::suite::record::{self, Record};
+use deepspec_core::suite::{Class, Domain, SUITES, Suite};
 use deepspec_core::{digest, row, usage};
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::mersenne;
 
-/// What a suite's prompts are about; scores are averaged over the suites of a domain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Domain {
-    /// Word problems and competitions.
-    Math,
-    /// Programming.
-    Code,
-    /// Open conversation.
-    Chat,
+/// A folder of suites, with what is recorded of it.
+pub struct Folder<'a> {
+    dir: &'a Path,
+    record: Record,
 }
 
-impl Domain {
-    /// All of them, in the order of tables.
-    pub const ALL: [Self; 3] = [Self::Math, Self::Code, Self::Chat];
-}
-
-impl fmt::Display for Domain {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Math => "math",
-            Self::Code => "code",
-            Self::Chat => "chat",
-        })
-    }
-}
-
-/// Why a suite is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Class {
-    /// Part of the published table, over at most this many rows.
-    Published(usize),
-    /// Supported by the reference, not published.
-    Extra,
-    /// Our own small one, for the toy target.
-    Smoke,
-}
-
-/// A suite by name.
-#[derive(Debug)]
-pub struct Suite {
-    /// Its name; the file is `NAME.jsonl`.
-    pub name: &'static str,
-    /// Its domain.
-    pub domain: Domain,
-    class: Class,
-}
-
-const fn suite(name: &'static str, domain: Domain, class: Class) -> Suite {
-    Suite { name, domain, class }
-}
-
-static SUITES: [Suite; 15] = [
-    suite("gsm8k", Domain::Math, Class::Published(500)),
-    suite("math500", Domain::Math, Class::Published(500)),
-    suite("aime25", Domain::Math, Class::Published(30)),
-    suite("aime24", Domain::Math, Class::Extra),
-    suite("smoke-math", Domain::Math, Class::Smoke),
-    suite("mbpp", Domain::Code, Class::Published(256)),
-    suite("humaneval", Domain::Code, Class::Published(164)),
-    suite("livecodebench", Domain::Code, Class::Published(500)),
-    suite("lbpp", Domain::Code, Class::Extra),
-    suite("swe-bench", Domain::Code, Class::Extra),
-    suite("smoke-code", Domain::Code, Class::Smoke),
-    suite("mt-bench", Domain::Chat, Class::Published(80)),
-    suite("alpaca", Domain::Chat, Class::Published(500)),
-    suite("arena-hard-v2", Domain::Chat, Class::Published(500)),
-    suite("smoke-chat", Domain::Chat, Class::Smoke),
-];
-
-impl Suite {
-    /// Rows that are scored, if there are more.
-    fn cap(&self) -> Option<usize> {
-        match self.class {
-            Class::Published(cap) => Some(cap),
-            Class::Extra | Class::Smoke => None,
+impl<'a> Folder<'a> {
+    /// Opens a folder.
+    ///
+    /// # Errors
+    /// Usage errors: no such folder, a record that cannot be read.
+    pub fn open(dir: &'a Path) -> anyhow::Result<Self> {
+        if !dir.is_dir() {
+            usage!("the suites folder {} does not exist; name it with --suites-dir", dir.display());
         }
+        Ok(Self { dir, record: Record::read(dir)? })
     }
 
-    fn path(&self, dir: &Path) -> PathBuf {
-        dir.join(format!("{}.jsonl", self.name))
-    }
-}
-
-/// The suites to run, in the order of tables: those named, and those that stand for the domains. Without names and domains
-/// it is all domains together.
-///
-/// # Errors
-/// Usage errors: no such folder, an unknown name, no file.
-pub fn select(dir: &Path, names: &[String], domains: &[Domain]) -> anyhow::Result<Vec<&'static Suite>> {
-    if !dir.is_dir() {
-        usage!("the suites folder {} does not exist; name it with --suites-dir", dir.display());
-    }
-    if let Some(unknown) = names.iter().find(|name| SUITES.iter().all(|suite| suite.name != name.as_str())) {
-        let known: Vec<&str> = SUITES.iter().map(|suite| suite.name).collect();
-        usage!("`{unknown}` is no suite; the suites are {}", known.join(", "));
-    }
-    let groups: Vec<&[Domain]> =
-        if names.is_empty() && domains.is_empty() { vec![&Domain::ALL] } else { domains.chunks(1).collect() };
-    let mut wanted: Vec<&str> = names.iter().map(String::as_str).collect();
-    for group in groups {
-        wanted.extend(stand_ins(dir, group));
-    }
-    let selected: Vec<&Suite> = SUITES.iter().filter(|suite| wanted.contains(&suite.name)).collect();
-    match selected.iter().find(|suite| !suite.path(dir).is_file()) {
-        Some(missing) => usage!(
-            "{} does not exist; `deepspec-data suites` fetches the public suites, --suites-dir names another folder",
-            missing.path(dir).display()
-        ),
-        None => Ok(selected),
+    /// The suites to run, in the order of tables: those named, and those that stand for the domains. Without names and
+    /// domains it is all domains together. Suites of the user's own follow, and are run only when they are named.
+    ///
+    /// # Errors
+    /// Usage errors: an unknown name, no file.
+    pub fn select(&self, names: &[String], domains: &[Domain]) -> anyhow::Result<Vec<Suite>> {
+        let own: Vec<Suite> = self.record.user_suites().collect();
+        if let Some(unknown) = names.iter().find(|name| self.record.suite(name).is_none()) {
+            let known: Vec<&str> = SUITES.iter().chain(&own).map(|suite| suite.name.as_ref()).collect();
+            usage!(
+                "`{unknown}` is no suite; the suites are {}; `deepspec-data suites --description` adds one of your own",
+                known.join(", ")
+            );
+        }
+        let groups: Vec<&[Domain]> = if names.is_empty() && domains.is_empty() {
+            vec![&Domain::ALL]
+        } else {
+            domains.chunks(1).collect()
+        };
+        let mut wanted: Vec<&str> = names.iter().map(String::as_str).collect();
+        for group in groups {
+            wanted.extend(stand_ins(self.dir, group));
+        }
+        let asked = SUITES.iter().chain(&own).filter(|suite| wanted.contains(&suite.name.as_ref()));
+        let selected: Vec<Suite> = asked.cloned().collect();
+        match selected.iter().find(|suite| !suite.path(self.dir).is_file()) {
+            Some(missing) => usage!(
+                "{} does not exist; `deepspec-data suites` fetches the public suites, --suites-dir names another folder",
+                missing.path(self.dir).display()
+            ),
+            None => Ok(selected),
+        }
     }
 }
 
@@ -130,7 +70,8 @@ fn stand_ins(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
     let of = |wanted: fn(&Suite) -> bool| {
         SUITES.iter().filter(move |suite| domains.contains(&suite.domain) && wanted(suite))
     };
-    let names = |suites: &[&'static Suite]| suites.iter().map(|suite| suite.name).collect::<Vec<_>>();
+    let names =
+        |suites: &[&'static Suite]| suites.iter().map(|suite| suite.name.as_ref()).collect::<Vec<_>>();
     let (there, missing): (Vec<_>, Vec<_>) =
         of(|suite| matches!(suite.class, Class::Published(_))).partition(|suite| suite.path(dir).is_file());
     if there.is_empty() {
@@ -163,7 +104,7 @@ pub struct Sample {
 #[derive(Debug)]
 pub struct Rows {
     /// Which suite.
-    pub suite: &'static Suite,
+    pub suite: Suite,
     /// Its file.
     pub path: PathBuf,
     /// SHA-256 of the file.
@@ -174,14 +115,43 @@ pub struct Rows {
     pub samples: Vec<Sample>,
 }
 
-/// Reads a suite. With more rows than the suite's cap, the first ones of CPython's shuffle are scored; `limit` takes fewer.
-///
-/// # Errors
-/// Usage errors that name file and line: a malformed row, an id that occurs twice, no rows.
-pub fn load(suite: &'static Suite, dir: &Path, seed: u64, limit: Option<usize>) -> anyhow::Result<Rows> {
-    let path = suite.path(dir);
+impl Folder<'_> {
+    /// Reads a suite. With more rows than the suite's cap, the first ones of CPython's shuffle are scored; `limit` takes
+    /// fewer. A file that is not the one recorded is scored all the same, with a warning.
+    ///
+    /// # Errors
+    /// Usage errors that name file and line: a malformed row, an id that occurs twice, no rows.
+    pub fn load(&self, suite: Suite, seed: u64, limit: Option<usize>) -> anyhow::Result<Rows> {
+        let path = suite.path(self.dir);
+        let mut samples = samples(&path)?;
+        let total = samples.len();
+        if total == 0 {
+            usage!("{}: the suite has no rows", path.display());
+        }
+        if let Some(cap) = suite.cap().filter(|&cap| cap < total) {
+            mersenne::shuffle(&mut samples, seed);
+            samples.truncate(cap);
+        }
+        samples.truncate(limit.unwrap_or(usize::MAX));
+        let digest = digest::file(&path)?;
+        if let Some(entry) =
+            self.record.suites.get(suite.name.as_ref()).filter(|entry| entry.sha256 != digest)
+        {
+            let (found, recorded) = (digest::short(&digest), digest::short(&entry.sha256));
+            tracing::warn!(
+                "{} is not the file that {} records (sha256 {found}, recorded {recorded}): its scores are those of \
+                 another suite",
+                path.display(),
+                record::FILE
+            );
+        }
+        Ok(Rows { suite, digest, path, total, samples })
+    }
+}
+
+fn samples(path: &Path) -> anyhow::Result<Vec<Sample>> {
     let (mut samples, mut lines) = (vec![], HashMap::new());
-    for line in Reader::open(&path)? {
+    for line in Reader::open(path)? {
         let (number, row) = match line? {
             Line::Row(number, row) => (number, row),
             Line::Bad(bad) => usage!("{bad}"),
@@ -195,16 +165,7 @@ pub fn load(suite: &'static Suite, dir: &Path, seed: u64, limit: Option<usize>) 
         }
         samples.push(sample);
     }
-    let total = samples.len();
-    if total == 0 {
-        usage!("{}: the suite has no rows", path.display());
-    }
-    if let Some(cap) = suite.cap().filter(|&cap| cap < total) {
-        mersenne::shuffle(&mut samples, seed);
-        samples.truncate(cap);
-    }
-    samples.truncate(limit.unwrap_or(usize::MAX));
-    Ok(Rows { suite, digest: digest::file(&path)?, path, total, samples })
+    Ok(samples)
 }
 
 fn sample(row: &Map<String, Value>, index: usize) -> Result<Sample, String> {
@@ -228,8 +189,10 @@ mod tests {
 
     use super::*;
 
-    fn known(name: &str) -> &'static Suite {
-        SUITES.iter().find(|suite| suite.name == name).unwrap()
+    fn load(dir: &Path, name: &str, seed: u64, limit: Option<usize>) -> anyhow::Result<Rows> {
+        let folder = Folder::open(dir).unwrap();
+        let suite = folder.record.suite(name).unwrap();
+        folder.load(suite, seed, limit)
     }
 
     #[test]
@@ -239,7 +202,7 @@ mod tests {
         fs::write(dir.path().join("gsm8k.jsonl"), &rows).unwrap();
         fs::write(dir.path().join("aime24.jsonl"), &rows).unwrap();
         let ids = |suite, limit| {
-            let rows = load(known(suite), dir.path(), 980_406, limit).unwrap();
+            let rows = load(dir.path(), suite, 980_406, limit).unwrap();
             let ids: Vec<String> = rows.samples.into_iter().map(|sample| sample.id).collect();
             (rows.total, ids)
         };
@@ -255,7 +218,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let problem = |text: &str| {
             fs::write(dir.path().join("aime24.jsonl"), text).unwrap();
-            let error = load(known("aime24"), dir.path(), 0, None).unwrap_err().to_string();
+            let error = load(dir.path(), "aime24", 0, None).unwrap_err().to_string();
             error.rsplit_once("aime24.jsonl:").unwrap().1.to_string()
         };
         let good = "{\"id\":1,\"turns\":[\"a\"]}\n";
@@ -267,7 +230,7 @@ mod tests {
         assert_eq!(problem("{\"turns\":[{}]}"), "1: the first of `turns` must be a text, found an object");
         assert_eq!(
             problem("{\"id\":null,\"turns\":[\"a\"]}"),
-            "1: `id` must be a non-empty string or a number, found null"
+            "1: `id` must be a non-empty string or an integer, found null"
         );
         assert_eq!(problem("\n"), " the suite has no rows");
     }
@@ -277,9 +240,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let names = |asked: &[&str], domains: &[Domain]| {
             let asked: Vec<String> = asked.iter().map(ToString::to_string).collect();
-            let selected = select(dir.path(), &asked, domains);
+            let selected = Folder::open(dir.path()).unwrap().select(&asked, domains);
             selected
-                .map(|suites| suites.iter().map(|suite| suite.name).collect::<Vec<_>>())
+                .map(|suites| suites.into_iter().map(|suite| suite.name).collect::<Vec<_>>())
                 .map_err(|e| e.to_string())
         };
         for name in ["smoke-math", "smoke-code", "smoke-chat"] {
@@ -293,5 +256,32 @@ mod tests {
         assert_eq!(names(&[], &[]).unwrap(), ["gsm8k"]);
         assert_eq!(names(&[], &[Domain::Chat, Domain::Math]).unwrap(), ["gsm8k", "smoke-chat"]);
         assert_eq!(names(&["smoke-math"], &[]).unwrap(), ["smoke-math"]);
+    }
+
+    #[test]
+    fn recorded_suites_are_run_when_they_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let rows: String = (0..9).map(|i| format!("{{\"turns\": [\"question {i}\"]}}\n")).collect();
+        for name in ["mine", "gsm8k"] {
+            fs::write(dir.path().join(format!("{name}.jsonl")), &rows).unwrap();
+        }
+        let mut record = Record::default();
+        let source = record::Origin::Files(vec![]);
+        let (sha256, converter) = (digest::bytes(rows.as_bytes()), "description 12".to_string());
+        let entry = record::Entry { domain: Domain::Chat, rows: 9, cap: Some(4), source, sha256, converter };
+        record.suites.insert("mine".into(), entry);
+        record.write(dir.path()).unwrap();
+
+        let folder = Folder::open(dir.path()).unwrap();
+        let names = |asked: &[&str]| {
+            let asked: Vec<String> = asked.iter().map(ToString::to_string).collect();
+            let suites = folder.select(&asked, &[]).map_err(|error| error.to_string())?;
+            Ok::<_, String>(suites.into_iter().map(|suite| suite.name).collect::<Vec<_>>())
+        };
+        assert_eq!(names(&["mine", "gsm8k"]).unwrap(), ["gsm8k", "mine"]);
+        assert_eq!(names(&[]).unwrap(), ["gsm8k"], "averages are over the published suites alone");
+        assert!(names(&["yours"]).unwrap_err().contains("smoke-chat, mine;"));
+        let rows = load(dir.path(), "mine", 980_406, None).unwrap();
+        assert_eq!((rows.suite.domain, rows.total, rows.samples.len()), (Domain::Chat, 9, 4));
     }
 }

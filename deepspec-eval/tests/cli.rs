@@ -13,6 +13,7 @@ use common::{
     write_bigram_drafter, write_drafter,
 };
 use deepspec_models::{BlockConfig, ModelConfig};
+use deepspec_testkit::hub::{FakeHub, FakeRepo};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Value, json};
@@ -181,6 +182,53 @@ fn prompts_are_fitted_into_the_target() {
 }
 
 #[test]
+fn recorded_suites_are_scored_and_changed_ones_warned_of() {
+    let suites = tempfile::tempdir().unwrap();
+    let file = suites.path().join("mine.jsonl");
+    let text: String =
+        (0..5).map(|i| json!({"turns": [format!("{i} apples?")]}).to_string() + "\n").collect();
+    fs::write(&file, &text).unwrap();
+    let entry = json!({
+        "domain": "chat", "rows": 5, "cap": 2, "source": {"files": []}, "converter": "description 0",
+        "sha256": deepspec_core::digest::bytes(text.as_bytes()),
+    });
+    let record = json!({"format": "deepspec-suites", "format_version": 1, "suites": {"mine": entry}});
+    fs::write(suites.path().join("suites.json"), record.to_string()).unwrap();
+    let (dir, target) = (tempfile::tempdir().unwrap(), target_dir().display().to_string());
+    let score = || {
+        let out = dir.path().to_str().unwrap();
+        let fixed = [
+            "run",
+            "--quiet",
+            "--overwrite",
+            "--draft",
+            "none",
+            "--max-new-tokens",
+            "8",
+            "--output-dir",
+            out,
+        ];
+        let suite = ["--target", &target, "--suites-dir", suites.path().to_str().unwrap(), "--suite", "mine"];
+        let output = deepspec_eval(&[&fixed[..], &suite].concat());
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{told}");
+        (results(dir.path())["suites"][0].clone(), told)
+    };
+    let (scored, told) = score();
+    assert_eq!((&scored["name"], &scored["domain"]), (&json!("mine"), &json!("chat")));
+    assert_eq!((&scored["rows"], &scored["counts"]["samples"]), (&json!(5), &json!(2)));
+    assert_eq!((&scored["file_digest"], told.as_str()), (&entry["sha256"], ""));
+    fs::write(&file, text.replace("apples", "pears")).unwrap();
+    let (changed, told) = score();
+    assert!(told.contains("mine.jsonl is not the file that suites.json records"), "{told}");
+    assert_ne!(changed["file_digest"], entry["sha256"]);
+    fs::write(suites.path().join("suites.json"), "[]").unwrap();
+    let args = ["run", "--target", &target, "--draft", "none", "--output-dir", "out", "--suites-dir"];
+    let output = deepspec_eval(&[&args[..], &[suites.path().to_str().unwrap()]].concat());
+    assert_refused(&output, 2, &["suites.json: not a record of suites"]);
+}
+
+#[test]
 fn comparisons_show_what_differs() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
@@ -285,6 +333,13 @@ fn bad_input_is_refused_in_one_line() {
     }
 }
 
+/// A drafter's decoder with another number in its config.json.
+fn changed(model: &ModelConfig, key: &str, value: i64) -> ModelConfig {
+    let mut raw = model.raw.clone();
+    raw.insert(key.into(), json!(value));
+    ModelConfig::parse(Path::new("config.json"), raw).unwrap().block_decoder(1).unwrap()
+}
+
 #[test]
 fn drafters_of_other_targets_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -296,14 +351,12 @@ fn drafters_of_other_targets_are_refused() {
         dir.path().join(name).display().to_string()
     };
     let smaller = written("vocabulary", &|config| {
-        config.model = ModelConfig { vocab_size: 512, ..config.model.clone() };
-        config.model.raw.insert("vocab_size".into(), json!(512));
+        config.model = changed(&config.model, "vocab_size", 512);
         (config.mask_token_id, config.markov, config.confidence) = (511, None, None);
     });
     assert_refused(&run(&smaller, &out, &SMALL), 2, &["vocab_size 1024", "trained for 512"]);
     let narrower = written("width", &|config| {
-        config.model = ModelConfig { hidden_size: 96, ..config.model.clone() };
-        config.model.raw.insert("hidden_size".into(), json!(96));
+        config.model = changed(&config.model, "hidden_size", 96);
     });
     assert_refused(&run(&narrower, &out, &SMALL), 2, &["hidden_size 192", "trained for 96"]);
     let deeper = written("depth", &|config| config.num_target_layers = 7);
@@ -319,4 +372,33 @@ fn drafters_of_other_targets_are_refused() {
     let target = target_dir().display().to_string();
     assert_refused(&run(&target, &out, &SMALL), 1, &["Qwen3ForCausalLM", "no known drafter"]);
     assert!(!out.join("results.json").exists());
+}
+
+#[test]
+fn models_are_fetched_by_their_hub_ids() {
+    let dir = tempfile::tempdir().unwrap();
+    write_drafter(&dir.path().join("draft"), drafter_config(), |_, tensor| tensor);
+    let hub = FakeHub::start([
+        FakeRepo::model("own/tiny").folder(&target_dir()),
+        FakeRepo::model("own/draft").at("v1").folder(&dir.path().join("draft")),
+    ]);
+    let suites = repository("eval_datasets");
+    let evaluate = |draft: &str, out: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deepspec-eval"));
+        command.args(["run", "--quiet", "--target", "own/tiny", "--draft", draft, "--device", "cpu"]);
+        command.args(["--limit", "1", "--max-new-tokens", "4", "--no-baseline", "--domain", "math"]);
+        command.arg("--suites-dir").arg(&suites).arg("--output-dir").arg(dir.path().join(out));
+        command
+            .env("HF_ENDPOINT", hub.url())
+            .env("HF_HUB_CACHE", dir.path().join("hub"))
+            .env("OMP_NUM_THREADS", "1");
+        command.env_remove("RUST_LOG").output().unwrap()
+    };
+    let output = evaluate("own/draft@v1", "out");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let found = results(&dir.path().join("out"));
+    let path = |role: &str| found[role]["path"].as_str().unwrap().to_string();
+    assert!(path("target").contains("models--own--tiny/snapshots"), "{}", path("target"));
+    assert!(path("drafter").contains("models--own--draft/snapshots"), "{}", path("drafter"));
+    assert_refused(&evaluate("own/draft@v2", "other"), 2, &["--draft", "own/draft", "no revision v2"]);
 }

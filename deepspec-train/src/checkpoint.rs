@@ -16,7 +16,7 @@ use tch::{Device, Kind};
 use crate::optimizer::AdamW;
 
 /// Layout of the training state; raised when it changes.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 const LATEST: &str = "step_latest";
 const STATE_JSON: &str = "train_state.json";
 const STATE_TENSORS: &str = "train_state.safetensors";
@@ -30,7 +30,7 @@ pub struct TrainState {
     pub step: usize,
     /// Samples consumed: the position in the stream.
     pub samples: usize,
-    /// Digest of the cache's sample table, so that a resumed run sees the same data.
+    /// Digest of the samples and of what their states are bound to, so that a resumed run sees the same data.
     pub data: String,
     /// Processes that took part; for information.
     pub world_size: usize,
@@ -181,7 +181,11 @@ pub fn restore(
     let state: TrainState = serde_json::from_str(&atomic::read_text(&file)?)
         .with_context(|| format!("{}: not a training state", file.display()))?;
     if state.format != FORMAT {
-        bail!("{}: format {} is unknown; this version reads {FORMAT}", file.display(), state.format);
+        bail!(
+            "{}: format {} is unknown; this version reads {FORMAT}; start anew with --overwrite",
+            file.display(),
+            state.format
+        );
     }
     let saved: Recipe = config::load(&path.join("config.yaml"), &[])?;
     let differences = config::differences(&comparable(&saved)?, &comparable(recipe)?);
@@ -194,7 +198,7 @@ pub fn restore(
     }
     if state.data != data {
         usage!(
-            "{} was trained on other samples than the cache holds now; choose another name, or start anew with --overwrite",
+            "{} was trained on other samples, or on another target's states, than the recipe names now; choose another name, or start anew with --overwrite",
             path.display()
         );
     }
@@ -203,16 +207,20 @@ pub fn restore(
     Ok(state)
 }
 
-/// What must not change on resume: all but where things lie and how often they are written.
+/// What must not change on resume: all but where things lie and how often they are written. The data set's digest stands
+/// for the samples and their target, wherever its states come from.
 fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
     let mut value = serde_json::to_value(recipe)?;
     if let Some(map) = value.as_object_mut() {
         map.remove("logging");
         if let Some(data) = map.get_mut("data").and_then(Value::as_object_mut) {
-            data.remove("states");
+            for key in ["states", "input", "target_device"] {
+                data.remove(key);
+            }
         }
         if let Some(target) = map.get_mut("target").and_then(Value::as_object_mut) {
             target.remove("model");
+            target.remove("revision");
         }
     }
     Ok(value)

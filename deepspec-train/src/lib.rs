@@ -7,6 +7,7 @@ pub mod checkpoint;
 pub mod loader;
 pub mod lr;
 pub mod optimizer;
+mod plan;
 mod report;
 mod run;
 pub mod schedule;

@@ -1,15 +1,14 @@
-//! Samples from the cache, read ahead of the trainer by a thread of their own.
+//! Samples with their states, prepared ahead of the trainer by a thread of their own.
 
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
-use std::thread;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use deepspec_cache::{Reader, Sample, loss_mask};
+use deepspec_cache::loss_mask;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_models::{Normaliser, TrainSample, anchor_candidates, eval_mask, slot_weight};
-use tch::{Device, Kind, Tensor};
+use deepspec_states::{Dataset, Facts, StateSource, StatesError};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
 
@@ -52,20 +51,20 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Starts reading at optimiser step `step`.
-    pub fn start(reader: Arc<Reader>, options: LoaderOptions, step: usize) -> Self {
+    /// Starts preparing at optimiser step `step`. The scope's end waits for the thread.
+    pub fn start<'scope, 'd: 'scope>(
+        scope: &'scope Scope<'scope, '_>,
+        dataset: &'d Dataset,
+        states: StateSource<'d>,
+        options: LoaderOptions,
+        step: usize,
+    ) -> Self {
         let (sender, ready) = sync_channel(READ_AHEAD);
-        thread::spawn(move || {
-            let samples = reader.len();
-            let mut order = Order::new(options.schedule.samples_per_epoch, shuffled(options.seed, samples));
-            for step in step..options.schedule.max_train_steps {
-                for batch in load_step(&reader, options, &mut order, step) {
-                    // The trainer hangs up when it stops early.
-                    let failed = batch.is_err();
-                    if sender.send(batch).is_err() || failed {
-                        return;
-                    }
-                }
+        scope.spawn(move || {
+            let mut work = Work { dataset, states, options, sender };
+            if let Err(Stopped::Failed(error)) = work.run(step) {
+                // Nobody is left to tell when the trainer has stopped early.
+                let _ = work.sender.send(Err(error));
             }
         });
         Self { ready, waited: Duration::ZERO }
@@ -74,7 +73,7 @@ impl Loader {
     /// The next micro-batch.
     ///
     /// # Errors
-    /// If the cache is damaged, or the schedule has ended.
+    /// If the cache is damaged, the target computes no finite states, or the schedule has ended.
     pub fn next_batch(&mut self) -> anyhow::Result<MicroBatch> {
         let asked = Instant::now();
         let batch = self.ready.recv().context("the loader stopped before the schedule ended")?;
@@ -86,57 +85,103 @@ impl Loader {
     pub fn take_waited(&mut self) -> Duration {
         std::mem::take(&mut self.waited)
     }
+
+    /// Waits for what the source of states does after the last batch.
+    ///
+    /// # Errors
+    /// If that failed.
+    pub fn finish(self) -> anyhow::Result<()> {
+        self.ready.into_iter().try_for_each(|rest| rest.map(drop))
+    }
 }
 
-/// A sample of a step before its states are read.
+/// Why the thread ends before the schedule does.
+enum Stopped {
+    /// The trainer has stopped.
+    HungUp,
+    Failed(anyhow::Error),
+}
+
+impl From<StatesError> for Stopped {
+    fn from(error: StatesError) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// The thread's own.
+struct Work<'d> {
+    dataset: &'d Dataset,
+    states: StateSource<'d>,
+    options: LoaderOptions,
+    sender: SyncSender<anyhow::Result<MicroBatch>>,
+}
+
+impl Work<'_> {
+    fn run(&mut self, first: usize) -> Result<(), Stopped> {
+        let Schedule { samples_per_epoch, max_train_steps, .. } = self.options.schedule;
+        let mut order = Order::new(samples_per_epoch, shuffled(self.options.seed, self.dataset.len()));
+        for step in first..max_train_steps {
+            self.step(step, &mut order)?;
+        }
+        Ok(self.states.finish(max_train_steps)?)
+    }
+
+    fn step<P: Fn(usize) -> Vec<usize>>(&mut self, step: usize, order: &mut Order<P>) -> Result<(), Stopped> {
+        let options = self.options;
+        let micro_batches = options.schedule.gradient_accumulation_steps;
+        let batch = micro_batches * options.local_batch_size;
+        let positions = step * batch..(step + 1) * batch;
+        let planned: Vec<Planned> = positions
+            .map(|position| order.at(position))
+            .map(|draw| plan(self.dataset.facts(draw.sample), options, draw))
+            .collect();
+        let samples: Vec<usize> = planned.iter().map(|planned| planned.sample).collect();
+        self.states.begin(step, &samples)?;
+        let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
+        let total = weight(&planned);
+        let mut rest = planned.into_iter();
+        for _ in 0..micro_batches {
+            let planned: Vec<Planned> = rest.by_ref().take(options.local_batch_size).collect();
+            let normaliser = match options.normalization {
+                LossNormalization::Global => total,
+                // The mean over micro-batches of losses that are each divided by their own weights.
+                LossNormalization::MicroBatch => weight(&planned) * micro_batches as f64,
+            };
+            let samples =
+                planned.into_iter().map(|p| self.sample(p)).collect::<Result<Vec<_>, StatesError>>()?;
+            let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
+            let batch = MicroBatch { samples, normaliser: Normaliser(normaliser), tokens };
+            self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
+        }
+        Ok(())
+    }
+
+    fn sample(&mut self, planned: Planned) -> Result<TrainSample, StatesError> {
+        let facts = self.dataset.facts(planned.sample);
+        let states = self.states.take()?;
+        Ok(TrainSample {
+            input_ids: facts.input_ids.iter().map(|&id| i64::from(id)).collect(),
+            loss_mask: mask(facts),
+            taps: states.taps,
+            last: states.last,
+            last_positions: states.last_positions,
+            anchors: planned.anchors,
+        })
+    }
+}
+
+/// A sample of a step before its states are there.
 struct Planned {
     sample: usize,
     anchors: Vec<usize>,
     weight: f64,
 }
 
-fn load_step<'a, P: Fn(usize) -> Vec<usize>>(
-    reader: &'a Reader,
-    options: LoaderOptions,
-    order: &mut Order<P>,
-    step: usize,
-) -> impl Iterator<Item = anyhow::Result<MicroBatch>> + 'a {
-    let batch = options.schedule.gradient_accumulation_steps * options.local_batch_size;
-    let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
-        .map(|position| plan(reader, options, order.at(position)))
-        .collect();
-    let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
-    let total = weight(&planned);
-    let micro_batches: Vec<Vec<Planned>> = {
-        let mut rest = planned.into_iter();
-        (0..options.schedule.gradient_accumulation_steps)
-            .map(|_| rest.by_ref().take(options.local_batch_size).collect())
-            .collect()
-    };
-    micro_batches.into_iter().map(move |planned| {
-        let normaliser = match options.normalization {
-            LossNormalization::Global => total,
-            // The mean over micro-batches of losses that are each divided by their own weights.
-            LossNormalization::MicroBatch => {
-                weight(&planned) * options.schedule.gradient_accumulation_steps as f64
-            }
-        };
-        let samples: Vec<TrainSample> = planned
-            .into_iter()
-            .map(|p| Ok(train_sample(&reader.sample(p.sample)?, p.anchors)))
-            .collect::<anyhow::Result<_>>()?;
-        let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
-        Ok(MicroBatch { samples, normaliser: Normaliser(normaliser), tokens })
-    })
-}
-
 /// Anchors and loss weight of a sample: they depend on its mask only, not on its states.
-fn plan(reader: &Reader, options: LoaderOptions, draw: Draw) -> Planned {
-    let (length, spans) =
-        (reader.length(draw.sample).unwrap_or(0), reader.spans(draw.sample).unwrap_or_default());
-    let mask = loss_mask(length, spans);
-    let id = reader.id(draw.sample).unwrap_or_default();
-    let anchors = anchors(&anchor_candidates(&mask), options.num_anchors, options.seed, draw.epoch, id);
+fn plan(facts: Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
+    let mask = mask(facts);
+    let candidates = anchor_candidates(&mask);
+    let anchors = anchors(&candidates, options.num_anchors, options.seed, draw.epoch, facts.id);
     let weight = anchors
         .iter()
         .flat_map(|&anchor| 0..eval_mask(&mask, anchor, options.block_size))
@@ -145,18 +190,7 @@ fn plan(reader: &Reader, options: LoaderOptions, draw: Draw) -> Planned {
     Planned { sample: draw.sample, anchors, weight }
 }
 
-/// A cached sample as tensors on the CPU, in the cache's bfloat16.
-pub fn train_sample(sample: &Sample<'_>, anchors: Vec<usize>) -> TrainSample {
-    let positions = sample.last_positions();
-    let hidden = sample.layout().hidden_size as i64;
-    let width = hidden * sample.layout().taps.len() as i64;
-    TrainSample {
-        input_ids: sample.input_ids.iter().map(|&id| i64::from(id)).collect(),
-        loss_mask: sample.loss_mask(),
-        taps: Tensor::from_data_size(sample.taps, &[sample.len() as i64, width], Kind::BFloat16)
-            .to_device(Device::Cpu),
-        last: Tensor::from_data_size(sample.last, &[positions.len() as i64, hidden], Kind::BFloat16),
-        last_positions: positions,
-        anchors,
-    }
+/// One flag per token. A sample's length fits 32 bits: no longer one is planned or read.
+fn mask(facts: Facts<'_>) -> Vec<bool> {
+    loss_mask(facts.input_ids.len() as u32, facts.spans)
 }

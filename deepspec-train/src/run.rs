@@ -3,26 +3,32 @@
 use std::io::{Write, stdout};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::thread;
 
 use anyhow::Context;
-use deepspec_cache::{CacheError, Reader};
 use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::{DrafterRecipe, Precision, Recipe};
+use deepspec_core::recipe::{Precision, Recipe};
 use deepspec_core::usage;
-use deepspec_models::{Block, BlockConfig, Confidence, LossAlphas, ModelConfig, load_ends};
-use deepspec_states::Source;
+use deepspec_models::{
+    Block, BlockConfig, Confidence, LossAlphas, ModelConfig, ModelError, TargetModel, load_ends,
+};
+use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
 use signal_hook::consts::{SIGTERM, SIGUSR1};
 use signal_hook::flag;
-use tch::Kind;
+use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
 use crate::checkpoint::{Checkpoints, restore};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
+use crate::plan::Plan;
 use crate::report::Report;
-use crate::schedule::{Schedule, Sizes};
+use crate::schedule::{Schedule, Sizes, shuffled};
 use crate::trainer::Trainer;
+
+/// Unusable rows that are named one by one.
+const REJECTED_SHOWN: usize = 5;
 
 /// Runs `deepspec-train`.
 ///
@@ -30,28 +36,39 @@ use crate::trainer::Trainer;
 /// Usage errors for recipes and inputs that do not belong together; failures otherwise.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = Recipe::load(&args.config, &args.overrides)?;
-    let source = Source::open(&recipe).map_err(|error| UsageError(error.to_string()))?;
-    let reader = open_cache(&recipe, &source)?;
+    let source = Source::open(&recipe, args.verbosity()).map_err(StatesError::report)?;
+    // Before anything is read: a drafter that cannot be is refused at once.
+    let config = block_config(&recipe, &source.config)?;
+    let dataset = open_data(&recipe, &source)?;
     let schedule = Schedule::new(Sizes {
         world_size: 1,
-        dataset_size: reader.len(),
+        dataset_size: dataset.len(),
         local_batch_size: recipe.train.local_batch_size,
         global_batch_size: recipe.train.global_batch_size,
         num_train_epochs: recipe.train.num_train_epochs,
         max_train_steps: recipe.train.max_train_steps,
     })
     .map_err(|error| UsageError(error.to_string()))?;
-    let config = block_config(&recipe, &source.config)?;
     let device = deepspec_dist::device(&args.device).map_err(|error| UsageError(error.to_string()))?;
+    let running = running(&recipe, device)?;
     let kind = match recipe.train.precision {
         Precision::Bf16 => Kind::BFloat16,
         Precision::Fp32 => Kind::Float,
     };
-    let (embed, head) = load_ends(&recipe.target_dir(), &source.config, device, kind)?;
+    let checkpoints = Checkpoints::new(recipe.output_dir());
+    let _claim = (!args.plan).then(|| checkpoints.lock()).transpose()?;
+    let states = match args.plan || args.init_only {
+        true => None,
+        false => {
+            Some(StateSource::open(&dataset, &source, &recipe, running).map_err(StatesError::report_data)?)
+        }
+    };
+    let (embed, head) = ends(states.as_ref(), &source, device, kind)?;
     let block = Block::fresh(config, &embed, &head, recipe.seed, kind)?;
     let optimizer = AdamW::new(block.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
-    let checkpoints = Checkpoints::new(recipe.output_dir());
-    let plan = describe(&recipe, &reader, schedule, &optimizer);
+    let weights = optimizer.weights();
+    let plan =
+        Plan { recipe: &recipe, source: &source, dataset: &dataset, schedule, running, weights }.text()?;
     if args.plan {
         let resumes =
             checkpoints.latest()?.map_or("starts anew".into(), |path| format!("resumes {}", path.display()));
@@ -59,8 +76,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         return Ok(());
     }
     plan.lines().for_each(|line| tracing::info!("{line}"));
-
-    let _claim = checkpoints.lock()?;
     if args.overwrite {
         checkpoints.clear()?;
     }
@@ -79,7 +94,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             l1: loss.l1_alpha,
             confidence: recipe.drafter.block().confidence.map_or(0.0, |c| c.alpha),
         },
-        data: reader.manifest().samples.sha256.clone(),
+        data: dataset.digest().to_string(),
         recipe: &recipe,
         block,
         optimizer,
@@ -106,10 +121,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    if first >= schedule.max_train_steps {
+    let Some(states) = states.filter(|_| first < schedule.max_train_steps) else {
         tracing::info!("{} is complete at step {first}; nothing to do", recipe.name);
         return Ok(());
-    }
+    };
     let options = LoaderOptions {
         schedule,
         seed: recipe.seed,
@@ -120,98 +135,65 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         normalization: recipe.train.loss_normalization,
     };
     let report = Report::open(trainer.checkpoints.dir(), first, schedule.max_train_steps)?;
-    trainer.run(first, Loader::start(Arc::new(reader), options, first), report)
+    thread::scope(|scope| {
+        let loader = Loader::start(scope, &dataset, states, options, first);
+        trainer.run(first, loader, report)
+    })
 }
 
-fn open_cache(recipe: &Recipe, source: &Source) -> anyhow::Result<Reader> {
-    let dir = recipe.cache_dir();
-    if !dir.is_dir() {
-        usage!(
-            "{}: no such cache; build it with `deepspec-data cache build --config … --output-dir {}`",
-            dir.display(),
-            dir.display()
-        );
+/// Where and in what the target runs, where it runs: just as it does for a cache.
+fn running(recipe: &Recipe, trainer: Device) -> anyhow::Result<Running> {
+    let device = match &recipe.data.target_device {
+        Some(name) => deepspec_dist::device(name)
+            .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
+        None => trainer,
+    };
+    let kind = deepspec_dist::default_kind(device);
+    Ok(Running { device, kind, per_step: recipe.train.global_batch_size })
+}
+
+/// The data set of a recipe, with a word on the rows that are left out.
+fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
+    let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
+    let dataset = Dataset::open(recipe, source, first_epoch).map_err(StatesError::report_data)?;
+    if let Some(report) = dataset.report() {
+        tracing::info!("{report}");
+        for rejected in report.rejected.iter().take(REJECTED_SHOWN) {
+            tracing::warn!("{}:{}: {}", rejected.file.display(), rejected.line, rejected.reason);
+        }
+        if let Some(more) = report.rejected.len().checked_sub(REJECTED_SHOWN).filter(|&more| more > 0) {
+            tracing::warn!("{more} more rows cannot be used");
+        }
     }
-    let reader = Reader::open(&dir)?;
-    match reader.require(&source.identity) {
-        Err(error @ CacheError::Mismatch { .. }) => Err(UsageError(error.to_string()).into()),
-        other => Ok(other.map(|()| reader)?),
+    Ok(dataset)
+}
+
+/// The target's embedding and head: the resident target's own where they fit, so that they are held once.
+fn ends(
+    states: Option<&StateSource<'_>>,
+    source: &Source,
+    device: Device,
+    kind: Kind,
+) -> Result<(Tensor, Tensor), ModelError> {
+    let resident = states.and_then(StateSource::target).map(TargetModel::ends);
+    match resident.filter(|(embed, _)| embed.device() == device && embed.kind() == kind) {
+        Some(ends) => Ok(ends),
+        None => load_ends(&source.dir, &source.config, device, kind),
     }
 }
 
 fn block_config(recipe: &Recipe, target: &ModelConfig) -> anyhow::Result<BlockConfig> {
     let block = recipe.drafter.block();
     let config = BlockConfig {
-        model: ModelConfig { num_hidden_layers: block.num_draft_layers, ..target.clone() },
+        model: target.block_decoder(block.num_draft_layers)?,
         block_size: block.block_size,
         mask_token_id: block.mask_token_id,
         target_layer_ids: recipe.taps(),
-        num_target_layers: target.num_hidden_layers,
+        num_target_layers: target.layers.len(),
         num_anchors: block.num_anchors,
         markov: block.markov,
         confidence: block.confidence.map(|confidence| Confidence { with_markov: confidence.with_markov }),
     };
     config.validate().map_err(|(key, problem)| UsageError(format!("{key}: {problem}")))?;
     Ok(config)
-}
-
-/// What will run, a line per topic.
-fn describe(recipe: &Recipe, reader: &Reader, schedule: Schedule, optimizer: &AdamW) -> String {
-    let manifest = reader.manifest();
-    let algorithm = match &recipe.drafter {
-        DrafterRecipe::Dspark(_) => "DSpark",
-        DrafterRecipe::Dflash(_) => "DFlash",
-    };
-    let weights = optimizer.weights();
-    // Working weights and gradients in their kind; masters (where apart) and two moments in float32.
-    let bytes_per_weight = match recipe.train.precision {
-        Precision::Bf16 => 2 + 2 + 12,
-        Precision::Fp32 => 4 + 4 + 8,
-    };
-    let lines = [
-        (
-            "drafter",
-            format!(
-                "{}: {algorithm}, γ = {}, {weights} trainable weights",
-                recipe.name,
-                recipe.drafter.block().block_size
-            ),
-        ),
-        (
-            "data",
-            format!(
-                "{} samples, {} tokens, {} supervised",
-                reader.len(),
-                manifest.counts.tokens,
-                manifest.counts.supervised_tokens
-            ),
-        ),
-        ("cache", format!("{}, {:.1} MB", recipe.cache_dir().display(), manifest.bytes() as f64 / 1e6)),
-        (
-            "system prompt",
-            format!(
-                "{} (for rows that have none)",
-                manifest.identity.system_prompt.as_deref().unwrap_or("none")
-            ),
-        ),
-        (
-            "schedule",
-            format!(
-                "{} steps of {} samples, {} per forward; {} steps per epoch, {} epochs begun",
-                schedule.max_train_steps,
-                recipe.train.global_batch_size,
-                recipe.train.local_batch_size,
-                schedule.steps_per_epoch,
-                schedule.num_train_epochs
-            ),
-        ),
-        (
-            "memory",
-            format!(
-                "{:.1} MB of weights, gradients and optimiser",
-                (weights * bytes_per_weight) as f64 / 1e6
-            ),
-        ),
-    ];
-    lines.map(|(topic, text)| format!("{topic:<14}{text}")).join("\n")
 }

@@ -27,7 +27,7 @@ pub struct Trainer<'a> {
     pub lr: LrSchedule,
     pub alphas: LossAlphas,
     pub checkpoints: Checkpoints,
-    /// Digest of the samples, kept in the training state.
+    /// Digest of the data set, kept in the training state.
     pub data: String,
     /// Raised by SIGTERM and SIGUSR1.
     pub stop: Arc<AtomicBool>,
@@ -37,7 +37,7 @@ impl Trainer<'_> {
     /// Trains from step `first` to the end and saves.
     ///
     /// # Errors
-    /// Damaged data, failed writes, or [`ExitWith`] 75 when a signal stopped it after saving.
+    /// Damaged or missing states, failed writes, or [`ExitWith`] 75 when a signal stopped it after saving.
     pub fn run(&mut self, first: usize, mut loader: Loader, mut report: Report) -> anyhow::Result<()> {
         let mut window = Window::new(self.block.config().block_size);
         let logging = &self.recipe.logging;
@@ -74,7 +74,7 @@ impl Trainer<'_> {
                 return Err(ExitWith { code: SAVED_EARLY, reason }.into());
             }
         }
-        Ok(())
+        loader.finish()
     }
 
     fn forward_backward(

@@ -1,160 +1,15 @@
 //! The built binary on real target states: resume, refusals, checkpoints that other tools read.
 
+mod common;
+
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::sync::LazyLock;
+use std::path::Path;
+use std::process::Command;
 
-use deepspec_cache::{Builder, Encoding, Last, Plan};
-use deepspec_core::recipe::Recipe;
-use deepspec_states::{Capture, Source, fill, tokenise};
-use deepspec_text::{conversation, sharegpt};
-use serde_json::{Value, json};
-use tch::{Device, Kind};
-
-/// Steps of a whole run.
-const STEPS: usize = 24;
-
-fn workspace() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
-fn recipe_text(dir: &Path) -> String {
-    format!(
-        "name: t
-seed: 7
-target: {{model: {target}, layer_ids: [1, 4]}}
-drafter:
-  dspark:
-    block_size: 5
-    num_draft_layers: 1
-    mask_token_id: 1023
-    num_anchors: 6
-    markov: {{type: gated, rank: 8}}
-    confidence: {{with_markov: true}}
-data: {{states: {{cache: {cache}}}, chat_template: qwen, max_length: 256}}
-train: {{lr: 1.0e-3, precision: fp32, local_batch_size: 2, global_batch_size: 4, max_train_steps: {STEPS}}}
-logging: {{logging_steps: 1, checkpointing_steps: 3, output_dir: {out}}}
-",
-        target = workspace().join("assets/tiny-target").display(),
-        cache = dir.join("cache").display(),
-        out = dir.join("out").display(),
-    )
-}
-
-/// A folder with a cache of 24 samples; made once, copied for every test.
-static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
-    let dir = tempfile::tempdir().unwrap();
-    let prompts = fs::read_to_string(workspace().join("assets/demo-prompts.jsonl")).unwrap();
-    let rows: Vec<String> = prompts
-        .lines()
-        .take(24)
-        .map(|line| {
-            let row: Value = serde_json::from_str(line).unwrap();
-            let row = row.as_object().unwrap();
-            let messages = sharegpt(row).or_else(|_| conversation(row)).unwrap();
-            json!({"id": row["id"], "conversations": messages}).to_string()
-        })
-        .collect();
-    let input = dir.path().join("rows.jsonl");
-    fs::write(&input, rows.join("\n")).unwrap();
-    fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
-    let recipe = Recipe::load(&dir.path().join("recipe.yaml"), &[]).unwrap();
-    let source = Source::open(&recipe).unwrap();
-    let samples = tokenise(&[input], &source, |_| {}).unwrap().samples;
-    let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
-    let plan = Plan::new(samples, source.layout(Last::Supervised, Encoding::Bf16), 1 << 20).unwrap();
-    let mut builder = Builder::open(&dir.path().join("cache"), &plan, &source.identity).unwrap();
-    let mut capture = Capture::load(&recipe, longest, Device::Cpu, Kind::Float).unwrap();
-    fill(&mut builder, &mut capture, |_| {}).unwrap();
-    builder.publish().unwrap();
-    dir
-});
-
-/// A private copy of the cache and a recipe that points to it.
-struct Bench {
-    dir: tempfile::TempDir,
-}
-
-impl Bench {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let cache = dir.path().join("cache");
-        fs::create_dir(&cache).unwrap();
-        for entry in fs::read_dir(MASTER.path().join("cache")).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_file() {
-                fs::copy(&path, cache.join(path.file_name().unwrap())).unwrap();
-            }
-        }
-        fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
-        Self { dir }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
-        command.arg("--config").arg(self.path("recipe.yaml")).args(args).env("OMP_NUM_THREADS", "1");
-        command
-    }
-
-    fn run(&self, args: &[&str]) -> Output {
-        self.command(args).output().unwrap()
-    }
-
-    fn succeeds(&self, args: &[&str]) {
-        let output = self.run(args);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    }
-
-    fn fails(&self, args: &[&str], code: i32, hints: &[&str]) {
-        let output = self.run(args);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(code), "{text}");
-        let last = text.lines().last().unwrap_or_default();
-        assert!(hints.iter().all(|hint| last.contains(hint)), "expected {hints:?} in: {last}");
-        assert!(!text.contains("panicked"), "{text}");
-    }
-
-    /// Weights, masters and moments of the last checkpoint.
-    fn result(&self) -> Vec<Vec<u8>> {
-        let step = self.path("out/t").join(format!("step_{STEPS}"));
-        assert_eq!(
-            fs::read_link(self.path("out/t/step_latest")).unwrap(),
-            Path::new(&format!("step_{STEPS}"))
-        );
-        ["model.safetensors", "train_state.safetensors", "config.json"]
-            .map(|name| fs::read(step.join(name)).unwrap())
-            .to_vec()
-    }
-
-    fn losses(&self) -> Vec<f64> {
-        let text = fs::read_to_string(self.path("out/t/metrics.jsonl")).unwrap();
-        text.lines()
-            .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap())
-            .collect()
-    }
-}
-
-/// Starts a run and waits until it has logged `step`.
-fn start_until(bench: &Bench, step: usize, args: &[&str]) -> Child {
-    let mut child = bench.command(args).stderr(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let mark = format!("step {step}/");
-    while let Some(line) = lines.next() {
-        if line.unwrap().contains(&mark) {
-            std::thread::spawn(|| lines.for_each(drop));
-            return child;
-        }
-    }
-    let status = child.wait().unwrap();
-    panic!("the run ended before step {step}: {status}");
-}
+use common::{Bench, STEPS, start_until, workspace};
+use deepspec_testkit::hub::{FakeHub, FakeRepo};
+use deepspec_testkit::tiny;
 
 fn undisturbed() -> Bench {
     let bench = Bench::new();
@@ -291,6 +146,14 @@ fn mistakes_are_named_before_anything_runs() {
     bench.fails(&["--set", "train.global_batch_size=400"], 2, &["24 samples"]);
     bench.fails(&["--set", "drafter.dspark.mask_token_id=5000"], 2, &["mask_token_id", "5000"]);
     bench.fails(&["--device", "tpu"], 2, &["tpu"]);
+    let gemma = bench.path("gemma");
+    fs::create_dir(&gemma).unwrap();
+    tiny::gemma4(&gemma, 512);
+    let target = format!("target.model={}", gemma.display());
+    let settings =
+        [&target, "target.layer_ids=[1, 3]", "drafter.dspark.mask_token_id=4", "data.chat_template=gemma4"];
+    let args = settings.map(|setting| ["--set", setting]).concat();
+    bench.fails(&args, 2, &["Gemma 4", "only Qwen3 targets have drafters"]);
     fs::write(bench.path("recipe.yaml"), "name: t\ntrain:\n  lrr: 1\n").unwrap();
     bench.fails(&[], 2, &["recipe.yaml"]);
     fs::remove_file(bench.path("recipe.yaml")).unwrap();
@@ -353,4 +216,35 @@ assert str(weights['lm_head.weight'].dtype) == 'torch.bfloat16' and len(weights)
     let output =
         Command::new(python).args(["-c", script]).arg(bench.path("out/t/step_latest")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_target_by_hub_id_is_fetched_once_and_stays_an_id() {
+    let bench = Bench::new();
+    let repo = FakeRepo::model("own/tiny").at("v1").folder(&workspace().join("assets/tiny-target"));
+    let hub = FakeHub::start([repo]);
+    let run = |args: &[&str], offline: &str| {
+        let mut command = bench.command(args);
+        command
+            .env("HF_ENDPOINT", hub.url())
+            .env("HF_HUB_CACHE", bench.path("hub"))
+            .env("HF_HUB_OFFLINE", offline);
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let id = ["--set", "target.model=own/tiny", "--set", "target.revision=v1"];
+    let (code, text) = run(&[&id[..], &["--init-only"]].concat(), "0");
+    assert_eq!(code, Some(0), "{text}");
+    let saved = fs::read_to_string(bench.path("out/t/step_0/config.yaml")).unwrap();
+    assert!(saved.contains("model: own/tiny\n") && saved.contains("revision: v1\n"), "{saved}");
+    hub.forget();
+    let (code, text) = run(&[&id[..], &["--plan"]].concat(), "1");
+    assert_eq!((code, hub.requests()), (Some(0), vec![]), "{text}");
+    let (code, text) = run(&["--plan", "--set", "target.model=own/other"], "0");
+    assert!(
+        code == Some(2) && text.contains("own/other") && text.contains("no model of that name"),
+        "{text}"
+    );
+    let (code, text) = run(&["--plan", "--set", "target.model=own/other"], "1");
+    assert!(code == Some(1) && text.contains("HF_HUB_OFFLINE") && text.contains("local path"), "{text}");
 }

@@ -194,6 +194,42 @@ pub enum CacheError {
         /// The first that is missing.
         missing: usize,
     },
+    /// There is nothing to merge.
+    #[error("{}: nothing was built here; run `cache build --worker 0/n … --output-dir {}` first", dir.display(), dir.display())]
+    NoParts {
+        /// The cache's folder.
+        dir: PathBuf,
+    },
+    /// A worker built something else than the others, or than its samples say.
+    #[error("{} belongs to another build than its siblings: {}; remove it and run its worker again", part.display(), differences.join("; "))]
+    PartDiffers {
+        /// The worker's folder.
+        part: PathBuf,
+        /// The fields, with both values.
+        differences: Vec<String>,
+    },
+    /// Workers have not finished.
+    #[error("{}: {missing} of {expected} shards are not built yet; run the same `cache build` with {}, then merge again", dir.display(), workers.iter().map(|worker| format!("--worker {worker}")).collect::<Vec<_>>().join(", with "))]
+    Incomplete {
+        /// The cache's folder.
+        dir: PathBuf,
+        /// Shards that are missing.
+        missing: usize,
+        /// Shards of the plan.
+        expected: usize,
+        /// The workers that build them, as `i/n`.
+        workers: Vec<String>,
+    },
+    /// A finished shard changed before it was published.
+    #[error("{}: sha256 {found} instead of {expected}: the shard was changed after it was built; remove it and run its worker again", path.display())]
+    PartDamaged {
+        /// The shard.
+        path: PathBuf,
+        /// Digest of what is there.
+        found: String,
+        /// Digest that was recorded.
+        expected: String,
+    },
 
     // Reading.
     /// There is no manifest.
@@ -305,6 +341,14 @@ pub enum CacheError {
         found: u32,
         /// Checksum in the table.
         expected: u32,
+    },
+    /// A cache of the reference's format 2 that cannot be imported, or one of ours that it cannot hold.
+    #[error("{}: {problem}", path.display())]
+    Reference {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong, what was expected and what to do.
+        problem: String,
     },
     /// The cache has fewer samples.
     #[error("sample {index} was asked for, the cache has {len}")]

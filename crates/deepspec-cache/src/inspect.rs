@@ -1,6 +1,7 @@
 //! One sample in plain numbers.
 
 use crate::error::Part;
+use crate::layout::Encoding;
 use crate::reader::Sample;
 use crate::values;
 
@@ -39,12 +40,13 @@ pub struct TensorSummary {
 /// Sums a sample up.
 pub fn inspect(sample: &Sample<'_>) -> Inspection {
     let layout = sample.layout();
-    let state_bytes = layout.hidden_size * layout.encoding.value_bytes();
+    let state_bytes = layout.hidden_size * Encoding::Bf16.value_bytes();
+    let [tap_states, last_states] = sample.states();
     let taps = layout.taps.iter().enumerate().map(|(index, &tap)| {
-        let states = sample.taps.chunks_exact(state_bytes).skip(index).step_by(layout.taps.len());
+        let states = tap_states.chunks_exact(state_bytes).skip(index).step_by(layout.taps.len());
         summary(Part::Tap(tap), states)
     });
-    let last = std::iter::once_with(|| summary(Part::Last, sample.last.chunks_exact(state_bytes)));
+    let last = std::iter::once_with(|| summary(Part::Last, last_states.chunks_exact(state_bytes)));
     Inspection {
         id: sample.id.to_string(),
         shard: sample.shard,

@@ -12,6 +12,8 @@ use crate::tap::Tap;
 pub enum Encoding {
     /// bfloat16, exactly as the target's states were rounded; two little-endian bytes a value.
     Bf16,
+    /// e4m3, one byte a value, with one bfloat16 scale for each tap of a token and each kept last state.
+    Fp8,
 }
 
 impl Encoding {
@@ -19,6 +21,15 @@ impl Encoding {
     pub fn value_bytes(self) -> usize {
         match self {
             Self::Bf16 => 2,
+            Self::Fp8 => 1,
+        }
+    }
+
+    /// Bytes of the scale of one state.
+    pub(crate) fn scale_bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 0,
+            Self::Fp8 => 2,
         }
     }
 }
@@ -27,6 +38,7 @@ impl fmt::Display for Encoding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bf16 => f.write_str("bf16"),
+            Self::Fp8 => f.write_str("fp8"),
         }
     }
 }
@@ -103,10 +115,26 @@ impl Layout {
         values.checked_mul(self.encoding.value_bytes() as u64).filter(|&bytes| bytes > 0)
     }
 
-    /// Bytes of a sample with so many tokens and kept last states.
+    /// Bytes of the scales of one token's taps.
+    pub(crate) fn tap_scales_bytes(&self) -> u64 {
+        (self.taps.len() * self.encoding.scale_bytes()) as u64
+    }
+
+    /// Bytes of the scale of one last hidden state.
+    pub(crate) fn last_scale_bytes(&self) -> u64 {
+        self.encoding.scale_bytes() as u64
+    }
+
+    /// Bytes of a sample with so many tokens and kept last states, scales included.
     pub(crate) fn sample_bytes(&self, rows: u64, last_rows: u64) -> Option<u64> {
-        let taps = self.tap_row_bytes()?.checked_mul(rows)?;
-        taps.checked_add(self.last_row_bytes()?.checked_mul(last_rows)?)
+        let tap_row = self.tap_row_bytes()?.checked_add(self.tap_scales_bytes())?;
+        let last_row = self.last_row_bytes()?.checked_add(self.last_scale_bytes())?;
+        tap_row.checked_mul(rows)?.checked_add(last_row.checked_mul(last_rows)?)
+    }
+
+    /// The same layout in bfloat16: what the target gives and what training takes.
+    pub(crate) fn plain(&self) -> Self {
+        Self { encoding: Encoding::Bf16, ..self.clone() }
     }
 }
 

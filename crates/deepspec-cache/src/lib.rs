@@ -4,23 +4,27 @@
 //!
 //! - `manifest.json`, written last: its presence is what makes the folder a cache ([`Manifest`]);
 //! - `samples.parquet`, one row per sample: where it lies, its token ids, its supervised spans, its checksum;
-//! - `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]` in bfloat16, one row per (kept) token.
+//! - `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]`, one row per (kept) token, in bfloat16 or, with the
+//!   scales `taps_scale [N, m]` and `last_scale [M]`, in eight bits ([`Encoding`]).
 //!
 //! N tokens of a shard, M those whose last hidden state a supervised label needs ([`Last`]), m taps ([`Tap`]),
 //! d hidden size. A sample's rows are contiguous in both tensors.
 //!
 //! Writing: [`Plan::new`] fixes every size before the target runs, [`Builder`] fills shards and resumes after a kill,
-//! [`Builder::publish`] commits. Reading: [`Reader`] maps the shards and checks each sample whenever it is read.
+//! [`Builder::publish`] commits. Reading: [`Reader`] maps the shards and checks each sample when it is first read.
 //! [`verify`] looks at all bytes, [`inspect`] sums one sample up.
 
 mod builder;
 mod error;
+mod fp8;
 mod identity;
 mod inspect;
 mod layout;
 mod manifest;
+mod merge;
 mod plan;
 mod reader;
+mod reference;
 mod samples;
 mod shard;
 mod tap;
@@ -28,14 +32,16 @@ mod values;
 mod verify;
 mod writer;
 
-pub use builder::{Builder, remove_existing};
+pub use builder::{Builder, Worker, remove_existing};
 pub use error::{CacheError, Part};
 pub use identity::Identity;
 pub use inspect::{Inspection, TensorSummary, inspect};
 pub use layout::{Encoding, Last, Layout, loss_mask};
 pub use manifest::{Counts, MANIFEST_FILE, Manifest, SamplesEntry, ShardEntry};
+pub use merge::merge;
 pub use plan::{Plan, PlannedSample, PlannedShard};
 pub use reader::{Reader, Sample};
+pub use reference::{Reference, export};
 pub use samples::SAMPLES_FILE;
 pub use tap::Tap;
 pub use verify::{Problem, verify};

@@ -89,13 +89,16 @@ pub struct Manifest {
     pub samples: SamplesEntry,
     /// The shards, in order.
     pub shards: Vec<ShardEntry>,
+    /// The manifest of the format 2 cache that this one was imported from, keys sorted: what an export gives back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<Value>,
     /// Digest of this manifest with this field empty, so that a damaged manifest is noticed too.
     pub digest: String,
 }
 
 impl Manifest {
     pub(crate) fn new(recipe: &Recipe, samples: SamplesEntry, shards: Vec<ShardEntry>) -> Self {
-        let Recipe { identity, encoding, last, shard_bytes, counts, input } = recipe.clone();
+        let Recipe { identity, encoding, last, shard_bytes, counts, input, reference } = recipe.clone();
         let (format, tool) = (FORMAT.to_string(), TOOL.to_string());
         let mut manifest = Self {
             format,
@@ -109,6 +112,7 @@ impl Manifest {
             counts,
             samples,
             shards,
+            reference,
             digest: String::new(),
         };
         manifest.seal();
@@ -123,6 +127,11 @@ impl Manifest {
     /// Writes the manifest: the commit of a build.
     pub(crate) fn write(&self, dir: &Path) -> Result<(), CacheError> {
         Ok(atomic::write_json(&path(dir), self)?)
+    }
+
+    /// Size of the file.
+    pub(crate) fn file_bytes(&self) -> u64 {
+        serde_json::to_vec_pretty(self).map_or(0, |text| text.len() as u64 + 1)
     }
 
     /// Reads and checks the manifest of the cache in `dir`; looks at no other file.
@@ -189,6 +198,7 @@ impl Manifest {
             shard_bytes: self.shard_bytes,
             counts: self.counts.clone(),
             input: self.input.clone(),
+            reference: self.reference.clone(),
         }
     }
 

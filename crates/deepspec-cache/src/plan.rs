@@ -5,15 +5,18 @@ use std::ops::Range;
 
 use deepspec_core::digest::Hasher;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::error::CacheError;
 use crate::identity::{Differences, Identity};
 use crate::layout::{Encoding, Last, Layout, loss_mask};
-use crate::manifest::Counts;
-use crate::shard::Geometry;
+use crate::manifest::{Counts, Manifest, SamplesEntry, ShardEntry};
+use crate::samples::{self, SAMPLES_FILE};
+use crate::shard::{self, Geometry};
 
 /// A tokenised conversation that waits for its hidden states.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PlannedSample {
     /// Unique id, the input row's.
     pub id: String,
@@ -101,6 +104,7 @@ pub struct Plan {
     counts: Counts,
     bytes: u64,
     digest: String,
+    reference: Option<Value>,
 }
 
 impl Plan {
@@ -109,6 +113,36 @@ impl Plan {
     /// # Errors
     /// No samples, a sample that is empty or has spans outside it, an id twice, a layout without values.
     pub fn new(samples: Vec<PlannedSample>, layout: Layout, shard_bytes: u64) -> Result<Self, CacheError> {
+        let mut filled: u64 = 0;
+        let starts = |_, bytes: u64| {
+            let new = filled.saturating_add(bytes) > shard_bytes;
+            filled = if new { bytes } else { filled + bytes };
+            new
+        };
+        Self::cut(samples, layout, shard_bytes, starts)
+    }
+
+    /// A plan whose shards begin at the given samples, for a cache that was cut by others; `reference` is kept in its
+    /// manifest.
+    pub(crate) fn imported(
+        samples: Vec<PlannedSample>,
+        layout: Layout,
+        starts: &HashSet<usize>,
+        reference: Value,
+    ) -> Result<Self, CacheError> {
+        let plan = Self::cut(samples, layout, u64::MAX, |index, _| starts.contains(&index))?;
+        let bytes = |shard: &PlannedShard| plan.layout.sample_bytes(shard.rows, shard.last_rows).unwrap_or(0);
+        let shard_bytes = plan.shards.iter().map(bytes).max().unwrap_or(0);
+        Ok(Self { shard_bytes, reference: Some(reference), ..plan })
+    }
+
+    /// `starts` says of each sample, by its index and bytes, whether a shard begins with it.
+    fn cut(
+        samples: Vec<PlannedSample>,
+        layout: Layout,
+        shard_bytes: u64,
+        mut starts: impl FnMut(usize, u64) -> bool,
+    ) -> Result<Self, CacheError> {
         if samples.is_empty() {
             return Err(CacheError::EmptyPlan);
         }
@@ -116,7 +150,7 @@ impl Plan {
             return Err(CacheError::ZeroShardBytes);
         }
         let (mut seen, mut hasher) = (HashSet::new(), Hasher::default());
-        let (mut shards, mut filled): (Vec<PlannedShard>, u64) = (Vec::new(), 0);
+        let mut shards: Vec<PlannedShard> = Vec::new();
         let mut counts = Counts::default();
         for (index, sample) in samples.iter().enumerate() {
             sample.check()?;
@@ -127,17 +161,14 @@ impl Plan {
             let rows = u64::from(sample.length());
             let last_rows = sample.last_positions(layout.last).len() as u64;
             let bytes = layout.sample_bytes(rows, last_rows).ok_or_else(|| bad_layout(&layout, rows))?;
+            let new = starts(index, bytes);
             match shards.last_mut() {
-                Some(shard) if filled.saturating_add(bytes) <= shard_bytes => {
+                Some(shard) if !new => {
                     shard.samples.end = index + 1;
                     shard.rows += rows;
                     shard.last_rows += last_rows;
-                    filled += bytes;
                 }
-                _ => {
-                    shards.push(PlannedShard { samples: index..index + 1, rows, last_rows });
-                    filled = bytes;
-                }
+                _ => shards.push(PlannedShard { samples: index..index + 1, rows, last_rows }),
             }
             counts.samples += 1;
             counts.tokens += rows;
@@ -149,7 +180,35 @@ impl Plan {
             let total = Geometry::new(&layout, shard.rows, shard.last_rows)?.bytes();
             bytes = bytes.checked_add(total).ok_or_else(|| bad_layout(&layout, counts.tokens))?;
         }
-        Ok(Self { samples, layout, shard_bytes, shards, counts, bytes, digest: hasher.hex() })
+        let (digest, reference) = (hasher.hex(), None);
+        Ok(Self { samples, layout, shard_bytes, shards, counts, bytes, digest, reference })
+    }
+
+    /// The same samples in another layout: what the choice of an encoding costs.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn in_layout(self, layout: Layout) -> Result<Self, CacheError> {
+        Self::new(self.samples, layout, self.shard_bytes)
+    }
+
+    /// Bytes of the finished cache, all files: exact but for the samples' table, whose checksums are not known yet and
+    /// which is written to nowhere for this, and for digits of the manifest.
+    ///
+    /// # Errors
+    /// A plan that does not fit the identity; a table that cannot be written.
+    pub fn cache_bytes(&self, identity: &Identity) -> Result<u64, CacheError> {
+        let table = samples::size(self)?;
+        let shard = |(index, shard): (usize, &PlannedShard)| {
+            let bytes = Geometry::new(&self.layout, shard.rows, shard.last_rows)?.bytes();
+            let (file, sha256) = (shard::file_name(index), hex_like());
+            Ok(ShardEntry { file, bytes, rows: shard.rows, last_rows: shard.last_rows, sha256 })
+        };
+        let shards: Vec<ShardEntry> =
+            self.shards.iter().enumerate().map(shard).collect::<Result<_, CacheError>>()?;
+        let entry = SamplesEntry { file: SAMPLES_FILE.to_string(), bytes: table, sha256: hex_like() };
+        let manifest = Manifest::new(&self.recipe(identity)?, entry, shards).file_bytes();
+        Ok(self.bytes.saturating_add(table).saturating_add(manifest))
     }
 
     /// The samples, in input order.
@@ -219,6 +278,7 @@ impl Plan {
             shard_bytes: self.shard_bytes,
             counts: self.counts.clone(),
             input: self.digest.clone(),
+            reference: self.reference.clone(),
         })
     }
 }
@@ -233,6 +293,8 @@ pub(crate) struct Recipe {
     pub shard_bytes: u64,
     pub counts: Counts,
     pub input: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<Value>,
 }
 
 impl Recipe {
@@ -245,9 +307,17 @@ impl Recipe {
         found.compare("samples", self.counts.samples, wanted.counts.samples);
         found.compare("tokens", self.counts.tokens, wanted.counts.tokens);
         found.compare("supervised tokens", self.counts.supervised_tokens, wanted.counts.supervised_tokens);
+        let reference =
+            |recipe: &Self| recipe.reference.as_ref().map_or("none".to_string(), Value::to_string);
+        found.compare("manifest of its origin", reference(self), reference(wanted));
         found.compare("input digest", self.input.as_str(), wanted.input.as_str());
         found.0
     }
+}
+
+/// Stands for a digest that is not known yet.
+fn hex_like() -> String {
+    "0".repeat(64)
 }
 
 fn add_to_digest(hasher: &mut Hasher, sample: &PlannedSample) {

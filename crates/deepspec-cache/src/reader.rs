@@ -1,12 +1,16 @@
-//! Reads a finished cache: maps its shards, hands out samples without copying, checks each one whenever it is read.
+//! Reads a finished cache: maps its shards, hands out samples without copying, checks each one the first time it is read.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::error::CacheError;
+use crate::error::{CacheError, Part};
+use crate::fp8;
 use crate::identity::Identity;
-use crate::layout::{Last, Layout, loss_mask};
+use crate::layout::{Encoding, Last, Layout, loss_mask};
 use crate::manifest::Manifest;
 use crate::samples::{Row, Table};
+use crate::shard::Parts;
 use crate::writer::checksum;
 
 pub(crate) mod map;
@@ -21,6 +25,8 @@ pub struct Reader {
     layout: Layout,
     table: Table,
     shards: Vec<MappedShard>,
+    /// One bit a sample: whether this reader has found its bytes to be what was written.
+    seen: Vec<AtomicU64>,
 }
 
 impl Reader {
@@ -35,7 +41,8 @@ impl Reader {
         let table = Table::read(dir, &manifest)?;
         let open = |(index, entry)| MappedShard::open(dir, &layout, index, entry);
         let shards = manifest.shards.iter().enumerate().map(open).collect::<Result<_, _>>()?;
-        Ok(Self { dir: dir.to_path_buf(), manifest, layout, table, shards })
+        let seen = (0..table.rows().len().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        Ok(Self { dir: dir.to_path_buf(), manifest, layout, table, shards, seen })
     }
 
     /// What the cache says of itself.
@@ -85,36 +92,53 @@ impl Reader {
         self.table.rows().get(index).map(|row| row.place.length)
     }
 
+    /// Token ids of sample `index`, without touching its hidden states; `None` past the end.
+    pub fn input_ids(&self, index: usize) -> Option<&[i32]> {
+        self.table.rows().get(index).map(|row| self.table.input_ids(row))
+    }
+
     /// Supervised spans of sample `index`, without touching its hidden states; `None` past the end.
     pub fn spans(&self, index: usize) -> Option<&[(u32, u32)]> {
         self.table.rows().get(index).map(|row| self.table.spans(row))
     }
 
-    /// Sample `index` in plan order, its bytes checked against its checksum.
+    /// Sample `index` in plan order, its bytes checked against its checksum the first time that this reader hands it
+    /// out: later epochs run at the memory's speed.
     ///
     /// # Errors
     /// No such sample; damaged bytes, with shard, sample, found and expected checksum.
     pub fn sample(&self, index: usize) -> Result<Sample<'_>, CacheError> {
         let row = self.table.rows().get(index).ok_or(CacheError::NoSuchSample { index, len: self.len() })?;
         let shard = &self.shards[row.place.shard];
-        let (taps, last) = checked(shard, row)?;
+        let stored = if self.seen(index) { shard.sample(row.place.rows()) } else { checked(shard, row)? };
+        self.mark_seen(index);
         Ok(Sample {
             id: &row.id,
             shard: row.place.shard,
             input_ids: self.table.input_ids(row),
             spans: self.table.spans(row),
-            taps,
-            last,
+            taps: stored.taps,
+            last: stored.last,
+            stored,
             layout: &self.layout,
         })
     }
 }
 
-/// Taps and last states of a row, if they are what was written.
-pub(crate) fn checked<'s>(shard: &'s MappedShard, row: &Row) -> Result<(&'s [u8], &'s [u8]), CacheError> {
-    let taps = shard.taps(row.place.first_row, row.place.length.into());
-    let last = shard.last(row.place.first_last_row, row.place.last_rows);
-    let (found, expected) = (checksum(taps, last), row.checksum);
+impl Reader {
+    fn seen(&self, index: usize) -> bool {
+        self.seen[index / 64].load(Ordering::Relaxed) >> (index % 64) & 1 == 1
+    }
+
+    fn mark_seen(&self, index: usize) {
+        self.seen[index / 64].fetch_or(1 << (index % 64), Ordering::Relaxed);
+    }
+}
+
+/// The stored bytes of a row, if they are what was written.
+pub(crate) fn checked<'s>(shard: &'s MappedShard, row: &Row) -> Result<Parts<&'s [u8]>, CacheError> {
+    let stored = shard.sample(row.place.rows());
+    let (found, expected) = (checksum(stored), row.checksum);
     if found != expected {
         return Err(CacheError::Checksum {
             path: shard.path().to_path_buf(),
@@ -123,7 +147,7 @@ pub(crate) fn checked<'s>(shard: &'s MappedShard, row: &Row) -> Result<(&'s [u8]
             expected,
         });
     }
-    Ok((taps, last))
+    Ok(stored)
 }
 
 /// One sample of a cache; its bytes lie in the mapped file. L tokens, K kept last states, m taps, d hidden size.
@@ -141,6 +165,7 @@ pub struct Sample<'r> {
     pub taps: &'r [u8],
     /// `[K, d]` in the cache's encoding, row-major, at an even address.
     pub last: &'r [u8],
+    stored: Parts<&'r [u8]>,
     layout: &'r Layout,
 }
 
@@ -163,6 +188,54 @@ impl<'r> Sample<'r> {
     /// The positions whose last states `last` holds, ascending, K of them.
     pub fn last_positions(&self) -> Vec<u32> {
         self.layout.last.positions(self.input_ids.len() as u32, self.spans)
+    }
+
+    /// Bytes that [`Self::read_into`] fills: of `[L, m·d]` and of `[K, d]` in bfloat16.
+    pub fn state_bytes(&self) -> [usize; 2] {
+        let values = self.layout.encoding.value_bytes();
+        [self.taps, self.last].map(|stored| stored.len() / values * Encoding::Bf16.value_bytes())
+    }
+
+    /// Copies the states into the caller's memory as bfloat16, whatever they are stored in.
+    ///
+    /// # Errors
+    /// Memory of another size than [`Self::state_bytes`].
+    pub fn read_into(&self, taps: &mut [u8], last: &mut [u8]) -> Result<(), CacheError> {
+        let expected = self.state_bytes();
+        for ((part, found), expected) in
+            [(Part::Taps, taps.len()), (Part::Last, last.len())].into_iter().zip(expected)
+        {
+            if found != expected {
+                let (sample, expected) = (self.id.to_string(), expected as u64);
+                return Err(CacheError::WrongSize { sample, part, found, expected });
+            }
+        }
+        match self.layout.encoding {
+            Encoding::Bf16 => {
+                taps.copy_from_slice(self.taps);
+                last.copy_from_slice(self.last);
+            }
+            Encoding::Fp8 => {
+                let d = self.layout.hidden_size;
+                fp8::decode(self.taps, self.stored.taps_scale, d, taps);
+                fp8::decode(self.last, self.stored.last_scale, d, last);
+            }
+        }
+        Ok(())
+    }
+
+    /// `[L, m·d]` and `[K, d]` in bfloat16: the mapped bytes themselves where they are stored so, else decoded ones.
+    pub fn states(&self) -> [Cow<'r, [u8]>; 2] {
+        if self.layout.encoding == Encoding::Bf16 {
+            return [Cow::Borrowed(self.taps), Cow::Borrowed(self.last)];
+        }
+        let d = self.layout.hidden_size;
+        let decoded = |codes: &[u8], scales: &[u8]| {
+            let mut states = vec![0; codes.len() * Encoding::Bf16.value_bytes()];
+            fp8::decode(codes, scales, d, &mut states);
+            Cow::Owned(states)
+        };
+        [decoded(self.taps, self.stored.taps_scale), decoded(self.last, self.stored.last_scale)]
     }
 
     /// Which last states the cache keeps.

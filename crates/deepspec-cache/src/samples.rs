@@ -2,10 +2,10 @@
 //!
 //! Columns: `id` text; `shard` number of its shard; `first_row` and `first_last_row`, where its rows begin in the shard's
 //! `taps` and `last`; `length` tokens; `supervised` tokens; `input_ids` token ids; `loss_spans` supervised half-open spans;
-//! `checksum` CRC-32 of the sample's bytes in `taps` followed by those in `last`.
+//! `checksum` CRC-32 of the sample's bytes in `taps`, `last` and, where there are scales, `taps_scale` and `last_scale`, in this order.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
@@ -66,19 +66,46 @@ fn column((name, kind): (&str, DataType)) -> Field {
 /// Writes the table of a plan whose samples have these checksums. The entry is for the manifest.
 pub(crate) fn write(dir: &Path, plan: &Plan, checksums: &[u32]) -> Result<SamplesEntry, CacheError> {
     let path = dir.join(SAMPLES_FILE);
+    let rows = rows(plan, |index| checksums[index]);
+    atomic::replace(&path, |file| write_rows(file, &rows))?;
+    let bytes = fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
+    Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::file(&path)? })
+}
+
+/// Size of the table of a plan, to within what checksums compress to, which is nothing.
+pub(crate) fn size(plan: &Plan) -> Result<u64, CacheError> {
+    let mut counter = Counter(0);
+    let rows = rows(plan, |index| crc32fast::hash(&index.to_le_bytes()));
+    write_rows(&mut counter, &rows).map_err(FileError::at("planning", Path::new(SAMPLES_FILE)))?;
+    Ok(counter.0)
+}
+
+/// Counts what is written to it.
+struct Counter(u64);
+
+impl Write for Counter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn rows(plan: &Plan, checksum: impl Fn(usize) -> u32) -> Vec<NewRow<'_>> {
     let mut rows = Vec::with_capacity(plan.samples().len());
     for (shard, planned) in plan.shards().iter().enumerate() {
         let (mut first_row, mut first_last_row) = (0, 0);
         for index in planned.samples.clone() {
-            let (sample, checksum) = (&plan.samples()[index], checksums[index]);
+            let (sample, checksum) = (&plan.samples()[index], checksum(index));
             rows.push(NewRow { sample, shard: shard as u32, first_row, first_last_row, checksum });
             first_row += i64::from(sample.length());
             first_last_row += sample.last_positions(plan.layout().last).len() as i64;
         }
     }
-    write_rows(&path, &rows)?;
-    let bytes = fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
-    Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::file(&path)? })
+    rows
 }
 
 /// A row to be written.
@@ -90,27 +117,24 @@ struct NewRow<'p> {
     checksum: u32,
 }
 
-fn write_rows(path: &Path, mut rows: &[NewRow<'_>]) -> Result<(), CacheError> {
+fn write_rows(file: impl Write + Send, mut rows: &[NewRow<'_>]) -> io::Result<()> {
     let properties = WriterProperties::builder()
         .set_compression(Compression::ZSTD(ZstdLevel::default()))
         .set_max_row_group_bytes(Some(GROUP_BYTES))
         .build();
-    atomic::replace(path, |file| {
-        let mut writer =
-            ArrowWriter::try_new(file, SCHEMA.clone(), Some(properties)).map_err(io::Error::other)?;
-        while !rows.is_empty() {
-            let (mut taken, mut tokens) = (0, 0);
-            while taken < rows.len().min(BATCH_SAMPLES) && tokens < BATCH_TOKENS {
-                tokens += u64::from(rows[taken].sample.length());
-                taken += 1;
-            }
-            let batch = batch(&rows[..taken]).map_err(io::Error::other)?;
-            writer.write(&batch).map_err(io::Error::other)?;
-            rows = &rows[taken..];
+    let mut writer =
+        ArrowWriter::try_new(file, SCHEMA.clone(), Some(properties)).map_err(io::Error::other)?;
+    while !rows.is_empty() {
+        let (mut taken, mut tokens) = (0, 0);
+        while taken < rows.len().min(BATCH_SAMPLES) && tokens < BATCH_TOKENS {
+            tokens += u64::from(rows[taken].sample.length());
+            taken += 1;
         }
-        writer.close().map_err(io::Error::other)?;
-        Ok(())
-    })?;
+        let batch = batch(&rows[..taken]).map_err(io::Error::other)?;
+        writer.write(&batch).map_err(io::Error::other)?;
+        rows = &rows[taken..];
+    }
+    writer.close().map_err(io::Error::other)?;
     Ok(())
 }
 

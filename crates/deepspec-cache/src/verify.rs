@@ -96,8 +96,8 @@ fn shard_problems(
     for row in rows {
         match checked(&shard, row) {
             Err(error) => problems.push(problem(Some(row), error)),
-            Ok((taps, last)) => {
-                if let Some((at, part, value)) = first_non_finite(layout, taps, last) {
+            Ok(stored) => {
+                if let Some((at, part, value)) = first_non_finite(layout, stored) {
                     let error = CacheError::NotFinite { sample: row.id.clone(), row: at, part, value };
                     problems.push(problem(Some(row), error));
                 }

@@ -1,7 +1,7 @@
 //! Streams one shard to disk.
 
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -10,10 +10,11 @@ use deepspec_core::digest::Hasher;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CacheError, Part};
-use crate::layout::Layout;
+use crate::fp8;
+use crate::layout::{Encoding, Layout};
 use crate::manifest::{ShardEntry, is_absent};
 use crate::plan::{Plan, PlannedSample, PlannedShard};
-use crate::shard::{self, Geometry};
+use crate::shard::{self, Geometry, Parts, Rows};
 use crate::values;
 
 /// Bytes read at a time where a region is read back.
@@ -32,6 +33,11 @@ impl Sidecar {
     /// Path of the sidecar of a shard in a worker's folder.
     pub fn path(part: &Path, shard: usize) -> PathBuf {
         part.join(format!("shard-{shard:05}.json"))
+    }
+
+    /// Path of the list of a shard's samples: what a merge, which has no plan, learns them from.
+    pub fn samples_path(part: &Path, shard: usize) -> PathBuf {
+        part.join(format!("shard-{shard:05}.samples.jsonl"))
     }
 
     /// The sidecar of a shard that is whole, in `part` or already published to `dir`. Anything less counts as unfinished.
@@ -61,6 +67,7 @@ impl Sidecar {
             );
         let whole =
             |dir: &Path| fs::metadata(shard::path(dir, shard)).is_ok_and(|file| file.len() == expected);
+        let fits = fits && Self::samples_path(part, shard).exists();
         let there = whole(part) || (!shard::path(part, shard).exists() && whole(dir));
         Ok((fits && there).then_some(sidecar))
     }
@@ -146,6 +153,7 @@ impl<'p> ShardWriter<'p> {
     }
 
     /// Writes the next sample: `taps [L, m·d]` and `last [K, d]` as little-endian bfloat16, row-major, without gaps.
+    /// They are stored in the cache's encoding.
     ///
     /// K is the number of [`PlannedSample::last_positions`], L its length.
     ///
@@ -155,12 +163,13 @@ impl<'p> ShardWriter<'p> {
         let Some(sample) = self.samples().get(self.checksums.len()) else {
             return Err(CacheError::ShardFull { path: self.path.clone(), samples: self.samples().len() });
         };
-        let layout = self.plan.layout();
-        let (rows, last_rows) = (u64::from(sample.length()), sample.last_positions(layout.last).len() as u64);
-        let (taps_at, last_at) =
-            (self.geometry.taps(self.row, rows), self.geometry.last(self.last_row, last_rows));
+        let (layout, d) = (self.plan.layout(), self.plan.layout().hidden_size);
+        let (count, last_count) =
+            (u64::from(sample.length()), sample.last_positions(layout.last).len() as u64);
+        let value_bytes = Encoding::Bf16.value_bytes() as u64;
+        let row = d as u64 * value_bytes;
         for (part, bytes, expected) in
-            [(Part::Taps, taps, taps_at.end - taps_at.start), (Part::Last, last, last_at.end - last_at.start)]
+            [(Part::Taps, taps, count * layout.taps.len() as u64 * row), (Part::Last, last, last_count * row)]
         {
             if bytes.len() as u64 != expected {
                 return Err(CacheError::WrongSize {
@@ -171,18 +180,35 @@ impl<'p> ShardWriter<'p> {
                 });
             }
         }
-        if let Some((row, part, value)) = first_non_finite(layout, taps, last) {
+        let plain = Parts { taps, last, taps_scale: &[], last_scale: &[] };
+        if let Some((row, part, value)) = first_non_finite(&layout.plain(), plain) {
             return Err(CacheError::NotFinite { sample: sample.id.clone(), row, part, value });
         }
-        let write = || {
-            self.file.write_all_at(taps, taps_at.start)?;
-            self.file.write_all_at(last, last_at.start)
+        let rows = Rows { first: self.row, count, first_last: self.last_row, last_count };
+        let places = self.geometry.sample(rows).in_order();
+        let write = |stored: Parts<&[u8]>| {
+            let parts = stored.in_order().into_iter().zip(&places);
+            parts.into_iter().try_for_each(|(bytes, place)| self.file.write_all_at(bytes, place.start))
         };
-        write().map_err(FileError::at("writing", &self.partial))?;
-        self.hasher.raw(taps);
-        self.checksums.push(checksum(taps, last));
-        self.row += rows;
-        self.last_row += last_rows;
+        let write = |stored| write(stored).map_err(FileError::at("writing", &self.partial));
+        let (encoded_taps, encoded_last);
+        let stored = match layout.encoding {
+            Encoding::Bf16 => plain,
+            Encoding::Fp8 => {
+                (encoded_taps, encoded_last) = (fp8::encode(taps, d), fp8::encode(last, d));
+                Parts {
+                    taps: &encoded_taps.codes[..],
+                    last: &encoded_last.codes,
+                    taps_scale: &encoded_taps.scales,
+                    last_scale: &encoded_last.scales,
+                }
+            }
+        };
+        write(stored)?;
+        self.hasher.raw(stored.taps);
+        self.checksums.push(checksum(stored));
+        self.row += count;
+        self.last_row += last_count;
         Ok(())
     }
 
@@ -195,7 +221,7 @@ impl<'p> ShardWriter<'p> {
         if found != expected {
             return Err(CacheError::ShardShort { path: self.path, found, expected });
         }
-        self.hash_last().map_err(FileError::at("reading", &self.partial))?;
+        self.hash_rest().map_err(FileError::at("reading", &self.partial))?;
         let commit = || -> io::Result<()> {
             self.file.sync_all()?;
             fs::rename(&self.partial, &self.path)
@@ -208,13 +234,20 @@ impl<'p> ShardWriter<'p> {
             last_rows: self.planned.last_rows,
             sha256: self.hasher.hex(),
         };
+        atomic::replace(&Sidecar::samples_path(&self.part, self.index), |file| {
+            for sample in &self.plan.samples()[self.planned.samples.clone()] {
+                serde_json::to_writer(&mut *file, sample)?;
+                file.write_all(b"\n")?;
+            }
+            Ok(())
+        })?;
         let sidecar = Sidecar { shard, checksums: self.checksums };
         Ok(atomic::write_json(&Sidecar::path(&self.part, self.index), &sidecar)?)
     }
 
-    /// Reads the `last` region back into the digest: it stands behind the taps, but grew beside them.
-    fn hash_last(&mut self) -> io::Result<()> {
-        let region = self.geometry.last(0, self.planned.last_rows);
+    /// Reads what stands behind the taps back into the digest: it grew beside them.
+    fn hash_rest(&mut self) -> io::Result<()> {
+        let region = self.geometry.behind_taps();
         let (mut at, mut buffer) = (region.start, vec![0; READ_BACK]);
         while at < region.end {
             let chunk = &mut buffer[..(region.end - at).min(READ_BACK as u64) as usize];
@@ -226,20 +259,23 @@ impl<'p> ShardWriter<'p> {
     }
 }
 
-/// CRC-32 of a sample's taps followed by its last states.
-pub(crate) fn checksum(taps: &[u8], last: &[u8]) -> u32 {
+/// CRC-32 of a sample's stored taps, last states and the scales of both.
+pub(crate) fn checksum(stored: Parts<&[u8]>) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
-    hasher.update(taps);
-    hasher.update(last);
+    stored.in_order().into_iter().for_each(|bytes| hasher.update(bytes));
     hasher.finalize()
 }
 
-/// Row, tensor and value of a sample's first NaN or infinity.
-pub(crate) fn first_non_finite(layout: &Layout, taps: &[u8], last: &[u8]) -> Option<(usize, Part, f32)> {
+/// Row, tensor and value of a stored sample's first NaN or infinity.
+pub(crate) fn first_non_finite(layout: &Layout, stored: Parts<&[u8]>) -> Option<(usize, Part, f32)> {
     let d = layout.hidden_size;
-    if let Some((index, value)) = values::first_non_finite(taps) {
+    let first = |states: &[u8], scales: &[u8]| match layout.encoding {
+        Encoding::Bf16 => values::first_non_finite(states),
+        Encoding::Fp8 => fp8::first_non_finite(states, scales, d),
+    };
+    if let Some((index, value)) = first(stored.taps, stored.taps_scale) {
         let (row, column) = (index / (layout.taps.len() * d), index % (layout.taps.len() * d));
         return Some((row, Part::Tap(layout.taps[column / d]), value));
     }
-    values::first_non_finite(last).map(|(index, value)| (index / d, Part::Last, value))
+    first(stored.last, stored.last_scale).map(|(index, value)| (index / d, Part::Last, value))
 }

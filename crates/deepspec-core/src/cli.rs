@@ -1,6 +1,8 @@
 //! What the three binaries share at their door: verbosity, logging and exit codes.
 
+use std::cell::Cell;
 use std::io::{IsTerminal, stderr};
+use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 
 use tracing_subscriber::EnvFilter;
@@ -75,10 +77,12 @@ pub struct ExitWith {
 ///
 /// A panic on any thread ends the process: a lost worker must be seen, not waited for.
 pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
-    let report = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        report(info);
-        std::process::abort();
+    let report = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        if !CONTAINED.get() {
+            report(info);
+            std::process::abort();
+        }
     }));
     match body() {
         Ok(()) => ExitCode::SUCCESS,
@@ -87,6 +91,28 @@ pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
             exit_code(&error)
         }
     }
+}
+
+thread_local! {
+    /// Whether this thread is inside of [`contain`].
+    static CONTAINED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a library's code that panics where its input is malformed, and returns what the panic said as an error.
+///
+/// What the code had in its hands is in an unknown state afterwards and must be let go of.
+///
+/// # Errors
+/// The panic's words.
+pub fn contain<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    let outer = CONTAINED.replace(true);
+    let done = panic::catch_unwind(AssertUnwindSafe(work));
+    CONTAINED.set(outer);
+    done.map_err(|cause| match (cause.downcast_ref::<String>(), cause.downcast_ref::<&str>()) {
+        (Some(text), _) => text.clone(),
+        (_, Some(text)) => (*text).to_owned(),
+        _ => "it panicked".to_owned(),
+    })
 }
 
 /// The error and its causes on one line, without repeating a cause that its parent already spells out.
@@ -114,4 +140,17 @@ fn exit_code(error: &anyhow::Error) -> ExitCode {
         }
     }
     ExitCode::FAILURE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_contained_panic_is_an_error() {
+        assert_eq!(contain(|| 7), Ok(7));
+        let nothing: &[u8] = &[];
+        assert!(contain(|| nothing[0]).unwrap_err().contains("out of bounds"));
+        assert_eq!(contain(|| contain(|| panic!("inner"))), Ok(Err::<(), _>("inner".into())));
+    }
 }

@@ -32,11 +32,22 @@ impl Hasher {
     }
 }
 
+/// The beginning of a digest or a commit, which is enough for people.
+pub fn short(digest: &str) -> &str {
+    digest.get(..12).unwrap_or(digest)
+}
+
 /// The digest of one byte string, in hexadecimal.
 pub fn bytes(bytes: &[u8]) -> String {
     let mut hasher = Hasher::default();
     hasher.raw(bytes);
     hasher.hex()
+}
+
+/// The first 128 bits of the digest of one byte string, to tell many of them apart in little memory.
+pub fn fingerprint(bytes: &[u8]) -> u128 {
+    let digest = Sha256::digest(bytes);
+    digest.iter().take(16).fold(0, |bits, &byte| bits << 8 | u128::from(byte))
 }
 
 /// The digest of a whole file, in hexadecimal.

@@ -13,15 +13,108 @@ pub fn home() -> Option<PathBuf> {
     var_os("HOME").map(PathBuf::from)
 }
 
-/// `OPENAI_API_KEY`: sent as a bearer token to the servers that answer prompts.
-pub fn api_key() -> Option<String> {
-    var("OPENAI_API_KEY").ok().filter(|key| !key.is_empty())
+/// A variable that the user names, such as `OPENAI_API_KEY`: sent as a bearer token to the servers that answer prompts.
+pub fn secret(name: &str) -> Option<String> {
+    var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty())
+}
+
+/// `NO_COLOR`: no colours, even on a terminal.
+pub fn no_color() -> bool {
+    var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+}
+
+/// What the environment says about the hub that serves models and datasets, by the names that the Python tools use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HubEnv {
+    /// `HF_ENDPOINT`, without a final slash; the public hub where it is not set.
+    pub endpoint: String,
+    /// `HF_TOKEN`, as it was given.
+    pub token: Option<String>,
+    /// `HF_TOKEN_PATH`, else `token` under `HF_HOME`: the file of a stored token.
+    pub token_path: Option<PathBuf>,
+    /// `HF_HUB_DISABLE_IMPLICIT_TOKEN`: no token is sent.
+    pub anonymous: bool,
+    /// `HF_HUB_CACHE`, else `hub` under `HF_HOME`. Nothing where not even a home folder is known.
+    pub cache: Option<PathBuf>,
+    /// The first of `HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE` and `HF_DATASETS_OFFLINE` that forbids requests.
+    pub offline: Option<&'static str>,
+}
+
+/// The hub's environment variables. `HF_HOME` is `huggingface` under `XDG_CACHE_HOME` or `~/.cache` unless it is set.
+pub fn hub() -> HubEnv {
+    hub_from(|name| var(name).ok())
+}
+
+/// [`hub`] with another source of variables than this process.
+pub fn hub_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
+    let given = |name: &str| read(name).filter(|text| !text.is_empty());
+    let path = |name: &str| given(name).map(|text| expand(&text, given("HOME")));
+    let is_on = |name: &str| {
+        given(name).is_some_and(|text| ["1", "ON", "YES", "TRUE"].contains(&text.to_uppercase().as_str()))
+    };
+    let user_cache = path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")));
+    let home = path("HF_HOME").or_else(|| Some(user_cache?.join("huggingface")));
+    let under_home = |name| home.as_ref().map(|home| home.join(name));
+    let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"];
+    let endpoint = given("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
+    HubEnv {
+        endpoint: endpoint.trim_end_matches('/').to_string(),
+        token: given("HF_TOKEN").or_else(|| given("HUGGING_FACE_HUB_TOKEN")),
+        token_path: path("HF_TOKEN_PATH").or_else(|| under_home("token")),
+        anonymous: is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN"),
+        cache: path("HF_HUB_CACHE").or_else(|| path("HUGGINGFACE_HUB_CACHE")).or_else(|| under_home("hub")),
+        offline: offline.into_iter().find(|name| is_on(name)),
+    }
 }
 
 /// Expands a leading `~` to the home folder.
 pub fn expand_home(path: &str) -> PathBuf {
-    match (path.strip_prefix("~/"), home()) {
-        (Some(rest), Some(home)) => home.join(rest),
+    expand(path, home())
+}
+
+fn expand(path: &str, home: Option<impl Into<PathBuf>>) -> PathBuf {
+    match (path.strip_prefix("~/"), home) {
+        (Some(rest), Some(home)) => home.into().join(rest),
         _ => PathBuf::from(path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hub_with(variables: &[(&str, &str)]) -> HubEnv {
+        hub_from(|name| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string()))
+    }
+
+    #[test]
+    fn the_hub_is_found_as_the_python_tools_find_it() {
+        let plain = hub_with(&[("HOME", "/home/me"), ("HF_HUB_OFFLINE", "0")]);
+        assert_eq!(
+            plain,
+            HubEnv {
+                endpoint: "https://huggingface.co".into(),
+                token: None,
+                token_path: Some("/home/me/.cache/huggingface/token".into()),
+                anonymous: false,
+                cache: Some("/home/me/.cache/huggingface/hub".into()),
+                offline: None,
+            }
+        );
+        let moved = hub_with(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "/x"), ("HF_TOKEN_PATH", "~/t")]);
+        assert_eq!(moved.cache, Some("/x/huggingface/hub".into()));
+        assert_eq!(moved.token_path, Some("/home/me/t".into()));
+        let set = hub_with(&[
+            ("HF_HOME", "/h"),
+            ("HF_HUB_CACHE", "/c"),
+            ("HF_ENDPOINT", "http://mirror:1/"),
+            ("HF_TOKEN", "secret"),
+            ("TRANSFORMERS_OFFLINE", "yes"),
+            ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"),
+        ]);
+        assert_eq!((set.endpoint.as_str(), set.token.as_deref()), ("http://mirror:1", Some("secret")));
+        assert_eq!((set.cache, set.token_path), (Some("/c".into()), Some("/h/token".into())));
+        assert_eq!((set.anonymous, set.offline), (true, Some("TRANSFORMERS_OFFLINE")));
+        assert_eq!(hub_with(&[]).cache, None);
     }
 }

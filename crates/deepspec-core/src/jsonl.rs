@@ -1,9 +1,10 @@
-//! JSON Lines: reading with line numbers, appending so that a crash costs at most the last line.
+//! JSON Lines: reading with line numbers, plain or compressed; appending so that a crash costs at most the last line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
+use flate2::read::MultiGzDecoder;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -29,12 +30,197 @@ pub enum Line {
     Bad(BadLine),
 }
 
-/// Iterates over the non-empty lines of a JSONL file.
-pub struct Reader {
-    path: PathBuf,
-    lines: BufReader<File>,
-    line: usize,
+/// The longest line that is read, in bytes: a file without line ends must not fill the memory.
+pub const MAX_LINE: usize = 1 << 28;
+
+/// A file's text: `.gz` and `.zst` are decompressed on the way, told by the name, and a byte order mark is left out.
+///
+/// # Errors
+/// If the file cannot be opened.
+pub fn open_text(path: &Path) -> Result<Box<dyn BufRead + Send>, FileError> {
+    let file = File::open(path).map_err(FileError::at("reading", path))?;
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    Ok(match extension.to_ascii_lowercase().as_str() {
+        "gz" => Box::new(Unmarked::new(MultiGzDecoder::new(file))),
+        "zst" => {
+            let decoder = zstd::Decoder::new(file).map_err(FileError::at("decompressing", path))?;
+            Box::new(Unmarked::new(decoder))
+        }
+        _ => Box::new(Unmarked::new(file)),
+    })
 }
+
+/// What some editors put before UTF-8 text.
+const MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// Text without the byte order mark that it may begin with.
+struct Unmarked<R> {
+    text: BufReader<R>,
+    /// Whether the first bytes were looked at.
+    begun: bool,
+    /// Those of them that are text and were not read yet.
+    head: Vec<u8>,
+}
+
+impl<R: Read> Unmarked<R> {
+    fn new(text: R) -> Self {
+        Self { text: BufReader::with_capacity(BUFFER, text), begun: false, head: vec![] }
+    }
+
+    /// Gathers as many bytes as a mark has; a stream may give them one by one.
+    fn begin(&mut self) -> io::Result<()> {
+        while self.head.len() < MARK.len() && MARK.starts_with(&self.head) {
+            let bytes = self.text.fill_buf()?;
+            let taken = bytes.len().min(MARK.len() - self.head.len());
+            if taken == 0 {
+                break;
+            }
+            self.head.extend_from_slice(&bytes[..taken]);
+            self.text.consume(taken);
+        }
+        if self.head == MARK {
+            self.head.clear();
+        }
+        self.begun = true;
+        Ok(())
+    }
+}
+
+impl<R: Read> BufRead for Unmarked<R> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if !self.begun {
+            self.begin()?;
+        }
+        if self.head.is_empty() { self.text.fill_buf() } else { Ok(&self.head) }
+    }
+
+    fn consume(&mut self, count: usize) {
+        if self.head.is_empty() {
+            self.text.consume(count);
+        } else {
+            self.head.drain(..count);
+        }
+    }
+}
+
+impl<R: Read> Read for Unmarked<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.fill_buf()?.read(buffer)?;
+        self.consume(read);
+        Ok(read)
+    }
+}
+
+/// Bytes read at once.
+const BUFFER: usize = 1 << 18;
+
+/// A line that has not been parsed yet. Parsing is the slow part: readers of large files collect these and parse them on
+/// all cores.
+#[derive(Debug)]
+pub struct RawLine {
+    /// 1-based line number.
+    pub number: usize,
+    /// The text with its line end; None if it is not read.
+    pub bytes: Option<Vec<u8>>,
+    /// A phrase that says why it is not read.
+    problem: String,
+}
+
+impl RawLine {
+    /// A line, unless it is `too_long`.
+    pub fn new(number: usize, bytes: Vec<u8>, too_long: bool) -> Self {
+        if too_long {
+            return Self::unread(number, format!("the line is longer than {} MB", MAX_LINE >> 20));
+        }
+        Self { number, bytes: Some(bytes), problem: String::new() }
+    }
+
+    /// A line that is not read, for the reason that a phrase says.
+    pub fn unread(number: usize, problem: String) -> Self {
+        Self { number, bytes: None, problem }
+    }
+
+    /// Parses the line; `path` labels errors.
+    pub fn parse(&self, path: &Path) -> Line {
+        let bad = |problem| Line::Bad(BadLine { path: path.to_path_buf(), line: self.number, problem });
+        let Some(bytes) = &self.bytes else { return bad(self.problem.clone()) };
+        match serde_json::from_slice::<Value>(bytes) {
+            Ok(Value::Object(row)) => Line::Row(self.number, row),
+            Ok(other) => bad(format!("expected a JSON object, found {}", kind_of(&other))),
+            Err(error) => bad(format!("not valid JSON ({error})")),
+        }
+    }
+}
+
+/// Iterates over the non-empty lines of a JSONL file, plain or compressed, without parsing them.
+pub struct RawLines {
+    path: PathBuf,
+    text: Box<dyn BufRead + Send>,
+    number: usize,
+    ended: bool,
+}
+
+impl RawLines {
+    /// Opens `path`.
+    ///
+    /// # Errors
+    /// If the file cannot be opened.
+    pub fn open(path: &Path) -> Result<Self, FileError> {
+        Ok(Self { path: path.to_path_buf(), text: open_text(path)?, number: 0, ended: false })
+    }
+
+    /// The next line, None at the end of the file.
+    fn line(&mut self) -> io::Result<Option<RawLine>> {
+        let mut bytes = Vec::new();
+        if self.text.by_ref().take(MAX_LINE as u64).read_until(b'\n', &mut bytes)? == 0 {
+            return Ok(None);
+        }
+        self.number += 1;
+        let whole = bytes.len() < MAX_LINE || bytes.ends_with(b"\n");
+        if !whole {
+            self.text.skip_until(b'\n')?;
+        }
+        Ok(Some(RawLine::new(self.number, bytes, !whole)))
+    }
+}
+
+impl Iterator for RawLines {
+    type Item = Result<RawLine, FileError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while !self.ended {
+            match self.line() {
+                Ok(Some(line)) if line.bytes.as_ref().is_some_and(|bytes| bytes.trim_ascii().is_empty()) => {}
+                Ok(Some(line)) => return Some(Ok(line)),
+                Ok(None) => self.ended = true,
+                Err(error) => {
+                    // A broken stream reports the same error for ever.
+                    self.ended = true;
+                    return Some(Err(FileError::at("reading", &self.path)(error)));
+                }
+            }
+        }
+        None
+    }
+}
+
+/// The unparsed lines of a file, so many at a time: what is parsed together on all cores, and held in memory at once.
+///
+/// # Errors
+/// If the file cannot be opened; while it is read, the error takes the place of a batch.
+pub fn batches(
+    path: &Path,
+    size: usize,
+) -> Result<impl Iterator<Item = Result<Vec<RawLine>, FileError>> + use<>, FileError> {
+    let mut lines = RawLines::open(path)?;
+    Ok(std::iter::from_fn(move || {
+        let batch: Result<Vec<RawLine>, FileError> = lines.by_ref().take(size).collect();
+        batch.map(|batch| (!batch.is_empty()).then_some(batch)).transpose()
+    }))
+}
+
+/// Iterates over the parsed non-empty lines of a JSONL file, plain or compressed.
+pub struct Reader(RawLines);
 
 impl Reader {
     /// Opens `path`.
@@ -42,8 +228,7 @@ impl Reader {
     /// # Errors
     /// If the file cannot be opened.
     pub fn open(path: &Path) -> Result<Self, FileError> {
-        let file = File::open(path).map_err(FileError::at("reading", path))?;
-        Ok(Self { path: path.to_path_buf(), lines: BufReader::new(file), line: 0 })
+        RawLines::open(path).map(Self)
     }
 }
 
@@ -51,24 +236,8 @@ impl Iterator for Reader {
     type Item = Result<Line, FileError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        loop {
-            let mut bytes = Vec::new();
-            match self.lines.read_until(b'\n', &mut bytes) {
-                Err(error) => return Some(Err(FileError::at("reading", &self.path)(error))),
-                Ok(0) => return None,
-                Ok(_) => self.line += 1,
-            }
-            if bytes.trim_ascii().is_empty() {
-                continue;
-            }
-            let bad =
-                |problem: String| Line::Bad(BadLine { path: self.path.clone(), line: self.line, problem });
-            return Some(Ok(match serde_json::from_slice::<Value>(&bytes) {
-                Ok(Value::Object(row)) => Line::Row(self.line, row),
-                Ok(other) => bad(format!("expected a JSON object, found {}", kind_of(&other))),
-                Err(error) => bad(format!("not valid JSON ({error})")),
-            }));
-        }
+        let line = self.0.next()?;
+        Some(line.map(|line| line.parse(&self.0.path)))
     }
 }
 
@@ -165,6 +334,37 @@ mod tests {
             })
             .collect();
         assert_eq!(lines, ["1 1", "bad 3 expected", "bad 4 not vali", "5 2"]);
+    }
+
+    #[test]
+    fn compressed_and_marked_files_are_read_and_broken_ones_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = b"{\"id\":1}\n{\"id\":2}\n";
+        let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gz.write_all(text).unwrap();
+        let gz = gz.finish().unwrap();
+        // Several members in a row, as parallel compressors write them, are one text.
+        fs::write(dir.path().join("a.jsonl.gz"), [&gz[..], &gz[..]].concat()).unwrap();
+        fs::write(dir.path().join("b.jsonl.zst"), zstd::encode_all(&text[..], 1).unwrap()).unwrap();
+        let count = |name: &str| Reader::open(&dir.path().join(name)).unwrap().filter(Result::is_ok).count();
+        assert_eq!((count("a.jsonl.gz"), count("b.jsonl.zst")), (4, 2));
+
+        let marked = [b"\xef\xbb\xbf", &text[..]].concat();
+        fs::write(dir.path().join("m.jsonl"), &marked).unwrap();
+        fs::write(dir.path().join("m.jsonl.zst"), zstd::encode_all(&marked[..], 1).unwrap()).unwrap();
+        // A mark is skipped once, and what only begins like one is text.
+        fs::write(dir.path().join("n.jsonl"), [b"\xef\xbb\xbf", &marked[..]].concat()).unwrap();
+        fs::write(dir.path().join("o.jsonl"), b"\xef\xbb").unwrap();
+        let good = |name: &str| {
+            let lines = Reader::open(&dir.path().join(name)).unwrap();
+            lines.map(|line| matches!(line, Ok(Line::Row(..)))).collect::<Vec<_>>()
+        };
+        assert_eq!((good("m.jsonl"), good("m.jsonl.zst")), (vec![true, true], vec![true, true]));
+        assert_eq!((good("n.jsonl"), good("o.jsonl")), (vec![false, true], vec![false]));
+
+        fs::write(dir.path().join("cut.gz"), &gz[..gz.len() - 9]).unwrap();
+        let last = Reader::open(&dir.path().join("cut.gz")).unwrap().last().unwrap();
+        assert!(last.err().unwrap().to_string().contains("cut.gz"));
     }
 
     proptest! {

@@ -12,3 +12,4 @@ pub mod progress;
 pub mod recipe;
 pub mod rng;
 pub mod row;
+pub mod suite;

@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
-use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressStyle};
 
 use crate::cli::Verbosity;
 
@@ -13,6 +13,7 @@ const LOG_EVERY: Duration = Duration::from_secs(10);
 /// Counts finished units of work for the user.
 pub struct Progress {
     what: &'static str,
+    in_bytes: bool,
     bar: Option<ProgressBar>,
     log: bool,
     total: u64,
@@ -25,19 +26,34 @@ pub struct Progress {
 impl Progress {
     /// Starts counting `total` units, of which `already` were done by an earlier run.
     pub fn new(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
+        let template = "{msg:12} {wide_bar} {human_pos}/{human_len} {per_sec} ETA {eta}";
+        Self::start(verbosity, what, total, already, template)
+    }
+
+    /// [`Self::new`] for bytes, which are shown in units of their size.
+    pub fn bytes(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
+        let template = "{msg:12} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} ETA {eta}";
+        Self { in_bytes: true, ..Self::start(verbosity, what, total, already, template) }
+    }
+
+    fn start(
+        verbosity: Verbosity,
+        what: &'static str,
+        total: u64,
+        already: u64,
+        template: &'static str,
+    ) -> Self {
         let terminal = stderr().is_terminal();
         let bar = (terminal && verbosity != Verbosity::Quiet).then(|| {
-            let style = ProgressStyle::with_template(
-                "{msg:12} {wide_bar} {human_pos}/{human_len} {per_sec} ETA {eta}",
-            )
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
+            let style =
+                ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
             let bar = ProgressBar::new(total).with_style(style).with_message(what).with_position(already);
             bar.reset_eta();
             bar
         });
         let now = Instant::now();
         let log = !terminal && verbosity != Verbosity::Quiet;
-        Self { what, bar, log, total, done: already, already, started: now, logged: now }
+        Self { what, in_bytes: false, bar, log, total, done: already, already, started: now, logged: now }
     }
 
     /// Adds finished units; `note` is only built when it is shown.
@@ -59,13 +75,14 @@ impl Progress {
             );
             let note = note();
             let gap = if note.is_empty() { "" } else { ", " };
-            tracing::info!(
-                "{} {}/{} ({rate:.1}/s, {} left{gap}{note})",
-                self.what,
-                self.done,
-                self.total,
-                HumanDuration(left)
-            );
+            let (done, total, rate) = if self.in_bytes {
+                let text = |bytes: u64| HumanBytes(bytes).to_string();
+                (text(self.done), text(self.total), text(rate as u64))
+            } else {
+                (self.done.to_string(), self.total.to_string(), format!("{rate:.1}"))
+            };
+            let left = HumanDuration(left);
+            tracing::info!("{} {done}/{total} ({rate}/s, {left} left{gap}{note})", self.what);
         }
     }
 

@@ -2,6 +2,8 @@
 //!
 //! Shared by `deepspec-data cache` (target, data) and `deepspec-train` (all of it). Every default is written here and nowhere else.
 
+mod states;
+mod template;
 mod validate;
 
 use std::path::{Path, PathBuf};
@@ -10,6 +12,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{self, ConfigError};
 use crate::env;
+
+pub use states::States;
+pub use template::{GENERATION, TemplateEntry, TemplateRecipe};
+
+/// Tokens at which sequences are cut, where a recipe does not say.
+pub const MAX_LENGTH: usize = 4096;
 
 /// One experiment.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -38,8 +46,11 @@ pub struct Recipe {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TargetRecipe {
-    /// Folder of the model.
+    /// Folder of the model, or its hub id.
     pub model: String,
+    /// Branch, tag or commit of a hub id; absent means its main branch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
     /// Layers whose raw output the drafter reads; `embedding` may stand first.
     pub layer_ids: Vec<LayerId>,
 }
@@ -151,22 +162,21 @@ pub struct LossRecipe {
 pub struct DataRecipe {
     /// Where the target's states come from.
     pub states: States,
-    /// Mask rules of the target's chat format (`qwen`, `gemma4`).
-    pub chat_template: String,
+    /// JSONL files with the conversations; only for states that the target computes while the drafter learns.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub input: Vec<String>,
+    /// Where the target runs then: auto, cpu, cuda or cuda:N; absent means beside the drafter.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target_device: Option<String>,
+    /// Mask rules of the target's chat format: `qwen`, `gemma4`, `generation` (the template's own tags), an entry, or
+    /// the path of a YAML file with one.
+    pub chat_template: TemplateRecipe,
     /// Given to conversations without a system message; absent means the chat template's own, an empty text means no message.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_prompt: Option<String>,
     /// Sequences are cut here, in tokens.
     #[serde(default = "defaults::max_length")]
     pub max_length: usize,
-}
-
-/// The source of target states.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum States {
-    /// A folder built by `deepspec-data cache build`.
-    Cache(String),
 }
 
 /// Kind of the working weights; masters are always float32.
@@ -258,7 +268,7 @@ mod defaults {
         512
     }
     pub fn max_length() -> usize {
-        4096
+        super::MAX_LENGTH
     }
     pub fn decay_gamma() -> f64 {
         4.0
@@ -299,7 +309,8 @@ impl Recipe {
     /// # Errors
     /// See [`ConfigError`].
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
-        let recipe: Self = config::load(path, overrides)?;
+        let mut recipe: Self = config::load(path, overrides)?;
+        recipe.data.chat_template = recipe.data.chat_template.resolve()?;
         recipe.validate().map_err(|(key, problem)| ConfigError::Key {
             path: path.to_path_buf(),
             line: None,
@@ -309,20 +320,19 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The folder of the target.
-    pub fn target_dir(&self) -> PathBuf {
-        env::expand_home(&self.target.model)
-    }
-
     /// The tapped layers; −1 is the embedding.
     pub fn taps(&self) -> Vec<i64> {
         self.target.layer_ids.iter().map(|id| id.0).collect()
     }
 
-    /// The folder of the cache.
-    pub fn cache_dir(&self) -> PathBuf {
-        let States::Cache(dir) = &self.data.states;
-        env::expand_home(dir)
+    /// The folder of the cache; `None` for states that are never written.
+    pub fn cache_dir(&self) -> Option<PathBuf> {
+        self.data.states.dir().map(env::expand_home)
+    }
+
+    /// The files with the conversations; none where the states come from a cache.
+    pub fn inputs(&self) -> Vec<PathBuf> {
+        self.data.input.iter().map(|input| env::expand_home(input)).collect()
     }
 
     /// The folder of the experiment's checkpoints.

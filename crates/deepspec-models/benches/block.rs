@@ -2,6 +2,7 @@
 //! operator (glibc's default) and with memory kept, as the programs run: `cargo bench -p deepspec-models`.
 
 use std::hint::black_box;
+use std::path::Path;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::recipe::{Markov, MarkovKind};
@@ -17,21 +18,18 @@ const TAPS: i64 = 3;
 const SLOTS: i64 = 16;
 
 fn block() -> Block {
-    let model = ModelConfig {
-        hidden_size: 192,
-        intermediate_size: 512,
-        num_hidden_layers: 2,
-        num_attention_heads: 6,
-        num_key_value_heads: 2,
-        head_dim: 48,
-        vocab_size: 1024,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        max_position_embeddings: 2048,
-        tie_word_embeddings: true,
-        initializer_range: 0.02,
-        raw: serde_json::Map::new(),
-    };
+    let model = serde_json::json!({
+        "model_type": "qwen3",
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 1024,
+    });
+    let model = model.as_object().cloned().unwrap_or_default();
+    let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
     let ends = Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
     let config = BlockConfig {
         model,

@@ -1,43 +1,42 @@
-//! `config.json` of a Hugging Face model, in both spellings of the RoPE settings.
+//! `config.json` of a Hugging Face model: typed fields, and the architecture that a family reads from them.
 
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic;
-use serde::Serialize;
+use deepspec_core::cli::UsageError;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
-use crate::nn::Heads;
+use crate::families::Family;
+use crate::nn::{Heads, LayerSpec};
 
-/// The architecture of a decoder, as its config.json gives it.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+/// Decoders of more layers are mistakes; refused early, they cannot exhaust the memory.
+pub const MAX_LAYERS: usize = 1024;
+
+/// The architecture of a causal language model, as its config.json gives it.
+#[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
+    /// What it was read as.
+    pub family: Family,
     /// d, the width of the residual stream.
     pub hidden_size: i64,
-    /// Width inside the MLP.
-    pub intermediate_size: i64,
-    /// Decoder layers.
-    pub num_hidden_layers: usize,
-    /// H, query heads.
-    pub num_attention_heads: i64,
-    /// G, key/value heads.
-    pub num_key_value_heads: i64,
-    /// D, width of a head; H·D need not equal d.
-    pub head_dim: i64,
     /// V, rows of the embedding.
     pub vocab_size: i64,
-    /// ε of all RMS norms.
+    /// ε of the final norm.
     pub rms_norm_eps: f64,
-    /// Base of the rotary angles.
-    pub rope_theta: f64,
     /// Longest sequence the model was made for.
     pub max_position_embeddings: usize,
     /// Whether the head is the embedding.
     pub tie_word_embeddings: bool,
     /// Standard deviation of fresh weights.
     pub initializer_range: f64,
+    /// Factor on embeddings.
+    pub embed_scale: f64,
+    /// Soft-cap c of the logits x, which become `c·tanh(x/c)`.
+    pub logit_softcap: Option<f64>,
+    /// Decoder layers, first to last.
+    pub layers: Vec<LayerSpec>,
     /// The whole config.json, for fields that only some readers need.
-    #[serde(skip)]
     pub raw: Map<String, Value>,
 }
 
@@ -45,21 +44,29 @@ pub struct ModelConfig {
 pub struct Fields<'a> {
     /// The file, for errors.
     pub path: &'a Path,
-    /// Its top-level object.
+    /// The object.
     pub map: &'a Map<String, Value>,
+    /// Keys that lead to the object, each with a dot behind it.
+    within: String,
 }
 
-impl Fields<'_> {
+impl<'a> Fields<'a> {
+    /// The top-level object of a file.
+    pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
+        Self { path, map, within: String::new() }
+    }
+
     /// An error about `key`.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> ModelError {
-        ModelError::Config { path: self.path.to_path_buf(), key: key.into(), problem: problem.into() }
+        let key = format!("{}{key}", self.within);
+        ModelError::Config { path: self.path.to_path_buf(), key, problem: problem.into() }
     }
 
     fn typed<T>(
         &self,
         key: &str,
         expected: &str,
-        read: impl Fn(&Value) -> Option<T>,
+        read: impl Fn(&'a Value) -> Option<T>,
     ) -> Result<Option<T>, ModelError> {
         match self.map.get(key) {
             None | Some(Value::Null) => Ok(None),
@@ -72,6 +79,21 @@ impl Fields<'_> {
     /// A positive integer, if the key is there.
     pub fn size(&self, key: &str) -> Result<Option<i64>, ModelError> {
         self.typed(key, "a positive integer", |value| value.as_i64().filter(|&n| n > 0 && n < 1 << 31))
+    }
+
+    /// An integer from 0, if the key is there.
+    pub fn count(&self, key: &str) -> Result<Option<u64>, ModelError> {
+        self.typed(key, "an integer from 0", Value::as_u64)
+    }
+
+    /// `num_hidden_layers`.
+    pub fn layers(&self) -> Result<usize, ModelError> {
+        let key = "num_hidden_layers";
+        let layers = self.required(key, self.size(key)?)? as usize;
+        if layers <= MAX_LAYERS {
+            return Ok(layers);
+        }
+        Err(self.error(key, format!("{layers} is not between 1 and {MAX_LAYERS}")))
     }
 
     /// A number, if the key is there.
@@ -89,14 +111,54 @@ impl Fields<'_> {
         self.typed(key, "a string", |value| value.as_str().map(str::to_string))
     }
 
+    /// A list of strings, if the key is there.
+    pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>, ModelError> {
+        self.typed(key, "a list of strings", |value| {
+            value.as_array()?.iter().map(|text| text.as_str().map(str::to_string)).collect()
+        })
+    }
+
     /// A list of integers, if the key is there.
     pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, ModelError> {
         self.typed(key, "a list of integers", |value| value.as_array()?.iter().map(Value::as_i64).collect())
     }
 
+    /// An object within this one, if the key is there.
+    pub fn object(&self, key: &str) -> Result<Option<Self>, ModelError> {
+        let map = self.typed(key, "an object", Value::as_object)?;
+        let within = format!("{}{key}.", self.within);
+        Ok(map.map(|map| Self { path: self.path, map, within }))
+    }
+
     /// The value of a key that must be there.
     pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, ModelError> {
         value.ok_or_else(|| self.error(key, "missing"))
+    }
+
+    /// A string that may be absent but have no other value.
+    pub fn only_text(&self, key: &str, only: &str) -> Result<(), ModelError> {
+        match self.text(key)?.filter(|found| found != only) {
+            None => Ok(()),
+            Some(found) => Err(self.error(key, format!("\"{found}\" is not supported; expected \"{only}\""))),
+        }
+    }
+
+    /// A feature that is not supported and must be off or absent.
+    pub fn only_off(&self, key: &str, problem: &str) -> Result<(), ModelError> {
+        if self.flag(key)?.unwrap_or(false) { Err(self.error(key, problem)) } else { Ok(()) }
+    }
+
+    /// Heads that can be computed with, or an error about the key that they came from.
+    pub fn heads(&self, key_value: &str, dim: &str, heads: Heads) -> Result<Heads, ModelError> {
+        if heads.query % heads.key_value != 0 {
+            let problem = format!("{} does not divide the {} attention heads", heads.key_value, heads.query);
+            return Err(self.error(key_value, problem));
+        }
+        if heads.dim % 2 != 0 || heads.dim == 0 {
+            let problem = format!("{} is no even width; rotary embedding needs pairs", heads.dim);
+            return Err(self.error(dim, problem));
+        }
+        Ok(heads)
     }
 }
 
@@ -122,82 +184,38 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
-    /// Numbers of heads and their width.
-    pub fn heads(&self) -> Heads {
-        Heads { query: self.num_attention_heads, key_value: self.num_key_value_heads, dim: self.head_dim }
-    }
-
-    /// Reads `dir/config.json` of a Qwen3 model, or of a drafter built like one.
+    /// Reads `dir/config.json` of a target, or of a drafter built like one.
     ///
     /// # Errors
-    /// If a key is missing or has a wrong type, or names a feature that is not supported.
+    /// If the family is unknown, a key is missing or has a wrong type, or names a feature that is not supported.
     pub fn load(dir: &Path) -> Result<Self, ModelError> {
         let (path, raw) = read_json(dir)?;
-        let fields = Fields { path: &path, map: &raw };
-        let model_type = fields.text("model_type")?;
-        if model_type.as_deref() != Some("qwen3") {
-            return Err(
-                fields.error("model_type", format!("{model_type:?} is not supported; expected \"qwen3\""))
-            );
-        }
-        let hidden_act = fields.text("hidden_act")?;
-        if hidden_act.as_deref().is_some_and(|act| act != "silu") {
-            return Err(
-                fields.error("hidden_act", format!("{hidden_act:?} is not supported; expected \"silu\""))
-            );
-        }
-        if fields.flag("attention_bias")?.unwrap_or(false) {
-            return Err(fields.error("attention_bias", "biases in attention are not supported"));
-        }
-        if fields.flag("use_sliding_window")?.unwrap_or(false) {
-            return Err(fields.error("use_sliding_window", "sliding windows are not supported"));
-        }
-        let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
-        let (hidden_size, num_attention_heads) = (size("hidden_size")?, size("num_attention_heads")?);
-        let num_key_value_heads = fields.size("num_key_value_heads")?.unwrap_or(num_attention_heads);
-        if num_attention_heads % num_key_value_heads != 0 {
-            let problem =
-                format!("{num_key_value_heads} does not divide the {num_attention_heads} attention heads");
-            return Err(fields.error("num_key_value_heads", problem));
-        }
-        let head_dim = fields.size("head_dim")?.unwrap_or(hidden_size / num_attention_heads);
-        if head_dim % 2 != 0 {
-            return Err(fields.error("head_dim", format!("{head_dim} is odd; rotary embedding needs pairs")));
-        }
-        let config = Self {
-            hidden_size,
-            intermediate_size: size("intermediate_size")?,
-            num_hidden_layers: size("num_hidden_layers")? as usize,
-            num_attention_heads,
-            num_key_value_heads,
-            head_dim,
-            vocab_size: size("vocab_size")?,
-            rms_norm_eps: fields.number("rms_norm_eps")?.unwrap_or(1e-6),
-            rope_theta: rope_theta(&fields)?,
-            max_position_embeddings: fields.size("max_position_embeddings")?.unwrap_or(4096) as usize,
-            tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
-            initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
-            raw: Map::new(),
-        };
+        Self::parse(&path, raw)
+    }
+
+    /// The same from an object that was read; `path` is for errors.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::load`].
+    pub fn parse(path: &Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
+        let config = Family::read(&Fields::new(path, &raw))?;
         Ok(Self { raw, ..config })
     }
-}
 
-/// `rope_parameters.rope_theta` (newer spelling) or `rope_theta` at top level.
-fn rope_theta(fields: &Fields) -> Result<f64, ModelError> {
-    let default = 10_000.0;
-    if let Some(Value::Object(map)) = fields.map.get("rope_parameters") {
-        let inner = Fields { path: fields.path, map };
-        return match inner.text("rope_type")?.as_deref() {
-            None | Some("default") => Ok(inner.number("rope_theta")?.unwrap_or(default)),
-            Some(other) => Err(fields.error(
-                "rope_parameters.rope_type",
-                format!("\"{other}\" is not supported; expected \"default\""),
-            )),
-        };
+    /// The decoder of a block drafter of `layers` layers for this target.
+    ///
+    /// # Errors
+    /// [`ModelError::Mismatch`] for a family that block drafters cannot be built for.
+    pub fn block_decoder(&self, layers: usize) -> Result<Self, ModelError> {
+        match self.family {
+            Family::Qwen3 => {
+                let layers = self.layers.iter().cycle().take(layers.min(MAX_LAYERS + 1)).cloned().collect();
+                Ok(Self { layers, ..self.clone() })
+            }
+            Family::Gemma4 => Err(ModelError::Mismatch(UsageError(format!(
+                "drafters for {} targets are not supported yet: their states can be captured, but only Qwen3 targets have drafters",
+                self.family
+            )))),
+        }
     }
-    if fields.map.get("rope_scaling").is_some_and(|scaling| !scaling.is_null()) {
-        return Err(fields.error("rope_scaling", "RoPE scaling is not supported"));
-    }
-    Ok(fields.number("rope_theta")?.unwrap_or(default))
 }

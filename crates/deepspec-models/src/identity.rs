@@ -24,8 +24,12 @@ const PROBES: u64 = 16;
 /// If config.json is missing or no JSON.
 pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
     let (_, mut config) = read_json(dir)?;
-    for key in ["transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path"] {
+    let immaterial = ["transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path"];
+    for key in immaterial {
         config.remove(key);
+    }
+    if let Some(Value::Object(text)) = config.get_mut("text_config") {
+        text.retain(|key, _| !immaterial.contains(&key.as_str()));
     }
     let sorted: std::collections::BTreeMap<String, Value> = config.into_iter().collect();
     let mut hasher = Hasher::default();
@@ -74,7 +78,8 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
     Ok(hasher.hex())
 }
 
-/// The ids that end an answer: `eos_token_id` of generation_config.json, else of config.json, else the tokenizer's.
+/// The ids that end an answer: `eos_token_id` of generation_config.json, else of config.json or of its text part, else the
+/// tokenizer's.
 ///
 /// # Errors
 /// If a file is broken or nothing names a stop token.
@@ -89,7 +94,9 @@ pub fn stop_ids(dir: &Path, tokenizer_eos: Option<i64>) -> Result<Vec<i64>, Mode
         Map::new()
     };
     let (_, config) = read_json(dir)?;
-    let named = [&generation, &config].into_iter().find_map(|map| match map.get("eos_token_id") {
+    let text = config.get("text_config").and_then(Value::as_object);
+    let maps = [Some(&generation), Some(&config), text];
+    let named = maps.into_iter().flatten().find_map(|map| match map.get("eos_token_id") {
         Some(Value::Array(ids)) => {
             Some(ids.iter().filter_map(Value::as_i64).collect::<Vec<_>>()).filter(|ids| !ids.is_empty())
         }

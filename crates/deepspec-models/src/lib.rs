@@ -6,6 +6,7 @@
 mod config;
 mod drafters;
 mod error;
+mod families;
 mod identity;
 mod kv;
 mod nn;
@@ -19,6 +20,7 @@ pub use drafters::block::{
 };
 pub use drafters::{Drafter, DrafterOptions};
 pub use error::ModelError;
+pub use families::Family;
 pub use identity::{config_digest, stop_ids, weights_digest};
 pub use target::{TargetModel, TargetOptions, load_ends};
 pub use weights::{Weights, save};

@@ -1,14 +1,22 @@
 //! The target: a causal language model with key/value slots and taps into its layers.
 
+use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
 use deepspec_decode::{Feed, Forwarded, Target};
 use tch::{Device, Kind, Tensor};
 
+use crate::families::Names;
 use crate::kv::{KvCache, Visibility};
-use crate::nn::{Builder, DecoderLayer, Init, RmsNorm, Rope, linear};
+use crate::nn::{
+    AttentionSpec, Builder, DecoderLayer, LayerSpec, RmsNorm, Rope, RopeSpec, Rotation, Vocabulary,
+};
 use crate::{ModelConfig, ModelError, Weights};
+
+/// Tokens that a slot takes in within one pass. What a pass holds for a token (the MLP's insides above all) is far more than
+/// what stays of it.
+const PASS_TOKENS: usize = 4096;
 
 /// How a target is loaded.
 #[derive(Debug, Clone)]
@@ -23,51 +31,71 @@ pub struct TargetOptions {
     pub taps: Vec<i64>,
 }
 
-/// A Qwen3 causal language model.
+/// A causal language model of any family.
 pub struct TargetModel {
     config: ModelConfig,
-    embed_tokens: Tensor,
+    vocabulary: Vocabulary,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
-    lm_head: Tensor,
-    rope: Rope,
+    ropes: Ropes,
     cache: KvCache,
     taps: Vec<i64>,
     kind: Kind,
     device: Device,
 }
 
+/// One rotary embedding per kind of layer.
+struct Ropes {
+    ropes: Vec<Rope>,
+    /// Which of them each layer uses.
+    of_layer: Vec<usize>,
+}
+
+impl Ropes {
+    fn new(layers: &[LayerSpec], device: Device) -> Self {
+        let mut specs: Vec<&RopeSpec> = vec![];
+        let of_layer = layers
+            .iter()
+            .map(|layer| {
+                specs.iter().position(|spec| **spec == layer.rope).unwrap_or_else(|| {
+                    specs.push(&layer.rope);
+                    specs.len() - 1
+                })
+            })
+            .collect();
+        Self { ropes: specs.into_iter().map(|spec| Rope::new(spec, device)).collect(), of_layer }
+    }
+}
+
 impl TargetModel {
-    /// Loads the model in `dir` (config.json and safetensors, sharded or not, head tied or not).
+    /// Loads the model in `dir` (config.json and safetensors, sharded or not, head tied or not, alone or within a multimodal
+    /// model).
     ///
     /// # Errors
-    /// If the folder is no Qwen3 model, tensors are missing or misshapen, or a tap names no layer.
+    /// If the folder is no model of a known family, tensors are missing or misshapen, or a tap names no layer.
     pub fn load(dir: &Path, options: &TargetOptions) -> Result<Self, ModelError> {
         let config = ModelConfig::load(dir)?;
-        check_taps(&options.taps, config.num_hidden_layers)?;
+        check_taps(&options.taps, config.layers.len())?;
         let (kind, device) = (options.kind, options.device);
-        let weights = Weights::open(dir, "Qwen3ForCausalLM", device, kind)?;
+        let weights = Weights::open(dir, config.family.class(), device, kind)?;
+        let names = Names::of(&weights);
+        let (embed, head) = read_ends(&weights, names, &config)?;
         let b = Builder::from_checkpoint(&weights);
-        let shape = [config.vocab_size, config.hidden_size];
-        let embed_tokens = b.get("model.embed_tokens.weight", &shape, Init::Normal)?;
-        let lm_head = if config.tie_word_embeddings {
-            embed_tokens.shallow_clone()
-        } else {
-            b.get("lm_head.weight", &shape, Init::Normal)?
-        };
-        let layers = (0..config.num_hidden_layers)
-            .map(|i| DecoderLayer::new(&b, &format!("model.layers.{i}"), &config))
+        let layers = config
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(i, spec)| DecoderLayer::new(&b, &format!("{}layers.{i}", names.body), spec))
             .collect::<Result<Vec<_>, _>>()?;
-        let heads = config.heads();
+        let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Ok(Self {
-            norm: RmsNorm::new(&b, "model.norm", config.hidden_size, config.rms_norm_eps)?,
-            rope: Rope::new(config.rope_theta, config.head_dim, device),
-            cache: KvCache::new(layers.len(), options.slots, heads, kind, device),
+            vocabulary: Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap),
+            norm: RmsNorm::new(&b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps)?,
+            ropes: Ropes::new(&config.layers, device),
+            cache: KvCache::new(&attentions, options.slots, kind, device),
             taps: options.taps.clone(),
             config,
-            embed_tokens,
             layers,
-            lm_head,
             kind,
             device,
         })
@@ -77,24 +105,31 @@ impl TargetModel {
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
+
+    /// Its embedding and head as [`load_ends`] gives them, sharing storage with the model.
+    pub fn ends(&self) -> (Tensor, Tensor) {
+        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().shallow_clone())
+    }
 }
 
-impl Target for TargetModel {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
-        let plan = self.cache.plan(feed.chunks, Visibility::Causal);
-        let rotation = self.rope.at(plan.positions(), self.kind);
-        let mut x = Tensor::embedding(&self.embed_tokens, &feed.tokens, -1, false, false); // [N, d]
+impl TargetModel {
+    /// One pass over all rows at once.
+    fn pass(&mut self, chunks: &[(usize, usize)], tokens: &Tensor) -> Forwarded {
+        let plan = self.cache.plan(chunks, Visibility::Causal);
+        let rotations: Vec<Rotation> =
+            self.ropes.ropes.iter().map(|rope| rope.at(plan.positions(), self.kind)).collect();
+        let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&-1) {
             captured.push(x.shallow_clone());
         }
-        for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(&x, &rotation, |qkv| self.cache.attend(i, &plan, qkv));
+        for (i, (layer, &rope)) in self.layers.iter().zip(&self.ropes.of_layer).enumerate() {
+            x = layer.forward(&x, &rotations[rope], |qkv| self.cache.attend(i, &plan, qkv));
             if self.taps.contains(&(i as i64)) {
                 captured.push(x.shallow_clone());
             }
         }
-        self.cache.advance(feed.chunks);
+        self.cache.advance(chunks);
         let taps = if captured.is_empty() {
             Tensor::zeros([x.size()[0], 0], (self.kind, self.device))
         } else {
@@ -102,9 +137,42 @@ impl Target for TargetModel {
         };
         Forwarded { hidden: self.norm.forward(&x), taps }
     }
+}
+
+impl Target for TargetModel {
+    /// Chunks of more than [`PASS_TOKENS`] run in several passes, so that the memory of a pass does not grow with their length.
+    fn forward(&mut self, feed: &Feed) -> Forwarded {
+        let passes = passes(feed.chunks);
+        if passes.len() <= 1 {
+            return self.pass(feed.chunks, &feed.tokens);
+        }
+        let (mut hidden, mut taps, mut order) = (vec![], vec![], vec![]);
+        for pass in &passes {
+            let rows: Vec<i64> =
+                pass.iter().flat_map(|part| part.rows.clone()).map(|row| row as i64).collect();
+            let chunks: Vec<(usize, usize)> = pass.iter().map(|part| (part.slot, part.rows.len())).collect();
+            let tokens = feed.tokens.index_select(0, &Tensor::from_slice(&rows).to_device(self.device));
+            let out = self.pass(&chunks, &tokens);
+            hidden.push(out.hidden);
+            taps.push(out.taps);
+            order.extend(rows);
+        }
+        let in_order = |parts: Vec<Tensor>| {
+            let rows = Tensor::cat(&parts, 0);
+            if order.is_sorted() {
+                return rows;
+            }
+            let mut back = vec![0; order.len()];
+            for (place, &row) in order.iter().enumerate() {
+                back[row as usize] = place as i64;
+            }
+            rows.index_select(0, &Tensor::from_slice(&back).to_device(self.device))
+        };
+        Forwarded { hidden: in_order(hidden), taps: in_order(taps) }
+    }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {
-        linear(hidden, &self.lm_head, None).to_kind(Kind::Float)
+        self.vocabulary.logits(hidden)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {
@@ -120,24 +188,50 @@ impl Target for TargetModel {
     }
 }
 
-/// The target's embedding and head, `[V, d]` each (one tensor where they are tied), without the layers between them.
+/// Rows of a feed that one slot takes in within one pass.
+struct Part {
+    slot: usize,
+    rows: Range<usize>,
+}
+
+/// Cuts every chunk at multiples of [`PASS_TOKENS`] from its own start, whatever it rides with: the n-th pieces of all chunks
+/// run together.
+fn passes(chunks: &[(usize, usize)]) -> Vec<Vec<Part>> {
+    let mut passes: Vec<Vec<Part>> = vec![];
+    let mut first = 0;
+    for &(slot, len) in chunks {
+        for (pass, start) in (0..len).step_by(PASS_TOKENS).enumerate() {
+            let rows = first + start..first + len.min(start + PASS_TOKENS);
+            if pass == passes.len() {
+                passes.push(vec![]);
+            }
+            passes[pass].push(Part { slot, rows });
+        }
+        first += len;
+    }
+    passes
+}
+
+/// The target's embedding and head as they are stored, `[V, d]` each (one tensor where they are tied), without the layers
+/// between them. The config says what is done to embeddings and logits.
 ///
 /// # Errors
-/// If the folder is no Qwen3 model or lacks these tensors.
+/// If the folder lacks these tensors.
 pub fn load_ends(
     dir: &Path,
     config: &ModelConfig,
     device: Device,
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {
-    let weights = Weights::open(dir, "Qwen3ForCausalLM", device, kind)?;
+    let weights = Weights::open(dir, config.family.class(), device, kind)?;
+    read_ends(&weights, Names::of(&weights), config)
+}
+
+fn read_ends(weights: &Weights, names: Names, config: &ModelConfig) -> Result<(Tensor, Tensor), ModelError> {
     let shape = [config.vocab_size, config.hidden_size];
-    let embed = weights.get("model.embed_tokens.weight", &shape)?;
-    let head = if config.tie_word_embeddings {
-        embed.shallow_clone()
-    } else {
-        weights.get("lm_head.weight", &shape)?
-    };
+    let embed = weights.get(&format!("{}embed_tokens.weight", names.body), &shape)?;
+    let head =
+        if config.tie_word_embeddings { embed.shallow_clone() } else { weights.get(names.head, &shape)? };
     Ok((embed, head))
 }
 

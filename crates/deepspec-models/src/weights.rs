@@ -77,6 +77,16 @@ impl Weights {
         Ok(Self { dir: dir.to_path_buf(), expected, shards, tensors, unread, device, kind })
     }
 
+    /// Values of all tensors together, read or not.
+    pub fn values(&self) -> usize {
+        self.tensors.values().map(|(_, info)| info.shape.iter().product::<usize>()).sum()
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
     /// Names that were never asked for.
     pub fn unread(&self) -> Vec<String> {
         self.unread.borrow().clone()

@@ -1,10 +1,12 @@
-//! The Qwen3 target against the reference's numbers.
+//! Targets of both families against the reference's numbers.
 
 mod common;
 
+use std::path::Path;
+
 use common::{assert_close, device, tensor};
-use deepspec_decode::{Feed, Target};
-use deepspec_models::{TargetModel, TargetOptions};
+use deepspec_decode::{Engine, EngineOptions, Feed, Request, Sampling, Target};
+use deepspec_models::{Drafter, TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::{Kind, Tensor};
 
@@ -21,10 +23,9 @@ fn feed(target: &mut TargetModel, chunks: &[(usize, usize)], tokens: &Tensor) ->
     (logits, out.hidden.to_device(tch::Device::Cpu), out.taps.to_device(tch::Device::Cpu))
 }
 
-#[test]
-fn golden_target_qwen3_prefill() {
+fn check_prefill(name: &str) {
     let _guard = tch::no_grad_guard();
-    let case = Case::load("target_qwen3");
+    let case = Case::load(name);
     let layers = case.hyper("num_layers").as_i64().unwrap();
     let mut target = load(&case, (-1..layers).collect(), 2);
     let ids = tensor(case.input("input_ids"));
@@ -57,10 +58,9 @@ fn golden_target_qwen3_prefill() {
     }
 }
 
-#[test]
-fn golden_target_qwen3_cached_steps() {
+fn check_cached_steps(name: &str) {
     let _guard = tch::no_grad_guard();
-    let case = Case::load("target_qwen3");
+    let case = Case::load(name);
     // Slot 1 of 3, so that slot indexing matters.
     let mut target = load(&case, vec![], 3);
     let prompt = tensor(case.input("decode_prompt"));
@@ -77,10 +77,9 @@ fn golden_target_qwen3_cached_steps() {
     }
 }
 
-#[test]
-fn golden_target_qwen3_chunks_and_rollback() {
+fn check_chunks_and_rollback(name: &str) {
     let _guard = tch::no_grad_guard();
-    let case = Case::load("target_qwen3");
+    let case = Case::load(name);
     let layers = case.hyper("num_layers").as_i64().unwrap();
     let mut target = load(&case, (0..layers - 1).collect(), 2);
     let prompt = tensor(case.input("decode_prompt"));
@@ -94,6 +93,56 @@ fn golden_target_qwen3_chunks_and_rollback() {
     let chunk = tensor(case.input("chunk2_ids"));
     let (logits, _, _) = feed(&mut target, &[(0, chunk.numel())], &chunk);
     assert_close("chunk2_logits", &logits, &tensor(case.expected("chunk2_logits")).get(0), FORWARD);
+}
+
+#[test]
+fn golden_target_qwen3() {
+    check_prefill("target_qwen3");
+    check_cached_steps("target_qwen3");
+    check_chunks_and_rollback("target_qwen3");
+}
+
+#[test]
+fn golden_target_gemma4() {
+    check_prefill("target_gemma4");
+    check_cached_steps("target_gemma4");
+    check_chunks_and_rollback("target_gemma4");
+}
+
+/// The engine's greedy answer is the trace, and a sequence's states do not depend on what it rides with.
+#[test]
+fn golden_target_gemma4_in_the_engine() {
+    let case = Case::load("target_gemma4");
+    let (prompt, tokens) = (case.input("decode_prompt").ints(), case.expected("decode_tokens").ints());
+    let options = EngineOptions {
+        slots: 3,
+        context: 256,
+        confidence_threshold: 0.0,
+        max_draft_tokens: None,
+        counts_overrun: true,
+    };
+    let mut engine = Engine::new(load(&case, vec![], 3), None::<Drafter>, options);
+    let request = |index: usize| Request {
+        id: index.to_string(),
+        // The same prompt beside shorter ones.
+        prompt: prompt[..prompt.len() - index % 4].to_vec(),
+        sampling: Sampling::new(0.0, 0),
+        max_new_tokens: tokens.len(),
+        stop_ids: vec![],
+    };
+    let done = engine.run((0..6).map(request).collect(), |_| {}).unwrap();
+    assert_eq!((&done[0].tokens, &done[4].tokens), (&tokens, &tokens));
+
+    let _guard = tch::no_grad_guard();
+    let mut target = load(&case, vec![0, 2, 5], 2);
+    let ids = tensor(case.input("decode_prompt")).reshape([-1]);
+    let (len, other) = (ids.numel(), tensor(case.input("chunk1_ids")).reshape([-1]));
+    let (_, alone, alone_taps) = feed(&mut target, &[(1, len)], &ids);
+    target.truncate(1, 0);
+    let chunks = [(0, other.numel()), (1, len)];
+    let (_, beside, beside_taps) = feed(&mut target, &chunks, &Tensor::cat(&[&other, &ids], 0));
+    let own = |rows: &Tensor| rows.narrow(0, other.numel() as i64, len as i64);
+    assert!(own(&beside).equal(&alone) && own(&beside_taps).equal(&alone_taps));
 }
 
 #[test]
@@ -113,14 +162,27 @@ fn both_spellings_of_the_config_mean_the_same_model() {
     assert_eq!(strip(a), strip(b));
 }
 
-/// The golden model cut into two shards with an index, its tied head written out.
-fn sharded(case: &Case) -> tempfile::TempDir {
+/// A golden model cut into two shards with an index, its tied head written out, its body and head under other names, and
+/// tensors of other parts beside it.
+fn sharded(case: &Case, (body, head): (&str, &str), others: &[&str]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let bytes = std::fs::read(case.dir.join("model.safetensors")).unwrap();
     let model = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let mut tensors: Vec<(String, safetensors::tensor::TensorView)> = model.tensors();
-    if !tensors.iter().any(|(name, _)| name == "lm_head.weight") {
-        tensors.push(("lm_head.weight".into(), model.tensor("model.embed_tokens.weight").unwrap()));
+    let embedding = model.names().into_iter().find(|name| name.ends_with("embed_tokens.weight")).unwrap();
+    let old_body = embedding.strip_suffix("embed_tokens.weight").unwrap();
+    let embedding = model.tensor(embedding).unwrap();
+    let mut tensors: Vec<(String, safetensors::tensor::TensorView)> = model
+        .tensors()
+        .into_iter()
+        .map(|(name, view)| match name.strip_prefix(old_body) {
+            Some(rest) => (format!("{body}{rest}"), view),
+            None => (head.to_string(), view),
+        })
+        .collect();
+    for name in others.iter().copied().chain([head]) {
+        if !tensors.iter().any(|(known, _)| known == name) {
+            tensors.push((name.into(), embedding.clone()));
+        }
     }
     let (first, second) = tensors.split_at(tensors.len() / 2);
     let mut weight_map = serde_json::Map::new();
@@ -141,20 +203,40 @@ fn sharded(case: &Case) -> tempfile::TempDir {
     dir
 }
 
-#[test]
-fn shards_and_an_untied_head_are_the_same_model() {
-    let _guard = tch::no_grad_guard();
-    let case = Case::load("target_qwen3");
-    let dir = sharded(&case);
+/// Logits of the golden prompt, by the model in `dir`.
+fn logits_of(case: &Case, dir: &Path) -> Tensor {
     let options = TargetOptions { device: device(), kind: Kind::Float, slots: 1, taps: vec![] };
+    let mut target = TargetModel::load(dir, &options).unwrap_or_else(|error| panic!("{error}"));
     let prompt = tensor(case.input("decode_prompt"));
-    let mut logits = [case.dir.as_path(), dir.path()].map(|dir| {
-        let mut target = TargetModel::load(dir, &options).unwrap_or_else(|error| panic!("{error}"));
-        feed(&mut target, &[(0, prompt.numel())], &prompt).0
-    });
-    let (one, two) = logits.split_at_mut(1);
-    assert!(one[0].equal(&two[0]));
+    feed(&mut target, &[(0, prompt.numel())], &prompt).0
+}
 
+#[test]
+fn shards_an_untied_head_and_multimodal_names_are_the_same_model() {
+    let _guard = tch::no_grad_guard();
+    let others = ["model.vision_tower.encoder.layers.0.mlp.weight", "model.embed_audio.norm.weight"];
+    let layouts = [
+        ("target_qwen3", ("model.", "lm_head.weight"), &[][..]),
+        ("target_gemma4", ("model.", "lm_head.weight"), &[][..]),
+        ("target_gemma4", ("model.language_model.", "lm_head.weight"), &others[..]),
+        ("target_gemma4", ("language_model.model.", "language_model.lm_head.weight"), &others[..]),
+    ];
+    for (name, names, others) in layouts {
+        let case = Case::load(name);
+        let dir = sharded(&case, names, others);
+        assert!(logits_of(&case, &case.dir).equal(&logits_of(&case, dir.path())), "{name}: {names:?}");
+        let config = deepspec_models::ModelConfig::load(dir.path()).unwrap();
+        let (embed, head) = deepspec_models::load_ends(dir.path(), &config, device(), Kind::Float).unwrap();
+        assert_eq!(embed.size(), [config.vocab_size, config.hidden_size]);
+        assert_eq!(head.size(), embed.size());
+    }
+}
+
+#[test]
+fn damaged_shards_are_refused() {
+    let case = Case::load("target_qwen3");
+    let dir = sharded(&case, ("model.", "lm_head.weight"), &[]);
+    let options = TargetOptions { device: device(), kind: Kind::Float, slots: 1, taps: vec![] };
     let refused = |hint: &str| {
         let error = TargetModel::load(dir.path(), &options).map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(hint) && !error.contains('\n'), "{error}");

@@ -32,9 +32,19 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: Budget) -> Vec<
     runs
 }
 
+/// Cuts consecutive sequences, given by their lengths, into windows of at most so many tokens (a longer one is alone).
+pub fn windows(lengths: impl IntoIterator<Item = usize>, tokens: usize) -> Vec<Range<usize>> {
+    batches(lengths, Budget { tokens, sequences: usize::MAX })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn windows_count_tokens_only() {
+        assert_eq!(windows([1, 1, 1, 1, 5, 9], 4), [0..4, 4..5, 5..6]);
+    }
 
     #[test]
     fn runs_keep_order_and_budget() {

@@ -1,5 +1,7 @@
 //! Runs the target over samples and keeps what a drafter learns from.
 
+use std::path::Path;
+
 use deepspec_cache::{Last, PlannedSample};
 use deepspec_core::recipe::Recipe;
 use deepspec_decode::{Feed, Target};
@@ -32,16 +34,26 @@ pub struct Captured {
 }
 
 impl Capture {
-    /// Loads the target of `recipe`, with room for sequences of up to `longest` tokens.
+    /// Loads the target in `dir` with the taps of `recipe` and room for sequences of up to `longest` tokens.
     ///
     /// # Errors
     /// If the folder is no target that we can run.
-    pub fn load(recipe: &Recipe, longest: usize, device: Device, kind: Kind) -> Result<Self, StatesError> {
-        let tokens = if device == Device::Cpu { CPU_TOKENS } else { GPU_TOKENS };
-        let sequences = (HISTORIES * tokens / longest.next_power_of_two()).clamp(1, SEQUENCES);
-        let options = TargetOptions { device, kind, slots: sequences, taps: recipe.taps() };
-        let target = TargetModel::load(&recipe.target_dir(), &options)?;
-        Ok(Self { target, budget: Budget { tokens, sequences } })
+    pub fn load(
+        dir: &Path,
+        recipe: &Recipe,
+        longest: usize,
+        device: Device,
+        kind: Kind,
+    ) -> Result<Self, StatesError> {
+        let budget = Budget::new(longest, device);
+        let options = TargetOptions { device, kind, slots: budget.sequences, taps: recipe.taps() };
+        let target = TargetModel::load(dir, &options)?;
+        Ok(Self { target, budget })
+    }
+
+    /// The model that runs.
+    pub fn target(&self) -> &TargetModel {
+        &self.target
     }
 
     /// What one [`Self::run`] may hold.
@@ -67,6 +79,15 @@ impl Capture {
             taps: forwarded.taps.to_kind(Kind::BFloat16),
             last: forwarded.hidden.index_select(0, &kept).to_kind(Kind::BFloat16),
         }
+    }
+}
+
+impl Budget {
+    /// What a capture of sequences of up to `longest` tokens runs at once on `device`.
+    pub fn new(longest: usize, device: Device) -> Self {
+        let tokens = if device == Device::Cpu { CPU_TOKENS } else { GPU_TOKENS };
+        let sequences = (HISTORIES * tokens / longest.next_power_of_two()).clamp(1, SEQUENCES);
+        Self { tokens, sequences }
     }
 }
 

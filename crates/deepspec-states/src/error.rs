@@ -4,12 +4,17 @@ use std::path::PathBuf;
 
 use deepspec_cache::CacheError;
 use deepspec_core::atomic::FileError;
+use deepspec_core::cli::UsageError;
+use deepspec_hub::HubError;
 use deepspec_models::ModelError;
 use deepspec_text::TextError;
 
 /// A recipe, input or target from which no states can be made. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum StatesError {
+    /// The target cannot be fetched.
+    #[error(transparent)]
+    Hub(#[from] HubError),
     /// A file cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
@@ -30,6 +35,20 @@ pub enum StatesError {
         /// What is wrong and what would be right.
         problem: String,
     },
+    /// There is no folder at all.
+    #[error("{}: no such cache; build it with `deepspec-data cache build --config … --output-dir {}`", dir.display(), dir.display())]
+    NoCache {
+        /// Where it was looked for.
+        dir: PathBuf,
+    },
+    /// A cache that is finished already has not the samples of the input.
+    #[error("{}: this cache has no sample {sample:?} as data.input gives it; name another folder, or the files that it was made from", dir.display())]
+    OtherSamples {
+        /// The cache.
+        dir: PathBuf,
+        /// Id of the first sample that is missing or other than the input's.
+        sample: String,
+    },
     /// The tokenizer has ids for which the target has no embedding.
     #[error("{}: the tokenizer has ids up to {}, the model's vocabulary ends at {}; copy the tokenizer of this model", dir.display(), ids - 1, vocab_size - 1)]
     Vocabulary {
@@ -40,4 +59,29 @@ pub enum StatesError {
         /// Rows of the target's embedding.
         vocab_size: usize,
     },
+}
+
+impl StatesError {
+    /// The error of opening a recipe's source for a program's `main`, which exits with 2: what a recipe says or points
+    /// to is the caller's to put right, unless the hub or the way to it is out of order.
+    pub fn report(self) -> anyhow::Error {
+        match self {
+            Self::Hub(error) => error.report(),
+            other => UsageError(other.to_string()).into(),
+        }
+    }
+
+    /// The error of opening a data set for a program's `main`: exit code 2 where the recipe and what it names do not
+    /// belong together, 1 where something is damaged or out of order.
+    pub fn report_data(self) -> anyhow::Error {
+        match self {
+            Self::Recipe { .. }
+            | Self::NoCache { .. }
+            | Self::OtherSamples { .. }
+            | Self::Cache(
+                CacheError::Mismatch { .. } | CacheError::BuildDiffers { .. } | CacheError::Leftover { .. },
+            ) => UsageError(self.to_string()).into(),
+            other => other.into(),
+        }
+    }
 }

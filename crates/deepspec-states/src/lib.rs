@@ -4,18 +4,29 @@
 //! [`tokenise`] turns JSONL rows into samples whose sizes are known, [`Capture`] runs the target over them, and [`fill`]
 //! writes what it captured into the shards of a cache.
 //!
+//! A [`Dataset`] is the samples that a drafter learns from, and a [`StateSource`] hands out their states: from a cache,
+//! from the target itself, or from the target until there is a cache.
+//!
 //! Legend: N tokens of a batch, K kept last states, d hidden size, m taps.
 
 mod batch;
 mod capture;
+mod dataset;
 mod error;
 mod fill;
+mod hybrid;
+mod online;
 mod rows;
 mod source;
+mod states;
+mod stored;
 
-pub use batch::{Budget, batches};
+pub use batch::{Budget, batches, windows};
 pub use capture::{Capture, Captured};
+pub use dataset::{Dataset, Facts};
 pub use error::StatesError;
 pub use fill::fill;
+pub use online::SampleStates;
 pub use rows::{Rejected, Report, Tokenised, tokenise};
-pub use source::{Source, identity};
+pub use source::{Source, chat_template, identity, mask_rules};
+pub use states::{Running, StateSource};

@@ -1,13 +1,13 @@
 //! JSONL rows become samples: token ids, supervised spans, and an account of every row that did not.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_cache::PlannedSample;
-use deepspec_core::atomic::FileError;
 use deepspec_core::jsonl::{self, Line};
 use deepspec_core::row;
-use deepspec_text::{MIN_SUPERVISED_TOKENS, Message, check_starts_with_user, conversation, supervise};
+use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, supervise};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
@@ -48,6 +48,18 @@ pub struct Report {
     pub supervised_tokens: u64,
 }
 
+/// What became of the rows, as a sum.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { read, kept, failed, too_short, rejected, .. } = self;
+        write!(
+            f,
+            "{read} rows = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
+            rejected.len()
+        )
+    }
+}
+
 /// The samples of some files, in input order.
 #[derive(Debug, Default)]
 pub struct Tokenised {
@@ -57,7 +69,7 @@ pub struct Tokenised {
     pub report: Report,
 }
 
-/// Tokenises the rows of `files` on all cores. Rows of one conversation each: `{"id", "conversations", "status"?}`; ids
+/// Tokenises the rows of `files` on all cores. Rows of one conversation each: `{"id", "conversations", "tools"?, "status"?}`; ids
 /// are unique over all files. `progress` is called with the number of lines just dealt with.
 ///
 /// # Errors
@@ -70,10 +82,9 @@ pub fn tokenise(
     let mut tokenised = Tokenised::default();
     let mut seen = HashSet::new();
     for file in files {
-        let mut lines = jsonl::Reader::open(file)?.peekable();
-        while lines.peek().is_some() {
-            let batch: Vec<Line> = lines.by_ref().take(BATCH).collect::<Result<_, FileError>>()?;
-            let parsed: Vec<_> = batch.into_iter().map(|line| parse(line, &mut seen)).collect();
+        for batch in jsonl::batches(file, BATCH)? {
+            let lines: Vec<Line> = batch?.into_par_iter().map(|line| line.parse(file)).collect();
+            let parsed: Vec<_> = lines.into_iter().map(|line| parse(line, &mut seen)).collect();
             progress(parsed.len());
             let outcomes: Vec<_> =
                 parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
@@ -87,7 +98,7 @@ pub fn tokenise(
 
 /// A row's conversation, or what else it is.
 enum Parsed {
-    Row(String, Vec<Message>),
+    Row(String, Conversation),
     Failed,
     Bad(String),
 }
@@ -111,30 +122,29 @@ fn parse(line: Line, seen: &mut HashSet<String>) -> (usize, Parsed) {
     }
     let parsed = match usable(&fields) {
         Ok((id, _)) if seen.contains(&id) => Parsed::Bad(format!("id `{id}` was used by an earlier row")),
-        Ok((id, messages)) => {
+        Ok((id, conversation)) => {
             seen.insert(id.clone());
-            Parsed::Row(id, messages)
+            Parsed::Row(id, conversation)
         }
         Err(reason) => Parsed::Bad(reason),
     };
     (number, parsed)
 }
 
-fn usable(fields: &Map<String, Value>) -> Result<(String, Vec<Message>), String> {
+fn usable(fields: &Map<String, Value>) -> Result<(String, Conversation), String> {
     let id = row::id_of(fields)?;
-    let messages = conversation(fields).map_err(|error| error.to_string())?;
-    check_starts_with_user(&messages).map_err(|error| error.to_string())?;
-    Ok((id, messages))
+    let conversation = Conversation::from_row(fields).map_err(|error| error.to_string())?;
+    Ok((id, conversation))
 }
 
 fn sample(row: Parsed, source: &Source) -> Outcome {
-    let (id, messages) = match row {
-        Parsed::Row(id, messages) => (id, messages),
+    let (id, conversation) = match row {
+        Parsed::Row(id, conversation) => (id, conversation),
         Parsed::Failed => return Outcome::Failed,
         Parsed::Bad(reason) => return Outcome::Bad(reason),
     };
     let max_length = source.identity.max_length;
-    match supervise(&source.tokenizer, &source.template, &messages, max_length) {
+    match supervise(&source.tokenizer, &source.template, &conversation, max_length) {
         Err(error) => Outcome::Bad(error.to_string().replace('\n', " ")),
         Ok(found) if found.supervised_count() < MIN_SUPERVISED_TOKENS => Outcome::TooShort,
         Ok(found) => Outcome::Kept {

@@ -1,9 +1,11 @@
 //! What a recipe says about its target states.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use deepspec_cache::{Encoding, Identity, Last, Layout, Tap};
-use deepspec_core::recipe::Recipe;
+use deepspec_core::cli::Verbosity;
+use deepspec_core::recipe::{Recipe, TemplateRecipe};
+use deepspec_hub::model_dir;
 use deepspec_models::{ModelConfig, config_digest, weights_digest};
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
@@ -24,23 +26,24 @@ pub struct Source {
 }
 
 impl Source {
-    /// Reads what `recipe` names and checks that it fits together.
+    /// Reads what `recipe` names, fetching a target that is a hub id, and checks that it fits together.
     ///
     /// # Errors
-    /// An unknown chat template, a folder that is no target, taps or a mask token outside the target, a tokenizer of
-    /// another model. All of these are mistakes in the recipe or in what it points to.
-    pub fn open(recipe: &Recipe) -> Result<Self, StatesError> {
-        let mut template = named_template(&recipe.data.chat_template)?;
-        template.default_system = recipe.data.default_system(template.default_system.as_deref());
-        let dir = recipe.target_dir();
+    /// An unknown chat template, or tags that the tokenizer's template does not have; a folder that is no target; taps, a
+    /// mask token or a length outside the target; a tokenizer of another model: all of these are mistakes in the recipe
+    /// or in what it points to. Also if the hub fails.
+    pub fn open(recipe: &Recipe, verbosity: Verbosity) -> Result<Self, StatesError> {
+        let template = chat_template(recipe)?;
+        let dir = model_dir(&recipe.target.model, recipe.target.revision.as_deref(), verbosity)?;
         let config = ModelConfig::load(&dir)?;
         check_fit(recipe, &config)?;
         let tokenizer = ChatTokenizer::load(&dir)?;
+        template.check_fits(&tokenizer).map_err(|error| wrong("data.chat_template", error.to_string()))?;
         let (ids, vocab_size) = (tokenizer.vocab_size(), config.vocab_size as usize);
         if ids > vocab_size {
             return Err(StatesError::Vocabulary { dir, ids, vocab_size });
         }
-        let identity = identity(recipe, &tokenizer, &template, &config)?;
+        let identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
         Ok(Self { dir, tokenizer, template, config, identity })
     }
 
@@ -50,25 +53,25 @@ impl Source {
     }
 }
 
-/// What the states of `recipe` are bound to. It does not matter whether `template` has its own default system prompt
-/// or the recipe's already.
+/// What the states of `recipe`, whose target lies in `dir`, are bound to. It does not matter whether `template` has its
+/// own default system prompt or the recipe's already.
 ///
 /// # Errors
 /// If config.json or the weights cannot be read.
 pub fn identity(
     recipe: &Recipe,
+    dir: &Path,
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     config: &ModelConfig,
 ) -> Result<Identity, StatesError> {
-    let dir = recipe.target_dir();
     let model_type = config.raw.get("model_type").and_then(|value| value.as_str());
     Ok(Identity {
         model_type: model_type.unwrap_or_default().to_string(),
-        target_config: config_digest(&dir)?,
-        target_weights: weights_digest(&dir)?,
+        target_config: config_digest(dir)?,
+        target_weights: weights_digest(dir)?,
         tokenizer: tokenizer.tokenizer_digest().to_string(),
-        template: tokenizer.template_digest(),
+        template: template.digest(tokenizer),
         chat_template: template.name.clone(),
         system_prompt: recipe.data.default_system(template.default_system.as_deref()),
         taps: taps(recipe)?,
@@ -78,15 +81,36 @@ pub fn identity(
     })
 }
 
-fn named_template(name: &str) -> Result<ChatTemplate, StatesError> {
+/// The mask rules of a recipe, with the recipe's default system message.
+///
+/// # Errors
+/// As [`mask_rules`].
+pub fn chat_template(recipe: &Recipe) -> Result<ChatTemplate, StatesError> {
+    let mut template = mask_rules(&recipe.data.chat_template)?;
+    template.default_system = recipe.data.default_system(template.default_system.as_deref());
+    Ok(template)
+}
+
+/// The mask rules that a recipe names or brings.
+///
+/// # Errors
+/// If there are none of that name.
+pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError> {
+    let name = match template {
+        TemplateRecipe::Entry(entry) => return Ok(entry.clone().into()),
+        TemplateRecipe::Name(name) => name,
+    };
     ChatTemplate::named(name).ok_or_else(|| {
         let known = ChatTemplate::names().join(", ");
-        wrong("data.chat_template", format!("unknown chat template `{name}` (known: {known})"))
+        let problem = format!(
+            "unknown chat template `{name}` (known: {known}); rules of your own are an entry or a .yaml file"
+        );
+        wrong("data.chat_template", problem)
     })
 }
 
 fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<(), StatesError> {
-    let (dir, layers) = (&recipe.target.model, config.num_hidden_layers);
+    let (dir, layers) = (&recipe.target.model, config.layers.len());
     if let Some(outside) = recipe.taps().into_iter().find(|&tap| tap >= layers as i64) {
         let problem = format!("{dir} has no layer {outside}; its layers are 0 to {}", layers - 1);
         return Err(wrong("target.layer_ids", problem));
@@ -95,6 +119,12 @@ fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<(), StatesError> {
     if !(0..vocab_size).contains(&mask) {
         let problem = format!("{mask} is outside the vocabulary of {dir}, which ends at {}", vocab_size - 1);
         return Err(wrong("drafter.mask_token_id", problem));
+    }
+    let (asked, longest) = (recipe.data.max_length, config.max_position_embeddings);
+    if asked > longest {
+        let problem =
+            format!("{asked} tokens are more than {dir} was made for (max_position_embeddings {longest})");
+        return Err(wrong("data.max_length", problem));
     }
     Ok(())
 }

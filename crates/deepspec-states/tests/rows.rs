@@ -87,3 +87,23 @@ fn every_other_row_is_accounted_for() {
     let missing = bench.path("missing.jsonl");
     assert!(tokenise(&[missing], &source, |_| ()).unwrap_err().to_string().contains("missing.jsonl"));
 }
+
+#[test]
+fn cut_answers_and_tools_reach_the_samples() {
+    let bench = Bench::new();
+    let source = bench.source(&["data.system_prompt=''"]).unwrap();
+    let row = row("whole", LONG);
+    let cut = row
+        .replace("\"whole\"", "\"cut\"")
+        .replace("\"role\":\"assistant\"", "\"finish_reason\":\"length\",\"role\":\"assistant\"");
+    let bad_tools = row.replace("\"whole\"", "\"bad\"").replace("\"extra\":1", "\"tools\":\"{\"");
+    assert_ne!(cut, row.replace("\"whole\"", "\"cut\""));
+    let file = bench.write("rows.jsonl", &[row, cut, bad_tools].join("\n"));
+    let found = tokenise(std::slice::from_ref(&file), &source, |_| ()).unwrap();
+    let [whole, cut] = &found.samples[..] else { panic!("{:?}", found.report) };
+    // Same text, but the model never ended its turn: <|im_end|> and the line end are not learnt.
+    assert_eq!(whole.input_ids, cut.input_ids);
+    assert_eq!(whole.supervised(), cut.supervised() + 2);
+    let [Rejected { line: 3, reason, .. }] = &found.report.rejected[..] else { panic!("{:?}", found.report) };
+    assert!(reason.contains("`tools` must be an array of objects"), "{reason}");
+}

@@ -27,12 +27,15 @@ fn the_identity_is_that_of_target_text_and_taps() {
     // The same once more, and from a template that knows nothing of the recipe.
     assert_eq!(bench.source(&[]).unwrap().identity, *found);
     let own = ChatTemplate::named("qwen").unwrap();
-    assert_eq!(identity(&bench.recipe(&[]), &source.tokenizer, &own, &source.config).unwrap(), *found);
+    assert_eq!(
+        identity(&bench.recipe(&[]), &source.dir, &source.tokenizer, &own, &source.config).unwrap(),
+        *found
+    );
     let empty = "data.system_prompt=''";
     let unprompted = bench.source(&[empty]).unwrap();
     assert_eq!((&unprompted.identity.system_prompt, &unprompted.template.default_system), (&None, &None));
     assert_eq!(
-        identity(&bench.recipe(&[empty]), &source.tokenizer, &own, &source.config).unwrap(),
+        identity(&bench.recipe(&[empty]), &source.dir, &source.tokenizer, &own, &source.config).unwrap(),
         unprompted.identity
     );
 }
@@ -55,8 +58,33 @@ fn whatever_changes_the_states_changes_the_identity() {
     // Another template's rules bring another default system prompt: none.
     assert_eq!(changed(&bench, &["data.chat_template=gemma4"]), ["chat_template", "system_prompt"]);
 
+    // Rules of one's own are told apart by what they say, not by their name.
+    let mine = |end: &str| {
+        let marks = "assistant_header: \"<|im_start|>assistant\\n\"";
+        let system = "default_system: You are a helpful assistant.";
+        format!("data.chat_template={{name: qwen, {marks}, {system}, end_of_turn: \"{end}\"}}")
+    };
+    assert!(changed(&bench, &[&mine("<|im_end|>\\n")]).is_empty());
+    assert_eq!(changed(&bench, &[&mine("<|im_end|>")]), ["template"]);
+
     bench.edit("chat_template.jinja", "<|im_start|>", "<|im_start|> ");
     assert_eq!(changed(&bench, &[]), ["template"]);
+    let bench = Bench::new();
+    let answer = "{{- ns.answer.lstrip('\\n') -}}";
+    bench.edit(
+        "chat_template.jinja",
+        answer,
+        &format!("{{%- generation -%}}{answer}{{%- endgeneration -%}}"),
+    );
+    assert!(changed(&bench, &[]).is_empty(), "tags do not change what is written");
+    let tagged = bench.source(&["data.chat_template=generation"]).unwrap().identity;
+    assert_eq!((tagged.chat_template.as_str(), &tagged.system_prompt), ("generation", &None));
+    bench.edit("chat_template.jinja", "{%- endgeneration -%}", "{%- endgeneration -%}{{ '' }}");
+    assert_eq!(bench.source(&["data.chat_template=generation"]).unwrap().identity, tagged);
+    bench.edit("chat_template.jinja", "{%- generation -%}", "{{- ns.answer[:1] -}}{%- generation -%}");
+    bench.edit("chat_template.jinja", answer, "{{- ns.answer[1:] -}}");
+    let moved = bench.source(&["data.chat_template=generation"]).unwrap().identity;
+    assert_ne!(moved.template, tagged.template);
     let bench = Bench::new();
     bench.edit("config.json", "\"rope_theta\": 10000.0", "\"rope_theta\": 20000.0");
     assert_eq!(changed(&bench, &[]), ["target_config"]);
@@ -82,10 +110,13 @@ fn what_does_not_fit_is_named() {
         assert!(!error.contains('\n'), "{error}");
     };
     refused(&bench, &["data.chat_template=llama"], &["data.chat_template", "llama", "qwen, gemma4"]);
+    refused(&bench, &["data.chat_template=generation"], &["data.chat_template", "no {% generation %} tags"]);
+    refused(&bench, &["data.max_length=2049"], &["data.max_length", "2049", "max_position_embeddings 2048"]);
     refused(&bench, &["target.layer_ids=[1, 6]"], &["target.layer_ids", "no layer 6", "0 to 5"]);
     refused(&bench, &["drafter.dspark.mask_token_id=1024"], &["mask_token_id", "1024", "1023"]);
     refused(&bench, &["drafter.dspark.mask_token_id=-1"], &["mask_token_id", "-1"]);
-    refused(&bench, &["target.model=/nowhere"], &["/nowhere", "no such folder"]);
+    refused(&bench, &["target.model=/nowhere"], &["/nowhere", "no such folder", "hub id"]);
+    refused(&bench, &["target.revision=v1"], &["has no revision v1", "leave the revision out"]);
     bench.edit("config.json", "\"vocab_size\": 1024", "\"vocab_size\": 1000");
     refused(&bench, &["drafter.dspark.mask_token_id=7"], &["ids up to 1023", "ends at 999"]);
     fs::remove_file(bench.path("target/model.safetensors")).unwrap();

@@ -1,5 +1,10 @@
-//! Helpers for tests: golden cases and tolerances.
+//! Helpers for tests: golden cases and tolerances, small random targets, damaged JSON, a server that misbehaves, and a hub on
+//! loopback.
 //!
 //! Meant as a dev-dependency; a broken fixture panics with its name.
 
 pub mod golden;
+pub mod hub;
+pub mod mutate;
+pub mod server;
+pub mod tiny;

@@ -92,6 +92,18 @@ pub enum TextError {
         /// The template's name.
         name: String,
     },
+    /// The template's own tags are the mask rule, and it has none.
+    #[error("the chat template of {} has no {{% generation %}} tags to take the mask from; choose `qwen`, `gemma4` or an entry of your own", path.display())]
+    NoGenerationTags {
+        /// The file that holds the template.
+        path: PathBuf,
+    },
+    /// The template works on what it wrote between its tags.
+    #[error("the chat template of {} rewrites what stands between its {{% generation %}} tags, so that the mask cannot be told; put the tags around the final output", path.display())]
+    GenerationMoved {
+        /// The file that holds the template.
+        path: PathBuf,
+    },
     /// The conversation itself is unusable.
     #[error(transparent)]
     Row(#[from] RowError),

@@ -3,21 +3,28 @@
 //! A row's `conversations` become [`Message`]s, the tokenizer's own chat template turns them into text, and
 //! [`supervise`] into token ids with the mask of what a drafter learns from.
 
+mod check;
+mod conversation;
 mod error;
+mod generation;
 mod json;
 mod mask;
 mod message;
 mod prompt;
+mod rules;
+mod served;
 mod stream;
 mod template;
+mod thoughts;
 mod tokenizer;
 
+pub use check::{Checked, Problem, check};
+pub use conversation::Conversation;
 pub use error::TextError;
-pub use mask::{ChatTemplate, MIN_SUPERVISED_TOKENS, Supervised, supervise};
-pub use message::{
-    Message, MessageError, Role, RowError, check_has_text, check_starts_with_user, conversation, sharegpt,
-};
-pub use prompt::generation_prompt;
+pub use mask::{MIN_SUPERVISED_TOKENS, Supervised, supervise};
+pub use message::{Message, MessageError, Role, RowError, check_starts_with_user, conversation};
+pub use prompt::{generation_prompt, served_prompt};
+pub use rules::{ChatTemplate, Marks, MaskRule};
 pub use stream::TokenStream;
 pub use template::RenderOptions;
-pub use tokenizer::ChatTokenizer;
+pub use tokenizer::{ChatTokenizer, Encoded};

@@ -1,93 +1,22 @@
 //! The loss mask: which tokens of a conversation a drafter learns from.
 
-use serde::{Deserialize, Serialize};
-
+use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::message::{Message, Role, check_starts_with_user};
-use crate::prompt::with_system;
+use crate::rules::{ChatTemplate, MaskRule};
 use crate::template::RenderOptions;
-use crate::tokenizer::ChatTokenizer;
+use crate::tokenizer::{ChatTokenizer, Encoded};
 
 /// Conversations with fewer supervised tokens are not worth a training sample.
 pub const MIN_SUPERVISED_TOKENS: usize = 14;
-
-/// How to find the assistant's words in a rendered conversation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ChatTemplate {
-    /// The name by which configs refer to it.
-    pub name: String,
-    /// The text right before the assistant's words.
-    pub assistant_header: String,
-    /// The text that ends a turn; it is supervised too.
-    pub end_of_turn: String,
-    /// The system message of conversations that have none.
-    pub default_system: Option<String>,
-    /// Put before the assistant's words, and not supervised.
-    pub assistant_prefix: Option<String>,
-}
-
-impl ChatTemplate {
-    /// The template that configs call `name`.
-    pub fn named(name: &str) -> Option<Self> {
-        let (assistant_header, end_of_turn, default_system, assistant_prefix) = match name {
-            "qwen" => ("<|im_start|>assistant\n", "<|im_end|>\n", Some("You are a helpful assistant."), None),
-            "gemma4" => ("<|turn>model\n", "<turn|>\n", None, Some("<|channel>thought\n<channel|>")),
-            _ => return None,
-        };
-        Some(Self {
-            name: name.into(),
-            assistant_header: assistant_header.into(),
-            end_of_turn: end_of_turn.into(),
-            default_system: default_system.map(Into::into),
-            assistant_prefix: assistant_prefix.map(Into::into),
-        })
-    }
-
-    /// Every name that [`ChatTemplate::named`] knows.
-    pub fn names() -> &'static [&'static str] {
-        &["qwen", "gemma4"]
-    }
-
-    /// The conversation with the default system message and the assistant's prefix.
-    fn complete(&self, conversation: &[Message]) -> Vec<Message> {
-        let mut messages = with_system(conversation, self.default_system.as_deref());
-        if let Some(prefix) = &self.assistant_prefix {
-            for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
-                if !message.content.starts_with(prefix) {
-                    message.content.insert_str(0, prefix);
-                }
-            }
-        }
-        messages
-    }
-
-    /// Byte ranges of `text` from behind each header to behind the next end of turn, or to the end of the text. A
-    /// header that a user typed counts as well: the reference does not look at roles.
-    fn supervised_bytes(&self, text: &str) -> Vec<(usize, usize)> {
-        let (mut ranges, mut searched) = (Vec::new(), 0);
-        while let Some(header) = text[searched..].find(&self.assistant_header) {
-            let mut start = searched + header + self.assistant_header.len();
-            if let Some(prefix) =
-                self.assistant_prefix.as_deref().filter(|&prefix| text[start..].starts_with(prefix))
-            {
-                start += prefix.len();
-            }
-            let end = text[start..]
-                .find(&self.end_of_turn)
-                .map_or(text.len(), |end| start + end + self.end_of_turn.len());
-            ranges.push((start, end));
-            searched = end;
-        }
-        ranges
-    }
-}
 
 /// A conversation ready for training.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervised {
     /// The whole rendered conversation.
     pub text: String,
+    /// The supervised places of the text, as byte ranges in order; the cut at the maximal length does not show here.
+    pub places: Vec<(usize, usize)>,
     /// Its token ids, cut at the maximal length.
     pub input_ids: Vec<i64>,
     /// For each id, whether a drafter learns from it.
@@ -119,36 +48,134 @@ impl Supervised {
 
 /// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens.
 ///
+/// An answer that was cut at the limit of tokens is supervised up to its last word: the model never said the mark that
+/// the template puts behind it. (The reference supervises the mark, on rows that do not say how an answer ended.)
+///
 /// # Errors
-/// If the conversation does not start with the user, the template refuses it or the tokenizer fails.
+/// If the conversation does not start with the user, the template refuses it, has no tags although they are the rule, or
+/// the tokenizer fails.
 pub fn supervise(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
-    conversation: &[Message],
+    conversation: &Conversation,
     max_length: usize,
 ) -> Result<Supervised, TextError> {
-    if template.assistant_header.is_empty() || template.end_of_turn.is_empty() {
-        return Err(TextError::EmptyMark { name: template.name.clone() });
+    check_starts_with_user(&conversation.messages)?;
+    let messages = template.complete(&conversation.messages);
+    let options = RenderOptions { tools: conversation.tools.clone(), ..RenderOptions::default() };
+    match &template.rule {
+        MaskRule::Marks(marks) => {
+            if marks.assistant_header.is_empty() || marks.end_of_turn.is_empty() {
+                return Err(TextError::EmptyMark { name: template.name.clone() });
+            }
+            let text = tokenizer.render(&messages, &options)?;
+            let mut places = marks.find(&text);
+            end_at_last_words(&text, &mut places, &conversation.messages, &marks.end_of_turn);
+            by_prefixes(tokenizer, text, places, max_length)
+        }
+        MaskRule::Generation => {
+            let (text, mut places) = tokenizer.render_generations(&messages, &options)?;
+            end_at_last_words(&text, &mut places, &conversation.messages, "");
+            by_offsets(tokenizer, text, places, max_length)
+        }
     }
-    check_starts_with_user(conversation)?;
-    let text = tokenizer.render(&template.complete(conversation), &RenderOptions::default())?;
+}
+
+/// Takes from the places of cut answers what the model did not say.
+fn end_at_last_words(text: &str, places: &mut [(usize, usize)], messages: &[Message], end_of_turn: &str) {
+    if !messages.iter().any(Message::was_cut) {
+        return;
+    }
+    let owners = owners(text, places, messages);
+    for ((start, end), owner) in places.iter_mut().zip(owners) {
+        let Some(message) = owner.map(|owner| &messages[owner]).filter(|message| message.was_cut()) else {
+            continue;
+        };
+        let said = &text[*start..*end];
+        let thoughts = message.reasoning_content.as_deref().unwrap_or_default();
+        let last = if message.content.trim().is_empty() { thoughts } else { &message.content };
+        let found = [last, last.trim()]
+            .into_iter()
+            .find_map(|last| said.rfind(last).filter(|_| !last.is_empty()).map(|at| at + last.len()));
+        let without_mark = said.strip_suffix(end_of_turn).unwrap_or(said).len();
+        *end = *start + found.unwrap_or(without_mark);
+    }
+}
+
+/// The message that each supervised place repeats, by its index; None where no assistant speaks, as behind a header that
+/// a user typed. Places and messages are in the same order.
+pub(crate) fn owners(text: &str, places: &[(usize, usize)], messages: &[Message]) -> Vec<Option<usize>> {
+    let assistants: Vec<usize> =
+        (0..messages.len()).filter(|&index| messages[index].role == Role::Assistant).collect();
+    if places.len() == assistants.len() {
+        return assistants.into_iter().map(Some).collect();
+    }
+    let mut rest = assistants.as_slice();
+    let mut owner = |&(start, end): &(usize, usize)| {
+        let said = &text[start..end];
+        let fits = |&index: &usize| said.contains(spoken(&messages[index].content));
+        let at = rest.iter().position(fits)?;
+        let index = rest[at];
+        rest = &rest[at + 1..];
+        Some(index)
+    };
+    places.iter().map(&mut owner).collect()
+}
+
+/// The answer of a message without the thoughts before it and the white space around it.
+fn spoken(content: &str) -> &str {
+    crate::thoughts::split(content).1.trim()
+}
+
+/// The mask of places whose borders are counted in tokens of the text before them, tokenised alone: where tokens merge
+/// across the border this differs from an offset map, and the reference's rule is kept (SPEC §7).
+fn by_prefixes(
+    tokenizer: &ChatTokenizer,
+    text: String,
+    places: Vec<(usize, usize)>,
+    max_length: usize,
+) -> Result<Supervised, TextError> {
     let mut input_ids = tokenizer.encode(&text)?;
     let untruncated_len = input_ids.len();
     input_ids.truncate(max_length);
-
-    // A border is the token count of the text before it, tokenised alone: where tokens merge across the border this
-    // differs from an offset map, and the reference's rule is kept (SPEC §7).
     let border = |byte: usize| -> Result<usize, TextError> {
         let count = if byte == text.len() { untruncated_len } else { tokenizer.encode(&text[..byte])?.len() };
         Ok(count.min(input_ids.len()))
     };
     let mut loss_mask = vec![false; input_ids.len()];
-    for (start, end) in template.supervised_bytes(&text) {
+    for &(start, end) in &places {
         let (start, end) = (border(start)?, border(end)?);
         // Merging may leave fewer tokens up to the end than up to the start: then nothing is supervised.
         loss_mask[start..end.max(start)].fill(true);
     }
-    Ok(Supervised { text, input_ids, loss_mask, untruncated_len })
+    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len })
+}
+
+/// The mask as transformers makes it from a template's tags: from the first token that holds the first character to the
+/// first one that holds the last. Where no token holds a character, because the tokenizer leaves white space out of its
+/// offsets, the next token towards the inside stands in; transformers masks all or nothing there.
+fn by_offsets(
+    tokenizer: &ChatTokenizer,
+    text: String,
+    places: Vec<(usize, usize)>,
+    max_length: usize,
+) -> Result<Supervised, TextError> {
+    let Encoded { ids: mut input_ids, offsets } = tokenizer.encode_with_offsets(&text)?;
+    let untruncated_len = input_ids.len();
+    input_ids.truncate(max_length);
+    let mut loss_mask = vec![false; untruncated_len];
+    for &(start, end) in &places {
+        let last = text[start..end].chars().next_back().map_or(start, |last| end - last.len_utf8());
+        let first_token = offsets.partition_point(|&(_, token_end)| token_end <= start);
+        let last_token = offsets.partition_point(|&(_, token_end)| token_end <= last);
+        let holds = offsets.get(last_token).is_some_and(|&(token_start, _)| token_start <= last);
+        let behind = if holds { last_token + 1 } else { last_token };
+        if start < end && first_token < behind {
+            loss_mask[first_token..behind].fill(true);
+        }
+    }
+    loss_mask.truncate(max_length);
+    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len })
 }
 
 #[cfg(test)]
@@ -156,39 +183,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn ranges<'a>(name: &str, text: &'a str) -> Vec<&'a str> {
-        let template = ChatTemplate::named(name).unwrap();
-        template.supervised_bytes(text).into_iter().map(|(start, end)| &text[start..end]).collect()
-    }
-
-    #[test]
-    fn supervision_runs_from_header_to_end_of_turn() {
-        let (h, e) = ("<|im_start|>assistant\n", "<|im_end|>\n");
-        assert_eq!(
-            ranges("qwen", &format!("{h}a{e}b{e}{h}c{h}d{e}")),
-            ["a<|im_end|>\n", &format!("c{h}d{e}")]
-        );
-        assert_eq!(ranges("qwen", &format!("{h}cut short<|im_end|>")), ["cut short<|im_end|>"]);
-        assert_eq!(ranges("qwen", h), [""]);
-        assert!(ranges("qwen", "nothing").is_empty());
-        let text = "<|turn>model\n<|channel>thought\n<channel|>a<turn|>\n<|turn>model\nb<turn|>\n";
-        assert_eq!(ranges("gemma4", text), ["a<turn|>\n", "b<turn|>\n"]);
-    }
-
-    #[test]
-    fn every_name_is_known_and_survives_json() {
-        for name in ChatTemplate::names() {
-            let template = ChatTemplate::named(name).unwrap();
-            let json = serde_json::to_string(&template).unwrap();
-            assert_eq!(serde_json::from_str::<ChatTemplate>(&json).unwrap(), template);
-        }
-        assert_eq!(ChatTemplate::named("llama"), None);
-    }
-
     proptest! {
         #[test]
         fn spans_say_what_the_mask_says(loss_mask in prop::collection::vec(any::<bool>(), 0..60)) {
-            let supervised = Supervised { text: String::new(), input_ids: vec![], loss_mask: loss_mask.clone(), untruncated_len: 0 };
+            let supervised = Supervised { text: String::new(), places: vec![], input_ids: vec![], loss_mask: loss_mask.clone(), untruncated_len: 0 };
             let spans = supervised.spans();
             let mut rebuilt = vec![false; loss_mask.len()];
             for &(start, end) in &spans { rebuilt[start as usize..end as usize].fill(true); }

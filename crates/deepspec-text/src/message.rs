@@ -80,6 +80,9 @@ pub enum MessageError {
         /// What it holds.
         found: &'static str,
     },
+    /// Tool calls given as a text.
+    #[error("`tool_calls` is a text but no JSON")]
+    Calls,
     /// A role outside the closed set.
     #[error("unknown role `{role}` (known: system, user, assistant, tool)")]
     Role {
@@ -109,6 +112,14 @@ impl TryFrom<Value> for Message {
             None | Some(Value::Null) => None,
             reasoning => Some(text("reasoning_content", reasoning.as_ref())?),
         };
+        // Columnar files keep nested lists as their JSON text.
+        if let Some(Value::String(text)) = fields.get("tool_calls") {
+            match serde_json::from_str(text) {
+                Ok(calls) => drop(fields.insert("tool_calls".into(), calls)),
+                Err(_) if text.trim().is_empty() => drop(fields.shift_remove("tool_calls")),
+                Err(_) => return Err(MessageError::Calls),
+            }
+        }
         Ok(Self { role, content, reasoning_content, extra: fields })
     }
 }
@@ -151,6 +162,12 @@ pub enum RowError {
         /// What is wrong with it.
         problem: MessageError,
     },
+    /// `tools` is no array of objects.
+    #[error("`tools` must be an array of objects or its JSON text, found {found}")]
+    Tools {
+        /// What it is.
+        found: &'static str,
+    },
     /// Someone else than the user speaks first.
     #[error("Conversation must start with user, found {found}")]
     StartsWith {
@@ -160,14 +177,6 @@ pub enum RowError {
     /// Nobody asks anything.
     #[error("Conversation must start with user, found no message besides the system's")]
     NoUser,
-    /// A message says nothing.
-    #[error("conversations[{index}]: the {role} message is empty")]
-    Empty {
-        /// Its place, from 0.
-        index: usize,
-        /// Who says nothing.
-        role: Role,
-    },
 }
 
 /// Parses the `conversations` of a JSONL row, in the OpenAI form `{"role", "content"}`.
@@ -179,30 +188,6 @@ pub fn conversation(row: &Map<String, Value>) -> Result<Vec<Message>, RowError> 
         Message::try_from(value.clone()).map_err(|problem| RowError::Message { index, problem })
     };
     records(row)?.iter().enumerate().map(parse).collect()
-}
-
-/// Parses the `conversations` of a row in the ShareGPT form `{"from", "value"}`: `human` is the user; `gpt`,
-/// `chatgpt`, `bing` and `bard` are the assistant; everyone else, the system included, is dropped.
-///
-/// # Errors
-/// If the field is missing or empty, or a record is malformed.
-pub fn sharegpt(row: &Map<String, Value>) -> Result<Vec<Message>, RowError> {
-    let parse = |value: &Value| -> Result<Option<Message>, MessageError> {
-        let Value::Object(fields) = value else {
-            return Err(MessageError::NotAnObject { found: kind_of(value) });
-        };
-        let role = match text("from", fields.get("from"))?.as_str() {
-            "human" => Role::User,
-            "gpt" | "chatgpt" | "bing" | "bard" => Role::Assistant,
-            _ => return Ok(None),
-        };
-        Ok(Some(Message::new(role, text("value", fields.get("value"))?)))
-    };
-    let parsed = records(row)?
-        .iter()
-        .enumerate()
-        .map(|(index, value)| parse(value).map_err(|problem| RowError::Message { index, problem }));
-    parsed.filter_map(Result::transpose).collect()
 }
 
 fn records(row: &Map<String, Value>) -> Result<&[Value], RowError> {
@@ -224,17 +209,6 @@ pub fn check_starts_with_user(messages: &[Message]) -> Result<(), RowError> {
         Some(Role::User) => Ok(()),
         Some(found) => Err(RowError::StartsWith { found }),
         None => Err(RowError::NoUser),
-    }
-}
-
-/// Checks that every message says something.
-///
-/// # Errors
-/// With the place of the first one that is empty or blank.
-pub fn check_has_text(messages: &[Message]) -> Result<(), RowError> {
-    match messages.iter().position(|message| message.content.trim().is_empty()) {
-        Some(index) => Err(RowError::Empty { index, role: messages[index].role }),
-        None => Ok(()),
     }
 }
 
@@ -286,22 +260,29 @@ mod tests {
     }
 
     #[test]
-    fn sharegpt_speakers_map_to_roles() {
-        let spoken = json!([
-            {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"},
-            {"from": "bard", "value": " "},
-        ]);
-        let messages = sharegpt(&row(spoken)).unwrap();
-        let roles: Vec<Role> = messages.iter().map(|message| message.role).collect();
-        assert_eq!(roles, [Role::User, Role::Assistant, Role::Assistant]);
-        assert_eq!(check_starts_with_user(&messages), Ok(()));
+    fn whoever_speaks_first_is_the_user() {
+        let said = |role| Message::new(role, "a");
+        assert_eq!(check_starts_with_user(&[said(Role::System), said(Role::User)]), Ok(()));
         assert_eq!(
-            check_starts_with_user(&messages[1..]),
+            check_starts_with_user(&[said(Role::Assistant)]),
             Err(RowError::StartsWith { found: Role::Assistant })
         );
+        assert_eq!(check_starts_with_user(&[said(Role::System)]), Err(RowError::NoUser));
         assert_eq!(check_starts_with_user(&[]), Err(RowError::NoUser));
-        assert_eq!(check_has_text(&messages), Err(RowError::Empty { index: 2, role: Role::Assistant }));
-        let error = sharegpt(&row(json!([{"from": "human"}]))).unwrap_err();
-        assert_eq!(error.to_string(), "conversations[0]: `value` must be a string, found nothing");
+    }
+
+    #[test]
+    fn calls_are_a_list_or_its_text() {
+        let read = |calls: Value| {
+            Message::try_from(json!({"role": "assistant", "content": null, "tool_calls": calls}))
+        };
+        let calls = json!([{"name": "f"}]);
+        assert_eq!(
+            read(calls.clone()).unwrap().tool_calls(),
+            read(json!(calls.to_string())).unwrap().tool_calls()
+        );
+        assert_eq!(read(json!(calls.to_string())).unwrap().extra["tool_calls"], calls);
+        assert!(read(json!(" ")).unwrap().extra.is_empty());
+        assert_eq!(read(json!("[")).unwrap_err().to_string(), "`tool_calls` is a text but no JSON");
     }
 }

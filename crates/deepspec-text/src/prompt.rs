@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::message::{Message, Role};
 use crate::template::RenderOptions;
@@ -18,10 +19,29 @@ pub fn generation_prompt(
     default_system: Option<&str>,
     thinking: Option<bool>,
 ) -> Result<Vec<i64>, TextError> {
+    tokenizer.encode(&prompt_text(tokenizer, &with_system(messages, default_system), None, thinking)?)
+}
+
+/// The ids that ask for the next answer of a conversation, which may have tools, as a server renders it by default.
+///
+/// # Errors
+/// If the template refuses the conversation or the tokenizer fails.
+pub fn served_prompt(tokenizer: &ChatTokenizer, conversation: &Conversation) -> Result<Vec<i64>, TextError> {
+    let Conversation { messages, tools } = conversation;
+    tokenizer.encode(&prompt_text(tokenizer, messages, tools.as_ref(), None)?)
+}
+
+/// The text that asks for the answer to `messages`, which may call `tools`.
+pub(crate) fn prompt_text(
+    tokenizer: &ChatTokenizer,
+    messages: &[Message],
+    tools: Option<&Value>,
+    thinking: Option<bool>,
+) -> Result<String, TextError> {
     let kwargs: Map<String, Value> =
         thinking.map(|thinking| ("enable_thinking".to_owned(), Value::Bool(thinking))).into_iter().collect();
-    let options = RenderOptions { add_generation_prompt: true, kwargs, tools: None };
-    tokenizer.encode(&tokenizer.render(&with_system(messages, default_system), &options)?)
+    let options = RenderOptions { add_generation_prompt: true, kwargs, tools: tools.cloned() };
+    tokenizer.render(messages, &options)
 }
 
 /// The messages, opened by `default_system` unless they open with a system message of their own.

@@ -11,6 +11,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::Map;
 
 use crate::error::TextError;
+use crate::generation;
 use crate::json::tojson;
 use crate::message::Message;
 
@@ -33,6 +34,7 @@ const TOOL_USE: &str = "tool_use";
 pub(crate) struct Jinja {
     environment: Environment<'static>,
     origin: PathBuf,
+    has_generation_tags: bool,
 }
 
 impl Jinja {
@@ -49,10 +51,28 @@ impl Jinja {
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
         });
+        environment
+            .add_filter(generation::FILTER, |text: String, marks: Value| generation::mark(&text, &marks));
+        let mut has_generation_tags = false;
         for (name, template) in templates {
-            environment.add_template_owned(name, without_generation_tags(&template)).map_err(syntax)?;
+            let (template, found) = generation::rewrite(&template);
+            has_generation_tags |= found && name == DEFAULT;
+            environment.add_template_owned(name, template).map_err(syntax)?;
         }
-        Ok(Self { environment, origin: origin.to_path_buf() })
+        Ok(Self { environment, origin: origin.to_path_buf(), has_generation_tags })
+    }
+
+    /// Whether the default template says itself what the assistant wrote.
+    pub fn has_generation_tags(&self) -> bool {
+        self.has_generation_tags
+    }
+
+    /// An error unless [`Jinja::has_generation_tags`].
+    pub fn require_generation_tags(&self) -> Result<(), TextError> {
+        match self.has_generation_tags {
+            true => Ok(()),
+            false => Err(TextError::NoGenerationTags { path: self.origin.clone() }),
+        }
     }
 
     /// Renders `messages`; `tokens` are the special tokens by their config names (`bos_token`, …), `now` is the time
@@ -64,6 +84,35 @@ impl Jinja {
         tokens: &[(&'static str, String)],
         now: DateTime<Utc>,
     ) -> Result<String, TextError> {
+        self.fill(messages, options, tokens, now, None)
+    }
+
+    /// [`Jinja::render`], and the byte ranges that stand between generation tags. They are found by a second rendering
+    /// with marks around them, which must be the first one but for the marks.
+    pub fn render_generations(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+        tokens: &[(&'static str, String)],
+        now: DateTime<Utc>,
+    ) -> Result<(String, Vec<(usize, usize)>), TextError> {
+        self.require_generation_tags()?;
+        let plain = self.fill(messages, options, tokens, now, None)?;
+        let moved = || TextError::GenerationMoved { path: self.origin.clone() };
+        let marks = generation::unused_marks(&plain).ok_or_else(moved)?;
+        let marked = self.fill(messages, options, tokens, now, Some(marks))?;
+        let (text, places) = generation::unmark(&marked, marks).ok_or_else(moved)?;
+        if text == plain { Ok((plain, places)) } else { Err(moved()) }
+    }
+
+    fn fill(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+        tokens: &[(&'static str, String)],
+        now: DateTime<Utc>,
+        marks: Option<[char; 2]>,
+    ) -> Result<String, TextError> {
         let tokens = tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str())));
         let kwargs = options.kwargs.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
         let ours = [
@@ -73,7 +122,8 @@ impl Jinja {
             ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(options.add_generation_prompt)),
         ];
-        let context = Value::from_pairs(tokens.chain(kwargs).chain(ours));
+        let marks = marks.map(|marks| (generation::MARKS, Value::from(String::from_iter(marks))));
+        let context = Value::from_pairs(tokens.chain(kwargs).chain(ours).chain(marks));
         let for_tools = options.tools.as_ref().and_then(|_| self.environment.get_template(TOOL_USE).ok());
         let template = match for_tools {
             Some(template) => Ok(template),
@@ -108,36 +158,6 @@ fn strftime(now: DateTime<Utc>, format: &str) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Turns `{% generation %} … {% endgeneration %}`, which only mark what the assistant said, into a block that does
-/// nothing. They are replaced, not removed, so that the white space around them is treated alike.
-fn without_generation_tags(template: &str) -> String {
-    let mut out = String::with_capacity(template.len());
-    let mut rest = template;
-    while let Some(open) = rest.find("{%") {
-        let (before, tag) = rest.split_at(open);
-        out.push_str(before);
-        let inside = tag.find("%}").map(|close| &tag[2..close]);
-        let replaced = match inside.map(|inside| inside.trim_matches(['-', '+']).trim()) {
-            Some("generation") => Some(("generation", "if true")),
-            Some("endgeneration") => Some(("endgeneration", "endif")),
-            _ => None,
-        };
-        match (inside, replaced) {
-            (Some(inside), Some((word, block))) => {
-                out.push_str("{%");
-                out.push_str(&inside.replace(word, block));
-                rest = &tag[2 + inside.len()..];
-            }
-            _ => {
-                out.push_str("{%");
-                rest = &tag[2..];
-            }
-        }
-    }
-    out.push_str(rest);
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,6 +178,21 @@ mod tests {
 
     fn plain(template: &str) -> String {
         render(template, &RenderOptions::default()).unwrap()
+    }
+
+    /// The text with brackets around its generations.
+    fn generations(template: &str, content: &str) -> Result<String, TextError> {
+        let templates = vec![(DEFAULT.to_owned(), template.to_owned())];
+        let jinja = Jinja::compile(templates, Path::new("a/chat_template.jinja"))?;
+        let messages = [Message::new(Role::User, content)];
+        let options = RenderOptions::default();
+        let (mut text, places) = jinja.render_generations(&messages, &options, &[], DateTime::UNIX_EPOCH)?;
+        assert_eq!(text, jinja.render(&messages, &options, &[], DateTime::UNIX_EPOCH)?);
+        for (start, end) in places.into_iter().rev() {
+            text.insert(end, ']');
+            text.insert(start, '[');
+        }
+        Ok(text)
     }
 
     #[test]
@@ -206,6 +241,42 @@ mod tests {
             plain("{{ 'generation' }}{% if 1 %}{{ add_generation_prompt }}{% endif %}"),
             "generationFalse"
         );
+    }
+
+    #[test]
+    fn generations_are_found_wherever_they_are_written() {
+        let found = |template: &str| generations(template, "hi \u{F0000}\u{F0001}").unwrap();
+        assert_eq!(found("a \n{%- generation -%}\n b {% endgeneration %}\nc"), "a[b ]c");
+        assert_eq!(found("a\n  {% generation %}\nb\n  {%- endgeneration +%}\nc"), "a\n[b]\nc");
+        assert_eq!(
+            found("{% generation %}{{ messages[0].content }}{% endgeneration %}!"),
+            "[hi \u{F0000}\u{F0001}]!"
+        );
+        let say = "{% macro say(x) %}<{% generation %}{{ x }}{% endgeneration %}>{% endmacro %}";
+        assert_eq!(
+            found(&format!("{say}{{% for i in range(3) %}}{{{{ say(i) }}}}{{% endfor %}}")),
+            "<[0]><[1]><[2]>"
+        );
+        assert_eq!(
+            found("{% set x %}a{% generation %}b{% endgeneration %}{% endset %}{{ x }}|{{ x }}"),
+            "a[b]|a[b]"
+        );
+        assert_eq!(
+            found(
+                "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}{% generation %}{% endgeneration %}"
+            ),
+            "[ab]"
+        );
+        assert_eq!(found("{% if false %}{% generation %}{% endgeneration %}{% endif %}x"), "x");
+    }
+
+    #[test]
+    fn generations_that_cannot_be_told_are_errors() {
+        let none = generations("{{ messages[0].content }}", "hi").unwrap_err();
+        assert!(none.to_string().contains("no {% generation %}"), "{none}");
+        let rewritten = "{% set x %}{% generation %} b {% endgeneration %}{% endset %}{{ x | trim }}";
+        let moved = generations(rewritten, "hi").unwrap_err();
+        assert!(matches!(moved, TextError::GenerationMoved { .. }), "{moved:?}");
     }
 
     #[test]

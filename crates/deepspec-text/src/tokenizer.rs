@@ -11,6 +11,7 @@ use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
+use crate::conversation::for_template;
 use crate::error::TextError;
 use crate::message::{Message, Role};
 use crate::stream::TokenStream;
@@ -20,11 +21,22 @@ use crate::template::{Jinja, RenderOptions};
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
+/// Token ids and where each stands in the text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    /// The ids.
+    pub ids: Vec<i64>,
+    /// Byte range of each id's text; the ids that share a character each have the whole of it.
+    pub offsets: Vec<(usize, usize)>,
+}
+
 /// The tokenizer of a model folder. Share it by reference; it holds no state.
 pub struct ChatTokenizer {
     tokenizer: Arc<Tokenizer>,
     jinja: Jinja,
     special: Vec<(&'static str, String)>,
+    /// The special tokens as they stand in texts.
+    special_texts: Vec<String>,
     vocab_size: usize,
     digest: String,
 }
@@ -47,6 +59,7 @@ impl ChatTokenizer {
         let config = Config::read(dir)?;
         Ok(Self {
             vocab_size: tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1),
+            special_texts: special_texts(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             jinja: config.chat_template(dir)?,
             special: config.special_tokens()?,
@@ -64,6 +77,17 @@ impl ChatTokenizer {
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
     }
 
+    /// [`ChatTokenizer::encode`], with the place of each id.
+    ///
+    /// # Errors
+    /// As [`ChatTokenizer::encode`].
+    pub fn encode_with_offsets(&self, text: &str) -> Result<Encoded, TextError> {
+        let encoding = self.tokenizer.encode(text, false);
+        let encoding = encoding.map_err(|source| TextError::Tokenize { action: "tokenising", source })?;
+        let ids = encoding.get_ids().iter().map(|&id| i64::from(id)).collect();
+        Ok(Encoded { ids, offsets: encoding.get_offsets().to_vec() })
+    }
+
     /// The text of `ids`; ids past the vocabulary (the padding of a model's embedding) have none.
     ///
     /// # Errors
@@ -78,7 +102,28 @@ impl ChatTokenizer {
     /// # Errors
     /// If the template refuses the conversation or fails on it.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, TextError> {
-        self.jinja.render(messages, options, &self.special, Utc::now())
+        self.jinja.render(&for_template(messages), options, &self.special, Utc::now())
+    }
+
+    /// [`ChatTokenizer::render`], and the byte ranges that the template marks by `{% generation %}` as the assistant's.
+    ///
+    /// # Errors
+    /// As [`ChatTokenizer::render`], and if the template has no such tags or rewrites what they enclose.
+    pub fn render_generations(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+    ) -> Result<(String, Vec<(usize, usize)>), TextError> {
+        self.jinja.render_generations(&for_template(messages), options, &self.special, Utc::now())
+    }
+
+    pub(crate) fn require_generation_tags(&self) -> Result<(), TextError> {
+        self.jinja.require_generation_tags()
+    }
+
+    /// Whether the template marks by `{% generation %}` what the assistant wrote.
+    pub fn has_generation_tags(&self) -> bool {
+        self.jinja.has_generation_tags()
     }
 
     /// The number of ids, counted to the largest one in use.
@@ -94,6 +139,16 @@ impl ChatTokenizer {
     /// The token of an id as the vocabulary spells it.
     pub fn token(&self, id: i64) -> Option<String> {
         self.tokenizer.id_to_token(u32::try_from(id).ok()?)
+    }
+
+    /// Whether an id stands for a special token such as an end-of-turn mark.
+    pub fn is_special(&self, id: i64) -> bool {
+        self.token(id).is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
+    }
+
+    /// `text` without the special token that it ends with, if it does.
+    pub(crate) fn without_special_end<'a>(&self, text: &'a str) -> Option<&'a str> {
+        self.special_texts.iter().find_map(|token| text.strip_suffix(token.as_str()))
     }
 
     /// The id of the config's `eos_token`.
@@ -120,10 +175,34 @@ impl ChatTokenizer {
         hasher.hex()
     }
 
+    /// A digest of what the template writes and marks as the assistant's on the same conversations.
+    pub(crate) fn generation_digest(&self) -> String {
+        let mut hasher = Hasher::default();
+        for (messages, options) in probes() {
+            match self.jinja.render_generations(&messages, &options, &self.special, DateTime::UNIX_EPOCH) {
+                Ok((text, places)) => {
+                    hasher.part(b"text").part(text.as_bytes());
+                    for (start, end) in places {
+                        hasher.part(format!("{start}..{end}").as_bytes());
+                    }
+                }
+                Err(_) => {
+                    hasher.part(b"refused");
+                }
+            }
+        }
+        hasher.hex()
+    }
+
     /// Starts turning ids into text as they come.
     pub fn stream(&self) -> TokenStream {
         TokenStream::new(Arc::clone(&self.tokenizer))
     }
+}
+
+fn special_texts(tokenizer: &Tokenizer) -> Vec<String> {
+    let added = tokenizer.get_added_tokens_decoder().into_values();
+    added.filter(|token| token.special && !token.content.is_empty()).map(|token| token.content).collect()
 }
 
 pub(crate) fn as_id(id: i64) -> Result<u32, TextError> {

@@ -4,7 +4,8 @@ use std::fs;
 
 use deepspec_testkit::golden;
 use deepspec_text::{
-    ChatTemplate, ChatTokenizer, MIN_SUPERVISED_TOKENS, Message, RenderOptions, generation_prompt, supervise,
+    ChatTemplate, ChatTokenizer, Conversation, MIN_SUPERVISED_TOKENS, Message, RenderOptions,
+    generation_prompt, supervise,
 };
 use serde_json::{Map, Value};
 
@@ -20,10 +21,11 @@ impl Case {
         let json: Value = serde_json::from_slice(&fs::read(dir.join("case.json")).unwrap()).unwrap();
         let entry = &json["template_registry_entry"];
         let template = ChatTemplate::named(entry["name"].as_str().unwrap()).unwrap();
-        assert_eq!(template.assistant_header, entry["assistant_header"]);
-        assert_eq!(template.end_of_turn, entry["end_of_turn_token"]);
+        let marks = template.marks().unwrap();
+        assert_eq!(marks.assistant_header, entry["assistant_header"]);
+        assert_eq!(marks.end_of_turn, entry["end_of_turn_token"]);
         assert_eq!(template.default_system.as_deref(), entry["system_prompt"].as_str());
-        assert_eq!(template.assistant_prefix.as_deref(), entry["assistant_loss_prefix"].as_str());
+        assert_eq!(marks.assistant_prefix.as_deref(), entry["assistant_loss_prefix"].as_str());
         Self { tokenizer: ChatTokenizer::load(&dir).unwrap(), template, json }
     }
 
@@ -53,7 +55,7 @@ fn check_vocabulary(case: &Case) {
 fn check_conversations(case: &Case) {
     for expected in case.each("conversations") {
         let name = &expected["name"];
-        let conversation = messages(&expected["conversations"]);
+        let conversation = Conversation::from(messages(&expected["conversations"]));
         let max_length = expected["max_length"].as_u64().unwrap() as usize;
         let found = supervise(&case.tokenizer, &case.template, &conversation, max_length).unwrap();
         assert_eq!(found.text, expected["rendered_text"], "{name}");
@@ -89,7 +91,7 @@ fn check_generation_prompts(case: &Case) {
 
 fn check_rejected(case: &Case) {
     for rejected in case.each("rejected") {
-        let conversation = messages(&rejected["conversations"]);
+        let conversation = Conversation::from(messages(&rejected["conversations"]));
         let error = supervise(&case.tokenizer, &case.template, &conversation, 512).unwrap_err();
         let expected = rejected["reference_message"]
             .as_str()

@@ -4,8 +4,9 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use anyhow::Context;
 use clap::ValueEnum;
-use deepspec_cache::{Builder, Encoding, Last, MANIFEST_FILE, Manifest, Plan, remove_existing};
+use deepspec_cache::{Builder, Encoding, Last, MANIFEST_FILE, Manifest, Plan, Worker, remove_existing};
 use deepspec_core::atomic;
 use deepspec_core::cli::{ExitWith, UsageError, Verbosity};
 use deepspec_core::progress::Progress;
@@ -45,18 +46,33 @@ pub struct Args {
     /// Where the target runs: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
-    /// Discard a cache or unfinished build that is there
+    /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
+    #[arg(long, value_name = "I/N", value_parser = worker)]
+    worker: Option<Worker>,
+    /// Start even if the file system has too little room
     #[arg(long)]
+    force: bool,
+    /// Discard a cache or unfinished build that is there
+    #[arg(long, conflicts_with = "worker")]
     overwrite: bool,
+}
+
+fn worker(text: &str) -> Result<Worker, String> {
+    let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
+    let worker = numbers.and_then(|(i, n)| Worker::new(i, n));
+    worker.ok_or_else(|| "expected I/N with I from 0 to N-1, as in 0/4".to_string())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum EncodingArg {
+    /// Exactly as the target's states were rounded
     Bf16,
+    /// e4m3 with a scale for each tap and token: half the bytes
+    Fp8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum LastArg {
+pub(super) enum LastArg {
     Supervised,
     All,
 }
@@ -67,10 +83,12 @@ enum LastArg {
 /// Usage errors, I/O failures, and, after the work is done, exit code 1 if lines were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let recipe = Recipe::load(&args.config, &args.set)?;
-    let dir = args.output_dir.clone().unwrap_or_else(|| recipe.cache_dir());
+    let Some(dir) = args.output_dir.clone().or_else(|| recipe.cache_dir()) else {
+        usage!("--output-dir is missing, and {} names no cache (data.states)", args.config.display());
+    };
     check(args, &dir)?;
     let device = deepspec_dist::device(&args.device).map_err(|error| UsageError(error.to_string()))?;
-    let source = Source::open(&recipe).map_err(|error| UsageError(error.to_string()))?;
+    let source = Source::open(&recipe, verbosity).map_err(StatesError::report)?;
 
     let Tokenised { samples, report } = tokenise(&args.input, &source, |_| ())?;
     check_rows(args, &report, &dir)?;
@@ -80,13 +98,16 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         remove_existing(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
-    let builder = Builder::open(&dir, &plan, &source.identity).map_err(refusal)?;
+    let worker = args.worker.unwrap_or(Worker::ALONE);
+    let builder = Builder::open_worker(&dir, &plan, &source.identity, worker).map_err(refusal)?;
+    check_room(&builder, &dir, args.force)?;
     // Not before: a refused command must not touch the record of the cache that is there.
     let rejects = report_rejected(&report.rejected, &dir)?;
     writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
     let summary = match published {
         true => format!("complete already: {}", contents(&builder.publish()?)),
-        false => Build { plan: &plan, recipe: &recipe, device, verbosity }.run(builder)?,
+        false => Build { plan: &plan, recipe: &recipe, target: &source.dir, device, verbosity, worker }
+            .run(builder)?,
     };
     writeln!(io::stdout(), "{}: {summary}", dir.display())?;
     if report.rejected.is_empty() {
@@ -101,6 +122,7 @@ impl Args {
     fn encoding(&self) -> Encoding {
         match self.encoding {
             EncodingArg::Bf16 => Encoding::Bf16,
+            EncodingArg::Fp8 => Encoding::Fp8,
         }
     }
 
@@ -128,6 +150,27 @@ fn check(args: &Args, dir: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Refuses a build that the file system has no room for.
+fn check_room(builder: &Builder, dir: &Path, force: bool) -> anyhow::Result<()> {
+    let (needed, free) = (builder.pending_bytes()?, free_space(dir)?);
+    if needed > free {
+        let short =
+            format!("{}: {} are to be written and {} are free", dir.display(), mib(needed), mib(free));
+        if !force {
+            anyhow::bail!("{short}; make room, choose --encoding fp8, or give --force");
+        }
+        tracing::warn!("{short}");
+    }
+    Ok(())
+}
+
+/// Bytes free on the file system of `dir`, or of the nearest folder above it that exists.
+pub(super) fn free_space(dir: &Path) -> anyhow::Result<u64> {
+    let absolute = std::path::absolute(dir).with_context(|| dir.display().to_string())?;
+    let there = absolute.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    fs4::available_space(there).with_context(|| format!("asking for the room in {}", there.display()))
+}
+
 /// Refuses input that gives no sample.
 fn check_rows(args: &Args, report: &Report, dir: &Path) -> anyhow::Result<()> {
     if report.read == 0 {
@@ -136,7 +179,7 @@ fn check_rows(args: &Args, report: &Report, dir: &Path) -> anyhow::Result<()> {
     }
     if report.kept == 0 {
         report_rejected(&report.rejected, dir)?;
-        anyhow::bail!("no row can be used: {}", sorted(report));
+        anyhow::bail!("no row can be used: {}", report);
     }
     Ok(())
 }
@@ -155,20 +198,12 @@ fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf>
 }
 
 /// What became of the rows, as a sum.
-fn sorted(report: &Report) -> String {
-    let Report { read, kept, failed, too_short, rejected, .. } = report;
-    format!(
-        "{read} rows = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
-        rejected.len()
-    )
-}
-
-fn accounts(report: &Report, recipe: &Recipe) -> String {
+pub(super) fn accounts(report: &Report, recipe: &Recipe) -> String {
     let Report { cut, tokens, supervised_tokens, .. } = report;
     let limit = recipe.data.max_length;
     format!(
         "{}\n{tokens} tokens, {supervised_tokens} of them supervised; {cut} rows cut at {limit} tokens",
-        sorted(report)
+        report
     )
 }
 
@@ -176,21 +211,32 @@ fn accounts(report: &Report, recipe: &Recipe) -> String {
 struct Build<'a> {
     plan: &'a Plan,
     recipe: &'a Recipe,
+    /// The target's folder.
+    target: &'a Path,
     device: Device,
     verbosity: Verbosity,
+    worker: Worker,
 }
 
 impl Build<'_> {
-    /// Captures what is missing, publishes, and says what was done.
+    /// Captures what is missing, publishes unless there are other workers, and says what was done.
     fn run(&self, mut builder: Builder) -> anyhow::Result<String> {
-        let (pending, shards) = (builder.pending_shards(), self.plan.shards().len());
+        let pending = builder.pending_shards();
+        let shards = (0..self.plan.shards().len()).filter(|&shard| self.worker.builds(shard)).count();
         if pending < shards {
             tracing::info!("resuming: {} of {shards} shards are finished", shards - pending);
         }
         let started = Instant::now();
         let tokens = if pending == 0 { 0 } else { self.capture(&mut builder)? };
         let seconds = started.elapsed().as_secs_f64();
-        let contents = contents(&builder.publish()?);
+        let contents = match self.worker.is_alone() {
+            true => contents(&builder.publish()?),
+            false => format!(
+                "worker {} has finished its {shards} of {} shards; when all have, run `cache merge`",
+                self.worker,
+                self.plan.shards().len()
+            ),
+        };
         let rate = tokens as f64 / seconds;
         Ok(format!("{contents}; captured {tokens} tokens in {seconds:.1} s ({rate:.0} tokens/s)"))
     }
@@ -199,8 +245,8 @@ impl Build<'_> {
     fn capture(&self, builder: &mut Builder) -> Result<u64, StatesError> {
         let (samples, kind) = (self.plan.samples(), deepspec_dist::default_kind(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
-        let mut capture = Capture::load(self.recipe, longest, self.device, kind)?;
-        let (count, size) = (samples.len() as u64, mib(self.plan.bytes()));
+        let mut capture = Capture::load(self.target, self.recipe, longest, self.device, kind)?;
+        let (count, size) = (builder.samples() as u64, mib(builder.pending_bytes()?));
         tracing::info!("capturing {count} samples, {size}, on {:?} in {kind:?}", self.device);
         let (started, mut tokens) = (Instant::now(), 0);
         let mut progress = Progress::new(self.verbosity, "samples", count, builder.done_samples() as u64);
@@ -213,7 +259,7 @@ impl Build<'_> {
     }
 }
 
-fn contents(manifest: &Manifest) -> String {
+pub(super) fn contents(manifest: &Manifest) -> String {
     let (samples, shards) = (manifest.counts.samples, manifest.shards.len());
     format!("{samples} samples in {shards} shards, {}", mib(manifest.bytes()))
 }

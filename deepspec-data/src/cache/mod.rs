@@ -2,19 +2,32 @@
 
 mod build;
 mod inspect;
+mod merge;
+mod plan;
+mod reference;
 mod verify;
 
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use deepspec_cache::CacheError;
 use deepspec_core::cli::{UsageError, Verbosity};
+use deepspec_core::progress::Progress;
 use deepspec_core::usage;
 
 /// What to do with a cache.
 #[derive(clap::Subcommand)]
 pub enum Command {
+    /// Say what a build would write and how long it would take, before anything runs
+    Plan(plan::Args),
     /// Run the target over conversations and keep its hidden states; the same command resumes after a kill
     Build(build::Args),
+    /// Publish what the workers of a build have finished, after checking that all of it is there
+    Merge(merge::Args),
+    /// Take over a target cache of the reference's format 2
+    Import(reference::ImportArgs),
+    /// Write a cache in the reference's format 2; needs bf16 and all last states
+    Export(reference::ExportArgs),
     /// Check every byte of a cache
     Verify(verify::Args),
     /// Say what a cache holds, or what one sample looks like
@@ -28,6 +41,10 @@ pub enum Command {
 pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
     match command {
         Command::Build(args) => build::run(args, verbosity),
+        Command::Plan(args) => plan::run(args, verbosity),
+        Command::Merge(args) => merge::run(args, verbosity),
+        Command::Import(args) => reference::import(args, verbosity),
+        Command::Export(args) => reference::export(args, verbosity),
         Command::Verify(args) => verify::run(args, verbosity),
         Command::Inspect(args) => inspect::run(args),
     }
@@ -64,6 +81,29 @@ fn refusal(error: CacheError) -> anyhow::Error {
 }
 
 /// Bytes for people.
-fn mib(bytes: u64) -> String {
+pub(crate) fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Bytes per unit of progress.
+const UNIT: u64 = 1 << 20;
+
+/// Progress in MiB, fed with bytes from any number of threads.
+struct ByteProgress(Mutex<(u64, Progress)>);
+
+impl ByteProgress {
+    fn new(verbosity: Verbosity, total: u64) -> Self {
+        Self(Mutex::new((0, Progress::new(verbosity, "MiB", total.div_ceil(UNIT), 0))))
+    }
+
+    fn add(&self, bytes: u64) {
+        let (read, progress) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let units = (*read + bytes) / UNIT - *read / UNIT;
+        *read += bytes;
+        progress.add(units, String::new);
+    }
+
+    fn finish(self) {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner).1.finish();
+    }
 }

@@ -7,15 +7,17 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 
 use anyhow::Context;
+use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Request, Ticket};
+use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Drafter, DrafterOptions, TargetModel, TargetOptions};
 use tokio::sync::{mpsc, oneshot};
 
 /// What the engine runs and how.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EngineArgs {
-    /// Folder of a drafter for the model; answers stay the model's own, they come faster
+    /// Folder or hub id of a drafter for the model; answers stay the model's own, they come faster
     #[arg(long, value_name = "D")]
     pub draft: Option<PathBuf>,
     /// Conversations answered at once
@@ -30,11 +32,34 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
+    /// The folder of `model`, which `flag` named, and these arguments with the drafter's folder; both are fetched where
+    /// they are hub ids, and all of it is checked.
+    ///
+    /// # Errors
+    /// Usage errors, and a hub that does not give what is named.
+    pub fn resolve(
+        &self,
+        flag: &'static str,
+        model: &str,
+        verbosity: Verbosity,
+    ) -> anyhow::Result<(PathBuf, Self)> {
+        self.check_settings()?;
+        let fetch = |flag: &'static str, model: &str| {
+            model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
+        };
+        let dir = fetch(flag, model)?;
+        let draft =
+            self.draft.as_ref().map(|draft| fetch("--draft", &draft.to_string_lossy())).transpose()?;
+        let resolved = Self { draft, ..self.clone() };
+        resolved.check(&dir)?;
+        Ok((dir, resolved))
+    }
+
     /// Checks what can be checked before anything is loaded.
     ///
     /// # Errors
     /// Usage errors.
-    pub fn check(&self, model: &Path) -> anyhow::Result<()> {
+    fn check(&self, model: &Path) -> anyhow::Result<()> {
         for (flag, dir) in [("model", Some(model)), ("draft", self.draft.as_deref())] {
             if let Some(dir) = dir.filter(|dir| !dir.is_dir()) {
                 usage!(
@@ -43,6 +68,10 @@ impl EngineArgs {
                 );
             }
         }
+        self.check_settings()
+    }
+
+    fn check_settings(&self) -> anyhow::Result<()> {
         if self.slots == 0 || self.max_context == Some(0) {
             usage!("--slots and --max-context must be at least 1");
         }

@@ -1,72 +1,78 @@
 //! Who answers: servers over HTTP, or the model in this process.
 
-use deepspec_text::{Message, Role};
-use serde_json::Value;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::client::Client;
-use crate::chat::{self, ChatError, ChatModel};
+use serde_json::{Map, Value};
 
-/// An answer to one turn.
-pub struct Answer {
-    /// What the assistant says, and thinks if the server tells.
-    pub message: Message,
-    /// Its length in tokens, 0 where the server does not tell.
-    pub tokens: u64,
-}
-
-impl Answer {
-    /// An answer from its parts.
-    pub fn new(content: String, reasoning: Option<String>, tokens: u64) -> Self {
-        let reasoning_content = reasoning.filter(|reasoning| !reasoning.is_empty());
-        Self { message: Message { reasoning_content, ..Message::new(Role::Assistant, content) }, tokens }
-    }
-}
-
-/// Why there is no answer.
-#[derive(Debug)]
-pub enum AskError {
-    /// The row cannot be answered; others may.
-    Row(String),
-    /// No row can be answered; those without an answer stay pending.
-    Run(anyhow::Error),
-}
+use super::answer::{Answer, AskError, Tokens};
+use super::pool::Pool;
+use crate::chat::{self, ChatError, ChatModel, finish_name};
 
 /// Who answers.
 pub enum Asker {
     /// OpenAI-compatible servers.
-    Servers(Client),
-    /// A model in this process and the name that requests use for it.
-    Embedded(Box<ChatModel>, String),
+    Servers(Arc<Pool>),
+    /// A model in this process.
+    Embedded(Embedded),
+}
+
+/// A model in this process.
+pub struct Embedded {
+    /// The model.
+    pub model: Box<ChatModel>,
+    /// The name that requests use for it.
+    pub name: String,
+    /// Requests that it works on.
+    pub in_flight: AtomicUsize,
 }
 
 impl Asker {
-    /// Checks that somebody is there.
+    /// Asks with the body of a chat completion request. `home` is the server that answered the conversation's last turn.
     ///
     /// # Errors
-    /// If no server answers.
-    pub async fn check(&self) -> anyhow::Result<()> {
+    /// See [`AskError`].
+    pub async fn ask(&self, body: Map<String, Value>, home: &mut Option<usize>) -> Result<Answer, AskError> {
         match self {
-            Self::Servers(client) => client.check().await,
-            Self::Embedded(..) => Ok(()),
+            Self::Servers(pool) => pool.ask(&body, home).await,
+            Self::Embedded(embedded) => {
+                embedded.ask(Value::Object(body)).await.map_err(|error| match error {
+                    ChatError::Internal(_) => AskError::Run(error.into()),
+                    refused => AskError::Row(refused.to_string()),
+                })
+            }
         }
     }
 
-    /// Asks with the body of a chat completion request.
-    pub async fn ask(&self, body: &Value) -> Result<Answer, AskError> {
+    /// Requests that wait for an answer.
+    pub fn in_flight(&self) -> usize {
         match self {
-            Self::Servers(client) => client.ask(body).await,
-            Self::Embedded(model, name) => embedded(model, name, body).await.map_err(|error| match error {
-                ChatError::Internal(_) => AskError::Run(error.into()),
-                refused => AskError::Row(refused.to_string()),
-            }),
+            Self::Servers(pool) => pool.in_flight(),
+            Self::Embedded(embedded) => embedded.in_flight.load(Ordering::Relaxed),
         }
     }
 }
 
-async fn embedded(model: &ChatModel, name: &str, body: &Value) -> Result<Answer, ChatError> {
-    // The same door as `serve`'s, so that both give the same answers.
-    let request = chat::parse(body.to_string().as_bytes(), name, chat::fresh_number())?;
-    let mut reply = model.start(&request)?;
-    let whole = reply.collect().await?;
-    Ok(Answer::new(whole.content, Some(whole.reasoning), reply.usage().completion as u64))
+impl Embedded {
+    async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
+        // The same door as `serve`'s, so that both give the same answers.
+        let request = chat::parse(body.to_string().as_bytes(), &self.name, chat::fresh_number())?;
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        let answer = self.answer(&request).await;
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
+        answer
+    }
+
+    async fn answer(&self, request: &chat::ChatRequest) -> Result<Answer, ChatError> {
+        let mut reply = self.model.start(request)?;
+        let whole = reply.collect().await?;
+        let usage = reply.usage();
+        Ok(Answer {
+            content: whole.content,
+            thoughts: Some(whole.reasoning).filter(|thoughts| !thoughts.is_empty()),
+            tool_calls: None,
+            finish: reply.finish().map(finish_name).map(str::to_owned),
+            tokens: Tokens { prompt: usage.prompt as u64, completion: usage.completion as u64 },
+        })
+    }
 }

@@ -1,19 +1,66 @@
 //! Which rows are answered and which failed, on disk. Nothing else is remembered between runs.
 
-use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
-use deepspec_core::jsonl::{self, Appender, Line};
+use deepspec_core::jsonl::{Appender, Line, RawLines};
 use deepspec_core::{row, usage};
 use fs4::fs_std::FileExt;
 use serde_json::{Map, Value};
 
-use super::rows::{Row, Survey};
+use super::ids::IdSet;
+use super::rows::Row;
 use super::settings::Settings;
-use crate::rejects::beside;
+use super::survey::Survey;
+use crate::rejects::{self, beside};
+
+/// The rows that need no asking.
+#[derive(Debug, Default, Clone)]
+pub struct Done {
+    /// Answered ones.
+    pub ok: IdSet,
+    /// Those that could not be answered.
+    pub failed: IdSet,
+    /// Answered ones with an answer that reached its limit of tokens.
+    pub truncated: usize,
+}
+
+impl Done {
+    /// Reads the outputs without touching them; a torn last line counts as not there.
+    ///
+    /// # Errors
+    /// Usage errors if the output belongs to other inputs or settings.
+    pub fn read(output: &Path, settings: &Settings, survey: &Survey) -> anyhow::Result<Self> {
+        let (failed_path, mut done, mut both) = (failed_path(output), Self::default(), None);
+        if output.exists() {
+            read_rows(output, survey, &mut done.ok, |_, row| {
+                done.truncated += usize::from(row.get("finish_reason").is_some_and(|why| why == "length"));
+            })?;
+        }
+        if failed_path.exists() {
+            read_rows(&failed_path, survey, &mut done.failed, |id, _| {
+                if done.ok.contains(id) {
+                    both = Some(id.to_string());
+                }
+            })?;
+        }
+        if let Some(id) = both {
+            let (output, failed) = (output.display(), failed_path.display());
+            bail!("id `{id}` stands in both {output} and {failed}; remove one of the rows");
+        }
+        if done.ok.len() + done.failed.len() > 0 {
+            check_settings(output, &beside(output, ".run.json"), settings)?;
+        }
+        Ok(done)
+    }
+
+    /// Whether a row is neither answered nor failed.
+    pub fn lacks(&self, id: &str) -> bool {
+        !self.ok.contains(id) && !self.failed.contains(id)
+    }
+}
 
 /// The outputs of a run: an id stands in at most one of the two files, at most once.
 pub struct Ledger {
@@ -22,8 +69,7 @@ pub struct Ledger {
     answered: Appender,
     /// Opened with the first failure.
     failures: Option<Appender>,
-    ok: HashSet<String>,
-    failed: HashSet<String>,
+    done: Done,
     /// Holds the lock that keeps a second run off the output; the system frees it however we end.
     _lock: File,
 }
@@ -43,29 +89,23 @@ impl Ledger {
             atomic::create_dir(parent)?;
         }
         let lock = lock(output)?;
-        let (failed_path, record) = (failed_path(output), beside(output, ".run.json"));
+        let failed_path = failed_path(output);
         if overwrite {
-            for path in [&failed_path, &record] {
-                remove(path)?;
+            for path in files(output).into_iter().skip(1) {
+                remove(&path)?;
             }
             lock.set_len(0).map_err(FileError::at("emptying", output))?;
         }
         let answered = Appender::open(output)?;
         let failures = if failed_path.exists() { Some(Appender::open(&failed_path)?) } else { None };
-        let ok = ids(output, survey)?;
-        let failed = if failures.is_some() { ids(&failed_path, survey)? } else { HashSet::new() };
-        if let Some(id) = ok.intersection(&failed).next() {
-            bail!(
-                "id `{id}` stands in both {} and {}; remove one of the rows",
-                output.display(),
-                failed_path.display()
-            );
-        }
-        if !(ok.is_empty() && failed.is_empty()) {
-            check_settings(output, &record, settings)?;
-        }
-        atomic::write_json(&record, &settings.record())?;
-        Ok(Self { output: output.into(), failed_path, answered, failures, ok, failed, _lock: lock })
+        let done = Done::read(output, settings, survey)?;
+        atomic::write_json(&beside(output, ".run.json"), &settings.record())?;
+        Ok(Self { output: output.into(), failed_path, answered, failures, done, _lock: lock })
+    }
+
+    /// What is done.
+    pub fn done(&self) -> &Done {
+        &self.done
     }
 
     /// Makes the failed rows pending again.
@@ -75,7 +115,7 @@ impl Ledger {
     pub fn forget_failed(&mut self) -> Result<(), FileError> {
         self.failures = None;
         remove(&self.failed_path)?;
-        self.failed.clear();
+        self.done.failed.clear();
         Ok(())
     }
 
@@ -83,9 +123,15 @@ impl Ledger {
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn record_ok(&mut self, id: &str, fields: &Map<String, Value>) -> Result<(), FileError> {
+    pub fn record_ok(
+        &mut self,
+        id: &str,
+        fields: &Map<String, Value>,
+        truncated: bool,
+    ) -> Result<(), FileError> {
         self.answered.append(fields)?;
-        self.ok.insert(id.into());
+        self.done.ok.insert(id);
+        self.done.truncated += usize::from(truncated);
         Ok(())
     }
 
@@ -100,7 +146,7 @@ impl Ledger {
         };
         let id = row.id.clone();
         failures.append(&row.failed(problem))?;
-        self.failed.insert(id);
+        self.done.failed.insert(&id);
         Ok(())
     }
 
@@ -113,24 +159,9 @@ impl Ledger {
         self.failures.as_mut().map_or(Ok(()), Appender::sync)
     }
 
-    /// Ids that have neither been answered nor failed.
-    pub fn pending_ids(&self, survey: &Survey) -> HashSet<String> {
-        survey.ids.iter().filter(|&id| !self.ok.contains(id) && !self.failed.contains(id)).cloned().collect()
-    }
-
     /// How many ids have neither been answered nor failed.
     pub fn pending(&self, survey: &Survey) -> usize {
-        survey.ids.len() - self.ok() - self.failed()
-    }
-
-    /// How many rows are answered.
-    pub fn ok(&self) -> usize {
-        self.ok.len()
-    }
-
-    /// How many rows failed.
-    pub fn failed(&self) -> usize {
-        self.failed.len()
+        survey.ids.len().saturating_sub(self.done.ok.len() + self.done.failed.len())
     }
 
     /// Where answered rows are.
@@ -142,6 +173,17 @@ impl Ledger {
     pub fn failed_path(&self) -> &Path {
         &self.failed_path
     }
+}
+
+/// Everything that a run with this output writes, the output first.
+pub fn files(output: &Path) -> [PathBuf; 5] {
+    let record = beside(output, ".run.json");
+    [output.into(), failed_path(output), record, report_path(output), rejects::path(output)]
+}
+
+/// `answers.jsonl` to `answers.jsonl.report.json`.
+pub fn report_path(output: &Path) -> PathBuf {
+    beside(output, ".report.json")
 }
 
 /// `answers.jsonl` to `answers_error.jsonl`.
@@ -166,29 +208,38 @@ fn remove(path: &Path) -> Result<(), FileError> {
     if path.exists() { fs::remove_file(path).map_err(FileError::at("removing", path)) } else { Ok(()) }
 }
 
-/// The ids in an output, all of which must be the inputs'.
-fn ids(path: &Path, survey: &Survey) -> anyhow::Result<HashSet<String>> {
-    let mut ids = HashSet::new();
-    for line in jsonl::Reader::open(path)? {
-        let (line, id) = match line? {
+/// Reads an output's ids, all of which must be the inputs'.
+fn read_rows(
+    path: &Path,
+    survey: &Survey,
+    ids: &mut IdSet,
+    mut each: impl FnMut(&str, &Map<String, Value>),
+) -> anyhow::Result<()> {
+    for line in RawLines::open(path)? {
+        let line = line?;
+        // What a crash in the middle of a write leaves.
+        if line.bytes.as_ref().is_some_and(|bytes| !bytes.ends_with(b"\n")) {
+            break;
+        }
+        let (line, row) = match line.parse(path) {
             Line::Bad(bad) => bail!("{bad}; repair the line, or --overwrite to start anew"),
-            Line::Row(line, fields) => (line, row::id_of(&fields)),
+            Line::Row(line, row) => (line, row),
         };
         let place = format!("{}:{line}", path.display());
-        match id {
+        match row::id_of(&row) {
             Err(problem) => bail!("{place}: {problem}; repair the line, or --overwrite to start anew"),
             Ok(id) if !survey.ids.contains(&id) => {
                 usage!(
                     "{place}: id `{id}` is in none of the inputs; give another --output, or --overwrite to start anew"
                 )
             }
-            Ok(id) if ids.contains(&id) => {
+            Ok(id) if !ids.insert(&id) => {
                 bail!("{place}: id `{id}` stands here twice; remove one of the rows")
             }
-            Ok(id) => ids.insert(id),
-        };
+            Ok(id) => each(&id, &row),
+        }
     }
-    Ok(ids)
+    Ok(())
 }
 
 /// Rows that are there must have been made with the same settings.

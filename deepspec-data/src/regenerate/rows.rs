@@ -1,73 +1,156 @@
 //! Input rows: what is asked of each, and what comes out.
 
-use std::collections::HashSet;
-use std::path::PathBuf;
-
-use deepspec_core::atomic::FileError;
-use deepspec_core::jsonl::{self, Line};
 use deepspec_core::row;
-use deepspec_text::{Message, Role, check_starts_with_user, conversation};
+use deepspec_text::{Conversation, Message, Role};
 use serde_json::{Map, Value, json};
 
-use super::asker::{AskError, Asker};
-use super::settings::Settings;
-use crate::rejects::Reject;
+use super::answer::{AskError, Tokens};
+use super::asker::Asker;
+use super::overrides::Overrides;
+use super::settings::{Asked, Settings};
+use super::wire;
 
-/// A usable input row.
+/// A usable input row, or one of several samples of it.
+#[derive(Debug, Clone)]
 pub struct Row {
-    /// Its id as text.
+    /// The output row's id as text.
     pub id: String,
-    /// The row as it stands in the input.
-    pub fields: Map<String, Value>,
-    /// What the system and the user say.
-    prompts: Vec<Message>,
+    /// The row to write, but for its conversation.
+    fields: Map<String, Value>,
+    plan: Vec<Step>,
+    tools: Option<Value>,
+    overrides: Overrides,
+}
+
+/// What happens next in a conversation.
+#[derive(Debug, Clone, PartialEq)]
+enum Step {
+    /// The row's own words: the system's, the user's, a tool's, or a tool call whose recorded result follows.
+    Say(Message),
+    /// The model answers.
+    Ask,
 }
 
 /// A row with new answers.
 pub struct Answered {
     /// The row to write.
     pub fields: Map<String, Value>,
-    /// Tokens of the answers.
-    pub tokens: u64,
+    /// Tokens of its requests and answers.
+    pub tokens: Tokens,
+    /// Whether an answer reached its limit of tokens.
+    pub truncated: bool,
 }
 
 impl Row {
-    fn parse(fields: Map<String, Value>) -> Result<Self, String> {
+    /// Reads a row and plans its conversation.
+    ///
+    /// # Errors
+    /// A phrase to follow file and line.
+    pub fn parse(fields: Map<String, Value>, settings: &Settings) -> Result<Self, String> {
         let id = row::id_of(&fields)?;
-        let mut prompts = conversation(&fields).map_err(|error| error.to_string())?;
-        check_starts_with_user(&prompts).map_err(|error| error.to_string())?;
-        for (index, message) in prompts.iter().enumerate() {
-            match message.role {
-                Role::Tool => {
-                    return Err(format!("conversations[{index}]: tool messages cannot be regenerated yet"));
-                }
-                Role::User if message.content.trim().is_empty() => {
-                    return Err(format!("conversations[{index}]: the user message is empty"));
-                }
-                _ => {}
-            }
+        let Conversation { messages, tools } =
+            Conversation::from_row(&fields).map_err(|error| error.to_string())?;
+        let overrides = Overrides::parse(&fields)?;
+        if !overrides.is_empty() {
+            settings.trial(&overrides).map_err(|problem| format!("`sampling`: {problem}"))?;
         }
-        prompts.retain(|message| message.role != Role::Assistant);
-        Ok(Self { id, fields, prompts })
+        Ok(Self { id, plan: plan(messages)?, tools, fields, overrides })
     }
 
-    /// Asks for an answer after each user turn, with the conversation so far.
+    /// The ids under which the samples of row `id` are written.
+    pub fn sample_ids(id: &str, samples: usize) -> Vec<String> {
+        if samples == 1 { vec![id.into()] } else { (0..samples).map(|k| format!("{id}#{k}")).collect() }
+    }
+
+    /// The row as so many samples of itself.
+    pub fn samples(self, samples: usize) -> Vec<Self> {
+        if samples == 1 {
+            return vec![self];
+        }
+        let sample = |(k, id): (usize, String)| {
+            let mut row = self.clone();
+            let own = row.fields.insert("id".into(), json!(id));
+            row.fields.insert("prompt_id".into(), json!(own));
+            row.fields.insert("sample".into(), json!(k));
+            row.id = id;
+            row
+        };
+        Self::sample_ids(&self.id, samples).into_iter().enumerate().map(sample).collect()
+    }
+
+    /// Asks for an answer wherever the row needs one, with the conversation so far.
+    ///
+    /// # Errors
+    /// See [`AskError`].
     pub async fn answered(&self, asker: &Asker, settings: &Settings) -> Result<Answered, AskError> {
-        let (mut said, mut tokens, mut turn) = (Vec::with_capacity(2 * self.prompts.len()), 0, 0);
-        for prompt in &self.prompts {
-            said.push(prompt.clone());
-            if prompt.role == Role::User {
-                let answer = asker.ask(&settings.body(&said, &self.id, turn)).await?;
-                tokens += answer.tokens;
-                said.push(answer.message);
-                turn += 1;
+        let (mut said, mut tokens, mut finish, mut turn) = (vec![], Tokens::default(), None, 0);
+        let mut truncated = false;
+        // Answers of one conversation come from one server as long as it can: it still has the beginning in its cache.
+        let mut home = None;
+        for step in &self.plan {
+            match step {
+                Step::Say(message) => said.push(message.clone()),
+                Step::Ask => {
+                    let body = settings.body(&said, &self.asked(turn));
+                    let answer = asker.ask(body, &mut home).await?;
+                    tokens += answer.tokens;
+                    truncated |= answer.finish.as_deref() == Some("length");
+                    finish = answer.finish.clone();
+                    said.push(answer.message(settings.reasoning));
+                    turn += 1;
+                    // Nothing is executed: what the row says next does not follow from a call that it did not record.
+                    if said.last().is_some_and(|message| !message.tool_calls().is_empty()) {
+                        break;
+                    }
+                }
             }
         }
         let mut fields = self.fields.clone();
         fields.shift_remove("error");
         fields.insert("conversations".into(), json!(said));
         fields.insert("status".into(), json!("success"));
-        Ok(Answered { fields, tokens })
+        let finish = if truncated { Some("length".into()) } else { finish };
+        fields.insert("finish_reason".into(), json!(finish));
+        Ok(Answered { fields, tokens, truncated })
+    }
+
+    /// The body of the row's first request.
+    pub fn first_request(&self, settings: &Settings) -> Map<String, Value> {
+        let said = self.plan.iter().map_while(|step| match step {
+            Step::Say(message) => Some(message.clone()),
+            Step::Ask => None,
+        });
+        settings.body(&said.collect::<Vec<_>>(), &self.asked(0))
+    }
+
+    /// How many answers the row needs.
+    pub fn turns(&self) -> usize {
+        self.plan.iter().filter(|step| **step == Step::Ask).count()
+    }
+
+    /// What an answer depends on, apart from the settings: two rows with equal texts are asked the same.
+    pub fn prompt(&self) -> String {
+        let said: Vec<Value> = self
+            .plan
+            .iter()
+            .map(|step| match step {
+                Step::Say(message) => wire::messages(std::slice::from_ref(message)),
+                Step::Ask => Value::Null,
+            })
+            .collect();
+        let mut overrides = Map::new();
+        self.overrides.apply(&mut overrides);
+        json!([said, self.tools, overrides, self.overrides.seed]).to_string()
+    }
+
+    /// The row to write with the answers of an earlier run's row.
+    pub fn with_answers(&self, earlier: &Map<String, Value>) -> Map<String, Value> {
+        let mut fields = self.fields.clone();
+        fields.shift_remove("error");
+        for name in ["conversations", "status", "finish_reason"] {
+            fields.insert(name.into(), earlier.get(name).cloned().unwrap_or_default());
+        }
+        fields
     }
 
     /// The row to write when it could not be answered.
@@ -77,77 +160,123 @@ impl Row {
         fields.insert("error".into(), json!(problem));
         fields
     }
+
+    fn asked(&self, turn: usize) -> Asked<'_> {
+        Asked { id: &self.id, turn, overrides: &self.overrides, tools: self.tools.as_ref() }
+    }
 }
 
-/// What a first pass over the inputs found.
-#[derive(Default)]
-pub struct Survey {
-    /// Ids of the usable rows.
-    pub ids: HashSet<String>,
-    /// The other lines.
-    pub rejected: Vec<Reject>,
-}
-
-/// Reads all inputs once.
-///
-/// # Errors
-/// If a file cannot be read; bad lines are no error.
-pub fn survey(inputs: &[PathBuf]) -> Result<Survey, FileError> {
-    let mut survey = Survey::default();
-    for file in inputs {
-        for line in jsonl::Reader::open(file)? {
-            let (line, id) = match line? {
-                Line::Row(line, fields) => (line, Row::parse(fields).map(|row| row.id)),
-                Line::Bad(bad) => (bad.line, Err(bad.problem)),
-            };
-            let reason = match id {
-                Ok(id) if survey.ids.contains(&id) => format!("id `{id}` was used by an earlier row"),
-                Ok(id) => {
-                    survey.ids.insert(id);
-                    continue;
-                }
-                Err(reason) => reason,
-            };
-            survey.rejected.push(Reject { file: file.clone(), line, reason });
+/// Keeps what the model did not say, and asks wherever it spoke or should have spoken. Tool calls are spliced in with
+/// their recorded results, because nothing is executed; a call without a result is the model's to make anew.
+fn plan(messages: Vec<Message>) -> Result<Vec<Step>, String> {
+    let roles: Vec<Role> = messages.iter().map(|message| message.role).collect();
+    let spliced: Vec<bool> = messages
+        .iter()
+        .enumerate()
+        .map(|(index, message)| {
+            !message.tool_calls().is_empty()
+                && message.role == Role::Assistant
+                && roles.get(index + 1) == Some(&Role::Tool)
+        })
+        .collect();
+    // Where the assistant spoke before it called, call and words were one turn.
+    let call_follows = |index: usize| {
+        let next = (index + 1..roles.len()).find(|&next| spliced[next] || roles[next] != Role::Assistant);
+        next.is_some_and(|next| spliced[next])
+    };
+    let mut plan = Vec::with_capacity(messages.len() + 1);
+    for (index, message) in messages.into_iter().enumerate() {
+        let ends = match message.role {
+            Role::System => false,
+            Role::Assistant if spliced[index] => false,
+            Role::Assistant => continue,
+            Role::User if message.content.trim().is_empty() => {
+                return Err(format!("conversations[{index}]: the user message is empty"));
+            }
+            Role::User => true,
+            Role::Tool if spliced[index - 1] || roles[index - 1] == Role::Tool => {
+                roles.get(index + 1) != Some(&Role::Tool)
+            }
+            Role::Tool => {
+                return Err(format!(
+                    "conversations[{index}]: a tool message must follow an assistant message with `tool_calls`"
+                ));
+            }
+        };
+        plan.push(Step::Say(message));
+        if ends && !call_follows(index) {
+            plan.push(Step::Ask);
         }
     }
-    Ok(survey)
-}
-
-/// The rows with these ids, each once, in the order of the inputs.
-pub fn select(inputs: &[PathBuf], mut ids: HashSet<String>) -> impl Iterator<Item = anyhow::Result<Row>> {
-    let lines = inputs.iter().flat_map(|file| -> Box<dyn Iterator<Item = Result<Line, FileError>>> {
-        match jsonl::Reader::open(file) {
-            Ok(reader) => Box::new(reader),
-            Err(error) => Box::new(std::iter::once(Err(error))),
-        }
-    });
-    lines.filter_map(move |line| match line {
-        Err(error) => Some(Err(error.into())),
-        Ok(Line::Bad(_)) => None,
-        Ok(Line::Row(_, fields)) => Row::parse(fields).ok().filter(|row| ids.remove(&row.id)).map(Ok),
-    })
+    Ok(plan)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::regenerate::settings::Sampling;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        sampling: Sampling,
+    }
 
     fn parse(row: Value) -> Result<Row, String> {
         let Value::Object(row) = row else { unreachable!() };
-        Row::parse(row)
+        let sampling = Line::try_parse_from(["x", "--temperature", "1"]).unwrap().sampling;
+        Row::parse(row, &Settings::new(&[], "m", &sampling).unwrap())
+    }
+
+    /// The plan in short: what is said, and `?` for what is asked.
+    fn told(conversations: Value) -> Vec<String> {
+        let row = parse(json!({"id": 1, "conversations": conversations})).unwrap();
+        let step = |step: &Step| match step {
+            Step::Say(message) => format!("{}:{}", message.role, message.content),
+            Step::Ask => "?".into(),
+        };
+        row.plan.iter().map(step).collect()
     }
 
     #[test]
     fn only_prompts_are_kept() {
-        let row = parse(json!({"id": 3, "conversations": [
-            {"role": "system", "content": "s"}, {"role": "user", "content": "q", "lang": "en"},
-            {"role": "assistant", "content": ""}, {"role": "user", "content": "r"}]}));
-        let row = row.unwrap();
-        assert_eq!(row.id, "3");
-        let texts: Vec<&str> = row.prompts.iter().map(|message| message.content.as_str()).collect();
-        assert_eq!(texts, ["s", "q", "r"]);
-        assert_eq!(row.prompts[1].extra["lang"], "en");
+        let row = json!([
+            {"role": "system", "content": "s"}, {"role": "user", "content": "q"},
+            {"role": "assistant", "content": ""}, {"role": "user", "content": "r"}]);
+        assert_eq!(told(row), ["system:s", "user:q", "?", "user:r", "?"]);
+    }
+
+    #[test]
+    fn recorded_calls_and_results_are_spliced() {
+        let call = json!({"role": "assistant", "content": "c", "tool_calls": [{"name": "f"}]});
+        let tool = |text: &str| json!({"role": "tool", "content": text});
+        let user = json!({"role": "user", "content": "q"});
+        assert_eq!(
+            told(
+                json!([user, call, tool("1"), tool("2"), call, tool("3"), {"role": "assistant", "content": "a"}])
+            ),
+            ["user:q", "assistant:c", "tool:1", "tool:2", "assistant:c", "tool:3", "?"]
+        );
+        let text = json!({"role": "assistant", "content": "let me see"});
+        assert_eq!(told(json!([user, text, call, tool("1")])), ["user:q", "assistant:c", "tool:1", "?"]);
+        let written = json!({"role": "assistant", "content": "c", "tool_calls": "[{\"name\": \"f\"}]"});
+        assert_eq!(told(json!([user, written, tool("1")])), ["user:q", "assistant:c", "tool:1", "?"]);
+        // A call without a result is the model's to make.
+        assert_eq!(told(json!([user, call])), ["user:q", "?"]);
+        assert_eq!(told(json!([user, call, tool("1")])), ["user:q", "assistant:c", "tool:1", "?"]);
+    }
+
+    #[test]
+    fn samples_have_ids_of_their_own() {
+        let row = parse(json!({"id": 3, "conversations": [{"role": "user", "content": "q"}]})).unwrap();
+        let ids = |samples| -> Vec<Value> {
+            row.clone().samples(samples).iter().map(|row| row.fields["id"].clone()).collect()
+        };
+        assert_eq!((ids(1), ids(2)), (vec![json!(3)], vec![json!("3#0"), json!("3#1")]));
+        let second = &row.clone().samples(2)[1];
+        assert_eq!((&second.fields["prompt_id"], &second.fields["sample"]), (&json!(3), &json!(1)));
+        assert_eq!(second.prompt(), row.prompt());
     }
 
     #[test]
@@ -156,6 +285,7 @@ mod tests {
             let error = parse(row).err().unwrap();
             assert!(error.contains(reason), "{error}");
         };
+        let user = json!({"role": "user", "content": "x"});
         says(json!({"conversations": []}), "no `id`");
         says(
             json!({"id": 1, "conversations": [{"role": "assistant", "content": "x"}]}),
@@ -163,8 +293,14 @@ mod tests {
         );
         says(json!({"id": 1, "conversations": [{"role": "user", "content": " "}]}), "is empty");
         says(
-            json!({"id": 1, "conversations": [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}]}),
-            "[1]: tool messages",
+            json!({"id": 1, "conversations": [user, {"role": "tool", "content": "x"}]}),
+            "[1]: a tool message must follow",
+        );
+        says(json!({"id": 1, "conversations": [user], "tools": "{}"}), "found an object");
+        says(json!({"id": 1, "conversations": [user], "tools": "["}), "a text that is not JSON");
+        says(
+            json!({"id": 1, "conversations": [user], "sampling": {"temperature": 9}}),
+            "`sampling`: `temperature`: 9",
         );
     }
 }

@@ -4,9 +4,11 @@ use std::path::PathBuf;
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::usage;
-use deepspec_text::Message;
+use deepspec_text::{Message, Role};
 use serde_json::{Map, Value, json};
 
+use super::overrides::{Overrides, THINKING};
+use super::wire;
 use crate::chat;
 
 /// Sampling as given; what is not given is not sent, so that the server's defaults hold.
@@ -18,24 +20,39 @@ pub struct Sampling {
     /// Sample from the smallest set of tokens with this mass
     #[arg(long)]
     top_p: Option<f64>,
-    /// Sample from this many most likely tokens (not every server knows this field)
+    /// Sample from this many most likely tokens (a server that does not know this field answers without it)
     #[arg(long)]
     top_k: Option<i64>,
-    /// Drop tokens less likely than this fraction of the most likely one (not every server knows this field)
+    /// Drop tokens less likely than this fraction of the most likely one (as with --top-k)
     #[arg(long)]
     min_p: Option<f64>,
-    /// Limit of tokens per answer
+    /// Limit of tokens per answer; answers that reach it have the finish_reason "length"
     #[arg(long, default_value_t = 4096)]
     max_tokens: u64,
     /// Make answers repeatable: each gets a seed made from this one, the row's id and the turn
     #[arg(long)]
     seed: Option<u64>,
+    /// Answers per prompt; with more than one, the k-th answer to row ID becomes the row ID#k
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    samples: usize,
     /// Ask the chat template for answers without thinking
     #[arg(long, conflicts_with = "enable_thinking")]
     disable_thinking: bool,
     /// Ask the chat template for thinking
     #[arg(long)]
     enable_thinking: bool,
+    /// Whether rows keep what the model thought before it answered
+    #[arg(long, value_enum, default_value_t = Reasoning::Keep)]
+    reasoning: Reasoning,
+}
+
+/// What becomes of the model's thoughts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Reasoning {
+    /// They stand in the message's `reasoning_content`, or in its text where the server leaves them there.
+    Keep,
+    /// They are left out of the rows.
+    Drop,
 }
 
 /// Everything that decides an answer but the row itself.
@@ -44,6 +61,22 @@ pub struct Settings {
     /// Fields that all requests share.
     shared: Map<String, Value>,
     seed: Option<u64>,
+    /// Answers per prompt.
+    pub samples: usize,
+    /// What becomes of thoughts.
+    pub reasoning: Reasoning,
+}
+
+/// Which answer of which row a request is for.
+pub struct Asked<'a> {
+    /// The output row's id.
+    pub id: &'a str,
+    /// The how-manieth answer of the row, from 0.
+    pub turn: usize,
+    /// What the row itself says about sampling.
+    pub overrides: &'a Overrides,
+    /// The tools that the row lets the model call.
+    pub tools: Option<&'a Value>,
 }
 
 impl Settings {
@@ -57,13 +90,23 @@ impl Settings {
             (_, true) => Some(false),
             _ => None,
         };
+        let numbers = [
+            ("--temperature", sampling.temperature),
+            ("--top-p", sampling.top_p),
+            ("--min-p", sampling.min_p),
+        ];
+        if let Some((flag, _)) =
+            numbers.iter().find(|(_, value)| value.is_some_and(|value| !value.is_finite()))
+        {
+            usage!("{flag}: expected a finite number");
+        }
         let fields = [
             ("temperature", json!(sampling.temperature)),
             ("top_p", json!(sampling.top_p)),
             ("top_k", json!(sampling.top_k)),
             ("min_p", json!(sampling.min_p)),
             ("max_tokens", json!(sampling.max_tokens)),
-            ("chat_template_kwargs", json!(thinking.map(|thinking| json!({"enable_thinking": thinking})))),
+            (THINKING, json!(thinking.map(|thinking| json!({"enable_thinking": thinking})))),
         ];
         let mut shared = Map::new();
         shared.insert("model".into(), json!(model));
@@ -73,29 +116,56 @@ impl Settings {
         let mut record = shared.clone();
         record.insert("inputs".into(), json!(inputs));
         record.insert("seed".into(), json!(sampling.seed));
-        let settings = Self { record, shared, seed: sampling.seed };
-        let trial = settings.body(&[Message::new(deepspec_text::Role::User, "?")], "", 0);
-        if let Err(error) = chat::parse(trial.to_string().as_bytes(), model, 0) {
-            usage!("{error}");
+        // Absent stands for the default, so that older records still hold.
+        if sampling.samples != 1 {
+            record.insert("samples".into(), json!(sampling.samples));
+        }
+        if sampling.reasoning == Reasoning::Drop {
+            record.insert("reasoning".into(), json!("drop"));
+        }
+        if sampling.samples == 0 {
+            usage!("--samples must be at least 1");
+        }
+        if sampling.samples > 1 && sampling.temperature == Some(0.0) {
+            usage!("--samples {} with --temperature 0 would ask for the same answer again", sampling.samples);
+        }
+        let (samples, reasoning) = (sampling.samples, sampling.reasoning);
+        let settings = Self { record, shared, seed: sampling.seed, samples, reasoning };
+        let none = Overrides::default();
+        if let Err(problem) = settings.trial(&none) {
+            usage!("{problem}");
         }
         Ok(settings)
     }
 
-    /// The body of a request for the answer to `messages`, the `turn`-th answer of row `id`.
-    pub fn body(&self, messages: &[Message], id: &str, turn: usize) -> Value {
-        // Only role and text: strict servers refuse messages with fields they do not know.
-        let messages: Vec<Value> = messages
-            .iter()
-            .map(|message| json!({"role": message.role, "content": message.content}))
-            .collect();
+    /// Checks the values that a request with these overrides would have.
+    ///
+    /// # Errors
+    /// The field that is out of range, and its range.
+    pub fn trial(&self, overrides: &Overrides) -> Result<(), String> {
+        let asked = Asked { id: "", turn: 0, overrides, tools: None };
+        let mut body = self.body(&[Message::new(Role::User, "?")], &asked);
+        // Our own engine refuses penalties, other servers do not.
+        body.retain(|name, _| !name.ends_with("_penalty"));
+        let model = body["model"].as_str().unwrap_or_default().to_string();
+        let bytes = Value::Object(body).to_string();
+        chat::parse(bytes.as_bytes(), &model, 0).map(drop).map_err(|error| error.to_string())
+    }
+
+    /// The body of a request for the answer to `messages`.
+    pub fn body(&self, messages: &[Message], asked: &Asked<'_>) -> Map<String, Value> {
         let mut body = self.shared.clone();
-        body.insert("messages".into(), Value::Array(messages));
-        if let Some(seed) = self.seed {
+        asked.overrides.apply(&mut body);
+        if let Some(tools) = asked.tools {
+            body.insert("tools".into(), tools.clone());
+        }
+        if let Some(seed) = asked.overrides.seed.or(self.seed) {
             // 31 bits, for servers that keep seeds in a C int.
-            let bits = Stream::new(seed, id).bits(turn as u64, Purpose::Target, 0) >> 33;
+            let bits = Stream::new(seed, asked.id).bits(asked.turn as u64, Purpose::Target, 0) >> 33;
             body.insert("seed".into(), json!(bits));
         }
-        Value::Object(body)
+        body.insert("messages".into(), wire::messages(messages));
+        body
     }
 
     /// The settings as they are recorded beside the output.

@@ -5,12 +5,12 @@ mod routes;
 
 use std::io;
 use std::net::TcpListener;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use axum::serve::ListenerExt;
+use deepspec_core::cli::Verbosity;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -24,7 +24,7 @@ const GRACE: Duration = Duration::from_secs(30);
 /// What to serve and where.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder of the Hugging Face model that answers
+    /// Folder or hub id (owner/name, owner/name@revision) of the Hugging Face model that answers
     #[arg(long, value_name = "M")]
     model: String,
     /// Address to listen on
@@ -33,7 +33,7 @@ pub struct Args {
     /// Port to listen on; 0 takes any free one, which the line `listening on ...` names
     #[arg(long, default_value_t = 30000)]
     port: u16,
-    /// Name that requests use for the model; by default the folder as given
+    /// Name that requests use for the model; by default the folder or id as given
     #[arg(long, value_name = "NAME")]
     served_name: Option<String>,
     #[command(flatten)]
@@ -54,17 +54,16 @@ enum Phase {
 ///
 /// # Errors
 /// Usage errors, a model that cannot be loaded, a port that is in use.
-pub fn run(args: &Args) -> anyhow::Result<()> {
-    let dir = Path::new(&args.model);
-    args.engine.check(dir)?;
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let (dir, engine) = args.engine.resolve("--model", &args.model, verbosity)?;
     let asked = format!("{}:{}", args.host, args.port);
     let listener = TcpListener::bind((args.host.as_str(), args.port));
     let listener =
         listener.with_context(|| format!("cannot listen on {asked}; choose another --host or --port"))?;
     listener.set_nonblocking(true)?;
-    let model = ChatModel::load(dir, &args.engine)?;
+    let model = ChatModel::load(&dir, &engine)?;
     let name = args.served_name.clone().unwrap_or_else(|| args.model.clone());
-    let app = Arc::new(App::new(model, name, args.engine.slots));
+    let app = Arc::new(App::new(model, name, engine.slots));
     // Dropped at the end of this line, and with it every request, so that the engine is idle when `app` ends it.
     Runtime::new().context("starting the server's threads")?.block_on(serve(listener, Arc::clone(&app)))
 }

@@ -1,28 +1,61 @@
-//! `split`: a dataset becomes training conversations and held-out prompts.
+//! `split`: datasets become training conversations and held-out prompts.
+//!
+//! The files are read at most twice and never held (see [`passes`]). Memory holds a few batches of rows, one bit a row, and at most 16 bytes for each prompt that is compared with others and each id that
+//! the rows bring along.
 
-mod sharegpt;
-mod source;
+mod arrow_rows;
+mod assign;
+mod clashes;
+mod contamination;
+mod conversation;
+mod input;
+mod json_rows;
+mod output;
+mod passes;
+mod pipeline;
+mod report;
+mod roles;
+mod seen;
+mod survey;
+#[cfg(test)]
+mod twins;
+mod unit;
 
-use std::collections::HashSet;
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::path::PathBuf;
 
-use deepspec_core::cli::ExitWith;
-use deepspec_core::rng::{Purpose, Stream};
-use deepspec_core::{atomic, row, usage};
-use serde_json::{Map, Value, json};
+use deepspec_core::cli::{ExitWith, Verbosity};
+use deepspec_core::progress::Progress;
+use deepspec_core::{atomic, usage};
 
-use crate::rejects::{self, Reject};
-use source::Source;
+use crate::dataset::{Format, Table};
+use crate::rejects::{self, Recorder};
+use assign::{Quota, Share};
+use contamination::Suites;
+use input::Input;
+use output::Outputs;
+use passes::{Bet, Drawn};
+use report::Sum;
+use roles::RoleArg;
+use survey::{Example, Found, Judge, Survey};
 
 /// What to split, how and where to.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Local .parquet or .jsonl file of ShareGPT (`from`/`value`) or OpenAI (`role`/`content`) conversations
-    #[arg(long, value_name = "FILE")]
+    /// ShareGPT (`from`/`value`) or OpenAI (`role`/`content`) conversations: a .parquet, .jsonl or .json file (text also
+    /// as .gz or .zst), a folder of them, a dataset's id on the hub, or a mix of several as MIX.yaml
+    #[arg(long, value_name = "ID|FILE|MIX.yaml")]
     dataset: String,
-    /// Where the training conversations go; rejected rows go beside it, to F.rejected.jsonl
+    /// Branch, tag or commit of a dataset on the hub
+    #[arg(long, value_name = "R")]
+    revision: Option<String>,
+    /// Configuration of a dataset on the hub
+    #[arg(long, value_name = "C")]
+    config_name: Option<String>,
+    /// Split of a dataset on the hub
+    #[arg(long, value_name = "S")]
+    split: Option<String>,
+    /// Where the training conversations go; rejected rows go beside it, to F.rejected.jsonl, the accounts to F.report.json
     #[arg(long, value_name = "F")]
     train_output: PathBuf,
     /// Where the held-out prompts go, as lists of the user's turns
@@ -37,73 +70,113 @@ pub struct Args {
     /// Draw this many rows first and leave the others out
     #[arg(long, value_name = "N")]
     sample_size: Option<usize>,
+    /// What a speaker's messages become: system, user, assistant, tool or drop; give it again for more speakers
+    #[arg(long, value_name = "SPEAKER=ROLE")]
+    role: Vec<RoleArg>,
+    /// Leave out system messages
+    #[arg(long)]
+    drop_system: bool,
+    /// Keep only the first of the rows in which system and user say the same, blanks aside
+    #[arg(long)]
+    dedup: bool,
+    /// Leave out rows in which the user says what an evaluation suite ({"turns"} JSONL) asks: a whole turn, or 13 words in a row
+    #[arg(long, num_args = 1.., value_name = "FILE")]
+    decontaminate: Vec<PathBuf>,
     /// Replace outputs that exist
     #[arg(long)]
     overwrite: bool,
-}
-
-/// Which side of the split a usable row is on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Side {
-    Train,
-    Eval,
-    Out,
 }
 
 /// Runs the command.
 ///
 /// # Errors
 /// Usage errors, unreadable or unwritable files, and, after the work is done, exit code 1 if rows were rejected.
-pub fn run(args: &Args) -> anyhow::Result<()> {
-    let source = Source::find(&args.dataset)?;
-    check(args, &source)?;
-    let survey = survey(&source)?;
-    rejects::report(&survey.rejected, &args.train_output)?;
-    let rejects = rejects::path(&args.train_output);
-    match (survey.usable.len(), survey.rejected.len()) {
-        (0, 0) => anyhow::bail!("{}: the file has no rows", args.dataset),
-        (0, rejected) => anyhow::bail!(
-            "{}: none of the {rejected} rows is usable; see {}",
-            args.dataset,
-            rejects.display()
-        ),
-        _ => {}
-    }
-    let sides = assign(survey.usable.len(), args);
-    write(&source, &survey.usable, &sides, args)?;
-    let count = |side: Side| sides.iter().filter(|&&found| found == side).count();
-    let (rows, rejected) = (survey.usable.len() + survey.rejected.len(), survey.rejected.len());
-    let (train, eval, out) = (count(Side::Train), count(Side::Eval), count(Side::Out));
-    writeln!(
-        io::stdout(),
-        "{rows} rows = {train} train + {eval} eval + {out} not drawn + {rejected} rejected"
-    )?;
-    if rejected > 0 {
-        let reason =
-            format!("{rejected} of {rows} rows of {} were rejected; see {}", args.dataset, rejects.display());
-        return Err(ExitWith { code: 1, reason }.into());
-    }
-    Ok(())
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    check(args)?;
+    let inputs = input::find(args, verbosity)?;
+    check_files(args, &inputs)?;
+    let suites = Suites::load(&args.decontaminate)?;
+    let outputs = Outputs { train: &args.train_output, eval: &args.eval_output };
+    let (digests, split) = rayon::join(
+        || inputs.iter().map(report::digests).collect::<anyhow::Result<Vec<_>>>(),
+        || split(args, &inputs, &suites, &outputs, verbosity),
+    );
+    let (digests, Split { found, quotas, examples }) = (digests?, split?);
+    let sources = drawn(&inputs, &found, &quotas);
+    let report = report::value(args, &sources, &digests, &suites, &examples);
+    atomic::write_json(&report::path(&args.train_output), &report)?;
+    write!(io::stdout(), "{}", report::lines(args, &sources, &suites))?;
+    conclude(args, &sources)
 }
 
-fn check(args: &Args, source: &Source) -> anyhow::Result<()> {
+/// What was found and written.
+struct Split {
+    found: Vec<Found>,
+    quotas: Vec<Quota>,
+    examples: Vec<Vec<Example>>,
+}
+
+fn split(
+    args: &Args,
+    inputs: &[Input],
+    suites: &Suites,
+    outputs: &Outputs<'_>,
+    verbosity: Verbosity,
+) -> anyhow::Result<Split> {
+    let rows = inputs.iter().map(|input| input.source.count()).collect::<anyhow::Result<Vec<usize>>>()?;
+    if let Some((input, _)) = inputs.iter().zip(&rows).find(|(_, rows)| **rows == 0) {
+        anyhow::bail!("{}: the dataset has no rows", input.origin.dataset);
+    }
+    let total = rows.iter().sum::<usize>() as u64;
+    // What does not work out for all rows will not for the usable ones among them.
+    let hoped_for = quotas(args, inputs, &rows)?;
+    let hands: Vec<(usize, Quota)> = rows.into_iter().zip(hoped_for.iter().copied()).collect();
+    let judge = Judge { suites, dedup: args.dedup };
+
+    let mut recorder = Recorder::new(&args.train_output);
+    let mut survey = Survey::new(&judge, &mut recorder);
+    let mut progress = Progress::new(verbosity, "reading", total, 0);
+    let bet = Bet { outputs, seed: args.seed, hands: &hands };
+    let (found, written) = passes::first(inputs, &bet, judge, &mut survey, &mut progress)?;
+    progress.finish();
+    let examples = survey.examples;
+    recorder.finish()?;
+    if written {
+        return Ok(Split { found, quotas: hoped_for, examples });
+    }
+
+    check_found(args, inputs, &found)?;
+    let usable: Vec<usize> = found.iter().map(|found| found.usable_rows).collect();
+    let quotas = quotas(args, inputs, &usable)?;
+    let mut progress = Progress::new(verbosity, "writing", total, 0);
+    passes::second(&drawn(inputs, &found, &quotas), outputs, args.seed, &mut progress)?;
+    progress.finish();
+    Ok(Split { found, quotas, examples })
+}
+
+fn check(args: &Args) -> anyhow::Result<()> {
     if !(0.0..1.0).contains(&args.test_size) {
         usage!("--test-size {}: expected a fraction, at least 0 and below 1", args.test_size);
     }
     if args.sample_size == Some(0) {
         usage!("--sample-size 0 leaves nothing to split");
     }
-    let outputs = [("--train-output", &args.train_output), ("--eval-output", &args.eval_output)];
-    if args.train_output == args.eval_output {
-        usage!("--train-output and --eval-output are the same file");
+    if let Some(missing) = args.decontaminate.iter().find(|suite| !suite.is_file()) {
+        usage!("--decontaminate {}: no such file", missing.display());
     }
-    for (flag, path) in outputs {
-        if path.exists() && fs::canonicalize(path).ok() == fs::canonicalize(source.path()).ok() {
-            usage!("{flag} {} is the dataset itself", path.display());
+    clashes::check(args)
+}
+
+/// Looks before any work whether the inputs can be read and the outputs written.
+fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
+    for file in inputs.iter().flat_map(|input| input.source.files()) {
+        match file.format() {
+            Format::Parquet => arrow_rows::check(&Table::open(file.shared_path())?)?,
+            _ => file.check()?,
         }
-        if path.exists() && !args.overwrite {
-            usage!("{flag} {} exists; give another name or --overwrite", path.display());
-        }
+    }
+    clashes::check_inputs(args, inputs)?;
+    for path in [&args.train_output, &args.eval_output] {
         if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
             atomic::create_dir(parent)?;
         }
@@ -111,115 +184,55 @@ fn check(args: &Args, source: &Source) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a first pass over the dataset found.
-#[derive(Default)]
-struct Survey {
-    /// Indices of the usable rows, ascending.
-    usable: Vec<usize>,
-    /// The others.
-    rejected: Vec<Reject>,
+/// Refuses sources that have nothing to give.
+fn check_found(args: &Args, inputs: &[Input], found: &[Found]) -> anyhow::Result<()> {
+    let mut barren = inputs.iter().zip(found).filter(|(_, found)| found.usable_rows == 0);
+    let Some((input, found)) = barren.next() else { return Ok(()) };
+    let (rejects, contaminated) =
+        (rejects::path(&args.train_output), found.contaminated.iter().sum::<usize>());
+    anyhow::bail!(
+        "{}: none of the {} rows is usable: {} rejected (see {}), {contaminated} contaminated, {} duplicates",
+        input.origin.dataset,
+        found.rows(),
+        found.rejected_rows(),
+        rejects.display(),
+        found.duplicates
+    );
 }
 
-fn survey(source: &Source) -> anyhow::Result<Survey> {
-    let (mut survey, mut seen) = (Survey::default(), HashSet::new());
-    for (index, item) in source.rows()?.enumerate() {
-        let item = item?;
-        let id = item.row.and_then(|row| sharegpt::conversation(row, index)).and_then(|row| row::id_of(&row));
-        let reason = match id {
-            Ok(id) if seen.contains(&id) => format!("id `{id}` was used by an earlier row"),
-            Ok(id) => {
-                seen.insert(id);
-                survey.usable.push(index);
-                continue;
-            }
-            Err(reason) => reason,
-        };
-        survey.rejected.push(Reject { file: source.path().into(), line: item.line, reason });
-    }
-    Ok(survey)
-}
-
-/// Draws the sample and, of it, the held-out rows; both depend on the seed and the number of rows alone.
-fn assign(rows: usize, args: &Args) -> Vec<Side> {
-    let sampled = args.sample_size.unwrap_or(rows).min(rows);
-    let held_out = (sampled as f64 * args.test_size).ceil() as usize;
-    let mut sides = vec![Side::Out; rows];
-    for (rank, row) in Stream::new(args.seed, "split")
-        .permutation(rows, Purpose::Split)
-        .into_iter()
-        .take(sampled)
-        .enumerate()
-    {
-        sides[row] = if rank < held_out { Side::Eval } else { Side::Train };
-    }
-    sides
-}
-
-/// Writes both outputs in the order of the dataset; they appear when both are whole.
-fn write(source: &Source, usable: &[usize], sides: &[Side], args: &Args) -> anyhow::Result<()> {
-    let mut sides = usable.iter().zip(sides).peekable();
-    let mut rows = source.rows()?.enumerate();
-    atomic::replace(&args.train_output, |train| {
-        let eval_written = atomic::replace(&args.eval_output, |eval| {
-            rows.try_for_each(|(index, item)| match (sides.next_if(|&(&usable, _)| usable == index), item) {
-                (_, Err(error)) => Err(io::Error::other(error)),
-                (Some((_, &side)), Ok(source::Item { row: Ok(row), .. })) => {
-                    write_row(train, eval, side, row, index)
-                }
-                _ => Ok(()),
-            })
-        });
-        eval_written.map_err(io::Error::other)
-    })?;
-    Ok(())
-}
-
-fn write_row(
-    train: &mut BufWriter<File>,
-    eval: &mut BufWriter<File>,
-    side: Side,
-    row: Map<String, Value>,
-    index: usize,
-) -> io::Result<()> {
-    if side == Side::Out {
-        return Ok(());
-    }
-    let row = sharegpt::conversation(row, index).map_err(io::Error::other)?;
-    match side {
-        Side::Eval => write_line(eval, &json!({"id": row["id"], "turns": sharegpt::user_turns(&row)})),
-        _ => write_line(train, &Value::Object(row)),
-    }
-}
-
-fn write_line(file: &mut BufWriter<File>, value: &Value) -> io::Result<()> {
-    serde_json::to_writer(&mut *file, value)?;
-    file.write_all(b"\n")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sides_follow_the_seed_and_the_fractions() {
-        let args = |seed, sample_size| Args {
-            dataset: String::new(),
-            train_output: PathBuf::new(),
-            eval_output: PathBuf::new(),
-            test_size: 0.05,
-            seed,
-            sample_size,
-            overwrite: false,
-        };
-        let count = |sides: &[Side], side| sides.iter().filter(|&&found| found == side).count();
-        let all = assign(101, &args(42, None));
-        assert_eq!((count(&all, Side::Train), count(&all, Side::Eval)), (95, 6));
-        assert_eq!(all, assign(101, &args(42, None)));
-        assert_ne!(all, assign(101, &args(43, None)));
-        let some = assign(101, &args(42, Some(20)));
-        assert_eq!(
-            (count(&some, Side::Train), count(&some, Side::Eval), count(&some, Side::Out)),
-            (19, 1, 81)
+/// Decides how many of the sources' rows go where.
+fn quotas(args: &Args, inputs: &[Input], rows: &[usize]) -> anyhow::Result<Vec<Quota>> {
+    let shares = inputs.iter().zip(rows).map(|(input, &usable)| Share {
+        name: input.name.as_deref(),
+        weight: input.weight,
+        usable,
+    });
+    let quotas = assign::quotas(&shares.collect::<Vec<_>>(), args.test_size, args.sample_size)?;
+    let sum = |side: fn(&Quota) -> usize| quotas.iter().map(side).sum::<usize>();
+    let (train, eval) = (sum(|quota| quota.train), sum(|quota| quota.eval));
+    if train == 0 && eval > 0 {
+        let (test_size, dataset) = (args.test_size, &args.dataset);
+        usage!(
+            "{dataset}: too small for --test-size {test_size}: of {eval} rows, {eval} would be held out and none left \
+             to train on; give more rows or a smaller --test-size"
         );
     }
+    Ok(quotas)
+}
+
+fn drawn<'a>(inputs: &'a [Input], found: &'a [Found], quotas: &[Quota]) -> Vec<Drawn<'a>> {
+    let sources = inputs.iter().zip(found).zip(quotas);
+    sources.map(|((input, found), &quota)| Drawn { input, found, quota }).collect()
+}
+
+/// Rejected rows are an exit code of their own.
+fn conclude(args: &Args, sources: &[Drawn<'_>]) -> anyhow::Result<()> {
+    let sum = Sum::total(&sources.iter().map(Sum::of).collect::<Vec<_>>());
+    if sum.rejected == 0 {
+        return Ok(());
+    }
+    let rejects = rejects::path(&args.train_output);
+    let (rejected, rows, dataset) = (sum.rejected, sum.rows, &args.dataset);
+    let reason = format!("{rejected} of {rows} rows of {dataset} were rejected; see {}", rejects.display());
+    Err(ExitWith { code: 1, reason }.into())
 }

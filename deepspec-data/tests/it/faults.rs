@@ -69,7 +69,7 @@ fn passing_failures_pass_and_refusals_fail_the_row() {
     assert!(problem("\"never\"").contains("HTTP 503: out of order"), "{failed:?}");
     assert!(problem("\"refused\"").contains("HTTP 422: Unexpected fields"), "{failed:?}");
     let asked = fakes.each_ref().map(|fake| fake.bodies.lock().unwrap().len());
-    assert!(asked[0].abs_diff(asked[1]) <= 1, "both servers are asked in turn: {asked:?}");
+    assert!(asked.iter().all(|&asked| asked > 0), "both servers are asked: {asked:?}");
 }
 
 #[test]

@@ -1,7 +1,12 @@
 //! The built binary from the outside, on the tiny target.
 
+mod chaos;
 mod faults;
+mod gemma4;
 mod http;
+mod hub;
+mod hub_rows;
+mod inspect;
 mod kills;
 mod peers;
 mod process;
@@ -9,3 +14,9 @@ mod regenerate;
 mod serve;
 mod serve_limits;
 mod split;
+mod split_filters;
+mod split_inputs;
+mod split_mutations;
+mod strength;
+mod suites;
+mod suites_hub;

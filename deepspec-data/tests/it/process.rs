@@ -51,7 +51,12 @@ impl Ended {
 
 /// Runs the binary to its end.
 pub fn run<A: AsRef<str>>(args: &[A]) -> Ended {
-    let output = command(args).output().unwrap();
+    ended(command(args))
+}
+
+/// Runs a prepared command to its end.
+pub fn ended(mut command: Command) -> Ended {
+    let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     Ended { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }

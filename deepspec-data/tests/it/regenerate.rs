@@ -166,7 +166,7 @@ fn another_run_s_output_is_not_continued() {
     regenerate(&other, &output, &hot).fails_with(2, &["out.jsonl:1: id `1` is in none of the inputs"]);
     fs::remove_file(dir.path().join("out.jsonl.run.json")).unwrap();
     regenerate(&input, &output, &hot).fails_with(2, &["out.jsonl.run.json is missing"]);
-    regenerate(&input, &input, &hot).fails_with(2, &["also an input"]);
+    regenerate(&input, &input, &hot).fails_with(2, &["it would replace"]);
     regenerate(&dir.path().join("absent.jsonl"), &output, &hot).fails_with(2, &["absent.jsonl"]);
     regenerate(&input, &output, &["--embedded", &tiny, "--temperature", "9"])
         .fails_with(2, &["`temperature`: 9"]);

@@ -1,30 +1,32 @@
-//! `split` on files of both kinds, good and bad.
+//! `split` on JSON Lines: every row lands somewhere, and says where.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::Path;
-use std::sync::Arc;
 
-use arrow::array::{ArrayRef, ListBuilder, RecordBatch, StringArray, StringBuilder, StructBuilder};
-use arrow::datatypes::{DataType, Field};
-use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 
 use crate::process::{Ended, lines, rows, run, text};
 
 /// A conversation of two turns.
-fn good(index: usize) -> Value {
+pub fn good(index: usize) -> Value {
     json!({"conversations": [
         {"from": "system", "value": "be brief"}, {"from": "human", "value": format!("question {index}")},
         {"from": "gpt", "value": "answer"}, {"from": "human", "value": "and then?"}, {"from": "bing", "value": "more"},
     ], "source": "test"})
 }
 
-fn split(dataset: &Path, more: &[&str]) -> Ended {
+/// Splits a dataset into `train.jsonl` and `eval.jsonl` beside it.
+pub fn split(dataset: &Path, more: &[&str]) -> Ended {
     let dir = dataset.parent().unwrap();
     let (train, eval) = (text(&dir.join("train.jsonl")), text(&dir.join("eval.jsonl")));
     let dataset = text(dataset);
     let args = ["split", "--dataset", &dataset, "--train-output", &train, "--eval-output", &eval];
     run(&[&args, more].concat())
+}
+
+/// What stands in `train.jsonl`'s report.
+pub fn report(dir: &Path) -> Value {
+    serde_json::from_slice(&fs::read(dir.join("train.jsonl.report.json")).unwrap()).unwrap()
 }
 
 #[test]
@@ -92,6 +94,11 @@ fn bad_rows_are_recorded_and_the_others_kept() {
             .contains(&format!("{}:3: the conversation starts with an assistant message", dataset.display()))
     );
     assert_eq!(rows(&dir.path().join("train.jsonl")).len(), 2);
+    let report = report(dir.path());
+    assert_eq!(report["total"]["rejected"], 6);
+    let reasons = json!({"not_a_json_object": 2, "does_not_start_with_user": 1, "empty_message": 1,
+        "id_used_before": 1, "malformed_id": 1});
+    assert_eq!(report["sources"][0]["rejected_by_reason"], reasons);
     let rejected = rows(&dir.path().join("train.jsonl.rejected.jsonl"));
     let found: Vec<(u64, &str)> =
         rejected.iter().map(|row| (row["line"].as_u64().unwrap(), row["reason"].as_str().unwrap())).collect();
@@ -114,67 +121,17 @@ fn bad_rows_are_recorded_and_the_others_kept() {
     assert!(ended.stderr.contains("none of the 3 rows is usable"), "{ended:?}");
 }
 
-/// A parquet file of `list<struct<…>>` conversations, as the hub has them.
-fn parquet(path: &Path, column: &str, fields: [&str; 2], data: &[&[(&str, &str)]]) {
-    let schema: Vec<Field> = fields.iter().map(|name| Field::new(*name, DataType::Utf8, true)).collect();
-    let mut list = ListBuilder::new(StructBuilder::from_fields(schema, 0));
-    for messages in data {
-        for (speaker, said) in *messages {
-            let message = list.values();
-            message.field_builder::<StringBuilder>(0).unwrap().append_value(speaker);
-            message.field_builder::<StringBuilder>(1).unwrap().append_value(said);
-            message.append(true);
-        }
-        list.append(true);
-    }
-    let sources: ArrayRef =
-        Arc::new(StringArray::from_iter((0..data.len()).map(|i| (i > 0).then_some("web"))));
-    let columns = [(column, Arc::new(list.finish()) as ArrayRef), ("source", sources)];
-    let batch = RecordBatch::try_from_iter(
-        columns.map(|(name, array)| (name.to_string(), array, true)).map(|(n, a, _)| (n, a)),
-    )
-    .unwrap();
-    let mut writer = ArrowWriter::try_new(File::create(path).unwrap(), batch.schema(), None).unwrap();
-    writer.write(&batch).unwrap();
-    writer.close().unwrap();
-}
-
-#[test]
-fn parquet_of_both_shapes_is_read() {
-    let dir = tempfile::tempdir().unwrap();
-    let dataset = dir.path().join("data.parquet");
-    let data: [&[(&str, &str)]; 3] =
-        [&[("human", "hi"), ("gpt", "ho")], &[("gpt", "ho")], &[("human", "ça va?")]];
-    parquet(&dataset, "conversations", ["from", "value"], &data);
-    let ended = split(&dataset, &["--test-size", "0"]);
-    assert_eq!(ended.code, Some(1), "{ended:?}");
-    assert!(ended.stderr.contains("data.parquet:2: "), "{ended:?}");
-    let train = rows(&dir.path().join("train.jsonl"));
-    assert_eq!(
-        Value::Object(train[0].clone()).to_string(),
-        r#"{"id":0,"conversations":[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]}"#
-    );
-    assert_eq!(
-        Value::Object(train[1].clone()).to_string(),
-        r#"{"id":2,"conversations":[{"role":"user","content":"ça va?"}],"source":"web"}"#
-    );
-
-    parquet(&dataset, "messages", ["role", "content"], &[&[("user", "hi"), ("tool", "x")]]);
-    assert_eq!(split(&dataset, &["--test-size", "0", "--overwrite"]).code, Some(0));
-    let train = rows(&dir.path().join("train.jsonl"));
-    assert_eq!(
-        Value::Object(train[0].clone()).to_string(),
-        r#"{"id":0,"conversations":[{"role":"user","content":"hi"}]}"#
-    );
-}
-
 #[test]
 fn mistakes_are_one_line() {
     let dir = tempfile::tempdir().unwrap();
     let dataset = lines(dir.path(), "data.jsonl", &[good(0).to_string()]);
     split(&dir.path().join("absent.jsonl"), &[]).fails_with(2, &["absent.jsonl", "no such file"]);
-    let hub = ["split", "--dataset", "owner/name", "--train-output", "a", "--eval-output", "b"];
-    run(&hub).fails_with(2, &["owner/name", "hub is not there yet", "FILE.parquet"]);
+    split(&dataset, &["--revision", "main"]).fails_with(2, &["revision", "dataset of the hub"]);
+    let ended = split(&dataset, &["--role", "gpt=bot"]);
+    assert!(ended.code == Some(2) && ended.stderr.contains("unknown role `bot` (known: system"), "{ended:?}");
+    split(&dataset, &["--decontaminate", "absent.jsonl"]).fails_with(2, &["absent.jsonl", "no such file"]);
+    let empty = lines(dir.path(), "empty.jsonl", &[]);
+    split(&empty, &[]).fails_with(1, &["empty.jsonl", "no rows"]);
     split(&dataset, &["--test-size", "1.5"]).fails_with(2, &["--test-size 1.5"]);
     let broken = lines(dir.path(), "broken.parquet", &["PAR1".into()]);
     split(&broken, &[]).fails_with(1, &["broken.parquet", "not a readable parquet file"]);
@@ -182,5 +139,78 @@ fn mistakes_are_one_line() {
     let eval = text(&dir.path().join("eval.jsonl"));
     run(&["split", "--dataset", &itself, "--train-output", &itself, "--eval-output", &eval])
         .fails_with(2, &["the dataset itself"]);
+    split(&dataset, &["--test-size", "0.05"])
+        .fails_with(2, &["data.jsonl", "too small for --test-size 0.05"]);
     assert!(!dir.path().join("train.jsonl").exists());
+}
+
+#[test]
+fn outputs_have_places_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let dataset = lines(dir.path(), "data.jsonl", &[good(0).to_string(), good(1).to_string()]);
+    let suite = lines(dir.path(), "suite.jsonl", &[json!({"turns": ["x"]}).to_string()]);
+    std::fs::create_dir(dir.path().join("sub")).unwrap();
+    let (dataset, suite) = (text(&dataset), text(&suite));
+    let path = |name: &str| format!("{}/{name}", dir.path().display());
+    let refuses = |train: &str, eval: &str, words: &[&str]| {
+        let (train, eval) = (path(train), path(eval));
+        let args = ["split", "--dataset", &dataset, "--train-output", &train, "--eval-output", &eval];
+        run(&[&args[..], &["--overwrite", "--decontaminate", &suite]].concat()).fails_with(2, words);
+    };
+    refuses("x.jsonl", "./x.jsonl", &["the same file"]);
+    refuses("x.jsonl", "sub/../x.jsonl", &["the same file"]);
+    refuses("new/x.jsonl", "new/./x.jsonl", &["the same file"]);
+    refuses("x.jsonl", "x.jsonl.report.json", &["--eval-output", "report.json is written"]);
+    refuses("x.jsonl", "sub/../x.jsonl.rejected.jsonl", &["--eval-output", "rejected.jsonl is written"]);
+    refuses("x.jsonl", "x.jsonl.partial", &["--eval-output", "x.jsonl is written"]);
+    refuses("x.jsonl", "suite.jsonl", &["--eval-output", "--decontaminate"]);
+    refuses("sub/../suite.jsonl", "x.jsonl", &["--train-output", "--decontaminate"]);
+    refuses("x.jsonl", "sub/../data.jsonl", &["--eval-output", "the dataset itself"]);
+    refuses("sub", "x.jsonl", &["--train-output", "is a folder"]);
+    refuses("x.jsonl", "new/", &["--eval-output", "is a folder"]);
+    refuses("x.jsonl.gz", "y.jsonl", &["--train-output", "without .gz"]);
+    refuses("x.jsonl", "y.jsonl.ZST", &["--eval-output", "without .ZST"]);
+    let mut left: Vec<_> =
+        fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["data.jsonl", "sub", "suite.jsonl"]);
+}
+
+#[test]
+fn ids_are_unique_however_they_are_given() {
+    let dir = tempfile::tempdir().unwrap();
+    let row = |id: Value| match id {
+        Value::Null => json!({"messages": [{"role": "user", "content": "hi"}]}).to_string(),
+        id => json!({"id": id, "messages": [{"role": "user", "content": "hi"}]}).to_string(),
+    };
+    // Rows without an id are called by their place: 0, 1, 3 and 5; the last row that brings one takes what is taken.
+    let ids =
+        [json!(null), json!(null), json!("5"), json!(null), json!(1), json!(null), json!("a"), json!(3)];
+    let dataset = lines(dir.path(), "data.jsonl", &ids.map(row));
+    let ended = split(&dataset, &["--test-size", "0"]);
+    assert_eq!(ended.stdout, "8 rows = 5 train + 0 eval + 0 not drawn + 3 rejected\n");
+    let kept: Vec<Value> =
+        rows(&dir.path().join("train.jsonl")).iter().map(|row| row["id"].clone()).collect();
+    assert_eq!(kept, [json!(0), json!(1), json!("5"), json!(3), json!("a")]);
+    for line in ["data.jsonl:5: id `1`", "data.jsonl:6: id `5`", "data.jsonl:8: id `3`"] {
+        assert!(ended.stderr.contains(line), "{ended:?}");
+    }
+}
+
+/// A row that turns out to be unusable must not change what the others become.
+#[test]
+fn one_pass_and_two_give_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut data: Vec<String> = (0..5000).map(|index| good(index).to_string()).collect();
+    let clean = lines(dir.path(), "clean.jsonl", &data);
+    assert_eq!(split(&clean, &["--sample-size", "1000"]).code, Some(0));
+    let outputs = ["train.jsonl", "eval.jsonl"].map(|name| fs::read(dir.path().join(name)).unwrap());
+    // At the end, so that the places of the others stay.
+    data.push("[]".into());
+    let dataset = lines(dir.path(), "unclean.jsonl", &data);
+    let ended = split(&dataset, &["--sample-size", "1000", "--overwrite"]);
+    assert_eq!(ended.stdout, "5001 rows = 950 train + 50 eval + 4000 not drawn + 1 rejected\n");
+    assert_eq!(outputs, ["train.jsonl", "eval.jsonl"].map(|name| fs::read(dir.path().join(name)).unwrap()));
+    let left = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    assert!(left.into_iter().all(|name| !name.to_string_lossy().ends_with(".partial")));
 }

@@ -6,15 +6,19 @@ mod outputs;
 mod prompts;
 mod report;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use anyhow::Context;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use deepspec_core::cli::Verbosity;
+use deepspec_core::suite::Domain;
 use deepspec_core::{atomic, usage};
 use deepspec_decode::{Completion, Tally};
+use deepspec_hub::{HubError, model_dir};
 use deepspec_text::ChatTokenizer;
 
 use crate::results::{self, Baseline, Metrics, Results, Settings, SuiteResult, Turns};
-use crate::suites::{self, Domain};
+use crate::suites::Folder;
 use decode::Pass;
 use models::Models;
 use prompts::{Asking, Prepared};
@@ -22,10 +26,10 @@ use prompts::{Asking, Prepared};
 /// What to decode with what, and how.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder of the Hugging Face model whose answers are generated
+    /// Folder or hub id (owner/name, owner/name@revision) of the Hugging Face model whose answers are generated
     #[arg(long, value_name = "M")]
-    target: PathBuf,
-    /// Folder of a drafter checkpoint, or `none` for plain decoding
+    target: String,
+    /// Folder or hub id of a drafter checkpoint, or `none` for plain decoding
     #[arg(long, value_name = "D")]
     draft: String,
     /// Suite to score; may be repeated, and adds to --domain
@@ -33,7 +37,7 @@ pub struct Args {
     suites: Vec<String>,
     /// Score the suites of a domain: the published ones that are there, else the smoke suite; may be repeated.
     /// Without --suite and --domain it is all domains
-    #[arg(long = "domain", value_name = "DOMAIN")]
+    #[arg(long = "domain", value_name = "DOMAIN", value_parser = domain_parser())]
     domains: Vec<Domain>,
     /// Folder of the suites' files
     #[arg(long, value_name = "DIR", default_value = "eval_datasets")]
@@ -101,22 +105,28 @@ enum Dtype {
     Bfloat16,
 }
 
+/// Reads a domain's name, and lets the help text show them all.
+fn domain_parser() -> impl TypedValueParser<Value = Domain> {
+    PossibleValuesParser::new(Domain::ALL.map(Domain::name)).try_map(|name| name.parse::<Domain>())
+}
+
 impl Args {
-    /// The drafter's folder, if there is one.
-    fn draft_dir(&self) -> Option<&Path> {
-        (self.draft != "none").then(|| Path::new(&self.draft))
+    /// The drafter, if there is one.
+    fn draft(&self) -> Option<&str> {
+        (self.draft != "none").then_some(self.draft.as_str())
+    }
+
+    /// The folders of target and drafter, fetched where they are hub ids.
+    fn dirs(&self, verbosity: Verbosity) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
+        let fetch = |flag: &'static str, model: &str| {
+            model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
+        };
+        let target = fetch("--target", &self.target)?;
+        Ok((target, self.draft().map(|draft| fetch("--draft", draft)).transpose()?))
     }
 
     /// Checks what can be checked before anything is read.
     fn check(&self) -> anyhow::Result<()> {
-        for (flag, dir) in [("--target", Some(self.target.as_path())), ("--draft", self.draft_dir())] {
-            if let Some(dir) = dir.filter(|dir| !dir.is_dir()) {
-                usage!(
-                    "{flag}: the folder {} does not exist; models are read from local folders",
-                    dir.display()
-                );
-            }
-        }
         let counts = [
             ("--limit", self.limit),
             ("--max-new-tokens", Some(self.max_new_tokens)),
@@ -134,8 +144,7 @@ impl Args {
         {
             usage!("--confidence-threshold must be between 0 and 1, not {threshold}");
         }
-        if self.draft_dir().is_none()
-            && (self.confidence_threshold.is_some() || self.max_draft_tokens.is_some())
+        if self.draft().is_none() && (self.confidence_threshold.is_some() || self.max_draft_tokens.is_some())
         {
             usage!("--confidence-threshold and --max-draft-tokens need a drafter, but --draft is none");
         }
@@ -153,9 +162,10 @@ impl Args {
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
     let place = models::place(&args.device, args.dtype)?;
-    let tokenizer = ChatTokenizer::load(&args.target)?;
-    let stop_ids = deepspec_models::stop_ids(&args.target, tokenizer.eos_token_id())?;
-    let context = models::context(&args.target, &tokenizer)?;
+    let (target, draft) = args.dirs(verbosity)?;
+    let tokenizer = ChatTokenizer::load(&target)?;
+    let stop_ids = deepspec_models::stop_ids(&target, tokenizer.eos_token_id())?;
+    let context = models::context(&target, &tokenizer)?;
     let settings = Settings {
         seed: args.seed,
         temperature: args.temperature,
@@ -173,14 +183,15 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     let asking = Asking { tokenizer: &tokenizer, settings: &settings, stop_ids: &stop_ids, context };
     let mut suites = vec![];
-    for suite in suites::select(&args.suites_dir, &args.suites, &args.domains)? {
-        suites.push(asking.prepare(suites::load(suite, &args.suites_dir, args.seed, args.limit)?)?);
+    let folder = Folder::open(&args.suites_dir)?;
+    for suite in folder.select(&args.suites, &args.domains)? {
+        suites.push(asking.prepare(folder.load(suite, args.seed, args.limit)?)?);
     }
     atomic::create_dir(&args.output_dir)?;
 
-    let models = Models { target: &args.target, place, context, settings: &settings };
-    let (drafted, drafter) = models.decode(args.draft_dir(), &suites, verbosity)?;
-    let plain = match args.draft_dir() {
+    let models = Models { target: &target, place, context, settings: &settings };
+    let (drafted, drafter) = models.decode(draft.as_deref(), &suites, verbosity)?;
+    let plain = match draft.as_deref() {
         Some(_) if !args.no_baseline => Some(models.decode(None, &suites, verbosity)?.0),
         _ => None,
     };
@@ -193,7 +204,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         .zip(&drafted)
         .zip(plain)
         .map(|((suite, pass), plain)| score(suite, pass, plain, block_size));
-    let identity = models::target_identity(&args.target, &tokenizer, stop_ids.clone())?;
+    let identity = models::target_identity(&target, &tokenizer, stop_ids.clone())?;
     let results = Results::new(settings.clone(), identity, drafter, scored.collect());
     outputs::write(&args.output_dir, &tokenizer, &suites, &drafted, &results)?;
     let text = if args.json { results.to_json()? } else { report::render(&results) };
@@ -209,7 +220,7 @@ fn score(suite: &Prepared, pass: &Pass, plain: Option<&Pass>, block_size: usize)
     let counts = tally(&pass.completions);
     let baseline = plain.map(|plain| Baseline::new(tally(&plain.completions).output_tokens, plain.timing));
     SuiteResult {
-        name: suite.rows.suite.name.into(),
+        name: suite.rows.suite.name.to_string(),
         domain: suite.rows.suite.domain,
         file: suite.rows.path.display().to_string(),
         file_digest: suite.rows.digest.clone(),

@@ -70,7 +70,7 @@ fn answers<'a>(
     for (suite, pass) in suites.iter().zip(passes) {
         for (id, completion) in suite.ids.iter().zip(&pass.completions) {
             answers.push(Answer {
-                suite: suite.rows.suite.name,
+                suite: &suite.rows.suite.name,
                 id,
                 text: tokenizer.decode(&completion.tokens, true)?,
                 tokens: completion.tokens.len(),
@@ -128,7 +128,7 @@ fn traces(schema: &Arc<Schema>, suite: &Prepared, pass: &Pass) -> Result<RecordB
     let confidences =
         ListArray::try_new(element.clone(), lengths, Arc::new(Float32Array::from_iter_values(values)), None)?;
     let columns: Vec<ArrayRef> = vec![
-        Arc::new(StringArray::from_iter_values(rows.iter().map(|_| suite.rows.suite.name))),
+        Arc::new(StringArray::from_iter_values(rows.iter().map(|_| &suite.rows.suite.name))),
         Arc::new(StringArray::from_iter_values(rows.iter().map(|(id, _, _)| *id))),
         Arc::new(Int32Array::from_iter_values(rows.iter().map(|(_, index, _)| *index as i32))),
         counts(|cycle| cycle.proposed),

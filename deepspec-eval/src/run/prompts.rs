@@ -40,7 +40,7 @@ impl Asking<'_> {
     /// If the template refuses a prompt, or no prompt fits.
     pub fn prepare(&self, rows: Rows) -> anyhow::Result<Prepared> {
         let (mut ids, mut requests, mut skipped, mut shortened) = (vec![], vec![], vec![], 0);
-        let name = rows.suite.name;
+        let name = rows.suite.name.as_ref();
         for sample in &rows.samples {
             let prompt = self.prompt(sample)?;
             let room = self.context.saturating_sub(prompt.len());

@@ -83,11 +83,11 @@ pub fn drafter_config() -> BlockConfig {
         block_size: 5,
         mask_token_id: target.vocab_size - 1,
         target_layer_ids: vec![-1, 2, 5],
-        num_target_layers: target.num_hidden_layers,
+        num_target_layers: target.layers.len(),
         num_anchors: 16,
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
         confidence: Some(Confidence { with_markov: true }),
-        model: ModelConfig { num_hidden_layers: 1, ..target },
+        model: target.block_decoder(1).unwrap(),
     }
 }
 

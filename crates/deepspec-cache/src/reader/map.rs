@@ -11,7 +11,7 @@ use memmap2::Mmap;
 use crate::error::CacheError;
 use crate::layout::Layout;
 use crate::manifest::ShardEntry;
-use crate::shard::{self, Geometry};
+use crate::shard::{self, Geometry, Parts, Rows};
 
 /// Characters of a wrong header that a message shows.
 const SHOWN: usize = 200;
@@ -57,14 +57,15 @@ impl MappedShard {
         &self.map
     }
 
-    /// Taps of `rows` tokens from `first` on; empty past the end, which the samples' table has ruled out.
-    pub fn taps(&self, first: u64, rows: u64) -> &[u8] {
-        self.slice(self.geometry.taps(first, rows))
-    }
-
-    /// `rows` last states from `first` on; empty past the end, which the samples' table has ruled out.
-    pub fn last(&self, first: u64, rows: u64) -> &[u8] {
-        self.slice(self.geometry.last(first, rows))
+    /// The stored bytes of a sample; empty past the end, which the samples' table has ruled out.
+    pub fn sample(&self, rows: Rows) -> Parts<&[u8]> {
+        let Parts { taps, last, taps_scale, last_scale } = self.geometry.sample(rows);
+        Parts {
+            taps: self.slice(taps),
+            last: self.slice(last),
+            taps_scale: self.slice(taps_scale),
+            last_scale: self.slice(last_scale),
+        }
     }
 
     fn slice(&self, range: Range<u64>) -> &[u8] {

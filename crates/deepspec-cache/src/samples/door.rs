@@ -6,6 +6,7 @@ use crate::error::CacheError;
 use crate::identity::Identity;
 use crate::manifest::Manifest;
 use crate::plan::{bad_span, outside, supervised};
+use crate::shard::Rows;
 
 /// What a row says about itself; all of it follows from the rows before, the token ids and the spans.
 pub(super) struct Claim {
@@ -24,6 +25,18 @@ pub(crate) struct Place {
     pub first_last_row: u64,
     pub length: u32,
     pub last_rows: u64,
+}
+
+impl Place {
+    /// Its rows within the shard.
+    pub fn rows(&self) -> Rows {
+        Rows {
+            first: self.first_row,
+            count: self.length.into(),
+            first_last: self.first_last_row,
+            last_count: self.last_rows,
+        }
+    }
 }
 
 /// Recomputes where each row must lie, so that nothing read later depends on a number that the file merely claims.

@@ -1,6 +1,6 @@
 //! What the types of a recipe cannot rule out.
 
-use super::{DrafterRecipe, Recipe};
+use super::{DataRecipe, DrafterRecipe, Recipe, States, TemplateRecipe};
 
 impl Recipe {
     /// Checks values against their ranges and each other; the error is a key and what is wrong with it.
@@ -43,6 +43,10 @@ impl Recipe {
                 "expected at least one layer, strictly increasing, `embedding` first".into(),
             ));
         }
+        if let TemplateRecipe::Entry(entry) = &self.data.chat_template {
+            entry.check()?;
+        }
+        self.data.check()?;
         let block = self.drafter.block();
         if matches!(self.drafter, DrafterRecipe::Dflash(_))
             && (block.markov.is_some() || block.confidence.is_some())
@@ -76,6 +80,27 @@ impl Recipe {
             return Err(("drafter.loss", "ce_alpha and l1_alpha must be numbers from 0".into()));
         }
         Ok(())
+    }
+}
+
+impl DataRecipe {
+    /// Conversations and their target belong to states that are computed while training, and to no others.
+    fn check(&self) -> Result<(), (&'static str, String)> {
+        match (&self.states, self.input.is_empty(), &self.target_device) {
+            (States::Cache(_), false, _) => Err((
+                "data.input",
+                "a cache has its samples in it already; leave the files out, or take data.states: online".into(),
+            )),
+            (States::Cache(_), true, Some(_)) => Err((
+                "data.target_device",
+                "no target runs where the states come from a cache; leave it out".into(),
+            )),
+            (States::Online | States::Hybrid(_), true, _) => Err((
+                "data.input",
+                "states that are computed while training need the conversations: a list of JSONL files, such as [answers.jsonl]".into(),
+            )),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -126,8 +151,17 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         wrong("target.layer_ids=[3, 1]", "strictly increasing");
         wrong("target.layer_ids=[-1]", "expected an integer from 0, or embedding");
         wrong("data.states=disk", "cache");
+        wrong("data.states=online", "`data.input`: states that are computed while training need");
+        wrong("data.states={hybrid: a}", "`data.input`");
+        wrong("data.input=[a.jsonl]", "`data.input`: a cache has its samples in it already");
+        wrong("data.input=a.jsonl", "`data.input`");
+        wrong("data.target_device=cpu", "`data.target_device`");
         wrong("drafter.dspark.markov.rank=0", "leave `markov` out");
         wrong("name=a/b", "cannot name a folder");
+        let entry = "data.chat_template={name: a, assistant_header: '', end_of_turn: x}";
+        wrong(entry, "`data.chat_template.assistant_header`: must not be empty");
+        wrong("data.chat_template={nam: a}", "did you mean `name`?");
+        wrong("data.chat_template=/nowhere/a.yaml", "/nowhere/a.yaml");
         let dflash = MINIMAL.replace("dspark:", "dflash:");
         assert!(read(&dflash, &[]).unwrap_err().contains("use `dspark`"));
     }

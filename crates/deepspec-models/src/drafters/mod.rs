@@ -34,7 +34,7 @@ impl Drafter {
     /// If the folder is no drafter checkpoint of a known kind, or its tensors do not fit its config.
     pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
         let (path, map) = read_json(dir)?;
-        let fields = Fields { path: &path, map: &map };
+        let fields = Fields::new(&path, &map);
         let architecture =
             map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
         match architecture {

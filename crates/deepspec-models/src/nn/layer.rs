@@ -1,9 +1,10 @@
-//! One decoder layer of the Qwen3 kind: grouped-query attention with normed queries and keys, gated MLP, pre-norms.
+//! One decoder layer: grouped-query attention with normed queries and keys, and a gated MLP; the rest is in its [`LayerSpec`].
 
 use tch::{Device, Tensor};
 
+use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
 use super::{Builder, Init, Rotation};
-use crate::{ModelConfig, ModelError};
+use crate::ModelError;
 
 /// `y = x Wᵀ (+ b)`.
 pub struct Linear {
@@ -67,29 +68,6 @@ impl RmsNorm {
     }
 }
 
-/// Numbers of heads and their width.
-#[derive(Debug, Clone, Copy)]
-pub struct Heads {
-    /// H, query heads.
-    pub query: i64,
-    /// G, key/value heads.
-    pub key_value: i64,
-    /// D.
-    pub dim: i64,
-}
-
-impl Heads {
-    /// Query heads per key/value head.
-    pub fn repeats(&self) -> i64 {
-        self.query / self.key_value
-    }
-
-    /// Factor on the attention scores.
-    pub fn scale(&self) -> f64 {
-        (self.dim as f64).powf(-0.5)
-    }
-}
-
 /// Projected, normed and rotated: `q [N, H, D]`, `k [N, G, D]`, and `v [N, G, D]`.
 pub struct Qkv {
     /// Queries.
@@ -104,24 +82,31 @@ pub struct Qkv {
 pub struct Attention {
     q_proj: Linear,
     k_proj: Linear,
-    v_proj: Linear,
+    v_proj: Option<Linear>,
     o_proj: Linear,
     q_norm: RmsNorm,
     k_norm: RmsNorm,
+    /// ε of the values' norm, where they are normed.
+    v_norm: Option<f64>,
     heads: Heads,
 }
 
 impl Attention {
-    fn new(b: &Builder, name: &str, c: &ModelConfig) -> Result<Self, ModelError> {
-        let heads = c.heads();
-        let (d, wide, narrow) = (c.hidden_size, heads.query * heads.dim, heads.key_value * heads.dim);
+    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
+        let (d, heads) = (spec.hidden_size, spec.attention.heads);
+        let (wide, narrow) = (heads.query * heads.dim, heads.key_value * heads.dim);
+        let v_proj = match spec.value {
+            Value::Projected | Value::Normed => Some(Linear::new(b, &format!("{name}.v_proj"), d, narrow)?),
+            Value::SharesKey => None,
+        };
         Ok(Self {
             q_proj: Linear::new(b, &format!("{name}.q_proj"), d, wide)?,
             k_proj: Linear::new(b, &format!("{name}.k_proj"), d, narrow)?,
-            v_proj: Linear::new(b, &format!("{name}.v_proj"), d, narrow)?,
+            v_proj,
             o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d)?,
-            q_norm: RmsNorm::new(b, &format!("{name}.q_norm"), heads.dim, c.rms_norm_eps)?,
-            k_norm: RmsNorm::new(b, &format!("{name}.k_norm"), heads.dim, c.rms_norm_eps)?,
+            q_norm: RmsNorm::new(b, &format!("{name}.q_norm"), heads.dim, spec.eps)?,
+            k_norm: RmsNorm::new(b, &format!("{name}.k_norm"), heads.dim, spec.eps)?,
+            v_norm: (spec.value != Value::Projected).then_some(spec.eps),
             heads,
         })
     }
@@ -136,67 +121,102 @@ impl Attention {
 
     /// Keys and values alone.
     pub fn project_context(&self, x: &Tensor, rotation: &Rotation) -> (Tensor, Tensor) {
-        let heads = self.heads;
-        let k = self.k_norm.forward(&self.k_proj.forward(x).view([-1, heads.key_value, heads.dim]));
-        (rotation.rotate(&k), self.v_proj.forward(x).view([-1, heads.key_value, heads.dim]))
+        let shape = [-1, self.heads.key_value, self.heads.dim];
+        let k = self.k_proj.forward(x).view(shape);
+        let v =
+            self.v_proj.as_ref().map_or_else(|| k.shallow_clone(), |v_proj| v_proj.forward(x).view(shape));
+        let v = match self.v_norm {
+            Some(eps) => v.rms_norm([self.heads.dim], None::<Tensor>, eps),
+            None => v,
+        };
+        (rotation.rotate(&self.k_norm.forward(&k)), v)
     }
 }
 
-/// The gated MLP `down(silu(gate(x)) ⊙ up(x))`.
+/// The gated MLP `down(act(gate(x)) ⊙ up(x))`.
 pub struct Mlp {
     gate_proj: Linear,
     up_proj: Linear,
     down_proj: Linear,
+    activation: Activation,
 }
 
 impl Mlp {
-    fn new(b: &Builder, name: &str, c: &ModelConfig) -> Result<Self, ModelError> {
+    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
+        let (d, inner) = (spec.hidden_size, spec.intermediate_size);
         Ok(Self {
-            gate_proj: Linear::new(b, &format!("{name}.gate_proj"), c.hidden_size, c.intermediate_size)?,
-            up_proj: Linear::new(b, &format!("{name}.up_proj"), c.hidden_size, c.intermediate_size)?,
-            down_proj: Linear::new(b, &format!("{name}.down_proj"), c.intermediate_size, c.hidden_size)?,
+            gate_proj: Linear::new(b, &format!("{name}.gate_proj"), d, inner)?,
+            up_proj: Linear::new(b, &format!("{name}.up_proj"), d, inner)?,
+            down_proj: Linear::new(b, &format!("{name}.down_proj"), inner, d)?,
+            activation: spec.activation,
         })
     }
 
     fn forward(&self, x: &Tensor) -> Tensor {
-        self.down_proj.forward(&(self.gate_proj.forward(x).silu() * self.up_proj.forward(x)))
+        let gate = self.gate_proj.forward(x);
+        let gate = match self.activation {
+            Activation::Silu => gate.silu(),
+            Activation::GeluTanh => gate.gelu("tanh"),
+        };
+        self.down_proj.forward(&(gate * self.up_proj.forward(x)))
     }
 }
 
-/// Attention and MLP, each behind a norm and beside a residual.
+/// The norms before and, in a sandwich, after one half of a layer.
+struct Wrap {
+    before: RmsNorm,
+    after: Option<RmsNorm>,
+}
+
+/// Attention and MLP, each between its norms and beside a residual.
 pub struct DecoderLayer {
     /// The attention projections.
     pub attention: Attention,
     mlp: Mlp,
-    input_layernorm: RmsNorm,
-    post_attention_layernorm: RmsNorm,
+    attention_norms: Wrap,
+    mlp_norms: Wrap,
+    /// `[1]`, on the layer's output.
+    layer_scalar: Option<Tensor>,
 }
 
 impl DecoderLayer {
     /// The layer `name` (`model.layers.3`, `layers.0`).
-    pub fn new(b: &Builder, name: &str, c: &ModelConfig) -> Result<Self, ModelError> {
-        Ok(Self {
-            attention: Attention::new(b, &format!("{name}.self_attn"), c)?,
-            mlp: Mlp::new(b, &format!("{name}.mlp"), c)?,
-            input_layernorm: RmsNorm::new(
-                b,
-                &format!("{name}.input_layernorm"),
-                c.hidden_size,
-                c.rms_norm_eps,
-            )?,
-            post_attention_layernorm: RmsNorm::new(
-                b,
-                &format!("{name}.post_attention_layernorm"),
-                c.hidden_size,
-                c.rms_norm_eps,
-            )?,
-        })
+    pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
+        let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), spec.hidden_size, spec.eps);
+        let attention = Attention::new(b, &format!("{name}.self_attn"), spec)?;
+        let mlp = Mlp::new(b, &format!("{name}.mlp"), spec)?;
+        let before = norm("input_layernorm")?;
+        // What stands before the MLP in one layout stands after the attention in the other, under the same name.
+        let post_attention = norm("post_attention_layernorm")?;
+        let (attention_norms, mlp_norms) = match spec.norms {
+            Norms::Pre => (Wrap { before, after: None }, Wrap { before: post_attention, after: None }),
+            Norms::Sandwich => (
+                Wrap { before, after: Some(post_attention) },
+                Wrap {
+                    before: norm("pre_feedforward_layernorm")?,
+                    after: Some(norm("post_feedforward_layernorm")?),
+                },
+            ),
+        };
+        let scalar = || b.get(&format!("{name}.layer_scalar"), &[1], Init::Ones);
+        let layer_scalar = spec.scaled.then(scalar).transpose()?;
+        Ok(Self { attention, mlp, attention_norms, mlp_norms, layer_scalar })
     }
 
     /// `x [N, d] -> [N, d]`; `attend` turns queries, keys and values into `[N, H·D]`.
     pub fn forward(&self, x: &Tensor, rotation: &Rotation, attend: impl FnOnce(&Qkv) -> Tensor) -> Tensor {
-        let qkv = self.attention.project(&self.input_layernorm.forward(x), rotation);
-        let x = x + self.attention.o_proj.forward(&attend(&qkv));
-        &x + self.mlp.forward(&self.post_attention_layernorm.forward(&x))
+        let attention =
+            |x: &Tensor| self.attention.o_proj.forward(&attend(&self.attention.project(x, rotation)));
+        let x = self.attention_norms.around(x, attention);
+        let x = self.mlp_norms.around(&x, |x| self.mlp.forward(x));
+        self.layer_scalar.as_ref().map_or_else(|| x.shallow_clone(), |scalar| &x * scalar)
+    }
+}
+
+impl Wrap {
+    /// `x + after(f(before(x)))`.
+    fn around(&self, x: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Tensor {
+        let y = f(&self.before.forward(x));
+        x + self.after.as_ref().map_or_else(|| y.shallow_clone(), |norm| norm.forward(&y))
     }
 }

@@ -3,7 +3,11 @@
 mod builder;
 mod layer;
 mod rope;
+mod spec;
+mod vocabulary;
 
 pub use builder::{Builder, Init};
-pub use layer::{DecoderLayer, Heads, Linear, Qkv, RmsNorm, linear};
+pub use layer::{DecoderLayer, Linear, Qkv, RmsNorm, linear};
 pub use rope::{Rope, Rotation};
+pub use spec::{Activation, AttentionSpec, Heads, LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
+pub use vocabulary::Vocabulary;

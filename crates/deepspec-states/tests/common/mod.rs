@@ -5,6 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use deepspec_core::cli::Verbosity;
 use deepspec_core::config;
 use deepspec_core::recipe::Recipe;
 use deepspec_states::{Source, StatesError};
@@ -44,7 +45,7 @@ impl Bench {
     }
 
     pub fn source(&self, overrides: &[&str]) -> Result<Source, StatesError> {
-        Source::open(&self.recipe(overrides))
+        Source::open(&self.recipe(overrides), Verbosity::Quiet)
     }
 
     pub fn write(&self, name: &str, text: &str) -> PathBuf {

@@ -7,12 +7,12 @@ use deepspec_core::recipe::{Markov, MarkovKind};
 use serde_json::{Map, Value, json};
 
 use crate::ModelError;
-use crate::config::{Fields, ModelConfig, read_json};
+use crate::config::{Fields, MAX_LAYERS, ModelConfig, read_json};
+use crate::families::Family;
 use crate::target::check_taps;
 
 /// Sizes past these are mistakes; refused here, they cannot exhaust the memory.
 const MAX_BLOCK: usize = 1024;
-const MAX_LAYERS: usize = 1024;
 const MAX_RANK: i64 = 1 << 20;
 
 /// The confidence head.
@@ -49,9 +49,9 @@ impl BlockConfig {
     /// # Errors
     /// If a key is missing, of a wrong type, or contradicts another.
     pub fn load(dir: &Path) -> Result<Self, ModelError> {
-        let model = ModelConfig::load(dir)?;
         let (path, map) = read_json(dir)?;
-        let fields = Fields { path: &path, map: &map };
+        let model = ModelConfig::parse(&path, map.clone())?;
+        let fields = Fields::new(&path, &map);
         let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
         let rank = fields.typed_rank()?;
         let markov = match (rank, fields.text("markov_head_type")?.as_deref()) {
@@ -79,6 +79,10 @@ impl BlockConfig {
             markov,
             model,
         };
+        if config.model.family != Family::Qwen3 {
+            let problem = format!("block drafters built like {} are not supported", config.model.family);
+            return Err(fields.error("model_type", problem));
+        }
         config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
         Ok(config)
     }
@@ -90,7 +94,7 @@ impl BlockConfig {
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
         let limits = [
             ("block_size", self.block_size, MAX_BLOCK),
-            ("num_hidden_layers", self.model.num_hidden_layers, MAX_LAYERS),
+            ("num_hidden_layers", self.model.layers.len(), MAX_LAYERS),
         ];
         if let Some((key, found, most)) =
             limits.into_iter().find(|(_, found, most)| !(1..=*most).contains(found))
@@ -127,13 +131,17 @@ impl BlockConfig {
         let pairs = [
             ("vocab_size", self.model.vocab_size, target.vocab_size),
             ("hidden_size", self.model.hidden_size, target.hidden_size),
-            ("number of target layers", self.num_target_layers as i64, target.num_hidden_layers as i64),
+            ("number of target layers", self.num_target_layers as i64, target.layers.len() as i64),
         ];
-        let differences: Vec<String> = pairs
+        let mut differences: Vec<String> = pairs
             .iter()
             .filter(|(_, drafter, target)| drafter != target)
             .map(|(what, drafter, target)| format!("{what} {target}, the drafter was trained for {drafter}"))
             .collect();
+        if self.model.family != target.family {
+            let (target, drafter) = (target.family, self.model.family);
+            differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
+        }
         if differences.is_empty() {
             return Ok(());
         }
@@ -146,7 +154,7 @@ impl BlockConfig {
     /// The checkpoint's config.json: the target's with the drafter's keys on top.
     pub fn to_json(&self) -> Map<String, Value> {
         let mut map = self.model.raw.clone();
-        let layers = self.model.num_hidden_layers;
+        let layers = self.model.layers.len();
         map.insert("architectures".into(), json!(["Qwen3DSparkModel"]));
         map.insert("model_type".into(), json!("qwen3"));
         map.insert("num_hidden_layers".into(), json!(layers));

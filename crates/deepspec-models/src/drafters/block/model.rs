@@ -7,14 +7,15 @@ use tch::{Device, Kind, Tensor};
 use super::batch::{BlockBatch, SequenceSpan};
 use super::config::BlockConfig;
 use super::heads::{ConfidenceHead, MarkovHead};
-use crate::nn::{Builder, DecoderLayer, Heads, Linear, Qkv, RmsNorm, Rope, Rotation, linear};
+use crate::nn::{
+    AttentionSpec, Builder, DecoderLayer, Heads, Linear, Qkv, RmsNorm, Rope, Rotation, Vocabulary,
+};
 use crate::{ModelError, Weights};
 
 /// A DSpark or DFlash drafter.
 pub struct Block {
     config: BlockConfig,
-    embed_tokens: Tensor, // [V, d], frozen
-    lm_head: Tensor,      // [V, d], frozen
+    vocabulary: Vocabulary, // frozen
     fc: Linear,
     hidden_norm: RmsNorm,
     pub(super) layers: Vec<DecoderLayer>,
@@ -74,11 +75,16 @@ impl Block {
     ) -> Result<Self, ModelError> {
         let c = &config.model;
         let (device, width) = (embed_tokens.device(), config.target_layer_ids.len() as i64 * c.hidden_size);
+        // All draft layers are alike, and there is at least one.
+        let rope = Rope::new(&c.layers[0].rope, device);
         Ok(Self {
             fc: Linear::new(&b, "fc", width, c.hidden_size)?,
             hidden_norm: RmsNorm::new(&b, "hidden_norm", c.hidden_size, c.rms_norm_eps)?,
-            layers: (0..c.num_hidden_layers)
-                .map(|i| DecoderLayer::new(&b, &format!("layers.{i}"), c))
+            layers: c
+                .layers
+                .iter()
+                .enumerate()
+                .map(|(i, spec)| DecoderLayer::new(&b, &format!("layers.{i}"), spec))
                 .collect::<Result<_, _>>()?,
             norm: RmsNorm::new(&b, "norm", c.hidden_size, c.rms_norm_eps)?,
             markov: config
@@ -86,11 +92,10 @@ impl Block {
                 .map(|markov| MarkovHead::new(&b, markov, c.vocab_size, c.hidden_size))
                 .transpose()?,
             confidence: ConfidenceHead::new(&b, &config)?,
-            rope: Rope::new(c.rope_theta, c.head_dim, device),
+            vocabulary: Vocabulary::new(embed_tokens, lm_head, c.embed_scale, c.logit_softcap),
+            rope,
             parameters: b.into_named(),
             config,
-            embed_tokens,
-            lm_head,
             kind,
             device,
         })
@@ -108,7 +113,10 @@ impl Block {
 
     /// Everything a checkpoint holds: the parameters and the frozen embedding and head.
     pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
-        let frozen = [("embed_tokens.weight", &self.embed_tokens), ("lm_head.weight", &self.lm_head)];
+        let frozen = [
+            ("embed_tokens.weight", self.vocabulary.embed_tokens()),
+            ("lm_head.weight", self.vocabulary.lm_head()),
+        ];
         let frozen = frozen.into_iter().map(|(name, tensor)| (name.to_string(), tensor.shallow_clone()));
         self.parameters
             .iter()
@@ -127,8 +135,9 @@ impl Block {
         self.device
     }
 
-    pub(super) fn heads(&self) -> Heads {
-        self.config.model.heads()
+    /// What attends to what in every layer.
+    pub(super) fn attention(&self) -> AttentionSpec {
+        self.config.model.layers[0].attention
     }
 
     pub(super) fn rotation(&self, positions: &Tensor) -> Rotation {
@@ -142,7 +151,7 @@ impl Block {
 
     /// Token embeddings `[.., d]`.
     pub(super) fn embed(&self, tokens: &Tensor) -> Tensor {
-        Tensor::embedding(&self.embed_tokens, tokens, -1, false, false)
+        self.vocabulary.embed(tokens)
     }
 
     /// The state every head reads.
@@ -152,7 +161,7 @@ impl Block {
 
     /// Head without any bias, float32: `[.., d]` to `[.., V]`. Also gives the target's logits from its last hidden states.
     pub fn base_logits(&self, hidden: &Tensor) -> Tensor {
-        linear(hidden, &self.lm_head, None).to_kind(Kind::Float)
+        self.vocabulary.logits(hidden)
     }
 
     /// All blocks of a batch in one pass: `h [A, γ, d]` after the final norm.
@@ -177,13 +186,13 @@ impl Block {
     ///
     /// Scores against context and block are computed apart and share one softmax, so that the A·γ × A·γ part never exists.
     fn attend(&self, span: &SequenceSpan, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
-        let Heads { query, key_value, dim } = self.heads();
+        let AttentionSpec { heads: Heads { query, key_value, dim }, scale, .. } = self.attention();
         let (gamma, repeats) = (self.config.block_size as i64, query / key_value);
         let (blocks, tokens) = (span.block_count, span.token_count);
         let rows = |t: &Tensor| t.narrow(0, span.first_block * gamma, blocks * gamma);
         // [A·γ, H, D] -> [G, A, repeats·γ, D]: heads that share keys become further queries.
         let q = rows(&block.q).view([blocks, gamma, key_value, repeats, dim]).permute([2, 0, 3, 1, 4]);
-        let q = q.reshape([key_value, blocks, repeats * gamma, dim]) * self.heads().scale();
+        let q = q.reshape([key_value, blocks, repeats * gamma, dim]) * scale;
         let own = |t: &Tensor| rows(t).view([blocks, gamma, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, γ, D]
         let context = |t: &Tensor| t.narrow(0, span.first_token, tokens).transpose(0, 1); // [G, T, D]
 

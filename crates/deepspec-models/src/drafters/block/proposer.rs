@@ -16,7 +16,8 @@ pub struct BlockProposer {
 impl BlockProposer {
     /// A proposer with empty histories for `slots` sequences.
     pub fn new(block: Block, slots: usize) -> Self {
-        let cache = KvCache::new(block.layers.len(), slots, block.heads(), block.kind(), block.device());
+        let attentions = vec![block.attention(); block.layers.len()];
+        let cache = KvCache::new(&attentions, slots, block.kind(), block.device());
         Self { block, cache }
     }
 

@@ -1,10 +1,13 @@
 //! Key/value histories of many slots, and attention of ragged batches over them.
 
+mod piece;
+
 use std::collections::BTreeMap;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::nn::{Heads, Qkv};
+use crate::nn::{AttentionSpec, Heads, Qkv};
+use piece::{Piece, View};
 
 /// Attention reads histories in whole multiples of this many tokens.
 ///
@@ -12,7 +15,6 @@ use crate::nn::{Heads, Qkv};
 /// depend on the sequences it rides with, that number follows from its own length alone, and only chunks that agree in it
 /// share a call.
 const SPAN: usize = 256;
-
 /// What a fed token sees of its own chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Visibility {
@@ -22,13 +24,24 @@ pub enum Visibility {
     Block,
 }
 
-/// Keys and values `[slots, capacity, G, D]` per layer, filled from the left.
+/// Keys and values per layer, filled from the left. Layers with a window keep everything too, so that a rollback is a change
+/// of length everywhere; they read only what the window can reach.
 pub struct KvCache {
-    layers: Vec<(Tensor, Tensor)>,
+    layers: Vec<Layer>,
+    views: Vec<View>,
     lens: Vec<usize>,
     capacity: usize,
-    heads: Heads,
     options: (Kind, Device),
+}
+
+/// `[slots, capacity, G, D]` each.
+struct Layer {
+    keys: Tensor,
+    values: Tensor,
+    heads: Heads,
+    scale: f64,
+    /// Which of the cache's views it has.
+    view: usize,
 }
 
 /// Where the rows of a feed go and what they see; the same for all layers.
@@ -37,6 +50,7 @@ pub struct Ragged {
     /// Row order of the groups one after the other, and the way back; None where it is the feed's own.
     reorder: Option<(Tensor, Tensor)>,
     groups: Vec<Group>,
+    visibility: Visibility,
 }
 
 /// Slot and position of every row of a feed, `[N]` int64 each.
@@ -51,10 +65,10 @@ struct Group {
     slots: Slots,
     /// L, the length of every chunk.
     width: i64,
-    /// T, keys handed to the attention.
-    span: i64,
-    /// 0 where visible, −∞ elsewhere: `[S, 1, repeats·L, T]`.
-    mask: Tensor,
+    /// Tokens that the slots held before, `[S, 1, 1]` int64.
+    held: Tensor,
+    /// The calls that make up the attention, for each of the cache's views.
+    views: Vec<Vec<Piece>>,
 }
 
 enum Slots {
@@ -77,11 +91,22 @@ impl Rows {
 }
 
 impl KvCache {
-    /// Empty histories.
-    pub fn new(layers: usize, slots: usize, heads: Heads, kind: Kind, device: Device) -> Self {
-        let empty = || Tensor::zeros([slots as i64, 0, heads.key_value, heads.dim], (kind, device));
-        let layers = (0..layers).map(|_| (empty(), empty())).collect();
-        Self { layers, lens: vec![0; slots], capacity: 0, heads, options: (kind, device) }
+    /// Empty histories of layers that attend like this.
+    pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
+        let mut views: Vec<View> = vec![];
+        let layers = layers
+            .iter()
+            .map(|&AttentionSpec { heads, scale, window }| {
+                let view = View { repeats: heads.repeats() as usize, window };
+                let empty = || Tensor::zeros([slots as i64, 0, heads.key_value, heads.dim], (kind, device));
+                let number = views.iter().position(|known| *known == view).unwrap_or_else(|| {
+                    views.push(view);
+                    views.len() - 1
+                });
+                Layer { keys: empty(), values: empty(), heads, scale, view: number }
+            })
+            .collect();
+        Self { layers, views, lens: vec![0; slots], capacity: 0, options: (kind, device) }
     }
 
     /// Forgets everything of `slot` past `len`.
@@ -121,7 +146,7 @@ impl KvCache {
                 self.group(&slots, width, span, visibility)
             })
             .collect();
-        Ragged { rows, reorder, groups }
+        Ragged { rows, reorder, groups, visibility }
     }
 
     /// Row indices that bring chunks into `order`, and those that bring them back.
@@ -145,21 +170,16 @@ impl KvCache {
 
     fn group(&self, slots: &[usize], width: usize, span: usize, visibility: Visibility) -> Group {
         let (kind, device) = self.options;
-        // The last position that each row sees.
-        let last_seen: Vec<i64> = slots
-            .iter()
-            .flat_map(|&slot| {
-                let held = self.lens[slot];
-                (0..width).map(move |i| match visibility {
-                    Visibility::Causal => (held + i) as i64,
-                    Visibility::Block => (held + width - 1) as i64,
-                })
-            })
-            .collect();
-        let shape = [slots.len() as i64, width as i64, 1];
-        let last_seen = Tensor::from_slice(&last_seen).view(shape).to_device(device);
-        let hidden = Tensor::arange(span as i64, (Kind::Int64, device)).gt_tensor(&last_seen); // [S, L, T]
-        let mask = hidden.zeros_like().to_kind(kind).masked_fill(&hidden, f64::NEG_INFINITY);
+        let held: Vec<i64> = slots.iter().map(|&slot| self.lens[slot] as i64).collect();
+        let held = Tensor::from_slice(&held).view([-1, 1, 1]).to_device(device);
+        let pieces = |view: &View| {
+            let mut pieces = view.cut(width, span, visibility);
+            if let [only] = pieces.as_mut_slice() {
+                only.mask = Some(only.mask(view, &held, width as i64, visibility, kind));
+            }
+            pieces
+        };
+        let views = self.views.iter().map(pieces).collect();
         let consecutive = slots.windows(2).all(|pair| pair[1] == pair[0] + 1);
         Group {
             rows: (slots.len() * width) as i64,
@@ -170,15 +190,15 @@ impl KvCache {
                 Slots::Picked(Tensor::from_slice(&slots).to_device(device))
             },
             width: width as i64,
-            span: span as i64,
-            mask: mask.repeat([1, self.heads.repeats(), 1]).unsqueeze(1),
+            held,
+            views,
         }
     }
 
     /// Stores keys and values `[N, G, D]` of the placed rows.
     pub fn write(&mut self, layer: usize, rows: &Rows, k: &Tensor, v: &Tensor) {
         let place = [Some(&rows.slots), Some(&rows.positions)];
-        let (keys, values) = &mut self.layers[layer];
+        let Layer { keys, values, .. } = &mut self.layers[layer];
         let _ = keys.index_put_(&place, k, false);
         let _ = values.index_put_(&place, v, false);
     }
@@ -190,7 +210,12 @@ impl KvCache {
         let q = reordered.as_ref().unwrap_or(&qkv.q);
         let (mut outputs, mut row) = (Vec::with_capacity(plan.groups.len()), 0);
         for group in &plan.groups {
-            outputs.push(self.attend_group(layer, group, &q.narrow(0, row, group.rows)));
+            outputs.push(self.attend_group(
+                &self.layers[layer],
+                group,
+                plan.visibility,
+                &q.narrow(0, row, group.rows),
+            ));
             row += group.rows;
         }
         let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) };
@@ -198,30 +223,38 @@ impl KvCache {
     }
 
     /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.
-    fn attend_group(&self, layer: usize, group: &Group, q: &Tensor) -> Tensor {
-        let Heads { query, key_value, dim } = self.heads;
-        let (repeats, width) = (self.heads.repeats(), group.width);
-        // The query heads that share keys become further queries: [S, G, repeats·L, D].
-        let q = q.view([-1, width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]);
-        let q = q.reshape([-1, key_value, repeats * width, dim]);
-        let history = |tensor: &Tensor| match &group.slots {
-            Slots::Range(first, count) => {
-                tensor.narrow(0, *first, *count).narrow(1, 0, group.span).transpose(1, 2)
-            }
-            Slots::Picked(slots) => tensor.narrow(1, 0, group.span).index_select(0, slots).transpose(1, 2),
+    fn attend_group(&self, layer: &Layer, group: &Group, visibility: Visibility, q: &Tensor) -> Tensor {
+        let Heads { query, key_value, dim } = layer.heads;
+        let (repeats, view) = (layer.heads.repeats(), &self.views[layer.view]);
+        let q = q.view([-1, group.width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]);
+        let attend = |piece: &Piece| {
+            let rows = (piece.rows.end - piece.rows.start) as i64;
+            // The query heads that share keys become further queries: [S, G, repeats·L, D].
+            let q = q.narrow(3, piece.rows.start as i64, rows).reshape([-1, key_value, repeats * rows, dim]);
+            let history = |tensor: &Tensor| {
+                let (first, count) = (piece.keys.start as i64, (piece.keys.end - piece.keys.start) as i64);
+                match &group.slots {
+                    Slots::Range(slot, slots) => tensor.narrow(0, *slot, *slots).narrow(1, first, count),
+                    Slots::Picked(slots) => tensor.narrow(1, first, count).index_select(0, slots),
+                }
+                .transpose(1, 2)
+            };
+            let made;
+            let mask = match &piece.mask {
+                Some(mask) => mask,
+                None => {
+                    made = piece.mask(view, &group.held, group.width, visibility, self.options.0);
+                    &made
+                }
+            };
+            let (k, v) = (history(&layer.keys), history(&layer.values));
+            let y =
+                Tensor::scaled_dot_product_attention(&q, &k, &v, Some(mask), 0.0, false, layer.scale, false);
+            y.view([-1, key_value, repeats, rows, dim]).permute([0, 3, 1, 2, 4]) // [S, L, G, repeats, D]
         };
-        let (keys, values) = &self.layers[layer];
-        let y = Tensor::scaled_dot_product_attention(
-            &q,
-            &history(keys),
-            &history(values),
-            Some(&group.mask),
-            0.0,
-            false,
-            self.heads.scale(),
-            false,
-        );
-        y.view([-1, key_value, repeats, width, dim]).permute([0, 3, 1, 2, 4]).reshape([-1, query * dim])
+        let outputs: Vec<Tensor> = group.views[layer.view].iter().map(attend).collect();
+        let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 1) };
+        y.reshape([-1, query * dim])
     }
 
     /// Keeps the chunks that were written: their slots' histories grow.
@@ -236,9 +269,9 @@ impl KvCache {
             return;
         }
         let capacity = needed.next_power_of_two().max(SPAN);
-        let added =
-            [self.lens.len() as i64, (capacity - self.capacity) as i64, self.heads.key_value, self.heads.dim];
-        for (keys, values) in &mut self.layers {
+        let (slots, more) = (self.lens.len() as i64, (capacity - self.capacity) as i64);
+        for Layer { keys, values, heads, .. } in &mut self.layers {
+            let added = [slots, more, heads.key_value, heads.dim];
             for tensor in [keys, values] {
                 *tensor = Tensor::cat(&[tensor.shallow_clone(), Tensor::zeros(added, self.options)], 1);
             }

@@ -1,0 +1,168 @@
+//! Prompt suites: which are known, what they are about, and how many of their rows are scored.
+//!
+//! `deepspec-data suites` writes them and `deepspec-eval run` scores them; this table is what both go by.
+
+pub mod record;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// What a suite's prompts are about; scores are averaged over the suites of a domain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Domain {
+    /// Word problems and competitions.
+    Math,
+    /// Programming.
+    Code,
+    /// Open conversation.
+    Chat,
+}
+
+impl Domain {
+    /// All of them, in the order of tables.
+    pub const ALL: [Self; 3] = [Self::Math, Self::Code, Self::Chat];
+
+    /// Its name, as flags and files have it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Math => "math",
+            Self::Code => "code",
+            Self::Chat => "chat",
+        }
+    }
+}
+
+impl fmt::Display for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Domain {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .into_iter()
+            .find(|domain| domain.name() == text)
+            .ok_or_else(|| format!("`{text}` is no domain; the domains are math, code and chat"))
+    }
+}
+
+/// Why a suite is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    /// Part of the published table, over at most this many rows.
+    Published(usize),
+    /// Public and supported, but not part of the published table.
+    Extra,
+    /// Our own small one, for the toy target.
+    Smoke,
+    /// Described by the user; at most so many rows are scored, all without a number.
+    User(Option<usize>),
+}
+
+/// A suite by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Suite {
+    /// Its name; the file is `NAME.jsonl`.
+    pub name: Cow<'static, str>,
+    /// Its domain.
+    pub domain: Domain,
+    /// Why it is known.
+    pub class: Class,
+}
+
+const fn suite(name: &'static str, domain: Domain, class: Class) -> Suite {
+    Suite { name: Cow::Borrowed(name), domain, class }
+}
+
+/// The suites that need no description, in the order of tables.
+pub static SUITES: [Suite; 15] = [
+    suite("gsm8k", Domain::Math, Class::Published(500)),
+    suite("math500", Domain::Math, Class::Published(500)),
+    suite("aime25", Domain::Math, Class::Published(30)),
+    suite("aime24", Domain::Math, Class::Extra),
+    suite("smoke-math", Domain::Math, Class::Smoke),
+    suite("mbpp", Domain::Code, Class::Published(256)),
+    suite("humaneval", Domain::Code, Class::Published(164)),
+    suite("livecodebench", Domain::Code, Class::Published(500)),
+    suite("lbpp", Domain::Code, Class::Extra),
+    suite("swe-bench", Domain::Code, Class::Extra),
+    suite("smoke-code", Domain::Code, Class::Smoke),
+    suite("mt-bench", Domain::Chat, Class::Published(80)),
+    suite("alpaca", Domain::Chat, Class::Published(500)),
+    suite("arena-hard-v2", Domain::Chat, Class::Published(500)),
+    suite("smoke-chat", Domain::Chat, Class::Smoke),
+];
+
+impl Suite {
+    /// The known suite of this name.
+    pub fn known(name: &str) -> Option<&'static Self> {
+        SUITES.iter().find(|suite| suite.name == name)
+    }
+
+    /// Rows that are scored, if there are more.
+    pub fn cap(&self) -> Option<usize> {
+        match self.class {
+            Class::Published(cap) => Some(cap),
+            Class::Extra | Class::Smoke => None,
+            Class::User(cap) => cap,
+        }
+    }
+
+    /// Its file in a folder of suites.
+    pub fn path(&self, dir: &Path) -> PathBuf {
+        path(dir, &self.name)
+    }
+}
+
+/// The file of the suite `name` in a folder of suites.
+pub fn path(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!("{name}.jsonl"))
+}
+
+/// Checks that a name makes a plain file name: lower-case letters, digits and `-`, `_`, `.` between them.
+///
+/// # Errors
+/// A phrase that says what a name looks like.
+pub fn check_name(name: &str) -> Result<(), String> {
+    let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '-' | '_' | '.');
+    let outer = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    if name.chars().all(inner) && outer(name.chars().next()) && outer(name.chars().next_back()) {
+        return Ok(());
+    }
+    Err(format!(
+        "`{name}` is no name for a suite; use lower-case letters, digits and `-`, `_`, `.` between them"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_file_names_and_unique() {
+        for (i, suite) in SUITES.iter().enumerate() {
+            check_name(&suite.name).unwrap();
+            assert!(SUITES[..i].iter().all(|other| other.name != suite.name));
+        }
+        for bad in ["", ".", "-a", "a/b", "../a", "A", "a.", "ä", "a b"] {
+            assert!(check_name(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn domains_are_read_as_they_are_shown() {
+        for domain in Domain::ALL {
+            assert_eq!(domain.to_string().parse(), Ok(domain));
+            assert_eq!(serde_json::to_value(domain).unwrap(), domain.name());
+        }
+        assert!("maths".parse::<Domain>().unwrap_err().contains("math, code and chat"));
+    }
+}

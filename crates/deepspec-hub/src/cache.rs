@@ -1,0 +1,170 @@
+//! The folder of downloads, laid out as the Python tools lay it out, so that they and this project share it:
+//! `models--owner--name/{blobs/ETAG, refs/REVISION, snapshots/COMMIT/PATH -> blob}` and locks beside them. Our own
+//! addition is `.deepspec/COMMIT.json`, which the others pass over: the paths of all files of a commit, fetched or not.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use deepspec_core::atomic::{self, FileError};
+
+use crate::Repo;
+use crate::repo::is_path;
+
+/// The part of the cache that belongs to one repository.
+pub struct RepoCache {
+    names: hf_hub::CacheRepo,
+    folder: PathBuf,
+    locks: PathBuf,
+}
+
+impl RepoCache {
+    pub fn new(cache: &Path, repo: &Repo) -> Self {
+        let name = repo.named(repo.revision()).folder_name();
+        let names = hf_hub::Cache::new(cache.to_path_buf()).repo(repo.named(repo.revision()));
+        Self { names, folder: cache.join(&name), locks: cache.join(".locks").join(name) }
+    }
+
+    /// The content with that tag.
+    pub fn blob(&self, etag: &str) -> PathBuf {
+        self.names.blob_path(etag)
+    }
+
+    /// The files of a commit.
+    pub fn snapshot(&self, commit: &str) -> PathBuf {
+        self.names.pointer_path(commit)
+    }
+
+    /// The commit that a revision stood for when it was last asked for.
+    pub fn commit(&self, revision: &str) -> Option<String> {
+        let named = fs::read_to_string(self.folder.join("refs").join(revision)).ok();
+        let commit = named.map(|text| text.trim().to_string()).filter(|commit| is_path(commit));
+        let commit = commit.unwrap_or_else(|| revision.to_string());
+        self.snapshot(&commit).is_dir().then_some(commit)
+    }
+
+    /// Notes which commit a revision stands for.
+    pub fn note(&self, revision: &str, commit: &str) -> Result<(), FileError> {
+        let path = self.folder.join("refs").join(revision);
+        if revision == commit || fs::read_to_string(&path).is_ok_and(|text| text == commit) {
+            return Ok(());
+        }
+        create_parent(&path)?;
+        let aside = aside(&self.folder);
+        let write = || fs::write(&aside, commit).and_then(|()| fs::rename(&aside, &path));
+        write().map_err(FileError::at("writing", &path))
+    }
+
+    /// Paths of the files that are here of a commit, sorted.
+    pub fn files(&self, commit: &str) -> Result<Vec<String>, FileError> {
+        let (top, mut found) = (self.snapshot(commit), vec![]);
+        walk(&top, &top, &mut found).map_err(FileError::at("reading", &top))?;
+        found.sort();
+        Ok(found)
+    }
+
+    /// Notes which files a commit has, so that it can be told later whether all that belong together are here.
+    pub fn note_files(&self, commit: &str, files: &[String]) -> Result<(), FileError> {
+        if self.all_files(commit).is_some_and(|known| known == files) {
+            return Ok(());
+        }
+        let path = self.list(commit);
+        create_parent(&path)?;
+        let aside = aside(&self.folder);
+        let write = || -> io::Result<()> {
+            fs::write(&aside, serde_json::to_vec(files)?)?;
+            fs::rename(&aside, &path)
+        };
+        write().map_err(FileError::at("writing", &path))
+    }
+
+    /// Paths of all files of a commit, sorted, if they were noted.
+    pub fn all_files(&self, commit: &str) -> Option<Vec<String>> {
+        serde_json::from_slice(&fs::read(self.list(commit)).ok()?).ok()
+    }
+
+    fn list(&self, commit: &str) -> PathBuf {
+        self.folder.join(".deepspec").join(format!("{commit}.json"))
+    }
+
+    /// Keeps other processes, the Python tools among them, from the content with that tag until it is dropped.
+    pub fn lock(&self, etag: &str) -> Result<File, FileError> {
+        let path = self.locks.join(format!("{etag}.lock"));
+        create_parent(&path)?;
+        let open = || -> io::Result<File> {
+            let file = File::options().create(true).truncate(false).write(true).open(&path)?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(fs::TryLockError::WouldBlock) => {
+                    tracing::info!("another process is fetching the same file; waiting for it");
+                    file.lock()?;
+                }
+                // Where a file system has no locks, content is still checked before it is kept.
+                Err(fs::TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => {
+                    tracing::debug!("{}: no locks here", path.display());
+                }
+                Err(fs::TryLockError::Error(error)) => return Err(error),
+            }
+            Ok(file)
+        };
+        open().map_err(FileError::at("locking", &path))
+    }
+
+    /// Makes the content with that tag appear as `file` of the commit.
+    pub fn publish(&self, etag: &str, commit: &str, file: &str) -> Result<PathBuf, FileError> {
+        let (blob, pointer) = (self.blob(etag), self.snapshot(commit).join(file));
+        create_parent(&pointer)?;
+        // From the file's folder up to `snapshots/COMMIT`, then to the repository's folder.
+        let up: PathBuf = Path::new(file).components().map(|_| Component::ParentDir).collect();
+        let to = up.join("..").join("blobs").join(etag);
+        let aside = aside(&self.folder);
+        let link = || -> io::Result<()> {
+            match symlink(&to, &aside) {
+                Ok(()) => fs::rename(&aside, &pointer),
+                // A file system without links holds the content itself.
+                Err(_) => fs::rename(&blob, &pointer),
+            }
+        };
+        link().map_err(FileError::at("writing", &pointer))?;
+        Ok(pointer)
+    }
+}
+
+/// A name in `folder` that no other writer uses, for what is renamed into place.
+fn aside(folder: &Path) -> PathBuf {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    folder.join(format!(".aside-{}-{count}", std::process::id()))
+}
+
+#[cfg(unix)]
+fn symlink(to: &Path, at: &Path) -> io::Result<()> {
+    std::os::unix::fs::symlink(to, at)
+}
+
+#[cfg(not(unix))]
+fn symlink(_: &Path, _: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Creates the folder of `path`.
+pub fn create_parent(path: &Path) -> Result<(), FileError> {
+    path.parent().map_or(Ok(()), atomic::create_dir)
+}
+
+fn walk(top: &Path, dir: &Path, found: &mut Vec<String>) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        // Follows links: a dangling one is content that was deleted.
+        match fs::metadata(&path) {
+            Ok(kind) if kind.is_dir() => walk(top, &path, found)?,
+            Ok(_) => {
+                let inside = path.strip_prefix(top).unwrap_or(&path);
+                found.extend(inside.to_str().map(|name| name.replace('\\', "/")));
+            }
+            Err(_) => {}
+        }
+    }
+    Ok(())
+}

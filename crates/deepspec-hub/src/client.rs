@@ -1,0 +1,295 @@
+//! Requests to the hub: who asks, how long is waited, and what an answer that is no success means.
+
+use std::thread;
+use std::time::Duration;
+
+use ureq::config::RedirectAuthHeaders;
+use ureq::http::{HeaderMap, Response, StatusCode, Uri, header};
+use ureq::{Agent, Body};
+
+use crate::settings::Patience;
+use crate::{HubError, Repo, Settings};
+
+/// Most redirects followed within the hub for one address.
+const REDIRECTS: usize = 5;
+
+/// Most requests made where nobody answers at all.
+const ATTEMPTS_TO_REACH: u32 = 2;
+
+/// What a request is for: it decides what a refusal means.
+pub struct Wanted<'a> {
+    /// The repository.
+    pub repo: &'a Repo,
+    /// A file of it, or its description.
+    pub file: Option<&'a str>,
+    /// Files that the repository has, as far as known.
+    pub known: &'a [String],
+}
+
+impl Wanted<'_> {
+    /// In words, for messages.
+    pub fn name(&self) -> String {
+        self.file.map_or_else(|| self.repo.to_string(), |file| format!("{} of {}", file, self.repo))
+    }
+}
+
+/// Why there is no usable answer yet.
+pub enum Failure {
+    /// Asking again would not help.
+    Final(HubError),
+    /// It may pass.
+    Passing(Passing),
+}
+
+/// A failure that may pass.
+pub enum Passing {
+    /// Nobody answered.
+    Unreachable(String),
+    /// The answer broke off, or was not what was asked for.
+    Broken(String),
+    /// A status that says so.
+    Server(StatusCode),
+    /// Too many requests, and the pause that the server asks for.
+    RateLimited(Option<Duration>),
+}
+
+/// Asks the hub.
+pub struct Client {
+    agent: Agent,
+    token: Option<String>,
+    endpoint: String,
+    pub patience: Patience,
+}
+
+impl Client {
+    pub fn new(settings: &Settings) -> Self {
+        let patience = settings.patience;
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            .redirect_auth_headers(RedirectAuthHeaders::SameHost)
+            .timeout_connect(Some(patience.connect))
+            .timeout_recv_response(Some(patience.silence))
+            .timeout_per_read(Some(patience.silence))
+            .user_agent(concat!("deepspec/", env!("CARGO_PKG_VERSION")))
+            // Sizes and ranges count the bytes of the file itself.
+            .accept_encoding("identity")
+            .build();
+        let (token, endpoint) = (settings.token.clone(), settings.endpoint.clone());
+        Self { agent: config.into(), token, endpoint, patience }
+    }
+
+    /// The address of a path under the hub's.
+    pub fn url(&self, path: &str) -> String {
+        format!("{}/{}", self.endpoint, encoded(path))
+    }
+
+    /// One GET that follows redirects, from byte `start`.
+    pub fn get(&self, wanted: &Wanted, url: &str, start: u64) -> Result<Response<Body>, Failure> {
+        let mut request = self.agent.get(url);
+        if start > 0 {
+            request = request.header(header::RANGE, format!("bytes={start}-"));
+        }
+        if let Some(token) = &self.token {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+        }
+        self.checked(wanted, url, request.call())
+    }
+
+    /// One HEAD that follows redirects only within the hub: those that lead elsewhere hide the hub's own headers.
+    pub fn head(&self, wanted: &Wanted, url: &str) -> Result<Response<Body>, Failure> {
+        let mut at = url.to_string();
+        for _ in 0..REDIRECTS {
+            let mut request =
+                self.agent.head(&at).config().max_redirects(0).max_redirects_will_error(false).build();
+            if let Some(token) = &self.token {
+                request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+            }
+            let response = self.checked(wanted, &at, request.call())?;
+            match redirect(&at, response.status(), response.headers()) {
+                Some(next) => at = next,
+                None => return Ok(response),
+            }
+        }
+        Err(Failure::Final(unexpected(wanted, url, "one redirect after another", "a file")))
+    }
+
+    fn checked(
+        &self,
+        wanted: &Wanted,
+        url: &str,
+        answer: Result<Response<Body>, ureq::Error>,
+    ) -> Result<Response<Body>, Failure> {
+        let response = answer.map_err(|error| match error {
+            ureq::Error::BadUri(_) | ureq::Error::Http(_) | ureq::Error::InvalidProxyUrl => {
+                let name = wanted.name();
+                let problem = format!("{error}: is HF_ENDPOINT an address?");
+                Failure::Final(HubError::Unreachable { what: name, url: url.into(), problem, attempts: 1 })
+            }
+            other => Failure::Passing(Passing::Unreachable(other.to_string())),
+        })?;
+        let status = response.status();
+        if status.is_success() || status.is_redirection() || status == StatusCode::RANGE_NOT_SATISFIABLE {
+            return Ok(response);
+        }
+        Err(match status {
+            StatusCode::TOO_MANY_REQUESTS => {
+                Failure::Passing(Passing::RateLimited(pause_asked_for(response.headers())))
+            }
+            StatusCode::REQUEST_TIMEOUT => Failure::Passing(Passing::Server(status)),
+            status if status.is_server_error() => Failure::Passing(Passing::Server(status)),
+            status => Failure::Final(self.refusal(wanted, url, status, response.headers())),
+        })
+    }
+
+    /// What a status from 400 to 499 means; the hub says more in a header.
+    fn refusal(&self, wanted: &Wanted, url: &str, status: StatusCode, headers: &HeaderMap) -> HubError {
+        let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
+        let (code, message) = (header("x-error-code"), header("x-error-message"));
+        let said =
+            if message.is_empty() { String::new() } else { format!(": {}", message.trim_end_matches('.')) };
+        let (what, url, token) = (wanted.name(), url.to_string(), self.token.is_some());
+        let (repo, status_code) = (wanted.repo.clone(), status.as_u16());
+        let page = self.url(&repo.named(repo.revision()).url());
+        match (code, status_code) {
+            ("GatedRepo", status) => HubError::Gated { what, url, status, page, token },
+            ("RevisionNotFound", _) => HubError::NoRevision { repo },
+            ("RepoNotFound", status) => HubError::NoRepository { repo, url, status, token },
+            // The hub does not tell strangers what it hides: a repository that is not there answers 401 too.
+            (_, 401) if !token => HubError::NoRepository { repo, url, status: 401, token },
+            (_, 401) => HubError::Unauthorized { what, url, said, token },
+            (_, 403) => HubError::Forbidden { what, url, said, page, token },
+            (_, 404) => match wanted.file {
+                Some(file) => HubError::NoFile {
+                    repo: Box::new(repo),
+                    file: file.into(),
+                    url,
+                    files: wanted.known.to_vec(),
+                },
+                None => HubError::NoRepository { repo, url, status: 404, token },
+            },
+            _ => unexpected(wanted, &url, &format!("HTTP {status}{said}"), "a hub's answer"),
+        }
+    }
+
+    /// Repeats `attempt` while its failures may pass, with pauses between.
+    pub fn patiently<T>(
+        &self,
+        wanted: &Wanted,
+        url: &str,
+        mut attempt: impl FnMut() -> Result<T, Failure>,
+    ) -> Result<T, HubError> {
+        let mut tried = 0;
+        loop {
+            match attempt() {
+                Ok(value) => return Ok(value),
+                Err(Failure::Final(error)) => return Err(error),
+                Err(Failure::Passing(passing)) => {
+                    tried += 1;
+                    self.wait(wanted, url, passing, tried, false)?;
+                }
+            }
+        }
+    }
+
+    /// Sleeps before the request after `tried` failures in a row; a server that was `reached` before is waited for
+    /// longer than one that never answered.
+    ///
+    /// # Errors
+    /// If enough has been tried, or the server asks for a longer pause than is borne.
+    pub fn wait(
+        &self,
+        wanted: &Wanted,
+        url: &str,
+        passing: Passing,
+        tried: u32,
+        reached: bool,
+    ) -> Result<(), HubError> {
+        let patience = &self.patience;
+        let backoff = patience.pause.saturating_mul(1 << (tried - 1).min(16)).min(patience.longest);
+        let (limit, pause, problem) = match &passing {
+            Passing::Unreachable(problem) => {
+                let most = if reached { u32::MAX } else { ATTEMPTS_TO_REACH };
+                (patience.attempts.min(most), backoff, problem.clone())
+            }
+            Passing::Broken(problem) => (patience.attempts, backoff, problem.clone()),
+            Passing::Server(status) => (patience.attempts, backoff, format!("HTTP {status}")),
+            Passing::RateLimited(asked) => (patience.attempts, asked.unwrap_or(backoff), "HTTP 429".into()),
+        };
+        if tried >= limit || pause > patience.longest {
+            return Err(self.give_up(wanted, url, passing, tried));
+        }
+        tracing::debug!("{}: {problem}; asking again in {:.1} s", wanted.name(), pause.as_secs_f64());
+        thread::sleep(pause);
+        Ok(())
+    }
+
+    fn give_up(&self, wanted: &Wanted, url: &str, passing: Passing, attempts: u32) -> HubError {
+        let (what, url, token) = (wanted.name(), url.to_string(), self.token.is_some());
+        match passing {
+            Passing::Unreachable(problem) | Passing::Broken(problem) => {
+                HubError::Unreachable { what, url, problem, attempts }
+            }
+            Passing::Server(status) => HubError::Server { what, url, status: status.as_u16(), attempts },
+            Passing::RateLimited(wait) => HubError::RateLimited { what, url, wait, attempts, token },
+        }
+    }
+}
+
+/// An error about an answer that no hub gives.
+pub fn unexpected(wanted: &Wanted, url: &str, found: &str, expected: &'static str) -> HubError {
+    HubError::Unexpected { what: wanted.name(), url: url.into(), found: found.into(), expected }
+}
+
+/// Where a redirect leads if it stays within the server that gave it, and as well protected: the token goes along.
+fn redirect(from: &str, status: StatusCode, headers: &HeaderMap) -> Option<String> {
+    if !status.is_redirection() {
+        return None;
+    }
+    let location = headers.get(header::LOCATION)?.to_str().ok()?;
+    let (from, to): (Uri, Uri) = (from.parse().ok()?, location.parse().ok()?);
+    let has_metadata = headers.contains_key("x-linked-etag");
+    let protected = to.scheme() == from.scheme() || to.scheme_str() == Some("https");
+    let same_server = to.authority() == from.authority() && protected;
+    match to.authority() {
+        None => Some(format!("{}://{}{to}", from.scheme_str()?, from.authority()?)),
+        Some(_) if same_server && !has_metadata => Some(location.to_string()),
+        Some(_) => None,
+    }
+}
+
+/// `Retry-After` in seconds; a date is rare there and met by the usual pause.
+fn pause_asked_for(headers: &HeaderMap) -> Option<Duration> {
+    let text = headers.get(header::RETRY_AFTER)?.to_str().ok()?;
+    text.trim().parse().ok().map(Duration::from_secs)
+}
+
+/// A path with everything but plain characters and slashes percent-encoded; what is encoded already stays.
+fn encoded(path: &str) -> String {
+    let mut text = String::with_capacity(path.len());
+    for byte in path.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~/%".contains(&byte) {
+            text.push(char::from(byte));
+        } else {
+            text.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_token_follows_redirects_of_the_same_server_alone() {
+        let leads = |location: &str| {
+            let headers = HeaderMap::from_iter([(header::LOCATION, location.parse().unwrap())]);
+            redirect("https://hub.example/a/b", StatusCode::TEMPORARY_REDIRECT, &headers)
+        };
+        assert_eq!(leads("/c").as_deref(), Some("https://hub.example/c"));
+        assert_eq!(leads("https://hub.example/c").as_deref(), Some("https://hub.example/c"));
+        for elsewhere in ["http://hub.example/c", "https://cdn.example/c", "https://hub.example:8443/c"] {
+            assert_eq!(leads(elsewhere), None, "{elsewhere}");
+        }
+    }
+}

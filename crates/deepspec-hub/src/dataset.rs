@@ -1,0 +1,128 @@
+//! The data files of a dataset by configuration and split.
+
+use std::fs;
+use std::path::PathBuf;
+
+use crate::hub::Listing;
+use crate::layout::{Config, layout, shard};
+use crate::{Hub, HubError, Repo};
+
+/// The file that describes a repository.
+const CARD: &str = "README.md";
+
+impl Hub {
+    /// The data files of a dataset's configuration and split, in order: parquet where there is any, else JSON lines, else JSON.
+    ///
+    /// With no configuration named it is the only one or the dataset's default; with no split named it is the only one
+    /// or `train`.
+    ///
+    /// # Errors
+    /// As [`Hub::fetch`]; a configuration or split that is not there or cannot be told is answered with those there
+    /// are, and a cache that lacks files of the split, as far as it can be told, with those.
+    pub fn dataset(
+        &self,
+        repo: &Repo,
+        config: Option<&str>,
+        split: Option<&str>,
+    ) -> Result<Vec<PathBuf>, HubError> {
+        let listing = self.listing(repo)?;
+        let partial = listing.all.is_none();
+        let has_card = listing.known().iter().any(|file| file == CARD);
+        let card = if has_card { fs::read_to_string(self.fetch(repo, CARD)?).ok() } else { None };
+        let configs = layout(card.as_deref(), listing.known(), partial).or_else(|problem| {
+            tracing::warn!("{repo}: {CARD}: {problem}; going by file names instead");
+            layout(None, listing.known(), partial)
+        });
+        let configs = configs.unwrap_or_default();
+        if let (true, Some(reason)) = (configs.is_empty(), &listing.local) {
+            return Err(self.not_cached(&format!("data of {repo}"), reason));
+        }
+        let config = choose_config(repo, &listing, &configs, config)?;
+        if let (true, Some(reason)) = (config.splits.is_empty(), &listing.local) {
+            return Err(self.not_cached(&format!("data of {repo}, configuration {}", config.name), reason));
+        }
+        let (split, files) = choose_split(repo, config, split)?;
+        complete(repo, files)?;
+        if let Some(reason) = &listing.local {
+            let unmatched = config.unmatched.iter().filter(|(of, _)| of == split).map(|(_, pattern)| pattern);
+            let unmatched: Vec<&str> = unmatched.map(String::as_str).collect();
+            if partial && !unmatched.is_empty() {
+                return Err(self.not_cached(&format!("{} of {repo}", unmatched.join(", ")), reason));
+            }
+            let missing: Vec<String> =
+                files.iter().filter(|file| !listing.files.contains(file)).cloned().collect();
+            if !missing.is_empty() {
+                return Err(HubError::Incomplete { repo: repo.clone(), missing, total: files.len() });
+            }
+            if partial {
+                tracing::warn!(
+                    "{repo}: {reason}, and nothing in the cache says which files it has; the {} that are there are \
+                     taken for all of split {split}",
+                    files.len()
+                );
+            }
+        }
+        files.iter().map(|file| self.fetch(repo, file)).collect()
+    }
+}
+
+fn choose_config<'a>(
+    repo: &Repo,
+    listing: &Listing,
+    configs: &'a [Config],
+    wanted: Option<&str>,
+) -> Result<&'a Config, HubError> {
+    let known = || configs.iter().map(|config| config.name.clone()).collect();
+    if configs.is_empty() {
+        let (place, files) = (wanted.unwrap_or_default().to_string(), listing.files.clone());
+        return Err(HubError::NoData { repo: repo.clone(), place, files });
+    }
+    if let Some(wanted) = wanted {
+        return configs.iter().find(|config| config.name == wanted).ok_or_else(|| HubError::UnknownConfig {
+            repo: repo.clone(),
+            wanted: wanted.into(),
+            known: known(),
+        });
+    }
+    let default = configs.iter().find(|config| config.is_default);
+    match (configs, default) {
+        ([only], _) => Ok(only),
+        (_, Some(default)) => Ok(default),
+        _ => Err(HubError::WhichConfig { repo: repo.clone(), known: known() }),
+    }
+}
+
+fn choose_split<'a>(
+    repo: &Repo,
+    config: &'a Config,
+    wanted: Option<&str>,
+) -> Result<(&'a str, &'a [String]), HubError> {
+    let (repo, name) = (repo.clone(), config.name.clone());
+    let known = || config.splits.iter().map(|(split, _)| split.clone()).collect();
+    let find = |wanted: &str| config.splits.iter().find(|(split, _)| split == wanted);
+    let chosen = match (wanted, config.splits.as_slice()) {
+        (Some(wanted), _) => find(wanted).ok_or_else(|| HubError::UnknownSplit {
+            repo: Box::new(repo),
+            config: name,
+            wanted: wanted.into(),
+            known: known(),
+        })?,
+        (None, [only]) => only,
+        (None, _) => {
+            find("train").ok_or_else(|| HubError::WhichSplit { repo, config: name, known: known() })?
+        }
+    };
+    Ok((&chosen.0, &chosen.1))
+}
+
+/// Checks that all files of a numbered set are listed, which a cache that was filled in part does not ensure.
+fn complete(repo: &Repo, files: &[String]) -> Result<(), HubError> {
+    let Some((split, _, total)) = files.first().and_then(|file| shard(file)) else { return Ok(()) };
+    let numbers: Vec<usize> =
+        files.iter().filter_map(|file| shard(file)).filter(|set| set.2 == total).map(|set| set.1).collect();
+    let missing: Vec<String> = (0..total)
+        .filter(|number| !numbers.contains(number))
+        .map(|number| format!("{split}-{number:05}-of-{total:05}"))
+        .collect();
+    if missing.is_empty() { Ok(()) } else { Err(HubError::Incomplete { repo: repo.clone(), missing, total }) }
+}

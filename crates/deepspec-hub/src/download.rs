@@ -1,0 +1,242 @@
+//! One file from the hub into the cache: broken-off transfers are continued, also those of an earlier process, and
+//! content appears only when it is whole.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::FileError;
+use deepspec_core::cli::Verbosity;
+use deepspec_core::digest;
+use deepspec_core::progress::Progress;
+use ureq::http::{HeaderMap, StatusCode, header};
+
+use crate::cache::{RepoCache, create_parent};
+use crate::client::{Client, Failure, Passing, Wanted, unexpected};
+use crate::{HubError, Repo};
+
+/// Bytes read before they are written.
+const CHUNK: usize = 1 << 18;
+
+/// What the hub says about a file before it is sent.
+struct Metadata {
+    /// Names the content: its SHA-256 where it is large, else git's number for it.
+    etag: String,
+    size: Option<u64>,
+}
+
+impl Metadata {
+    fn sha256(&self) -> Option<&str> {
+        (self.etag.len() == 64 && self.etag.bytes().all(|byte| byte.is_ascii_hexdigit()))
+            .then_some(&self.etag)
+    }
+}
+
+/// One file of a repository at a commit, on its way into the cache.
+pub struct Download<'a> {
+    pub client: &'a Client,
+    pub cache: &'a RepoCache,
+    pub repo: &'a Repo,
+    pub commit: &'a str,
+    pub file: &'a str,
+    /// All files of the repository.
+    pub known: &'a [String],
+    pub verbosity: Verbosity,
+}
+
+impl Download<'_> {
+    /// Fetches what is missing and returns the file's place in the snapshot.
+    pub fn run(&self) -> Result<PathBuf, HubError> {
+        let wanted = self.wanted();
+        let repo = self.repo.named(self.commit);
+        let url =
+            self.client.url(&format!("{}/resolve/{}/{}", repo.url(), repo.url_revision(), plain(self.file)));
+        let head = self.client.patiently(&wanted, &url, || self.client.head(&wanted, &url))?;
+        let status = head.status();
+        let meta = metadata(&wanted, &url, status, head.headers())?;
+        let blob = self.cache.blob(&meta.etag);
+        create_parent(&blob).map_err(|source| self.disk(source))?;
+        let lock = self.cache.lock(&meta.etag).map_err(|source| self.disk(source))?;
+        let here = fs::metadata(&blob).is_ok_and(|blob| meta.size.is_none_or(|size| size == blob.len()));
+        if !here {
+            let part = part_name(&blob);
+            self.fill(&wanted, &url, &meta, &part)?;
+            fs::rename(&part, &blob)
+                .map_err(FileError::at("writing", &blob))
+                .map_err(|source| self.disk(source))?;
+        }
+        let path =
+            self.cache.publish(&meta.etag, self.commit, self.file).map_err(|source| self.disk(source))?;
+        drop(lock);
+        Ok(path)
+    }
+
+    fn wanted(&self) -> Wanted<'_> {
+        Wanted { repo: self.repo, file: Some(self.file), known: self.known }
+    }
+
+    fn disk(&self, source: FileError) -> HubError {
+        HubError::Disk { what: self.wanted().name(), source }
+    }
+
+    /// Fills `part` until it is whole and right.
+    fn fill(&self, wanted: &Wanted, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
+        for again in [true, false] {
+            self.complete(wanted, url, meta, part)?;
+            let Some(expected) = meta.sha256() else { return Ok(()) };
+            let found = digest::file(part).map_err(|source| self.disk(source))?;
+            if found == expected {
+                return Ok(());
+            }
+            fs::remove_file(part)
+                .map_err(FileError::at("removing", part))
+                .map_err(|source| self.disk(source))?;
+            let problem = format!("their SHA-256 is {found}, the hub announced {expected}");
+            if !again {
+                return Err(HubError::Damaged { what: wanted.name(), url: url.into(), problem });
+            }
+            // What an earlier process left may have been to blame.
+            tracing::warn!("{}: {problem}; fetching it once more from the start", wanted.name());
+        }
+        Ok(())
+    }
+
+    /// Repeats the transfer from where it broke off until all bytes are there; only attempts in a row that bring
+    /// nothing count against the patience.
+    fn complete(&self, wanted: &Wanted, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
+        let length = || fs::metadata(part).map_or(0, |part| part.len());
+        if meta.size.is_some_and(|size| length() > size) {
+            let _ = fs::remove_file(part);
+        }
+        let (start, mut progress) = (length(), None);
+        if start > 0 {
+            tracing::info!("{}: continuing at byte {start}", wanted.name());
+        }
+        let mut best = start;
+        let mut tried = 0;
+        while let Err(failure) = self.transfer(wanted, url, meta, part, &mut progress) {
+            let passing = match failure {
+                Failure::Final(error) => return Err(error),
+                Failure::Passing(passing) => passing,
+            };
+            tried = if length() > best { 1 } else { tried + 1 };
+            best = best.max(length());
+            self.client.wait(wanted, url, passing, tried, best > start)?;
+        }
+        if let Some(progress) = progress {
+            progress.finish();
+        }
+        Ok(())
+    }
+
+    /// One request for the bytes that `part` lacks.
+    fn transfer(
+        &self,
+        wanted: &Wanted,
+        url: &str,
+        meta: &Metadata,
+        part: &Path,
+        progress: &mut Option<Progress>,
+    ) -> Result<(), Failure> {
+        let failed = |error: io::Error| Failure::Final(self.disk(FileError::at("writing", part)(error)));
+        let mut file = File::options().create(true).append(true).open(part).map_err(failed)?;
+        let start = file.metadata().map_err(failed)?.len();
+        if meta.size == Some(start) {
+            return file.sync_all().map_err(failed);
+        }
+        let mut response = self.client.get(wanted, url, start)?;
+        let announced = match response.status() {
+            StatusCode::PARTIAL_CONTENT => {
+                let (first, total) = content_range(response.headers()).ok_or_else(|| {
+                    Failure::Passing(Passing::Broken("a range without Content-Range".into()))
+                })?;
+                if first != start {
+                    let problem = format!("bytes from {first} where those from {start} were asked for");
+                    return Err(Failure::Passing(Passing::Broken(problem)));
+                }
+                total
+            }
+            StatusCode::OK => {
+                // The server knows no ranges: all of it comes again.
+                file.set_len(0).map_err(failed)?;
+                number(response.headers(), header::CONTENT_LENGTH.as_str())
+            }
+            status => {
+                file.set_len(0).map_err(failed)?;
+                return Err(Failure::Passing(Passing::Broken(format!("HTTP {status}"))));
+            }
+        };
+        let mut have = file.metadata().map_err(failed)?.len();
+        let size = meta.size.or(announced);
+        let bar = progress
+            .get_or_insert_with(|| Progress::bytes(self.verbosity, "fetching", size.unwrap_or(0), have));
+        let (mut body, mut buffer) = (response.body_mut().as_reader(), vec![0; CHUNK]);
+        loop {
+            let read = match body.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(read) => read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    let problem = format!("broken off after {have} bytes: {error}");
+                    return Err(Failure::Passing(Passing::Broken(problem)));
+                }
+            };
+            file.write_all(&buffer[..read]).map_err(failed)?;
+            have += read as u64;
+            bar.add(read as u64, || self.file.to_string());
+        }
+        match size {
+            Some(size) if have < size => {
+                let problem = format!("broken off after {have} of {size} bytes");
+                Err(Failure::Passing(Passing::Broken(problem)))
+            }
+            Some(size) if have > size => {
+                file.set_len(0).map_err(failed)?;
+                let problem = format!("{have} bytes where {size} were announced");
+                Err(Failure::Passing(Passing::Broken(problem)))
+            }
+            _ => file.sync_all().map_err(failed),
+        }
+    }
+}
+
+/// The name under which content is gathered; the Python tools used it too, so their broken downloads are continued.
+fn part_name(blob: &Path) -> PathBuf {
+    let mut name = blob.as_os_str().to_owned();
+    name.push(".incomplete");
+    name.into()
+}
+
+/// A file's path for an address: a literal percent sign is encoded before the rest is.
+fn plain(file: &str) -> String {
+    file.replace('%', "%25")
+}
+
+fn metadata(
+    wanted: &Wanted,
+    url: &str,
+    status: StatusCode,
+    headers: &HeaderMap,
+) -> Result<Metadata, HubError> {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let etag = text("x-linked-etag").or_else(|| text("etag")).unwrap_or_default();
+    let etag = etag.trim_start_matches("W/").trim_matches('"');
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if etag.is_empty() || etag.starts_with('.') || !etag.chars().all(is_name) {
+        let found = format!("HTTP {status} with the etag {etag:?}");
+        return Err(unexpected(wanted, url, &found, "a tag that names the content"));
+    }
+    let length = || number(headers, header::CONTENT_LENGTH.as_str()).filter(|_| status.is_success());
+    Ok(Metadata { etag: etag.into(), size: number(headers, "x-linked-size").or_else(length) })
+}
+
+fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
+    headers.get(name)?.to_str().ok()?.trim().parse().ok()
+}
+
+/// The first byte and the whole size in `bytes 5-9/10`.
+fn content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
+    let text = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
+    let (range, total) = text.strip_prefix("bytes ")?.split_once('/')?;
+    Some((range.split_once('-')?.0.trim().parse().ok()?, total.trim().parse().ok()))
+}

@@ -1,0 +1,205 @@
+//! The hub as this project sees it: files by repository and path, each of them in the cache at most once.
+
+use std::collections::HashMap;
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use deepspec_core::cli::Verbosity;
+
+use crate::cache::RepoCache;
+use crate::client::{Client, Failure, Passing, Wanted, unexpected};
+use crate::download::Download;
+use crate::repo::{is_commit, is_path};
+use crate::{HubError, Repo, Settings};
+
+/// Largest description of a repository that is read, in bytes.
+const MAX_DESCRIPTION: u64 = 256 << 20;
+
+/// What a repository is at a revision.
+pub(crate) struct Listing {
+    /// The commit that the revision stands for.
+    pub commit: String,
+    /// Paths of its files, sorted; of a listing from the cache only those that are here.
+    pub files: Vec<String>,
+    /// Paths of all of its files, sorted; None if only a cache was asked that others filled.
+    pub all: Option<Vec<String>>,
+    /// Why the cache was asked instead of the hub.
+    pub local: Option<String>,
+}
+
+impl Listing {
+    /// All files of the repository as far as they are known.
+    pub fn known(&self) -> &[String] {
+        self.all.as_deref().unwrap_or(&self.files)
+    }
+}
+
+/// Fetches files from the hub, or finds them in the cache.
+pub struct Hub {
+    settings: Settings,
+    client: Client,
+    listings: Mutex<HashMap<Repo, Arc<Listing>>>,
+}
+
+impl Hub {
+    /// The hub that the environment names; see [`deepspec_core::env::hub`].
+    ///
+    /// # Errors
+    /// If no folder for the cache can be named.
+    pub fn from_env(verbosity: Verbosity) -> Result<Self, HubError> {
+        Ok(Self::new(Settings::from_env(verbosity)?))
+    }
+
+    /// A hub as told.
+    pub fn new(settings: Settings) -> Self {
+        Self { client: Client::new(&settings), settings, listings: Mutex::default() }
+    }
+
+    /// Paths in the repository at its revision, sorted; offline, those that it had when it was last asked for.
+    ///
+    /// # Errors
+    /// If the hub refuses or cannot be reached and the cache does not know the revision, or not which files it has.
+    pub fn files(&self, repo: &Repo) -> Result<Vec<String>, HubError> {
+        let listing = self.listing(repo)?;
+        listing.all.clone().ok_or_else(|| HubError::Unlisted {
+            repo: repo.clone(),
+            reason: listing.local.clone().unwrap_or_default(),
+        })
+    }
+
+    /// The commit that the repository's revision stands for, for provenance.
+    ///
+    /// # Errors
+    /// If the hub refuses or cannot be reached and the cache does not know the revision.
+    pub fn commit(&self, repo: &Repo) -> Result<String, HubError> {
+        Ok(self.listing(repo)?.commit.clone())
+    }
+
+    /// The local path of one file, downloaded if need be.
+    ///
+    /// # Errors
+    /// As [`Self::commit`], and if the repository has no such file, its bytes are damaged or the disk is full.
+    pub fn fetch(&self, repo: &Repo, path: &str) -> Result<PathBuf, HubError> {
+        repo.check()?;
+        if !is_path(path) {
+            return Err(self.no_file(repo, path, &[]));
+        }
+        let cache = self.cache(repo);
+        if repo.is_pinned() {
+            let here = cache.snapshot(repo.revision()).join(path);
+            if here.exists() {
+                return Ok(here);
+            }
+        }
+        let listing = self.listing(repo)?;
+        let here = cache.snapshot(&listing.commit).join(path);
+        if here.exists() {
+            return Ok(here);
+        }
+        if let Some(reason) = &listing.local {
+            return Err(self.not_cached(&format!("{path} of {repo}"), reason));
+        }
+        Download {
+            client: &self.client,
+            cache: &cache,
+            repo,
+            commit: &listing.commit,
+            file: path,
+            known: &listing.files,
+            verbosity: self.settings.verbosity,
+        }
+        .run()
+    }
+
+    /// What the repository is at its revision; asked for once.
+    pub(crate) fn listing(&self, repo: &Repo) -> Result<Arc<Listing>, HubError> {
+        let mut known = self.listings.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(listing) = known.get(repo) {
+            return Ok(Arc::clone(listing));
+        }
+        repo.check()?;
+        let listing = match self.settings.offline {
+            Some(variable) => self.cached(repo, format!("{variable} forbids requests"))?,
+            None => match self.described(repo) {
+                Err(outage) if outage.is_outage() => {
+                    let listing = self.cached(repo, "the hub cannot be asked".into()).map_err(|_| &outage);
+                    match listing {
+                        Ok(listing) => {
+                            tracing::warn!("{outage}; using the cached commit {}", listing.commit);
+                            listing
+                        }
+                        Err(_) => return Err(outage),
+                    }
+                }
+                answer => answer?,
+            },
+        };
+        let listing = Arc::new(listing);
+        known.insert(repo.clone(), Arc::clone(&listing));
+        Ok(listing)
+    }
+
+    /// The folder of a file in a snapshot.
+    pub(crate) fn snapshot(&self, repo: &Repo, commit: &str) -> PathBuf {
+        self.cache(repo).snapshot(commit)
+    }
+
+    fn cache(&self, repo: &Repo) -> RepoCache {
+        RepoCache::new(&absolute(&self.settings.cache), repo)
+    }
+
+    fn described(&self, repo: &Repo) -> Result<Listing, HubError> {
+        let wanted = Wanted { repo, file: None, known: &[] };
+        let url = self.client.url(&format!("api/{}", repo.named(repo.revision()).api_url()));
+        let text = self.client.patiently(&wanted, &url, || {
+            let mut response = self.client.get(&wanted, &url, 0)?;
+            let text = response.body_mut().with_config().limit(MAX_DESCRIPTION).read_to_string();
+            text.map_err(|error| Failure::Passing(Passing::Broken(error.to_string())))
+        })?;
+        let info: hf_hub::api::RepoInfo = serde_json::from_str(&text).map_err(|error| {
+            unexpected(&wanted, &url, &format!("other text ({error})"), "a repository's description")
+        })?;
+        if !is_commit(&info.sha) {
+            let found = format!("the commit {:?}", info.sha);
+            return Err(unexpected(&wanted, &url, &found, "40 hexadecimal digits"));
+        }
+        // A name that would lead out of the snapshot cannot be stored.
+        let mut files: Vec<String> =
+            info.siblings.into_iter().map(|file| file.rfilename).filter(|file| is_path(file)).collect();
+        files.sort();
+        let noted = self.cache(repo).note(repo.revision(), &info.sha);
+        noted.map_err(|source| HubError::Disk { what: wanted.name(), source })?;
+        // A cache that cannot be written to may still have all that is wanted.
+        if let Err(problem) = self.cache(repo).note_files(&info.sha, &files) {
+            tracing::debug!("{problem}");
+        }
+        Ok(Listing { commit: info.sha, all: Some(files.clone()), files, local: None })
+    }
+
+    fn cached(&self, repo: &Repo, reason: String) -> Result<Listing, HubError> {
+        let cache = self.cache(repo);
+        let Some(commit) = cache.commit(repo.revision()) else {
+            return Err(self.not_cached(&repo.to_string(), &reason));
+        };
+        let files =
+            cache.files(&commit).map_err(|source| HubError::Disk { what: repo.to_string(), source })?;
+        let all = cache.all_files(&commit);
+        Ok(Listing { commit, files, all, local: Some(reason) })
+    }
+
+    pub(crate) fn not_cached(&self, what: &str, reason: &str) -> HubError {
+        let cache = self.settings.cache.display().to_string();
+        HubError::NotCached { what: what.into(), cache, reason: reason.into() }
+    }
+
+    fn no_file(&self, repo: &Repo, file: &str, files: &[String]) -> HubError {
+        let url = self.client.url(&repo.named(repo.revision()).url());
+        HubError::NoFile { repo: Box::new(repo.clone()), file: file.into(), url, files: files.to_vec() }
+    }
+}
+
+/// The path from the root, without `.` in it.
+fn absolute(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+    path.components().filter(|part| *part != Component::CurDir).collect()
+}

@@ -1,0 +1,105 @@
+//! The files of a model that loading it takes.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic;
+use deepspec_core::cli::Verbosity;
+use deepspec_core::env;
+use serde_json::Value;
+
+use crate::{Hub, HubError, Kind, Repo};
+
+const CONFIG: &str = "config.json";
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+impl Hub {
+    /// The snapshot folder of a model, with its configuration, tokenizer, chat template and safetensors weights in it.
+    ///
+    /// # Errors
+    /// As [`Hub::fetch`], and if the repository holds no model of that form.
+    pub fn model(&self, repo: &Repo) -> Result<PathBuf, HubError> {
+        let listing = self.listing(repo)?;
+        let has = |file: &str| listing.files.iter().any(|known| known == file);
+        let missing = |problem: &str| match &listing.local {
+            Some(reason) => self.not_cached(&format!("{repo} ({problem})"), reason),
+            None => HubError::NoModel {
+                repo: repo.clone(),
+                problem: problem.into(),
+                files: listing.files.clone(),
+            },
+        };
+        if !has(CONFIG) {
+            return Err(missing("it has no config.json"));
+        }
+        // Small files first: what is wrong with them is known before gigabytes have come.
+        for file in listing.known().iter().filter(|file| is_small_part(file)) {
+            self.fetch(repo, file)?;
+        }
+        let weights = if has(INDEX) {
+            let index = self.fetch(repo, INDEX)?;
+            let shards = shards(&index).ok_or_else(|| missing("its safetensors index names no files"))?;
+            let absent: Vec<String> = shards.iter().filter(|file| !has(file)).cloned().collect();
+            if !absent.is_empty() {
+                let total = shards.len();
+                return Err(HubError::Incomplete { repo: repo.clone(), missing: absent, total });
+            }
+            shards
+        } else if has(SINGLE) {
+            vec![SINGLE.to_string()]
+        } else {
+            return Err(missing("it has no model.safetensors and no index of several"));
+        };
+        for file in &weights {
+            self.fetch(repo, file)?;
+        }
+        Ok(self.snapshot(repo, &listing.commit))
+    }
+}
+
+/// A local folder as it is, else the model of that hub id (`owner/name` or `owner/name@revision`), fetched.
+///
+/// # Errors
+/// As [`Hub::model`], and if `model` is neither a folder nor an id, or a revision is asked of a folder.
+pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> Result<PathBuf, HubError> {
+    let dir = env::expand_home(model);
+    if dir.is_dir() {
+        return match revision {
+            Some(revision) => {
+                Err(HubError::RevisionOfFolder { path: model.into(), revision: revision.into() })
+            }
+            None => Ok(dir),
+        };
+    }
+    let repo = Repo::parse(Kind::Model, model, revision)?;
+    Hub::from_env(verbosity)?.model(&repo)
+}
+
+/// Configuration, tokenizer and chat template, in the top folder.
+fn is_small_part(file: &str) -> bool {
+    let known = [
+        CONFIG,
+        "generation_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+    ];
+    let is_tokenizer = file.starts_with("tokenizer") && (file.ends_with(".json") || file.ends_with(".model"));
+    known.contains(&file)
+        || (is_tokenizer && !file.contains('/'))
+        || (file.starts_with("additional_chat_templates/") && file.ends_with(".jinja"))
+}
+
+/// The files that an index names, each once and in order.
+fn shards(index: &Path) -> Option<Vec<String>> {
+    let index: Value = serde_json::from_str(&atomic::read_text(index).ok()?).ok()?;
+    let names: Option<BTreeSet<String>> =
+        index.get("weight_map")?.as_object()?.values().map(|file| file.as_str().map(Into::into)).collect();
+    names.filter(|names| !names.is_empty()).map(|names| names.into_iter().collect())
+}

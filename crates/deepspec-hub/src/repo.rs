@@ -1,0 +1,171 @@
+//! How models and datasets are named.
+
+use std::fmt;
+use std::path::Path;
+
+use deepspec_core::env;
+
+use crate::HubError;
+
+/// The branch that is meant when no revision is named.
+const MAIN: &str = "main";
+
+/// What a repository holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Weights, configuration and tokenizer.
+    Model,
+    /// Rows in data files.
+    Dataset,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Model => "model",
+            Self::Dataset => "dataset",
+        })
+    }
+}
+
+/// A repository of the hub at a revision.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Repo {
+    /// What it holds.
+    pub kind: Kind,
+    /// `owner/name`.
+    pub id: String,
+    /// A branch, tag or commit; the main branch where nothing is said.
+    pub revision: Option<String>,
+}
+
+impl Repo {
+    /// A model's repository.
+    pub fn model(id: &str, revision: Option<&str>) -> Self {
+        Self { kind: Kind::Model, id: id.into(), revision: revision.map(Into::into) }
+    }
+
+    /// A dataset's repository.
+    pub fn dataset(id: &str, revision: Option<&str>) -> Self {
+        Self { kind: Kind::Dataset, id: id.into(), revision: revision.map(Into::into) }
+    }
+
+    /// Reads `owner/name` or `owner/name@revision`; `revision` is the same said elsewhere, such as by a flag.
+    ///
+    /// # Errors
+    /// If the text has another form, or if the two revisions differ.
+    pub fn parse(kind: Kind, text: &str, revision: Option<&str>) -> Result<Self, HubError> {
+        let (id, own) = split(text);
+        if !is_name(id) {
+            return Err(HubError::NotAnId { kind, text: text.into() });
+        }
+        match (own, revision) {
+            (Some(own), Some(other)) if own != other => {
+                Err(HubError::TwoRevisions { text: text.into(), other: other.into() })
+            }
+            _ => Ok(Self { kind, id: id.into(), revision: own.or(revision).map(Into::into) }),
+        }
+    }
+
+    /// The revision, `main` where nothing is said.
+    pub fn revision(&self) -> &str {
+        self.revision.as_deref().unwrap_or(MAIN)
+    }
+
+    /// Whether the revision names one commit for good.
+    pub(crate) fn is_pinned(&self) -> bool {
+        is_commit(self.revision())
+    }
+
+    /// Refuses names that would lead outside the cache or to another address.
+    pub(crate) fn check(&self) -> Result<(), HubError> {
+        if !is_name(&self.id) {
+            return Err(HubError::NotAnId { kind: self.kind, text: self.id.clone() });
+        }
+        if !is_path(self.revision()) || self.revision().contains(['?', '#', '%']) {
+            return Err(HubError::NoRevision { repo: self.clone() });
+        }
+        Ok(())
+    }
+
+    /// The same repository as the hub client's library names it.
+    pub(crate) fn named(&self, revision: &str) -> hf_hub::Repo {
+        let kind = match self.kind {
+            Kind::Model => hf_hub::RepoType::Model,
+            Kind::Dataset => hf_hub::RepoType::Dataset,
+        };
+        hf_hub::Repo::with_revision(self.id.clone(), kind, revision.into())
+    }
+}
+
+/// `model owner/name`, with `@revision` where one was given.
+impl fmt::Display for Repo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.kind, self.id)?;
+        self.revision.as_ref().map_or(Ok(()), |revision| write!(f, "@{revision}"))
+    }
+}
+
+/// Whether `text` has the form of a hub id, `owner/name` or `owner/name@revision`, and is no file or folder here.
+pub fn is_id(text: &str) -> bool {
+    let (id, revision) = split(text);
+    is_name(id) && revision.is_none_or(is_path) && !env::expand_home(text).exists()
+}
+
+fn split(text: &str) -> (&str, Option<&str>) {
+    text.split_once('@').map_or((text, None), |(id, revision)| (id, Some(revision)))
+}
+
+fn is_name(id: &str) -> bool {
+    let is_part = |part: &str| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        !part.is_empty()
+            && part.chars().all(plain)
+            && !part.starts_with(['.', '-'])
+            && !part.ends_with(['.', '-'])
+            && !part.contains("--")
+            && !part.contains("..")
+    };
+    id.split_once('/').is_some_and(|(owner, name)| is_part(owner) && is_part(name))
+}
+
+/// Whether `text` is a relative path of plain names, so that joined to a folder it stays inside.
+pub(crate) fn is_path(text: &str) -> bool {
+    let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\\', '\0', ':']);
+    text.split('/').all(plain) && !text.chars().any(char::is_control) && Path::new(text).is_relative()
+}
+
+/// Whether `text` is a full commit number.
+pub(crate) fn is_commit(text: &str) -> bool {
+    text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_told_from_paths() {
+        for id in ["Qwen/Qwen3-4B", "a/b@v1.0", "a/b@refs/pr/3", "google-research-datasets/mbpp"] {
+            assert!(is_id(id), "{id}");
+        }
+        let paths =
+            ["gpt2", "./a/b", "/a/b", "~/a", "a/b/c", "../b", "a/..", "a/", "", "a b/c", "a/b@", "a/b@../c"];
+        for path in paths {
+            assert!(!is_id(path), "{path}");
+        }
+        let dir = std::env::current_dir().unwrap();
+        assert!(dir.join("src/lib.rs").exists() && !is_id("src/lib.rs"));
+    }
+
+    #[test]
+    fn a_revision_stands_in_the_id_or_beside_it() {
+        let parse = |text, revision| Repo::parse(Kind::Model, text, revision);
+        assert_eq!(parse("a/b", None).unwrap(), Repo::model("a/b", None));
+        assert_eq!(parse("a/b@v1", None).unwrap(), Repo::model("a/b", Some("v1")));
+        assert_eq!(parse("a/b", Some("v1")).unwrap(), parse("a/b@v1", Some("v1")).unwrap());
+        let error = parse("a/b@v1", Some("v2")).unwrap_err();
+        assert!(error.is_usage() && error.to_string().contains("v2"), "{error}");
+        assert!(parse("gpt2", None).unwrap_err().to_string().contains("owner/name"));
+    }
+}

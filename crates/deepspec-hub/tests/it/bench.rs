@@ -1,0 +1,81 @@
+//! A hub, a cache and what is asked of them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use deepspec_core::cli::Verbosity;
+use deepspec_hub::{Hub, HubError, Patience, Settings};
+use deepspec_testkit::hub::{FakeHub, FakeRepo, Request};
+use tempfile::TempDir;
+
+/// A hub on loopback and an empty cache.
+pub struct Bench {
+    pub fake: FakeHub,
+    pub dir: TempDir,
+}
+
+impl Bench {
+    pub fn new(repos: impl IntoIterator<Item = FakeRepo>) -> Self {
+        Self { fake: FakeHub::start(repos), dir: tempfile::tempdir().unwrap() }
+    }
+
+    pub fn settings(&self) -> Settings {
+        let pause = Duration::from_millis(1);
+        Settings {
+            endpoint: self.fake.url(),
+            token: None,
+            cache: self.dir.path().join("hub"),
+            offline: None,
+            verbosity: Verbosity::Quiet,
+            patience: Patience { attempts: 3, pause, ..Patience::default() },
+        }
+    }
+
+    /// A hub as a new process would open it.
+    pub fn hub(&self) -> Hub {
+        Hub::new(self.settings())
+    }
+
+    /// The same without any request allowed.
+    pub fn offline(&self) -> Hub {
+        Hub::new(Settings { offline: Some("HF_HUB_OFFLINE"), ..self.settings() })
+    }
+
+    /// The requests for content, by path and range.
+    pub fn transfers(&self) -> Vec<(String, Option<String>)> {
+        let is_transfer = |request: &Request| request.path.starts_with("/cdn/");
+        let requests = self.fake.requests().into_iter().filter(is_transfer);
+        requests.map(|request| (request.path, request.range)).collect()
+    }
+
+    /// Files in the folder of blobs of a model, sorted.
+    pub fn blobs(&self, folder: &str) -> Vec<String> {
+        names(&self.dir.path().join("hub").join(folder).join("blobs"))
+    }
+}
+
+/// The names in a folder, sorted.
+pub fn names(dir: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(dir) else { return vec![] };
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Bytes that differ everywhere.
+pub fn bytes(count: usize) -> Vec<u8> {
+    (0..count as u32).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()).take(count).collect()
+}
+
+/// Asserts that it failed and that the message, on one line, says all of this.
+pub fn says(outcome: Result<PathBuf, HubError>, words: &[&str]) -> HubError {
+    let error = outcome.unwrap_err();
+    let text = error.to_string();
+    assert!(!text.contains('\n'), "{text}");
+    for word in words {
+        assert!(text.contains(word), "{word} is not in: {text}");
+    }
+    error
+}

@@ -1,0 +1,209 @@
+//! What arrives, where it lies, and how broken transfers are met.
+
+use std::fs;
+use std::path::Path;
+
+use deepspec_core::digest;
+use deepspec_hub::{Hub, HubError, Patience, Repo, Settings};
+use deepspec_testkit::hub::{FakeRepo, Fault};
+
+use crate::bench::{Bench, bytes, names, says};
+
+const FOLDER: &str = "models--own--tiny";
+
+fn tiny() -> FakeRepo {
+    FakeRepo::model("own/tiny").file("config.json", "{}").lfs("sub/weights 1%.bin", bytes(100_000))
+}
+
+#[test]
+fn files_lie_where_the_python_tools_look() {
+    let bench = Bench::new([tiny()]);
+    let (hub, repo) = (bench.hub(), Repo::model("own/tiny", None));
+    assert_eq!(hub.files(&repo).unwrap(), ["config.json", "sub/weights 1%.bin"]);
+    let (small, large) =
+        (hub.fetch(&repo, "config.json").unwrap(), hub.fetch(&repo, "sub/weights 1%.bin").unwrap());
+    let commit = tiny().commit();
+    assert_eq!(hub.commit(&repo).unwrap(), commit);
+    let top = bench.dir.path().join("hub").join(FOLDER);
+    assert_eq!(small, top.join("snapshots").join(&commit).join("config.json"));
+    assert_eq!(fs::read(&small).unwrap(), b"{}");
+    assert_eq!(fs::read(&large).unwrap(), bytes(100_000));
+    assert_eq!(fs::read_to_string(top.join("refs/main")).unwrap(), commit);
+    assert_eq!(names(&top), [".deepspec", "blobs", "refs", "snapshots"]);
+    let sha = digest::bytes(&bytes(100_000));
+    assert_eq!(fs::read_link(&large).unwrap(), Path::new("../../../blobs").join(&sha));
+    assert_eq!(fs::read_link(&small).unwrap().parent(), Some(Path::new("../../blobs")));
+    assert!(bench.blobs(FOLDER).contains(&sha));
+
+    // What is here is not asked for again: one request for what the branch stands for.
+    bench.fake.forget();
+    assert_eq!(bench.hub().fetch(&repo, "config.json").unwrap(), small);
+    let paths: Vec<String> = bench.fake.requests().into_iter().map(|request| request.path).collect();
+    assert_eq!(paths, ["/api/models/own/tiny/revision/main"]);
+    // A commit cannot change: no request at all.
+    bench.fake.forget();
+    assert_eq!(bench.hub().fetch(&Repo::model("own/tiny", Some(&commit)), "config.json").unwrap(), small);
+    assert!(bench.fake.requests().is_empty());
+}
+
+#[test]
+fn a_broken_transfer_is_continued_where_it_broke() {
+    let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
+    let repo = Repo::model("own/tiny", None);
+    bench.fake.fail("/cdn/", 1, Fault::BreakAfter(70_001));
+    bench.fake.fail("/cdn/", 1, Fault::BreakAfter(29_999));
+    let path = bench.hub().fetch(&repo, "w.bin").unwrap();
+    assert_eq!(fs::read(path).unwrap(), bytes(300_000));
+    let ranges: Vec<_> = bench.transfers().into_iter().map(|(_, range)| range).collect();
+    assert_eq!(ranges, [None, Some("bytes=70001-".into()), Some("bytes=100000-".into())]);
+    assert_eq!(bench.blobs(FOLDER), [digest::bytes(&bytes(300_000))]);
+}
+
+#[test]
+fn a_server_that_goes_away_in_the_middle_is_waited_for() {
+    let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
+    let patience = Patience { attempts: 4, ..bench.settings().patience };
+    let fetch = |repo: &Repo| Hub::new(Settings { patience, ..bench.settings() }).fetch(repo, "w.bin");
+    bench.fake.fail("/cdn/", 2, Fault::Closed);
+    says(fetch(&Repo::model("own/tiny", None)), &["cannot be reached", "2 attempts"]);
+    bench.fake.fail("/cdn/", 1, Fault::BreakAfter(70_000));
+    bench.fake.fail("/cdn/", 2, Fault::Closed);
+    let path = fetch(&Repo::model("own/tiny", None)).unwrap();
+    assert_eq!(fs::read(path).unwrap(), bytes(300_000));
+}
+
+#[test]
+fn another_process_continues_it_too() {
+    let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
+    let repo = Repo::model("own/tiny", None);
+    bench.fake.fail("/cdn/", 1, Fault::BreakAfter(123_456));
+    let hasty = Patience { attempts: 1, ..bench.settings().patience };
+    let first = Hub::new(Settings { patience: hasty, ..bench.settings() }).fetch(&repo, "w.bin");
+    says(first, &["w.bin of model own/tiny", "broken off after 123456"]);
+    let part = format!("{}.incomplete", digest::bytes(&bytes(300_000)));
+    assert_eq!(bench.blobs(FOLDER), [part]);
+    assert_eq!(fs::read(bench.hub().fetch(&repo, "w.bin").unwrap()).unwrap(), bytes(300_000));
+    assert_eq!(bench.transfers()[1].1.as_deref(), Some("bytes=123456-"));
+}
+
+#[test]
+fn a_server_without_ranges_sends_all_of_it_again() {
+    let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
+    bench.fake.fail("/cdn/", 1, Fault::BreakAfter(70_000));
+    bench.fake.fail("/cdn/", 1, Fault::NoRanges);
+    let path = bench.hub().fetch(&Repo::model("own/tiny", None), "w.bin").unwrap();
+    assert_eq!(fs::read(path).unwrap(), bytes(300_000));
+    assert_eq!(bench.transfers().len(), 2);
+}
+
+#[test]
+fn what_an_earlier_process_left_is_checked() {
+    let (sha, repo) = (digest::bytes(&bytes(9_000)), Repo::model("own/tiny", None));
+    // Wrong bytes, all bytes already there, more than all of them.
+    for (left, transfers) in
+        [(vec![7; 5_000], 2), (bytes(9_000), 0), (vec![7; 9_000], 1), (vec![7; 10_000], 1)]
+    {
+        let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(9_000))]);
+        let blobs = bench.dir.path().join("hub").join(FOLDER).join("blobs");
+        fs::create_dir_all(&blobs).unwrap();
+        fs::write(blobs.join(format!("{sha}.incomplete")), &left).unwrap();
+        assert_eq!(fs::read(bench.hub().fetch(&repo, "w.bin").unwrap()).unwrap(), bytes(9_000));
+        assert_eq!(bench.transfers().len(), transfers, "{} bytes left", left.len());
+        assert_eq!(names(&blobs), std::slice::from_ref(&sha));
+    }
+}
+
+#[test]
+fn damaged_bytes_are_never_kept() {
+    let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(9_000))]);
+    let repo = Repo::model("own/tiny", None);
+    bench.fake.fail("/cdn/", 2, Fault::Flipped);
+    let error =
+        says(bench.hub().fetch(&repo, "w.bin"), &["damaged", "SHA-256", &digest::bytes(&bytes(9_000))]);
+    assert!(matches!(error, HubError::Damaged { .. }));
+    assert!(bench.blobs(FOLDER).is_empty());
+    assert_eq!(fs::read(bench.hub().fetch(&repo, "w.bin").unwrap()).unwrap(), bytes(9_000));
+}
+
+#[test]
+fn two_at_once_fetch_it_once() {
+    let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(3_000_000))]);
+    let repo = Repo::model("own/tiny", None);
+    std::thread::scope(|scope| {
+        let runs: Vec<_> =
+            (0..4).map(|_| scope.spawn(|| bench.hub().fetch(&repo, "w.bin").unwrap())).collect();
+        for run in runs {
+            assert_eq!(fs::read(run.join().unwrap()).unwrap(), bytes(3_000_000));
+        }
+    });
+    assert_eq!(bench.transfers().len(), 1);
+}
+
+#[test]
+fn an_empty_file_and_one_that_two_commits_share() {
+    let bench = Bench::new([
+        FakeRepo::model("own/tiny").file("empty", "").lfs("w.bin", bytes(5_000)),
+        FakeRepo::model("own/tiny").at("v2").file("other", "x").lfs("w.bin", bytes(5_000)),
+    ]);
+    let (main, v2) = (Repo::model("own/tiny", None), Repo::model("own/tiny", Some("v2")));
+    let hub = bench.hub();
+    assert_eq!(fs::read(hub.fetch(&main, "empty").unwrap()).unwrap(), b"");
+    let (one, two) = (hub.fetch(&main, "w.bin").unwrap(), hub.fetch(&v2, "w.bin").unwrap());
+    assert_ne!(one, two);
+    assert_eq!(fs::canonicalize(one).unwrap(), fs::canonicalize(two).unwrap());
+    assert_eq!(bench.transfers().len(), 1);
+}
+
+#[test]
+fn revisions_are_pinned() {
+    let old = FakeRepo::model("own/tiny").file("config.json", "old");
+    let (commit, text) = (old.commit(), |path| fs::read_to_string(path).unwrap());
+    let bench = Bench::new([
+        old.at("refs/pr/1"),
+        FakeRepo::model("own/tiny").file("config.json", "new"),
+        FakeRepo::model("own/tiny").at("v1").file("config.json", "one"),
+    ]);
+    let hub = bench.hub();
+    let at =
+        |revision: Option<&str>| text(hub.fetch(&Repo::model("own/tiny", revision), "config.json").unwrap());
+    assert_eq!(at(None), "new");
+    assert_eq!(at(Some("v1")), "one");
+    assert_eq!(at(Some("refs/pr/1")), "old");
+    assert_eq!(at(Some(&commit)), "old");
+    let refs = bench.dir.path().join("hub").join(FOLDER).join("refs");
+    assert_eq!(names(&refs), ["main", "refs", "v1"]);
+
+    // A branch moves on; its old commit stays where it was.
+    bench.fake.put(FakeRepo::model("own/tiny").file("config.json", "newest"));
+    assert_eq!(text(bench.hub().fetch(&Repo::model("own/tiny", None), "config.json").unwrap()), "newest");
+    assert_eq!(at(Some(&commit)), "old");
+}
+
+#[test]
+fn the_token_goes_to_the_hub_alone() {
+    let bench = Bench::new([tiny()]);
+    let hub = Hub::new(Settings { token: Some("hf_secret".into()), ..bench.settings() });
+    hub.fetch(&Repo::model("own/tiny", None), "sub/weights 1%.bin").unwrap();
+    for request in bench.fake.requests() {
+        let expected = (!request.path.starts_with("/cdn/")).then_some("Bearer hf_secret");
+        assert_eq!(request.authorization.as_deref(), expected, "{request:?}");
+    }
+    bench.fake.forget();
+    bench.hub().files(&Repo::model("own/tiny", None)).unwrap();
+    assert!(bench.fake.requests().iter().all(|request| request.authorization.is_none()));
+}
+
+#[test]
+fn no_name_leads_out_of_the_cache() {
+    let bench = Bench::new([FakeRepo::model("own/tiny")
+        .file("../../evil", "x")
+        .file("a/../../b", "x")
+        .file("c", "x")]);
+    let hub = bench.hub();
+    assert_eq!(hub.files(&Repo::model("own/tiny", None)).unwrap(), ["c"]);
+    for path in ["../c", "/c", "a//b", ""] {
+        says(hub.fetch(&Repo::model("own/tiny", None), path), &["no file"]);
+    }
+    says(hub.fetch(&Repo::model("own/../tiny", None), "c"), &["owner/name"]);
+    says(hub.fetch(&Repo::model("own/tiny", Some("../../x")), "c"), &["no revision ../../x"]);
+}

@@ -1,0 +1,8 @@
+//! The hub client against a hub on loopback, with faults.
+
+mod bench;
+mod dataset;
+mod fetch;
+mod offline;
+mod python;
+mod refusals;

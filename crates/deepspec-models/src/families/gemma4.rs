@@ -1,0 +1,163 @@
+//! Gemma 4 (dense text part): most layers see a sliding window, every few see everything with wider heads of their own.
+
+use serde_json::Map;
+
+use super::{Family, rope};
+use crate::ModelError;
+use crate::config::{Fields, ModelConfig};
+use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
+
+const SLIDING: &str = "sliding_attention";
+const FULL: &str = "full_attention";
+/// Without `layer_types`, every layer of this number is a full one.
+const PATTERN: usize = 6;
+
+/// Reads the config of a Gemma 4 model: the whole model's with a `text_config`, or the text part's own.
+///
+/// # Errors
+/// As [`Family::read`].
+pub fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
+    let text = outer.object("text_config")?;
+    let fields = text.as_ref().unwrap_or(outer);
+    let unified = fields
+        .text("model_type")?
+        .or(outer.text("model_type")?)
+        .is_some_and(|model_type| model_type.starts_with("gemma4_unified"));
+    refuse_unsupported(fields, unified)?;
+    let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
+    let (hidden_size, query) = (size("hidden_size")?, size("num_attention_heads")?);
+    let local = Heads {
+        query,
+        key_value: size("num_key_value_heads")?,
+        dim: fields.size("head_dim")?.unwrap_or(256),
+    };
+    let local = fields.heads("num_key_value_heads", "head_dim", local)?;
+    let shares_key = fields.flag("attention_k_eq_v")?.unwrap_or(false);
+    let global_kv = fields.size("num_global_key_value_heads")?.filter(|_| shares_key);
+    let global = Heads {
+        query,
+        key_value: global_kv.unwrap_or(local.key_value),
+        dim: fields.size("global_head_dim")?.unwrap_or(512),
+    };
+    let window = fields.size("sliding_window")?.unwrap_or(if unified { 1024 } else { 512 }) as usize;
+    let trained_for = fields.size("max_position_embeddings")?.unwrap_or(131_072) as usize;
+    let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
+
+    let ropes = rope::ByLayerType::new(fields, trained_for)?;
+    let overrides = fields.object("per_layer_config")?;
+    let intermediate_size = size("intermediate_size")?;
+    let layer = |(index, full): (usize, bool)| {
+        let heads = match &overrides {
+            Some(overrides) => overridden(overrides, index, local)?,
+            None if full => fields.heads("num_global_key_value_heads", "global_head_dim", global)?,
+            None => local,
+        };
+        let (window, value, rope) = match (full, shares_key) {
+            (true, true) => (None, Value::SharesKey, ropes.full(heads.dim)?),
+            (true, false) => (None, Value::Normed, ropes.full(heads.dim)?),
+            (false, _) => (Some(window), Value::Normed, ropes.sliding(heads.dim)?),
+        };
+        Ok(LayerSpec {
+            hidden_size,
+            intermediate_size,
+            attention: AttentionSpec { heads, scale: 1.0, window },
+            rope,
+            value,
+            norms: Norms::Sandwich,
+            eps,
+            activation: Activation::GeluTanh,
+            scaled: true,
+        })
+    };
+    let full = full_layers(fields, fields.layers()?)?;
+    let tied = match outer.flag("tie_word_embeddings")? {
+        Some(tied) => tied,
+        None => fields.flag("tie_word_embeddings")?.unwrap_or(true),
+    };
+    let softcap = fields.number("final_logit_softcapping")?;
+    if let Some(cap) = softcap.filter(|cap| *cap <= 0.0) {
+        return Err(fields.error("final_logit_softcapping", format!("{cap} is not positive")));
+    }
+    Ok(ModelConfig {
+        family: Family::Gemma4,
+        hidden_size,
+        vocab_size: size("vocab_size")?,
+        rms_norm_eps: eps,
+        max_position_embeddings: trained_for,
+        tie_word_embeddings: tied,
+        initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
+        embed_scale: (hidden_size as f64).sqrt(),
+        logit_softcap: softcap,
+        layers: full.into_iter().enumerate().map(layer).collect::<Result<_, ModelError>>()?,
+        raw: Map::new(),
+    })
+}
+
+/// Errors for the parts of larger and smaller siblings that are not computed here.
+fn refuse_unsupported(fields: &Fields, unified: bool) -> Result<(), ModelError> {
+    fields.only_text("hidden_activation", "gelu_pytorch_tanh")?;
+    fields.only_off("attention_bias", "biases in attention are not supported")?;
+    fields.only_off("enable_moe_block", "mixtures of experts are not supported")?;
+    // Only the plain family has per-layer embeddings, and there they are the default.
+    let per_layer = fields.count("hidden_size_per_layer_input")?.unwrap_or(if unified { 0 } else { 256 });
+    if per_layer > 0 {
+        let problem = format!("{per_layer}: embeddings per layer are not supported; expected 0");
+        return Err(fields.error("hidden_size_per_layer_input", problem));
+    }
+    if let Some(shared) = fields.count("num_kv_shared_layers")?.filter(|&shared| shared > 0) {
+        let problem =
+            format!("{shared}: layers that share keys and values with others are not supported; expected 0");
+        return Err(fields.error("num_kv_shared_layers", problem));
+    }
+    // "vision" is about image tokens, which a text has none of.
+    match fields.text("use_bidirectional_attention")?.as_deref() {
+        None | Some("vision") => Ok(()),
+        Some(other) => {
+            let problem = format!("\"{other}\" is not supported; expected \"vision\" or null");
+            Err(fields.error("use_bidirectional_attention", problem))
+        }
+    }
+}
+
+/// Which layers see everything; the last one always does.
+fn full_layers(fields: &Fields, layers: usize) -> Result<Vec<bool>, ModelError> {
+    let mut full: Vec<bool> = match fields.texts("layer_types")? {
+        None => (1..=layers).map(|number| number % PATTERN == 0).collect(),
+        Some(types) if types.len() != layers => {
+            let problem = format!("{} types for {layers} layers", types.len());
+            return Err(fields.error("layer_types", problem));
+        }
+        Some(types) => types
+            .iter()
+            .map(|name| match name.as_str() {
+                FULL => Ok(true),
+                SLIDING => Ok(false),
+                other => Err(fields.error(
+                    "layer_types",
+                    format!("\"{other}\" is unknown; expected \"{SLIDING}\" or \"{FULL}\""),
+                )),
+            })
+            .collect::<Result<_, _>>()?,
+    };
+    if let Some(last) = full.last_mut() {
+        *last = true;
+    }
+    Ok(full)
+}
+
+/// The heads of layer `index` where the config lists each layer's departures from the common numbers.
+fn overridden(overrides: &Fields, index: usize, common: Heads) -> Result<Heads, ModelError> {
+    let Some(own) = overrides.object(&index.to_string())? else { return Ok(common) };
+    if let Some(key) = own.map.keys().find(|key| !["head_dim", "num_key_value_heads"].contains(&key.as_str()))
+    {
+        return Err(
+            own.error(key, "a layer's own value is supported for head_dim and num_key_value_heads only")
+        );
+    }
+    let heads = Heads {
+        query: common.query,
+        key_value: own.size("num_key_value_heads")?.unwrap_or(common.key_value),
+        dim: own.size("head_dim")?.unwrap_or(common.dim),
+    };
+    own.heads("num_key_value_heads", "head_dim", heads)
+}

@@ -1,0 +1,50 @@
+//! Qwen3 (dense): one kind of layer.
+
+use serde_json::Map;
+
+use super::{Family, rope};
+use crate::ModelError;
+use crate::config::{Fields, ModelConfig};
+use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
+
+/// Reads the config of a Qwen3 model, or of a drafter built like one.
+///
+/// # Errors
+/// As [`Family::read`].
+pub fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
+    fields.only_text("hidden_act", "silu")?;
+    fields.only_off("attention_bias", "biases in attention are not supported")?;
+    fields.only_off("use_sliding_window", "sliding windows are not supported for Qwen3")?;
+    let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
+    let (hidden_size, query) = (size("hidden_size")?, size("num_attention_heads")?);
+    let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
+    let dim = fields.size("head_dim")?.unwrap_or(hidden_size / query);
+    let heads = fields.heads("num_key_value_heads", "head_dim", Heads { query, key_value, dim })?;
+    let trained_for = fields.size("max_position_embeddings")?.unwrap_or(4096) as usize;
+    let (rope, longest) = rope::flat(fields, dim, trained_for)?;
+    let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
+    let layer = LayerSpec {
+        hidden_size,
+        intermediate_size: size("intermediate_size")?,
+        attention: AttentionSpec { heads, scale: (dim as f64).powf(-0.5), window: None },
+        rope,
+        value: Value::Projected,
+        norms: Norms::Pre,
+        eps,
+        activation: Activation::Silu,
+        scaled: false,
+    };
+    Ok(ModelConfig {
+        family: Family::Qwen3,
+        hidden_size,
+        vocab_size: size("vocab_size")?,
+        rms_norm_eps: eps,
+        max_position_embeddings: longest,
+        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+        initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
+        embed_scale: 1.0,
+        logit_softcap: None,
+        layers: vec![layer; fields.layers()?],
+        raw: Map::new(),
+    })
+}

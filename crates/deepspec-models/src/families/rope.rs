@@ -1,0 +1,200 @@
+//! RoPE settings of a config.json in their spellings, with every kind of scaling known or refused by name.
+
+use crate::ModelError;
+use crate::config::Fields;
+use crate::nn::{RopeSpec, Scaling, Yarn};
+
+const DEFAULT_THETA: f64 = 10_000.0;
+/// Base of Gemma 4's full layers where the config names none.
+const FULL_THETA: f64 = 1_000_000.0;
+/// Part of the planes that turn there.
+const FULL_PART: f64 = 0.25;
+
+/// Settings shared by all layers: in `rope_parameters` (newer), or in `rope_theta` and `rope_scaling`. Also gives the longest
+/// sequence, which scaling beyond an explicit original length may extend past `trained_for`.
+///
+/// # Errors
+/// A kind of scaling that is not known, or settings that do not make sense.
+pub fn flat(fields: &Fields, head_dim: i64, trained_for: usize) -> Result<(RopeSpec, usize), ModelError> {
+    let scaling = fields.object("rope_scaling")?;
+    let newer = fields.object("rope_parameters")?;
+    let theta = fields.number("rope_theta")?;
+    let Some(settings) = scaling.filter(|scaling| !scaling.map.is_empty()).or(newer) else {
+        let theta = positive(fields, "rope_theta", theta.unwrap_or(DEFAULT_THETA))?;
+        return Ok((RopeSpec { theta, head_dim, scaling: Scaling::None }, trained_for));
+    };
+    let original = fields.number("original_max_position_embeddings")?;
+    let truncate = settings.flag("truncate")?.unwrap_or(true);
+    let reader = Reader { settings: &settings, trained_for, original, truncate };
+    let spec = reader.spec(head_dim, theta.unwrap_or(DEFAULT_THETA))?;
+    let explicit = original.or(settings.number("original_max_position_embeddings")?);
+    let extended = match (spec.scaling, explicit) {
+        (Scaling::Yarn(Yarn { factor, .. }) | Scaling::Llama3 { factor, .. }, Some(original)) => {
+            original * factor
+        }
+        _ => 0.0,
+    };
+    Ok((spec, trained_for.max(extended as usize)))
+}
+
+/// Settings per type of layer: in `rope_parameters`, or as bases in `rope_theta` (full layers) and `rope_local_base_freq`.
+pub struct ByLayerType<'a> {
+    fields: &'a Fields<'a>,
+    parameters: Option<Fields<'a>>,
+    trained_for: usize,
+}
+
+impl<'a> ByLayerType<'a> {
+    /// The settings in `fields`.
+    ///
+    /// # Errors
+    /// If `rope_parameters` is no object.
+    pub fn new(fields: &'a Fields<'a>, trained_for: usize) -> Result<Self, ModelError> {
+        Ok(Self { parameters: fields.object("rope_parameters")?, fields, trained_for })
+    }
+
+    /// Those of the layers that see everything.
+    ///
+    /// # Errors
+    /// As [`flat`].
+    pub fn full(&self, head_dim: i64) -> Result<RopeSpec, ModelError> {
+        match &self.parameters {
+            Some(parameters) => self.of(parameters, "full_attention", head_dim),
+            None => {
+                let theta = self.fields.number("rope_theta")?.unwrap_or(FULL_THETA);
+                let part = self.fields.number("partial_rotary_factor")?.unwrap_or(FULL_PART);
+                let scaling = Scaling::Proportional { planes: planes(part, head_dim), factor: 1.0 };
+                Ok(RopeSpec { theta: positive(self.fields, "rope_theta", theta)?, head_dim, scaling })
+            }
+        }
+    }
+
+    /// Those of the layers with a window.
+    ///
+    /// # Errors
+    /// As [`flat`].
+    pub fn sliding(&self, head_dim: i64) -> Result<RopeSpec, ModelError> {
+        match &self.parameters {
+            Some(parameters) => self.of(parameters, "sliding_attention", head_dim),
+            None => {
+                let theta = self.fields.number("rope_local_base_freq")?.unwrap_or(DEFAULT_THETA);
+                let theta = positive(self.fields, "rope_local_base_freq", theta)?;
+                Ok(RopeSpec { theta, head_dim, scaling: Scaling::None })
+            }
+        }
+    }
+
+    fn of(&self, parameters: &Fields, layer_type: &str, head_dim: i64) -> Result<RopeSpec, ModelError> {
+        let settings = parameters.required(layer_type, parameters.object(layer_type)?)?;
+        let theta = self.fields.number("rope_theta")?.unwrap_or(DEFAULT_THETA);
+        // transformers looks for `truncate` beside the types of layers, not within them.
+        let truncate = parameters.flag("truncate")?.unwrap_or(true);
+        let reader = Reader { settings: &settings, trained_for: self.trained_for, original: None, truncate };
+        reader.spec(head_dim, theta)
+    }
+}
+
+/// One object of RoPE settings.
+struct Reader<'a> {
+    settings: &'a Fields<'a>,
+    trained_for: usize,
+    /// The original length where it stands outside the settings; it goes first.
+    original: Option<f64>,
+    /// Whether the ends of YaRN's ramp are whole numbers.
+    truncate: bool,
+}
+
+impl Reader<'_> {
+    fn spec(&self, head_dim: i64, theta: f64) -> Result<RopeSpec, ModelError> {
+        let settings = self.settings;
+        let theta = positive(settings, "rope_theta", settings.number("rope_theta")?.unwrap_or(theta))?;
+        let kind = match settings.text("rope_type")? {
+            Some(kind) => kind,
+            None => settings.text("type")?.unwrap_or_else(|| "default".into()),
+        };
+        let part = settings.number("partial_rotary_factor")?;
+        if kind != "proportional" && kind != "default" && part.is_some_and(|part| part != 1.0) {
+            let problem = format!("rotating a part of each head is not supported together with \"{kind}\"");
+            return Err(settings.error("partial_rotary_factor", problem));
+        }
+        let scaling = match kind.as_str() {
+            "default" => Scaling::None,
+            "proportional" => Scaling::Proportional {
+                planes: planes(part.unwrap_or(1.0), head_dim),
+                factor: positive(settings, "factor", settings.number("factor")?.unwrap_or(1.0))?,
+            },
+            "linear" => Scaling::Linear { factor: self.required("factor")? },
+            "llama3" => Scaling::Llama3 {
+                factor: self.required("factor")?,
+                low_freq_factor: self.required("low_freq_factor")?,
+                high_freq_factor: self.required("high_freq_factor")?,
+                original: self.original()?,
+            },
+            "yarn" => Scaling::Yarn(self.yarn(theta)?),
+            other => {
+                let problem = format!(
+                    "\"{other}\" is not supported; expected default, linear, llama3, yarn or proportional"
+                );
+                return Err(settings.error("rope_type", problem));
+            }
+        };
+        Ok(RopeSpec { theta, head_dim, scaling })
+    }
+
+    fn yarn(&self, theta: f64) -> Result<Yarn, ModelError> {
+        let settings = self.settings;
+        if theta <= 1.0 {
+            return Err(settings.error("rope_theta", format!("{theta}: yarn needs a base above 1")));
+        }
+        let original = self.original()?;
+        // An explicit null means the ratio of the two lengths.
+        let factor = match settings.map.get("factor") {
+            Some(null) if null.is_null() => self.trained_for as f64 / original,
+            _ => self.required("factor")?,
+        };
+        let number = |key: &str| settings.number(key);
+        // Zero counts as absent, as it does in transformers.
+        let given = |key: &str| number(key).map(|value| value.filter(|&value| value != 0.0));
+        let attention_factor = match (number("attention_factor")?, given("mscale")?, given("mscale_all_dim")?)
+        {
+            (Some(factor), ..) => positive(settings, "attention_factor", factor)?,
+            (None, Some(mscale), Some(all)) => magnitude(factor, mscale) / magnitude(factor, all),
+            (None, ..) => magnitude(factor, 1.0),
+        };
+        Ok(Yarn {
+            factor,
+            attention_factor,
+            beta_fast: positive(settings, "beta_fast", given("beta_fast")?.unwrap_or(32.0))?,
+            beta_slow: positive(settings, "beta_slow", given("beta_slow")?.unwrap_or(1.0))?,
+            original,
+            truncate: self.truncate,
+        })
+    }
+
+    fn required(&self, key: &str) -> Result<f64, ModelError> {
+        positive(self.settings, key, self.settings.required(key, self.settings.number(key)?)?)
+    }
+
+    fn original(&self) -> Result<f64, ModelError> {
+        let key = "original_max_position_embeddings";
+        let inside = self.settings.number(key)?;
+        positive(self.settings, key, self.original.or(inside).unwrap_or(self.trained_for as f64))
+    }
+}
+
+/// Whole planes in this part of a head.
+fn planes(part: f64, head_dim: i64) -> i64 {
+    (((part * head_dim as f64) / 2.0).floor() as i64).clamp(0, head_dim / 2)
+}
+
+/// YaRN's correction of the attention's temperature, `0.1·m·ln(s) + 1`.
+fn magnitude(factor: f64, mscale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
+}
+
+fn positive(fields: &Fields, key: &str, value: f64) -> Result<f64, ModelError> {
+    if value > 0.0 && value.is_finite() {
+        return Ok(value);
+    }
+    Err(fields.error(key, format!("{value} is not a positive number")))
+}

@@ -1,0 +1,49 @@
+//! Both ends of a language model: tokens become states, states become logits.
+
+use tch::{Kind, Tensor};
+
+use super::linear;
+
+/// Embedding and head, `[V, d]` each.
+pub struct Vocabulary {
+    embed_tokens: Tensor,
+    lm_head: Tensor,
+    /// Factor on embeddings, in the kind of the weights; None for 1.
+    scale: Option<Tensor>,
+    softcap: Option<f64>,
+}
+
+impl Vocabulary {
+    /// Embeddings are multiplied by `scale`, which is first rounded to the weights' kind; logits `x` become `c·tanh(x/c)` where
+    /// there is a soft-cap c.
+    pub fn new(embed_tokens: Tensor, lm_head: Tensor, scale: f64, softcap: Option<f64>) -> Self {
+        let factor =
+            || Tensor::from(scale as f32).to_kind(embed_tokens.kind()).to_device(embed_tokens.device());
+        Self { scale: (scale != 1.0).then(factor), embed_tokens, lm_head, softcap }
+    }
+
+    /// The embedding as it is stored.
+    pub fn embed_tokens(&self) -> &Tensor {
+        &self.embed_tokens
+    }
+
+    /// The head.
+    pub fn lm_head(&self) -> &Tensor {
+        &self.lm_head
+    }
+
+    /// Token embeddings `[.., d]`.
+    pub fn embed(&self, tokens: &Tensor) -> Tensor {
+        let x = Tensor::embedding(&self.embed_tokens, tokens, -1, false, false);
+        self.scale.as_ref().map_or_else(|| x.shallow_clone(), |scale| &x * scale)
+    }
+
+    /// Final-normed states `[.., d]` to float32 logits `[.., V]`.
+    pub fn logits(&self, hidden: &Tensor) -> Tensor {
+        let logits = linear(hidden, &self.lm_head, None).to_kind(Kind::Float);
+        match self.softcap {
+            Some(cap) => (logits / cap).tanh() * cap,
+            None => logits,
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Configs in their spellings, what of them is refused, and what a drafter keeps of its target's.
+
+use std::path::Path;
+
+use deepspec_core::recipe::{Markov, MarkovKind};
+use deepspec_models::{BlockConfig, Family, ModelConfig, stop_ids};
+use deepspec_testkit::golden;
+use serde_json::{Map, Value, json};
+
+fn parse(raw: &Value) -> Result<ModelConfig, String> {
+    let raw = raw.as_object().cloned().unwrap();
+    ModelConfig::parse(Path::new("model/config.json"), raw).map_err(|error| error.to_string())
+}
+
+fn golden_config(case: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(golden::dir(case).join("config.json")).unwrap()).unwrap()
+}
+
+/// The same architecture, whatever file it came from.
+fn architecture(raw: &Value) -> ModelConfig {
+    ModelConfig { raw: Map::new(), ..parse(raw).unwrap() }
+}
+
+/// The numbers of google/gemma-4-12B-it.
+fn gemma_12b() -> Value {
+    json!({
+        "model_type": "gemma4_unified_text",
+        "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_global_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+        "attention_k_eq_v": true, "sliding_window": 1024, "final_logit_softcapping": 30.0, "vocab_size": 262144,
+        "max_position_embeddings": 262144,
+    })
+}
+
+#[test]
+fn gemma4_in_all_its_spellings() {
+    let flat = gemma_12b();
+    let expected = architecture(&flat);
+    assert_eq!(expected.family, Family::Gemma4);
+    assert_eq!(
+        (expected.layers.len(), expected.logit_softcap, expected.tie_word_embeddings),
+        (48, Some(30.0), true)
+    );
+
+    let mut text = flat.clone();
+    text.as_object_mut().unwrap().remove("model_type");
+    let nested =
+        json!({"model_type": "gemma4_unified", "text_config": text, "vision_config": {"hidden_size": 7}});
+    assert_eq!(architecture(&nested), expected);
+
+    let mut spelled = flat.clone();
+    spelled["layer_types"] =
+        (1..=48).map(|layer| if layer % 6 == 0 { "full_attention" } else { "sliding_attention" }).collect();
+    spelled["rope_parameters"] = json!({
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "rope_theta": null, "rope_type": "default",
+    });
+    assert_eq!(architecture(&spelled), expected);
+
+    let mut older = flat.clone();
+    (older["rope_theta"], older["rope_local_base_freq"]) = (json!(1e6), json!(1e4));
+    assert_eq!(architecture(&older), expected);
+
+    // As transformers 5.17 writes it.
+    let mut per_layer = flat.clone();
+    for key in ["global_head_dim", "num_global_key_value_heads"] {
+        per_layer.as_object_mut().unwrap().remove(key);
+    }
+    let own = (5..48)
+        .step_by(6)
+        .map(|layer: usize| (layer.to_string(), json!({"head_dim": 512, "num_key_value_heads": 1})));
+    per_layer["per_layer_config"] = Value::Object(own.collect());
+    assert_eq!(architecture(&per_layer), expected);
+
+    // The plain family has embeddings per layer unless it says otherwise, and a window of 512.
+    let mut plain = flat;
+    plain["model_type"] = json!("gemma4_text");
+    assert!(parse(&plain).unwrap_err().contains("hidden_size_per_layer_input"));
+    plain["hidden_size_per_layer_input"] = json!(0);
+    assert_eq!(architecture(&plain), expected);
+}
+
+#[test]
+fn qwen3_in_both_spellings_with_scaling() {
+    let qwen3 = golden_config("target_qwen3");
+    let base = architecture(&qwen3);
+    let scaling = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000});
+    let mut older = qwen3.clone();
+    older.as_object_mut().unwrap().remove("rope_parameters");
+    (older["rope_theta"], older["rope_scaling"]) = (json!(5e5), scaling.clone());
+    let mut newer = qwen3;
+    newer.as_object_mut().unwrap().remove("rope_theta");
+    newer["rope_parameters"] = scaling;
+    newer["rope_parameters"]["rope_theta"] = json!(5e5);
+    let scaled = architecture(&newer);
+    assert_eq!(architecture(&older), scaled);
+    assert_ne!(scaled.layers, base.layers);
+    // Longer than the config's own limit.
+    assert_eq!(scaled.max_position_embeddings, 4000);
+}
+
+#[test]
+fn what_is_not_computed_is_refused_by_name() {
+    let with = |base: &Value, key: &str, value: Value| {
+        let mut config = base.clone();
+        config[key] = value;
+        config
+    };
+    let (gemma, qwen3) = (gemma_12b(), golden_config("target_qwen3"));
+    let full =
+        |settings: Value| json!({"full_attention": settings, "sliding_attention": {"rope_type": "default"}});
+    let cases = [
+        (with(&gemma, "hidden_size_per_layer_input", json!(256)), "per layer"),
+        (with(&gemma, "enable_moe_block", json!(true)), "mixtures of experts"),
+        (with(&gemma, "num_kv_shared_layers", json!(4)), "num_kv_shared_layers"),
+        (with(&gemma, "use_bidirectional_attention", json!("all")), "\"all\" is not supported"),
+        (with(&gemma, "hidden_activation", json!("silu")), "gelu_pytorch_tanh"),
+        (with(&gemma, "attention_bias", json!(true)), "attention_bias"),
+        (with(&gemma, "layer_types", json!(["full_attention"])), "1 types for 48 layers"),
+        (with(&gemma, "layer_types", json!(vec!["chunked_attention"; 48])), "chunked_attention"),
+        (with(&gemma, "num_global_key_value_heads", json!(3)), "num_global_key_value_heads"),
+        (with(&gemma, "global_head_dim", json!(31)), "global_head_dim"),
+        (with(&gemma, "sliding_window", json!(0)), "sliding_window"),
+        (with(&gemma, "final_logit_softcapping", json!(-1)), "final_logit_softcapping"),
+        (with(&gemma, "num_hidden_layers", json!(2_000_000_000)), "num_hidden_layers"),
+        (
+            with(&gemma, "rope_parameters", json!({"rope_type": "default"})),
+            "rope_parameters.sliding_attention",
+        ),
+        (
+            with(&gemma, "rope_parameters", full(json!({"rope_type": "dynamic", "factor": 2.0}))),
+            "\"dynamic\"",
+        ),
+        (
+            with(&gemma, "per_layer_config", json!({"5": {"sliding_window": 9}})),
+            "per_layer_config.5.sliding_window",
+        ),
+        (
+            with(&gemma, "per_layer_config", json!({"5": {"num_key_value_heads": 5}})),
+            "per_layer_config.5.num_key_value_heads",
+        ),
+        (
+            json!({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}),
+            "text_config.hidden_size_per_layer_input",
+        ),
+        (
+            json!({"model_type": "gemma4_unified", "text_config": {"hidden_size": "x"}}),
+            "text_config.hidden_size",
+        ),
+        (json!({"model_type": "gemma4_unified", "text_config": 3}), "text_config"),
+        (with(&qwen3, "model_type", json!("gemma3")), "\"gemma3\" is not supported"),
+        (with(&qwen3, "model_type", Value::Null), "missing"),
+        (with(&qwen3, "use_sliding_window", json!(true)), "sliding"),
+        (with(&qwen3, "rope_parameters", json!({"rope_type": "longrope"})), "\"longrope\" is not supported"),
+        (with(&qwen3, "rope_parameters", json!({"rope_type": "linear"})), "rope_parameters.factor"),
+        (
+            with(&qwen3, "rope_parameters", json!({"rope_type": "yarn", "factor": -1.0})),
+            "not a positive number",
+        ),
+        (
+            with(
+                &qwen3,
+                "rope_parameters",
+                json!({"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}),
+            ),
+            "partial_rotary_factor",
+        ),
+        (with(&qwen3, "rope_scaling", json!({"type": "su"})), "\"su\""),
+    ];
+    for (config, hint) in cases {
+        let error = parse(&config).map(|_| ()).unwrap_err();
+        assert!(
+            error.contains(hint) && error.starts_with("model/config.json") && !error.contains('\n'),
+            "{hint}: {error}"
+        );
+    }
+}
+
+#[test]
+fn a_drafter_keeps_the_targets_rope_settings() {
+    for scaling in [
+        json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.9, "mscale_all_dim": 0.4}),
+        json!({"rope_type": "linear", "factor": 2.0}),
+    ] {
+        let mut raw = golden_config("target_qwen3");
+        raw.as_object_mut().unwrap().remove("rope_parameters");
+        (raw["rope_theta"], raw["rope_scaling"]) = (json!(12345.0), scaling);
+        let target = parse(&raw).unwrap();
+        let config = BlockConfig {
+            model: target.block_decoder(2).unwrap(),
+            block_size: 3,
+            mask_token_id: 1,
+            target_layer_ids: vec![0, 1],
+            num_target_layers: target.layers.len(),
+            num_anchors: 8,
+            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 4 }),
+            confidence: None,
+        };
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
+        let loaded = BlockConfig::load(dir.path()).unwrap();
+        assert_eq!(loaded.model.layers, vec![target.layers[0].clone(); 2]);
+        assert_eq!(loaded.model.max_position_embeddings, target.max_position_embeddings);
+        loaded.check_fits(&target).unwrap();
+    }
+}
+
+#[test]
+fn gemma4_has_no_block_drafters_yet() {
+    let target = parse(&gemma_12b()).unwrap();
+    let error = target.block_decoder(5).unwrap_err().to_string();
+    assert!(error.contains("Gemma 4") && error.contains("only Qwen3"), "{error}");
+}
+
+#[test]
+fn stop_tokens_may_stand_in_the_text_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, value: Value| std::fs::write(dir.path().join(name), value.to_string()).unwrap();
+    write("config.json", json!({"text_config": {"eos_token_id": [1, 106]}}));
+    assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 106]);
+    write("generation_config.json", json!({"eos_token_id": [1, 50, 106]}));
+    assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 50, 106]);
+}

@@ -1,0 +1,262 @@
+//! The samples that a drafter learns from, known before any of their states is there.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use deepspec_cache::{Counts, Encoding, Last, MANIFEST_FILE, Plan, PlannedSample, Reader};
+use deepspec_core::digest::Hasher;
+use deepspec_core::env;
+use deepspec_core::recipe::{Recipe, States};
+
+use crate::{Report, Source, StatesError, tokenise};
+
+/// Which last states an own capture keeps: what a cache keeps by default, and all that a drafter asks for.
+pub(crate) const LAST: Last = Last::Supervised;
+/// Hidden states per shard of a cache that training writes, in bytes. A resumed first epoch captures at most so much anew.
+const SHARD_BYTES: u64 = 256 << 20;
+
+/// The samples of a recipe. Sample i is the i-th that a cache of the same files holds.
+pub struct Dataset {
+    pub(crate) origin: Origin,
+    counts: Counts,
+    digest: String,
+    report: Option<Report>,
+}
+
+/// Where samples and states come from.
+pub(crate) enum Origin {
+    Cache(Stored),
+    Online(Vec<PlannedSample>),
+    Hybrid(Box<Recording>),
+}
+
+/// A finished cache, and which of its rows each sample is.
+#[derive(Clone)]
+pub(crate) struct Stored {
+    pub reader: Arc<Reader>,
+    /// `None` where sample i is row i.
+    pub rows: Option<Arc<Vec<usize>>>,
+}
+
+/// A cache that the first epoch writes.
+pub(crate) struct Recording {
+    pub dir: PathBuf,
+    /// The samples in the order in which the first epoch visits them: so the shards fill one after the other.
+    pub plan: Plan,
+    /// The place of each sample in the plan.
+    pub places: Arc<Vec<usize>>,
+    /// The cache, where an earlier run has finished it.
+    pub finished: Option<Stored>,
+}
+
+/// What is known of a sample without its states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Facts<'d> {
+    /// The input row's id.
+    pub id: &'d str,
+    /// Token ids.
+    pub input_ids: &'d [i32],
+    /// Supervised tokens as half-open spans.
+    pub spans: &'d [(u32, u32)],
+}
+
+impl Dataset {
+    /// Opens the cache that `recipe` names and checks that it is of `source`, or tokenises the files that it names.
+    /// `first_epoch` gives the order in which so many samples are first visited, all of them.
+    ///
+    /// # Errors
+    /// No cache, one of another source, or a damaged one; files that cannot be read or have no usable row.
+    pub fn open(
+        recipe: &Recipe,
+        source: &Source,
+        first_epoch: impl FnOnce(usize) -> Vec<usize>,
+    ) -> Result<Self, StatesError> {
+        if let States::Cache(dir) = &recipe.data.states {
+            let stored = Stored::open(&env::expand_home(dir), source)?;
+            let counts = stored.reader.manifest().counts.clone();
+            return Ok(Self::new(Origin::Cache(stored), counts, None, source));
+        }
+        let files = recipe.inputs();
+        if let Some(missing) = files.iter().find(|file| !file.is_file()) {
+            let problem = format!("{}: no such file", missing.display());
+            return Err(StatesError::Recipe { key: "data.input", problem });
+        }
+        let tokenised = tokenise(&files, source, |_| ())?;
+        let report = tokenised.report;
+        if report.kept == 0 {
+            let names: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+            let problem = format!("{}: no row can be used: {report}", names.join(", "));
+            return Err(StatesError::Recipe { key: "data.input", problem });
+        }
+        let counts = Counts {
+            samples: report.kept as u64,
+            tokens: report.tokens,
+            supervised_tokens: report.supervised_tokens,
+        };
+        let origin = match &recipe.data.states {
+            States::Hybrid(dir) => {
+                let order = first_epoch(tokenised.samples.len());
+                Origin::Hybrid(Box::new(Recording::new(
+                    env::expand_home(dir),
+                    tokenised.samples,
+                    &order,
+                    source,
+                )?))
+            }
+            _ => Origin::Online(tokenised.samples),
+        };
+        Ok(Self::new(origin, counts, Some(report), source))
+    }
+
+    fn new(origin: Origin, counts: Counts, report: Option<Report>, source: &Source) -> Self {
+        let mut dataset = Self { origin, counts, digest: String::new(), report };
+        dataset.digest = dataset.fingerprint(source);
+        dataset
+    }
+
+    /// Samples.
+    pub fn len(&self) -> usize {
+        self.counts.samples as usize
+    }
+
+    /// Whether there are no samples, which [`Self::open`] refuses.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What is known of sample `index`, which is below [`Self::len`].
+    pub fn facts(&self, index: usize) -> Facts<'_> {
+        match &self.origin {
+            Origin::Cache(stored) => stored.facts(index),
+            Origin::Online(samples) => Facts::of(&samples[index]),
+            Origin::Hybrid(recording) => Facts::of(recording.sample(index)),
+        }
+    }
+
+    /// Samples, tokens and supervised tokens.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Digest over the samples in their order and over what their states are bound to: two data sets of one digest
+    /// train alike, wherever their states come from.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// What became of the rows; `None` for a cache, whose build has said so.
+    pub fn report(&self) -> Option<&Report> {
+        self.report.as_ref()
+    }
+
+    /// Tokens of the longest sample.
+    pub fn longest(&self) -> usize {
+        (0..self.len()).map(|index| self.facts(index).input_ids.len()).max().unwrap_or(0)
+    }
+
+    /// Whether the target has to run.
+    pub fn needs_target(&self) -> bool {
+        match &self.origin {
+            Origin::Cache(_) => false,
+            Origin::Online(_) => true,
+            Origin::Hybrid(recording) => recording.finished.is_none(),
+        }
+    }
+
+    /// Bytes of the states on disk, now or when the first epoch is over; `None` where there are none.
+    pub fn stored_bytes(&self) -> Option<u64> {
+        match &self.origin {
+            Origin::Cache(stored) => Some(stored.reader.manifest().bytes()),
+            Origin::Online(_) => None,
+            Origin::Hybrid(recording) => Some(recording.plan.bytes()),
+        }
+    }
+
+    fn fingerprint(&self, source: &Source) -> String {
+        let mut hasher = Hasher::default();
+        // An identity is plain data, which always has a JSON form.
+        hasher.part(&serde_json::to_vec(&source.identity).unwrap_or_default());
+        for facts in (0..self.len()).map(|index| self.facts(index)) {
+            let ids: Vec<u8> = facts.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            let bounds = facts.spans.iter().flat_map(|&(start, end)| [start, end]);
+            let spans: Vec<u8> = bounds.flat_map(u32::to_le_bytes).collect();
+            hasher.part(facts.id.as_bytes()).part(&ids).part(&spans);
+        }
+        hasher.hex()
+    }
+}
+
+impl<'d> Facts<'d> {
+    fn of(sample: &'d PlannedSample) -> Self {
+        Self { id: &sample.id, input_ids: &sample.input_ids, spans: &sample.spans }
+    }
+}
+
+impl Stored {
+    fn open(dir: &Path, source: &Source) -> Result<Self, StatesError> {
+        if !dir.is_dir() {
+            return Err(StatesError::NoCache { dir: dir.to_path_buf() });
+        }
+        let reader = Reader::open(dir)?;
+        reader.require(&source.identity)?;
+        Ok(Self { reader: Arc::new(reader), rows: None })
+    }
+
+    /// The cache in `dir` of just these samples, in whatever order it has them.
+    fn of_samples(dir: &Path, samples: &[PlannedSample], source: &Source) -> Result<Self, StatesError> {
+        let stored = Self::open(dir, source)?;
+        let reader = &stored.reader;
+        let by_id: HashMap<&str, usize> =
+            (0..reader.len()).filter_map(|row| Some((reader.id(row)?, row))).collect();
+        let row_of = |sample: &PlannedSample| {
+            let row = by_id.get(sample.id.as_str()).copied();
+            let same = |row: &usize| stored.facts(*row) == Facts::of(sample);
+            row.filter(same).ok_or_else(|| StatesError::OtherSamples {
+                dir: dir.to_path_buf(),
+                sample: sample.id.clone(),
+            })
+        };
+        let rows = samples.iter().map(row_of).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self { rows: Some(Arc::new(rows)), ..stored })
+    }
+
+    /// The cache's row of sample `index`.
+    pub fn row(&self, index: usize) -> usize {
+        self.rows.as_ref().map_or(index, |rows| rows[index])
+    }
+
+    fn facts(&self, index: usize) -> Facts<'_> {
+        let (reader, row) = (&self.reader, self.row(index));
+        Facts {
+            id: reader.id(row).unwrap_or_default(),
+            input_ids: reader.input_ids(row).unwrap_or_default(),
+            spans: reader.spans(row).unwrap_or_default(),
+        }
+    }
+}
+
+impl Recording {
+    fn new(
+        dir: PathBuf,
+        samples: Vec<PlannedSample>,
+        order: &[usize],
+        source: &Source,
+    ) -> Result<Self, StatesError> {
+        let there = dir.join(MANIFEST_FILE).exists();
+        let finished = there.then(|| Stored::of_samples(&dir, &samples, source)).transpose()?;
+        let mut places = vec![0; samples.len()];
+        for (place, &sample) in order.iter().enumerate() {
+            places[sample] = place;
+        }
+        let mut placed: Vec<(usize, PlannedSample)> = places.iter().copied().zip(samples).collect();
+        placed.sort_unstable_by_key(|&(place, _)| place);
+        let samples = placed.into_iter().map(|(_, sample)| sample).collect();
+        let plan = Plan::new(samples, source.layout(LAST, Encoding::Bf16), SHARD_BYTES)?;
+        Ok(Self { dir, plan, places: Arc::new(places), finished })
+    }
+
+    pub fn sample(&self, index: usize) -> &PlannedSample {
+        &self.plan.samples()[self.places[index]]
+    }
+}

@@ -1,0 +1,284 @@
+//! A server on loopback that speaks as much of the hub's API as its clients use, and fails as it is told.
+//!
+//! Small files are served by the hub itself behind a redirect within it, large ones (`lfs`) behind a redirect to another
+//! host name, as the real one does.
+
+mod answer;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use answer::{Answer, respond};
+use deepspec_core::digest;
+
+/// A repository at one commit.
+#[derive(Clone)]
+pub struct FakeRepo {
+    kind: &'static str,
+    id: String,
+    revisions: Vec<String>,
+    files: BTreeMap<String, (Vec<u8>, bool)>,
+}
+
+impl FakeRepo {
+    /// A model's repository at its main branch, without files.
+    pub fn model(id: &str) -> Self {
+        Self { kind: "models", id: id.into(), revisions: vec!["main".into()], files: BTreeMap::new() }
+    }
+
+    /// A dataset's repository at its main branch, without files.
+    pub fn dataset(id: &str) -> Self {
+        Self { kind: "datasets", ..Self::model(id) }
+    }
+
+    /// Names the commit by another branch or tag instead of `main`.
+    pub fn at(mut self, revision: &str) -> Self {
+        self.revisions = vec![revision.into()];
+        self
+    }
+
+    /// Adds a file that git holds itself.
+    pub fn file(mut self, path: &str, bytes: impl AsRef<[u8]>) -> Self {
+        self.files.insert(path.into(), (bytes.as_ref().to_vec(), false));
+        self
+    }
+
+    /// Adds a large file, whose tag is its SHA-256.
+    pub fn lfs(mut self, path: &str, bytes: impl AsRef<[u8]>) -> Self {
+        self.files.insert(path.into(), (bytes.as_ref().to_vec(), true));
+        self
+    }
+
+    /// Adds the files in a folder, those of weights as large ones.
+    pub fn folder(mut self, dir: &Path) -> Self {
+        for entry in fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display())) {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_string();
+            if let Ok(bytes) = fs::read(&path) {
+                let lfs = name.ends_with(".safetensors");
+                self.files.insert(name, (bytes, lfs));
+            }
+        }
+        self
+    }
+
+    /// The number of its commit, which depends on its content.
+    pub fn commit(&self) -> String {
+        let mut text = self.id.clone();
+        for (path, (bytes, _)) in &self.files {
+            text.push_str(&format!("\n{path} {}", digest::bytes(bytes)));
+        }
+        digest::bytes(text.as_bytes())[..40].to_string()
+    }
+
+    fn prefix(&self) -> String {
+        if self.kind == "models" { self.id.clone() } else { format!("{}/{}", self.kind, self.id) }
+    }
+
+    fn answers_to(&self, revision: &str) -> bool {
+        revision == self.commit() || self.revisions.iter().any(|own| own == revision)
+    }
+}
+
+/// What goes wrong with a request.
+#[derive(Clone)]
+pub enum Fault {
+    /// This status with these headers, and no content.
+    Status(u16, Vec<(&'static str, String)>),
+    /// The content ends after so many bytes, and with it the connection.
+    BreakAfter(usize),
+    /// The connection ends without an answer.
+    Closed,
+    /// The range that was asked for is ignored.
+    NoRanges,
+    /// Other bytes than those announced, of the same number.
+    Flipped,
+}
+
+/// A request as it came.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// `GET` or `HEAD`.
+    pub method: String,
+    /// The path with its query.
+    pub path: String,
+    /// The `Range` header.
+    pub range: Option<String>,
+    /// The `Authorization` header.
+    pub authorization: Option<String>,
+}
+
+struct Rule {
+    part: String,
+    left: usize,
+    fault: Fault,
+}
+
+#[derive(Default)]
+struct State {
+    repos: Mutex<Vec<FakeRepo>>,
+    rules: Mutex<Vec<Rule>>,
+    requests: Mutex<Vec<Request>>,
+    stops: AtomicBool,
+}
+
+/// The server; it ends when dropped.
+pub struct FakeHub {
+    state: Arc<State>,
+    address: SocketAddr,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl FakeHub {
+    /// Serves `repos` on a free port.
+    pub fn start(repos: impl IntoIterator<Item = FakeRepo>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("its address");
+        let state = Arc::new(State::default());
+        state.repos.lock().expect("unshared").extend(repos);
+        let shared = Arc::clone(&state);
+        let thread = thread::spawn(move || {
+            for stream in listener.incoming() {
+                if shared.stops.load(Ordering::SeqCst) {
+                    break;
+                }
+                let (state, port) = (Arc::clone(&shared), address.port());
+                // A client that goes away in the middle is its own affair.
+                thread::spawn(move || stream.and_then(|stream| serve(&state, port, stream)).ok());
+            }
+        });
+        Self { state, address, thread: Some(thread) }
+    }
+
+    /// What `HF_ENDPOINT` has to be.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Puts a repository beside the others, or in place of those with its name and one of its revisions.
+    pub fn put(&self, repo: FakeRepo) {
+        let mut repos = lock(&self.state.repos);
+        repos.retain(|old| {
+            old.prefix() != repo.prefix() || !old.revisions.iter().any(|own| repo.revisions.contains(own))
+        });
+        repos.push(repo);
+    }
+
+    /// Spoils the next `times` requests whose path contains `part`; for faults of the content, those that fetch it.
+    pub fn fail(&self, part: &str, times: usize, fault: Fault) {
+        lock(&self.state.rules).push(Rule { part: part.into(), left: times, fault });
+    }
+
+    /// All requests so far, in order.
+    pub fn requests(&self) -> Vec<Request> {
+        lock(&self.state.requests).clone()
+    }
+
+    /// Forgets the requests so far.
+    pub fn forget(&self) {
+        lock(&self.state.requests).clear();
+    }
+}
+
+impl Drop for FakeHub {
+    fn drop(&mut self) {
+        self.state.stops.store(true, Ordering::SeqCst);
+        // Wakes the listener.
+        let woken = TcpStream::connect(self.address).is_ok();
+        if let Some(thread) = self.thread.take().filter(|_| woken) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn serve(state: &State, port: u16, stream: TcpStream) -> io::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_secs(30)))?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut line = String::new();
+    reader.read_line(&mut line)?;
+    let mut words = line.split_whitespace().map(str::to_string);
+    let (Some(method), Some(path)) = (words.next(), words.next()) else { return Ok(()) };
+    let mut request = Request { method, path, range: None, authorization: None };
+    loop {
+        let mut line = String::new();
+        if reader.read_line(&mut line)? == 0 || line.trim().is_empty() {
+            break;
+        }
+        let Some((name, value)) = line.trim().split_once(": ") else { continue };
+        match name.to_ascii_lowercase().as_str() {
+            "range" => request.range = Some(value.into()),
+            "authorization" => request.authorization = Some(value.into()),
+            _ => {}
+        }
+    }
+    lock(&state.requests).push(request.clone());
+    let fault = fault(state, &request);
+    if matches!(fault, Some(Fault::Closed)) {
+        return Ok(());
+    }
+    let answer = match &fault {
+        Some(Fault::Status(status, headers)) => Answer::empty(*status, headers.clone()),
+        _ => respond(&lock(&state.repos), port, request.path.split('?').next().unwrap_or_default()),
+    };
+    send(stream, &request, answer, fault)
+}
+
+/// The first fault that applies, used up by one.
+fn fault(state: &State, request: &Request) -> Option<Fault> {
+    let sends_content = request.method == "GET" && is_content(&request.path);
+    let mut rules = lock(&state.rules);
+    let rule = rules.iter_mut().find(|rule| {
+        let applies = matches!(rule.fault, Fault::Status(..)) || sends_content;
+        rule.left > 0 && applies && request.path.contains(&rule.part)
+    })?;
+    rule.left -= 1;
+    Some(rule.fault.clone())
+}
+
+fn is_content(path: &str) -> bool {
+    path.starts_with("/cdn/") || path.starts_with("/api/resolve-cache/")
+}
+
+fn send(mut stream: TcpStream, request: &Request, answer: Answer, fault: Option<Fault>) -> io::Result<()> {
+    let Answer { mut status, mut headers, mut body } = answer;
+    let total = body.len();
+    let first = request.range.as_deref().filter(|_| status == 200 && !matches!(fault, Some(Fault::NoRanges)));
+    if let Some((start, end)) = first.and_then(|range| range.strip_prefix("bytes=")?.split_once('-')) {
+        let start: usize = start.parse().unwrap_or(0);
+        let end = end.parse().map_or(total, |end: usize| (end + 1).min(total));
+        if start >= total {
+            (status, body) = (416, vec![]);
+            headers.push(("Content-Range", format!("bytes */{total}")));
+        } else {
+            (status, body) = (206, body[start..end].to_vec());
+            headers.push(("Content-Range", format!("bytes {start}-{}/{total}", end - 1)));
+        }
+    }
+    if matches!(fault, Some(Fault::Flipped)) {
+        body.iter_mut().for_each(|byte| *byte ^= 1);
+    }
+    write!(stream, "HTTP/1.1 {status} Told\r\nConnection: close\r\nContent-Length: {}\r\n", body.len())?;
+    for (name, value) in headers {
+        write!(stream, "{name}: {value}\r\n")?;
+    }
+    stream.write_all(b"\r\n")?;
+    if request.method == "HEAD" {
+        return Ok(());
+    }
+    let sent = match fault {
+        Some(Fault::BreakAfter(bytes)) => bytes.min(body.len()),
+        _ => body.len(),
+    };
+    stream.write_all(&body[..sent])
+}

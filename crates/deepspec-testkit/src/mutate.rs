@@ -1,0 +1,101 @@
+//! Damaged JSON: values replaced, removed, doubled, renamed, and lines cut or overwritten.
+
+use deepspec_core::rng::{Purpose, Stream};
+use serde_json::{Value, json};
+
+/// Random numbers one after the other.
+pub struct Dice {
+    stream: Stream,
+    thrown: u64,
+    words: Vec<String>,
+}
+
+impl Dice {
+    /// Dice of a seed; `words` are names and texts that matter to the reader under test.
+    pub fn new(seed: u64, words: &[&str]) -> Self {
+        let words = words.iter().map(ToString::to_string).collect();
+        Self { stream: Stream::new(seed, "mutate"), thrown: 0, words }
+    }
+
+    /// A number from 0, below `sides`.
+    pub fn roll(&mut self, sides: usize) -> usize {
+        self.thrown += 1;
+        self.stream.below(sides as u64, self.thrown, Purpose::Shuffle, 0) as usize
+    }
+
+    fn word(&mut self) -> String {
+        let place = self.roll(self.words.len());
+        self.words[place].clone()
+    }
+
+    /// A value that few expect.
+    pub fn value(&mut self) -> Value {
+        match self.roll(12) {
+            0 => Value::Null,
+            1 => json!(true),
+            2 => json!(-7),
+            3 => json!(1e300),
+            4 => json!(""),
+            5 => json!(" \n\u{3000}"),
+            6 => json!("\u{0}\u{2028}\"\\"),
+            7 => json!([]),
+            8 => json!({}),
+            9 => json!([[null, {"type": "text", "text": "x"}]]),
+            10 => json!({"role": "user", "content": "hi", "from": 1}),
+            _ => json!(self.word()),
+        }
+    }
+
+    /// Replaces, removes, doubles or renames something at a random place.
+    pub fn mutate(&mut self, value: &mut Value) {
+        if self.roll(3) == 0 {
+            *value = self.value();
+            return;
+        }
+        match value {
+            Value::Array(items) if !items.is_empty() => {
+                let at = self.roll(items.len());
+                match self.roll(6) {
+                    0 => drop(items.remove(at)),
+                    1 => items.insert(at, items[at].clone()),
+                    2 => items.reverse(),
+                    _ => self.mutate(&mut items[at]),
+                }
+            }
+            Value::Object(fields) if !fields.is_empty() => {
+                let place = self.roll(fields.len());
+                let Some(key) = fields.keys().nth(place).cloned() else { return };
+                match self.roll(6) {
+                    0 => drop(fields.shift_remove(&key)),
+                    1 => {
+                        let value = fields.shift_remove(&key).unwrap_or_default();
+                        fields.insert(self.word(), value);
+                    }
+                    _ => self.mutate(&mut fields[&key]),
+                }
+            }
+            other => *other = self.value(),
+        }
+    }
+
+    /// A damaged line of a file, without its end and never blank.
+    pub fn line(&mut self, mut value: Value) -> Vec<u8> {
+        for _ in 0..self.roll(3) {
+            self.mutate(&mut value);
+        }
+        let mut bytes = value.to_string().into_bytes();
+        match self.roll(8) {
+            0 => {
+                for _ in 0..=self.roll(4) {
+                    let at = self.roll(bytes.len());
+                    bytes[at] = self.roll(256) as u8;
+                }
+            }
+            1 => bytes.truncate(1 + self.roll(bytes.len())),
+            2 if self.roll(4) == 0 => bytes = (0..=self.roll(200)).map(|_| self.roll(256) as u8).collect(),
+            _ => {}
+        }
+        bytes.retain(|&byte| byte != b'\n');
+        if bytes.trim_ascii().is_empty() { b"?".to_vec() } else { bytes }
+    }
+}

@@ -1,0 +1,224 @@
+//! A small HTTP/1.1 server that answers, fails and dies as it is told.
+
+use std::collections::HashMap;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use serde_json::Value;
+use socket2::SockRef;
+
+/// A request as it came.
+pub struct Ask {
+    /// How many requests came before, those for the models not counted.
+    pub number: usize,
+    /// The path.
+    pub path: String,
+    /// The `Authorization` header.
+    pub authorization: Option<String>,
+    /// The JSON body, null where there is none.
+    pub body: Value,
+}
+
+/// What the server does with a request.
+pub enum Reply {
+    /// 200 with this JSON.
+    Json(Value),
+    /// Another status with headers and a text.
+    Status(u16, Vec<(&'static str, String)>, String),
+    /// The same as `Json`, after a while.
+    Later(Duration, Value),
+    /// Nothing, until the client goes away.
+    Hang,
+    /// The connection is reset.
+    Reset,
+    /// Bytes that are no HTTP.
+    Garbage(&'static [u8]),
+    /// The head of an answer and half of its body.
+    Truncated(Value),
+}
+
+/// A running server. It goes away with this.
+pub struct Server {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    /// None while it is dead.
+    dead: Arc<AtomicBool>,
+}
+
+type Replies = dyn Fn(Ask) -> Reply + Send + Sync;
+
+struct Shared {
+    reply: Box<Replies>,
+    count: AtomicUsize,
+    /// Second handles of the open connections.
+    connections: Mutex<HashMap<SocketAddr, TcpStream>>,
+}
+
+impl Server {
+    /// Starts a server that does as `reply` says with everything but `GET /v1/models`, which it answers.
+    pub fn start(reply: impl Fn(Ask) -> Reply + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+        let address = listener.local_addr().expect("the port");
+        let shared = Arc::new(Shared {
+            reply: Box::new(reply),
+            count: AtomicUsize::new(0),
+            connections: Mutex::default(),
+        });
+        let mut server = Self { address, shared, dead: Arc::new(AtomicBool::new(false)) };
+        server.listen(listener);
+        server
+    }
+
+    /// Its base URL.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Requests so far, those for the models not counted.
+    pub fn count(&self) -> usize {
+        self.shared.count.load(Ordering::SeqCst)
+    }
+
+    /// Breaks all connections and refuses new ones.
+    pub fn die(&self) {
+        if self.dead.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        // Wakes the listener, which then goes away.
+        drop(TcpStream::connect(self.address));
+        for (_, connection) in self.shared.connections.lock().expect("no panic").drain() {
+            let _ = SockRef::from(&connection).set_linger(Some(Duration::ZERO));
+            let _ = connection.shutdown(std::net::Shutdown::Both);
+        }
+        // The port is free once connecting fails.
+        while TcpStream::connect(self.address).is_ok() {
+            thread::yield_now();
+        }
+    }
+
+    /// Listens again after it died, at the same address.
+    pub fn revive(&mut self) {
+        if !self.dead.load(Ordering::SeqCst) {
+            return;
+        }
+        self.dead = Arc::new(AtomicBool::new(false));
+        let listener = TcpListener::bind(self.address).expect("the old port");
+        self.listen(listener);
+    }
+
+    fn listen(&mut self, listener: TcpListener) {
+        let (shared, dead) = (Arc::clone(&self.shared), Arc::clone(&self.dead));
+        thread::spawn(move || {
+            while let Ok((connection, peer)) = listener.accept() {
+                if dead.load(Ordering::SeqCst) {
+                    return;
+                }
+                let _ = connection.set_nodelay(true);
+                if let Ok(copy) = connection.try_clone() {
+                    shared.connections.lock().expect("no panic").insert(peer, copy);
+                }
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    // A client that goes away ends its connection; that is no error here.
+                    let _ = serve(connection, &shared);
+                    // The connection is closed, or reset, once its last handle is.
+                    shared.connections.lock().expect("no panic").remove(&peer);
+                });
+            }
+        });
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.die();
+    }
+}
+
+fn serve(connection: TcpStream, shared: &Shared) -> io::Result<()> {
+    let mut reader = BufReader::new(connection.try_clone()?);
+    let mut out = connection;
+    while let Some(mut ask) = read(&mut reader)? {
+        if ask.path == "/v1/models" {
+            answer(&mut out, 200, &[], r#"{"object":"list","data":[]}"#)?;
+            continue;
+        }
+        ask.number = shared.count.fetch_add(1, Ordering::SeqCst);
+        match (shared.reply)(ask) {
+            Reply::Json(value) => answer(&mut out, 200, &[], &value.to_string())?,
+            Reply::Status(status, headers, text) => answer(&mut out, status, &headers, &text)?,
+            Reply::Later(pause, value) => {
+                thread::sleep(pause);
+                answer(&mut out, 200, &[], &value.to_string())?;
+            }
+            Reply::Hang => {
+                // Ends when the other side closes.
+                io::copy(&mut reader, &mut io::sink())?;
+                return Ok(());
+            }
+            Reply::Reset => {
+                SockRef::from(&out).set_linger(Some(Duration::ZERO))?;
+                return Ok(());
+            }
+            Reply::Garbage(bytes) => {
+                out.write_all(bytes)?;
+                return Ok(());
+            }
+            Reply::Truncated(value) => {
+                let text = value.to_string();
+                write!(
+                    out,
+                    "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{}",
+                    text.len(),
+                    &text[..text.len() / 2]
+                )?;
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn answer(
+    out: &mut TcpStream,
+    status: u16,
+    headers: &[(&'static str, String)],
+    text: &str,
+) -> io::Result<()> {
+    let mut head = format!(
+        "HTTP/1.1 {status} x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n",
+        text.len()
+    );
+    for (name, value) in headers {
+        head += &format!("{name}: {value}\r\n");
+    }
+    // One write, so that small answers are one packet.
+    out.write_all(format!("{head}\r\n{text}").as_bytes())
+}
+
+fn read(reader: &mut BufReader<TcpStream>) -> io::Result<Option<Ask>> {
+    let mut line = String::new();
+    if reader.read_line(&mut line)? == 0 {
+        return Ok(None);
+    }
+    let path = line.split(' ').nth(1).unwrap_or_default().to_string();
+    let (mut length, mut authorization) = (0, None);
+    loop {
+        line.clear();
+        reader.read_line(&mut line)?;
+        let Some((name, value)) = line.trim_end().split_once(": ") else { break };
+        match name.to_ascii_lowercase().as_str() {
+            "content-length" => length = value.parse().map_err(io::Error::other)?,
+            "authorization" => authorization = Some(value.to_string()),
+            _ => {}
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let body = serde_json::from_slice(&body).unwrap_or_default();
+    Ok(Some(Ask { number: 0, path, authorization, body }))
+}

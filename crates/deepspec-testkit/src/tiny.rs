@@ -1,0 +1,102 @@
+//! Small random targets, written as real model folders.
+
+use std::fs;
+use std::path::Path;
+
+use deepspec_core::rng::{Purpose, Stream};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
+
+use crate::golden;
+
+const WIDTH: usize = 32;
+const INNER: usize = 64;
+/// More than the golden tokenizer has.
+const VOCAB: usize = 640;
+/// Query heads.
+const HEADS: usize = 16;
+/// D of the sliding layers and of the full ones.
+const DIM: usize = 32;
+const GLOBAL_DIM: usize = 64;
+
+/// Writes a random Gemma 4 of four layers (sliding, full, sliding, full; windows of 300 tokens) to `dir`, with the golden
+/// tokenizer and template, laid out as a multimodal checkpoint with a tensor of another part. It takes `longest` tokens.
+pub fn gemma4(dir: &Path, longest: usize) {
+    let kinds = ["sliding_attention", "full_attention"].repeat(2);
+    let mut tensors = vec![
+        ("model.language_model.embed_tokens.weight".to_string(), vec![VOCAB, WIDTH]),
+        ("model.language_model.norm.weight".into(), vec![WIDTH]),
+        ("model.vision_embedder.patch_dense.weight".into(), vec![3, 5]),
+    ];
+    for (layer, kind) in kinds.iter().enumerate() {
+        // Full layers: wider heads, all on one key that is the value too.
+        let (dim, key_value, own_value) =
+            if *kind == "full_attention" { (GLOBAL_DIM, 1, None) } else { (DIM, 2, Some("v")) };
+        let (queries, keys) = (HEADS * dim, key_value * dim);
+        let attention = [("q", queries), ("k", keys)].into_iter().chain(own_value.map(|v| (v, keys)));
+        let mut own: Vec<(String, Vec<usize>)> = attention
+            .map(|(part, rows)| (format!("self_attn.{part}_proj.weight"), vec![rows, WIDTH]))
+            .collect();
+        own.push(("self_attn.o_proj.weight".into(), vec![WIDTH, queries]));
+        own.extend(["q", "k"].map(|part| (format!("self_attn.{part}_norm.weight"), vec![dim])));
+        own.extend(["gate", "up"].map(|part| (format!("mlp.{part}_proj.weight"), vec![INNER, WIDTH])));
+        own.push(("mlp.down_proj.weight".into(), vec![WIDTH, INNER]));
+        let norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"];
+        own.extend(norms.map(|norm| (format!("{norm}_layernorm.weight"), vec![WIDTH])));
+        own.push(("layer_scalar".into(), vec![1]));
+        tensors.extend(
+            own.into_iter()
+                .map(|(name, shape)| (format!("model.language_model.layers.{layer}.{name}"), shape)),
+        );
+    }
+    let config = json!({
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "model_type": "gemma4_unified",
+        "tie_word_embeddings": true,
+        "vision_config": {"model_type": "gemma4_unified_vision"},
+        "text_config": {
+            "model_type": "gemma4_unified_text", "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": VOCAB,
+            "num_hidden_layers": kinds.len(), "layer_types": kinds, "sliding_window": 300,
+            "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": DIM,
+            "num_global_key_value_heads": 1, "global_head_dim": GLOBAL_DIM, "attention_k_eq_v": true,
+            "final_logit_softcapping": 30.0, "max_position_embeddings": longest, "eos_token_id": [1, 6],
+        },
+    });
+    write(dir, &config, &tensors);
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = golden::dir("templates_gemma4").join(file);
+        fs::copy(&from, dir.join(file)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+    }
+}
+
+/// Random weights that keep the size of what goes through them; each tensor follows from its name.
+fn write(dir: &Path, config: &Value, tensors: &[(String, Vec<usize>)]) {
+    let data: Vec<Vec<u8>> = tensors
+        .iter()
+        .map(|(name, shape)| {
+            let stream = Stream::new(11, name);
+            // Uniform numbers: of unit variance per output for matrices, around 1 for norms and scalars.
+            let (middle, reach) = match shape.as_slice() {
+                // Scores are not scaled down by anything else.
+                [_] if name.contains("self_attn") => (0.4, 0.1),
+                [_] => (1.0, 0.4),
+                _ if name.contains("embed") => (0.0, 0.5),
+                [_, inputs] => (0.0, (3.0 / *inputs as f64).sqrt()),
+                other => panic!("{name}: no rule for {other:?}"),
+            };
+            let value = |lane| middle + reach * (2.0 * stream.uniform(0, Purpose::Init, lane) - 1.0);
+            (0..shape.iter().product::<usize>())
+                .flat_map(|i| (value(i as u64) as f32).to_le_bytes())
+                .collect()
+        })
+        .collect();
+    let views = tensors.iter().zip(&data).map(|((name, shape), data)| {
+        let view = TensorView::new(Dtype::F32, shape.clone(), data);
+        (name.as_str(), view.unwrap_or_else(|error| panic!("{name}: {error}")))
+    });
+    let bytes = safetensors::serialize(views, None).unwrap_or_else(|error| panic!("{error}"));
+    for (file, content) in [("config.json", config.to_string().into_bytes()), ("model.safetensors", bytes)] {
+        fs::write(dir.join(file), content).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+    }
+}

@@ -1,0 +1,238 @@
+//! Whether a conversation's mask says what its assistant said, in the context in which it was said.
+
+use crate::conversation::Conversation;
+use crate::error::TextError;
+use crate::mask::{Supervised, owners};
+use crate::message::{Message, Role};
+use crate::rules::ChatTemplate;
+use crate::served::Context;
+use crate::thoughts;
+use crate::tokenizer::ChatTokenizer;
+
+/// Characters shown before and behind a difference.
+const AROUND: usize = 16;
+
+/// What is wrong with a row; a phrase to follow "file:line: id: ".
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// No token is supervised.
+    #[error("the mask is empty: {why}")]
+    Empty {
+        /// What it lacks.
+        why: String,
+    },
+    /// A supervised place repeats no message of the assistant's.
+    #[error("{found:?} is supervised, but no assistant's message says it: {why}")]
+    Stray {
+        /// The beginning of the place.
+        found: String,
+        /// Where it may come from.
+        why: String,
+    },
+    /// A message of the assistant's is nowhere supervised.
+    #[error("conversations[{index}]: the assistant's message is not supervised")]
+    Missing {
+        /// Its place, from 0.
+        index: usize,
+    },
+    /// A supervised place says something else than the message it repeats.
+    #[error(
+        "conversations[{index}]: the template rewrites the assistant's {part}: the message has {said:?} where the mask has {found:?}, from character {at} on"
+    )]
+    Rewritten {
+        /// The message's place, from 0.
+        index: usize,
+        /// `answer` or `thoughts`.
+        part: &'static str,
+        /// The message around the first difference.
+        said: String,
+        /// The supervised text around it.
+        found: String,
+        /// The first different character, from 0.
+        at: usize,
+    },
+    /// The prompt that asks for an answer is not how the training text begins.
+    #[error(
+        "conversations[{index}]: the template differs from the served one at token {at}: behind {before:?} the served prompt{thinking} has {served:?}, the training text {trained:?}"
+    )]
+    Served {
+        /// The answer's place, from 0.
+        index: usize,
+        /// The first different token, from 0.
+        at: usize,
+        /// The common text before it.
+        before: String,
+        /// How the prompt was rendered, as " without thinking"; empty where the template does not care.
+        thinking: &'static str,
+        /// The served prompt's token.
+        served: String,
+        /// The training text's token.
+        trained: String,
+    },
+    /// The template does not render the prompt that asks for an answer.
+    #[error("conversations[{index}]: no prompt can be served for the answer: {why}")]
+    Unservable {
+        /// The answer's place, from 0.
+        index: usize,
+        /// What the template says.
+        why: String,
+    },
+}
+
+/// What is wrong with a row and what is worth knowing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Checked {
+    /// What is wrong.
+    pub problems: Vec<Problem>,
+    /// Answers whose thoughts the template leaves out, as most do once the user speaks again.
+    pub thoughts_left_out: usize,
+    /// Earlier answers that the training text shows without what ended the prompt they were given to, such as an empty
+    /// block of thoughts.
+    pub outside_their_prompt: usize,
+}
+
+/// Compares the mask of a conversation with what its assistant says, and its text with the prompts that a server renders
+/// before each answer.
+///
+/// # Errors
+/// If the tokenizer fails.
+pub fn check(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    conversation: &Conversation,
+    supervised: &Supervised,
+) -> Result<Checked, TextError> {
+    let mut checked = Checked::default();
+    if supervised.supervised_count() == 0 {
+        checked.problems.push(Problem::Empty { why: why_empty(template, conversation, supervised) });
+        if supervised.places.is_empty() {
+            return Ok(checked);
+        }
+    }
+    check_words(tokenizer, template, conversation, supervised, &mut checked);
+    Context { tokenizer, template, conversation, supervised }.check_prompts(&mut checked)?;
+    Ok(checked)
+}
+
+fn why_empty(template: &ChatTemplate, conversation: &Conversation, supervised: &Supervised) -> String {
+    if conversation.messages.iter().all(|message| message.role != Role::Assistant) {
+        return "no assistant speaks".into();
+    }
+    match template.marks() {
+        _ if !supervised.places.is_empty() && supervised.untruncated_len > supervised.input_ids.len() => {
+            format!(
+                "the conversation is cut at {} tokens, before the first answer",
+                supervised.input_ids.len()
+            )
+        }
+        _ if !supervised.places.is_empty() => "the answers have no text".into(),
+        Some(marks) => format!(
+            "the rendered text has no {:?}; the rules `{}` are not those of this template",
+            marks.assistant_header, template.name
+        ),
+        None => "the template marks nothing by {% generation %} in this conversation".into(),
+    }
+}
+
+/// Compares each supervised place with the message it repeats.
+fn check_words(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    conversation: &Conversation,
+    supervised: &Supervised,
+    checked: &mut Checked,
+) {
+    let messages = &conversation.messages;
+    let owners = owners(&supervised.text, &supervised.places, messages);
+    for (&(start, end), owner) in supervised.places.iter().zip(&owners) {
+        let place = &supervised.text[start..end];
+        let Some(index) = *owner else {
+            let why = why_stray(template, messages);
+            checked.problems.push(Problem::Stray { found: excerpt(place, 0), why });
+            break;
+        };
+        if let Some(problem) = rewritten(tokenizer, template, &messages[index], index, place, checked) {
+            checked.problems.push(problem);
+            break;
+        }
+    }
+    let mut assistants = (0..messages.len()).filter(|&index| messages[index].role == Role::Assistant);
+    if let Some(index) = assistants.find(|index| !owners.contains(&Some(*index))) {
+        checked.problems.push(Problem::Missing { index });
+    }
+}
+
+fn why_stray(template: &ChatTemplate, messages: &[Message]) -> String {
+    let Some(marks) = template.marks() else { return "the template marks it by {% generation %}".into() };
+    let header = marks.assistant_header.as_str();
+    let holds = |message: &Message| message.role != Role::Assistant && message.content.contains(header);
+    match messages.iter().position(holds) {
+        Some(index) => {
+            format!("conversations[{index}], the {}'s, holds the assistant's header", messages[index].role)
+        }
+        None => format!("the template writes {header:?} before something else, or rewrites the answer"),
+    }
+}
+
+/// Compares a supervised place with its message; white space around either does not count.
+fn rewritten(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    message: &Message,
+    index: usize,
+    place: &str,
+    checked: &mut Checked,
+) -> Option<Problem> {
+    let prefix = template.marks().and_then(|marks| marks.assistant_prefix.as_deref()).unwrap_or_default();
+    let content = message.content.strip_prefix(prefix).unwrap_or(&message.content);
+    let (inline, answer) = thoughts::split(content);
+    let reasoning = message.reasoning_content.as_deref().map_or(inline, str::trim);
+    let (thought, written) = thoughts::split(without_end(tokenizer, template, place));
+    let (answer, written) = (answer.trim(), written.trim());
+    if message.was_cut() && answer.is_empty() && place.trim_end().ends_with(reasoning) {
+        return None; // The limit came within the thoughts, where the mask ends.
+    }
+    checked.thoughts_left_out += usize::from(thought.is_empty() && !reasoning.is_empty());
+
+    let calls = message.tool_calls();
+    let named = |call: &serde_json::Value| {
+        let name = call.get("function").unwrap_or(call).get("name");
+        name.and_then(serde_json::Value::as_str).is_none_or(|name| written.contains(name))
+    };
+    let same = match calls {
+        [] => written == answer,
+        calls => written.contains(answer) && calls.iter().all(named),
+    };
+    let (part, said, found) = if !same {
+        ("answer", answer, written)
+    } else if !thought.is_empty() && thought != reasoning {
+        ("thoughts", reasoning, thought)
+    } else {
+        return None;
+    };
+    let at = said.chars().zip(found.chars()).take_while(|(a, b)| a == b).count();
+    Some(Problem::Rewritten { index, part, said: excerpt(said, at), found: excerpt(found, at), at })
+}
+
+/// A supervised place without the marks that end the turn.
+fn without_end<'a>(tokenizer: &ChatTokenizer, template: &ChatTemplate, place: &'a str) -> &'a str {
+    if let Some(marks) = template.marks() {
+        return place.strip_suffix(marks.end_of_turn.as_str()).unwrap_or(place);
+    }
+    // The tags may enclose the mark or not; where they do it is a special token.
+    let mut rest = place.trim_end();
+    while let Some(shorter) = tokenizer.without_special_end(rest) {
+        rest = shorter.trim_end();
+    }
+    rest
+}
+
+/// Some characters around the one at `at`.
+fn excerpt(text: &str, at: usize) -> String {
+    let start = at.saturating_sub(AROUND);
+    let mut shown: String = text.chars().skip(start).take(at - start + AROUND).collect();
+    if text.chars().nth(at + AROUND).is_some() {
+        shown.push('…');
+    }
+    if start > 0 { format!("…{shown}") } else { shown }
+}

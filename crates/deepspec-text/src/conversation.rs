@@ -1,0 +1,147 @@
+//! A row as a conversation: its messages, the tools they may call, and the form in which templates expect both.
+
+use std::borrow::Cow;
+
+use deepspec_core::jsonl::kind_of;
+use serde_json::{Map, Value};
+
+use crate::message::{Message, Role, RowError, check_starts_with_user, conversation};
+
+/// Why an answer ended, as `regenerate` notes it on a message. It is not for the template's eyes.
+const FINISH_REASON: &str = "finish_reason";
+
+/// What a chat template is given.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Conversation {
+    /// Who said what.
+    pub messages: Vec<Message>,
+    /// The tools that the assistant may call, as a JSON array.
+    pub tools: Option<Value>,
+}
+
+impl From<Vec<Message>> for Conversation {
+    fn from(messages: Vec<Message>) -> Self {
+        Self { messages, tools: None }
+    }
+}
+
+impl Conversation {
+    /// Parses `conversations` and `tools` of a JSONL row; someone asks before anyone answers.
+    ///
+    /// # Errors
+    /// If a field is missing or malformed, or the user does not speak first.
+    pub fn from_row(row: &Map<String, Value>) -> Result<Self, RowError> {
+        let messages = conversation(row)?;
+        check_starts_with_user(&messages)?;
+        Ok(Self { messages, tools: tools(row.get("tools"))? })
+    }
+}
+
+/// The tools of a row: an array, or its JSON text as columnar files keep it. An empty array is none.
+fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
+    let parsed = match value {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
+        Some(Value::String(text)) => {
+            serde_json::from_str(text).map_err(|_| RowError::Tools { found: "a text that is not JSON" })?
+        }
+        Some(other) => other.clone(),
+    };
+    match parsed {
+        Value::Null => Ok(None),
+        Value::Array(tools) => match tools.iter().find(|tool| !tool.is_object()) {
+            Some(_) => Err(RowError::Tools { found: "an array with entries that are no objects" }),
+            None => Ok((!tools.is_empty()).then_some(Value::Array(tools))),
+        },
+        other => Err(RowError::Tools { found: kind_of(&other) }),
+    }
+}
+
+impl Message {
+    /// Whether the answer was cut at the limit of tokens, so that the model never ended its turn.
+    pub fn was_cut(&self) -> bool {
+        self.role == Role::Assistant && self.extra.get(FINISH_REASON).is_some_and(|reason| reason == "length")
+    }
+
+    /// The tools that the message calls.
+    pub fn tool_calls(&self) -> &[Value] {
+        self.extra.get("tool_calls").and_then(Value::as_array).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// The messages as templates expect them: a call's arguments are an object, where the OpenAI API has its JSON text, and
+/// our own notes are gone.
+pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
+    let ready = |message: &Message| {
+        !message.extra.contains_key(FINISH_REASON)
+            && message.tool_calls().iter().all(|call| arguments(call).is_none())
+    };
+    if messages.iter().all(ready) {
+        return Cow::Borrowed(messages);
+    }
+    let mut messages = messages.to_vec();
+    for message in &mut messages {
+        message.extra.shift_remove(FINISH_REASON);
+        if let Some(Value::Array(calls)) = message.extra.get_mut("tool_calls") {
+            for call in calls {
+                if let Some(parsed) = arguments(call) {
+                    let function = if call.get("function").is_some() { &mut call["function"] } else { call };
+                    function["arguments"] = parsed;
+                }
+            }
+        }
+    }
+    Cow::Owned(messages)
+}
+
+/// The arguments of a call if they are the JSON text of an object.
+fn arguments(call: &Value) -> Option<Value> {
+    let text = call.get("function").unwrap_or(call).get("arguments")?.as_str()?;
+    serde_json::from_str::<Map<String, Value>>(text).ok().map(Value::Object)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn row(more: Value) -> Map<String, Value> {
+        let mut row = json!({"conversations": [{"role": "user", "content": "a"}]});
+        row["tools"] = more;
+        row.as_object().unwrap().clone()
+    }
+
+    #[test]
+    fn tools_are_an_array_or_its_text() {
+        let tools = json!([{"type": "function", "function": {"name": "add"}}]);
+        let read = |value: Value| Conversation::from_row(&row(value)).map(|found| found.tools);
+        assert_eq!(read(tools.clone()).unwrap(), Some(tools.clone()));
+        assert_eq!(read(json!(tools.to_string())).unwrap(), Some(tools));
+        for none in [json!(null), json!([]), json!("[]"), json!(" "), json!("null")] {
+            assert_eq!(read(none).unwrap(), None);
+        }
+        let problem = |value: Value| read(value).unwrap_err().to_string();
+        assert!(problem(json!("[")).contains("`tools`") && problem(json!("[")).contains("not JSON"));
+        assert!(problem(json!({})).ends_with("found an object"));
+        assert!(problem(json!([1])).ends_with("no objects"));
+    }
+
+    #[test]
+    fn templates_see_arguments_as_objects_and_none_of_our_notes() {
+        let call = |arguments: Value| json!({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}, {"name": "g", "arguments": "{}"}]});
+        let message = |value: Value| Message::try_from(value).unwrap();
+        let mut noted = call(json!("{\"b\": 1, \"a\": [2]}"));
+        noted["finish_reason"] = json!("length");
+        let noted = [message(noted)];
+        assert!(noted[0].was_cut());
+        let seen = for_template(&noted);
+        let expected = json!([{"function": {"name": "f", "arguments": {"b": 1, "a": [2]}}}, {"name": "g", "arguments": {}}]);
+        assert_eq!(json!(seen[0].tool_calls()).to_string(), expected.to_string());
+        assert_eq!(seen[0].extra.len(), 1);
+        // What is no object stays: the template decides.
+        let odd = [message(
+            json!({"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "[1"}}, 3]}),
+        )];
+        assert!(matches!(for_template(&odd), Cow::Borrowed(_)));
+    }
+}

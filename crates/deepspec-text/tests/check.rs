@@ -1,0 +1,220 @@
+//! What `check` finds in rows that would teach a drafter something wrong, and the end of answers that were cut.
+
+use std::fs;
+use std::path::Path;
+
+use deepspec_core::recipe::TemplateEntry;
+use deepspec_testkit::golden;
+use deepspec_text::{ChatTemplate, ChatTokenizer, Checked, Conversation, Supervised, check, supervise};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const TINY: &str = "../../assets/tiny-target";
+
+fn tiny() -> ChatTokenizer {
+    ChatTokenizer::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join(TINY)).unwrap()
+}
+
+/// The tiny target's tokenizer with its template changed.
+fn changed(change: impl Fn(String) -> String) -> (TempDir, ChatTokenizer) {
+    let (dir, tiny) = (tempfile::tempdir().unwrap(), Path::new(env!("CARGO_MANIFEST_DIR")).join(TINY));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::write(dir.path().join(file), fs::read(tiny.join(file)).unwrap()).unwrap();
+    }
+    let template = fs::read_to_string(tiny.join("chat_template.jinja")).unwrap();
+    let other = change(template.clone());
+    assert_ne!(template, other);
+    fs::write(dir.path().join("chat_template.jinja"), other).unwrap();
+    let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+    (dir, tokenizer)
+}
+
+fn qwen() -> ChatTemplate {
+    ChatTemplate::named("qwen").unwrap()
+}
+
+fn look(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    messages: Value,
+    max_length: usize,
+) -> (Supervised, Checked) {
+    let row = json!({"conversations": messages});
+    let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
+    let supervised = supervise(tokenizer, template, &conversation, max_length).unwrap();
+    let checked = check(tokenizer, template, &conversation, &supervised).unwrap();
+    (supervised, checked)
+}
+
+fn problems(tokenizer: &ChatTokenizer, template: &ChatTemplate, messages: Value) -> Vec<String> {
+    let (_, checked) = look(tokenizer, template, messages, 4096);
+    checked.problems.iter().map(ToString::to_string).collect()
+}
+
+fn turn(question: &str, answer: &str) -> Value {
+    json!([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+}
+
+fn two_turns() -> Value {
+    json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. "},
+        {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2", "reasoning_content": "One and one."}])
+}
+
+#[test]
+fn good_rows_have_no_problems() {
+    for (tokenizer, name) in [
+        (tiny(), "qwen"),
+        (ChatTokenizer::load(&golden::dir("templates_qwen")).unwrap(), "qwen"),
+        (ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap(), "gemma4"),
+    ] {
+        let template = ChatTemplate::named(name).unwrap();
+        assert_eq!(ChatTemplate::guess(&tokenizer).unwrap(), template);
+        for messages in [turn("Hi", "Hello."), turn("Hi", "<think>\nhm\n</think>\n\nHello."), turn("Hi", "")]
+        {
+            assert_eq!(problems(&tokenizer, &template, messages), [""; 0], "{name}");
+        }
+    }
+    let (_, checked) = look(&tiny(), &qwen(), two_turns(), 4096);
+    assert_eq!((checked.problems.len(), checked.outside_their_prompt, checked.thoughts_left_out), (0, 1, 0));
+}
+
+#[test]
+fn empty_masks_say_why() {
+    let only = |problems: Vec<String>, words: &str| {
+        assert!(problems[0].contains("the mask is empty") && problems[0].contains(words), "{problems:?}")
+    };
+    only(problems(&tiny(), &qwen(), json!([{"role": "user", "content": "Hi"}])), "no assistant speaks");
+    let gemma = ChatTemplate::named("gemma4").unwrap();
+    only(problems(&tiny(), &gemma, turn("Hi", "Hello.")), "the rules `gemma4` are not those");
+    let (_, cut) = look(&tiny(), &qwen(), turn("Hi", "Hello."), 20);
+    assert_eq!(cut.problems.len(), 1, "{cut:?}");
+    assert!(cut.problems[0].to_string().contains("cut at 20 tokens, before the first answer"));
+}
+
+#[test]
+fn words_that_are_not_the_assistants_are_shown() {
+    let typed = problems(&tiny(), &qwen(), turn("a<|im_start|>assistant\nb", "c"));
+    assert!(typed[0].starts_with("\"b<|im_end|>\\n\" is supervised"), "{typed:?}");
+    assert!(typed[0].contains("conversations[0], the user's, holds the assistant's header"), "{typed:?}");
+
+    let (_dir, loud) = changed(|template| template.replace("ns.answer.lstrip('\\n')", "ns.answer | upper"));
+    let rewritten = problems(&loud, &qwen(), turn("Hi", "Well, HELLO you."));
+    assert!(
+        rewritten[0].starts_with("conversations[1]: the template rewrites the assistant's answer"),
+        "{rewritten:?}"
+    );
+    assert!(
+        rewritten[0].contains("\"Well, HELLO you.\"") && rewritten[0].contains("from character 1 on"),
+        "{rewritten:?}"
+    );
+
+    let (_dir, silent) = changed(|template| {
+        template.replace(
+            "'<|im_start|>' + message.role",
+            "'<|im_start|>' + (message.role if loop.index0 else 'me')",
+        )
+    });
+    assert_eq!(problems(&silent, &qwen(), turn("Hi", "Hello.")), [""; 0]);
+    let (_dir, deaf) = changed(|template| {
+        template.replace("message.role + '\\n'", "(message.role if loop.index0 != 2 else 'nobody') + '\\n'")
+    });
+    let missing = problems(&deaf, &qwen(), two_turns());
+    assert!(
+        missing
+            .iter()
+            .any(|problem| problem == "conversations[1]: the assistant's message is not supervised"),
+        "{missing:?}"
+    );
+}
+
+#[test]
+fn a_template_that_serves_something_else_is_shown_where_it_differs() {
+    let (_dir, greeting) =
+        changed(|template| template.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\nOh, '"));
+    let found = problems(&greeting, &qwen(), turn("Hi", "Hello."));
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(
+        found[0].starts_with("conversations[1]: the template differs from the served one at token 27"),
+        "{found:?}"
+    );
+    assert!(found[0].contains("behind \"sistant\\n\" the served prompt without thinking has"), "{found:?}");
+
+    // Served without thinking, an answer stands behind an empty block of thoughts; trained on, it must too.
+    let (_dir, bare) = changed(|template| template.replace("loop.index0 > ns.last_user", "ns.thought"));
+    let found = problems(&bare, &qwen(), turn("Hi", "Hello."));
+    assert!(
+        found[0].contains("without thinking has \"<think>\"") && found[0].contains("the training text \"H"),
+        "{found:?}"
+    );
+    assert_eq!(problems(&bare, &qwen(), turn("Hi", "<think>\nhm\n</think>\n\nHello.")), [""; 0]);
+
+    let (_dir, strict) = changed(|template| {
+        template
+            + "{%- if add_generation_prompt and messages|length > 3 -%}{{ raise_exception('too long') }}{%- endif -%}"
+    });
+    let found = problems(&strict, &qwen(), two_turns());
+    assert!(
+        found[0].contains("conversations[3]: no prompt can be served") && found[0].contains("too long"),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn a_cut_answer_ends_with_its_last_word() {
+    let said = |tokenizer: &ChatTokenizer, template: &ChatTemplate, message: Value| {
+        let (supervised, checked) =
+            look(tokenizer, template, json!([{"role": "user", "content": "Hi"}, message]), 4096);
+        assert_eq!(checked.problems, [], "{supervised:?}");
+        let ids: Vec<i64> = supervised
+            .input_ids
+            .iter()
+            .zip(&supervised.loss_mask)
+            .filter(|(_, learnt)| **learnt)
+            .map(|(&id, _)| id)
+            .collect();
+        tokenizer.decode(&ids, false).unwrap()
+    };
+    let cut = |content: &str| json!({"role": "assistant", "content": content, "finish_reason": "length"});
+    let gemma = (
+        ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap(),
+        ChatTemplate::named("gemma4").unwrap(),
+    );
+    assert_eq!(said(&gemma.0, &gemma.1, cut("one two thr")), "one two thr");
+    assert_eq!(said(&tiny(), &qwen(), cut("one two thr ")), "<think>\n\n</think>\n\none two thr ");
+    let mut stopped = cut("one two three");
+    stopped["finish_reason"] = json!("stop");
+    assert_eq!(said(&gemma.0, &gemma.1, stopped), "one two three<turn|>\n");
+    // All the tokens went into thoughts: neither their end nor the turn's was said.
+    let thinking = json!({"role": "assistant", "content": "", "reasoning_content": "I wonder", "finish_reason": "length"});
+    assert_eq!(said(&tiny(), &qwen(), thinking), "<think>\nI wonder");
+    let (_dir, tagged) = changed(|template| {
+        template.replace(
+            "{{- ns.answer.lstrip('\\n') -}}",
+            "{%- generation -%}{{- ns.answer + '<|im_end|>' -}}{%- endgeneration -%}",
+        )
+    });
+    let generation = ChatTemplate::named("generation").unwrap();
+    assert_eq!(said(&tagged, &generation, cut("one two thr")), "one two thr");
+}
+
+#[test]
+fn rules_of_ones_own_find_the_same_as_built_in_ones() {
+    let mine = TemplateEntry {
+        name: "mine".into(),
+        assistant_header: "<|turn>model\n".into(),
+        end_of_turn: "<turn|>\n".into(),
+        default_system: Some(String::new()),
+        assistant_prefix: Some("<|channel>thought\n<channel|>".into()),
+    };
+    let tokenizer = ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap();
+    let (own, builtin) = (ChatTemplate::from(mine.clone()), ChatTemplate::named("gemma4").unwrap());
+    let messages = turn("Hi", "Hello there.");
+    assert_eq!(look(&tokenizer, &own, messages.clone(), 99), look(&tokenizer, &builtin, messages, 99));
+    // The same rules under a built-in name are the built-in ones; under another name or with other marks they are not.
+    assert_eq!(builtin.digest(&tokenizer), tokenizer.template_digest());
+    let named = ChatTemplate::from(TemplateEntry { name: "gemma4".into(), ..mine.clone() });
+    assert_eq!(named.digest(&tokenizer), tokenizer.template_digest());
+    let other = ChatTemplate::from(TemplateEntry { assistant_prefix: None, ..mine });
+    let digests = [own.digest(&tokenizer), other.digest(&tokenizer), tokenizer.template_digest()];
+    assert!(digests[0] != digests[1] && digests[0] != digests[2] && digests[1] != digests[2]);
+}

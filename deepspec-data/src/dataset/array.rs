@@ -1,0 +1,165 @@
+//! The elements of a JSON array, one after the other, without holding the array.
+
+use std::io::{self, BufRead};
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::FileError;
+use deepspec_core::jsonl::{self, MAX_LINE, RawLine};
+
+/// Cuts the text of an array at the commas between its elements; what lies between them is not looked at, so a malformed
+/// element comes out as it stands and fails when it is parsed.
+pub struct Elements {
+    path: PathBuf,
+    text: Box<dyn BufRead + Send>,
+    number: usize,
+    ended: bool,
+    /// Whether the array was closed and the text behind it was not looked at yet.
+    closed: bool,
+}
+
+impl Elements {
+    /// Opens a file whose first character that is not blank is `[`.
+    ///
+    /// # Errors
+    /// If the file cannot be opened.
+    pub fn open(path: &Path) -> Result<Self, FileError> {
+        let mut text = jsonl::open_text(path)?;
+        text.skip_until(b'[').map_err(FileError::at("reading", path))?;
+        Ok(Self { path: path.to_path_buf(), text, number: 0, ended: false, closed: false })
+    }
+
+    /// Reads up to the border of the next element; None behind the last one.
+    fn element(&mut self) -> io::Result<Option<RawLine>> {
+        let (mut bytes, mut cutter) = (Vec::new(), Cutter::default());
+        let border = loop {
+            let buffer = self.text.fill_buf()?;
+            if buffer.is_empty() {
+                break None;
+            }
+            let (read, border) = match cutter.border(buffer) {
+                Some(at) => (at + 1, Some(buffer[at])),
+                None => (buffer.len(), None),
+            };
+            let inside = read - usize::from(border.is_some());
+            let room = MAX_LINE.saturating_sub(bytes.len());
+            bytes.extend_from_slice(&buffer[..inside.min(room)]);
+            self.text.consume(read);
+            if border.is_some() {
+                break border;
+            }
+        };
+        let blank = bytes.trim_ascii().is_empty();
+        self.ended = border != Some(b',');
+        self.closed = border == Some(b']');
+        // `[]` has no element; neither has the end of the text behind a `]`, but a text without `]` was cut off.
+        if blank && self.closed && self.number == 0 {
+            return Ok(None);
+        }
+        self.number += 1;
+        let too_long = bytes.len() >= MAX_LINE;
+        Ok(Some(RawLine::new(self.number, bytes, too_long)))
+    }
+
+    /// What stands behind the array is one element more, and a bad one; blanks are nothing.
+    fn behind(&mut self) -> io::Result<Option<RawLine>> {
+        loop {
+            let buffer = self.text.fill_buf()?;
+            let read = buffer.len();
+            if !buffer.trim_ascii().is_empty() {
+                let problem = "there is more text behind the `]` that closes the array, and it is not read; \
+                               put all rows into one array, or write one object per line";
+                return Ok(Some(RawLine::unread(self.number + 1, problem.into())));
+            }
+            if read == 0 {
+                return Ok(None);
+            }
+            self.text.consume(read);
+        }
+    }
+}
+
+impl Iterator for Elements {
+    type Item = Result<RawLine, FileError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let mut element = if self.ended { Ok(None) } else { self.element() };
+        if matches!(element, Ok(None)) && std::mem::take(&mut self.closed) {
+            element = self.behind();
+        }
+        self.ended |= element.is_err();
+        element.map_err(FileError::at("reading", &self.path)).transpose()
+    }
+}
+
+/// How deep in brackets, and whether in a string, the text so far ends.
+#[derive(Default)]
+struct Cutter {
+    depth: usize,
+    in_string: bool,
+    escaped: bool,
+}
+
+impl Cutter {
+    /// The first comma or closing bracket outside of everything.
+    fn border(&mut self, bytes: &[u8]) -> Option<usize> {
+        for (at, byte) in bytes.iter().enumerate() {
+            if self.in_string {
+                match byte {
+                    _ if self.escaped => self.escaped = false,
+                    b'\\' => self.escaped = true,
+                    b'"' => self.in_string = false,
+                    _ => {}
+                }
+                continue;
+            }
+            match byte {
+                b'"' => self.in_string = true,
+                b'{' | b'[' => self.depth += 1,
+                b',' | b']' if self.depth == 0 => return Some(at),
+                b'}' | b']' => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use deepspec_core::jsonl::Line;
+
+    fn elements(text: &str) -> Vec<String> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.json");
+        std::fs::write(&path, text).unwrap();
+        let text = |line: RawLine| match (&line.bytes, line.parse(&path)) {
+            (None, Line::Bad(bad)) => format!("{} {}", bad.line, &bad.problem[..18]),
+            (bytes, _) => String::from_utf8(bytes.clone().unwrap()).unwrap().trim().to_string(),
+        };
+        Elements::open(&path).unwrap().map(|line| text(line.unwrap())).collect()
+    }
+
+    #[test]
+    fn elements_end_at_their_commas() {
+        assert_eq!(
+            elements(" [{\"a\": \"],\\\"\"},\n [1, [2]] , 3]\n"),
+            ["{\"a\": \"],\\\"\"}", "[1, [2]]", "3"]
+        );
+        assert!(elements("[ ]").is_empty());
+        assert_eq!(elements("[{\"a\":1}, {\"b\":"), ["{\"a\":1}", "{\"b\":"]);
+        // A missing end and a comma too many are rows that no parser takes.
+        assert_eq!(elements("[1,"), ["1", ""]);
+        assert_eq!(elements("[1,]"), ["1", ""]);
+        // So is what stands behind the end.
+        assert_eq!(elements("[1, 2] \n [3]"), ["1", "2", "3 there is more text"]);
+        assert_eq!(elements("[] []"), ["1 there is more text"]);
+        assert_eq!(elements("\u{feff}[1]\n\n"), ["1"]);
+    }
+
+    #[test]
+    fn elements_longer_than_the_buffer_are_whole() {
+        let long = format!("{{\"a\":\"{}\"}}", "x,]".repeat(200_000));
+        assert_eq!(elements(&format!("[{long},{long}]")), [long.clone(), long]);
+    }
+}

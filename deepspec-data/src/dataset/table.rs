@@ -1,0 +1,152 @@
+//! Parquet files: their columns, and their rows in batches of bounded size.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use arrow::array::RecordBatch;
+use arrow::datatypes::{DataType, Schema};
+use arrow::json::WriterBuilder;
+use arrow::json::writer::LineDelimited;
+use deepspec_core::atomic::FileError;
+use deepspec_core::cli;
+use parquet::arrow::arrow_reader::{
+    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder,
+};
+
+/// Where a row keeps its messages; the first that is there counts.
+pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
+
+/// Text that a batch should hold at most, in bytes, so that memory does not depend on how long rows are.
+pub const BATCH_BYTES: usize = 1 << 20;
+
+/// Rows of a batch at most.
+const BATCH_ROWS: usize = 4096;
+
+/// An open parquet file.
+#[derive(Clone)]
+pub struct Table {
+    path: Arc<Path>,
+    metadata: ArrowReaderMetadata,
+}
+
+impl Table {
+    /// Reads the schema and where the row groups are.
+    ///
+    /// # Errors
+    /// If the file cannot be opened or is no parquet file.
+    pub fn open(path: Arc<Path>) -> anyhow::Result<Self> {
+        let file = File::open(&path).map_err(FileError::at("reading", &path))?;
+        let metadata = contained(|| ArrowReaderMetadata::load(&file, ArrowReaderOptions::new()))
+            .with_context(|| format!("{}: not a readable parquet file", path.display()))?;
+        Ok(Self { path, metadata })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Arc<Path> {
+        &self.path
+    }
+
+    /// The columns.
+    pub fn schema(&self) -> &Schema {
+        self.metadata.schema()
+    }
+
+    /// Rows of all groups.
+    pub fn rows(&self) -> usize {
+        (0..self.groups()).map(|group| self.group_rows(group)).sum()
+    }
+
+    /// How many row groups there are.
+    pub fn groups(&self) -> usize {
+        self.metadata.metadata().num_row_groups()
+    }
+
+    /// Rows of one group.
+    pub fn group_rows(&self, group: usize) -> usize {
+        usize::try_from(self.metadata.metadata().row_group(group).num_rows()).unwrap_or(0)
+    }
+
+    /// Decompressed bytes of one group.
+    pub fn group_bytes(&self, group: usize) -> usize {
+        usize::try_from(self.metadata.metadata().row_group(group).total_byte_size()).unwrap_or(usize::MAX)
+    }
+
+    /// The rows of one group, in batches of about [`BATCH_BYTES`].
+    ///
+    /// # Errors
+    /// If the file cannot be opened or the group is malformed.
+    pub fn batches(&self, group: usize) -> anyhow::Result<Batches> {
+        let file = File::open(&self.path).map_err(FileError::at("reading", &self.path))?;
+        let row_bytes = self.group_bytes(group) / self.group_rows(group).max(1);
+        let builder = ParquetRecordBatchReaderBuilder::new_with_metadata(file, self.metadata.clone())
+            .with_row_groups(vec![group])
+            .with_batch_size((BATCH_BYTES / row_bytes.max(1)).clamp(1, BATCH_ROWS));
+        let reader = contained(|| builder.build());
+        let reader = reader.with_context(|| format!("{}: row group {group}", self.path.display()))?;
+        Ok(Batches { path: Arc::clone(&self.path), reader })
+    }
+
+    /// The columns with their types, for messages.
+    pub fn columns(&self) -> String {
+        let columns = self
+            .schema()
+            .fields()
+            .iter()
+            .map(|field| format!("`{}` ({})", field.name(), type_name(field.data_type())));
+        columns.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Batches of one row group.
+pub struct Batches {
+    path: Arc<Path>,
+    reader: ParquetRecordBatchReader,
+}
+
+impl Batches {
+    /// The next batch, of which `row` is the first row; None behind the last one.
+    ///
+    /// # Errors
+    /// If its bytes are malformed, with the file and the row; there is nothing behind that.
+    pub fn next(&mut self, row: usize) -> anyhow::Result<Option<RecordBatch>> {
+        let batch = contained(|| self.reader.next().transpose());
+        batch.with_context(|| format!("{}: at row {row}", self.path.display()))
+    }
+}
+
+/// The decoder asserts much of what it reads; in a damaged file that is an error like any other.
+fn contained<T, E: Into<anyhow::Error>>(work: impl FnOnce() -> Result<T, E>) -> anyhow::Result<T> {
+    match cli::contain(work) {
+        Ok(done) => done.map_err(Into::into),
+        Err(panic) => anyhow::bail!("the file is damaged ({panic})"),
+    }
+}
+
+/// A column's type as people write it.
+pub fn type_name(data_type: &DataType) -> String {
+    match data_type {
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => "string".into(),
+        DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
+            format!("list<{}>", type_name(item.data_type()))
+        }
+        DataType::Struct(fields) => {
+            let fields =
+                fields.iter().map(|field| format!("{}: {}", field.name(), type_name(field.data_type())));
+            format!("struct<{}>", fields.collect::<Vec<_>>().join(", "))
+        }
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
+/// The rows of a batch as lines of JSON, nulls left out; one line a row, `{}` where all is null.
+///
+/// # Errors
+/// If a column has a type that JSON has no form for.
+pub fn json_lines(batch: &RecordBatch) -> anyhow::Result<Vec<u8>> {
+    let mut writer = WriterBuilder::new().with_explicit_nulls(false).build::<_, LineDelimited>(Vec::new());
+    writer.write(batch)?;
+    writer.finish()?;
+    Ok(writer.into_inner())
+}

@@ -1,0 +1,93 @@
+//! Rows and findings as a page that needs nothing but itself.
+
+use std::io::{self, Write};
+
+use super::shown::{Segment, ShownRow, visible};
+use super::survey::Survey;
+
+const STYLE: &str = "
+:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --quiet: #8a8a8a; --line: #ddd; --learnt: #c9efc9; --wrong: #b00020 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #161616; --quiet: #7c7c7c; --line: #383838; --learnt: #1e4d2b; --wrong: #ff7b88 } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: 2rem 0 .3rem; overflow-wrap: anywhere }
+table { border-collapse: collapse; margin: .5rem 0 } td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .6rem; margin: 0; font: 13px/1.5 ui-monospace, monospace }
+.learnt { background: var(--learnt); border-radius: 2px } .special { color: var(--quiet) } .cut { color: var(--quiet); text-decoration: line-through } .wrong { color: var(--wrong) }
+";
+
+/// Writes everything above the rows: legend, summary and findings.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn begin(out: &mut impl Write, survey: &Survey) -> io::Result<()> {
+    write!(
+        out,
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
+         <meta name=\"viewport\" content=\"width=device-width\"><title>Loss masks</title><style>{STYLE}</style></head><body>\n\
+         <h1>Loss masks</h1>\n<p><span class=\"learnt\">supervised text</span>, <span class=\"special\">special tokens</span>, \
+         <span class=\"learnt special\">supervised special tokens</span>, <span class=\"cut\">behind the maximal length</span></p>\n<table>\n"
+    )?;
+    for (name, value) in survey.summary.lines() {
+        writeln!(out, "<tr><th>{}</th><td>{}</td></tr>", escaped(name), escaped(&value))?;
+    }
+    writeln!(out, "</table>")?;
+    if !survey.findings.is_empty() {
+        writeln!(out, "<h2 class=\"wrong\">{} problems</h2>\n<table>", survey.findings.len())?;
+        writeln!(out, "<tr><th>line</th><th>id</th><th>problem</th></tr>")?;
+    }
+    for finding in &survey.findings {
+        let (file, id) = (finding.file.display().to_string(), finding.id.as_deref().unwrap_or_default());
+        let (file, id, reason) = (escaped(&file), escaped(id), escaped(&finding.reason));
+        writeln!(out, "<tr><td>{file}:{}</td><td>{id}</td><td>{reason}</td></tr>", finding.line)?;
+    }
+    if !survey.findings.is_empty() {
+        writeln!(out, "</table>")?;
+    }
+    Ok(())
+}
+
+/// Writes a row.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn row(out: &mut impl Write, row: &ShownRow) -> io::Result<()> {
+    writeln!(out, "<h2>{}</h2>", escaped(&row.headline()))?;
+    for problem in &row.problems {
+        writeln!(out, "<p class=\"wrong\">{}</p>", escaped(problem))?;
+    }
+    // A line end right behind the tag would be dropped by the browser; this one is.
+    writeln!(out, "<pre>")?;
+    for Segment { text, supervised, special, cut } in &row.segments {
+        let classes = [(*supervised, "learnt"), (*special, "special"), (*cut, "cut")];
+        let classes: Vec<&str> = classes.iter().filter(|(is, _)| *is).map(|(_, class)| *class).collect();
+        match classes.as_slice() {
+            [] => write!(out, "{}", escaped(text))?,
+            classes => write!(out, "<span class=\"{}\">{}</span>", classes.join(" "), escaped(text))?,
+        }
+    }
+    writeln!(out, "</pre>")
+}
+
+/// Ends the page.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn end(out: &mut impl Write) -> io::Result<()> {
+    writeln!(out, "</body></html>")
+}
+
+fn escaped(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for character in visible(text).chars() {
+        match character {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&quot;"),
+            '\'' => out.push_str("&#39;"),
+            other => out.push(other),
+        }
+    }
+    out
+}

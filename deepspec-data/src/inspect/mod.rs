@@ -1,0 +1,199 @@
+//! `inspect`: what a drafter would learn from, row by row, and which rows would teach it something wrong.
+
+mod html;
+mod row;
+mod server;
+mod settings;
+mod shown;
+mod summary;
+mod survey;
+mod terminal;
+
+use std::io::{self, BufWriter, IsTerminal, Write};
+use std::path::PathBuf;
+
+use deepspec_core::cli::{ExitWith, Verbosity};
+use deepspec_core::{atomic, env, usage};
+use serde_json::json;
+
+use crate::places;
+use settings::Settings;
+use shown::Selection;
+use survey::Survey;
+
+/// Problems that are shown one by one; `--json` and `--html` have all.
+const SHOWN_PROBLEMS: usize = 10;
+
+/// What to look at and how to show it.
+#[derive(clap::Args)]
+pub struct Args {
+    /// JSONL rows with `id` and `conversations`, plain or compressed
+    #[arg(long, required = true, num_args = 1.., value_name = "F")]
+    input: Vec<PathBuf>,
+    /// Folder or hub id of the target, for its tokenizer and chat template; by default the recipe's
+    #[arg(long, value_name = "M", required_unless_present = "config")]
+    model: Option<String>,
+    /// Recipe of the run; its chat_template, system_prompt and max_length decide the mask
+    #[arg(long, value_name = "C")]
+    config: Option<PathBuf>,
+    /// Mask rules without a recipe: qwen, gemma4, generation (the template's own tags), or a YAML file with an entry; by
+    /// default those whose marks the template writes
+    #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
+    chat_template: Option<String>,
+    /// Show this many rows, the first ones; all rows are checked
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    limit: usize,
+    /// Show the rows with these ids instead
+    #[arg(long, num_args = 1.., value_name = "ID", conflicts_with = "limit")]
+    id: Vec<String>,
+    /// Show every row
+    #[arg(long, conflicts_with_all = ["limit", "id"])]
+    all: bool,
+    /// Tokens at which a row is cut, by default the recipe's, else 4096
+    #[arg(long, value_name = "N")]
+    max_length: Option<usize>,
+    /// Write the rows and the findings to a page of its own
+    #[arg(long, value_name = "F")]
+    html: Option<PathBuf>,
+    /// Print rows, findings and summary as one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Also compare prompts with those of a running server that can say how it renders them (vLLM's /tokenize)
+    #[arg(long, value_name = "URL")]
+    server: Option<String>,
+    /// Replace an HTML file that is there
+    #[arg(long)]
+    overwrite: bool,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors; exit code 1 if a row is unusable, its mask is empty or says something else than its assistant, or its
+/// template differs from the served one.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    check(args)?;
+    let settings = Settings::new(args, verbosity)?;
+    let mut survey = Survey::of(&args.input, &settings, verbosity)?;
+    if survey.summary.rows == 0 {
+        let files: Vec<String> = args.input.iter().map(|input| input.display().to_string()).collect();
+        usage!("--input {}: no rows", files.join(" "));
+    }
+    if let Some(url) = &args.server {
+        server::compare(url, &args.input, &settings, &mut survey)?;
+    }
+    if let Some(path) = &args.html {
+        write_html(path, args, &settings, &survey)?;
+    }
+    let found =
+        if args.json { print_json(args, &settings, &survey)? } else { print_text(args, &settings, &survey)? };
+    if let Some(missing) = args.id.iter().find(|id| !found.contains(id)) {
+        usage!("--id {missing}: no usable row has it");
+    }
+    report(&survey)
+}
+
+fn check(args: &Args) -> anyhow::Result<()> {
+    if let Some(missing) = args.input.iter().find(|input| !input.is_file()) {
+        usage!("--input {}: no such file", missing.display());
+    }
+    if args.max_length == Some(0) {
+        usage!("--max-length must be at least 1");
+    }
+    if let Some(path) = &args.html {
+        if args.input.iter().any(|input| places::same(input, path)) {
+            usage!("--html {} is also an input", path.display());
+        }
+        if path.exists() && !args.overwrite {
+            usage!("--html {} exists; give --overwrite to replace it", path.display());
+        }
+    }
+    Ok(())
+}
+
+impl Args {
+    fn selection(&self) -> Selection<'_> {
+        match (self.all, self.id.as_slice()) {
+            (true, _) => Selection::All,
+            (false, []) => Selection::First(self.limit),
+            (false, ids) => Selection::Ids(ids),
+        }
+    }
+}
+
+/// Prints the selected rows and the summary; returns the ids of the rows.
+fn print_text(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<Vec<String>> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    let mut found = Vec::new();
+    if args.html.is_none() {
+        let colour = io::stdout().is_terminal() && !env::no_color();
+        shown::each(&args.input, settings, &args.selection(), |row| {
+            found.push(row.id.clone());
+            Ok(terminal::write(&mut out, &row, colour)?)
+        })?;
+    } else {
+        found.extend(args.id.iter().cloned());
+    }
+    for (name, value) in survey.summary.lines() {
+        writeln!(out, "{name:<13} {value}")?;
+    }
+    out.flush()?;
+    Ok(found)
+}
+
+/// Prints one JSON object, row by row; returns the ids of the rows.
+fn print_json(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<Vec<String>> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    let mut found = Vec::new();
+    write!(out, "{{\"rows\": [")?;
+    shown::each(&args.input, settings, &args.selection(), |row| {
+        write!(out, "{}\n  {}", if found.is_empty() { "" } else { "," }, row.to_json())?;
+        found.push(row.id);
+        Ok(())
+    })?;
+    write!(out, "\n], \"problems\": [")?;
+    for (index, finding) in survey.findings.iter().enumerate() {
+        write!(out, "{}\n  {}", if index == 0 { "" } else { "," }, json!(finding))?;
+    }
+    writeln!(out, "\n], \"summary\": {}}}", json!(survey.summary))?;
+    out.flush()?;
+    Ok(found)
+}
+
+fn write_html(
+    path: &std::path::Path,
+    args: &Args,
+    settings: &Settings,
+    survey: &Survey,
+) -> anyhow::Result<()> {
+    let mut missing: Vec<&String> = args.id.iter().collect();
+    // What is no I/O failure travels through one.
+    atomic::replace(path, |out| {
+        html::begin(out, survey)?;
+        shown::each(&args.input, settings, &args.selection(), |row| {
+            missing.retain(|id| **id != row.id);
+            Ok(html::row(out, &row)?)
+        })
+        .map_err(io::Error::other)?;
+        html::end(out)
+    })?;
+    if let Some(missing) = missing.first() {
+        usage!("--id {missing}: no usable row has it");
+    }
+    Ok(())
+}
+
+/// Shows the first findings and turns them into the exit code.
+fn report(survey: &Survey) -> anyhow::Result<()> {
+    for finding in survey.findings.iter().take(SHOWN_PROBLEMS) {
+        tracing::warn!("{finding}");
+    }
+    let count = survey.findings.len();
+    if count > SHOWN_PROBLEMS {
+        tracing::warn!("and {} more; --json and --html have all", count - SHOWN_PROBLEMS);
+    }
+    if survey.findings.is_empty() {
+        return Ok(());
+    }
+    Err(ExitWith { code: 1, reason: survey.summary.verdict() }.into())
+}

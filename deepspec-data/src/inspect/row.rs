@@ -1,0 +1,83 @@
+//! One row, looked at: its mask, and what is wrong with it.
+
+use deepspec_core::jsonl::Line;
+use deepspec_core::row;
+use deepspec_text::{Checked, Conversation, MIN_SUPERVISED_TOKENS, Role, Supervised, check, supervise};
+use serde_json::{Map, Value};
+
+use super::settings::Settings;
+
+/// What a line holds.
+pub enum Outcome {
+    /// A row whose conversation can be rendered.
+    Row(Box<Examined>),
+    /// A row that `regenerate` could not answer.
+    Failed,
+    /// A line without a usable row: its id if it has one, and why.
+    Unusable(Option<String>, String),
+}
+
+/// A row whose conversation can be rendered.
+pub struct Examined {
+    /// Its id.
+    pub id: String,
+    /// What its template is given.
+    pub conversation: Conversation,
+    /// Text, tokens and mask.
+    pub supervised: Supervised,
+    /// What is wrong with them.
+    pub checked: Checked,
+    /// Whether the other rules that the template allows see the same mask; None without other rules.
+    pub agrees: Option<bool>,
+}
+
+impl Examined {
+    /// Whether tokens were cut off.
+    pub fn is_cut(&self) -> bool {
+        self.supervised.untruncated_len > self.supervised.input_ids.len()
+    }
+
+    /// Whether `cache build` would leave the row out.
+    pub fn is_too_short(&self) -> bool {
+        self.supervised.supervised_count() < MIN_SUPERVISED_TOKENS
+    }
+
+    /// Whether it has no system message of its own.
+    pub fn lacks_system(&self) -> bool {
+        self.conversation.messages.first().is_none_or(|message| message.role != Role::System)
+    }
+}
+
+/// Looks at a line.
+pub fn examine(settings: &Settings, line: Line) -> Outcome {
+    let fields = match line {
+        Line::Row(_, fields) => fields,
+        Line::Bad(bad) => return Outcome::Unusable(None, bad.problem),
+    };
+    if fields.get("status").is_some_and(|status| status == "error") {
+        return Outcome::Failed;
+    }
+    let id = match row::id_of(&fields) {
+        Ok(id) => id,
+        Err(problem) => return Outcome::Unusable(None, problem),
+    };
+    match examine_row(settings, &id, &fields) {
+        Ok(examined) => Outcome::Row(Box::new(examined)),
+        Err(problem) => Outcome::Unusable(Some(id), problem),
+    }
+}
+
+fn examine_row(settings: &Settings, id: &str, fields: &Map<String, Value>) -> Result<Examined, String> {
+    let one_line = |error: &dyn std::error::Error| error.to_string().replace('\n', " ");
+    let Settings { tokenizer, template, other, max_length } = settings;
+    let conversation = Conversation::from_row(fields).map_err(|error| one_line(&error))?;
+    let supervised =
+        supervise(tokenizer, template, &conversation, *max_length).map_err(|error| one_line(&error))?;
+    let checked = check(tokenizer, template, &conversation, &supervised).map_err(|error| one_line(&error))?;
+    let same = |other| {
+        let seen = supervise(tokenizer, other, &conversation, *max_length);
+        seen.is_ok_and(|seen| seen.loss_mask == supervised.loss_mask)
+    };
+    let agrees = other.as_ref().map(same);
+    Ok(Examined { id: id.to_owned(), agrees, conversation, supervised, checked })
+}

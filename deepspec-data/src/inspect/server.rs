@@ -1,0 +1,150 @@
+//! The prompts of a running server, compared with ours.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context;
+use deepspec_core::env;
+use deepspec_core::usage;
+use deepspec_text::{Conversation, Role, served_prompt};
+use reqwest::{Client, StatusCode, Url};
+use serde_json::{Value, json};
+use tokio::runtime::Builder;
+
+use super::row::{Outcome, examine};
+use super::settings::Settings;
+use super::survey::{Survey, each_batch};
+
+/// Rows whose prompts are compared: the first ones.
+const ROWS: usize = 64;
+/// A server that renders does so at once.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A prompt to ask for.
+struct Probe {
+    file: PathBuf,
+    line: usize,
+    id: String,
+    /// The conversation before its last answer, the default system message included.
+    before: Conversation,
+}
+
+/// What a server says.
+enum Said {
+    Tokens(Vec<i64>),
+    /// It cannot say how it renders.
+    CannotTell,
+}
+
+/// Compares the prompt before the last answer of the first rows with the server's and adds what differs to the findings.
+///
+/// # Errors
+/// A usage error for a URL that is none; failures of the connection; what the server refuses.
+pub fn compare(url: &str, files: &[PathBuf], settings: &Settings, survey: &mut Survey) -> anyhow::Result<()> {
+    match Url::parse(url) {
+        Ok(parsed) if matches!(parsed.scheme(), "http" | "https") => {}
+        _ => usage!("--server {url}: expected a URL such as http://127.0.0.1:8000"),
+    }
+    let base = url.trim_end_matches('/').trim_end_matches("/v1");
+    let probes = probes(files, settings)?;
+    let runtime =
+        Builder::new_current_thread().enable_all().build().context("starting the network's runtime")?;
+    let client = Client::builder().timeout(TIMEOUT).build().context("setting up the HTTP client")?;
+    let mut differing = 0;
+    for probe in &probes {
+        let tokens = match runtime.block_on(ask(&client, base, &probe.before))? {
+            Said::Tokens(tokens) => tokens,
+            Said::CannotTell => {
+                let text = format!(
+                    "{base} cannot say how it renders (no POST /tokenize with messages); prompts were not compared with it"
+                );
+                tracing::warn!("{text}");
+                survey.summary.server = Some(text);
+                return Ok(());
+            }
+        };
+        let ours = served_prompt(&settings.tokenizer, &probe.before)?;
+        if ours != tokens {
+            differing += 1;
+            let reason = difference(settings, &ours, &tokens)?;
+            survey.find(&probe.file, probe.line, Some(probe.id.clone()), reason);
+        }
+    }
+    survey.summary.server_differs = differing;
+    survey.summary.server =
+        Some(format!("{base} renders {} of {} prompts as we do", probes.len() - differing, probes.len()));
+    Ok(())
+}
+
+fn probes(files: &[PathBuf], settings: &Settings) -> anyhow::Result<Vec<Probe>> {
+    let mut probes = Vec::new();
+    each_batch(files, ROWS, |file, lines| {
+        for line in lines {
+            let Outcome::Row(row) = examine(settings, line.parse(file)) else { continue };
+            let mut before = row.conversation;
+            let last = before.messages.iter().rposition(|message| message.role == Role::Assistant);
+            before.messages.truncate(last.unwrap_or(before.messages.len()));
+            before.messages = settings.template.with_system(&before.messages);
+            probes.push(Probe { file: file.to_path_buf(), line: line.number, id: row.id, before });
+            if probes.len() == ROWS {
+                return Ok(ControlFlow::Break(()));
+            }
+        }
+        Ok(ControlFlow::Continue(()))
+    })?;
+    Ok(probes)
+}
+
+async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Result<Said> {
+    let url = format!("{base}/tokenize");
+    let mut body = json!({"messages": before.messages, "add_generation_prompt": true});
+    if let Some(tools) = &before.tools {
+        body["tools"] = tools.clone();
+    }
+    let mut request = client.post(&url).json(&body);
+    if let Some(key) = env::secret("OPENAI_API_KEY") {
+        request = request.bearer_auth(key);
+    }
+    let response = request.send().await.with_context(|| format!("asking {url}"))?;
+    let status = response.status();
+    if matches!(
+        status,
+        StatusCode::NOT_FOUND
+            | StatusCode::METHOD_NOT_ALLOWED
+            | StatusCode::NOT_IMPLEMENTED
+            | StatusCode::UNPROCESSABLE_ENTITY
+    ) {
+        return Ok(Said::CannotTell);
+    }
+    let text = response.text().await.with_context(|| format!("reading the answer of {url}"))?;
+    if !status.is_success() {
+        let said: String = text.trim().replace('\n', " ").chars().take(300).collect();
+        anyhow::bail!("{url}: HTTP {}: {said}", status.as_u16());
+    }
+    let answer: Value =
+        serde_json::from_str(&text).with_context(|| format!("{url}: the answer is not JSON"))?;
+    let tokens = answer["tokens"]
+        .as_array()
+        .map(|tokens| tokens.iter().map(Value::as_i64).collect::<Option<Vec<i64>>>());
+    Ok(tokens.flatten().map_or(Said::CannotTell, Said::Tokens))
+}
+
+/// Where two prompts part.
+fn difference(settings: &Settings, ours: &[i64], theirs: &[i64]) -> anyhow::Result<String> {
+    let at = ours.iter().zip(theirs).take_while(|(a, b)| a == b).count();
+    // The server's ids may be of another tokenizer, even negative ones.
+    let shown = |ids: &[i64]| match ids.get(at) {
+        Some(&id) => settings
+            .tokenizer
+            .decode(&[id], false)
+            .map_or_else(|_| format!("id {id}"), |text| format!("{text:?}")),
+        None => "the end".into(),
+    };
+    let before = settings.tokenizer.decode(&ours[at.saturating_sub(3)..at], false)?;
+    Ok(format!(
+        "the server's template differs from ours at token {at} of the prompt: behind {before:?} the server has {}, we have {}",
+        shown(theirs),
+        shown(ours)
+    ))
+}

@@ -1,0 +1,79 @@
+//! The tokenizer and the mask rules by which rows are looked at.
+
+use anyhow::Context;
+use deepspec_core::cli::{UsageError, Verbosity};
+use deepspec_core::recipe::{MAX_LENGTH, Recipe, TemplateRecipe};
+use deepspec_core::usage;
+use deepspec_hub::{HubError, model_dir};
+use deepspec_states::{StatesError, chat_template, mask_rules};
+use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
+
+use super::Args;
+
+/// Everything that decides a row's mask.
+pub struct Settings {
+    /// The target's tokenizer with its chat template.
+    pub tokenizer: ChatTokenizer,
+    /// The mask rules.
+    pub template: ChatTemplate,
+    /// The other rules that this template allows, for comparison: its tags beside marks, or the other way round.
+    pub other: Option<ChatTemplate>,
+    /// Tokens at which a row is cut.
+    pub max_length: usize,
+}
+
+impl Settings {
+    /// Reads the recipe and the target's tokenizer.
+    ///
+    /// # Errors
+    /// Usage errors: there is no such model, or no rules for its template. Also if the hub fails.
+    pub fn new(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
+        let recipe = match &args.config {
+            Some(config) => Some(Recipe::load(config, &[])?),
+            None => None,
+        };
+        let (model, revision) = match (&args.model, &recipe) {
+            (Some(model), _) => (model.as_str(), None),
+            (None, Some(recipe)) => (recipe.target.model.as_str(), recipe.target.revision.as_deref()),
+            (None, None) => usage!("give --model or --config"),
+        };
+        let dir = model_dir(model, revision, verbosity).map_err(HubError::report).context("the model")?;
+        let tokenizer = ChatTokenizer::load(&dir).map_err(|error| UsageError(error.to_string()))?;
+        let template = match (&recipe, &args.chat_template) {
+            (Some(recipe), _) => chat_template(recipe).map_err(|error| UsageError(error.to_string()))?,
+            (None, Some(name)) => named(name)?,
+            (None, None) => guessed(&tokenizer)?,
+        };
+        template.check_fits(&tokenizer).map_err(|error| UsageError(error.to_string()))?;
+        let other = match template.rule {
+            MaskRule::Generation => ChatTemplate::guess(&tokenizer).filter(|guess| guess.marks().is_some()),
+            MaskRule::Marks(_) => tokenizer
+                .has_generation_tags()
+                .then(|| ChatTemplate { rule: MaskRule::Generation, ..template.clone() }),
+        };
+        let other =
+            other.map(|other| ChatTemplate { default_system: template.default_system.clone(), ..other });
+        let own = recipe.map_or(MAX_LENGTH, |recipe| recipe.data.max_length);
+        Ok(Self { tokenizer, template, other, max_length: args.max_length.unwrap_or(own) })
+    }
+}
+
+fn named(name: &str) -> anyhow::Result<ChatTemplate> {
+    let template = TemplateRecipe::Name(name.to_owned()).resolve()?;
+    match mask_rules(&template) {
+        Ok(template) => Ok(template),
+        Err(StatesError::Recipe { problem, .. }) => usage!("--chat-template: {problem}"),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn guessed(tokenizer: &ChatTokenizer) -> anyhow::Result<ChatTemplate> {
+    let Some(template) = ChatTemplate::guess(tokenizer) else {
+        usage!(
+            "the model's chat template writes none of the marks that are built in ({}); give --chat-template FILE.yaml with `name`, `assistant_header` and `end_of_turn`",
+            ChatTemplate::names().join(", ")
+        );
+    };
+    tracing::info!("using the mask rules `{}`, which fit the model's chat template", template.name);
+    Ok(template)
+}

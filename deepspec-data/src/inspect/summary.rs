@@ -1,0 +1,151 @@
+//! What all rows together are like.
+
+use deepspec_text::MIN_SUPERVISED_TOKENS;
+use serde::Serialize;
+
+/// Counts over all rows. `rows` is the sum of good, too_short, with_problems, status_error and unusable.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Summary {
+    /// Name of the mask rules.
+    pub chat_template: String,
+    /// Tokens at which rows are cut.
+    pub max_length: usize,
+    /// Lines that are not blank.
+    pub rows: usize,
+    /// Rows that would become samples.
+    pub good: usize,
+    /// Rows that `cache build` leaves out for too few supervised tokens.
+    pub too_short: usize,
+    /// Rows with an empty mask or a mismatch.
+    pub with_problems: usize,
+    /// Rows that `regenerate` could not answer.
+    pub status_error: usize,
+    /// Lines without a usable row.
+    pub unusable: usize,
+    /// Rows whose mask is empty.
+    pub empty_masks: usize,
+    /// Rows whose mask says something else than their assistant.
+    pub other_words: usize,
+    /// Rows whose template differs from the served one.
+    pub other_prompts: usize,
+    /// Rows cut at the maximal length.
+    pub cut: usize,
+    /// Tokens of all rows, after the cut.
+    pub tokens: u64,
+    /// Supervised tokens of all rows.
+    pub supervised_tokens: u64,
+    /// Rows that were given the default system message.
+    pub default_system: usize,
+    /// Answers whose thoughts the template leaves out.
+    pub thoughts_left_out: usize,
+    /// Earlier answers outside the prompt they were given to.
+    pub outside_their_prompt: usize,
+    /// Rows of which the marks and the template's own tags give the same mask; absent without both.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tags_agree: Option<usize>,
+    /// The first row on which they differ.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub first_disagreement: Option<String>,
+    /// Tokens of a row before the cut: the shortest, the quantiles 0.5, 0.9 and 0.99, and the longest.
+    pub lengths: Lengths,
+    /// Rows whose prompt a server renders otherwise.
+    pub server_differs: usize,
+    /// What came of asking a server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub server: Option<String>,
+}
+
+/// Quantiles of row lengths, in tokens.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Lengths {
+    /// The shortest row.
+    pub min: u32,
+    /// Half of the rows are no longer.
+    pub p50: u32,
+    /// 90 % of the rows are no longer.
+    pub p90: u32,
+    /// 99 % of the rows are no longer.
+    pub p99: u32,
+    /// The longest row.
+    pub max: u32,
+}
+
+impl Lengths {
+    /// The quantiles of `lengths`, each a length that occurs.
+    pub fn of(mut lengths: Vec<u32>) -> Self {
+        lengths.sort_unstable();
+        let Some(last) = lengths.len().checked_sub(1) else { return Self::default() };
+        let at = |share: f64| lengths[(share * last as f64).round() as usize];
+        Self { min: lengths[0], p50: at(0.5), p90: at(0.9), p99: at(0.99), max: lengths[last] }
+    }
+}
+
+impl Summary {
+    /// The summary for people, as names and values.
+    pub fn lines(&self) -> Vec<(&'static str, String)> {
+        let Self { rows, good, too_short, with_problems, status_error, unusable, .. } = self;
+        let share = 100.0 * self.supervised_tokens as f64 / (self.tokens.max(1)) as f64;
+        let Lengths { min, p50, p90, p99, max } = self.lengths;
+        let mut lines = vec![
+            ("mask rules", format!("{}, rows cut at {} tokens", self.chat_template, self.max_length)),
+            (
+                "rows",
+                format!(
+                    "{rows} = {good} good + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens (left out by cache build) + {with_problems} with problems + {status_error} with status error + {unusable} unusable"
+                ),
+            ),
+            (
+                "tokens",
+                format!("{}, {} of them supervised ({share:.1} %)", self.tokens, self.supervised_tokens),
+            ),
+            (
+                "lengths",
+                format!("{min} to {max} tokens; half up to {p50}, 90 % up to {p90}, 99 % up to {p99}"),
+            ),
+            ("cut", format!("{} rows", self.cut)),
+            (
+                "problems",
+                format!(
+                    "{} empty masks, {} masks with other words than the assistant's, {} templates that differ from the served one",
+                    self.empty_masks, self.other_words, self.other_prompts
+                ),
+            ),
+        ];
+        if let Some(agree) = self.tags_agree {
+            let first = self.first_disagreement.as_deref();
+            let first = first.map(|first| format!("; the first that differs is {first}")).unwrap_or_default();
+            let rendered = good + too_short + with_problems;
+            let text = format!(
+                "marks and {{% generation %}} tags give the same mask for {agree} of {rendered} rows{first}"
+            );
+            lines.push(("tags", text));
+        }
+        let notes = [
+            (
+                self.default_system,
+                "rows without a system message were given the default one; a server gets it only if the request has it",
+            ),
+            (self.thoughts_left_out, "answers stand without their thoughts, which the template leaves out"),
+            (
+                self.outside_their_prompt,
+                "earlier answers stand without what ended their prompt, such as an empty block of thoughts",
+            ),
+        ];
+        let notes = notes.iter().filter(|(count, _)| *count > 0);
+        lines.extend(notes.map(|(count, note)| ("note", format!("{count} {note}"))));
+        lines.extend(self.server.iter().map(|text| ("server", text.clone())));
+        lines
+    }
+
+    /// Why the command fails, in one line.
+    pub fn verdict(&self) -> String {
+        if self.with_problems + self.unusable == 0 {
+            return format!("the server renders {} prompts otherwise than we do", self.server_differs);
+        }
+        let wrong = self.with_problems + self.unusable;
+        format!(
+            "{wrong} of {} rows are not fit for training: {} unusable, {} with an empty mask, {} with other words than the assistant's, {} with a template that differs from the served one",
+            self.rows, self.unusable, self.empty_masks, self.other_words, self.other_prompts
+        )
+    }
+}

@@ -1,0 +1,120 @@
+//! Rows on a terminal, in colour, and elsewhere with brackets around what is supervised.
+
+use std::io::{self, Write};
+
+use super::shown::{Segment, ShownRow, visible};
+
+const BOLD: &str = "\x1b[1m";
+const DIM: &str = "\x1b[2m";
+const RED: &str = "\x1b[31m";
+/// Black on green.
+const SUPERVISED: &str = "\x1b[30;42m";
+/// Grey on green.
+const SUPERVISED_SPECIAL: &str = "\x1b[90;42m";
+const PLAIN: &str = "\x1b[0m";
+
+/// Around supervised text where there is no colour.
+const BRACKETS: [&str; 2] = ["⟦", "⟧"];
+
+/// Writes a row, its headline first and an empty line behind it.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn write(out: &mut impl Write, row: &ShownRow, colour: bool) -> io::Result<()> {
+    let [bold, red, plain] = if colour { [BOLD, RED, PLAIN] } else { [""; 3] };
+    writeln!(out, "{bold}── {}{plain}", visible(&row.headline()))?;
+    for problem in &row.problems {
+        writeln!(out, "{red}!! {}{plain}", visible(problem))?;
+    }
+    let mut supervised = false;
+    for segment in &row.segments {
+        if segment.cut {
+            continue;
+        }
+        if colour {
+            paint(out, segment)?;
+            continue;
+        }
+        if segment.supervised != supervised {
+            write!(out, "{}", BRACKETS[usize::from(supervised)])?;
+            supervised = segment.supervised;
+        }
+        write!(out, "{}", visible(&segment.text))?;
+    }
+    if supervised {
+        write!(out, "{}", BRACKETS[1])?;
+    }
+    if row.untruncated > row.tokens {
+        let [dim, plain] = if colour { [DIM, PLAIN] } else { [""; 2] };
+        write!(out, "{dim}[cut: {} more tokens]{plain}", row.untruncated - row.tokens)?;
+    }
+    writeln!(out, "\n")
+}
+
+/// Line by line, so that the background does not run to the edge of the terminal.
+fn paint(out: &mut impl Write, segment: &Segment) -> io::Result<()> {
+    let style = match (segment.supervised, segment.special) {
+        (true, true) => SUPERVISED_SPECIAL,
+        (true, false) => SUPERVISED,
+        (false, true) => DIM,
+        (false, false) => "",
+    };
+    for line in visible(&segment.text).split_inclusive('\n') {
+        let (text, end) = line.strip_suffix('\n').map_or((line, ""), |text| (text, "\n"));
+        // A line end that is supervised must be seen, too.
+        let mark = if segment.supervised && !end.is_empty() { "⏎" } else { "" };
+        write!(out, "{style}{text}{mark}{PLAIN}{end}")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row() -> ShownRow {
+        let segment =
+            |text: &str, supervised, special| Segment { text: text.into(), supervised, special, cut: false };
+        ShownRow {
+            file: "a.jsonl".into(),
+            line: 3,
+            id: "x".into(),
+            untruncated: 9,
+            tokens: 6,
+            supervised: 2,
+            spans: vec![(3, 5)],
+            segments: vec![
+                segment("<s>", false, true),
+                segment("hi\n", false, false),
+                segment("ho", true, false),
+                segment("</s>", true, true),
+                segment("\n", false, false),
+                Segment { cut: true, ..segment("gone", false, false) },
+            ],
+            problems: vec!["bad \u{1b}".into()],
+        }
+    }
+
+    #[test]
+    fn brackets_stand_where_there_is_no_colour() {
+        let mut out = Vec::new();
+        write(&mut out, &row(), false).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert_eq!(
+            text,
+            "── a.jsonl:3  id \"x\"  6 tokens (cut, 9 without)  2 supervised: 3..5\n!! bad ␛\n<s>hi\n⟦ho</s>⟧\n[cut: 3 more tokens]\n\n"
+        );
+    }
+
+    #[test]
+    fn colours_end_with_their_line() {
+        let mut out = Vec::new();
+        write(&mut out, &row(), true).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(
+            text.contains("\x1b[2m<s>\x1b[0mhi\x1b[0m\n\x1b[30;42mho\x1b[0m\x1b[90;42m</s>\x1b[0m"),
+            "{text:?}"
+        );
+        assert!(!text.contains('⟦') && !text.contains("gone"));
+    }
+}

@@ -1,0 +1,172 @@
+//! Answers as servers give them.
+
+use std::ops::AddAssign;
+
+use deepspec_text::{Message, Role};
+use serde_json::{Map, Value, json};
+
+use super::settings::Reasoning;
+
+/// Tokens of requests and answers, 0 where the server does not tell.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tokens {
+    /// Of the rendered conversations.
+    pub prompt: u64,
+    /// Of the answers.
+    pub completion: u64,
+}
+
+impl AddAssign for Tokens {
+    fn add_assign(&mut self, other: Self) {
+        self.prompt += other.prompt;
+        self.completion += other.completion;
+    }
+}
+
+/// An answer to one turn.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Answer {
+    /// What the assistant says.
+    pub content: String,
+    /// What it thought, if the server tells.
+    pub thoughts: Option<String>,
+    /// Tools that it calls.
+    pub tool_calls: Option<Value>,
+    /// Why it ended: `stop`, `length`, `tool_calls`, …
+    pub finish: Option<String>,
+    /// What it cost.
+    pub tokens: Tokens,
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub enum AskError {
+    /// The row cannot be answered; others may.
+    Row(String),
+    /// No row can be answered; those without an answer stay pending.
+    Run(anyhow::Error),
+}
+
+impl Answer {
+    /// Reads a chat completion.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn read(text: &str) -> Result<Self, &'static str> {
+        let mut completion: Value = serde_json::from_str(text).map_err(|_| "the answer is not JSON")?;
+        let tokens = Tokens {
+            prompt: completion["usage"]["prompt_tokens"].as_u64().unwrap_or(0),
+            completion: completion["usage"]["completion_tokens"].as_u64().unwrap_or(0),
+        };
+        let finish = completion["choices"][0]["finish_reason"].as_str().map(str::to_owned);
+        // Reading by index gives null for what is not there; taking out by index would panic.
+        let message = completion.pointer_mut("/choices/0/message").ok_or("the answer has no choices")?.take();
+        let thoughts = ["reasoning_content", "reasoning"].iter().find_map(|&field| message[field].as_str());
+        let thoughts = thoughts.filter(|thoughts| !thoughts.is_empty()).map(str::to_owned);
+        let tool_calls = message["tool_calls"].as_array().filter(|calls| !calls.is_empty());
+        let tool_calls = tool_calls.map(|calls| json!(calls));
+        let content = match &message["content"] {
+            Value::String(content) => content.clone(),
+            // All the tokens went into thoughts or calls.
+            Value::Null if thoughts.is_some() || tool_calls.is_some() => String::new(),
+            _ => return Err("the answer has no text"),
+        };
+        Ok(Self { content, thoughts, tool_calls, finish, tokens })
+    }
+
+    /// The message that the conversation goes on with.
+    pub fn message(self, reasoning: Reasoning) -> Message {
+        let mut extra = Map::new();
+        if let Some(calls) = self.tool_calls {
+            extra.insert("tool_calls".into(), calls);
+        }
+        if let Some(finish) = self.finish {
+            extra.insert("finish_reason".into(), json!(finish));
+        }
+        let content = match (reasoning, &self.thoughts) {
+            // Only a server that does not part thoughts from text leaves them in it.
+            (Reasoning::Drop, None) => without_thoughts(self.content),
+            _ => self.content,
+        };
+        let reasoning_content = self.thoughts.filter(|_| reasoning == Reasoning::Keep);
+        Message { role: Role::Assistant, content, reasoning_content, extra }
+    }
+}
+
+/// A model's text behind its thoughts; nothing where it never came to an end with them. The opening tag may stand in the
+/// prompt, and is then no part of the text.
+fn without_thoughts(content: String) -> String {
+    match content.split_once("</think>") {
+        Some((_, said)) => said.trim_start().to_string(),
+        None if content.trim_start().starts_with("<think>") => String::new(),
+        None => content,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn completion(message: Value) -> String {
+        json!({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 3, "prompt_tokens": 5}})
+            .to_string()
+    }
+
+    #[test]
+    fn answers_are_read_with_their_thoughts_and_calls() {
+        let answer = Answer::read(&completion(json!({"content": "a", "reasoning": "b"}))).unwrap();
+        assert_eq!(
+            answer,
+            Answer {
+                content: "a".into(),
+                thoughts: Some("b".into()),
+                tool_calls: None,
+                finish: Some("stop".into()),
+                tokens: Tokens { prompt: 5, completion: 3 }
+            }
+        );
+        let thoughts = Answer::read(&completion(json!({"content": null, "reasoning_content": "b"}))).unwrap();
+        assert_eq!(thoughts.content, "");
+        let plain = Answer::read(&completion(json!({"content": "a", "reasoning_content": null}))).unwrap();
+        assert_eq!(plain.thoughts, None);
+        let call = Answer::read(&completion(json!({"content": null, "tool_calls": [{"id": "x"}]}))).unwrap();
+        assert_eq!(call.message(Reasoning::Keep).extra["tool_calls"], json!([{"id": "x"}]));
+        for broken in [
+            "",
+            "[]",
+            "{\"choices\":[]}",
+            "{\"choices\":3}",
+            &completion(json!({"content": null})),
+            "{\"choices\":[1]}",
+        ] {
+            assert!(Answer::read(broken).is_err(), "{broken}");
+        }
+    }
+
+    #[test]
+    fn messages_carry_what_is_wanted() {
+        let answer = Answer {
+            content: "<think>x</think>a".into(),
+            thoughts: Some("b".into()),
+            finish: Some("length".into()),
+            ..Answer::default()
+        };
+        let kept = answer.clone().message(Reasoning::Keep);
+        assert_eq!(
+            (kept.reasoning_content.as_deref(), &kept.extra["finish_reason"]),
+            (Some("b"), &json!("length"))
+        );
+        // Whoever parts thoughts from text leaves none in it: what looks like them is the answer's.
+        let dropped = answer.clone().message(Reasoning::Drop);
+        assert_eq!((dropped.reasoning_content, dropped.content.as_str()), (None, "<think>x</think>a"));
+        let dropped = |content: &str| {
+            Answer { content: content.into(), ..Answer::default() }.message(Reasoning::Drop).content
+        };
+        assert_eq!(dropped("<think>\na\n</think>\n\nb </think> c"), "b </think> c");
+        assert_eq!(
+            (dropped("a</think>b").as_str(), dropped("<think>a").as_str(), dropped("a").as_str()),
+            ("b", "", "a")
+        );
+        assert_eq!(answer.message(Reasoning::Keep).content, "<think>x</think>a");
+    }
+}

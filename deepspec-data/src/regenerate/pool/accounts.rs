@@ -1,0 +1,57 @@
+//! What became of the requests, server by server.
+
+use serde_json::{Map, Value, json};
+
+use super::super::answer::Tokens;
+use super::failure::Class;
+
+/// One server's account.
+#[derive(Debug, Clone, Default)]
+pub struct Account {
+    /// Requests answered.
+    pub answered: u64,
+    /// Their tokens.
+    pub tokens: Tokens,
+    failures: [u64; Class::ALL.len()],
+    /// How often it was given up for a while.
+    pub given_up: u64,
+}
+
+impl Account {
+    /// Counts a failure.
+    pub fn fail(&mut self, class: Class) {
+        self.failures[class as usize] += 1;
+    }
+
+    /// Failures of a class.
+    pub fn count(&self, class: Class) -> u64 {
+        self.failures[class as usize]
+    }
+
+    /// Requests that were asked again or refused.
+    pub fn failures(&self) -> u64 {
+        self.failures.iter().sum()
+    }
+
+    /// How many failures there were of each class.
+    pub fn classes(&self) -> String {
+        let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
+        counted.map(|(class, count)| format!("{} {count}", class.name())).collect::<Vec<_>>().join(", ")
+    }
+
+    /// The account as it is recorded.
+    pub fn record(&self, url: &str, dropped: &[&str]) -> Value {
+        let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
+        let failures: Map<String, Value> =
+            counted.map(|(class, count)| (class.name().to_string(), json!(count))).collect();
+        json!({
+            "url": url,
+            "answered": self.answered,
+            "prompt_tokens": self.tokens.prompt,
+            "completion_tokens": self.tokens.completion,
+            "failures": failures,
+            "given_up": self.given_up,
+            "dropped_fields": dropped,
+        })
+    }
+}

@@ -1,0 +1,187 @@
+//! Request fields that the OpenAI API does not have, and servers that refuse them.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use serde_json::{Map, Value};
+
+use super::super::overrides::THINKING;
+use super::failure::{Class, Failure};
+
+/// Fields without which a server still answers the question that was asked, if with other luck.
+pub const SAMPLING: [&str; 4] = ["top_k", "min_p", "repetition_penalty", "seed"];
+
+/// What a refusal means for the fields of a request.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The server does not know these; it is asked without them from now on.
+    Of(Fields),
+    /// The server does not know the thinking switch. Without it the data would silently be other data.
+    OfThinking,
+    /// It names no field, but was never seen to accept these.
+    Perhaps(Fields),
+    /// It is about something else.
+    Other,
+}
+
+/// A set of [`SAMPLING`] fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Fields(u8);
+
+impl Fields {
+    /// The fields that a request has.
+    pub fn of(body: &Map<String, Value>) -> Self {
+        Self::those(|name| body.contains_key(name))
+    }
+
+    fn those(mut wanted: impl FnMut(&str) -> bool) -> Self {
+        let bit = |(place, name): (usize, &&str)| u8::from(wanted(name)) << place;
+        Self(SAMPLING.iter().enumerate().map(bit).sum())
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    fn without(self, others: Self) -> Self {
+        Self(self.0 & !others.0)
+    }
+
+    /// Their names.
+    pub fn names(self) -> Vec<&'static str> {
+        (0..SAMPLING.len()).filter(|place| self.0 & (1 << place) != 0).map(|place| SAMPLING[place]).collect()
+    }
+}
+
+/// What is known of a server's likings.
+#[derive(Debug, Default)]
+pub struct Extensions {
+    dropped: AtomicU8,
+    accepted: AtomicU8,
+    accepted_thinking: AtomicBool,
+}
+
+impl Extensions {
+    /// The fields of the request that this server gets.
+    pub fn sent(&self, body: &Map<String, Value>) -> Fields {
+        Fields::of(body).without(self.dropped())
+    }
+
+    /// The fields that this server is asked without.
+    pub fn dropped(&self) -> Fields {
+        Fields(self.dropped.load(Ordering::Relaxed))
+    }
+
+    /// The request as this server gets it, with these fields of [`SAMPLING`] only.
+    pub fn trim(body: &Map<String, Value>, sent: Fields) -> Vec<u8> {
+        let unwanted = Fields::of(body).without(sent);
+        if unwanted.is_empty() {
+            return to_bytes(body);
+        }
+        let mut trimmed = body.clone();
+        for name in unwanted.names() {
+            trimmed.shift_remove(name);
+        }
+        to_bytes(&trimmed)
+    }
+
+    /// Remembers that a request with these fields was answered.
+    pub fn accept(&self, body: &Map<String, Value>, sent: Fields) {
+        self.accepted.fetch_or(sent.0, Ordering::Relaxed);
+        if body.contains_key(THINKING) {
+            self.accepted_thinking.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Asks without these from now on; false if that was so already.
+    pub fn drop(&self, fields: Fields) -> bool {
+        let before = self.dropped.fetch_or(fields.0, Ordering::Relaxed);
+        before | fields.0 != before
+    }
+
+    /// Reads a refusal of a request that had these fields.
+    pub fn read(&self, failure: &Failure, body: &Map<String, Value>, sent: Fields) -> Refusal {
+        if failure.class != Class::Refused {
+            return Refusal::Other;
+        }
+        // What was accepted before is not what a refusal is about, even if it repeats the whole request.
+        let unproven = sent.without(Fields(self.accepted.load(Ordering::Relaxed)));
+        let switched = body.contains_key(THINKING) && !self.accepted_thinking.load(Ordering::Relaxed);
+        if switched && (failure.names(THINKING) || failure.names("enable_thinking")) {
+            return Refusal::OfThinking;
+        }
+        let named = Fields::those(|name| failure.names(name));
+        let named = unproven.without(unproven.without(named));
+        if !named.is_empty() {
+            return Refusal::Of(named);
+        }
+        if unproven.is_empty() { Refusal::Other } else { Refusal::Perhaps(unproven) }
+    }
+}
+
+fn to_bytes(body: &Map<String, Value>) -> Vec<u8> {
+    // A map of JSON values always has a text.
+    serde_json::to_vec(body).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use reqwest::StatusCode;
+    use reqwest::header::HeaderMap;
+    use serde_json::json;
+
+    fn body() -> Map<String, Value> {
+        let Value::Object(body) =
+            json!({"top_k": 3, "seed": 1, "temperature": 0, "chat_template_kwargs": {}})
+        else {
+            unreachable!()
+        };
+        body
+    }
+
+    fn refused(said: &str) -> Failure {
+        Failure::status(StatusCode::UNPROCESSABLE_ENTITY, &HeaderMap::new(), said.into())
+    }
+
+    #[test]
+    fn a_named_field_is_dropped_once() {
+        let (server, body) = (Extensions::default(), body());
+        let sent = server.sent(&body);
+        assert_eq!(sent.names(), ["top_k", "seed"]);
+        let Refusal::Of(fields) = server.read(&refused("unknown field `top_k`"), &body, sent) else {
+            panic!()
+        };
+        assert_eq!(fields.names(), ["top_k"]);
+        assert_eq!((server.drop(fields), server.drop(fields)), (true, false));
+        let bytes = Extensions::trim(&body, server.sent(&body));
+        let trimmed: Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(trimmed, json!({"seed": 1, "temperature": 0, "chat_template_kwargs": {}}));
+        // A field that was not sent is not what the refusal is about.
+        let again = server.read(&refused("top_k"), &body, server.sent(&body));
+        assert!(matches!(again, Refusal::Perhaps(_)));
+    }
+
+    #[test]
+    fn a_refused_switch_is_never_dropped() {
+        let (server, body) = (Extensions::default(), body());
+        let both = refused("Unexpected: {'chat_template_kwargs', 'top_k'}");
+        assert_eq!(server.read(&both, &body, server.sent(&body)), Refusal::OfThinking);
+    }
+
+    #[test]
+    fn fields_that_were_accepted_are_not_suspected() {
+        let (server, body) = (Extensions::default(), body());
+        let sent = server.sent(&body);
+        assert!(matches!(server.read(&refused("bad request"), &body, sent), Refusal::Perhaps(_)));
+        server.accept(&body, sent);
+        assert_eq!(server.read(&refused("bad request"), &body, sent), Refusal::Other);
+        let echo = refused(
+            r#"{"detail": [{"msg": "bad tools", "input": {"top_k": 3, "chat_template_kwargs": {}}}]}"#,
+        );
+        assert_eq!(server.read(&echo, &body, sent), Refusal::Other);
+        assert!(matches!(Extensions::default().read(&echo, &body, sent), Refusal::Perhaps(_)));
+        let passing = Failure { class: Class::ServerError, ..refused("top_k") };
+        assert_eq!(server.read(&passing, &body, sent), Refusal::Other);
+    }
+}

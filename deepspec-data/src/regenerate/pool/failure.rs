@@ -1,0 +1,256 @@
+//! What went wrong with a request, by what can be done about it.
+
+use std::fmt;
+use std::time::{Duration, SystemTime};
+
+use reqwest::StatusCode;
+use reqwest::header::{HeaderMap, LOCATION, RETRY_AFTER};
+use serde_json::Value;
+
+/// Longest part of a server's message that is kept.
+const MESSAGE_CHARS: usize = 300;
+
+/// Classes of failure. The first six may pass: another attempt, perhaps at another server, can succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    /// No connection: the server's trouble, not the request's.
+    Unreachable,
+    /// 429, or 503 with `Retry-After`: the server wants to be left alone for a while.
+    RateLimited,
+    /// Any other 5xx, or 408.
+    ServerError,
+    /// No answer in time.
+    Timeout,
+    /// The connection broke before the answer was there, or what came was no HTTP.
+    Broken,
+    /// The answer is no chat completion.
+    Garbage,
+    /// This request is refused; others may not be.
+    Refused,
+    /// The server refuses every request: wrong address, key or model.
+    Denied,
+    /// Taken back from a server that was given up, to be asked elsewhere.
+    Recalled,
+}
+
+impl Class {
+    /// All of them.
+    pub const ALL: [Self; 9] = [
+        Self::Unreachable,
+        Self::RateLimited,
+        Self::ServerError,
+        Self::Timeout,
+        Self::Broken,
+        Self::Garbage,
+        Self::Refused,
+        Self::Denied,
+        Self::Recalled,
+    ];
+
+    /// Its name in accounts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Unreachable => "unreachable",
+            Self::RateLimited => "rate_limited",
+            Self::ServerError => "server_error",
+            Self::Timeout => "timeout",
+            Self::Broken => "broken_connection",
+            Self::Garbage => "invalid_answer",
+            Self::Refused => "refused",
+            Self::Denied => "denied",
+            Self::Recalled => "recalled",
+        }
+    }
+}
+
+/// A request without an answer.
+#[derive(Debug, Clone)]
+pub struct Failure {
+    /// What can be done about it.
+    pub class: Class,
+    /// What happened, in few words.
+    pub problem: String,
+    /// How long the server asks to be left alone.
+    pub retry_after: Option<Duration>,
+    /// All that the server said, to look for names of fields in.
+    pub said: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.problem)
+    }
+}
+
+impl Failure {
+    fn new(class: Class, problem: String) -> Self {
+        Self { class, problem, retry_after: None, said: String::new() }
+    }
+
+    /// The request was taken back.
+    pub fn recalled() -> Self {
+        Self::new(Class::Recalled, "the server was given up".into())
+    }
+
+    /// What came is no answer.
+    pub fn garbage(problem: &str, text: &str) -> Self {
+        Self::new(Class::Garbage, format!("{problem}: {}", shortened(text)))
+    }
+
+    /// There was no answer, or not all of it.
+    pub fn transport(error: &reqwest::Error) -> Self {
+        let class = match error {
+            _ if error.is_connect() => Class::Unreachable,
+            _ if error.is_timeout() => Class::Timeout,
+            _ => Class::Broken,
+        };
+        Self::new(class, causes(error))
+    }
+
+    /// The server answered with this status.
+    pub fn status(status: StatusCode, headers: &HeaderMap, text: String) -> Self {
+        let retry_after = retry_after(headers, SystemTime::now());
+        let class = match status {
+            StatusCode::TOO_MANY_REQUESTS => Class::RateLimited,
+            StatusCode::SERVICE_UNAVAILABLE if retry_after.is_some() => Class::RateLimited,
+            StatusCode::REQUEST_TIMEOUT => Class::ServerError,
+            // Out of credit is as good as locked out: no row would be answered.
+            StatusCode::UNAUTHORIZED
+            | StatusCode::PAYMENT_REQUIRED
+            | StatusCode::FORBIDDEN
+            | StatusCode::NOT_FOUND
+            | StatusCode::METHOD_NOT_ALLOWED => Class::Denied,
+            _ if status.is_redirection() => Class::Denied,
+            _ if status.is_client_error() => Class::Refused,
+            _ => Class::ServerError,
+        };
+        let mut problem = format!("HTTP {}: {}", status.as_u16(), complaint(&text));
+        if let Some(to) =
+            headers.get(LOCATION).and_then(|to| to.to_str().ok()).filter(|_| status.is_redirection())
+        {
+            problem = format!("HTTP {}: it sends us on to {to}; give that address", status.as_u16());
+        }
+        Self { class, problem, retry_after, said: said(text) }
+    }
+
+    /// Whether the server names this field in its refusal, as a word.
+    pub fn names(&self, field: &str) -> bool {
+        let word = |c: char| c.is_alphanumeric() || c == '_';
+        self.said.match_indices(field).any(|(at, _)| {
+            !self.said[..at].ends_with(word) && !self.said[at + field.len()..].starts_with(word)
+        })
+    }
+}
+
+/// All texts of a server's message but those that repeat the request.
+fn said(text: String) -> String {
+    fn collect(value: &Value, found: &mut Vec<String>) {
+        match value {
+            Value::String(text) => found.push(text.clone()),
+            Value::Array(items) => items.iter().for_each(|item| collect(item, found)),
+            Value::Object(fields) => {
+                let own =
+                    fields.iter().filter(|(name, _)| !matches!(name.as_str(), "input" | "body" | "ctx"));
+                own.for_each(|(_, value)| collect(value, found));
+            }
+            Value::Null | Value::Bool(_) | Value::Number(_) => {}
+        }
+    }
+    let Ok(json) = serde_json::from_str::<Value>(&text) else { return text };
+    let mut found = vec![];
+    collect(&json, &mut found);
+    found.join("\n")
+}
+
+/// `Retry-After`, in seconds or as a date.
+fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
+    let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
+    if let Ok(seconds) = text.parse::<f64>() {
+        return Duration::try_from_secs_f64(seconds).ok();
+    }
+    let date = httpdate::parse_http_date(text).ok()?;
+    Some(date.duration_since(now).unwrap_or_default())
+}
+
+/// What a server says about a request that it refuses.
+fn complaint(text: &str) -> String {
+    let json: Value = serde_json::from_str(text).unwrap_or_default();
+    let said = [&json["error"]["message"], &json["message"], &json["error"], &json["detail"]];
+    match said.into_iter().find(|said| !said.is_null()) {
+        Some(Value::String(said)) => shortened(said),
+        Some(other) => shortened(&other.to_string()),
+        None => shortened(text),
+    }
+}
+
+fn shortened(text: &str) -> String {
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    match text.char_indices().nth(MESSAGE_CHARS) {
+        Some((end, _)) => format!("{} …", &text[..end]),
+        None => text,
+    }
+}
+
+/// The root of an error: reqwest's own message hides it, and the URL is named by the caller.
+fn causes(error: &reqwest::Error) -> String {
+    if error.is_timeout() && !error.is_connect() {
+        return "no answer in time".into();
+    }
+    let mut last = None;
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        last = Some(error.to_string());
+        cause = error.source();
+    }
+    last.unwrap_or_else(|| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn complaints_are_found_in_all_common_shapes() {
+        assert_eq!(complaint(r#"{"error": {"message": "too long"}}"#), "too long");
+        assert_eq!(complaint(r#"{"detail": "Unprocessable"}"#), "Unprocessable");
+        assert_eq!(complaint("<html>\n<body>"), "<html> <body>");
+        assert!(complaint(&"x".repeat(1000)).chars().count() < 310);
+    }
+
+    #[test]
+    fn statuses_fall_into_classes() {
+        let class = |status: u16, after: Option<&str>| {
+            let mut headers = HeaderMap::new();
+            if let Some(after) = after {
+                headers.insert(RETRY_AFTER, after.parse().unwrap());
+            }
+            let failure = Failure::status(StatusCode::from_u16(status).unwrap(), &headers, "x".into());
+            (failure.class, failure.retry_after)
+        };
+        assert_eq!(class(429, Some("2")), (Class::RateLimited, Some(Duration::from_secs(2))));
+        assert_eq!(class(429, Some("soon")), (Class::RateLimited, None));
+        assert_eq!(class(503, None).0, Class::ServerError);
+        assert_eq!(class(503, Some("1")).0, Class::RateLimited);
+        assert_eq!(class(500, None).0, Class::ServerError);
+        assert_eq!(class(402, None).0, Class::Denied);
+        assert_eq!(class(408, None).0, Class::ServerError);
+        assert_eq!(class(422, None).0, Class::Refused);
+        assert_eq!(
+            (class(401, None).0, class(404, None).0, class(302, None).0),
+            (Class::Denied, Class::Denied, Class::Denied)
+        );
+        let date = "Sun, 06 Nov 1994 08:49:37 GMT";
+        let past = httpdate::parse_http_date(date).unwrap();
+        let headers = HeaderMap::from_iter([(RETRY_AFTER, date.parse().unwrap())]);
+        assert_eq!(retry_after(&headers, past - Duration::from_secs(9)), Some(Duration::from_secs(9)));
+        assert_eq!(retry_after(&headers, past + Duration::from_secs(9)), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn fields_are_found_as_words() {
+        let failure = |said: &str| Failure { said: said.into(), ..Failure::recalled() };
+        assert!(failure("Unexpected fields: {'top_k'}").names("top_k"));
+        assert!(failure("top_k, min_p").names("min_p"));
+        assert!(!failure("stop_k and top_kk").names("top_k"));
+    }
+}

@@ -1,0 +1,227 @@
+//! Whether a server is asked: how it falls out, and how it comes back.
+
+use std::time::Duration;
+
+/// Failures in a row after which a server is given up for a while.
+const GIVEN_UP_AFTER: u32 = 5;
+/// First and longest pause of a server that is given up; it doubles from one to the next.
+const PAUSE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// First and longest pause of a server that wants to be left alone but does not say how long.
+const LIMITED: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
+/// Longest pause that a server may ask for.
+const LONGEST_WISH: Duration = Duration::from_secs(600);
+/// Denials after which a server that never answered is given up for good.
+const DISMISSED_AFTER: u32 = 3;
+/// Answers after which a server's earlier troubles are forgotten.
+const FORGOTTEN_AFTER: u32 = 20;
+
+/// Where a server stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// It is asked.
+    Serving,
+    /// It asked to be left alone; it is asked again after a while.
+    Paused,
+    /// It was given up; it is looked after until it answers again.
+    Out,
+    /// It answers again and is tried with one request.
+    OnTrial,
+    /// It refuses everything and never answered: it is not asked again.
+    Dismissed,
+}
+
+/// What a server's caller has to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// Nothing.
+    None,
+    /// Ask it again after this time.
+    Resume(Duration),
+    /// Look after this time whether it answers.
+    Look(Duration),
+    /// It is back.
+    Back,
+}
+
+/// A server's standing and what it depends on.
+#[derive(Debug)]
+pub struct Health {
+    standing: Standing,
+    /// Failures since the last answer.
+    failures: u32,
+    /// Answers since the last trouble.
+    answers: u32,
+    /// How often it was given up, until that is forgotten.
+    given_up: u32,
+    /// How often in a row it asked to be left alone.
+    limited: u32,
+    /// Requests that it refused as it would refuse every other.
+    denials: u32,
+    /// Whether it ever answered.
+    pub answered: bool,
+}
+
+impl Health {
+    /// A server of which nothing is known.
+    pub fn new() -> Self {
+        let standing = Standing::Serving;
+        Self { standing, failures: 0, answers: 0, given_up: 0, limited: 0, denials: 0, answered: false }
+    }
+
+    /// Where it stands.
+    pub fn standing(&self) -> Standing {
+        self.standing
+    }
+
+    /// It answered a request.
+    pub fn answer(&mut self) -> Change {
+        self.answered = true;
+        (self.failures, self.limited) = (0, 0);
+        self.answers += 1;
+        if self.answers >= FORGOTTEN_AFTER {
+            self.given_up = 0;
+        }
+        match self.standing {
+            Standing::OnTrial | Standing::Dismissed => {
+                self.standing = Standing::Serving;
+                Change::Back
+            }
+            // The answer to a request from before.
+            Standing::Serving | Standing::Paused | Standing::Out => Change::None,
+        }
+    }
+
+    /// A request failed for a reason that may be the request's own.
+    pub fn failure(&mut self) -> Change {
+        self.failures += 1;
+        match self.standing {
+            Standing::OnTrial => self.unreachable(),
+            Standing::Serving if self.failures >= GIVEN_UP_AFTER => self.unreachable(),
+            _ => Change::None,
+        }
+    }
+
+    /// It cannot be reached, or has failed too often.
+    pub fn unreachable(&mut self) -> Change {
+        if matches!(self.standing, Standing::Out | Standing::Dismissed) {
+            return Change::None;
+        }
+        self.standing = Standing::Out;
+        (self.failures, self.answers) = (0, 0);
+        self.given_up += 1;
+        Change::Look(doubled(PAUSE, self.given_up))
+    }
+
+    /// It was looked at in vain.
+    pub fn still_out(&mut self) -> Change {
+        self.given_up += 1;
+        Change::Look(doubled(PAUSE, self.given_up))
+    }
+
+    /// It asks to be left alone, for a time if it says so.
+    pub fn limit(&mut self, wish: Option<Duration>) -> Change {
+        if !matches!(self.standing, Standing::Serving | Standing::OnTrial) {
+            return Change::None;
+        }
+        self.standing = Standing::Paused;
+        self.limited += 1;
+        let own = doubled(LIMITED, self.limited);
+        // A wish for no time at all would have us back at once, again and again.
+        Change::Resume(wish.map_or(own, |wish| wish.clamp(own, LONGEST_WISH)))
+    }
+
+    /// The time that it asked for is over.
+    pub fn resume(&mut self) {
+        if self.standing == Standing::Paused {
+            self.standing = Standing::Serving;
+        }
+    }
+
+    /// It answers again.
+    pub fn try_again(&mut self) {
+        if self.standing == Standing::Out {
+            self.standing = Standing::OnTrial;
+        }
+    }
+
+    /// It refused a request as it would refuse every other; whether it is now given up for good, which takes a few of
+    /// those and no answer ever.
+    pub fn deny(&mut self) -> bool {
+        self.denials += 1;
+        let now = !self.answered && self.denials >= DISMISSED_AFTER && self.standing != Standing::Dismissed;
+        if now {
+            self.standing = Standing::Dismissed;
+        }
+        now
+    }
+}
+
+fn doubled((first, longest): (Duration, Duration), times: u32) -> Duration {
+    first.saturating_mul(1 << times.saturating_sub(1).min(16)).min(longest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_falls_out_is_tried_and_comes_back() {
+        let mut health = Health::new();
+        for _ in 1..GIVEN_UP_AFTER {
+            assert_eq!(health.failure(), Change::None);
+        }
+        assert_eq!(health.answer(), Change::None);
+        for _ in 1..GIVEN_UP_AFTER {
+            assert_eq!(health.failure(), Change::None);
+        }
+        assert_eq!(health.failure(), Change::Look(PAUSE.0));
+        assert_eq!(
+            (health.failure(), health.unreachable()),
+            (Change::None, Change::None),
+            "it is out already"
+        );
+        assert_eq!(health.still_out(), Change::Look(2 * PAUSE.0));
+        health.try_again();
+        assert_eq!(health.standing(), Standing::OnTrial);
+        assert_eq!(health.failure(), Change::Look(4 * PAUSE.0));
+        health.try_again();
+        assert_eq!(health.answer(), Change::Back);
+        assert_eq!(health.standing(), Standing::Serving);
+        assert_eq!(health.unreachable(), Change::Look(8 * PAUSE.0), "its troubles are not forgotten at once");
+        health.try_again();
+        for _ in 0..FORGOTTEN_AFTER {
+            health.answer();
+        }
+        assert_eq!(health.unreachable(), Change::Look(PAUSE.0));
+    }
+
+    #[test]
+    fn wishes_are_respected_within_reason() {
+        let mut health = Health::new();
+        assert_eq!(health.limit(Some(Duration::from_secs(7))), Change::Resume(Duration::from_secs(7)));
+        assert_eq!(health.limit(None), Change::None, "it is paused already");
+        health.resume();
+        assert_eq!(health.limit(Some(Duration::MAX)), Change::Resume(LONGEST_WISH));
+        health.resume();
+        assert_eq!(health.limit(None), Change::Resume(4 * LIMITED.0));
+        health.resume();
+        assert_eq!(health.limit(Some(Duration::ZERO)), Change::Resume(8 * LIMITED.0), "no time is no pause");
+        health.resume();
+        health.answer();
+        assert_eq!(health.limit(None), Change::Resume(LIMITED.0));
+    }
+
+    #[test]
+    fn a_server_that_refuses_everything_is_dismissed_unless_it_answers_after_all() {
+        let mut health = Health::new();
+        assert_eq!((health.deny(), health.deny(), health.deny(), health.deny()), (false, false, true, false));
+        assert_eq!(health.standing(), Standing::Dismissed);
+        assert_eq!(health.answer(), Change::Back);
+        assert_eq!((health.standing(), health.deny()), (Standing::Serving, false));
+    }
+
+    #[test]
+    fn pauses_never_grow_past_their_bound() {
+        assert_eq!(doubled(PAUSE, 1000), PAUSE.1);
+    }
+}

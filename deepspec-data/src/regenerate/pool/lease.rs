@@ -1,0 +1,44 @@
+//! The right to ask.
+
+use std::sync::Arc;
+
+use anyhow::anyhow;
+
+use super::super::answer::AskError;
+use super::Pool;
+use super::seats::{Taken, Turn};
+
+/// The right to have one request at a server. Dropping it gives the seat to the next in line.
+pub struct Lease {
+    pool: Arc<Pool>,
+    taken: Taken,
+}
+
+impl Lease {
+    /// Waits for a seat, at `home` if it has one free, at `avoid` only if no other server serves.
+    ///
+    /// # Errors
+    /// If the run has ended.
+    pub async fn take(pool: &Arc<Pool>, home: Option<usize>, avoid: Option<usize>) -> Result<Self, AskError> {
+        let turn = pool.lock().take(home, avoid);
+        let taken = match turn.map_err(|problem| AskError::Run(anyhow!(problem)))? {
+            Turn::Now(taken) => taken,
+            Turn::Later(turn) => turn.await.map_err(|_| {
+                let problem = pool.lock().closed().unwrap_or("the run has ended").to_string();
+                AskError::Run(anyhow!(problem))
+            })?,
+        };
+        Ok(Self { pool: Arc::clone(pool), taken })
+    }
+
+    /// The server's number.
+    pub fn server(&self) -> usize {
+        self.taken.server
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.pool.lock().give_back(self.taken);
+    }
+}

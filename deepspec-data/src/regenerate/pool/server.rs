@@ -1,0 +1,176 @@
+//! One OpenAI-compatible server over HTTP.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use deepspec_core::usage;
+use reqwest::header::CONTENT_TYPE;
+use reqwest::redirect::Policy;
+use reqwest::{RequestBuilder, Response, Url};
+use tokio::sync::Notify;
+
+use super::super::answer::Answer;
+use super::extensions::Extensions;
+use super::failure::Failure;
+
+/// How long a server may take to accept a connection or to say that it is there.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Longest body of an answer, in bytes.
+const LONGEST_ANSWER: usize = 64 << 20;
+/// Longest body of a refusal, in bytes.
+const LONGEST_REFUSAL: usize = 1 << 20;
+
+/// A server and what belongs to it alone.
+pub struct Server {
+    http: reqwest::Client,
+    base: String,
+    api_key: Option<String>,
+    /// Extension fields that it refuses.
+    pub extensions: Extensions,
+    /// Told to all that wait for its answers when it is given up.
+    pub recalled: Notify,
+}
+
+/// Checks server URLs before anything is asked.
+///
+/// # Errors
+/// A usage error naming the URL.
+pub fn check_urls(servers: &[String]) -> anyhow::Result<()> {
+    for (index, server) in servers.iter().enumerate() {
+        match Url::parse(server) {
+            Ok(url) if matches!(url.scheme(), "http" | "https") => {}
+            Ok(url) => usage!("--server {server}: expected http:// or https://, found {}:", url.scheme()),
+            Err(error) => usage!("--server {server}: {error}; expected a URL such as http://127.0.0.1:30000"),
+        }
+        if servers[..index].iter().any(|earlier| base(earlier) == base(server)) {
+            usage!("--server {server} is given twice");
+        }
+    }
+    Ok(())
+}
+
+/// The client that all servers share.
+///
+/// # Errors
+/// If TLS cannot be set up.
+pub fn client(servers: &[String], timeout: Duration, connections: usize) -> anyhow::Result<reqwest::Client> {
+    let mut http = reqwest::Client::builder()
+        .http1_only()
+        .connect_timeout(CONNECT)
+        .timeout(timeout)
+        .pool_max_idle_per_host(connections)
+        .tcp_nodelay(true)
+        .tcp_keepalive(Duration::from_secs(30))
+        // A redirected POST would become a GET.
+        .redirect(Policy::none());
+    if servers.iter().all(|server| is_local(server)) {
+        http = http.no_proxy();
+    }
+    http.build().context("setting up the HTTP client")
+}
+
+impl Server {
+    /// A server given by its base URL, with or without `/v1`.
+    pub fn new(http: &reqwest::Client, url: &str, api_key: Option<String>) -> Self {
+        Self {
+            http: http.clone(),
+            base: base(url).to_string(),
+            api_key,
+            extensions: Extensions::default(),
+            recalled: Notify::new(),
+        }
+    }
+
+    /// Its address.
+    pub fn url(&self) -> &str {
+        &self.base
+    }
+
+    /// Looks whether it is there. Any HTTP answer will do, because some servers cannot list their models and answer all the
+    /// same; but not one that says for a server behind it that it is away.
+    ///
+    /// # Errors
+    /// What happened instead.
+    pub async fn look(&self) -> Result<(), String> {
+        let url = format!("{}/v1/models", self.base);
+        match self.authorised(self.http.get(&url)).timeout(CONNECT).send().await {
+            Ok(response) if matches!(response.status().as_u16(), 502..=504) => {
+                Err(format!("{url}: HTTP {}", response.status().as_u16()))
+            }
+            Ok(_) => Ok(()),
+            Err(error) => Err(format!("{url}: {}", Failure::transport(&error))),
+        }
+    }
+
+    /// Asks once.
+    ///
+    /// # Errors
+    /// See [`Failure`].
+    pub async fn ask(&self, body: Vec<u8>) -> Result<Answer, Failure> {
+        let request = self.http.post(format!("{}/v1/chat/completions", self.base));
+        let request = self.authorised(request).header(CONTENT_TYPE, "application/json").body(body);
+        let response = request.send().await.map_err(|error| Failure::transport(&error))?;
+        let (status, headers) = (response.status(), response.headers().clone());
+        let most = if status.is_success() { LONGEST_ANSWER } else { LONGEST_REFUSAL };
+        let text = match text(response, most).await {
+            Ok(text) => text,
+            // What a refusal says does not matter as much as that it is one.
+            Err(_) if !status.is_success() => String::new(),
+            Err(failure) => return Err(failure),
+        };
+        if status.is_success() {
+            Answer::read(&text).map_err(|problem| Failure::garbage(problem, &text))
+        } else {
+            Err(Failure::status(status, &headers, text))
+        }
+    }
+
+    fn authorised(&self, request: RequestBuilder) -> RequestBuilder {
+        match &self.api_key {
+            Some(key) => request.bearer_auth(key),
+            None => request,
+        }
+    }
+}
+
+/// A body as text, as long as it is no longer than so many bytes.
+async fn text(mut response: Response, most: usize) -> Result<String, Failure> {
+    let mut bytes = vec![];
+    while let Some(chunk) = response.chunk().await.map_err(|error| Failure::transport(&error))? {
+        if bytes.len() + chunk.len() > most {
+            return Err(Failure::garbage(&format!("the answer is longer than {} MB", most >> 20), ""));
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn base(url: &str) -> &str {
+    url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/')
+}
+
+fn is_local(server: &str) -> bool {
+    let host = Url::parse(server).ok().and_then(|url| url.host_str().map(str::to_owned));
+    host.is_some_and(|host| host == "localhost" || host == "[::1]" || host.starts_with("127."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_checked_and_cut_to_their_base() {
+        assert_eq!(base("http://a:1/v1/"), "http://a:1");
+        assert_eq!(base("http://a:1/x"), "http://a:1/x");
+        let says = |servers: &[&str], words: &str| {
+            let servers: Vec<String> = servers.iter().map(ToString::to_string).collect();
+            let problem = check_urls(&servers).unwrap_err().to_string();
+            assert!(problem.contains(words), "{problem}");
+        };
+        says(&["ftp://a"], "found ftp:");
+        says(&["a:1"], "expected");
+        says(&["http://a:1", "http://b", "http://a:1/v1/"], "given twice");
+        assert!(is_local("http://127.0.0.1:3") && is_local("http://localhost") && !is_local("http://a"));
+    }
+}

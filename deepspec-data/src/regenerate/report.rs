@@ -1,0 +1,156 @@
+//! The accounts of a run: printed at its end and kept beside the output.
+
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::Instant;
+
+use deepspec_core::atomic::{self, FileError};
+use serde_json::{Value, json};
+
+use super::answer::Tokens;
+use super::asker::Asker;
+use super::ledger::{Ledger, report_path};
+use super::survey::Survey;
+
+/// What a run has done so far.
+pub struct Accounts {
+    started: Instant,
+    /// Rows answered by this run.
+    pub rows: u64,
+    /// Rows taken over from earlier outputs.
+    pub reused: usize,
+    /// Tokens of the answered rows.
+    pub tokens: Tokens,
+}
+
+impl Accounts {
+    /// Nothing yet.
+    pub fn new() -> Self {
+        Self { started: Instant::now(), rows: 0, reused: 0, tokens: Tokens::default() }
+    }
+
+    /// What progress says beside the count of rows.
+    pub fn note(&self, asker: &Asker) -> String {
+        let rate = self.tokens.completion as f64 / self.started.elapsed().as_secs_f64().max(1e-9);
+        let shares = match asker {
+            Asker::Servers(pool) => pool.shares(),
+            Asker::Embedded(_) => String::new(),
+        };
+        format!("{rate:.0} tokens/s, {} in flight{shares}", asker.in_flight())
+    }
+
+    /// Writes the account of the whole output and of this run's requests beside the output.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn write(&self, survey: &Survey, ledger: &Ledger, asker: Option<&Asker>) -> Result<(), FileError> {
+        let servers: Vec<Value> = match asker {
+            Some(Asker::Servers(pool)) => pool.record(),
+            Some(Asker::Embedded(_)) | None => vec![],
+        };
+        let done = ledger.done();
+        let seconds = self.started.elapsed().as_secs_f64();
+        let report = json!({
+            "format": 1,
+            "rows": {
+                "total": survey.ids.len(),
+                "ok": done.ok.len(),
+                "failed": done.failed.len(),
+                "pending": ledger.pending(survey),
+                "malformed_lines": survey.rejected.len(),
+                "truncated": done.truncated,
+            },
+            "this_run": {
+                "rows_answered": self.rows,
+                "rows_reused": self.reused,
+                "prompt_tokens": self.tokens.prompt,
+                "completion_tokens": self.tokens.completion,
+                "seconds": (seconds * 1000.0).round() / 1000.0,
+                "servers": servers,
+            },
+        });
+        atomic::write_json(&report_path(ledger.output()), &report)
+    }
+
+    /// Says what the servers did, and prints the account of the rows.
+    ///
+    /// # Errors
+    /// If standard output is closed.
+    pub fn print(&self, survey: &Survey, ledger: &Ledger, asker: Option<&Asker>) -> io::Result<()> {
+        if let Some(Asker::Servers(pool)) = asker {
+            pool.troubles().iter().for_each(|line| tracing::info!("{line}"));
+        }
+        if self.rows > 0 {
+            let seconds = self.started.elapsed().as_secs_f64().max(1e-9);
+            let Tokens { prompt, completion } = self.tokens;
+            tracing::info!(
+                "{} rows in {seconds:.1} s ({:.1} rows/s), {prompt} tokens read, {completion} written ({:.0}/s)",
+                self.rows,
+                self.rows as f64 / seconds,
+                completion as f64 / seconds
+            );
+        }
+        let done = ledger.done();
+        if done.truncated > 0 {
+            tracing::info!(
+                "{} rows have answers cut at the limit of tokens (finish_reason \"length\")",
+                done.truncated
+            );
+        }
+        tracing::info!("accounts in {}", report_path(ledger.output()).display());
+        writeln!(
+            io::stdout(),
+            "{} rows = {} ok + {} failed + {} pending; {} malformed lines",
+            survey.ids.len(),
+            done.ok.len(),
+            done.failed.len(),
+            ledger.pending(survey),
+            survey.rejected.len()
+        )
+    }
+}
+
+/// Prints what a run would do and the first requests it would send; touches nothing.
+pub struct DryRun<'a> {
+    /// The output that would be written.
+    pub output: &'a Path,
+    /// Rows that are answered already.
+    pub ok: usize,
+    /// Rows that failed and would be left alone.
+    pub failed: usize,
+    /// Rows that would be taken over.
+    pub reused: usize,
+    /// Rows that would be asked.
+    pub asked: usize,
+    /// Requests for them.
+    pub requests: u64,
+    /// Lines that are no rows.
+    pub malformed: usize,
+    /// The first requests.
+    pub first: Vec<Value>,
+}
+
+impl DryRun<'_> {
+    /// Prints it.
+    ///
+    /// # Errors
+    /// If standard output is closed.
+    pub fn print(&self) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        writeln!(
+            out,
+            "{} rows = {} ok + {} failed + {} to take over + {} to ask ({} requests); {} malformed lines",
+            self.ok + self.failed + self.reused + self.asked,
+            self.ok,
+            self.failed,
+            self.reused,
+            self.asked,
+            self.requests,
+            self.malformed
+        )?;
+        for request in &self.first {
+            writeln!(out, "{request:#}")?;
+        }
+        writeln!(out, "nothing was asked and {} was not touched", self.output.display())
+    }
+}

@@ -1,0 +1,145 @@
+//! Answers of an earlier run of the same model: taken over where the prompt is the same, so that only the rest is asked.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
+use std::path::PathBuf;
+
+use anyhow::Context;
+use deepspec_core::atomic::FileError;
+use deepspec_core::{atomic, digest, row, usage};
+use serde_json::{Map, Value};
+
+use super::ledger::Ledger;
+use super::rows::Row;
+use super::settings::Settings;
+use super::survey;
+use crate::rejects::beside;
+
+/// Settings that may differ: where the prompts come from does not change an answer.
+const FREE: [&str; 1] = ["inputs"];
+
+/// Checks that earlier outputs were made with these settings.
+///
+/// # Errors
+/// A usage error that names the settings which differ, or the file without a record of them.
+pub fn check(earlier: &[PathBuf], settings: &Settings) -> anyhow::Result<()> {
+    for path in earlier {
+        let record = beside(path, ".run.json");
+        if !path.is_file() || !record.is_file() {
+            let missing = if path.is_file() { &record } else { path };
+            usage!("--reuse {}: {} does not exist", path.display(), missing.display());
+        }
+        let record: Value = serde_json::from_str(&atomic::read_text(&record)?)
+            .with_context(|| format!("{}: not valid JSON", record.display()))?;
+        let mut differing = settings.differences(&record);
+        differing.retain(|name| !FREE.contains(&name.as_str()));
+        if !differing.is_empty() {
+            usage!(
+                "--reuse {}: its answers were made with other settings ({})",
+                path.display(),
+                differing.join(", ")
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Where the answered rows of earlier outputs stand, by id, in 40 bytes a row.
+pub struct Earlier {
+    files: Vec<(PathBuf, BufReader<File>)>,
+    /// File and byte at which a row begins.
+    places: HashMap<u128, (usize, u64)>,
+}
+
+impl Earlier {
+    /// Reads earlier outputs; of several rows with one id the last counts.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn read(earlier: &[PathBuf]) -> Result<Self, FileError> {
+        let (mut files, mut places) = (vec![], HashMap::new());
+        for (number, path) in earlier.iter().enumerate() {
+            let file = File::open(path).map_err(FileError::at("reading", path))?;
+            let mut reader = BufReader::new(file);
+            let mut at = 0;
+            while let Some((row, length)) = read_row(&mut reader).map_err(FileError::at("reading", path))? {
+                let answered =
+                    |row: &Map<String, Value>| row.get("status").is_some_and(|status| status == "success");
+                if let Some(id) = row.filter(answered).and_then(|row| row::id_of(&row).ok()) {
+                    places.insert(digest::fingerprint(id.as_bytes()), (number, at));
+                }
+                at += length;
+            }
+            files.push((path.clone(), reader));
+        }
+        Ok(Self { files, places })
+    }
+
+    /// Calls `take` with every row that an earlier one answers, with its answers; returns how many that were.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or what `take` returns.
+    pub fn take(
+        &mut self,
+        inputs: &[PathBuf],
+        settings: &Settings,
+        lacks: impl Fn(&str) -> bool,
+        mut take: impl FnMut(&str, Map<String, Value>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<usize> {
+        let mut taken = 0;
+        for row in survey::select(inputs, settings, lacks) {
+            let row = row?;
+            if let Some(fields) = self.answers(&row, settings)? {
+                take(&row.id, fields)?;
+                taken += 1;
+            }
+        }
+        Ok(taken)
+    }
+
+    fn answers(&mut self, row: &Row, settings: &Settings) -> Result<Option<Map<String, Value>>, FileError> {
+        let Some(&(file, at)) = self.places.get(&digest::fingerprint(row.id.as_bytes())) else {
+            return Ok(None);
+        };
+        let (path, reader) = &mut self.files[file];
+        let found = reader.seek(SeekFrom::Start(at)).and_then(|_| read_row(reader));
+        let Some((Some(earlier), _)) = found.map_err(FileError::at("reading", path))? else {
+            return Ok(None);
+        };
+        let same = Row::parse(earlier.clone(), settings).is_ok_and(|asked| asked.prompt() == row.prompt());
+        Ok(same.then(|| row.with_answers(&earlier)))
+    }
+}
+
+/// A line's row, None where it holds none, and the line's length in bytes.
+type RowAndLength = (Option<Map<String, Value>>, u64);
+
+/// The next line; None at the end of the file.
+fn read_row(reader: &mut BufReader<File>) -> io::Result<Option<RowAndLength>> {
+    let mut line = vec![];
+    let length = reader.read_until(b'\n', &mut line)?;
+    Ok((length > 0).then(|| (serde_json::from_slice(&line).ok(), length as u64)))
+}
+
+/// Takes over what earlier outputs hold; returns how many rows that were.
+///
+/// # Errors
+/// Any I/O failure.
+pub fn take_over(
+    earlier: &[PathBuf],
+    inputs: &[PathBuf],
+    settings: &Settings,
+    ledger: &mut Ledger,
+) -> anyhow::Result<usize> {
+    let done = ledger.done().clone();
+    Earlier::read(earlier)?.take(
+        inputs,
+        settings,
+        |id| done.lacks(id),
+        |id, fields| {
+            let truncated = fields.get("finish_reason").is_some_and(|why| why == "length");
+            Ok(ledger.record_ok(id, &fields, truncated)?)
+        },
+    )
+}

@@ -1,0 +1,108 @@
+//! What is in the inputs: a first pass over them, and a second one that reads what is to be asked.
+
+use std::path::{Path, PathBuf};
+use std::vec;
+
+use deepspec_core::atomic::FileError;
+use deepspec_core::jsonl::{self, BadLine, Line, RawLine};
+use rayon::prelude::*;
+
+use super::ids::IdSet;
+use super::rows::Row;
+use super::settings::Settings;
+use crate::rejects::Reject;
+
+/// Lines that are parsed together on all cores; with the longest lines this bounds the memory.
+const BATCH: usize = 1024;
+
+/// What a first pass over the inputs found.
+#[derive(Default)]
+pub struct Survey {
+    /// Ids of the output rows: one per usable input row and sample.
+    pub ids: IdSet,
+    /// The lines that are no usable rows.
+    pub rejected: Vec<Reject>,
+}
+
+/// A line: its number and the row on it, or what is wrong.
+type Parsed = (usize, Result<Row, String>);
+
+/// Reads all inputs once.
+///
+/// # Errors
+/// If a file cannot be read; bad lines are no error.
+pub fn survey(inputs: &[PathBuf], settings: &Settings) -> Result<Survey, FileError> {
+    let mut survey = Survey::default();
+    for file in inputs {
+        for batch in jsonl::batches(file, BATCH)? {
+            for (line, row) in parse(file, batch?, settings) {
+                match row.and_then(|row| survey.add(&row, settings)) {
+                    Ok(()) => {}
+                    Err(reason) => survey.rejected.push(Reject { file: file.clone(), line, reason }),
+                }
+            }
+        }
+    }
+    Ok(survey)
+}
+
+impl Survey {
+    fn add(&mut self, row: &Row, settings: &Settings) -> Result<(), String> {
+        let ids = Row::sample_ids(&row.id, settings.samples);
+        if let Some(known) = ids.iter().find(|id| self.ids.contains(id)) {
+            return Err(format!("id `{known}` was used by an earlier row"));
+        }
+        for id in &ids {
+            self.ids.insert(id);
+        }
+        Ok(())
+    }
+}
+
+/// The rows of all inputs, samples one by one, each id once, as long as `wanted` says so.
+pub fn select<'a>(
+    inputs: &'a [PathBuf],
+    settings: &'a Settings,
+    wanted: impl Fn(&str) -> bool + 'a,
+) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
+    let mut given = IdSet::default();
+    rows(inputs, settings).flat_map(move |row| match row {
+        Err(error) => vec![Err(error)],
+        Ok(row) => {
+            // A second row of the same id was rejected by the survey.
+            if !given.insert(&row.id) {
+                return vec![];
+            }
+            row.samples(settings.samples).into_iter().filter(|row| wanted(&row.id)).map(Ok).collect()
+        }
+    })
+}
+
+/// All usable rows, in the order of the inputs.
+pub fn rows<'a>(
+    inputs: &'a [PathBuf],
+    settings: &'a Settings,
+) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
+    let parsed = |file: &'a PathBuf, batch: Result<Vec<RawLine>, FileError>| -> Vec<Result<Row, FileError>> {
+        match batch {
+            Err(error) => vec![Err(error)],
+            Ok(batch) => {
+                parse(file, batch, settings).into_iter().filter_map(|(_, row)| row.ok().map(Ok)).collect()
+            }
+        }
+    };
+    inputs.iter().flat_map(move |file| -> Box<dyn Iterator<Item = Result<Row, FileError>> + 'a> {
+        match jsonl::batches(file, BATCH) {
+            Err(error) => Box::new(std::iter::once(Err(error))),
+            Ok(batches) => Box::new(batches.flat_map(move |batch| parsed(file, batch))),
+        }
+    })
+}
+
+fn parse(file: &Path, batch: Vec<RawLine>, settings: &Settings) -> Vec<Parsed> {
+    let parse = |line: RawLine| match line.parse(file) {
+        Line::Row(line, fields) => (line, Row::parse(fields, settings)),
+        Line::Bad(BadLine { line, problem, .. }) => (line, Err(problem)),
+    };
+    batch.into_par_iter().map(parse).collect()
+}

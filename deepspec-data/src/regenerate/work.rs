@@ -1,0 +1,162 @@
+//! Asking for many rows at once: a reader, workers and one writer, with bounded room between them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use deepspec_core::progress::Progress;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Mutex;
+use tokio::sync::mpsc::{self, Receiver, Sender};
+use tokio::task::JoinSet;
+
+use super::answer::AskError;
+use super::asker::Asker;
+use super::ledger::Ledger;
+use super::report::Accounts;
+use super::rows::{Answered, Row};
+use super::settings::Settings;
+use super::survey::{self, Survey};
+
+/// How often what has been done is secured against a crash of the machine, and accounted for.
+const SECURE_EVERY: Duration = Duration::from_secs(10);
+
+/// How the work on the pending rows ended.
+pub enum Ending {
+    /// No row is pending.
+    Finished,
+    /// A signal came.
+    Interrupted,
+    /// Nobody answers.
+    Broken(anyhow::Error),
+}
+
+/// What the work on the pending rows needs.
+pub struct Work<'a> {
+    /// Where the rows are.
+    pub inputs: Vec<PathBuf>,
+    /// How they are asked.
+    pub settings: Arc<Settings>,
+    /// Who is asked.
+    pub asker: Arc<Asker>,
+    /// Rows that are worked on at once.
+    pub workers: usize,
+    /// What the inputs hold.
+    pub survey: &'a Survey,
+    /// Where the answers go.
+    pub ledger: &'a mut Ledger,
+    /// What was done.
+    pub accounts: &'a mut Accounts,
+    /// For the user.
+    pub progress: Progress,
+}
+
+type Outcome = (Row, Result<Answered, AskError>);
+
+impl Work<'_> {
+    /// Answers the pending rows until they are done, nobody answers or a signal comes. A row is recorded whole or not at
+    /// all, so this may end at any point.
+    ///
+    /// # Errors
+    /// If an input cannot be read or an output cannot be written.
+    pub async fn run(mut self) -> anyhow::Result<Ending> {
+        let (mut interrupt, mut terminate) =
+            (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+        if let Asker::Servers(pool) = &*self.asker {
+            tokio::select! {
+                _ = interrupt.recv() => return Ok(Ending::Interrupted),
+                _ = terminate.recv() => return Ok(Ending::Interrupted),
+                checked = pool.check() => if let Err(error) = checked { return Ok(Ending::Broken(error)) },
+            }
+        }
+        let (mut outcomes, _workers) = self.start();
+        let mut secured = Instant::now();
+        let ending = loop {
+            let outcome = tokio::select! {
+                _ = interrupt.recv() => break Ending::Interrupted,
+                _ = terminate.recv() => break Ending::Interrupted,
+                outcome = outcomes.recv() => outcome,
+            };
+            let Some(outcome) = outcome else { break Ending::Finished };
+            if let Some(error) = self.record(outcome?)? {
+                break Ending::Broken(error);
+            }
+            if secured.elapsed() >= SECURE_EVERY {
+                self.ledger.sync()?;
+                self.accounts.write(self.survey, self.ledger, Some(&self.asker))?;
+                secured = Instant::now();
+            }
+        };
+        self.progress.finish();
+        Ok(ending)
+    }
+
+    /// Starts the reader and the workers. They end when the rows do, or with what is returned.
+    fn start(&self) -> (Receiver<anyhow::Result<Outcome>>, JoinSet<()>) {
+        let (row_sender, rows) = mpsc::channel(self.workers.max(64));
+        let (sender, outcomes) = mpsc::channel(self.workers.max(64));
+        // Rows that were not there when the inputs were surveyed are left for the next run.
+        let (surveyed, done) = (self.survey.ids.clone(), self.ledger.done().clone());
+        let (inputs, settings) = (self.inputs.clone(), Arc::clone(&self.settings));
+        let errors = sender.clone();
+        tokio::task::spawn_blocking(move || {
+            for row in survey::select(&inputs, &settings, |id| surveyed.contains(id) && done.lacks(id)) {
+                // Whoever does not listen any more has ended.
+                let sent = match row {
+                    Ok(row) => row_sender.blocking_send(row).is_ok(),
+                    Err(error) => {
+                        let _ = errors.blocking_send(Err(error.into()));
+                        false
+                    }
+                };
+                if !sent {
+                    return;
+                }
+            }
+        });
+        let (rows, mut workers) = (Arc::new(Mutex::new(rows)), JoinSet::new());
+        for _ in 0..self.workers {
+            let (rows, sender) = (Arc::clone(&rows), sender.clone());
+            let (settings, asker) = (Arc::clone(&self.settings), Arc::clone(&self.asker));
+            workers.spawn(async move { work(&rows, &sender, &settings, &asker).await });
+        }
+        (outcomes, workers)
+    }
+
+    /// Records a row; an error that concerns all rows is handed back.
+    fn record(&mut self, (row, answered): Outcome) -> anyhow::Result<Option<anyhow::Error>> {
+        match answered {
+            Ok(answered) => {
+                self.accounts.rows += 1;
+                self.accounts.tokens += answered.tokens;
+                self.ledger.record_ok(&row.id, &answered.fields, answered.truncated)?;
+            }
+            Err(AskError::Row(problem)) => {
+                tracing::debug!("row {}: {problem}", row.id);
+                self.ledger.record_failed(row, &problem)?;
+            }
+            Err(AskError::Run(error)) => return Ok(Some(error)),
+        }
+        let (accounts, asker) = (&*self.accounts, &self.asker);
+        self.progress.add(1, || accounts.note(asker));
+        Ok(None)
+    }
+}
+
+/// Takes one row after the other.
+async fn work(
+    rows: &Mutex<Receiver<Row>>,
+    outcomes: &Sender<anyhow::Result<Outcome>>,
+    settings: &Settings,
+    asker: &Asker,
+) {
+    loop {
+        // Bound to a name: in a `while let` the lock would be held until the row is answered.
+        let row = rows.lock().await.recv().await;
+        let Some(row) = row else { return };
+        let answered = row.answered(asker, settings).await;
+        if outcomes.send(Ok((row, answered))).await.is_err() {
+            return;
+        }
+    }
+}

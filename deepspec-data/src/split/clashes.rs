@@ -1,0 +1,86 @@
+//! Where the outputs go, and that nothing which is read or written lies in the same place.
+
+use std::path::{Path, PathBuf};
+
+use deepspec_core::{atomic, env, usage};
+
+use super::input::Input;
+use super::{Args, report};
+use crate::places::{place, places};
+use crate::rejects;
+
+/// Looks at the outputs alone, before anything is read.
+///
+/// # Errors
+/// A usage error if an output cannot be a file of its own.
+pub fn check(args: &Args) -> anyhow::Result<()> {
+    for (flag, path) in outputs(args) {
+        let text = path.as_os_str().as_encoded_bytes();
+        if path.is_dir() || path.file_name().is_none() || text.ends_with(b"/") {
+            usage!("{flag} {} is a folder; give the name of a file", path.display());
+        }
+        let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+        if ["gz", "zst"].iter().any(|packed| extension.eq_ignore_ascii_case(packed)) {
+            usage!(
+                "{flag} {}: the output is plain text; give a name without .{extension} and compress it afterwards",
+                path.display()
+            );
+        }
+    }
+    let (train, eval) = (&args.train_output, &args.eval_output);
+    if place(train) == place(eval) {
+        usage!("--train-output and --eval-output are the same file");
+    }
+    let aside = atomic::partial_name;
+    for own in [train.clone(), rejects::path(train), report::path(train)] {
+        let clash = |a: &Path, b: &Path| place(a) == place(b);
+        if clash(eval, &own) || clash(eval, &aside(&own)) || clash(&aside(eval), &own) {
+            usage!("--eval-output {} is where {} is written", eval.display(), own.display());
+        }
+    }
+    let suites = args.decontaminate.iter().map(|suite| ("a file of --decontaminate", suite.as_path()));
+    refuse_to_replace(args, suites)
+}
+
+/// Looks whether the outputs would replace what they are made from, or what is there.
+///
+/// # Errors
+/// A usage error if so.
+pub fn check_inputs(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
+    let given = env::expand_home(&args.dataset);
+    let files = inputs.iter().flat_map(|input| input.source.files()).map(|file| file.path());
+    let files = files.chain([given.as_path()]).map(|file| ("the dataset itself", file));
+    refuse_to_replace(args, files)?;
+    for (flag, path) in outputs(args) {
+        if path.exists() && !args.overwrite {
+            usage!("{flag} {} exists; give another name or --overwrite", path.display());
+        }
+    }
+    Ok(())
+}
+
+fn outputs(args: &Args) -> [(&'static str, &PathBuf); 2] {
+    [("--train-output", &args.train_output), ("--eval-output", &args.eval_output)]
+}
+
+/// Refuses outputs, and what is written beside them, that are files to be read.
+fn refuse_to_replace<'a>(
+    args: &Args,
+    read: impl Iterator<Item = (&'static str, &'a Path)>,
+) -> anyhow::Result<()> {
+    let train = &args.train_output;
+    let mut written: Vec<(String, Vec<PathBuf>)> = outputs(args)
+        .iter()
+        .map(|(flag, path)| (format!("{flag} {}", path.display()), places(path)))
+        .collect();
+    for beside in [rejects::path(train), report::path(train)] {
+        written.push((format!("--train-output {}: {}", train.display(), beside.display()), places(&beside)));
+    }
+    for (what, file) in read {
+        let file = places(file);
+        if let Some((name, _)) = written.iter().find(|(_, own)| own.iter().any(|own| file.contains(own))) {
+            usage!("{name} is {what}");
+        }
+    }
+    Ok(())
+}

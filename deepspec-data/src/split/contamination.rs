@@ -1,0 +1,283 @@
+//! Prompts that also stand in an evaluation suite: training on them would make its scores too good.
+//!
+//! A row is contaminated if one of its user turns is a suite's turn, blanks at the ends and their number within aside, or
+//! shares 13 words in a row with one, case and punctuation aside. Thirteen words is the length that most published
+//! decontaminations use: shorter runs are common phrases, longer ones miss questions that were edited.
+//!
+//! What a suite puts around every question is not the question. Words that all its first turns begin or end with are cut
+//! off (eight or more in a row, so that chance openings stay), and runs of 13 words that three or more of its rows share
+//! do not count.
+
+mod words;
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use deepspec_core::digest;
+use deepspec_core::jsonl::kind_of;
+use serde_json::{Map, Value};
+
+use super::conversation::Conversation;
+use super::seen;
+use crate::dataset::{Item, Source};
+use words::runs;
+
+/// Words that a suite's first turns must share at an end to be its wrapping.
+const WRAPPING: usize = 8;
+
+/// Rows of a suite that must share a run of words for it to be a phrase of the suite's.
+const PHRASE_ROWS: usize = 3;
+
+/// A suite whose prompts must not be trained on.
+pub struct Suite {
+    /// Its file.
+    pub path: PathBuf,
+    /// SHA-256 of the file, in hexadecimal.
+    pub digest: String,
+    /// Its rows.
+    pub rows: usize,
+}
+
+/// Where a row's prompt stands in the suites.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hit {
+    /// Index of the suite.
+    pub suite: usize,
+    /// 1-based line in it.
+    pub line: usize,
+    /// What the two share.
+    pub shared: Shared,
+}
+
+/// What a prompt has in common with a suite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shared {
+    /// A whole turn.
+    Turn,
+    /// Thirteen words in a row.
+    Words,
+}
+
+impl Shared {
+    /// The name in the report.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Turn => "turn",
+            Self::Words => "13_words",
+        }
+    }
+}
+
+/// All suites, ready to be looked up in.
+#[derive(Default)]
+pub struct Suites {
+    suites: Vec<Suite>,
+    turns: HashMap<u64, Hit>,
+    runs: HashMap<u64, Hit>,
+}
+
+impl Suites {
+    /// Reads suite files, JSONL rows of `{"turns": [text, …]}`.
+    ///
+    /// # Errors
+    /// If a file cannot be read or a row is no suite row, with the line; if a file has no rows.
+    pub fn load(paths: &[PathBuf]) -> anyhow::Result<Self> {
+        let mut all = Self::default();
+        for path in paths {
+            let prompts = prompts(path)?;
+            anyhow::ensure!(!prompts.is_empty(), "--decontaminate {}: the suite has no rows", path.display());
+            let digest = digest::file(path)?;
+            all.add(Suite { path: path.clone(), digest, rows: prompts.len() }, &prompts);
+        }
+        Ok(all)
+    }
+
+    /// The suites, in the order in which they were given.
+    pub fn suites(&self) -> &[Suite] {
+        &self.suites
+    }
+
+    fn add(&mut self, suite: Suite, prompts: &[Prompt]) {
+        let index = self.suites.len();
+        self.suites.push(suite);
+        let (front, back) = wrapping(prompts);
+        let mut runs: HashMap<u64, (usize, usize)> = HashMap::new();
+        for prompt in prompts {
+            let mut own = HashSet::new();
+            for (position, turn) in prompt.turns.iter().enumerate() {
+                let words: Vec<&str> = turn.split_whitespace().collect();
+                let question = match position {
+                    0 => words[front..words.len() - back].join(" "),
+                    _ => words.join(" "),
+                };
+                for text in [words.join(" "), question.clone()].iter().filter(|text| !text.is_empty()) {
+                    let hit = Hit { suite: index, line: prompt.line, shared: Shared::Turn };
+                    self.turns.entry(seen::hash(text.as_bytes())).or_insert(hit);
+                }
+                own.extend(self::runs(&question));
+            }
+            own.into_iter().for_each(|run| runs.entry(run).or_insert((0, prompt.line)).0 += 1);
+        }
+        for (run, (_, line)) in runs.into_iter().filter(|(_, (rows, _))| *rows < PHRASE_ROWS) {
+            self.runs.entry(run).or_insert(Hit { suite: index, line, shared: Shared::Words });
+        }
+    }
+
+    /// The first place where a user turn of `row` meets a suite.
+    pub fn find(&self, row: &Conversation<'_>, scratch: &mut Vec<u8>) -> Option<Hit> {
+        if self.suites.is_empty() {
+            return None;
+        }
+        row.user_turns().find_map(|turn| {
+            scratch.clear();
+            for word in turn.split_whitespace() {
+                if !scratch.is_empty() {
+                    scratch.push(b' ');
+                }
+                scratch.extend_from_slice(word.as_bytes());
+            }
+            let whole = self.turns.get(&seen::hash(scratch));
+            whole.copied().or_else(|| runs(turn).find_map(|run| self.runs.get(&run).copied()))
+        })
+    }
+}
+
+/// A suite's row.
+struct Prompt {
+    line: usize,
+    turns: Vec<String>,
+}
+
+fn prompts(path: &Path) -> anyhow::Result<Vec<Prompt>> {
+    let rows = Source::of_files(vec![path.to_path_buf()]).and_then(|source| source.rows());
+    let prompt = |Item { line, row }| match row.and_then(|row| turns(&row)) {
+        Ok(turns) => Ok(Prompt { line, turns }),
+        Err(problem) => anyhow::bail!("{}:{line}: {problem}", path.display()),
+    };
+    rows.context("--decontaminate")?.map(|item| prompt(item?)).collect()
+}
+
+fn turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
+    let expected = "--decontaminate expects evaluation suites, rows of {\"turns\": [text, …]}";
+    let turns = match row.get("turns") {
+        Some(Value::Array(turns)) if !turns.is_empty() => turns,
+        other => {
+            let found = other.map_or("nothing", kind_of);
+            return Err(format!("`turns` must be a list of texts, found {found}; {expected}"));
+        }
+    };
+    let text = |turn: &Value| turn.as_str().map(str::to_owned);
+    turns.iter().map(text).collect::<Option<_>>().ok_or_else(|| format!("a turn is not a string; {expected}"))
+}
+
+/// How many words all first turns share at their front and their back; 0 where they are too few to be wrapping, or all
+/// that some row says.
+fn wrapping(prompts: &[Prompt]) -> (usize, usize) {
+    let firsts: Vec<Vec<&str>> = prompts
+        .iter()
+        .filter_map(|prompt| Some(prompt.turns.first()?.split_whitespace().collect()))
+        .collect();
+    let Some((first, others)) = firsts.split_first().filter(|(_, others)| !others.is_empty()) else {
+        return (0, 0);
+    };
+    let same = |words: &[&str]| first.iter().zip(words).take_while(|(a, b)| a == b).count();
+    let same_back =
+        |words: &[&str]| first.iter().rev().zip(words.iter().rev()).take_while(|(a, b)| a == b).count();
+    let shared = |count: Option<usize>| count.filter(|&words| words >= WRAPPING).unwrap_or(0);
+    let front = shared(others.iter().map(|words| same(words)).min());
+    let back = shared(others.iter().map(|words| same_back(words)).min());
+    let shortest = firsts.iter().map(Vec::len).min().unwrap_or(0);
+    if front + back < shortest { (front, back) } else { (0, 0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::conversation::Id;
+    use super::*;
+    use deepspec_text::Role;
+
+    fn suites(files: &[&[&str]]) -> Suites {
+        let mut all = Suites::default();
+        for rows in files {
+            let turns = |(at, row): (usize, &&str)| Prompt {
+                line: at + 1,
+                turns: row.split('|').map(str::to_owned).collect(),
+            };
+            let prompts: Vec<Prompt> = rows.iter().enumerate().map(turns).collect();
+            all.add(Suite { path: "s".into(), digest: String::new(), rows: rows.len() }, &prompts);
+        }
+        all
+    }
+
+    fn find(suites: &Suites, turns: &[&str]) -> Option<(usize, usize, Shared)> {
+        let mut row = Conversation::new(Id::Index, [][..].into());
+        for turn in turns {
+            let turn = super::super::conversation::Turn {
+                role: Role::User,
+                text: (*turn).into(),
+                rest: [][..].into(),
+            };
+            row.turns.push(turn);
+        }
+        suites.find(&row, &mut vec![]).map(|hit| (hit.suite, hit.line, hit.shared))
+    }
+
+    const LONG: &str =
+        "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.";
+
+    #[test]
+    fn turns_and_runs_of_words_are_found() {
+        let suites = suites(&[&["What is 2+2?|And 3?"], &[LONG, "What is 2-2?"]]);
+        assert_eq!(find(&suites, &["hello", " What  is\n2+2? "]), Some((0, 1, Shared::Turn)));
+        assert_eq!(find(&suites, &["And 3?"]), Some((0, 1, Shared::Turn)));
+        assert_eq!(find(&suites, &["What is 2-2?"]), Some((1, 2, Shared::Turn)));
+        assert_eq!(find(&suites, &["what is 2*2?"]), None);
+        let edited = "Solve: natalia SOLD clips to 48 of her friends in April and then she slept";
+        assert_eq!(find(&suites, &[edited]), Some((1, 1, Shared::Words)));
+        assert_eq!(
+            find(&suites, &["Natalia sold clips to 48 of her friends in April, and then slept"]),
+            None
+        );
+        assert_eq!(find(&Suites::default(), &[LONG]), None);
+    }
+
+    #[test]
+    fn what_surrounds_every_question_is_not_the_question() {
+        let end = "\nPlease reason step by step, and put your final answer within \\boxed{}.";
+        let rows =
+            [format!("What is 7*8?{end}"), format!("{LONG}{end}"), format!("How many seashells?{end}")];
+        let suites = suites(&[&[&rows[0], &rows[1], &rows[2]]]);
+        // Another question in the same wrapping, ending in the same word as one of the suite's.
+        assert_eq!(find(&suites, &[&format!("Where are my seashells?{end}")]), None);
+        assert_eq!(find(&suites, &[&rows[2]]), Some((0, 3, Shared::Turn)));
+        assert_eq!(find(&suites, &["How many seashells?"]), Some((0, 3, Shared::Turn)));
+        assert_eq!(find(&suites, &[LONG]), Some((0, 2, Shared::Turn)));
+    }
+
+    #[test]
+    fn phrases_of_a_suite_do_not_count() {
+        let phrase = "you are given the source of a repository and an issue that asks for a change";
+        let rows: Vec<String> = (0..3).map(|row| format!("{row}: {phrase} of part {row}")).collect();
+        let suites = suites(&[&[&rows[0], &rows[1], &rows[2]]]);
+        assert_eq!(find(&suites, &[&format!("Now {phrase} again")]), None);
+        assert_eq!(find(&suites, &[&rows[1]]), Some((0, 2, Shared::Turn)));
+        let edited = format!("{phrase} of part 1!");
+        assert_eq!(find(&suites, &[&edited]), Some((0, 2, Shared::Words)));
+    }
+
+    #[test]
+    fn files_that_are_no_suites_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let load = |text: &str| {
+            let path = dir.path().join("s.jsonl");
+            std::fs::write(&path, text).unwrap();
+            Suites::load(&[path]).err().unwrap().to_string()
+        };
+        let error = load("{\"turns\":[\"a\"]}\n{\"turns\":\"a\"}\n");
+        assert!(error.contains("s.jsonl:2: `turns` must be a list of texts, found a string"), "{error}");
+        assert!(load("{\"turns\":[1]}").contains("not a string"));
+        assert!(load("").contains("no rows"));
+        assert!(load("x").contains("s.jsonl:1: not valid JSON"));
+    }
+}

@@ -1,0 +1,154 @@
+//! What is split: one dataset, or a mix of several that a YAML file describes.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use deepspec_core::cli::Verbosity;
+use deepspec_core::{config, env, usage};
+use deepspec_hub::{Hub, HubError, Kind, Repo};
+use serde::{Deserialize, Serialize};
+
+use super::Args;
+use super::roles::{Roles, Target};
+use crate::dataset::{DataFile, Source};
+
+/// A mix: the rows of several datasets in given proportions.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Mix {
+    sources: Vec<Part>,
+}
+
+/// One dataset of a mix.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Part {
+    /// Goes before the ids of its rows.
+    name: String,
+    dataset: String,
+    revision: Option<String>,
+    config_name: Option<String>,
+    split: Option<String>,
+    /// Its part of the output, relative to the other weights.
+    weight: f64,
+    /// Speakers of this dataset, besides those of `--role`.
+    #[serde(default)]
+    roles: BTreeMap<String, Target>,
+}
+
+/// How a dataset was named, for the report.
+#[derive(Debug, Clone, Serialize)]
+pub struct Origin {
+    /// Hub id or local path.
+    pub dataset: String,
+    /// Branch, tag or commit on the hub.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
+    /// Configuration on the hub.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config_name: Option<String>,
+    /// Split on the hub.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split: Option<String>,
+    /// The commit that was read, of a dataset on the hub.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+}
+
+/// One dataset to split.
+pub struct Input {
+    /// Its name in a mix.
+    pub name: Option<String>,
+    /// How it was given.
+    pub origin: Origin,
+    /// Its files.
+    pub source: Source,
+    /// What its speakers' messages become.
+    pub roles: Roles,
+    /// The speakers that were given roles for it.
+    pub given: BTreeMap<String, Target>,
+    /// Its part of the output, relative to the other weights.
+    pub weight: f64,
+}
+
+/// Finds, and where they are on the hub fetches, the datasets that the arguments name.
+///
+/// # Errors
+/// Usage errors; what the hub says.
+pub fn find(args: &Args, verbosity: Verbosity) -> anyhow::Result<Vec<Input>> {
+    let given: BTreeMap<String, Target> =
+        args.role.iter().map(|arg| (arg.speaker.clone(), arg.target)).collect();
+    let path = env::expand_home(&args.dataset);
+    let is_mix = path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
+    if !is_mix {
+        let mut origin = Origin {
+            dataset: args.dataset.clone(),
+            revision: args.revision.clone(),
+            config_name: args.config_name.clone(),
+            split: args.split.clone(),
+            commit: None,
+        };
+        let source = open(&mut origin, "--dataset", verbosity)?;
+        let roles = Roles::new(given.clone(), args.drop_system);
+        return Ok(vec![Input { name: None, origin, source, roles, given, weight: 1.0 }]);
+    }
+    let pins =
+        [("--revision", &args.revision), ("--config-name", &args.config_name), ("--split", &args.split)];
+    if let Some((flag, _)) = pins.iter().find(|(_, value)| value.is_some()) {
+        usage!("{flag} goes with one dataset; in a mix, write it into {}", args.dataset);
+    }
+    let mix: Mix = config::load(&path, &[])?;
+    check(&mix, &args.dataset)?;
+    let input = |part: Part| {
+        let Part { name, dataset, revision, config_name, split, weight, roles } = part;
+        let mut origin = Origin { dataset, revision, config_name, split, commit: None };
+        let source = open(&mut origin, &format!("{}: source `{name}`:", args.dataset), verbosity)?;
+        let given: BTreeMap<String, Target> = given.clone().into_iter().chain(roles).collect();
+        let roles = Roles::new(given.clone(), args.drop_system);
+        Ok(Input { name: Some(name), origin, source, roles, given, weight })
+    };
+    mix.sources.into_iter().map(input).collect()
+}
+
+fn check(mix: &Mix, file: &str) -> anyhow::Result<()> {
+    if mix.sources.is_empty() {
+        usage!("{file}: `sources`: the mix has no sources");
+    }
+    let mut names = HashSet::new();
+    for (at, Part { name, weight, .. }) in mix.sources.iter().enumerate() {
+        if name.is_empty() || name.contains('/') {
+            usage!(
+                "{file}: `sources[{at}].name`: `{name}` goes before ids and a `/`; give a name without one"
+            );
+        }
+        if !names.insert(name) {
+            usage!("{file}: `sources[{at}].name`: `{name}` was used before; ids would not be unique");
+        }
+        if !(weight.is_finite() && *weight > 0.0) {
+            usage!("{file}: `sources[{at}].weight`: {weight} is not above 0; leave the source out instead");
+        }
+    }
+    Ok(())
+}
+
+/// Opens what `origin` names; `what` stands before the name in messages.
+fn open(origin: &mut Origin, what: &str, verbosity: Verbosity) -> anyhow::Result<Source> {
+    let Origin { dataset, revision, config_name, split, commit } = origin;
+    // A file that is not there is no dataset of that name.
+    let is_file_name = DataFile::new(Path::new(dataset.as_str()).into()).is_some();
+    if !is_file_name && deepspec_hub::is_id(dataset) {
+        let repo = Repo::parse(Kind::Dataset, dataset, revision.as_deref()).map_err(HubError::report)?;
+        let hub = Hub::from_env(verbosity).map_err(HubError::report)?;
+        let files = hub.dataset(&repo, config_name.as_deref(), split.as_deref());
+        let source = Source::of_files(files.map_err(HubError::report)?)?;
+        *commit = Some(hub.commit(&repo).map_err(HubError::report)?);
+        return Ok(source);
+    }
+    let pins = [("revision", revision), ("config name", config_name), ("split", split)];
+    if let Some((pin, _)) = pins.iter().find(|(_, value)| value.is_some()) {
+        usage!(
+            "{what} {dataset}: a {pin} goes with a dataset of the hub, and this is a local file or folder"
+        );
+    }
+    Source::find(dataset)
+}

@@ -1,0 +1,194 @@
+//! Reading the datasets: once to judge the rows, and once more if the bet on that first pass is lost.
+//!
+//! Sides can only be dealt when it is known how many rows are usable. Most datasets are clean, so the first pass bets that
+//! all rows are, and writes as it reads. The first row that is not usable ends the writing; the pass goes on judging, and
+//! a second one writes. Either way the outputs are the same.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use deepspec_core::progress::Progress;
+
+use super::assign::{Dealer, Quota, Side};
+use super::conversation::Name;
+use super::input::Input;
+use super::output::{Lines, Outputs, Writer};
+use super::pipeline;
+use super::survey::{Found, Ids, Judge, Judged, Survey};
+use super::unit::each_row;
+use crate::dataset::Unit;
+
+/// Consecutive rows with the sides that they have been dealt.
+struct Piece {
+    unit: Unit,
+    sides: Vec<Side>,
+    /// Place of the first row in its source.
+    first: usize,
+}
+
+/// What a first pass writes and where, if it turns out that all rows are usable.
+pub struct Bet<'a> {
+    /// Where to.
+    pub outputs: &'a Outputs<'a>,
+    /// Decides who goes where.
+    pub seed: u64,
+    /// All rows of each source, and how many of them go where.
+    pub hands: &'a [(usize, Quota)],
+}
+
+/// The first pass: what was found in each source, and whether the bet was won and the outputs are there.
+///
+/// # Errors
+/// Unreadable or unwritable files.
+pub fn first(
+    inputs: &[Input],
+    bet: &Bet<'_>,
+    judge: Judge<'_>,
+    survey: &mut Survey<'_>,
+    progress: &mut Progress,
+) -> anyhow::Result<(Vec<Found>, bool)> {
+    let (mut all, lost) = (vec![], AtomicBool::new(false));
+    let written = bet.outputs.write(|writer| {
+        for (input, (rows, quota)) in inputs.iter().zip(bet.hands) {
+            let dealer = Dealer::new(bet.seed, input.name.as_deref(), *rows, *quota);
+            let mut found = Found::new(judge.suites.suites().len());
+            first_of(input, dealer, judge, &lost, |file, judged, lines, ids| {
+                progress.add(judged.len() as u64, String::new);
+                for row in judged {
+                    if !survey.settle(&file, row, ids, &mut found)? {
+                        lost.store(true, Ordering::Relaxed);
+                    }
+                }
+                if !lost.load(Ordering::Relaxed) {
+                    writer.write(&lines)?;
+                }
+                Ok(())
+            })?;
+            all.push(found);
+        }
+        let complete = all.iter().zip(bet.hands).all(|(found, (rows, _))| found.rows() == *rows);
+        Ok(complete && !lost.load(Ordering::Relaxed))
+    })?;
+    Ok((all, written))
+}
+
+fn first_of(
+    input: &Input,
+    mut dealer: Dealer,
+    judge: Judge<'_>,
+    lost: &AtomicBool,
+    mut deliver: impl FnMut(Arc<Path>, Vec<Judged>, Lines, &mut Ids) -> anyhow::Result<()> + Send,
+) -> anyhow::Result<()> {
+    let (mut units, mut ids, mut next) = (input.source.units(), Ids::default(), 0);
+    let read = || {
+        let Some(unit) = units.next().transpose()? else { return Ok(None) };
+        let first = next;
+        next += unit.rows();
+        Ok(Some(Piece { sides: (0..unit.rows()).map(|_| dealer.next()).collect(), unit, first }))
+    };
+    let work = |piece: Piece| {
+        let Piece { unit, sides, first } = piece;
+        let (file, rows) = (Arc::clone(unit.file()), sides.len());
+        let (mut judged, mut lines, mut scratch) = (Vec::with_capacity(rows), Lines::default(), vec![]);
+        each_row(
+            unit,
+            &input.roles,
+            |_| true,
+            |place, mut row| {
+                judged.push(judge.judge(place.line, &mut row, &mut scratch));
+                match row {
+                    Ok(row) if !lost.load(Ordering::Relaxed) => {
+                        let name = Name { source: input.name.as_deref(), index: first + place.index };
+                        lines.add(sides[place.index], &row, &name);
+                    }
+                    _ => {}
+                }
+            },
+        )?;
+        anyhow::ensure!(
+            judged.len() == rows,
+            "{}: {} rows where {rows} were read",
+            file.display(),
+            judged.len()
+        );
+        Ok((file, judged, lines))
+    };
+    pipeline::run(read, work, |(file, judged, lines)| deliver(file, judged, lines, &mut ids))
+}
+
+/// A source, what was found in it and how much of it goes where.
+pub struct Drawn<'a> {
+    /// The source.
+    pub input: &'a Input,
+    /// What the first pass found.
+    pub found: &'a Found,
+    /// How many of the usable rows are written.
+    pub quota: Quota,
+}
+
+/// The second pass: writes what is drawn of the usable rows, in the order of the datasets.
+///
+/// # Errors
+/// Unreadable or unwritable files; if a dataset is not what it was in the first pass.
+pub fn second(
+    sources: &[Drawn<'_>],
+    outputs: &Outputs<'_>,
+    seed: u64,
+    progress: &mut Progress,
+) -> anyhow::Result<()> {
+    outputs.write(|writer| {
+        sources.iter().try_for_each(|source| second_of(source, seed, writer, progress))?;
+        Ok(true)
+    })?;
+    Ok(())
+}
+
+fn second_of(
+    source: &Drawn<'_>,
+    seed: u64,
+    writer: &mut Writer<'_>,
+    progress: &mut Progress,
+) -> anyhow::Result<()> {
+    let Drawn { input, found, quota } = source;
+    let mut units = input.source.units();
+    let mut dealer = Dealer::new(seed, input.name.as_deref(), found.usable_rows, *quota);
+    let mut next = 0;
+    let changed = || anyhow::anyhow!("{}: the rows changed while they were read", input.origin.dataset);
+    let read = || -> anyhow::Result<Option<Piece>> {
+        let Some(unit) = units.next().transpose()? else {
+            return if next == found.rows() { Ok(None) } else { Err(changed()) };
+        };
+        let first = next;
+        next += unit.rows();
+        let side = |row| found.usable.get(row).map(|usable| if usable { dealer.next() } else { Side::Out });
+        let sides: Option<Vec<Side>> = (first..next).map(side).collect();
+        Ok(Some(Piece { unit, sides: sides.ok_or_else(changed)?, first }))
+    };
+    pipeline::run(
+        read,
+        |piece| {
+            let rows = piece.sides.len();
+            Ok((rows, lines(piece, input)?.ok_or_else(changed)?))
+        },
+        |(rows, lines)| {
+            progress.add(rows as u64, String::new);
+            Ok(writer.write(&lines)?)
+        },
+    )
+}
+
+/// None if a row that was usable no longer is.
+fn lines(piece: Piece, input: &Input) -> anyhow::Result<Option<Lines>> {
+    let Piece { unit, sides, first } = piece;
+    let (mut lines, mut bad) = (Lines::default(), false);
+    let wanted = |row: usize| sides[row] != Side::Out;
+    each_row(unit, &input.roles, wanted, |place, row| match row {
+        Ok(row) => {
+            let name = Name { source: input.name.as_deref(), index: first + place.index };
+            lines.add(sides[place.index], &row, &name);
+        }
+        Err(_) => bad |= wanted(place.index),
+    })?;
+    Ok((!bad).then_some(lines))
+}

@@ -1,0 +1,214 @@
+//! What became of every row, in one line for people and in a file beside the output.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::digest;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::Args;
+use super::contamination::Suites;
+use super::input::{Input, Origin};
+use super::passes::Drawn;
+use super::roles::Target;
+use super::survey::{Example, Found};
+use crate::rejects;
+
+/// The report's layout.
+const VERSION: u32 = 1;
+
+/// Where the report on `output` is.
+pub fn path(output: &Path) -> PathBuf {
+    rejects::beside(output, ".report.json")
+}
+
+/// What became of some rows; the parts add up to `rows`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Sum {
+    /// All that were read.
+    pub rows: usize,
+    /// Training conversations.
+    pub train: usize,
+    /// Held-out prompts.
+    pub eval: usize,
+    /// Usable, but left out of the sample.
+    pub not_drawn: usize,
+    /// Their prompts occurred before.
+    pub duplicates: usize,
+    /// Their prompts stand in an evaluation suite.
+    pub contaminated: usize,
+    /// Unusable.
+    pub rejected: usize,
+}
+
+impl Sum {
+    /// Of one source.
+    pub fn of(drawn: &Drawn<'_>) -> Self {
+        let Drawn { found, quota, .. } = drawn;
+        Self {
+            rows: found.rows(),
+            train: quota.train,
+            eval: quota.eval,
+            not_drawn: found.usable_rows - quota.train - quota.eval,
+            duplicates: found.duplicates,
+            contaminated: found.contaminated.iter().sum(),
+            rejected: found.rejected_rows(),
+        }
+    }
+
+    /// Of all sources.
+    pub fn total(sums: &[Self]) -> Self {
+        sums.iter().fold(Self::default(), |a, b| Self {
+            rows: a.rows + b.rows,
+            train: a.train + b.train,
+            eval: a.eval + b.eval,
+            not_drawn: a.not_drawn + b.not_drawn,
+            duplicates: a.duplicates + b.duplicates,
+            contaminated: a.contaminated + b.contaminated,
+            rejected: a.rejected + b.rejected,
+        })
+    }
+
+    /// As a line; what was not looked for is left out.
+    pub fn line(&self, args: &Args) -> String {
+        let Self { rows, train, eval, not_drawn, duplicates, contaminated, rejected } = self;
+        let mut line = format!("{rows} rows = {train} train + {eval} eval + {not_drawn} not drawn");
+        if args.dedup {
+            line = format!("{line} + {duplicates} duplicates");
+        }
+        if !args.decontaminate.is_empty() {
+            line = format!("{line} + {contaminated} contaminated");
+        }
+        format!("{line} + {rejected} rejected")
+    }
+}
+
+/// The lines that are printed.
+pub fn lines(args: &Args, sources: &[Drawn<'_>], suites: &Suites) -> String {
+    let sums: Vec<Sum> = sources.iter().map(Sum::of).collect();
+    let mut text = Sum::total(&sums).line(args) + "\n";
+    for (source, sum) in sources.iter().zip(&sums) {
+        if let Some(name) = &source.input.name {
+            text += &format!("{name}: {}\n", sum.line(args));
+        }
+    }
+    let hits = suites.suites().iter().enumerate().map(|(suite, found)| {
+        let rows = sources.iter().map(|source| source.found.contaminated[suite]).sum::<usize>();
+        (found.path.display().to_string(), rows)
+    });
+    let hits: BTreeMap<String, usize> = hits.filter(|(_, rows)| *rows > 0).collect();
+    if !hits.is_empty() {
+        text += &format!("contaminated: {}\n", counts(&hits));
+    }
+    let dropped = dropped(sources);
+    if !dropped.is_empty() {
+        text +=
+            &format!("messages dropped, by speaker: {}; --role SPEAKER=ROLE keeps them\n", counts(&dropped));
+    }
+    text
+}
+
+fn counts(numbers: &BTreeMap<String, usize>) -> String {
+    let parts: Vec<String> = numbers.iter().map(|(name, number)| format!("{number} {name}")).collect();
+    parts.join(", ")
+}
+
+fn dropped(sources: &[Drawn<'_>]) -> BTreeMap<String, usize> {
+    let mut all = BTreeMap::new();
+    for (speaker, messages) in sources.iter().flat_map(|source| &source.found.dropped) {
+        *all.entry(speaker.clone()).or_default() += messages;
+    }
+    all
+}
+
+/// A file of a dataset as it was read.
+#[derive(Serialize)]
+pub struct FileDigest {
+    path: PathBuf,
+    bytes: u64,
+    sha256: String,
+}
+
+/// Digests of all files of a source.
+///
+/// # Errors
+/// If a file cannot be read.
+pub fn digests(input: &Input) -> anyhow::Result<Vec<FileDigest>> {
+    let one = |file: &crate::dataset::DataFile| {
+        let (bytes, sha256) = (file.bytes()?, digest::file(file.path())?);
+        Ok(FileDigest { path: file.path().to_path_buf(), bytes, sha256 })
+    };
+    input.source.files().par_iter().map(one).collect()
+}
+
+/// One source in the report.
+#[derive(Serialize)]
+struct SourceReport<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    #[serde(flatten)]
+    origin: &'a Origin,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weight: Option<f64>,
+    roles: &'a BTreeMap<String, Target>,
+    files: &'a [FileDigest],
+    #[serde(flatten)]
+    sum: Sum,
+    rejected_by_reason: BTreeMap<&'static str, usize>,
+    contaminated_by_suite: BTreeMap<String, usize>,
+    dropped_messages: &'a BTreeMap<String, usize>,
+}
+
+/// The whole report.
+pub fn value(
+    args: &Args,
+    sources: &[Drawn<'_>],
+    digests: &[Vec<FileDigest>],
+    suites: &Suites,
+    examples: &[Vec<Example>],
+) -> Value {
+    let sums: Vec<Sum> = sources.iter().map(Sum::of).collect();
+    let reports = sources.iter().zip(&sums).zip(digests).map(|((source, sum), files)| SourceReport {
+        name: source.input.name.as_deref(),
+        origin: &source.input.origin,
+        weight: source.input.name.as_ref().map(|_| source.input.weight),
+        roles: &source.input.given,
+        files,
+        sum: *sum,
+        rejected_by_reason: by_reason(source.found),
+        contaminated_by_suite: by_suite(source.found, suites),
+        dropped_messages: &source.found.dropped,
+    });
+    let suites = suites.suites().iter().zip(examples).enumerate().map(|(index, (suite, examples))| {
+        let rows = sources.iter().map(|source| source.found.contaminated[index]).sum::<usize>();
+        json!({"file": suite.path, "sha256": suite.digest, "prompts": suite.rows, "contaminated": rows,
+            "examples": examples.iter().map(example).collect::<Vec<_>>()})
+    });
+    json!({
+        "version": VERSION,
+        "seed": args.seed,
+        "test_size": args.test_size,
+        "sample_size": args.sample_size,
+        "dedup": args.dedup,
+        "drop_system": args.drop_system,
+        "total": Sum::total(&sums),
+        "sources": reports.collect::<Vec<_>>(),
+        "suites": suites.collect::<Vec<_>>(),
+    })
+}
+
+fn by_reason(found: &Found) -> BTreeMap<&'static str, usize> {
+    found.rejected.iter().map(|(kind, rows)| (kind.name(), *rows)).collect()
+}
+
+fn by_suite(found: &Found, suites: &Suites) -> BTreeMap<String, usize> {
+    let names = suites.suites().iter().map(|suite| suite.path.display().to_string());
+    names.zip(found.contaminated.iter().copied()).collect()
+}
+
+fn example(example: &Example) -> Value {
+    let Example { file, line, hit } = example;
+    json!({"file": &**file, "line": line, "suite_line": hit.line, "shared": hit.shared.name()})
+}

@@ -1,0 +1,131 @@
+//! Who speaks: the names that datasets use, and the roles that they become.
+
+use std::collections::BTreeMap;
+
+use deepspec_text::Role;
+
+/// The two ways in which datasets write a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shape {
+    /// `{"from", "value"}`.
+    ShareGpt,
+    /// `{"role", "content"}`.
+    OpenAi,
+}
+
+impl Shape {
+    /// The keys of the speaker and of the text.
+    pub fn keys(self) -> (&'static str, &'static str) {
+        match self {
+            Self::ShareGpt => ("from", "value"),
+            Self::OpenAi => ("role", "content"),
+        }
+    }
+}
+
+/// A role, or `drop`, as it is given by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Target {
+    /// Instructions.
+    System,
+    /// Prompts.
+    User,
+    /// Answers.
+    Assistant,
+    /// Results of tools.
+    Tool,
+    /// The message is left out, and counted.
+    Drop,
+}
+
+impl Target {
+    fn role(self) -> Option<Role> {
+        match self {
+            Self::System => Some(Role::System),
+            Self::User => Some(Role::User),
+            Self::Assistant => Some(Role::Assistant),
+            Self::Tool => Some(Role::Tool),
+            Self::Drop => None,
+        }
+    }
+}
+
+/// `SPEAKER=ROLE` as given on the command line.
+#[derive(Debug, Clone)]
+pub struct RoleArg {
+    /// The name in the dataset.
+    pub speaker: String,
+    /// What it becomes.
+    pub target: Target,
+}
+
+impl std::str::FromStr for RoleArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (speaker, role) = text.split_once('=').ok_or("expected SPEAKER=ROLE")?;
+        if speaker.is_empty() {
+            return Err("the speaker is empty; expected SPEAKER=ROLE".into());
+        }
+        let target = serde_json::from_value(serde_json::json!(role))
+            .map_err(|_| format!("unknown role `{role}` (known: system, user, assistant, tool, drop)"))?;
+        Ok(Self { speaker: speaker.into(), target })
+    }
+}
+
+/// What each speaker's messages become.
+#[derive(Debug, Clone, Default)]
+pub struct Roles {
+    given: BTreeMap<String, Target>,
+    drop_system: bool,
+}
+
+impl Roles {
+    /// The usual map, with `given` before it; `drop_system` leaves out all messages that would be the system's.
+    pub fn new(given: impl IntoIterator<Item = (String, Target)>, drop_system: bool) -> Self {
+        Self { given: given.into_iter().collect(), drop_system }
+    }
+
+    /// What a speaker's message becomes; None if it is dropped.
+    pub fn role(&self, shape: Shape, speaker: &str) -> Option<Role> {
+        let role = match self.given.get(speaker) {
+            Some(target) => target.role(),
+            None => match speaker {
+                "system" => Some(Role::System),
+                "user" | "human" => Some(Role::User),
+                "assistant" | "gpt" | "chatgpt" | "bing" | "bard" => Some(Role::Assistant),
+                // OpenAI's tool results say which call they answer; ShareGPT's only make sense with a map for the calls.
+                "tool" if shape == Shape::OpenAi => Some(Role::Tool),
+                _ => None,
+            },
+        };
+        role.filter(|&role| !(self.drop_system && role == Role::System))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_given_map_comes_before_the_usual_one() {
+        let usual = Roles::default();
+        assert_eq!(usual.role(Shape::ShareGpt, "human"), Some(Role::User));
+        assert_eq!(usual.role(Shape::ShareGpt, "tool"), None);
+        assert_eq!(usual.role(Shape::OpenAi, "tool"), Some(Role::Tool));
+        assert_eq!(usual.role(Shape::OpenAi, "system"), Some(Role::System));
+        let given = ["observation=tool", "bard=drop", "a=b=user"].map(|text| text.parse::<RoleArg>());
+        assert_eq!(
+            given[2].as_ref().unwrap_err(),
+            "unknown role `b=user` (known: system, user, assistant, tool, drop)"
+        );
+        let given = given.into_iter().flatten().map(|arg| (arg.speaker, arg.target));
+        let roles = Roles::new(given, true);
+        assert_eq!(roles.role(Shape::ShareGpt, "observation"), Some(Role::Tool));
+        assert_eq!(roles.role(Shape::ShareGpt, "bard"), None);
+        assert_eq!(roles.role(Shape::ShareGpt, "bing"), Some(Role::Assistant));
+        assert_eq!(roles.role(Shape::OpenAi, "system"), None);
+        assert!("=user".parse::<RoleArg>().is_err() && "user".parse::<RoleArg>().is_err());
+    }
+}

@@ -1,0 +1,58 @@
+//! The conversations of a unit, whatever form its rows come in.
+
+use anyhow::Context;
+use deepspec_core::jsonl::Line;
+
+use super::conversation::{Conversation, Kind, Problem};
+use super::roles::Roles;
+use super::{arrow_rows, json_rows};
+use crate::dataset::{Unit, decode};
+
+/// Where a row stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Its 0-based place in the unit.
+    pub index: usize,
+    /// Its 1-based line or row in the file.
+    pub line: usize,
+}
+
+/// Calls `each` with every wanted row of a unit, in order, as a conversation or the reason why it is none.
+///
+/// # Errors
+/// If the file is malformed, or a column has a type that JSON has no form for, with the file and the row.
+pub fn each_row(
+    unit: Unit,
+    roles: &Roles,
+    wanted: impl Fn(usize) -> bool,
+    mut each: impl FnMut(Place, Result<Conversation<'_>, Problem>),
+) -> anyhow::Result<()> {
+    let (file, first, batches) = match unit {
+        Unit::Lines { file, lines } => {
+            for (index, raw) in lines.iter().enumerate().filter(|&(index, _)| wanted(index)) {
+                let row = match raw.parse(&file) {
+                    Line::Row(_, row) => json_rows::conversation(row, roles),
+                    Line::Bad(bad) => Err(Kind::NotAnObject.because(bad.problem)),
+                };
+                each(Place { index, line: raw.number }, row);
+            }
+            return Ok(());
+        }
+        Unit::Batch { file, first, batch } => (file, first, vec![(first, batch)]),
+        Unit::Group { table, group, first } => {
+            if !(0..table.group_rows(group)).any(&wanted) {
+                return Ok(());
+            }
+            (table.path().clone(), first, decode(&table, group, first)?)
+        }
+    };
+    for (at, batch) in batches {
+        let wanted = |index: usize| wanted(at - first + index);
+        let each = |index: usize, row: Result<Conversation<'_>, Problem>| {
+            each(Place { index: at - first + index, line: at + index }, row);
+        };
+        arrow_rows::each_row(&batch, roles, wanted, each)
+            .with_context(|| format!("{}: from row {at}", file.display()))?;
+    }
+    Ok(())
+}

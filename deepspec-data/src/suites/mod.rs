@@ -1,0 +1,93 @@
+//! `suites`: public datasets, and the user's own, become files of prompts for `deepspec-eval`.
+
+mod convert;
+mod description;
+mod fetch;
+mod form;
+mod list;
+#[cfg(test)]
+mod mutated;
+mod plan;
+mod public;
+mod store;
+mod template;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use deepspec_core::cli::{ExitWith, Verbosity, one_line};
+use deepspec_core::{atomic, digest};
+
+use fetch::Fetcher;
+use store::{Outcome, Store};
+
+/// Which suites to write, from what, and where to.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Suite to write; may be repeated. Without --suite, --description and --source it is all twelve public ones
+    #[arg(long = "suite", value_name = "NAME")]
+    suites: Vec<String>,
+    /// YAML file that describes a suite of your own, which is written; may be repeated
+    #[arg(long = "description", value_name = "F.yaml")]
+    descriptions: Vec<PathBuf>,
+    /// Read a suite's rows from this file, parquet or JSONL as the hub has it, instead of from the hub; repeated for a
+    /// suite of several files
+    #[arg(long = "source", value_name = "NAME=FILE")]
+    sources: Vec<String>,
+    /// Folder for NAME.jsonl and suites.json
+    #[arg(long, value_name = "DIR", default_value = "eval_datasets")]
+    output_dir: PathBuf,
+    /// Replace suites that are there
+    #[arg(long)]
+    overwrite: bool,
+    /// Write nothing, but show the suites and what is there of them
+    #[arg(long, conflicts_with_all = ["suites", "descriptions", "sources", "overwrite"])]
+    list: bool,
+    /// Show it as JSON
+    #[arg(long, requires = "list")]
+    json: bool,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors before anything is written. What goes wrong with one suite is the error if it was the only one; else
+/// the other suites are written all the same, and then the exit code is 1.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    if args.list {
+        return list::run(&args.output_dir, args.json);
+    }
+    let plans = plan::plans(args)?;
+    atomic::create_dir(&args.output_dir)?;
+    let store = Store::open(&args.output_dir, args.overwrite)?;
+    let mut fetcher = Fetcher::new(verbosity);
+    let (mut written, mut kept, mut failed) = (0, 0, vec![]);
+    for plan in &plans {
+        match store.keep(plan, &mut fetcher) {
+            Ok(Outcome { entry, new }) => {
+                *(if new { &mut written } else { &mut kept }) += 1;
+                let what = if new { "rows" } else { "rows, there already," };
+                let (name, rows, digest) = (&plan.name, entry.rows, digest::short(&entry.sha256));
+                let origin = store::shown(&entry.source);
+                writeln!(io::stdout(), "{name}: {rows} {what} from {origin}, sha256 {digest}")?;
+            }
+            Err(error) if plans.len() == 1 => return Err(error.context(plan.name.clone())),
+            Err(error) => {
+                tracing::warn!("{} is not written: {}", plan.name, one_line(&error));
+                failed.push(plan.name.as_str());
+            }
+        }
+    }
+    let total = plans.len();
+    writeln!(
+        io::stdout(),
+        "{total} suites = {written} written + {kept} there already + {} failed",
+        failed.len()
+    )?;
+    if !failed.is_empty() {
+        let reason =
+            format!("{} of {total} suites failed, as told above: {}", failed.len(), failed.join(", "));
+        return Err(ExitWith { code: 1, reason }.into());
+    }
+    Ok(())
+}

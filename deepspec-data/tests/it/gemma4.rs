@@ -1,0 +1,59 @@
+//! A Gemma 4 target: its states on disk, and its answers.
+
+use std::fs;
+
+use deepspec_testkit::tiny;
+use serde_json::json;
+
+use crate::http::{Http, ask};
+use crate::process::{Running, Server, command, lines, run, text};
+
+#[test]
+fn a_gemma4_target_is_captured_and_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, cache) = (dir.path().join("model"), dir.path().join("cache"));
+    fs::create_dir(&model).unwrap();
+    tiny::gemma4(&model, 512);
+    let recipe = dir.path().join("recipe.yaml");
+    let written = format!(
+        "name: t\ntarget: {{model: '{}', layer_ids: [embedding, 1, 3]}}\n\
+         drafter: {{dspark: {{block_size: 3, num_draft_layers: 1, mask_token_id: 4}}}}\n\
+         data: {{states: {{cache: unused}}, chat_template: gemma4, max_length: 512}}\n",
+        model.display()
+    );
+    fs::write(&recipe, written).unwrap();
+    let row = |id: usize| {
+        let answer = "The answer follows from what was said before. ".repeat(id + 1);
+        let turns =
+            [json!({"role": "user", "content": "Hello?"}), json!({"role": "assistant", "content": answer})];
+        json!({"id": id.to_string(), "conversations": turns}).to_string()
+    };
+    let input = lines(dir.path(), "rows.jsonl", &(0..5).map(row).collect::<Vec<_>>());
+    let args = [
+        "cache",
+        "build",
+        "--config",
+        &text(&recipe),
+        "--input",
+        &text(&input),
+        "--output-dir",
+        &text(&cache),
+    ];
+    let built = run(&args);
+    assert_eq!(built.code, Some(0), "{built:?}");
+    assert!(built.stdout.contains("5 rows = 5 kept"), "{built:?}");
+    let verified = run(&["cache", "verify", &text(&cache)]);
+    assert_eq!(verified.code, Some(0), "{verified:?}");
+
+    let args = ["serve", "--model", &text(&model), "--served-name", "tiny", "--device", "cpu", "--port", "0"];
+    let process = Running::start(command(&args));
+    let url = process.line_with("listening on ").trim_start_matches("listening on ").to_string();
+    let (server, http) = (Server { process, url }, Http::new());
+    let bodies = ["Hello?", "And then?"].map(|prompt| ask(prompt, 12));
+    let alone: Vec<_> = bodies.iter().map(|body| http.complete(&server.url, body)).collect();
+    assert!(alone.iter().all(|answer| answer["usage"]["completion_tokens"].as_u64() > Some(0)), "{alone:?}");
+    let together = http.complete_together(&server.url, &bodies);
+    for (alone, together) in alone.iter().zip(&together) {
+        assert_eq!(alone["choices"], together["choices"]);
+    }
+}

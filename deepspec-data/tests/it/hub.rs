@@ -1,0 +1,36 @@
+//! Models by hub id.
+
+use std::net::TcpListener;
+use std::path::Path;
+
+use deepspec_testkit::hub::{FakeHub, FakeRepo};
+
+use crate::process::{Ended, Running, command, tiny};
+
+fn serve(model: &str, endpoint: &str, cache: &Path) -> std::process::Command {
+    let mut command = command(&["serve", "--model", model, "--port", "0", "--device", "cpu"]);
+    command.env("HF_ENDPOINT", endpoint).env("HF_HUB_CACHE", cache);
+    command
+}
+
+fn ended(mut command: std::process::Command) -> Ended {
+    let output = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Ended { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+#[test]
+fn a_model_on_the_hub_is_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let hub = FakeHub::start([FakeRepo::model("own/tiny").folder(Path::new(&tiny()))]);
+    let mut command = serve("own/tiny@main", &hub.url(), dir.path());
+    command.arg("--quiet");
+    let server = Running::start(command);
+    server.line_with("listening on ");
+    drop(server);
+    ended(serve("own/tony", &hub.url(), dir.path()))
+        .fails_with(2, &["--model", "own/tony", "no model of that name"]);
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let words = ["own/tony", "cannot be reached", "local path", "HF_HUB_OFFLINE"];
+    ended(serve("own/tony", &format!("http://{nobody}"), dir.path())).fails_with(1, &words);
+}

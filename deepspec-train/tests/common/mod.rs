@@ -1,0 +1,168 @@
+//! A cache of the tiny target's states, the rows that it was made from, and runs of the built binary on them.
+
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::LazyLock;
+
+use deepspec_cache::{Builder, Encoding, Last, Plan};
+use deepspec_core::cli::Verbosity;
+use deepspec_core::recipe::Recipe;
+use deepspec_states::{Capture, Source, fill, tokenise};
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+
+/// Steps of a whole run.
+pub const STEPS: usize = 24;
+
+pub fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn recipe_text(dir: &Path) -> String {
+    format!(
+        "name: t
+seed: 7
+target: {{model: {target}, layer_ids: [1, 4]}}
+drafter:
+  dspark:
+    block_size: 5
+    num_draft_layers: 1
+    mask_token_id: 1023
+    num_anchors: 6
+    markov: {{type: gated, rank: 8}}
+    confidence: {{with_markov: true}}
+data: {{states: {{cache: {cache}}}, chat_template: qwen, max_length: 256}}
+train: {{lr: 1.0e-3, precision: fp32, local_batch_size: 2, global_batch_size: 4, max_train_steps: {STEPS}}}
+logging: {{logging_steps: 1, checkpointing_steps: 3, output_dir: {out}}}
+",
+        target = workspace().join("assets/tiny-target").display(),
+        cache = dir.join("cache").display(),
+        out = dir.join("out").display(),
+    )
+}
+
+/// A folder with a cache of 24 samples; made once, copied for every test.
+static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+    // As the runs have it: float32 sums depend on the number of threads in their last bits.
+    tch::set_num_threads(1);
+    let dir = tempfile::tempdir().unwrap();
+    let prompts = fs::read_to_string(workspace().join("assets/demo-prompts.jsonl")).unwrap();
+    let rows: Vec<String> = prompts
+        .lines()
+        .take(24)
+        .map(|line| {
+            let row: Value = serde_json::from_str(line).unwrap();
+            let said = row["conversations"].as_array().unwrap().iter().map(|message| {
+                let role = if message["from"] == "human" { "user" } else { "assistant" };
+                json!({"role": role, "content": message["value"]})
+            });
+            json!({"id": row["id"], "conversations": said.collect::<Vec<_>>()}).to_string()
+        })
+        .collect();
+    let input = dir.path().join("rows.jsonl");
+    fs::write(&input, rows.join("\n")).unwrap();
+    fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
+    let recipe = Recipe::load(&dir.path().join("recipe.yaml"), &[]).unwrap();
+    let source = Source::open(&recipe, Verbosity::Quiet).unwrap();
+    let samples = tokenise(&[input], &source, |_| {}).unwrap().samples;
+    let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
+    let plan = Plan::new(samples, source.layout(Last::Supervised, Encoding::Bf16), 1 << 20).unwrap();
+    let mut builder = Builder::open(&dir.path().join("cache"), &plan, &source.identity).unwrap();
+    let mut capture = Capture::load(&source.dir, &recipe, longest, Device::Cpu, Kind::Float).unwrap();
+    fill(&mut builder, &mut capture, |_| {}).unwrap();
+    builder.publish().unwrap();
+    dir
+});
+
+/// A private copy of the cache and a recipe that points to it.
+pub struct Bench {
+    dir: tempfile::TempDir,
+}
+
+impl Bench {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = dir.path().join("cache");
+        fs::create_dir(&cache).unwrap();
+        for entry in fs::read_dir(MASTER.path().join("cache")).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_file() {
+                fs::copy(&path, cache.join(path.file_name().unwrap())).unwrap();
+            }
+        }
+        fs::copy(MASTER.path().join("rows.jsonl"), dir.path().join("rows.jsonl")).unwrap();
+        fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
+        Self { dir }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(self.path("recipe.yaml")).args(args).env("OMP_NUM_THREADS", "1");
+        command
+    }
+
+    pub fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    pub fn succeeds(&self, args: &[&str]) {
+        let output = self.run(args);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    pub fn fails(&self, args: &[&str], code: i32, hints: &[&str]) {
+        let output = self.run(args);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        let last = text.lines().last().unwrap_or_default();
+        assert!(hints.iter().all(|hint| last.contains(hint)), "expected {hints:?} in: {last}");
+        assert!(!text.contains("panicked"), "{text}");
+    }
+
+    /// Weights, masters and moments of the last checkpoint, which is that of a whole run.
+    pub fn result(&self) -> Vec<Vec<u8>> {
+        self.result_of(STEPS)
+    }
+
+    /// The same of a run of so many steps.
+    pub fn result_of(&self, steps: usize) -> Vec<Vec<u8>> {
+        let step = self.path("out/t").join(format!("step_{steps}"));
+        assert_eq!(
+            fs::read_link(self.path("out/t/step_latest")).unwrap(),
+            Path::new(&format!("step_{steps}"))
+        );
+        ["model.safetensors", "train_state.safetensors", "config.json"]
+            .map(|name| fs::read(step.join(name)).unwrap())
+            .to_vec()
+    }
+
+    pub fn losses(&self) -> Vec<f64> {
+        let text = fs::read_to_string(self.path("out/t/metrics.jsonl")).unwrap();
+        text.lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap())
+            .collect()
+    }
+}
+
+/// Starts a run and waits until it has logged `step`.
+pub fn start_until(bench: &Bench, step: usize, args: &[&str]) -> Child {
+    let mut child = bench.command(args).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mark = format!("step {step}/");
+    while let Some(line) = lines.next() {
+        if line.unwrap().contains(&mark) {
+            std::thread::spawn(|| lines.for_each(drop));
+            return child;
+        }
+    }
+    let status = child.wait().unwrap();
+    panic!("the run ended before step {step}: {status}");
+}
