@@ -13,7 +13,6 @@ use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
 use deepspec_states::{Capture, Rejected, Report, Source, StatesError, Tokenised, fill, tokenise};
-use deepspec_text::MIN_SUPERVISED_TOKENS;
 use tch::Device;
 
 use super::{mib, refusal};

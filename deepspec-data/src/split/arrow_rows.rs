@@ -9,13 +9,10 @@ use arrow::array::{
 };
 use arrow::datatypes::DataType;
 
-use super::conversation::{Conversation, Id, Kind, Problem, Said};
+use super::conversation::{Conversation, Id, Kind, Problem, Said, calls_in_text};
 use super::json_rows;
 use super::roles::{Roles, Shape};
 use crate::dataset::{MESSAGE_KEYS, Table, json_lines, objects};
-
-/// Fields of a message that say that it calls tools.
-const CALLS: [&str; 2] = ["tool_calls", "function_call"];
 
 /// Checks that a table has messages in a form that we know.
 ///
@@ -164,7 +161,8 @@ struct Messages<'a> {
     shape: Shape,
     speakers: Strings<'a>,
     texts: Strings<'a>,
-    calls: Vec<&'a ArrayRef>,
+    tool_calls: Option<&'a ArrayRef>,
+    function_call: Option<&'a ArrayRef>,
 }
 
 impl<'a> Messages<'a> {
@@ -181,8 +179,16 @@ impl<'a> Messages<'a> {
         };
         let (speaker, text) = shape.keys();
         let strings = |name| messages.column_by_name(name).and_then(Strings::of);
-        let calls = CALLS.iter().filter_map(|name| messages.column_by_name(name)).collect();
-        Some(Self { key, speakers: strings(speaker)?, texts: strings(text)?, lists, messages, shape, calls })
+        Some(Self {
+            key,
+            speakers: strings(speaker)?,
+            texts: strings(text)?,
+            lists,
+            messages,
+            shape,
+            tool_calls: messages.column_by_name("tool_calls"),
+            function_call: messages.column_by_name("function_call"),
+        })
     }
 
     fn get<'b>(&self, at: usize, rest: &'b Rest, roles: &Roles) -> Result<Said<'b>, Problem>
@@ -195,10 +201,22 @@ impl<'a> Messages<'a> {
         let Some(speaker) = self.speakers.get(at) else {
             return Err(Kind::Message.because("neither `role` nor `from`"));
         };
-        let text = roles.role(self.shape, speaker).and_then(|_| self.texts.get(at));
-        let calls = self.calls.iter().any(|calls| is_call(calls, at));
+        let role = roles.role(self.shape, speaker);
+        let text = role.and_then(|_| self.texts.get(at));
+        let calls = role.is_some() && self.calls(at)?;
         let (speaker, text) = (Cow::Borrowed(speaker), text.map(Cow::Borrowed));
         Ok(Said { shape: self.shape, speaker, text, calls, rest: rest.get(at) })
+    }
+
+    /// Whether a message calls tools.
+    fn calls(&self, at: usize) -> Result<bool, Problem> {
+        let called = match self.tool_calls.map(|column| (column, Strings::of(column))) {
+            Some((_, Some(texts))) => texts.get(at).map_or(Ok(false), calls_in_text)?,
+            Some((column, None)) => is_call(column, at),
+            None => false,
+        };
+        // The older form: one call.
+        Ok(called || self.function_call.is_some_and(|column| is_call(column, at)))
     }
 
     /// What the messages say besides speaker and text.
@@ -219,12 +237,12 @@ fn messages_without_nulls(messages: &StructArray) -> StructArray {
     StructArray::new(fields, columns, None)
 }
 
-/// Whether a message's `tool_calls` call anything.
-fn is_call(calls: &ArrayRef, at: usize) -> bool {
-    if calls.is_null(at) {
+/// Whether what is not null calls anything.
+fn is_call(column: &ArrayRef, at: usize) -> bool {
+    if column.is_null(at) {
         return false;
     }
-    match (Lists::of(calls), Strings::of(calls)) {
+    match (Lists::of(column), Strings::of(column)) {
         (Some(lists), _) => lists.range(at).is_some_and(|range| !range.is_empty()),
         (_, Some(strings)) => strings.get(at).is_some_and(|text| !text.is_empty()),
         _ => true,

@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use deepspec_text::Role;
+use deepspec_text::{MessageError, Role};
+use serde::de::IgnoredAny;
 
 use super::roles::{Roles, Shape};
 
@@ -91,6 +92,18 @@ pub struct Turn<'a> {
     pub text: Cow<'a, str>,
     /// The message's other fields as the inside of a JSON object.
     pub rest: Cow<'a, [u8]>,
+}
+
+/// Whether tool calls that are given as a JSON text call anything.
+///
+/// # Errors
+/// If the text is no JSON: no later stage could read the row.
+pub fn calls_in_text(text: &str) -> Result<bool, Problem> {
+    if text.trim().is_empty() {
+        return Ok(false);
+    }
+    let parsed: Result<IgnoredAny, _> = serde_json::from_str(text);
+    parsed.map(|_| true).map_err(|_| Kind::Message.because(MessageError::Calls.to_string()))
 }
 
 /// A usable row.

@@ -6,7 +6,7 @@ use deepspec_core::jsonl::kind_of;
 use deepspec_core::row;
 use serde_json::{Map, Value};
 
-use super::conversation::{Conversation, Id, Kind, Problem, Said};
+use super::conversation::{Conversation, Id, Kind, Problem, Said, calls_in_text};
 use super::roles::{Roles, Shape};
 use crate::dataset::MESSAGE_KEYS;
 
@@ -67,25 +67,26 @@ fn message(message: Value, roles: &Roles, out: &mut Conversation<'static>) -> Re
         None => return Err(Kind::Message.because("neither `role` nor `from`")),
     };
     // What nobody will read need not be well-formed.
-    let text = match roles.role(shape, &speaker) {
-        Some(_) => text(text_key, message.shift_remove(text_key).unwrap_or(Value::Null))?,
-        None => None,
+    let (text, calls) = match roles.role(shape, &speaker) {
+        Some(_) => (text(text_key, message.shift_remove(text_key).unwrap_or(Value::Null))?, calls(&message)?),
+        None => (None, false),
     };
-    let calls = ["tool_calls", "function_call"].iter().any(|&key| message.get(key).is_some_and(is_call));
     // ShareGPT's text goes out under this name.
     message.shift_remove("content");
     let (rest, text) = (inside(message), text.map(Cow::Owned));
     out.say(Said { shape, speaker: speaker.into(), text, calls, rest: rest.into() }, roles)
 }
 
-/// Whether the value of `tool_calls` calls anything.
-fn is_call(value: &Value) -> bool {
-    match value {
-        Value::Null => false,
-        Value::Array(calls) => !calls.is_empty(),
-        Value::String(calls) => !calls.is_empty(),
-        _ => true,
-    }
+/// Whether a message calls tools.
+fn calls(message: &Map<String, Value>) -> Result<bool, Problem> {
+    let called = match message.get("tool_calls") {
+        None | Some(Value::Null) => false,
+        Some(Value::Array(calls)) => !calls.is_empty(),
+        Some(Value::String(calls)) => calls_in_text(calls)?,
+        Some(_) => true,
+    };
+    // The older form: one call.
+    Ok(called || message.get("function_call").is_some_and(|call| !call.is_null() && call != ""))
 }
 
 /// A message's text, given as a string or as a list of `{"type": "text"}` parts.
@@ -168,6 +169,8 @@ mod tests {
         let silent = json!([{"from": "human", "value": "x"}, {"role": "assistant", "tool_calls": []}]);
         says(silent, Kind::Empty, "`conversations[1]`: the assistant's text is empty");
         says(json!([{"from": "human", "value": 3}]), Kind::Message, "found a number");
+        let calls = json!([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": "f("}]);
+        says(calls, Kind::Message, "`tool_calls` is a text but no JSON");
         says(json!([{"value": "x"}]), Kind::Message, "neither `role` nor `from`");
         says(json!([{"role": "user", "content": [{"type": "image_url"}]}]), Kind::Message, "not text");
         assert_eq!(convert(json!({"id": 1})).unwrap_err().kind, Kind::NoMessages);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::health::Change;
-use super::{Pool, Server, fraction, jittered};
+use super::{Pool, fraction, jittered};
 
 impl Pool {
     /// Does what a change of a server's standing asks for.
