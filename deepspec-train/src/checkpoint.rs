@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{config, usage};
-use deepspec_models::{Block, Weights, save};
+use deepspec_models::{Learner, Weights, save};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tch::{Device, Kind};
@@ -126,7 +126,7 @@ impl Checkpoints {
     /// Any I/O failure, with the path.
     pub fn save(
         &self,
-        block: &Block,
+        learner: &Learner,
         optimizer: &AdamW,
         recipe: &Recipe,
         state: &TrainState,
@@ -137,8 +137,8 @@ impl Checkpoints {
             fs::remove_dir_all(&partial).map_err(FileError::at("removing", &partial))?;
         }
         atomic::create_dir(&partial)?;
-        atomic::write_json(&partial.join("config.json"), &block.config().to_json())?;
-        save(&partial.join("model.safetensors"), &block.checkpoint(), Kind::BFloat16)?;
+        atomic::write_json(&partial.join("config.json"), &learner.config_json())?;
+        save(&partial.join("model.safetensors"), &learner.checkpoint(), Kind::BFloat16)?;
         save(&partial.join(STATE_TENSORS), &optimizer.state(), Kind::Float)?;
         let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         atomic::replace(&partial.join("config.yaml"), |file| {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_cache::loss_mask;
 use deepspec_core::recipe::LossNormalization;
-use deepspec_models::{Normaliser, TrainSample, anchor_candidates, eval_mask, slot_weight};
+use deepspec_models::{Normaliser, Supervision, TrainSample};
 use deepspec_states::{Dataset, Facts, StateSource, StatesError};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
@@ -32,12 +32,8 @@ pub struct LoaderOptions {
     pub schedule: Schedule,
     /// Seed of order and anchors.
     pub seed: u64,
-    /// Anchors per sample and epoch.
-    pub num_anchors: usize,
-    /// γ.
-    pub block_size: usize,
-    /// Position k weighs exp(−k / this).
-    pub decay_gamma: f64,
+    /// What of a sample is trained on.
+    pub supervision: Supervision,
     /// Samples per forward.
     pub local_batch_size: usize,
     /// Whose weights a denominator sums.
@@ -180,13 +176,10 @@ struct Planned {
 /// Anchors and loss weight of a sample: they depend on its mask only, not on its states.
 fn plan(facts: Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
     let mask = mask(facts);
-    let candidates = anchor_candidates(&mask);
-    let anchors = anchors(&candidates, options.num_anchors, options.seed, draw.epoch, facts.id);
-    let weight = anchors
-        .iter()
-        .flat_map(|&anchor| 0..eval_mask(&mask, anchor, options.block_size))
-        .map(|k| f64::from(slot_weight(k, options.decay_gamma)))
-        .sum();
+    let draw_anchors =
+        |candidates: &[usize], count| anchors(candidates, count, options.seed, draw.epoch, facts.id);
+    let anchors = options.supervision.anchors(&mask, draw_anchors);
+    let weight = options.supervision.weight(&mask, &anchors);
     Planned { sample: draw.sample, anchors, weight }
 }
 

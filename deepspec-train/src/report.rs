@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::jsonl::{Appender, Line, Reader};
-use deepspec_models::LossSums;
+use deepspec_models::Terms;
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 
@@ -16,7 +16,7 @@ pub const METRICS_FILE: &str = "metrics.jsonl";
 
 /// Sums since the last line; every mean is divided once, here.
 pub struct Window {
-    names: Vec<String>,
+    terms: Terms,
     sums: Option<Tensor>,
     samples: usize,
     tokens: usize,
@@ -28,11 +28,10 @@ pub struct Window {
 }
 
 impl Window {
-    /// An empty window for blocks of γ tokens.
-    pub fn new(block_size: usize) -> Self {
-        let names = LossSums::names(block_size);
+    /// An empty window for sums of this meaning.
+    pub fn new(terms: Terms) -> Self {
         Self {
-            names,
+            terms,
             sums: None,
             samples: 0,
             tokens: 0,
@@ -66,33 +65,12 @@ impl Window {
     }
 
     /// The window's metrics, leaving it empty. The only place that reads tensors back.
-    pub fn take(&mut self, step: usize, lr: f64, waited: Duration, alphas: [f64; 3]) -> Map<String, Value> {
+    pub fn take(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
         let elapsed = self.started.elapsed().as_secs_f64();
-        let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.names.len()], to_vec);
-        let sum = |name: &str| self.names.iter().position(|n| n == name).map_or(0.0, |i| sums[i]);
-        let ratio = |num: &str, den: &str| if sum(den) > 0.0 { sum(num) / sum(den) } else { 0.0 };
-        let (ce, l1, confidence) =
-            (ratio("ce", "weight"), ratio("l1", "weight"), ratio("confidence", "weight"));
-        let loss = ce * alphas[0] + l1 * alphas[1] + confidence * alphas[2];
-        let accept: Vec<f64> = (0..)
-            .map_while(|k| {
-                let (num, den) = (format!("accept@{k}"), format!("count@{k}"));
-                self.names.contains(&num).then(|| ratio(&num, &den))
-            })
-            .collect();
-        let metrics = json!({
-            "step": step,
-            "loss": loss,
-            "ce_loss": ce,
-            "l1_loss": l1,
-            "confidence_loss": confidence,
-            "tau_probabilistic": ratio("tau", "blocks"),
-            "accept_rate": accept,
-            "confidence_abs_error": ratio("confidence_abs_error", "weight"),
-            "confidence_bias": ratio("confidence_bias", "weight"),
-            "confidence_prefix_bias": ratio("prefix_bias", "weight"),
-            "anchors_per_sample": sum("blocks") / self.samples.max(1) as f64,
-            "supervised_per_block": ratio("slots", "blocks"),
+        let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.terms.count()], to_vec);
+        let mut metrics = Map::from_iter([("step".to_string(), json!(step))]);
+        metrics.append(&mut self.terms.metrics(&sums, self.samples));
+        let own = json!({
             "lr": lr,
             "grad_norm": self.grad_norm.as_ref().map_or(0.0, |norm| norm.double_value(&[])),
             "samples_per_s": self.samples as f64 / elapsed,
@@ -100,11 +78,11 @@ impl Window {
             "step_s": elapsed / self.steps.max(1) as f64,
             "data_wait_s": waited.as_secs_f64(),
         });
-        *self = Self { names: std::mem::take(&mut self.names), ..Self::new(0) };
-        match metrics {
-            Value::Object(map) => map,
-            _ => Map::new(),
+        *self = Self::new(self.terms.clone());
+        if let Value::Object(mut own) = own {
+            metrics.append(&mut own);
         }
+        metrics
     }
 }
 
@@ -118,6 +96,8 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
 pub struct Report {
     metrics: Appender,
     total_steps: usize,
+    /// Metrics shown beside the loss: short name and key.
+    headline: &'static [(&'static str, &'static str)],
 }
 
 impl Report {
@@ -125,7 +105,7 @@ impl Report {
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn open(dir: &Path, step: usize, total_steps: usize) -> Result<Self, FileError> {
+    pub fn open(dir: &Path, step: usize, total_steps: usize, terms: &Terms) -> Result<Self, FileError> {
         let path: PathBuf = dir.join(METRICS_FILE);
         if path.is_file() {
             let mut kept = vec![];
@@ -145,7 +125,7 @@ impl Report {
             })?;
         }
         fs::create_dir_all(dir).map_err(FileError::at("creating", dir))?;
-        Ok(Self { metrics: Appender::open(&path)?, total_steps })
+        Ok(Self { metrics: Appender::open(&path)?, total_steps, headline: terms.headline() })
     }
 
     /// Writes one window.
@@ -155,15 +135,13 @@ impl Report {
     pub fn window(&mut self, metrics: &Map<String, Value>) -> Result<(), FileError> {
         let number = |key: &str| metrics.get(key).and_then(Value::as_f64).unwrap_or(0.0);
         let left = (self.total_steps as f64 - number("step")) * number("step_s");
+        let terms = self.headline.iter().map(|(name, key)| format!("  {name} {:.3}", number(key)));
         tracing::info!(
-            "step {}/{}  loss {:.4}  ce {:.3}  l1 {:.3}  conf {:.3}  τ {:.2}  lr {:.2e}  grad {:.2}  {:.1} samples/s  wait {:.1} s  {} left",
+            "step {}/{}  loss {:.4}{}  lr {:.2e}  grad {:.2}  {:.1} samples/s  wait {:.1} s  {} left",
             number("step"),
             self.total_steps,
             number("loss"),
-            number("ce_loss"),
-            number("l1_loss"),
-            number("confidence_loss"),
-            number("tau_probabilistic"),
+            terms.collect::<String>(),
             number("lr"),
             number("grad_norm"),
             number("samples_per_s"),

@@ -9,9 +9,7 @@ use anyhow::Context;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{Precision, Recipe};
 use deepspec_core::usage;
-use deepspec_models::{
-    Block, BlockConfig, Confidence, LossAlphas, ModelConfig, ModelError, TargetModel, load_ends,
-};
+use deepspec_models::{Design, ModelError, TargetModel, load_ends};
 use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
 use signal_hook::consts::{SIGTERM, SIGUSR1};
 use signal_hook::flag;
@@ -38,7 +36,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = Recipe::load(&args.config, &args.overrides)?;
     let source = Source::open(&recipe, args.verbosity()).map_err(StatesError::report)?;
     // Before anything is read: a drafter that cannot be is refused at once.
-    let config = block_config(&recipe, &source.config)?;
+    let design = Design::new(&recipe, &source.config)?;
     let dataset = open_data(&recipe, &source)?;
     let schedule = Schedule::new(Sizes {
         world_size: 1,
@@ -64,8 +62,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         }
     };
     let (embed, head) = ends(states.as_ref(), &source, device, kind)?;
-    let block = Block::fresh(config, &embed, &head, recipe.seed, kind)?;
-    let optimizer = AdamW::new(block.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let learner = design.build(&embed, &head, recipe.seed, kind)?;
+    let optimizer = AdamW::new(learner.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let weights = optimizer.weights();
     let plan =
         Plan { recipe: &recipe, source: &source, dataset: &dataset, schedule, running, weights }.text()?;
@@ -86,17 +84,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             .context("registering a signal handler")?;
         flag::register(signal, Arc::clone(&stop)).context("registering a signal handler")?;
     }
-    let loss = recipe.drafter.loss();
     let mut trainer = Trainer {
         lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
-        alphas: LossAlphas {
-            ce: loss.ce_alpha,
-            l1: loss.l1_alpha,
-            confidence: recipe.drafter.block().confidence.map_or(0.0, |c| c.alpha),
-        },
         data: dataset.digest().to_string(),
         recipe: &recipe,
-        block,
+        learner,
+        terms: design.terms(),
         optimizer,
         schedule,
         checkpoints,
@@ -128,13 +121,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let options = LoaderOptions {
         schedule,
         seed: recipe.seed,
-        num_anchors: recipe.drafter.block().num_anchors,
-        block_size: recipe.drafter.block().block_size,
-        decay_gamma: loss.decay_gamma,
+        supervision: design.supervision(),
         local_batch_size: recipe.train.local_batch_size,
         normalization: recipe.train.loss_normalization,
     };
-    let report = Report::open(trainer.checkpoints.dir(), first, schedule.max_train_steps)?;
+    let report = Report::open(trainer.checkpoints.dir(), first, schedule.max_train_steps, &trainer.terms)?;
     thread::scope(|scope| {
         let loader = Loader::start(scope, &dataset, states, options, first);
         trainer.run(first, loader, report)
@@ -180,20 +171,4 @@ fn ends(
         Some(ends) => Ok(ends),
         None => load_ends(&source.dir, &source.config, device, kind),
     }
-}
-
-fn block_config(recipe: &Recipe, target: &ModelConfig) -> anyhow::Result<BlockConfig> {
-    let block = recipe.drafter.block();
-    let config = BlockConfig {
-        model: target.block_decoder(block.num_draft_layers)?,
-        block_size: block.block_size,
-        mask_token_id: block.mask_token_id,
-        target_layer_ids: recipe.taps(),
-        num_target_layers: target.layers.len(),
-        num_anchors: block.num_anchors,
-        markov: block.markov,
-        confidence: block.confidence.map(|confidence| Confidence { with_markov: confidence.with_markov }),
-    };
-    config.validate().map_err(|(key, problem)| UsageError(format!("{key}: {problem}")))?;
-    Ok(config)
 }

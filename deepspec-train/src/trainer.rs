@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
-use deepspec_models::{Block, BlockBatch, LossAlphas};
+use deepspec_models::{Learner, Terms};
 
 use crate::checkpoint::{Checkpoints, TrainState};
 use crate::loader::Loader;
@@ -21,11 +21,11 @@ const SAVED_EARLY: u8 = 75;
 /// Everything the loop works with.
 pub struct Trainer<'a> {
     pub recipe: &'a Recipe,
-    pub block: Block,
+    pub learner: Learner,
+    pub terms: Terms,
     pub optimizer: AdamW,
     pub schedule: Schedule,
     pub lr: LrSchedule,
-    pub alphas: LossAlphas,
     pub checkpoints: Checkpoints,
     /// Digest of the data set, kept in the training state.
     pub data: String,
@@ -39,12 +39,12 @@ impl Trainer<'_> {
     /// # Errors
     /// Damaged or missing states, failed writes, or [`ExitWith`] 75 when a signal stopped it after saving.
     pub fn run(&mut self, first: usize, mut loader: Loader, mut report: Report) -> anyhow::Result<()> {
-        let mut window = Window::new(self.block.config().block_size);
+        let mut window = Window::new(self.terms.clone());
         let logging = &self.recipe.logging;
         for step in first..self.schedule.max_train_steps {
             for _ in 0..self.schedule.gradient_accumulation_steps {
                 let micro = loader.next_batch()?;
-                let sums = self.forward_backward(&micro.samples, micro.normaliser);
+                let sums = self.learner.accumulate(&micro.samples, micro.normaliser);
                 self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
             }
@@ -60,8 +60,7 @@ impl Trainer<'_> {
                 );
             }
             if logs {
-                let alphas = [self.alphas.ce, self.alphas.l1, self.alphas.confidence];
-                report.window(&window.take(done, lr, loader.take_waited(), alphas))?;
+                report.window(&window.take(done, lr, loader.take_waited()))?;
             }
             if saves {
                 self.save(done)?;
@@ -77,26 +76,13 @@ impl Trainer<'_> {
         loader.finish()
     }
 
-    fn forward_backward(
-        &self,
-        samples: &[deepspec_models::TrainSample],
-        normaliser: deepspec_models::Normaliser,
-    ) -> Option<tch::Tensor> {
-        let (device, kind) = (self.block.device(), self.block.kind());
-        let decay_gamma = self.recipe.drafter.loss().decay_gamma;
-        let batch = BlockBatch::new(samples, self.block.config(), decay_gamma, device, kind)?;
-        let terms = self.block.objective(&batch, self.alphas, normaliser);
-        terms.loss.backward();
-        Some(terms.sums)
-    }
-
     /// Saves the state after `step` steps.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
     pub fn save(&self, step: usize) -> anyhow::Result<()> {
         let state = TrainState::new(step, self.recipe.train.global_batch_size, &self.data);
-        let path = self.checkpoints.save(&self.block, &self.optimizer, self.recipe, &state)?;
+        let path = self.checkpoints.save(&self.learner, &self.optimizer, self.recipe, &state)?;
         tracing::info!("saved {}", path.display());
         Ok(())
     }

@@ -5,12 +5,14 @@
 mod batch;
 mod config;
 mod heads;
+mod metrics;
 mod model;
 mod objective;
 mod proposer;
 
 pub use batch::{BlockBatch, TrainSample, anchor_candidates, eval_mask, slot_weight};
 pub use config::{BlockConfig, Confidence};
+pub use metrics::BlockTerms;
 pub use model::Block;
 pub use objective::{LossAlphas, LossSums, Normaliser};
 pub use proposer::BlockProposer;

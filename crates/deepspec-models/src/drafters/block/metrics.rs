@@ -1,0 +1,57 @@
+//! From the sums of a logging window to DSpark's and DFlash's metrics.
+
+use serde_json::{Map, Value, json};
+
+use super::objective::{LossAlphas, LossSums};
+
+/// What the sums of a block drafter's micro-batches mean.
+#[derive(Debug, Clone)]
+pub struct BlockTerms {
+    alphas: LossAlphas,
+    block_size: usize,
+    names: Vec<String>,
+}
+
+impl BlockTerms {
+    /// Those of blocks of γ tokens under these weights of the losses.
+    pub fn new(alphas: LossAlphas, block_size: usize) -> Self {
+        Self { alphas, block_size, names: LossSums::names(block_size) }
+    }
+
+    /// How many sums there are.
+    pub fn count(&self) -> usize {
+        self.names.len()
+    }
+
+    /// Metric keys shown beside the loss, under these short names.
+    pub fn headline(&self) -> &'static [(&'static str, &'static str)] {
+        &[("ce", "ce_loss"), ("l1", "l1_loss"), ("conf", "confidence_loss"), ("τ", "tau_probabilistic")]
+    }
+
+    /// Every mean, divided once, over `samples` sequences.
+    pub fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
+        let sum = |name: &str| self.names.iter().position(|n| n == name).map_or(0.0, |i| sums[i]);
+        let ratio = |num: &str, den: &str| if sum(den) > 0.0 { sum(num) / sum(den) } else { 0.0 };
+        let (ce, l1, confidence) =
+            (ratio("ce", "weight"), ratio("l1", "weight"), ratio("confidence", "weight"));
+        let accept: Vec<f64> =
+            (0..self.block_size).map(|k| ratio(&format!("accept@{k}"), &format!("count@{k}"))).collect();
+        let metrics = json!({
+            "loss": ce * self.alphas.ce + l1 * self.alphas.l1 + confidence * self.alphas.confidence,
+            "ce_loss": ce,
+            "l1_loss": l1,
+            "confidence_loss": confidence,
+            "tau_probabilistic": ratio("tau", "blocks"),
+            "accept_rate": accept,
+            "confidence_abs_error": ratio("confidence_abs_error", "weight"),
+            "confidence_bias": ratio("confidence_bias", "weight"),
+            "confidence_prefix_bias": ratio("prefix_bias", "weight"),
+            "anchors_per_sample": sum("blocks") / samples.max(1) as f64,
+            "supervised_per_block": ratio("slots", "blocks"),
+        });
+        match metrics {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        }
+    }
+}

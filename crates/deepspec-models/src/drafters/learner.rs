@@ -1,0 +1,226 @@
+//! Drafters that learn: all that a trainer knows of them.
+
+use deepspec_core::cli::UsageError;
+use deepspec_core::recipe::Recipe;
+use serde_json::{Map, Value};
+use tch::{Device, Kind, Tensor};
+
+use super::block::{
+    Block, BlockBatch, BlockConfig, BlockTerms, Confidence, LossAlphas, Normaliser, TrainSample,
+    anchor_candidates, eval_mask, slot_weight,
+};
+use crate::{ModelConfig, ModelError};
+
+/// What a recipe asks for, fitted to a target: architecture and objective of a drafter, before any weight is there.
+#[derive(Debug, Clone)]
+pub enum Design {
+    /// DSpark or DFlash.
+    Block {
+        /// The architecture.
+        config: BlockConfig,
+        /// Weights of the losses.
+        alphas: LossAlphas,
+        /// Slot k of a block weighs exp(−k / this).
+        decay_gamma: f64,
+    },
+}
+
+impl Design {
+    /// The drafter of `recipe` for this target.
+    ///
+    /// # Errors
+    /// [`ModelError::Mismatch`] naming the key that does not fit.
+    pub fn new(recipe: &Recipe, target: &ModelConfig) -> Result<Self, ModelError> {
+        let (block, loss) = (recipe.drafter.block(), recipe.drafter.loss());
+        let config = BlockConfig {
+            model: target.block_decoder(block.num_draft_layers)?,
+            block_size: block.block_size,
+            mask_token_id: block.mask_token_id,
+            target_layer_ids: recipe.taps(),
+            num_target_layers: target.layers.len(),
+            num_anchors: block.num_anchors,
+            markov: block.markov,
+            confidence: block.confidence.map(|confidence| Confidence { with_markov: confidence.with_markov }),
+        };
+        let misfit = |(key, problem)| ModelError::Mismatch(UsageError(format!("{key}: {problem}")));
+        config.validate().map_err(misfit)?;
+        let alphas = LossAlphas {
+            ce: loss.ce_alpha,
+            l1: loss.l1_alpha,
+            confidence: block.confidence.map_or(0.0, |confidence| confidence.alpha),
+        };
+        Ok(Self::Block { config, alphas, decay_gamma: loss.decay_gamma })
+    }
+
+    /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen), on their device.
+    ///
+    /// # Errors
+    /// None for fresh weights; the signature is shared with loading.
+    pub fn build(
+        &self,
+        embed_tokens: &Tensor,
+        lm_head: &Tensor,
+        seed: u64,
+        kind: Kind,
+    ) -> Result<Learner, ModelError> {
+        match self {
+            Self::Block { config, alphas, decay_gamma } => Ok(Learner::Block {
+                block: Block::fresh(config.clone(), embed_tokens, lm_head, seed, kind)?,
+                alphas: *alphas,
+                decay_gamma: *decay_gamma,
+            }),
+        }
+    }
+
+    /// What of a sample it trains on.
+    pub fn supervision(&self) -> Supervision {
+        match self {
+            Self::Block { config, decay_gamma, .. } => Supervision::Blocks {
+                num_anchors: config.num_anchors,
+                block_size: config.block_size,
+                decay_gamma: *decay_gamma,
+            },
+        }
+    }
+
+    /// What the sums of its micro-batches mean.
+    pub fn terms(&self) -> Terms {
+        match self {
+            Self::Block { config, alphas, .. } => Terms::Block(BlockTerms::new(*alphas, config.block_size)),
+        }
+    }
+}
+
+/// What of a sample is trained on. It depends on the sample's loss mask alone, so that the denominator of an optimiser step is
+/// known before any forward.
+#[derive(Debug, Clone, Copy)]
+pub enum Supervision {
+    /// Blocks behind anchors.
+    Blocks {
+        /// Anchors per sample and epoch.
+        num_anchors: usize,
+        /// γ.
+        block_size: usize,
+        /// Slot k weighs exp(−k / this).
+        decay_gamma: f64,
+    },
+}
+
+impl Supervision {
+    /// The sample's anchors, in order; `choose(candidates, count)` draws at most `count` of them.
+    pub fn anchors(
+        &self,
+        loss_mask: &[bool],
+        choose: impl FnOnce(&[usize], usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        match self {
+            Self::Blocks { num_anchors, .. } => choose(&anchor_candidates(loss_mask), *num_anchors),
+        }
+    }
+
+    /// What the sample adds to the denominator of the loss.
+    pub fn weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        match *self {
+            Self::Blocks { block_size, decay_gamma, .. } => anchors
+                .iter()
+                .flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, block_size))
+                .map(|k| f64::from(slot_weight(k, decay_gamma)))
+                .sum(),
+        }
+    }
+}
+
+/// What the sums of a drafter's micro-batches mean.
+#[derive(Debug, Clone)]
+pub enum Terms {
+    /// Of DSpark and DFlash.
+    Block(BlockTerms),
+}
+
+impl Terms {
+    /// How many sums there are.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::Block(terms) => terms.count(),
+        }
+    }
+
+    /// Metric keys shown beside the loss, under these short names.
+    pub fn headline(&self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Block(terms) => terms.headline(),
+        }
+    }
+
+    /// The metrics of a window over `samples` sequences, the total `loss` and `tau_probabilistic` among them.
+    pub fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
+        match self {
+            Self::Block(terms) => terms.metrics(sums, samples),
+        }
+    }
+}
+
+/// A drafter with its objective.
+pub enum Learner {
+    /// DSpark or DFlash.
+    Block {
+        /// The model.
+        block: Block,
+        /// Weights of the losses.
+        alphas: LossAlphas,
+        /// Slot k of a block weighs exp(−k / this).
+        decay_gamma: f64,
+    },
+}
+
+impl Learner {
+    /// Forward and backward of one micro-batch: gradients are added to those of the parameters. Gives the sums that the
+    /// design's [`Terms`] explain, float64, detached, on the learner's device; they add over micro-batches and ranks. None
+    /// where nothing is supervised.
+    pub fn accumulate(&self, samples: &[TrainSample], normaliser: Normaliser) -> Option<Tensor> {
+        match self {
+            Self::Block { block, alphas, decay_gamma } => {
+                let batch =
+                    BlockBatch::new(samples, block.config(), *decay_gamma, block.device(), block.kind())?;
+                let terms = block.objective(&batch, *alphas, normaliser);
+                terms.loss.backward();
+                Some(terms.sums)
+            }
+        }
+    }
+
+    /// Trainable parameters by checkpoint name, sharing storage with the model.
+    pub fn parameters(&self) -> &[(String, Tensor)] {
+        match self {
+            Self::Block { block, .. } => block.parameters(),
+        }
+    }
+
+    /// Everything a checkpoint holds: the parameters and what is frozen.
+    pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
+        match self {
+            Self::Block { block, .. } => block.checkpoint(),
+        }
+    }
+
+    /// The checkpoint's config.json.
+    pub fn config_json(&self) -> Map<String, Value> {
+        match self {
+            Self::Block { block, .. } => block.config().to_json(),
+        }
+    }
+
+    /// Where it lives.
+    pub fn device(&self) -> Device {
+        match self {
+            Self::Block { block, .. } => block.device(),
+        }
+    }
+
+    /// Kind of weights and activations.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Block { block, .. } => block.kind(),
+        }
+    }
+}
