@@ -1,10 +1,8 @@
 //! Measures drafters for speculative decoding.
 
 mod compare;
-mod mersenne;
 mod results;
 mod run;
-mod suites;
 mod table;
 
 use std::io::{self, Write};

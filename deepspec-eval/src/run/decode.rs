@@ -5,8 +5,8 @@ use std::time::Instant;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
 use deepspec_decode::{Completion, Engine, Proposer, Request, Tally, Target};
+use deepspec_suites::Prepared;
 
-use super::prompts::Prepared;
 use crate::results::Timing;
 
 /// Samples of the untimed warm-up, and tokens of each.

@@ -3,7 +3,6 @@
 mod decode;
 mod models;
 mod outputs;
-mod prompts;
 mod report;
 
 use std::path::PathBuf;
@@ -13,15 +12,14 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::suite::Domain;
 use deepspec_core::{atomic, usage};
-use deepspec_decode::{Completion, Tally};
+use deepspec_decode::{Completion, Sampling, Tally};
 use deepspec_hub::{HubError, model_dir};
+use deepspec_suites::{Asking, Folder, Prepared};
 use deepspec_text::ChatTokenizer;
 
 use crate::results::{self, Baseline, Metrics, Results, Settings, SuiteResult, Turns};
-use crate::suites::Folder;
 use decode::Pass;
 use models::Models;
-use prompts::{Asking, Prepared};
 
 /// What to decode with what, and how.
 #[derive(clap::Args)]
@@ -181,7 +179,15 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         dtype: place.kind_name().into(),
         threads: tch::get_num_threads(),
     };
-    let asking = Asking { tokenizer: &tokenizer, settings: &settings, stop_ids: &stop_ids, context };
+    let asking = Asking {
+        tokenizer: &tokenizer,
+        sampling: Sampling::new(args.temperature, args.seed),
+        max_new_tokens: args.max_new_tokens,
+        thinking: settings.thinking,
+        system_prompt: settings.system_prompt.as_deref(),
+        stop_ids: &stop_ids,
+        context,
+    };
     let mut suites = vec![];
     let folder = Folder::open(&args.suites_dir)?;
     for suite in folder.select(&args.suites, &args.domains)? {

@@ -9,12 +9,12 @@ use deepspec_models::{
     Drafter, DrafterOptions, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest,
     weights_digest,
 };
+use deepspec_suites::Prepared;
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
 use super::Dtype;
 use super::decode::{Pass, decode};
-use super::prompts::Prepared;
 use crate::results::{DrafterIdentity, Settings, TargetIdentity};
 
 /// Where tensors live, and of which kind they are.

@@ -11,6 +11,7 @@ use arrow::datatypes::{DataType, Field, Schema};
 use arrow::error::ArrowError;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_decode::{Cycle, Finish};
+use deepspec_suites::Prepared;
 use deepspec_text::ChatTokenizer;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, ZstdLevel};
@@ -18,7 +19,6 @@ use parquet::file::properties::WriterProperties;
 use serde::Serialize;
 
 use super::decode::Pass;
-use super::prompts::Prepared;
 use crate::results::{self, Results};
 
 const OUTPUTS: &str = "outputs.jsonl";

@@ -4,15 +4,20 @@ use deepspec_core::usage;
 use deepspec_decode::{Request, Sampling};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
-use crate::results::Settings;
-use crate::suites::{Rows, Sample};
+use crate::{Rows, Sample};
 
 /// How every prompt is asked.
 pub struct Asking<'a> {
     /// The target's tokenizer.
     pub tokenizer: &'a ChatTokenizer,
-    /// Sampling and limits.
-    pub settings: &'a Settings,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Limit of generated tokens per prompt.
+    pub max_new_tokens: usize,
+    /// The chat template's `enable_thinking`.
+    pub thinking: bool,
+    /// System message before every prompt.
+    pub system_prompt: Option<&'a str>,
     /// Tokens that end an answer.
     pub stop_ids: &'a [i64],
     /// Tokens of prompt and answer that the target can hold.
@@ -52,13 +57,13 @@ impl Asking<'_> {
                 skipped.push(sample.id.clone());
                 continue;
             }
-            shortened += usize::from(room < self.settings.max_new_tokens);
+            shortened += usize::from(room < self.max_new_tokens);
             ids.push(sample.id.clone());
             requests.push(Request {
                 id: format!("{name}/{}", sample.id),
                 prompt,
-                sampling: Sampling::new(self.settings.temperature, self.settings.seed),
-                max_new_tokens: self.settings.max_new_tokens.min(room),
+                sampling: self.sampling,
+                max_new_tokens: self.max_new_tokens.min(room),
                 stop_ids: self.stop_ids.to_vec(),
             });
         }
@@ -66,7 +71,7 @@ impl Asking<'_> {
             usage!("{name}: no prompt fits into the target's {} tokens", self.context);
         }
         if shortened > 0 {
-            let (count, asked, context) = (requests.len(), self.settings.max_new_tokens, self.context);
+            let (count, asked, context) = (requests.len(), self.max_new_tokens, self.context);
             tracing::info!(
                 "{name}: {shortened} of {count} answers have less room than {asked} tokens, because the target holds \
                  {context} with the prompt"
@@ -77,7 +82,6 @@ impl Asking<'_> {
 
     fn prompt(&self, sample: &Sample) -> anyhow::Result<Vec<i64>> {
         let messages = [Message::new(Role::User, sample.prompt.as_str())];
-        let system = self.settings.system_prompt.as_deref();
-        Ok(generation_prompt(self.tokenizer, &messages, system, Some(self.settings.thinking))?)
+                Ok(generation_prompt(self.tokenizer, &messages, self.system_prompt, Some(self.thinking))?)
     }
 }

@@ -1,0 +1,10 @@
+//! Prompt suites: which are asked for, their rows, and what the engine is asked.
+//!
+//! Evaluation scores them with a drafter that is done, training with one that is not.
+
+mod folder;
+mod mersenne;
+mod requests;
+
+pub use folder::{Folder, Rows, Sample};
+pub use requests::{Asking, Prepared};
