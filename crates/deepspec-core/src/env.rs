@@ -1,7 +1,11 @@
 //! Every environment variable that the tools read, in one place.
 
+mod ranks;
+
 use std::env::{var, var_os};
 use std::path::PathBuf;
+
+pub use ranks::{Ranks, RanksError, THREADS, has_thread_count, ranks_from};
 
 /// `RUST_LOG`: a log filter that overrides `--quiet` and `-v`.
 pub fn rust_log() -> Option<String> {
@@ -65,6 +69,14 @@ pub fn hub_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
         cache: path("HF_HUB_CACHE").or_else(|| path("HUGGINGFACE_HUB_CACHE")).or_else(|| under_home("hub")),
         offline: offline.into_iter().find(|name| is_on(name)),
     }
+}
+
+/// This process's place among those of a job; `None` where it is on its own.
+///
+/// # Errors
+/// See [`RanksError`].
+pub fn ranks() -> Result<Option<Ranks>, RanksError> {
+    ranks_from(|name| var(name).ok())
 }
 
 /// Expands a leading `~` to the home folder.

@@ -1,9 +1,16 @@
-//! Devices behind a safe interface; the home of foreign code.
+//! Devices and processes behind a safe interface; the home of foreign code.
 
 mod device;
+mod error;
 mod ffi;
+mod group;
+mod meeting;
 
 pub use device::{DeviceError, default_kind, device};
+pub use error::GroupError;
+pub use ffi::signal;
+pub use group::{ProcessGroup, nccl};
+pub use meeting::Host;
 
 /// Settings of the whole process that libtorch profits from; to be called first in `main`.
 ///

@@ -1,7 +1,17 @@
 //! The one room of this crate with `unsafe` in it.
-#![expect(unsafe_code, reason = "foreign code: the dynamic loader and the C allocator")]
+#![expect(
+    unsafe_code,
+    reason = "foreign code: the dynamic loader, the C allocator, signals, and the shim over c10d"
+)]
+
+mod c10d;
+
+use std::io;
+use std::process::Child;
 
 use libloading::Library;
+
+pub use c10d::{Group, GroupOptions, Store};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";
@@ -32,3 +42,11 @@ pub fn keep_freed_memory() {
 /// Other allocators have no such thresholds.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub fn keep_freed_memory() {}
+
+/// Sends a signal to a child process.
+pub fn signal(child: &Child, signal: i32) -> io::Result<()> {
+    // SAFETY: kill takes plain numbers. The number still means this child: only waiting for it, which needs `child` mutably,
+    // can free it for another process, and one that was waited for already is not signalled.
+    let sent = unsafe { libc::kill(child.id() as libc::pid_t, signal) };
+    if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -1,0 +1,67 @@
+//! Compiles the shim over c10d against the libtorch in use; NCCL's part of it where NCCL's headers are.
+
+use std::env;
+use std::path::{Path, PathBuf};
+
+/// What NCCL's part includes, directly or not, that libtorch's own headers do not have.
+const NCCL_HEADERS: [&str; 4] = ["nccl.h", "cuda_runtime.h", "crt/host_config.h", "nv/target"];
+
+fn main() {
+    println!("cargo::rerun-if-changed=src/cpp");
+    for name in ["LIBTORCH", "CUDA_HOME"] {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
+    let Some(libtorch) = env::var_os("LIBTORCH").map(PathBuf::from) else {
+        println!(
+            "cargo::error=LIBTORCH is not set; run scripts/setup.sh, which prepares .libtorch for the build"
+        );
+        return;
+    };
+    let mut shim = cc::Build::new();
+    shim.cpp(true).std("c++17").include("src/cpp").file("src/cpp/group.cpp");
+    // As system headers, whose warnings are not ours.
+    for include in ["include", "include/torch/csrc/api/include"] {
+        shim.flag("-isystem").flag(libtorch.join(include));
+    }
+    let missing = match nccl_includes(&libtorch) {
+        Ok(includes) => {
+            includes.iter().for_each(|include| drop(shim.flag("-isystem").flag(include)));
+            shim.define("DEEPSPEC_NCCL", None).file("src/cpp/nccl.cpp");
+            println!("cargo::rustc-link-search=native={}", libtorch.join("lib").display());
+            for library in ["torch_cuda", "c10_cuda"] {
+                println!("cargo::rustc-link-lib={library}");
+            }
+            String::new()
+        }
+        Err(missing) => missing,
+    };
+    println!("cargo::rustc-env=DEEPSPEC_NCCL_MISSING={missing}");
+    shim.compile("deepspec_c10d");
+}
+
+/// Where NCCL's headers are: in the wheels beside torch, else in a CUDA toolkit; otherwise what is missing.
+fn nccl_includes(libtorch: &Path) -> Result<Vec<PathBuf>, String> {
+    if !libtorch.join("lib/libtorch_cuda.so").exists() {
+        return Err("this libtorch is built without CUDA".into());
+    }
+    let wheels = libtorch.canonicalize().ok().and_then(|real| Some(real.parent()?.join("nvidia")));
+    let mut places: Vec<PathBuf> = wheels
+        .iter()
+        .flat_map(|wheels| {
+            ["nccl/include", "cu13/include", "cu13/include/cccl"].map(|place| wheels.join(place))
+        })
+        .collect();
+    let toolkit = env::var_os("CUDA_HOME").map_or_else(|| "/usr/local/cuda".into(), PathBuf::from);
+    places.extend([toolkit.join("include"), toolkit.join("include/cccl")]);
+    let absent: Vec<&str> = NCCL_HEADERS
+        .into_iter()
+        .filter(|header| {
+            !places.iter().chain([&"/usr/include".into()]).any(|place| place.join(header).exists())
+        })
+        .collect();
+    if absent.is_empty() {
+        Ok(places.into_iter().filter(|place| place.is_dir()).collect())
+    } else {
+        Err(format!("no {} was found when it was built", absent.join(", ")))
+    }
+}

@@ -1,0 +1,119 @@
+// The C face of c10d: a key-value store for the rendezvous, and collectives over Gloo and NCCL.
+#define USE_C10D_GLOO
+#include "group.h"
+
+#include <cstdlib>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace {
+
+struct Group {
+  Backend gloo;
+  Backend nccl;  // null where tensors stay on the CPU
+
+  Backend& of(const at::Tensor& tensor) {
+    if (!tensor.is_cuda()) return gloo;
+    TORCH_CHECK(nccl, "a CUDA tensor in a group without NCCL");
+    return nccl;
+  }
+};
+
+void finish(const c10::intrusive_ptr<c10d::Work>& work) { TORCH_CHECK(work->wait(), "the collective was aborted"); }
+
+}  // namespace
+
+extern "C" {
+
+// `*port` is the port asked for, 0 for any; as host, the one that was bound comes back in it.
+char* ds_store_open(const char* host, uint16_t* port, bool is_host, int64_t timeout_ms, const char* prefix, Store** out) {
+  return caught([&] {
+    c10d::TCPStoreOptions options;
+    options.port = *port;
+    options.isServer = is_host;
+    options.waitWorkers = false;
+    options.timeout = Milliseconds(timeout_ms);
+    auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
+    *port = store->getPort();
+    *out = new Store(c10::make_intrusive<c10d::PrefixStore>(prefix, store));
+  });
+}
+
+void ds_store_free(Store* store) { delete store; }
+
+char* ds_store_set(Store* store, const char* key, const uint8_t* bytes, size_t length) {
+  return caught([&] { (*store)->set(key, std::vector<uint8_t>(bytes, bytes + length)); });
+}
+
+// Waits for the key. `*bytes` is to be freed with `free`.
+char* ds_store_get(Store* store, const char* key, int64_t timeout_ms, uint8_t** bytes, size_t* length) {
+  return caught([&] {
+    (*store)->wait({key}, Milliseconds(timeout_ms));
+    auto value = (*store)->get(key);
+    *length = value.size();
+    *bytes = static_cast<uint8_t*>(std::malloc(value.size() + 1));
+    TORCH_CHECK(*bytes, "out of memory");
+    std::memcpy(*bytes, value.data(), value.size());
+  });
+}
+
+// `address` is this host's, as the other ranks reach it; `cuda_device` is negative for tensors on the CPU only.
+char* ds_group_open(Store* store, const char* address, int rank, int world_size, int64_t timeout_ms, int cuda_device, Group** out) {
+  return caught([&] {
+    const Milliseconds timeout(timeout_ms);
+    auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
+    Group group;
+    Store gloo_store = c10::make_intrusive<c10d::PrefixStore>("gloo", *store);
+    group.gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(gloo_store, rank, world_size, options);
+    if (cuda_device >= 0) {
+#ifdef DEEPSPEC_NCCL
+      Store nccl_store = c10::make_intrusive<c10d::PrefixStore>("nccl", *store);
+      group.nccl = open_nccl(nccl_store, rank, world_size, timeout, cuda_device);
+#else
+      TORCH_CHECK(false, "built without NCCL");
+#endif
+    }
+    *out = new Group(std::move(group));
+  });
+}
+
+void ds_group_free(Group* group) { delete group; }
+
+// Gives up what is under way, so that a group which has lost a rank can be freed.
+char* ds_group_abort(Group* group) {
+  return caught([&] {
+    if (group->nccl) group->nccl->abort();
+  });
+}
+
+char* ds_group_all_reduce(Group* group, at::Tensor* tensor) {
+  return caught([&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    finish(group->of(*tensor)->allreduce(tensors));
+  });
+}
+
+// The tensor is contiguous.
+char* ds_group_broadcast(Group* group, at::Tensor* tensor, int root) {
+  return caught([&] {
+    // As bytes: Gloo does not know every kind.
+    std::vector<at::Tensor> tensors{tensor->detach().view({-1}).view(at::kByte)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    finish(group->of(*tensor)->broadcast(tensors, options));
+  });
+}
+
+// `output` is `[world size, …]` of `input`'s kind and device.
+char* ds_group_all_gather(Group* group, at::Tensor* output, at::Tensor* input) {
+  return caught([&] {
+    std::vector<std::vector<at::Tensor>> outputs{output->unbind(0)};
+    std::vector<at::Tensor> inputs{*input};
+    finish(group->of(*input)->allgather(outputs, inputs));
+  });
+}
+}

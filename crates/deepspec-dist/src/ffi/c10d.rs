@@ -1,0 +1,206 @@
+//! The shim over c10d (`src/cpp`). Every function of it catches C++ exceptions and hands them back as text.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr::{self, NonNull};
+use std::slice;
+use std::time::Duration;
+
+use tch::Tensor;
+
+/// A `Store` of the shim.
+#[repr(C)]
+struct RawStore([u8; 0]);
+
+/// A `Group` of the shim.
+#[repr(C)]
+struct RawGroup([u8; 0]);
+
+unsafe extern "C" {
+    fn ds_store_open(
+        host: *const c_char,
+        port: *mut u16,
+        is_host: bool,
+        timeout_ms: i64,
+        prefix: *const c_char,
+        out: *mut *mut RawStore,
+    ) -> *mut c_char;
+    fn ds_store_free(store: *mut RawStore);
+    fn ds_store_set(store: *mut RawStore, key: *const c_char, bytes: *const u8, length: usize)
+    -> *mut c_char;
+    fn ds_store_get(
+        store: *mut RawStore,
+        key: *const c_char,
+        timeout_ms: i64,
+        bytes: *mut *mut u8,
+        length: *mut usize,
+    ) -> *mut c_char;
+    fn ds_group_open(
+        store: *mut RawStore,
+        address: *const c_char,
+        rank: c_int,
+        world_size: c_int,
+        timeout_ms: i64,
+        cuda_device: c_int,
+        out: *mut *mut RawGroup,
+    ) -> *mut c_char;
+    fn ds_group_free(group: *mut RawGroup);
+    fn ds_group_abort(group: *mut RawGroup) -> *mut c_char;
+    fn ds_group_all_reduce(group: *mut RawGroup, tensor: *mut c_void) -> *mut c_char;
+    fn ds_group_broadcast(group: *mut RawGroup, tensor: *mut c_void, root: c_int) -> *mut c_char;
+    fn ds_group_all_gather(group: *mut RawGroup, output: *mut c_void, input: *const c_void) -> *mut c_char;
+}
+
+/// What c10d said, in its own words.
+type Outcome<T> = Result<T, String>;
+
+/// A client of the job's key-value store; also its server, where it was opened as host.
+pub struct Store(NonNull<RawStore>);
+
+impl Store {
+    /// Connects to the store at `host:port`, or hosts it there; also returns the port, which a host may leave to the system
+    /// by asking for 0. Keys live under `prefix`.
+    pub fn open(
+        host: &str,
+        port: u16,
+        is_host: bool,
+        timeout: Duration,
+        prefix: &str,
+    ) -> Outcome<(Self, u16)> {
+        let (host, prefix) = (text(host)?, text(prefix)?);
+        let (mut bound, mut raw) = (port, ptr::null_mut());
+        // SAFETY: both strings and both out-pointers outlive the call, which keeps none of them.
+        check(unsafe {
+            ds_store_open(host.as_ptr(), &mut bound, is_host, millis(timeout), prefix.as_ptr(), &mut raw)
+        })?;
+        Ok((Self(not_null(raw)?), bound))
+    }
+
+    /// Sets a key.
+    pub fn set(&self, key: &str, value: &[u8]) -> Outcome<()> {
+        let key = text(key)?;
+        // SAFETY: the store lives until `self` is dropped and locks itself; key and value outlive the call, which copies them.
+        check(unsafe { ds_store_set(self.0.as_ptr(), key.as_ptr(), value.as_ptr(), value.len()) })
+    }
+
+    /// Waits for a key and returns its value.
+    pub fn get(&self, key: &str, timeout: Duration) -> Outcome<Vec<u8>> {
+        let key = text(key)?;
+        let (mut bytes, mut length) = (ptr::null_mut(), 0);
+        // SAFETY: as for `set`; the out-pointers outlive the call.
+        check(unsafe {
+            ds_store_get(self.0.as_ptr(), key.as_ptr(), millis(timeout), &mut bytes, &mut length)
+        })?;
+        // SAFETY: without an error `bytes` is `length` bytes from malloc, and ours.
+        let value = unsafe { slice::from_raw_parts(bytes, length) }.to_vec();
+        // SAFETY: they came from malloc and nothing else points to them.
+        unsafe { libc::free(bytes.cast()) };
+        Ok(value)
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // SAFETY: the pointer came from `ds_store_open` and is freed only here. Groups hold counted references of their own.
+        unsafe { ds_store_free(self.0.as_ptr()) }
+    }
+}
+
+/// Who opens a group, and how.
+pub struct GroupOptions<'a> {
+    /// This host's address, as the other ranks reach it.
+    pub address: &'a str,
+    /// This rank.
+    pub rank: usize,
+    /// All ranks.
+    pub world_size: usize,
+    /// How long a collective may take.
+    pub timeout: Duration,
+    /// The GPU whose tensors NCCL carries; `None` for a group of CPU tensors.
+    pub cuda_device: Option<usize>,
+}
+
+/// Collectives over Gloo and, for CUDA tensors, NCCL. Not to be shared among threads: their order is what matches them up.
+pub struct Group(NonNull<RawGroup>);
+
+impl Group {
+    /// Connects to all other ranks, who find each other through the store.
+    pub fn open(store: &Store, options: &GroupOptions<'_>) -> Outcome<Self> {
+        let address = text(options.address)?;
+        let number = |value: usize| c_int::try_from(value).map_err(|error| error.to_string());
+        let device = options.cuda_device.map_or(Ok(-1), number)?;
+        let (rank, world_size) = (number(options.rank)?, number(options.world_size)?);
+        let mut raw = ptr::null_mut();
+        // SAFETY: the store lives during the call, which takes a counted reference; the string and the out-pointer outlive it.
+        check(unsafe {
+            ds_group_open(
+                store.0.as_ptr(),
+                address.as_ptr(),
+                rank,
+                world_size,
+                millis(options.timeout),
+                device,
+                &mut raw,
+            )
+        })?;
+        Ok(Self(not_null(raw)?))
+    }
+
+    /// Adds up a contiguous tensor over all ranks, in place.
+    pub fn all_reduce(&self, tensor: &mut Tensor) -> Outcome<()> {
+        // SAFETY: the group lives until `self` is dropped; the tensor stays mutably borrowed until the shim, which waits for the
+        // collective, has returned.
+        check(unsafe { ds_group_all_reduce(self.0.as_ptr(), tensor.as_mut_ptr().cast()) })
+    }
+
+    /// Copies a contiguous tensor of rank `root` to all ranks, in place.
+    pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Outcome<()> {
+        let root = c_int::try_from(root).map_err(|error| error.to_string())?;
+        // SAFETY: as for `all_reduce`.
+        check(unsafe { ds_group_broadcast(self.0.as_ptr(), tensor.as_mut_ptr().cast(), root) })
+    }
+
+    /// Collects a contiguous tensor of every rank in `output`, `[world size, …]`.
+    pub fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Outcome<()> {
+        // SAFETY: as for `all_reduce`; the input is only read.
+        check(unsafe {
+            ds_group_all_gather(self.0.as_ptr(), output.as_mut_ptr().cast(), input.as_ptr().cast())
+        })
+    }
+
+    /// Gives up what is under way, so that a group which has lost a rank can be dropped.
+    pub fn abort(&self) -> Outcome<()> {
+        // SAFETY: the group lives until `self` is dropped.
+        check(unsafe { ds_group_abort(self.0.as_ptr()) })
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // SAFETY: the pointer came from `ds_group_open` and is freed only here.
+        unsafe { ds_group_free(self.0.as_ptr()) }
+    }
+}
+
+/// Takes over the text of an error.
+fn check(error: *mut c_char) -> Outcome<()> {
+    if error.is_null() {
+        return Ok(());
+    }
+    // SAFETY: the shim returns null or a C string from strdup, which is ours.
+    let said = unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned();
+    // SAFETY: it came from malloc and nothing else points to it.
+    unsafe { libc::free(error.cast()) };
+    Err(said)
+}
+
+fn text(text: &str) -> Outcome<CString> {
+    CString::new(text).map_err(|error| error.to_string())
+}
+
+fn not_null<T>(raw: *mut T) -> Outcome<NonNull<T>> {
+    NonNull::new(raw).ok_or_else(|| "c10d returned nothing".into())
+}
+
+fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}

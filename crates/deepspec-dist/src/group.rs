@@ -1,0 +1,180 @@
+//! The processes of a job as a group: collectives that all ranks call in the same order.
+
+use std::time::Duration;
+
+use deepspec_core::env::Ranks;
+use tch::{Device, Kind, Tensor};
+
+use crate::GroupError;
+use crate::ffi;
+use crate::meeting::{Fate, Meeting, one_line};
+
+/// The processes of a job. All ranks call the same operations in the same order; each fails if a rank has failed, is gone,
+/// or takes longer than the timeout.
+pub struct ProcessGroup {
+    rank: usize,
+    world_size: usize,
+    /// `None` for a process on its own.
+    link: Option<Link>,
+}
+
+struct Link {
+    // Dropped before the meeting place that it was made at.
+    group: ffi::Group,
+    meeting: Meeting,
+    timeout: Duration,
+}
+
+impl ProcessGroup {
+    /// A process on its own: nothing to do for any operation.
+    pub fn alone() -> Self {
+        Self { rank: 0, world_size: 1, link: None }
+    }
+
+    /// Meets all other ranks. Tensors of `device` and of the CPU can be passed around then.
+    ///
+    /// # Errors
+    /// If ranks are missing after `timeout`, which is also the longest that any later operation may take, or NCCL is.
+    pub fn connect(ranks: &Ranks, device: Device, timeout: Duration) -> Result<Self, GroupError> {
+        let cuda_device = match device {
+            Device::Cuda(index) => Some(nccl().map(|()| index)?),
+            _ => None,
+        };
+        let (rank, world_size) = (ranks.rank, ranks.world_size);
+        let meeting = Meeting::open(ranks, timeout)?;
+        let address = meeting.address();
+        let options = ffi::GroupOptions { address: &address, rank, world_size, timeout, cuda_device };
+        match ffi::Group::open(&meeting.store, &options) {
+            Ok(group) => Ok(Self { rank, world_size, link: Some(Link { group, meeting, timeout }) }),
+            Err(problem) => Err(explain(rank, &meeting, timeout, "connecting", &problem)),
+        }
+    }
+
+    /// This process, from 0.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// All processes.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Whether this is the rank that writes and speaks for all.
+    pub fn is_leader(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Adds up a contiguous tensor over all ranks, in place. All ranks get the same bits.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn all_reduce(&self, operation: &'static str, tensor: &mut Tensor) -> Result<(), GroupError> {
+        self.call(operation, |group| group.all_reduce(tensor))
+    }
+
+    /// Copies a contiguous tensor of rank `root` to all ranks, in place.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn broadcast(
+        &self,
+        operation: &'static str,
+        tensor: &mut Tensor,
+        root: usize,
+    ) -> Result<(), GroupError> {
+        self.call(operation, |group| group.broadcast(tensor, root))
+    }
+
+    /// The bytes of all ranks, by rank.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn all_gather(&self, operation: &'static str, bytes: &[u8]) -> Result<Vec<Vec<u8>>, GroupError> {
+        if self.link.is_none() {
+            return Ok(vec![bytes.to_vec()]);
+        }
+        let ranks = self.world_size as i64;
+        let mut lengths = Tensor::zeros([ranks, 1], (Kind::Int64, Device::Cpu));
+        let length = Tensor::from_slice(&[bytes.len() as i64]);
+        self.call(operation, |group| group.all_gather(&mut lengths, &length))?;
+        let longest = lengths.max().int64_value(&[]).max(1);
+        let mut padded = bytes.to_vec();
+        padded.resize(longest as usize, 0);
+        let mut rows = Tensor::zeros([ranks, longest], (Kind::Uint8, Device::Cpu));
+        let padded = Tensor::from_slice(&padded);
+        self.call(operation, |group| group.all_gather(&mut rows, &padded))?;
+        let row = |rank: i64| {
+            let length = lengths.int64_value(&[rank, 0]) as usize;
+            let mut bytes = vec![0; length];
+            rows.get(rank).copy_data(&mut bytes, length);
+            bytes
+        };
+        Ok((0..ranks).map(row).collect())
+    }
+
+    /// Whether any rank says yes.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn any(&self, operation: &'static str, yes: bool) -> Result<bool, GroupError> {
+        let mut count = Tensor::from_slice(&[i64::from(yes)]);
+        self.all_reduce(operation, &mut count)?;
+        Ok(count.int64_value(&[0]) > 0)
+    }
+
+    /// Waits for all ranks.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn barrier(&self, operation: &'static str) -> Result<(), GroupError> {
+        self.any(operation, false).map(drop)
+    }
+
+    /// Tells the other ranks which error of its own ends this one.
+    pub fn fail(&self, cause: &str) {
+        if let Some(link) = &self.link {
+            link.meeting.fail(cause);
+        }
+    }
+
+    fn call(
+        &self,
+        operation: &'static str,
+        work: impl FnOnce(&ffi::Group) -> Result<(), String>,
+    ) -> Result<(), GroupError> {
+        let Some(link) = &self.link else { return Ok(()) };
+        work(&link.group).map_err(|problem| {
+            // Whether that works or not, this rank ends now.
+            let _ = link.group.abort();
+            explain(self.rank, &link.meeting, link.timeout, operation, &problem)
+        })
+    }
+}
+
+/// Whether the build has NCCL, which carries tensors among GPUs.
+///
+/// # Errors
+/// [`GroupError::NoNccl`] with what was missing.
+pub fn nccl() -> Result<(), GroupError> {
+    match env!("DEEPSPEC_NCCL_MISSING") {
+        "" => Ok(()),
+        missing => Err(GroupError::NoNccl(missing.into())),
+    }
+}
+
+/// Why a collective failed.
+fn explain(
+    rank: usize,
+    meeting: &Meeting,
+    timeout: Duration,
+    operation: &'static str,
+    problem: &str,
+) -> GroupError {
+    let problem = one_line(problem);
+    match meeting.ask() {
+        Fate::Failed(peer, cause) => GroupError::Peer { rank, operation, peer, cause },
+        Fate::Silent(silent) => GroupError::Silent { rank, operation, timeout, silent, problem },
+        Fate::Alive => GroupError::Collective { rank, operation, problem },
+    }
+}

@@ -1,0 +1,172 @@
+//! The meeting place of a job's ranks: a key-value store that also carries last words.
+
+use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
+use std::time::{Duration, Instant};
+
+use deepspec_core::env::Ranks;
+
+use crate::GroupError;
+use crate::ffi::Store;
+
+/// How long a rank that has lost others waits for their last words.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+/// Where packets to a documentation address would leave (RFC 5737); none is sent.
+const ELSEWHERE: (&str, u16) = ("192.0.2.1", 9);
+
+/// A meeting place that is held for child processes.
+pub struct Host {
+    _store: Store,
+    port: u16,
+}
+
+impl Host {
+    /// Holds a meeting place at a free local port until it is dropped.
+    ///
+    /// # Errors
+    /// [`GroupError::Meeting`] if no port can be bound.
+    pub fn open(world_size: usize, timeout: Duration) -> Result<Self, GroupError> {
+        let (host, port) = (Self::ADDRESS.to_string(), 0);
+        let (store, port) = Store::open(&host, port, true, timeout, "").map_err(|problem| {
+            GroupError::Meeting { rank: 0, world_size, host, port, timeout, problem: one_line(&problem) }
+        })?;
+        Ok(Self { _store: store, port })
+    }
+
+    /// The place of one of `world_size` child processes of this machine.
+    pub fn place(&self, rank: usize, world_size: usize) -> Ranks {
+        Ranks {
+            rank,
+            world_size,
+            local_rank: rank,
+            host: Self::ADDRESS.into(),
+            port: self.port,
+            is_hosted: true,
+            attempt: 0,
+        }
+    }
+
+    const ADDRESS: &str = "127.0.0.1";
+}
+
+/// A rank at the meeting place.
+pub(crate) struct Meeting {
+    pub store: Store,
+    ranks: Ranks,
+}
+
+/// What became of the other ranks.
+pub(crate) enum Fate {
+    /// The first that failed, and its error.
+    Failed(usize, String),
+    /// Those that did not answer.
+    Silent(Vec<usize>),
+    /// All were there.
+    Alive,
+}
+
+impl Meeting {
+    /// Waits until all ranks have come.
+    pub fn open(ranks: &Ranks, timeout: Duration) -> Result<Self, GroupError> {
+        let begun = Instant::now();
+        let (rank, world_size) = (ranks.rank, ranks.world_size);
+        let is_host = rank == 0 && !ranks.is_hosted;
+        let prefix = format!("attempt_{}", ranks.attempt);
+        let (store, _) =
+            Store::open(&ranks.host, ranks.port, is_host, timeout, &prefix).map_err(|problem| {
+                GroupError::Meeting {
+                    rank,
+                    world_size,
+                    host: ranks.host.clone(),
+                    port: ranks.port,
+                    timeout,
+                    problem: one_line(&problem),
+                }
+            })?;
+        let meeting = Self { store, ranks: ranks.clone() };
+        meeting.say("here", "");
+        let missing = meeting.missing("here", timeout.saturating_sub(begun.elapsed()));
+        if missing.is_empty() {
+            Ok(meeting)
+        } else {
+            Err(GroupError::Missing { rank, world_size, missing, timeout })
+        }
+    }
+
+    /// This machine's address on the way to the others.
+    pub fn address(&self) -> String {
+        let host = &self.ranks.host;
+        let way = |to: (&str, u16)| {
+            let to = to.to_socket_addrs().ok()?.next()?;
+            let from = UdpSocket::bind((if to.is_ipv6() { "::" } else { "0.0.0.0" }, 0)).ok()?;
+            from.connect(to).ok()?;
+            Some(from.local_addr().ok()?.ip())
+        };
+        let address = way((host, self.ranks.port.max(1)));
+        let is_local = host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
+        let address = match address {
+            // A host name that means the loopback device on its own machine is another address elsewhere.
+            Some(ip) if ip.is_loopback() && !is_local => way(ELSEWHERE).or(Some(ip)),
+            found => found,
+        };
+        address.map_or_else(|| Host::ADDRESS.into(), |ip| ip.to_string())
+    }
+
+    /// Leaves the error that ends this rank for the others.
+    pub fn fail(&self, cause: &str) {
+        self.say("end", cause);
+        if self.ranks.rank == 0 && !self.ranks.is_hosted {
+            // The words go with this process: stay until the others have read them.
+            self.missing("bye", LAST_WORDS);
+        }
+    }
+
+    /// Asks what became of the others when a collective has failed.
+    pub fn ask(&self) -> Fate {
+        self.say("end", "");
+        let (deadline, mut silent) = (Instant::now() + LAST_WORDS, vec![]);
+        let mut failed = None;
+        for peer in (0..self.ranks.world_size).filter(|&peer| peer != self.ranks.rank) {
+            match self.heard("end", peer, deadline) {
+                None => silent.push(peer),
+                Some(cause) if !cause.is_empty() => {
+                    failed.get_or_insert((peer, cause));
+                }
+                Some(_) => {}
+            }
+        }
+        self.say("bye", "");
+        if self.ranks.rank == 0 && !self.ranks.is_hosted {
+            self.missing("bye", LAST_WORDS);
+        }
+        match failed {
+            Some((peer, cause)) => Fate::Failed(peer, cause),
+            None if silent.is_empty() => Fate::Alive,
+            None => Fate::Silent(silent),
+        }
+    }
+
+    /// Sets a key of this rank. Where the store is gone, its holder is missed instead.
+    fn say(&self, key: &str, words: &str) {
+        let _ = self.store.set(&format!("{key}/{}", self.ranks.rank), words.as_bytes());
+    }
+
+    fn heard(&self, key: &str, peer: usize, deadline: Instant) -> Option<String> {
+        // At least a moment, so that what is there already is always heard.
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
+        let words = self.store.get(&format!("{key}/{peer}"), left).ok()?;
+        Some(String::from_utf8_lossy(&words).into_owned())
+    }
+
+    /// The other ranks that do not set their key in time.
+    fn missing(&self, key: &str, timeout: Duration) -> Vec<usize> {
+        let deadline = Instant::now() + timeout;
+        (0..self.ranks.world_size)
+            .filter(|&peer| peer != self.ranks.rank && self.heard(key, peer, deadline).is_none())
+            .collect()
+    }
+}
+
+/// The first line of what c10d says; the rest are addresses of its code.
+pub(crate) fn one_line(problem: &str) -> String {
+    problem.lines().next().unwrap_or_default().trim().to_string()
+}
