@@ -143,17 +143,68 @@ pub struct ConfidenceRecipe {
     pub alpha: f64,
 }
 
-/// Weights of the block losses.
+/// Weights of the block losses; one that is left out is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossRecipe {
     /// Weight of the cross entropy with the label.
+    #[serde(default)]
     pub ce_alpha: f64,
     /// Weight of ‖p^d − p^t‖₁.
+    #[serde(default)]
     pub l1_alpha: f64,
+    /// Weight of the cross entropy with p^t.
+    #[serde(default)]
+    pub soft_ce_alpha: f64,
+    /// Weight of the Kullback-Leibler divergence of p^d from p^t: the gradient of `soft_ce_alpha`, another value.
+    #[serde(default)]
+    pub kl_alpha: f64,
+    /// A loss of the overlap of p^d and p^t; absent means none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lk: Option<Lk>,
+    /// Position weights of the cross entropy with the label that follow the drafter's confidence; absent means those of
+    /// `decay_gamma`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dpace: Option<Dpace>,
     /// Position k of a block weighs exp(−k / this).
     #[serde(default = "defaults::decay_gamma")]
     pub decay_gamma: f64,
+}
+
+/// How the overlap α = Σ min(p^d, p^t), the target's accept rate, is learned (LK losses, arXiv 2602.23881).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LkForm {
+    /// −log α.
+    LogAcceptance,
+    /// λ·KL + (1 − λ)·(1 − α) with the constant λ = exp(−η·α) of the row: divergence first, overlap as it grows.
+    Hybrid,
+}
+
+/// An overlap loss.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Lk {
+    /// Its form.
+    #[serde(rename = "type")]
+    pub form: LkForm,
+    /// Its weight.
+    #[serde(default = "defaults::one")]
+    pub alpha: f64,
+    /// η of the hybrid form; the paper's best is 3.
+    #[serde(default = "defaults::lk_eta")]
+    pub eta: f64,
+}
+
+/// Dynamic position weights (D-PACE, arXiv 2605.18810): Σ over later positions m, itself included, of Π_{i ≤ m} ((1 − s)·q_i + s),
+/// where q_i is the drafter's probability of label i; constant in the gradient. The denominator stays that of `decay_gamma`, which
+/// is known before any forward.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Dpace {
+    /// s, in (0, 1]; the paper's value is 0.5.
+    #[serde(default = "defaults::dpace_smoothing")]
+    pub smoothing: f64,
 }
 
 /// The training data.
@@ -276,6 +327,12 @@ mod defaults {
     pub fn one() -> f64 {
         1.0
     }
+    pub fn lk_eta() -> f64 {
+        3.0
+    }
+    pub fn dpace_smoothing() -> f64 {
+        0.5
+    }
 }
 
 impl DataRecipe {
@@ -299,7 +356,10 @@ impl DrafterRecipe {
             Self::Dspark(_) => (0.1, 0.9),
             Self::Dflash(_) => (1.0, 0.0),
         };
-        self.block().loss.unwrap_or(LossRecipe { ce_alpha, l1_alpha, decay_gamma: defaults::decay_gamma() })
+        let (soft_ce_alpha, kl_alpha, decay_gamma) = (0.0, 0.0, defaults::decay_gamma());
+        let own =
+            LossRecipe { ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha, lk: None, dpace: None, decay_gamma };
+        self.block().loss.unwrap_or(own)
     }
 }
 

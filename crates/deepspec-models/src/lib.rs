@@ -9,13 +9,14 @@ mod error;
 mod families;
 mod identity;
 mod kv;
+mod losses;
 mod nn;
 mod target;
 mod weights;
 
 pub use config::ModelConfig;
 pub use drafters::block::{
-    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, LossSums, Normaliser, TrainSample,
+    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossSums, Normaliser, TrainSample,
     anchor_candidates, eval_mask, slot_weight,
 };
 pub use drafters::learner::{Design, Learner, Supervision, Terms};
@@ -23,5 +24,6 @@ pub use drafters::{Drafter, DrafterOptions};
 pub use error::ModelError;
 pub use families::Family;
 pub use identity::{config_digest, stop_ids, weights_digest};
+pub use losses::LossAlphas;
 pub use target::{TargetModel, TargetOptions, load_ends};
 pub use weights::{Weights, save};

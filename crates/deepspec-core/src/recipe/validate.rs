@@ -1,6 +1,6 @@
 //! What the types of a recipe cannot rule out.
 
-use super::{DataRecipe, DrafterRecipe, Recipe, States, TemplateRecipe};
+use super::{DataRecipe, Dpace, DrafterRecipe, LossRecipe, Recipe, States, TemplateRecipe};
 
 impl Recipe {
     /// Checks values against their ranges and each other; the error is a key and what is wrong with it.
@@ -76,10 +76,45 @@ impl Recipe {
         if loss.decay_gamma.is_nan() || loss.decay_gamma <= 0.0 {
             return Err(("drafter.loss.decay_gamma", "must be positive".into()));
         }
-        if [loss.ce_alpha, loss.l1_alpha].iter().any(|alpha| !alpha.is_finite() || *alpha < 0.0) {
-            return Err(("drafter.loss", "ce_alpha and l1_alpha must be numbers from 0".into()));
+        loss.check()
+    }
+}
+
+impl LossRecipe {
+    /// Weights are no negative numbers, and something is learned.
+    fn check(&self) -> Result<(), (&'static str, String)> {
+        let (lk_alpha, lk_eta) = self.lk.map_or((0.0, 0.0), |lk| (lk.alpha, lk.eta));
+        let from_zero = [
+            ("drafter.loss.ce_alpha", self.ce_alpha),
+            ("drafter.loss.l1_alpha", self.l1_alpha),
+            ("drafter.loss.soft_ce_alpha", self.soft_ce_alpha),
+            ("drafter.loss.kl_alpha", self.kl_alpha),
+            ("drafter.loss.lk.alpha", lk_alpha),
+            ("drafter.loss.lk.eta", lk_eta),
+        ];
+        if let Some((key, found)) = from_zero.iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
+            return Err((key, format!("{found} is no number from 0")));
         }
-        Ok(())
+        if [self.ce_alpha, self.l1_alpha, self.soft_ce_alpha, self.kl_alpha, lk_alpha]
+            .iter()
+            .all(|&a| a == 0.0)
+        {
+            return Err((
+                "drafter.loss",
+                "all weights are 0; give at least one of ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha and lk"
+                    .into(),
+            ));
+        }
+        match self.dpace {
+            Some(Dpace { smoothing }) if !(smoothing > 0.0 && smoothing <= 1.0) => {
+                Err(("drafter.loss.dpace.smoothing", format!("{smoothing} is not in (0, 1]")))
+            }
+            Some(_) if self.ce_alpha == 0.0 => Err((
+                "drafter.loss.dpace",
+                "it weighs the cross entropy with the label, but ce_alpha is 0".into(),
+            )),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -157,6 +192,18 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         wrong("data.input=a.jsonl", "`data.input`");
         wrong("data.target_device=cpu", "`data.target_device`");
         wrong("drafter.dspark.markov.rank=0", "leave `markov` out");
+        wrong(
+            "drafter.dspark.loss={ce_alpha: 0.1, kl_alpha: -1}",
+            "`drafter.loss.kl_alpha`: -1 is no number from 0",
+        );
+        wrong("drafter.dspark.loss={decay_gamma: 3}", "`drafter.loss`: all weights are 0");
+        wrong("drafter.dspark.loss={ce_alpha: 1, dpace: {smoothing: 0}}", "`drafter.loss.dpace.smoothing`");
+        wrong(
+            "drafter.dspark.loss={l1_alpha: 1, dpace: {}}",
+            "`drafter.loss.dpace`: it weighs the cross entropy",
+        );
+        wrong("drafter.dspark.loss={lk: {type: hybird}}", "hybird");
+        wrong("drafter.dspark.loss={lk: {type: hybrid, eta: .nan}}", "`drafter.loss.lk.eta`");
         wrong("name=a/b", "cannot name a folder");
         let entry = "data.chat_template={name: a, assistant_header: '', end_of_turn: x}";
         wrong(entry, "`data.chat_template.assistant_header`: must not be empty");

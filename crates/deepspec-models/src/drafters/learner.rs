@@ -6,9 +6,10 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::block::{
-    Block, BlockBatch, BlockConfig, BlockTerms, Confidence, LossAlphas, Normaliser, TrainSample,
-    anchor_candidates, eval_mask, slot_weight,
+    Block, BlockBatch, BlockConfig, BlockTerms, Confidence, Normaliser, TrainSample, anchor_candidates,
+    eval_mask, slot_weight,
 };
+use crate::losses::LossAlphas;
 use crate::{ModelConfig, ModelError};
 
 /// What a recipe asks for, fitted to a target: architecture and objective of a drafter, before any weight is there.
@@ -44,11 +45,7 @@ impl Design {
         };
         let misfit = |(key, problem)| ModelError::Mismatch(UsageError(format!("{key}: {problem}")));
         config.validate().map_err(misfit)?;
-        let alphas = LossAlphas {
-            ce: loss.ce_alpha,
-            l1: loss.l1_alpha,
-            confidence: block.confidence.map_or(0.0, |confidence| confidence.alpha),
-        };
+        let alphas = LossAlphas::new(&loss, block.confidence.map_or(0.0, |confidence| confidence.alpha));
         Ok(Self::Block { config, alphas, decay_gamma: loss.decay_gamma })
     }
 
@@ -182,9 +179,7 @@ impl Learner {
             Self::Block { block, alphas, decay_gamma } => {
                 let batch =
                     BlockBatch::new(samples, block.config(), *decay_gamma, block.device(), block.kind())?;
-                let terms = block.objective(&batch, *alphas, normaliser);
-                terms.loss.backward();
-                Some(terms.sums)
+                Some(block.accumulate(&batch, alphas, normaliser))
             }
         }
     }

@@ -40,7 +40,16 @@ impl Vocabulary {
 
     /// Final-normed states `[.., d]` to float32 logits `[.., V]`.
     pub fn logits(&self, hidden: &Tensor) -> Tensor {
-        let logits = linear(hidden, &self.lm_head, None).to_kind(Kind::Float);
+        self.cap(linear(hidden, &self.lm_head, None).to_kind(Kind::Float))
+    }
+
+    /// c, if logits are soft-capped.
+    pub fn softcap(&self) -> Option<f64> {
+        self.softcap
+    }
+
+    /// `c·tanh(x/c)`, or x itself without a soft-cap.
+    pub fn cap(&self, logits: Tensor) -> Tensor {
         match self.softcap {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,

@@ -64,6 +64,8 @@ pub struct BlockBatch {
     pub(super) slots: Tensor,
     /// Target states that predict the labels, `[R, d]`.
     pub(super) teacher: Tensor,
+    /// Supervised slots of each block.
+    pub(super) counts: Vec<usize>,
     /// A, number of blocks.
     pub(super) blocks: usize,
 }
@@ -86,6 +88,7 @@ impl BlockBatch {
         let (mut context_positions, mut block_tokens, mut block_positions, mut previous) =
             (vec![], vec![], vec![], vec![]);
         let (mut rows, mut labels, mut weights, mut slots) = (vec![], vec![], vec![], vec![]);
+        let mut counts = vec![];
         let (mut tokens, mut blocks) = (0, 0);
         for sample in samples.iter().filter(|sample| !sample.anchors.is_empty()) {
             let (ids, length) = (&sample.input_ids, sample.input_ids.len());
@@ -98,7 +101,9 @@ impl BlockBatch {
                     block_positions.push((anchor + k) as i64);
                     previous.push(ids[(anchor + k).min(length - 1)]);
                 }
-                for k in 0..eval_mask(&sample.loss_mask, anchor, gamma) {
+                let supervised = eval_mask(&sample.loss_mask, anchor, gamma);
+                counts.push(supervised);
+                for k in 0..supervised {
                     rows.push(((blocks + b) * gamma + k) as i64);
                     labels.push(ids[anchor + 1 + k]);
                     weights.push(slot_weight(k, decay_gamma));
@@ -140,6 +145,7 @@ impl BlockBatch {
             weights: Tensor::from_slice(&weights).to_device(device),
             slots: ints(&slots),
             teacher: Tensor::cat(&teacher, 0),
+            counts,
             blocks,
         })
     }
@@ -147,6 +153,26 @@ impl BlockBatch {
     /// Token before each label, `[A, γ]`: the anchor, then the labels.
     pub fn previous(&self) -> &Tensor {
         &self.previous
+    }
+
+    /// Supervised slots as indices into A·γ, in order, `[R]`.
+    pub fn rows(&self) -> &Tensor {
+        &self.rows
+    }
+
+    /// Labels of the supervised slots, `[R]`.
+    pub fn labels(&self) -> &Tensor {
+        &self.labels
+    }
+
+    /// Loss weights of the supervised slots, `[R]` float32.
+    pub fn weights(&self) -> &Tensor {
+        &self.weights
+    }
+
+    /// The target's states that predict the labels, `[R, d]`.
+    pub fn teacher(&self) -> &Tensor {
+        &self.teacher
     }
 
     /// A, the number of blocks.

@@ -45,6 +45,16 @@ impl MarkovHead {
         })
     }
 
+    /// The embedding of previous tokens, `[V, r]`.
+    pub fn w1(&self) -> &Tensor {
+        &self.w1
+    }
+
+    /// What turns features into the bias, `[V, r]`.
+    pub fn w2(&self) -> &Tensor {
+        &self.w2
+    }
+
     /// `e = W1[token]`, `[.., r]`.
     pub fn embed(&self, tokens: &Tensor) -> Tensor {
         Tensor::embedding(&self.w1, tokens, -1, false, false)

@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::objective::{LossAlphas, LossSums};
+use super::objective::LossSums;
+use crate::losses::LossAlphas;
 
 /// What the sums of a block drafter's micro-batches mean.
 #[derive(Debug, Clone)]
@@ -37,7 +38,7 @@ impl BlockTerms {
         let accept: Vec<f64> =
             (0..self.block_size).map(|k| ratio(&format!("accept@{k}"), &format!("count@{k}"))).collect();
         let metrics = json!({
-            "loss": ce * self.alphas.ce + l1 * self.alphas.l1 + confidence * self.alphas.confidence,
+            "loss": ratio("loss", "weight"),
             "ce_loss": ce,
             "l1_loss": l1,
             "confidence_loss": confidence,
@@ -49,9 +50,13 @@ impl BlockTerms {
             "anchors_per_sample": sum("blocks") / samples.max(1) as f64,
             "supervised_per_block": ratio("slots", "blocks"),
         });
-        match metrics {
-            Value::Object(map) => map,
-            _ => Map::new(),
+        let Value::Object(mut metrics) = metrics else { return Map::new() };
+        let LossAlphas { soft_ce, kl, lk, dpace, .. } = self.alphas;
+        let learned =
+            [("soft_ce", soft_ce != 0.0), ("kl", kl != 0.0), ("lk", lk.is_some()), ("dpace", dpace.is_some())];
+        for (name, _) in learned.into_iter().filter(|(_, learned)| *learned) {
+            metrics.insert(format!("{name}_loss"), json!(ratio(name, "weight")));
         }
+        metrics
     }
 }

@@ -14,5 +14,5 @@ pub use batch::{BlockBatch, TrainSample, anchor_candidates, eval_mask, slot_weig
 pub use config::{BlockConfig, Confidence};
 pub use metrics::BlockTerms;
 pub use model::Block;
-pub use objective::{LossAlphas, LossSums, Normaliser};
+pub use objective::{LossSums, Normaliser};
 pub use proposer::BlockProposer;

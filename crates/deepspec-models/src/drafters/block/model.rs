@@ -125,6 +125,11 @@ impl Block {
             .collect()
     }
 
+    /// Embedding and head, shared with the target.
+    pub(super) fn vocabulary(&self) -> &Vocabulary {
+        &self.vocabulary
+    }
+
     /// Kind of weights and activations.
     pub fn kind(&self) -> Kind {
         self.kind

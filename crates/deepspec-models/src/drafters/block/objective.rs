@@ -1,43 +1,34 @@
-//! The loss of DSpark and DFlash: weighted CE, L1 and confidence BCE over supervised slots.
+//! The training objective of DSpark and DFlash: losses over supervised slots, their gradients and their statistics.
 
 use tch::{Kind, Reduction, Tensor};
 
 use super::batch::BlockBatch;
 use super::model::Block;
+use crate::losses::{self, Bias, COLUMNS, LossAlphas, Outcome, Supervised};
 
 /// Added to every denominator.
 const DENOMINATOR_EPS: f64 = 1e-6;
-
-/// Weights of the three losses.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LossAlphas {
-    /// Cross entropy with the label.
-    pub ce: f64,
-    /// ‖p^d − p^t‖₁.
-    pub l1: f64,
-    /// Binary cross entropy of the confidence head.
-    pub confidence: f64,
-}
 
 /// The denominator of one optimiser step: Σ of the loss weights of all its blocks, known before any forward.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normaliser(pub f64);
 
-/// A micro-batch's contribution: the loss to differentiate, and sums that add over micro-batches and ranks.
-pub struct LossSums {
-    /// α-weighted numerators over the normaliser, a scalar with a graph.
-    pub loss: Tensor,
-    /// Statistics by [`LossSums::names`], `[K]` float64, detached.
-    pub sums: Tensor,
-}
+/// What a micro-batch leaves behind: sums that add over micro-batches and ranks.
+pub struct LossSums;
 
 impl LossSums {
-    /// What each entry of `sums` is; the last 2γ are Σ accept rate and count per position.
+    /// What each sum is; the last 2γ are Σ accept rate and count per position. `loss` is the numerator of all that is learned,
+    /// those of single losses have position weights only.
     pub fn names(block_size: usize) -> Vec<String> {
         let fixed = [
             "weight",
+            "loss",
             "ce",
             "l1",
+            "soft_ce",
+            "kl",
+            "lk",
+            "dpace",
             "confidence",
             "tau",
             "blocks",
@@ -54,87 +45,147 @@ impl LossSums {
 }
 
 impl Block {
-    /// Forward and losses of a batch.
+    /// Forward and backward of a batch: adds the gradients of all losses to those of the parameters, which must require them,
+    /// and gives the sums of [`LossSums::names`], `[K]` float64, detached.
     ///
-    /// With weights w over the supervised slots: CE = Σ w·(−log p^d(x*)), L1 = Σ w·‖p^d − p^t‖₁, BCE of the confidence against
-    /// c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1), each over the normaliser + 1e-6. p^t and c* are constants.
-    pub fn objective(&self, batch: &BlockBatch, alphas: LossAlphas, normaliser: Normaliser) -> LossSums {
-        let gamma = self.config().block_size as i64;
-        let hidden = self.hidden(batch); // [A, γ, d]
+    /// With weights w over the supervised slots, every loss of `alphas` is Σ w·loss over the normaliser + 1e-6. The
+    /// confidence's is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
+    ///
+    /// Autograd sees the backbone and the small heads only. What lies behind the final states is differentiated in closed form,
+    /// and one backward through Σ state · gradient carries it on.
+    pub fn accumulate(&self, batch: &BlockBatch, alphas: &LossAlphas, normaliser: Normaliser) -> Tensor {
+        let scale = 1.0 / (normaliser.0 + DENOMINATOR_EPS);
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
-        let features = self.markov_features(&hidden, &batch.previous);
-        let (e, features) =
-            features.map_or((None, None), |(e, f)| (Some(supervised(&e)), Some(supervised(&f))));
+        let hidden = self.hidden(batch); // [A, γ, d]
+        // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.
+        let e = self.markov.as_ref().map(|markov| {
+            let e = tch::no_grad(|| markov.embed(&batch.previous));
+            e.set_requires_grad(true)
+        });
+        let features = self.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
+            supervised(&markov.features(&hidden, e)) // [R, r]
+        });
         let rows = supervised(&hidden); // [R, d]
+        let Outcome { hidden: by_hidden, features: by_features, rows: found } =
+            tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), alphas, scale));
+        let column = |name: &str| {
+            let index = COLUMNS.iter().position(|column| *column == name);
+            found.select(1, index.map_or(-1, |index| index as i64))
+        };
+        let accept = (column("l1") * -0.5 + 1.0).clamp(0.0, 1.0);
 
-        let log_draft = self.corrected_logits(&rows, features.as_ref()).log_softmax(-1, Kind::Float); // [R, V]
-        let target = tch::no_grad(|| self.base_logits(&batch.teacher).softmax(-1, Kind::Float));
-        let weighted = |values: &Tensor| (values * &batch.weights).sum(Kind::Float);
-        let ce = weighted(&-log_draft.gather(1, &batch.labels.unsqueeze(1), false).squeeze_dim(1));
-        let needs_l1 = alphas.l1 != 0.0;
-        let distance =
-            |log_draft: &Tensor| (log_draft.exp() - &target).abs().sum_dim_intlist(-1, false, Kind::Float); // [R]
-        let l1_rows = if needs_l1 { distance(&log_draft) } else { tch::no_grad(|| distance(&log_draft)) };
-        let l1 = weighted(&l1_rows);
-        let accept: Tensor = (l1_rows.detach() * -0.5 + 1.0).clamp(0.0, 1.0);
-
-        let mut total = &ce * alphas.ce;
-        if needs_l1 {
-            total += &l1 * alphas.l1;
+        let mut surrogate = (&rows * by_hidden).sum(Kind::Float);
+        if let Some((features, by_features)) = features.as_ref().zip(by_features) {
+            surrogate += (features * by_features).sum(Kind::Float);
         }
-        let confidence_logits = self.confidence_logits(&rows, e.as_ref());
+        let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&supervised).as_ref());
         let bce = confidence_logits.as_ref().map(|logits| {
-            weighted(&logits.binary_cross_entropy_with_logits(
-                &accept,
-                None::<&Tensor>,
-                None::<&Tensor>,
-                Reduction::None,
-            ))
+            let none = None::<&Tensor>;
+            let bce = logits.binary_cross_entropy_with_logits(&accept, none, none, Reduction::None);
+            (bce * &batch.weights).sum(Kind::Float)
         });
         if let Some(bce) = &bce {
-            total += bce * alphas.confidence;
+            surrogate += bce * (alphas.confidence * scale);
         }
-        let loss = total / (normaliser.0 + DENOMINATOR_EPS);
+        surrogate.backward();
+        tch::no_grad(|| {
+            if let Some((markov, e)) = self.markov.as_ref().zip(e) {
+                let (previous, gradient) = (batch.previous.view([-1]), e.grad().flatten(0, 1));
+                let _ = losses::gradient(markov.w1()).index_add_(0, &previous, &gradient);
+            }
+            self.sums(batch, alphas, &column, &accept, confidence_logits.as_ref().zip(bce.as_ref()))
+        })
+    }
 
-        let sums = tch::no_grad(|| {
-            let by_block = |rows: &Tensor| {
-                let all = Tensor::zeros([batch.blocks as i64 * gamma], (Kind::Float, rows.device()));
-                all.index_add(0, &batch.rows, rows).view([-1, gamma])
+    /// Losses behind the final states `rows [R, d]`, without a graph; W2's gradient is added where it belongs.
+    fn head_losses(
+        &self,
+        batch: &BlockBatch,
+        rows: &Tensor,
+        features: Option<&Tensor>,
+        alphas: &LossAlphas,
+        scale: f64,
+    ) -> Outcome {
+        let w2 = self.markov.as_ref().map(|markov| {
+            let gradient = losses::gradient(markov.w2());
+            // Sums of many chunks would be rounded often in a narrower kind.
+            let sum = match gradient.kind() {
+                Kind::Float => gradient.shallow_clone(),
+                _ => gradient.zeros_like().to_kind(Kind::Float),
             };
-            let survival = by_block(&accept).cumprod(1, Kind::Float); // Π accept rate · eval_mask
-            let tau = survival.sum(Kind::Double) + batch.blocks as f64;
-            let zero = ce.zeros_like();
-            let (abs_error, bias, prefix_bias) =
-                confidence_logits.as_ref().map_or((zero.copy(), zero.copy(), zero.copy()), |logits| {
-                    let confidence = logits.sigmoid();
-                    let error = &confidence - &accept;
-                    let prefix = (by_block(&confidence).cumprod(1, Kind::Float) - &survival)
-                        * by_block(&batch.weights);
-                    (weighted(&error.abs()), weighted(&error), prefix.sum(Kind::Float))
-                });
-            let scalars = [
-                batch.weights.sum(Kind::Float),
-                ce.detach(),
-                l1.detach(),
-                bce.as_ref().map_or(zero, Tensor::detach),
-                tau,
-                Tensor::from(batch.blocks as f64).to_device(ce.device()),
-                Tensor::from(batch.rows.size()[0] as f64).to_device(ce.device()),
-                abs_error,
-                bias,
-                prefix_bias,
-            ];
-            let scalars: Vec<Tensor> = scalars.iter().map(|s| s.to_kind(Kind::Double).reshape([1])).collect();
-            let per_position = |rows: &Tensor| {
-                Tensor::zeros([gamma], (Kind::Double, rows.device())).index_add(
-                    0,
-                    &batch.slots,
-                    &rows.to_kind(Kind::Double),
-                )
-            };
-            let positions = [per_position(&accept), per_position(&accept.ones_like())];
-            Tensor::cat(&scalars.into_iter().chain(positions).collect::<Vec<_>>(), 0)
+            (markov.w2(), gradient, sum)
         });
-        LossSums { loss, sums }
+        let bias = w2.as_ref().zip(features);
+        let supervised = Supervised {
+            hidden: rows,
+            bias: bias.map(|((w2, _, sum), features)| Bias { features, w2, w2_gradient: sum }),
+            teacher: &batch.teacher,
+            labels: &batch.labels,
+            weights: &batch.weights,
+            places: &batch.rows,
+            counts: &batch.counts,
+            gamma: self.config().block_size as i64,
+            scale,
+        };
+        let outcome = losses::accumulate(self.vocabulary(), &supervised, alphas);
+        if let Some((_, mut gradient, sum)) = w2.filter(|(_, gradient, _)| gradient.kind() != Kind::Float) {
+            let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
+        }
+        outcome
+    }
+
+    /// The sums by name. `column` is of [`COLUMNS`], `accept [R]` the accept rates, `confidence` logits and loss of that head.
+    fn sums(
+        &self,
+        batch: &BlockBatch,
+        alphas: &LossAlphas,
+        column: &dyn Fn(&str) -> Tensor,
+        accept: &Tensor,
+        confidence: Option<(&Tensor, &Tensor)>,
+    ) -> Tensor {
+        let gamma = self.config().block_size as i64;
+        let (device, count) = (accept.device(), accept.size()[0] as f64);
+        let by_block = |rows: &Tensor| {
+            let all = Tensor::zeros([batch.blocks as i64 * gamma], (Kind::Float, device));
+            all.index_add(0, &batch.rows, rows).view([-1, gamma])
+        };
+        let weighted = |values: &Tensor| (values * &batch.weights).sum(Kind::Float);
+        let survival = by_block(accept).cumprod(1, Kind::Float); // Π accept rate · eval_mask
+        let zero = Tensor::zeros([], (Kind::Float, device));
+        let (bce, abs_error, bias, prefix_bias) = match confidence {
+            Some((logits, bce)) => {
+                let confidence = logits.sigmoid();
+                let error = &confidence - accept;
+                let prefix =
+                    (by_block(&confidence).cumprod(1, Kind::Float) - &survival) * by_block(&batch.weights);
+                (bce.detach(), weighted(&error.abs()), weighted(&error), prefix.sum(Kind::Float))
+            }
+            None => (zero.copy(), zero.copy(), zero.copy(), zero),
+        };
+        let number = |value: f64| Tensor::from(value).to_device(device);
+        let scalars = [
+            batch.weights.sum(Kind::Float),
+            column("loss").sum(Kind::Double) + &bce * alphas.confidence,
+            weighted(&column("ce")),
+            weighted(&column("l1")),
+            weighted(&column("soft_ce")),
+            weighted(&column("kl")),
+            weighted(&column("lk")),
+            column("dpace").sum(Kind::Float),
+            bce,
+            survival.sum(Kind::Double) + batch.blocks as f64,
+            number(batch.blocks as f64),
+            number(count),
+            abs_error,
+            bias,
+            prefix_bias,
+        ];
+        let scalars = scalars.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1]));
+        let per_position = |rows: &Tensor| {
+            let all = Tensor::zeros([gamma], (Kind::Double, device));
+            all.index_add(0, &batch.slots, &rows.to_kind(Kind::Double))
+        };
+        let positions = [per_position(accept), per_position(&accept.ones_like())];
+        Tensor::cat(&scalars.chain(positions).collect::<Vec<_>>(), 0)
     }
 }

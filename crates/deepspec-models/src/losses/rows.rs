@@ -1,0 +1,102 @@
+//! Some rows of logits: how far the drafter is from label and target, and the gradient by the drafter's logits.
+
+use tch::{Kind, Tensor};
+
+use super::terms::Slopes;
+
+/// Distances of some rows, `[n, 1]` float32 each.
+pub struct Measures {
+    /// −log p^d(x*).
+    pub ce: Tensor,
+    /// ‖p^d − p^t‖₁.
+    pub l1: Tensor,
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where a loss needs them.
+    pub soft: Option<(Tensor, Tensor)>,
+    /// Σ min(p^d, p^t), where a loss needs it.
+    pub overlap: Option<Tensor>,
+}
+
+/// p^d and p^t of some rows, `[n, V]` float32.
+pub(super) struct Rows {
+    draft: Tensor,
+    target: Tensor,
+    /// p^d − p^t.
+    difference: Tensor,
+    labels: Tensor, // [n, 1]
+}
+
+/// e^x / Σ e^x in place of `x [n, V]`, and log Σ e^x, once x has lost its largest value.
+fn normalise(x: &mut Tensor) -> Tensor {
+    let _ = x.exp_();
+    let sum = row_sum(x);
+    let _ = x.g_mul_(&sum.reciprocal());
+    sum.log()
+}
+
+/// Takes each row's largest value off.
+fn shift(x: &mut Tensor) {
+    let _ = x.g_sub_(&x.amax(-1, true));
+}
+
+fn row_sum(x: &Tensor) -> Tensor {
+    x.sum_dim_intlist(-1, true, Kind::Float)
+}
+
+impl Rows {
+    /// Turns logits, which are used up, into probabilities and measures them; `labels [n]`.
+    pub fn measure(
+        mut draft: Tensor,
+        mut target: Tensor,
+        labels: &Tensor,
+        needs_soft: bool,
+        needs_overlap: bool,
+    ) -> (Self, Measures) {
+        let labels = labels.unsqueeze(1);
+        shift(&mut draft);
+        shift(&mut target);
+        let label = draft.gather(1, &labels, false);
+        let (draft_logits, target_logits) =
+            (needs_soft.then(|| draft.copy()), needs_soft.then(|| target.copy()));
+        let (draft_log, target_log) = (normalise(&mut draft), normalise(&mut target));
+        let soft = draft_logits.zip(target_logits).map(|(draft_logits, target_logits)| {
+            let soft_ce = &draft_log - row_sum(&(&target * draft_logits));
+            let entropy = &target_log - row_sum(&(&target * target_logits));
+            let kl = &soft_ce - entropy;
+            (soft_ce, kl)
+        });
+        let difference = &draft - &target;
+        let measures = Measures {
+            ce: draft_log - label,
+            l1: row_sum(&difference.abs()),
+            soft,
+            overlap: needs_overlap.then(|| row_sum(&draft.minimum(&target))),
+        };
+        (Self { draft, target, difference, labels }, measures)
+    }
+
+    /// Gradient by the drafter's logits, `[n, V]`: with sign s of p^d − p^t,
+    /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
+    pub fn gradient(self, slopes: &Slopes) -> Tensor {
+        let Self { draft, mut target, mut difference, labels } = self;
+        let mut factor = labels.zeros_like().to_kind(Kind::Float); // of p^d, constant along a row
+        for slope in [&slopes.label, &slopes.soft].into_iter().flatten() {
+            factor += slope;
+        }
+        let mut gradient = match &slopes.l1 {
+            Some(l1) => {
+                let _ = difference.sign_();
+                factor -= l1 * row_sum(&(&draft * &difference));
+                let _ = difference.g_mul_(l1).g_add_(&factor);
+                difference.g_mul_(&draft)
+            }
+            None => draft * factor,
+        };
+        if let Some(soft) = &slopes.soft {
+            let _ = gradient.g_sub_(&target.g_mul_(soft));
+        }
+        if let Some(label) = &slopes.label {
+            let _ = gradient.scatter_add_(1, &labels, &label.neg());
+        }
+        gradient
+    }
+}

@@ -1,0 +1,214 @@
+//! The closed-form objective against the same formulas with autograd, for every head and every loss.
+
+#[path = "common/slow.rs"]
+mod slow;
+
+use std::path::Path;
+
+use deepspec_core::recipe::{Dpace, Lk, LkForm, Markov, MarkovKind};
+use deepspec_models::{
+    Block, BlockBatch, BlockConfig, Confidence, LossAlphas, LossSums, ModelConfig, Normaliser, TrainSample,
+};
+use tch::{Device, Kind, Tensor};
+
+const GAMMA: usize = 5;
+const NORMALISER: f64 = 123.0;
+
+/// What differs between the drafters of these tests.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    vocab: i64,
+    anchors: usize,
+    markov: Option<MarkovKind>,
+    confidence: Option<bool>,
+    softcap: Option<f64>,
+    kind: Kind,
+}
+
+const PLAIN: Shape = Shape {
+    vocab: 512,
+    anchors: 45,
+    markov: Some(MarkovKind::Vanilla),
+    confidence: Some(true),
+    softcap: None,
+    kind: Kind::Float,
+};
+
+fn block(shape: Shape) -> Block {
+    let model = serde_json::json!({
+        "model_type": "qwen3", "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "vocab_size": shape.vocab,
+        "initializer_range": 0.3,
+    });
+    let mut model =
+        ModelConfig::parse(Path::new("config.json"), model.as_object().cloned().unwrap()).unwrap();
+    model.logit_softcap = shape.softcap;
+    tch::manual_seed(7);
+    let ends = || (Tensor::randn([shape.vocab, 24], (Kind::Float, Device::Cpu)) * 0.3).to_kind(shape.kind);
+    let (embed, head) = (ends(), ends());
+    let config = BlockConfig {
+        model,
+        block_size: GAMMA,
+        mask_token_id: 3,
+        target_layer_ids: vec![1, 2],
+        num_target_layers: 4,
+        num_anchors: shape.anchors,
+        markov: shape.markov.map(|kind| Markov { kind, rank: 8 }),
+        confidence: shape.confidence.map(|with_markov| Confidence { with_markov }),
+    };
+    let block = Block::fresh(config, &embed, &head, 11, shape.kind).unwrap();
+    for (_, parameter) in block.parameters() {
+        let _ = parameter.set_requires_grad(true);
+    }
+    block
+}
+
+/// Two sequences whose blocks have all numbers of supervised slots.
+fn batch(block: &Block, shape: Shape) -> BlockBatch {
+    tch::manual_seed(8);
+    let length = 4 * shape.anchors as i64;
+    let states = |width: i64| Tensor::randn([length, width], (Kind::Float, Device::Cpu));
+    let sample = |seed: i64| TrainSample {
+        input_ids: (0..length).map(|i| (i * 31 + seed * 17) % shape.vocab).collect(),
+        loss_mask: (0..length).map(|i| i % 23 > 4).collect(),
+        taps: states(2 * 24),
+        last: states(24),
+        last_positions: (0..length as u32).collect(),
+        anchors: (0..length as usize).filter(|i| i % 23 > 4 && (i + 1) % 23 > 4).step_by(3).collect(),
+    };
+    let samples: Vec<TrainSample> = (0..2).map(sample).collect();
+    BlockBatch::new(&samples, block.config(), 4.0, Device::Cpu, shape.kind).unwrap()
+}
+
+fn gradients(block: &Block) -> Vec<(String, Tensor)> {
+    let taken = |(name, parameter): &(String, Tensor)| {
+        let gradient = parameter.grad();
+        let gradient =
+            if gradient.defined() { gradient.to_kind(Kind::Double) } else { parameter.zeros_like() };
+        parameter.shallow_clone().zero_grad();
+        (name.clone(), gradient.copy())
+    };
+    block.parameters().iter().map(taken).collect()
+}
+
+/// Gradients within `tolerance` by norm, sums within 1e-5 in float32.
+fn check(shape: Shape, alphas: LossAlphas, tolerance: f64) {
+    let block = block(shape);
+    let batch = batch(&block, shape);
+    let (loss, expected) = slow::objective(&block, &batch, &alphas, Normaliser(NORMALISER));
+    loss.backward();
+    let slow = gradients(&block);
+    let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &alphas, Normaliser(NORMALISER))).unwrap();
+    let names = LossSums::names(GAMMA);
+    for (name, expected) in expected {
+        let found = sums[names.iter().position(|n| n == name).unwrap()];
+        let error = (found - expected).abs() / expected.abs();
+        assert!(error < tolerance, "{shape:?} {alphas:?}: {name} is {found}, expected {expected}");
+    }
+    for ((name, fast), (_, slow)) in gradients(&block).iter().zip(&slow) {
+        let norm = |t: &Tensor| t.norm().double_value(&[]);
+        let error = norm(&(fast - slow));
+        assert!(
+            error <= tolerance * norm(slow),
+            "{shape:?} {alphas:?}: gradient of {name} is off by {error:e}, its norm is {:e}",
+            norm(slow)
+        );
+    }
+    // A second pass adds to the gradients.
+    for _ in 0..2 {
+        let _ = block.accumulate(&batch, &alphas, Normaliser(NORMALISER));
+    }
+    for ((name, twice), (_, slow)) in gradients(&block).iter().zip(&slow) {
+        let error = (twice - slow * 2.0).norm().double_value(&[]);
+        assert!(
+            error <= 2.0 * tolerance * slow.norm().double_value(&[]),
+            "{shape:?}: {name} does not add up"
+        );
+    }
+}
+
+const DSPARK: LossAlphas =
+    LossAlphas { ce: 0.1, l1: 0.9, soft_ce: 0.0, kl: 0.0, lk: None, dpace: None, confidence: 1.0 };
+const NOTHING: LossAlphas = LossAlphas { ce: 0.0, l1: 0.0, ..DSPARK };
+
+#[test]
+fn every_head_has_the_gradients_of_autograd() {
+    let heads = [None, Some(MarkovKind::Vanilla), Some(MarkovKind::Gated), Some(MarkovKind::Rnn)];
+    for markov in heads {
+        for confidence in [None, Some(false), Some(true)] {
+            if markov.is_none() && confidence == Some(true) {
+                continue;
+            }
+            for softcap in [None, Some(2.0)] {
+                check(Shape { markov, confidence, softcap, ..PLAIN }, DSPARK, 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_loss_has_the_gradients_of_autograd() {
+    let lk = |form, alpha, eta| Some(Lk { form, alpha, eta });
+    let losses = [
+        LossAlphas { ce: 1.0, ..NOTHING },
+        LossAlphas { l1: 0.7, ..NOTHING },
+        LossAlphas { soft_ce: 0.7, ..NOTHING },
+        LossAlphas { kl: 1.3, ..NOTHING },
+        LossAlphas { lk: lk(LkForm::LogAcceptance, 0.8, 3.0), ..NOTHING },
+        LossAlphas { lk: lk(LkForm::Hybrid, 0.8, 3.0), ..NOTHING },
+        LossAlphas { ce: 1.0, dpace: Some(Dpace { smoothing: 0.5 }), ..NOTHING },
+        LossAlphas {
+            ce: 0.3,
+            l1: 0.2,
+            soft_ce: 0.4,
+            kl: 0.1,
+            lk: lk(LkForm::Hybrid, 0.6, 1.5),
+            dpace: Some(Dpace { smoothing: 0.2 }),
+            confidence: 0.5,
+        },
+    ];
+    for alphas in losses {
+        for softcap in [None, Some(2.0)] {
+            check(Shape { softcap, ..PLAIN }, alphas, 1e-5);
+        }
+    }
+}
+
+/// Vocabulary and rows so large that there are several chunks, and several tiles in each.
+#[test]
+fn chunks_and_tiles_join_without_a_seam() {
+    let dpace = Some(Dpace { smoothing: 0.5 });
+    check(
+        Shape { vocab: 9000, anchors: 60, ..PLAIN },
+        LossAlphas { ce: 1.0, kl: 0.5, dpace, ..NOTHING },
+        1e-5,
+    );
+}
+
+/// bfloat16 has 8 bits: both ways round every product to that.
+#[test]
+fn bfloat16_is_as_close_as_its_rounding() {
+    for (markov, softcap) in
+        [(Some(MarkovKind::Vanilla), None), (Some(MarkovKind::Rnn), Some(2.0)), (None, None)]
+    {
+        let confidence = markov.map(|_| true);
+        check(Shape { markov, confidence, softcap, kind: Kind::BFloat16, ..PLAIN }, DSPARK, 2e-2);
+    }
+}
+
+/// Where drafter and target agree wholly, nothing is left to learn, and no loss is infinite where they share nothing.
+#[test]
+fn gradients_stay_finite_at_both_ends() {
+    let lk = Some(Lk { form: LkForm::LogAcceptance, alpha: 1.0, eta: 3.0 });
+    let block = block(PLAIN);
+    let batch = batch(&block, PLAIN);
+    for (_, parameter) in block.parameters() {
+        // Logits in the thousands: both distributions are one-hot, at other tokens.
+        let _ = tch::no_grad(|| parameter.shallow_clone().g_mul_scalar_(300.0));
+    }
+    let sums = block.accumulate(&batch, &LossAlphas { kl: 1.0, lk, ..DSPARK }, Normaliser(NORMALISER));
+    assert!(sums.isfinite().all().int64_value(&[]) == 1, "{sums:?}");
+    for (name, gradient) in gradients(&block) {
+        assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");
+    }
+}
