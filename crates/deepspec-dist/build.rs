@@ -25,7 +25,9 @@ fn main() {
     }
     let missing = match nccl_includes(&libtorch) {
         Ok(includes) => {
-            includes.iter().for_each(|include| drop(shim.flag("-isystem").flag(include)));
+            for include in &includes {
+                shim.flag("-isystem").flag(include);
+            }
             shim.define("DEEPSPEC_NCCL", None).file("src/cpp/nccl.cpp");
             println!("cargo::rustc-link-search=native={}", libtorch.join("lib").display());
             for library in ["torch_cuda", "c10_cuda"] {

@@ -24,6 +24,9 @@ pub struct Args {
     /// Where to train: auto, cpu, cuda or cuda:N.
     #[arg(long, default_value = "auto")]
     pub device: String,
+    /// Processes on this machine; one per visible GPU if it is left out, on the CPU one.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub processes: Option<u16>,
     /// Throw away earlier checkpoints of this experiment and start anew.
     #[arg(long)]
     pub overwrite: bool,

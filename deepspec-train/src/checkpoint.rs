@@ -1,19 +1,21 @@
 //! `step_N/` folders: a drafter that other tools load, and the state that training resumes from.
 
+mod retention;
+
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
-use deepspec_core::recipe::Recipe;
+use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_core::{config, usage};
 use deepspec_models::{Learner, Weights, save};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 use crate::optimizer::AdamW;
+use retention::{BEST, BEST_FILE};
 
 /// Layout of the training state; raised when it changes.
 const FORMAT: u32 = 2;
@@ -32,14 +34,14 @@ pub struct TrainState {
     pub samples: usize,
     /// Digest of the samples and of what their states are bound to, so that a resumed run sees the same data.
     pub data: String,
-    /// Processes that took part; for information.
+    /// Processes that took part; for information: any number goes on from here.
     pub world_size: usize,
 }
 
 impl TrainState {
     /// The state after `step` steps of `global_batch_size` samples.
-    pub fn new(step: usize, global_batch_size: usize, data: &str) -> Self {
-        Self { format: FORMAT, step, samples: step * global_batch_size, data: data.into(), world_size: 1 }
+    pub fn new(step: usize, global_batch_size: usize, data: &str, world_size: usize) -> Self {
+        Self { format: FORMAT, step, samples: step * global_batch_size, data: data.into(), world_size }
     }
 }
 
@@ -102,9 +104,11 @@ impl Checkpoints {
     /// # Errors
     /// If something cannot be removed.
     pub fn clear(&self) -> anyhow::Result<()> {
-        let latest = self.dir.join(LATEST);
-        if latest.symlink_metadata().is_ok() {
-            fs::remove_file(&latest).map_err(FileError::at("removing", &latest))?;
+        for name in [LATEST, BEST, BEST_FILE] {
+            let path = self.dir.join(name);
+            if path.symlink_metadata().is_ok() {
+                fs::remove_file(&path).map_err(FileError::at("removing", &path))?;
+            }
         }
         let Ok(entries) = fs::read_dir(&self.dir) else { return Ok(()) };
         for entry in entries {
@@ -120,14 +124,15 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Writes `step_N/` aside, renames it into place and moves `step_latest` last.
+    /// Writes `step_N/` with the optimiser's `tensors` aside, renames it into place, moves `step_latest`, and removes what the
+    /// recipe does not keep.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
     pub fn save(
         &self,
         learner: &Learner,
-        optimizer: &AdamW,
+        tensors: &[(String, Tensor)],
         recipe: &Recipe,
         state: &TrainState,
     ) -> anyhow::Result<PathBuf> {
@@ -139,7 +144,7 @@ impl Checkpoints {
         atomic::create_dir(&partial)?;
         atomic::write_json(&partial.join("config.json"), &learner.config_json())?;
         save(&partial.join("model.safetensors"), &learner.checkpoint(), Kind::BFloat16)?;
-        save(&partial.join(STATE_TENSORS), &optimizer.state(), Kind::Float)?;
+        save(&partial.join(STATE_TENSORS), tensors, Kind::Float)?;
         let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         atomic::replace(&partial.join("config.yaml"), |file| {
             std::io::Write::write_all(file, yaml.as_bytes())
@@ -153,17 +158,9 @@ impl Checkpoints {
             fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
         }
         fs::rename(&partial, &path).map_err(FileError::at("writing", &path))?;
-        self.point_latest_at(&path)?;
+        self.point(LATEST, state.step)?;
+        self.retain(recipe.logging.keep_checkpoints)?;
         Ok(path)
-    }
-
-    fn point_latest_at(&self, path: &Path) -> anyhow::Result<()> {
-        let (link, fresh) = (self.dir.join(LATEST), self.dir.join(format!("{LATEST}.partial")));
-        let _ = fs::remove_file(&fresh);
-        symlink(path.file_name().unwrap_or_default(), &fresh).map_err(FileError::at("writing", &fresh))?;
-        fs::rename(&fresh, &link).map_err(FileError::at("writing", &link))?;
-        let dir = fs::File::open(&self.dir).and_then(|dir| dir.sync_all());
-        Ok(dir.map_err(FileError::at("syncing", &self.dir))?)
     }
 }
 
@@ -207,20 +204,35 @@ pub fn restore(
     Ok(state)
 }
 
-/// What must not change on resume: all but where things lie and how often they are written. The data set's digest stands
-/// for the samples and their target, wherever its states come from.
+/// What must not change on resume: all but where things lie, how often they are written, and over how many processes and
+/// forwards a batch is spread, where that does not change the result. The data set's digest stands for the samples and their
+/// target, wherever its states come from.
 fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
-    let mut value = serde_json::to_value(recipe)?;
+    let mut value = without_places(recipe)?;
     if let Some(map) = value.as_object_mut() {
         map.remove("logging");
-        if let Some(data) = map.get_mut("data").and_then(Value::as_object_mut) {
-            for key in ["states", "input", "target_device"] {
-                data.remove(key);
+        if let Some(train) = map.get_mut("train").and_then(Value::as_object_mut) {
+            for key in ["sharding_strategy", "timeout_s"] {
+                train.remove(key);
+            }
+            if recipe.train.loss_normalization == LossNormalization::Global {
+                train.remove("local_batch_size");
             }
         }
-        if let Some(target) = map.get_mut("target").and_then(Value::as_object_mut) {
-            target.remove("model");
-            target.remove("revision");
+    }
+    Ok(value)
+}
+
+/// The recipe without what says where data and target lie, which the data set's digest stands for.
+pub fn without_places(recipe: &Recipe) -> anyhow::Result<Value> {
+    let mut value = serde_json::to_value(recipe)?;
+    if let Some(map) = value.as_object_mut() {
+        for (part, keys) in
+            [("data", &["states", "input", "target_device"][..]), ("target", &["model", "revision"])]
+        {
+            if let Some(part) = map.get_mut(part).and_then(Value::as_object_mut) {
+                keys.iter().for_each(|key| drop(part.remove(*key)));
+            }
         }
     }
     Ok(value)

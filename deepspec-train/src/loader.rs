@@ -38,6 +38,10 @@ pub struct LoaderOptions {
     pub local_batch_size: usize,
     /// Whose weights a denominator sums.
     pub normalization: LossNormalization,
+    /// This process.
+    pub rank: usize,
+    /// All processes.
+    pub world_size: usize,
 }
 
 /// Hands out micro-batches in the order of the schedule.
@@ -125,26 +129,31 @@ impl Work<'_> {
     fn step<P: Fn(usize) -> Vec<usize>>(&mut self, step: usize, order: &mut Order<P>) -> Result<(), Stopped> {
         let options = self.options;
         let micro_batches = options.schedule.gradient_accumulation_steps;
-        let batch = micro_batches * options.local_batch_size;
-        let positions = step * batch..(step + 1) * batch;
-        let planned: Vec<Planned> = positions
+        // Samples of all ranks that run at once.
+        let together = options.world_size * options.local_batch_size;
+        let batch = micro_batches * together;
+        // Those of the other ranks too: so every rank knows the denominators of all of them.
+        let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
             .map(|position| order.at(position))
             .map(|draw| plan(self.dataset.facts(draw.sample), options, draw))
             .collect();
-        let samples: Vec<usize> = planned.iter().map(|planned| planned.sample).collect();
+        let own = |planned: &[Planned]| -> Vec<Planned> {
+            planned.iter().skip(options.rank).step_by(options.world_size).cloned().collect()
+        };
+        let samples: Vec<usize> = own(&planned).iter().map(|planned| planned.sample).collect();
         self.states.begin(step, &samples)?;
         let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
         let total = weight(&planned);
-        let mut rest = planned.into_iter();
-        for _ in 0..micro_batches {
-            let planned: Vec<Planned> = rest.by_ref().take(options.local_batch_size).collect();
+        for planned in planned.chunks(together) {
             let normaliser = match options.normalization {
                 LossNormalization::Global => total,
-                // The mean over micro-batches of losses that are each divided by their own weights.
-                LossNormalization::MicroBatch => weight(&planned) * micro_batches as f64,
+                // The mean over micro-batches of losses that are each divided by the weights of all ranks' part.
+                LossNormalization::MicroBatch => weight(planned) * micro_batches as f64,
             };
-            let samples =
-                planned.into_iter().map(|p| self.sample(p)).collect::<Result<Vec<_>, StatesError>>()?;
+            let samples = own(planned)
+                .into_iter()
+                .map(|planned| self.sample(planned))
+                .collect::<Result<Vec<_>, StatesError>>()?;
             let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
             let batch = MicroBatch { samples, normaliser: Normaliser(normaliser), tokens };
             self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
@@ -167,6 +176,7 @@ impl Work<'_> {
 }
 
 /// A sample of a step before its states are there.
+#[derive(Clone)]
 struct Planned {
     sample: usize,
     anchors: Vec<usize>,

@@ -3,12 +3,15 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use deepspec_core::cli;
+use deepspec_core::cli::{self, Verbosity};
+use deepspec_core::env;
 use deepspec_train::{Args, run};
 
 fn main() -> ExitCode {
     deepspec_dist::prepare_process();
     let args = Args::parse();
-    cli::start_logging(args.verbosity());
+    // The leader speaks for all; the others only when something is wrong.
+    let follows = env::ranks().is_ok_and(|place| place.is_some_and(|place| place.rank > 0));
+    cli::start_logging(if follows { Verbosity::Quiet } else { args.verbosity() });
     cli::run(|| run(&args))
 }

@@ -1,22 +1,35 @@
 //! AdamW (Loshchilov & Hutter 2019) on float32 masters of working weights of any kind.
 
-use tch::{Kind, Tensor};
+use deepspec_dist::{GroupError, ProcessGroup};
+use tch::{Device, Kind, Tensor};
+
+use crate::sync;
 
 const BETAS: (f64, f64) = (0.9, 0.999);
 const EPS: f64 = 1e-8;
 /// Added to the norm before dividing by it.
 const CLIP_EPS: f64 = 1e-6;
+/// A parameter's saved tensors.
+const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
 
-/// One parameter's state.
+/// One parameter and its part of a step.
 struct Slot {
     name: String,
     parameter: Tensor,
+    /// The rank that updates it, where each updates its own.
+    owner: usize,
+    /// `None` where another rank has it.
+    state: Option<State>,
+    /// Float32 sum of the gradients of the step so far, where the parameter's own kind would round it.
+    sum: Option<Tensor>,
+}
+
+/// What the update of a parameter needs beside its gradient, float32.
+struct State {
     /// The parameter itself where that is float32.
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    /// Float32 sum of the gradients of the step so far, where the parameter's own kind would round it.
-    sum: Option<Tensor>,
 }
 
 /// AdamW with decoupled weight decay and global-norm clipping.
@@ -25,26 +38,42 @@ pub struct AdamW {
     weight_decay: f64,
     max_grad_norm: f64,
     steps: i64,
+    is_sharded: bool,
 }
 
 impl AdamW {
     /// Takes charge of the named parameters, which begin to require gradients.
     pub fn new(parameters: &[(String, Tensor)], weight_decay: f64, max_grad_norm: f64) -> Self {
+        Self::sharded(parameters, weight_decay, max_grad_norm, (0, 1))
+    }
+
+    /// The same for rank r of n, `(r, n)`, each of which keeps masters and moments of its own share of the parameters only
+    /// and gives its updated weights to the others.
+    pub fn sharded(
+        parameters: &[(String, Tensor)],
+        weight_decay: f64,
+        max_grad_norm: f64,
+        (rank, ranks): (usize, usize),
+    ) -> Self {
+        let sizes: Vec<usize> = parameters.iter().map(|(_, parameter)| parameter.numel()).collect();
         let slots = parameters
             .iter()
-            .map(|(name, parameter)| {
+            .zip(sync::owners(&sizes, ranks))
+            .map(|((name, parameter), owner)| {
                 let parameter = parameter.set_requires_grad(true);
-                let master = parameter.detach().to_kind(Kind::Float);
-                let (exp_avg, exp_avg_sq) = (master.zeros_like(), master.zeros_like());
-                Slot { name: name.clone(), parameter, master, exp_avg, exp_avg_sq, sum: None }
+                let state = (owner == rank).then(|| {
+                    let master = parameter.detach().to_kind(Kind::Float);
+                    State { exp_avg: master.zeros_like(), exp_avg_sq: master.zeros_like(), master }
+                });
+                Slot { name: name.clone(), parameter, owner, state, sum: None }
             })
             .collect();
-        Self { slots, weight_decay, max_grad_norm, steps: 0 }
+        Self { slots, weight_decay, max_grad_norm, steps: 0, is_sharded: ranks > 1 }
     }
 
     /// Number of trainable weights.
     pub fn weights(&self) -> usize {
-        self.slots.iter().map(|slot| slot.master.numel()).sum()
+        self.slots.iter().map(|slot| slot.parameter.numel()).sum()
     }
 
     /// Takes in the gradients of one micro-batch; to be called after every backward.
@@ -61,40 +90,73 @@ impl AdamW {
         }
     }
 
-    /// Clips the gradients to the global norm, updates masters and working weights, clears the gradients.
-    /// Returns the norm before clipping, a float64 scalar that is not read here.
-    pub fn step(&mut self, lr: f64) -> Tensor {
+    /// Adds up the gradients of all ranks, clips them to the global norm, updates masters and working weights, clears the
+    /// gradients. Returns the norm before clipping, a float64 scalar that is not read here.
+    ///
+    /// # Errors
+    /// If another rank has failed.
+    pub fn step(&mut self, lr: f64, group: &ProcessGroup) -> Result<Tensor, GroupError> {
         let _guard = tch::no_grad_guard();
         self.accumulate();
-        let gradients: Vec<Tensor> = self.slots.iter_mut().map(Slot::take_gradient).collect();
+        let mut gradients: Vec<Tensor> = self.slots.iter_mut().map(Slot::take_gradient).collect();
+        sync::add_up(group, &mut gradients)?;
         let (norm, coefficient) = clip(&gradients, self.max_grad_norm);
         self.steps += 1;
         let correction1 = 1.0 - BETAS.0.powf(self.steps as f64);
         let correction2 = 1.0 - BETAS.1.powf(self.steps as f64);
         for (slot, gradient) in self.slots.iter_mut().zip(gradients) {
+            let Some(state) = &mut slot.state else { continue };
             let gradient = gradient * &coefficient;
             if self.weight_decay != 0.0 {
-                let _ = slot.master.g_mul_scalar_(1.0 - lr * self.weight_decay);
+                let _ = state.master.g_mul_scalar_(1.0 - lr * self.weight_decay);
             }
-            let _ = slot.exp_avg.lerp_(&gradient, 1.0 - BETAS.0);
-            let _ = slot.exp_avg_sq.g_mul_scalar_(BETAS.1).g_add_(&(gradient.square() * (1.0 - BETAS.1)));
-            let denominator = slot.exp_avg_sq.sqrt() / correction2.sqrt() + EPS;
-            let _ = slot.master.g_add_(&(&slot.exp_avg / denominator * (-lr / correction1)));
+            let _ = state.exp_avg.lerp_(&gradient, 1.0 - BETAS.0);
+            let _ = state.exp_avg_sq.g_mul_scalar_(BETAS.1).g_add_(&(gradient.square() * (1.0 - BETAS.1)));
+            let denominator = state.exp_avg_sq.sqrt() / correction2.sqrt() + EPS;
+            let _ = state.master.g_add_(&(&state.exp_avg / denominator * (-lr / correction1)));
             slot.publish();
         }
-        norm
+        self.slots.iter_mut().for_each(|slot| slot.parameter.zero_grad());
+        if self.is_sharded {
+            let owned: Vec<(usize, &Tensor)> =
+                self.slots.iter().map(|slot| (slot.owner, &slot.parameter)).collect();
+            sync::share(group, &owned)?;
+        }
+        Ok(norm)
     }
 
-    /// Masters and moments by name (`master.`, `exp_avg.`, `exp_avg_sq.` + parameter), float32.
-    pub fn state(&self) -> Vec<(String, Tensor)> {
-        let parts = |slot: &Slot| {
-            [("master", &slot.master), ("exp_avg", &slot.exp_avg), ("exp_avg_sq", &slot.exp_avg_sq)]
-                .map(|(part, tensor)| (format!("{part}.{}", slot.name), tensor.shallow_clone()))
-        };
-        self.slots.iter().flat_map(parts).collect()
+    /// Masters and moments by name (`master.`, `exp_avg.`, `exp_avg_sq.` + parameter), float32: all of them on the leader,
+    /// whoever keeps them; the other ranks take part and get nothing.
+    ///
+    /// # Errors
+    /// If another rank has failed.
+    pub fn state(&self, group: &ProcessGroup) -> Result<Vec<(String, Tensor)>, GroupError> {
+        let _guard = tch::no_grad_guard();
+        let mut all = vec![];
+        for slot in &self.slots {
+            let own = slot.state.as_ref().map(State::parts);
+            for (index, part) in PARTS.into_iter().enumerate() {
+                let own = own.map(|parts| parts[index].shallow_clone());
+                let tensor = if self.is_sharded {
+                    let received = || Tensor::empty(slot.parameter.size(), slot.float());
+                    let mut tensor = own.unwrap_or_else(received);
+                    group.broadcast("collecting the optimiser's state", &mut tensor, slot.owner)?;
+                    // So much does not fit beside the model: it only passes through.
+                    Some(tensor.to_device(Device::Cpu))
+                } else {
+                    own
+                };
+                all.extend(
+                    tensor
+                        .filter(|_| group.is_leader())
+                        .map(|tensor| (format!("{part}.{}", slot.name), tensor)),
+                );
+            }
+        }
+        Ok(all)
     }
 
-    /// Puts back a saved state; `read(name, shape)` fetches one tensor of it.
+    /// Puts back a saved state, or this rank's share of it; `read(name, shape)` fetches one tensor of it.
     ///
     /// # Errors
     /// The first that `read` returns.
@@ -106,17 +168,30 @@ impl AdamW {
         let _guard = tch::no_grad_guard();
         self.steps = steps;
         for slot in &mut self.slots {
-            let shape = slot.master.size();
-            for (part, tensor) in [
-                ("master", &mut slot.master),
-                ("exp_avg", &mut slot.exp_avg),
-                ("exp_avg_sq", &mut slot.exp_avg_sq),
-            ] {
-                tensor.copy_(&read(&format!("{part}.{}", slot.name), &shape)?);
+            let shape = slot.parameter.size();
+            let read = |part: &str| read(&format!("{part}.{}", slot.name), &shape);
+            match &mut slot.state {
+                Some(state) => {
+                    for (part, tensor) in PARTS.into_iter().zip(state.parts_mut()) {
+                        tensor.copy_(&read(part)?);
+                    }
+                    slot.publish();
+                }
+                None => slot.parameter.copy_(&read(PARTS[0])?),
             }
-            slot.publish();
         }
         Ok(())
+    }
+}
+
+impl State {
+    /// In the order of [`PARTS`].
+    fn parts(&self) -> [&Tensor; 3] {
+        [&self.master, &self.exp_avg, &self.exp_avg_sq]
+    }
+
+    fn parts_mut(&mut self) -> [&mut Tensor; 3] {
+        [&mut self.master, &mut self.exp_avg, &mut self.exp_avg_sq]
     }
 }
 
@@ -127,15 +202,23 @@ impl Slot {
             return sum;
         }
         let gradient = self.parameter.grad();
-        if gradient.defined() { gradient.to_kind(Kind::Float) } else { self.master.zeros_like() }
+        if gradient.defined() {
+            gradient.to_kind(Kind::Float)
+        } else {
+            Tensor::zeros(self.parameter.size(), self.float())
+        }
     }
 
-    /// Copies the master into the working weights and clears the gradient.
+    /// Float32 where the parameter is.
+    fn float(&self) -> (Kind, Device) {
+        (Kind::Float, self.parameter.device())
+    }
+
+    /// Copies the master into the working weights.
     fn publish(&mut self) {
-        if self.parameter.kind() != Kind::Float {
-            self.parameter.copy_(&self.master);
+        if let Some(state) = self.state.as_ref().filter(|_| self.parameter.kind() != Kind::Float) {
+            self.parameter.copy_(&state.master);
         }
-        self.parameter.zero_grad();
     }
 }
 

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::jsonl::{Appender, Line, Reader};
+use deepspec_dist::{GroupError, ProcessGroup};
 use deepspec_models::Terms;
 use serde_json::{Map, Value, json};
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 /// One JSON object per logging window.
 pub const METRICS_FILE: &str = "metrics.jsonl";
@@ -57,6 +58,26 @@ impl Window {
         self.norms =
             Some(self.norms.take().map_or_else(|| grad_norm.shallow_clone(), |sum| sum + &grad_norm));
         self.grad_norm = Some(grad_norm);
+    }
+
+    /// Adds up the windows of all ranks.
+    ///
+    /// # Errors
+    /// If another rank has failed.
+    pub fn reduce(&mut self, group: &ProcessGroup) -> Result<(), GroupError> {
+        if group.world_size() == 1 {
+            return Ok(());
+        }
+        let count = self.terms.count() as i64;
+        let none = || Tensor::zeros([count], (Kind::Double, Device::Cpu));
+        let sums = self.sums.take().map_or_else(none, |sums| sums.to_device(Device::Cpu));
+        let counts = Tensor::from_slice(&[self.samples as f64, self.tokens as f64]);
+        let mut all = Tensor::cat(&[sums, counts], 0);
+        group.all_reduce("adding up metrics", &mut all)?;
+        self.sums = Some(all.narrow(0, 0, count));
+        self.samples = all.double_value(&[count]) as usize;
+        self.tokens = all.double_value(&[count + 1]) as usize;
+        Ok(())
     }
 
     /// Whether all gradient norms since the last line were finite.

@@ -1,18 +1,17 @@
 //! From the command line to the loop: everything that can be wrong is found here, before the first forward.
 
 use std::io::{Write, stdout};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::thread;
+use std::time::Duration;
 
 use anyhow::Context;
-use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::{Precision, Recipe};
+use deepspec_core::cli::{self, ExitWith, UsageError};
+use deepspec_core::env::{self, Ranks};
+use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
 use deepspec_core::usage;
+use deepspec_dist::{GroupError, ProcessGroup};
 use deepspec_models::{Design, ModelError, TargetModel, load_ends};
 use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
-use signal_hook::consts::{SIGTERM, SIGUSR1};
-use signal_hook::flag;
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
@@ -24,22 +23,77 @@ use crate::plan::Plan;
 use crate::report::Report;
 use crate::schedule::{Schedule, Sizes, shuffled};
 use crate::trainer::Trainer;
+use crate::{agreement, launch, signals};
 
 /// Unusable rows that are named one by one.
 const REJECTED_SHOWN: usize = 5;
 
-/// Runs `deepspec-train`.
+/// Runs `deepspec-train`: as one process, as one of many, or as the launcher of many.
 ///
 /// # Errors
 /// Usage errors for recipes and inputs that do not belong together; failures otherwise.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = Recipe::load(&args.config, &args.overrides)?;
-    let source = Source::open(&recipe, args.verbosity()).map_err(StatesError::report)?;
+    let place = env::ranks().map_err(|error| UsageError(error.to_string()))?;
+    let processes = processes(args, place.as_ref())?;
+    let trains = !args.plan && !args.init_only;
+    let timeout = Duration::from_secs(recipe.train.timeout_s);
+    let place = match place {
+        // The leader plans and makes fresh weights for all.
+        Some(place) if place.rank > 0 && !trains => return Ok(()),
+        Some(place) if place.world_size == processes => Some(place).filter(|_| trains),
+        _ if trains && processes > 1 => return launch::run(processes, timeout),
+        _ => None,
+    };
+    let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
+    let device = deepspec_dist::rank_device(&args.device, local_rank)
+        .map_err(|error| UsageError(error.to_string()))?;
+    let group = match &place {
+        Some(place) => ProcessGroup::connect(place, device, timeout)?,
+        None => ProcessGroup::alone(),
+    };
+    let result = train(args, &recipe, &group, device, processes);
+    if let Err(error) = &result
+        && !error.chain().any(|cause| cause.is::<GroupError>() || cause.is::<ExitWith>())
+    {
+        group.fail(&cli::one_line(error));
+    }
+    result
+}
+
+/// Processes of the whole job.
+fn processes(args: &Args, place: Option<&Ranks>) -> anyhow::Result<usize> {
+    let processes = match (args.processes.map(usize::from), place) {
+        (Some(asked), Some(Ranks { world_size, .. })) if *world_size > 1 && asked != *world_size => {
+            usage!(
+                "--processes {asked}: torchrun or srun has started {world_size} processes already; leave it out"
+            )
+        }
+        (Some(asked), _) => asked,
+        (None, Some(place)) => place.world_size,
+        (None, None) => deepspec_dist::gpus(&args.device).max(1),
+    };
+    if processes > 1 && args.device.starts_with("cuda:") {
+        usage!("--device {} is one device for {processes} processes; use --device cuda", args.device);
+    }
+    Ok(processes)
+}
+
+/// Runs one process of a job of `processes`; `group` is the process alone where it does not train.
+fn train(
+    args: &Args,
+    recipe: &Recipe,
+    group: &ProcessGroup,
+    device: Device,
+    processes: usize,
+) -> anyhow::Result<()> {
+    let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
     // Before anything is read: a drafter that cannot be is refused at once.
-    let design = Design::new(&recipe, &source.config)?;
-    let dataset = open_data(&recipe, &source)?;
+    let design = Design::new(recipe, &source.config)?;
+    let dataset = open_data(recipe, &source)?;
+    check_writer(recipe, &dataset, group)?;
     let schedule = Schedule::new(Sizes {
-        world_size: 1,
+        world_size: processes,
         dataset_size: dataset.len(),
         local_batch_size: recipe.train.local_batch_size,
         global_batch_size: recipe.train.global_batch_size,
@@ -47,47 +101,46 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         max_train_steps: recipe.train.max_train_steps,
     })
     .map_err(|error| UsageError(error.to_string()))?;
-    let device = deepspec_dist::device(&args.device).map_err(|error| UsageError(error.to_string()))?;
-    let running = running(&recipe, device)?;
+    let running = running(recipe, device)?;
     let kind = match recipe.train.precision {
         Precision::Bf16 => Kind::BFloat16,
         Precision::Fp32 => Kind::Float,
     };
     let checkpoints = Checkpoints::new(recipe.output_dir());
-    let _claim = (!args.plan).then(|| checkpoints.lock()).transpose()?;
+    let _claim = (!args.plan && group.is_leader()).then(|| checkpoints.lock()).transpose()?;
+    let latest = if args.overwrite && !args.plan { None } else { checkpoints.latest()? };
+    agreement::check(group, recipe, dataset.digest(), latest.as_deref())?;
     let states = match args.plan || args.init_only {
         true => None,
         false => {
-            Some(StateSource::open(&dataset, &source, &recipe, running).map_err(StatesError::report_data)?)
+            Some(StateSource::open(&dataset, &source, recipe, running).map_err(StatesError::report_data)?)
         }
     };
     let (embed, head) = ends(states.as_ref(), &source, device, kind)?;
     let learner = design.build(&embed, &head, recipe.seed, kind)?;
-    let optimizer = AdamW::new(learner.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let share = match recipe.train.sharding_strategy {
+        ShardingStrategy::NoShard => (0, 1),
+        ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
+    };
+    let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let optimizer = AdamW::sharded(learner.parameters(), weight_decay, max_grad_norm, share);
     let weights = optimizer.weights();
-    let plan =
-        Plan { recipe: &recipe, source: &source, dataset: &dataset, schedule, running, weights }.text()?;
+    let plan = Plan { recipe, source: &source, dataset: &dataset, schedule, running, weights }.text()?;
     if args.plan {
-        let resumes =
-            checkpoints.latest()?.map_or("starts anew".into(), |path| format!("resumes {}", path.display()));
+        let resumes = latest.map_or("starts anew".into(), |path| format!("resumes {}", path.display()));
         writeln!(stdout(), "{plan}\n{:<14}{resumes}", "checkpoints").context("writing the plan")?;
         return Ok(());
     }
     plan.lines().for_each(|line| tracing::info!("{line}"));
-    if args.overwrite {
+    if args.overwrite && group.is_leader() {
         checkpoints.clear()?;
     }
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGTERM, SIGUSR1] {
-        // A second signal ends the process at once; the first one only raises the flag.
-        flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
-            .context("registering a signal handler")?;
-        flag::register(signal, Arc::clone(&stop)).context("registering a signal handler")?;
-    }
+    let stop = signals::stop_flag()?;
     let mut trainer = Trainer {
         lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
         data: dataset.digest().to_string(),
-        recipe: &recipe,
+        recipe,
+        group,
         learner,
         terms: design.terms(),
         optimizer,
@@ -95,10 +148,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         checkpoints,
         stop,
     };
-    let latest = trainer.checkpoints.latest()?;
     let first = match &latest {
         Some(path) => {
-            let state = restore(path, &recipe, &trainer.data, &mut trainer.optimizer)?;
+            let state = restore(path, recipe, &trainer.data, &mut trainer.optimizer)?;
             tracing::info!("resuming from {}", path.display());
             state.step
         }
@@ -124,8 +176,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         supervision: design.supervision(),
         local_batch_size: recipe.train.local_batch_size,
         normalization: recipe.train.loss_normalization,
+        rank: group.rank(),
+        world_size: group.world_size(),
     };
-    let report = Report::open(trainer.checkpoints.dir(), first, schedule.max_train_steps, &trainer.terms)?;
+    let open = || Report::open(trainer.checkpoints.dir(), first, schedule.max_train_steps, &trainer.terms);
+    let report = group.is_leader().then(open).transpose()?;
     thread::scope(|scope| {
         let loader = Loader::start(scope, &dataset, states, options, first);
         trainer.run(first, loader, report)
@@ -157,6 +212,16 @@ fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
         }
     }
     Ok(dataset)
+}
+
+/// A cache that the first epoch writes has one writer.
+fn check_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> {
+    if group.world_size() > 1 && matches!(recipe.data.states, States::Hybrid(_)) && dataset.needs_target() {
+        usage!(
+            "data.states: a hybrid's first epoch is written by one process; run it with --processes 1, build the cache with `deepspec-data cache build`, or take data.states: online"
+        );
+    }
+    Ok(())
 }
 
 /// The target's embedding and head: the resident target's own where they fit, so that they are held once.

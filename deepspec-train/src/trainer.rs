@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
+use deepspec_dist::ProcessGroup;
 use deepspec_models::{Learner, Terms};
 
 use crate::checkpoint::{Checkpoints, TrainState};
@@ -16,11 +17,12 @@ use crate::report::{Report, Window};
 use crate::schedule::Schedule;
 
 /// "Try again": saved before the end because a signal asked for it.
-const SAVED_EARLY: u8 = 75;
+pub const SAVED_EARLY: u8 = 75;
 
 /// Everything the loop works with.
 pub struct Trainer<'a> {
     pub recipe: &'a Recipe,
+    pub group: &'a ProcessGroup,
     pub learner: Learner,
     pub terms: Terms,
     pub optimizer: AdamW,
@@ -34,11 +36,17 @@ pub struct Trainer<'a> {
 }
 
 impl Trainer<'_> {
-    /// Trains from step `first` to the end and saves.
+    /// Trains from step `first` to the end and saves. Only the leader has a report.
     ///
     /// # Errors
-    /// Damaged or missing states, failed writes, or [`ExitWith`] 75 when a signal stopped it after saving.
-    pub fn run(&mut self, first: usize, mut loader: Loader, mut report: Report) -> anyhow::Result<()> {
+    /// Damaged or missing states, failed writes, another rank's failure, or [`ExitWith`] 75 when a signal to any rank stopped
+    /// all of them after saving.
+    pub fn run(
+        &mut self,
+        first: usize,
+        mut loader: Loader,
+        mut report: Option<Report>,
+    ) -> anyhow::Result<()> {
         let mut window = Window::new(self.terms.clone());
         let logging = &self.recipe.logging;
         for step in first..self.schedule.max_train_steps {
@@ -49,9 +57,9 @@ impl Trainer<'_> {
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
             }
             let lr = self.lr.at(step);
-            window.end_step(self.optimizer.step(lr));
+            window.end_step(self.optimizer.step(lr, self.group)?);
             let (done, last) = (step + 1, step + 1 == self.schedule.max_train_steps);
-            let stopping = self.stop.load(Ordering::Relaxed);
+            let stopping = self.group.any("ending a step", self.stop.load(Ordering::Relaxed))?;
             let logs = done % logging.logging_steps == 0 || last;
             let saves = done % logging.checkpointing_steps == 0 || last || stopping;
             if (logs || saves) && !window.is_finite() {
@@ -60,7 +68,9 @@ impl Trainer<'_> {
                 );
             }
             if logs {
-                report.window(&window.take(done, lr, loader.take_waited()))?;
+                window.reduce(self.group)?;
+                let metrics = window.take(done, lr, loader.take_waited());
+                report.as_mut().map_or(Ok(()), |report| report.window(&metrics))?;
             }
             if saves {
                 self.save(done)?;
@@ -76,14 +86,18 @@ impl Trainer<'_> {
         loader.finish()
     }
 
-    /// Saves the state after `step` steps.
+    /// Saves the state after `step` steps: the leader writes, and no rank goes on before it is there.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Any I/O failure, with the path, or another rank's failure.
     pub fn save(&self, step: usize) -> anyhow::Result<()> {
-        let state = TrainState::new(step, self.recipe.train.global_batch_size, &self.data);
-        let path = self.checkpoints.save(&self.learner, &self.optimizer, self.recipe, &state)?;
-        tracing::info!("saved {}", path.display());
-        Ok(())
+        let tensors = self.optimizer.state(self.group)?;
+        if self.group.is_leader() {
+            let train = &self.recipe.train;
+            let state = TrainState::new(step, train.global_batch_size, &self.data, self.group.world_size());
+            let path = self.checkpoints.save(&self.learner, &tensors, self.recipe, &state)?;
+            tracing::info!("saved {}", path.display());
+        }
+        Ok(self.group.barrier("saving a checkpoint")?)
     }
 }

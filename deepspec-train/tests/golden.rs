@@ -1,5 +1,6 @@
 //! Schedule, learning rate, optimiser and clipping against the reference's numbers.
 
+use deepspec_dist::ProcessGroup;
 use deepspec_testkit::golden::{Array, Case, Values};
 use deepspec_train::lr::LrSchedule;
 use deepspec_train::optimizer::{AdamW, clip};
@@ -123,6 +124,7 @@ fn golden_optimizer_adamw() {
                 (name.to_string(), tensor(case.input(&format!("init.{name}"))).to_kind(Kind::BFloat16))
             })
             .collect();
+        let alone = ProcessGroup::alone();
         let mut optimizer = AdamW::new(&parameters, decay.as_f64().unwrap(), f64::INFINITY);
         for step in 1..=case.hyper("total_steps").as_i64().unwrap() {
             for (name, parameter) in &parameters {
@@ -130,11 +132,12 @@ fn golden_optimizer_adamw() {
                     tensor(case.input(&format!("grads.{name}"))).get(step - 1).to_kind(Kind::BFloat16);
                 (parameter * gradient).sum(Kind::BFloat16).backward();
             }
-            let _ = optimizer.step(lr[step as usize - 1]);
+            optimizer.step(lr[step as usize - 1], &alone).unwrap();
             if !recorded.contains(&step) {
                 continue;
             }
-            let state: std::collections::BTreeMap<String, Tensor> = optimizer.state().into_iter().collect();
+            let state: std::collections::BTreeMap<String, Tensor> =
+                optimizer.state(&alone).unwrap().into_iter().collect();
             for (name, parameter) in &parameters {
                 let expected =
                     |part: &str| tensor(case.expected(&format!("{variant}.step{step}.{part}.{name}")));

@@ -98,20 +98,29 @@ pub fn to_yaml(config: &impl Serialize) -> Result<String, String> {
 
 /// The dotted keys in which two configs differ, as "key (was a, is b)".
 pub fn differences(was: &serde_json::Value, is: &serde_json::Value) -> Vec<String> {
+    differences_in_words(("was", was), ("is", is))
+}
+
+/// The dotted keys in which two configs differ, as "key (one 1, other 2)" with words for the one and the other.
+pub fn differences_in_words(
+    one: (&str, &serde_json::Value),
+    other: (&str, &serde_json::Value),
+) -> Vec<String> {
     use serde_json::Value::{Null, Object};
-    fn walk(path: &str, was: &serde_json::Value, is: &serde_json::Value, found: &mut Vec<String>) {
-        if let (Object(a), Object(b)) = (was, is) {
+    type Pair<'a> = [&'a serde_json::Value; 2];
+    fn walk(path: &str, [a, b]: Pair<'_>, words: [&str; 2], found: &mut Vec<String>) {
+        if let (Object(a), Object(b)) = (a, b) {
             let keys: std::collections::BTreeSet<&String> = a.keys().chain(b.keys()).collect();
             for key in keys {
                 let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-                walk(&path, a.get(key).unwrap_or(&Null), b.get(key).unwrap_or(&Null), found);
+                walk(&path, [a.get(key).unwrap_or(&Null), b.get(key).unwrap_or(&Null)], words, found);
             }
-        } else if was != is {
-            found.push(format!("{path} (was {was}, is {is})"));
+        } else if a != b {
+            found.push(format!("{path} ({} {a}, {} {b})", words[0], words[1]));
         }
     }
     let mut found = vec![];
-    walk("", was, is, &mut found);
+    walk("", [one.1, other.1], [one.0, other.0], &mut found);
     found
 }
 

@@ -250,6 +250,16 @@ pub enum LossNormalization {
     MicroBatch,
 }
 
+/// What each process keeps of the optimiser's state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShardingStrategy {
+    /// All of it.
+    NoShard,
+    /// Its own share of float32 masters and moments; updated weights go around after every step.
+    ShardOptimizer,
+}
+
 /// Optimisation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -274,6 +284,10 @@ pub struct TrainRecipe {
     pub max_grad_norm: f64,
     /// Whose weights a loss denominator sums.
     pub loss_normalization: LossNormalization,
+    /// What each process keeps of the optimiser's state.
+    pub sharding_strategy: ShardingStrategy,
+    /// How long a process waits for the others, in seconds, before it gives them up. Saving a checkpoint must fit in.
+    pub timeout_s: u64,
 }
 
 impl Default for TrainRecipe {
@@ -289,6 +303,8 @@ impl Default for TrainRecipe {
             max_train_steps: None,
             max_grad_norm: 1.0,
             loss_normalization: LossNormalization::Global,
+            sharding_strategy: ShardingStrategy::NoShard,
+            timeout_s: 600,
         }
     }
 }
@@ -303,11 +319,19 @@ pub struct LoggingRecipe {
     pub checkpointing_steps: usize,
     /// Checkpoints go to a folder of the experiment's name in here.
     pub output_dir: String,
+    /// The newest checkpoints that are kept, beside the best one; absent means all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep_checkpoints: Option<usize>,
 }
 
 impl Default for LoggingRecipe {
     fn default() -> Self {
-        Self { logging_steps: 10, checkpointing_steps: 3000, output_dir: "~/checkpoints/deepspec".into() }
+        Self {
+            logging_steps: 10,
+            checkpointing_steps: 3000,
+            output_dir: "~/checkpoints/deepspec".into(),
+            keep_checkpoints: None,
+        }
     }
 }
 

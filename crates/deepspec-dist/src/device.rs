@@ -47,6 +47,28 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
     }
 }
 
+/// The device of a process that is the `local_rank`-th of its machine: `auto` and `cuda` mean its own GPU then, or the only
+/// one that it is shown.
+///
+/// # Errors
+/// See [`DeviceError`].
+pub fn rank_device(name: &str, local_rank: usize) -> Result<Device, DeviceError> {
+    match (device(name)?, name) {
+        (Device::Cuda(_), "auto" | "cuda") => match cuda()? {
+            1 => Ok(Device::Cuda(0)),
+            count if local_rank < count => Ok(Device::Cuda(local_rank)),
+            count => Err(DeviceError::NoSuchIndex { index: local_rank, count }),
+        },
+        (device, _) => Ok(device),
+    }
+}
+
+/// GPUs that a machine's processes can share out among them if they run on the device `name`: none for the CPU or one
+/// certain GPU.
+pub fn gpus(name: &str) -> usize {
+    if matches!(name, "auto" | "cuda") { cuda().unwrap_or(0) } else { 0 }
+}
+
 /// Number of usable CUDA devices.
 fn cuda() -> Result<usize, DeviceError> {
     static COUNT: OnceLock<Result<usize, DeviceError>> = OnceLock::new();
@@ -75,5 +97,6 @@ mod tests {
         assert_eq!(device("cpu"), Ok(Device::Cpu));
         assert_eq!(device("gpu"), Err(DeviceError::Unknown("gpu".into())));
         assert!(device("auto").is_ok());
+        assert_eq!((rank_device("cpu", 3), gpus("cpu"), gpus("cuda:0")), (Ok(Device::Cpu), 0, 0));
     }
 }

@@ -6,9 +6,9 @@ mod ffi;
 mod group;
 mod meeting;
 
-pub use device::{DeviceError, default_kind, device};
+pub use device::{DeviceError, default_kind, device, gpus, rank_device};
 pub use error::GroupError;
-pub use ffi::signal;
+pub use ffi::{die_with_parent, signal};
 pub use group::{ProcessGroup, nccl};
 pub use meeting::Host;
 

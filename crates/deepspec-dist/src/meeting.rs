@@ -10,12 +10,16 @@ use crate::ffi::Store;
 
 /// How long a rank that has lost others waits for their last words.
 const LAST_WORDS: Duration = Duration::from_secs(5);
+/// What is waited for what should be there already.
+const MOMENT: Duration = Duration::from_millis(10);
+/// A job of our own launcher has one try.
+const ATTEMPT: usize = 0;
 /// Where packets to a documentation address would leave (RFC 5737); none is sent.
 const ELSEWHERE: (&str, u16) = ("192.0.2.1", 9);
 
 /// A meeting place that is held for child processes.
 pub struct Host {
-    _store: Store,
+    store: Store,
     port: u16,
 }
 
@@ -26,10 +30,15 @@ impl Host {
     /// [`GroupError::Meeting`] if no port can be bound.
     pub fn open(world_size: usize, timeout: Duration) -> Result<Self, GroupError> {
         let (host, port) = (Self::ADDRESS.to_string(), 0);
-        let (store, port) = Store::open(&host, port, true, timeout, "").map_err(|problem| {
+        let (store, port) = Store::open(&host, port, true, timeout, &prefix(ATTEMPT)).map_err(|problem| {
             GroupError::Meeting { rank: 0, world_size, host, port, timeout, problem: one_line(&problem) }
         })?;
-        Ok(Self { _store: store, port })
+        Ok(Self { store, port })
+    }
+
+    /// Whether a rank that has ended with an error only did so because others did.
+    pub fn is_follower(&self, rank: usize) -> bool {
+        self.store.get(&format!("end/{rank}"), MOMENT).is_ok_and(|words| words.is_empty())
     }
 
     /// The place of one of `world_size` child processes of this machine.
@@ -41,7 +50,7 @@ impl Host {
             host: Self::ADDRESS.into(),
             port: self.port,
             is_hosted: true,
-            attempt: 0,
+            attempt: ATTEMPT,
         }
     }
 
@@ -70,7 +79,7 @@ impl Meeting {
         let begun = Instant::now();
         let (rank, world_size) = (ranks.rank, ranks.world_size);
         let is_host = rank == 0 && !ranks.is_hosted;
-        let prefix = format!("attempt_{}", ranks.attempt);
+        let prefix = prefix(ranks.attempt);
         let (store, _) =
             Store::open(&ranks.host, ranks.port, is_host, timeout, &prefix).map_err(|problem| {
                 GroupError::Meeting {
@@ -114,6 +123,7 @@ impl Meeting {
     /// Leaves the error that ends this rank for the others.
     pub fn fail(&self, cause: &str) {
         self.say("end", cause);
+        self.say("bye", "");
         if self.ranks.rank == 0 && !self.ranks.is_hosted {
             // The words go with this process: stay until the others have read them.
             self.missing("bye", LAST_WORDS);
@@ -151,8 +161,7 @@ impl Meeting {
     }
 
     fn heard(&self, key: &str, peer: usize, deadline: Instant) -> Option<String> {
-        // At least a moment, so that what is there already is always heard.
-        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
+        let left = deadline.saturating_duration_since(Instant::now()).max(MOMENT);
         let words = self.store.get(&format!("{key}/{peer}"), left).ok()?;
         Some(String::from_utf8_lossy(&words).into_owned())
     }
@@ -164,6 +173,10 @@ impl Meeting {
             .filter(|&peer| peer != self.ranks.rank && self.heard(key, peer, deadline).is_none())
             .collect()
     }
+}
+
+fn prefix(attempt: usize) -> String {
+    format!("attempt_{attempt}")
 }
 
 /// The first line of what c10d says; the rest are addresses of its code.

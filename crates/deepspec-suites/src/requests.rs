@@ -82,6 +82,6 @@ impl Asking<'_> {
 
     fn prompt(&self, sample: &Sample) -> anyhow::Result<Vec<i64>> {
         let messages = [Message::new(Role::User, sample.prompt.as_str())];
-                Ok(generation_prompt(self.tokenizer, &messages, self.system_prompt, Some(self.thinking))?)
+        Ok(generation_prompt(self.tokenizer, &messages, self.system_prompt, Some(self.thinking))?)
     }
 }

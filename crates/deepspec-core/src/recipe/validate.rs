@@ -10,6 +10,7 @@ impl Recipe {
             ("train.global_batch_size", self.train.global_batch_size),
             ("logging.logging_steps", self.logging.logging_steps),
             ("logging.checkpointing_steps", self.logging.checkpointing_steps),
+            ("logging.keep_checkpoints", self.logging.keep_checkpoints.unwrap_or(1)),
             ("data.max_length", self.data.max_length),
             ("drafter.block_size", self.drafter.block().block_size),
             ("drafter.num_draft_layers", self.drafter.block().num_draft_layers),
@@ -31,6 +32,9 @@ impl Recipe {
         }
         if !self.train.weight_decay.is_finite() || self.train.weight_decay < 0.0 {
             return Err(("train.weight_decay", format!("{} is no number from 0", self.train.weight_decay)));
+        }
+        if self.train.timeout_s == 0 {
+            return Err(("train.timeout_s", "must be at least 1".into()));
         }
         if self.train.max_grad_norm.is_nan() || self.train.max_grad_norm <= 0.0 {
             return Err(("train.max_grad_norm", format!("{} is not positive", self.train.max_grad_norm)));

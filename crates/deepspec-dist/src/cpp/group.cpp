@@ -12,13 +12,13 @@
 namespace {
 
 struct Group {
-  Backend gloo;
+  Backend gloo;  // both null after an abort
   Backend nccl;  // null where tensors stay on the CPU
 
   Backend& of(const at::Tensor& tensor) {
-    if (!tensor.is_cuda()) return gloo;
-    TORCH_CHECK(nccl, "a CUDA tensor in a group without NCCL");
-    return nccl;
+    auto& backend = tensor.is_cuda() ? nccl : gloo;
+    TORCH_CHECK(backend, "no connection for tensors of this device");
+    return backend;
   }
 };
 
@@ -83,10 +83,12 @@ char* ds_group_open(Store* store, const char* address, int rank, int world_size,
 
 void ds_group_free(Group* group) { delete group; }
 
-// Gives up what is under way, so that a group which has lost a rank can be freed.
+// Gives up what is under way and closes all connections: ranks that wait for this one learn of it so.
 char* ds_group_abort(Group* group) {
   return caught([&] {
+    group->gloo.reset();
     if (group->nccl) group->nccl->abort();
+    group->nccl.reset();
   });
 }
 

@@ -167,7 +167,7 @@ impl Group {
         })
     }
 
-    /// Gives up what is under way, so that a group which has lost a rank can be dropped.
+    /// Gives up what is under way and closes all connections, from which the other ranks learn of it. No operation works then.
     pub fn abort(&self) -> Outcome<()> {
         // SAFETY: the group lives until `self` is dropped.
         check(unsafe { ds_group_abort(self.0.as_ptr()) })

@@ -7,7 +7,7 @@
 mod c10d;
 
 use std::io;
-use std::process::Child;
+use std::process::{Child, Command};
 
 use libloading::Library;
 
@@ -50,3 +50,20 @@ pub fn signal(child: &Child, signal: i32) -> io::Result<()> {
     let sent = unsafe { libc::kill(child.id() as libc::pid_t, signal) };
     if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
+
+/// Lets the command's process be killed when the thread that starts it ends, whatever ends it. Only Linux can.
+#[cfg(target_os = "linux")]
+pub fn die_with_parent(command: &mut Command) {
+    use std::os::unix::process::CommandExt;
+    let ask = || {
+        // SAFETY: prctl with this option takes plain numbers.
+        let asked = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong) };
+        if asked == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: between fork and exec the closure makes one system call and allocates nothing.
+    unsafe { command.pre_exec(ask) };
+}
+
+/// Other systems have no such request.
+#[cfg(not(target_os = "linux"))]
+pub fn die_with_parent(_command: &mut Command) {}

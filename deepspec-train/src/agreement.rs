@@ -1,0 +1,75 @@
+//! What all ranks must have in common: found out before the first step, not after a wasted night.
+
+use std::path::Path;
+
+use anyhow::Context;
+use deepspec_core::recipe::Recipe;
+use deepspec_core::{config, usage};
+use deepspec_dist::ProcessGroup;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::checkpoint::without_places;
+
+/// One rank's view.
+#[derive(Serialize, Deserialize)]
+struct View {
+    version: String,
+    recipe: Value,
+    data: String,
+    /// Name of the checkpoint's folder.
+    checkpoint: Option<String>,
+}
+
+/// Compares code, recipe, data set and the checkpoint to resume from among all ranks.
+///
+/// # Errors
+/// A usage error, the same on all ranks, that names what differs; or another rank's failure.
+pub fn check(
+    group: &ProcessGroup,
+    recipe: &Recipe,
+    data: &str,
+    checkpoint: Option<&Path>,
+) -> anyhow::Result<()> {
+    let own = View {
+        version: env!("CARGO_PKG_VERSION").into(),
+        recipe: without_places(recipe)?,
+        data: data.into(),
+        checkpoint: checkpoint.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()),
+    };
+    let views = group.all_gather("comparing what the ranks start from", &serde_json::to_vec(&own)?)?;
+    let views: Vec<View> = views
+        .iter()
+        .map(|bytes| serde_json::from_slice(bytes).context("another rank runs other code"))
+        .collect::<Result<_, _>>()?;
+    for (rank, view) in views.iter().enumerate().skip(1) {
+        if let Some(difference) = difference(&views[0], view, rank) {
+            usage!("the ranks cannot train together: {difference}");
+        }
+    }
+    Ok(())
+}
+
+fn difference(leader: &View, view: &View, rank: usize) -> Option<String> {
+    if view.version != leader.version {
+        return Some(format!("rank {rank} runs version {}, rank 0 {}", view.version, leader.version));
+    }
+    let names = ("rank 0 has".to_string(), format!("rank {rank} has"));
+    let keys = config::differences_in_words((&names.0, &leader.recipe), (&names.1, &view.recipe));
+    if !keys.is_empty() {
+        return Some(format!("their recipes differ in {}", keys.join(", ")));
+    }
+    if view.data != leader.data {
+        return Some(format!(
+            "rank {rank} has other samples, or another target's states, than rank 0; let data.states name the same data on all machines"
+        ));
+    }
+    let step = |view: &View| view.checkpoint.clone().unwrap_or_else(|| "no checkpoint".into());
+    (view.checkpoint != leader.checkpoint).then(|| {
+        format!(
+            "rank {rank} finds {} in logging.output_dir, rank 0 {}; let it be a folder that all machines share",
+            step(view),
+            step(leader)
+        )
+    })
+}

@@ -1,0 +1,148 @@
+//! Which checkpoints stay: the newest ones, and the best.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use deepspec_core::atomic::{self, FileError};
+use serde::{Deserialize, Serialize};
+
+use super::{Checkpoints, LATEST, STATE_JSON};
+
+/// The link to the checkpoint with the greatest accepted length on the validation suite.
+pub(super) const BEST: &str = "step_best";
+/// What is known of it.
+pub(super) const BEST_FILE: &str = "best.json";
+
+/// The best checkpoint so far.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    /// Optimiser steps.
+    pub step: usize,
+    /// Accepted length on the validation suite.
+    pub tau: f64,
+}
+
+impl Checkpoints {
+    /// The best checkpoint so far.
+    ///
+    /// # Errors
+    /// If best.json cannot be read.
+    pub fn best(&self) -> anyhow::Result<Option<Best>> {
+        let file = self.dir.join(BEST_FILE);
+        if !file.is_file() {
+            return Ok(None);
+        }
+        let best = serde_json::from_str(&atomic::read_text(&file)?);
+        Ok(Some(best.with_context(|| format!("{}: not a record of the best checkpoint", file.display()))?))
+    }
+
+    /// Records that the saved checkpoint of `step` has accepted length `tau` on the validation suite; the best one so far
+    /// (of equals, the first) gets the link `step_best` and stays. Returns whether it is this one.
+    ///
+    /// # Errors
+    /// If that checkpoint is not there, or any I/O failure.
+    pub fn mark_best(&self, step: usize, tau: f64) -> anyhow::Result<bool> {
+        if self.best()?.is_some_and(|best| best.tau >= tau) {
+            return Ok(false);
+        }
+        if !self.is_checkpoint(step) {
+            bail!("{}: there is no checkpoint of step {step} to be marked", self.dir.display());
+        }
+        self.point(BEST, step)?;
+        atomic::write_json(&self.dir.join(BEST_FILE), &Best { step, tau })?;
+        Ok(true)
+    }
+
+    /// Removes all but the newest `keep` checkpoints, `step_latest` and `step_best`; nothing where `keep` is `None`.
+    pub(super) fn retain(&self, keep: Option<usize>) -> anyhow::Result<()> {
+        let Some(keep) = keep else { return Ok(()) };
+        let entries = fs::read_dir(&self.dir).map_err(FileError::at("reading", &self.dir))?;
+        let mut steps = vec![];
+        for entry in entries {
+            let name = entry.map_err(FileError::at("reading", &self.dir))?.file_name();
+            let step = name.to_str().and_then(|name| name.strip_prefix("step_")?.parse().ok());
+            steps.extend(step.filter(|&step| self.is_checkpoint(step)));
+        }
+        steps.sort_unstable_by(|a, b| b.cmp(a));
+        let linked = [LATEST, BEST].map(|name| fs::read_link(self.dir.join(name)).ok());
+        for step in steps.into_iter().skip(keep) {
+            let name = format!("step_{step}");
+            if linked.iter().flatten().any(|target| target.as_path() == Path::new(&name)) {
+                continue;
+            }
+            // Out of the way first, so that half a folder never passes for a checkpoint.
+            let path = self.dir.join(name);
+            let partial = atomic::partial_name(&path);
+            fs::rename(&path, &partial).map_err(FileError::at("removing", &path))?;
+            fs::remove_dir_all(&partial).map_err(FileError::at("removing", &partial))?;
+        }
+        Ok(())
+    }
+
+    /// Moves the link `name` to the checkpoint of `step`.
+    pub(super) fn point(&self, name: &str, step: usize) -> anyhow::Result<()> {
+        let (link, fresh) = (self.dir.join(name), self.dir.join(format!("{name}.partial")));
+        let _ = fs::remove_file(&fresh);
+        symlink(format!("step_{step}"), &fresh).map_err(FileError::at("writing", &fresh))?;
+        fs::rename(&fresh, &link).map_err(FileError::at("writing", &link))?;
+        let dir = fs::File::open(&self.dir).and_then(|dir| dir.sync_all());
+        Ok(dir.map_err(FileError::at("syncing", &self.dir))?)
+    }
+
+    fn is_checkpoint(&self, step: usize) -> bool {
+        self.dir.join(format!("step_{step}")).join(STATE_JSON).is_file()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with_steps(steps: &[usize]) -> (tempfile::TempDir, Checkpoints) {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(dir.path().to_path_buf());
+        for step in steps {
+            let path = dir.path().join(format!("step_{step}"));
+            fs::create_dir(&path).unwrap();
+            fs::write(path.join(STATE_JSON), "{}").unwrap();
+        }
+        (dir, checkpoints)
+    }
+
+    fn left(dir: &Path) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.starts_with("step_"))
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn the_newest_the_latest_and_the_best_stay() {
+        let (dir, checkpoints) = with_steps(&[0, 3, 6, 9, 12]);
+        checkpoints.point(LATEST, 12).unwrap();
+        assert!(checkpoints.mark_best(3, 2.5).unwrap());
+        assert!(!checkpoints.mark_best(6, 2.5).unwrap() && !checkpoints.mark_best(9, 1.0).unwrap());
+        checkpoints.retain(None).unwrap();
+        assert_eq!(left(dir.path()).len(), 7);
+        checkpoints.retain(Some(2)).unwrap();
+        assert_eq!(left(dir.path()), ["step_12", "step_3", "step_9", "step_best", "step_latest"]);
+        assert!(checkpoints.mark_best(12, 3.0).unwrap());
+        checkpoints.retain(Some(1)).unwrap();
+        assert_eq!(left(dir.path()), ["step_12", "step_best", "step_latest"]);
+        assert_eq!(checkpoints.best().unwrap(), Some(Best { step: 12, tau: 3.0 }));
+        assert!(checkpoints.mark_best(15, 4.0).unwrap_err().to_string().contains("no checkpoint of step 15"));
+    }
+
+    #[test]
+    fn an_older_latest_stays() {
+        let (dir, checkpoints) = with_steps(&[3, 6, 9]);
+        checkpoints.point(LATEST, 3).unwrap();
+        checkpoints.retain(Some(1)).unwrap();
+        assert_eq!(left(dir.path()), ["step_3", "step_9", "step_latest"]);
+    }
+}
