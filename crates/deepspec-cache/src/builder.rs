@@ -114,14 +114,21 @@ impl<'p> Builder<'p> {
         self.pending.len()
     }
 
-    /// Bytes of the shards that have yet to be handed out; the most, where an encoding compresses.
+    /// Bytes of the worker's shards that `dir` lacks; the most, where an encoding compresses. Touches nothing.
     ///
     /// # Errors
-    /// None in a plan that was made: its sizes have been computed before.
-    pub fn pending_bytes(&self) -> Result<u64, CacheError> {
-        self.pending.iter().try_fold(0_u64, |sum, &index| {
-            Ok(sum.saturating_add(self.plan.shards()[index].geometry(self.plan.layout())?.bytes()))
-        })
+    /// Files that cannot be read.
+    pub fn missing_bytes(dir: &Path, plan: &Plan, worker: Worker) -> Result<u64, CacheError> {
+        if Manifest::read_if_present(dir)?.is_some() {
+            return Ok(0);
+        }
+        let (parts, mut bytes) = (parts(dir)?, 0_u64);
+        for (index, planned) in plan.shards().iter().enumerate().filter(|&(index, _)| worker.builds(index)) {
+            if finished(dir, &parts, plan, index)?.is_none() {
+                bytes = bytes.saturating_add(planned.geometry(plan.layout())?.bytes());
+            }
+        }
+        Ok(bytes)
     }
 
     /// Starts the next unfinished shard; `None` when all are handed out. Several may be open at once.

@@ -16,7 +16,8 @@ const BLOCK: usize = 64 << 10;
 /// The stored form of finite bfloat16 states.
 pub(crate) fn encode<'s>(layout: &Layout, [taps, last]: [&'s [u8]; 2]) -> io::Result<Parts<Cow<'s, [u8]>>> {
     let none = || Cow::Borrowed(&[][..]);
-    let mut stored = Parts { taps: none(), last: none(), taps_scale: none(), last_scale: none(), exponents: none() };
+    let mut stored =
+        Parts { taps: none(), last: none(), taps_scale: none(), last_scale: none(), exponents: none() };
     match layout.encoding {
         Encoding::Bf16 => (stored.taps, stored.last) = (taps.into(), last.into()),
         Encoding::Bf16z => {

@@ -73,7 +73,8 @@ impl Plan {
         reference: Value,
     ) -> Result<Self, CacheError> {
         let plan = Self::cut(samples, layout, u64::MAX, |index, _| starts.contains(&index))?;
-        let bytes = |shard: &PlannedShard| plan.layout.planned_bytes(shard.rows, shard.last_rows).unwrap_or(0);
+        let bytes =
+            |shard: &PlannedShard| plan.layout.planned_bytes(shard.rows, shard.last_rows).unwrap_or(0);
         let shard_bytes = plan.shards.iter().map(bytes).max().unwrap_or(0);
         Ok(Self { shard_bytes, reference: Some(reference), ..plan })
     }

@@ -55,8 +55,11 @@ impl PlannedSample {
     /// Adds everything that a plan's digest is over.
     pub(crate) fn add_to(&self, hasher: &mut Hasher) {
         let ids: Vec<u8> = self.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-        let spans: Vec<u8> =
-            self.spans.iter().flat_map(|(start, end)| [start.to_le_bytes(), end.to_le_bytes()].concat()).collect();
+        let spans: Vec<u8> = self
+            .spans
+            .iter()
+            .flat_map(|(start, end)| [start.to_le_bytes(), end.to_le_bytes()].concat())
+            .collect();
         hasher.part(self.id.as_bytes()).part(&ids).part(&spans);
     }
 }

@@ -104,7 +104,8 @@ pub(crate) fn size(plan: &Plan) -> Result<u64, CacheError> {
         Written { checksum, exponent_bytes: u64::from(checksum >> 12) }
     };
     let rows = rows(plan, written);
-    write_rows(&mut counter, plan.layout().encoding, &rows).map_err(FileError::at("planning", Path::new(SAMPLES_FILE)))?;
+    write_rows(&mut counter, plan.layout().encoding, &rows)
+        .map_err(FileError::at("planning", Path::new(SAMPLES_FILE)))?;
     Ok(counter.0)
 }
 

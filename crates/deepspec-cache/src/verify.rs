@@ -6,10 +6,10 @@ use std::path::Path;
 use deepspec_core::digest::Hasher;
 use rayon::prelude::*;
 
+use crate::codec;
 use crate::error::CacheError;
 use crate::layout::Layout;
 use crate::manifest::{Manifest, ShardEntry};
-use crate::codec;
 use crate::reader::checked;
 use crate::reader::map::MappedShard;
 use crate::samples::{Row, SAMPLES_FILE, Table};

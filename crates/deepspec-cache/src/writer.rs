@@ -73,16 +73,11 @@ impl Sidecar {
         let Ok(geometry) = Geometry::new(layout, planned.rows, planned.last_rows, exponents) else {
             return Ok(None);
         };
-        let (expected, compressed) = (geometry.bytes(), if layout.encoding.compresses() { samples } else { 0 });
+        let (expected, compressed) =
+            (geometry.bytes(), if layout.encoding.compresses() { samples } else { 0 });
         let told = (entry.file.as_str(), entry.bytes, entry.rows, entry.last_rows, sidecar.checksums.len());
         let fits = told
-            == (
-                shard::file_name(shard).as_str(),
-                expected,
-                planned.rows,
-                planned.last_rows,
-                samples,
-            )
+            == (shard::file_name(shard).as_str(), expected, planned.rows, planned.last_rows, samples)
             && sidecar.exponent_bytes.len() == compressed;
         let whole =
             |dir: &Path| fs::metadata(shard::path(dir, shard)).is_ok_and(|file| file.len() == expected);
@@ -251,8 +246,7 @@ impl<'p> ShardWriter<'p> {
             }
             Ok(())
         })?;
-        let sidecar =
-            Sidecar { shard, checksums: self.checksums, exponent_bytes: self.exponent_bytes };
+        let sidecar = Sidecar { shard, checksums: self.checksums, exponent_bytes: self.exponent_bytes };
         Ok(atomic::write_json(&Sidecar::path(&self.part, self.index), &sidecar)?)
     }
 }

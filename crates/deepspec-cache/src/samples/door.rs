@@ -113,7 +113,8 @@ impl<'m> Door<'m> {
             return Err(self.lie(index, "end", format!("row {end} and last row {last_end}"), expected));
         }
         let left = self.exponent_bytes[self.shard] - self.exponent;
-        let Some(exponent_bytes) = u64::try_from(claim.exponent_bytes).ok().filter(|&bytes| bytes <= left) else {
+        let Some(exponent_bytes) = u64::try_from(claim.exponent_bytes).ok().filter(|&bytes| bytes <= left)
+        else {
             return Err(self.lie(index, "exponent_bytes", claim.exponent_bytes, format!("at most {left}")));
         };
         let place = Place {
