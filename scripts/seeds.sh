@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# DSpark against DFlash on the toy target over several seeds and training lengths; prints one line per run.
+# Drafters on the toy target over several seeds, training lengths and sources of states; prints one line per run: drafter,
+# seed, steps, learning rate, states, the accepted length of each suite and their mean.
 #
-#   scripts/seeds.sh [DEMO_DIR [STEPS...]]      default runs/demo 250 500 1500; uses the cache that scripts/demo.sh left there
+#   scripts/seeds.sh [DEMO_DIR [STEPS...]]      default runs/demo 250 500 1500; uses the answers and cache of scripts/demo.sh
 #
-# SEEDS and RATES override the seeds and the learning rates (RATES=recipe takes the recipes' own).
+# These override what is compared: DRAFTERS="dspark dflash", SEEDS="1 2 3", RATES=recipe (the recipes' own), STATES=bf16. States
+# are an encoding of a cache, which is built where it is missing, or online or hybrid. What fp8 costs:
+#
+#   DRAFTERS=dspark STATES="bf16 fp8" scripts/seeds.sh runs/demo 500
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 demo=${1:-runs/demo}
@@ -12,16 +16,34 @@ lengths=("${@:-250}")
 [ $# -gt 0 ] || lengths=(250 500 1500)
 read -ra seeds <<<"${SEEDS:-1 2 3}"
 read -ra rates <<<"${RATES:-recipe}"
+read -ra drafters <<<"${DRAFTERS:-dspark dflash}"
+read -ra sources <<<"${STATES:-bf16}"
 bin=target/release
 out=$demo/seeds
 mkdir -p "$out"
+cores=$(nproc) # before OMP_NUM_THREADS, which nproc obeys
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} OMP_NUM_THREADS=1
 
-run() { # drafter seed steps rate
-    local name=$1-seed$2-steps$3-lr$4 rate=()
-    [ "$4" = recipe ] || rate=(--set "train.lr=$4")
-    $bin/deepspec-train --quiet --config "configs/tiny/$1.yaml" --set "data.states.cache=$demo/cache" \
-        --set "logging.output_dir=$out" --set "name=$name" --set "seed=$2" --set "train.max_train_steps=$3" "${rate[@]}"
+folder() { # encoding: bf16 is what the demo built
+    [ "$1" = bf16 ] && echo "$demo/cache" || echo "$demo/cache-$1"
+}
+
+for source in "${sources[@]}"; do
+    case $source in online | hybrid) continue ;; esac
+    [ -f "$(folder "$source")/manifest.json" ] || $bin/deepspec-data --quiet cache build --config configs/tiny/dspark.yaml \
+        --input "$demo/answers.jsonl" --output-dir "$(folder "$source")" --encoding "$source" >&2
+done
+
+run() { # drafter seed steps rate states
+    local name=$1-seed$2-steps$3-lr$4-$5 more=()
+    [ "$4" = recipe ] || more+=(--set "train.lr=$4")
+    case $5 in
+        online) more+=(--set data.states=online --set "data.input=[$demo/answers.jsonl]") ;;
+        hybrid) more+=(--set "data.states={hybrid: $out/$name.cache}" --set "data.input=[$demo/answers.jsonl]") ;;
+        *) more+=(--set "data.states.cache=$(folder "$5")") ;;
+    esac
+    $bin/deepspec-train --quiet --config "configs/tiny/$1.yaml" "${more[@]}" --set "logging.output_dir=$out" \
+        --set "name=$name" --set "seed=$2" --set "train.max_train_steps=$3"
     [ -f "$out/$name.eval/results.json" ] || $bin/deepspec-eval run --quiet --no-baseline --target assets/tiny-target \
         --draft "$out/$name/step_latest" --suite smoke-math --suite smoke-code --suite smoke-chat --max-new-tokens 256 \
         --output-dir "$out/$name.eval" --json >/dev/null
@@ -37,9 +59,11 @@ print(*sys.argv[2:], *(f"{t:.3f}" for t in tau), f"macro {sum(tau) / len(tau):.3
 for steps in "${lengths[@]}"; do
     for rate in "${rates[@]}"; do
         for seed in "${seeds[@]}"; do
-            for drafter in dspark dflash; do
-                while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
-                run $drafter "$seed" "$steps" "$rate" &
+            for drafter in "${drafters[@]}"; do
+                for source in "${sources[@]}"; do
+                    while [ "$(jobs -rp | wc -l)" -ge "$cores" ]; do wait -n; done
+                    run "$drafter" "$seed" "$steps" "$rate" "$source" &
+                done
             done
         done
     done

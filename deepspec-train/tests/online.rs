@@ -4,11 +4,11 @@ mod common;
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
 use std::process::Command;
 
 use common::{Bench, STEPS, start_until};
 use deepspec_cache::verify;
+use deepspec_testkit::folder::files;
 
 /// Overrides for states that the target computes: `source` is online or a hybrid's folder.
 fn live(bench: &Bench, states: &str) -> Vec<String> {
@@ -96,15 +96,6 @@ fn a_run_may_go_on_from_another_source_of_the_same_states() {
     let fewer: Vec<&str> = rows.lines().skip(1).collect();
     fs::write(bench.path("rows.jsonl"), fewer.join("\n")).unwrap();
     bench.fails(&with(&online(&bench), &[]), 2, &["other samples", "--overwrite"]);
-}
-
-fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    let mut files: Vec<_> = entries
-        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), fs::read(path).unwrap()))
-        .collect();
-    files.sort();
-    files
 }
 
 #[test]

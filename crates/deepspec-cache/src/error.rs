@@ -1,6 +1,7 @@
 //! Everything that can go wrong with a cache, with the evidence.
 
 use std::fmt;
+use std::io;
 use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
@@ -341,6 +342,15 @@ pub enum CacheError {
         found: u32,
         /// Checksum in the table.
         expected: u32,
+    },
+    /// A sample's compressed exponents are none, though its checksum is right.
+    #[error("sample {sample:?}: its exponents cannot be read: {source}; restore the cache or build it again")]
+    Exponents {
+        /// The sample's id.
+        sample: String,
+        /// What zstd says.
+        #[source]
+        source: io::Error,
     },
     /// A cache of the reference's format 2 that cannot be imported, or one of ours that it cannot hold.
     #[error("{}: {problem}", path.display())]

@@ -1,6 +1,6 @@
 //! One sample in plain numbers.
 
-use crate::error::Part;
+use crate::error::{CacheError, Part};
 use crate::layout::Encoding;
 use crate::reader::Sample;
 use crate::values;
@@ -38,23 +38,26 @@ pub struct TensorSummary {
 }
 
 /// Sums a sample up.
-pub fn inspect(sample: &Sample<'_>) -> Inspection {
+///
+/// # Errors
+/// Exponents that cannot be decompressed.
+pub fn inspect(sample: &Sample<'_>) -> Result<Inspection, CacheError> {
     let layout = sample.layout();
     let state_bytes = layout.hidden_size * Encoding::Bf16.value_bytes();
-    let [tap_states, last_states] = sample.states();
+    let [tap_states, last_states] = sample.states()?;
     let taps = layout.taps.iter().enumerate().map(|(index, &tap)| {
         let states = tap_states.chunks_exact(state_bytes).skip(index).step_by(layout.taps.len());
         summary(Part::Tap(tap), states)
     });
     let last = std::iter::once_with(|| summary(Part::Last, last_states.chunks_exact(state_bytes)));
-    Inspection {
+    Ok(Inspection {
         id: sample.id.to_string(),
         shard: sample.shard,
         length: sample.len(),
         supervised: sample.loss_mask().into_iter().filter(|&supervised| supervised).count(),
         spans: sample.spans.to_vec(),
         tensors: taps.chain(last).collect(),
-    }
+    })
 }
 
 fn summary<'s>(part: Part, states: impl Iterator<Item = &'s [u8]>) -> TensorSummary {

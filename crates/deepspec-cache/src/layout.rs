@@ -12,23 +12,33 @@ use crate::tap::Tap;
 pub enum Encoding {
     /// bfloat16, exactly as the target's states were rounded; two little-endian bytes a value.
     Bf16,
+    /// The same values: one byte of sign and mantissa each, and the exponents of each sample compressed by zstd.
+    Bf16z,
     /// e4m3, one byte a value, with one bfloat16 scale for each tap of a token and each kept last state.
     Fp8,
 }
 
 impl Encoding {
-    /// Bytes of one stored value.
+    /// All encodings.
+    pub const ALL: [Self; 3] = [Self::Bf16, Self::Bf16z, Self::Fp8];
+
+    /// Bytes of one value in `taps` and `last`.
     pub fn value_bytes(self) -> usize {
         match self {
             Self::Bf16 => 2,
-            Self::Fp8 => 1,
+            Self::Bf16z | Self::Fp8 => 1,
         }
+    }
+
+    /// Whether the size of a cache depends on its values.
+    pub fn compresses(self) -> bool {
+        self == Self::Bf16z
     }
 
     /// Bytes of the scale of one state.
     pub(crate) fn scale_bytes(self) -> usize {
         match self {
-            Self::Bf16 => 0,
+            Self::Bf16 | Self::Bf16z => 0,
             Self::Fp8 => 2,
         }
     }
@@ -38,6 +48,7 @@ impl fmt::Display for Encoding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bf16 => f.write_str("bf16"),
+            Self::Bf16z => f.write_str("bf16z"),
             Self::Fp8 => f.write_str("fp8"),
         }
     }
@@ -125,11 +136,19 @@ impl Layout {
         self.encoding.scale_bytes() as u64
     }
 
-    /// Bytes of a sample with so many tokens and kept last states, scales included.
+    /// Bytes of a sample with so many tokens and kept last states, scales included and compressed exponents not.
     pub(crate) fn sample_bytes(&self, rows: u64, last_rows: u64) -> Option<u64> {
         let tap_row = self.tap_row_bytes()?.checked_add(self.tap_scales_bytes())?;
         let last_row = self.last_row_bytes()?.checked_add(self.last_scale_bytes())?;
         tap_row.checked_mul(rows)?.checked_add(last_row.checked_mul(last_rows)?)
+    }
+
+    /// Bytes that a plan reckons with for such a sample: where they depend on the values, those that are not compressed.
+    pub(crate) fn planned_bytes(&self, rows: u64, last_rows: u64) -> Option<u64> {
+        if self.encoding.compresses() {
+            return self.plain().sample_bytes(rows, last_rows);
+        }
+        self.sample_bytes(rows, last_rows)
     }
 
     /// The same layout in bfloat16: what the target gives and what training takes.

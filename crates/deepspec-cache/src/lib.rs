@@ -4,8 +4,8 @@
 //!
 //! - `manifest.json`, written last: its presence is what makes the folder a cache ([`Manifest`]);
 //! - `samples.parquet`, one row per sample: where it lies, its token ids, its supervised spans, its checksum;
-//! - `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]`, one row per (kept) token, in bfloat16 or, with the
-//!   scales `taps_scale [N, m]` and `last_scale [M]`, in eight bits ([`Encoding`]).
+//! - `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]`, one row per (kept) token, in bfloat16; or one
+//!   byte a value, with the scales `taps_scale [N, m]` and `last_scale [M]` or with compressed `exponents` ([`Encoding`]).
 //!
 //! N tokens of a shard, M those whose last hidden state a supervised label needs ([`Last`]), m taps ([`Tap`]),
 //! d hidden size. A sample's rows are contiguous in both tensors.
@@ -14,7 +14,9 @@
 //! [`Builder::publish`] commits. Reading: [`Reader`] maps the shards and checks each sample when it is first read.
 //! [`verify`] looks at all bytes, [`inspect`] sums one sample up.
 
+mod bf16z;
 mod builder;
+mod codec;
 mod error;
 mod fp8;
 mod identity;
@@ -22,9 +24,11 @@ mod inspect;
 mod layout;
 mod manifest;
 mod merge;
+mod parts;
 mod plan;
 mod reader;
 mod reference;
+mod sample;
 mod samples;
 mod shard;
 mod tap;
@@ -32,16 +36,19 @@ mod values;
 mod verify;
 mod writer;
 
-pub use builder::{Builder, Worker, remove_existing};
+pub use builder::Builder;
+pub use codec::stored_bytes;
 pub use error::{CacheError, Part};
 pub use identity::Identity;
 pub use inspect::{Inspection, TensorSummary, inspect};
 pub use layout::{Encoding, Last, Layout, loss_mask};
 pub use manifest::{Counts, MANIFEST_FILE, Manifest, SamplesEntry, ShardEntry};
 pub use merge::merge;
-pub use plan::{Plan, PlannedSample, PlannedShard};
+pub use parts::{Worker, remove_existing};
+pub use plan::{Plan, PlannedShard};
 pub use reader::{Reader, Sample};
 pub use reference::{Reference, export};
+pub use sample::PlannedSample;
 pub use samples::SAMPLES_FILE;
 pub use tap::Tap;
 pub use verify::{Problem, verify};

@@ -8,10 +8,10 @@ use deepspec_core::digest;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::builder::parts_dir;
 use crate::error::CacheError;
 use crate::identity::Identity;
 use crate::layout::{Encoding, Last, Layout};
+use crate::parts::parts_dir;
 use crate::plan::Recipe;
 use crate::samples::SAMPLES_FILE;
 use crate::shard::{self, Geometry};
@@ -212,8 +212,11 @@ impl Manifest {
         let mut tokens: u64 = 0;
         for (index, entry) in self.shards.iter().enumerate() {
             same(format!("file of shard {index}"), entry.file.clone(), shard::file_name(index))?;
-            let bytes = Geometry::new(&layout, entry.rows, entry.last_rows)?.bytes();
-            same(format!("bytes of shard {index}"), entry.bytes.to_string(), bytes.to_string())?;
+            if shard::exponent_bytes(&layout, entry)?.is_none() {
+                let bytes = Geometry::new(&layout, entry.rows, entry.last_rows, 0)?.bytes().to_string();
+                let least = if layout.encoding.compresses() { "at least " } else { "" };
+                same(format!("bytes of shard {index}"), entry.bytes.to_string(), format!("{least}{bytes}"))?;
+            }
             tokens = tokens.saturating_add(entry.rows);
         }
         same("counts.tokens".into(), self.counts.tokens.to_string(), tokens.to_string())?;

@@ -8,11 +8,13 @@ use deepspec_core::atomic::FileError;
 use deepspec_core::digest::Hasher;
 use rayon::prelude::*;
 
-use crate::builder::{Claim, Finished, Worker, commit, finished, lock, parts, parts_dir, remove_if_present};
+use crate::builder::{Finished, commit, finished};
 use crate::error::CacheError;
 use crate::layout::Layout;
 use crate::manifest::Manifest;
-use crate::plan::{Plan, PlannedSample, Recipe};
+use crate::parts::{Claim, Worker, lock, parts, parts_dir, remove_if_present};
+use crate::plan::{Plan, Recipe};
+use crate::sample::PlannedSample;
 use crate::shard;
 use crate::writer::Sidecar;
 

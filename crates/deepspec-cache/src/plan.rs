@@ -9,79 +9,11 @@ use serde_json::Value;
 
 use crate::error::CacheError;
 use crate::identity::{Differences, Identity};
-use crate::layout::{Encoding, Last, Layout, loss_mask};
+use crate::layout::{Encoding, Last, Layout};
 use crate::manifest::{Counts, Manifest, SamplesEntry, ShardEntry};
+use crate::sample::{PlannedSample, outside};
 use crate::samples::{self, SAMPLES_FILE};
 use crate::shard::{self, Geometry};
-
-/// A tokenised conversation that waits for its hidden states.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PlannedSample {
-    /// Unique id, the input row's.
-    pub id: String,
-    /// Token ids, L of them.
-    pub input_ids: Vec<i32>,
-    /// Supervised tokens as half-open spans, ascending, not overlapping, within `0..L`.
-    pub spans: Vec<(u32, u32)>,
-}
-
-impl PlannedSample {
-    /// Tokens. [`Plan::new`] refuses what 32 bits cannot count.
-    pub fn length(&self) -> u32 {
-        u32::try_from(self.input_ids.len()).unwrap_or(u32::MAX)
-    }
-
-    /// Supervised tokens.
-    pub fn supervised(&self) -> u32 {
-        supervised(&self.spans)
-    }
-
-    /// One flag per token, `true` where it is supervised.
-    pub fn loss_mask(&self) -> Vec<bool> {
-        loss_mask(self.length(), &self.spans)
-    }
-
-    /// Positions whose last hidden state is kept, ascending.
-    pub fn last_positions(&self, last: Last) -> Vec<u32> {
-        last.positions(self.length(), &self.spans)
-    }
-
-    fn check(&self) -> Result<(), CacheError> {
-        let length = self.input_ids.len();
-        if length == 0 || i32::try_from(length).is_err() {
-            return Err(CacheError::BadLength { sample: self.id.clone(), length });
-        }
-        match bad_span(self.length(), &self.spans) {
-            None => Ok(()),
-            Some((after, (start, end))) => {
-                Err(CacheError::BadSpan { sample: self.id.clone(), start, end, after, length })
-            }
-        }
-    }
-}
-
-/// The first span that is empty, out of order or past `length`, and the end of the span before it.
-pub(crate) fn bad_span(length: u32, spans: &[(u32, u32)]) -> Option<(u32, (u32, u32))> {
-    let mut after = 0;
-    for &(start, end) in spans {
-        if start < after || end <= start || end > length {
-            return Some((after, (start, end)));
-        }
-        after = end;
-    }
-    None
-}
-
-/// Position of the first token id outside the vocabulary.
-pub(crate) fn outside(ids: &[i32], vocab_size: usize) -> Option<usize> {
-    ids.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= vocab_size))
-}
-
-/// Tokens in spans that [`bad_span`] has passed.
-pub(crate) fn supervised(spans: &[(u32, u32)]) -> u32 {
-    spans.iter().map(|(start, end)| end - start).sum()
-}
 
 /// A run of samples that share a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,6 +24,16 @@ pub struct PlannedShard {
     pub rows: u64,
     /// Rows of `last`: kept positions.
     pub last_rows: u64,
+}
+
+impl PlannedShard {
+    /// The geometry of its file; where it compresses, of one whose exponents would not be compressed.
+    pub(crate) fn geometry(&self, layout: &Layout) -> Result<Geometry, CacheError> {
+        let bytes = |planned: Option<u64>| planned.ok_or_else(|| bad_layout(layout, self.rows));
+        let most = bytes(layout.planned_bytes(self.rows, self.last_rows))?;
+        let exponents = most - bytes(layout.sample_bytes(self.rows, self.last_rows))?;
+        Geometry::new(layout, self.rows, self.last_rows, exponents)
+    }
 }
 
 /// Samples in input order, cut into shards. The same input always gives the same plan.
@@ -131,7 +73,8 @@ impl Plan {
         reference: Value,
     ) -> Result<Self, CacheError> {
         let plan = Self::cut(samples, layout, u64::MAX, |index, _| starts.contains(&index))?;
-        let bytes = |shard: &PlannedShard| plan.layout.sample_bytes(shard.rows, shard.last_rows).unwrap_or(0);
+        let bytes =
+            |shard: &PlannedShard| plan.layout.planned_bytes(shard.rows, shard.last_rows).unwrap_or(0);
         let shard_bytes = plan.shards.iter().map(bytes).max().unwrap_or(0);
         Ok(Self { shard_bytes, reference: Some(reference), ..plan })
     }
@@ -157,10 +100,10 @@ impl Plan {
             if !seen.insert(sample.id.as_str()) {
                 return Err(CacheError::DuplicateId { sample: sample.id.clone() });
             }
-            add_to_digest(&mut hasher, sample);
+            sample.add_to(&mut hasher);
             let rows = u64::from(sample.length());
             let last_rows = sample.last_positions(layout.last).len() as u64;
-            let bytes = layout.sample_bytes(rows, last_rows).ok_or_else(|| bad_layout(&layout, rows))?;
+            let bytes = layout.planned_bytes(rows, last_rows).ok_or_else(|| bad_layout(&layout, rows))?;
             let new = starts(index, bytes);
             match shards.last_mut() {
                 Some(shard) if !new => {
@@ -177,7 +120,7 @@ impl Plan {
         drop(seen);
         let mut bytes: u64 = 0;
         for shard in &shards {
-            let total = Geometry::new(&layout, shard.rows, shard.last_rows)?.bytes();
+            let total = shard.geometry(&layout)?.bytes();
             bytes = bytes.checked_add(total).ok_or_else(|| bad_layout(&layout, counts.tokens))?;
         }
         let (digest, reference) = (hasher.hex(), None);
@@ -192,7 +135,7 @@ impl Plan {
         Self::new(self.samples, layout, self.shard_bytes)
     }
 
-    /// Bytes of the finished cache, all files: exact but for the samples' table, whose checksums are not known yet and
+    /// Bytes of the finished cache, all files; the most, where an encoding compresses. Exact but for the samples' table, whose checksums are not known yet and
     /// which is written to nowhere for this, and for digits of the manifest.
     ///
     /// # Errors
@@ -200,7 +143,7 @@ impl Plan {
     pub fn cache_bytes(&self, identity: &Identity) -> Result<u64, CacheError> {
         let table = samples::size(self)?;
         let shard = |(index, shard): (usize, &PlannedShard)| {
-            let bytes = Geometry::new(&self.layout, shard.rows, shard.last_rows)?.bytes();
+            let bytes = shard.geometry(&self.layout)?.bytes();
             let (file, sha256) = (shard::file_name(index), hex_like());
             Ok(ShardEntry { file, bytes, rows: shard.rows, last_rows: shard.last_rows, sha256 })
         };
@@ -231,7 +174,7 @@ impl Plan {
         &self.counts
     }
 
-    /// Bytes of all shard files, headers included.
+    /// Bytes of all shard files, headers included; the most, where an encoding compresses.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -318,16 +261,6 @@ impl Recipe {
 /// Stands for a digest that is not known yet.
 fn hex_like() -> String {
     "0".repeat(64)
-}
-
-fn add_to_digest(hasher: &mut Hasher, sample: &PlannedSample) {
-    let ids: Vec<u8> = sample.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-    let spans: Vec<u8> = sample
-        .spans
-        .iter()
-        .flat_map(|(start, end)| [start.to_le_bytes(), end.to_le_bytes()].concat())
-        .collect();
-    hasher.part(sample.id.as_bytes()).part(&ids).part(&spans);
 }
 
 fn bad_layout(layout: &Layout, rows: u64) -> CacheError {

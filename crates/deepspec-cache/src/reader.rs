@@ -4,14 +4,13 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::codec;
 use crate::error::{CacheError, Part};
-use crate::fp8;
 use crate::identity::Identity;
 use crate::layout::{Encoding, Last, Layout, loss_mask};
 use crate::manifest::Manifest;
 use crate::samples::{Row, Table};
 use crate::shard::Parts;
-use crate::writer::checksum;
 
 pub(crate) mod map;
 
@@ -108,11 +107,10 @@ impl Reader {
     /// # Errors
     /// No such sample; damaged bytes, with shard, sample, found and expected checksum.
     pub fn sample(&self, index: usize) -> Result<Sample<'_>, CacheError> {
-        let row = self.table.rows().get(index).ok_or(CacheError::NoSuchSample { index, len: self.len() })?;
-        let shard = &self.shards[row.place.shard];
-        let stored = if self.seen(index) { shard.sample(row.place.rows()) } else { checked(shard, row)? };
-        self.mark_seen(index);
+        let row = self.row(index)?;
+        let stored = self.stored(index, row)?;
         Ok(Sample {
+            row,
             id: &row.id,
             shard: row.place.shard,
             input_ids: self.table.input_ids(row),
@@ -123,9 +121,57 @@ impl Reader {
             layout: &self.layout,
         })
     }
-}
 
-impl Reader {
+    /// Bytes that [`Self::read_into`] fills: of `[L, m·d]` and of `[K, d]` in bfloat16.
+    ///
+    /// # Errors
+    /// No such sample.
+    pub fn state_bytes(&self, index: usize) -> Result<[usize; 2], CacheError> {
+        let row = self.row(index)?;
+        Ok(codec::state_bytes(&self.layout, self.shards[row.place.shard].sample(row.place.rows())))
+    }
+
+    /// Copies the states of sample `index` into the caller's memory as bfloat16, whatever they are stored in. Its bytes
+    /// are checked as [`Self::sample`] does; bfloat16 on its way, block by block, so that a first epoch too runs at
+    /// nearly the memory's speed. After an error the memory holds nothing of use.
+    ///
+    /// # Errors
+    /// As [`Self::sample`]; memory of another size than [`Self::state_bytes`].
+    pub fn read_into(&self, index: usize, taps: &mut [u8], last: &mut [u8]) -> Result<(), CacheError> {
+        let row = self.row(index)?;
+        let sizes = [(Part::Taps, taps.len()), (Part::Last, last.len())].into_iter();
+        for ((part, found), expected) in sizes.zip(self.state_bytes(index)?) {
+            if found != expected {
+                let (sample, expected) = (row.id.clone(), expected as u64);
+                return Err(CacheError::WrongSize { sample, part, found, expected });
+            }
+        }
+        if self.layout.encoding == Encoding::Bf16 && !self.seen(index) {
+            let shard = &self.shards[row.place.shard];
+            let found = codec::copy(shard.sample(row.place.rows()), [taps, last]);
+            compare(shard, row, found)?;
+            self.mark_seen(index);
+            return Ok(());
+        }
+        let stored = self.stored(index, row)?;
+        codec::decode(&self.layout, stored, [taps, last]).map_err(row.undecodable())
+    }
+
+    fn row(&self, index: usize) -> Result<&Row, CacheError> {
+        self.table.rows().get(index).ok_or(CacheError::NoSuchSample { index, len: self.len() })
+    }
+
+    /// The bytes of a row, checked the first time.
+    fn stored(&self, index: usize, row: &Row) -> Result<Parts<&[u8]>, CacheError> {
+        let shard = &self.shards[row.place.shard];
+        if self.seen(index) {
+            return Ok(shard.sample(row.place.rows()));
+        }
+        let stored = checked(shard, row)?;
+        self.mark_seen(index);
+        Ok(stored)
+    }
+
     fn seen(&self, index: usize) -> bool {
         self.seen[index / 64].load(Ordering::Relaxed) >> (index % 64) & 1 == 1
     }
@@ -138,21 +184,22 @@ impl Reader {
 /// The stored bytes of a row, if they are what was written.
 pub(crate) fn checked<'s>(shard: &'s MappedShard, row: &Row) -> Result<Parts<&'s [u8]>, CacheError> {
     let stored = shard.sample(row.place.rows());
-    let (found, expected) = (checksum(stored), row.checksum);
-    if found != expected {
-        return Err(CacheError::Checksum {
-            path: shard.path().to_path_buf(),
-            sample: row.id.clone(),
-            found,
-            expected,
-        });
-    }
+    compare(shard, row, codec::checksum(stored))?;
     Ok(stored)
+}
+
+fn compare(shard: &MappedShard, row: &Row, found: u32) -> Result<(), CacheError> {
+    let (path, sample, expected) = (shard.path().to_path_buf(), row.id.clone(), row.checksum);
+    match found == expected {
+        true => Ok(()),
+        false => Err(CacheError::Checksum { path, sample, found, expected }),
+    }
 }
 
 /// One sample of a cache; its bytes lie in the mapped file. L tokens, K kept last states, m taps, d hidden size.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample<'r> {
+    row: &'r Row,
     /// The input row's id.
     pub id: &'r str,
     /// Number of its shard.
@@ -161,9 +208,9 @@ pub struct Sample<'r> {
     pub input_ids: &'r [i32],
     /// Supervised tokens as half-open spans.
     pub spans: &'r [(u32, u32)],
-    /// `[L, m·d]` in the cache's encoding, row-major, at an even address.
+    /// `[L, m·d]` as the shard has them, row-major; bfloat16 at an even address.
     pub taps: &'r [u8],
-    /// `[K, d]` in the cache's encoding, row-major, at an even address.
+    /// `[K, d]` as the shard has them, row-major; bfloat16 at an even address.
     pub last: &'r [u8],
     stored: Parts<&'r [u8]>,
     layout: &'r Layout,
@@ -190,52 +237,12 @@ impl<'r> Sample<'r> {
         self.layout.last.positions(self.input_ids.len() as u32, self.spans)
     }
 
-    /// Bytes that [`Self::read_into`] fills: of `[L, m·d]` and of `[K, d]` in bfloat16.
-    pub fn state_bytes(&self) -> [usize; 2] {
-        let values = self.layout.encoding.value_bytes();
-        [self.taps, self.last].map(|stored| stored.len() / values * Encoding::Bf16.value_bytes())
-    }
-
-    /// Copies the states into the caller's memory as bfloat16, whatever they are stored in.
+    /// `[L, m·d]` and `[K, d]` in bfloat16: the mapped bytes themselves where they are stored so, else decoded ones.
     ///
     /// # Errors
-    /// Memory of another size than [`Self::state_bytes`].
-    pub fn read_into(&self, taps: &mut [u8], last: &mut [u8]) -> Result<(), CacheError> {
-        let expected = self.state_bytes();
-        for ((part, found), expected) in
-            [(Part::Taps, taps.len()), (Part::Last, last.len())].into_iter().zip(expected)
-        {
-            if found != expected {
-                let (sample, expected) = (self.id.to_string(), expected as u64);
-                return Err(CacheError::WrongSize { sample, part, found, expected });
-            }
-        }
-        match self.layout.encoding {
-            Encoding::Bf16 => {
-                taps.copy_from_slice(self.taps);
-                last.copy_from_slice(self.last);
-            }
-            Encoding::Fp8 => {
-                let d = self.layout.hidden_size;
-                fp8::decode(self.taps, self.stored.taps_scale, d, taps);
-                fp8::decode(self.last, self.stored.last_scale, d, last);
-            }
-        }
-        Ok(())
-    }
-
-    /// `[L, m·d]` and `[K, d]` in bfloat16: the mapped bytes themselves where they are stored so, else decoded ones.
-    pub fn states(&self) -> [Cow<'r, [u8]>; 2] {
-        if self.layout.encoding == Encoding::Bf16 {
-            return [Cow::Borrowed(self.taps), Cow::Borrowed(self.last)];
-        }
-        let d = self.layout.hidden_size;
-        let decoded = |codes: &[u8], scales: &[u8]| {
-            let mut states = vec![0; codes.len() * Encoding::Bf16.value_bytes()];
-            fp8::decode(codes, scales, d, &mut states);
-            Cow::Owned(states)
-        };
-        [decoded(self.taps, self.stored.taps_scale), decoded(self.last, self.stored.last_scale)]
+    /// Exponents that cannot be decompressed.
+    pub fn states(&self) -> Result<[Cow<'r, [u8]>; 2], CacheError> {
+        codec::decoded(self.layout, self.stored).map_err(self.row.undecodable())
     }
 
     /// Which last states the cache keeps.

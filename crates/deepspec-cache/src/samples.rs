@@ -2,7 +2,9 @@
 //!
 //! Columns: `id` text; `shard` number of its shard; `first_row` and `first_last_row`, where its rows begin in the shard's
 //! `taps` and `last`; `length` tokens; `supervised` tokens; `input_ids` token ids; `loss_spans` supervised half-open spans;
-//! `checksum` CRC-32 of the sample's bytes in `taps`, `last` and, where there are scales, `taps_scale` and `last_scale`, in this order.
+//! `checksum` CRC-32 of the sample's bytes in `taps`, `last` and, where there are such, `taps_scale`, `last_scale` and
+//! `exponents`, in this order. Where exponents are compressed, two more: `first_exponent` and `exponent_bytes`, where the
+//! sample's frames lie in the shard's `exponents`.
 
 use std::fs;
 use std::io::{self, Write};
@@ -22,8 +24,10 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 
 use crate::error::CacheError;
+use crate::layout::Encoding;
 use crate::manifest::SamplesEntry;
-use crate::plan::{Plan, PlannedSample};
+use crate::plan::Plan;
+use crate::sample::PlannedSample;
 
 mod door;
 mod table;
@@ -43,9 +47,17 @@ const GROUP_BYTES: usize = 64 << 20;
 static SPAN: LazyLock<Fields> =
     LazyLock::new(|| [("start", DataType::Int32), ("end", DataType::Int32)].map(column).to_vec().into());
 
-static SCHEMA: LazyLock<Arc<Schema>> = LazyLock::new(|| {
+static PLAIN: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(columns(false)));
+static COMPRESSED: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(columns(true)));
+
+/// The columns of a table for this encoding.
+fn schema(encoding: Encoding) -> &'static Arc<Schema> {
+    if encoding.compresses() { &COMPRESSED } else { &PLAIN }
+}
+
+fn columns(compressed: bool) -> Schema {
     let list = |element: DataType| DataType::List(Arc::new(Field::new("element", element, false)));
-    let columns = [
+    let mut columns = vec![
         ("id", DataType::Utf8),
         ("shard", DataType::UInt32),
         ("first_row", DataType::Int64),
@@ -56,18 +68,29 @@ static SCHEMA: LazyLock<Arc<Schema>> = LazyLock::new(|| {
         ("loss_spans", list(DataType::Struct(SPAN.clone()))),
         ("checksum", DataType::UInt32),
     ];
-    Arc::new(Schema::new(columns.map(column).to_vec()))
-});
+    if compressed {
+        columns.extend([("first_exponent", DataType::Int64), ("exponent_bytes", DataType::Int64)]);
+    }
+    Schema::new(columns.into_iter().map(column).collect::<Vec<_>>())
+}
 
 fn column((name, kind): (&str, DataType)) -> Field {
     Field::new(name, kind, false)
 }
 
-/// Writes the table of a plan whose samples have these checksums. The entry is for the manifest.
-pub(crate) fn write(dir: &Path, plan: &Plan, checksums: &[u32]) -> Result<SamplesEntry, CacheError> {
+/// What is known of a sample once it is written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Written {
+    pub checksum: u32,
+    /// Bytes of its compressed exponents; 0 where nothing is compressed.
+    pub exponent_bytes: u64,
+}
+
+/// Writes the table of a plan whose samples were written like this. The entry is for the manifest.
+pub(crate) fn write(dir: &Path, plan: &Plan, written: &[Written]) -> Result<SamplesEntry, CacheError> {
     let path = dir.join(SAMPLES_FILE);
-    let rows = rows(plan, |index| checksums[index]);
-    atomic::replace(&path, |file| write_rows(file, &rows))?;
+    let rows = rows(plan, |index| written[index]);
+    atomic::replace(&path, |file| write_rows(file, plan.layout().encoding, &rows))?;
     let bytes = fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
     Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::file(&path)? })
 }
@@ -75,8 +98,14 @@ pub(crate) fn write(dir: &Path, plan: &Plan, checksums: &[u32]) -> Result<Sample
 /// Size of the table of a plan, to within what checksums compress to, which is nothing.
 pub(crate) fn size(plan: &Plan) -> Result<u64, CacheError> {
     let mut counter = Counter(0);
-    let rows = rows(plan, |index| crc32fast::hash(&index.to_le_bytes()));
-    write_rows(&mut counter, &rows).map_err(FileError::at("planning", Path::new(SAMPLES_FILE)))?;
+    // Any numbers that are as hard to compress as the true ones.
+    let written = |index: usize| {
+        let checksum = crc_fast::crc32_iso_hdlc(&index.to_le_bytes());
+        Written { checksum, exponent_bytes: u64::from(checksum >> 12) }
+    };
+    let rows = rows(plan, written);
+    write_rows(&mut counter, plan.layout().encoding, &rows)
+        .map_err(FileError::at("planning", Path::new(SAMPLES_FILE)))?;
     Ok(counter.0)
 }
 
@@ -94,13 +123,15 @@ impl Write for Counter {
     }
 }
 
-fn rows(plan: &Plan, checksum: impl Fn(usize) -> u32) -> Vec<NewRow<'_>> {
+fn rows(plan: &Plan, written: impl Fn(usize) -> Written) -> Vec<NewRow<'_>> {
     let mut rows = Vec::with_capacity(plan.samples().len());
     for (shard, planned) in plan.shards().iter().enumerate() {
-        let (mut first_row, mut first_last_row) = (0, 0);
+        let (mut first_row, mut first_last_row, mut first_exponent) = (0, 0, 0);
         for index in planned.samples.clone() {
-            let (sample, checksum) = (&plan.samples()[index], checksum(index));
-            rows.push(NewRow { sample, shard: shard as u32, first_row, first_last_row, checksum });
+            let (sample, written) = (&plan.samples()[index], written(index));
+            let shard = shard as u32;
+            rows.push(NewRow { sample, shard, first_row, first_last_row, first_exponent, written });
+            first_exponent += written.exponent_bytes as i64;
             first_row += i64::from(sample.length());
             first_last_row += sample.last_positions(plan.layout().last).len() as i64;
         }
@@ -114,23 +145,25 @@ struct NewRow<'p> {
     shard: u32,
     first_row: i64,
     first_last_row: i64,
-    checksum: u32,
+    first_exponent: i64,
+    written: Written,
 }
 
-fn write_rows(file: impl Write + Send, mut rows: &[NewRow<'_>]) -> io::Result<()> {
+fn write_rows(file: impl Write + Send, encoding: Encoding, mut rows: &[NewRow<'_>]) -> io::Result<()> {
     let properties = WriterProperties::builder()
         .set_compression(Compression::ZSTD(ZstdLevel::default()))
         .set_max_row_group_bytes(Some(GROUP_BYTES))
         .build();
+    let schema = schema(encoding);
     let mut writer =
-        ArrowWriter::try_new(file, SCHEMA.clone(), Some(properties)).map_err(io::Error::other)?;
+        ArrowWriter::try_new(file, schema.clone(), Some(properties)).map_err(io::Error::other)?;
     while !rows.is_empty() {
         let (mut taken, mut tokens) = (0, 0);
         while taken < rows.len().min(BATCH_SAMPLES) && tokens < BATCH_TOKENS {
             tokens += u64::from(rows[taken].sample.length());
             taken += 1;
         }
-        let batch = batch(&rows[..taken]).map_err(io::Error::other)?;
+        let batch = batch(schema, &rows[..taken]).map_err(io::Error::other)?;
         writer.write(&batch).map_err(io::Error::other)?;
         rows = &rows[taken..];
     }
@@ -138,11 +171,11 @@ fn write_rows(file: impl Write + Send, mut rows: &[NewRow<'_>]) -> io::Result<()
     Ok(())
 }
 
-fn batch(rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
+fn batch(schema: &Arc<Schema>, rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
     let samples = || rows.iter().map(|row| row.sample);
     let spans = || samples().flat_map(|sample| sample.spans.iter());
     let list =
-        |name: &str, lengths: Vec<usize>, values: ArrayRef| match SCHEMA.field_with_name(name)?.data_type() {
+        |name: &str, lengths: Vec<usize>, values: ArrayRef| match schema.field_with_name(name)?.data_type() {
             DataType::List(element) => {
                 ListArray::try_new(element.clone(), OffsetBuffer::from_lengths(lengths), values, None)
             }
@@ -152,7 +185,7 @@ fn batch(rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
     let starts = Int32Array::from_iter_values(spans().map(|span| span.0 as i32));
     let ends = Int32Array::from_iter_values(spans().map(|span| span.1 as i32));
     let pairs = StructArray::try_new(SPAN.clone(), vec![Arc::new(starts), Arc::new(ends)], None)?;
-    let columns: Vec<ArrayRef> = vec![
+    let mut columns: Vec<ArrayRef> = vec![
         Arc::new(StringArray::from_iter_values(samples().map(|sample| &sample.id))),
         Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.shard))),
         Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_row))),
@@ -161,7 +194,12 @@ fn batch(rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
         Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.supervised() as i32))),
         Arc::new(list("input_ids", samples().map(|sample| sample.input_ids.len()).collect(), Arc::new(ids))?),
         Arc::new(list("loss_spans", samples().map(|sample| sample.spans.len()).collect(), Arc::new(pairs))?),
-        Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.checksum))),
+        Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.written.checksum))),
     ];
-    RecordBatch::try_new(SCHEMA.clone(), columns)
+    if columns.len() < schema.fields().len() {
+        let bytes = rows.iter().map(|row| row.written.exponent_bytes as i64);
+        columns.push(Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_exponent))));
+        columns.push(Arc::new(Int64Array::from_iter_values(bytes)));
+    }
+    RecordBatch::try_new(schema.clone(), columns)
 }

@@ -6,13 +6,13 @@ use std::path::Path;
 use deepspec_core::digest::Hasher;
 use rayon::prelude::*;
 
+use crate::codec;
 use crate::error::CacheError;
 use crate::layout::Layout;
 use crate::manifest::{Manifest, ShardEntry};
 use crate::reader::checked;
 use crate::reader::map::MappedShard;
 use crate::samples::{Row, SAMPLES_FILE, Table};
-use crate::writer::first_non_finite;
 
 /// Bytes hashed between two reports of progress.
 const STEP: usize = 4 << 20;
@@ -82,27 +82,34 @@ fn shard_problems(
         Ok(shard) => shard,
         Err(error) => return vec![problem(None, error)],
     };
-    let mut problems = Vec::new();
-    let mut hasher = Hasher::default();
-    for bytes in shard.bytes().chunks(STEP) {
-        hasher.raw(bytes);
-        progress(bytes.len() as u64);
-    }
-    let found = hasher.hex();
-    if found != entry.sha256 {
-        let (path, expected) = (shard.path().to_path_buf(), entry.sha256.clone());
-        problems.push(problem(None, CacheError::Digest { path, found, expected }));
-    }
-    for row in rows {
-        match checked(&shard, row) {
-            Err(error) => problems.push(problem(Some(row), error)),
-            Ok(stored) => {
-                if let Some((at, part, value)) = first_non_finite(layout, stored) {
-                    let error = CacheError::NotFinite { sample: row.id.clone(), row: at, part, value };
-                    problems.push(problem(Some(row), error));
-                }
+    let digest = || {
+        let mut hasher = Hasher::default();
+        for bytes in shard.bytes().chunks(STEP) {
+            hasher.raw(bytes);
+            progress(bytes.len() as u64);
+        }
+        let (found, expected) = (hasher.hex(), entry.sha256.clone());
+        let path = shard.path().to_path_buf();
+        (found != expected).then(|| problem(None, CacheError::Digest { path, found, expected }))
+    };
+    let samples = || -> Vec<Problem> {
+        let damage = |row: &Row| sample_damage(&shard, layout, row).map(|error| problem(Some(row), error));
+        rows.par_iter().filter_map(damage).collect()
+    };
+    // A digest is one long chain: the other cores look at the samples meanwhile.
+    let (digest, samples) = rayon::join(digest, samples);
+    digest.into_iter().chain(samples).collect()
+}
+
+fn sample_damage(shard: &MappedShard, layout: &Layout, row: &Row) -> Option<CacheError> {
+    let look = || -> Result<(), CacheError> {
+        let [taps, last] = codec::decoded(layout, checked(shard, row)?).map_err(row.undecodable())?;
+        match codec::first_non_finite(layout, [&taps, &last]) {
+            None => Ok(()),
+            Some((at, part, value)) => {
+                Err(CacheError::NotFinite { sample: row.id.clone(), row: at, part, value })
             }
         }
-    }
-    problems
+    };
+    look().err()
 }

@@ -1,7 +1,9 @@
 //! Streams one shard to disk.
 
+use std::borrow::Cow;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::iter;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -9,15 +11,16 @@ use deepspec_core::atomic::{self, FileError, partial_name};
 use deepspec_core::digest::Hasher;
 use serde::{Deserialize, Serialize};
 
+use crate::codec;
 use crate::error::{CacheError, Part};
-use crate::fp8;
 use crate::layout::{Encoding, Layout};
 use crate::manifest::{ShardEntry, is_absent};
-use crate::plan::{Plan, PlannedSample, PlannedShard};
-use crate::shard::{self, Geometry, Parts, Rows};
-use crate::values;
+use crate::plan::{Plan, PlannedShard};
+use crate::sample::PlannedSample;
+use crate::samples::Written;
+use crate::shard::{self, Geometry, Rows};
 
-/// Bytes read at a time where a region is read back.
+/// Bytes read at a time where a shard is read back.
 const READ_BACK: usize = 1 << 20;
 
 /// What is known of a finished shard; the file beside it that makes it count as finished.
@@ -27,6 +30,9 @@ pub(crate) struct Sidecar {
     pub shard: ShardEntry,
     /// CRC-32 of each of its samples, in order.
     pub checksums: Vec<u32>,
+    /// Bytes of the compressed exponents of each of its samples, in order; none where nothing is compressed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub exponent_bytes: Vec<u64>,
 }
 
 impl Sidecar {
@@ -38,6 +44,13 @@ impl Sidecar {
     /// Path of the list of a shard's samples: what a merge, which has no plan, learns them from.
     pub fn samples_path(part: &Path, shard: usize) -> PathBuf {
         part.join(format!("shard-{shard:05}.samples.jsonl"))
+    }
+
+    /// What is known of each sample.
+    pub fn written(&self) -> impl Iterator<Item = Written> {
+        let bytes = self.exponent_bytes.iter().copied().chain(iter::repeat(0));
+        let sums = self.checksums.iter().copied();
+        sums.zip(bytes).map(|(checksum, exponent_bytes)| Written { checksum, exponent_bytes })
     }
 
     /// The sidecar of a shard that is whole, in `part` or already published to `dir`. Anything less counts as unfinished.
@@ -55,16 +68,17 @@ impl Sidecar {
         };
         let Ok(sidecar) = serde_json::from_slice::<Self>(&bytes) else { return Ok(None) };
         let (entry, planned) = (&sidecar.shard, &plan.shards()[shard]);
-        let expected = Geometry::new(plan.layout(), planned.rows, planned.last_rows)?.bytes();
+        let (layout, samples) = (plan.layout(), planned.samples.len());
+        let exponents = sidecar.exponent_bytes.iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
+        let Ok(geometry) = Geometry::new(layout, planned.rows, planned.last_rows, exponents) else {
+            return Ok(None);
+        };
+        let (expected, compressed) =
+            (geometry.bytes(), if layout.encoding.compresses() { samples } else { 0 });
         let told = (entry.file.as_str(), entry.bytes, entry.rows, entry.last_rows, sidecar.checksums.len());
         let fits = told
-            == (
-                shard::file_name(shard).as_str(),
-                expected,
-                planned.rows,
-                planned.last_rows,
-                planned.samples.len(),
-            );
+            == (shard::file_name(shard).as_str(), expected, planned.rows, planned.last_rows, samples)
+            && sidecar.exponent_bytes.len() == compressed;
         let whole =
             |dir: &Path| fs::metadata(shard::path(dir, shard)).is_ok_and(|file| file.len() == expected);
         let fits = fits && Self::samples_path(part, shard).exists();
@@ -85,18 +99,19 @@ pub struct ShardWriter<'p> {
     path: PathBuf,
     partial: PathBuf,
     file: File,
+    /// Of the shard without exponents: they come last in the file, and their size is known last.
     geometry: Geometry,
-    /// Over the header and the taps so far: what comes first in the file.
-    hasher: Hasher,
     row: u64,
     last_row: u64,
+    exponents: u64,
     checksums: Vec<u32>,
+    exponent_bytes: Vec<u64>,
 }
 
 impl<'p> ShardWriter<'p> {
     pub(crate) fn create(part: &Path, plan: &'p Plan, index: usize) -> Result<Self, CacheError> {
         let planned = &plan.shards()[index];
-        let geometry = Geometry::new(plan.layout(), planned.rows, planned.last_rows)?;
+        let geometry = Geometry::new(plan.layout(), planned.rows, planned.last_rows, 0)?;
         let path = shard::path(part, index);
         let partial = partial_name(&path);
         // A stale sidecar must not vouch for the file that is about to be written.
@@ -109,12 +124,9 @@ impl<'p> ShardWriter<'p> {
             let file =
                 OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&partial)?;
             file.set_len(geometry.bytes())?;
-            file.write_all_at(geometry.header(), 0)?;
             Ok(file)
         };
         let file = open().map_err(FileError::at("writing", &partial))?;
-        let mut hasher = Hasher::default();
-        hasher.raw(geometry.header());
         let (part, checksums) = (part.to_path_buf(), Vec::with_capacity(planned.samples.len()));
         Ok(Self {
             plan,
@@ -125,10 +137,11 @@ impl<'p> ShardWriter<'p> {
             partial,
             file,
             geometry,
-            hasher,
             row: 0,
             last_row: 0,
+            exponents: 0,
             checksums,
+            exponent_bytes: Vec::new(),
         })
     }
 
@@ -163,11 +176,11 @@ impl<'p> ShardWriter<'p> {
         let Some(sample) = self.samples().get(self.checksums.len()) else {
             return Err(CacheError::ShardFull { path: self.path.clone(), samples: self.samples().len() });
         };
-        let (layout, d) = (self.plan.layout(), self.plan.layout().hidden_size);
+        let layout = self.plan.layout();
         let (count, last_count) =
             (u64::from(sample.length()), sample.last_positions(layout.last).len() as u64);
         let value_bytes = Encoding::Bf16.value_bytes() as u64;
-        let row = d as u64 * value_bytes;
+        let row = layout.hidden_size as u64 * value_bytes;
         for (part, bytes, expected) in
             [(Part::Taps, taps, count * layout.taps.len() as u64 * row), (Part::Last, last, last_count * row)]
         {
@@ -180,35 +193,28 @@ impl<'p> ShardWriter<'p> {
                 });
             }
         }
-        let plain = Parts { taps, last, taps_scale: &[], last_scale: &[] };
-        if let Some((row, part, value)) = first_non_finite(&layout.plain(), plain) {
+        if let Some((row, part, value)) = codec::first_non_finite(layout, [taps, last]) {
             return Err(CacheError::NotFinite { sample: sample.id.clone(), row, part, value });
         }
-        let rows = Rows { first: self.row, count, first_last: self.last_row, last_count };
-        let places = self.geometry.sample(rows).in_order();
-        let write = |stored: Parts<&[u8]>| {
-            let parts = stored.in_order().into_iter().zip(&places);
-            parts.into_iter().try_for_each(|(bytes, place)| self.file.write_all_at(bytes, place.start))
-        };
-        let write = |stored| write(stored).map_err(FileError::at("writing", &self.partial));
-        let (encoded_taps, encoded_last);
-        let stored = match layout.encoding {
-            Encoding::Bf16 => plain,
-            Encoding::Fp8 => {
-                (encoded_taps, encoded_last) = (fp8::encode(taps, d), fp8::encode(last, d));
-                Parts {
-                    taps: &encoded_taps.codes[..],
-                    last: &encoded_last.codes,
-                    taps_scale: &encoded_taps.scales,
-                    last_scale: &encoded_last.scales,
-                }
+        let (first, first_last, first_exponent) = (self.row, self.last_row, self.exponents);
+        let write = || -> io::Result<(u64, u32)> {
+            let stored = codec::encode(layout, [taps, last])?;
+            let stored = stored.each_ref().map(Cow::as_ref);
+            let exponent_bytes = stored.exponents.len() as u64;
+            let rows = Rows { first, count, first_last, last_count, first_exponent, exponent_bytes };
+            let places = self.geometry.sample(rows).in_order();
+            for (bytes, place) in stored.in_order().into_iter().zip(places) {
+                self.file.write_all_at(bytes, place.start)?;
             }
+            Ok((exponent_bytes, codec::checksum(stored)))
         };
-        write(stored)?;
-        self.hasher.raw(stored.taps);
-        self.checksums.push(checksum(stored));
-        self.row += count;
-        self.last_row += last_count;
+        let (exponent_bytes, checksum) = write().map_err(FileError::at("writing", &self.partial))?;
+        self.checksums.push(checksum);
+        if layout.encoding.compresses() {
+            self.exponent_bytes.push(exponent_bytes);
+        }
+        (self.row, self.last_row) = (first + count, first_last + last_count);
+        self.exponents += exponent_bytes;
         Ok(())
     }
 
@@ -216,24 +222,23 @@ impl<'p> ShardWriter<'p> {
     ///
     /// # Errors
     /// Samples are missing, I/O failures.
-    pub fn finish(mut self) -> Result<(), CacheError> {
+    pub fn finish(self) -> Result<(), CacheError> {
         let (found, expected) = (self.pushed(), self.samples().len());
         if found != expected {
             return Err(CacheError::ShardShort { path: self.path, found, expected });
         }
-        self.hash_rest().map_err(FileError::at("reading", &self.partial))?;
-        let commit = || -> io::Result<()> {
+        let PlannedShard { rows, last_rows, .. } = *self.planned;
+        let geometry = Geometry::new(self.layout(), rows, last_rows, self.exponents)?;
+        let commit = || -> io::Result<String> {
+            self.file.write_all_at(geometry.header(), 0)?;
+            let sha256 = read_back(&self.file, geometry.bytes())?;
             self.file.sync_all()?;
-            fs::rename(&self.partial, &self.path)
+            fs::rename(&self.partial, &self.path)?;
+            Ok(sha256)
         };
-        commit().map_err(FileError::at("writing", &self.path))?;
-        let shard = ShardEntry {
-            file: shard::file_name(self.index),
-            bytes: self.geometry.bytes(),
-            rows: self.planned.rows,
-            last_rows: self.planned.last_rows,
-            sha256: self.hasher.hex(),
-        };
+        let sha256 = commit().map_err(FileError::at("writing", &self.path))?;
+        let (file, bytes) = (shard::file_name(self.index), geometry.bytes());
+        let shard = ShardEntry { file, bytes, rows, last_rows, sha256 };
         atomic::replace(&Sidecar::samples_path(&self.part, self.index), |file| {
             for sample in &self.plan.samples()[self.planned.samples.clone()] {
                 serde_json::to_writer(&mut *file, sample)?;
@@ -241,41 +246,19 @@ impl<'p> ShardWriter<'p> {
             }
             Ok(())
         })?;
-        let sidecar = Sidecar { shard, checksums: self.checksums };
+        let sidecar = Sidecar { shard, checksums: self.checksums, exponent_bytes: self.exponent_bytes };
         Ok(atomic::write_json(&Sidecar::path(&self.part, self.index), &sidecar)?)
     }
-
-    /// Reads what stands behind the taps back into the digest: it grew beside them.
-    fn hash_rest(&mut self) -> io::Result<()> {
-        let region = self.geometry.behind_taps();
-        let (mut at, mut buffer) = (region.start, vec![0; READ_BACK]);
-        while at < region.end {
-            let chunk = &mut buffer[..(region.end - at).min(READ_BACK as u64) as usize];
-            self.file.read_exact_at(chunk, at)?;
-            self.hasher.raw(chunk);
-            at += chunk.len() as u64;
-        }
-        Ok(())
-    }
 }
 
-/// CRC-32 of a sample's stored taps, last states and the scales of both.
-pub(crate) fn checksum(stored: Parts<&[u8]>) -> u32 {
-    let mut hasher = crc32fast::Hasher::new();
-    stored.in_order().into_iter().for_each(|bytes| hasher.update(bytes));
-    hasher.finalize()
-}
-
-/// Row, tensor and value of a stored sample's first NaN or infinity.
-pub(crate) fn first_non_finite(layout: &Layout, stored: Parts<&[u8]>) -> Option<(usize, Part, f32)> {
-    let d = layout.hidden_size;
-    let first = |states: &[u8], scales: &[u8]| match layout.encoding {
-        Encoding::Bf16 => values::first_non_finite(states),
-        Encoding::Fp8 => fp8::first_non_finite(states, scales, d),
-    };
-    if let Some((index, value)) = first(stored.taps, stored.taps_scale) {
-        let (row, column) = (index / (layout.taps.len() * d), index % (layout.taps.len() * d));
-        return Some((row, Part::Tap(layout.taps[column / d]), value));
+/// Digest of a file of so many bytes, whose tensors grew side by side.
+fn read_back(file: &File, bytes: u64) -> io::Result<String> {
+    let (mut hasher, mut at, mut buffer) = (Hasher::default(), 0, vec![0; READ_BACK]);
+    while at < bytes {
+        let chunk = &mut buffer[..(bytes - at).min(READ_BACK as u64) as usize];
+        file.read_exact_at(chunk, at)?;
+        hasher.raw(chunk);
+        at += chunk.len() as u64;
     }
-    first(stored.last, stored.last_scale).map(|(index, value)| (index / d, Part::Last, value))
+    Ok(hasher.hex())
 }

@@ -12,7 +12,7 @@ use arrow::array::{
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field, Schema};
 use common::*;
-use deepspec_cache::{CacheError, Last, Reader, verify};
+use deepspec_cache::{CacheError, Encoding, Last, Layout, Plan, Reader, verify};
 use parquet::arrow::ArrowWriter;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use proptest::prelude::*;
@@ -33,21 +33,38 @@ fn small(dir: &Path) -> &'static [(String, Vec<u8>)] {
     &FILES
 }
 
+/// Copies every sample into memory of ours, as a caller does that owns it.
+fn read_all_into(dir: &Path) -> Result<(), CacheError> {
+    let reader = Reader::open(dir)?;
+    for index in 0..reader.len() {
+        let [mut taps, mut last] = reader.state_bytes(index)?.map(|bytes| vec![0; bytes]);
+        reader.read_into(index, &mut taps, &mut last)?;
+    }
+    Ok(())
+}
+
 #[test]
 fn every_flipped_byte_is_found_and_none_is_read() {
-    let dir = tempfile::tempdir().unwrap();
-    for (name, bytes) in small(dir.path()) {
-        let path = dir.path().join(name);
-        for at in 0..bytes.len() {
-            let mut flipped = bytes.clone();
-            flipped[at] ^= 1 << (at % 8);
-            fs::write(&path, &flipped).unwrap();
-            assert!(verify_complains(dir.path()), "{name}, byte {at}: verify is silent");
-            assert!(read_all(dir.path()).is_err(), "{name}, byte {at}: read without complaint");
+    for encoding in Encoding::ALL {
+        let dir = tempfile::tempdir().unwrap();
+        let plan = Plan::new(samples(5), Layout { encoding, ..layout(Last::Supervised) }, 400).unwrap();
+        assert!(plan.shards().len() > 1);
+        build(dir.path(), &plan, &identity()).unwrap();
+        for (name, bytes) in files(dir.path()) {
+            let path = dir.path().join(&name);
+            for at in 0..bytes.len() {
+                let mut flipped = bytes.clone();
+                flipped[at] ^= 1 << (at % 8);
+                fs::write(&path, &flipped).unwrap();
+                assert!(verify_complains(dir.path()), "{encoding}: {name}, byte {at}: verify is silent");
+                assert!(read_all(dir.path()).is_err(), "{encoding}: {name}, byte {at} was read");
+                assert!(read_all_into(dir.path()).is_err(), "{encoding}: {name}, byte {at} was copied");
+            }
+            fs::write(&path, bytes).unwrap();
         }
-        fs::write(&path, bytes).unwrap();
+        read_all(dir.path()).unwrap();
+        read_all_into(dir.path()).unwrap();
     }
-    read_all(dir.path()).unwrap();
 }
 
 #[test]
@@ -135,7 +152,8 @@ fn nan_in_a_cache_that_is_otherwise_consistent_is_found_by_verify() {
     assert_eq!(problems.len(), 1, "{text:?}");
     assert!(text[0].contains("row 0 of tap embedding has the value NaN"), "{text:?}");
     assert_eq!(
-        deepspec_cache::inspect(&Reader::open(dir.path()).unwrap().sample(0).unwrap()).tensors[0].non_finite,
+        deepspec_cache::inspect(&Reader::open(dir.path()).unwrap().sample(0).unwrap()).unwrap().tensors[0]
+            .non_finite,
         1
     );
 }

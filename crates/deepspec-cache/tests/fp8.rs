@@ -69,9 +69,9 @@ fn eight_bits_halve_the_shards_and_keep_the_values() {
     let reader = Reader::open(dir.path()).unwrap();
     for index in 0..reader.len() {
         let sample = reader.sample(index).unwrap();
-        let [mut taps, mut last] = sample.state_bytes().map(|bytes| vec![0; bytes]);
-        sample.read_into(&mut taps, &mut last).unwrap();
-        assert_eq!(sample.states().map(|states| states.into_owned()), [taps.clone(), last.clone()]);
+        let [mut taps, mut last] = reader.state_bytes(index).unwrap().map(|bytes| vec![0; bytes]);
+        reader.read_into(index, &mut taps, &mut last).unwrap();
+        assert_eq!(sample.states().unwrap().map(|states| states.into_owned()), [taps.clone(), last.clone()]);
         for (given, read) in given(&plan, index).iter().zip([&taps, &last]) {
             let (given, read) = (numbers(given), numbers(read));
             for (given, read) in given.chunks(D).zip(read.chunks(D)) {
@@ -83,31 +83,8 @@ fn eight_bits_halve_the_shards_and_keep_the_values() {
                 }
             }
         }
-        assert!(message(sample.read_into(&mut taps[1..], &mut last)).contains("taps has "));
+        assert!(message(reader.read_into(index, &mut taps[1..], &mut last)).contains("taps has "));
     }
-}
-
-#[test]
-fn a_flipped_byte_of_codes_or_scales_is_found_and_not_read() {
-    let (layout, identity) = wide();
-    let dir = tempfile::tempdir().unwrap();
-    let plan = Plan::new(samples(2), layout, 1 << 20).unwrap();
-    let mut builder = Builder::open(dir.path(), &plan, &identity).unwrap();
-    fill(&mut builder, &plan);
-    builder.publish().unwrap();
-    for (name, bytes) in files(dir.path()) {
-        let path = dir.path().join(&name);
-        // Every byte of the header and the scales, and a sample of the others.
-        for at in (0..bytes.len()).filter(|at| *at < 600 || at % 37 == 0 || bytes.len() - at < 80) {
-            let mut flipped = bytes.clone();
-            flipped[at] ^= 1 << (at % 8);
-            fs::write(&path, &flipped).unwrap();
-            assert!(verify_complains(dir.path()), "{name}, byte {at}: verify is silent");
-            assert!(read_all(dir.path()).is_err(), "{name}, byte {at}: read without complaint");
-        }
-        fs::write(&path, bytes).unwrap();
-    }
-    read_all(dir.path()).unwrap();
 }
 
 #[test]
@@ -176,8 +153,9 @@ fn torch_makes_and_reads_the_same_codes() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let seen: Value = serde_json::from_slice(&output.stdout).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
-    let sums: Vec<f64> =
-        (0..30).map(|index| numbers(&reader.sample(index).unwrap().states()[0]).iter().sum()).collect();
+    let sums: Vec<f64> = (0..30)
+        .map(|index| numbers(&reader.sample(index).unwrap().states().unwrap()[0]).iter().sum())
+        .collect();
     assert_eq!(seen[0], Value::from(sums));
     for code in 0..=u8::MAX {
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);

@@ -15,7 +15,7 @@ const WORKERS: usize = 3;
 const CHILD: &str = "TEST_WORKER_DIR";
 
 fn the_plan() -> Plan {
-    let layout = Layout { encoding: Encoding::Fp8, ..layout(Last::Supervised) };
+    let layout = Layout { encoding: Encoding::Bf16z, ..layout(Last::Supervised) };
     Plan::new(samples(SAMPLES), layout, 500).unwrap()
 }
 

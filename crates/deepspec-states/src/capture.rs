@@ -82,6 +82,13 @@ impl Capture {
     }
 }
 
+impl Captured {
+    /// The little-endian bytes of taps and last states, row-major.
+    pub fn bytes(&self) -> [Vec<u8>; 2] {
+        [&self.taps, &self.last].map(bytes)
+    }
+}
+
 impl Budget {
     /// What a capture of sequences of up to `longest` tokens runs at once on `device`.
     pub fn new(longest: usize, device: Device) -> Self {

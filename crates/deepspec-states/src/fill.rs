@@ -5,7 +5,7 @@ use std::thread;
 
 use deepspec_cache::{Builder, CacheError, Encoding, Last, Layout, PlannedSample, ShardWriter};
 
-use crate::capture::{Capture, bytes};
+use crate::capture::Capture;
 use crate::{StatesError, batches, windows};
 
 /// Forwards' worth of tokens that are sorted by length together, and held in memory until they can be written in order.
@@ -103,8 +103,7 @@ fn captured(
 /// Runs one batch and cuts its states into those of each sample.
 fn split(batch: &[PlannedSample], capture: &mut Capture, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
     let last: Last = layout.last;
-    let states = capture.run(batch, last);
-    let (taps, kept) = (bytes(&states.taps), bytes(&states.last));
+    let [taps, kept] = capture.run(batch, last).bytes();
     let row = layout.hidden_size * Encoding::Bf16.value_bytes();
     let (mut taps, mut kept) = (taps.as_slice(), kept.as_slice());
     let mut own = |sample: &PlannedSample| {

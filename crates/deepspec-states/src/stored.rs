@@ -32,7 +32,7 @@ impl Shelf {
         let last_positions = sample.last_positions();
         let hidden = sample.layout().hidden_size as i64;
         let width = hidden * sample.layout().taps.len() as i64;
-        let [taps, last] = sample.states();
+        let [taps, last] = sample.states()?;
         Ok(Some(SampleStates {
             taps: Tensor::from_data_size(&taps, &[sample.len() as i64, width], Kind::BFloat16),
             last: Tensor::from_data_size(&last, &[last_positions.len() as i64, hidden], Kind::BFloat16),

@@ -9,6 +9,7 @@ use common::Bench;
 use deepspec_cache::{Builder, Encoding, Last, Plan, verify};
 use deepspec_core::recipe::Recipe;
 use deepspec_states::{Capture, Dataset, Running, SampleStates, Source, StateSource, fill, tokenise};
+use deepspec_testkit::folder::files;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
@@ -120,15 +121,6 @@ fn online_states_are_the_cached_ones() {
     assert!(from_target.needs_target() && !from_cache.needs_target());
     let steps = 0..STEPS + 2;
     assert_same("online", &read(&online, &source, steps.clone()), &read(&cached, &source, steps));
-}
-
-fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    let mut files: Vec<_> = entries
-        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), fs::read(path).unwrap()))
-        .collect();
-    files.sort();
-    files
 }
 
 #[test]

@@ -1,8 +1,9 @@
-//! Helpers for tests: golden cases and tolerances, small random targets, damaged JSON, a server that misbehaves, and a hub on
+//! Helpers for tests: golden cases and tolerances, files of a folder, small random targets, damaged JSON, a server that misbehaves, and a hub on
 //! loopback.
 //!
 //! Meant as a dev-dependency; a broken fixture panics with its name.
 
+pub mod folder;
 pub mod golden;
 pub mod hub;
 pub mod mutate;

@@ -15,36 +15,20 @@ use deepspec_core::usage;
 use deepspec_states::{Capture, Rejected, Report, Source, StatesError, Tokenised, fill, tokenise};
 use tch::Device;
 
-use super::{mib, refusal};
+use super::{Job, mib, refusal};
 use crate::rejects::{self, Reject};
 
 /// What to capture, from where and where to.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Recipe of the run; its target and data decide the states
-    #[arg(long, value_name = "C")]
-    config: PathBuf,
-    /// Override a value of the recipe, as in data.max_length=2048
-    #[arg(long, value_name = "K=V")]
-    set: Vec<String>,
-    /// JSONL rows with `id` and `conversations`
-    #[arg(long, required = true, num_args = 1.., value_name = "F")]
-    input: Vec<PathBuf>,
-    /// Folder of the cache, by default the recipe's; rejected lines go beside it, to D.rejected.jsonl
-    #[arg(long, value_name = "D")]
-    output_dir: Option<PathBuf>,
+    #[command(flatten)]
+    job: Job,
     /// How a hidden state is stored
     #[arg(long, value_enum, default_value_t = EncodingArg::Bf16)]
     encoding: EncodingArg,
     /// Which positions keep their last hidden state: those that a supervised label needs, or all
     #[arg(long, value_enum, default_value_t = LastArg::Supervised)]
     last: LastArg,
-    /// Hidden states per shard file, in MiB; a build resumes at the first unfinished shard
-    #[arg(long, value_name = "MIB", default_value_t = 1024)]
-    shard_size: u32,
-    /// Where the target runs: auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: String,
     /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
     #[arg(long, value_name = "I/N", value_parser = worker)]
     worker: Option<Worker>,
@@ -66,6 +50,8 @@ fn worker(text: &str) -> Result<Worker, String> {
 enum EncodingArg {
     /// Exactly as the target's states were rounded
     Bf16,
+    /// The same, compressed: about two thirds of the bytes
+    Bf16z,
     /// e4m3 with a scale for each tap and token: half the bytes
     Fp8,
 }
@@ -81,32 +67,31 @@ pub(super) enum LastArg {
 /// # Errors
 /// Usage errors, I/O failures, and, after the work is done, exit code 1 if lines were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    let recipe = Recipe::load(&args.config, &args.set)?;
-    let Some(dir) = args.output_dir.clone().or_else(|| recipe.cache_dir()) else {
-        usage!("--output-dir is missing, and {} names no cache (data.states)", args.config.display());
-    };
-    check(args, &dir)?;
-    let device = deepspec_dist::device(&args.device).map_err(|error| UsageError(error.to_string()))?;
+    let (recipe, dir) = args.job.open()?;
+    let device = deepspec_dist::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     let source = Source::open(&recipe, verbosity).map_err(StatesError::report)?;
 
-    let Tokenised { samples, report } = tokenise(&args.input, &source, |_| ())?;
+    let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     check_rows(args, &report, &dir)?;
     let layout = source.layout(args.last(), args.encoding());
-    let plan = Plan::new(samples, layout, u64::from(args.shard_size) << 20)?;
+    let plan = Plan::new(samples, layout, args.job.shard_bytes())?;
     if args.overwrite {
         remove_existing(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
     let worker = args.worker.unwrap_or(Worker::ALONE);
+    let missing = Builder::missing_bytes(&dir, &plan, worker)?;
+    check_room(missing, &dir, args.force)?;
     let builder = Builder::open_worker(&dir, &plan, &source.identity, worker).map_err(refusal)?;
-    check_room(&builder, &dir, args.force)?;
     // Not before: a refused command must not touch the record of the cache that is there.
     let rejects = report_rejected(&report.rejected, &dir)?;
     writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
     let summary = match published {
         true => format!("complete already: {}", contents(&builder.publish()?)),
-        false => Build { plan: &plan, recipe: &recipe, target: &source.dir, device, verbosity, worker }
-            .run(builder)?,
+        false => {
+            let target = &source.dir;
+            Build { plan: &plan, missing, recipe: &recipe, target, device, verbosity, worker }.run(builder)?
+        }
     };
     writeln!(io::stdout(), "{}: {summary}", dir.display())?;
     if report.rejected.is_empty() {
@@ -121,6 +106,7 @@ impl Args {
     fn encoding(&self) -> Encoding {
         match self.encoding {
             EncodingArg::Bf16 => Encoding::Bf16,
+            EncodingArg::Bf16z => Encoding::Bf16z,
             EncodingArg::Fp8 => Encoding::Fp8,
         }
     }
@@ -133,25 +119,9 @@ impl Args {
     }
 }
 
-fn check(args: &Args, dir: &Path) -> anyhow::Result<()> {
-    if let Some(missing) = args.input.iter().find(|input| !input.is_file()) {
-        usage!("--input {}: no such file", missing.display());
-    }
-    if args.shard_size == 0 {
-        usage!("--shard-size must be at least 1");
-    }
-    if dir.exists() && !dir.is_dir() {
-        usage!("--output-dir {} is a file", dir.display());
-    }
-    if dir.file_name().is_none() {
-        usage!("--output-dir {} names no folder", dir.display());
-    }
-    Ok(())
-}
-
 /// Refuses a build that the file system has no room for.
-fn check_room(builder: &Builder, dir: &Path, force: bool) -> anyhow::Result<()> {
-    let (needed, free) = (builder.pending_bytes()?, free_space(dir)?);
+fn check_room(needed: u64, dir: &Path, force: bool) -> anyhow::Result<()> {
+    let free = free_space(dir)?;
     if needed > free {
         let short =
             format!("{}: {} are to be written and {} are free", dir.display(), mib(needed), mib(free));
@@ -173,7 +143,7 @@ pub(super) fn free_space(dir: &Path) -> anyhow::Result<u64> {
 /// Refuses input that gives no sample.
 fn check_rows(args: &Args, report: &Report, dir: &Path) -> anyhow::Result<()> {
     if report.read == 0 {
-        let files: Vec<String> = args.input.iter().map(|input| input.display().to_string()).collect();
+        let files: Vec<String> = args.job.input.iter().map(|input| input.display().to_string()).collect();
         usage!("--input {}: no rows", files.join(" "));
     }
     if report.kept == 0 {
@@ -209,6 +179,8 @@ pub(super) fn accounts(report: &Report, recipe: &Recipe) -> String {
 /// A plan on its way to disk.
 struct Build<'a> {
     plan: &'a Plan,
+    /// Bytes that are still to be written.
+    missing: u64,
     recipe: &'a Recipe,
     /// The target's folder.
     target: &'a Path,
@@ -245,7 +217,7 @@ impl Build<'_> {
         let (samples, kind) = (self.plan.samples(), deepspec_dist::default_kind(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
         let mut capture = Capture::load(self.target, self.recipe, longest, self.device, kind)?;
-        let (count, size) = (builder.samples() as u64, mib(builder.pending_bytes()?));
+        let (count, size) = (builder.samples() as u64, mib(self.missing));
         tracing::info!("capturing {count} samples, {size}, on {:?} in {kind:?}", self.device);
         let (started, mut tokens) = (Instant::now(), 0);
         let mut progress = Progress::new(self.verbosity, "samples", count, builder.done_samples() as u64);

@@ -13,6 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use deepspec_cache::CacheError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::progress::Progress;
+use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
 
 /// What to do with a cache.
@@ -47,6 +48,56 @@ pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
         Command::Export(args) => reference::export(args, verbosity),
         Command::Verify(args) => verify::run(args, verbosity),
         Command::Inspect(args) => inspect::run(args),
+    }
+}
+
+/// What the states are captured from, and where they go.
+#[derive(clap::Args)]
+struct Job {
+    /// Recipe of the run; its target and data decide the states
+    #[arg(long, value_name = "C")]
+    config: PathBuf,
+    /// Override a value of the recipe, as in data.max_length=2048
+    #[arg(long, value_name = "K=V")]
+    set: Vec<String>,
+    /// JSONL rows with `id` and `conversations`
+    #[arg(long, required = true, num_args = 1.., value_name = "F")]
+    input: Vec<PathBuf>,
+    /// Folder of the cache, by default the recipe's; rejected lines go beside it, to D.rejected.jsonl
+    #[arg(long, value_name = "D")]
+    output_dir: Option<PathBuf>,
+    /// Hidden states per shard file, in MiB; a build resumes at the first unfinished shard
+    #[arg(long, value_name = "MIB", default_value_t = 1024)]
+    shard_size: u32,
+    /// Where the target runs: auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: String,
+}
+
+impl Job {
+    /// The recipe, and the folder of the cache.
+    fn open(&self) -> anyhow::Result<(Recipe, PathBuf)> {
+        if let Some(missing) = self.input.iter().find(|input| !input.is_file()) {
+            usage!("--input {}: no such file", missing.display());
+        }
+        if self.shard_size == 0 {
+            usage!("--shard-size must be at least 1");
+        }
+        let recipe = Recipe::load(&self.config, &self.set)?;
+        let Some(dir) = self.output_dir.clone().or_else(|| recipe.cache_dir()) else {
+            usage!("--output-dir is missing, and {} names no cache (data.states)", self.config.display());
+        };
+        if dir.exists() && !dir.is_dir() {
+            usage!("--output-dir {} is a file", dir.display());
+        }
+        if dir.file_name().is_none() {
+            usage!("--output-dir {} names no folder", dir.display());
+        }
+        Ok((recipe, dir))
+    }
+
+    fn shard_bytes(&self) -> u64 {
+        u64::from(self.shard_size) << 20
     }
 }
 

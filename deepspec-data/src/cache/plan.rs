@@ -1,10 +1,9 @@
 //! `cache plan`: what a build would write, before anything runs.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use deepspec_cache::{Encoding, Last, Plan, PlannedSample};
+use deepspec_cache::{Encoding, Last, Plan, PlannedSample, stored_bytes};
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
@@ -12,7 +11,7 @@ use deepspec_states::{Capture, Source, StatesError, Tokenised, batches, tokenise
 use serde_json::{Value, json};
 
 use super::build::{accounts, free_space};
-use super::mib;
+use super::{Job, mib};
 
 /// How long a trial runs at most, once the target is loaded.
 const TRIAL: Duration = Duration::from_secs(20);
@@ -20,30 +19,14 @@ const TRIAL: Duration = Duration::from_secs(20);
 /// What would be captured, and where to.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Recipe of the run; its target and data decide the states
-    #[arg(long, value_name = "C")]
-    config: PathBuf,
-    /// Override a value of the recipe, as in data.max_length=2048
-    #[arg(long, value_name = "K=V")]
-    set: Vec<String>,
-    /// JSONL rows with `id` and `conversations`
-    #[arg(long, required = true, num_args = 1.., value_name = "F")]
-    input: Vec<PathBuf>,
-    /// Folder that the cache would be written to, by default the recipe's
-    #[arg(long, value_name = "D")]
-    output_dir: Option<PathBuf>,
-    /// Hidden states per shard file, in MiB
-    #[arg(long, value_name = "MIB", default_value_t = 1024)]
-    shard_size: u32,
+    #[command(flatten)]
+    job: Job,
     /// Tokens that the target takes in per second, to say how long a build runs
     #[arg(long, value_name = "TOKENS_PER_S", conflicts_with = "measure")]
     rate: Option<f64>,
-    /// Load the target and run it for some seconds to learn that
+    /// Load the target and run it for some seconds to learn that, and how well its states compress
     #[arg(long)]
     measure: bool,
-    /// Where the trial runs: auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: String,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -54,7 +37,17 @@ struct Choice {
     encoding: Encoding,
     last: Last,
     shards: usize,
+    /// Of all files; the most, where the encoding compresses.
     bytes: u64,
+    /// Bytes that are to be expected by the states of a trial, where the encoding compresses.
+    estimate: Option<u64>,
+}
+
+/// What running the target for some seconds has shown.
+struct Trial {
+    tokens_per_s: f64,
+    /// The part of the bytes of bfloat16 states that compression leaves.
+    compressed: f64,
 }
 
 /// Runs the command.
@@ -62,32 +55,27 @@ struct Choice {
 /// # Errors
 /// Usage errors, unreadable files, and a trial that fails.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    if let Some(missing) = args.input.iter().find(|input| !input.is_file()) {
-        usage!("--input {}: no such file", missing.display());
-    }
-    if args.shard_size == 0 {
-        usage!("--shard-size must be at least 1");
-    }
     if args.rate.is_some_and(|rate| !(rate > 0.0 && rate.is_finite())) {
         usage!("--rate must be a number of tokens per second above 0");
     }
-    let recipe = Recipe::load(&args.config, &args.set)?;
-    let Some(dir) = args.output_dir.clone().or_else(|| recipe.cache_dir()) else {
-        usage!("--output-dir is missing, and {} names no cache (data.states)", args.config.display());
-    };
+    let (recipe, dir) = args.job.open()?;
     let source = Source::open(&recipe, verbosity).map_err(StatesError::report)?;
-    let Tokenised { samples, report } = tokenise(&args.input, &source, |_| ())?;
+    let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     if samples.is_empty() {
         anyhow::bail!("no row can be used: {}", accounts(&report, &recipe).replace('\n', "; "));
     }
-    let rate = if args.measure { Some(measured(args, &recipe, &source, &samples)?) } else { args.rate };
-    let choices = choices(args, samples, &source)?;
+    let trial = args.measure.then(|| measured(args, &recipe, &source, &samples)).transpose()?;
+    let rate = trial.as_ref().map_or(args.rate, |trial| Some(trial.tokens_per_s));
+    let choices = choices(args, samples, &source, trial.map(|trial| trial.compressed))?;
     let (seconds, free) = (rate.map(|rate| report.tokens as f64 / rate), free_space(&dir)?);
     if args.json {
         let shown: Vec<Value> = choices
             .iter()
-            .map(|Choice { encoding, last, shards, bytes }| {
-                json!({"encoding": encoding, "last": last, "shards": shards, "bytes": bytes, "fits": *bytes <= free})
+            .map(|Choice { encoding, last, shards, bytes, estimate }| {
+                json!({
+                    "encoding": encoding, "last": last, "shards": shards, "bytes": bytes, "fits": *bytes <= free,
+                    "exact": !encoding.compresses(), "estimate": estimate,
+                })
             })
             .collect();
         let rows = json!({
@@ -109,9 +97,15 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             rejected.reason
         ));
     }
-    for Choice { encoding, last, shards, bytes } in &choices {
+    for Choice { encoding, last, shards, bytes, estimate } in &choices {
         let fits = if *bytes <= free { "" } else { ", more than is free" };
-        lines.push(format!("{encoding:<11} last {last:<10} {:>14} in {shards} shards{fits}", mib(*bytes)));
+        let about = match estimate {
+            Some(bytes) => format!(" at most, about {} by the trial", mib(*bytes)),
+            None if encoding.compresses() => " at most, two thirds of it as a rule".to_string(),
+            None => String::new(),
+        };
+        let name = encoding.to_string();
+        lines.push(format!("{name:<11} last {last:<10} {:>14} in {shards} shards{about}{fits}", mib(*bytes)));
     }
     lines.push(format!("free        {} at {}", mib(free), dir.display()));
     lines.push(match (rate, seconds) {
@@ -125,45 +119,60 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 /// All ways to store the samples.
-fn choices(args: &Args, samples: Vec<PlannedSample>, source: &Source) -> anyhow::Result<Vec<Choice>> {
-    let shard_bytes = u64::from(args.shard_size) << 20;
+fn choices(
+    args: &Args,
+    samples: Vec<PlannedSample>,
+    source: &Source,
+    compressed: Option<f64>,
+) -> anyhow::Result<Vec<Choice>> {
+    let shard_bytes = args.job.shard_bytes();
     let mut plan = Plan::new(samples, source.layout(Last::Supervised, Encoding::Bf16), shard_bytes)?;
     let mut choices = Vec::new();
-    for encoding in [Encoding::Bf16, Encoding::Fp8] {
+    for encoding in Encoding::ALL {
         for last in [Last::Supervised, Last::All] {
             plan = plan.in_layout(source.layout(last, encoding))?;
             let (shards, bytes) = (plan.shards().len(), plan.cache_bytes(&source.identity)?);
-            choices.push(Choice { encoding, last, shards, bytes });
+            let saved =
+                compressed.filter(|_| encoding.compresses()).map(|part| (1.0 - part) * plan.bytes() as f64);
+            let estimate = saved.map(|saved| bytes.saturating_sub(saved as u64));
+            choices.push(Choice { encoding, last, shards, bytes, estimate });
         }
     }
     Ok(choices)
 }
 
-/// Tokens per second of the target on the first samples, the first forward left out.
-fn measured(args: &Args, recipe: &Recipe, source: &Source, samples: &[PlannedSample]) -> anyhow::Result<f64> {
-    let device = deepspec_dist::device(&args.device).map_err(|error| UsageError(error.to_string()))?;
+/// Runs the target on the first samples. Time counts from after the first forward; its states are compressed.
+fn measured(
+    args: &Args,
+    recipe: &Recipe,
+    source: &Source,
+    samples: &[PlannedSample],
+) -> anyhow::Result<Trial> {
+    let device = deepspec_dist::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     let kind = deepspec_dist::default_kind(device);
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
     let mut capture = Capture::load(&source.dir, recipe, longest, device, kind)?;
     let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), capture.budget());
-    let (mut tokens, mut started) = (0, Instant::now());
+    let [plain, compressed] =
+        [Encoding::Bf16, Encoding::Bf16z].map(|encoding| source.layout(Last::All, encoding));
+    let (mut tokens, mut started, mut bytes) = (0, Instant::now(), [0, 0]);
     for (index, run) in runs.into_iter().enumerate() {
         let batch = &samples[run];
-        // Reading a value back waits for the device.
-        let states = capture.run(batch, Last::All);
-        states.last.sum(None).double_value(&[]);
         if index == 0 {
-            started = Instant::now();
+            let [taps, last] = capture.run(batch, Last::All).bytes();
+            bytes = [stored_bytes(&plain, &taps, &last)?, stored_bytes(&compressed, &taps, &last)?];
             // A lone batch is measured by a second run.
-            let states = capture.run(batch, Last::All);
-            states.last.sum(None).double_value(&[]);
+            started = Instant::now();
         }
+        // Reading a value back waits for the device.
+        capture.run(batch, Last::All).last.sum(None).double_value(&[]);
         tokens += batch.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
         if started.elapsed() > TRIAL {
             break;
         }
     }
-    Ok(tokens as f64 / started.elapsed().as_secs_f64())
+    let tokens_per_s = tokens as f64 / started.elapsed().as_secs_f64();
+    Ok(Trial { tokens_per_s, compressed: bytes[1] as f64 / bytes[0] as f64 })
 }
 
 fn duration(seconds: f64) -> String {

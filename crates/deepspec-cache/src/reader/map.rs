@@ -28,13 +28,12 @@ impl MappedShard {
     /// Maps shard `index` of the cache in `dir`.
     pub fn open(dir: &Path, layout: &Layout, index: usize, entry: &ShardEntry) -> Result<Self, CacheError> {
         let path = shard::path(dir, index);
-        let geometry = Geometry::new(layout, entry.rows, entry.last_rows)?;
-        let expected = geometry.bytes();
+        let expected = entry.bytes;
+        let geometry = Geometry::of(layout, entry)?;
         let file = File::open(&path).map_err(FileError::at("opening", &path))?;
         let found = file.metadata().map_err(FileError::at("reading", &path))?.len();
-        if found != expected {
-            return Err(CacheError::Size { path, found, expected });
-        }
+        let geometry = geometry.filter(|_| found == expected);
+        let Some(geometry) = geometry else { return Err(CacheError::Size { path, found, expected }) };
         let map = map(&file).map_err(FileError::at("mapping", &path))?;
         let shard = Self { path, map, geometry };
         let header = shard.geometry.header();
@@ -59,13 +58,7 @@ impl MappedShard {
 
     /// The stored bytes of a sample; empty past the end, which the samples' table has ruled out.
     pub fn sample(&self, rows: Rows) -> Parts<&[u8]> {
-        let Parts { taps, last, taps_scale, last_scale } = self.geometry.sample(rows);
-        Parts {
-            taps: self.slice(taps),
-            last: self.slice(last),
-            taps_scale: self.slice(taps_scale),
-            last_scale: self.slice(last_scale),
-        }
+        self.geometry.sample(rows).map(|range| self.slice(range))
     }
 
     fn slice(&self, range: Range<u64>) -> &[u8] {

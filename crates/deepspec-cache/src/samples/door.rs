@@ -5,8 +5,8 @@ use std::path::Path;
 use crate::error::CacheError;
 use crate::identity::Identity;
 use crate::manifest::Manifest;
-use crate::plan::{bad_span, outside, supervised};
-use crate::shard::Rows;
+use crate::sample::{bad_span, outside, supervised};
+use crate::shard::{self, Rows};
 
 /// What a row says about itself; all of it follows from the rows before, the token ids and the spans.
 pub(super) struct Claim {
@@ -15,6 +15,9 @@ pub(super) struct Claim {
     pub first_last_row: i64,
     pub length: i64,
     pub supervised: i64,
+    /// Where its compressed exponents begin in the shard, and their bytes; zeros where nothing is compressed.
+    pub first_exponent: i64,
+    pub exponent_bytes: i64,
 }
 
 /// Where a sample lies, with every number recomputed.
@@ -25,6 +28,8 @@ pub(crate) struct Place {
     pub first_last_row: u64,
     pub length: u32,
     pub last_rows: u64,
+    pub first_exponent: u64,
+    pub exponent_bytes: u64,
 }
 
 impl Place {
@@ -35,6 +40,8 @@ impl Place {
             count: self.length.into(),
             first_last: self.first_last_row,
             last_count: self.last_rows,
+            first_exponent: self.first_exponent,
+            exponent_bytes: self.exponent_bytes,
         }
     }
 }
@@ -46,12 +53,19 @@ pub(super) struct Door<'m> {
     shard: usize,
     row: u64,
     last_row: u64,
+    exponent: u64,
     supervised: u64,
+    /// Bytes of compressed exponents of each shard.
+    exponent_bytes: Vec<u64>,
 }
 
 impl<'m> Door<'m> {
-    pub fn new(path: &'m Path, manifest: &'m Manifest) -> Self {
-        Self { path, manifest, shard: 0, row: 0, last_row: 0, supervised: 0 }
+    pub fn new(path: &'m Path, manifest: &'m Manifest) -> Result<Self, CacheError> {
+        let layout = manifest.layout();
+        // A manifest that was read has sizes that can be.
+        let exponents = |shard| Ok(shard::exponent_bytes(&layout, shard)?.unwrap_or(0));
+        let exponent_bytes = manifest.shards.iter().map(exponents).collect::<Result<_, CacheError>>()?;
+        Ok(Self { path, manifest, shard: 0, row: 0, last_row: 0, exponent: 0, supervised: 0, exponent_bytes })
     }
 
     /// Where the next row, number `index`, lies.
@@ -82,11 +96,12 @@ impl<'m> Door<'m> {
         // The shard before is full when all its rows are taken; the plan leaves no shard empty.
         if self.manifest.shards.get(self.shard).is_some_and(|shard| shard.rows == self.row) {
             self.end_shard(index)?;
-            (self.shard, self.row, self.last_row) = (self.shard + 1, 0, 0);
+            (self.shard, self.row, self.last_row, self.exponent) = (self.shard + 1, 0, 0, 0);
         }
         self.same(index, "shard", claim.shard, self.shard)?;
         self.same(index, "first_row", claim.first_row, self.row)?;
         self.same(index, "first_last_row", claim.first_last_row, self.last_row)?;
+        self.same(index, "first_exponent", claim.first_exponent, self.exponent)?;
         let last_rows = self.manifest.last.positions(length, spans).len() as u64;
         let Some(shard) = self.manifest.shards.get(self.shard) else {
             let shards = self.manifest.shards.len();
@@ -97,14 +112,21 @@ impl<'m> Door<'m> {
             let expected = format!("rows up to {} and {}", shard.rows, shard.last_rows);
             return Err(self.lie(index, "end", format!("row {end} and last row {last_end}"), expected));
         }
+        let left = self.exponent_bytes[self.shard] - self.exponent;
+        let Some(exponent_bytes) = u64::try_from(claim.exponent_bytes).ok().filter(|&bytes| bytes <= left)
+        else {
+            return Err(self.lie(index, "exponent_bytes", claim.exponent_bytes, format!("at most {left}")));
+        };
         let place = Place {
             shard: self.shard,
             first_row: self.row,
             first_last_row: self.last_row,
             length,
             last_rows,
+            first_exponent: self.exponent,
+            exponent_bytes,
         };
-        (self.row, self.last_row) = (end, last_end);
+        (self.row, self.last_row, self.exponent) = (end, last_end, self.exponent + exponent_bytes);
         self.supervised += u64::from(supervised(spans));
         Ok(place)
     }
@@ -121,7 +143,8 @@ impl<'m> Door<'m> {
     fn end_shard(&self, index: usize) -> Result<(), CacheError> {
         let shard = &self.manifest.shards[self.shard];
         self.same(index, "rows of the shard before", self.row, shard.rows)?;
-        self.same(index, "last rows of the shard before", self.last_row, shard.last_rows)
+        self.same(index, "last rows of the shard before", self.last_row, shard.last_rows)?;
+        self.same(index, "exponents of the shard before", self.exponent, self.exponent_bytes[self.shard])
     }
 
     fn same<A, B>(&self, index: usize, field: &str, found: A, expected: B) -> Result<(), CacheError>

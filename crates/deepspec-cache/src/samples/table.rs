@@ -1,6 +1,7 @@
 //! Reads the samples' table into memory.
 
 use std::fs::{self, File};
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::errors::ParquetError;
 
 use super::door::{Claim, Door, Place};
-use super::{BATCH_SAMPLES, SAMPLES_FILE, SCHEMA};
+use super::{BATCH_SAMPLES, SAMPLES_FILE, schema};
 use crate::error::CacheError;
 use crate::manifest::Manifest;
 
@@ -27,6 +28,13 @@ pub(crate) struct Row {
     pub checksum: u32,
     ids: Range<usize>,
     spans: Range<usize>,
+}
+
+impl Row {
+    /// The error of exponents that cannot be read.
+    pub fn undecodable(&self) -> impl Fn(io::Error) -> CacheError {
+        |source| CacheError::Exponents { sample: self.id.clone(), source }
+    }
 }
 
 /// The whole table in memory.
@@ -52,8 +60,9 @@ impl Table {
             return Err(CacheError::Digest { path, found, expected: manifest.samples.sha256.clone() });
         }
         let mut table = Self::default();
-        let mut door = Door::new(&path, manifest);
-        for_each_batch(&path, |batch| table.add(batch, &mut door))?;
+        let mut door = Door::new(&path, manifest)?;
+        let schema = schema(manifest.encoding);
+        for_each_batch(&path, schema, |batch| table.add(batch, &mut door))?;
         door.close(table.rows.len())?;
         Ok(table)
     }
@@ -84,6 +93,10 @@ impl Table {
         let input_ids: &ListArray = typed(path, batch, 6)?;
         let spans: &ListArray = typed(path, batch, 7)?;
         let checksums: &UInt32Array = typed(path, batch, 8)?;
+        let exponents: Option<(&Int64Array, &Int64Array)> = match batch.num_columns() {
+            11 => Some((typed(path, batch, 9)?, typed(path, batch, 10)?)),
+            _ => None,
+        };
         for index in 0..batch.num_rows() {
             let (ids_from, spans_from) = (self.input_ids.len(), self.spans.len());
             let tokens = input_ids.value(index);
@@ -97,12 +110,16 @@ impl Table {
             let bound = |value: i32| u32::try_from(value).unwrap_or(u32::MAX);
             let bounds = starts.values().iter().zip(ends.values());
             self.spans.extend(bounds.map(|(&start, &end)| (bound(start), bound(end))));
+            let (first_exponent, exponent_bytes) =
+                exponents.map_or((0, 0), |(first, bytes)| (first.value(index), bytes.value(index)));
             let claim = Claim {
                 shard: shards.value(index).into(),
                 first_row: first_rows.value(index),
                 first_last_row: first_last_rows.value(index),
                 length: lengths.value(index).into(),
                 supervised: supervised.value(index).into(),
+                first_exponent,
+                exponent_bytes,
             };
             let (new_ids, new_spans) = (&self.input_ids[ids_from..], &self.spans[spans_from..]);
             let place = door.admit(self.rows.len(), &claim, new_ids, new_spans)?;
@@ -116,26 +133,27 @@ impl Table {
 
 fn for_each_batch(
     path: &Path,
+    expected: &Schema,
     mut each: impl FnMut(&RecordBatch) -> Result<(), CacheError>,
 ) -> Result<(), CacheError> {
     let parquet = |source| CacheError::Parquet { path: path.to_path_buf(), source };
     let file = File::open(path).map_err(FileError::at("reading", path))?;
     let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(parquet)?;
-    check_columns(path, builder.schema())?;
+    check_columns(path, builder.schema(), expected)?;
     for batch in builder.with_batch_size(BATCH_SAMPLES).build().map_err(parquet)? {
         each(&batch.map_err(|error| parquet(ParquetError::from(error)))?)?;
     }
     Ok(())
 }
 
-fn check_columns(path: &Path, found: &Schema) -> Result<(), CacheError> {
+fn check_columns(path: &Path, found: &Schema, expected: &Schema) -> Result<(), CacheError> {
     let named = |field: Option<&Arc<Field>>| match field {
         Some(field) if field.is_nullable() => format!("{} {} or null", field.name(), field.data_type()),
         Some(field) => format!("{} {}", field.name(), field.data_type()),
         None => "none".to_string(),
     };
-    for index in 0..found.fields().len().max(SCHEMA.fields().len()) {
-        let [found, expected] = [found, &**SCHEMA].map(|schema| named(schema.fields().get(index)));
+    for index in 0..found.fields().len().max(expected.fields().len()) {
+        let [found, expected] = [found, expected].map(|schema| named(schema.fields().get(index)));
         if found != expected {
             return Err(CacheError::Column { path: path.to_path_buf(), found, expected });
         }
@@ -148,7 +166,7 @@ fn typed<'b, A: Array + 'static>(
     batch: &'b RecordBatch,
     column: usize,
 ) -> Result<&'b A, CacheError> {
-    inner(path, SCHEMA.field(column).name(), &**batch.column(column))
+    inner(path, batch.schema().field(column).name(), &**batch.column(column))
 }
 
 fn inner<'b, A: Array + 'static>(path: &Path, name: &str, array: &'b dyn Array) -> Result<&'b A, CacheError> {

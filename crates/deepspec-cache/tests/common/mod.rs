@@ -10,6 +10,7 @@ use deepspec_cache::{
     Builder, CacheError, Encoding, Identity, Last, Layout, Manifest, Plan, PlannedSample, Reader, Tap, verify,
 };
 use deepspec_core::digest;
+pub use deepspec_testkit::folder::files;
 use serde_json::Value;
 
 pub const HIDDEN: usize = 4;
@@ -85,25 +86,13 @@ pub fn build(dir: &Path, plan: &Plan, identity: &Identity) -> Result<Manifest, C
     builder.publish()
 }
 
-/// All files of a folder with their bytes, by name; folders as names only.
-pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    let mut files: Vec<_> = entries
-        .map(|path| {
-            (path.file_name().unwrap().to_str().unwrap().to_string(), fs::read(&path).unwrap_or_default())
-        })
-        .collect();
-    files.sort();
-    files
-}
-
 /// What reading everything in a cache says: nothing, or the first complaint of `open` or `sample`.
 pub fn read_all(dir: &Path) -> Result<(), CacheError> {
     let reader = Reader::open(dir)?;
     for index in 0..reader.len() {
         let sample = reader.sample(index)?;
         assert_eq!(sample.loss_mask().len(), sample.len());
-        deepspec_cache::inspect(&sample);
+        deepspec_cache::inspect(&sample)?;
     }
     Ok(())
 }

@@ -1,0 +1,97 @@
+//! bfloat16 without loss in two thirds of the bytes.
+//!
+//! The eight exponent bits of hidden states carry less than three bits of information, the sign and the seven bits of
+//! mantissa are noise. So the latter are stored as they are, one byte a value (mantissa above, sign in the lowest bit), and
+//! the exponents, one byte a value too, go through zstd: each run of [`RUN`] values of a tensor is a frame.
+
+use std::io;
+
+use zstd::bulk::{Compressor, Decompressor};
+use zstd::zstd_safe::{self, CParameter};
+
+/// Values of a frame: what is decoded stays in the processor's cache until it is joined.
+const RUN: usize = 128 << 10;
+
+/// Writes bytes of sign and mantissa of bfloat16 `states`, and appends the frames of their exponents to `frames`.
+pub(crate) fn encode(states: &[u8], frames: &mut Vec<u8>) -> io::Result<Vec<u8>> {
+    let mut compressor = Compressor::new(1)?;
+    // Exponents repeat by chance alone: looking for repetitions costs time and space, their frequencies are what counts.
+    compressor.set_parameter(CParameter::MinMatch(7))?;
+    compressor.set_parameter(CParameter::HashLog(6))?;
+    let turned = |pair: &[u8; 2]| u16::from_le_bytes(*pair).rotate_left(1).to_le_bytes();
+    let (values, _) = states.as_chunks::<2>();
+    for run in values.chunks(RUN) {
+        let exponents: Vec<u8> = run.iter().map(|pair| turned(pair)[1]).collect();
+        frames.extend(compressor.compress(&exponents)?);
+    }
+    Ok(values.iter().map(|pair| turned(pair)[0]).collect())
+}
+
+/// Joins `low` bytes of sign and mantissa with their exponents, the first of `frames`, into bfloat16 `states` of two bytes
+/// each. What is left of the frames belongs to the next tensor.
+///
+/// # Errors
+/// Frames that are no zstd or hold fewer or more exponents.
+pub(crate) fn decode<'f>(low: &[u8], mut frames: &'f [u8], states: &mut [u8]) -> io::Result<&'f [u8]> {
+    debug_assert!(states.len() == low.len() * 2);
+    let mut decompressor = Decompressor::new()?;
+    let mut exponents = vec![0; RUN.min(low.len())];
+    for (low, states) in low.chunks(RUN).zip(states.as_chunks_mut::<2>().0.chunks_mut(RUN)) {
+        let problem = |code| io::Error::other(zstd_safe::get_error_name(code));
+        let size = zstd_safe::find_frame_compressed_size(frames).map_err(problem)?;
+        let (frame, rest) = frames.split_at_checked(size).ok_or(io::ErrorKind::UnexpectedEof)?;
+        let found = decompressor.decompress_to_buffer(frame, &mut exponents[..low.len()])?;
+        if found != low.len() {
+            return Err(io::Error::other(format!("a frame of {found} exponents, expected {}", low.len())));
+        }
+        for ((state, &low), &exponent) in states.iter_mut().zip(low).zip(&exponents) {
+            *state = u16::from_le_bytes([low, exponent]).rotate_right(1).to_le_bytes();
+        }
+        frames = rest;
+    }
+    Ok(frames)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn every_value_comes_back_over_the_ends_of_frames() {
+        let states: Vec<u8> =
+            (0..=u16::MAX).cycle().take(2 * RUN + 17).flat_map(|bits| bits.to_le_bytes()).collect();
+        let mut frames = vec![];
+        let low = encode(&states, &mut frames).unwrap();
+        let mut read = vec![0; states.len()];
+        assert!(decode(&low, &frames, &mut read).unwrap().is_empty() && read == states);
+    }
+
+    proptest! {
+        #[test]
+        fn tensors_follow_each_other(tensors in prop::collection::vec(prop::collection::vec(any::<u16>(), 0..300), 1..4)) {
+            let bytes = |tensor: &Vec<u16>| tensor.iter().flat_map(|bits| bits.to_le_bytes()).collect::<Vec<u8>>();
+            let tensors: Vec<Vec<u8>> = tensors.iter().map(bytes).collect();
+            let mut frames = vec![];
+            let low: Vec<Vec<u8>> = tensors.iter().map(|tensor| encode(tensor, &mut frames).unwrap()).collect();
+            let mut rest = &frames[..];
+            for (low, tensor) in low.iter().zip(&tensors) {
+                let mut read = vec![0; tensor.len()];
+                rest = decode(low, rest, &mut read).unwrap();
+                prop_assert_eq!(&read, tensor);
+            }
+            prop_assert!(rest.is_empty());
+        }
+
+        #[test]
+        fn foreign_frames_are_errors(frames in prop::collection::vec(any::<u8>(), 0..100), values in 1_usize..50) {
+            let low = vec![0; values];
+            prop_assert!(decode(&low, &frames, &mut vec![0; 2 * values]).is_err());
+            let mut right = vec![];
+            encode(&vec![0; 2 * values], &mut right).unwrap();
+            let shorter = vec![0; values - 1];
+            prop_assert!(values == 1 || decode(&shorter, &right, &mut vec![0; 2 * values - 2]).is_err());
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! A record of the index.
+
+/// Bytes of a record.
+pub(super) const RECORD: usize = 56;
+
+/// Where a sample lies; the rest of a record follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Record {
+    pub sample: u64,
+    pub shard: u32,
+    pub length: u32,
+    pub start: u64,
+}
+
+impl Record {
+    /// Where the five tensors begin, and the sample ends. `None` past 64 bits.
+    pub fn offsets(self, taps: usize, hidden_size: usize) -> Option<[u64; 6]> {
+        let (length, state) = (u64::from(self.length), (hidden_size as u64).checked_mul(2)?);
+        let sizes = [4, 1, 1, state.checked_mul(taps as u64)?, state];
+        let mut offsets = [self.start; 6];
+        for (index, size) in sizes.into_iter().enumerate() {
+            offsets[index + 1] = offsets[index].checked_add(length.checked_mul(size)?)?;
+        }
+        Some(offsets)
+    }
+
+    /// The record in the index; `offsets` are its own.
+    pub fn bytes(self, offsets: &[u64; 6]) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(RECORD);
+        bytes.extend(self.sample.to_le_bytes());
+        bytes.extend(self.shard.to_le_bytes());
+        bytes.extend(self.length.to_le_bytes());
+        bytes.extend(offsets[..5].iter().flat_map(|offset| offset.to_le_bytes()));
+        bytes
+    }
+
+    /// What the index says; nothing is checked.
+    pub fn read(bytes: &[u8; RECORD]) -> Self {
+        let long = |at: usize| (0..8).fold(0, |sum, byte| sum | u64::from(bytes[at + byte]) << (8 * byte));
+        let (sample, both, start) = (long(0), long(8), long(16));
+        Self { sample, shard: both as u32, length: (both >> 32) as u32, start }
+    }
+}

@@ -1,0 +1,155 @@
+//! Builds that are killed end as if undisturbed.
+
+use std::process::{Child, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use deepspec_testkit::folder;
+
+use crate::bench::{Bench, build_args};
+
+/// How long a test waits for a build to get somewhere.
+const DEADLINE: Duration = Duration::from_secs(300);
+const WORKERS: usize = 3;
+
+fn full() -> bool {
+    std::env::var_os("DEEPSPEC_TEST_FULL").is_some()
+}
+
+#[test]
+fn a_killed_build_goes_on_and_ends_as_if_undisturbed() {
+    let bench = Bench::new(240);
+    bench.build("calm", &[]).succeeds_with(&["240 samples"]);
+    let shards = bench.files("calm").iter().filter(|(name, _)| name.starts_with("shard-")).count();
+    let kills = if full() { 10 } else { 2 };
+    assert!(shards > 2 * kills, "only {shards} shards");
+    for kill in 0..kills {
+        let mut child = bench.command(&build_args("cache", &["-q"])).stdout(Stdio::null()).spawn().unwrap();
+        let finished = bench.path(&format!("cache/parts/worker-000/shard-{:05}.json", 1 + 2 * kill));
+        let started = Instant::now();
+        while !finished.exists() {
+            assert!(
+                started.elapsed() < DEADLINE && child.try_wait().unwrap().is_none(),
+                "no {}",
+                finished.display()
+            );
+            thread::sleep(Duration::from_millis(1));
+        }
+        child.kill().unwrap();
+        assert_eq!(child.wait().unwrap().code(), None);
+        bench.run(&["verify", "cache"]).fails_with(1, &["no finished cache", "unfinished build"]);
+    }
+    bench
+        .build("cache", &["--set", "data.max_length=100"])
+        .fails_with(2, &["an unfinished build of something else", "max_length is 512 there, 100 is wanted"]);
+    let resumed = bench.build("cache", &[]);
+    resumed.succeeds_with(&["240 samples"]);
+    let kept = resumed
+        .stderr
+        .split("resuming: ")
+        .nth(1)
+        .and_then(|rest| rest.split(' ').next()?.parse::<usize>().ok());
+    assert!(kept.is_some_and(|kept| kept >= 2 * kills), "{resumed:?}");
+    assert_same(&bench.files("cache"), &bench.files("calm"));
+}
+
+/// Names and bytes must be the same.
+#[track_caller]
+fn assert_same(found: &[(String, Vec<u8>)], expected: &[(String, Vec<u8>)]) {
+    let names = |files: &[(String, Vec<u8>)]| files.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(found), names(expected));
+    for ((name, found), (_, expected)) in found.iter().zip(expected) {
+        assert!(found == expected, "{name} differs");
+    }
+}
+
+/// Several workers of one build, each a process.
+struct Crew<'b> {
+    bench: &'b Bench,
+    dir: String,
+    running: [Option<Child>; WORKERS],
+}
+
+impl<'b> Crew<'b> {
+    /// Starts all.
+    fn start(bench: &'b Bench, dir: &str) -> Self {
+        let mut crew = Self { bench, dir: dir.to_string(), running: [const { None }; WORKERS] };
+        (0..WORKERS).for_each(|worker| crew.send(worker));
+        crew
+    }
+
+    fn send(&mut self, worker: usize) {
+        let share = format!("{worker}/{WORKERS}");
+        let args = build_args(&self.dir, &["-q", "--worker", &share]);
+        let child = self.bench.command(&args).stdout(Stdio::null()).spawn().unwrap();
+        self.running[worker] = Some(child);
+    }
+
+    /// Files in the worker's folder; they only ever become more.
+    fn progress(&self, worker: usize) -> usize {
+        let part = self.bench.path(&format!("{}/parts/worker-{worker:03}", self.dir));
+        if part.exists() { folder::files(&part).len() } else { 0 }
+    }
+
+    /// Kills a worker once it has made `files` more files and then `pause` has passed, and sends it again; whether it was
+    /// still at work.
+    fn kill(&mut self, worker: usize, files: usize, pause: Duration) -> bool {
+        let Some(mut child) = self.running[worker].take() else { return false };
+        let (started, goal) = (Instant::now(), self.progress(worker) + files);
+        let mut reached = None;
+        while child.try_wait().unwrap().is_none() {
+            assert!(started.elapsed() < DEADLINE, "worker {worker} makes no progress");
+            if self.progress(worker) >= goal {
+                reached.get_or_insert_with(Instant::now);
+            }
+            if reached.is_some_and(|at| at.elapsed() >= pause) {
+                child.kill().unwrap();
+                // It may have ended by itself between the look and the blow.
+                if child.wait().unwrap().code().is_none() {
+                    self.send(worker);
+                    return true;
+                }
+                return false;
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(child.wait().unwrap().success(), "worker {worker} failed");
+        false
+    }
+
+    fn is_idle(&self) -> bool {
+        self.running.iter().all(Option::is_none)
+    }
+
+    /// Lets all end and merges.
+    fn finish(mut self) -> Vec<(String, Vec<u8>)> {
+        for child in self.running.iter_mut().filter_map(Option::take) {
+            assert!(child.wait_with_output().unwrap().status.success());
+        }
+        self.bench.run(&["merge", "--output-dir", &self.dir]).succeeds_with(&["samples in"]);
+        self.bench.run(&["verify", &self.dir]).succeeds_with(&["sound"]);
+        self.bench.files(&self.dir)
+    }
+}
+
+#[test]
+fn killed_workers_merge_to_what_undisturbed_ones_build() {
+    let bench = Bench::new(150);
+    let calm = Crew::start(&bench, "calm").finish();
+    let kills = if full() { 20 } else { 6 };
+    let (mut killed, mut builds, mut random) = (0, 0, 0x9E37_79B9_7F4A_7C15_u64);
+    let mut next = |below: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % below
+    };
+    while killed < kills {
+        builds += 1;
+        let dir = format!("torn-{builds}");
+        let mut crew = Crew::start(&bench, &dir);
+        while killed < kills && !crew.is_idle() {
+            let (worker, files, pause) = (next(WORKERS as u64), next(5), Duration::from_millis(next(120)));
+            killed += usize::from(crew.kill(worker as usize, files as usize, pause));
+        }
+        assert_same(&crew.finish(), &calm);
+    }
+}
