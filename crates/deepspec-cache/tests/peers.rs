@@ -7,7 +7,7 @@ mod common;
 use std::process::Command;
 
 use common::*;
-use deepspec_cache::Last;
+use deepspec_cache::{Encoding, Last, Layout, Plan, PlannedSample};
 use serde_json::{Value, json};
 
 const SCRIPT: &str = r#"
@@ -78,4 +78,47 @@ fn python_tools_read_what_we_wrote() {
         })
         .collect();
     assert_eq!(seen, Value::from(expected));
+}
+
+const COMPRESSED: &str = r#"
+import json, pathlib, sys
+import numpy, pyarrow, pyarrow.parquet
+from safetensors import safe_open
+
+cache = pathlib.Path(sys.argv[1])
+shards = []
+for entry in json.loads((cache / "manifest.json").read_text())["shards"]:
+    with safe_open(cache / entry["file"], framework="numpy") as file:
+        shards.append([file.get_tensor(name) for name in ("taps", "last", "exponents")])
+seen = []
+for row in pyarrow.parquet.read_table(cache / "samples.parquet").to_pylist():
+    taps, last, exponents = shards[row["shard"]]
+    mask = [any(span["start"] <= p < span["end"] for span in row["loss_spans"]) for p in range(-1, row["length"] + 1)]
+    kept = sum(mask[p] or mask[p + 2] for p in range(row["length"]))
+    low = numpy.concatenate([taps[row["first_row"]:][:row["length"]].ravel(), last[row["first_last_row"]:][:kept].ravel()])
+    frames = exponents[row["first_exponent"]:][:row["exponent_bytes"]].tobytes()
+    high = numpy.frombuffer(pyarrow.decompress(frames, decompressed_size=len(low), codec="zstd", asbytes=True), dtype=numpy.uint8)
+    turned = low.astype(numpy.uint16) | high.astype(numpy.uint16) << 8
+    seen.append((turned >> 1 | turned << 15).tolist())
+print(json.dumps(seen))
+"#;
+
+#[test]
+fn python_joins_what_we_compressed() {
+    let Ok(python) = std::env::var("DEEPSPEC_TEST_PYTHON") else {
+        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python with numpy, pyarrow and safetensors");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let layout = Layout { encoding: Encoding::Bf16z, ..layout(Last::Supervised) };
+    let plan = Plan::new(samples(50), layout, 2000).unwrap();
+    build(dir.path(), &plan, &identity()).unwrap();
+    let output = Command::new(python).args(["-c", COMPRESSED]).arg(dir.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let seen: Vec<Vec<u16>> = serde_json::from_slice(&output.stdout).unwrap();
+    let given = |sample: &PlannedSample| -> Vec<u16> {
+        let bytes = [taps_of(sample), last_of(sample, Last::Supervised)].concat();
+        bytes.as_chunks::<2>().0.iter().map(|&pair| u16::from_le_bytes(pair)).collect()
+    };
+    assert_eq!(seen, plan.samples().iter().map(given).collect::<Vec<_>>());
 }
