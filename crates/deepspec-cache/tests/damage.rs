@@ -52,7 +52,9 @@ fn every_flipped_byte_is_found_and_none_is_read() {
         build(dir.path(), &plan, &identity()).unwrap();
         for (name, bytes) in files(dir.path()) {
             let path = dir.path().join(&name);
-            for at in 0..bytes.len() {
+            // Manifest and table differ little from encoding to encoding.
+            let step = if encoding == Encoding::Bf16 || name.starts_with("shard") { 1 } else { 11 };
+            for at in (0..bytes.len()).step_by(step) {
                 let mut flipped = bytes.clone();
                 flipped[at] ^= 1 << (at % 8);
                 fs::write(&path, &flipped).unwrap();
