@@ -10,7 +10,7 @@ use deepspec_cache::{
     Builder, CacheError, Encoding, Identity, Last, Layout, Manifest, Plan, PlannedSample, Reader, Tap, verify,
 };
 use deepspec_core::digest;
-pub use deepspec_testkit::folder::files;
+use deepspec_testkit::folder;
 use serde_json::Value;
 
 pub const HIDDEN: usize = 4;
@@ -84,6 +84,11 @@ pub fn build(dir: &Path, plan: &Plan, identity: &Identity) -> Result<Manifest, C
         writer.finish()?;
     }
     builder.publish()
+}
+
+/// All files of a folder with their bytes, by name.
+pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    folder::files(dir)
 }
 
 /// What reading everything in a cache says: nothing, or the first complaint of `open` or `sample`.
