@@ -51,6 +51,7 @@ pub fn objective(
         let rows = Vec::<i64>::try_from(batch.rows()).unwrap();
         (&ce * paces(dpace, &ce.detach(), &rows, block.config().block_size as i64)).sum(Kind::Float)
     });
+    let dpace = paced.as_ref().map(|paced| ("dpace", paced.detach()));
     let mut loss = paced.unwrap_or_else(|| weighted(&ce)) * alphas.ce
         + weighted(&l1) * alphas.l1
         + weighted(&soft_ce) * alphas.soft_ce
@@ -69,6 +70,7 @@ pub fn objective(
     if alphas.soft_ce + alphas.kl > 0.0 {
         sums.extend([("soft_ce", weighted(&soft_ce)), ("kl", weighted(&kl))]);
     }
+    sums.extend(dpace);
     sums.extend(lk.map(|lk| ("lk", weighted(&lk))));
     sums.push(("loss", loss.shallow_clone()));
     (
