@@ -44,12 +44,12 @@ impl Plan<'_> {
     }
 
     fn drafter(&self) -> String {
-        let algorithm = match &self.recipe.drafter {
-            DrafterRecipe::Dspark(_) => "DSpark",
-            DrafterRecipe::Dflash(_) => "DFlash",
+        let (algorithm, gamma) = match &self.recipe.drafter {
+            DrafterRecipe::Dspark(block) => ("DSpark", block.block_size),
+            DrafterRecipe::Dflash(block) => ("DFlash", block.block_size),
+            DrafterRecipe::Eagle3(eagle3) => ("Eagle3", eagle3.ttt_length),
         };
-        let (name, gamma) = (&self.recipe.name, self.recipe.drafter.block().block_size);
-        format!("{name}: {algorithm}, γ = {gamma}, {} trainable weights", self.weights)
+        format!("{}: {algorithm}, γ = {gamma}, {} trainable weights", self.recipe.name, self.weights)
     }
 
     fn data(&self) -> String {
