@@ -88,6 +88,11 @@ print(os.path.dirname(spec.origin) if spec and spec.origin else "")
 PY
 }
 
+# Version of the CUDA toolkit that the torch package $1 was built with; nothing for a build without CUDA.
+toolkit_of() {
+    sed -n 's/^Requires-Dist: cuda-toolkit\[.*\]==\([0-9.]*\).*/\1/p' "$1-$torch_pin".dist-info/METADATA
+}
+
 install_wheel() {
     local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check) torch toolkit
     .venv/bin/python -c 'import pip' 2>/dev/null || python3 -m venv --clear .venv
@@ -96,13 +101,16 @@ install_wheel() {
         say "installing torch $torch_pin, CPU parts only, in .venv (0.6 GB to download)"
         "${pip[@]}" --no-deps "torch==$torch_pin"
         torch=$(torch_of .venv/bin/python)
-        toolkit=$(sed -n 's/^Requires-Dist: cuda-toolkit\[.*\]==\([0-9.]*\).*/\1/p' "$torch-$torch_pin".dist-info/METADATA)
+        toolkit=$(toolkit_of "$torch")
         [ -z "$toolkit" ] || "${pip[@]}" --no-warn-conflicts "cuda-toolkit[cudart,cupti]==$toolkit"
         if serves_here "$torch"; then return; fi
         say "the CPU parts alone do not load here ($why)"
     fi
     say "installing torch $torch_pin with its CUDA libraries in .venv (3 GB to download)"
     "${pip[@]}" "torch==$torch_pin"
+    # Headers that come with a CUDA toolkit only, for the part of deepspec-dist that speaks to NCCL.
+    toolkit=$(toolkit_of "$(torch_of .venv/bin/python)")
+    [ -z "$toolkit" ] || "${pip[@]}" --no-warn-conflicts "cuda-toolkit[crt,cccl]==$toolkit"
 }
 
 # Points .libtorch at $1: relatively where that is inside this directory, so that the tree can be moved.

@@ -30,9 +30,7 @@ fn main() {
             }
             shim.define("DEEPSPEC_NCCL", None).file("src/cpp/nccl.cpp");
             println!("cargo::rustc-link-search=native={}", libtorch.join("lib").display());
-            for library in ["torch_cuda", "c10_cuda"] {
-                println!("cargo::rustc-link-lib={library}");
-            }
+            println!("cargo::rustc-link-lib=torch_cuda");
             String::new()
         }
         Err(missing) => missing,

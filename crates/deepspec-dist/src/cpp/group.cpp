@@ -2,8 +2,11 @@
 #define USE_C10D_GLOO
 #include "group.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <vector>
+
+#include <c10/util/Logging.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -31,6 +34,8 @@ extern "C" {
 // `*port` is the port asked for, 0 for any; as host, the one that was bound comes back in it.
 char* ds_store_open(const char* host, uint16_t* port, bool is_host, int64_t timeout_ms, const char* prefix, Store** out) {
   return caught([&] {
+    // What c10d warns of, a key that nobody sets in time, is an answer here; what it cannot do it throws.
+    FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, static_cast<int>(c10::GLOG_ERROR));
     c10d::TCPStoreOptions options;
     options.port = *port;
     options.isServer = is_host;

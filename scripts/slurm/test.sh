@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Trains under a real Slurm of this one machine: two tasks meet by Slurm's own variables, train what one process trains, and
+# stop with code 75 at a signal. Installs Slurm where it may; needs a build (cargo build --release).
+#
+#   scripts/slurm/test.sh [CACHE_DIR]      a cache of configs/tiny/dspark.yaml; without one it is built from the demo's prompts
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
+bin=$PWD/target/release
+work=$(mktemp -d)
+
+if ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null; then
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        echo "slurm test: please install Slurm and munge (apt-get install slurm-wlm munge)" >&2
+        exit 1
+    fi
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge
+fi
+
+daemons=()
+stop() {
+    for daemon in "${daemons[@]}"; do kill "$daemon" 2>/dev/null || true; done
+    rm -rf "$work"
+}
+trap stop EXIT
+
+host=$(hostname -s)
+mkdir "$work"/{state,spool,munge}
+dd if=/dev/urandom of="$work/munge/key" bs=128 count=8 status=none
+chmod 700 "$work/munge"
+chmod 600 "$work/munge/key"
+chmod 711 "$work"
+munged --foreground --force --key-file="$work/munge/key" --socket="$work/munge/socket" --pid-file="$work/munge/pid" \
+    --log-file="$work/munge/log" --seed-file="$work/munge/seed" &
+daemons+=($!)
+cat >"$work/slurm.conf" <<CONF
+ClusterName=test
+SlurmctldHost=$host(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket=$work/munge/socket
+SlurmUser=root
+SlurmctldPort=26817
+SlurmdPort=26818
+SlurmctldPidFile=$work/slurmctld.pid
+SlurmdPidFile=$work/slurmd.pid
+SlurmctldLogFile=$work/slurmctld.log
+SlurmdLogFile=$work/slurmd.log
+StateSaveLocation=$work/state
+SlurmdSpoolDir=$work/spool
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
+PartitionName=all Nodes=$host Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+CONF
+export SLURM_CONF=$work/slurm.conf
+slurmctld -D &
+daemons+=($!)
+slurmd -D &
+daemons+=($!)
+for ((attempt = 0; attempt < 120; attempt++)); do
+    # `sinfo` waits for the controller by itself; the node follows.
+    [ "$(sinfo --noheader --format=%T 2>/dev/null)" = idle ] && break
+    sleep 0.5
+done
+sinfo
+
+cache=${1:-$work/cache}
+common=(--config configs/tiny/dspark.yaml --set "data.states.cache=$cache" --set "logging.output_dir=$work/out"
+    --set logging.logging_steps=1 --set logging.checkpointing_steps=10 --set train.max_train_steps=40 --device cpu)
+export OMP_NUM_THREADS=1
+if [ ! -f "$cache/manifest.json" ]; then
+    python3 - assets/demo-prompts.jsonl "$work/rows.jsonl" <<'PY'
+import json, sys
+with open(sys.argv[1]) as prompts, open(sys.argv[2], "w") as rows:
+    for line, _ in zip(prompts, range(64)):
+        row = json.loads(line)
+        roles = {"human": "user", "gpt": "assistant"}
+        said = [{"role": roles[m["from"]], "content": m["value"]} for m in row["conversations"] if m["from"] in roles]
+        rows.write(json.dumps({"id": row["id"], "conversations": said}) + "\n")
+PY
+    "$bin/deepspec-data" --quiet cache build --config configs/tiny/dspark.yaml --input "$work/rows.jsonl" --output-dir "$cache"
+fi
+
+echo "== one process" >&2
+"$bin/deepspec-train" --quiet "${common[@]}" --set name=one
+echo "== two tasks of srun" >&2
+srun --ntasks=2 --oversubscribe "$bin/deepspec-train" --quiet "${common[@]}" --set name=two
+echo "== two tasks, stopped by a signal to the job and started again" >&2
+srun --ntasks=2 --oversubscribe --job-name=stopped "$bin/deepspec-train" "${common[@]}" --set name=stopped \
+    2> >(tee "$work/stopped.log" >&2) &
+step=$!
+until grep -q 'step 5/' "$work/stopped.log" 2>/dev/null; do
+    kill -0 $step || { echo "slurm test: it ended before step 5" >&2; exit 1; }
+    sleep 0.2
+done
+scancel --signal=USR1 --name=stopped
+status=0
+wait $step || status=$?
+[ $status = 75 ] || { echo "slurm test: exit code $status, expected 75" >&2; exit 1; }
+srun --ntasks=2 --oversubscribe "$bin/deepspec-train" --quiet "${common[@]}" --set name=stopped
+
+python3 - "$work/out" <<'PY'
+import json, sys
+def losses(name):
+    with open(f"{sys.argv[1]}/{name}/metrics.jsonl") as lines:
+        return [json.loads(line)["loss"] for line in lines]
+one = losses("one")
+for name in ["two", "stopped"]:
+    other = losses(name)
+    assert len(other) == len(one) == 40, (name, len(other))
+    worst = max(abs(a - b) / abs(b) for a, b in zip(other, one))
+    print(f"slurm test: {name}: 40 steps, losses within {worst:.1e} of one process")
+    assert worst < 1e-4, worst
+PY
