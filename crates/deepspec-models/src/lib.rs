@@ -19,6 +19,7 @@ pub use drafters::block::{
     Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossSums, Normaliser, TrainSample,
     anchor_candidates, eval_mask, slot_weight,
 };
+pub use drafters::cost::{PassBytes, SampleSize};
 pub use drafters::learner::{Design, Learner, Supervision, Terms};
 pub use drafters::{Drafter, DrafterOptions};
 pub use error::ModelError;

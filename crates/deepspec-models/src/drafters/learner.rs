@@ -9,8 +9,10 @@ use super::block::{
     Block, BlockBatch, BlockConfig, BlockTerms, Confidence, Normaliser, TrainSample, anchor_candidates,
     eval_mask, slot_weight,
 };
+use super::Drafter;
+use super::cost::{PassBytes, SampleSize};
 use crate::losses::LossAlphas;
-use crate::{ModelConfig, ModelError};
+use crate::{BlockProposer, ModelConfig, ModelError};
 
 /// What a recipe asks for, fitted to a target: architecture and objective of a drafter, before any weight is there.
 #[derive(Debug, Clone)]
@@ -78,6 +80,31 @@ impl Design {
                 decay_gamma: *decay_gamma,
             },
         }
+    }
+
+    /// Floating-point operations of forward and backward over `samples`.
+    pub fn flops(&self, samples: &[TrainSample]) -> f64 {
+        match self {
+            Self::Block { config, .. } => config.flops(samples),
+        }
+    }
+
+    /// What forward and backward over samples of these sizes hold at most beside weights and gradients of this kind.
+    pub fn pass_bytes(&self, samples: &[SampleSize], kind: Kind) -> PassBytes {
+        match self {
+            Self::Block { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes()),
+        }
+    }
+
+    /// Number of trainable weights.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn weights(&self) -> Result<usize, ModelError> {
+        let parameters = match self {
+            Self::Block { config, .. } => Block::outline(config.clone())?,
+        };
+        Ok(parameters.iter().map(|(_, tensor)| tensor.numel()).sum())
     }
 
     /// What the sums of its micro-batches mean.
@@ -181,6 +208,16 @@ impl Learner {
                     BlockBatch::new(samples, block.config(), *decay_gamma, block.device(), block.kind())?;
                 Some(block.accumulate(&batch, alphas, normaliser))
             }
+        }
+    }
+
+    /// A drafter for `slots` sequences with the weights as they are and as they become: it shares their storage.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn drafter(&self, slots: usize) -> Result<Drafter, ModelError> {
+        match self {
+            Self::Block { block, .. } => Ok(Drafter::Block(BlockProposer::new(block.share()?, slots))),
         }
     }
 

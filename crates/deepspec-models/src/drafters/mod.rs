@@ -1,6 +1,7 @@
 //! Drafters: one folder each, one variant each.
 
 pub mod block;
+pub mod cost;
 pub mod learner;
 
 use std::path::Path;
