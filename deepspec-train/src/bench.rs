@@ -16,9 +16,10 @@ use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
 use crate::optimizer::AdamW;
+use crate::run::{kind, schedule};
 use crate::schedule::{Schedule, anchors};
 use crate::shape::Shape;
-use crate::{gpu, memory, run};
+use crate::{gpu, memory};
 
 /// A turn of a random conversation in tokens; a quarter of it is the user's.
 const TURN: usize = 512;
@@ -59,8 +60,8 @@ pub fn run(
     let design = Design::new(recipe, &shape.config)?;
     let train = &recipe.train;
     // The data of the run is not there, and one step's samples are all it takes.
-    let schedule = run::schedule(recipe, train.global_batch_size, processes)?;
-    let kind = run::kind(train.precision);
+    let schedule = schedule(recipe, train.global_batch_size, processes)?;
+    let kind = kind(train.precision);
     if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
         return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
     }

@@ -4,11 +4,11 @@ use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy};
 use deepspec_models::{Design, ModelConfig, PassBytes, SampleSize};
 use deepspec_states::Dataset;
 use serde::Serialize;
-use tch::Kind;
+use tch::{Device, Kind};
 
 use crate::loader::{READ_AHEAD, mask};
-use crate::schedule::{Order, Schedule, shuffled};
 use crate::run;
+use crate::schedule::{Order, Schedule, shuffled};
 
 /// Bytes per device. On the CPU the program itself is among them.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -62,6 +62,8 @@ pub struct Costs<'a> {
     pub processes: usize,
     /// Bytes resident before anything was loaded.
     pub program: u64,
+    /// Where it learns.
+    pub device: Device,
 }
 
 impl Costs<'_> {
@@ -80,7 +82,7 @@ impl Costs<'_> {
             ShardingStrategy::ShardOptimizer => weights * optimizer / self.processes as u64,
         };
         let ends = if self.target.tie_word_embeddings { 1 } else { 2 };
-        let pass = self.design.pass_bytes(largest, kind);
+        let pass = self.design.pass_bytes(largest, kind, self.device);
         Memory {
             program: self.program,
             frozen: ends * (self.target.vocab_size * self.target.hidden_size) as u64 * bytes,
@@ -113,7 +115,8 @@ impl Costs<'_> {
             SampleSize { tokens: mask.len(), anchors: supervision.anchors(&mask, first).len() }
         };
         let sizes: Vec<SampleSize> = (0..samples_per_epoch).map(&mut size).collect();
-        let peak = |samples: &&[SampleSize]| PassBytes::peak(&self.design.pass_bytes(samples, kind));
+        let peak =
+            |samples: &&[SampleSize]| PassBytes::peak(&self.design.pass_bytes(samples, kind, self.device));
         let batches = sizes.chunks(self.recipe.train.local_batch_size);
         batches.max_by_key(peak).map(<[SampleSize]>::to_vec).unwrap_or_default()
     }

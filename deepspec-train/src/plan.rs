@@ -28,7 +28,8 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> a
     let design = Design::new(recipe, &shape.config)?;
     let running = run::running(recipe, device)?;
     let missing = missing(recipe, &shape);
-    let source = missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));
+    let source =
+        missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| run::open_data(recipe, source)).transpose()?;
     let data = match (&source, &dataset) {
@@ -38,7 +39,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> a
         _ => Err(missing.unwrap_or_default()),
     };
     let weights = design.weights()?;
-    let costs = Costs { recipe, target: &shape.config, design: &design, weights, processes, program };
+    let costs = Costs { recipe, target: &shape.config, design: &design, weights, processes, program, device };
     let plan = Plan { costs, running, origin: shape.origin.clone(), data };
     let latest = Checkpoints::new(recipe.output_dir()).latest()?;
     let resumes = latest.map(|path| path.display().to_string());
@@ -59,9 +60,8 @@ fn missing(recipe: &Recipe, shape: &Shape) -> Option<String> {
         return Some(format!("{} is not on this machine", recipe.target.model));
     }
     match &recipe.data.states {
-        States::Cache(dir) => {
-            (!env::expand_home(dir).is_dir()).then(|| format!("no cache in {dir} (deepspec-data cache build)"))
-        }
+        States::Cache(dir) => (!env::expand_home(dir).is_dir())
+            .then(|| format!("no cache in {dir} (deepspec-data cache build)")),
         States::Online | States::Hybrid(_) => None,
     }
 }
@@ -105,7 +105,10 @@ impl Plan<'_> {
             ("sizes", known.is_none().then(|| self.origin.clone())),
             ("data", Some(self.data.as_ref().map_or_else(|none| format!("none yet: {none}"), Data::text))),
             ("states", Some(self.states())),
-            ("target", known.filter(|data| data.dataset.needs_target()).map(|data| self.target(data)).transpose()?),
+            (
+                "target",
+                known.filter(|data| data.dataset.needs_target()).map(|data| self.target(data)).transpose()?,
+            ),
             ("system prompt", known.map(Data::system_prompt)),
             ("schedule", Some(self.schedule())),
             ("memory", Some(self.memory_lines(&self.memory()?))),

@@ -123,20 +123,20 @@ fn train(
     let optimizer = AdamW::sharded(learner.parameters(), weight_decay, max_grad_norm, share);
     let weights = optimizer.weights();
     let plan = Plan {
-        costs: Costs { recipe, target: &source.config, design: &design, weights, processes, program },
+        costs: Costs { recipe, target: &source.config, design: &design, weights, processes, program, device },
         running,
         origin: source.dir.display().to_string(),
         data: Ok(Data { source: &source, dataset: &dataset, schedule }),
     };
     plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
-    if args.overwrite && group.is_leader() {
-        checkpoints.clear()?;
-    }
-    let stop = signals::stop_flag()?;
     let evaluation = match args.init_only {
         true => None,
         false => Evaluation::open(recipe, &source, device, kind)?,
     };
+    if args.overwrite && group.is_leader() {
+        checkpoints.clear()?;
+    }
+    let stop = signals::stop_flag()?;
     let mut trainer = Trainer {
         lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
         data: dataset.digest().to_string(),

@@ -37,8 +37,8 @@ impl Shape {
         if dir.is_dir() {
             return Ok(Self::in_folder(&dir)?);
         }
-        let repo = Repo::parse(Kind::Model, &target.model, target.revision.as_deref())
-            .map_err(HubError::report)?;
+        let repo =
+            Repo::parse(Kind::Model, &target.model, target.revision.as_deref()).map_err(HubError::report)?;
         let settings = Settings::from_env(verbosity).map_err(HubError::report)?;
         let offline = Settings { offline: Some("looking into the cache alone"), ..settings.clone() };
         let cache = Hub::new(offline);

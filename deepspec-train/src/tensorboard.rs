@@ -15,7 +15,9 @@ use tfrecord::protobuf::event::What;
 use tfrecord::protobuf::session_log::SessionStatus;
 use tfrecord::protobuf::summary::{self, value};
 use tfrecord::protobuf::summary_metadata::PluginData;
-use tfrecord::protobuf::{DataType, Event, SessionLog, Summary, SummaryMetadata, TensorProto, TensorShapeProto};
+use tfrecord::protobuf::{
+    DataType, Event, SessionLog, Summary, SummaryMetadata, TensorProto, TensorShapeProto,
+};
 
 /// What the names of event files begin with.
 pub const PREFIX: &str = "events.out.tfevents.";

@@ -143,7 +143,8 @@ data: {states: {cache: nowhere}, chat_template: qwen}
         let recipe = Recipe::load(&path, &[]).unwrap();
         let target = json!({"model_type": "qwen3", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
             "num_attention_heads": 2, "vocab_size": 8});
-        let target = ModelConfig::parse(Path::new("config.json"), target.as_object().unwrap().clone()).unwrap();
+        let target =
+            ModelConfig::parse(Path::new("config.json"), target.as_object().unwrap().clone()).unwrap();
         Design::new(&recipe, &target).unwrap().terms()
     }
 

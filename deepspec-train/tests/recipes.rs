@@ -20,7 +20,9 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
     };
     ALGORITHMS
         .iter()
-        .flat_map(|algorithm| TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target))))
+        .flat_map(|algorithm| {
+            TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target)))
+        })
         .collect()
 }
 
@@ -71,7 +73,10 @@ fn all_of_the_reference_are_there() {
         assert_eq!(recipe.name, format!("{algorithm}_{length}_{target}"));
         assert_eq!((recipe.target.model.as_str(), recipe.taps(), recipe.seed), (model, taps.to_vec(), seed));
         let train = &recipe.train;
-        assert_eq!((train.lr, train.warmup_ratio, train.weight_decay, train.max_grad_norm), (6e-4, 0.04, 0.0, 1.0));
+        assert_eq!(
+            (train.lr, train.warmup_ratio, train.weight_decay, train.max_grad_norm),
+            (6e-4, 0.04, 0.0, 1.0)
+        );
         assert_eq!((train.local_batch_size, train.global_batch_size, train.num_train_epochs), (1, 512, 10));
         assert_eq!((train.precision, recipe.data.max_length), (Precision::Bf16, 4096));
         assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
@@ -124,13 +129,18 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
             }
         }
         args.push("--json".into());
-        let with = |more: &[&str]| [&args[..], &more.iter().map(ToString::to_string).collect::<Vec<_>>()].concat();
+        let with =
+            |more: &[&str]| [&args[..], &more.iter().map(ToString::to_string).collect::<Vec<_>>()].concat();
 
         let plan = parsed(&run(&path, &with(&["--plan"])), &what);
         assert!(plan["memory"]["activations"].as_u64().unwrap() > 0, "{what}: {plan}");
         let bench = parsed(&run(&path, &with(&["--bench", "2", "--peak-tflops", "0.5"])), &what);
         assert_eq!(bench["trainable_weights"], plan["trainable_weights"], "{what}");
-        assert_eq!((bench["steps"].as_u64(), bench["forwards_per_step"].as_u64()), (Some(2), Some(2)), "{what}");
+        assert_eq!(
+            (bench["steps"].as_u64(), bench["forwards_per_step"].as_u64()),
+            (Some(2), Some(2)),
+            "{what}"
+        );
         let number = |key: &str| bench[key].as_f64().unwrap_or_else(|| panic!("{what}: no {key} in {bench}"));
         let shares = number("data_share") + number("forward_backward_share") + number("optimizer_share");
         assert!((0.5..=1.0 + 1e-9).contains(&shares), "{what}: {shares}");
@@ -179,8 +189,11 @@ fn mistakes_are_named_before_anything_is_allocated() {
     fails(&["--bench", "0"], &["--bench"]);
     fails(&["--bench", "1", "--plan"], &["--plan", "--bench"]);
     fails(&["--peak-tflops", "3"], &["--bench"]);
-    fails(&["--bench", "1", "--peak-tflops", "-3"], &["--peak-tflops"]);
-    fails(&["--bench", "1", "--set", "target.layer_ids=[1, 36]"], &["target.layer_ids", "layers are 0 to 35"]);
+    fails(&["--bench", "1", "--peak-tflops=-3"], &["--peak-tflops"]);
+    fails(
+        &["--bench", "1", "--set", "target.layer_ids=[1, 36]"],
+        &["target.layer_ids", "layers are 0 to 35"],
+    );
     fails(&["--bench", "1", "--set", "drafter.dspark.mask_token_id=200000"], &["mask_token_id", "151935"]);
     fails(&["--bench", "1", "--set", "train.local_batch_size=3"], &["not divisible"]);
 }

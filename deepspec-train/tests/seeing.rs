@@ -99,6 +99,10 @@ fn measuring_accepted_length_leaves_every_weight_as_it_would_have_been() {
         assert!(measured.path(&format!("out/t/step_{}/model.safetensors", row["step"])).is_file());
     }
     assert!(evaluations(&plain).is_empty());
+    let taus: Vec<f64> = found.iter().map(|row| row["eval"]["tau"].as_f64().unwrap()).collect();
+    let best: Value =
+        serde_json::from_str(&fs::read_to_string(measured.path("out/t/best.json")).unwrap()).unwrap();
+    assert_eq!(best["tau"].as_f64().unwrap(), taus.iter().copied().fold(0.0, f64::max));
 }
 
 /// In bfloat16 a checkpoint holds the very weights that were measured.
@@ -184,8 +188,7 @@ fn the_summary_says_what_a_run_came_to() {
     let bench = Bench::new();
     let output = bench.run(&strs(&evaluating("")));
     let text = String::from_utf8(output.stderr).unwrap();
-    let taus: Vec<f64> =
-        evaluations(&bench).iter().map(|row| row["eval"]["tau"].as_f64().unwrap()).collect();
+    let taus: Vec<f64> = evaluations(&bench).iter().map(|row| row["eval"]["tau"].as_f64().unwrap()).collect();
     let best = taus.iter().copied().fold(0.0, f64::max);
     let rows = rows(&bench);
     let tokens: u64 = rows.iter().filter_map(|row| row["tokens"].as_u64()).sum();

@@ -54,7 +54,10 @@ impl Recipe {
         self.data.check()?;
         match (&self.eval, self.logging.eval_every) {
             (Some(_), None) => {
-                return Err(("eval", "nothing is measured without logging.eval_every; give both or none".into()));
+                return Err((
+                    "eval",
+                    "nothing is measured without logging.eval_every; give both or none".into(),
+                ));
             }
             (Some(eval), Some(_)) => eval.check()?,
             (None, _) => {}

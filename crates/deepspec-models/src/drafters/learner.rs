@@ -5,11 +5,11 @@ use deepspec_core::recipe::Recipe;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
+use super::Drafter;
 use super::block::{
     Block, BlockBatch, BlockConfig, BlockTerms, Confidence, Normaliser, TrainSample, anchor_candidates,
     eval_mask, slot_weight,
 };
-use super::Drafter;
 use super::cost::{PassBytes, SampleSize};
 use crate::losses::LossAlphas;
 use crate::{BlockProposer, ModelConfig, ModelError};
@@ -90,9 +90,9 @@ impl Design {
     }
 
     /// What forward and backward over samples of these sizes hold at most beside weights and gradients of this kind.
-    pub fn pass_bytes(&self, samples: &[SampleSize], kind: Kind) -> PassBytes {
+    pub fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
         match self {
-            Self::Block { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes()),
+            Self::Block { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes(), device),
         }
     }
 

@@ -1,55 +1,61 @@
 //! What a training pass of a block drafter costs in arithmetic and in memory.
 
 use deepspec_core::recipe::MarkovKind;
+use tch::Device;
 
 use super::batch::{TrainSample, eval_mask};
 use super::config::BlockConfig;
 use crate::drafters::cost::{PassBytes, SampleSize};
+use crate::losses;
 use crate::nn::Heads;
 
-/// Tensors that autograd keeps, in widths of their rows: of a norm (its input, its input normed, its output), of the queries, of keys
-/// and values, of the MLP's insides, and of the attention scores.
-const NORM: usize = 3;
-const QUERIES: usize = 4;
-const KEYS: usize = 5;
+/// Bytes that autograd keeps of a value that is normed, whatever its kind: itself and its normed form in float32.
+const NORMED: usize = 8;
+/// What it keeps of a value of the MLP's insides: gate, its activation, up, and their product.
 const MLP: usize = 4;
-const KEPT_SCORES: usize = 2;
-/// Score tensors that the backward of one sequence's attention has at a time on top.
-const SCORES_AT_WORK: usize = 4;
-/// Tensors of all rows' logits that the losses have at a time.
-const LOGITS: usize = 8;
+/// Score tensors that the backward of one sequence's attention has at a time beside the kept weights.
+const SCORES_AT_WORK: usize = 3;
 
 impl BlockConfig {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
     ///
     /// Counted are the tensors that autograd keeps for the backward and, on top of them, the larger of what the losses and what the
-    /// attention of one sequence work with. P slots, T tokens.
-    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize) -> PassBytes {
+    /// attention of one sequence work with.
+    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let (d, gamma) = (self.model.hidden_size as usize, self.block_size);
         let taps = self.target_layer_ids.len();
         let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
         let slots: usize = samples.iter().map(|sample| sample.anchors * gamma).sum();
-        // The tapped states, what `fc` makes of them, and its norm; tokens, residual and final norm of the slots.
-        let mut kept = bytes * (tokens * (taps * d + NORM * d) + slots * (NORM + 1) * d);
+        // A norm's output is kept where a product reads it.
+        let norm = NORMED + bytes;
+        let masks: usize = samples.iter().map(|sample| sample.anchors * sample.tokens * bytes).sum();
+        let mut kept = masks + tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
         let mut attention = 0;
         for layer in &self.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
-            let inner = layer.intermediate_size as usize;
-            let scores =
-                |sample: &SampleSize| query as usize * sample.anchors * gamma * (sample.tokens + gamma) * bytes;
-            kept += bytes * slots * (2 * NORM * d + QUERIES * queries + KEYS * keys + MLP * inner);
-            kept += bytes * tokens * KEYS * keys;
-            kept += KEPT_SCORES * samples.iter().map(scores).sum::<usize>();
+            // Queries are normed, scaled, and come out of the attention; keys are normed and rotated; values are themselves.
+            let projected = |width: usize| width * (NORMED + 2 * bytes);
+            kept += slots * (2 * d * norm + projected(queries) + projected(keys));
+            kept += slots * MLP * layer.intermediate_size as usize * bytes + tokens * projected(keys);
+            let scores = |sample: &SampleSize| {
+                query as usize * sample.anchors * gamma * (sample.tokens + 2 * gamma) * bytes
+            };
+            kept += samples.iter().map(scores).sum::<usize>();
             attention = attention.max(SCORES_AT_WORK * samples.iter().map(scores).max().unwrap_or(0));
         }
-        kept += samples.iter().map(|sample| sample.anchors * sample.tokens * bytes).sum::<usize>(); // masks
-        PassBytes { kept, attention, objective: self.objective_bytes(slots) }
+        PassBytes { kept, attention, objective: self.objective_bytes(slots, bytes, device) }
     }
 
-    /// What the losses hold for all `rows` at once: float32 tensors over the vocabulary.
-    fn objective_bytes(&self, rows: usize) -> usize {
-        LOGITS * rows * self.model.vocab_size as usize * size_of::<f32>()
+    /// What the losses over `rows` rows work with: a chunk's buffers, states and features of all rows with their gradients and the
+    /// teacher's states, and float32 sums for a narrower W2.
+    fn objective_bytes(&self, rows: usize, bytes: usize, device: Device) -> usize {
+        let (d, vocab) = (self.model.hidden_size as usize, self.model.vocab_size);
+        let rank = self.markov.map_or(0, |markov| markov.rank as usize);
+        let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
+        losses::buffer_bytes(vocab, self.block_size as i64, bytes, device)
+            + rows * (3 * d + 2 * rank) * bytes
+            + sums
     }
 
     /// Floating-point operations of forward and backward over `samples`: two per multiplication in the matrix products that the
