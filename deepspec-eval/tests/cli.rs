@@ -337,7 +337,7 @@ fn bad_input_is_refused_in_one_line() {
 fn changed(model: &ModelConfig, key: &str, value: i64) -> ModelConfig {
     let mut raw = model.raw.clone();
     raw.insert(key.into(), json!(value));
-    ModelConfig::parse(Path::new("config.json"), raw).unwrap().block_decoder(1).unwrap()
+    ModelConfig::parse(Path::new("config.json"), raw).unwrap().draft_decoder(&[None; 1]).unwrap()
 }
 
 #[test]

@@ -8,7 +8,7 @@ mod common;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter};
+use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3};
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_decode::{
@@ -133,6 +133,29 @@ fn at_temperature_0_drafting_changes_no_token() {
     for (args, _) in variants() {
         for slots in SLOTS {
             compare(format!("{args:?}, {slots} slots"), &generate(Some(drafter()), slots, "0", &args));
+        }
+    }
+    assert_rare(ties, compared);
+}
+
+/// The same for Eagle3, whose histories are extended and rolled back in another way.
+#[test]
+fn at_temperature_0_eagle3_changes_no_token() {
+    let dir = tempfile::tempdir().unwrap();
+    write_eagle3(dir.path());
+    let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
+    let mut target = target(1, &[]);
+    let plain = generate(None, 1, "0", &[]);
+    let (mut compared, mut ties) = (0, 0);
+    for slots in [1, 16] {
+        let found = generate(Some(dir.path()), slots, "0", &[]);
+        compared += plain.len();
+        for id in parted(&plain, &found) {
+            let at = parting(&plain[id], &found[id]);
+            let common = [prompt(&tokenizer, id), plain[id][..at].to_vec()].concat();
+            let gap = gap_of_best(&last_logits(&mut target, &common, 1).get(0));
+            assert!(gap < TIE, "{slots} slots: {id} parts at token {at}, the best two are {gap:.2e} apart");
+            ties += 1;
         }
     }
     assert_rare(ties, compared);
@@ -361,6 +384,9 @@ impl Target for Recorded<TargetModel, Tensor> {
 impl Proposer for Recorded<Drafter, Drafted> {
     fn block_size(&self) -> usize {
         self.inner.block_size()
+    }
+    fn ends_at_stop_tokens(&self) -> bool {
+        self.inner.ends_at_stop_tokens()
     }
     fn propose(
         &mut self,

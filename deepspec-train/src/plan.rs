@@ -146,13 +146,12 @@ impl Plan<'_> {
     }
 
     fn drafter(&self) -> String {
-        let recipe = self.recipe();
-        let algorithm = match &recipe.drafter {
-            DrafterRecipe::Dspark(_) => "DSpark",
-            DrafterRecipe::Dflash(_) => "DFlash",
+        let (algorithm, gamma) = match &self.recipe().drafter {
+            DrafterRecipe::Dspark(block) => ("DSpark", block.block_size),
+            DrafterRecipe::Dflash(block) => ("DFlash", block.block_size),
+            DrafterRecipe::Eagle3(eagle3) => ("Eagle3", eagle3.ttt_length),
         };
-        let gamma = recipe.drafter.block().block_size;
-        format!("{}: {algorithm}, γ = {gamma}, {} trainable weights", recipe.name, self.costs.weights)
+        format!("{}: {algorithm}, γ = {gamma}, {} trainable weights", self.recipe().name, self.costs.weights)
     }
 
     /// What the cache of one token takes: bfloat16 rows of every tap and of the last state.

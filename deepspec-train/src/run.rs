@@ -3,12 +3,14 @@
 use std::thread;
 use std::time::Duration;
 
-use deepspec_core::cli::{self, ExitWith, UsageError};
+use anyhow::Context;
+use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
 use deepspec_dist::{GroupError, ProcessGroup};
-use deepspec_models::{Design, ModelError, TargetModel, load_ends};
+use deepspec_hub::{HubError, model_dir};
+use deepspec_models::{Design, Learner, ModelError, TargetModel, load_ends};
 use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
 use tch::{Device, Kind, Tensor};
 
@@ -115,6 +117,9 @@ fn train(
     };
     let (embed, head) = ends(states.as_ref(), &source, device, kind)?;
     let learner = design.build(&embed, &head, recipe.seed, kind)?;
+    if args.overwrite || checkpoints.latest()?.is_none() {
+        start_from(&recipe, &learner, args.verbosity())?;
+    }
     let share = match recipe.train.sharding_strategy {
         ShardingStrategy::NoShard => (0, 1),
         ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
@@ -214,6 +219,16 @@ pub fn schedule(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::Re
         max_train_steps: recipe.train.max_train_steps,
     };
     Ok(Schedule::new(sizes).map_err(|error| UsageError(error.to_string()))?)
+}
+
+/// Gives a fresh run the weights that its recipe names.
+fn start_from(recipe: &Recipe, learner: &Learner, verbosity: Verbosity) -> anyhow::Result<()> {
+    let Some(from) = &recipe.train.init_from else { return Ok(()) };
+    let dir = model_dir(from, None, verbosity).map_err(HubError::report).context("train.init_from")?;
+    let fresh = learner.start_from(&dir)?;
+    let parts = if fresh.is_empty() { "all of it".into() } else { format!("fresh: {}", fresh.join(", ")) };
+    tracing::info!("starting from {} ({parts})", dir.display());
+    Ok(())
 }
 
 /// Where and in what the target runs, where it runs: just as it does for a cache.

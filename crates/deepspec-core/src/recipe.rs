@@ -2,7 +2,10 @@
 //!
 //! Shared by `deepspec-data cache` (target, data) and `deepspec-train` (all of it). Every default is written here and nowhere else.
 
+mod eagle3;
 mod eval;
+mod layers;
+mod loss;
 mod states;
 mod template;
 mod validate;
@@ -14,7 +17,10 @@ use serde::{Deserialize, Serialize};
 use crate::config::{self, ConfigError};
 use crate::env;
 
+pub use eagle3::{Eagle3Recipe, Supervise};
 pub use eval::EvalRecipe;
+pub use layers::LayerType;
+pub use loss::{Dpace, Lk, LkForm, LossRecipe};
 pub use states::States;
 pub use template::{GENERATION, TemplateEntry, TemplateRecipe};
 
@@ -88,6 +94,8 @@ pub enum DrafterRecipe {
     Dspark(BlockRecipe),
     /// The same without heads, trained with cross entropy.
     Dflash(BlockRecipe),
+    /// Autoregressive drafter, trained on its own outputs.
+    Eagle3(Eagle3Recipe),
 }
 
 /// A block drafter.
@@ -98,6 +106,12 @@ pub struct BlockRecipe {
     pub block_size: usize,
     /// Decoder layers of the drafter.
     pub num_draft_layers: usize,
+    /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_types: Vec<LayerType>,
     /// A token that never occurs in text; stands for what is to be predicted.
     pub mask_token_id: i64,
     /// Blocks per training sequence.
@@ -146,70 +160,6 @@ pub struct ConfidenceRecipe {
     /// Weight of its loss.
     #[serde(default = "defaults::one")]
     pub alpha: f64,
-}
-
-/// Weights of the block losses; one that is left out is 0.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LossRecipe {
-    /// Weight of the cross entropy with the label.
-    #[serde(default)]
-    pub ce_alpha: f64,
-    /// Weight of ‖p^d − p^t‖₁.
-    #[serde(default)]
-    pub l1_alpha: f64,
-    /// Weight of the cross entropy with p^t.
-    #[serde(default)]
-    pub soft_ce_alpha: f64,
-    /// Weight of the Kullback-Leibler divergence of p^d from p^t: the gradient of `soft_ce_alpha`, another value.
-    #[serde(default)]
-    pub kl_alpha: f64,
-    /// A loss of the overlap of p^d and p^t; absent means none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lk: Option<Lk>,
-    /// Position weights of the cross entropy with the label that follow the drafter's confidence; absent means those of
-    /// `decay_gamma`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dpace: Option<Dpace>,
-    /// Position k of a block weighs exp(−k / this).
-    #[serde(default = "defaults::decay_gamma")]
-    pub decay_gamma: f64,
-}
-
-/// How the overlap α = Σ min(p^d, p^t), the target's accept rate, is learned (LK losses, arXiv 2602.23881).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LkForm {
-    /// −log α.
-    LogAcceptance,
-    /// λ·KL + (1 − λ)·(1 − α) with the constant λ = exp(−η·α) of the row: divergence first, overlap as it grows.
-    Hybrid,
-}
-
-/// An overlap loss.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Lk {
-    /// Its form.
-    #[serde(rename = "type")]
-    pub form: LkForm,
-    /// Its weight.
-    #[serde(default = "defaults::one")]
-    pub alpha: f64,
-    /// η of the hybrid form; the paper's best is 3.
-    #[serde(default = "defaults::lk_eta")]
-    pub eta: f64,
-}
-
-/// Dynamic position weights (D-PACE, arXiv 2605.18810): Σ over later positions m, itself included, of Π_{i ≤ m} ((1 − s)·q_i + s),
-/// where q_i is the drafter's probability of label i; constant in the gradient. The denominator stays that of `decay_gamma`, which
-/// is known before any forward.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Dpace {
-    /// s, in (0, 1]; the paper's value is 0.5.
-    #[serde(default = "defaults::dpace_smoothing")]
-    pub smoothing: f64,
 }
 
 /// The training data.
@@ -293,6 +243,10 @@ pub struct TrainRecipe {
     pub sharding_strategy: ShardingStrategy,
     /// How long a process waits for the others, in seconds, before it gives them up. Saving a checkpoint must fit in.
     pub timeout_s: u64,
+    /// Folder or hub id of a drafter of the same architecture whose weights a fresh run starts from; DSpark may start from
+    /// DFlash.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub init_from: Option<String>,
 }
 
 impl Default for TrainRecipe {
@@ -310,6 +264,7 @@ impl Default for TrainRecipe {
             loss_normalization: LossNormalization::Global,
             sharding_strategy: ShardingStrategy::NoShard,
             timeout_s: 600,
+            init_from: None,
         }
     }
 }
@@ -380,23 +335,21 @@ impl DataRecipe {
 }
 
 impl DrafterRecipe {
-    /// The block drafter's settings.
-    pub fn block(&self) -> &BlockRecipe {
+    /// A block drafter's settings; None for other drafters.
+    pub fn block(&self) -> Option<&BlockRecipe> {
         match self {
-            Self::Dspark(block) | Self::Dflash(block) => block,
+            Self::Dspark(block) | Self::Dflash(block) => Some(block),
+            Self::Eagle3(_) => None,
         }
     }
 
-    /// The loss weights: as given, else 0.1 / 0.9 for DSpark and 1 / 0 for DFlash.
-    pub fn loss(&self) -> LossRecipe {
-        let (ce_alpha, l1_alpha) = match self {
-            Self::Dspark(_) => (0.1, 0.9),
-            Self::Dflash(_) => (1.0, 0.0),
-        };
+    /// The loss weights of its block drafter: as given, else 0.1 / 0.9 for DSpark and 1 / 0 for DFlash.
+    pub fn block_loss(&self, block: &BlockRecipe) -> LossRecipe {
+        let (ce_alpha, l1_alpha) = if matches!(self, Self::Dspark(_)) { (0.1, 0.9) } else { (1.0, 0.0) };
         let (soft_ce_alpha, kl_alpha, decay_gamma) = (0.0, 0.0, defaults::decay_gamma());
         let own =
             LossRecipe { ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha, lk: None, dpace: None, decay_gamma };
-        self.block().loss.unwrap_or(own)
+        block.loss.unwrap_or(own)
     }
 }
 

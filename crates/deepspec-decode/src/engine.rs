@@ -58,7 +58,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// An engine with all slots empty. Target and drafter must hold at least `options.slots` sequences.
     pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
         let slots = (0..options.slots.max(1)).map(|_| None).collect();
-        let context = Context { taps: Tensor::new(), chunks: vec![] };
+        let context = Context { taps: Tensor::new(), next: Tensor::new(), chunks: vec![] };
         Self {
             target,
             proposer,
@@ -226,7 +226,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let (_, rows) = self.context.chunks.remove(at);
         let kept = (0..self.context.taps.size()[0])
             .filter(|row| !(first as i64..(first + rows) as i64).contains(row));
-        self.context.taps = self.context.taps.index_select(0, &index(kept, &self.context.taps));
+        let kept = index(kept, &self.context.taps);
+        self.context.taps = self.context.taps.index_select(0, &kept);
+        self.context.next = self.context.next.index_select(0, &kept);
     }
 
     fn sequences<'a>(&'a self, slots: &'a [usize]) -> impl Iterator<Item = &'a Sequence> {
@@ -268,13 +270,30 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             proposal.probs = proposal.probs.narrow(1, 0, block as i64);
             proposal.confidence = proposal.confidence.map(|c| c.narrow(1, 0, block as i64));
         }
-        let lens = match &proposal.confidence {
+        let ends_at_stop_tokens = proposer.ends_at_stop_tokens();
+        let mut lens = match &proposal.confidence {
             Some(confidence) if self.options.confidence_threshold > 0.0 => {
                 kept_lengths(confidence, self.options.confidence_threshold)
             }
             _ => vec![block; decoding.len()],
         };
+        if ends_at_stop_tokens {
+            self.cut_at_stop_tokens(decoding, &proposal.tokens, &mut lens);
+        }
         Some(Drafted { proposal, lens })
+    }
+
+    /// Shortens blocks `[S, γ]` to end with the first stop token in them.
+    fn cut_at_stop_tokens(&self, decoding: &[usize], tokens: &Tensor, lens: &mut [usize]) {
+        if self.sequences(decoding).all(|sequence| sequence.request.stop_ids.is_empty()) {
+            return;
+        }
+        let drafted = to_host(&tokens.to_kind(Kind::Double).reshape([-1]));
+        let blocks = drafted.chunks(tokens.size()[1] as usize);
+        for ((sequence, block), len) in self.sequences(decoding).zip(blocks).zip(lens) {
+            let stops = |token: &f64| sequence.request.stop_ids.contains(&(*token as i64));
+            *len = block[..*len].iter().position(stops).map_or(*len, |at| at + 1);
+        }
     }
 
     /// The tokens to run: `anchor, drafts…` per decoding slot, then the prompts.
@@ -378,7 +397,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         taps: &Tensor,
     ) -> Vec<Event> {
         let mut events = vec![];
-        let (mut kept, mut kept_rows, mut row) = (vec![], vec![], 0);
+        let (mut kept, mut kept_rows, mut kept_next, mut row) = (vec![], vec![], vec![], 0);
         for (i, &(slot, fed)) in chunks.iter().enumerate() {
             let first_row = row;
             row += fed;
@@ -403,7 +422,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let room = limit.saturating_sub(sequence.generated.len());
             sequence.generated.extend(&tokens);
             sequence.anchor = tokens.last().copied();
-            let visible: Vec<i64> = tokens.into_iter().take(room).collect();
+            let visible: Vec<i64> = tokens.iter().copied().take(room).collect();
             if !visible.is_empty() {
                 events.push(Event::Tokens(sequence.ticket, visible));
             }
@@ -426,6 +445,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                     events.push(Event::Done(done.ticket, completion));
                 }
             } else {
+                let fed_and_committed = if sequence.held == 0 { &sequence.request.prompt[1..] } else { &[] };
+                kept_next.extend(fed_and_committed.iter().chain(&tokens));
                 sequence.held += committed_rows;
                 self.target.truncate(slot, sequence.held);
                 kept.push((slot, committed_rows));
@@ -434,8 +455,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         debug_assert_eq!(decoding.len() + prefilling.len(), chunks.len());
         if self.proposer.is_some() {
+            let kept_taps = taps.index_select(0, &index(kept_rows.into_iter(), taps));
             self.context =
-                Context { taps: taps.index_select(0, &index(kept_rows.into_iter(), taps)), chunks: kept };
+                Context { taps: kept_taps, next: index(kept_next.into_iter(), taps), chunks: kept };
         }
         events
     }

@@ -61,6 +61,8 @@ impl<T: Target> Target for &mut T {
 pub struct Context {
     /// Captured states, one row per token: `[C, m·d]`.
     pub taps: Tensor,
+    /// The committed token behind each of them, `[C]` int64; behind a slot's last row stands its anchor.
+    pub next: Tensor,
     /// (slot, number of rows) in row order.
     pub chunks: Vec<(usize, usize)>,
 }
@@ -79,6 +81,10 @@ pub struct Proposal {
 pub trait Proposer {
     /// γ, the number of tokens per proposal.
     fn block_size(&self) -> usize;
+    /// Whether a block ends with the first stop token in it. The tail behind one would be thrown away in any case.
+    fn ends_at_stop_tokens(&self) -> bool {
+        false
+    }
     /// Takes in the states of newly committed tokens, then drafts a block after the anchor of each slot in `slots`.
     ///
     /// `anchors [S]` are the last committed tokens, which the target has not run over yet; `uniforms [S, γ]` float64 decide

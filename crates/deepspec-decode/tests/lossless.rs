@@ -87,6 +87,8 @@ impl Target for ToyTarget {
 /// Knows each slot's committed prefix from the taps alone.
 struct ToyDrafter {
     slots: Vec<i64>,
+    /// What the next state of each slot must be of, by the token that was said to follow the last one.
+    announced: Vec<Option<i64>>,
 }
 
 impl Proposer for ToyDrafter {
@@ -104,8 +106,11 @@ impl Proposer for ToyDrafter {
     ) -> Proposal {
         if !context.chunks.is_empty() {
             let mut rows = prefixes(&context.taps).into_iter();
+            let mut followers = prefixes(&context.next).into_iter();
             for &(slot, count) in &context.chunks {
-                for prefix in rows.by_ref().take(count) {
+                for (prefix, follower) in rows.by_ref().take(count).zip(followers.by_ref()) {
+                    assert!(self.announced[slot].is_none_or(|announced| announced == prefix));
+                    self.announced[slot] = Some(extended(prefix, follower));
                     assert_eq!(
                         prefix / V,
                         self.slots[slot],
@@ -116,12 +121,17 @@ impl Proposer for ToyDrafter {
             }
         }
         let committed = slots.iter().map(|&slot| self.slots[slot]);
-        let starts = committed.zip(prefixes(anchors)).map(|(prefix, anchor)| extended(prefix, anchor));
-        propose(starts.collect(), uniforms, sampling)
+        let starts: Vec<i64> =
+            committed.zip(prefixes(anchors)).map(|(prefix, anchor)| extended(prefix, anchor)).collect();
+        for (&slot, &start) in slots.iter().zip(&starts) {
+            assert_eq!(self.announced[slot], Some(start), "the anchor is not what was said to follow");
+        }
+        propose(starts, uniforms, sampling)
     }
 
     fn reset(&mut self, slot: usize) {
         self.slots[slot] = 1;
+        self.announced[slot] = None;
     }
 }
 
@@ -155,7 +165,8 @@ fn options(slots: usize) -> EngineOptions {
 
 fn run(options: EngineOptions, drafted: bool, requests: Vec<Request>) -> Vec<Completion> {
     let target = ToyTarget { slots: vec![vec![]; options.slots] };
-    let drafter = drafted.then(|| ToyDrafter { slots: vec![1; options.slots] });
+    let drafter =
+        drafted.then(|| ToyDrafter { slots: vec![1; options.slots], announced: vec![None; options.slots] });
     Engine::new(target, drafter, options).run(requests, |_| {}).unwrap()
 }
 
@@ -395,7 +406,7 @@ fn a_sample_does_not_depend_on_its_batch() {
 fn a_cancelled_sequence_leaves_nothing_behind() {
     let all = requests(4, Sampling::new(1.0, 5), 12, &[]);
     let alone = run(options(1), true, all.clone());
-    let block = ToyDrafter { slots: vec![1; 2] };
+    let block = ToyDrafter { slots: vec![1; 2], announced: vec![None; 2] };
     let target = ToyTarget { slots: vec![vec![]; 2] };
     let mut engine = Engine::new(target, Some(block), options(2));
     let tickets: Vec<_> = all.into_iter().map(|request| engine.submit(request).unwrap()).collect();

@@ -76,8 +76,11 @@ fn measure(criterion: &mut Criterion, memory: &str) {
     let _guard = tch::no_grad_guard();
     let mut proposer = BlockProposer::new(block, SLOTS as usize);
     let chunks: Vec<(usize, usize)> = (0..SLOTS as usize).map(|slot| (slot, 4)).collect();
-    let context =
-        Context { taps: Tensor::randn([4 * SLOTS, TAPS * 192], (Kind::Float, Device::Cpu)), chunks };
+    let context = Context {
+        taps: Tensor::randn([4 * SLOTS, TAPS * 192], (Kind::Float, Device::Cpu)),
+        next: Tensor::ones([4 * SLOTS], (Kind::Int64, Device::Cpu)),
+        chunks,
+    };
     let slots: Vec<usize> = (0..SLOTS as usize).collect();
     let (anchors, uniforms) = (
         Tensor::ones([SLOTS], (Kind::Int64, Device::Cpu)),

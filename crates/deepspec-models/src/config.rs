@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic;
-use deepspec_core::cli::UsageError;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
@@ -200,22 +199,5 @@ impl ModelConfig {
     pub fn parse(path: &Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
         let config = Family::read(&Fields::new(path, &raw))?;
         Ok(Self { raw, ..config })
-    }
-
-    /// The decoder of a block drafter of `layers` layers for this target.
-    ///
-    /// # Errors
-    /// [`ModelError::Mismatch`] for a family that block drafters cannot be built for.
-    pub fn block_decoder(&self, layers: usize) -> Result<Self, ModelError> {
-        match self.family {
-            Family::Qwen3 => {
-                let layers = self.layers.iter().cycle().take(layers.min(MAX_LAYERS + 1)).cloned().collect();
-                Ok(Self { layers, ..self.clone() })
-            }
-            Family::Gemma4 => Err(ModelError::Mismatch(UsageError(format!(
-                "drafters for {} targets are not supported yet: their states can be captured, but only Qwen3 targets have drafters",
-                self.family
-            )))),
-        }
     }
 }

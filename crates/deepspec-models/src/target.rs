@@ -9,9 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
 use crate::kv::{KvCache, Visibility};
-use crate::nn::{
-    AttentionSpec, Builder, DecoderLayer, LayerSpec, RmsNorm, Rope, RopeSpec, Rotation, Vocabulary,
-};
+use crate::nn::{AttentionSpec, Builder, DecoderLayer, RmsNorm, Ropes, Vocabulary};
 use crate::{ModelConfig, ModelError, Weights};
 
 /// Tokens that a slot takes in within one pass. What a pass holds for a token (the MLP's insides above all) is far more than
@@ -42,29 +40,6 @@ pub struct TargetModel {
     taps: Vec<i64>,
     kind: Kind,
     device: Device,
-}
-
-/// One rotary embedding per kind of layer.
-struct Ropes {
-    ropes: Vec<Rope>,
-    /// Which of them each layer uses.
-    of_layer: Vec<usize>,
-}
-
-impl Ropes {
-    fn new(layers: &[LayerSpec], device: Device) -> Self {
-        let mut specs: Vec<&RopeSpec> = vec![];
-        let of_layer = layers
-            .iter()
-            .map(|layer| {
-                specs.iter().position(|spec| **spec == layer.rope).unwrap_or_else(|| {
-                    specs.push(&layer.rope);
-                    specs.len() - 1
-                })
-            })
-            .collect();
-        Self { ropes: specs.into_iter().map(|spec| Rope::new(spec, device)).collect(), of_layer }
-    }
 }
 
 impl TargetModel {
@@ -116,15 +91,14 @@ impl TargetModel {
     /// One pass over all rows at once.
     fn pass(&mut self, chunks: &[(usize, usize)], tokens: &Tensor) -> Forwarded {
         let plan = self.cache.plan(chunks, Visibility::Causal);
-        let rotations: Vec<Rotation> =
-            self.ropes.ropes.iter().map(|rope| rope.at(plan.positions(), self.kind)).collect();
+        let rotations = self.ropes.at(plan.positions(), self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&-1) {
             captured.push(x.shallow_clone());
         }
-        for (i, (layer, &rope)) in self.layers.iter().zip(&self.ropes.of_layer).enumerate() {
-            x = layer.forward(&x, &rotations[rope], |qkv| self.cache.attend(i, &plan, qkv));
+        for (i, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(&x, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv));
             if self.taps.contains(&(i as i64)) {
                 captured.push(x.shallow_clone());
             }

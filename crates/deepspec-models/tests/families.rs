@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::recipe::{Markov, MarkovKind};
-use deepspec_models::{BlockConfig, Family, ModelConfig, stop_ids};
+use deepspec_models::{BlockConfig, Eagle3Config, Family, ModelConfig, stop_ids};
 use deepspec_testkit::golden;
 use serde_json::{Map, Value, json};
 
@@ -188,7 +188,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
         (raw["rope_theta"], raw["rope_scaling"]) = (json!(12345.0), scaling);
         let target = parse(&raw).unwrap();
         let config = BlockConfig {
-            model: target.block_decoder(2).unwrap(),
+            model: target.draft_decoder(&[None; 2]).unwrap(),
             block_size: 3,
             mask_token_id: 1,
             target_layer_ids: vec![0, 1],
@@ -203,14 +203,58 @@ fn a_drafter_keeps_the_targets_rope_settings() {
         assert_eq!(loaded.model.layers, vec![target.layers[0].clone(); 2]);
         assert_eq!(loaded.model.max_position_embeddings, target.max_position_embeddings);
         loaded.check_fits(&target).unwrap();
+
+        let config = Eagle3Config {
+            model: target.draft_decoder(&[None]).unwrap(),
+            target_layer_ids: vec![1],
+            num_target_layers: target.layers.len(),
+            ttt_length: 3,
+            step_loss_decay: 0.8,
+        };
+        std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
+        assert_eq!(Eagle3Config::load(dir.path()).unwrap().model.layers, [target.layers[0].clone()]);
     }
 }
 
+/// The target's settings as the reference writes them for a drafter; what only its own classes need may be missing.
 #[test]
-fn gemma4_has_no_block_drafters_yet() {
-    let target = parse(&gemma_12b()).unwrap();
-    let error = target.block_decoder(5).unwrap_err().to_string();
-    assert!(error.contains("Gemma 4") && error.contains("only Qwen3"), "{error}");
+fn a_gemma4_drafters_config_is_spelled_like_the_references() {
+    let mut expected = golden_config("dspark_gemma4");
+    let target = parse(&golden_config("target_gemma4")).unwrap();
+    let config = BlockConfig {
+        model: target.draft_decoder(&[None; 2]).unwrap(),
+        ..BlockConfig::load(&golden::dir("dspark_gemma4")).unwrap()
+    };
+    let found = Value::Object(config.to_json());
+    let left_out = ["transformers_version", "dtype", "vocab_size_per_layer_input"];
+    let expected = expected.as_object_mut().unwrap();
+    expected.retain(|key, value| !value.is_null() && !left_out.contains(&key.as_str()));
+    let rope = expected["rope_parameters"].as_object_mut().unwrap();
+    rope.retain(|key, _| key.ends_with("_attention"));
+    for (key, value) in expected {
+        assert_eq!(found[key], *value, "{key}");
+    }
+    assert_eq!(architecture(&found).layers, config.model.layers);
+}
+
+#[test]
+fn qwen3_windows_in_both_spellings() {
+    let mut raw = golden_config("target_qwen3");
+    let layers = raw["num_hidden_layers"].as_u64().unwrap() as usize;
+    let windows = |raw: &Value| {
+        parse(raw).unwrap().layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>()
+    };
+    (raw["sliding_window"], raw["max_window_layers"]) = (json!(9), json!(layers - 1));
+    raw.as_object_mut().unwrap().remove("layer_types");
+    assert_eq!(windows(&raw), vec![None; layers]);
+    raw["use_sliding_window"] = json!(true);
+    let mut expected = vec![None; layers];
+    expected[layers - 1] = Some(9);
+    assert_eq!(windows(&raw), expected);
+    raw["layer_types"] = json!(vec!["sliding_attention"; layers]);
+    assert_eq!(windows(&raw), vec![Some(9); layers]);
+    raw["sliding_window"] = Value::Null;
+    assert!(parse(&raw).unwrap_err().contains("sliding_window"));
 }
 
 #[test]

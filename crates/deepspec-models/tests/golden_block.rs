@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{assert_close, device, max_abs, tensor};
+use common::{assert_close, device, tensor};
 use deepspec_decode::{Context, Proposer, Sampling, SamplingBatch, kept_lengths};
 use deepspec_models::{
     Block, BlockBatch, BlockProposer, LossAlphas, LossSums, Normaliser, TrainSample, anchor_candidates,
@@ -13,37 +13,16 @@ use tch::{Device, Kind, Tensor};
 
 const FORWARD: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
-const GRADIENT: f64 = 5e-4;
-
-fn flags(values: &[i64]) -> Vec<bool> {
-    values.iter().map(|&v| v != 0).collect()
-}
 
 /// One sample per row, unpadded, with all last hidden states kept.
 fn samples(case: &Case) -> Vec<TrainSample> {
-    let lens: Vec<usize> =
-        case.hyper("seq_lens").as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
-    lens.iter()
-        .enumerate()
-        .map(|(b, &len)| {
-            let states = |name: &str| tensor(case.input(name)).get(b as i64).narrow(0, 0, len as i64);
-            let keep = case.input("block_keep_mask").row(b).ints();
-            let anchors = case.input("anchor_positions").row(b).ints();
-            TrainSample {
-                input_ids: case.input("input_ids").row(b).ints()[..len].to_vec(),
-                loss_mask: flags(&case.input("loss_mask").row(b).ints()[..len]),
-                taps: states("target_hidden_states"),
-                last: states("target_last_hidden_states"),
-                last_positions: (0..len as u32).collect(),
-                anchors: anchors
-                    .iter()
-                    .zip(&keep)
-                    .filter(|(_, keep)| **keep == 1)
-                    .map(|(&a, _)| a as usize)
-                    .collect(),
-            }
-        })
-        .collect()
+    let of_row = |(b, sample): (usize, TrainSample)| {
+        let keep = case.input("block_keep_mask").row(b).ints();
+        let anchors = case.input("anchor_positions").row(b).ints();
+        let kept = anchors.iter().zip(&keep).filter(|(_, keep)| **keep == 1);
+        TrainSample { anchors: kept.map(|(&anchor, _)| anchor as usize).collect(), ..sample }
+    };
+    common::samples(case).into_iter().enumerate().map(of_row).collect()
 }
 
 /// Rows of real blocks, `[A, γ, ..]`, from an expected array `[B, N, K, ..]`.
@@ -139,23 +118,7 @@ fn check_training(name: &str) {
         }
     }
 
-    let mut norm = 0.0;
-    for (parameter_name, parameter) in block.parameters() {
-        let expected = tensor(case.expected(&format!("grad.{parameter_name}")));
-        let gradient = parameter.grad();
-        let gradient =
-            if gradient.defined() { gradient.to_device(Device::Cpu) } else { expected.zeros_like() };
-        assert_close(
-            &format!("{name}: grad.{parameter_name}"),
-            &gradient,
-            &expected,
-            GRADIENT * max_abs(&expected).max(1e-12),
-        );
-        norm += gradient.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[]);
-    }
-    let compared = case.all_expected().keys().filter(|key| key.starts_with("grad.")).count();
-    assert_eq!(compared, block.parameters().len(), "{name}: the reference trains other parameters");
-    close("global_grad_norm", norm.sqrt(), case.scalar("global_grad_norm").as_f64().unwrap(), GRADIENT);
+    common::assert_gradients(&case, block.parameters());
 }
 
 fn check_inference(name: &str) {
@@ -171,7 +134,8 @@ fn check_inference(name: &str) {
         let of = |what: &str| case.expected(&format!("infer_{round}_{what}"));
         let taps = tensor(case.input(&format!("infer_{round}_context_features"))).get(0).to_device(device());
         let anchors = tensor(case.input(&format!("infer_{round}_anchor"))).to_device(device());
-        let context = Context { chunks: vec![(1, taps.size()[0] as usize)], taps };
+        let next = Tensor::zeros([taps.size()[0]], (Kind::Int64, device()));
+        let context = Context { chunks: vec![(1, taps.size()[0] as usize)], taps, next };
         let proposal = proposer.propose(&context, &[1], &anchors, &uniforms, &greedy);
         assert_eq!(
             Vec::<i64>::try_from(proposal.tokens.reshape([-1])).unwrap(),
@@ -207,6 +171,12 @@ fn golden_dspark_gated() {
 fn golden_dspark_rnn() {
     check_training("dspark_rnn");
     check_inference("dspark_rnn");
+}
+
+#[test]
+fn golden_dspark_gemma4() {
+    check_training("dspark_gemma4");
+    check_inference("dspark_gemma4");
 }
 
 #[test]

@@ -8,9 +8,9 @@ use deepspec_models::{Drafter, DrafterOptions, TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::Kind;
 
-fn run(case: &Case, name: &str, threshold: f64, with_stops: bool, slots: usize) {
+fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool, slots: usize) {
     let options = DrafterOptions { device: device(), kind: Kind::Float, slots };
-    let drafter = Drafter::load(&case.dir.join("dspark"), &options).unwrap_or_else(|error| panic!("{error}"));
+    let drafter = Drafter::load(&case.dir.join(drafter), &options).unwrap_or_else(|error| panic!("{error}"));
     let options = TargetOptions { device: device(), kind: Kind::Float, slots, taps: drafter.taps().to_vec() };
     let target =
         TargetModel::load(&case.dir.join("target"), &options).unwrap_or_else(|error| panic!("{error}"));
@@ -64,14 +64,18 @@ fn run(case: &Case, name: &str, threshold: f64, with_stops: bool, slots: usize) 
 fn golden_greedy_trace_dspark() {
     let case = Case::load("greedy_trace");
     for slots in [1, 3, 8] {
-        run(&case, "dspark", 0.0, false, slots);
-        run(&case, "dspark_stop", 0.0, true, slots);
-        run(
-            &case,
-            "dspark_threshold",
-            case.hyper("confidence_threshold_of_dspark_threshold").as_f64().unwrap(),
-            false,
-            slots,
-        );
+        run(&case, "dspark", "dspark", 0.0, false, slots);
+        run(&case, "dspark", "dspark_stop", 0.0, true, slots);
+        let threshold = case.hyper("confidence_threshold_of_dspark_threshold").as_f64().unwrap();
+        run(&case, "dspark", "dspark_threshold", threshold, false, slots);
+    }
+}
+
+#[test]
+fn golden_greedy_trace_eagle3() {
+    let case = Case::load("greedy_trace");
+    for slots in [1, 3, 8] {
+        run(&case, "eagle3", "eagle3", 0.0, false, slots);
+        run(&case, "eagle3", "eagle3_stop", 0.0, true, slots);
     }
 }

@@ -119,8 +119,9 @@ pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<(), StatesErro
         let problem = format!("{dir} has no layer {outside}; its layers are 0 to {}", layers - 1);
         return Err(wrong("target.layer_ids", problem));
     }
-    let (mask, vocab_size) = (recipe.drafter.block().mask_token_id, config.vocab_size);
-    if !(0..vocab_size).contains(&mask) {
+    let vocab_size = config.vocab_size;
+    let mask = recipe.drafter.block().map(|block| block.mask_token_id);
+    if let Some(mask) = mask.filter(|mask| !(0..vocab_size).contains(mask)) {
         let problem = format!("{mask} is outside the vocabulary of {dir}, which ends at {}", vocab_size - 1);
         return Err(wrong("drafter.mask_token_id", problem));
     }

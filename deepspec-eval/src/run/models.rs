@@ -99,7 +99,7 @@ impl Models<'_> {
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
         if let Some(drafter) = &drafter {
             drafter.check_fits(&target)?;
-            if self.settings.confidence_threshold.is_some() && !has_confidence(drafter) {
+            if self.settings.confidence_threshold.is_some() && !drafter.has_confidence() {
                 usage!("--confidence-threshold: the drafter has no confidence head");
             }
         }
@@ -112,12 +112,6 @@ impl Models<'_> {
         };
         let passes = decode(&mut Engine::new(target, drafter, options), suites, verbosity)?;
         Ok((passes, identity))
-    }
-}
-
-fn has_confidence(drafter: &Drafter) -> bool {
-    match drafter {
-        Drafter::Block(proposer) => proposer.block().config().confidence.is_some(),
     }
 }
 

@@ -7,7 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use deepspec_core::recipe::{Markov, MarkovKind};
-use deepspec_models::{Block, BlockConfig, Confidence, ModelConfig, TargetModel, TargetOptions, save};
+use deepspec_models::{
+    Block, BlockConfig, Confidence, Eagle3, Eagle3Config, ModelConfig, TargetModel, TargetOptions, load_ends,
+    save,
+};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -87,7 +90,7 @@ pub fn drafter_config() -> BlockConfig {
         num_anchors: 16,
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
         confidence: Some(Confidence { with_markov: true }),
-        model: target.block_decoder(1).unwrap(),
+        model: target.draft_decoder(&[None; 1]).unwrap(),
     }
 }
 
@@ -103,6 +106,24 @@ pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor
         block.checkpoint().into_iter().map(|(name, tensor)| (name.clone(), edit(&name, tensor))).collect();
     save(&dir.join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
     fs::write(dir.join("config.json"), config_json).unwrap();
+}
+
+/// Writes an untrained Eagle3 drafter of two layers for the tiny target.
+pub fn write_eagle3(dir: &Path) {
+    let target = ModelConfig::load(&target_dir()).unwrap();
+    let config = Eagle3Config {
+        target_layer_ids: vec![0, 2, 5],
+        num_target_layers: target.layers.len(),
+        ttt_length: 4,
+        step_loss_decay: 0.8,
+        model: target.draft_decoder(&[None, None]).unwrap(),
+    };
+    let (embed, head) = load_ends(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
+    let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float).unwrap();
+    fs::create_dir_all(dir).unwrap();
+    save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
+    let config = serde_json::to_string(&model.config().to_json()).unwrap();
+    fs::write(dir.join("config.json"), config).unwrap();
 }
 
 /// Writes a drafter that is often right: its Markov head holds the bigrams of these texts, and its backbone adds noise that

@@ -1,6 +1,6 @@
 //! What the types of a recipe cannot rule out.
 
-use super::{DataRecipe, Dpace, DrafterRecipe, LossRecipe, Recipe, States, TemplateRecipe};
+use super::{DataRecipe, DrafterRecipe, Recipe, States, TemplateRecipe};
 
 impl Recipe {
     /// Checks values against their ranges and each other; the error is a key and what is wrong with it.
@@ -13,15 +13,10 @@ impl Recipe {
             ("logging.keep_checkpoints", self.logging.keep_checkpoints.unwrap_or(1)),
             ("logging.eval_every", self.logging.eval_every.unwrap_or(1)),
             ("data.max_length", self.data.max_length),
-            ("drafter.block_size", self.drafter.block().block_size),
-            ("drafter.num_draft_layers", self.drafter.block().num_draft_layers),
-            ("drafter.num_anchors", self.drafter.block().num_anchors),
             ("train.max_train_steps", self.train.max_train_steps.unwrap_or(1)),
             ("train.num_train_epochs", self.train.max_train_steps.map_or(self.train.num_train_epochs, |_| 1)),
         ];
-        if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
-            return Err((key, "must be at least 1".into()));
-        }
+        at_least_one(&positive)?;
         if self.name.is_empty() || self.name.contains(['/', '\\']) || self.name.starts_with('.') {
             return Err(("name", format!("\"{}\" cannot name a folder", self.name)));
         }
@@ -62,74 +57,30 @@ impl Recipe {
             (Some(eval), Some(_)) => eval.check()?,
             (None, _) => {}
         }
-        let block = self.drafter.block();
-        if matches!(self.drafter, DrafterRecipe::Dflash(_))
-            && (block.markov.is_some() || block.confidence.is_some())
-        {
-            return Err((
-                "drafter.dflash",
-                "DFlash has no Markov and no confidence head; use `dspark`".into(),
-            ));
-        }
-        if block.confidence.is_some_and(|confidence| confidence.with_markov) && block.markov.is_none() {
-            return Err((
-                "drafter.dspark.confidence.with_markov",
-                "there is no Markov head to read from".into(),
-            ));
-        }
-        if block.confidence.is_some_and(|confidence| !confidence.alpha.is_finite() || confidence.alpha < 0.0)
-        {
-            return Err(("drafter.dspark.confidence.alpha", "must be a number from 0".into()));
-        }
-        if block.markov.is_some_and(|markov| markov.rank < 1) {
-            return Err((
-                "drafter.dspark.markov.rank",
-                "must be at least 1; leave `markov` out for no head".into(),
-            ));
-        }
-        let loss = self.drafter.loss();
-        if loss.decay_gamma.is_nan() || loss.decay_gamma <= 0.0 {
-            return Err(("drafter.loss.decay_gamma", "must be positive".into()));
-        }
-        loss.check()
+        self.drafter.check()
     }
 }
 
-impl LossRecipe {
-    /// Weights are no negative numbers, and something is learned.
+/// The error about the first of these values that is 0.
+pub(super) fn at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static str, String)> {
+    match values.iter().find(|(_, value)| *value == 0) {
+        Some((key, _)) => Err((key, "must be at least 1".into())),
+        None => Ok(()),
+    }
+}
+
+impl DrafterRecipe {
     fn check(&self) -> Result<(), (&'static str, String)> {
-        let (lk_alpha, lk_eta) = self.lk.map_or((0.0, 0.0), |lk| (lk.alpha, lk.eta));
-        let from_zero = [
-            ("drafter.loss.ce_alpha", self.ce_alpha),
-            ("drafter.loss.l1_alpha", self.l1_alpha),
-            ("drafter.loss.soft_ce_alpha", self.soft_ce_alpha),
-            ("drafter.loss.kl_alpha", self.kl_alpha),
-            ("drafter.loss.lk.alpha", lk_alpha),
-            ("drafter.loss.lk.eta", lk_eta),
-        ];
-        if let Some((key, found)) = from_zero.iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
-            return Err((key, format!("{found} is no number from 0")));
-        }
-        if [self.ce_alpha, self.l1_alpha, self.soft_ce_alpha, self.kl_alpha, lk_alpha]
-            .iter()
-            .all(|&a| a == 0.0)
-        {
-            return Err((
-                "drafter.loss",
-                "all weights are 0; give at least one of ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha and lk"
-                    .into(),
-            ));
-        }
-        match self.dpace {
-            Some(Dpace { smoothing }) if !(smoothing > 0.0 && smoothing <= 1.0) => {
-                Err(("drafter.loss.dpace.smoothing", format!("{smoothing} is not in (0, 1]")))
+        match self {
+            Self::Dspark(block) => block.check()?,
+            Self::Dflash(block) if block.markov.is_some() || block.confidence.is_some() => {
+                let problem = "DFlash has no Markov and no confidence head; use `dspark`";
+                return Err(("drafter.dflash", problem.into()));
             }
-            Some(_) if self.ce_alpha == 0.0 => Err((
-                "drafter.loss.dpace",
-                "it weighs the cross entropy with the label, but ce_alpha is 0".into(),
-            )),
-            _ => Ok(()),
+            Self::Dflash(block) => block.check()?,
+            Self::Eagle3(eagle3) => eagle3.check()?,
         }
+        self.block().map_or(Ok(()), |block| self.block_loss(block).check())
     }
 }
 
@@ -186,7 +137,8 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         let recipe = read(MINIMAL, &["train.lr=3e-4", "train.precision=fp32"]).unwrap();
         assert_eq!(recipe.taps(), [-1, 1, 3]);
         assert_eq!((recipe.seed, recipe.train.lr, recipe.train.precision), (42, 3e-4, Precision::Fp32));
-        assert_eq!((recipe.drafter.loss().ce_alpha, recipe.drafter.loss().l1_alpha), (0.1, 0.9));
+        let loss = recipe.drafter.block_loss(recipe.drafter.block().unwrap());
+        assert_eq!((loss.ce_alpha, loss.l1_alpha), (0.1, 0.9));
         assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
     }
 
@@ -233,5 +185,23 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         assert!(evaluated("eval={suite: [a]}").contains("did you mean `suites`?"));
         let dflash = MINIMAL.replace("dspark:", "dflash:");
         assert!(read(&dflash, &[]).unwrap_err().contains("use `dspark`"));
+        wrong("drafter.dspark.layer_types=[full_attention]", "1 types for 2 draft layers");
+        wrong(
+            "drafter.dspark.layer_types=[full_attention, sliding_attention]",
+            "`drafter.sliding_window`: missing",
+        );
+        wrong("drafter.dspark.layer_types=[full_attention, windowed]", "sliding_attention");
+        let windows = |changes: &[&str]| {
+            let recipe = read(MINIMAL, changes).unwrap();
+            recipe.drafter.block().unwrap().windows().collect::<Vec<_>>()
+        };
+        assert_eq!(windows(&[]), [None, None]);
+        assert_eq!(windows(&["drafter.dspark.sliding_window=9"]), [Some(9), Some(9)]);
+        let mixed = "drafter.dspark.layer_types=[sliding_attention, full_attention]";
+        assert_eq!(windows(&["drafter.dspark.sliding_window=9", mixed]), [Some(9), None]);
+        let eagle3 = "drafter={eagle3: {ttt_length: 0}}";
+        wrong(eagle3, "`drafter.eagle3.ttt_length`: must be at least 1");
+        wrong("drafter={eagle3: {step_loss_decay: 1.5}}", "not in (0, 1]");
+        wrong("drafter={eagle3: {supervise: all}}", "shifted");
     }
 }

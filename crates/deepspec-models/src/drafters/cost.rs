@@ -1,5 +1,8 @@
 //! What planning a training pass goes by.
 
+/// Bytes that autograd keeps of a value that is normed, whatever its kind: itself and its normed form in float32.
+pub(super) const NORMED: usize = 8;
+
 /// A sample of a micro-batch, as far as its cost depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleSize {

@@ -1,7 +1,7 @@
 //! Drafters that learn: all that a trainer knows of them.
 
 use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::Recipe;
+use deepspec_core::recipe::{DrafterRecipe, Recipe};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -11,8 +11,10 @@ use super::block::{
     eval_mask, slot_weight,
 };
 use super::cost::{PassBytes, SampleSize};
+use super::eagle3::{Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Terms};
+use crate::config::MAX_LAYERS;
 use crate::losses::LossAlphas;
-use crate::{BlockProposer, ModelConfig, ModelError};
+use crate::{BlockProposer, Eagle3Proposer, ModelConfig, ModelError};
 
 /// What a recipe asks for, fitted to a target: architecture and objective of a drafter, before any weight is there.
 #[derive(Debug, Clone)]
@@ -26,6 +28,13 @@ pub enum Design {
         /// Slot k of a block weighs exp(−k / this).
         decay_gamma: f64,
     },
+    /// Eagle3.
+    Eagle3 {
+        /// The architecture.
+        config: Eagle3Config,
+        /// How it is trained.
+        objective: Eagle3Objective,
+    },
 }
 
 impl Design {
@@ -34,21 +43,42 @@ impl Design {
     /// # Errors
     /// [`ModelError::Mismatch`] naming the key that does not fit.
     pub fn new(recipe: &Recipe, target: &ModelConfig) -> Result<Self, ModelError> {
-        let (block, loss) = (recipe.drafter.block(), recipe.drafter.loss());
-        let config = BlockConfig {
-            model: target.block_decoder(block.num_draft_layers)?,
-            block_size: block.block_size,
-            mask_token_id: block.mask_token_id,
-            target_layer_ids: recipe.taps(),
-            num_target_layers: target.layers.len(),
-            num_anchors: block.num_anchors,
-            markov: block.markov,
-            confidence: block.confidence.map(|confidence| Confidence { with_markov: confidence.with_markov }),
-        };
         let misfit = |(key, problem)| ModelError::Mismatch(UsageError(format!("{key}: {problem}")));
-        config.validate().map_err(misfit)?;
-        let alphas = LossAlphas::new(&loss, block.confidence.map_or(0.0, |confidence| confidence.alpha));
-        Ok(Self::Block { config, alphas, decay_gamma: loss.decay_gamma })
+        match &recipe.drafter {
+            DrafterRecipe::Eagle3(eagle3) => {
+                let config = Eagle3Config {
+                    model: target.draft_decoder(&vec![None; eagle3.num_draft_layers.min(MAX_LAYERS + 1)])?,
+                    target_layer_ids: recipe.taps(),
+                    num_target_layers: target.layers.len(),
+                    ttt_length: eagle3.ttt_length,
+                    step_loss_decay: eagle3.step_loss_decay,
+                };
+                config.validate().map_err(misfit)?;
+                let objective = Eagle3Objective {
+                    supervise: eagle3.supervise,
+                    step_loss_decay: eagle3.step_loss_decay,
+                    normalization: recipe.train.loss_normalization,
+                };
+                Ok(Self::Eagle3 { config, objective })
+            }
+            DrafterRecipe::Dspark(block) | DrafterRecipe::Dflash(block) => {
+                let loss = recipe.drafter.block_loss(block);
+                let confidence = block.confidence;
+                let config = BlockConfig {
+                    model: target.draft_decoder(&block.windows().take(MAX_LAYERS + 1).collect::<Vec<_>>())?,
+                    block_size: block.block_size,
+                    mask_token_id: block.mask_token_id,
+                    target_layer_ids: recipe.taps(),
+                    num_target_layers: target.layers.len(),
+                    num_anchors: block.num_anchors,
+                    markov: block.markov,
+                    confidence: confidence.map(|head| Confidence { with_markov: head.with_markov }),
+                };
+                config.validate().map_err(misfit)?;
+                let alphas = LossAlphas::new(&loss, confidence.map_or(0.0, |head| head.alpha));
+                Ok(Self::Block { config, alphas, decay_gamma: loss.decay_gamma })
+            }
+        }
     }
 
     /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen), on their device.
@@ -68,6 +98,10 @@ impl Design {
                 alphas: *alphas,
                 decay_gamma: *decay_gamma,
             }),
+            Self::Eagle3 { config, objective } => Ok(Learner::Eagle3 {
+                model: Eagle3::fresh(config.clone(), embed_tokens, lm_head, seed, kind)?,
+                objective: *objective,
+            }),
         }
     }
 
@@ -79,6 +113,7 @@ impl Design {
                 block_size: config.block_size,
                 decay_gamma: *decay_gamma,
             },
+            Self::Eagle3 { .. } => Supervision::Sequence,
         }
     }
 
@@ -86,6 +121,7 @@ impl Design {
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {
         match self {
             Self::Block { config, .. } => config.flops(samples),
+            Self::Eagle3 { config, objective } => config.flops(samples, objective.supervise),
         }
     }
 
@@ -93,6 +129,7 @@ impl Design {
     pub fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
         match self {
             Self::Block { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes(), device),
+            Self::Eagle3 { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes()),
         }
     }
 
@@ -103,6 +140,7 @@ impl Design {
     pub fn weights(&self) -> Result<usize, ModelError> {
         let parameters = match self {
             Self::Block { config, .. } => Block::outline(config.clone())?,
+            Self::Eagle3 { config, .. } => Eagle3::outline(config.clone())?,
         };
         Ok(parameters.iter().map(|(_, tensor)| tensor.numel()).sum())
     }
@@ -111,6 +149,9 @@ impl Design {
     pub fn terms(&self) -> Terms {
         match self {
             Self::Block { config, alphas, .. } => Terms::Block(BlockTerms::new(*alphas, config.block_size)),
+            Self::Eagle3 { config, objective } => {
+                Terms::Eagle3(Eagle3Terms::new(config.ttt_length, objective.step_loss_decay))
+            }
         }
     }
 }
@@ -128,6 +169,8 @@ pub enum Supervision {
         /// Slot k weighs exp(−k / this).
         decay_gamma: f64,
     },
+    /// The whole sequence, which counts as one however long it is.
+    Sequence,
 }
 
 impl Supervision {
@@ -139,6 +182,7 @@ impl Supervision {
     ) -> Vec<usize> {
         match self {
             Self::Blocks { num_anchors, .. } => choose(&anchor_candidates(loss_mask), *num_anchors),
+            Self::Sequence => vec![],
         }
     }
 
@@ -150,6 +194,7 @@ impl Supervision {
                 .flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, block_size))
                 .map(|k| f64::from(slot_weight(k, decay_gamma)))
                 .sum(),
+            Self::Sequence => 1.0,
         }
     }
 }
@@ -159,6 +204,8 @@ impl Supervision {
 pub enum Terms {
     /// Of DSpark and DFlash.
     Block(BlockTerms),
+    /// Of Eagle3.
+    Eagle3(Eagle3Terms),
 }
 
 impl Terms {
@@ -166,6 +213,7 @@ impl Terms {
     pub fn count(&self) -> usize {
         match self {
             Self::Block(terms) => terms.count(),
+            Self::Eagle3(terms) => terms.count(),
         }
     }
 
@@ -173,6 +221,7 @@ impl Terms {
     pub fn headline(&self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::Block(terms) => terms.headline(),
+            Self::Eagle3(terms) => terms.headline(),
         }
     }
 
@@ -180,6 +229,7 @@ impl Terms {
     pub fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
         match self {
             Self::Block(terms) => terms.metrics(sums, samples),
+            Self::Eagle3(terms) => terms.metrics(sums),
         }
     }
 }
@@ -195,18 +245,30 @@ pub enum Learner {
         /// Slot k of a block weighs exp(−k / this).
         decay_gamma: f64,
     },
+    /// Eagle3.
+    Eagle3 {
+        /// The model.
+        model: Eagle3,
+        /// How it is trained.
+        objective: Eagle3Objective,
+    },
 }
 
 impl Learner {
     /// Forward and backward of one micro-batch: gradients are added to those of the parameters. Gives the sums that the
     /// design's [`Terms`] explain, float64, detached, on the learner's device; they add over micro-batches and ranks. None
-    /// where nothing is supervised.
+    /// where they have nothing to add.
     pub fn accumulate(&self, samples: &[TrainSample], normaliser: Normaliser) -> Option<Tensor> {
         match self {
             Self::Block { block, alphas, decay_gamma } => {
                 let batch =
                     BlockBatch::new(samples, block.config(), *decay_gamma, block.device(), block.kind())?;
                 Some(block.accumulate(&batch, alphas, normaliser))
+            }
+            Self::Eagle3 { model, objective } => {
+                let steps = model.config().ttt_length;
+                let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());
+                Some(model.accumulate(batch.as_ref(), objective, normaliser, samples.len()))
             }
         }
     }
@@ -218,6 +280,7 @@ impl Learner {
     pub fn drafter(&self, slots: usize) -> Result<Drafter, ModelError> {
         match self {
             Self::Block { block, .. } => Ok(Drafter::Block(BlockProposer::new(block.share()?, slots))),
+            Self::Eagle3 { model, .. } => Ok(Drafter::Eagle3(Eagle3Proposer::new(model.share()?, slots))),
         }
     }
 
@@ -225,6 +288,7 @@ impl Learner {
     pub fn parameters(&self) -> &[(String, Tensor)] {
         match self {
             Self::Block { block, .. } => block.parameters(),
+            Self::Eagle3 { model, .. } => model.parameters(),
         }
     }
 
@@ -232,6 +296,7 @@ impl Learner {
     pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
         match self {
             Self::Block { block, .. } => block.checkpoint(),
+            Self::Eagle3 { model, .. } => model.checkpoint(),
         }
     }
 
@@ -239,6 +304,7 @@ impl Learner {
     pub fn config_json(&self) -> Map<String, Value> {
         match self {
             Self::Block { block, .. } => block.config().to_json(),
+            Self::Eagle3 { model, .. } => model.config().to_json(),
         }
     }
 
@@ -246,6 +312,7 @@ impl Learner {
     pub fn device(&self) -> Device {
         match self {
             Self::Block { block, .. } => block.device(),
+            Self::Eagle3 { model, .. } => model.device(),
         }
     }
 
@@ -253,6 +320,7 @@ impl Learner {
     pub fn kind(&self) -> Kind {
         match self {
             Self::Block { block, .. } => block.kind(),
+            Self::Eagle3 { model, .. } => model.kind(),
         }
     }
 }

@@ -1,16 +1,21 @@
 //! Drafters: one folder each, one variant each.
 
 pub mod block;
+mod checkpoint;
+mod config;
 pub mod cost;
+pub mod eagle3;
 pub mod learner;
+mod warm_start;
 
+use std::fmt;
 use std::path::Path;
 
 use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
 use tch::{Device, Kind, Tensor};
 
 use crate::config::{Fields, read_json};
-use crate::{Block, BlockProposer, ModelError, TargetModel};
+use crate::{Block, BlockProposer, Eagle3, Eagle3Proposer, ModelError, TargetModel};
 
 /// How a drafter is loaded.
 #[derive(Debug, Clone)]
@@ -27,6 +32,47 @@ pub struct DrafterOptions {
 pub enum Drafter {
     /// DSpark, or DFlash, which is DSpark without heads.
     Block(BlockProposer),
+    /// Eagle3.
+    Eagle3(Eagle3Proposer),
+}
+
+/// The kinds of drafters that checkpoints hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Algorithm {
+    Block,
+    Eagle3,
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Block => "a block drafter (DSpark, DFlash)",
+            Self::Eagle3 => "Eagle3",
+        })
+    }
+}
+
+impl Algorithm {
+    /// The kind of the checkpoint in `dir`, by the class that its config names.
+    ///
+    /// # Errors
+    /// If the folder is no drafter checkpoint of a known kind.
+    fn of(dir: &Path) -> Result<Self, ModelError> {
+        const KNOWN: [(&str, Algorithm); 4] = [
+            ("Qwen3DSparkModel", Algorithm::Block),
+            ("Gemma4DSparkModel", Algorithm::Block),
+            ("Qwen3Eagle3Model", Algorithm::Eagle3),
+            ("Gemma4Eagle3Model", Algorithm::Eagle3),
+        ];
+        let (path, map) = read_json(dir)?;
+        let fields = Fields::new(&path, &map);
+        let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
+        let known = KNOWN.iter().find(|(name, _)| Some(*name) == found);
+        known.map(|(_, algorithm)| *algorithm).ok_or_else(|| {
+            let names = KNOWN.map(|(name, _)| name).join(", ");
+            fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
+        })
+    }
 }
 
 impl Drafter {
@@ -35,26 +81,26 @@ impl Drafter {
     /// # Errors
     /// If the folder is no drafter checkpoint of a known kind, or its tensors do not fit its config.
     pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
-        let (path, map) = read_json(dir)?;
-        let fields = Fields::new(&path, &map);
-        let architecture =
-            map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
-        match architecture {
-            Some("Qwen3DSparkModel") => Ok(Self::Block(BlockProposer::new(
-                Block::load(dir, options.device, options.kind)?,
-                options.slots,
-            ))),
-            other => Err(fields.error(
-                "architectures",
-                format!("{other:?} is no known drafter; expected [\"Qwen3DSparkModel\"]"),
-            )),
-        }
+        let DrafterOptions { device, kind, slots } = *options;
+        Ok(match Algorithm::of(dir)? {
+            Algorithm::Block => Self::Block(BlockProposer::new(Block::load(dir, device, kind)?, slots)),
+            Algorithm::Eagle3 => Self::Eagle3(Eagle3Proposer::new(Eagle3::load(dir, device, kind)?, slots)),
+        })
     }
 
     /// Target layers whose states it reads.
     pub fn taps(&self) -> &[i64] {
         match self {
             Self::Block(proposer) => &proposer.block().config().target_layer_ids,
+            Self::Eagle3(proposer) => &proposer.model().config().target_layer_ids,
+        }
+    }
+
+    /// Whether its proposals come with confidences.
+    pub fn has_confidence(&self) -> bool {
+        match self {
+            Self::Block(proposer) => proposer.block().config().confidence.is_some(),
+            Self::Eagle3(_) => false,
         }
     }
 
@@ -65,6 +111,7 @@ impl Drafter {
     pub fn check_fits(&self, target: &TargetModel) -> Result<(), ModelError> {
         match self {
             Self::Block(proposer) => proposer.block().config().check_fits(target.config()),
+            Self::Eagle3(proposer) => proposer.model().config().check_fits(target.config()),
         }
     }
 }
@@ -73,6 +120,14 @@ impl Proposer for Drafter {
     fn block_size(&self) -> usize {
         match self {
             Self::Block(proposer) => proposer.block_size(),
+            Self::Eagle3(proposer) => proposer.block_size(),
+        }
+    }
+
+    fn ends_at_stop_tokens(&self) -> bool {
+        match self {
+            Self::Block(proposer) => proposer.ends_at_stop_tokens(),
+            Self::Eagle3(proposer) => proposer.ends_at_stop_tokens(),
         }
     }
 
@@ -86,12 +141,14 @@ impl Proposer for Drafter {
     ) -> Proposal {
         match self {
             Self::Block(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
+            Self::Eagle3(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
         }
     }
 
     fn reset(&mut self, slot: usize) {
         match self {
             Self::Block(proposer) => proposer.reset(slot),
+            Self::Eagle3(proposer) => proposer.reset(slot),
         }
     }
 }

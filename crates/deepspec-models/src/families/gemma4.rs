@@ -2,13 +2,11 @@
 
 use serde_json::Map;
 
-use super::{Family, rope};
+use super::{Family, rope, sliding_layers};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
 
-const SLIDING: &str = "sliding_attention";
-const FULL: &str = "full_attention";
 /// Without `layer_types`, every layer of this number is a full one.
 const PATTERN: usize = 6;
 
@@ -121,23 +119,9 @@ fn refuse_unsupported(fields: &Fields, unified: bool) -> Result<(), ModelError> 
 
 /// Which layers see everything; the last one always does.
 fn full_layers(fields: &Fields, layers: usize) -> Result<Vec<bool>, ModelError> {
-    let mut full: Vec<bool> = match fields.texts("layer_types")? {
+    let mut full: Vec<bool> = match sliding_layers(fields, layers)? {
         None => (1..=layers).map(|number| number % PATTERN == 0).collect(),
-        Some(types) if types.len() != layers => {
-            let problem = format!("{} types for {layers} layers", types.len());
-            return Err(fields.error("layer_types", problem));
-        }
-        Some(types) => types
-            .iter()
-            .map(|name| match name.as_str() {
-                FULL => Ok(true),
-                SLIDING => Ok(false),
-                other => Err(fields.error(
-                    "layer_types",
-                    format!("\"{other}\" is unknown; expected \"{SLIDING}\" or \"{FULL}\""),
-                )),
-            })
-            .collect::<Result<_, _>>()?,
+        Some(sliding) => sliding.into_iter().map(|sliding| !sliding).collect(),
     };
     if let Some(last) = full.last_mut() {
         *last = true;

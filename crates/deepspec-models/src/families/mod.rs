@@ -1,5 +1,6 @@
 //! Families of targets: each reads a config.json into the facts of its layers.
 
+mod draft;
 mod gemma4;
 mod qwen3;
 mod rope;
@@ -8,6 +9,32 @@ use std::fmt;
 
 use crate::config::{Fields, ModelConfig};
 use crate::{ModelError, Weights};
+
+/// `layer_types` of layers with a window.
+pub const SLIDING: &str = "sliding_attention";
+/// `layer_types` of layers that see everything.
+pub const FULL: &str = "full_attention";
+
+/// Which layers have a window by `layer_types`; None without that key.
+///
+/// # Errors
+/// If the key holds another number of types, or an unknown one.
+fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
+    let Some(types) = fields.texts("layer_types")? else { return Ok(None) };
+    if types.len() != layers {
+        let problem = format!("{} types for {layers} layers", types.len());
+        return Err(fields.error("layer_types", problem));
+    }
+    let sliding = |name: &String| match name.as_str() {
+        FULL => Ok(false),
+        SLIDING => Ok(true),
+        other => {
+            let problem = format!("\"{other}\" is unknown; expected \"{SLIDING}\" or \"{FULL}\"");
+            Err(fields.error("layer_types", problem))
+        }
+    };
+    types.iter().map(sliding).collect::<Result<_, _>>().map(Some)
+}
 
 /// A family of causal language models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,8 @@
-//! Qwen3 (dense): one kind of layer.
+//! Qwen3 (dense): one kind of layer, with or without a sliding window.
 
 use serde_json::Map;
 
-use super::{Family, rope};
+use super::{Family, rope, sliding_layers};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
@@ -14,7 +14,6 @@ use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
 pub fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     fields.only_text("hidden_act", "silu")?;
     fields.only_off("attention_bias", "biases in attention are not supported")?;
-    fields.only_off("use_sliding_window", "sliding windows are not supported for Qwen3")?;
     let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
     let (hidden_size, query) = (size("hidden_size")?, size("num_attention_heads")?);
     let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
@@ -44,7 +43,31 @@ pub fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
         initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
         embed_scale: 1.0,
         logit_softcap: None,
-        layers: vec![layer; fields.layers()?],
+        layers: windows(fields)?
+            .into_iter()
+            .map(|window| LayerSpec {
+                attention: AttentionSpec { window, ..layer.attention },
+                ..layer.clone()
+            })
+            .collect(),
         raw: Map::new(),
     })
+}
+
+/// The window of every layer. Without `layer_types`, those from `max_window_layers` on have one.
+fn windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
+    let layers = fields.layers()?;
+    if !fields.flag("use_sliding_window")?.unwrap_or(false) {
+        return Ok(vec![None; layers]);
+    }
+    let window = fields.size("sliding_window")?;
+    let window = fields.required("sliding_window", window)? as usize;
+    let sliding = match sliding_layers(fields, layers)? {
+        Some(sliding) => sliding,
+        None => {
+            let first = fields.count("max_window_layers")?.unwrap_or(28) as usize;
+            (0..layers).map(|layer| layer >= first).collect()
+        }
+    };
+    Ok(sliding.into_iter().map(|sliding| sliding.then_some(window)).collect())
 }

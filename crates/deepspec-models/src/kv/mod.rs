@@ -109,6 +109,11 @@ impl KvCache {
         Self { layers, views, lens: vec![0; slots], capacity: 0, options: (kind, device) }
     }
 
+    /// Tokens in the history of `slot`.
+    pub fn held(&self, slot: usize) -> usize {
+        self.lens[slot]
+    }
+
     /// Forgets everything of `slot` past `len`.
     pub fn truncate(&mut self, slot: usize, len: usize) {
         self.lens[slot] = self.lens[slot].min(len);

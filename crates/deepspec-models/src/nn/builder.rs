@@ -28,7 +28,16 @@ enum Source<'a> {
 /// Hands out parameters by checkpoint name and remembers them in order.
 pub struct Builder<'a> {
     source: Source<'a>,
-    named: RefCell<Vec<(String, Tensor)>>,
+    named: RefCell<Named>,
+}
+
+/// Tensors by checkpoint name, in the order they were asked for; they share storage with the model.
+#[derive(Default)]
+pub struct Named {
+    /// Those that are trained.
+    pub parameters: Vec<(String, Tensor)>,
+    /// Those that are stored only.
+    pub buffers: Vec<(String, Tensor)>,
 }
 
 impl<'a> Builder<'a> {
@@ -57,7 +66,23 @@ impl<'a> Builder<'a> {
     /// # Errors
     /// If the checkpoint lacks it or disagrees about its shape.
     pub fn get(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
-        let tensor = match &self.source {
+        let tensor = self.read(name, shape, init)?;
+        self.named.borrow_mut().parameters.push((name.to_string(), tensor.shallow_clone()));
+        Ok(tensor)
+    }
+
+    /// The same for a tensor that is stored but not trained.
+    ///
+    /// # Errors
+    /// As [`Builder::get`].
+    pub fn buffer(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
+        let tensor = self.read(name, shape, init)?;
+        self.named.borrow_mut().buffers.push((name.to_string(), tensor.shallow_clone()));
+        Ok(tensor)
+    }
+
+    fn read(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
+        Ok(match &self.source {
             Source::Checkpoint(weights) => weights.get(name, shape)?,
             Source::Shared(named) => {
                 let shared = named.iter().find(|(other, tensor)| other == name && tensor.size() == shape);
@@ -75,13 +100,11 @@ impl<'a> Builder<'a> {
                     (Tensor::randn(shape, (Kind::Float, Device::Cpu)) * std).to_kind(kind).to_device(device)
                 }
             },
-        };
-        self.named.borrow_mut().push((name.to_string(), tensor.shallow_clone()));
-        Ok(tensor)
+        })
     }
 
-    /// All parameters handed out, sharing storage with the model.
-    pub fn into_named(self) -> Vec<(String, Tensor)> {
+    /// All that was handed out.
+    pub fn into_named(self) -> Named {
         self.named.into_inner()
     }
 }

@@ -92,16 +92,19 @@ pub struct Attention {
 }
 
 impl Attention {
-    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
+    /// `input` is the width of what it reads; what it gives is as wide as the residual stream.
+    fn new(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Result<Self, ModelError> {
         let (d, heads) = (spec.hidden_size, spec.attention.heads);
         let (wide, narrow) = (heads.query * heads.dim, heads.key_value * heads.dim);
         let v_proj = match spec.value {
-            Value::Projected | Value::Normed => Some(Linear::new(b, &format!("{name}.v_proj"), d, narrow)?),
+            Value::Projected | Value::Normed => {
+                Some(Linear::new(b, &format!("{name}.v_proj"), input, narrow)?)
+            }
             Value::SharesKey => None,
         };
         Ok(Self {
-            q_proj: Linear::new(b, &format!("{name}.q_proj"), d, wide)?,
-            k_proj: Linear::new(b, &format!("{name}.k_proj"), d, narrow)?,
+            q_proj: Linear::new(b, &format!("{name}.q_proj"), input, wide)?,
+            k_proj: Linear::new(b, &format!("{name}.k_proj"), input, narrow)?,
             v_proj,
             o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d)?,
             q_norm: RmsNorm::new(b, &format!("{name}.q_norm"), heads.dim, spec.eps)?,
@@ -111,7 +114,7 @@ impl Attention {
         })
     }
 
-    /// Queries, keys and values of `x [N, d]`.
+    /// Queries, keys and values of `x [N, input]`.
     pub fn project(&self, x: &Tensor, rotation: &Rotation) -> Qkv {
         let heads = self.heads;
         let q = self.q_norm.forward(&self.q_proj.forward(x).view([-1, heads.query, heads.dim]));
@@ -182,8 +185,13 @@ pub struct DecoderLayer {
 impl DecoderLayer {
     /// The layer `name` (`model.layers.3`, `layers.0`).
     pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
+        Self::reading(b, name, spec, spec.hidden_size)
+    }
+
+    /// The same with an attention that reads something of another width; see [`DecoderLayer::forward_reading`].
+    pub fn reading(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Result<Self, ModelError> {
         let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), spec.hidden_size, spec.eps);
-        let attention = Attention::new(b, &format!("{name}.self_attn"), spec)?;
+        let attention = Attention::new(b, &format!("{name}.self_attn"), spec, input)?;
         let mlp = Mlp::new(b, &format!("{name}.mlp"), spec)?;
         let before = norm("input_layernorm")?;
         // What stands before the MLP in one layout stands after the attention in the other, under the same name.
@@ -198,25 +206,39 @@ impl DecoderLayer {
                 },
             ),
         };
-        let scalar = || b.get(&format!("{name}.layer_scalar"), &[1], Init::Ones);
+        let scalar = || b.buffer(&format!("{name}.layer_scalar"), &[1], Init::Ones);
         let layer_scalar = spec.scaled.then(scalar).transpose()?;
         Ok(Self { attention, mlp, attention_norms, mlp_norms, layer_scalar })
     }
 
     /// `x [N, d] -> [N, d]`; `attend` turns queries, keys and values into `[N, H·D]`.
     pub fn forward(&self, x: &Tensor, rotation: &Rotation, attend: impl FnOnce(&Qkv) -> Tensor) -> Tensor {
-        let attention =
-            |x: &Tensor| self.attention.o_proj.forward(&attend(&self.attention.project(x, rotation)));
-        let x = self.attention_norms.around(x, attention);
-        let x = self.mlp_norms.around(&x, |x| self.mlp.forward(x));
+        self.forward_reading(&self.input_norm(x), x, rotation, attend)
+    }
+
+    /// `input_layernorm`, over `[N, d]`.
+    pub fn input_norm(&self, x: &Tensor) -> Tensor {
+        self.attention_norms.before.forward(x)
+    }
+
+    /// The layer whose attention reads `read [N, input]`, already normed, instead of the residual stream `x [N, d]`.
+    pub fn forward_reading(
+        &self,
+        read: &Tensor,
+        x: &Tensor,
+        rotation: &Rotation,
+        attend: impl FnOnce(&Qkv) -> Tensor,
+    ) -> Tensor {
+        let y = self.attention.o_proj.forward(&attend(&self.attention.project(read, rotation)));
+        let x = self.attention_norms.close(x, y);
+        let x = self.mlp_norms.close(&x, self.mlp.forward(&self.mlp_norms.before.forward(&x)));
         self.layer_scalar.as_ref().map_or_else(|| x.shallow_clone(), |scalar| &x * scalar)
     }
 }
 
 impl Wrap {
-    /// `x + after(f(before(x)))`.
-    fn around(&self, x: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Tensor {
-        let y = f(&self.before.forward(x));
+    /// `x + after(y)`.
+    fn close(&self, x: &Tensor, y: Tensor) -> Tensor {
         x + self.after.as_ref().map_or_else(|| y.shallow_clone(), |norm| norm.forward(&y))
     }
 }

@@ -6,8 +6,8 @@ mod rope;
 mod spec;
 mod vocabulary;
 
-pub use builder::{Builder, Init};
+pub use builder::{Builder, Init, Named};
 pub use layer::{DecoderLayer, Linear, Qkv, RmsNorm, linear};
-pub use rope::{Rope, Rotation};
+pub use rope::{Ropes, Rotation, Rotations};
 pub use spec::{Activation, AttentionSpec, Heads, LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
 pub use vocabulary::Vocabulary;

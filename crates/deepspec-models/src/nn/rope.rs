@@ -4,10 +4,55 @@ use std::f64::consts::TAU;
 
 use tch::{Device, Kind, Tensor};
 
-use super::spec::{RopeSpec, Scaling, Yarn};
+use super::spec::{LayerSpec, RopeSpec, Scaling, Yarn};
+
+/// The rotary embeddings of a stack of layers, one for each kind of layer.
+pub struct Ropes {
+    ropes: Vec<Rope>,
+    /// Which of them each layer uses.
+    of_layer: Vec<usize>,
+}
+
+/// What N positions turn by, in every layer.
+pub struct Rotations<'a> {
+    distinct: Vec<Rotation>,
+    of_layer: &'a [usize],
+}
+
+impl Ropes {
+    /// Those of `layers` on `device`.
+    pub fn new(layers: &[LayerSpec], device: Device) -> Self {
+        let mut specs: Vec<&RopeSpec> = vec![];
+        let of_layer = layers
+            .iter()
+            .map(|layer| {
+                specs.iter().position(|spec| **spec == layer.rope).unwrap_or_else(|| {
+                    specs.push(&layer.rope);
+                    specs.len() - 1
+                })
+            })
+            .collect();
+        Self { ropes: specs.into_iter().map(|spec| Rope::new(spec, device)).collect(), of_layer }
+    }
+
+    /// The rotations of integer positions `[N]`.
+    pub fn at(&self, positions: &Tensor, kind: Kind) -> Rotations<'_> {
+        Rotations {
+            distinct: self.ropes.iter().map(|rope| rope.at(positions, kind)).collect(),
+            of_layer: &self.of_layer,
+        }
+    }
+}
+
+impl Rotations<'_> {
+    /// That of one layer.
+    pub fn of(&self, layer: usize) -> &Rotation {
+        &self.distinct[self.of_layer[layer]]
+    }
+}
 
 /// Inverse frequencies of one head width.
-pub struct Rope {
+struct Rope {
     inv_freq: Tensor, // [D/2] float32
     attention_factor: f64,
 }
@@ -20,7 +65,7 @@ pub struct Rotation {
 
 impl Rope {
     /// The frequencies of `spec` on `device`.
-    pub fn new(spec: &RopeSpec, device: Device) -> Self {
+    fn new(spec: &RopeSpec, device: Device) -> Self {
         let plain = plain(spec, device);
         let inv_freq = match spec.scaling {
             Scaling::None => plain,
@@ -49,7 +94,7 @@ impl Rope {
     }
 
     /// The rotation of integer positions `[N]`.
-    pub fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
+    fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
         let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1);
         Rotation { cos: scaled(angles.cos()), sin: scaled(angles.sin()) }

@@ -20,6 +20,21 @@ pub struct TrainSample {
     pub anchors: Vec<usize>,
 }
 
+impl TrainSample {
+    /// Row of `last` that holds the state of the token at `position`.
+    ///
+    /// # Panics
+    /// If it is not there; a caller's samples hold the states that predict supervised labels, by contract.
+    pub(in crate::drafters) fn last_row(&self, position: usize) -> i64 {
+        match self.last_positions.binary_search(&(position as u32)) {
+            Ok(row) => row as i64,
+            Err(_) => panic!(
+                "the sample lacks the last hidden state of position {position}, which predicts a supervised label"
+            ),
+        }
+    }
+}
+
 /// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
 pub fn anchor_candidates(loss_mask: &[bool]) -> Vec<usize> {
     loss_mask.windows(2).enumerate().filter(|(_, pair)| pair[0] && pair[1]).map(|(i, _)| i).collect()
@@ -43,6 +58,23 @@ pub struct SequenceSpan {
     pub(super) block_count: i64,
     /// 0 where the block sees the context position, −∞ elsewhere: `[A, 1, T]`.
     pub(super) mask: Tensor,
+    /// `[A, 1, 1]`.
+    anchors: Tensor,
+}
+
+impl SequenceSpan {
+    /// −∞ for the keys that a window puts out of a slot's sight, 0 for the others: context `[A, γ, T]` and own block `[γ, γ]`.
+    pub(super) fn outside(&self, gamma: i64, window: i64) -> (Tensor, Tensor) {
+        let options = (Kind::Int64, self.mask.device());
+        let slots = Tensor::arange(gamma, options).unsqueeze(1); // [γ, 1]
+        let far = |keys: Tensor, own: &Tensor| {
+            let hidden = keys.le_tensor(&(own - window));
+            Tensor::zeros(hidden.size(), (self.mask.kind(), self.mask.device()))
+                .masked_fill(&hidden, f64::NEG_INFINITY)
+        };
+        let context = far(Tensor::arange(self.token_count, options), &(&self.anchors + &slots));
+        (context, far(Tensor::arange(gamma, options), &slots))
+    }
 }
 
 /// The tensors of one pass over some sequences with ΣT tokens and A anchors in total.
@@ -108,7 +140,7 @@ impl BlockBatch {
                     labels.push(ids[anchor + 1 + k]);
                     weights.push(slot_weight(k, decay_gamma));
                     slots.push(k as i64);
-                    teacher_rows.push(row_of(&sample.last_positions, anchor + k));
+                    teacher_rows.push(sample.last_row(anchor + k));
                 }
             }
             let teacher_rows = Tensor::from_slice(&teacher_rows).to_device(sample.last.device());
@@ -124,6 +156,7 @@ impl BlockBatch {
                 first_block: blocks as i64,
                 block_count: count as i64,
                 mask,
+                anchors,
             });
             tokens += length;
             blocks += count;
@@ -178,15 +211,5 @@ impl BlockBatch {
     /// A, the number of blocks.
     pub fn blocks(&self) -> usize {
         self.blocks
-    }
-}
-
-/// Index of `position` among the kept rows. A caller's samples hold it by contract.
-fn row_of(last_positions: &[u32], position: usize) -> i64 {
-    match last_positions.binary_search(&(position as u32)) {
-        Ok(row) => row as i64,
-        Err(_) => panic!(
-            "the sample lacks the last hidden state of position {position}, which predicts a supervised label"
-        ),
     }
 }

@@ -2,14 +2,13 @@
 
 use std::path::Path;
 
-use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{Markov, MarkovKind};
 use serde_json::{Map, Value, json};
 
 use crate::ModelError;
-use crate::config::{Fields, MAX_LAYERS, ModelConfig, read_json};
+use crate::config::{Fields, ModelConfig, read_json};
+use crate::drafters::config;
 use crate::families::Family;
-use crate::target::check_taps;
 
 /// Sizes past these are mistakes; refused here, they cannot exhaust the memory.
 const MAX_BLOCK: usize = 1024;
@@ -79,10 +78,6 @@ impl BlockConfig {
             markov,
             model,
         };
-        if config.model.family != Family::Qwen3 {
-            let problem = format!("block drafters built like {} are not supported", config.model.family);
-            return Err(fields.error("model_type", problem));
-        }
         config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
         Ok(config)
     }
@@ -92,14 +87,9 @@ impl BlockConfig {
     /// # Errors
     /// If they contradict each other.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
-        let limits = [
-            ("block_size", self.block_size, MAX_BLOCK),
-            ("num_hidden_layers", self.model.layers.len(), MAX_LAYERS),
-        ];
-        if let Some((key, found, most)) =
-            limits.into_iter().find(|(_, found, most)| !(1..=*most).contains(found))
-        {
-            return Err((key, format!("{found} is not between 1 and {most}")));
+        config::check(&self.model, &self.target_layer_ids, self.num_target_layers)?;
+        if !(1..=MAX_BLOCK).contains(&self.block_size) {
+            return Err(("block_size", format!("{} is not between 1 and {MAX_BLOCK}", self.block_size)));
         }
         if let Some(markov) = self.markov.filter(|markov| !(1..=MAX_RANK).contains(&markov.rank)) {
             return Err(("markov_rank", format!("{} is not between 1 and {MAX_RANK}", markov.rank)));
@@ -109,11 +99,6 @@ impl BlockConfig {
                 format!("{} is outside the vocabulary of {}", self.mask_token_id, self.model.vocab_size);
             return Err(("mask_token_id", problem));
         }
-        if self.target_layer_ids.is_empty() {
-            return Err(("target_layer_ids", "at least one target layer is needed".into()));
-        }
-        check_taps(&self.target_layer_ids, self.num_target_layers)
-            .map_err(|error| ("target_layer_ids", error.to_string()))?;
         if self.confidence.is_some_and(|confidence| confidence.with_markov) && self.markov.is_none() {
             return Err((
                 "confidence_head_with_markov",
@@ -128,44 +113,23 @@ impl BlockConfig {
     /// # Errors
     /// [`ModelError::Mismatch`] naming what differs.
     pub fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        let pairs = [
-            ("vocab_size", self.model.vocab_size, target.vocab_size),
-            ("hidden_size", self.model.hidden_size, target.hidden_size),
-            ("number of target layers", self.num_target_layers as i64, target.layers.len() as i64),
-        ];
-        let mut differences: Vec<String> = pairs
-            .iter()
-            .filter(|(_, drafter, target)| drafter != target)
-            .map(|(what, drafter, target)| format!("{what} {target}, the drafter was trained for {drafter}"))
-            .collect();
-        if self.model.family != target.family {
-            let (target, drafter) = (target.family, self.model.family);
-            differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
-        }
-        if differences.is_empty() {
-            return Ok(());
-        }
-        Err(ModelError::Mismatch(UsageError(format!(
-            "the drafter does not belong to this target: the target has {}",
-            differences.join("; ")
-        ))))
+        config::check_fits(&self.model, self.num_target_layers, target)
     }
 
-    /// The checkpoint's config.json: the target's with the drafter's keys on top.
+    /// The class whose checkpoints these are.
+    pub fn architecture(&self) -> &'static str {
+        match self.model.family {
+            Family::Qwen3 => "Qwen3DSparkModel",
+            Family::Gemma4 => "Gemma4DSparkModel",
+        }
+    }
+
+    /// The checkpoint's config.json.
     pub fn to_json(&self) -> Map<String, Value> {
-        let mut map = self.model.raw.clone();
-        let layers = self.model.layers.len();
-        map.insert("architectures".into(), json!(["Qwen3DSparkModel"]));
-        map.insert("model_type".into(), json!("qwen3"));
-        map.insert("num_hidden_layers".into(), json!(layers));
-        map.insert("num_target_layers".into(), json!(self.num_target_layers));
-        map.insert("layer_types".into(), json!(vec!["full_attention"; layers]));
-        map.insert("tie_word_embeddings".into(), json!(false));
-        map.insert("dtype".into(), json!("bfloat16"));
-        map.remove("torch_dtype");
+        let (taps, target_layers) = (&self.target_layer_ids, self.num_target_layers);
+        let mut map = config::to_json(&self.model, self.architecture(), taps, target_layers);
         map.insert("block_size".into(), json!(self.block_size));
         map.insert("mask_token_id".into(), json!(self.mask_token_id));
-        map.insert("target_layer_ids".into(), json!(self.target_layer_ids));
         map.insert("num_anchors".into(), json!(self.num_anchors));
         map.insert("markov_rank".into(), json!(self.markov.map_or(0, |markov| markov.rank)));
         match self.markov {

@@ -5,12 +5,10 @@ use tch::Device;
 
 use super::batch::{TrainSample, eval_mask};
 use super::config::BlockConfig;
-use crate::drafters::cost::{PassBytes, SampleSize};
+use crate::drafters::cost::{NORMED, PassBytes, SampleSize};
 use crate::losses;
 use crate::nn::Heads;
 
-/// Bytes that autograd keeps of a value that is normed, whatever its kind: itself and its normed form in float32.
-const NORMED: usize = 8;
 /// What it keeps of a value of the MLP's insides: gate, its activation, up, and their product.
 const MLP: usize = 4;
 /// Score tensors that the backward of one sequence's attention has at a time beside the kept weights.

@@ -7,10 +7,11 @@ use tch::{Device, Kind, Tensor};
 use super::batch::{BlockBatch, SequenceSpan};
 use super::config::BlockConfig;
 use super::heads::{ConfidenceHead, MarkovHead};
+use crate::ModelError;
+use crate::drafters::checkpoint::{self, Tensors};
 use crate::nn::{
-    AttentionSpec, Builder, DecoderLayer, Heads, Linear, Qkv, RmsNorm, Rope, Rotation, Vocabulary,
+    AttentionSpec, Builder, DecoderLayer, Heads, Linear, Qkv, RmsNorm, Ropes, Rotations, Vocabulary,
 };
-use crate::{ModelError, Weights};
 
 /// A DSpark or DFlash drafter.
 pub struct Block {
@@ -22,10 +23,10 @@ pub struct Block {
     norm: RmsNorm,
     pub(super) markov: Option<MarkovHead>,
     pub(super) confidence: Option<ConfidenceHead>,
-    rope: Rope,
+    ropes: Ropes,
     kind: Kind,
     device: Device,
-    parameters: Vec<(String, Tensor)>,
+    tensors: Tensors,
 }
 
 impl Block {
@@ -50,20 +51,10 @@ impl Block {
     /// If config.json or a tensor is missing or does not fit.
     pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self, ModelError> {
         let config = BlockConfig::load(dir)?;
-        let weights = Weights::open(dir, "Qwen3DSparkModel", device, kind)?;
-        let shape = [config.model.vocab_size, config.model.hidden_size];
-        let (embed, head) =
-            (weights.get("embed_tokens.weight", &shape)?, weights.get("lm_head.weight", &shape)?);
-        let block = Self::build(config, Builder::from_checkpoint(&weights), embed, head, kind)?;
-        let unread = weights.unread();
-        if unread.is_empty() {
-            return Ok(block);
-        }
-        let problem = format!(
-            "the config has no use for the tensors {}; config.json and weights do not belong together",
-            unread.join(", ")
-        );
-        Err(ModelError::NotAModel { path: dir.to_path_buf(), problem })
+        let (architecture, model) = (config.architecture(), config.model.clone());
+        checkpoint::load(dir, architecture, &model, (kind, device), |b, embed, head| {
+            Self::build(config, b, embed, head, kind)
+        })
     }
 
     fn build(
@@ -75,8 +66,7 @@ impl Block {
     ) -> Result<Self, ModelError> {
         let c = &config.model;
         let (device, width) = (embed_tokens.device(), config.target_layer_ids.len() as i64 * c.hidden_size);
-        // All draft layers are alike, and there is at least one.
-        let rope = Rope::new(&c.layers[0].rope, device);
+        let vocabulary = Vocabulary::new(embed_tokens, lm_head, c.embed_scale, c.logit_softcap);
         Ok(Self {
             fc: Linear::new(&b, "fc", width, c.hidden_size)?,
             hidden_norm: RmsNorm::new(&b, "hidden_norm", c.hidden_size, c.rms_norm_eps)?,
@@ -92,9 +82,9 @@ impl Block {
                 .map(|markov| MarkovHead::new(&b, markov, c.vocab_size, c.hidden_size))
                 .transpose()?,
             confidence: ConfidenceHead::new(&b, &config)?,
-            vocabulary: Vocabulary::new(embed_tokens, lm_head, c.embed_scale, c.logit_softcap),
-            rope,
-            parameters: b.into_named(),
+            ropes: Ropes::new(&c.layers, device),
+            tensors: Tensors::new(b.into_named(), &vocabulary),
+            vocabulary,
             config,
             kind,
             device,
@@ -107,7 +97,8 @@ impl Block {
     /// None; the signature is shared with loading.
     pub fn outline(config: BlockConfig) -> Result<Vec<(String, Tensor)>, ModelError> {
         let ends = Tensor::empty([0, config.model.hidden_size], (Kind::BFloat16, Device::Cpu));
-        Ok(Self::build(config, Builder::outline(), ends.shallow_clone(), ends, Kind::BFloat16)?.parameters)
+        let outline = Self::build(config, Builder::outline(), ends.shallow_clone(), ends, Kind::BFloat16)?;
+        Ok(outline.tensors.parameters)
     }
 
     /// The same drafter once more, sharing all weights with this one.
@@ -116,7 +107,8 @@ impl Block {
     /// None; the signature is shared with loading.
     pub fn share(&self) -> Result<Self, ModelError> {
         let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head());
-        let b = Builder::sharing(&self.parameters);
+        let all = self.tensors.all();
+        let b = Builder::sharing(&all);
         Self::build(self.config.clone(), b, embed.shallow_clone(), head.shallow_clone(), self.kind)
     }
 
@@ -127,21 +119,12 @@ impl Block {
 
     /// Trainable parameters by checkpoint name, sharing storage with the model.
     pub fn parameters(&self) -> &[(String, Tensor)] {
-        &self.parameters
+        &self.tensors.parameters
     }
 
-    /// Everything a checkpoint holds: the parameters and the frozen embedding and head.
+    /// Everything a checkpoint holds: the parameters and what is frozen.
     pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
-        let frozen = [
-            ("embed_tokens.weight", self.vocabulary.embed_tokens()),
-            ("lm_head.weight", self.vocabulary.lm_head()),
-        ];
-        let frozen = frozen.into_iter().map(|(name, tensor)| (name.to_string(), tensor.shallow_clone()));
-        self.parameters
-            .iter()
-            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
-            .chain(frozen)
-            .collect()
+        self.tensors.all()
     }
 
     /// Embedding and head, shared with the target.
@@ -159,13 +142,13 @@ impl Block {
         self.device
     }
 
-    /// What attends to what in every layer.
-    pub(super) fn attention(&self) -> AttentionSpec {
-        self.config.model.layers[0].attention
+    /// Who attends to whom, layer by layer.
+    pub(super) fn attentions(&self) -> Vec<AttentionSpec> {
+        self.config.model.layers.iter().map(|layer| layer.attention).collect()
     }
 
-    pub(super) fn rotation(&self, positions: &Tensor) -> Rotation {
-        self.rope.at(positions, self.kind)
+    pub(super) fn rotations(&self, positions: &Tensor) -> Rotations<'_> {
+        self.ropes.at(positions, self.kind)
     }
 
     /// Captured states `[T, m·d]` to the context `H [T, d]` that all layers share.
@@ -191,14 +174,14 @@ impl Block {
     /// All blocks of a batch in one pass: `h [A, γ, d]` after the final norm.
     pub fn hidden(&self, batch: &BlockBatch) -> Tensor {
         let context = self.context(&batch.taps); // [T, d]
-        let context_rotation = self.rotation(&batch.context_positions);
-        let block_rotation = self.rotation(&batch.block_positions);
+        let context_rotations = self.rotations(&batch.context_positions);
+        let block_rotations = self.rotations(&batch.block_positions);
         let mut x = self.embed(&batch.block_tokens.reshape([-1])); // [A·γ, d]
-        for layer in &self.layers {
-            let (k, v) = layer.attention.project_context(&context, &context_rotation);
-            x = layer.forward(&x, &block_rotation, |block| {
-                let outputs: Vec<Tensor> =
-                    batch.spans.iter().map(|span| self.attend(span, block, &k, &v)).collect();
+        for (i, (layer, spec)) in self.layers.iter().zip(&self.config.model.layers).enumerate() {
+            let (k, v) = layer.attention.project_context(&context, context_rotations.of(i));
+            x = layer.forward(&x, block_rotations.of(i), |block| {
+                let attend = |span| self.attend(&spec.attention, span, block, &k, &v);
+                let outputs: Vec<Tensor> = batch.spans.iter().map(attend).collect();
                 Tensor::cat(&outputs, 0)
             });
         }
@@ -209,8 +192,15 @@ impl Block {
     /// Attention of one sequence's blocks: each sees the context strictly before its anchor, and itself; no block sees another.
     ///
     /// Scores against context and block are computed apart and share one softmax, so that the A·γ × A·γ part never exists.
-    fn attend(&self, span: &SequenceSpan, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
-        let AttentionSpec { heads: Heads { query, key_value, dim }, scale, .. } = self.attention();
+    fn attend(
+        &self,
+        spec: &AttentionSpec,
+        span: &SequenceSpan,
+        block: &Qkv,
+        k: &Tensor,
+        v: &Tensor,
+    ) -> Tensor {
+        let AttentionSpec { heads: Heads { query, key_value, dim }, scale, window } = *spec;
         let (gamma, repeats) = (self.config.block_size as i64, query / key_value);
         let (blocks, tokens) = (span.block_count, span.token_count);
         let rows = |t: &Tensor| t.narrow(0, span.first_block * gamma, blocks * gamma);
@@ -221,10 +211,15 @@ impl Block {
         let context = |t: &Tensor| t.narrow(0, span.first_token, tokens).transpose(0, 1); // [G, T, D]
 
         let flat = [key_value, blocks * repeats * gamma, dim];
-        let to_context =
+        let mut to_context =
             q.view(flat).bmm(&context(k).transpose(1, 2)).view([key_value, blocks, repeats * gamma, tokens])
                 + &span.mask;
-        let to_block = q.matmul(&own(&block.k).transpose(2, 3)); // [G, A, repeats·γ, γ]
+        let mut to_block = q.matmul(&own(&block.k).transpose(2, 3)); // [G, A, repeats·γ, γ]
+        if let Some(window) = window {
+            let (context, block) = span.outside(gamma, window as i64);
+            to_context += context.repeat([1, repeats, 1]);
+            to_block += block.repeat([repeats, 1]);
+        }
         let weights = Tensor::cat(&[to_context, to_block], 3).softmax(-1, self.kind);
         let on_context = weights.narrow(3, 0, tokens).reshape([key_value, -1, tokens]).bmm(&context(v));
         let on_block = weights.narrow(3, tokens, gamma).matmul(&own(&block.v));

@@ -16,8 +16,7 @@ pub struct BlockProposer {
 impl BlockProposer {
     /// A proposer with empty histories for `slots` sequences.
     pub fn new(block: Block, slots: usize) -> Self {
-        let attentions = vec![block.attention(); block.layers.len()];
-        let cache = KvCache::new(&attentions, slots, block.kind(), block.device());
+        let cache = KvCache::new(&block.attentions(), slots, block.kind(), block.device());
         Self { block, cache }
     }
 
@@ -32,10 +31,10 @@ impl BlockProposer {
             return;
         }
         let rows = self.cache.place(&context.chunks);
-        let rotation = self.block.rotation(rows.positions());
+        let rotations = self.block.rotations(rows.positions());
         let hidden = self.block.context(&context.taps);
         for (i, layer) in self.block.layers.iter().enumerate() {
-            let (k, v) = layer.attention.project_context(&hidden, &rotation);
+            let (k, v) = layer.attention.project_context(&hidden, rotations.of(i));
             self.cache.write(i, &rows, &k, &v);
         }
         self.cache.advance(&context.chunks);
@@ -48,12 +47,12 @@ impl BlockProposer {
         let chunks: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, gamma)).collect();
         // The block's own keys stand behind the context for this pass only: the history does not advance over them.
         let plan = self.cache.plan(&chunks, Visibility::Block);
-        let rotation = self.block.rotation(plan.positions());
+        let rotations = self.block.rotations(plan.positions());
         let masks = anchors.unsqueeze(1).full_like(config.mask_token_id).repeat([1, gamma as i64 - 1]);
         let tokens = Tensor::cat(&[anchors.unsqueeze(1), masks], 1).reshape([-1]);
         let mut x = self.block.embed(&tokens); // [S·γ, d]
         for (i, layer) in self.block.layers.iter().enumerate() {
-            x = layer.forward(&x, &rotation, |qkv| self.cache.attend(i, &plan, qkv));
+            x = layer.forward(&x, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv));
         }
         self.block.final_norm(&x).view([-1, gamma as i64, width])
     }

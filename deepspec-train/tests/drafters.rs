@@ -1,0 +1,205 @@
+//! The built binary with every kind of drafter: what is trained, what is saved, what a run may start from.
+
+mod common;
+
+use std::fs;
+use std::path::PathBuf;
+
+use common::{Bench, STEPS};
+use deepspec_models::{Drafter, DrafterOptions, Weights};
+use deepspec_testkit::golden::{Values, arrays};
+use deepspec_testkit::tiny;
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+
+const EAGLE3: &str = "drafter={eagle3: {ttt_length: 3}}";
+const DFLASH: &str =
+    "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}";
+
+fn set<'a>(changes: &[&'a str]) -> Vec<&'a str> {
+    changes.iter().flat_map(|change| ["--set", change]).collect()
+}
+
+fn trained(changes: &[&str]) -> Bench {
+    let bench = Bench::new();
+    bench.succeeds(&set(changes));
+    bench
+}
+
+fn step(bench: &Bench, step: usize) -> PathBuf {
+    bench.path("out/t").join(format!("step_{step}"))
+}
+
+fn config(bench: &Bench, at: usize) -> Value {
+    serde_json::from_slice(&fs::read(step(bench, at).join("config.json")).unwrap()).unwrap()
+}
+
+fn last_metrics(bench: &Bench) -> Value {
+    let text = fs::read_to_string(bench.path("out/t/metrics.jsonl")).unwrap();
+    serde_json::from_str(text.lines().last().unwrap()).unwrap()
+}
+
+/// The saved drafter as an evaluation loads it.
+fn loads(bench: &Bench) -> Drafter {
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+    Drafter::load(&bench.path("out/t/step_latest"), &options).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn eagle3_learns_and_is_saved_for_others() {
+    let bench = trained(&[EAGLE3]);
+    let losses = bench.losses();
+    assert!(losses[STEPS - 1] < 0.95 * losses[0], "the loss does not fall: {losses:?}");
+    let metrics = last_metrics(&bench);
+    for key in ["step_loss", "accuracy", "accept_rate", "valid_tokens"] {
+        assert_eq!(metrics[key].as_array().map(Vec::len), Some(3), "{key}: {metrics}");
+    }
+    assert!(["tau_greedy", "tau_probabilistic"].iter().all(|key| metrics[key].as_f64().unwrap() > 1.0));
+    let config = config(&bench, STEPS);
+    assert_eq!(config["architectures"], json!(["Qwen3Eagle3Model"]));
+    assert_eq!((&config["ttt_length"], &config["draft_num_hidden_layers"]), (&json!(3), &json!(1)));
+    let drafter = loads(&bench);
+    assert_eq!((drafter.taps(), drafter.has_confidence()), (&[1, 4][..], false));
+    let split = trained(&[EAGLE3, "train.local_batch_size=1"]);
+    for (a, b) in bench.losses().iter().zip(split.losses()) {
+        assert!((a - b).abs() < 1e-5 * a.abs().max(1.0), "{a} and {b}");
+    }
+}
+
+#[test]
+fn eagle3_resumes_to_the_same_bytes() {
+    let whole = trained(&[EAGLE3]);
+    let bench = Bench::new();
+    let mut child = common::start_until(&bench, 4, &set(&[EAGLE3]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    bench.succeeds(&set(&[EAGLE3]));
+    assert!(bench.result() == whole.result());
+}
+
+#[test]
+fn supervising_labels_trains_another_drafter() {
+    let shifted = trained(&[EAGLE3]);
+    let labels = trained(&["drafter={eagle3: {ttt_length: 3, supervise: labels}}"]);
+    assert!(labels.result() != shifted.result());
+    assert!(labels.losses()[STEPS - 1] < labels.losses()[0]);
+}
+
+#[test]
+fn layers_with_windows_are_saved_as_such() {
+    let bench = trained(&[
+        "drafter.dspark.num_draft_layers=2",
+        "drafter.dspark.sliding_window=32",
+        "drafter.dspark.layer_types=[sliding_attention, full_attention]",
+    ]);
+    let config = config(&bench, STEPS);
+    assert_eq!(config["layer_types"], json!(["sliding_attention", "full_attention"]));
+    assert_eq!((&config["sliding_window"], &config["use_sliding_window"]), (&json!(32), &json!(true)));
+    loads(&bench);
+}
+
+/// All values of a checkpoint's tensor.
+fn values(bench: &Bench, at: usize, name: &str) -> Vec<f32> {
+    let file = step(bench, at).join("model.safetensors");
+    match &arrays(&file)[name].values {
+        Values::Float(values) => values.clone(),
+        other => panic!("{name}: {other:?}"),
+    }
+}
+
+#[test]
+fn dspark_starts_from_dflash_with_fresh_heads() {
+    let dflash = trained(&[DFLASH]);
+    let from = format!("train.init_from={}", step(&dflash, STEPS).display());
+    let (warm, cold) = (Bench::new(), Bench::new());
+    let init_only = |changes: &[&str]| [set(changes), vec!["--init-only"]].concat();
+    warm.succeeds(&init_only(&[&from]));
+    cold.succeeds(&init_only(&[]));
+    for name in ["fc.weight", "norm.weight", "layers.0.mlp.up_proj.weight"] {
+        assert_eq!(values(&warm, 0, name), values(&dflash, STEPS, name), "{name}");
+        assert_ne!(values(&warm, 0, name), values(&cold, 0, name), "{name}");
+    }
+    for name in
+        ["markov_head.markov_w1.weight", "markov_head.gate_proj.weight", "confidence_head.proj.weight"]
+    {
+        assert_eq!(values(&warm, 0, name), values(&cold, 0, name), "{name}");
+    }
+    // A finished drafter goes on learning under another recipe, and a run that has begun no longer looks there.
+    let fine = Bench::new();
+    fine.succeeds(&set(&[
+        &format!("train.init_from={}", warm.path("out/t/step_0").display()),
+        "train.lr=1e-4",
+    ]));
+    assert!(fine.losses()[0] < 20.0);
+    fs::remove_dir_all(step(&warm, 0)).unwrap();
+    fine.succeeds(&set(&[
+        &format!("train.init_from={}", warm.path("out/t/step_0").display()),
+        "train.lr=1e-4",
+    ]));
+}
+
+#[test]
+fn a_start_from_another_drafter_is_refused_by_name() {
+    let dspark = trained(&[]);
+    let bench = Bench::new();
+    let from = format!("train.init_from={}", step(&dspark, STEPS).display());
+    let refused = |changes: &[&str], hints: &[&str]| {
+        let changes = [&[from.as_str()], changes].concat();
+        bench.fails(&set(&changes), 2, &[&["train.init_from"], hints].concat());
+    };
+    refused(&[EAGLE3], &["holds a block drafter", "another kind"]);
+    refused(&["drafter.dspark.block_size=6"], &["block_size 5 there, 6 here"]);
+    refused(&["drafter.dspark.num_draft_layers=2"], &["num_draft_layers 1 there, 2 here"]);
+    refused(&["drafter.dspark.markov.rank=9"], &["rank: 8", "rank: 9"]);
+    refused(&["drafter.dspark.sliding_window=8"], &["window: None", "window: Some(8)"]);
+    refused(&[DFLASH], &["markov", "confidence"]);
+    bench.fails(&set(&["train.init_from=/nowhere"]), 2, &["train.init_from", "/nowhere"]);
+    assert!(!bench.path("out/t/step_latest").exists());
+    // A checkpoint that lacks what its config promises.
+    let torn = step(&dspark, STEPS);
+    let weights = Weights::open(&torn, "drafter", Device::Cpu, Kind::Float).unwrap();
+    let kept: Vec<_> = weights
+        .unread()
+        .into_iter()
+        .filter(|name| name != "fc.weight")
+        .map(|name| {
+            let shape = arrays(&torn.join("model.safetensors"))[&name].shape.clone();
+            (name.clone(), weights.get(&name, &shape).unwrap())
+        })
+        .collect();
+    deepspec_models::save(&torn.join("model.safetensors"), &kept, Kind::BFloat16).unwrap();
+    bench.fails(&set(&[&from]), 1, &["fc.weight"]);
+}
+
+/// DSpark and Eagle3 for a Gemma 4 target that computes its states while they learn.
+#[test]
+fn gemma4_targets_have_drafters() {
+    let bench = Bench::new();
+    let gemma = bench.path("gemma");
+    fs::create_dir(&gemma).unwrap();
+    tiny::gemma4(&gemma, 512);
+    let target = format!("target.model={}", gemma.display());
+    let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
+    let common = [
+        target.as_str(),
+        input.as_str(),
+        "target.layer_ids=[1, 3]",
+        "data.states=online",
+        "data.chat_template=gemma4",
+        "data.max_length=512",
+        "train.max_train_steps=4",
+    ];
+    for (drafter, class) in
+        [("drafter.dspark.mask_token_id=4", "Gemma4DSparkModel"), (EAGLE3, "Gemma4Eagle3Model")]
+    {
+        bench.succeeds(&[set(&[&common[..], &[drafter]].concat()), vec!["--overwrite"]].concat());
+        let saved = config(&bench, 4);
+        assert_eq!(saved["architectures"], json!([class]));
+        assert_eq!(
+            (&saved["model_type"], &saved["target_model_type"]),
+            (&json!("gemma4_text"), &json!("gemma4_unified"))
+        );
+        assert!(arrays(&step(&bench, 4).join("model.safetensors")).contains_key("layers.0.layer_scalar"));
+        loads(&bench);
+    }
+}
