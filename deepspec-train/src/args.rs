@@ -1,13 +1,14 @@
 //! The command line.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 use deepspec_core::cli::Verbosity;
 
 /// Train a drafter by a recipe. Running the same recipe again resumes it.
 #[derive(Debug, Parser)]
-#[command(name = "deepspec-train", version)]
+#[command(name = "deepspec-train", version, group(ArgGroup::new("dry").args(["plan", "bench"])))]
 pub struct Args {
     /// The recipe, a YAML file.
     #[arg(long, value_name = "FILE")]
@@ -18,6 +19,15 @@ pub struct Args {
     /// Print what would run and exit.
     #[arg(long)]
     pub plan: bool,
+    /// Time so many optimiser steps on random states and exit. Needs neither data nor the target's weights, only its sizes.
+    #[arg(long, value_name = "STEPS")]
+    pub bench: Option<NonZeroUsize>,
+    /// The device's dense peak in TFLOP/s, for the share of it that --bench reaches; known for some GPUs.
+    #[arg(long, value_name = "N", requires = "bench")]
+    pub peak_tflops: Option<f64>,
+    /// Print what --plan or --bench says as JSON.
+    #[arg(long, requires = "dry")]
+    pub json: bool,
     /// Write the untrained drafter as step_0 and exit; training continues from it.
     #[arg(long)]
     pub init_only: bool,

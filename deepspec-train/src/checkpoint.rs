@@ -15,6 +15,8 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use crate::optimizer::AdamW;
+use crate::sinks::METRICS_FILE;
+use crate::tensorboard;
 use retention::{BEST, BEST_FILE};
 
 /// Layout of the training state; raised when it changes.
@@ -115,7 +117,7 @@ impl Checkpoints {
             let path = entry.map_err(FileError::at("reading", &self.dir))?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let step = name.strip_prefix("step_").map(|rest| rest.trim_end_matches(".partial"));
-            if name == crate::report::METRICS_FILE {
+            if name == METRICS_FILE || name.starts_with(tensorboard::PREFIX) {
                 fs::remove_file(&path).map_err(FileError::at("removing", &path))?;
             } else if step.is_some_and(|step| step.parse::<usize>().is_ok()) && path.is_dir() {
                 fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
@@ -211,6 +213,7 @@ fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
     let mut value = without_places(recipe)?;
     if let Some(map) = value.as_object_mut() {
         map.remove("logging");
+        map.remove("eval");
         if let Some(train) = map.get_mut("train").and_then(Value::as_object_mut) {
             for key in ["sharding_strategy", "timeout_s"] {
                 train.remove(key);

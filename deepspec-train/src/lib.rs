@@ -5,18 +5,26 @@
 
 mod agreement;
 mod args;
+mod bench;
+mod budget;
 pub mod checkpoint;
+mod evaluation;
+mod gpu;
 mod launch;
 pub mod loader;
 pub mod lr;
+mod memory;
 pub mod optimizer;
 mod plan;
-mod report;
 mod run;
 pub mod schedule;
+mod shape;
 mod signals;
+mod sinks;
 mod sync;
+mod tensorboard;
 mod trainer;
+mod window;
 
 pub use args::Args;
 pub use run::run;

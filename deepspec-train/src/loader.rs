@@ -13,7 +13,7 @@ use deepspec_states::{Dataset, Facts, StateSource, StatesError};
 use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
 
 /// Micro-batches held ready.
-const READ_AHEAD: usize = 4;
+pub(crate) const READ_AHEAD: usize = 4;
 
 /// One forward's samples and the denominator of their loss.
 pub struct MicroBatch {
@@ -194,6 +194,6 @@ fn plan(facts: Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
 }
 
 /// One flag per token. A sample's length fits 32 bits: no longer one is planned or read.
-fn mask(facts: Facts<'_>) -> Vec<bool> {
+pub(crate) fn mask(facts: Facts<'_>) -> Vec<bool> {
     loss_mask(facts.input_ids.len() as u32, facts.spans)
 }

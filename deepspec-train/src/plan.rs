@@ -1,21 +1,86 @@
-//! What will run, said before it does: a line per topic.
+//! What will run, said before it does: a line per topic, or JSON.
 
-use deepspec_core::recipe::{DrafterRecipe, Precision, Recipe, States};
-use deepspec_models::{ModelError, Weights};
-use deepspec_states::{Budget, Dataset, Running, Source, batches};
-use tch::Kind;
+use std::io::{Write, stdout};
 
+use anyhow::Context;
+use deepspec_core::env;
+use deepspec_core::recipe::{DrafterRecipe, Recipe, States};
+use deepspec_models::{Design, ModelConfig, ModelError, Weights};
+use deepspec_states::{Budget, Dataset, Running, Source, StatesError, batches, check_fit};
+use serde_json::{Value, json};
+use tch::Device;
+
+use crate::args::Args;
+use crate::budget::{Costs, Memory, bytes_of};
+use crate::checkpoint::Checkpoints;
 use crate::schedule::{Order, Schedule, shuffled};
+use crate::shape::Shape;
+use crate::{memory, run};
 
-/// Everything that the lines are made from.
+/// Prints the plan of `recipe`: with its data where that is there, else as far as the target's sizes tell.
+///
+/// # Errors
+/// Usage errors for a recipe that does not fit its target or its data; damaged data.
+pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> anyhow::Result<()> {
+    let program = memory::resident().unwrap_or(0);
+    let shape = Shape::of(&recipe.target, args.verbosity())?;
+    check_fit(recipe, &shape.config).map_err(StatesError::report)?;
+    let design = Design::new(recipe, &shape.config)?;
+    let running = run::running(recipe, device)?;
+    let missing = missing(recipe, &shape);
+    let source =
+        missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));
+    let source = source.transpose()?;
+    let dataset = source.as_ref().map(|source| run::open_data(recipe, source)).transpose()?;
+    let data = match (&source, &dataset) {
+        (Some(source), Some(dataset)) => {
+            Ok(Data { source, dataset, schedule: run::schedule(recipe, dataset.len(), processes)? })
+        }
+        _ => Err(missing.unwrap_or_default()),
+    };
+    let weights = design.weights()?;
+    let costs = Costs { recipe, target: &shape.config, design: &design, weights, processes, program, device };
+    let plan = Plan { costs, running, origin: shape.origin.clone(), data };
+    let latest = Checkpoints::new(recipe.output_dir()).latest()?;
+    let resumes = latest.map(|path| path.display().to_string());
+    let text = if args.json {
+        let mut json = plan.json()?;
+        json["resumes"] = json!(resumes);
+        serde_json::to_string_pretty(&json)?
+    } else {
+        let resumes = resumes.map_or("starts anew".into(), |path| format!("resumes {path}"));
+        format!("{}\n{:<14}{resumes}", plan.text()?, "checkpoints")
+    };
+    writeln!(stdout(), "{text}").context("writing the plan")
+}
+
+/// What has to come to this machine before the samples can be looked at.
+fn missing(recipe: &Recipe, shape: &Shape) -> Option<String> {
+    if !shape.has_weights {
+        return Some(format!("{} is not on this machine", recipe.target.model));
+    }
+    match &recipe.data.states {
+        States::Cache(dir) => (!env::expand_home(dir).is_dir())
+            .then(|| format!("no cache in {dir} (deepspec-data cache build)")),
+        States::Online | States::Hybrid(_) => None,
+    }
+}
+
+/// Everything that is said.
 pub struct Plan<'a> {
-    pub recipe: &'a Recipe,
+    pub costs: Costs<'a>,
+    pub running: Running,
+    /// Where the target's sizes come from.
+    pub origin: String,
+    /// The samples and what they make of the schedule, once they are there.
+    pub data: Result<Data<'a>, String>,
+}
+
+/// What the samples are, and in which steps they come.
+pub struct Data<'a> {
     pub source: &'a Source,
     pub dataset: &'a Dataset,
     pub schedule: Schedule,
-    pub running: Running,
-    /// Trainable weights of the drafter.
-    pub weights: usize,
 }
 
 /// What the target does in the first epoch.
@@ -25,34 +90,177 @@ struct Passes {
 }
 
 impl Plan<'_> {
+    fn recipe(&self) -> &Recipe {
+        self.costs.recipe
+    }
+
     /// The lines.
     ///
     /// # Errors
     /// If the target's weights cannot be opened.
     pub fn text(&self) -> Result<String, ModelError> {
+        let known = self.data.as_ref().ok();
         let lines = [
             ("drafter", Some(self.drafter())),
-            ("data", Some(self.data())),
+            ("sizes", known.is_none().then(|| self.origin.clone())),
+            ("data", Some(self.data.as_ref().map_or_else(|none| format!("none yet: {none}"), Data::text))),
             ("states", Some(self.states())),
-            ("target", self.dataset.needs_target().then(|| self.target()).transpose()?),
-            ("system prompt", Some(self.system_prompt())),
+            (
+                "target",
+                known.filter(|data| data.dataset.needs_target()).map(|data| self.target(data)).transpose()?,
+            ),
+            ("system prompt", known.map(Data::system_prompt)),
             ("schedule", Some(self.schedule())),
-            ("memory", Some(self.memory())),
+            ("memory", Some(self.memory_lines(&self.memory()?))),
         ];
         let lines = lines.into_iter().filter_map(|(topic, text)| Some(format!("{topic:<14}{}", text?)));
         Ok(lines.collect::<Vec<_>>().join("\n"))
     }
 
+    /// The same facts as JSON.
+    ///
+    /// # Errors
+    /// As [`Self::text`].
+    pub fn json(&self) -> Result<Value, ModelError> {
+        let (train, memory) = (&self.recipe().train, self.memory()?);
+        let known = self.data.as_ref().ok();
+        let counts = known.map(|data| data.dataset.counts());
+        Ok(json!({
+            "name": self.recipe().name,
+            "trainable_weights": self.costs.weights,
+            "target": self.origin,
+            "data_missing": self.data.as_ref().err(),
+            "samples": counts.map(|counts| counts.samples),
+            "tokens": counts.map(|counts| counts.tokens),
+            "supervised_tokens": counts.map(|counts| counts.supervised_tokens),
+            "cache_bytes_per_token": self.bytes_per_token(),
+            "steps": known.map(|data| data.schedule.max_train_steps).or(train.max_train_steps),
+            "steps_per_epoch": known.map(|data| data.schedule.steps_per_epoch),
+            "epochs": known.map(|data| data.schedule.num_train_epochs),
+            "global_batch_size": train.global_batch_size,
+            "local_batch_size": train.local_batch_size,
+            "processes": self.costs.processes,
+            "memory": memory,
+            "memory_total": memory.total(),
+        }))
+    }
+
     fn drafter(&self) -> String {
-        let (algorithm, gamma) = match &self.recipe.drafter {
+        let (algorithm, gamma) = match &self.recipe().drafter {
             DrafterRecipe::Dspark(block) => ("DSpark", block.block_size),
             DrafterRecipe::Dflash(block) => ("DFlash", block.block_size),
             DrafterRecipe::Eagle3(eagle3) => ("Eagle3", eagle3.ttt_length),
         };
-        format!("{}: {algorithm}, γ = {gamma}, {} trainable weights", self.recipe.name, self.weights)
+        format!("{}: {algorithm}, γ = {gamma}, {} trainable weights", self.recipe().name, self.costs.weights)
     }
 
-    fn data(&self) -> String {
+    /// What the cache of one token takes: bfloat16 rows of every tap and of the last state.
+    fn bytes_per_token(&self) -> usize {
+        (self.recipe().target.layer_ids.len() + 1) * self.costs.target.hidden_size as usize * 2
+    }
+
+    fn states(&self) -> String {
+        let known = self.data.as_ref().ok();
+        let bytes = match known {
+            Some(data) => data.dataset.stored_bytes().map_or(String::new(), |bytes| megabytes(bytes as f64)),
+            None => format!("at most {:.1} kB per token", self.bytes_per_token() as f64 / 1e3),
+        };
+        match &self.recipe().data.states {
+            States::Cache(dir) => format!("cache {dir}, {bytes}"),
+            States::Online => "online, nothing on disk".into(),
+            States::Hybrid(dir) if known.is_none_or(|data| data.dataset.needs_target()) => {
+                format!("online in the first epoch, which writes {dir}, {bytes}; then from there")
+            }
+            States::Hybrid(dir) => format!("cache {dir}, {bytes}, which an earlier run has finished"),
+        }
+    }
+
+    fn target(&self, data: &Data) -> Result<String, ModelError> {
+        let Running { device, kind, .. } = self.running;
+        let Passes { tokens, forwards } = self.passes(data);
+        let per_step = forwards as f64 / data.schedule.steps_per_epoch as f64;
+        Ok(format!(
+            "on {device:?} in {kind:?}: {tokens} tokens per epoch in {forwards} forwards ({per_step:.1} per step); {} of weights, {} of keys and values",
+            megabytes(bytes_of(self.target_weights(data)?, kind) as f64),
+            megabytes(bytes_of(self.histories(data), kind) as f64),
+        ))
+    }
+
+    fn target_weights(&self, data: &Data) -> Result<usize, ModelError> {
+        Ok(Weights::open(&data.source.dir, "the target", self.running.device, self.running.kind)?.values())
+    }
+
+    /// The first epoch's; later ones have other neighbours and about as many forwards.
+    fn passes(&self, data: &Data) -> Passes {
+        let Schedule { samples_per_epoch, steps_per_epoch, .. } = data.schedule;
+        let per_step = self.running.per_step;
+        let mut order = Order::new(samples_per_epoch, shuffled(self.recipe().seed, data.dataset.len()));
+        let mut length = |position| data.dataset.facts(order.at(position).sample).input_ids.len();
+        let lengths: Vec<usize> = (0..steps_per_epoch * per_step).map(&mut length).collect();
+        let steps = lengths.chunks(per_step);
+        let forwards = steps.map(|step| batches(step.iter().copied(), self.budget(data)).len()).sum();
+        Passes { tokens: lengths.iter().sum(), forwards }
+    }
+
+    /// Values of the target's keys and values when all of its sequences are as long as the longest.
+    fn histories(&self, data: &Data) -> usize {
+        let config: &ModelConfig = self.costs.target;
+        let heads = config.layers.iter().map(|layer| layer.attention.heads);
+        let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
+        self.budget(data).sequences * data.dataset.longest().next_power_of_two() * row
+    }
+
+    fn budget(&self, data: &Data) -> Budget {
+        Budget::new(data.dataset.longest(), self.running.device)
+    }
+
+    fn schedule(&self) -> String {
+        let train = &self.recipe().train;
+        let each = format!("{} samples, {} per forward", train.global_batch_size, train.local_batch_size);
+        match (&self.data, train.max_train_steps) {
+            (Ok(Data { schedule, .. }), _) => format!(
+                "{} steps of {each}; {} steps per epoch, {} epochs begun",
+                schedule.max_train_steps, schedule.steps_per_epoch, schedule.num_train_epochs
+            ),
+            (Err(_), Some(steps)) => format!("{steps} steps of {each}"),
+            (Err(_), None) => format!("{} epochs in steps of {each}", train.num_train_epochs),
+        }
+    }
+
+    /// What the device holds at most.
+    ///
+    /// # Errors
+    /// If the target's weights cannot be opened.
+    pub fn memory(&self) -> Result<Memory, ModelError> {
+        let Ok(data) = &self.data else { return Ok(self.costs.memory(&self.costs.longest(), 0)) };
+        let target = match data.dataset.needs_target() {
+            true => bytes_of(self.target_weights(data)? + self.histories(data), self.running.kind),
+            false => 0,
+        };
+        Ok(self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target))
+    }
+
+    fn memory_lines(&self, memory: &Memory) -> String {
+        let parts = [
+            ("the program", memory.program),
+            ("embedding and head", memory.frozen),
+            ("weights", memory.weights),
+            ("gradients", memory.gradients),
+            ("optimiser", memory.optimizer),
+            ("activations", memory.activations),
+            ("attention or losses at work", memory.workspace),
+            ("states ahead", memory.loader),
+            ("the target", memory.target),
+        ];
+        let parts = parts.iter().filter(|(_, bytes)| *bytes > 0);
+        let parts: Vec<String> =
+            parts.map(|(what, bytes)| format!("{} {what}", megabytes(*bytes as f64))).collect();
+        format!("{} per device: {}", megabytes(memory.total() as f64), parts.join(", "))
+    }
+}
+
+impl Data<'_> {
+    fn text(&self) -> String {
         let counts = self.dataset.counts();
         format!(
             "{} samples, {} tokens, {} supervised",
@@ -60,82 +268,10 @@ impl Plan<'_> {
         )
     }
 
-    fn states(&self) -> String {
-        let bytes = self.dataset.stored_bytes().map_or(String::new(), |bytes| megabytes(bytes as f64));
-        match &self.recipe.data.states {
-            States::Cache(dir) => format!("cache {dir}, {bytes}"),
-            States::Online => "online, nothing on disk".into(),
-            States::Hybrid(dir) if self.dataset.needs_target() => {
-                format!("online in the first epoch, which writes {dir}, {bytes}; then from there")
-            }
-            States::Hybrid(dir) => format!("cache {dir}, {bytes}, which an earlier run has finished"),
-        }
-    }
-
-    fn target(&self) -> Result<String, ModelError> {
-        let Running { device, kind, .. } = self.running;
-        let Passes { tokens, forwards } = self.passes();
-        let per_step = forwards as f64 / self.schedule.steps_per_epoch as f64;
-        let weights = Weights::open(&self.source.dir, "the target", device, kind)?.values();
-        let values = weights as f64 * bytes_of(kind);
-        Ok(format!(
-            "on {device:?} in {kind:?}: {tokens} tokens per epoch in {forwards} forwards ({per_step:.1} per step); {} of weights, {} of keys and values",
-            megabytes(values),
-            megabytes(self.histories() as f64 * bytes_of(kind)),
-        ))
-    }
-
-    /// The first epoch's; later ones have other neighbours and about as many forwards.
-    fn passes(&self) -> Passes {
-        let Schedule { samples_per_epoch, steps_per_epoch, .. } = self.schedule;
-        let per_step = self.running.per_step;
-        let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, self.dataset.len()));
-        let mut length = |position| self.dataset.facts(order.at(position).sample).input_ids.len();
-        let lengths: Vec<usize> = (0..steps_per_epoch * per_step).map(&mut length).collect();
-        let steps = lengths.chunks(per_step);
-        let forwards = steps.map(|step| batches(step.iter().copied(), self.budget()).len()).sum();
-        Passes { tokens: lengths.iter().sum(), forwards }
-    }
-
-    /// Values of the target's keys and values when all of its sequences are as long as the longest.
-    fn histories(&self) -> usize {
-        let heads = self.source.config.layers.iter().map(|layer| layer.attention.heads);
-        let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
-        self.budget().sequences * self.dataset.longest().next_power_of_two() * row
-    }
-
-    fn budget(&self) -> Budget {
-        Budget::new(self.dataset.longest(), self.running.device)
-    }
-
     fn system_prompt(&self) -> String {
         let prompt = self.source.identity.system_prompt.as_deref().unwrap_or("none");
         format!("{prompt} (for rows that have none)")
     }
-
-    fn schedule(&self) -> String {
-        format!(
-            "{} steps of {} samples, {} per forward; {} steps per epoch, {} epochs begun",
-            self.schedule.max_train_steps,
-            self.recipe.train.global_batch_size,
-            self.recipe.train.local_batch_size,
-            self.schedule.steps_per_epoch,
-            self.schedule.num_train_epochs
-        )
-    }
-
-    fn memory(&self) -> String {
-        // Working weights and gradients in their kind; masters (where apart) and two moments in float32.
-        let bytes_per_weight = match self.recipe.train.precision {
-            Precision::Bf16 => 2 + 2 + 12,
-            Precision::Fp32 => 4 + 4 + 8,
-        };
-        format!("{} of weights, gradients and optimiser", megabytes((self.weights * bytes_per_weight) as f64))
-    }
-}
-
-fn bytes_of(kind: Kind) -> f64 {
-    kind.elt_size_in_bytes() as f64
 }
 
 fn megabytes(bytes: f64) -> String {

@@ -1,6 +1,5 @@
 //! From the command line to the loop: everything that can be wrong is found here, before the first forward.
 
-use std::io::{Write, stdout};
 use std::thread;
 use std::time::Duration;
 
@@ -8,7 +7,7 @@ use anyhow::Context;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
-use deepspec_core::usage;
+use deepspec_core::{config, usage};
 use deepspec_dist::{GroupError, ProcessGroup};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Design, Learner, ModelError, TargetModel, load_ends};
@@ -16,15 +15,18 @@ use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
+use crate::bench;
+use crate::budget::Costs;
 use crate::checkpoint::{Checkpoints, restore};
+use crate::evaluation::Evaluation;
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
-use crate::plan::Plan;
-use crate::report::Report;
+use crate::plan::{self, Data, Plan};
 use crate::schedule::{Schedule, Sizes, shuffled};
+use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
-use crate::{agreement, launch, signals};
+use crate::{agreement, launch, memory, signals};
 
 /// Unusable rows that are named one by one.
 const REJECTED_SHOWN: usize = 5;
@@ -37,7 +39,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = Recipe::load(&args.config, &args.overrides)?;
     let place = env::ranks().map_err(|error| UsageError(error.to_string()))?;
     let processes = processes(args, place.as_ref())?;
-    let trains = !args.plan && !args.init_only;
+    let trains = !args.plan && args.bench.is_none() && !args.init_only;
     let timeout = Duration::from_secs(recipe.train.timeout_s);
     let place = match place {
         // The leader plans and makes fresh weights for all.
@@ -49,6 +51,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
     let device = deepspec_dist::rank_device(&args.device, local_rank)
         .map_err(|error| UsageError(error.to_string()))?;
+    if let Some(steps) = args.bench {
+        return bench::run(args, &recipe, steps, device, processes);
+    }
+    if args.plan {
+        return plan::show(args, &recipe, device, processes);
+    }
     let group = match &place {
         Some(place) => ProcessGroup::connect(place, device, timeout)?,
         None => ProcessGroup::alone(),
@@ -88,30 +96,20 @@ fn train(
     device: Device,
     processes: usize,
 ) -> anyhow::Result<()> {
+    let program = memory::resident().unwrap_or(0);
     let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
     // Before anything is read: a drafter that cannot be is refused at once.
     let design = Design::new(recipe, &source.config)?;
     let dataset = open_data(recipe, &source)?;
     check_writer(recipe, &dataset, group)?;
-    let schedule = Schedule::new(Sizes {
-        world_size: processes,
-        dataset_size: dataset.len(),
-        local_batch_size: recipe.train.local_batch_size,
-        global_batch_size: recipe.train.global_batch_size,
-        num_train_epochs: recipe.train.num_train_epochs,
-        max_train_steps: recipe.train.max_train_steps,
-    })
-    .map_err(|error| UsageError(error.to_string()))?;
+    let schedule = schedule(recipe, dataset.len(), processes)?;
     let running = running(recipe, device)?;
-    let kind = match recipe.train.precision {
-        Precision::Bf16 => Kind::BFloat16,
-        Precision::Fp32 => Kind::Float,
-    };
+    let kind = kind(recipe.train.precision);
     let checkpoints = Checkpoints::new(recipe.output_dir());
-    let _claim = (!args.plan && group.is_leader()).then(|| checkpoints.lock()).transpose()?;
-    let latest = if args.overwrite && !args.plan { None } else { checkpoints.latest()? };
+    let _claim = group.is_leader().then(|| checkpoints.lock()).transpose()?;
+    let latest = if args.overwrite { None } else { checkpoints.latest()? };
     agreement::check(group, recipe, dataset.digest(), latest.as_deref())?;
-    let states = match args.plan || args.init_only {
+    let states = match args.init_only {
         true => None,
         false => {
             Some(StateSource::open(&dataset, &source, recipe, running).map_err(StatesError::report_data)?)
@@ -129,13 +127,17 @@ fn train(
     let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
     let optimizer = AdamW::sharded(learner.parameters(), weight_decay, max_grad_norm, share);
     let weights = optimizer.weights();
-    let plan = Plan { recipe, source: &source, dataset: &dataset, schedule, running, weights }.text()?;
-    if args.plan {
-        let resumes = latest.map_or("starts anew".into(), |path| format!("resumes {}", path.display()));
-        writeln!(stdout(), "{plan}\n{:<14}{resumes}", "checkpoints").context("writing the plan")?;
-        return Ok(());
-    }
-    plan.lines().for_each(|line| tracing::info!("{line}"));
+    let plan = Plan {
+        costs: Costs { recipe, target: &source.config, design: &design, weights, processes, program, device },
+        running,
+        origin: source.dir.display().to_string(),
+        data: Ok(Data { source: &source, dataset: &dataset, schedule }),
+    };
+    plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
+    let evaluation = match args.init_only {
+        true => None,
+        false => Evaluation::open(recipe, &source, device, kind)?,
+    };
     if args.overwrite && group.is_leader() {
         checkpoints.clear()?;
     }
@@ -150,6 +152,7 @@ fn train(
         optimizer,
         schedule,
         checkpoints,
+        evaluation,
         stop,
     };
     let first = match &latest {
@@ -183,12 +186,39 @@ fn train(
         rank: group.rank(),
         world_size: group.world_size(),
     };
-    let open = || Report::open(trainer.checkpoints.dir(), first, schedule.max_train_steps, &trainer.terms);
+    let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
+    let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());
+    let shown = Shown { schedule, terms: &trainer.terms, tensorboard };
+    let open = || Report::open(trainer.checkpoints.dir(), first, &shown);
     let report = group.is_leader().then(open).transpose()?;
     thread::scope(|scope| {
         let loader = Loader::start(scope, &dataset, states, options, first);
         trainer.run(first, loader, report)
     })
+}
+
+/// The kind of working weights.
+pub fn kind(precision: Precision) -> Kind {
+    match precision {
+        Precision::Bf16 => Kind::BFloat16,
+        Precision::Fp32 => Kind::Float,
+    }
+}
+
+/// The schedule of `recipe` over so many samples.
+///
+/// # Errors
+/// A usage error if the sizes do not fit together.
+pub fn schedule(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::Result<Schedule> {
+    let sizes = Sizes {
+        world_size: processes,
+        dataset_size: samples,
+        local_batch_size: recipe.train.local_batch_size,
+        global_batch_size: recipe.train.global_batch_size,
+        num_train_epochs: recipe.train.num_train_epochs,
+        max_train_steps: recipe.train.max_train_steps,
+    };
+    Ok(Schedule::new(sizes).map_err(|error| UsageError(error.to_string()))?)
 }
 
 /// Gives a fresh run the weights that its recipe names.
@@ -202,7 +232,7 @@ fn start_from(recipe: &Recipe, learner: &Learner, verbosity: Verbosity) -> anyho
 }
 
 /// Where and in what the target runs, where it runs: just as it does for a cache.
-fn running(recipe: &Recipe, trainer: Device) -> anyhow::Result<Running> {
+pub fn running(recipe: &Recipe, trainer: Device) -> anyhow::Result<Running> {
     let device = match &recipe.data.target_device {
         Some(name) => deepspec_dist::device(name)
             .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
@@ -213,7 +243,7 @@ fn running(recipe: &Recipe, trainer: Device) -> anyhow::Result<Running> {
 }
 
 /// The data set of a recipe, with a word on the rows that are left out.
-fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
+pub fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
     let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
     let dataset = Dataset::open(recipe, source, first_epoch).map_err(StatesError::report_data)?;
     if let Some(report) = dataset.report() {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::bail;
 use deepspec_core::cli::ExitWith;
@@ -10,11 +11,13 @@ use deepspec_dist::ProcessGroup;
 use deepspec_models::{Learner, Terms};
 
 use crate::checkpoint::{Checkpoints, TrainState};
+use crate::evaluation::Evaluation;
 use crate::loader::Loader;
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
-use crate::report::{Report, Window};
 use crate::schedule::Schedule;
+use crate::sinks::Report;
+use crate::window::Window;
 
 /// "Try again": saved before the end because a signal asked for it.
 pub const SAVED_EARLY: u8 = 75;
@@ -29,6 +32,8 @@ pub struct Trainer<'a> {
     pub schedule: Schedule,
     pub lr: LrSchedule,
     pub checkpoints: Checkpoints,
+    /// Measures accepted length, if that is asked for.
+    pub evaluation: Option<Evaluation>,
     /// Digest of the data set, kept in the training state.
     pub data: String,
     /// Raised by SIGTERM and SIGUSR1.
@@ -61,7 +66,9 @@ impl Trainer<'_> {
             let (done, last) = (step + 1, step + 1 == self.schedule.max_train_steps);
             let stopping = self.group.any("ending a step", self.stop.load(Ordering::Relaxed))?;
             let logs = done % logging.logging_steps == 0 || last;
-            let saves = done % logging.checkpointing_steps == 0 || last || stopping;
+            // Who is told to stop has no time to measure.
+            let evaluates = logging.eval_every.is_some_and(|every| done % every == 0 || last) && !stopping;
+            let saves = done % logging.checkpointing_steps == 0 || last || stopping || evaluates;
             if (logs || saves) && !window.is_finite() {
                 bail!(
                     "training diverged before step {done}: a gradient is not finite; lower train.lr and start anew with --overwrite"
@@ -70,10 +77,21 @@ impl Trainer<'_> {
             if logs {
                 window.reduce(self.group)?;
                 let metrics = window.take(done, lr, loader.take_waited());
-                report.as_mut().map_or(Ok(()), |report| report.window(&metrics))?;
+                report.as_mut().map_or(Ok(()), |report| report.window(metrics))?;
+            }
+            // Before the checkpoint: a run that is killed in between does both again.
+            let mut tau = None;
+            if let Some(evaluation) = self.evaluation.as_mut().filter(|_| evaluates) {
+                let scores = evaluation.run(&self.learner, self.group)?;
+                window.pause(Duration::from_secs_f64(scores.seconds));
+                report.as_mut().map_or(Ok(()), |report| report.evaluated(done, &scores))?;
+                tau = scores.tau();
             }
             if saves {
                 self.save(done)?;
+            }
+            if let Some(tau) = tau.filter(|_| self.group.is_leader()) {
+                self.checkpoints.mark_best(done, tau)?;
             }
             if stopping && !last {
                 let reason = format!(
@@ -83,7 +101,13 @@ impl Trainer<'_> {
                 return Err(ExitWith { code: SAVED_EARLY, reason }.into());
             }
         }
-        loader.finish()
+        loader.finish()?;
+        if let Some(report) = report {
+            let checkpoint = self.checkpoints.dir().join(format!("step_{}", self.schedule.max_train_steps));
+            let summary = report.summary(&checkpoint, &self.recipe.target.model);
+            summary.lines().for_each(|line| tracing::info!("{line}"));
+        }
+        Ok(())
     }
 
     /// Saves the state after `step` steps: the leader writes, and no rank goes on before it is there.

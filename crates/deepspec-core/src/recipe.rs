@@ -3,6 +3,7 @@
 //! Shared by `deepspec-data cache` (target, data) and `deepspec-train` (all of it). Every default is written here and nowhere else.
 
 mod eagle3;
+mod eval;
 mod layers;
 mod loss;
 mod states;
@@ -17,6 +18,7 @@ use crate::config::{self, ConfigError};
 use crate::env;
 
 pub use eagle3::{Eagle3Recipe, Supervise};
+pub use eval::EvalRecipe;
 pub use layers::LayerType;
 pub use loss::{Dpace, Lk, LkForm, LossRecipe};
 pub use states::States;
@@ -46,6 +48,9 @@ pub struct Recipe {
     /// What is written while it learns.
     #[serde(default)]
     pub logging: LoggingRecipe,
+    /// What `logging.eval_every` measures; absent means the smoke suites.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval: Option<EvalRecipe>,
 }
 
 /// The target and where it is tapped.
@@ -272,6 +277,12 @@ pub struct LoggingRecipe {
     pub logging_steps: usize,
     /// Optimiser steps between checkpoints; the last step always has one.
     pub checkpointing_steps: usize,
+    /// Optimiser steps between measurements of the real accepted length, which the last step always has; absent means none. An
+    /// evaluated step has a checkpoint too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eval_every: Option<usize>,
+    /// Whether a TensorBoard event file is written beside the checkpoints.
+    pub tensorboard: bool,
     /// Checkpoints go to a folder of the experiment's name in here.
     pub output_dir: String,
     /// The newest checkpoints that are kept, beside the best one; absent means all.
@@ -284,6 +295,8 @@ impl Default for LoggingRecipe {
         Self {
             logging_steps: 10,
             checkpointing_steps: 3000,
+            eval_every: None,
+            tensorboard: true,
             output_dir: "~/checkpoints/deepspec".into(),
             keep_checkpoints: None,
         }

@@ -34,6 +34,29 @@ pub trait Target {
     fn device(&self) -> Device;
 }
 
+/// An engine may borrow its target from whoever needs it again.
+impl<T: Target> Target for &mut T {
+    fn forward(&mut self, feed: &Feed) -> Forwarded {
+        (**self).forward(feed)
+    }
+
+    fn logits(&self, hidden: &Tensor) -> Tensor {
+        (**self).logits(hidden)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        (**self).truncate(slot, len);
+    }
+
+    fn vocab_size(&self) -> usize {
+        (**self).vocab_size()
+    }
+
+    fn device(&self) -> Device {
+        (**self).device()
+    }
+}
+
 /// States of tokens that were committed since the drafter's last proposal.
 pub struct Context {
     /// Captured states, one row per token: `[C, m·d]`.

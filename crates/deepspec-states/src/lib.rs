@@ -28,5 +28,5 @@ pub use error::StatesError;
 pub use fill::fill;
 pub use online::SampleStates;
 pub use rows::{Rejected, Report, Tokenised, tokenise};
-pub use source::{Source, chat_template, identity, mask_rules};
+pub use source::{Source, chat_template, check_fit, identity, mask_rules};
 pub use states::{Running, StateSource};

@@ -109,7 +109,11 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
     })
 }
 
-fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<(), StatesError> {
+/// Checks that taps, mask token and length of a recipe exist in a target of this architecture.
+///
+/// # Errors
+/// A mistake in the recipe, by its key.
+pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<(), StatesError> {
     let (dir, layers) = (&recipe.target.model, config.layers.len());
     if let Some(outside) = recipe.taps().into_iter().find(|&tap| tap >= layers as i64) {
         let problem = format!("{dir} has no layer {outside}; its layers are 0 to {}", layers - 1);

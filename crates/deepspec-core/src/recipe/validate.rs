@@ -11,6 +11,7 @@ impl Recipe {
             ("logging.logging_steps", self.logging.logging_steps),
             ("logging.checkpointing_steps", self.logging.checkpointing_steps),
             ("logging.keep_checkpoints", self.logging.keep_checkpoints.unwrap_or(1)),
+            ("logging.eval_every", self.logging.eval_every.unwrap_or(1)),
             ("data.max_length", self.data.max_length),
             ("train.max_train_steps", self.train.max_train_steps.unwrap_or(1)),
             ("train.num_train_epochs", self.train.max_train_steps.map_or(self.train.num_train_epochs, |_| 1)),
@@ -46,6 +47,16 @@ impl Recipe {
             entry.check()?;
         }
         self.data.check()?;
+        match (&self.eval, self.logging.eval_every) {
+            (Some(_), None) => {
+                return Err((
+                    "eval",
+                    "nothing is measured without logging.eval_every; give both or none".into(),
+                ));
+            }
+            (Some(eval), Some(_)) => eval.check()?,
+            (None, _) => {}
+        }
         self.drafter.check()
     }
 }
@@ -161,10 +172,17 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         wrong("drafter.dspark.loss={lk: {type: hybird}}", "hybird");
         wrong("drafter.dspark.loss={lk: {type: hybrid, eta: .nan}}", "`drafter.loss.lk.eta`");
         wrong("name=a/b", "cannot name a folder");
+        wrong("logging.eval_every=0", "`logging.eval_every`: must be at least 1");
+        wrong("eval={limit: 4}", "`eval`: nothing is measured without logging.eval_every");
         let entry = "data.chat_template={name: a, assistant_header: '', end_of_turn: x}";
         wrong(entry, "`data.chat_template.assistant_header`: must not be empty");
         wrong("data.chat_template={nam: a}", "did you mean `name`?");
         wrong("data.chat_template=/nowhere/a.yaml", "/nowhere/a.yaml");
+        let evaluated = |eval: &str| read(MINIMAL, &["logging.eval_every=5", eval]).unwrap_err();
+        assert!(evaluated("eval={slots: 0}").contains("`eval.slots`: must be at least 1"));
+        assert!(evaluated("eval={suites: []}").contains("`eval.suites`"));
+        assert!(evaluated("eval={temperature: -1}").contains("`eval.temperature`"));
+        assert!(evaluated("eval={suite: [a]}").contains("did you mean `suites`?"));
         let dflash = MINIMAL.replace("dspark:", "dflash:");
         assert!(read(&dflash, &[]).unwrap_err().contains("use `dspark`"));
         wrong("drafter.dspark.layer_types=[full_attention]", "1 types for 2 draft layers");

@@ -5,14 +5,16 @@ use deepspec_core::recipe::{DrafterRecipe, Recipe};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
+use super::Drafter;
 use super::block::{
     Block, BlockBatch, BlockConfig, BlockTerms, Confidence, Normaliser, TrainSample, anchor_candidates,
     eval_mask, slot_weight,
 };
+use super::cost::{PassBytes, SampleSize};
 use super::eagle3::{Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Terms};
 use crate::config::MAX_LAYERS;
 use crate::losses::LossAlphas;
-use crate::{ModelConfig, ModelError};
+use crate::{BlockProposer, Eagle3Proposer, ModelConfig, ModelError};
 
 /// What a recipe asks for, fitted to a target: architecture and objective of a drafter, before any weight is there.
 #[derive(Debug, Clone)]
@@ -113,6 +115,34 @@ impl Design {
             },
             Self::Eagle3 { .. } => Supervision::Sequence,
         }
+    }
+
+    /// Floating-point operations of forward and backward over `samples`.
+    pub fn flops(&self, samples: &[TrainSample]) -> f64 {
+        match self {
+            Self::Block { config, .. } => config.flops(samples),
+            Self::Eagle3 { config, objective } => config.flops(samples, objective.supervise),
+        }
+    }
+
+    /// What forward and backward over samples of these sizes hold at most beside weights and gradients of this kind.
+    pub fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
+        match self {
+            Self::Block { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes(), device),
+            Self::Eagle3 { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes()),
+        }
+    }
+
+    /// Number of trainable weights.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn weights(&self) -> Result<usize, ModelError> {
+        let parameters = match self {
+            Self::Block { config, .. } => Block::outline(config.clone())?,
+            Self::Eagle3 { config, .. } => Eagle3::outline(config.clone())?,
+        };
+        Ok(parameters.iter().map(|(_, tensor)| tensor.numel()).sum())
     }
 
     /// What the sums of its micro-batches mean.
@@ -240,6 +270,17 @@ impl Learner {
                 let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());
                 Some(model.accumulate(batch.as_ref(), objective, normaliser, samples.len()))
             }
+        }
+    }
+
+    /// A drafter for `slots` sequences with the weights as they are and as they become: it shares their storage.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn drafter(&self, slots: usize) -> Result<Drafter, ModelError> {
+        match self {
+            Self::Block { block, .. } => Ok(Drafter::Block(BlockProposer::new(block.share()?, slots))),
+            Self::Eagle3 { model, .. } => Ok(Drafter::Eagle3(Eagle3Proposer::new(model.share()?, slots))),
         }
     }
 

@@ -3,6 +3,7 @@
 pub mod block;
 mod checkpoint;
 mod config;
+pub mod cost;
 pub mod eagle3;
 pub mod learner;
 mod warm_start;

@@ -13,6 +13,10 @@ const CHUNK_ROWS: (i64, i64) = (64, 224);
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a dozen passes over a tile, which the CPU's caches should hold.
 const TILE_BYTES: i64 = 1 << 19;
+/// Logits of the drafter, of the target, and the bias.
+const BUFFERS: usize = 3;
+/// Of a tile, at a time.
+const TEMPORARIES: usize = 6;
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
@@ -97,18 +101,31 @@ fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     spans
 }
 
+/// Rows of a chunk and of a tile.
+fn sizes(vocab: i64, device: Device) -> (i64, i64) {
+    match device {
+        Device::Cpu => {
+            ((CHUNK_BYTES / (4 * vocab)).clamp(CHUNK_ROWS.0, CHUNK_ROWS.1), TILE_BYTES / (4 * vocab))
+        }
+        _ => (GPU_CHUNK_ROWS, GPU_CHUNK_ROWS),
+    }
+}
+
+/// Bytes that [`accumulate`] works with beside its results: the buffers of a chunk of blocks of γ rows, `values` of them in a kind
+/// of so many bytes, and a tile's float32 temporaries.
+pub fn buffer_bytes(vocab: i64, gamma: i64, values: usize, device: Device) -> usize {
+    let (chunk, tile) = sizes(vocab, device);
+    let logits = |rows: i64| (rows.max(gamma) * vocab) as usize;
+    BUFFERS * logits(chunk) * values + TEMPORARIES * logits(tile) * size_of::<f32>()
+}
+
 /// Losses of all rows and their gradients. To be called without a graph.
 ///
 /// Beside its results it holds three buffers of one chunk's logits and the temporaries of a tile.
 pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> Outcome {
     let (head, kind, device) = (vocabulary.lm_head(), rows.hidden.kind(), rows.hidden.device());
     let vocab = head.size()[0];
-    let (most, tile) = match device {
-        Device::Cpu => {
-            ((CHUNK_BYTES / (4 * vocab)).clamp(CHUNK_ROWS.0, CHUNK_ROWS.1), TILE_BYTES / (4 * vocab))
-        }
-        _ => (GPU_CHUNK_ROWS, GPU_CHUNK_ROWS),
-    };
+    let (most, tile) = sizes(vocab, device);
     let chunks = spans(rows.counts, most);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let logits = Tensor::empty([2 * largest, vocab], (kind, device));

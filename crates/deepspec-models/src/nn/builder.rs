@@ -1,4 +1,4 @@
-//! Where parameters come from: a checkpoint, or fresh random numbers.
+//! Where parameters come from: a checkpoint, fresh random numbers, or a model that is there already.
 
 use std::cell::RefCell;
 
@@ -21,6 +21,8 @@ pub enum Init {
 enum Source<'a> {
     Checkpoint(&'a Weights),
     Fresh { seed: u64, std: f64, device: Device, kind: Kind },
+    Shared(&'a [(String, Tensor)]),
+    Outline,
 }
 
 /// Hands out parameters by checkpoint name and remembers them in order.
@@ -49,6 +51,16 @@ impl<'a> Builder<'a> {
         Self { source: Source::Fresh { seed, std, device, kind }, named: RefCell::default() }
     }
 
+    /// Hands out parameters whose values nobody looks at: memory that is never touched.
+    pub fn outline() -> Self {
+        Self { source: Source::Outline, named: RefCell::default() }
+    }
+
+    /// Hands out the parameters of another model, sharing their storage.
+    pub fn sharing(named: &'a [(String, Tensor)]) -> Self {
+        Self { source: Source::Shared(named), named: RefCell::default() }
+    }
+
     /// The parameter `name` of the given shape.
     ///
     /// # Errors
@@ -72,6 +84,14 @@ impl<'a> Builder<'a> {
     fn read(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
         Ok(match &self.source {
             Source::Checkpoint(weights) => weights.get(name, shape)?,
+            Source::Shared(named) => {
+                let shared = named.iter().find(|(other, tensor)| other == name && tensor.size() == shape);
+                shared.map_or_else(
+                    || panic!("the other model has no `{name}` of shape {shape:?}"),
+                    |(_, tensor)| tensor.shallow_clone(),
+                )
+            }
+            Source::Outline => Tensor::empty(shape, (Kind::BFloat16, Device::Cpu)),
             &Source::Fresh { seed, std, device, kind } => match init {
                 Init::Ones => Tensor::ones(shape, (kind, device)),
                 Init::Zeros => Tensor::zeros(shape, (kind, device)),

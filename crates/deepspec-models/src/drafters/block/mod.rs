@@ -4,6 +4,7 @@
 
 mod batch;
 mod config;
+mod cost;
 mod heads;
 mod metrics;
 mod model;

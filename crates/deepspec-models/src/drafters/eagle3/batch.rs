@@ -8,7 +8,7 @@ use super::objective::Eagle3Objective;
 use crate::drafters::block::TrainSample;
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
-const PIECE: usize = 256;
+pub(super) const PIECE: usize = 256;
 
 /// Some columns of a step, all of one sequence.
 pub(super) struct Piece {
@@ -48,7 +48,7 @@ pub struct Eagle3Batch {
 }
 
 /// Whether column `i` is supervised at step `s`: it then predicts token i + 2 + s from the target's state of token i + 1 + s.
-fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
+pub(super) fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
     // The last token predicts nothing.
     let (decides, known) = match supervise {
         Supervise::Shifted => (i + s, loss_mask.len().saturating_sub(1)),
@@ -58,7 +58,7 @@ fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> b
 }
 
 /// The columns of one sequence that step `s` of `steps` still needs.
-fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
+pub(super) fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
     let later = |i: usize| (s..steps).any(|r| supervised(supervise, loss_mask, i, r));
     let mut columns: Vec<usize> = (0..loss_mask.len()).filter(|&i| later(i)).collect();
     // At first, all before the last one too: they are attended to.

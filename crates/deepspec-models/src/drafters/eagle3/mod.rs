@@ -5,6 +5,7 @@
 
 mod batch;
 mod config;
+mod cost;
 mod metrics;
 mod model;
 mod objective;

@@ -121,6 +121,27 @@ impl Eagle3 {
         })
     }
 
+    /// The names and shapes of the parameters of a drafter like this, without their values.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn outline(config: Eagle3Config) -> Result<Vec<(String, Tensor)>, ModelError> {
+        let ends = Tensor::empty([0, config.model.hidden_size], (Kind::BFloat16, Device::Cpu));
+        let outline = Self::build(config, Builder::outline(), ends.shallow_clone(), ends, Kind::BFloat16)?;
+        Ok(outline.tensors.parameters)
+    }
+
+    /// The same drafter once more, sharing all weights with this one.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn share(&self) -> Result<Self, ModelError> {
+        let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head());
+        let all = self.tensors.all();
+        let b = Builder::sharing(&all);
+        Self::build(self.config.clone(), b, embed.shallow_clone(), head.shallow_clone(), self.kind)
+    }
+
     /// Its architecture.
     pub fn config(&self) -> &Eagle3Config {
         &self.config

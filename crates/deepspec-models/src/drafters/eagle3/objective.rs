@@ -8,7 +8,7 @@ use super::model::Eagle3;
 use crate::drafters::block::Normaliser;
 
 /// Rows whose distributions exist at once.
-const CHUNK: i64 = 128;
+pub(super) const CHUNK: i64 = 128;
 
 /// How an Eagle3 drafter is trained.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,19 +1,13 @@
-//! What training says: a console line and a line of metrics.jsonl per logging window.
+//! What a logging window comes to.
 
-use std::fs;
-use std::io::Write;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use deepspec_core::atomic::{self, FileError};
-use deepspec_core::jsonl::{Appender, Line, Reader};
 use deepspec_dist::{GroupError, ProcessGroup};
 use deepspec_models::Terms;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
-/// One JSON object per logging window.
-pub const METRICS_FILE: &str = "metrics.jsonl";
+use crate::memory;
 
 /// Sums since the last line; every mean is divided once, here.
 pub struct Window {
@@ -26,6 +20,8 @@ pub struct Window {
     /// Sum of all gradient norms: not finite as soon as one is not.
     norms: Option<Tensor>,
     started: Instant,
+    /// Time since then that was not spent on training.
+    paused: Duration,
 }
 
 impl Window {
@@ -40,6 +36,7 @@ impl Window {
             grad_norm: None,
             norms: None,
             started: Instant::now(),
+            paused: Duration::ZERO,
         }
     }
 
@@ -80,6 +77,11 @@ impl Window {
         Ok(())
     }
 
+    /// Leaves out time that went to something else than training.
+    pub fn pause(&mut self, time: Duration) {
+        self.paused += time;
+    }
+
     /// Whether all gradient norms since the last line were finite.
     pub fn is_finite(&self) -> bool {
         self.norms.as_ref().is_none_or(|norms| norms.double_value(&[]).is_finite())
@@ -87,7 +89,7 @@ impl Window {
 
     /// The window's metrics, leaving it empty. The only place that reads tensors back.
     pub fn take(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
-        let elapsed = self.started.elapsed().as_secs_f64();
+        let elapsed = self.started.elapsed().saturating_sub(self.paused).as_secs_f64();
         let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.terms.count()], to_vec);
         let mut metrics = Map::from_iter([("step".to_string(), json!(step))]);
         metrics.append(&mut self.terms.metrics(&sums, self.samples));
@@ -98,6 +100,10 @@ impl Window {
             "tokens_per_s": self.tokens as f64 / elapsed,
             "step_s": elapsed / self.steps.max(1) as f64,
             "data_wait_s": waited.as_secs_f64(),
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "seconds": elapsed,
+            "peak_memory_bytes": memory::peak(),
         });
         *self = Self::new(self.terms.clone());
         if let Value::Object(mut own) = own {
@@ -113,66 +119,70 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
     values
 }
 
-/// Console and metrics.jsonl.
-pub struct Report {
-    metrics: Appender,
-    total_steps: usize,
-    /// Metrics shown beside the loss: short name and key.
-    headline: &'static [(&'static str, &'static str)],
-}
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
 
-impl Report {
-    /// Continues `dir/metrics.jsonl` behind step `step`: lines of steps that are run again are dropped.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
-    pub fn open(dir: &Path, step: usize, total_steps: usize, terms: &Terms) -> Result<Self, FileError> {
-        let path: PathBuf = dir.join(METRICS_FILE);
-        if path.is_file() {
-            let mut kept = vec![];
-            for line in Reader::open(&path)? {
-                if let Line::Row(_, row) = line?
-                    && row.get("step").and_then(Value::as_u64).is_some_and(|done| done <= step as u64)
-                {
-                    kept.push(row);
-                }
-            }
-            atomic::replace(&path, |file| {
-                for row in &kept {
-                    serde_json::to_writer(&mut *file, row)?;
-                    file.write_all(b"\n")?;
-                }
-                Ok(())
-            })?;
+    use deepspec_core::recipe::Recipe;
+    use deepspec_models::{Design, LossSums, ModelConfig};
+
+    use super::*;
+
+    const GAMMA: usize = 3;
+    const RECIPE: &str = "
+name: t
+target: {model: nowhere, layer_ids: [0]}
+drafter: {dflash: {block_size: 3, num_draft_layers: 1, mask_token_id: 7}}
+data: {states: {cache: nowhere}, chat_template: qwen}
+";
+
+    fn terms() -> Terms {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("recipe.yaml");
+        std::fs::write(&path, RECIPE).unwrap();
+        let recipe = Recipe::load(&path, &[]).unwrap();
+        let target = json!({"model_type": "qwen3", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "vocab_size": 8});
+        let target =
+            ModelConfig::parse(Path::new("config.json"), target.as_object().unwrap().clone()).unwrap();
+        Design::new(&recipe, &target).unwrap().terms()
+    }
+
+    /// Two blocks: one of which all slots are accepted, one that fails in its first slot.
+    fn sums() -> Tensor {
+        let value = |name: &str| match name {
+            "blocks" => 2.0,
+            "slots" => 6.0,
+            "tau" => 2.0 + 3.0,
+            "accept@0" | "accept@1" | "accept@2" => 1.0,
+            "count@0" | "count@1" | "count@2" => 2.0,
+            other => other.len() as f64,
+        };
+        let values: Vec<f64> = LossSums::names(GAMMA).iter().map(|name| value(name)).collect();
+        Tensor::from_slice(&values)
+    }
+
+    fn metrics(times: usize) -> Map<String, Value> {
+        let mut window = Window::new(terms());
+        (0..times).for_each(|_| window.add(Some(&sums()), 1, 10));
+        window.take(1, 1e-3, Duration::ZERO)
+    }
+
+    /// speculators#759: sums that were reduced twice showed metrics times the number of ranks.
+    #[test]
+    fn metrics_are_not_multiplied_by_how_many_parts_they_are_summed_from() {
+        let (one, four) = (metrics(1), metrics(4));
+        for key in ["loss", "ce_loss", "l1_loss", "tau_probabilistic", "accept_rate", "confidence_bias"] {
+            assert_eq!(one[key], four[key], "{key}");
         }
-        fs::create_dir_all(dir).map_err(FileError::at("creating", dir))?;
-        Ok(Self { metrics: Appender::open(&path)?, total_steps, headline: terms.headline() })
+        assert_eq!((&four["samples"], &four["tokens"]), (&json!(4), &json!(40)));
     }
 
-    /// Writes one window.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
-    pub fn window(&mut self, metrics: &Map<String, Value>) -> Result<(), FileError> {
-        let number = |key: &str| metrics.get(key).and_then(Value::as_f64).unwrap_or(0.0);
-        let left = (self.total_steps as f64 - number("step")) * number("step_s");
-        let terms = self.headline.iter().map(|(name, key)| format!("  {name} {:.3}", number(key)));
-        tracing::info!(
-            "step {}/{}  loss {:.4}{}  lr {:.2e}  grad {:.2}  {:.1} samples/s  wait {:.1} s  {} left",
-            number("step"),
-            self.total_steps,
-            number("loss"),
-            terms.collect::<String>(),
-            number("lr"),
-            number("grad_norm"),
-            number("samples_per_s"),
-            number("data_wait_s"),
-            minutes(left),
-        );
-        self.metrics.append(metrics)
+    /// speculators#805.
+    #[test]
+    fn accepted_length_does_not_skip_slot_0() {
+        let metrics = metrics(1);
+        assert_eq!(metrics["accept_rate"], json!([0.5, 0.5, 0.5]));
+        assert_eq!(metrics["tau_probabilistic"], json!(2.5));
     }
-}
-
-fn minutes(seconds: f64) -> String {
-    format!("{}:{:02} min", (seconds / 60.0) as u64, (seconds % 60.0) as u64)
 }

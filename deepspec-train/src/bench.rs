@@ -1,0 +1,283 @@
+//! `--bench`: steps of a recipe on random states, by the clock.
+
+use std::io::{Write, stdout};
+use std::num::NonZeroUsize;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use deepspec_core::cli::UsageError;
+use deepspec_core::recipe::Recipe;
+use deepspec_core::rng::{Purpose, Stream};
+use deepspec_dist::ProcessGroup;
+use deepspec_models::{Design, Learner, ModelConfig, Normaliser, TrainSample};
+use deepspec_states::{StatesError, check_fit};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use crate::args::Args;
+use crate::optimizer::AdamW;
+use crate::run::{kind, schedule};
+use crate::schedule::{Schedule, anchors};
+use crate::shape::Shape;
+use crate::{gpu, memory};
+
+/// A turn of a random conversation in tokens; a quarter of it is the user's.
+const TURN: usize = 512;
+
+/// Where the time of all timed steps went.
+#[derive(Default)]
+struct Parts {
+    data: Duration,
+    forward_backward: Duration,
+    optimizer: Duration,
+}
+
+/// What was timed.
+struct Measured {
+    parts: Parts,
+    total: Duration,
+    tokens: usize,
+    flops: f64,
+    /// Resident bytes with the drafter and its optimiser loaded.
+    loaded: Option<u64>,
+    /// Resident bytes at most.
+    peak: Option<u64>,
+}
+
+/// Times what one process of `processes` does in `steps` optimiser steps of `recipe`, alone and so without adding up gradients.
+///
+/// # Errors
+/// Usage errors for a recipe that does not fit its target or whose batch cannot be split.
+pub fn run(
+    args: &Args,
+    recipe: &Recipe,
+    steps: NonZeroUsize,
+    device: Device,
+    processes: usize,
+) -> anyhow::Result<()> {
+    let shape = Shape::of(&recipe.target, args.verbosity())?;
+    check_fit(recipe, &shape.config).map_err(StatesError::report)?;
+    let design = Design::new(recipe, &shape.config)?;
+    let train = &recipe.train;
+    // The data of the run is not there, and one step's samples are all it takes.
+    let schedule = schedule(recipe, train.global_batch_size, processes)?;
+    let kind = kind(train.precision);
+    if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
+        return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
+    }
+    let name = gpu::name(device);
+    let peak_tflops = args.peak_tflops.or_else(|| gpu::peak_tflops(name.as_deref()?, kind));
+
+    let (embed, head) = random_ends(&shape.config, device, kind);
+    let learner = design.build(&embed, &head, recipe.seed, kind)?;
+    let optimizer = AdamW::new(learner.parameters(), train.weight_decay, train.max_grad_norm);
+    let weights = optimizer.weights();
+    let bench = Bench { recipe, design, learner, optimizer, schedule, device };
+    let measured = bench.measure(steps.get(), &random_samples(recipe, &shape.config))?;
+
+    let step_s = measured.total.as_secs_f64() / steps.get() as f64;
+    let share = |part: Duration| part.as_secs_f64() / measured.total.as_secs_f64();
+    let tflops = measured.flops / measured.total.as_secs_f64() / 1e12;
+    let per_step = train.global_batch_size / processes;
+    let samples = steps.get() * per_step;
+    let rate = |count: usize| count as f64 / measured.total.as_secs_f64();
+    let above = measured.peak.zip(measured.loaded).map(|(peak, loaded)| peak.saturating_sub(loaded));
+    let found = json!({
+        "name": recipe.name,
+        "target": shape.origin,
+        "device": name.clone().unwrap_or_else(|| format!("{device:?}")),
+        "precision": train.precision,
+        "threads": tch::get_num_threads(),
+        "trainable_weights": weights,
+        "steps": steps,
+        "processes": processes,
+        "samples_per_step": per_step,
+        "forwards_per_step": schedule.gradient_accumulation_steps,
+        "tokens_per_sample": recipe.data.max_length,
+        "step_s": step_s,
+        "data_share": share(measured.parts.data),
+        "forward_backward_share": share(measured.parts.forward_backward),
+        "optimizer_share": share(measured.parts.optimizer),
+        "samples_per_s": rate(samples),
+        "tokens_per_s": rate(measured.tokens),
+        "tflop_per_step": measured.flops / steps.get() as f64 / 1e12,
+        "tflop_per_s": tflops,
+        "peak_tflop_per_s": peak_tflops,
+        "mfu": peak_tflops.map(|peak| tflops / peak),
+        "host_memory_loaded_bytes": measured.loaded,
+        "host_memory_peak_bytes": measured.peak,
+        "host_memory_peak_above_loaded_bytes": above,
+    });
+    let text = if args.json { serde_json::to_string_pretty(&found)? } else { render(&found) };
+    writeln!(stdout(), "{text}").context("writing the result")
+}
+
+/// Everything that a step works with.
+struct Bench<'a> {
+    recipe: &'a Recipe,
+    design: Design,
+    learner: Learner,
+    optimizer: AdamW,
+    schedule: Schedule,
+    device: Device,
+}
+
+impl Bench<'_> {
+    fn measure(mut self, steps: usize, samples: &[TrainSample]) -> anyhow::Result<Measured> {
+        memory::restart_peak();
+        let loaded = memory::resident();
+        let lr = self.recipe.train.lr;
+        // Kernels are chosen and buffers taken in the first pass.
+        let (first, normaliser) = self.draw(0, samples);
+        self.learner.accumulate(&first, normaliser);
+        self.optimizer.accumulate();
+        self.optimizer.step(lr, &ProcessGroup::alone())?;
+        gpu::finish(self.device);
+        let (mut parts, mut tokens, mut flops) = (Parts::default(), 0, 0.0);
+        let started = Instant::now();
+        let mut pass = 0;
+        for _ in 0..steps {
+            for _ in 0..self.schedule.gradient_accumulation_steps {
+                pass += 1;
+                let drawing = Instant::now();
+                let (samples, normaliser) = self.draw(pass, samples);
+                tokens += samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
+                flops += self.design.flops(&samples);
+                let computing = Instant::now();
+                self.learner.accumulate(&samples, normaliser);
+                self.optimizer.accumulate();
+                gpu::finish(self.device);
+                parts.data += computing - drawing;
+                parts.forward_backward += computing.elapsed();
+            }
+            let updating = Instant::now();
+            let norm = self.optimizer.step(lr, &ProcessGroup::alone())?;
+            gpu::finish(self.device);
+            parts.optimizer += updating.elapsed();
+            anyhow::ensure!(norm.double_value(&[]).is_finite(), "a gradient of the bench is not finite");
+        }
+        let total = started.elapsed();
+        Ok(Measured { parts, total, tokens, flops, loaded, peak: memory::peak() })
+    }
+
+    /// The samples of pass number `pass`, with anchors of its own.
+    fn draw(&self, pass: usize, samples: &[TrainSample]) -> (Vec<TrainSample>, Normaliser) {
+        let supervision = self.design.supervision();
+        let mut weight = 0.0;
+        let drawn = samples.iter().enumerate().map(|(index, sample)| {
+            let draw = |candidates: &[usize], count| {
+                anchors(candidates, count, self.recipe.seed, pass, &index.to_string())
+            };
+            let anchors = supervision.anchors(&sample.loss_mask, draw);
+            weight += supervision.weight(&sample.loss_mask, &anchors);
+            TrainSample {
+                input_ids: sample.input_ids.clone(),
+                loss_mask: sample.loss_mask.clone(),
+                taps: sample.taps.shallow_clone(),
+                last: sample.last.shallow_clone(),
+                last_positions: sample.last_positions.clone(),
+                anchors,
+            }
+        });
+        let drawn = drawn.collect();
+        (drawn, Normaliser(weight * self.schedule.gradient_accumulation_steps as f64))
+    }
+}
+
+/// An embedding and a head of the target's sizes; one tensor where they are tied.
+fn random_ends(config: &ModelConfig, device: Device, kind: Kind) -> (Tensor, Tensor) {
+    let fresh = || {
+        let size = [config.vocab_size, config.hidden_size];
+        Tensor::empty(size, (kind, device)).normal_(0.0, config.initializer_range)
+    };
+    let embed = fresh();
+    let head = if config.tie_word_embeddings { embed.shallow_clone() } else { fresh() };
+    (embed, head)
+}
+
+/// The samples of one forward: conversations of `data.max_length` tokens, three quarters of them supervised, in bfloat16 as a cache
+/// holds their states.
+fn random_samples(recipe: &Recipe, config: &ModelConfig) -> Vec<TrainSample> {
+    let (length, d) = (recipe.data.max_length, config.hidden_size);
+    let states = |rows: usize, width: i64| {
+        Tensor::empty([rows as i64, width], (Kind::BFloat16, Device::Cpu)).normal_(0.0, 1.0)
+    };
+    let sample = |index: usize| {
+        let stream = Stream::new(recipe.seed, &format!("bench-{index}"));
+        let id = |lane| (stream.uniform(0, Purpose::Init, lane) * config.vocab_size as f64) as i64;
+        let turn = TURN.min(length);
+        let loss_mask: Vec<bool> = (0..length).map(|position| position % turn >= turn / 4).collect();
+        let supervised = |position: usize| loss_mask.get(position) == Some(&true);
+        // As a cache keeps them: whoever stands beside a supervised token.
+        let last_positions: Vec<u32> = (0..length)
+            .filter(|&position| supervised(position.wrapping_sub(1)) || supervised(position + 1))
+            .map(|position| position as u32)
+            .collect();
+        TrainSample {
+            input_ids: (0..length as u64).map(id).collect(),
+            taps: states(length, d * recipe.target.layer_ids.len() as i64),
+            last: states(last_positions.len(), d),
+            last_positions,
+            loss_mask,
+            anchors: vec![],
+        }
+    };
+    (0..recipe.train.local_batch_size).map(sample).collect()
+}
+
+fn render(found: &Value) -> String {
+    let number = |key: &str| found[key].as_f64().unwrap_or(0.0);
+    let text = |key: &str| found[key].as_str().unwrap_or_default().to_string();
+    let percent = |key: &str| format!("{:.1} %", 100.0 * number(key));
+    let gigabytes = |key: &str| format!("{:.2} GB", number(key) / 1e9);
+    let of_peak = match found["mfu"].as_f64() {
+        Some(mfu) => format!(", {:.1} % of {} TFLOP/s", 100.0 * mfu, number("peak_tflop_per_s")),
+        None => String::new(),
+    };
+    let lines = [
+        ("drafter", format!("{}, {} trainable weights", text("name"), number("trainable_weights"))),
+        ("target", format!("{}, random weights and states", text("target"))),
+        ("device", format!("{} in {}", text("device"), text("precision"))),
+        (
+            "steps",
+            format!(
+                "{} of {} samples of {} tokens in {} forwards",
+                number("steps"),
+                number("samples_per_step"),
+                number("tokens_per_sample"),
+                number("forwards_per_step")
+            ),
+        ),
+        (
+            "step time",
+            format!(
+                "{:.3} s: {} data, {} forward and backward, {} optimiser",
+                number("step_s"),
+                percent("data_share"),
+                percent("forward_backward_share"),
+                percent("optimizer_share")
+            ),
+        ),
+        (
+            "throughput",
+            format!("{:.2} samples/s, {:.0} tokens/s", number("samples_per_s"), number("tokens_per_s")),
+        ),
+        (
+            "arithmetic",
+            format!(
+                "{:.3} TFLOP per step, {:.3} TFLOP/s{of_peak}",
+                number("tflop_per_step"),
+                number("tflop_per_s")
+            ),
+        ),
+        (
+            "host memory",
+            format!(
+                "{} at most, {} of it above the loaded state",
+                gigabytes("host_memory_peak_bytes"),
+                gigabytes("host_memory_peak_above_loaded_bytes")
+            ),
+        ),
+    ];
+    lines.map(|(topic, text)| format!("{topic:<14}{text}")).join("\n")
+}

@@ -1,0 +1,132 @@
+//! Real accepted length while training: the drafter as it stands, decoded by the engine that evaluation uses.
+
+use std::path::Path;
+use std::time::Instant;
+
+use deepspec_core::cli::UsageError;
+use deepspec_core::env;
+use deepspec_core::recipe::{EvalRecipe, Recipe};
+use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
+use deepspec_dist::ProcessGroup;
+use deepspec_models::{Learner, TargetModel, TargetOptions};
+use deepspec_states::Source;
+use deepspec_suites::{Asking, Folder, Prepared};
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+
+/// The target and the suites, kept for the whole run.
+pub struct Evaluation {
+    target: TargetModel,
+    suites: Vec<Prepared>,
+    options: EngineOptions,
+}
+
+/// What an evaluation found.
+pub struct Scores {
+    /// One entry per suite.
+    pub suites: Vec<SuiteScore>,
+    /// Wall-clock time.
+    pub seconds: f64,
+}
+
+/// What a suite gave.
+pub struct SuiteScore {
+    /// Its name.
+    pub name: String,
+    /// Its counts.
+    pub tally: Tally,
+}
+
+impl Evaluation {
+    /// Loads the target and reads the suites of `recipe`, if it has accepted length measured while training.
+    ///
+    /// # Errors
+    /// Usage errors for suites that are not there or do not fit; a target that cannot be loaded.
+    pub fn open(
+        recipe: &Recipe,
+        source: &Source,
+        device: Device,
+        kind: Kind,
+    ) -> anyhow::Result<Option<Self>> {
+        if recipe.logging.eval_every.is_none() {
+            return Ok(None);
+        }
+        let eval = recipe.eval.clone().unwrap_or_default();
+        let suites = prepare(&eval, source)?;
+        let options = TargetOptions { device, kind, slots: eval.slots, taps: recipe.taps() };
+        Ok(Some(Self {
+            target: TargetModel::load(&source.dir, &options)?,
+            suites,
+            options: EngineOptions {
+                slots: eval.slots,
+                context: source.config.max_position_embeddings,
+                confidence_threshold: 0.0,
+                max_draft_tokens: None,
+                counts_overrun: true,
+            },
+        }))
+    }
+
+    /// Decodes all suites with the weights that `learner` has now; every rank takes its share of the samples and gets all counts.
+    /// Training goes on as if it had not been: draws are keyed by sample, no weight and no generator is touched.
+    ///
+    /// # Errors
+    /// If a logit is not finite, or another rank has failed.
+    pub fn run(&mut self, learner: &Learner, group: &ProcessGroup) -> anyhow::Result<Scores> {
+        let started = Instant::now();
+        let drafter = learner.drafter(self.options.slots)?;
+        let mut engine = Engine::new(&mut self.target, Some(drafter), self.options);
+        let mut suites = vec![];
+        for suite in &self.suites {
+            let mut tally = Tally::new(engine.block_size());
+            let mine = suite.requests.iter().skip(group.rank()).step_by(group.world_size());
+            engine.run(mine.cloned().collect(), |completion| tally.add(completion))?;
+            let tallies = group.all_gather("adding up accepted lengths", &serde_json::to_vec(&tally)?)?;
+            let tally = tallies.iter().try_fold(Tally::new(engine.block_size()), |mut sum, bytes| {
+                sum.merge(&serde_json::from_slice(bytes)?);
+                anyhow::Ok(sum)
+            })?;
+            suites.push(SuiteScore { name: suite.rows.suite.name.to_string(), tally });
+        }
+        Ok(Scores { suites, seconds: started.elapsed().as_secs_f64() })
+    }
+}
+
+impl Scores {
+    /// τ: the mean over the suites that had a cycle, each of them the mean over its cycles.
+    pub fn tau(&self) -> Option<f64> {
+        let taus: Vec<f64> = self.suites.iter().filter_map(|suite| suite.tally.accepted_length()).collect();
+        (!taus.is_empty()).then(|| taus.iter().sum::<f64>() / taus.len() as f64)
+    }
+
+    /// What stands in a line of metrics: τ and, per suite, τ and the counts.
+    pub fn to_json(&self) -> Value {
+        let suites = self.suites.iter().map(|SuiteScore { name, tally }| {
+            let found = json!({"tau": tally.accepted_length(), "samples": tally.samples, "cycles": tally.cycles,
+                "committed": tally.committed, "accept_rate": tally.rates()});
+            (name.clone(), found)
+        });
+        json!({"tau": self.tau(), "seconds": self.seconds, "suites": suites.collect::<serde_json::Map<_, _>>()})
+    }
+}
+
+/// The requests of all suites, asked as `deepspec-eval run` asks them: no system prompt, no thinking.
+fn prepare(eval: &EvalRecipe, source: &Source) -> anyhow::Result<Vec<Prepared>> {
+    let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id())?;
+    let asking = Asking {
+        tokenizer: &source.tokenizer,
+        sampling: Sampling::new(eval.temperature, eval.seed),
+        max_new_tokens: eval.max_new_tokens,
+        thinking: false,
+        system_prompt: None,
+        stop_ids: &stop_ids,
+        context: source.config.max_position_embeddings,
+    };
+    let dir = env::expand_home(&eval.suites_dir);
+    if !Path::new(&dir).is_dir() {
+        return Err(UsageError(format!("`eval.suites_dir`: {} does not exist", dir.display())).into());
+    }
+    let folder = Folder::open(&dir)?;
+    let suites = folder.select(&eval.suites, &[])?;
+    suites.into_iter().map(|suite| asking.prepare(folder.load(suite, eval.seed, eval.limit)?)).collect()
+}

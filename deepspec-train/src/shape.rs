@@ -1,0 +1,79 @@
+//! The sizes of a target, wherever they can be known without its weights.
+
+use std::path::Path;
+
+use deepspec_core::cli::Verbosity;
+use deepspec_core::env;
+use deepspec_core::recipe::TargetRecipe;
+use deepspec_hub::{Hub, HubError, Kind, Repo, Settings};
+use deepspec_models::{ModelConfig, ModelError, weights_digest};
+
+/// The targets of the recipes in `configs/`, as `configs/shapes/README.md` describes.
+const BUILT_IN: [(&str, &str); 4] = [
+    ("Qwen/Qwen3-4B", include_str!("../../configs/shapes/qwen3_4b.json")),
+    ("Qwen/Qwen3-8B", include_str!("../../configs/shapes/qwen3_8b.json")),
+    ("Qwen/Qwen3-14B", include_str!("../../configs/shapes/qwen3_14b.json")),
+    ("google/gemma-4-12B-it", include_str!("../../configs/shapes/gemma4_12b.json")),
+];
+const CONFIG: &str = "config.json";
+
+/// What a config.json says, and where that one came from.
+pub struct Shape {
+    /// The architecture.
+    pub config: ModelConfig,
+    /// For people.
+    pub origin: String,
+    /// Whether the target's weights are on this machine.
+    pub has_weights: bool,
+}
+
+impl Shape {
+    /// The config.json in the target's folder or in the hub's cache; else the built-in sizes; else the hub's config.json alone.
+    ///
+    /// # Errors
+    /// If there is none, or it describes no target that is known.
+    pub fn of(target: &TargetRecipe, verbosity: Verbosity) -> anyhow::Result<Self> {
+        let dir = env::expand_home(&target.model);
+        if dir.is_dir() {
+            return Ok(Self::in_folder(&dir)?);
+        }
+        let repo =
+            Repo::parse(Kind::Model, &target.model, target.revision.as_deref()).map_err(HubError::report)?;
+        let settings = Settings::from_env(verbosity).map_err(HubError::report)?;
+        let offline = Settings { offline: Some("looking into the cache alone"), ..settings.clone() };
+        let cache = Hub::new(offline);
+        if let Some(dir) = cache.fetch(&repo, CONFIG).ok().as_deref().and_then(Path::parent) {
+            let has_weights = cache.model(&repo).is_ok();
+            return Ok(Self { has_weights, ..Self::in_folder(dir)? });
+        }
+        if let Some((id, text)) = BUILT_IN.iter().find(|(id, _)| *id == target.model) {
+            let map = serde_json::from_str(text)?;
+            let config = ModelConfig::parse(Path::new(&format!("built-in sizes of {id}")), map)?;
+            return Ok(Self { config, origin: format!("built-in sizes of {id}"), has_weights: false });
+        }
+        let path = Hub::new(settings).fetch(&repo, CONFIG).map_err(HubError::report)?;
+        Ok(Self::in_folder(path.parent().unwrap_or(&path))?)
+    }
+
+    fn in_folder(dir: &Path) -> Result<Self, ModelError> {
+        Ok(Self {
+            config: ModelConfig::load(dir)?,
+            origin: dir.join(CONFIG).display().to_string(),
+            has_weights: weights_digest(dir).is_ok(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_built_in_sizes_are_those_of_known_families() {
+        let layers = [36, 36, 40, 48];
+        for ((id, text), layers) in BUILT_IN.iter().zip(layers) {
+            let config = ModelConfig::parse(Path::new(id), serde_json::from_str(text).unwrap()).unwrap();
+            assert_eq!(config.layers.len(), layers, "{id}");
+        }
+    }
+}

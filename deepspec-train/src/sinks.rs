@@ -1,0 +1,170 @@
+//! Where metrics go: the console, metrics.jsonl, and a TensorBoard event file.
+
+use std::io::Write;
+use std::path::Path;
+
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::jsonl::{Appender, Line, Reader};
+use deepspec_models::Terms;
+use serde_json::{Map, Value, json};
+
+use crate::evaluation::Scores;
+use crate::schedule::Schedule;
+use crate::tensorboard::{TensorBoard, since_1970};
+
+/// One JSON object per logging window, and one with `eval` per evaluation.
+pub const METRICS_FILE: &str = "metrics.jsonl";
+
+/// What is shown of a run, and how.
+pub struct Shown<'a> {
+    /// How long the run is.
+    pub schedule: Schedule,
+    /// What its metrics are.
+    pub terms: &'a Terms,
+    /// The resolved recipe, as text, if there is to be a TensorBoard event file.
+    pub tensorboard: Option<&'a str>,
+}
+
+/// All sinks of a run, and its totals.
+pub struct Report {
+    metrics: Appender,
+    tensorboard: Option<TensorBoard>,
+    total_steps: usize,
+    /// Metrics shown beside the loss: short name and key.
+    headline: &'static [(&'static str, &'static str)],
+    totals: Totals,
+}
+
+/// Sums over all lines of metrics, those of earlier starts included.
+#[derive(Default)]
+struct Totals {
+    samples: u64,
+    tokens: u64,
+    seconds: f64,
+    /// Step and accepted length of the evaluations.
+    taus: Vec<(u64, f64)>,
+}
+
+impl Totals {
+    fn add(&mut self, row: &Map<String, Value>) {
+        let count = |key: &str| row.get(key).and_then(Value::as_u64).unwrap_or(0);
+        self.samples += count("samples");
+        self.tokens += count("tokens");
+        self.seconds += row.get("seconds").and_then(Value::as_f64).unwrap_or(0.0);
+        let tau = row.get("eval").and_then(|eval| eval.get("tau")).and_then(Value::as_f64);
+        self.taus.extend(tau.map(|tau| (count("step"), tau)));
+    }
+}
+
+impl Report {
+    /// Continues the metrics in `dir` behind step `step`: lines of steps that are run again are dropped.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn open(dir: &Path, step: usize, shown: &Shown) -> Result<Self, FileError> {
+        atomic::create_dir(dir)?;
+        let path = dir.join(METRICS_FILE);
+        let mut kept = vec![];
+        if path.is_file() {
+            for line in Reader::open(&path)? {
+                if let Line::Row(_, row) = line?
+                    && row.get("step").and_then(Value::as_u64).is_some_and(|done| done <= step as u64)
+                {
+                    kept.push(row);
+                }
+            }
+            atomic::replace(&path, |file| {
+                for row in &kept {
+                    serde_json::to_writer(&mut *file, row)?;
+                    file.write_all(b"\n")?;
+                }
+                Ok(())
+            })?;
+        }
+        let mut totals = Totals::default();
+        kept.iter().for_each(|row| totals.add(row));
+        let open = |recipe| TensorBoard::open(dir, recipe, kept.iter());
+        Ok(Self {
+            metrics: Appender::open(&path)?,
+            tensorboard: shown.tensorboard.map(open).transpose()?,
+            total_steps: shown.schedule.max_train_steps,
+            headline: shown.terms.headline(),
+            totals,
+        })
+    }
+
+    /// Shows one window.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn window(&mut self, metrics: Map<String, Value>) -> Result<(), FileError> {
+        let number = |key: &str| metrics.get(key).and_then(Value::as_f64).unwrap_or(0.0);
+        let left = (self.total_steps as f64 - number("step")) * number("step_s");
+        let terms = self.headline.iter().map(|(name, key)| format!("  {name} {:.3}", number(key)));
+        tracing::info!(
+            "step {}/{}  loss {:.4}{}  lr {:.2e}  grad {:.2}  {:.1} samples/s  wait {:.1} s  {} left",
+            number("step"),
+            self.total_steps,
+            number("loss"),
+            terms.collect::<String>(),
+            number("lr"),
+            number("grad_norm"),
+            number("samples_per_s"),
+            number("data_wait_s"),
+            minutes(left),
+        );
+        self.write(metrics)
+    }
+
+    /// Shows an evaluation after `step` steps.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn evaluated(&mut self, step: usize, scores: &Scores) -> Result<(), FileError> {
+        let suites = scores.suites.iter().map(|suite| match suite.tally.accepted_length() {
+            Some(tau) => format!("{} {tau:.2}", suite.name),
+            None => format!("{} has no cycle", suite.name),
+        });
+        let suites = suites.collect::<Vec<_>>().join(", ");
+        let (total, seconds) = (self.total_steps, scores.seconds);
+        match scores.tau() {
+            Some(tau) => {
+                tracing::info!("step {step}/{total}  accepted length {tau:.3} ({suites}) in {seconds:.1} s");
+            }
+            None => tracing::warn!("step {step}/{total}  no accepted length: {suites}"),
+        }
+        self.write(Map::from_iter([("step".into(), json!(step)), ("eval".into(), scores.to_json())]))
+    }
+
+    fn write(&mut self, mut row: Map<String, Value>) -> Result<(), FileError> {
+        row.insert("time".into(), json!(since_1970().as_secs_f64()));
+        self.metrics.append(&row)?;
+        self.totals.add(&row);
+        self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.add(&row))
+    }
+
+    /// What the whole run came to, a line per topic.
+    pub fn summary(&self, checkpoint: &Path, target: &str) -> String {
+        let Totals { samples, tokens, seconds, taus } = &self.totals;
+        let path = checkpoint.display();
+        let mut lines = vec![format!(
+            "trained {} steps: {samples} samples, {tokens} tokens, {}",
+            self.total_steps,
+            minutes(*seconds)
+        )];
+        if let (Some((_, last)), Some((step, best))) =
+            (taus.last(), taus.iter().max_by(|a, b| a.1.total_cmp(&b.1)))
+        {
+            lines.push(format!("accepted length {last:.3} at the end, {best:.3} at its best (step {step})"));
+        }
+        lines.push(format!("the drafter is in {path}"));
+        lines.push(format!(
+            "measure it: deepspec-eval run --target {target} --draft {path} --output-dir {path}-results"
+        ));
+        lines.join("\n")
+    }
+}
+
+fn minutes(seconds: f64) -> String {
+    format!("{}:{:02} min", (seconds / 60.0) as u64, (seconds % 60.0) as u64)
+}

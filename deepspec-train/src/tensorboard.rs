@@ -1,0 +1,173 @@
+//! Metrics and the recipe as a TensorBoard event file.
+//!
+//! metrics.jsonl is the record, this file its picture: every start writes it anew from the lines that still hold, so that no
+//! reader sees a step twice.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use deepspec_core::atomic::{self, FileError};
+use serde_json::{Map, Value};
+use tfrecord::RecordWriter;
+use tfrecord::protobuf::event::What;
+use tfrecord::protobuf::session_log::SessionStatus;
+use tfrecord::protobuf::summary::{self, value};
+use tfrecord::protobuf::summary_metadata::PluginData;
+use tfrecord::protobuf::{
+    DataType, Event, SessionLog, Summary, SummaryMetadata, TensorProto, TensorShapeProto,
+};
+
+/// What the names of event files begin with.
+pub const PREFIX: &str = "events.out.tfevents.";
+/// Where a line's step stands, and when it was written, in seconds since 1970.
+const KEYS: [&str; 2] = ["step", "time"];
+
+/// An event file that grows.
+pub struct TensorBoard {
+    writer: RecordWriter<Event, BufWriter<File>>,
+    path: PathBuf,
+}
+
+impl TensorBoard {
+    /// Writes the recipe and `rows` of metrics to a new file in `dir`, in the place of all that are there.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn open<'r>(
+        dir: &Path,
+        recipe: &str,
+        rows: impl Iterator<Item = &'r Map<String, Value>>,
+    ) -> Result<Self, FileError> {
+        let old = event_files(dir)?;
+        let path = dir.join(format!("{PREFIX}{}.{}", since_1970().as_nanos(), std::process::id()));
+        let partial = atomic::partial_name(&path);
+        let file = File::create(&partial).map_err(FileError::at("writing", &partial))?;
+        let writer = RecordWriter::from_writer(BufWriter::new(file)).map_err(io::Error::other);
+        let mut this = Self { writer: writer.map_err(FileError::at("writing", &partial))?, path };
+        this.begin(recipe)?;
+        for row in rows {
+            this.send(row)?;
+        }
+        this.flush()?;
+        fs::rename(&partial, &this.path).map_err(FileError::at("writing", &this.path))?;
+        for path in old {
+            fs::remove_file(&path).map_err(FileError::at("removing", &path))?;
+        }
+        Ok(this)
+    }
+
+    /// Adds the numbers of a line of metrics.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn add(&mut self, row: &Map<String, Value>) -> Result<(), FileError> {
+        self.send(row)?;
+        self.flush()
+    }
+
+    fn begin(&mut self, recipe: &str) -> Result<(), FileError> {
+        let now = since_1970().as_secs_f64();
+        self.event(now, 0, What::FileVersion("brain.Event:2".into()))?;
+        // Lets a TensorBoard that still shows the file before this one forget it.
+        let start = SessionLog { status: SessionStatus::Start.into(), ..SessionLog::default() };
+        self.event(now, 0, What::SessionLog(start))?;
+        let text = TensorProto {
+            dtype: DataType::DtString.into(),
+            tensor_shape: Some(TensorShapeProto::default()),
+            // Four spaces make a block of code of it.
+            string_val: vec![recipe.lines().map(|line| format!("    {line}\n")).collect::<String>().into()],
+            ..TensorProto::default()
+        };
+        let plugin = PluginData { plugin_name: "text".into(), ..PluginData::default() };
+        let value = summary::Value {
+            tag: "recipe".into(),
+            metadata: Some(SummaryMetadata { plugin_data: Some(plugin), ..SummaryMetadata::default() }),
+            value: Some(value::Value::Tensor(text)),
+            ..summary::Value::default()
+        };
+        self.event(now, 0, What::Summary(Summary { value: vec![value] }))
+    }
+
+    fn send(&mut self, row: &Map<String, Value>) -> Result<(), FileError> {
+        let time = row.get("time").and_then(Value::as_f64).unwrap_or_default();
+        let step = row.get("step").and_then(Value::as_i64).unwrap_or_default();
+        let value = scalars(row)
+            .into_iter()
+            .map(|(tag, number)| summary::Value {
+                tag,
+                value: Some(value::Value::SimpleValue(number as f32)),
+                ..summary::Value::default()
+            })
+            .collect();
+        self.event(time, step, What::Summary(Summary { value }))
+    }
+
+    fn event(&mut self, wall_time: f64, step: i64, what: What) -> Result<(), FileError> {
+        let event = Event { wall_time, step, what: Some(what), ..Event::default() };
+        self.writer.send(event).map_err(io::Error::other).map_err(FileError::at("writing", &self.path))
+    }
+
+    fn flush(&mut self) -> Result<(), FileError> {
+        self.writer.flush().map_err(io::Error::other).map_err(FileError::at("writing", &self.path))
+    }
+}
+
+/// Seconds since 1970.
+pub fn since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// The numbers of a line by tag: `train/loss`, `train/accept_rate/0`; those of an object under its own name, `eval/tau`.
+fn scalars(row: &Map<String, Value>) -> Vec<(String, f64)> {
+    let mut found = vec![];
+    for (key, value) in row.iter().filter(|(key, _)| !KEYS.contains(&key.as_str())) {
+        let tag = if value.is_object() { key.clone() } else { format!("train/{key}") };
+        collect(tag, value, &mut found);
+    }
+    found
+}
+
+fn collect(tag: String, value: &Value, found: &mut Vec<(String, f64)>) {
+    match value {
+        Value::Number(number) => found.extend(number.as_f64().map(|number| (tag, number))),
+        Value::Array(values) => {
+            values.iter().enumerate().for_each(|(k, value)| collect(format!("{tag}/{k}"), value, found));
+        }
+        Value::Object(map) => {
+            map.iter().for_each(|(key, value)| collect(format!("{tag}/{key}"), value, found));
+        }
+        _ => {}
+    }
+}
+
+fn event_files(dir: &Path) -> Result<Vec<PathBuf>, FileError> {
+    let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
+    let paths = entries.map(|entry| entry.map(|entry| entry.path()).map_err(FileError::at("reading", dir)));
+    let is_ours = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX)) && path.is_file()
+    };
+    paths.filter(|path| path.as_ref().map_or(true, is_ours)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn numbers_get_tags_by_where_they_stand() {
+        let row = json!({"step": 3, "time": 5.0, "loss": 1.5, "accept_rate": [0.5, null], "note": "x",
+            "eval": {"tau": 2.0, "suites": {"smoke-math": 3}}});
+        let found = scalars(row.as_object().unwrap());
+        let expected = [
+            ("train/loss", 1.5),
+            ("train/accept_rate/0", 0.5),
+            ("eval/tau", 2.0),
+            ("eval/suites/smoke-math", 3.0),
+        ];
+        assert_eq!(found, expected.map(|(tag, number)| (tag.to_string(), number)));
+    }
+}

@@ -1,0 +1,199 @@
+//! The recipes in `configs/`: each parses, plans and runs `--bench` with a target of small sizes, of which there is only a config.json.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use deepspec_core::recipe::{DrafterRecipe, Precision, Recipe};
+use serde_json::{Value, json};
+
+use common::workspace;
+
+const ALGORITHMS: [&str; 3] = ["dspark", "dflash", "eagle3"];
+const TARGETS: [&str; 4] = ["qwen3_4b", "qwen3_8b", "qwen3_14b", "gemma4_12b"];
+
+fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
+    let path = |algorithm: &str, target: &str| {
+        workspace().join("configs").join(algorithm).join(format!("{target}.yaml"))
+    };
+    ALGORITHMS
+        .iter()
+        .flat_map(|algorithm| {
+            TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target)))
+        })
+        .collect()
+}
+
+/// A folder with the config.json of a target with as many layers as the real one, each of them small.
+fn small_target(dir: &Path, target: &str) {
+    let path = workspace().join("configs/shapes").join(format!("{target}.json"));
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let gemma = target.starts_with("gemma");
+    let sizes = if gemma { &mut config["text_config"] } else { &mut config };
+    for (key, size) in [
+        ("hidden_size", 32),
+        ("intermediate_size", 48),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 2),
+        ("head_dim", 8),
+        ("vocab_size", 96),
+    ] {
+        sizes[key] = json!(size);
+    }
+    if gemma {
+        sizes["global_head_dim"] = json!(16);
+    }
+    fs::write(dir.join("config.json"), config.to_string()).unwrap();
+}
+
+fn run(recipe: &Path, args: &[String]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+    command.arg("--config").arg(recipe).args(args).env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
+    command.output().unwrap()
+}
+
+fn parsed(output: &Output, what: &str) -> Value {
+    assert!(output.status.success(), "{what}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{what}: {error}"))
+}
+
+#[test]
+fn all_of_the_reference_are_there() {
+    for (algorithm, target, path) in recipes() {
+        let recipe = Recipe::load(&path, &[]).unwrap();
+        let (model, taps, mask) = match target {
+            "qwen3_4b" => ("Qwen/Qwen3-4B", [1, 9, 17, 25, 33], 151_669),
+            "qwen3_8b" => ("Qwen/Qwen3-8B", [1, 9, 17, 25, 33], 151_669),
+            "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37], 151_669),
+            _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46], 4),
+        };
+        let (length, seed) = if algorithm == "eagle3" { ("ttt7", 0) } else { ("block7", 42) };
+        assert_eq!(recipe.name, format!("{algorithm}_{length}_{target}"));
+        assert_eq!((recipe.target.model.as_str(), recipe.taps(), recipe.seed), (model, taps.to_vec(), seed));
+        let train = &recipe.train;
+        assert_eq!(
+            (train.lr, train.warmup_ratio, train.weight_decay, train.max_grad_norm),
+            (6e-4, 0.04, 0.0, 1.0)
+        );
+        assert_eq!((train.local_batch_size, train.global_batch_size, train.num_train_epochs), (1, 512, 10));
+        assert_eq!((train.precision, recipe.data.max_length), (Precision::Bf16, 4096));
+        assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
+        assert_eq!(recipe.logging.output_dir, "~/checkpoints/deepspec");
+        if let DrafterRecipe::Dspark(block) | DrafterRecipe::Dflash(block) = &recipe.drafter {
+            assert_eq!((block.block_size, block.num_draft_layers, block.num_anchors), (7, 5, 512));
+            assert_eq!(block.mask_token_id, mask);
+            assert_eq!(block.markov.map(|markov| markov.rank), (algorithm == "dspark").then_some(256));
+        }
+    }
+}
+
+/// Nothing is fetched: the sizes are built in.
+#[test]
+fn each_plans_at_full_size_without_its_target() {
+    for (algorithm, target, path) in recipes() {
+        let what = format!("{algorithm}/{target}");
+        let cache = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(&path).args(["--plan", "--json"]).env("HF_HUB_OFFLINE", "1");
+        command.env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
+        let plan = parsed(&command.output().unwrap(), &what);
+        assert!(plan["data_missing"].as_str().is_some_and(|missing| missing.contains("not on this machine")));
+        assert!(plan["trainable_weights"].as_u64().unwrap() > 100_000_000, "{what}: {plan}");
+        assert!(plan["memory_total"].as_u64().unwrap() > 1 << 30, "{what}: {plan}");
+        if what == "dspark/qwen3_4b" {
+            // SPEC §10: about 38 TB for the published rows.
+            assert_eq!(plan["cache_bytes_per_token"], 30_720);
+        }
+    }
+}
+
+#[test]
+fn each_plans_and_runs_the_bench_at_small_sizes() {
+    for (algorithm, target, path) in recipes() {
+        let what = format!("{algorithm}/{target}");
+        let dir = tempfile::tempdir().unwrap();
+        small_target(dir.path(), target);
+        let mut args: Vec<String> = [
+            format!("target.model={}", dir.path().display()),
+            "data.max_length=48".into(),
+            "train.global_batch_size=2".into(),
+        ]
+        .into_iter()
+        .flat_map(|setting| ["--set".to_string(), setting])
+        .collect();
+        if algorithm != "eagle3" {
+            for setting in ["mask_token_id=95", "num_anchors=6"] {
+                args.extend(["--set".to_string(), format!("drafter.{algorithm}.{setting}")]);
+            }
+        }
+        args.push("--json".into());
+        let with =
+            |more: &[&str]| [&args[..], &more.iter().map(ToString::to_string).collect::<Vec<_>>()].concat();
+
+        let plan = parsed(&run(&path, &with(&["--plan"])), &what);
+        assert!(plan["memory"]["activations"].as_u64().unwrap() > 0, "{what}: {plan}");
+        let bench = parsed(&run(&path, &with(&["--bench", "2", "--peak-tflops", "0.5"])), &what);
+        assert_eq!(bench["trainable_weights"], plan["trainable_weights"], "{what}");
+        assert_eq!(
+            (bench["steps"].as_u64(), bench["forwards_per_step"].as_u64()),
+            (Some(2), Some(2)),
+            "{what}"
+        );
+        let number = |key: &str| bench[key].as_f64().unwrap_or_else(|| panic!("{what}: no {key} in {bench}"));
+        let shares = number("data_share") + number("forward_backward_share") + number("optimizer_share");
+        assert!((0.5..=1.0 + 1e-9).contains(&shares), "{what}: {shares}");
+        assert!((number("samples_per_s") * number("step_s") - 2.0).abs() < 1e-6, "{what}");
+        assert!((number("tokens_per_s") / number("samples_per_s") - 48.0).abs() < 1e-6, "{what}");
+        assert!((number("mfu") - number("tflop_per_s") / 0.5).abs() < 1e-9, "{what}");
+        assert!(number("tflop_per_step") > 0.0 && number("host_memory_peak_bytes") > 0.0, "{what}");
+    }
+}
+
+#[test]
+fn the_tiny_ones_are_planned_and_benched_too() {
+    let tiny = workspace().join("configs/tiny");
+    let mut seen = vec![];
+    for entry in fs::read_dir(&tiny).unwrap() {
+        let path = entry.unwrap().path();
+        let output = Command::new(env!("CARGO_BIN_EXE_deepspec-train"))
+            .arg("--config")
+            .arg(&path)
+            .args(["--bench", "1", "--set", "data.max_length=64"])
+            .current_dir(workspace())
+            .env("OMP_NUM_THREADS", "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        for line in ["drafter ", "step time ", "throughput ", "arithmetic ", "host memory "] {
+            assert!(text.lines().any(|found| found.starts_with(line)), "{line} in {text}");
+        }
+        seen.push(path.file_stem().unwrap().to_string_lossy().into_owned());
+    }
+    seen.sort();
+    assert!(seen.starts_with(&["dflash".into(), "dspark".into()]), "{seen:?}");
+}
+
+#[test]
+fn mistakes_are_named_before_anything_is_allocated() {
+    let recipe = workspace().join("configs/dspark/qwen3_4b.yaml");
+    let fails = |args: &[&str], hints: &[&str]| {
+        let args: Vec<String> = args.iter().map(ToString::to_string).collect();
+        let output = run(&recipe, &args);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(hints.iter().all(|hint| text.contains(hint)), "{hints:?} in {text}");
+    };
+    fails(&["--bench", "0"], &["--bench"]);
+    fails(&["--bench", "1", "--plan"], &["--plan", "--bench"]);
+    fails(&["--peak-tflops", "3"], &["--bench"]);
+    fails(&["--bench", "1", "--peak-tflops=-3"], &["--peak-tflops"]);
+    fails(
+        &["--bench", "1", "--set", "target.layer_ids=[1, 36]"],
+        &["target.layer_ids", "layers are 0 to 35"],
+    );
+    fails(&["--bench", "1", "--set", "drafter.dspark.mask_token_id=200000"], &["mask_token_id", "151935"]);
+    fails(&["--bench", "1", "--set", "train.local_batch_size=3"], &["not divisible"]);
+}
