@@ -256,6 +256,26 @@ fn ranks_may_be_started_by_torchrun() {
 }
 
 #[test]
+fn torchrun_itself_starts_them() {
+    let Some(python) = std::env::var_os("DEEPSPEC_TEST_PYTHON") else {
+        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
+        return;
+    };
+    let bench = Bench::new();
+    let train = bench.command(&["--set=train.local_batch_size=1"]);
+    let mut command = Command::new(python);
+    command
+        .args(["-m", "torch.distributed.run", "--no-python", "--nproc-per-node=2", "--master-port"])
+        .arg(free_port().to_string())
+        .arg(train.get_program())
+        .args(train.get_args())
+        .env("OMP_NUM_THREADS", "1");
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(bench.result() == whole(2).result());
+}
+
+#[test]
 fn ranks_that_disagree_end_with_the_difference_named() {
     let bench = Bench::new();
     for output in two_by_hand(&bench, &[], &["--set=train.lr=2e-3"]) {
@@ -300,6 +320,19 @@ fn a_rank_that_is_killed_by_hand_is_missed_by_the_others() {
     victim.wait().unwrap();
     let (code, last) = leader.end();
     assert!(code == Some(1) && last.contains("no word from rank 1"), "{code:?}: {last}");
+}
+
+#[test]
+fn a_rank_that_hangs_is_given_up() {
+    if std::env::var_os("DEEPSPEC_TEST_FULL").is_none() {
+        eprintln!("skipped: this waits for a timeout, in the long form of the tests only");
+        return;
+    }
+    let bench = Bench::new();
+    let run = Run::start(bench.command(&with(&on(2), &["--set=train.timeout_s=60"]))).until(5);
+    send("-STOP", run.rank(1));
+    let (code, last) = run.end();
+    assert!(code == Some(1) && last.contains("no word from rank 1, which died or hangs"), "{code:?}: {last}");
 }
 
 #[test]

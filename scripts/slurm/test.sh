@@ -19,7 +19,8 @@ fi
 
 daemons=()
 stop() {
-    for daemon in "${daemons[@]}"; do kill "$daemon" 2>/dev/null || true; done
+    kill "${daemons[@]}" 2>/dev/null || true
+    wait "${daemons[@]}" 2>/dev/null || true
     rm -rf "$work"
 }
 trap stop EXIT
@@ -27,11 +28,10 @@ trap stop EXIT
 host=$(hostname -s)
 mkdir "$work"/{state,spool,munge}
 dd if=/dev/urandom of="$work/munge/key" bs=128 count=8 status=none
-chmod 700 "$work/munge"
 chmod 600 "$work/munge/key"
-chmod 711 "$work"
+chmod 711 "$work" "$work/munge"
 munged --foreground --force --key-file="$work/munge/key" --socket="$work/munge/socket" --pid-file="$work/munge/pid" \
-    --log-file="$work/munge/log" --seed-file="$work/munge/seed" &
+    --log-file="$work/munge/log" --seed-file="$work/munge/seed" 2>"$work/munged.log" &
 daemons+=($!)
 cat >"$work/slurm.conf" <<CONF
 ClusterName=test
@@ -57,9 +57,9 @@ NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
 PartitionName=all Nodes=$host Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 CONF
 export SLURM_CONF=$work/slurm.conf
-slurmctld -D &
+slurmctld -D 2>/dev/null &
 daemons+=($!)
-slurmd -D &
+slurmd -D 2>/dev/null &
 daemons+=($!)
 for ((attempt = 0; attempt < 120; attempt++)); do
     # `sinfo` waits for the controller by itself; the node follows.
@@ -70,7 +70,8 @@ sinfo
 
 cache=${1:-$work/cache}
 common=(--config configs/tiny/dspark.yaml --set "data.states.cache=$cache" --set "logging.output_dir=$work/out"
-    --set logging.logging_steps=1 --set logging.checkpointing_steps=10 --set train.max_train_steps=40 --device cpu)
+    --set logging.logging_steps=1 --set logging.checkpointing_steps=10 --set train.max_train_steps=40
+    --set train.local_batch_size=2 --device cpu)
 export OMP_NUM_THREADS=1
 if [ ! -f "$cache/manifest.json" ]; then
     python3 - assets/demo-prompts.jsonl "$work/rows.jsonl" <<'PY'

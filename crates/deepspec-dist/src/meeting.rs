@@ -179,7 +179,21 @@ fn prefix(attempt: usize) -> String {
     format!("attempt_{attempt}")
 }
 
-/// The first line of what c10d says; the rest are addresses of its code.
+/// The first line of what c10d says, without the place in its code; the rest are addresses of it.
 pub(crate) fn one_line(problem: &str) -> String {
-    problem.lines().next().unwrap_or_default().trim().to_string()
+    let line = problem.lines().next().unwrap_or_default();
+    let said = line.strip_prefix('[').and_then(|line| line.split_once("] "));
+    said.filter(|(place, _)| place.contains(".cc:")).map_or(line, |(_, said)| said).trim().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_c10d_says_is_told_in_a_line() {
+        assert_eq!(one_line("[/a/b.cc:78] Timed out\nframe #0"), "Timed out");
+        assert_eq!(one_line("[1] closed"), "[1] closed");
+        assert_eq!(one_line(""), "");
+    }
 }
