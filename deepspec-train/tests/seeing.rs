@@ -14,9 +14,9 @@ use deepspec_states::Source;
 use deepspec_suites::{Asking, Folder};
 use serde_json::Value;
 use tch::{Device, Kind};
+use tfrecord::EventIter;
 use tfrecord::protobuf::event::What;
 use tfrecord::protobuf::summary::value::Value as Shown;
-use tfrecord::{Event, RecordReader};
 
 use common::{Bench, STEPS, start_until, workspace};
 
@@ -55,8 +55,7 @@ fn events(bench: &Bench) -> Events {
         fs::read_dir(bench.path("out/t")).unwrap().map(|e| e.unwrap().path()).filter(is_event_file).collect();
     assert_eq!(files.len(), 1, "{files:?}");
     let mut events = Events { scalars: BTreeMap::new(), texts: BTreeMap::new() };
-    let reader = RecordReader::<Event, _>::open(&files[0], Default::default()).unwrap();
-    for (index, event) in reader.enumerate() {
+    for (index, event) in EventIter::open(&files[0], Default::default()).unwrap().enumerate() {
         let event = event.unwrap();
         match event.what.unwrap() {
             What::FileVersion(version) => assert!(index == 0 && version == "brain.Event:2"),
