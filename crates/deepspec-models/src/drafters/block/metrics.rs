@@ -52,8 +52,12 @@ impl BlockTerms {
         });
         let Value::Object(mut metrics) = metrics else { return Map::new() };
         let LossAlphas { soft_ce, kl, lk, dpace, .. } = self.alphas;
-        let learned =
-            [("soft_ce", soft_ce != 0.0), ("kl", kl != 0.0), ("lk", lk.is_some()), ("dpace", dpace.is_some())];
+        let learned = [
+            ("soft_ce", soft_ce != 0.0),
+            ("kl", kl != 0.0),
+            ("lk", lk.is_some()),
+            ("dpace", dpace.is_some()),
+        ];
         for (name, _) in learned.into_iter().filter(|(_, learned)| *learned) {
             metrics.insert(format!("{name}_loss"), json!(ratio(name, "weight")));
         }
