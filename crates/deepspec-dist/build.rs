@@ -1,4 +1,4 @@
-//! Compiles the shim over c10d against the libtorch in use; NCCL's part of it where NCCL's headers are.
+//! Compiles the shim over c10d and libtorch against the libtorch in use; NCCL's part of it where NCCL's headers are.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ fn main() {
         return;
     };
     let mut shim = cc::Build::new();
-    shim.cpp(true).std("c++17").include("src/cpp").file("src/cpp/group.cpp");
+    shim.cpp(true).std("c++17").include("src/cpp").files(["src/cpp/adamw.cpp", "src/cpp/group.cpp"]);
     // As system headers, whose warnings are not ours.
     for include in ["include", "include/torch/csrc/api/include"] {
         shim.flag("-isystem").flag(libtorch.join(include));

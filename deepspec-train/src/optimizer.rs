@@ -1,6 +1,6 @@
 //! AdamW (Loshchilov & Hutter 2019) on float32 masters of working weights of any kind.
 
-use deepspec_dist::{GroupError, ProcessGroup};
+use deepspec_dist::{AdamWSettings, AdamWTensors, GroupError, ProcessGroup, adamw};
 use tch::{Device, Kind, Tensor};
 
 use crate::sync;
@@ -100,22 +100,25 @@ impl AdamW {
         self.accumulate();
         let mut gradients: Vec<Tensor> = self.slots.iter_mut().map(Slot::take_gradient).collect();
         sync::add_up(group, &mut gradients)?;
-        let (norm, coefficient) = clip(&gradients, self.max_grad_norm);
+        let (norm, divisor) = clip(&gradients, self.max_grad_norm);
         self.steps += 1;
-        let correction1 = 1.0 - BETAS.0.powf(self.steps as f64);
-        let correction2 = 1.0 - BETAS.1.powf(self.steps as f64);
-        for (slot, gradient) in self.slots.iter_mut().zip(gradients) {
-            let Some(state) = &mut slot.state else { continue };
-            let gradient = gradient * &coefficient;
-            if self.weight_decay != 0.0 {
-                let _ = state.master.g_mul_scalar_(1.0 - lr * self.weight_decay);
-            }
-            let _ = state.exp_avg.lerp_(&gradient, 1.0 - BETAS.0);
-            let _ = state.exp_avg_sq.g_mul_scalar_(BETAS.1).g_add_(&(gradient.square() * (1.0 - BETAS.1)));
-            let denominator = state.exp_avg_sq.sqrt() / correction2.sqrt() + EPS;
-            let _ = state.master.g_add_(&(&state.exp_avg / denominator * (-lr / correction1)));
-            slot.publish();
-        }
+        let settings = AdamWSettings {
+            lr,
+            beta1: BETAS.0,
+            beta2: BETAS.1,
+            weight_decay: self.weight_decay,
+            eps: EPS,
+            step: self.steps as f64,
+        };
+        let owned = self.slots.iter_mut().zip(&mut gradients);
+        let mut tensors: Vec<AdamWTensors<'_>> = owned
+            .filter_map(|(slot, gradient)| {
+                let State { master: weights, exp_avg, exp_avg_sq } = slot.state.as_mut()?;
+                Some(AdamWTensors { weights, gradient, exp_avg, exp_avg_sq })
+            })
+            .collect();
+        adamw(&mut tensors, &divisor, settings);
+        self.slots.iter_mut().for_each(Slot::publish);
         self.slots.iter_mut().for_each(|slot| slot.parameter.zero_grad());
         if self.is_sharded {
             let owned: Vec<(usize, &Tensor)> =
@@ -203,7 +206,7 @@ impl Slot {
         }
         let gradient = self.parameter.grad();
         if gradient.defined() {
-            gradient.to_kind(Kind::Float)
+            gradient.to_kind(Kind::Float).contiguous()
         } else {
             Tensor::zeros(self.parameter.size(), self.float())
         }
@@ -222,11 +225,24 @@ impl Slot {
     }
 }
 
-/// The global norm of the gradients, in float32 whatever the weights' kind, and the factor min(1, max/(norm + 1e-6)).
+/// The global norm of the gradients, a float64 scalar, and the divisor max(1, (norm + 1e-6)/max) that clips them, float32.
 pub fn clip(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
-    let squares: Vec<Tensor> =
-        gradients.iter().map(|gradient| gradient.to_kind(Kind::Float).square().sum(Kind::Double)).collect();
+    let squares: Vec<Tensor> = gradients.iter().map(square_sum).collect();
     let norm = Tensor::stack(&squares, 0).sum(Kind::Double).sqrt();
-    let coefficient = ((&norm + CLIP_EPS).reciprocal() * max_norm).clamp_max(1.0).to_kind(Kind::Float);
-    (norm, coefficient)
+    let divisor = ((&norm + CLIP_EPS) / max_norm).clamp_min(1.0).to_kind(Kind::Float);
+    (norm, divisor)
+}
+
+/// Σ x², added up in float32 whatever the kind, but over so few values at once that its rounding does not grow with their number.
+fn square_sum(values: &Tensor) -> Tensor {
+    const PIECE: i64 = 1 << 16;
+    let values = values.to_kind(Kind::Float).reshape([-1]);
+    match values.device() {
+        // No operator would square and add in one pass over large tensors.
+        Device::Cpu => {
+            let pieces: Vec<Tensor> = values.split(PIECE, 0).iter().map(|piece| piece.dot(piece)).collect();
+            Tensor::stack(&pieces, 0).sum(Kind::Double)
+        }
+        _ => values.square().sum(Kind::Double),
+    }
 }

@@ -182,7 +182,7 @@ impl Drop for Group {
 }
 
 /// Takes over the text of an error.
-fn check(error: *mut c_char) -> Outcome<()> {
+pub(super) fn check(error: *mut c_char) -> Outcome<()> {
     if error.is_null() {
         return Ok(());
     }

@@ -1,9 +1,10 @@
 //! The one room of this crate with `unsafe` in it.
 #![expect(
     unsafe_code,
-    reason = "foreign code: the dynamic loader, the C allocator, signals, and the shim over c10d"
+    reason = "foreign code: the dynamic loader, the C allocator, signals, and the shim over c10d and libtorch"
 )]
 
+mod adamw;
 mod c10d;
 
 use std::io;
@@ -11,6 +12,7 @@ use std::process::{Child, Command};
 
 use libloading::Library;
 
+pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use c10d::{Group, GroupOptions, Store};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
