@@ -131,7 +131,7 @@ impl Bench<'_> {
         let (first, normaliser) = self.draw(0, samples);
         self.learner.accumulate(&first, normaliser);
         self.optimizer.accumulate();
-        self.optimizer.step(lr, &ProcessGroup::alone())?;
+        let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
         gpu::finish(self.device);
         let (mut parts, mut tokens, mut flops) = (Parts::default(), 0, 0.0);
         let started = Instant::now();

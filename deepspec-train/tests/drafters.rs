@@ -112,9 +112,8 @@ fn dspark_starts_from_dflash_with_fresh_heads() {
     let dflash = trained(&[DFLASH]);
     let from = format!("train.init_from={}", step(&dflash, STEPS).display());
     let (warm, cold) = (Bench::new(), Bench::new());
-    let init_only = |changes: &[&str]| [set(changes), vec!["--init-only"]].concat();
-    warm.succeeds(&init_only(&[&from]));
-    cold.succeeds(&init_only(&[]));
+    warm.succeeds(&["--set", &from, "--init-only"]);
+    cold.succeeds(&["--init-only"]);
     for name in ["fc.weight", "norm.weight", "layers.0.mlp.up_proj.weight"] {
         assert_eq!(values(&warm, 0, name), values(&dflash, STEPS, name), "{name}");
         assert_ne!(values(&warm, 0, name), values(&cold, 0, name), "{name}");
