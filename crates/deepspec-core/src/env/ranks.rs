@@ -229,7 +229,8 @@ mod tests {
             assert!(error.contains(hint), "{error}");
         };
         wrong(&TORCHRUN[..4], "MASTER_PORT is not");
-        wrong(&[("RANK", "four")], "WORLD_SIZE");
+        wrong(&[("RANK", "0")], "WORLD_SIZE is not");
+        wrong(&[("RANK", "four")], "RANK=four");
         wrong(&[&[("RANK", "4")][..], &TORCHRUN[1..]].concat(), "RANK=4");
         wrong(&[&[("MASTER_PORT", "70000")][..], &TORCHRUN[..4]].concat(), "MASTER_PORT=70000");
         wrong(&[("SLURM_STEP_NUM_TASKS", "2")], "SLURM_STEP_NODELIST");
