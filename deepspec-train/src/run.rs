@@ -117,8 +117,8 @@ fn train(
     };
     let (embed, head) = ends(states.as_ref(), &source, device, kind)?;
     let learner = design.build(&embed, &head, recipe.seed, kind)?;
-    if args.overwrite || checkpoints.latest()?.is_none() {
-        start_from(&recipe, &learner, args.verbosity())?;
+    if latest.is_none() {
+        start_from(recipe, &learner, args.verbosity())?;
     }
     let share = match recipe.train.sharding_strategy {
         ShardingStrategy::NoShard => (0, 1),

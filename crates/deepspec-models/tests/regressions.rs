@@ -1,10 +1,7 @@
 //! Mistakes that other trainers of block drafters shipped; each test is named after what it guards.
 
-mod common;
-
 use std::path::Path;
 
-use common::assert_close;
 use deepspec_core::recipe::{Markov, MarkovKind};
 use deepspec_decode::{Context, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{
@@ -113,49 +110,4 @@ fn draft(block: Block, anchor: i64) -> Vec<i64> {
 fn a_drafted_mask_token_is_kept() {
     let follower = |token: i64| if token == MASK { 9 } else { MASK };
     assert_eq!(draft(bigrams(follower), 3), [MASK, 9, MASK, 9]);
-}
-
-/// Positions beyond 256 are whole numbers that bfloat16 cannot hold: a bfloat16 drafter must still tell them apart.
-#[test]
-fn a_bfloat16_drafter_tells_neighbouring_positions_apart() {
-    let _guard = tch::no_grad_guard();
-    let raw = json!({
-        "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB,
-        "initializer_range": 0.5, "max_position_embeddings": 8192,
-    });
-    let target = ModelConfig::parse(Path::new("config.json"), raw.as_object().cloned().unwrap()).unwrap();
-    let config = BlockConfig {
-        model: target.draft_decoder(&[None]).unwrap(),
-        block_size: GAMMA,
-        mask_token_id: MASK,
-        target_layer_ids: vec![0],
-        num_target_layers: 2,
-        num_anchors: 4,
-        markov: None,
-        confidence: None,
-    };
-    tch::manual_seed(2);
-    let ends = Tensor::randn([VOCAB, 16], CPU);
-    // The same block behind the same context at two places of a text: only differences of positions may matter.
-    let hidden = |kind: Kind, length: usize| {
-        let block = Block::fresh(config.clone(), &ends.to_kind(kind), &ends.to_kind(kind), 1, kind).unwrap();
-        let taps = Tensor::zeros([length as i64, 16], CPU);
-        tch::manual_seed(4);
-        taps.narrow(0, length as i64 - 8, 8).copy_(&Tensor::randn([8, 16], CPU));
-        let sample = TrainSample {
-            input_ids: vec![3; length + GAMMA],
-            loss_mask: vec![true; length + GAMMA],
-            taps: Tensor::cat(&[taps, Tensor::zeros([GAMMA as i64, 16], CPU)], 0),
-            last: Tensor::zeros([(length + GAMMA) as i64, 16], CPU),
-            last_positions: (0..(length + GAMMA) as u32).collect(),
-            anchors: vec![length],
-        };
-        let batch = BlockBatch::new(&[sample], block.config(), 4.0, Device::Cpu, kind).unwrap();
-        block.hidden(&batch).to_kind(Kind::Float)
-    };
-    let exact = hidden(Kind::Float, 3001);
-    let rounded = hidden(Kind::BFloat16, 3001);
-    let size = exact.abs().max().double_value(&[]);
-    assert_close("bfloat16 at position 3001", &rounded, &exact, 0.06 * size);
 }
