@@ -57,7 +57,11 @@ static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
         .map(|line| {
             let row: Value = serde_json::from_str(line).unwrap();
             let said = row["conversations"].as_array().unwrap().iter().map(|message| {
-                let role = if message["from"] == "human" { "user" } else { "assistant" };
+                let role = match message["from"].as_str().unwrap() {
+                    "human" => "user",
+                    "gpt" => "assistant",
+                    own => own,
+                };
                 json!({"role": role, "content": message["value"]})
             });
             json!({"id": row["id"], "conversations": said.collect::<Vec<_>>()}).to_string()

@@ -170,7 +170,7 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
             "`drafter.loss.dpace`: it weighs the cross entropy",
         );
         wrong("drafter.dspark.loss={lk: {type: hybird}}", "hybird");
-        wrong("drafter.dspark.loss={lk: {type: hybrid, eta: .nan}}", "`drafter.loss.lk.eta`");
+        wrong("drafter.dspark.loss={lk: {type: hybrid, eta: -1}}", "`drafter.loss.lk.eta`");
         wrong("name=a/b", "cannot name a folder");
         wrong("logging.eval_every=0", "`logging.eval_every`: must be at least 1");
         wrong("eval={limit: 4}", "`eval`: nothing is measured without logging.eval_every");

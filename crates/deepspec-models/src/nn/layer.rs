@@ -1,9 +1,9 @@
 //! One decoder layer: grouped-query attention with normed queries and keys, and a gated MLP; the rest is in its [`LayerSpec`].
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
-use super::{Builder, Init, Rotation};
+use super::{Builder, Init, Rotation, linear};
 use crate::ModelError;
 
 /// `y = x Wᵀ (+ b)`.
@@ -28,25 +28,6 @@ impl Linear {
     pub fn forward(&self, x: &Tensor) -> Tensor {
         linear(x, &self.weight, self.bias.as_ref())
     }
-}
-
-/// Products of fewer rows take another path through the CPU's matrix routines and differ in the last bits.
-const FEWEST_ROWS: i64 = 4;
-
-/// `x Wᵀ (+ b)` over the last dimension. On the CPU a row's result does not depend on how many rows it comes with: products of
-/// at least four rows agree bit by bit, and smaller ones are padded to that.
-pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
-    let (mut size, width) = (x.size(), weight.size()[1]);
-    let rows = x.numel() as i64 / width;
-    if x.device() != Device::Cpu || rows >= FEWEST_ROWS || rows == 0 {
-        return x.linear(weight, bias);
-    }
-    let x = x.reshape([rows, width]);
-    let padded = Tensor::cat(&[&x, &x.narrow(0, 0, 1).expand([FEWEST_ROWS - rows, width], false)], 0);
-    if let Some(last) = size.last_mut() {
-        *last = weight.size()[0];
-    }
-    padded.linear(weight, bias).narrow(0, 0, rows).reshape(size)
 }
 
 /// `x / rms(x) · w` over the last dimension, in float32 inside.

@@ -2,12 +2,14 @@
 
 mod builder;
 mod layer;
+mod linear;
 mod rope;
 mod spec;
 mod vocabulary;
 
 pub use builder::{Builder, Init, Named};
-pub use layer::{DecoderLayer, Linear, Qkv, RmsNorm, linear};
+pub use layer::{DecoderLayer, Linear, Qkv, RmsNorm};
+pub use linear::linear;
 pub use rope::{Ropes, Rotation, Rotations};
 pub use spec::{Activation, AttentionSpec, Heads, LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
 pub use vocabulary::Vocabulary;
