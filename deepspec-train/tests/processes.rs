@@ -249,7 +249,7 @@ fn assert_ended(output: &Output, code: i32, hints: &[&str]) {
 fn ranks_may_be_started_by_torchrun() {
     let bench = Bench::new();
     let [leader, other] = two_by_hand(&bench, &["--set=train.local_batch_size=1"], &[]);
-    assert_ended(&leader, 0, &["saved"]);
+    assert_ended(&leader, 0, &["measure it", "step_24"]);
     // Only the leader speaks.
     assert!(other.status.success() && other.stderr.is_empty(), "{other:?}");
     assert!(bench.result() == whole(2).result());

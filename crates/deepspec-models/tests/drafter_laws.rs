@@ -16,7 +16,6 @@ use tch::{Device, Kind, Tensor};
 
 const TOKENS: usize = 40;
 const VOCAB: i64 = 64;
-const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 /// Weights large enough that every part of a model shows in its output.
 fn targets() -> [ModelConfig; 2] {
@@ -38,19 +37,17 @@ fn targets() -> [ModelConfig; 2] {
 }
 
 fn ends() -> (Tensor, Tensor) {
-    tch::manual_seed(3);
-    let random = || Tensor::randn([VOCAB, 32], CPU) * 0.3;
-    (random(), random())
+    let random = |seed| common::noise(seed, &[VOCAB, 32]) * 0.3;
+    (random(3), random(4))
 }
 
 /// A text of which everything behind token 4 is supervised, tapped twice.
 fn sample(anchors: Vec<usize>) -> TrainSample {
-    tch::manual_seed(5);
     TrainSample {
         input_ids: (0..TOKENS as i64).map(|i| (i * i + 3 * i) % VOCAB).collect(),
         loss_mask: (0..TOKENS).map(|i| i > 4).collect(),
-        taps: Tensor::randn([TOKENS as i64, 64], CPU),
-        last: Tensor::randn([TOKENS as i64, 32], CPU),
+        taps: common::noise(5, &[TOKENS as i64, 64]),
+        last: common::noise(6, &[TOKENS as i64, 32]),
         last_positions: (0..TOKENS as u32).collect(),
         anchors,
     }

@@ -43,9 +43,8 @@ fn block(shape: Shape) -> Block {
     let mut model =
         ModelConfig::parse(Path::new("config.json"), model.as_object().cloned().unwrap()).unwrap();
     model.logit_softcap = shape.softcap;
-    tch::manual_seed(7);
-    let ends = || (Tensor::randn([shape.vocab, 24], (Kind::Float, Device::Cpu)) * 0.3).to_kind(shape.kind);
-    let (embed, head) = (ends(), ends());
+    let ends = |seed| (noise(seed, [shape.vocab, 24]) * 0.3).to_kind(shape.kind);
+    let (embed, head) = (ends(7), ends(8));
     let config = BlockConfig {
         model,
         block_size: GAMMA,
@@ -63,16 +62,20 @@ fn block(shape: Shape) -> Block {
     block
 }
 
+/// Standard normal draws.
+fn noise(seed: u64, shape: [i64; 2]) -> Tensor {
+    Tensor::from_slice(&deepspec_testkit::noise(seed, (shape[0] * shape[1]) as usize)).view(shape)
+}
+
 /// Two sequences whose blocks have all numbers of supervised slots.
 fn batch(block: &Block, shape: Shape) -> BlockBatch {
-    tch::manual_seed(8);
     let length = 4 * shape.anchors as i64;
-    let states = |width: i64| Tensor::randn([length, width], (Kind::Float, Device::Cpu));
+    let states = |seed: i64, width: i64| noise(seed as u64, [length, width]);
     let sample = |seed: i64| TrainSample {
         input_ids: (0..length).map(|i| (i * 31 + seed * 17) % shape.vocab).collect(),
         loss_mask: (0..length).map(|i| i % 23 > 4).collect(),
-        taps: states(2 * 24),
-        last: states(24),
+        taps: states(10 + seed, 2 * 24),
+        last: states(20 + seed, 24),
         last_positions: (0..length as u32).collect(),
         anchors: (0..length as usize).filter(|i| i % 23 > 4 && (i + 1) % 23 > 4).step_by(3).collect(),
     };

@@ -7,5 +7,8 @@ pub mod folder;
 pub mod golden;
 pub mod hub;
 pub mod mutate;
+mod noise;
 pub mod server;
 pub mod tiny;
+
+pub use noise::noise;

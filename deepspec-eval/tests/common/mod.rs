@@ -11,6 +11,7 @@ use deepspec_models::{
     Block, BlockConfig, Confidence, Eagle3, Eagle3Config, ModelConfig, TargetModel, TargetOptions, load_ends,
     save,
 };
+use deepspec_testkit::noise;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -99,8 +100,7 @@ pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor
     fs::create_dir_all(dir).unwrap();
     let shape = [config.model.vocab_size, config.model.hidden_size];
     let config_json = serde_json::to_string(&config.to_json()).unwrap();
-    tch::manual_seed(1);
-    let small = Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.02;
+    let small = Tensor::from_slice(&noise(1, (shape[0] * shape[1]) as usize)).view(shape) * 0.02;
     let block = Block::fresh(config, &small, &small, 1, Kind::Float).unwrap();
     let tensors: Vec<(String, Tensor)> =
         block.checkpoint().into_iter().map(|(name, tensor)| (name.clone(), edit(&name, tensor))).collect();

@@ -1,6 +1,7 @@
 //! Where parameters come from: a checkpoint, fresh random numbers, or a model that is there already.
 
 use std::cell::RefCell;
+use std::sync::{Mutex, PoisonError};
 
 use deepspec_core::rng::{Purpose, Stream};
 use tch::{Device, Kind, Tensor};
@@ -96,8 +97,8 @@ impl<'a> Builder<'a> {
                 Init::Ones => Tensor::ones(shape, (kind, device)),
                 Init::Zeros => Tensor::zeros(shape, (kind, device)),
                 Init::Normal => {
-                    tch::manual_seed(Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64);
-                    (Tensor::randn(shape, (Kind::Float, Device::Cpu)) * std).to_kind(kind).to_device(device)
+                    let seed = Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64;
+                    (normal(shape, seed) * std).to_kind(kind).to_device(device)
                 }
             },
         })
@@ -107,4 +108,13 @@ impl<'a> Builder<'a> {
     pub fn into_named(self) -> Named {
         self.named.into_inner()
     }
+}
+
+/// Standard normal draws by the seed alone.
+fn normal(shape: &[i64], seed: i64) -> Tensor {
+    // Torch has one generator for all threads: nobody may draw between seeding and drawing.
+    static GENERATOR: Mutex<()> = Mutex::new(());
+    let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    tch::manual_seed(seed);
+    Tensor::randn(shape, (Kind::Float, Device::Cpu))
 }

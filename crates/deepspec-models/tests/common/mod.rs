@@ -17,6 +17,12 @@ pub fn tensor(array: &Array) -> Tensor {
     .view(array.shape.as_slice())
 }
 
+/// Standard normal draws, float32.
+pub fn noise(seed: u64, shape: &[i64]) -> Tensor {
+    let count = shape.iter().product::<i64>() as usize;
+    Tensor::from_slice(&deepspec_testkit::noise(seed, count)).view(shape)
+}
+
 pub fn max_abs(tensor: &Tensor) -> f64 {
     if tensor.numel() == 0 { 0.0 } else { tensor.abs().max().double_value(&[]) }
 }
