@@ -70,7 +70,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
         bench.iter(|| {
             let batch = BlockBatch::new(&samples, block.config(), 4.0, Device::Cpu, Kind::Float)
                 .expect("there are anchors");
-            black_box(block.accumulate(&batch, &alphas, Normaliser(1000.0)));
+            let _ = black_box(block.accumulate(&batch, &alphas, Normaliser(1000.0)));
         });
     });
     let _guard = tch::no_grad_guard();

@@ -94,12 +94,12 @@ impl Design {
     ) -> Result<Learner, ModelError> {
         match self {
             Self::Block { config, alphas, decay_gamma } => Ok(Learner::Block {
-                block: Block::fresh(config.clone(), embed_tokens, lm_head, seed, kind)?,
+                block: Box::new(Block::fresh(config.clone(), embed_tokens, lm_head, seed, kind)?),
                 alphas: *alphas,
                 decay_gamma: *decay_gamma,
             }),
             Self::Eagle3 { config, objective } => Ok(Learner::Eagle3 {
-                model: Eagle3::fresh(config.clone(), embed_tokens, lm_head, seed, kind)?,
+                model: Box::new(Eagle3::fresh(config.clone(), embed_tokens, lm_head, seed, kind)?),
                 objective: *objective,
             }),
         }
@@ -239,7 +239,7 @@ pub enum Learner {
     /// DSpark or DFlash.
     Block {
         /// The model.
-        block: Block,
+        block: Box<Block>,
         /// Weights of the losses.
         alphas: LossAlphas,
         /// Slot k of a block weighs exp(−k / this).
@@ -248,7 +248,7 @@ pub enum Learner {
     /// Eagle3.
     Eagle3 {
         /// The model.
-        model: Eagle3,
+        model: Box<Eagle3>,
         /// How it is trained.
         objective: Eagle3Objective,
     },
