@@ -132,8 +132,8 @@ impl Reader {
     }
 
     /// Copies the states of sample `index` into the caller's memory as bfloat16, whatever they are stored in. Its bytes
-    /// are checked as [`Self::sample`] does; bfloat16 on its way, block by block, so that a first epoch too runs at
-    /// nearly the memory's speed. After an error the memory holds nothing of use.
+    /// are checked as [`Self::sample`] does; bfloat16 on its way, block by block, so that memory is read once for
+    /// both. After an error the memory holds nothing of use.
     ///
     /// # Errors
     /// As [`Self::sample`]; memory of another size than [`Self::state_bytes`].
