@@ -25,6 +25,7 @@ mod layout;
 mod manifest;
 mod merge;
 mod parts;
+mod pieces;
 mod plan;
 mod reader;
 mod reference;

@@ -144,6 +144,11 @@ impl Geometry {
         self.bytes
     }
 
+    /// Where the tensors begin, in the order of the file.
+    pub fn starts(&self) -> [u64; 5] {
+        self.regions.map(|region| region.start)
+    }
+
     /// File bytes of a sample's rows, which must lie within the shard.
     pub fn sample(&self, rows: Rows) -> Parts<Range<u64>> {
         let [taps, last, taps_scale, last_scale, exponents] = self.regions;

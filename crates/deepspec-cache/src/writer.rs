@@ -15,10 +15,11 @@ use crate::codec;
 use crate::error::{CacheError, Part};
 use crate::layout::{Encoding, Layout};
 use crate::manifest::{ShardEntry, is_absent};
+use crate::pieces::Pieces;
 use crate::plan::{Plan, PlannedShard};
 use crate::sample::PlannedSample;
 use crate::samples::Written;
-use crate::shard::{self, Geometry, Rows};
+use crate::shard::{self, Geometry};
 
 /// Bytes read at a time where a shard is read back.
 const READ_BACK: usize = 1 << 20;
@@ -89,7 +90,7 @@ impl Sidecar {
 
 /// Takes the hidden states of one shard's samples, in order, and writes them where they belong.
 ///
-/// Both tensors grow at once, so no more than the sample at hand is in memory. May be sent to another thread.
+/// All tensors grow at once, so no more than the sample at hand and a piece of each is in memory. May be sent to another thread.
 /// Dropped before [`Self::finish`], it leaves a `.partial` file that the next attempt overwrites.
 pub struct ShardWriter<'p> {
     plan: &'p Plan,
@@ -99,10 +100,8 @@ pub struct ShardWriter<'p> {
     path: PathBuf,
     partial: PathBuf,
     file: File,
-    /// Of the shard without exponents: they come last in the file, and their size is known last.
-    geometry: Geometry,
-    row: u64,
-    last_row: u64,
+    /// In the order of the file: exponents come last, and their size is known last.
+    tensors: [Pieces; 5],
     exponents: u64,
     checksums: Vec<u32>,
     exponent_bytes: Vec<u64>,
@@ -136,9 +135,7 @@ impl<'p> ShardWriter<'p> {
             path,
             partial,
             file,
-            geometry,
-            row: 0,
-            last_row: 0,
+            tensors: geometry.starts().map(Pieces::from),
             exponents: 0,
             checksums,
             exponent_bytes: Vec::new(),
@@ -196,24 +193,20 @@ impl<'p> ShardWriter<'p> {
         if let Some((row, part, value)) = codec::first_non_finite(layout, [taps, last]) {
             return Err(CacheError::NotFinite { sample: sample.id.clone(), row, part, value });
         }
-        let (first, first_last, first_exponent) = (self.row, self.last_row, self.exponents);
-        let write = || -> io::Result<(u64, u32)> {
+        let (file, tensors) = (&self.file, &mut self.tensors);
+        let mut write = || -> io::Result<(u64, u32)> {
             let stored = codec::encode(layout, [taps, last])?;
             let stored = stored.each_ref().map(Cow::as_ref);
-            let exponent_bytes = stored.exponents.len() as u64;
-            let rows = Rows { first, count, first_last, last_count, first_exponent, exponent_bytes };
-            let places = self.geometry.sample(rows).in_order();
-            for (bytes, place) in stored.in_order().into_iter().zip(places) {
-                self.file.write_all_at(bytes, place.start)?;
+            for (tensor, bytes) in tensors.iter_mut().zip(stored.in_order()) {
+                tensor.push(file, bytes)?;
             }
-            Ok((exponent_bytes, codec::checksum(stored)))
+            Ok((stored.exponents.len() as u64, codec::checksum(stored)))
         };
         let (exponent_bytes, checksum) = write().map_err(FileError::at("writing", &self.partial))?;
         self.checksums.push(checksum);
         if layout.encoding.compresses() {
             self.exponent_bytes.push(exponent_bytes);
         }
-        (self.row, self.last_row) = (first + count, first_last + last_count);
         self.exponents += exponent_bytes;
         Ok(())
     }
@@ -222,14 +215,15 @@ impl<'p> ShardWriter<'p> {
     ///
     /// # Errors
     /// Samples are missing, I/O failures.
-    pub fn finish(self) -> Result<(), CacheError> {
+    pub fn finish(mut self) -> Result<(), CacheError> {
         let (found, expected) = (self.pushed(), self.samples().len());
         if found != expected {
             return Err(CacheError::ShardShort { path: self.path, found, expected });
         }
         let PlannedShard { rows, last_rows, .. } = *self.planned;
         let geometry = Geometry::new(self.layout(), rows, last_rows, self.exponents)?;
-        let commit = || -> io::Result<String> {
+        let mut commit = || -> io::Result<String> {
+            self.tensors.iter_mut().try_for_each(|tensor| tensor.flush(&self.file))?;
             self.file.write_all_at(geometry.header(), 0)?;
             let sha256 = read_back(&self.file, geometry.bytes())?;
             self.file.sync_all()?;
