@@ -58,7 +58,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// An engine with all slots empty. Target and drafter must hold at least `options.slots` sequences.
     pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
         let slots = (0..options.slots.max(1)).map(|_| None).collect();
-        let context = Context { taps: Tensor::new(), next: Tensor::new(), chunks: vec![] };
+        let [taps, tokens, next] = [(); 3].map(|()| Tensor::new());
+        let context = Context { taps, tokens, next, chunks: vec![] };
         Self {
             target,
             proposer,
@@ -227,8 +228,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let kept = (0..self.context.taps.size()[0])
             .filter(|row| !(first as i64..(first + rows) as i64).contains(row));
         let kept = index(kept, &self.context.taps);
-        self.context.taps = self.context.taps.index_select(0, &kept);
-        self.context.next = self.context.next.index_select(0, &kept);
+        for rows in [&mut self.context.taps, &mut self.context.tokens, &mut self.context.next] {
+            *rows = rows.index_select(0, &kept);
+        }
     }
 
     fn sequences<'a>(&'a self, slots: &'a [usize]) -> impl Iterator<Item = &'a Sequence> {
@@ -397,7 +399,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         taps: &Tensor,
     ) -> Vec<Event> {
         let mut events = vec![];
-        let (mut kept, mut kept_rows, mut kept_next, mut row) = (vec![], vec![], vec![], 0);
+        let (mut kept, mut kept_rows, mut row) = (vec![], vec![], 0);
+        let (mut kept_tokens, mut kept_next) = (vec![], vec![]);
         for (i, &(slot, fed)) in chunks.iter().enumerate() {
             let first_row = row;
             row += fed;
@@ -421,7 +424,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let limit = sequence.request.max_new_tokens;
             let room = limit.saturating_sub(sequence.generated.len());
             sequence.generated.extend(&tokens);
-            sequence.anchor = tokens.last().copied();
+            let before = std::mem::replace(&mut sequence.anchor, tokens.last().copied());
             let visible: Vec<i64> = tokens.iter().copied().take(room).collect();
             if !visible.is_empty() {
                 events.push(Event::Tokens(sequence.ticket, visible));
@@ -445,8 +448,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                     events.push(Event::Done(done.ticket, completion));
                 }
             } else {
-                let fed_and_committed = if sequence.held == 0 { &sequence.request.prompt[1..] } else { &[] };
-                kept_next.extend(fed_and_committed.iter().chain(&tokens));
+                let prompt = if before.is_none() { sequence.request.prompt.as_slice() } else { &[] };
+                let committed = || prompt.iter().chain(&before).chain(&tokens);
+                kept_tokens.extend(committed().take(committed_rows));
+                kept_next.extend(committed().skip(1).take(committed_rows));
                 sequence.held += committed_rows;
                 self.target.truncate(slot, sequence.held);
                 kept.push((slot, committed_rows));
@@ -456,8 +461,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         debug_assert_eq!(decoding.len() + prefilling.len(), chunks.len());
         if self.proposer.is_some() {
             let kept_taps = taps.index_select(0, &index(kept_rows.into_iter(), taps));
-            self.context =
-                Context { taps: kept_taps, next: index(kept_next.into_iter(), taps), chunks: kept };
+            let [tokens, next] = [kept_tokens, kept_next].map(|ids| index(ids.into_iter(), taps));
+            self.context = Context { taps: kept_taps, tokens, next, chunks: kept };
         }
         events
     }

@@ -61,6 +61,8 @@ impl<T: Target> Target for &mut T {
 pub struct Context {
     /// Captured states, one row per token: `[C, m·d]`.
     pub taps: Tensor,
+    /// The tokens themselves, `[C]` int64.
+    pub tokens: Tensor,
     /// The committed token behind each of them, `[C]` int64; behind a slot's last row stands its anchor.
     pub next: Tensor,
     /// (slot, number of rows) in row order.

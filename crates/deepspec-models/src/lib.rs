@@ -19,6 +19,7 @@ pub use drafters::block::{
     Block, BlockBatch, BlockConfig, BlockProposer, BlockTerms, Confidence, LossSums, Normaliser, TrainSample,
     anchor_candidates, eval_mask, slot_weight,
 };
+pub use drafters::causal::CausalProposer;
 pub use drafters::cost::{PassBytes, SampleSize};
 pub use drafters::eagle3::{Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Terms};
 pub use drafters::learner::{Design, Learner, Supervision, Terms};

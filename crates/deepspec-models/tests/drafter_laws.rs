@@ -55,12 +55,9 @@ fn sample(anchors: Vec<usize>) -> TrainSample {
 
 /// The first `rows` tokens of the sample in slot 2.
 fn context(sample: &TrainSample, first: usize, rows: usize) -> Context {
-    let next = &sample.input_ids[first + 1..=first + rows];
-    Context {
-        taps: sample.taps.narrow(0, first as i64, rows as i64),
-        next: Tensor::from_slice(next),
-        chunks: vec![(2, rows)],
-    }
+    let [tokens, next] =
+        [first, first + 1].map(|from| Tensor::from_slice(&sample.input_ids[from..from + rows]));
+    Context { taps: sample.taps.narrow(0, first as i64, rows as i64), tokens, next, chunks: vec![(2, rows)] }
 }
 
 fn at_temperature_one() -> SamplingBatch {

@@ -135,7 +135,8 @@ fn check_inference(name: &str) {
         let taps = tensor(case.input(&format!("infer_{round}_context_features"))).get(0).to_device(device());
         let anchors = tensor(case.input(&format!("infer_{round}_anchor"))).to_device(device());
         let next = Tensor::zeros([taps.size()[0]], (Kind::Int64, device()));
-        let context = Context { chunks: vec![(1, taps.size()[0] as usize)], taps, next };
+        let tokens = next.shallow_clone();
+        let context = Context { chunks: vec![(1, taps.size()[0] as usize)], taps, tokens, next };
         let proposal = proposer.propose(&context, &[1], &anchors, &uniforms, &greedy);
         assert_eq!(
             Vec::<i64>::try_from(proposal.tokens.reshape([-1])).unwrap(),

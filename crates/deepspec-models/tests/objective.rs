@@ -226,7 +226,8 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
     let kl = |kind| {
         let shape = Shape { markov: None, confidence: None, kind, sureness: 0.02, ..PLAIN };
         let block = block(shape);
-        let norm = block.parameters().iter().find(|(name, _)| name == "norm.weight").unwrap().1.shallow_clone();
+        let norm =
+            block.parameters().iter().find(|(name, _)| name == "norm.weight").unwrap().1.shallow_clone();
         let _ = tch::no_grad(|| norm.shallow_clone().g_mul_scalar_(0.02));
         let alphas = LossAlphas { kl: 1.0, ..NOTHING };
         let sums: Vec<f64> =

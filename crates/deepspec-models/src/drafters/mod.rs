@@ -1,6 +1,7 @@
 //! Drafters: one folder each, one variant each.
 
 pub mod block;
+pub mod causal;
 mod checkpoint;
 mod config;
 pub mod cost;
@@ -15,7 +16,7 @@ use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
 use tch::{Device, Kind, Tensor};
 
 use crate::config::{Fields, read_json};
-use crate::{Block, BlockProposer, Eagle3, Eagle3Proposer, ModelError, TargetModel};
+use crate::{Block, BlockProposer, CausalProposer, Eagle3, Eagle3Proposer, ModelError, TargetModel};
 
 /// How a drafter is loaded.
 #[derive(Debug, Clone)]
@@ -34,6 +35,8 @@ pub enum Drafter {
     Block(BlockProposer),
     /// Eagle3.
     Eagle3(Eagle3Proposer),
+    /// A smaller causal language model of the same vocabulary.
+    Causal(Box<CausalProposer>),
 }
 
 /// The kinds of drafters that checkpoints hold.
@@ -41,6 +44,7 @@ pub enum Drafter {
 enum Algorithm {
     Block,
     Eagle3,
+    Causal,
 }
 
 impl fmt::Display for Algorithm {
@@ -48,6 +52,7 @@ impl fmt::Display for Algorithm {
         f.write_str(match self {
             Self::Block => "a block drafter (DSpark, DFlash)",
             Self::Eagle3 => "Eagle3",
+            Self::Causal => "a causal language model",
         })
     }
 }
@@ -58,11 +63,15 @@ impl Algorithm {
     /// # Errors
     /// If the folder is no drafter checkpoint of a known kind.
     fn of(dir: &Path) -> Result<Self, ModelError> {
-        const KNOWN: [(&str, Algorithm); 4] = [
+        const KNOWN: [(&str, Algorithm); 8] = [
             ("Qwen3DSparkModel", Algorithm::Block),
             ("Gemma4DSparkModel", Algorithm::Block),
             ("Qwen3Eagle3Model", Algorithm::Eagle3),
             ("Gemma4Eagle3Model", Algorithm::Eagle3),
+            ("Qwen3ForCausalLM", Algorithm::Causal),
+            ("Gemma4ForCausalLM", Algorithm::Causal),
+            ("Gemma4ForConditionalGeneration", Algorithm::Causal),
+            ("Gemma4UnifiedForConditionalGeneration", Algorithm::Causal),
         ];
         let (path, map) = read_json(dir)?;
         let fields = Fields::new(&path, &map);
@@ -85,6 +94,7 @@ impl Drafter {
         Ok(match Algorithm::of(dir)? {
             Algorithm::Block => Self::Block(BlockProposer::new(Block::load(dir, device, kind)?, slots)),
             Algorithm::Eagle3 => Self::Eagle3(Eagle3Proposer::new(Eagle3::load(dir, device, kind)?, slots)),
+            Algorithm::Causal => Self::Causal(Box::new(CausalProposer::load(dir, options)?)),
         })
     }
 
@@ -93,6 +103,7 @@ impl Drafter {
         match self {
             Self::Block(proposer) => &proposer.block().config().target_layer_ids,
             Self::Eagle3(proposer) => &proposer.model().config().target_layer_ids,
+            Self::Causal(_) => &[],
         }
     }
 
@@ -100,7 +111,7 @@ impl Drafter {
     pub fn has_confidence(&self) -> bool {
         match self {
             Self::Block(proposer) => proposer.block().config().confidence.is_some(),
-            Self::Eagle3(_) => false,
+            Self::Eagle3(_) | Self::Causal(_) => false,
         }
     }
 
@@ -112,6 +123,17 @@ impl Drafter {
         match self {
             Self::Block(proposer) => proposer.block().config().check_fits(target.config()),
             Self::Eagle3(proposer) => proposer.model().config().check_fits(target.config()),
+            Self::Causal(proposer) => proposer.check_fits(target.config()),
+        }
+    }
+
+    /// Drafts `tokens` per block from now on where drafting goes token by token, a trained drafter no more than it was trained for. Block
+    /// drafters compute their blocks whole.
+    pub fn draft(&mut self, tokens: usize) {
+        match self {
+            Self::Block(_) => {}
+            Self::Eagle3(proposer) => proposer.draft(tokens),
+            Self::Causal(proposer) => proposer.draft(tokens),
         }
     }
 }
@@ -121,6 +143,7 @@ impl Proposer for Drafter {
         match self {
             Self::Block(proposer) => proposer.block_size(),
             Self::Eagle3(proposer) => proposer.block_size(),
+            Self::Causal(proposer) => proposer.block_size(),
         }
     }
 
@@ -128,6 +151,7 @@ impl Proposer for Drafter {
         match self {
             Self::Block(proposer) => proposer.ends_at_stop_tokens(),
             Self::Eagle3(proposer) => proposer.ends_at_stop_tokens(),
+            Self::Causal(proposer) => proposer.ends_at_stop_tokens(),
         }
     }
 
@@ -142,6 +166,7 @@ impl Proposer for Drafter {
         match self {
             Self::Block(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
             Self::Eagle3(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
+            Self::Causal(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
         }
     }
 
@@ -149,6 +174,7 @@ impl Proposer for Drafter {
         match self {
             Self::Block(proposer) => proposer.reset(slot),
             Self::Eagle3(proposer) => proposer.reset(slot),
+            Self::Causal(proposer) => proposer.reset(slot),
         }
     }
 }

@@ -9,6 +9,7 @@ use crate::kv::{KvCache, Visibility};
 /// An Eagle3 drafter with histories of committed tokens.
 pub struct Eagle3Proposer {
     model: Eagle3,
+    block_size: usize,
     cache: KvCache,
     /// State after each slot's last committed token, `[slots, d]`.
     states: Tensor,
@@ -20,12 +21,17 @@ impl Eagle3Proposer {
         let (kind, device) = (model.kind(), model.device());
         let cache = KvCache::new(&model.attentions(), slots, kind, device);
         let states = Tensor::zeros([slots as i64, model.config().model.hidden_size], (kind, device));
-        Self { cache, states, model }
+        Self { cache, states, block_size: model.config().ttt_length, model }
     }
 
     /// The model.
     pub fn model(&self) -> &Eagle3 {
         &self.model
+    }
+
+    /// Proposes `tokens` per block from now on, at most as many as it was trained for.
+    pub fn draft(&mut self, tokens: usize) {
+        self.block_size = tokens.min(self.model.config().ttt_length);
     }
 
     /// Runs tokens behind the states before them; the histories grow by them.
@@ -60,7 +66,7 @@ impl Eagle3Proposer {
 
 impl Proposer for Eagle3Proposer {
     fn block_size(&self) -> usize {
-        self.model.config().ttt_length
+        self.block_size
     }
 
     fn ends_at_stop_tokens(&self) -> bool {
@@ -82,7 +88,7 @@ impl Proposer for Eagle3Proposer {
         let rows = Tensor::from_slice(&rows).to_device(self.model.device());
         let mut states = self.states.index_select(0, &rows); // [S, d]
         let (mut tokens, mut probs): (Vec<Tensor>, Vec<Tensor>) = (vec![], vec![]);
-        for k in 0..self.block_size() {
+        for k in 0..self.block_size {
             if let Some(token) = tokens.last() {
                 states = self.extend(&chunks, token, states);
             }
