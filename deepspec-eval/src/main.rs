@@ -4,6 +4,7 @@ mod compare;
 mod results;
 mod run;
 mod table;
+mod trace;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -31,6 +32,8 @@ enum Command {
     Run(Box<run::Args>),
     /// Show several results side by side
     Compare(compare::Args),
+    /// Print one generation cycle by cycle: what was accepted, rejected and added
+    Trace(Box<trace::Args>),
 }
 
 fn main() -> ExitCode {
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
     cli::run(|| match cli.command {
         Command::Run(args) => run::run(&args, verbosity),
         Command::Compare(args) => compare::run(&args),
+        Command::Trace(args) => trace::run(&args, verbosity),
     })
 }
 

@@ -1,7 +1,7 @@
 //! `run`: decodes prompt suites and measures accepted length and speed.
 
 mod decode;
-mod models;
+pub mod models;
 mod outputs;
 mod report;
 
@@ -27,7 +27,8 @@ pub struct Args {
     /// Folder or hub id (owner/name, owner/name@revision) of the Hugging Face model whose answers are generated
     #[arg(long, value_name = "M")]
     target: String,
-    /// Folder or hub id of a drafter checkpoint, or `none` for plain decoding
+    /// Folder or hub id of a drafter checkpoint, or of a smaller language model of the same tokenizer, or `none` for plain
+    /// decoding
     #[arg(long, value_name = "D")]
     draft: String,
     /// Suite to score; may be repeated, and adds to --domain
@@ -58,7 +59,7 @@ pub struct Args {
     /// Cut each block before the first token of lower confidence
     #[arg(long, value_name = "T")]
     confidence_threshold: Option<f64>,
-    /// Verify at most this many drafted tokens per cycle
+    /// Verify at most this many drafted tokens per cycle; of a language model as drafter just so many (else 7)
     #[arg(long, value_name = "N")]
     max_draft_tokens: Option<usize>,
     /// The chat template's `enable_thinking`
@@ -91,13 +92,13 @@ pub struct Args {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Switch {
+pub enum Switch {
     On,
     Off,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Dtype {
+pub enum Dtype {
     Auto,
     Float32,
     Bfloat16,
@@ -195,7 +196,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     atomic::create_dir(&args.output_dir)?;
 
-    let models = Models { target: &target, place, context, settings: &settings };
+    let models = Models { target: &target, tokenizer: &tokenizer, place, context, settings: &settings };
     let (drafted, drafter) = models.decode(draft.as_deref(), &suites, verbosity)?;
     let plain = match draft.as_deref() {
         Some(_) if !args.no_baseline => Some(models.decode(None, &suites, verbosity)?.0),

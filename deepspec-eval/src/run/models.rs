@@ -20,8 +20,10 @@ use crate::results::{DrafterIdentity, Settings, TargetIdentity};
 /// Where tensors live, and of which kind they are.
 #[derive(Debug, Clone, Copy)]
 pub struct Place {
-    device: Device,
-    kind: Kind,
+    /// The device.
+    pub device: Device,
+    /// The kind of weights and activations.
+    pub kind: Kind,
 }
 
 impl Place {
@@ -70,6 +72,8 @@ pub fn context(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<usize> {
 pub struct Models<'a> {
     /// The target's folder.
     pub target: &'a Path,
+    /// Its tokenizer.
+    pub tokenizer: &'a ChatTokenizer,
     /// Where everything runs.
     pub place: Place,
     /// Tokens per slot.
@@ -91,7 +95,10 @@ impl Models<'_> {
     ) -> anyhow::Result<(Vec<Pass>, Option<DrafterIdentity>)> {
         let (Place { device, kind }, slots) = (self.place, self.settings.slots);
         let load = |dir| Drafter::load(dir, &DrafterOptions { device, kind, slots });
-        let drafter = draft.map(load).transpose()?;
+        let mut drafter = draft.map(load).transpose()?;
+        if let Some((drafter, tokens)) = drafter.as_mut().zip(self.settings.max_draft_tokens) {
+            drafter.draft(tokens);
+        }
         let identity =
             draft.zip(drafter.as_ref()).map(|(dir, drafter)| drafter_identity(dir, drafter)).transpose()?;
         // Plain decoding captures nothing, so that it is as fast as it can be.
@@ -99,6 +106,7 @@ impl Models<'_> {
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
         if let Some(drafter) = &drafter {
             drafter.check_fits(&target)?;
+            draft.map_or(Ok(()), |dir| check_tokens(drafter, dir, self.tokenizer))?;
             if self.settings.confidence_threshold.is_some() && !drafter.has_confidence() {
                 usage!("--confidence-threshold: the drafter has no confidence head");
             }
@@ -123,6 +131,27 @@ fn drafter_identity(dir: &Path, drafter: &Drafter) -> Result<DrafterIdentity, Mo
         block_size: drafter.block_size(),
         taps: drafter.taps().to_vec(),
     })
+}
+
+/// A language model drafts in its own tokens: they must be the target's.
+///
+/// # Errors
+/// A usage error with the first token that differs.
+pub fn check_tokens(drafter: &Drafter, dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<()> {
+    if !matches!(drafter, Drafter::Causal(_)) {
+        return Ok(());
+    }
+    let own = ChatTokenizer::load(dir)?;
+    let ids = own.vocab_size().max(tokenizer.vocab_size()) as i64;
+    if let Some(id) = (0..ids).find(|&id| own.token(id) != tokenizer.token(id)) {
+        let [own, target] = [&own, tokenizer].map(|tokenizer| tokenizer.token(id).unwrap_or_default());
+        usage!(
+            "--draft {}: token {id} is {own:?}, the target's is {target:?}; a language model drafts for targets of its own \
+             tokenizer",
+            dir.display()
+        );
+    }
+    Ok(())
 }
 
 /// What the results say about the target.

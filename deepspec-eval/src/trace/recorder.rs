@@ -1,0 +1,55 @@
+//! A drafter that keeps what it proposes.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
+use tch::Tensor;
+
+/// Hands on what the drafter within proposes for the first slot, and keeps it.
+pub struct Recorder<P> {
+    drafter: P,
+    blocks: Rc<RefCell<Vec<Vec<i64>>>>,
+}
+
+impl<P> Recorder<P> {
+    /// Nothing is recorded yet.
+    pub fn new(drafter: P) -> Self {
+        Self { drafter, blocks: Rc::default() }
+    }
+
+    /// All blocks so far, growing as proposals are made.
+    pub fn blocks(&self) -> Rc<RefCell<Vec<Vec<i64>>>> {
+        self.blocks.clone()
+    }
+}
+
+impl<P: Proposer> Proposer for Recorder<P> {
+    fn block_size(&self) -> usize {
+        self.drafter.block_size()
+    }
+
+    fn ends_at_stop_tokens(&self) -> bool {
+        self.drafter.ends_at_stop_tokens()
+    }
+
+    fn propose(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+        uniforms: &Tensor,
+        sampling: &SamplingBatch,
+    ) -> Proposal {
+        let proposal = self.drafter.propose(context, slots, anchors, uniforms, sampling);
+        let first = proposal.tokens.get(0);
+        let mut block = vec![0; first.numel()];
+        first.copy_data(&mut block, first.numel());
+        self.blocks.borrow_mut().push(block);
+        proposal
+    }
+
+    fn reset(&mut self, slot: usize) {
+        self.drafter.reset(slot);
+    }
+}

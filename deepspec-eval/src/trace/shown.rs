@@ -1,0 +1,114 @@
+//! A generation for people and for programs.
+
+use std::fmt::Write;
+
+use deepspec_decode::Completion;
+use deepspec_text::{ChatTokenizer, TextError};
+use serde::Serialize;
+
+const ACCEPTED: &str = "\x1b[32m";
+const REJECTED: &str = "\x1b[9;31m";
+const BONUS: &str = "\x1b[1;36m";
+const PLAIN: &str = "\x1b[0m";
+
+/// A generation cycle by cycle.
+#[derive(Debug, Serialize)]
+pub struct Trace {
+    /// The prompt's own next token, which is no drafter's.
+    first: String,
+    cycles: Vec<Cycle>,
+    /// Tokens of the answer.
+    tokens: usize,
+    /// Mean of the tokens that a cycle commits; none without a cycle.
+    accepted_length: Option<f64>,
+}
+
+/// One block and what the target made of it. Texts are those of the single tokens.
+#[derive(Debug, PartialEq, Serialize)]
+struct Cycle {
+    accepted: Vec<String>,
+    /// The first is the one that was rejected, the others fell with it.
+    rejected: Vec<String>,
+    /// The target's own token; none behind an accepted stop token.
+    bonus: Option<String>,
+    /// Of the tokens that were verified; empty without a confidence head.
+    confidences: Vec<f32>,
+}
+
+impl Trace {
+    /// Puts together what was committed and the blocks that were drafted.
+    ///
+    /// # Errors
+    /// If a token has no text.
+    pub fn new(
+        tokenizer: &ChatTokenizer,
+        completion: &Completion,
+        blocks: &[Vec<i64>],
+    ) -> Result<Self, TextError> {
+        let text = |&id: &i64| tokenizer.decode(&[id], false);
+        let texts = |ids: &[i64]| ids.iter().map(text).collect::<Result<Vec<_>, _>>();
+        let tokens = &completion.tokens;
+        let (mut cycles, mut at) = (vec![], 1);
+        for (cycle, block) in completion.cycles.iter().zip(blocks) {
+            let (accepted, committed) = (cycle.accepted as usize, cycle.committed as usize);
+            let verified = &block[..block.len().min(cycle.proposed as usize)];
+            let (kept, fallen) = verified.split_at(accepted.min(verified.len()));
+            let bonus = tokens.get(at + accepted).filter(|_| committed > accepted);
+            cycles.push(Cycle {
+                accepted: texts(kept)?,
+                rejected: texts(fallen)?,
+                bonus: bonus.map(text).transpose()?,
+                confidences: cycle.confidence.clone(),
+            });
+            at += committed;
+        }
+        let committed: u32 = completion.cycles.iter().map(|cycle| cycle.committed).sum();
+        let accepted_length = (!cycles.is_empty()).then(|| f64::from(committed) / cycles.len() as f64);
+        let first = tokens.first().map(text).transpose()?.unwrap_or_default();
+        Ok(Self { first, cycles, tokens: tokens.len(), accepted_length })
+    }
+
+    /// One line a cycle; without colours, rejected tokens stand between `[-` and `-]`, the target's own between `{+` and `+}`.
+    pub fn render(&self, colour: bool) -> String {
+        let paint = |codes: &str, [open, close]: [&str; 2], text: String| match (text.is_empty(), colour) {
+            (true, _) => text,
+            (false, true) => format!("{codes}{text}{PLAIN}"),
+            (false, false) => format!("{open}{text}{close}"),
+        };
+        let accepted = |text| paint(ACCEPTED, ["", ""], text);
+        let rejected = |text| paint(REJECTED, ["[-", "-]"], text);
+        let bonus = |text| paint(BONUS, ["{+", "+}"], text);
+        let words = [accepted("accepted".into()), rejected("rejected".into()), bonus("target's own".into())];
+        let mut out = format!("{}\n{:>5}  {:>8}  {}\n", words.join("  "), 0, "", bonus(line(&self.first)));
+        for (i, cycle) in self.cycles.iter().enumerate() {
+            let texts = |texts: &[String]| line(&texts.concat());
+            let count = format!("{}/{}", cycle.accepted.len(), cycle.accepted.len() + cycle.rejected.len());
+            let _ = writeln!(
+                out,
+                "{:>5}  {count:>8}  {}{}{}",
+                i + 1,
+                accepted(texts(&cycle.accepted)),
+                rejected(texts(&cycle.rejected)),
+                bonus(line(cycle.bonus.as_deref().unwrap_or_default()))
+            );
+        }
+        let cycles = self.cycles.len();
+        let _ = match self.accepted_length {
+            Some(length) => {
+                writeln!(out, "{} tokens in {cycles} cycles: accepted length {length:.2}", self.tokens)
+            }
+            None => writeln!(out, "{} tokens, no cycle", self.tokens),
+        };
+        out
+    }
+}
+
+/// Text that stays on its line and sends nothing to the terminal.
+fn line(text: &str) -> String {
+    let shown = |c: char| match c {
+        '\n' => '↵',
+        c if c.is_control() => '·',
+        c => c,
+    };
+    text.chars().map(shown).collect()
+}
