@@ -73,7 +73,7 @@ fn a_model_is_right_about_itself() {
     for temperature in [0.0, 1.0] {
         let completions = decode(Some(&target_dir()), 4, temperature);
         let (accepted, proposed) = accepted(&completions);
-        assert!(proposed > 100);
+        assert!(proposed > 20, "{proposed}");
         assert_eq!(accepted, proposed, "at temperature {temperature}");
         let cycle = &completions[0].cycles[0];
         assert_eq!((cycle.proposed, cycle.committed), (GAMMA as u32, GAMMA as u32 + 1));
