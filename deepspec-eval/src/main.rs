@@ -1,5 +1,6 @@
 //! Measures drafters for speculative decoding.
 
+mod checkpoint;
 mod compare;
 mod results;
 mod run;
@@ -31,6 +32,9 @@ enum Command {
     Run(Box<run::Args>),
     /// Show several results side by side
     Compare(compare::Args),
+    /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
 }
 
 fn main() -> ExitCode {
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
     cli::run(|| match cli.command {
         Command::Run(args) => run::run(&args, verbosity),
         Command::Compare(args) => compare::run(&args),
+        Command::Checkpoint(command) => checkpoint::run(&command, verbosity),
     })
 }
 
