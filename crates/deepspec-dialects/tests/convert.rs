@@ -32,7 +32,8 @@ const DRAFTERS: [&str; 5] = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "df
 fn allowed(case: &str) -> &'static [Dialect] {
     match case {
         "eagle3_qwen3" => &[Dialect::Speculators],
-        "dflash" => &[Dialect::Speculators, Dialect::Specforge],
+        // Its confidence head reads the state alone, as ModelOpt's cannot.
+        "dspark_rnn" | "dflash" => &[Dialect::Speculators, Dialect::Specforge],
         _ => &[Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt],
     }
 }

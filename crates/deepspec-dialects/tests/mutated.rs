@@ -27,7 +27,7 @@ const WORDS: [&str; 14] = [
 ];
 
 fn every_dialect() -> Vec<Folder> {
-    let reference = golden("dspark_rnn");
+    let reference = golden("dspark_gated");
     let (target, source) = (target(&reference), Checkpoint::open(reference.path()).unwrap());
     let target = Target::open(target.path(), "owner/target").unwrap();
     let away = [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt].map(|to| {
@@ -35,7 +35,7 @@ fn every_dialect() -> Vec<Folder> {
         convert(&source, to, Some(&target)).unwrap().write(&folder.path().join("out"), false).unwrap();
         folder.within("out")
     });
-    let others = [golden("eagle3_qwen3"), golden("dspark_rnn"), fixture::zlab(), fixture::specforge_eagle3()];
+    let others = [golden("eagle3_qwen3"), golden("dspark_gated"), fixture::zlab(), fixture::specforge_eagle3()];
     away.into_iter().chain(others).collect()
 }
 
@@ -74,7 +74,7 @@ fn provoke(folder: &Folder, target: &Target) -> usize {
 #[test]
 fn damaged_configs_are_refused_by_name() {
     let folders = every_dialect();
-    let target = target(&golden("dspark_rnn"));
+    let target = target(&golden("dspark_gated"));
     let target = Target::open(target.path(), "owner/target").unwrap();
     let mut dice = Dice::new(7, &WORDS);
     let (mut broken, mut runs) = (0, 0);
