@@ -35,7 +35,8 @@ fn every_dialect() -> Vec<Folder> {
         convert(&source, to, Some(&target)).unwrap().write(&folder.path().join("out"), false).unwrap();
         folder.within("out")
     });
-    let others = [golden("eagle3_qwen3"), golden("dspark_gated"), fixture::zlab(), fixture::specforge_eagle3()];
+    let others =
+        [golden("eagle3_qwen3"), golden("dspark_gated"), fixture::zlab(), fixture::specforge_eagle3()];
     away.into_iter().chain(others).collect()
 }
 

@@ -1,6 +1,7 @@
 //! `checkpoint`: drafter checkpoints of any tool are looked into, converted, and examined beside their target.
 
 mod convert;
+mod doctor;
 mod inspect;
 
 use std::path::PathBuf;
@@ -17,6 +18,8 @@ pub enum Command {
     Inspect(inspect::Args),
     /// Write a checkpoint in another tool's layout, its weights byte for byte
     Convert(convert::Args),
+    /// Measure a drafter on a few prompts and name the likeliest cause of a low accepted length
+    Doctor(doctor::Args),
 }
 
 /// Runs the command.
@@ -27,6 +30,7 @@ pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
     match command {
         Command::Inspect(args) => inspect::run(args, verbosity),
         Command::Convert(args) => convert::run(args, verbosity),
+        Command::Doctor(args) => doctor::run(args, verbosity),
     }
 }
 
