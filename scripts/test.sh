@@ -3,7 +3,8 @@
 #
 #   scripts/test.sh [--full] [ARGUMENT of cargo test]...      --full: the long tests do many kills and seeds
 #
-# DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed.
+# DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
+# that has scripts/requirements-speculators.txt besides.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,6 +32,21 @@ if [ -z "${DEEPSPEC_TEST_PYTHON:-}" ]; then
     DEEPSPEC_TEST_PYTHON=$PWD/$venv/bin/python
 fi
 export DEEPSPEC_TEST_PYTHON
+
+# speculators wants other versions of some packages than the peers above: a venv that looks into theirs behind its own.
+if [ -z "${DEEPSPEC_SPECULATORS_PYTHON:-}" ]; then
+    venv=.venv-speculators
+    if ! cmp -s scripts/requirements-speculators.txt "$venv/installed.txt" || ! "$venv/bin/python" -c 'import torch'; then
+        echo "test: installing speculators in $venv (50 MB to download)" >&2
+        "$DEEPSPEC_TEST_PYTHON" -m venv --clear "$venv"
+        place=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        "$DEEPSPEC_TEST_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$place/peers.pth"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r scripts/requirements-speculators.txt
+        cp scripts/requirements-speculators.txt "$venv/installed.txt"
+    fi
+    DEEPSPEC_SPECULATORS_PYTHON=$PWD/$venv/bin/python
+fi
+export DEEPSPEC_SPECULATORS_PYTHON
 
 # As many tests as cores, each on one thread: libtorch would otherwise start one per core in every test and in every process
 # that a test starts.

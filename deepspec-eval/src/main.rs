@@ -1,5 +1,6 @@
 //! Measures drafters for speculative decoding.
 
+mod checkpoint;
 mod compare;
 mod results;
 mod run;
@@ -34,6 +35,9 @@ enum Command {
     Compare(compare::Args),
     /// Print one generation cycle by cycle: what was accepted, rejected and added
     Trace(Box<trace::Args>),
+    /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
 }
 
 fn main() -> ExitCode {
@@ -45,6 +49,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args, verbosity),
         Command::Compare(args) => compare::run(&args),
         Command::Trace(args) => trace::run(&args, verbosity),
+        Command::Checkpoint(command) => checkpoint::run(&command, verbosity),
     })
 }
 

@@ -78,6 +78,10 @@ impl Algorithm {
         let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
         let known = KNOWN.iter().find(|(name, _)| Some(*name) == found);
         known.map(|(_, algorithm)| *algorithm).ok_or_else(|| {
+            if let Some(advice) = deepspec_dialects::advice(dir) {
+                let found = found.unwrap_or("no class");
+                return fields.error("architectures", format!("{found} is not read: {advice}"));
+            }
             let names = KNOWN.map(|(name, _)| name).join(", ");
             fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
         })

@@ -74,6 +74,11 @@ impl Eagle3Batch {
         &self.steps[s].rows
     }
 
+    /// The target's states that predict what these rows are to predict, `[R, d]`.
+    pub fn teacher(&self, s: usize) -> &Tensor {
+        &self.steps[s].teacher
+    }
+
     /// Lays out the samples. None if nothing in them is supervised.
     ///
     /// # Panics

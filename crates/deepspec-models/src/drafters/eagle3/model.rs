@@ -136,10 +136,28 @@ impl Eagle3 {
     /// # Errors
     /// None; the signature is shared with loading.
     pub fn share(&self) -> Result<Self, ModelError> {
-        let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head());
+        let (embed, head) = self.ends();
+        self.share_as(self.config.clone(), embed, head)
+    }
+
+    /// The same weights as a drafter of another config, of the same shapes, reads them; with other ends (both `[V, d]`).
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn share_as(
+        &self,
+        config: Eagle3Config,
+        embed_tokens: &Tensor,
+        lm_head: &Tensor,
+    ) -> Result<Self, ModelError> {
         let all = self.tensors.all();
         let b = Builder::sharing(&all);
-        Self::build(self.config.clone(), b, embed.shallow_clone(), head.shallow_clone(), self.kind)
+        Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), self.kind)
+    }
+
+    /// Its embedding and head, both `[V, d]`.
+    pub fn ends(&self) -> (&Tensor, &Tensor) {
+        (self.vocabulary.embed_tokens(), self.vocabulary.lm_head())
     }
 
     /// Its architecture.

@@ -1,0 +1,126 @@
+//! A drafter's folder: config and tensors.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+
+use crate::fields::read_object;
+use crate::layout::{self, REBUILT};
+use crate::{Dialect, DialectError, Drafter, TensorFacts, Tensors, dialect};
+
+/// A drafter checkpoint of any known dialect.
+pub struct Checkpoint {
+    dir: PathBuf,
+    dialect: Dialect,
+    drafter: Drafter,
+    tensors: Tensors,
+}
+
+impl Checkpoint {
+    /// Opens the folder and tells its dialect. The tensors' values stay on disk.
+    ///
+    /// # Errors
+    /// If it is no drafter of a known dialect, or a file or a key of it is broken.
+    pub fn open(dir: &Path) -> Result<Self, DialectError> {
+        let path = dir.join("config.json");
+        let map = read_object(&path)?;
+        let tensors = Tensors::open(dir)?;
+        let (dialect, drafter) = dialect::read(&path, &map, &tensors)?;
+        Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors })
+    }
+
+    /// Its folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Its dialect.
+    pub fn dialect(&self) -> Dialect {
+        self.dialect
+    }
+
+    /// What it holds.
+    pub fn drafter(&self) -> &Drafter {
+        &self.drafter
+    }
+
+    /// Its tensors under their names in the files.
+    pub fn tensors(&self) -> &Tensors {
+        &self.tensors
+    }
+
+    /// Whether the tensor of this name is a copy of the target's, which no training changes.
+    pub fn is_targets(&self, name: &str) -> bool {
+        layout::is_end(name) || REBUILT.contains(&name)
+    }
+
+    /// A tensor by its name in the reference: its name in the files, and what is known of it.
+    pub(crate) fn find(&self, canonical: &str) -> Option<(String, &TensorFacts)> {
+        let name = self.dialect.spelled(canonical);
+        self.tensors.get(&name).map(|facts| (name, facts))
+    }
+
+    /// Type of the trained weights.
+    pub(crate) fn dtype(&self) -> Dtype {
+        self.find("fc.weight").map_or(Dtype::BF16, |(_, facts)| facts.dtype)
+    }
+
+    /// Whether the tensors are those that the config asks for, each in its shape.
+    ///
+    /// # Errors
+    /// [`DialectError::Tensor`] naming the first that is missing, misshapen or of no use.
+    pub fn check(&self) -> Result<(), DialectError> {
+        let Some(wanted) = layout::tensors(&self.dir.join("config.json"), &self.drafter)? else {
+            return Ok(());
+        };
+        let ends = [(layout::EMBED, self.drafter.vocab_size), (layout::HEAD, self.drafter.draft_vocab_size)];
+        let shape = |rows: u64| vec![rows as usize, self.drafter.hidden_size as usize];
+        let ends: Vec<(String, Vec<usize>)> = ends
+            .iter()
+            .filter(|(name, _)| self.dialect == Dialect::Reference || self.find(name).is_some())
+            .map(|&(name, rows)| (name.to_string(), shape(rows)))
+            .collect();
+        let mut useless: BTreeSet<&str> = self.tensors.iter().map(|(name, _)| name).collect();
+        for (canonical, shape) in wanted.iter().chain(&ends) {
+            let name = self.dialect.spelled(canonical);
+            let facts = self.tensors.get(&name).ok_or_else(|| {
+                self.tensors.error(&name, format!("missing; the config asks for one of shape {shape:?}"))
+            })?;
+            if facts.shape != *shape {
+                let problem = format!("its shape is {:?}, the config asks for {shape:?}", facts.shape);
+                return Err(self.tensors.error(&name, problem));
+            }
+            useless.remove(name.as_str());
+        }
+        if self.dialect == Dialect::Speculators {
+            useless.retain(|name| !REBUILT.contains(name));
+        }
+        match useless.first() {
+            None => Ok(()),
+            Some(name) => Err(self
+                .tensors
+                .error(name, "the config has no use for it; config.json and weights do not belong together")),
+        }
+    }
+}
+
+/// What to do with a folder whose dialect is not the reference's, in one sentence; None where it is none that is known.
+pub fn advice(dir: &Path) -> Option<String> {
+    let checkpoint = Checkpoint::open(dir).ok()?;
+    let (dialect, algorithm) = (checkpoint.dialect, checkpoint.drafter.algorithm());
+    if dialect == Dialect::Reference {
+        return None;
+    }
+    let what = format!("it is a {algorithm} checkpoint of the dialect {dialect}");
+    Some(match checkpoint.drafter.refusal(dialect, Dialect::Reference) {
+        Some(reason) => format!("{what}, which cannot be converted: {reason}"),
+        None => {
+            let dir = dir.display();
+            format!(
+                "{what}; make one that is read here by `deepspec-eval checkpoint convert --from {dir} --to reference --target \
+                 TARGET --output-dir {dir}-reference`"
+            )
+        }
+    })
+}

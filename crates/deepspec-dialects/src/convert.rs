@@ -1,0 +1,273 @@
+//! The same drafter in another dialect.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::{self, FileError};
+use safetensors::Dtype;
+use serde_json::{Map, Value};
+
+use crate::layout::{EMBED, HEAD, REBUILT, VERIFIER_NORM, is_end};
+use crate::numbers::{cast, differing_rows};
+use crate::tensors::{Source, Written, write};
+use crate::{Checkpoint, Dialect, DialectError, Drafter, Target};
+
+const CONFIG: &str = "config.json";
+const WEIGHTS: &str = "model.safetensors";
+
+/// A drafter ready to be written in its new dialect.
+pub struct Converted<'a> {
+    config: Map<String, Value>,
+    tensors: Vec<Written<'a>>,
+    /// Tensors of the checkpoint that the new dialect leaves to the target.
+    pub dropped: Vec<String>,
+    /// Tensors that came from the target.
+    pub taken: Vec<String>,
+}
+
+/// Plans the drafter of `source` in the dialect `to`. `target` supplies what that dialect needs and vouches for what it
+/// leaves out.
+///
+/// # Errors
+/// [`DialectError::Refused`] with the reason where the drafter cannot or must not be said in `to`; any other error if the
+/// checkpoint or the target is broken.
+pub fn convert<'a>(
+    source: &'a Checkpoint,
+    to: Dialect,
+    target: Option<&'a Target>,
+) -> Result<Converted<'a>, DialectError> {
+    let refused = |reason: String| DialectError::Refused { path: source.dir().to_path_buf(), to, reason };
+    let drafter = complete(source, target)?;
+    if let Some(reason) = drafter.refusal(source.dialect(), to) {
+        return Err(refused(reason));
+    }
+    source.check()?;
+    if let Some(target) = target {
+        target.check_fits(&drafter)?;
+    }
+    let Some(target) = target else {
+        return without_target(source, to, &drafter)
+            .ok_or_else(|| refused(why_target(source.dialect(), to, &drafter)));
+    };
+    let (mut tensors, mut dropped) = body(source, to);
+    let mut taken = vec![];
+    for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
+        let own = source.find(end);
+        // Speculators' own loader takes them from the target, and so do those of dialects without them.
+        if own.is_some() && to != Dialect::Reference {
+            compare(source, end, target, &theirs).map_err(|error| match error {
+                Compared::Differs(reason) => refused(reason),
+                Compared::Failed(error) => error,
+            })?;
+        }
+        match own {
+            Some((name, facts)) if to.has_ends() => {
+                let shape = facts.shape.clone();
+                let source = Source::Copy(source.tensors(), name);
+                tensors.push(Written { name: end.into(), dtype: facts.dtype, shape, source });
+            }
+            Some((name, _)) => dropped.push(name),
+            None if to.has_ends() => {
+                tensors.push(from_target(target, &theirs, end, source.dtype())?);
+                taken.push(end.to_string());
+            }
+            None => {}
+        }
+    }
+    if to == Dialect::Speculators {
+        tensors.push(from_target(target, &target.norm(), VERIFIER_NORM, source.dtype())?);
+        taken.push(VERIFIER_NORM.into());
+    }
+    Ok(Converted {
+        config: to.config(&drafter, Some(target), dtype_name(source.dtype())),
+        tensors,
+        dropped,
+        taken,
+    })
+}
+
+/// The drafter with what its config leaves to the target.
+fn complete(source: &Checkpoint, target: Option<&Target>) -> Result<Drafter, DialectError> {
+    let mut drafter = source.drafter().clone();
+    drafter.num_target_layers = drafter.num_target_layers.or(target.map(Target::layers));
+    Ok(drafter)
+}
+
+/// A conversion that has all it needs: into the reference, with both ends at hand.
+fn without_target<'a>(source: &'a Checkpoint, to: Dialect, drafter: &Drafter) -> Option<Converted<'a>> {
+    if to != Dialect::Reference || drafter.num_target_layers.is_none() {
+        return None;
+    }
+    let (mut tensors, dropped) = body(source, to);
+    for end in [EMBED, HEAD] {
+        let (name, facts) = source.find(end)?;
+        let shape = facts.shape.clone();
+        tensors.push(Written {
+            name: end.into(),
+            dtype: facts.dtype,
+            shape,
+            source: Source::Copy(source.tensors(), name),
+        });
+    }
+    let config = to.config(drafter, None, dtype_name(source.dtype()));
+    Some(Converted { config, tensors, dropped, taken: vec![] })
+}
+
+fn why_target(from: Dialect, to: Dialect, drafter: &Drafter) -> String {
+    let what = match to {
+        Dialect::Reference if drafter.num_target_layers.is_none() => {
+            "`num_target_layers` is not in config.json, and the target's layers have to be counted".into()
+        }
+        Dialect::Reference => format!("{to} holds embedding and head, which {from} leaves to the target"),
+        Dialect::Speculators => format!("{to} names its verifier and holds its final norm"),
+        _ => format!("{to} leaves embedding and head to the target, which therefore has to be the same"),
+    };
+    format!("the target is needed: {what}; give it with --target")
+}
+
+/// Everything but the ends, under its new names; and the names of what is left behind.
+fn body(source: &Checkpoint, to: Dialect) -> (Vec<Written<'_>>, Vec<String>) {
+    let (mut tensors, mut dropped) = (vec![], vec![]);
+    for (name, facts) in source.tensors().iter() {
+        if is_end(name) {
+            continue;
+        }
+        if REBUILT.contains(&name) {
+            dropped.push(name.to_string());
+            continue;
+        }
+        let spelled = to.spelled(&source.dialect().canonical(name));
+        let copy = Source::Copy(source.tensors(), name.into());
+        tensors.push(Written { name: spelled, dtype: facts.dtype, shape: facts.shape.clone(), source: copy });
+    }
+    (tensors, dropped)
+}
+
+/// A tensor of the target as the drafter's own type.
+fn from_target<'a>(
+    target: &'a Target,
+    theirs: &str,
+    name: &str,
+    dtype: Dtype,
+) -> Result<Written<'a>, DialectError> {
+    let tensors = target.tensors();
+    let facts = tensors.get(theirs).ok_or_else(|| tensors.error(theirs, "missing in the target"))?;
+    let (shape, from) = (facts.shape.clone(), facts.dtype);
+    let source = if from == dtype {
+        Source::Copy(tensors, theirs.into())
+    } else {
+        let bytes = cast(tensors.bytes(theirs)?, from, dtype);
+        Source::Bytes(
+            bytes.ok_or_else(|| tensors.error(theirs, format!("{from:?} cannot be read as {dtype:?}")))?,
+        )
+    };
+    Ok(Written { name: name.into(), dtype, shape, source })
+}
+
+enum Compared {
+    Differs(String),
+    Failed(DialectError),
+}
+
+impl From<DialectError> for Compared {
+    fn from(error: DialectError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// Whether the checkpoint's end is the target's, byte for byte in the checkpoint's type.
+fn compare(source: &Checkpoint, end: &str, target: &Target, theirs: &str) -> Result<(), Compared> {
+    let Some((name, own)) = source.find(end) else { return Ok(()) };
+    let other = target
+        .tensors()
+        .get(theirs)
+        .ok_or_else(|| target.tensors().error(theirs, "missing in the target"))?;
+    if own.shape != other.shape {
+        return Err(Compared::Differs(format!(
+            "`{end}` has shape {:?}, the target's {:?}",
+            own.shape, other.shape
+        )));
+    }
+    let there = cast(target.tensors().bytes(theirs)?, other.dtype, own.dtype)
+        .ok_or_else(|| target.tensors().error(theirs, format!("{:?} cannot be compared", other.dtype)))?;
+    let here = source.tensors().bytes(&name)?;
+    let rows = own.shape.first().copied().unwrap_or(1);
+    match differing_rows(&here, &there, here.len() / rows.max(1)) {
+        0 => Ok(()),
+        differing => Err(Compared::Differs(format!(
+            "`{end}` is not the target's: {differing} of {rows} rows differ, and whoever loads the result takes the target's"
+        ))),
+    }
+}
+
+fn dtype_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "float32",
+        Dtype::F16 => "float16",
+        _ => "bfloat16",
+    }
+}
+
+impl Converted<'_> {
+    /// The new config.json.
+    pub fn config(&self) -> &Map<String, Value> {
+        &self.config
+    }
+
+    /// Writes the folder aside and renames it into place. `overwrite` replaces a folder that holds a converted checkpoint and
+    /// nothing else.
+    ///
+    /// # Errors
+    /// If the folder exists and may not be replaced, or any I/O failure.
+    pub fn write(mut self, dir: &Path, overwrite: bool) -> Result<(), DialectError> {
+        let bad = |problem: String| DialectError::NotADrafter { path: dir.to_path_buf(), problem };
+        if dir.exists() {
+            if !overwrite {
+                return Err(bad("exists already; --overwrite replaces it".into()));
+            }
+            if let Some(other) = foreign_file(dir)? {
+                return Err(bad(format!(
+                    "it holds {other} too and is not replaced; remove it, or choose another folder"
+                )));
+            }
+        }
+        if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            atomic::create_dir(parent)?;
+        }
+        let partial = beside(dir, ".partial");
+        clear(&partial)?;
+        atomic::create_dir(&partial)?;
+        write(&partial.join(WEIGHTS), &mut self.tensors)?;
+        atomic::write_json(&partial.join(CONFIG), &self.config)?;
+        let old = beside(dir, ".old");
+        if dir.exists() {
+            clear(&old)?;
+            fs::rename(dir, &old).map_err(FileError::at("moving aside", dir))?;
+        }
+        fs::rename(&partial, dir).map_err(FileError::at("writing", dir))?;
+        clear(&old)
+    }
+}
+
+/// A file in the folder that no conversion writes.
+fn foreign_file(dir: &Path) -> Result<Option<String>, DialectError> {
+    let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
+    let names =
+        entries.filter_map(|entry| entry.ok().map(|entry| entry.file_name().to_string_lossy().into_owned()));
+    Ok(names.into_iter().find(|name| name != CONFIG && name != WEIGHTS))
+}
+
+fn beside(dir: &Path, suffix: &str) -> PathBuf {
+    let mut name: OsString = dir.as_os_str().to_owned();
+    name.push(suffix);
+    PathBuf::from(name)
+}
+
+/// Removes what an earlier attempt left.
+fn clear(dir: &Path) -> Result<(), DialectError> {
+    if dir.exists() {
+        fs::remove_dir_all(dir).map_err(FileError::at("removing", dir))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,174 @@
+//! The container of z-lab's DFlash: decoder at the top level, `dflash_config` beside it, no embedding and no head. SpecForge
+//! and ModelOpt put DSpark into it, each in its own way.
+
+use serde_json::{Map, Value, json};
+
+use super::{Dialect, confidence, decoder, flat, layer_ids, markov, mask_token, notes};
+use crate::drafter::{Block, Design, Drafter, Obstacle, Slots};
+use crate::fields::Fields;
+use crate::{DialectError, Tensors};
+
+/// Keys that are not the decoder's.
+const OWN: [&str; 5] = ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal"];
+
+pub fn read(
+    fields: &Fields,
+    architecture: &str,
+    tensors: &Tensors,
+) -> Result<(Dialect, Drafter), DialectError> {
+    let inner = fields.required_object("dflash_config")?;
+    let projector = inner.text("projector_type")?;
+    let default = match architecture {
+        "DSparkDraftModel" => "dspark",
+        "DominoDraftModel" => "domino",
+        _ => "dflash",
+    };
+    // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
+    let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
+    let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
+    let decoder = decoder(fields, &OWN)?;
+    let mut obstacles = decoder.obstacles;
+    let dialect = match projector.unwrap_or(default) {
+        "dflash" => Dialect::Zlab,
+        "dspark" if is_modelopt => Dialect::Modelopt,
+        "dspark" => Dialect::Specforge,
+        other => {
+            let reason = match other {
+                "domino" => "Domino's correction head (prefix_gru, embed_proj) has no counterpart in the other dialects".into(),
+                other => format!("the projector \"{other}\" has no counterpart in the other dialects"),
+            };
+            obstacles.insert(0, Obstacle { key: "dflash_config.projector_type".into(), reason });
+            Dialect::Specforge
+        }
+    };
+    obstacles.extend(switches(&inner)?);
+    let markov = if dialect == Dialect::Zlab { None } else { markov(&inner)? };
+    let shifted = inner.flag("shift_label")?;
+    let slots = match dialect {
+        Dialect::Zlab if !shifted.unwrap_or(false) => Slots::AtAnchor,
+        _ if shifted == Some(false) => Slots::AtAnchor,
+        _ => Slots::AfterAnchor,
+    };
+    let confidence_with_markov = match dialect {
+        Dialect::Modelopt => inner.flag("use_confidence_head")?.unwrap_or(false).then_some(true),
+        Dialect::Zlab => None,
+        _ => confidence(&inner, markov)?,
+    };
+    let block_size = match fields.size("block_size")? {
+        Some(size) => size,
+        None => inner.required_size("block_size")?,
+    };
+    let design = Design::Block(Block {
+        block_size,
+        mask_token_id: mask_token(&inner, decoder.vocab_size)?,
+        slots,
+        markov,
+        confidence_with_markov,
+    });
+    let drafter = Drafter {
+        architecture: architecture.into(),
+        family: decoder.family,
+        hidden_size: decoder.hidden_size,
+        vocab_size: decoder.vocab_size,
+        draft_vocab_size: decoder.vocab_size,
+        layers: decoder.layers,
+        target_layer_ids: layer_ids(&inner, "target_layer_ids", -1)?,
+        num_target_layers: fields.size("num_target_layers")?,
+        design,
+        notes: notes(fields),
+        obstacles,
+        decoder: decoder.map,
+    };
+    Ok((dialect, drafter))
+}
+
+/// Switches of the layers that change what the same weights compute.
+fn switches(inner: &Fields) -> Result<Vec<Obstacle>, DialectError> {
+    let mut found = vec![];
+    let mut stops = |key: &str, reason: &str| {
+        found.push(Obstacle { key: format!("dflash_config.{key}"), reason: reason.into() });
+    };
+    if inner.flag("use_swa")?.unwrap_or(false) {
+        stops("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block");
+    }
+    if inner.flag("causal")?.unwrap_or(false) {
+        stops("causal", "slots that see only those before them; elsewhere a block sees all of itself");
+    }
+    if inner.flag("attention_sink_bias")?.unwrap_or(false) {
+        stops("attention_sink_bias", "attention sinks have no counterpart in the other dialects");
+    }
+    if inner.text("attention_mode")?.is_some_and(|mode| !matches!(mode, "full" | "bidirectional")) {
+        stops("attention_mode", "only full attention within a block means the same elsewhere");
+    }
+    Ok(found)
+}
+
+/// SpecForge's Eagle3, whose Llama layers have no counterpart here.
+pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
+    let decoder = decoder(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"])?;
+    let inner = fields.object("eagle_config")?;
+    let key = "eagle_aux_hidden_state_layer_ids";
+    let taps = match &inner {
+        // Counted from the embedding.
+        Some(inner) if inner.map.contains_key(key) => {
+            layer_ids(inner, key, 0)?.iter().map(|id| id - 1).collect()
+        }
+        _ => vec![],
+    };
+    let obstacle = Obstacle {
+        key: "architectures".into(),
+        reason: "LlamaForCausalLMEagle3 has no norms on queries and keys, which the other layouts' Qwen3 layers need; \
+                 `speculators convert` reads it"
+            .into(),
+    };
+    Ok(Drafter {
+        architecture: "LlamaForCausalLMEagle3".into(),
+        family: decoder.family,
+        hidden_size: decoder.hidden_size,
+        vocab_size: decoder.vocab_size,
+        draft_vocab_size: fields.size("draft_vocab_size")?.unwrap_or(decoder.vocab_size),
+        layers: decoder.layers,
+        target_layer_ids: taps,
+        num_target_layers: fields.size("num_target_layers")?,
+        // The config does not tell how far it drafts.
+        design: Design::Eagle3 { steps: fields.size("ttt_length")?.unwrap_or(7) },
+        notes: notes(fields),
+        obstacles: vec![obstacle],
+        decoder: decoder.map,
+    })
+}
+
+pub fn config(drafter: &Drafter, dialect: Dialect) -> Map<String, Value> {
+    let mut map = flat(drafter);
+    let Some(block) = drafter.block() else { return map };
+    let mut inner = Map::new();
+    let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
+    put("mask_token_id", block.mask_token_id.into());
+    put("target_layer_ids", drafter.target_layer_ids.clone().into());
+    let rank = block.markov.map_or(0, |markov| markov.rank);
+    let kind = block.markov.map_or("vanilla", |markov| markov.kind.name());
+    let architecture = match dialect {
+        Dialect::Specforge => {
+            put("projector_type", "dspark".into());
+            put("markov_rank", rank.into());
+            put("markov_head_type", kind.into());
+            put("enable_confidence_head", block.confidence_with_markov.is_some().into());
+            put("confidence_head_with_markov", block.confidence_with_markov.unwrap_or(false).into());
+            "DSparkDraftModel"
+        }
+        Dialect::Modelopt => {
+            put("projector_type", "dspark".into());
+            put("shift_label", true.into());
+            put("causal", false.into());
+            put("markov_rank", rank.into());
+            put("markov_head_type", kind.into());
+            put("use_confidence_head", block.confidence_with_markov.is_some().into());
+            "DFlashDraftModel"
+        }
+        _ => "DFlashDraftModel",
+    };
+    map.insert("architectures".into(), json!([architecture]));
+    map.insert("block_size".into(), block.block_size.into());
+    map.insert("dflash_config".into(), inner.into());
+    map
+}

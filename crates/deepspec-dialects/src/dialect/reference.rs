@@ -1,0 +1,83 @@
+//! The reference's own layout: everything at the top level, embedding and head within.
+
+use serde_json::{Map, Value};
+
+use super::{confidence, decoder, flat, layer_ids, markov, mask_token, notes};
+use crate::DialectError;
+use crate::drafter::{Block, Design, Drafter, Family, Slots};
+use crate::fields::Fields;
+
+/// Keys that are not the decoder's.
+const OWN: [&str; 13] = [
+    "num_target_layers",
+    "target_layer_ids",
+    "block_size",
+    "mask_token_id",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "ttt_length",
+    "draft_num_hidden_layers",
+    "target_model_name_or_path",
+    "target_model_type",
+    "target_text_model_type",
+];
+
+pub fn read(fields: &Fields, architecture: &str) -> Result<Drafter, DialectError> {
+    let decoder = decoder(fields, &OWN)?;
+    let design = if architecture.ends_with("Eagle3Model") {
+        Design::Eagle3 { steps: fields.required_size("ttt_length")? }
+    } else {
+        let markov = markov(fields)?;
+        Design::Block(Block {
+            block_size: fields.required_size("block_size")?,
+            mask_token_id: mask_token(fields, decoder.vocab_size)?,
+            slots: Slots::AfterAnchor,
+            markov,
+            confidence_with_markov: confidence(fields, markov)?,
+        })
+    };
+    Ok(Drafter {
+        architecture: architecture.into(),
+        family: decoder.family,
+        hidden_size: decoder.hidden_size,
+        vocab_size: decoder.vocab_size,
+        draft_vocab_size: decoder.vocab_size,
+        layers: decoder.layers,
+        target_layer_ids: layer_ids(fields, "target_layer_ids", -1)?,
+        num_target_layers: Some(fields.required_size("num_target_layers")?),
+        design,
+        notes: notes(fields),
+        obstacles: decoder.obstacles,
+        decoder: decoder.map,
+    })
+}
+
+pub fn config(drafter: &Drafter) -> Map<String, Value> {
+    let family = if drafter.family == Family::Gemma4 { "Gemma4" } else { "Qwen3" };
+    let mut map = flat(drafter);
+    let mut put = |key: &str, value: Value| map.insert(key.into(), value);
+    put("target_layer_ids", drafter.target_layer_ids.clone().into());
+    match drafter.design {
+        Design::Eagle3 { steps } => {
+            put("architectures", vec![format!("{family}Eagle3Model")].into());
+            put("ttt_length", steps.into());
+            put("draft_num_hidden_layers", drafter.layers.into());
+        }
+        Design::Block(block) => {
+            put("architectures", vec![format!("{family}DSparkModel")].into());
+            put("block_size", block.block_size.into());
+            put("mask_token_id", block.mask_token_id.into());
+            put("markov_rank", block.markov.map_or(0, |markov| markov.rank).into());
+            if let Some(markov) = block.markov {
+                put("markov_head_type", markov.kind.name().into());
+            }
+            put("enable_confidence_head", block.confidence_with_markov.is_some().into());
+            if let Some(with_markov) = block.confidence_with_markov {
+                put("confidence_head_with_markov", with_markov.into());
+            }
+        }
+    }
+    map
+}

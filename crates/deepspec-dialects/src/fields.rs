@@ -1,0 +1,113 @@
+//! Typed access to the keys of a config.json, with errors that name file and key.
+
+use std::path::Path;
+
+use deepspec_core::atomic;
+use serde_json::{Map, Value};
+
+use crate::DialectError;
+
+/// An object of the file and the keys that lead to it.
+pub struct Fields<'a> {
+    path: &'a Path,
+    pub map: &'a Map<String, Value>,
+    within: String,
+}
+
+impl<'a> Fields<'a> {
+    pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
+        Self { path, map, within: String::new() }
+    }
+
+    pub fn error(&self, key: &str, problem: impl Into<String>) -> DialectError {
+        let key = format!("{}{key}", self.within);
+        DialectError::Key { path: self.path.to_path_buf(), key, problem: problem.into() }
+    }
+
+    fn typed<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, DialectError> {
+        match self.map.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => read(value)
+                .map(Some)
+                .ok_or_else(|| self.error(key, format!("expected {expected}, found {value}"))),
+        }
+    }
+
+    /// An integer from 0, below 2³¹.
+    pub fn count(&self, key: &str) -> Result<Option<u64>, DialectError> {
+        self.typed(key, "an integer from 0", |value| value.as_u64().filter(|&count| count < 1 << 31))
+    }
+
+    /// An integer from 1, below 2³¹.
+    pub fn size(&self, key: &str) -> Result<Option<u64>, DialectError> {
+        self.typed(key, "a positive integer", |value| {
+            value.as_u64().filter(|count| (1..1 << 31).contains(count))
+        })
+    }
+
+    pub fn flag(&self, key: &str) -> Result<Option<bool>, DialectError> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub fn text(&self, key: &str) -> Result<Option<&'a str>, DialectError> {
+        self.typed(key, "a string", Value::as_str)
+    }
+
+    pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, DialectError> {
+        let small = |value: &Value| value.as_i64().filter(|id| id.unsigned_abs() < 1 << 31);
+        self.typed(key, "a list of integers", |value| value.as_array()?.iter().map(small).collect())
+    }
+
+    pub fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, DialectError> {
+        self.typed(key, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
+    }
+
+    pub fn object(&self, key: &str) -> Result<Option<Self>, DialectError> {
+        let map = self.typed(key, "an object", Value::as_object)?;
+        let within = format!("{}{key}.", self.within);
+        Ok(map.map(|map| Self { path: self.path, map, within }))
+    }
+
+    /// The same place in the file with other content.
+    pub fn with<'b>(&self, map: &'b Map<String, Value>) -> Fields<'b>
+    where
+        'a: 'b,
+    {
+        Fields { path: self.path, map, within: self.within.clone() }
+    }
+
+    pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, DialectError> {
+        value.ok_or_else(|| self.error(key, "missing"))
+    }
+
+    pub fn required_size(&self, key: &str) -> Result<u64, DialectError> {
+        self.required(key, self.size(key)?)
+    }
+
+    pub fn required_object(&self, key: &str) -> Result<Self, DialectError> {
+        self.required(key, self.object(key)?)
+    }
+
+    /// The first of `architectures`.
+    pub fn architecture(&self) -> Result<Option<&'a str>, DialectError> {
+        Ok(self.texts("architectures")?.and_then(|names| names.first().copied()))
+    }
+}
+
+/// Reads a JSON object.
+pub fn read_object(path: &Path) -> Result<Map<String, Value>, DialectError> {
+    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+    if !path.is_file() {
+        return Err(bad("no such file; a checkpoint is a folder with config.json and safetensors".into()));
+    }
+    match serde_json::from_str(&atomic::read_text(path)?) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(bad("expected a JSON object".into())),
+        Err(error) => Err(bad(format!("not valid JSON: {error}"))),
+    }
+}

@@ -1,0 +1,31 @@
+//! Drafter checkpoints in the layouts ("dialects") of several tools.
+//!
+//! A [`Checkpoint`] is a folder whose dialect was told from its config.json and tensor names, read into one neutral
+//! [`Drafter`]. [`convert`] plans the same drafter in another dialect: weights are copied byte for byte, names and config
+//! change. What cannot be said in the other dialect, or would mean something else there, is refused with the reason.
+//!
+//! Layer ids are those of the reference everywhere: L is the output of decoder layer L. Dialects that count from the
+//! embedding (L + 1) are converted at the door.
+//!
+//! Nothing here computes with weights, and libtorch is not linked.
+
+mod checkpoint;
+mod convert;
+mod dialect;
+mod drafter;
+mod error;
+mod fields;
+mod layout;
+mod loaders;
+mod numbers;
+mod target;
+mod tensors;
+
+pub use checkpoint::{Checkpoint, advice};
+pub use convert::{Converted, convert};
+pub use dialect::Dialect;
+pub use drafter::{Algorithm, Block, Design, Drafter, Family, Markov, MarkovKind, Obstacle, Slots};
+pub use error::DialectError;
+pub use loaders::{Loader, loaders};
+pub use target::Target;
+pub use tensors::{TensorFacts, Tensors};

@@ -1,0 +1,126 @@
+//! The target's embedding, head and final norm, as far as checkpoints hold copies of them.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::fields::{Fields, read_object};
+use crate::{DialectError, Drafter, Tensors};
+
+/// A target's folder.
+pub struct Target {
+    name: String,
+    dir: PathBuf,
+    config: PathBuf,
+    architectures: Vec<String>,
+    hidden_size: u64,
+    vocab_size: u64,
+    layers: u64,
+    is_tied: bool,
+    tensors: Tensors,
+    /// What stands before `embed_tokens` and `norm`.
+    body: &'static str,
+    head: &'static str,
+}
+
+impl Target {
+    /// Opens the model in `dir`; `name` is what a checkpoint may call it, a hub id if possible.
+    ///
+    /// # Errors
+    /// If the folder is no language model, or a key is missing or wrong.
+    pub fn open(dir: &Path, name: &str) -> Result<Self, DialectError> {
+        let path = dir.join("config.json");
+        let map: Map<String, Value> = read_object(&path)?;
+        let outer = Fields::new(&path, &map);
+        let architectures = outer.texts("architectures")?.unwrap_or_default();
+        let architectures = architectures.into_iter().map(Into::into).collect();
+        let text = outer.object("text_config")?;
+        let is_tied = match &text {
+            Some(text) => text.flag("tie_word_embeddings")?.or(outer.flag("tie_word_embeddings")?),
+            None => outer.flag("tie_word_embeddings")?,
+        };
+        let text = text.unwrap_or(outer);
+        let tensors = Tensors::open(dir)?;
+        let known = [
+            ("model.", "lm_head.weight"),
+            ("model.language_model.", "lm_head.weight"),
+            ("language_model.model.", "language_model.lm_head.weight"),
+        ];
+        let there = |(body, _): &(&str, &str)| tensors.get(&format!("{body}embed_tokens.weight")).is_some();
+        let (body, head) = known.into_iter().find(there).ok_or_else(|| {
+            tensors.error("model.embed_tokens.weight", "missing; is this a language model with a head?")
+        })?;
+        Ok(Self {
+            name: name.into(),
+            dir: dir.to_path_buf(),
+            architectures,
+            hidden_size: text.required_size("hidden_size")?,
+            vocab_size: text.required_size("vocab_size")?,
+            layers: text.required_size("num_hidden_layers")?,
+            is_tied: is_tied.unwrap_or(false),
+            tensors,
+            body,
+            head,
+            config: path.clone(),
+        })
+    }
+
+    /// What checkpoints call it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its classes.
+    pub fn architectures(&self) -> &[String] {
+        &self.architectures
+    }
+
+    /// Decoder layers.
+    pub fn layers(&self) -> u64 {
+        self.layers
+    }
+
+    /// Its folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Its tensors.
+    pub(crate) fn tensors(&self) -> &Tensors {
+        &self.tensors
+    }
+
+    /// The name of its embedding.
+    pub(crate) fn embed(&self) -> String {
+        format!("{}embed_tokens.weight", self.body)
+    }
+
+    /// The name of its head, which may be the embedding.
+    pub(crate) fn head(&self) -> String {
+        if self.is_tied { self.embed() } else { self.head.into() }
+    }
+
+    /// The name of its final norm.
+    pub(crate) fn norm(&self) -> String {
+        format!("{}norm.weight", self.body)
+    }
+
+    /// Whether the drafter can be one for this target.
+    ///
+    /// # Errors
+    /// Naming the key that differs.
+    pub(crate) fn check_fits(&self, drafter: &Drafter) -> Result<(), DialectError> {
+        let pairs = [
+            ("vocab_size", self.vocab_size, Some(drafter.vocab_size)),
+            ("hidden_size", self.hidden_size, Some(drafter.hidden_size)),
+            ("num_hidden_layers", self.layers, drafter.num_target_layers),
+        ];
+        for (key, here, there) in pairs {
+            if let Some(there) = there.filter(|&there| there != here) {
+                let problem = format!("{here}, but the drafter was made for a target of {there}");
+                return Err(DialectError::Key { path: self.config.clone(), key: key.into(), problem });
+            }
+        }
+        Ok(())
+    }
+}

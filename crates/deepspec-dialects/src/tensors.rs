@@ -1,0 +1,238 @@
+//! Tensors as bytes: headers of one safetensors file or several, and writing one file from many places.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::FileError;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::Value;
+
+use crate::DialectError;
+use crate::fields::read_object;
+
+/// Longest header that is believed; the format's own limit.
+const MAX_HEADER: u64 = 100_000_000;
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Bytes copied at once.
+const CHUNK: usize = 16 << 20;
+
+/// What a header says of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorFacts {
+    /// Type of its values.
+    pub dtype: Dtype,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+    /// Bytes of its values.
+    pub bytes: usize,
+}
+
+struct Place {
+    shard: usize,
+    start: u64,
+    facts: TensorFacts,
+}
+
+/// The tensors of a folder, whose values are read when they are asked for.
+pub struct Tensors {
+    dir: PathBuf,
+    shards: Vec<(PathBuf, File)>,
+    places: BTreeMap<String, Place>,
+}
+
+impl Tensors {
+    /// Opens `dir/model.safetensors`, or the shards that its index names.
+    ///
+    /// # Errors
+    /// If no weights are there, or a file is truncated or no safetensors file.
+    pub fn open(dir: &Path) -> Result<Self, DialectError> {
+        let (mut shards, mut places) = (vec![], BTreeMap::new());
+        for path in shard_paths(dir)? {
+            let (file, data, header) = open_shard(&path)?;
+            for (name, info) in header.tensors() {
+                let (start, end) = info.data_offsets;
+                let facts = TensorFacts { dtype: info.dtype, shape: info.shape.clone(), bytes: end - start };
+                let place = Place { shard: shards.len(), start: data + start as u64, facts };
+                if let Some(twin) = places.insert(name.clone(), place) {
+                    let (first, _): &(PathBuf, File) = &shards[twin.shard];
+                    let problem = format!("it is also in {}", first.display());
+                    return Err(DialectError::Tensor { path, name, problem });
+                }
+            }
+            shards.push((path, file));
+        }
+        Ok(Self { dir: dir.to_path_buf(), shards, places })
+    }
+
+    /// Names and facts, sorted by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorFacts)> {
+        self.places.iter().map(|(name, place)| (name.as_str(), &place.facts))
+    }
+
+    /// What is known of a tensor; None if there is none of this name.
+    pub fn get(&self, name: &str) -> Option<&TensorFacts> {
+        self.places.get(name).map(|place| &place.facts)
+    }
+
+    /// An error about a tensor.
+    pub fn error(&self, name: &str, problem: impl Into<String>) -> DialectError {
+        DialectError::Tensor { path: self.dir.clone(), name: name.into(), problem: problem.into() }
+    }
+
+    fn place(&self, name: &str) -> Result<&Place, DialectError> {
+        self.places.get(name).ok_or_else(|| self.error(name, "missing"))
+    }
+
+    /// All bytes of a tensor, little-endian and row-major as they are stored.
+    ///
+    /// # Errors
+    /// If there is no such tensor, or its file cannot be read.
+    pub fn bytes(&self, name: &str) -> Result<Vec<u8>, DialectError> {
+        let place = self.place(name)?;
+        let (path, file) = &self.shards[place.shard];
+        let mut bytes = vec![0; place.facts.bytes];
+        file.read_exact_at(&mut bytes, place.start).map_err(FileError::at("reading", path))?;
+        Ok(bytes)
+    }
+
+    fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), DialectError> {
+        let place = self.place(name)?;
+        let (path, file) = &self.shards[place.shard];
+        let mut buffer = vec![0; place.facts.bytes.min(CHUNK)];
+        let mut done = 0;
+        while done < place.facts.bytes {
+            let part = (place.facts.bytes - done).min(CHUNK);
+            file.read_exact_at(&mut buffer[..part], place.start + done as u64)
+                .map_err(FileError::at("reading", path))?;
+            out.write_all(&buffer[..part]).map_err(FileError::at("copying", path))?;
+            done += part;
+        }
+        Ok(())
+    }
+}
+
+/// Where the bytes of a tensor to be written come from.
+pub enum Source<'a> {
+    /// A tensor of this name elsewhere.
+    Copy(&'a Tensors, String),
+    /// These bytes.
+    Bytes(Vec<u8>),
+}
+
+/// A tensor to be written.
+pub struct Written<'a> {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub source: Source<'a>,
+}
+
+impl Written<'_> {
+    fn len(&self) -> Result<usize, DialectError> {
+        match &self.source {
+            Source::Copy(tensors, name) => Ok(tensors.place(name)?.facts.bytes),
+            Source::Bytes(bytes) => Ok(bytes.len()),
+        }
+    }
+}
+
+/// Writes a safetensors file, synced. Tensors stand in it widest values first and then by name, as the safetensors packages
+/// write them.
+pub fn write(path: &Path, tensors: &mut [Written]) -> Result<(), DialectError> {
+    tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
+    let (mut infos, mut end) = (vec![], 0);
+    for tensor in tensors.iter() {
+        let start = end;
+        end += tensor.len()?;
+        let info =
+            TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
+        infos.push((tensor.name.clone(), info));
+    }
+    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+    // Readers of PyTorch checkpoints ask for this note.
+    let note = [("format".to_string(), "pt".to_string())].into();
+    let header = Metadata::new(Some(note), infos).map_err(|error| bad(error.to_string()))?;
+    let mut header = serde_json::to_vec(&header).map_err(|error| bad(error.to_string()))?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+
+    let mut out = BufWriter::new(File::create(path).map_err(FileError::at("writing", path))?);
+    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(FileError::at("writing", path));
+    put(&(header.len() as u64).to_le_bytes())?;
+    put(&header)?;
+    for tensor in tensors.iter() {
+        match &tensor.source {
+            Source::Copy(tensors, name) => tensors.copy(name, &mut out)?,
+            Source::Bytes(bytes) => out.write_all(bytes).map_err(FileError::at("writing", path))?,
+        }
+    }
+    let finish = || -> io::Result<()> {
+        out.flush()?;
+        out.get_ref().sync_all()
+    };
+    let mut finish = finish;
+    Ok(finish().map_err(FileError::at("writing", path))?)
+}
+
+fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, DialectError> {
+    let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
+    if !index.is_file() {
+        if single.is_file() {
+            return Ok(vec![single]);
+        }
+        let problem = format!("the folder has neither {SINGLE} nor {INDEX}");
+        return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
+    }
+    let bad = |problem: &str| DialectError::Key {
+        path: index.clone(),
+        key: "weight_map".into(),
+        problem: problem.into(),
+    };
+    let json = read_object(&index)?;
+    let map = json.get("weight_map").and_then(Value::as_object);
+    let map =
+        map.filter(|map| !map.is_empty()).ok_or_else(|| bad("expected tensor names with their files"))?;
+    let mut names = map
+        .values()
+        .map(|name| name.as_str().ok_or_else(|| bad("expected file names")))
+        .collect::<Result<Vec<_>, _>>()?;
+    names.sort_unstable();
+    names.dedup();
+    if let Some(outside) = names.iter().find(|name| name.contains('/')) {
+        return Err(bad(&format!("shard `{outside}` lies outside of the folder")));
+    }
+    Ok(names.into_iter().map(|name| dir.join(name)).collect())
+}
+
+/// The file, where its data begin, and its header.
+fn open_shard(path: &Path) -> Result<(File, u64, Metadata), DialectError> {
+    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+    let file = File::open(path).map_err(FileError::at("reading", path))?;
+    let size = file.metadata().map_err(FileError::at("reading", path))?.len();
+    let mut start = [0; 8];
+    file.read_exact_at(&mut start, 0)
+        .map_err(|_| bad(format!("{size} bytes are too few for a safetensors file")))?;
+    let header_len = u64::from_le_bytes(start);
+    if header_len > MAX_HEADER.min(size.saturating_sub(8)) {
+        return Err(bad(format!(
+            "the header claims {header_len} bytes of a file of {size}; the file is truncated or no safetensors"
+        )));
+    }
+    let mut buffer = vec![0; header_len as usize];
+    file.read_exact_at(&mut buffer, 8).map_err(FileError::at("reading", path))?;
+    let header: Metadata =
+        serde_json::from_slice(&buffer).map_err(|error| bad(format!("bad safetensors header: {error}")))?;
+    let data = 8 + header_len;
+    let end = header.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
+    if end != size - data {
+        return Err(bad(format!(
+            "the header describes {end} bytes of values, the file has {}; it is truncated or damaged",
+            size - data
+        )));
+    }
+    Ok((file, data, header))
+}

@@ -1,0 +1,298 @@
+//! Round trips keep every byte of the weights; what must not be converted is refused with the reason.
+
+mod common;
+
+use common::{Folder, as_is, bytes, edited, fixture, golden, target};
+use deepspec_dialects::{Checkpoint, Dialect, DialectError, Target, convert};
+use serde_json::{Value, json};
+
+/// Converts and reads back.
+fn converted(from: &Folder, to: Dialect, target: Option<&Folder>) -> Folder {
+    try_convert(from, to, target).unwrap_or_else(|error| panic!("{to}: {error}"))
+}
+
+fn try_convert(from: &Folder, to: Dialect, target: Option<&Folder>) -> Result<Folder, DialectError> {
+    let source = Checkpoint::open(from.path())?;
+    let target = target.map(|target| Target::open(target.path(), "owner/target")).transpose()?;
+    let folder = Folder::new();
+    convert(&source, to, target.as_ref())?.write(&folder.path().join("out"), false)?;
+    Ok(folder.within("out"))
+}
+
+/// The refusal's words.
+fn refusal(from: &Folder, to: Dialect, target: Option<&Folder>) -> String {
+    match try_convert(from, to, target).map(|_| ()).expect_err("a refusal") {
+        error @ DialectError::Refused { .. } => error.to_string(),
+        other => panic!("no refusal: {other}"),
+    }
+}
+
+const DRAFTERS: [&str; 5] = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "eagle3_qwen3"];
+
+fn allowed(case: &str) -> &'static [Dialect] {
+    match case {
+        "eagle3_qwen3" => &[Dialect::Speculators],
+        // Its confidence head reads the state alone, as ModelOpt's cannot.
+        "dspark_rnn" | "dflash" => &[Dialect::Speculators, Dialect::Specforge],
+        _ => &[Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt],
+    }
+}
+
+#[test]
+fn round_trips_keep_every_byte() {
+    for case in DRAFTERS {
+        let reference = golden(case);
+        let target = target(&reference);
+        let original = bytes(&reference);
+        for &there in allowed(case) {
+            let away = converted(&reference, there, Some(&target));
+            assert_eq!(Checkpoint::open(away.path()).unwrap().dialect(), there, "{case}");
+            let back = converted(&away, Dialect::Reference, Some(&target));
+            assert_eq!(bytes(&back), original, "{case} by {there}");
+            assert_eq!(as_is(&back), as_is(&reference), "{case} by {there}");
+            // Not only there and back: from every one to every other.
+            for &next in allowed(case).iter().filter(|&&next| next != there) {
+                let direct = converted(&reference, next, Some(&target));
+                let by = converted(&away, next, Some(&target));
+                assert_eq!(bytes(&by), bytes(&direct), "{case} by {there} to {next}");
+                assert_eq!(as_is(&by), as_is(&direct), "{case} by {there} to {next}");
+            }
+        }
+    }
+}
+
+#[test]
+fn layer_ids_are_counted_as_each_dialect_does() {
+    let (reference, target) = (golden("dspark_vanilla"), target(&golden("dspark_vanilla")));
+    let config = |to| converted(&reference, to, Some(&target)).config();
+    assert_eq!(reference.config()["target_layer_ids"], json!([1, 3, 4]));
+    assert_eq!(config(Dialect::Speculators)["aux_hidden_state_layer_ids"], json!([2, 4, 5]));
+    assert_eq!(config(Dialect::Specforge)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
+    assert_eq!(config(Dialect::Modelopt)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
+    let eagle3 = golden("eagle3_qwen3");
+    let there = converted(&eagle3, Dialect::Speculators, Some(&common::target(&eagle3)));
+    assert_eq!(there.config()["eagle_aux_hidden_state_layer_ids"], json!([1, 2, 3, 4, 5]));
+    assert_eq!(Checkpoint::open(there.path()).unwrap().drafter().target_layer_ids, [0, 1, 2, 3, 4]);
+}
+
+#[test]
+fn names_and_ends_are_each_dialects_own() {
+    let (reference, target) = (golden("dspark_gated"), target(&golden("dspark_gated")));
+    let names = |to| -> Vec<String> {
+        let folder = converted(&reference, to, Some(&target));
+        Checkpoint::open(folder.path()).unwrap().tensors().iter().map(|(name, _)| name.to_string()).collect()
+    };
+    let modelopt = names(Dialect::Modelopt);
+    for name in
+        ["markov_w1.weight", "markov_w2.weight", "gate_proj.weight", "gate_proj.bias", "confidence_proj.bias"]
+    {
+        assert!(modelopt.iter().any(|known| known == name), "{name} not in {modelopt:?}");
+    }
+    for to in [Dialect::Modelopt, Dialect::Specforge] {
+        assert!(
+            !names(to).iter().any(|name| name.contains("embed_tokens") || name.contains("lm_head")),
+            "{to}"
+        );
+    }
+    let speculators = names(Dialect::Speculators);
+    for name in ["embed_tokens.weight", "lm_head.weight", "verifier_norm.weight"] {
+        assert!(speculators.iter().any(|known| known == name), "{name} not in {speculators:?}");
+    }
+}
+
+#[test]
+fn a_sharded_checkpoint_is_read_as_one() {
+    let reference = golden("dspark_rnn");
+    let sharded = common::sharded(&reference);
+    let target = target(&reference);
+    let whole = converted(&reference, Dialect::Specforge, Some(&target));
+    assert_eq!(bytes(&converted(&sharded, Dialect::Specforge, Some(&target))), bytes(&whole));
+}
+
+#[test]
+fn ends_of_another_type_are_compared_and_restored_as_the_drafter_has_them() {
+    // The target in float32, the drafter with its ends rounded to bfloat16, as our trainer writes it.
+    let reference = common::as_bf16(&golden("dspark_vanilla"));
+    let target = target(&golden("dspark_vanilla"));
+    let away = converted(&reference, Dialect::Specforge, Some(&target));
+    assert_eq!(bytes(&converted(&away, Dialect::Reference, Some(&target))), bytes(&reference));
+    assert_eq!(away.config()["dtype"], "bfloat16");
+}
+
+#[test]
+fn z_labs_slots_go_to_speculators_and_back_and_nowhere_else() {
+    let zlab = fixture::zlab();
+    let target = target(&golden("dflash"));
+    let there = converted(&zlab, Dialect::Speculators, Some(&target));
+    let config = there.config();
+    assert_eq!(config["speculators_model_type"], "dflash");
+    assert_eq!(config["sample_from_anchor"], false);
+    assert_eq!(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"], 4);
+    assert_eq!(bytes(&converted(&there, Dialect::Zlab, Some(&target))), bytes(&zlab));
+    for from in [&zlab, &there] {
+        for to in [Dialect::Reference, Dialect::Specforge, Dialect::Modelopt] {
+            let told = refusal(from, to, Some(&target));
+            assert!(told.contains("the weights are not interchangeable, only the container is"), "{told}");
+        }
+    }
+    let told = refusal(&golden("dflash"), Dialect::Zlab, Some(&target));
+    assert!(told.contains("not interchangeable") && told.contains("slot k predicts anchor+k"), "{told}");
+}
+
+#[test]
+fn speculators_without_sample_from_anchor_have_z_labs_slots() {
+    let (reference, target) = (golden("dspark_vanilla"), target(&golden("dspark_vanilla")));
+    let there = converted(&reference, Dialect::Speculators, Some(&target));
+    for change in [json!(false), Value::Null] {
+        let changed = edited(&there, |config| config["sample_from_anchor"] = change.clone());
+        let told = refusal(&changed, Dialect::Reference, Some(&target));
+        assert!(told.contains("not interchangeable"), "{told}");
+    }
+}
+
+/// A checkpoint, where to, and the words of the refusal.
+type Refused = (Folder, Dialect, &'static [&'static str]);
+
+#[test]
+fn each_refusal_names_its_reason() {
+    let (vanilla, dflash, eagle3) = (golden("dspark_vanilla"), golden("dflash"), golden("eagle3_qwen3"));
+    let target = target(&vanilla);
+    let speculators = converted(&vanilla, Dialect::Speculators, Some(&target));
+    let specforge = converted(&vanilla, Dialect::Specforge, Some(&target));
+    let spec_eagle3 = converted(&eagle3, Dialect::Speculators, Some(&common::target(&eagle3)));
+    let set = |folder: &Folder, key: &str, value: Value| edited(folder, |config| config[key] = value.clone());
+    let inner =
+        |key: &str, value: Value| edited(&specforge, |config| config["dflash_config"][key] = value.clone());
+    let cases: Vec<Refused> = vec![
+        (golden("dspark_gemma4"), Dialect::Speculators, &["only Qwen3 draft layers"]),
+        (
+            set(&vanilla, "target_layer_ids", json!([1, 3, 5])),
+            Dialect::Speculators,
+            &["layer id 5", "outside of 0 to 4"],
+        ),
+        (set(&vanilla, "target_layer_ids", json!([-1, 3, 4])), Dialect::Specforge, &["layer id -1"]),
+        (
+            set(&speculators, "aux_hidden_state_layer_ids", json!([0, 4, 5])),
+            Dialect::Reference,
+            &["layer id -1", "before or after the final norm"],
+        ),
+        (
+            set(&speculators, "draft_vocab_size", json!(256)),
+            Dialect::Reference,
+            &["draft_vocab_size", "256 of 512"],
+        ),
+        (common::pruned(&speculators), Dialect::Reference, &["t2d", "pruned vocabulary"]),
+        (
+            set(&spec_eagle3, "norm_before_residual", json!(true)),
+            Dialect::Reference,
+            &["norm_before_residual"],
+        ),
+        (
+            edited(&spec_eagle3, |config| config["transformer_layer_config"]["model_type"] = json!("llama")),
+            Dialect::Reference,
+            &["no norms on queries and keys"],
+        ),
+        (eagle3, Dialect::Specforge, &["LlamaForCausalLMEagle3", "norms on queries and keys"]),
+        (golden("eagle3_qwen3"), Dialect::Zlab, &["no Eagle3"]),
+        (set(&golden("eagle3_qwen3"), "num_hidden_layers", json!(2)), Dialect::Speculators, &["2 layers"]),
+        (dflash, Dialect::Modelopt, &["needs a Markov head"]),
+        (set(&vanilla, "confidence_head_with_markov", json!(false)), Dialect::Modelopt, &["confidence head"]),
+        (golden("dspark_vanilla"), Dialect::Reference, &["already"]),
+        (
+            set(&vanilla, "use_sliding_window", json!(true)),
+            Dialect::Specforge,
+            &["layer_types", "sliding window"],
+        ),
+        (inner("projector_type", json!("domino")), Dialect::Reference, &["projector_type", "Domino"]),
+        (inner("projector_type", json!("lilicorr")), Dialect::Reference, &["projector_type", "lilicorr"]),
+        (inner("use_swa", json!(true)), Dialect::Reference, &["use_swa"]),
+        (inner("causal", json!(true)), Dialect::Reference, &["causal"]),
+        (inner("attention_mode", json!("causal")), Dialect::Reference, &["attention_mode"]),
+        (inner("attention_sink_bias", json!(true)), Dialect::Reference, &["attention_sink_bias"]),
+        (fixture::specforge_eagle3(), Dialect::Reference, &["LlamaForCausalLMEagle3", "queries and keys"]),
+    ];
+    for (from, to, words) in cases {
+        let told = refusal(&from, to, Some(&target));
+        assert!(words.iter().all(|word| told.contains(word)), "{words:?} not in: {told}");
+    }
+}
+
+#[test]
+fn what_needs_the_target_says_so() {
+    let vanilla = golden("dspark_vanilla");
+    let target = target(&vanilla);
+    for to in [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt] {
+        assert!(refusal(&vanilla, to, None).contains("give it with --target"));
+    }
+    let specforge = converted(&vanilla, Dialect::Specforge, Some(&target));
+    assert!(refusal(&specforge, Dialect::Reference, None).contains("holds embedding and head"));
+    // speculators' own files do not tell the target's layers; ours do.
+    let speculators = converted(&vanilla, Dialect::Speculators, Some(&target));
+    converted(&speculators, Dialect::Reference, None);
+    let theirs =
+        edited(&speculators, |config| drop(config.as_object_mut().unwrap().remove("num_target_layers")));
+    assert!(refusal(&theirs, Dialect::Reference, None).contains("num_target_layers"));
+    assert_eq!(as_is(&converted(&theirs, Dialect::Reference, Some(&target))), as_is(&vanilla));
+}
+
+#[test]
+fn ends_that_are_not_the_targets_are_not_dropped() {
+    let vanilla = golden("dspark_vanilla");
+    let other = common::target(&common::changed(&vanilla, "embed_tokens.weight", 3));
+    for to in [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt] {
+        let told = refusal(&vanilla, to, Some(&other));
+        assert!(told.contains("`embed_tokens.weight` is not the target's: 1 of 512 rows differ"), "{told}");
+    }
+}
+
+#[test]
+fn a_target_of_another_size_is_named() {
+    let vanilla = golden("dspark_vanilla");
+    let target = edited(&target(&vanilla), |config| config["num_hidden_layers"] = json!(7));
+    let error = try_convert(&vanilla, Dialect::Specforge, Some(&target)).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("`num_hidden_layers`: 7"), "{error}");
+}
+
+#[test]
+fn only_a_converted_checkpoint_is_replaced() {
+    let vanilla = golden("dspark_vanilla");
+    let target = target(&vanilla);
+    let target = Target::open(target.path(), "owner/target").unwrap();
+    let source = Checkpoint::open(vanilla.path()).unwrap();
+    let folder = Folder::new();
+    let out = folder.path().join("deeper/out");
+    let write =
+        |overwrite| convert(&source, Dialect::Specforge, Some(&target)).unwrap().write(&out, overwrite);
+    write(false).unwrap();
+    assert!(write(false).unwrap_err().to_string().contains("--overwrite"));
+    write(true).unwrap();
+    std::fs::write(out.join("notes.txt"), "mine").unwrap();
+    assert!(write(true).unwrap_err().to_string().contains("notes.txt"));
+    assert_eq!(std::fs::read_dir(out.parent().unwrap()).unwrap().count(), 1, "nothing is left beside it");
+}
+
+#[test]
+fn missing_defaults_of_speculators_are_those_of_transformers() {
+    let vanilla = golden("dspark_vanilla");
+    let there = converted(&vanilla, Dialect::Speculators, Some(&target(&vanilla)));
+    // What a Qwen3Config stands in for a missing head_dim is 128, not hidden_size / heads.
+    let theirs = edited(&there, |config| {
+        drop(config["transformer_layer_config"].as_object_mut().unwrap().remove("head_dim"));
+    });
+    let drafter = Checkpoint::open(theirs.path()).unwrap();
+    assert_eq!(drafter.drafter().decoder["head_dim"], 128);
+    let told = drafter.check().unwrap_err().to_string();
+    assert!(told.contains("layers.0.self_attn.q_proj.weight") && told.contains("512"), "{told}");
+}
+
+#[test]
+fn foreign_bundles_and_models_are_named() {
+    let vanilla = golden("dspark_vanilla");
+    let told = |change: &dyn Fn(&mut Value)| {
+        Checkpoint::open(edited(&vanilla, change).path()).map(|_| ()).unwrap_err().to_string()
+    };
+    let v4 = told(&|config| config["dspark_block_size"] = json!(5));
+    assert!(v4.contains("dspark_block_size") && v4.contains("SGLang"), "{v4}");
+    let model = told(&|config| config["architectures"] = json!(["Qwen3ForCausalLM"]));
+    assert!(model.contains("`architectures`") && model.contains("no drafter of a known dialect"), "{model}");
+}

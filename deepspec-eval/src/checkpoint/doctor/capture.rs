@@ -1,0 +1,82 @@
+//! The target's states of its own answers, of all layers that a suspicion may want.
+
+use deepspec_decode::{Feed, Target};
+use deepspec_models::{ModelConfig, TargetModel};
+use tch::{Device, Tensor};
+
+use super::decode::Asked;
+
+/// The drafter's layers and their neighbours, as far as the target has them.
+pub fn layers(taps: &[i64], config: &ModelConfig) -> Vec<i64> {
+    let last = config.layers.len() as i64 - 1;
+    let mut layers: Vec<i64> = taps.iter().flat_map(|tap| [tap - 1, *tap, tap + 1]).collect();
+    layers.retain(|layer| (-1..=last).contains(layer));
+    layers.sort_unstable();
+    layers.dedup();
+    layers
+}
+
+/// One prompt with its answer. T tokens.
+pub struct Answer {
+    /// All ids.
+    pub ids: Vec<i64>,
+    /// How many of them are the prompt.
+    pub prompt: usize,
+    /// The outputs of all captured layers side by side, `[T, n·d]`.
+    states: Tensor,
+    /// Final-normed states `[T, d]`.
+    pub last: Tensor,
+}
+
+/// All answers.
+pub struct Captured {
+    layers: Vec<i64>,
+    width: i64,
+    /// The last decoder layer.
+    top: i64,
+    /// The answers.
+    pub answers: Vec<Answer>,
+}
+
+impl Captured {
+    /// Runs the target over what it answered; it captures these layers.
+    pub fn new(target: &mut TargetModel, layers: &[i64], asked: &Asked) -> Self {
+        let (width, top) = (target.config().hidden_size, target.config().layers.len() as i64 - 1);
+        let answers = asked.answers.iter().map(|(ids, prompt)| {
+            let tokens = Tensor::from_slice(ids).to_device(target.device());
+            let forwarded = target.forward(&Feed { chunks: &[(0, ids.len())], tokens });
+            target.truncate(0, 0);
+            let (ids, prompt) = (ids.clone(), *prompt);
+            Answer { ids, prompt, states: forwarded.taps, last: forwarded.hidden }
+        });
+        let answers = answers.collect();
+        Self { layers: layers.to_vec(), width, top, answers }
+    }
+
+    /// Whether these layers were captured.
+    pub fn has(&self, taps: &[i64]) -> bool {
+        taps.iter().all(|tap| self.layers.contains(tap))
+    }
+
+    /// Whether the last decoder layer is among them.
+    pub fn is_top_among(&self, taps: &[i64]) -> bool {
+        taps.contains(&self.top)
+    }
+
+    /// What a drafter with these taps reads of an answer, `[T, m·d]`; the last layer's state after the final norm if `normed`.
+    pub fn taps(&self, answer: &Answer, taps: &[i64], normed: bool) -> Tensor {
+        let of = |tap: &i64| {
+            if normed && *tap == self.top {
+                return answer.last.shallow_clone();
+            }
+            let place = self.layers.iter().position(|layer| layer == tap).unwrap_or_default();
+            answer.states.narrow(1, place as i64 * self.width, self.width)
+        };
+        Tensor::cat(&taps.iter().map(of).collect::<Vec<_>>(), 1)
+    }
+
+    /// Where it lives.
+    pub fn device(&self) -> Device {
+        self.answers.first().map_or(Device::Cpu, |answer| answer.last.device())
+    }
+}

@@ -1,0 +1,131 @@
+//! Decoding for real: the accepted length, and the target's own answers.
+
+use std::path::Path;
+
+use deepspec_core::usage;
+use deepspec_decode::{Engine, EngineOptions, Sampling};
+use deepspec_models::{Drafter, DrafterOptions, ModelConfig, TargetModel, TargetOptions};
+use deepspec_suites::Asking;
+use deepspec_text::ChatTokenizer;
+
+use super::{Args, Place, SLOTS};
+
+/// What the released recipes put before conversations without a system message.
+const SYSTEM_PROMPT: &str = "You are a helpful assistant.";
+
+/// How prompts are asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Manner {
+    /// The chat template's `enable_thinking`.
+    pub thinking: bool,
+    /// System message before every prompt.
+    pub system_prompt: Option<String>,
+}
+
+impl Manner {
+    /// The manners that differ in one thing.
+    pub fn others(&self) -> Vec<Self> {
+        let system_prompt = match &self.system_prompt {
+            Some(_) => None,
+            None => Some(SYSTEM_PROMPT.to_string()),
+        };
+        vec![Self { thinking: !self.thinking, ..self.clone() }, Self { system_prompt, ..self.clone() }]
+    }
+
+    /// The manner in words.
+    pub fn told(&self) -> String {
+        let thinking = if self.thinking { "on" } else { "off" };
+        let system = self
+            .system_prompt
+            .as_ref()
+            .map_or("no system message".into(), |text| format!("system message {text:?}"));
+        format!("thinking {thinking}, {system}")
+    }
+}
+
+/// What one manner of asking gave.
+pub struct Asked {
+    /// The manner.
+    pub manner: Manner,
+    /// Prompt and answer of every sample: all ids, and how many of them are the prompt.
+    pub answers: Vec<(Vec<i64>, usize)>,
+    /// Tokens committed by every cycle.
+    pub cycles: Vec<f64>,
+}
+
+impl Asked {
+    /// τ, and the standard error of it.
+    pub fn accepted_length(&self) -> (f64, f64) {
+        let count = self.cycles.len() as f64;
+        if self.cycles.is_empty() {
+            return (1.0, f64::INFINITY);
+        }
+        let mean = self.cycles.iter().sum::<f64>() / count;
+        let spread =
+            self.cycles.iter().map(|length| (length - mean).powi(2)).sum::<f64>() / (count - 1.0).max(1.0);
+        (mean, (spread / count).sqrt())
+    }
+}
+
+/// What is asked, of whom.
+pub struct Prompts<'a> {
+    pub args: &'a Args,
+    pub tokenizer: &'a ChatTokenizer,
+    pub stop_ids: &'a [i64],
+    pub config: &'a ModelConfig,
+}
+
+/// An engine with target and drafter.
+///
+/// # Errors
+/// If one of them cannot be loaded.
+pub fn engine(
+    target: &Path,
+    draft: &Path,
+    (device, kind): Place,
+    context: usize,
+) -> anyhow::Result<Engine<TargetModel, Drafter>> {
+    let drafter = Drafter::load(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
+    let taps = drafter.taps().to_vec();
+    let target = TargetModel::load(target, &TargetOptions { device, kind, slots: SLOTS, taps })?;
+    let options = EngineOptions {
+        slots: SLOTS,
+        context,
+        confidence_threshold: 0.0,
+        max_draft_tokens: None,
+        counts_overrun: true,
+    };
+    Ok(Engine::new(target, Some(drafter), options))
+}
+
+impl Prompts<'_> {
+    /// Asks all prompts in this manner.
+    ///
+    /// # Errors
+    /// If the template refuses one, or the target's logits are not finite.
+    pub fn decode(&self, engine: &mut Engine<TargetModel, Drafter>, manner: Manner) -> anyhow::Result<Asked> {
+        let asking = Asking {
+            tokenizer: self.tokenizer,
+            sampling: Sampling::new(self.args.temperature, self.args.seed),
+            max_new_tokens: self.args.max_new_tokens,
+            thinking: manner.thinking,
+            system_prompt: manner.system_prompt.as_deref(),
+            stop_ids: self.stop_ids,
+            context: self.config.max_position_embeddings,
+        };
+        let (mut answers, mut cycles) = (vec![], vec![]);
+        for rows in self.args.rows()? {
+            let requests = asking.prepare(rows)?.requests;
+            let prompts: Vec<Vec<i64>> = requests.iter().map(|request| request.prompt.clone()).collect();
+            for (prompt, done) in prompts.into_iter().zip(engine.run(requests, |_| {})?) {
+                let length = prompt.len();
+                cycles.extend(done.cycles.iter().map(|cycle| f64::from(cycle.committed)));
+                answers.push(([prompt, done.tokens].concat(), length));
+            }
+        }
+        if cycles.is_empty() {
+            usage!("no prompt was answered with more than one token: choose other suites");
+        }
+        Ok(Asked { manner, answers, cycles })
+    }
+}

@@ -1,0 +1,79 @@
+//! The drafter's embedding and head beside the target's: copies, or something else.
+
+use std::collections::HashSet;
+
+use deepspec_core::digest;
+use deepspec_models::TargetModel;
+use tch::{Device, Kind, Tensor};
+
+use super::finding;
+use super::report::{Cause, Finding};
+use super::score::Probe;
+
+/// How the rows of one matrix compare.
+struct Rows {
+    name: &'static str,
+    rows: usize,
+    /// Rows that are not the target's of the same id.
+    differing: usize,
+    /// Those of them that the target has under another id.
+    elsewhere: usize,
+}
+
+/// Both ends.
+pub struct Ends(Vec<Rows>);
+
+/// Compares both ends row by row, as bfloat16.
+pub fn compare(probe: &Probe, target: &TargetModel) -> Ends {
+    let ((own_embed, own_head), (embed, head)) = (probe.ends(), target.ends());
+    Ends(vec![rows("embed_tokens", own_embed, &embed), rows("lm_head", own_head, &head)])
+}
+
+fn rows(name: &'static str, own: &Tensor, target: &Tensor) -> Rows {
+    let (own, target) = (bytes(own), bytes(target));
+    let pairs = own.iter().zip(&target).filter(|(own, target)| own != target);
+    let differing: Vec<&Vec<u8>> = pairs.map(|(own, _)| own).collect();
+    let elsewhere = if differing.is_empty() {
+        0
+    } else {
+        let known: HashSet<u128> = target.iter().map(|row| digest::fingerprint(row)).collect();
+        differing.iter().filter(|row| known.contains(&digest::fingerprint(row))).count()
+    };
+    Rows { name, rows: own.len(), differing: differing.len(), elsewhere }
+}
+
+/// The rows of `[V, d]` as bfloat16.
+fn bytes(matrix: &Tensor) -> Vec<Vec<u8>> {
+    let matrix = matrix.detach().to_kind(Kind::BFloat16).to_device(Device::Cpu).contiguous();
+    let mut bytes = vec![0; matrix.numel() * 2];
+    matrix.copy_data_u8(&mut bytes, matrix.numel());
+    let width = matrix.size().get(1).map_or(1, |&width| width as usize * 2);
+    bytes.chunks(width.max(1)).map(<[u8]>::to_vec).collect()
+}
+
+impl Ends {
+    /// Whether a row of either is not the target's.
+    pub fn differ(&self) -> bool {
+        self.0.iter().any(|rows| rows.differing > 0)
+    }
+
+    /// Whether most of what differs is the target's under other ids: another vocabulary.
+    pub fn is_permuted(&self) -> bool {
+        self.0.iter().any(|rows| rows.elsewhere * 2 > rows.differing && rows.differing * 100 > rows.rows)
+    }
+
+    /// What there is to say of them.
+    pub fn findings(&self) -> Vec<Finding> {
+        let differing = self.0.iter().filter(|rows| rows.differing > 0);
+        differing
+            .map(|&Rows { name, rows, differing, elsewhere }| {
+                let (cause, more) = if self.is_permuted() {
+                    (Cause::Vocabulary, format!("; {elsewhere} of these are the target's under another id"))
+                } else {
+                    (Cause::Ends, String::new())
+                };
+                finding(cause, format!("{differing} of {rows} rows of {name} are not the target's{more}"))
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,172 @@
+//! `checkpoint doctor`: why a drafter's accepted length is low, by measurement.
+//!
+//! The drafter decodes a few prompts for real, which gives the accepted length and the target's own answers. The target's
+//! states of these answers are captured once. Every suspicion is then one pass of the drafter over them, teacher-forced as in
+//! training, with one thing changed: if the accepted length rises, that thing is the likeliest cause.
+
+mod capture;
+mod decode;
+mod ends;
+mod report;
+mod score;
+mod trials;
+
+use std::path::{Path, PathBuf};
+
+use deepspec_core::cli::Verbosity;
+use deepspec_core::usage;
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
+use deepspec_suites::{Folder, Rows};
+use deepspec_text::ChatTokenizer;
+use tch::{Device, Kind};
+
+use super::dir;
+use capture::Captured;
+use decode::{Asked, Manner, Prompts};
+use report::{Cause, Finding, Report};
+use score::Probe;
+
+/// What to examine.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder or hub id of the target
+    #[arg(long, value_name = "M")]
+    target: String,
+    /// Folder or hub id of the drafter checkpoint
+    #[arg(long, value_name = "D")]
+    draft: String,
+    /// Suite whose prompts are asked; may be repeated. Without it the smoke suites
+    #[arg(long = "suite", value_name = "NAME")]
+    suites: Vec<String>,
+    /// Folder of the suites' files
+    #[arg(long, value_name = "DIR", default_value = "eval_datasets")]
+    suites_dir: PathBuf,
+    /// Prompts of each suite
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    limit: usize,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 1.0)]
+    temperature: f64,
+    /// Tokens of an answer
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    max_new_tokens: usize,
+    /// Decides every draw
+    #[arg(long, default_value_t = 980_406)]
+    seed: u64,
+    /// Ask with thinking enabled, as the evaluation that came out low
+    #[arg(long)]
+    thinking: bool,
+    /// System message of the evaluation that came out low
+    #[arg(long, value_name = "TEXT")]
+    system_prompt: Option<String>,
+    /// Where the models run: auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: String,
+    /// Print JSON instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Sequences decoded at once.
+const SLOTS: usize = 16;
+/// Asked where no suite is named.
+const SMOKE: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
+
+impl Args {
+    fn check(&self) -> anyhow::Result<()> {
+        let counts = [("--limit", self.limit), ("--max-new-tokens", self.max_new_tokens)];
+        if let Some((flag, _)) = counts.iter().find(|(_, count)| *count == 0) {
+            usage!("{flag} must be at least 1");
+        }
+        if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
+            usage!("--temperature must be 0 or a positive number, not {}", self.temperature);
+        }
+        Ok(())
+    }
+
+    fn rows(&self) -> anyhow::Result<Vec<Rows>> {
+        let names =
+            if self.suites.is_empty() { SMOKE.map(String::from).to_vec() } else { self.suites.clone() };
+        let folder = Folder::open(&self.suites_dir)?;
+        let suites = folder.select(&names, &[])?;
+        suites.into_iter().map(|suite| folder.load(suite, self.seed, Some(self.limit))).collect()
+    }
+
+    fn manner(&self) -> Manner {
+        Manner { thinking: self.thinking, system_prompt: self.system_prompt.clone() }
+    }
+}
+
+/// Where tensors live, and of which kind they are.
+type Place = (Device, Kind);
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors, and models that cannot be loaded for another reason than those that are diagnosed.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    args.check()?;
+    let device = match deepspec_dist::device(&args.device) {
+        Ok(device) => device,
+        Err(error) => usage!("--device: {error}"),
+    };
+    let place = (device, deepspec_dist::default_kind(device));
+    let (target, draft) =
+        (dir("--target", &args.target, verbosity)?, dir("--draft", &args.draft, verbosity)?);
+    let report = examine(args, &target, &draft, place)?;
+    let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.render() };
+    Ok(crate::print(&text)?)
+}
+
+fn examine(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Result<Report> {
+    let _no_grad = tch::no_grad_guard();
+    let probe = Probe::load(draft, place)?;
+    let config = ModelConfig::load(target)?;
+    if let Err(misfit) = probe.check_fits(&config) {
+        return Ok(Report::misfit(misfit.to_string()));
+    }
+    let tokenizer = ChatTokenizer::load(target)?;
+    let stop_ids = deepspec_models::stop_ids(target, tokenizer.eos_token_id())?;
+    let prompts = Prompts { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
+
+    let mut report = Report::default();
+    let asked = decode_all(&prompts, args, target, draft, place)?;
+    let base = asked.first().ok_or_else(|| anyhow::anyhow!("nothing was decoded"))?;
+    report.measured(base);
+
+    let options = TargetOptions {
+        device: place.0,
+        kind: place.1,
+        slots: 1,
+        taps: capture::layers(probe.taps(), &config),
+    };
+    let mut model = TargetModel::load(target, &options)?;
+    let ends = ends::compare(&probe, &model);
+    report.findings.extend(ends.findings());
+    let captured = Captured::new(&mut model, &options.taps, base);
+    trials::estimate(&mut report, &probe, &captured, &model, &tokenizer, ends.differ(), args.temperature)?;
+    for other in asked.iter().skip(1) {
+        report.compare(base, other);
+    }
+    report.conclude(ends.is_permuted());
+    Ok(report)
+}
+
+/// Real decoding as the user asks, then in the other manners.
+fn decode_all(
+    prompts: &Prompts,
+    args: &Args,
+    target: &Path,
+    draft: &Path,
+    place: Place,
+) -> anyhow::Result<Vec<Asked>> {
+    let own = args.manner();
+    let manners = own.others();
+    let mut engine = decode::engine(target, draft, place, prompts.config.max_position_embeddings)?;
+    std::iter::once(own).chain(manners).map(|manner| prompts.decode(&mut engine, manner)).collect()
+}
+
+/// A finding about the drafter's target.
+fn finding(cause: Cause, evidence: String) -> Finding {
+    Finding { cause, evidence }
+}

@@ -1,0 +1,243 @@
+//! What was measured, what it points to, and what to do.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+
+use super::decode::Asked;
+
+/// A rise of the accepted length that counts: this much, and this part of what is drafted and accepted now.
+const RISE: f64 = 0.1;
+const RISE_PART: f64 = 0.2;
+/// Two real accepted lengths differ if they are so many standard errors apart.
+const ERRORS: f64 = 3.0;
+
+/// What can be wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// It was trained for another target.
+    Target,
+    /// Its token ids mean other tokens.
+    Vocabulary,
+    /// Its embedding or head is not the target's.
+    Ends,
+    /// It reads other layers than it was trained on.
+    Taps,
+    /// The last layer's state before or after the final norm.
+    FinalNorm,
+    /// The token that stands for what is to be predicted.
+    MaskToken,
+    /// What a slot predicts.
+    Slots,
+    /// Rotary settings.
+    Rope,
+    /// Thinking or system message other than in training.
+    Template,
+    /// The confidence head.
+    Confidence,
+}
+
+impl Cause {
+    fn told(self) -> &'static str {
+        match self {
+            Self::Target => "another target",
+            Self::Vocabulary => "another vocabulary",
+            Self::Ends => "embedding or head not the target's",
+            Self::Taps => "wrong target layers",
+            Self::FinalNorm => "state before or after the final norm",
+            Self::MaskToken => "wrong mask token",
+            Self::Slots => "other slot convention",
+            Self::Rope => "other RoPE settings",
+            Self::Template => "prompts unlike those of training",
+            Self::Confidence => "confidence head off its mark",
+        }
+    }
+
+    fn advice(self) -> &'static str {
+        match self {
+            Self::Target => "name the target that the drafter was trained for",
+            Self::Vocabulary => "the drafter was trained with another tokenizer; name that model's target",
+            Self::Ends => {
+                "copy the target's embedding and head into the checkpoint, or name the target it was trained for"
+            }
+            Self::Taps => "correct target_layer_ids in its config.json",
+            Self::FinalNorm => {
+                "its trainer captured the normed state, which this project's taps never are; train it on raw states, or without \
+                 the last layer"
+            }
+            Self::MaskToken => "correct mask_token_id in its config.json",
+            Self::Slots => {
+                "it has z-lab's slots and cannot be used here; train it anew, or serve it as DFlashDraftModel"
+            }
+            Self::Rope => "give its config.json the target's RoPE settings",
+            Self::Template => "evaluate as it was trained, or regenerate and train on prompts like these",
+            Self::Confidence => {
+                "calibrate it before a confidence threshold is used; without one it does no harm"
+            }
+        }
+    }
+}
+
+/// A fact that was seen without trying anything.
+#[derive(Debug, Clone, Serialize)]
+pub struct Finding {
+    /// What it points to.
+    pub cause: Cause,
+    /// The fact, in numbers.
+    pub evidence: String,
+}
+
+/// A suspicion that was tried.
+#[derive(Debug, Clone, Serialize)]
+pub struct Trial {
+    /// What it would mean.
+    pub cause: Cause,
+    /// What was changed.
+    pub what: String,
+    /// Accepted length as it is.
+    pub before: f64,
+    /// Accepted length with the change.
+    pub after: f64,
+}
+
+impl Trial {
+    fn gain(&self) -> f64 {
+        self.after - self.before
+    }
+
+    /// Whether the change is more than noise.
+    fn counts(&self) -> bool {
+        self.gain() > RISE.max(RISE_PART * (self.before - 1.0))
+    }
+}
+
+/// Everything that the examination gave.
+#[derive(Debug, Default, Serialize)]
+pub struct Report {
+    /// τ of real decoding.
+    pub accepted_length: Option<f64>,
+    /// Its cycles.
+    pub cycles: usize,
+    /// How it was asked.
+    pub asked: String,
+    /// τ estimated from teacher-forced acceptances.
+    pub estimated: Option<f64>,
+    /// Teacher-forced acceptance at each position.
+    pub accept: Vec<f64>,
+    /// Facts.
+    pub findings: Vec<Finding>,
+    /// Suspicions.
+    pub trials: Vec<Trial>,
+    /// The likeliest cause, if there is one.
+    pub cause: Option<Cause>,
+    /// The conclusion, in words.
+    pub verdict: String,
+    /// What to do about it.
+    pub advice: String,
+    notes: Vec<String>,
+}
+
+impl Report {
+    /// A drafter that cannot draft for the target at all.
+    pub fn misfit(evidence: String) -> Self {
+        let is_vocabulary = evidence.contains("vocab_size");
+        let cause = if is_vocabulary { Cause::Vocabulary } else { Cause::Target };
+        let mut report =
+            Self { findings: vec![Finding { cause, evidence: evidence.clone() }], ..Self::default() };
+        report.blame(cause, evidence);
+        report
+    }
+
+    /// Takes over what decoding as the user asks gave.
+    pub fn measured(&mut self, base: &Asked) {
+        self.accepted_length = Some(base.accepted_length().0);
+        self.cycles = base.cycles.len();
+        self.asked = base.manner.told();
+    }
+
+    /// Tries another manner of asking: it counts only if it is clearly better.
+    pub fn compare(&mut self, base: &Asked, other: &Asked) {
+        let ((before, error), (after, other_error)) = (base.accepted_length(), other.accepted_length());
+        let clear = after - before > ERRORS * error.hypot(other_error);
+        let what = format!("{} instead of {}", other.manner.told(), base.manner.told());
+        if clear {
+            self.trials.push(Trial { cause: Cause::Template, what, before, after });
+        } else {
+            self.note(&format!("{what}: accepted length {after:.2}, not clearly above {before:.2}"));
+        }
+    }
+
+    /// Something that explains the numbers.
+    pub fn note(&mut self, text: &str) {
+        self.notes.push(text.into());
+    }
+
+    /// Names the likeliest cause: a vocabulary that is another one first, because everything else follows from it, else what
+    /// raised the accepted length most.
+    pub fn conclude(&mut self, is_permuted: bool) {
+        if is_permuted {
+            let evidence = self.evidence(Cause::Vocabulary);
+            return self.blame(Cause::Vocabulary, evidence);
+        }
+        let likeliest =
+            self.trials.iter().filter(|trial| trial.counts()).max_by(|a, b| a.gain().total_cmp(&b.gain()));
+        if let Some(Trial { cause, what, before, after }) = likeliest.cloned() {
+            return self.blame(
+                cause,
+                format!("with {what} the accepted length is {after:.2} instead of {before:.2}"),
+            );
+        }
+        if let Some(cause) =
+            [Cause::Ends, Cause::Confidence].into_iter().find(|&cause| !self.evidence(cause).is_empty())
+        {
+            let evidence = self.evidence(cause);
+            return self.blame(cause, evidence);
+        }
+        self.verdict = "no misuse was found: nothing that was tried raises the accepted length".into();
+        self.advice = "if it is low all the same, the drafter has learned too little, or these prompts are unlike its training".into();
+    }
+
+    /// What speaks for a cause.
+    fn evidence(&self, cause: Cause) -> String {
+        let found = self.findings.iter().filter(|finding| finding.cause == cause);
+        found.map(|finding| finding.evidence.as_str()).collect::<Vec<_>>().join("; ")
+    }
+
+    fn blame(&mut self, cause: Cause, evidence: String) {
+        self.cause = Some(cause);
+        self.verdict = format!("{}: {evidence}", cause.told());
+        self.advice = cause.advice().into();
+    }
+
+    /// The report as text.
+    pub fn render(&self) -> String {
+        let mut text = String::new();
+        if let Some(length) = self.accepted_length {
+            let _ =
+                writeln!(text, "accepted length {length:.2} over {} cycles ({})", self.cycles, self.asked);
+        }
+        if let Some(estimated) = self.estimated {
+            let accept: Vec<String> = self.accept.iter().map(|accept| format!("{accept:.2}")).collect();
+            let _ =
+                writeln!(text, "teacher-forced {estimated:.2}, acceptance by position {}", accept.join(" "));
+        }
+        for Finding { cause, evidence } in &self.findings {
+            let _ = writeln!(text, "found: {}: {evidence}", cause.told());
+        }
+        for trial in &self.trials {
+            let mark = if trial.counts() { "+" } else { " " };
+            let _ = writeln!(text, "{mark} {:.2} -> {:.2}  {}", trial.before, trial.after, trial.what);
+        }
+        for note in &self.notes {
+            let _ = writeln!(text, "  {note}");
+        }
+        let _ =
+            writeln!(text, "likeliest cause: {}", if self.cause.is_some() { &self.verdict } else { "none" });
+        if self.cause.is_none() {
+            let _ = writeln!(text, "{}", self.verdict);
+        }
+        let _ = writeln!(text, "advice: {}", self.advice);
+        text
+    }
+}

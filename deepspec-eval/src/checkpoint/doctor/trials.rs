@@ -1,0 +1,134 @@
+//! Suspicions, each tried on the captured answers.
+
+use deepspec_models::{ModelConfig, TargetModel};
+use deepspec_text::ChatTokenizer;
+use serde_json::Value;
+
+use super::capture::Captured;
+use super::finding;
+use super::report::{Cause, Report, Trial};
+use super::score::{Change, Probe};
+
+/// Mask tokens of released drafters (Qwen3, Gemma 4).
+const KNOWN_MASKS: [i64; 2] = [151_669, 4];
+/// Mask tokens that are tried at most.
+const MASKS: usize = 24;
+/// A confidence this far from the acceptance it predicts is worth a word.
+const MISCALIBRATED: f64 = 0.15;
+
+/// Estimates the accepted length as it is and under every suspicion that applies.
+///
+/// # Errors
+/// None; the signature is shared with loading.
+pub fn estimate(
+    report: &mut Report,
+    probe: &Probe,
+    captured: &Captured,
+    target: &TargetModel,
+    tokenizer: &ChatTokenizer,
+    ends_differ: bool,
+    temperature: f64,
+) -> anyhow::Result<()> {
+    let score = |change: &Change| probe.score(change, captured, target, temperature);
+    let Some(base) = score(&Change::None)? else {
+        report.note(
+            "the answers are too short for a block: ask for more tokens (--max-new-tokens) or other suites",
+        );
+        return Ok(());
+    };
+    let estimated = base.accepted_length();
+    report.estimated = Some(estimated);
+    report.accept = base.accept.clone();
+    if let Some((predicted, accepted)) = base.confidence
+        && (predicted - accepted).abs() > MISCALIBRATED
+    {
+        let evidence =
+            format!("the confidence head predicts {predicted:.2} on average, {accepted:.2} is accepted");
+        report.findings.push(finding(Cause::Confidence, evidence));
+    }
+    for (cause, what, change) in suspicions(probe, captured, target, tokenizer, ends_differ) {
+        if let Some(found) = score(&change)? {
+            let found = found.accepted_length();
+            report.trials.push(Trial { cause, what, before: estimated, after: found });
+        }
+    }
+    let own = &probe.model().layers;
+    let theirs = &target.config().layers;
+    if let (Some(own), Some(theirs)) = (own.first(), theirs.first())
+        && differing_rope(probe, target.config())
+    {
+        let evidence = format!(
+            "θ {} and {:?}, the target has θ {} and {:?}",
+            own.rope.theta, own.rope.scaling, theirs.rope.theta, theirs.rope.scaling
+        );
+        report.findings.push(finding(Cause::Rope, evidence));
+    }
+    Ok(())
+}
+
+/// Whether the drafter turns its keys otherwise than the target does.
+fn differing_rope(probe: &Probe, target: &ModelConfig) -> bool {
+    let windows: Vec<Option<usize>> =
+        probe.model().layers.iter().map(|layer| layer.attention.window).collect();
+    let like = target.draft_decoder(&windows).map(|like| like.layers).unwrap_or_default();
+    probe.model().layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
+}
+
+fn suspicions(
+    probe: &Probe,
+    captured: &Captured,
+    target: &TargetModel,
+    tokenizer: &ChatTokenizer,
+    ends_differ: bool,
+) -> Vec<(Cause, String, Change)> {
+    let mut found = vec![];
+    let taps = probe.taps();
+    for by in [-1, 1] {
+        let shifted: Vec<i64> = taps.iter().map(|tap| tap + by).collect();
+        if captured.has(&shifted) {
+            let what = format!("target_layer_ids {shifted:?} instead of {taps:?}");
+            found.push((Cause::Taps, what, Change::Taps(shifted)));
+        }
+    }
+    if captured.is_top_among(taps) {
+        let what = "the last layer's state taken after the final norm".into();
+        found.push((Cause::FinalNorm, what, Change::FinalNorm));
+    }
+    if let Some(own) = probe.mask() {
+        for id in masks(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
+            found.push((Cause::MaskToken, format!("mask_token_id {id} instead of {own}"), Change::Mask(id)));
+        }
+        found.push((
+            Cause::Slots,
+            "slot k predicting the token at anchor+k (z-lab's convention)".into(),
+            Change::Slots,
+        ));
+    }
+    if differing_rope(probe, target.config()) {
+        found.push((Cause::Rope, "the target's RoPE settings".into(), Change::Rope));
+    }
+    if ends_differ {
+        found.push((Cause::Ends, "the target's embedding and head".into(), Change::Ends));
+    }
+    found
+}
+
+/// Ids that may have been the mask token: what the target's config names, special tokens, ids that no text has.
+fn masks(config: &ModelConfig, tokenizer: &ChatTokenizer) -> Vec<i64> {
+    let vocab = config.vocab_size;
+    let text = config.raw.get("text_config").and_then(Value::as_object).unwrap_or(&config.raw);
+    let named = ["mask_token_id", "pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id"]
+        .into_iter()
+        .filter_map(|key| text.get(key).and_then(Value::as_i64));
+    let words =
+        ["<|mask|>", "<mask>", "[MASK]", "<|MASK|>"].into_iter().filter_map(|word| tokenizer.token_id(word));
+    let unused = tokenizer.vocab_size() as i64;
+    let special = (0..unused).rev().filter(|&id| tokenizer.is_special(id));
+    let mut found: Vec<i64> = vec![];
+    for id in words.chain(KNOWN_MASKS).chain([vocab - 1, unused, unused + 1]).chain(named).chain(special) {
+        if (0..vocab).contains(&id) && !found.contains(&id) && found.len() < MASKS {
+            found.push(id);
+        }
+    }
+    found
+}

@@ -1,0 +1,160 @@
+//! `checkpoint inspect`.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+use deepspec_core::cli::Verbosity;
+use deepspec_dialects::{Checkpoint, Design, Dialect, Drafter, loaders};
+use serde_json::{Value, json};
+
+use super::{dir, report};
+
+/// What to look into.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder or hub id of a drafter checkpoint
+    #[arg(value_name = "CHECKPOINT")]
+    checkpoint: String,
+    /// Print JSON instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// If it is no drafter checkpoint of a known dialect.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let checkpoint = Checkpoint::open(&dir("CHECKPOINT", &args.checkpoint, verbosity)?).map_err(report)?;
+    let text = if args.json {
+        serde_json::to_string_pretty(&as_json(&checkpoint))? + "\n"
+    } else {
+        as_text(&checkpoint)
+    };
+    Ok(crate::print(&text)?)
+}
+
+/// Values of the trained tensors, and of those that are the target's.
+fn parameters(checkpoint: &Checkpoint) -> (usize, usize) {
+    let (mut trained, mut targets) = (0, 0);
+    for (name, facts) in checkpoint.tensors().iter() {
+        let values: usize = facts.shape.iter().product();
+        *if checkpoint.is_targets(name) { &mut targets } else { &mut trained } += values;
+    }
+    (trained, targets)
+}
+
+/// Every other dialect, with the reason where it is refused.
+fn conversions(checkpoint: &Checkpoint) -> Vec<(Dialect, Option<String>)> {
+    let own = checkpoint.dialect();
+    let others = Dialect::ALL.into_iter().filter(|&dialect| dialect != own);
+    others.map(|to| (to, checkpoint.drafter().refusal(own, to))).collect()
+}
+
+fn as_json(checkpoint: &Checkpoint) -> Value {
+    let drafter = checkpoint.drafter();
+    let (trained, targets) = parameters(checkpoint);
+    let tensors: Vec<Value> = checkpoint
+        .tensors()
+        .iter()
+        .map(|(name, facts)| json!({"name": name, "dtype": facts.dtype, "shape": facts.shape, "bytes": facts.bytes}))
+        .collect();
+    let conversions: Vec<Value> = conversions(checkpoint)
+        .into_iter()
+        .map(|(to, refusal)| json!({"to": to, "refused": refusal}))
+        .collect();
+    json!({
+        "dialect": checkpoint.dialect(),
+        "architecture": drafter.architecture,
+        "algorithm": drafter.algorithm(),
+        "family": drafter.family,
+        "design": drafter.design,
+        "drafted_tokens": drafter.drafted(),
+        "layers": drafter.layers,
+        "hidden_size": drafter.hidden_size,
+        "vocab_size": drafter.vocab_size,
+        "draft_vocab_size": drafter.draft_vocab_size,
+        "target_layer_ids": drafter.target_layer_ids,
+        "aux_layer_ids": drafter.aux_layer_ids(),
+        "num_target_layers": drafter.num_target_layers,
+        "parameters": {"trained": trained, "target": targets},
+        "problem": checkpoint.check().err().map(|error| error.to_string()),
+        "obstacles": drafter.obstacles,
+        "conversions": conversions,
+        "loaders": loaders(checkpoint),
+        "tensors": tensors,
+    })
+}
+
+fn as_text(checkpoint: &Checkpoint) -> String {
+    let drafter = checkpoint.drafter();
+    let mut text = String::new();
+    let mut line = |what: &str, value: String| {
+        let _ = writeln!(text, "{what:<12}{value}");
+    };
+    line("dialect", format!("{} ({})", checkpoint.dialect(), drafter.architecture));
+    let (algorithm, layers, family) = (drafter.algorithm(), drafter.layers, drafter.family);
+    let (width, vocab) = (drafter.hidden_size, drafter.vocab_size);
+    let layers = if layers == 1 { format!("1 {family} layer") } else { format!("{layers} {family} layers") };
+    line("drafter", format!("{algorithm}, {layers}, hidden size {width}, vocabulary {vocab}"));
+    if drafter.draft_vocab_size != vocab {
+        line("vocabulary", format!("pruned to {} tokens", drafter.draft_vocab_size));
+    }
+    drafts(drafter).into_iter().for_each(|(what, value)| line(what, value));
+    let of = drafter.num_target_layers.map_or_else(String::new, |layers| format!(" of {layers}"));
+    line(
+        "taps",
+        format!(
+            "outputs of layers {:?}{of} (as speculators and vLLM count: {:?})",
+            drafter.target_layer_ids,
+            drafter.aux_layer_ids()
+        ),
+    );
+    let (trained, targets) = parameters(checkpoint);
+    let dtypes: BTreeSet<String> =
+        checkpoint.tensors().iter().map(|(_, facts)| format!("{:?}", facts.dtype)).collect();
+    let dtypes = dtypes.into_iter().collect::<Vec<_>>().join(", ");
+    line("parameters", format!("{trained} trained, {targets} copied from the target ({dtypes})"));
+    if let Err(error) = checkpoint.check() {
+        line("problem", error.to_string());
+    }
+    for (to, refusal) in conversions(checkpoint) {
+        line(
+            "converts",
+            format!("to {to}: {}", refusal.map_or_else(|| "yes".into(), |reason| format!("no, {reason}"))),
+        );
+    }
+    for loader in loaders(checkpoint) {
+        let loads = if loader.loads { "loads it" } else { "does not load it" };
+        line("engine", format!("{} {loads}: {}", loader.engine, loader.note));
+    }
+    for (name, facts) in checkpoint.tensors().iter() {
+        line("tensor", format!("{name} {:?} {:?}", facts.shape, facts.dtype));
+    }
+    text
+}
+
+/// What is drafted, and with which heads.
+fn drafts(drafter: &Drafter) -> Vec<(&'static str, String)> {
+    let block = match drafter.design {
+        Design::Eagle3 { steps } => return vec![("drafts", format!("{steps} tokens, one after the other"))],
+        Design::Block(block) => block,
+    };
+    let markov = block.markov.map_or_else(
+        || "no Markov head".into(),
+        |markov| format!("Markov head {} of rank {}", markov.kind.name(), markov.rank),
+    );
+    let confidence = match block.confidence_with_markov {
+        None => "no confidence head",
+        Some(true) => "confidence head on state and Markov embedding",
+        Some(false) => "confidence head on the state",
+    };
+    vec![
+        (
+            "drafts",
+            format!("{} tokens in blocks of {}; {}", drafter.drafted(), block.block_size, block.slots),
+        ),
+        ("mask token", block.mask_token_id.to_string()),
+        ("heads", format!("{markov}, {confidence}")),
+    ]
+}

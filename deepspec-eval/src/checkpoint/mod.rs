@@ -1,0 +1,48 @@
+//! `checkpoint`: drafter checkpoints of any tool are looked into, converted, and examined beside their target.
+
+mod convert;
+mod doctor;
+mod inspect;
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use deepspec_core::cli::{UsageError, Verbosity};
+use deepspec_dialects::DialectError;
+use deepspec_hub::{HubError, model_dir};
+
+/// What is done with a checkpoint.
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Tell a checkpoint's dialect and what is in it
+    Inspect(inspect::Args),
+    /// Write a checkpoint in another tool's layout, its weights byte for byte
+    Convert(convert::Args),
+    /// Measure a drafter on a few prompts and name the likeliest cause of a low accepted length
+    Doctor(doctor::Args),
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors, broken checkpoints, unwritable outputs.
+pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
+    match command {
+        Command::Inspect(args) => inspect::run(args, verbosity),
+        Command::Convert(args) => convert::run(args, verbosity),
+        Command::Doctor(args) => doctor::run(args, verbosity),
+    }
+}
+
+/// The folder of a model, fetched if it is a hub id; `flag` is for errors.
+fn dir(flag: &'static str, model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
+    model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
+}
+
+/// A refusal is a mistake of the caller's, anything else is one of the files'.
+fn report(error: DialectError) -> anyhow::Error {
+    match error {
+        DialectError::Refused { .. } => UsageError(error.to_string()).into(),
+        other => other.into(),
+    }
+}

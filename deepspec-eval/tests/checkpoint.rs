@@ -1,0 +1,105 @@
+//! `checkpoint inspect` and `checkpoint convert`, and what commands say that read only our own layout.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::{assert_refused, deepspec_eval, drafter_config, run, target_dir, write_drafter, write_eagle3};
+use deepspec_models::{BlockConfig, ModelConfig, load_ends};
+use serde_json::Value;
+use tch::{Device, Kind};
+
+/// An untrained DSpark with the tiny target's own embedding and head.
+fn drafter(root: &Path) -> PathBuf {
+    let dir = root.join("drafter");
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let (embed, head) = load_ends(&target_dir(), &model, Device::Cpu, Kind::Float).unwrap();
+    let config = BlockConfig { target_layer_ids: vec![0, 2, 4], ..drafter_config() };
+    write_drafter(&dir, config, |name, tensor| match name {
+        "embed_tokens.weight" => embed.shallow_clone(),
+        "lm_head.weight" => head.shallow_clone(),
+        _ => tensor,
+    });
+    dir
+}
+
+fn convert(from: &Path, to: &str, output: &Path, more: &[&str]) -> std::process::Output {
+    let target = target_dir();
+    let mut args = vec!["checkpoint", "convert", "--to", to, "--target", target.to_str().unwrap()];
+    args.extend(["--from", from.to_str().unwrap(), "--output-dir", output.to_str().unwrap()]);
+    args.extend(more);
+    deepspec_eval(&args)
+}
+
+fn ok(output: std::process::Output) -> String {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn a_checkpoint_goes_there_and_back_and_is_described() {
+    let root = tempfile::tempdir().unwrap();
+    let (own, away, back) = (drafter(root.path()), root.path().join("away"), root.path().join("back"));
+    ok(convert(&own, "speculators", &away, &[]));
+    let text = ok(deepspec_eval(&["checkpoint", "inspect", away.to_str().unwrap()]));
+    for line in [
+        "dialect     speculators (DSparkSpeculator)",
+        "outputs of layers [0, 2, 4] of 6 (as speculators and vLLM count: [1, 3, 5])",
+        "5 tokens in blocks of 5; slot k predicts anchor+1+k",
+        "Markov head vanilla of rank 1024",
+        "to reference: yes",
+        "to z-lab: no, the weights are not interchangeable",
+        "speculators loads it",
+        "verifier_norm.weight [192] BF16",
+    ] {
+        assert!(text.contains(line), "{line:?} not in:\n{text}");
+    }
+    let json = ok(deepspec_eval(&["checkpoint", "inspect", "--json", away.to_str().unwrap()]));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&json["dialect"], &json["algorithm"]), (&"speculators".into(), &"dspark".into()));
+    assert_eq!(json["problem"], Value::Null);
+    ok(convert(&away, "reference", &back, &[]));
+    let json = ok(deepspec_eval(&["checkpoint", "inspect", "--json", back.to_str().unwrap()]));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["parameters"]["target"], 2 * 1024 * 192);
+}
+
+#[test]
+fn refusals_are_the_callers_mistakes() {
+    let root = tempfile::tempdir().unwrap();
+    let (own, away) = (drafter(root.path()), root.path().join("away"));
+    assert_refused(
+        &convert(&own, "z-lab", &away, &[]),
+        2,
+        &["not convertible to z-lab", "not interchangeable"],
+    );
+    assert!(!away.exists());
+    let nothing = root.path().join("nothing");
+    fs::create_dir(&nothing).unwrap();
+    assert_refused(&convert(&nothing, "z-lab", &away, &[]), 1, &["nothing/config.json", "no such file"]);
+    ok(convert(&own, "specforge", &away, &[]));
+    assert_refused(&convert(&own, "specforge", &away, &[]), 2, &["--overwrite replaces it"]);
+    ok(convert(&own, "specforge", &away, &["--overwrite"]));
+    let unknown = convert(&own, "medusa", &away, &[]);
+    let told = String::from_utf8_lossy(&unknown.stderr).into_owned();
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(
+        told.contains("`medusa` is no dialect; expected reference, speculators, specforge, z-lab, modelopt"),
+        "{told}"
+    );
+    let eagle3 = root.path().join("eagle3");
+    write_eagle3(&eagle3);
+    let out = root.path().join("eagle3-out");
+    assert_refused(&convert(&eagle3, "speculators", &out, &[]), 2, &["layer id 5 is outside of 0 to 4"]);
+}
+
+#[test]
+fn another_dialect_is_named_with_the_command_that_converts_it() {
+    let root = tempfile::tempdir().unwrap();
+    let (own, away) = (drafter(root.path()), root.path().join("away"));
+    ok(convert(&own, "specforge", &away, &[]));
+    let told = run(away.to_str().unwrap(), &root.path().join("results"), &["--limit", "1"]);
+    let command = format!("`deepspec-eval checkpoint convert --from {} --to reference", away.display());
+    assert_refused(&told, 1, &["DSparkDraftModel is not read", "dialect specforge", &command]);
+}
