@@ -19,6 +19,9 @@ fn main() {
     };
     let mut shim = cc::Build::new();
     shim.cpp(true).std("c++17").include("src/cpp").files(["src/cpp/adamw.cpp", "src/cpp/group.cpp"]);
+    if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {
+        shim.file("src/cpp/pool.cpp");
+    }
     // As system headers, whose warnings are not ours.
     for include in ["include", "include/torch/csrc/api/include"] {
         shim.flag("-isystem").flag(libtorch.join(include));

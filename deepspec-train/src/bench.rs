@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
+use crate::loader::HELD;
 use crate::optimizer::AdamW;
 use crate::run::{kind, schedule};
 use crate::schedule::{Schedule, anchors};
@@ -73,7 +74,9 @@ pub fn run(
     let optimizer = AdamW::new(learner.parameters(), train.weight_decay, train.max_grad_norm);
     let weights = optimizer.weights();
     let bench = Bench { recipe, design, learner, optimizer, schedule, device };
-    let measured = bench.measure(steps.get(), &random_samples(recipe, &shape.config))?;
+    // As many as a loader holds at once.
+    let batches: Vec<_> = (0..HELD).map(|number| random_samples(recipe, &shape.config, number)).collect();
+    let measured = bench.measure(steps.get(), &batches)?;
 
     let step_s = measured.total.as_secs_f64() / steps.get() as f64;
     let share = |part: Duration| part.as_secs_f64() / measured.total.as_secs_f64();
@@ -123,12 +126,12 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn measure(mut self, steps: usize, samples: &[TrainSample]) -> anyhow::Result<Measured> {
+    fn measure(mut self, steps: usize, batches: &[Vec<TrainSample>]) -> anyhow::Result<Measured> {
         memory::restart_peak();
         let loaded = memory::resident();
         let lr = self.recipe.train.lr;
         // Kernels are chosen and buffers taken in the first pass.
-        let (first, normaliser) = self.draw(0, samples);
+        let (first, normaliser) = self.draw(0, &batches[0]);
         self.learner.accumulate(&first, normaliser);
         self.optimizer.accumulate();
         let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
@@ -140,7 +143,7 @@ impl Bench<'_> {
             for _ in 0..self.schedule.gradient_accumulation_steps {
                 pass += 1;
                 let drawing = Instant::now();
-                let (samples, normaliser) = self.draw(pass, samples);
+                let (samples, normaliser) = self.draw(pass, &batches[pass % batches.len()]);
                 tokens += samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
                 flops += self.design.flops(&samples);
                 let computing = Instant::now();
@@ -195,18 +198,23 @@ fn random_ends(config: &ModelConfig, device: Device, kind: Kind) -> (Tensor, Ten
     (embed, head)
 }
 
-/// The samples of one forward: conversations of `data.max_length` tokens, three quarters of them supervised, in bfloat16 as a cache
+/// Which tokens of a random conversation are supervised: all but the first quarter of every turn.
+pub fn loss_mask(length: usize) -> Vec<bool> {
+    let turn = TURN.min(length);
+    (0..length).map(|position| position % turn >= turn / 4).collect()
+}
+
+/// The samples of forward number `number`: conversations of `data.max_length` tokens, three quarters of them supervised, in bfloat16 as a cache
 /// holds their states.
-fn random_samples(recipe: &Recipe, config: &ModelConfig) -> Vec<TrainSample> {
+fn random_samples(recipe: &Recipe, config: &ModelConfig, number: usize) -> Vec<TrainSample> {
     let (length, d) = (recipe.data.max_length, config.hidden_size);
     let states = |rows: usize, width: i64| {
         Tensor::empty([rows as i64, width], (Kind::BFloat16, Device::Cpu)).normal_(0.0, 1.0)
     };
     let sample = |index: usize| {
-        let stream = Stream::new(recipe.seed, &format!("bench-{index}"));
+        let stream = Stream::new(recipe.seed, &format!("bench-{number}-{index}"));
         let id = |lane| (stream.uniform(0, Purpose::Init, lane) * config.vocab_size as f64) as i64;
-        let turn = TURN.min(length);
-        let loss_mask: Vec<bool> = (0..length).map(|position| position % turn >= turn / 4).collect();
+        let loss_mask = loss_mask(length);
         let supervised = |position: usize| loss_mask.get(position) == Some(&true);
         // As a cache keeps them: whoever stands beside a supervised token.
         let last_positions: Vec<u32> = (0..length)

@@ -6,11 +6,11 @@ use deepspec_states::Dataset;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::loader::{READ_AHEAD, mask};
-use crate::run;
+use crate::loader::{HELD, mask};
 use crate::schedule::{Order, Schedule, shuffled};
+use crate::{bench, run};
 
-/// Bytes per device. On the CPU the program itself is among them.
+/// Bytes of one process by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Memory {
     /// The program and its libraries, resident before anything is loaded.
@@ -34,17 +34,25 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// All of it.
-    pub fn total(&self) -> u64 {
-        self.program
-            + self.frozen
+    /// What a GPU holds, where the drafter and a resident target are on one.
+    pub fn on_device(&self) -> u64 {
+        self.frozen
             + self.weights
             + self.gradients
             + self.optimizer
             + self.activations
             + self.workspace
-            + self.loader
             + self.target
+    }
+
+    /// What is the host's even then.
+    pub fn on_host(&self) -> u64 {
+        self.program + self.loader
+    }
+
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.on_device() + self.on_host()
     }
 }
 
@@ -90,30 +98,34 @@ impl Costs<'_> {
             gradients: weights * gradients,
             optimizer,
             activations: pass.kept as u64,
-            workspace: pass.attention.max(pass.objective) as u64,
-            // One more is being filled, and one is being learned from.
-            loader: (READ_AHEAD as u64 + 2) * self.states(largest),
+            workspace: pass.layers.max(pass.objective) as u64,
+            loader: HELD as u64 * self.states(largest),
             target,
         }
     }
 
-    /// Bytes of a micro-batch's states, as a cache holds them.
+    /// Bytes of a micro-batch's states, as a cache holds them: taps of all tokens, last states of the supervised.
     fn states(&self, samples: &[SampleSize]) -> u64 {
-        let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
-        let rows = self.recipe.target.layer_ids.len() + 1;
-        tokens as u64 * (rows as i64 * self.target.hidden_size) as u64 * 2
+        let taps = self.recipe.target.layer_ids.len();
+        let rows: usize = samples.iter().map(|sample| taps * sample.tokens + sample.supervised).sum();
+        rows as u64 * self.target.hidden_size as u64 * 2
+    }
+
+    fn size(&self, mask: &[bool]) -> SampleSize {
+        let first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
+        SampleSize {
+            tokens: mask.len(),
+            supervised: mask.iter().filter(|&&supervised| supervised).count(),
+            anchors: self.design.supervision().anchors(mask, first).len(),
+        }
     }
 
     /// The samples of the first epoch's micro-batch that takes the most memory.
     pub fn largest(&self, dataset: &Dataset, schedule: Schedule) -> Vec<SampleSize> {
         let Schedule { samples_per_epoch, .. } = schedule;
-        let (supervision, kind) = (self.design.supervision(), run::kind(self.recipe.train.precision));
+        let kind = run::kind(self.recipe.train.precision);
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
-        let mut size = |position| {
-            let mask = mask(dataset.facts(order.at(position).sample));
-            let first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
-            SampleSize { tokens: mask.len(), anchors: supervision.anchors(&mask, first).len() }
-        };
+        let mut size = |position| self.size(&mask(dataset.facts(order.at(position).sample)));
         let sizes: Vec<SampleSize> = (0..samples_per_epoch).map(&mut size).collect();
         let peak =
             |samples: &&[SampleSize]| PassBytes::peak(&self.design.pass_bytes(samples, kind, self.device));
@@ -121,12 +133,9 @@ impl Costs<'_> {
         batches.max_by_key(peak).map(<[SampleSize]>::to_vec).unwrap_or_default()
     }
 
-    /// A micro-batch of samples as long as the recipe lets them be, with all their anchors.
+    /// A micro-batch of samples as long as the recipe lets them be, supervised as those of a bench are.
     pub fn longest(&self) -> Vec<SampleSize> {
-        let tokens = self.recipe.data.max_length;
-        let first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
-        let anchors = self.design.supervision().anchors(&vec![true; tokens], first).len();
-        vec![SampleSize { tokens, anchors }; self.recipe.train.local_batch_size]
+        vec![self.size(&bench::loss_mask(self.recipe.data.max_length)); self.recipe.train.local_batch_size]
     }
 }
 

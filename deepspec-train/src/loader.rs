@@ -13,7 +13,9 @@ use deepspec_states::{Dataset, Facts, StateSource, StatesError};
 use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
 
 /// Micro-batches held ready.
-pub(crate) const READ_AHEAD: usize = 4;
+const READ_AHEAD: usize = 4;
+/// Micro-batches that exist at once: one more is being filled, and one is being learned from.
+pub(crate) const HELD: usize = READ_AHEAD + 2;
 
 /// One forward's samples and the denominator of their loss.
 pub struct MicroBatch {

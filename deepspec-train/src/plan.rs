@@ -22,7 +22,7 @@ use crate::{memory, run};
 /// # Errors
 /// Usage errors for a recipe that does not fit its target or its data; damaged data.
 pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> anyhow::Result<()> {
-    let program = memory::resident().unwrap_or(0);
+    let program = memory::program(run::kind(recipe.train.precision)).unwrap_or(0);
     let shape = Shape::of(&recipe.target, args.verbosity())?;
     check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let design = Design::new(recipe, &shape.config)?;
@@ -141,7 +141,8 @@ impl Plan<'_> {
             "local_batch_size": train.local_batch_size,
             "processes": self.costs.processes,
             "memory": memory,
-            "memory_total": memory.total(),
+            "memory_total": if self.is_on_gpu() { memory.on_device() } else { memory.total() },
+            "host_memory_total": if self.is_on_gpu() { memory.on_host() } else { memory.total() },
         }))
     }
 
@@ -227,7 +228,7 @@ impl Plan<'_> {
         }
     }
 
-    /// What the device holds at most.
+    /// What a process holds at most.
     ///
     /// # Errors
     /// If the target's weights cannot be opened.
@@ -240,22 +241,41 @@ impl Plan<'_> {
         Ok(self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target))
     }
 
+    /// Whether the drafter's memory is not the host's.
+    fn is_on_gpu(&self) -> bool {
+        self.costs.device != Device::Cpu
+    }
+
     fn memory_lines(&self, memory: &Memory) -> String {
         let parts = [
-            ("the program", memory.program),
             ("embedding and head", memory.frozen),
             ("weights", memory.weights),
             ("gradients", memory.gradients),
             ("optimiser", memory.optimizer),
             ("activations", memory.activations),
             ("attention or losses at work", memory.workspace),
-            ("states ahead", memory.loader),
             ("the target", memory.target),
         ];
-        let parts = parts.iter().filter(|(_, bytes)| *bytes > 0);
-        let parts: Vec<String> =
-            parts.map(|(what, bytes)| format!("{} {what}", megabytes(*bytes as f64))).collect();
-        format!("{} per device: {}", megabytes(memory.total() as f64), parts.join(", "))
+        let host = [("states ahead", memory.loader), ("the program", memory.program)];
+        let list = |parts: &[(&str, u64)]| {
+            let parts = parts.iter().filter(|(_, bytes)| *bytes > 0);
+            parts
+                .map(|(what, bytes)| format!("{} {what}", megabytes(*bytes as f64)))
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let total = |bytes: u64| megabytes(bytes as f64);
+        if self.is_on_gpu() {
+            let (device, on_host) = (total(memory.on_device()), total(memory.on_host()));
+            format!(
+                "{device} per GPU: {}; {on_host} of the host's per process: {}",
+                list(&parts),
+                list(&host)
+            )
+        } else {
+            let all = [&parts[..], &host[..]].concat();
+            format!("{} per process: {}", total(memory.total()), list(&all))
+        }
     }
 }
 

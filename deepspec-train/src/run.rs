@@ -96,7 +96,8 @@ fn train(
     device: Device,
     processes: usize,
 ) -> anyhow::Result<()> {
-    let program = memory::resident().unwrap_or(0);
+    let kind = kind(recipe.train.precision);
+    let program = memory::program(kind).unwrap_or(0);
     let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
     // Before anything is read: a drafter that cannot be is refused at once.
     let design = Design::new(recipe, &source.config)?;
@@ -104,7 +105,6 @@ fn train(
     check_writer(recipe, &dataset, group)?;
     let schedule = schedule(recipe, dataset.len(), processes)?;
     let running = running(recipe, device)?;
-    let kind = kind(recipe.train.precision);
     let checkpoints = Checkpoints::new(recipe.output_dir());
     let _claim = group.is_leader().then(|| checkpoints.lock()).transpose()?;
     let latest = if args.overwrite { None } else { checkpoints.latest()? };

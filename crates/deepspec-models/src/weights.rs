@@ -191,7 +191,8 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
     })
 }
 
-/// Writes tensors as one safetensors file, atomically, in the given kind and sorted by name.
+/// Writes tensors as one safetensors file, atomically, in the given kind and sorted by name. One tensor at a time is copied: beside a
+/// model's training state there is no room for another.
 ///
 /// # Errors
 /// Any I/O failure, with the path.
@@ -199,39 +200,28 @@ pub fn save(path: &Path, tensors: &[(String, Tensor)], kind: Kind) -> Result<(),
     let dtype = if kind == Kind::BFloat16 { Dtype::BF16 } else { Dtype::F32 };
     let mut sorted: Vec<&(String, Tensor)> = tensors.iter().collect();
     sorted.sort_by(|a, b| a.0.cmp(&b.0));
-    let views: Vec<(&str, Bytes)> =
-        sorted.iter().map(|(name, tensor)| (name.as_str(), Bytes::new(tensor, kind, dtype))).collect();
-    let bytes = safetensors::serialize(views, None)
-        .map_err(|error| ModelError::NotAModel { path: path.to_path_buf(), problem: error.to_string() })?;
-    Ok(atomic::replace(path, |file| file.write_all(&bytes))?)
+    let mut end = 0;
+    let info = |(name, tensor): &&(String, Tensor)| {
+        let (start, shape) = (end, tensor.size().iter().map(|&n| n as usize).collect());
+        end += tensor.numel() * kind.elt_size_in_bytes();
+        (name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) })
+    };
+    let problem = |problem: String| ModelError::NotAModel { path: path.to_path_buf(), problem };
+    let header =
+        Metadata::new(None, sorted.iter().map(info).collect()).map_err(|e| problem(e.to_string()))?;
+    let mut header = serde_json::to_vec(&header).map_err(|error| problem(error.to_string()))?;
+    // The values that follow are aligned.
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    Ok(atomic::replace(path, |file| {
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(&header)?;
+        sorted.iter().try_for_each(|(_, tensor)| file.write_all(&bytes(tensor, kind)))
+    })?)
 }
 
-struct Bytes {
-    shape: Vec<usize>,
-    dtype: Dtype,
-    data: Vec<u8>,
-}
-
-impl Bytes {
-    fn new(tensor: &Tensor, kind: Kind, dtype: Dtype) -> Self {
-        let tensor = tensor.detach().to_device(Device::Cpu).to_kind(kind).contiguous();
-        let mut data = vec![0; tensor.numel() * kind.elt_size_in_bytes()];
-        tensor.copy_data_u8(&mut data, tensor.numel());
-        Self { shape: tensor.size().iter().map(|&n| n as usize).collect(), dtype, data }
-    }
-}
-
-impl safetensors::View for Bytes {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
-        (&self.data).into()
-    }
-    fn data_len(&self) -> usize {
-        self.data.len()
-    }
+fn bytes(tensor: &Tensor, kind: Kind) -> Vec<u8> {
+    let tensor = tensor.detach().to_device(Device::Cpu).to_kind(kind).contiguous();
+    let mut data = vec![0; tensor.numel() * kind.elt_size_in_bytes()];
+    tensor.copy_data_u8(&mut data, tensor.numel());
+    data
 }

@@ -27,7 +27,7 @@ pub fn load_cuda() -> Result<(), libloading::Error> {
     Ok(())
 }
 
-/// Lets the C allocator, which libtorch's CPU tensors come from, keep freed memory instead of returning it to the system.
+/// Lets the C allocator, which libtorch's smaller CPU tensors come from, keep freed memory instead of returning it to the system.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 pub fn keep_freed_memory() {
     /// The largest threshold that glibc takes on 64-bit machines.
@@ -44,6 +44,21 @@ pub fn keep_freed_memory() {
 /// Other allocators have no such thresholds.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub fn keep_freed_memory() {}
+
+/// Gives libtorch's large CPU tensors memory of their own, in which freed blocks leave no gaps.
+#[cfg(target_os = "linux")]
+pub fn pool_large_blocks() {
+    unsafe extern "C" {
+        fn ds_pool_large_blocks();
+    }
+    // SAFETY: the shim sets a pointer in libtorch's table of allocators, which nobody reads yet: this comes first in `main`.
+    // The allocator that it installs lives for ever, and tensors keep the deleter that they were made with.
+    unsafe { ds_pool_large_blocks() };
+}
+
+/// Other systems cannot resize a block in place.
+#[cfg(not(target_os = "linux"))]
+pub fn pool_large_blocks() {}
 
 /// Sends a signal to a child process.
 pub fn signal(child: &Child, signal: i32) -> io::Result<()> {

@@ -5,20 +5,18 @@ use tch::Device;
 
 use super::batch::{TrainSample, eval_mask};
 use super::config::BlockConfig;
-use crate::drafters::cost::{NORMED, PassBytes, SampleSize};
+use crate::drafters::cost::{MLP, MLP_AT_WORK, NORMED, PassBytes, SampleSize, family_norms};
 use crate::losses;
 use crate::nn::Heads;
 
-/// What it keeps of a value of the MLP's insides: gate, its activation, up, and their product.
-const MLP: usize = 4;
 /// Score tensors that the backward of one sequence's attention has at a time beside the kept weights.
 const SCORES_AT_WORK: usize = 3;
 
 impl BlockConfig {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
     ///
-    /// Counted are the tensors that autograd keeps for the backward and, on top of them, the larger of what the losses and what the
-    /// attention of one sequence work with.
+    /// Counted are the tensors that autograd keeps for the backward and, on top of them, what the losses work with, or the backward of
+    /// a layer's MLP, or that of its attention to one sequence, before which the layer's MLP is freed.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let (d, gamma) = (self.model.hidden_size as usize, self.block_size);
         let taps = self.target_layer_ids.len();
@@ -28,21 +26,24 @@ impl BlockConfig {
         let norm = NORMED + bytes;
         let masks: usize = samples.iter().map(|sample| sample.anchors * sample.tokens * bytes).sum();
         let mut kept = masks + tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
-        let mut attention = 0;
+        let mut layers = 0;
         for layer in &self.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
             // Queries are normed, scaled, and come out of the attention; keys are normed and rotated; values are themselves.
             let projected = |width: usize| width * (NORMED + 2 * bytes);
             kept += slots * (2 * d * norm + projected(queries) + projected(keys));
-            kept += slots * MLP * layer.intermediate_size as usize * bytes + tokens * projected(keys);
+            let inner = slots * layer.intermediate_size as usize * bytes;
+            kept += MLP * inner + tokens * projected(keys);
+            kept += family_norms(layer, slots, slots + tokens);
             let scores = |sample: &SampleSize| {
                 query as usize * sample.anchors * gamma * (sample.tokens + 2 * gamma) * bytes
             };
             kept += samples.iter().map(scores).sum::<usize>();
-            attention = attention.max(SCORES_AT_WORK * samples.iter().map(scores).max().unwrap_or(0));
+            let attention = SCORES_AT_WORK * samples.iter().map(scores).max().unwrap_or(0);
+            layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(MLP * inner));
         }
-        PassBytes { kept, attention, objective: self.objective_bytes(slots, bytes, device) }
+        PassBytes { kept, layers, objective: self.objective_bytes(slots, bytes, device) }
     }
 
     /// What the losses over `rows` rows work with: a chunk's buffers, states and features of all rows with their gradients and the

@@ -6,13 +6,12 @@ use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::objective::CHUNK;
 use crate::drafters::block::TrainSample;
-use crate::drafters::cost::{NORMED, PassBytes, SampleSize};
+use crate::drafters::cost::{MLP, MLP_AT_WORK, NORMED, PassBytes, SampleSize, family_norms};
 use crate::nn::Heads;
 
-/// Values of the MLP's insides that autograd keeps: gate, its activation, up, and their product.
-const MLP: usize = 4;
-/// Float32 tensors of a chunk's logits that the losses have at a time.
-const LOGITS: usize = 6;
+/// Float32 tensors of a chunk's logits that the losses have at a time: the target's probabilities, the drafter's logarithms, their
+/// gradient, and a product.
+const LOGITS: usize = 4;
 
 impl Eagle3Config {
     /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in
@@ -45,34 +44,43 @@ impl Eagle3Config {
         2.0 * products
     }
 
-    /// What forward and backward hold at most beside the weights and their gradients, at `bytes` per value, if every column of
-    /// every step is supervised.
+    /// What forward and backward hold at most beside the weights and their gradients, at `bytes` per value.
+    ///
+    /// Steps after the first compute hardly more columns than are supervised.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize) -> PassBytes {
         let (d, vocab) = (self.model.hidden_size as usize, self.model.vocab_size as usize);
+        let steps = self.ttt_length;
         let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
+        let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
+        let columns = |sample: &SampleSize, s: usize| if s == 0 { sample.tokens } else { sample.supervised };
+        let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
         let norm = NORMED + bytes;
-        let mut kept = tokens * d * bytes * (self.target_layer_ids.len() + 1);
+        // The supervised rows of every step are picked out and normed; each has a gradient until the backward.
+        let mut kept = tokens * d * bytes * self.target_layer_ids.len() + rows * d * (norm + bytes);
+        let mut layers = 0;
         for layer in &self.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
-            for s in 0..self.ttt_length {
-                // Norms of token, state and residual, the pair of the first two, and the final norm.
-                kept += tokens * d * (4 * norm + 2 * bytes);
-                kept += tokens * (queries + keys) * (NORMED + 2 * bytes);
-                kept += tokens * MLP * layer.intermediate_size as usize * bytes;
-                // Each piece has keys, values and a mask of its own.
-                for sample in samples {
-                    let pieces = (0..sample.tokens).step_by(PIECE).map(|first| {
-                        let rows = PIECE.min(sample.tokens - first);
-                        let seen = first + rows + s * rows;
-                        seen * (2 * keys + rows * (query / key_value) as usize) * bytes
-                    });
-                    kept += pieces.sum::<usize>();
-                }
+            let inner = layer.intermediate_size as usize * bytes;
+            // The token's embedding is frozen, of which only the normed form is needed; the state; both side by side; the residual
+            // before the MLP.
+            kept += all * d * (size_of::<f32>() + NORMED + 2 * bytes + norm);
+            // Queries are normed and laid out for the attention, whose output is laid out once more.
+            kept += all * (queries * (NORMED + 3 * bytes) + keys * (NORMED + 2 * bytes));
+            kept += all * MLP * inner;
+            kept += family_norms(layer, all, all);
+            // Each piece has keys, values and a mask of its own.
+            for (s, sample) in (0..steps).flat_map(|s| samples.iter().map(move |sample| (s, sample))) {
+                let count = columns(sample, s);
+                let pieces = (0..count).step_by(PIECE).map(|first| {
+                    let rows = PIECE.min(count - first);
+                    let seen = (first + rows) * sample.tokens / count + s * rows;
+                    seen * (2 * keys + rows * (query / key_value) as usize) * bytes
+                });
+                kept += pieces.sum::<usize>();
             }
+            layers = layers.max(MLP_AT_WORK * inner * tokens);
         }
-        let gradients = tokens * self.ttt_length * d * 2 * bytes;
-        let objective = gradients + LOGITS * CHUNK as usize * vocab * size_of::<f32>();
-        PassBytes { kept, attention: 0, objective }
+        PassBytes { kept, layers, objective: LOGITS * CHUNK as usize * vocab * size_of::<f32>() }
     }
 }

@@ -1,0 +1,142 @@
+// Memory of libtorch's large CPU tensors. Freed blocks are kept for the next ones, but the process never holds more than it once
+// needed at the same time: in the C allocator's heap the gaps between such blocks take half as much again.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+namespace {
+
+// Smaller blocks are left to the C allocator, which is faster and whose gaps they do not widen.
+constexpr size_t kLarge = 256 << 10;
+
+struct Block {
+  void* start = nullptr;
+  size_t size = 0;
+};
+
+class Pool final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override;
+
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+  c10::DeleterFnPtr raw_deleter() const override;
+
+  void release(void* start);
+
+ private:
+  void* take(size_t size);
+  Block reuse(size_t size);
+  Block forget(uint64_t number);
+
+  std::mutex mutex_;
+  std::unordered_map<void*, size_t> used_;
+  // Freed blocks in the order in which they were freed, and their numbers by size.
+  std::map<uint64_t, Block> kept_;
+  std::set<std::pair<size_t, uint64_t>> by_size_;
+  uint64_t freed_ = 0;
+  // Bytes in use, those at most so far, and those kept.
+  size_t in_use_ = 0, most_ = 0, spare_ = 0;
+};
+
+Pool& pool() {
+  // Never destroyed: tensors of other statics may outlive it.
+  static Pool* const pool = new Pool;
+  return *pool;
+}
+
+c10::DataPtr Pool::allocate(size_t bytes) {
+  if (bytes < kLarge) return c10::GetDefaultCPUAllocator()->allocate(bytes);
+  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  TORCH_CHECK(bytes <= SIZE_MAX - page, "no memory for ", bytes, " bytes");
+  void* start = take((bytes + page - 1) / page * page);
+  TORCH_CHECK(start != nullptr, "no memory for ", bytes, " bytes");
+  return {start, start, raw_deleter(), c10::Device(c10::DeviceType::CPU)};
+}
+
+// Kernels that allocate without a tensor free by this, whatever the size.
+c10::DeleterFnPtr Pool::raw_deleter() const {
+  return [](void* start) { pool().release(start); };
+}
+
+// A block of so many bytes, whole pages; null if the system has none.
+void* Pool::take(size_t size) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  Block block = reuse(size);
+  const size_t most = std::max(most_, in_use_ + size);
+  while (in_use_ + size + spare_ > most) {
+    Block oldest = forget(kept_.begin()->first);
+    munmap(oldest.start, oldest.size);
+  }
+  if (block.size != size) {
+    // A block of another size brings its pages along; the system adds what is missing, or takes what is too much.
+    void* fitted = block.start == nullptr
+        ? mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        : mremap(block.start, block.size, size, MREMAP_MAYMOVE);
+    if (fitted == MAP_FAILED) {
+      if (block.start != nullptr) munmap(block.start, block.size);
+      return nullptr;
+    }
+    block.start = fitted;
+  }
+  used_.emplace(block.start, size);
+  in_use_ += size;
+  most_ = most;
+  return block.start;
+}
+
+// Of the kept blocks one of this size, else the next larger one, else the next smaller one; none that is off by more than twice.
+Block Pool::reuse(size_t size) {
+  auto found = by_size_.lower_bound({size, 0});
+  if (found != by_size_.end() && found->first / 2 <= size) return forget(found->second);
+  if (found == by_size_.begin()) return {};
+  --found;
+  return found->first >= size / 2 ? forget(found->second) : Block{};
+}
+
+Block Pool::forget(uint64_t number) {
+  auto kept = kept_.find(number);
+  Block block = kept->second;
+  kept_.erase(kept);
+  by_size_.erase({block.size, number});
+  spare_ -= block.size;
+  return block;
+}
+
+void Pool::release(void* start) {
+  std::unique_lock<std::mutex> guard(mutex_);
+  auto used = used_.find(start);
+  if (used == used_.end()) {
+    guard.unlock();
+    c10::GetDefaultCPUAllocator()->raw_deleter()(start);
+    return;
+  }
+  Block block{start, used->second};
+  used_.erase(used);
+  in_use_ -= block.size;
+  spare_ += block.size;
+  by_size_.insert({block.size, freed_});
+  kept_.emplace(freed_, block);
+  ++freed_;
+}
+
+}  // namespace
+
+extern "C" {
+
+// From now on and for the rest of the process; tensors that are there already are freed as they were allocated.
+void ds_pool_large_blocks() {
+  c10::SetCPUAllocator(&pool());
+}
+}

@@ -1,0 +1,150 @@
+//! `--plan` says how much memory a run takes; here it is held against the peak of the process that `--bench` then measures.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+/// Largest share of what is measured by which the plan may be off.
+const TOLERANCE: f64 = 0.1;
+/// Above what the program takes by itself, so that the comparison is one of tensors.
+const LEAST_TENSORS: u64 = 300 << 20;
+const VOCAB: usize = 4096;
+
+/// One setting: drafter and sizes.
+struct Case {
+    drafter: Value,
+    gemma: bool,
+    precision: &'static str,
+    samples: usize,
+    tokens: usize,
+}
+
+fn block(anchors: usize, block_size: usize, layers: usize) -> Value {
+    json!({"block_size": block_size, "num_draft_layers": layers, "mask_token_id": VOCAB - 1, "num_anchors": anchors})
+}
+
+fn dspark(anchors: usize, layers: usize) -> Value {
+    let mut block = block(anchors, 7, layers);
+    block["markov"] = json!({"type": "vanilla", "rank": 128});
+    block["confidence"] = json!({"with_markov": true, "alpha": 1.0});
+    block["loss"] = json!({"ce_alpha": 0.1, "l1_alpha": 0.9, "decay_gamma": 4.0});
+    json!({"dspark": block})
+}
+
+fn dflash(anchors: usize, block_size: usize) -> Value {
+    let mut block = block(anchors, block_size, 2);
+    block["loss"] = json!({"ce_alpha": 1.0, "l1_alpha": 0.0, "decay_gamma": 4.0});
+    json!({"dflash": block})
+}
+
+fn eagle3() -> Value {
+    json!({"eagle3": {"num_draft_layers": 1, "ttt_length": 7, "step_loss_decay": 0.8}})
+}
+
+/// A folder with the config.json of a target of middling sizes.
+fn target(dir: &Path, gemma: bool) {
+    let shape = if gemma { "gemma4_12b" } else { "qwen3_4b" };
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/shapes").join(format!("{shape}.json"));
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let sizes = if gemma { &mut config["text_config"] } else { &mut config };
+    for (key, size) in [
+        ("hidden_size", 512),
+        ("intermediate_size", 1536),
+        ("num_hidden_layers", 12),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("head_dim", 64),
+        ("vocab_size", VOCAB),
+    ] {
+        sizes[key] = json!(size);
+    }
+    if gemma {
+        sizes["global_head_dim"] = json!(128);
+    }
+    fs::write(dir.join("config.json"), config.to_string()).unwrap();
+}
+
+fn asked(recipe: &Path, args: &[&str]) -> Value {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+    command.arg("--config").arg(recipe).args(args).args(["--json", "--device", "cpu"]);
+    let output = command.env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+impl Case {
+    /// Both as a user would ask for them.
+    fn check(self) {
+        let dir = tempfile::tempdir().unwrap();
+        target(dir.path(), self.gemma);
+        let recipe = json!({
+            "name": "memory",
+            "target": {"model": dir.path(), "layer_ids": [1, 3, 5]},
+            "drafter": self.drafter,
+            "data": {
+                "states": {"cache": dir.path().join("none")},
+                "chat_template": "qwen",
+                "max_length": self.tokens
+            },
+            "train": {
+                "lr": 1e-3,
+                "precision": self.precision,
+                "local_batch_size": self.samples,
+                "global_batch_size": self.samples,
+                "max_train_steps": 1
+            },
+            "logging": {"output_dir": dir.path().join("out")}
+        });
+        let path = dir.path().join("recipe.yaml");
+        fs::write(&path, recipe.to_string()).unwrap();
+        let plan = asked(&path, &["--plan"]);
+        let planned = plan["memory_total"].as_u64().unwrap();
+        let measured = asked(&path, &["--bench", "1"])["host_memory_peak_bytes"].as_u64().unwrap();
+        let ratio = planned as f64 / measured as f64;
+        eprintln!("planned {planned}, measured {measured}, ratio {ratio:.3}: {}", plan["memory"]);
+        let tensors = planned - plan["memory"]["program"].as_u64().unwrap();
+        assert!(tensors >= LEAST_TENSORS, "{tensors} bytes of tensors prove little");
+        assert!(
+            (ratio - 1.0).abs() <= TOLERANCE,
+            "planned {planned}, measured {measured}: {}",
+            plan["memory"]
+        );
+    }
+}
+
+#[test]
+fn dspark_in_float32() {
+    Case { drafter: dspark(128, 2), gemma: false, precision: "fp32", samples: 2, tokens: 1024 }.check();
+}
+
+#[test]
+fn dspark_in_bfloat16() {
+    Case { drafter: dspark(128, 3), gemma: false, precision: "bf16", samples: 2, tokens: 1024 }.check();
+}
+
+#[test]
+fn dspark_with_many_short_samples() {
+    Case { drafter: dspark(48, 4), gemma: false, precision: "fp32", samples: 6, tokens: 384 }.check();
+}
+
+#[test]
+fn dflash_with_long_blocks() {
+    Case { drafter: dflash(64, 16), gemma: false, precision: "fp32", samples: 2, tokens: 768 }.check();
+}
+
+#[test]
+fn eagle3_in_float32() {
+    Case { drafter: eagle3(), gemma: false, precision: "fp32", samples: 2, tokens: 512 }.check();
+}
+
+#[test]
+fn eagle3_in_bfloat16() {
+    Case { drafter: eagle3(), gemma: false, precision: "bf16", samples: 1, tokens: 1024 }.check();
+}
+
+#[test]
+fn dspark_for_gemma4() {
+    Case { drafter: dspark(128, 2), gemma: true, precision: "fp32", samples: 2, tokens: 1024 }.check();
+}
