@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{LossNormalization, Supervise};
 use deepspec_decode::Target;
 use deepspec_models::{
@@ -77,11 +78,16 @@ impl Probe {
     /// Loads the drafter in `dir`.
     ///
     /// # Errors
-    /// As [`Drafter::load`].
+    /// As [`Drafter::load`]; a language model as drafter.
     pub fn load(dir: &Path, (device, kind): Place) -> Result<Self, ModelError> {
         match Drafter::load(dir, &DrafterOptions { device, kind, slots: 1 })? {
             Drafter::Block(proposer) => Ok(Self::Block(Box::new(proposer.block().share()?))),
             Drafter::Eagle3(proposer) => Ok(Self::Eagle3(Box::new(proposer.model().share()?))),
+            Drafter::Causal(_) => Err(ModelError::Mismatch(UsageError(format!(
+                "{}: a language model reads nothing of the target that could be wrong; the doctor examines DSpark, DFlash \
+                 and Eagle3",
+                dir.display()
+            )))),
         }
     }
 
