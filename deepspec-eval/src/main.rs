@@ -1,9 +1,14 @@
 //! Measures drafters for speculative decoding.
 
+mod calibration;
 mod compare;
+mod confidence;
+mod report;
 mod results;
 mod run;
+mod statistics;
 mod table;
+mod traces;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -29,8 +34,10 @@ struct Cli {
 enum Command {
     /// Decode prompt suites with a drafter and measure its accepted length and speed
     Run(Box<run::Args>),
-    /// Show several results side by side
+    /// Show several results side by side, and how sure their differences are
     Compare(compare::Args),
+    /// Find temperatures that make a drafter's confidences say what happens
+    Calibrate(calibration::Args),
 }
 
 fn main() -> ExitCode {
@@ -41,6 +48,7 @@ fn main() -> ExitCode {
     cli::run(|| match cli.command {
         Command::Run(args) => run::run(&args, verbosity),
         Command::Compare(args) => compare::run(&args),
+        Command::Calibrate(args) => calibration::run(&args),
     })
 }
 

@@ -103,7 +103,7 @@ fn encode(pixmap: &Pixmap) -> Vec<u8> {
 }
 
 fn deflated(bytes: &[u8]) -> Vec<u8> {
-    let mut encoder = ZlibEncoder::new(vec![], Compression::best());
+    let mut encoder = ZlibEncoder::new(vec![], Compression::default());
     let written = encoder.write_all(bytes).and_then(|()| encoder.finish());
     written.unwrap_or_default() // memory does not refuse
 }
