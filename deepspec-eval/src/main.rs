@@ -1,11 +1,16 @@
 //! Measures drafters for speculative decoding.
 
+mod calibration;
 mod checkpoint;
 mod compare;
+mod confidence;
+mod report;
 mod results;
 mod run;
+mod statistics;
 mod table;
 mod trace;
+mod traces;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -31,13 +36,15 @@ struct Cli {
 enum Command {
     /// Decode prompt suites with a drafter and measure its accepted length and speed
     Run(Box<run::Args>),
-    /// Show several results side by side
+    /// Show several results side by side, and how sure their differences are
     Compare(compare::Args),
     /// Print one generation cycle by cycle: what was accepted, rejected and added
     Trace(Box<trace::Args>),
     /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Find temperatures that make a drafter's confidences say what happens
+    Calibrate(calibration::Args),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +57,7 @@ fn main() -> ExitCode {
         Command::Compare(args) => compare::run(&args),
         Command::Trace(args) => trace::run(&args, verbosity),
         Command::Checkpoint(command) => checkpoint::run(&command, verbosity),
+        Command::Calibrate(args) => calibration::run(&args),
     })
 }
 

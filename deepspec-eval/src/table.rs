@@ -1,5 +1,7 @@
 //! Aligned tables of plain text.
 
+use crate::statistics::Interval;
+
 /// Space between columns.
 const GAP: &str = "  ";
 /// Stands for a value that does not exist.
@@ -102,6 +104,11 @@ pub fn number(value: Option<f64>, digits: usize) -> String {
 /// A rate of things per second: decimals only where they say something.
 pub fn rate(value: Option<f64>) -> String {
     number(value, if value.is_some_and(|value| value < 99.5) { 1 } else { 0 })
+}
+
+/// An interval, or a dash.
+pub fn range(interval: Option<Interval>) -> String {
+    interval.map_or_else(|| NOTHING.into(), |Interval { low, high }| format!("{low:.2} … {high:.2}"))
 }
 
 /// A factor, or a dash.

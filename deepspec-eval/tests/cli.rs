@@ -93,7 +93,11 @@ fn a_run_leaves_counts_traces_and_answers_that_agree() {
     let mut left: Vec<_> =
         fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     left.sort();
-    assert_eq!(left, ["outputs.jsonl", "results.json", "traces.parquet"]);
+    assert_eq!(
+        left,
+        ["outputs.jsonl", "plots", "report.html", "report.md", "results.json", "traces.parquet"],
+        "nothing else stays, the journal neither"
+    );
 }
 
 /// A row of `traces.parquet`.
@@ -252,6 +256,23 @@ fn comparisons_show_what_differs() {
     let tau: Vec<f64> =
         overall.split_whitespace().skip(1).take(2).map(|cell| cell.parse().unwrap()).collect();
     assert!(tau[0] > tau[1], "{table}");
+    let delta = table.lines().filter(|line| line.starts_with("overall")).nth(1).unwrap();
+    assert!(table.contains("bad less good") && delta.contains(" -") && delta.contains("…"), "{table}");
+
+    let (text, _) = compare(&[&path("bad"), &path("good"), &path("good"), "--json"]);
+    let three: Value = serde_json::from_str(&text).unwrap();
+    let (found, same) = (&three["deltas"][0]["overall"], &three["columns"][1]["overall"]);
+    assert!(number(&found["p_value"]) < 0.05 && number(&found["interval"]["low"]) > 0.0, "{found}");
+    assert_eq!(
+        same["accepted_length_interval"],
+        results(Path::new(&path("good")))["overall"]["accepted_length_interval"]
+    );
+    assert_eq!(three["deltas"][0]["suites"][0]["prompts"], 4);
+    assert_eq!(three["deltas"][0], {
+        let mut b = three["deltas"][1].clone();
+        b["label"] = json!("good");
+        b
+    });
 
     let (table, warnings) = compare(&[&path("good"), &path("other"), "--label", "A", "--label", "B"]);
     for what in [
@@ -301,7 +322,7 @@ fn bad_input_is_refused_in_one_line() {
     refused("none", &["--suite", "alpaca"], &["alpaca.jsonl does not exist", "deepspec-data suites"]);
     refused("none", &["--limit", "0"], &["--limit must be at least 1"]);
     refused("none", &["--temperature=-1"], &["--temperature"]);
-    refused("none", &["--confidence-threshold", "0.5"], &["need a drafter"]);
+    refused("none", &["--confidence-threshold", "0.5"], &["--confidence-threshold needs a drafter"]);
     refused(&bad(), &["--confidence-threshold", "1.5"], &["between 0 and 1"]);
 
     let suites = repository("eval_datasets");

@@ -402,7 +402,7 @@ impl Proposer for Recorded<Drafter, Drafted> {
         self.tape.borrow_mut().push(Drafted {
             tokens: proposal.tokens.get(0).copy(),
             probs: proposal.probs.get(0).copy(),
-            confidence: proposal.confidence.as_ref().unwrap().get(0).copy(),
+            confidence: proposal.confidence.as_ref().unwrap().get(0).sigmoid(),
         });
         proposal
     }

@@ -21,6 +21,8 @@ pub enum Purpose {
     Init = 6,
     /// Which rows go to which side of a split.
     Split = 7,
+    /// Which samples stand in a bootstrap resample.
+    Resample = 8,
 }
 
 /// The golden-ratio increment of SplitMix64 (Steele, Lea & Flood 2014).

@@ -45,6 +45,8 @@ pub struct Engine<T, P> {
     /// States of committed tokens that the drafter has not seen.
     context: Context,
     times: StepTimes,
+    /// Divide the confidence logits, position by position; empty leaves them.
+    temperatures: Vec<f64>,
 }
 
 /// Drafted blocks on their way to verification.
@@ -69,7 +71,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             next_ticket: 0,
             context,
             times: StepTimes::default(),
+            temperatures: vec![],
         }
+    }
+
+    /// Divides the drafter's confidence logits by one temperature per position of a block, as a calibration found them;
+    /// positions past the last one keep theirs.
+    #[must_use]
+    pub fn with_temperatures(mut self, temperatures: Vec<f64>) -> Self {
+        self.temperatures = temperatures;
+        self
     }
 
     /// Queues a request.
@@ -274,8 +285,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         let ends_at_stop_tokens = proposer.ends_at_stop_tokens();
         let mut lens = match &proposal.confidence {
-            Some(confidence) if self.options.confidence_threshold > 0.0 => {
-                kept_lengths(confidence, self.options.confidence_threshold)
+            Some(logits) if self.options.confidence_threshold > 0.0 => {
+                kept_lengths(&self.calibrated(logits), self.options.confidence_threshold)
             }
             _ => vec![block; decoding.len()],
         };
@@ -283,6 +294,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             self.cut_at_stop_tokens(decoding, &proposal.tokens, &mut lens);
         }
         Some(Drafted { proposal, lens })
+    }
+
+    /// Confidence logits `[S, γ]` as probabilities.
+    fn calibrated(&self, logits: &Tensor) -> Tensor {
+        if self.temperatures.is_empty() {
+            return logits.sigmoid();
+        }
+        let of = |k: usize| self.temperatures.get(k).map_or(1.0, |&t| t as f32);
+        let temperatures: Vec<f32> = (0..logits.size()[1] as usize).map(of).collect();
+        (logits / Tensor::from_slice(&temperatures).to_device(logits.device())).sigmoid()
     }
 
     /// Shortens blocks `[S, γ]` to end with the first stop token in them.
@@ -414,6 +435,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                     proposed: cycle.proposed,
                     accepted: cycle.accepted,
                     committed: cycle.tokens.len() as u32,
+                    survived: cycle.survived,
                     confidence: cycle.confidence,
                 });
                 (cycle.tokens, rows, ended)

@@ -75,7 +75,7 @@ pub struct Proposal {
     pub tokens: Tensor,
     /// The distributions the tokens were drawn from, float32 `[S, γ, V]`.
     pub probs: Tensor,
-    /// Probability that each token is accepted given that its predecessors were, float32 `[S, γ]`.
+    /// Logit of the probability that each token is accepted given that its predecessors were, `[S, γ]`.
     pub confidence: Option<Tensor>,
 }
 

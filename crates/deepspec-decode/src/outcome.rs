@@ -22,6 +22,7 @@ pub struct Committed {
     pub proposed: u32,
     pub accepted: u32,
     pub tokens: Vec<i64>,
+    pub survived: u32,
     pub confidence: Vec<f32>,
 }
 
@@ -50,6 +51,11 @@ impl Outcome {
     pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> Committed {
         let start = i * self.longest;
         let drafts = &self.tokens[start..start + self.accepted[i]];
+        let survived = drafts.len() as u32;
+        let confidence = match self.confidence.is_empty() {
+            true => vec![],
+            false => self.confidence[start..start + proposed].to_vec(),
+        };
         let stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
         let proposed = stop.unwrap_or(proposed);
         let mut tokens = drafts[..stop.unwrap_or(drafts.len())].to_vec();
@@ -57,12 +63,7 @@ impl Outcome {
         if stop.is_none() {
             tokens.push(self.next[i]);
         }
-        let confidence = if self.confidence.is_empty() {
-            vec![]
-        } else {
-            self.confidence[start..start + proposed].to_vec()
-        };
-        Committed { proposed: proposed as u32, accepted, tokens, confidence }
+        Committed { proposed: proposed as u32, accepted, tokens, survived, confidence }
     }
 }
 

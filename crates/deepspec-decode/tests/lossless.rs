@@ -149,7 +149,7 @@ fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &SamplingBat
         tokens.push(drawn);
         probs.push(distribution);
     }
-    let confidence = Some(Tensor::stack(&confidence, 1));
+    let confidence = Some(Tensor::stack(&confidence, 1).logit(None));
     Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
 }
 

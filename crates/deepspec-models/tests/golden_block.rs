@@ -145,6 +145,7 @@ fn check_inference(name: &str) {
         );
         if let Some(confidence) = proposal.confidence {
             let expected = tensor(of("confidence_logits"));
+            let confidence = confidence.sigmoid();
             assert_close("confidence", &confidence.to_device(Device::Cpu), &expected.sigmoid(), FORWARD);
             let thresholds = case.scalar(&format!("infer_{round}_draft_token_count_by_threshold"));
             let thresholds = thresholds.as_object().filter(|thresholds| !thresholds.is_empty()).unwrap();

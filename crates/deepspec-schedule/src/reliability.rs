@@ -1,6 +1,8 @@
 //! How far the survival probabilities a_k can be believed, per position of the proposal (SPEC §8, golden case
 //! `confidence_metrics`): an observation is (a_k, was the prefix up to k accepted?).
 
+use serde::{Deserialize, Serialize};
+
 use crate::ScheduleError;
 use crate::bins::{self, BinSums};
 use crate::survival::{check_confidences, check_outcome, survival};
@@ -175,7 +177,7 @@ fn summarise(positions: &[PositionReliability]) -> Option<Metrics> {
 }
 
 /// What [`Reliability::finish`] found.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ReliabilityReport {
     /// One entry per position of the proposal.
     pub positions: Vec<PositionReliability>,
@@ -185,7 +187,7 @@ pub struct ReliabilityReport {
 }
 
 /// The reliability of one position.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PositionReliability {
     /// Observations: proposals that reached this position.
     pub count: u64,
@@ -196,7 +198,7 @@ pub struct PositionReliability {
 }
 
 /// The metrics, all of them in [0, 1].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Metrics {
     /// Expected calibration error over the coarse bins.
     pub ece: f64,
@@ -211,7 +213,7 @@ pub struct Metrics {
 }
 
 /// One bin of a reliability diagram.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ReliabilityBin {
     /// Its lower edge, inclusive.
     pub low: f64,

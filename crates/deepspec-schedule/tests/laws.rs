@@ -1,11 +1,12 @@
 //! What must hold for any numbers.
 
+use deepspec_core::rng::{Purpose, Stream};
 use deepspec_schedule::ScheduleError;
 use deepspec_schedule::calibrate::{Calibration, GridSearch, Proposal, fit};
 use deepspec_schedule::curve::CostCurve;
 use deepspec_schedule::reliability::Reliability;
 use deepspec_schedule::scheduler::{fill, global_prefix_lengths, prefix_lengths};
-use deepspec_schedule::survival::survival;
+use deepspec_schedule::survival::{sigmoid, survival};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -225,4 +226,85 @@ fn step_times_are_linear_between_measurements() {
     {
         assert_eq!(CostCurve::from_step_seconds(points), Err(ScheduleError::Order { batch: culprit }));
     }
+}
+
+/// Blocks of a head that says σ(`factor`·z) where the truth is σ(z).
+fn overconfident(experiment: u64, factor: f32) -> Vec<(Vec<f32>, usize)> {
+    let stream = Stream::new(experiment, "blocks");
+    let block = |i| {
+        let uniform = |purpose, k| stream.uniform(i, purpose, k);
+        let truth: Vec<f64> = (0..4).map(|k| 4.0 * uniform(Purpose::Draft, k) - 1.0).collect();
+        let accepts = |(k, z): &(usize, &f64)| uniform(Purpose::Accept, *k as u64) < sigmoid(**z);
+        let accepted = truth.iter().enumerate().take_while(accepts).count();
+        (truth.iter().map(|&z| factor * z as f32).collect(), accepted)
+    };
+    (0..4000).map(block).collect()
+}
+
+fn proposals(blocks: &[(Vec<f32>, usize)]) -> Vec<Proposal<'_>> {
+    blocks.iter().map(|(logits, accepted)| Proposal { logits, accepted: *accepted }).collect()
+}
+
+fn mean_error(blocks: &[(Vec<f32>, usize)], calibration: &Calibration) -> f64 {
+    let mut sums = Reliability::new(4);
+    for (logits, accepted) in blocks {
+        sums.update(&calibration.confidences(logits).unwrap(), *accepted).unwrap();
+    }
+    sums.finish().summary.unwrap().ece
+}
+
+#[test]
+fn scaling_mends_held_out_blocks() {
+    let (fitted, held_out) = (overconfident(1, 2.0), overconfident(2, 2.0));
+    let found = fit(&proposals(&fitted), 4, &GridSearch::default()).unwrap();
+    let calibration = Calibration::from_fits(&found);
+    let raw = Calibration::new(vec![1.0; 4]).unwrap();
+    let (before, after) = (mean_error(&held_out, &raw), mean_error(&held_out, &calibration));
+    // What chance leaves: the same blocks with outcomes drawn from the calibrated confidences themselves.
+    let mut chance: Vec<f64> = (0..100)
+        .map(|draw| {
+            let stream = Stream::new(draw, "labels");
+            let drawn = held_out.iter().enumerate().map(|(i, (logits, _))| {
+                let confidences = calibration.confidences(logits).unwrap();
+                let holds =
+                    |(k, c): &(usize, &f64)| stream.uniform(i as u64, Purpose::Accept, *k as u64) < **c;
+                (logits.clone(), confidences.iter().enumerate().take_while(holds).count())
+            });
+            mean_error(&drawn.collect::<Vec<_>>(), &calibration)
+        })
+        .collect();
+    chance.sort_by(f64::total_cmp);
+    assert!(before > 0.04, "{before}");
+    assert!(after <= (0.5 * before).max(chance[95]), "{before} became {after}, chance is {}", chance[95]);
+    // Behind the first position the survival is a product, whose calibration error is flat around its minimum.
+    let first = calibration.temperatures()[0];
+    assert!((1.8..2.2).contains(&first), "a head twice too sure needs a temperature near 2, not {first}");
+}
+
+#[test]
+fn doubled_logits_double_the_temperatures() {
+    // A grid on which every temperature has its double.
+    let grid = |first: f64| (0..97).map(|i| first * 2f64.powf(f64::from(i) / 16.0)).collect::<Vec<_>>();
+    let blocks = overconfident(3, 1.0);
+    let doubled: Vec<_> = overconfident(3, 1.0)
+        .into_iter()
+        .map(|(logits, accepted)| (logits.iter().map(|z| 2.0 * z).collect(), accepted))
+        .collect();
+    let fitted =
+        |blocks: &[(Vec<f32>, usize)], grid| fit(&proposals(blocks), 4, &GridSearch { grid, bins: 20 });
+    let (one, two) = (fitted(&blocks, grid(0.25)).unwrap(), fitted(&doubled, grid(0.5)).unwrap());
+    for (one, two) in one.into_iter().zip(two).map(|(one, two)| (one.unwrap(), two.unwrap())) {
+        assert!((two.temperature / one.temperature - 2.0).abs() < 1e-12);
+        assert!((two.ece_after - one.ece_after).abs() < 1e-9);
+    }
+    let order = |calibration: &Calibration, k: usize| {
+        let mut order: Vec<usize> = (0..blocks.len()).collect();
+        let c: Vec<f64> =
+            blocks.iter().map(|(logits, _)| calibration.confidences(logits).unwrap()[k]).collect();
+        order.sort_by(|&i, &j| c[i].total_cmp(&c[j]));
+        order
+    };
+    let (raw, calibrated) =
+        (Calibration::new(vec![1.0; 4]).unwrap(), Calibration::new(vec![0.3, 2.0, 5.0, 1.1]).unwrap());
+    (0..4).for_each(|k| assert_eq!(order(&raw, k), order(&calibrated, k)));
 }

@@ -96,8 +96,8 @@ fn stand_ins(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
 pub struct Sample {
     /// The row's id, or its place in the file, from 0.
     pub id: String,
-    /// What the user says first.
-    pub prompt: String,
+    /// What the user says, turn by turn; at least one.
+    pub turns: Vec<String>,
 }
 
 /// A suite as read from its file.
@@ -175,12 +175,16 @@ fn sample(row: &Map<String, Value>, index: usize) -> Result<Sample, String> {
         Some(other) => return Err(format!("`turns` must be an array of texts, found {}", kind_of(other))),
         None => return Err("the row has no `turns`".into()),
     };
-    match turns.first() {
-        Some(Value::String(prompt)) if !prompt.trim().is_empty() => Ok(Sample { id, prompt: prompt.clone() }),
-        Some(Value::String(_)) => Err("the first of `turns` is blank".into()),
-        Some(other) => Err(format!("the first of `turns` must be a text, found {}", kind_of(other))),
-        None => Err("`turns` is empty".into()),
+    let texts = turns.iter().enumerate().map(|(turn, text)| match text {
+        Value::String(text) if !text.trim().is_empty() => Ok(text.clone()),
+        Value::String(_) => Err(format!("turn {} of `turns` is blank", turn + 1)),
+        other => Err(format!("turn {} of `turns` must be a text, found {}", turn + 1, kind_of(other))),
+    });
+    let turns: Vec<String> = texts.collect::<Result<_, _>>()?;
+    if turns.is_empty() {
+        return Err("`turns` is empty".into());
     }
+    Ok(Sample { id, turns })
 }
 
 #[cfg(test)]
@@ -227,7 +231,8 @@ mod tests {
         assert_eq!(problem("{\"id\":1}"), "1: the row has no `turns`");
         assert_eq!(problem("{\"turns\":\"a\"}"), "1: `turns` must be an array of texts, found a string");
         assert_eq!(problem("{\"turns\":[]}"), "1: `turns` is empty");
-        assert_eq!(problem("{\"turns\":[{}]}"), "1: the first of `turns` must be a text, found an object");
+        assert_eq!(problem("{\"turns\":[\"a\",\" \"]}"), "1: turn 2 of `turns` is blank");
+        assert_eq!(problem("{\"turns\":[{}]}"), "1: turn 1 of `turns` must be a text, found an object");
         assert_eq!(
             problem("{\"id\":null,\"turns\":[\"a\"]}"),
             "1: `id` must be a non-empty string or an integer, found null"

@@ -4,7 +4,7 @@ use deepspec_core::usage;
 use deepspec_decode::{Request, Sampling};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
-use crate::{Rows, Sample};
+use crate::Rows;
 
 /// How every prompt is asked.
 pub struct Asking<'a> {
@@ -30,8 +30,10 @@ pub struct Prepared {
     pub rows: Rows,
     /// Ids of the rows that are decoded, in the order of the requests.
     pub ids: Vec<String>,
-    /// One request per such row, named `suite/row`.
+    /// One request per such row, for its first turn, named `suite/row`.
     pub requests: Vec<Request>,
+    /// What the user says in each such row, turn by turn.
+    pub turns: Vec<Vec<String>>,
     /// Ids of the rows whose prompt leaves no room for an answer.
     pub skipped: Vec<String>,
     /// Requests with less room than asked for.
@@ -44,29 +46,27 @@ impl Asking<'_> {
     /// # Errors
     /// If the template refuses a prompt, or no prompt fits.
     pub fn prepare(&self, rows: Rows) -> anyhow::Result<Prepared> {
-        let (mut ids, mut requests, mut skipped, mut shortened) = (vec![], vec![], vec![], 0);
+        let (mut ids, mut requests, mut turns, mut skipped) = (vec![], vec![], vec![], vec![]);
         let name = rows.suite.name.as_ref();
         for sample in &rows.samples {
-            let prompt = self.prompt(sample)?;
-            let room = self.context.saturating_sub(prompt.len());
-            if room == 0 {
-                let (id, length, context) = (&sample.id, prompt.len(), self.context);
-                tracing::warn!(
-                    "{name}/{id} is skipped: its prompt has {length} tokens, the target holds {context}"
-                );
-                skipped.push(sample.id.clone());
-                continue;
+            let id = format!("{name}/{}", sample.id);
+            match self.request(id, &[Message::new(Role::User, sample.turns[0].as_str())])? {
+                Ok(request) => {
+                    ids.push(sample.id.clone());
+                    requests.push(request);
+                    turns.push(sample.turns.clone());
+                }
+                Err(length) => {
+                    let (id, context) = (&sample.id, self.context);
+                    tracing::warn!(
+                        "{name}/{id} is skipped: its prompt has {length} tokens, the target holds {context}"
+                    );
+                    skipped.push(sample.id.clone());
+                }
             }
-            shortened += usize::from(room < self.max_new_tokens);
-            ids.push(sample.id.clone());
-            requests.push(Request {
-                id: format!("{name}/{}", sample.id),
-                prompt,
-                sampling: self.sampling,
-                max_new_tokens: self.max_new_tokens.min(room),
-                stop_ids: self.stop_ids.to_vec(),
-            });
         }
+        let shortened =
+            requests.iter().filter(|request| request.max_new_tokens < self.max_new_tokens).count();
         if requests.is_empty() {
             usage!("{name}: no prompt fits into the target's {} tokens", self.context);
         }
@@ -77,11 +77,25 @@ impl Asking<'_> {
                  {context} with the prompt"
             );
         }
-        Ok(Prepared { rows, ids, requests, skipped, shortened })
+        Ok(Prepared { rows, ids, requests, turns, skipped, shortened })
     }
 
-    fn prompt(&self, sample: &Sample) -> anyhow::Result<Vec<i64>> {
-        let messages = [Message::new(Role::User, sample.prompt.as_str())];
-        Ok(generation_prompt(self.tokenizer, &messages, self.system_prompt, Some(self.thinking))?)
+    /// Asks for the next answer of a conversation; the prompt's length instead where it leaves no room for an answer.
+    ///
+    /// # Errors
+    /// If the template refuses the conversation.
+    pub fn request(&self, id: String, messages: &[Message]) -> anyhow::Result<Result<Request, usize>> {
+        let prompt = generation_prompt(self.tokenizer, messages, self.system_prompt, Some(self.thinking))?;
+        let room = self.context.saturating_sub(prompt.len());
+        if room == 0 {
+            return Ok(Err(prompt.len()));
+        }
+        Ok(Ok(Request {
+            id,
+            prompt,
+            sampling: self.sampling,
+            max_new_tokens: self.max_new_tokens.min(room),
+            stop_ids: self.stop_ids.to_vec(),
+        }))
     }
 }

@@ -1,54 +1,249 @@
 //! One pass over all suites with one engine, timed suite by suite.
 
+use std::collections::HashMap;
 use std::time::Instant;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
-use deepspec_decode::{Completion, Engine, Proposer, Request, Tally, Target};
-use deepspec_suites::Prepared;
+use deepspec_decode::{
+    Completion, Engine, Event, Finish, Proposer, Request, Sampling, StepTimes, Tally, Target, Ticket,
+};
+use deepspec_suites::{Asking, Prepared};
+use deepspec_text::{Message, Role};
 
-use crate::results::Timing;
+use super::args::Shard;
+use super::journal::{Arm, Entry, Journal, Key};
+use crate::results::{Timing, Turns};
 
 /// Samples of the untimed warm-up, and tokens of each.
 const WARM_UP: (usize, usize) = (4, 4);
 
+/// What is decoded.
+pub struct Plan<'a> {
+    /// The suites, one after the other.
+    pub suites: &'a [Prepared],
+    /// How each turn is asked.
+    pub asking: &'a Asking<'a>,
+    /// Each sample is answered once with every seed.
+    pub seeds: &'a [u64],
+    /// Which turns are answered.
+    pub turns: Turns,
+    /// The samples that are this process's; all without one.
+    pub shard: Option<Shard>,
+}
+
+impl Plan<'_> {
+    fn owns(&self, sample: usize) -> bool {
+        self.shard.is_none_or(|shard| sample % shard.count == shard.index - 1)
+    }
+}
+
+/// An answer to a turn of a sample.
+pub struct Answer {
+    /// Which of the suite's requests.
+    pub sample: usize,
+    /// Seed of its draws.
+    pub seed: u64,
+    /// Turn of the conversation, from 0.
+    pub turn: usize,
+    /// Tokens of its prompt.
+    pub prompt_tokens: usize,
+    /// What the engine reported.
+    pub completion: Completion,
+}
+
 /// What decoding one suite gave.
 pub struct Pass {
-    /// Finished samples in the order of the requests.
-    pub completions: Vec<Completion>,
+    /// The answers, by seed, sample and turn.
+    pub answers: Vec<Answer>,
+    /// Turns that could not be asked.
+    pub unasked: usize,
     /// Where the time went.
     pub timing: Timing,
 }
 
-/// Decodes the suites one after the other, each from empty slots to empty slots.
+/// Decodes the suites one after the other, each from empty slots to empty slots. What `journal` has is taken from there,
+/// and what it has not is added to it.
 ///
 /// # Errors
-/// If the engine refuses a request.
+/// If the engine refuses a request, or the journal cannot be written.
 pub fn decode<T: Target, P: Proposer>(
     engine: &mut Engine<T, P>,
-    suites: &[Prepared],
+    plan: &Plan,
+    arm: Arm,
+    journal: &mut Journal,
     verbosity: Verbosity,
 ) -> anyhow::Result<Vec<Pass>> {
     let drafting = engine.block_size() > 0;
-    warm_up(engine, suites)?;
-    let total = suites.iter().map(|suite| suite.requests.len() as u64).sum();
+    warm_up(engine, plan.suites)?;
+    let mine = |suite: &Prepared| (0..suite.requests.len()).filter(|&sample| plan.owns(sample)).count();
+    let total = plan.suites.iter().map(|suite| (mine(suite) * plan.seeds.len()) as u64).sum();
     let mut progress = Progress::new(verbosity, if drafting { "drafted" } else { "plain" }, total, 0);
-    let mut passes = Vec::with_capacity(suites.len());
-    for suite in suites {
-        let (before, started) = (engine.times(), Instant::now());
-        let mut tally = Tally::new(engine.block_size());
-        let completions = engine.run(suite.requests.clone(), |completion| {
-            tally.add(completion);
-            progress.add(1, || match tally.accepted_length().filter(|_| drafting) {
-                Some(tau) => format!("{}, accepted length {tau:.2}", suite.rows.suite.name),
-                None => suite.rows.suite.name.to_string(),
-            });
-        })?;
-        let timing = Timing::between(before, engine.times(), started.elapsed());
-        passes.push(Pass { completions, timing });
+    let mut passes = Vec::with_capacity(plan.suites.len());
+    for suite in plan.suites {
+        let tally = Tally::new(engine.block_size());
+        let clock = Clock { times: engine.times(), instant: Instant::now() };
+        let pass = Pass { answers: vec![], unasked: 0, timing: Timing::ZERO };
+        let (running, engine, journal, progress) =
+            (HashMap::new(), &mut *engine, &mut *journal, &mut progress);
+        let mut decoding =
+            Decoding { plan, suite, arm, engine, journal, progress, running, tally, clock, pass };
+        decoding.run()?;
+        passes.push(decoding.pass);
     }
     progress.finish();
     Ok(passes)
+}
+
+/// A turn to be answered.
+struct Asked {
+    sample: usize,
+    seed: u64,
+    turn: usize,
+    /// The conversation up to it.
+    messages: Vec<Message>,
+}
+
+/// When time was last taken.
+struct Clock {
+    times: StepTimes,
+    instant: Instant,
+}
+
+/// A suite at work.
+struct Decoding<'a, T, P> {
+    plan: &'a Plan<'a>,
+    suite: &'a Prepared,
+    arm: Arm,
+    engine: &'a mut Engine<T, P>,
+    journal: &'a mut Journal,
+    progress: &'a mut Progress,
+    running: HashMap<Ticket, (Asked, usize)>,
+    tally: Tally,
+    clock: Clock,
+    pass: Pass,
+}
+
+impl<T: Target, P: Proposer> Decoding<'_, T, P> {
+    fn run(&mut self) -> anyhow::Result<()> {
+        for &seed in self.plan.seeds {
+            for sample in (0..self.suite.requests.len()).filter(|&sample| self.plan.owns(sample)) {
+                let first = Message::new(Role::User, self.suite.turns[sample][0].as_str());
+                self.ask(Asked { sample, seed, turn: 0, messages: vec![first] })?;
+            }
+        }
+        self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
+        while !self.engine.is_idle() {
+            for event in self.engine.step()? {
+                if let Event::Done(ticket, completion) = event {
+                    self.done(ticket, completion)?;
+                }
+            }
+        }
+        let order = |seed| self.plan.seeds.iter().position(|&other| other == seed);
+        self.pass.answers.sort_by_key(|answer| (order(answer.seed), answer.sample, answer.turn));
+        Ok(())
+    }
+
+    /// Answers a turn and those that follow as far as the journal knows them, and has the engine answer the next.
+    fn ask(&mut self, mut asked: Asked) -> anyhow::Result<()> {
+        loop {
+            let Some(request) = self.request(&asked)? else {
+                return Ok(());
+            };
+            let prompt_tokens = request.prompt.len();
+            let Some(entry) = self.journal.take(&self.key(&asked)) else {
+                let ticket = self.engine.submit(request)?;
+                self.running.insert(ticket, (asked, prompt_tokens));
+                return Ok(());
+            };
+            self.pass.timing.add(&entry.timing);
+            match self.count(asked, prompt_tokens, entry.completion(request.id))? {
+                Some(next) => asked = next,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// The engine has answered a turn.
+    fn done(&mut self, ticket: Ticket, completion: Completion) -> anyhow::Result<()> {
+        let Some((asked, prompt_tokens)) = self.running.remove(&ticket) else { return Ok(()) };
+        let timing = Timing::between(self.clock.times, self.engine.times(), self.clock.instant.elapsed());
+        self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
+        self.pass.timing.add(&timing);
+        self.journal.keep(&Entry {
+            key: self.key(&asked),
+            prompt_tokens,
+            tokens: completion.tokens.clone(),
+            finish: completion.finish,
+            cycles: completion.cycles.clone(),
+            timing,
+        })?;
+        match self.count(asked, prompt_tokens, completion)? {
+            Some(next) => self.ask(next),
+            None => Ok(()),
+        }
+    }
+
+    /// Counts an answer; the turn that follows it.
+    fn count(
+        &mut self,
+        asked: Asked,
+        prompt_tokens: usize,
+        completion: Completion,
+    ) -> anyhow::Result<Option<Asked>> {
+        let Asked { sample, seed, turn, mut messages } = asked;
+        self.tally.add(&completion);
+        let (tally, name) = (&self.tally, &self.suite.rows.suite.name);
+        self.progress.add(u64::from(turn == 0), || match tally.accepted_length() {
+            Some(tau) if !tally.proposed_at.is_empty() => format!("{name}, accepted length {tau:.2}"),
+            _ => name.to_string(),
+        });
+        let turns = &self.suite.turns[sample];
+        let rest = if self.plan.turns == Turns::All { &turns[turn + 1..] } else { &[] };
+        let next = match rest.first() {
+            Some(_) if completion.finish == Finish::Length => {
+                self.pass.unasked += rest.len();
+                None
+            }
+            Some(said) => {
+                let answer = self.plan.asking.tokenizer.decode(&completion.tokens, true)?;
+                messages.push(Message::new(Role::Assistant, answer));
+                messages.push(Message::new(Role::User, said.as_str()));
+                Some(Asked { sample, seed, turn: turn + 1, messages })
+            }
+            None => None,
+        };
+        self.pass.answers.push(Answer { sample, seed, turn, prompt_tokens, completion });
+        Ok(next)
+    }
+
+    /// What the engine is asked; nothing if the conversation has filled the context.
+    fn request(&mut self, asked: &Asked) -> anyhow::Result<Option<Request>> {
+        let Asked { sample, seed, turn, ref messages } = *asked;
+        let first = &self.suite.requests[sample];
+        let request = match turn {
+            0 => first.clone(),
+            _ => match self.plan.asking.request(format!("{}#{}", first.id, turn + 1), messages)? {
+                Ok(request) => request,
+                Err(_) => {
+                    self.pass.unasked += self.suite.turns[sample].len() - turn;
+                    return Ok(None);
+                }
+            },
+        };
+        Ok(Some(Request { sampling: Sampling { seed, ..request.sampling }, ..request }))
+    }
+
+    fn key(&self, asked: &Asked) -> Key {
+        Key {
+            arm: self.arm,
+            suite: self.suite.rows.suite.name.to_string(),
+            sample: self.suite.ids[asked.sample].clone(),
+            seed: asked.seed,
+            turn: asked.turn,
+        }
+    }
 }
 
 /// The first forwards set up libtorch and its threads; they should not count against whoever comes first.

@@ -9,12 +9,12 @@ use deepspec_models::{
     Drafter, DrafterOptions, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest,
     weights_digest,
 };
-use deepspec_suites::Prepared;
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
-use super::Dtype;
-use super::decode::{Pass, decode};
+use super::args::Dtype;
+use super::decode::{Pass, Plan, decode};
+use super::journal::{Arm, Journal};
 use crate::results::{DrafterIdentity, Settings, TargetIdentity};
 
 /// Where tensors live, and of which kind they are.
@@ -83,30 +83,38 @@ pub struct Models<'a> {
 }
 
 impl Models<'_> {
-    /// Loads the target, and the drafter in `draft` if there is one, and decodes the suites. Nothing stays loaded.
+    /// Loads the target, and the drafter if there is one (its name and folder), and decodes the suites. Nothing stays
+    /// loaded.
     ///
     /// # Errors
     /// If a model cannot be loaded, or the drafter does not belong to the target.
     pub fn decode(
         &self,
-        draft: Option<&Path>,
-        suites: &[Prepared],
+        draft: Option<(&str, &Path)>,
+        plan: &Plan,
+        arm: Arm,
+        journal: &mut Journal,
         verbosity: Verbosity,
     ) -> anyhow::Result<(Vec<Pass>, Option<DrafterIdentity>)> {
         let (Place { device, kind }, slots) = (self.place, self.settings.slots);
-        let load = |dir| Drafter::load(dir, &DrafterOptions { device, kind, slots });
+        let load = |(_, dir): (_, &Path)| Drafter::load(dir, &DrafterOptions { device, kind, slots });
         let mut drafter = draft.map(load).transpose()?;
         if let Some((drafter, tokens)) = drafter.as_mut().zip(self.settings.max_draft_tokens) {
             drafter.draft(tokens);
         }
-        let identity =
-            draft.zip(drafter.as_ref()).map(|(dir, drafter)| drafter_identity(dir, drafter)).transpose()?;
+        let identity = draft
+            .zip(drafter.as_ref())
+            .map(|((name, dir), drafter)| drafter_identity(name, dir, drafter))
+            .transpose()?;
         // Plain decoding captures nothing, so that it is as fast as it can be.
         let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
-        if let Some(drafter) = &drafter {
+        if let Some(drafter) = &mut drafter {
             drafter.check_fits(&target)?;
-            draft.map_or(Ok(()), |dir| check_tokens(drafter, dir, self.tokenizer))?;
+            draft.map_or(Ok(()), |(_, dir)| check_tokens(drafter, dir, self.tokenizer))?;
+            if self.settings.no_markov && !drafter.ignore_markov() {
+                usage!("--no-markov: the drafter has no Markov head");
+            }
             if self.settings.confidence_threshold.is_some() && !drafter.has_confidence() {
                 usage!("--confidence-threshold: the drafter has no confidence head");
             }
@@ -118,14 +126,17 @@ impl Models<'_> {
             max_draft_tokens: self.settings.max_draft_tokens,
             counts_overrun: true,
         };
-        let passes = decode(&mut Engine::new(target, drafter, options), suites, verbosity)?;
+        let temperatures = self.settings.calibration.clone().unwrap_or_default();
+        let mut engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
+        let passes = decode(&mut engine, plan, arm, journal, verbosity)?;
         Ok((passes, identity))
     }
 }
 
-fn drafter_identity(dir: &Path, drafter: &Drafter) -> Result<DrafterIdentity, ModelError> {
+fn drafter_identity(name: &str, dir: &Path, drafter: &Drafter) -> Result<DrafterIdentity, ModelError> {
     Ok(DrafterIdentity {
         path: dir.display().to_string(),
+        hub_id: hub_id(name),
         config_digest: config_digest(dir)?,
         weights_digest: weights_digest(dir)?,
         block_size: drafter.block_size(),
@@ -154,14 +165,21 @@ pub fn check_tokens(drafter: &Drafter, dir: &Path, tokenizer: &ChatTokenizer) ->
     Ok(())
 }
 
+/// The hub id behind a model's name, unless it is a folder.
+fn hub_id(name: &str) -> Option<String> {
+    (!Path::new(name).is_dir()).then(|| name.to_string())
+}
+
 /// What the results say about the target.
 pub fn target_identity(
+    name: &str,
     dir: &Path,
     tokenizer: &ChatTokenizer,
     stop_ids: Vec<i64>,
 ) -> Result<TargetIdentity, ModelError> {
     Ok(TargetIdentity {
         path: dir.display().to_string(),
+        hub_id: hub_id(name),
         config_digest: config_digest(dir)?,
         weights_digest: weights_digest(dir)?,
         tokenizer_digest: tokenizer.tokenizer_digest().into(),

@@ -129,6 +129,15 @@ pub fn write_eagle3(dir: &Path) {
 /// Writes a drafter that is often right: its Markov head holds the bigrams of these texts, and its backbone adds noise that
 /// depends on the context.
 pub fn write_bigram_drafter<'a>(dir: &Path, texts: impl Iterator<Item = &'a Vec<i64>>) {
+    write_confident_drafter(dir, texts, |_, tensor| tensor);
+}
+
+/// As [`write_bigram_drafter`], with its confidence head changed by `edit` (`weight` or `bias`, and the tensor).
+pub fn write_confident_drafter<'a>(
+    dir: &Path,
+    texts: impl Iterator<Item = &'a Vec<i64>>,
+    edit: impl Fn(&str, Tensor) -> Tensor,
+) {
     let config = drafter_config();
     let vocab = config.model.vocab_size;
     let counts = Tensor::full([vocab, vocab], 5e-4, (Kind::Float, Device::Cpu)); // [previous, next]
@@ -141,6 +150,9 @@ pub fn write_bigram_drafter<'a>(dir: &Path, texts: impl Iterator<Item = &'a Vec<
     write_drafter(dir, config, |name, tensor| match name {
         "markov_head.markov_w1.weight" => Tensor::eye(vocab, (Kind::Float, Device::Cpu)),
         "markov_head.markov_w2.weight" => logits.transpose(0, 1).contiguous(), // [next, previous]
-        _ => tensor,
+        _ => match name.strip_prefix("confidence_head.proj.") {
+            Some(part) => edit(part, tensor),
+            None => tensor,
+        },
     });
 }

@@ -119,6 +119,17 @@ impl Drafter {
         }
     }
 
+    /// Drafts without the Markov head from now on; whether there is one.
+    pub fn ignore_markov(&mut self) -> bool {
+        match self {
+            Self::Block(proposer) if proposer.block().config().markov.is_some() => {
+                proposer.ignore_markov();
+                true
+            }
+            Self::Block(_) | Self::Eagle3(_) => false,
+        }
+    }
+
     /// Whether this drafter belongs to this target, judged by their configs.
     ///
     /// # Errors

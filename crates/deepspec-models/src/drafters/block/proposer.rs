@@ -11,18 +11,26 @@ use crate::kv::{KvCache, Visibility};
 pub struct BlockProposer {
     block: Block,
     cache: KvCache,
+    /// Whether the Markov head has a say in the tokens.
+    biased: bool,
 }
 
 impl BlockProposer {
     /// A proposer with empty histories for `slots` sequences.
     pub fn new(block: Block, slots: usize) -> Self {
         let cache = KvCache::new(&block.attentions(), slots, block.kind(), block.device());
-        Self { block, cache }
+        Self { block, cache, biased: true }
     }
 
     /// The model.
     pub fn block(&self) -> &Block {
         &self.block
+    }
+
+    /// Drafts without the Markov head's bias from now on, to see what it contributes. Confidences still read its embeddings,
+    /// where they were trained to.
+    pub fn ignore_markov(&mut self) {
+        self.biased = false;
     }
 
     /// Appends newly verified states to the histories.
@@ -80,8 +88,10 @@ impl Proposer for BlockProposer {
             let mut logits = base.select(1, k);
             if let Some(markov) = &self.block.markov {
                 let e = markov.embed(&previous);
-                let features = markov.step(&hidden.select(1, k), &e, &mut state);
-                logits += markov.bias(&features).to_kind(Kind::Float);
+                if self.biased {
+                    let features = markov.step(&hidden.select(1, k), &e, &mut state);
+                    logits += markov.bias(&features).to_kind(Kind::Float);
+                }
                 embeddings.push(e);
             }
             let distribution = sampling.distributions(&logits);
@@ -90,7 +100,7 @@ impl Proposer for BlockProposer {
             probs.push(distribution);
         }
         let e = (!embeddings.is_empty()).then(|| Tensor::stack(&embeddings, 1)); // [S, γ, r]
-        let confidence = self.block.confidence_logits(&hidden, e.as_ref()).map(|logits| logits.sigmoid());
+        let confidence = self.block.confidence_logits(&hidden, e.as_ref());
         Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
     }
 

@@ -1,7 +1,7 @@
 //! Results as tables for people.
 
 use crate::results::{Metrics, Results, Settings, Timing};
-use crate::table::{Table, factor, number, rate};
+use crate::table::{Table, factor, number, range, rate};
 
 /// Up to this many positions, unconditional and conditional rates stand side by side.
 const SIDE_BY_SIDE: usize = 8;
@@ -10,18 +10,19 @@ const SIDE_BY_SIDE: usize = 8;
 pub fn render(results: &Results) -> String {
     let mut parts = vec![heading(results), speeds(results).render()];
     parts.extend(positions(results).iter().map(Table::render));
-    parts.push(notes(results));
+    parts.push(notes(results).iter().map(|note| format!("{note}\n")).collect());
     parts.join("\n")
 }
 
 fn heading(results: &Results) -> String {
-    let Settings { temperature, slots, device, dtype, seed, .. } = &results.settings;
+    let Settings { temperature, slots, device, dtype, .. } = &results.settings;
+    let seeds = results.settings.seed_list();
     let drafter = match &results.drafter {
         Some(drafter) => format!("drafter {} (blocks of {})", drafter.path, drafter.block_size),
         None => "no drafter".into(),
     };
     format!(
-        "target {}, {drafter}\ntemperature {temperature}, seed {seed}, {slots} {}, {dtype} on {device}\n",
+        "target {}, {drafter}\ntemperature {temperature}, {seeds}, {slots} {}, {dtype} on {device}\n",
         results.target.path,
         if *slots == 1 { "slot" } else { "slots" }
     )
@@ -42,11 +43,12 @@ fn fill(table: &mut Table, results: &Results, cells: impl Fn(&Metrics, [String; 
 }
 
 fn speeds(results: &Results) -> Table {
-    let header = ["suite", "τ", "verify rate", "tokens/s", "speed-up", "samples", "cycles"];
+    let header = ["suite", "τ", "95 % interval", "verify rate", "tokens/s", "speed-up", "samples", "cycles"];
     let mut table = Table::new(header.map(String::from).to_vec());
     fill(&mut table, results, |metrics, [samples, cycles]| {
         vec![
             number(metrics.accepted_length, 2),
+            range(metrics.accepted_length_interval),
             number(metrics.verify_rate, 2),
             rate(metrics.tokens_per_s),
             factor(metrics.speed_up),
@@ -84,8 +86,12 @@ fn positions(results: &Results) -> Vec<Table> {
     }
 }
 
-fn notes(results: &Results) -> String {
-    let mut notes = vec!["Domains and overall are means over suites.".to_string()];
+/// What else there is to say, a sentence each.
+pub fn notes(results: &Results) -> Vec<String> {
+    let mut notes = vec![
+        "Domains and overall are means over suites; intervals hold 95 % of 2000 bootstrap resamples of prompts."
+            .to_string(),
+    ];
     let sum = |part: fn(&Timing) -> f64| results.suites.iter().map(|suite| part(&suite.timing)).sum::<f64>();
     let wall = sum(|timing| timing.wall_s);
     let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);
@@ -114,6 +120,12 @@ fn notes(results: &Results) -> String {
                 suite.skipped.len()
             ));
         }
+        if suite.unasked > 0 {
+            let (name, count) = (&suite.name, suite.unasked);
+            notes.push(format!(
+                "{name}: {count} turns were not asked, for the answer before them was cut or left no room."
+            ));
+        }
         if suite.shortened > 0 {
             let (name, count, asked) = (&suite.name, suite.shortened, results.settings.max_new_tokens);
             notes.push(format!(
@@ -121,5 +133,5 @@ fn notes(results: &Results) -> String {
             ));
         }
     }
-    notes.iter().map(|note| format!("{note}\n")).collect()
+    notes
 }

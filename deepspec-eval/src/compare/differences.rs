@@ -1,0 +1,95 @@
+//! What keeps results from being comparable.
+
+use deepspec_core::digest::short;
+use serde_json::{Value, json};
+
+use super::Labelled;
+use crate::results::{Results, SuiteResult};
+
+/// What keeps the results from being comparable, a sentence each.
+pub fn all(compared: &[Labelled]) -> Vec<String> {
+    let Some((first, others)) = compared.split_first() else { return vec![] };
+    let mut sentences = vec![];
+    for other in others {
+        let mut compare = |what: &str, a: &Value, b: &Value, effect: &str| {
+            if a != b {
+                let (left, right) = (&first.label, &other.label);
+                sentences.push(format!("{what} differs: {a} in {left}, {b} in {right}; {effect}"));
+            }
+        };
+        for (what, effect, facts) in [
+            ("target", LENGTHS, target_facts as fn(&Results) -> Vec<(String, Value)>),
+            ("", LENGTHS, asked_facts),
+            ("", SPEEDS, speed_facts),
+        ] {
+            for ((name, a), (_, b)) in facts(&first.results).iter().zip(&facts(&other.results)) {
+                compare(format!("{what} {name}").trim_start(), a, b, effect);
+            }
+        }
+        let names =
+            |one: &Labelled| json!(one.results.suites.iter().map(|suite| &suite.name).collect::<Vec<_>>());
+        compare(
+            "set of suites",
+            &names(first),
+            &names(other),
+            "only suites in all results are shown and averaged",
+        );
+        for suite in &first.results.suites {
+            if let Some(same) = other.results.suites.iter().find(|same| same.name == suite.name) {
+                let scored = |suite: &SuiteResult| json!([short(&suite.file_digest), suite.counts.samples]);
+                compare(&format!("{} [file, samples]", suite.name), &scored(suite), &scored(same), LENGTHS);
+            }
+        }
+    }
+    sentences
+}
+
+const LENGTHS: &str = "accepted lengths are not comparable";
+const SPEEDS: &str = "speeds are not comparable";
+
+fn target_facts(results: &Results) -> Vec<(String, Value)> {
+    let target = &results.target;
+    let digests = [
+        ("config", &target.config_digest),
+        ("weights", &target.weights_digest),
+        ("tokenizer", &target.tokenizer_digest),
+        ("chat template", &target.template_digest),
+    ];
+    let digests = digests.into_iter().map(|(name, digest)| (name.to_string(), json!(short(digest))));
+    digests.chain([("stop ids".into(), json!(target.stop_ids))]).collect()
+}
+
+fn asked_facts(results: &Results) -> Vec<(String, Value)> {
+    let s = &results.settings;
+    let facts = [
+        ("seed", if s.seeds.len() > 1 { json!(s.seeds) } else { json!(s.seed) }),
+        ("temperature", json!(s.temperature)),
+        ("max_new_tokens", json!(s.max_new_tokens)),
+        ("limit", json!(s.limit)),
+        ("turns", json!(s.turns)),
+        ("thinking", json!(s.thinking)),
+        ("system prompt", json!(s.system_prompt)),
+        ("confidence_threshold", json!(s.confidence_threshold)),
+        ("calibration", json!(s.calibration)),
+        ("no_markov", json!(s.no_markov)),
+        ("max_draft_tokens", json!(s.max_draft_tokens)),
+        ("dtype", json!(s.dtype)),
+    ];
+    facts.map(|(name, value)| (name.to_string(), value)).to_vec()
+}
+
+fn speed_facts(results: &Results) -> Vec<(String, Value)> {
+    let s = &results.settings;
+    let facts = [("slots", json!(s.slots)), ("device", json!(s.device)), ("threads", json!(s.threads))];
+    facts.map(|(name, value)| (name.to_string(), value)).to_vec()
+}
+
+/// Whether two results decode one target over one file of a suite: only then do differences between their prompts mean
+/// something.
+pub fn pairs(a: &Results, b: &Results, suite: &str) -> bool {
+    let digest = |results: &Results| {
+        let suite = results.suites.iter().find(|one| one.name == suite);
+        suite.map(|suite| suite.file_digest.clone())
+    };
+    target_facts(a) == target_facts(b) && digest(a) == digest(b)
+}

@@ -1,0 +1,216 @@
+//! `compare`: several results side by side.
+
+mod deltas;
+mod differences;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::usage;
+use serde::Serialize;
+
+use crate::results::{DomainResult, Metrics, Results, Scored, SuiteResult, averages};
+use crate::statistics::{Counts, Estimate};
+use crate::table::{Table, factor, number};
+use crate::traces;
+use deltas::Deltas;
+
+/// Which results to compare.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Output folders of `deepspec-eval run`
+    #[arg(required = true, value_name = "DIR")]
+    results: Vec<PathBuf>,
+    /// Name of a result in the table, once per folder in the same order; by default the folders' own names
+    #[arg(long = "label", value_name = "NAME")]
+    labels: Vec<String>,
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// A result and its name.
+struct Labelled {
+    label: String,
+    path: PathBuf,
+    results: Results,
+    /// What every prompt gave, by suite and sample.
+    prompts: Prompts,
+}
+
+/// By suite.
+type Prompts = BTreeMap<String, Suite>;
+/// By sample.
+type Suite = BTreeMap<String, Counts>;
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors: unreadable results, a wrong number of labels, no suite in common.
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    if !args.labels.is_empty() && args.labels.len() != args.results.len() {
+        usage!(
+            "{} labels for {} results; give one --label for each, or none",
+            args.labels.len(),
+            args.results.len()
+        );
+    }
+    let mut compared = vec![];
+    for (i, path) in args.results.iter().enumerate() {
+        let label = args.labels.get(i).cloned().unwrap_or_else(|| default_label(path));
+        let results = Results::read(path)?;
+        compared.push(Labelled { label, path: path.clone(), prompts: prompts(path, &results), results });
+    }
+    let common = common_suites(&compared);
+    if common.is_empty() {
+        usage!("the results have no suite in common");
+    }
+    let (first, others) = compared.split_at(1);
+    let comparison = Comparison {
+        differences: differences::all(&compared),
+        columns: compared.iter().map(|one| Column::new(one, &common)).collect(),
+        deltas: others.iter().map(|other| Deltas::new(other, &first[0], &common)).collect(),
+        suites: common,
+    };
+    for difference in &comparison.differences {
+        tracing::warn!("{difference}");
+    }
+    let text =
+        if args.json { serde_json::to_string_pretty(&comparison)? + "\n" } else { comparison.render() };
+    Ok(crate::print(&text)?)
+}
+
+/// The folder's name; for a results file, that of its folder.
+fn default_label(path: &Path) -> String {
+    let dir = if path.is_file() { path.parent().unwrap_or(path) } else { path };
+    let resolved = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+    resolved.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned())
+}
+
+/// What the traces beside the results say of every prompt; nothing, with a warning, where they do not belong to them.
+fn prompts(path: &Path, results: &Results) -> Prompts {
+    let mut prompts = Prompts::new();
+    let read = traces::read(path, |trace| {
+        let suite = prompts.entry(trace.suite.to_string()).or_default();
+        let prompt = suite.entry(trace.sample.to_string()).or_default();
+        prompt.cycles += 1;
+        prompt.committed += u64::from(trace.committed);
+    });
+    let cycles = |suite: &SuiteResult| {
+        prompts
+            .get(&suite.name)
+            .map_or(0, |prompts| prompts.values().map(|prompt| prompt.cycles).sum::<u64>())
+    };
+    let problem = match read {
+        Err(error) => error.to_string(),
+        Ok(()) if results.suites.iter().all(|suite| cycles(suite) == suite.counts.cycles) => return prompts,
+        Ok(()) => format!("the traces beside {} are of another run", path.display()),
+    };
+    tracing::warn!("{problem}; its accepted lengths have no intervals here");
+    Prompts::new()
+}
+
+impl Labelled {
+    /// τ of a suite over resampled prompts.
+    fn length(&self, suite: &SuiteResult) -> Estimate {
+        match self.prompts.get(&suite.name) {
+            Some(prompts) => {
+                Estimate::accepted_length(&suite.name, prompts.iter().map(|(id, c)| (id.as_str(), *c)))
+            }
+            None => Estimate::bare(suite.metrics.accepted_length),
+        }
+    }
+}
+
+/// The suites that all results have, in the order of the first.
+fn common_suites(compared: &[Labelled]) -> Vec<String> {
+    let has = |one: &Labelled, name: &str| one.results.suites.iter().any(|suite| suite.name == name);
+    let first = compared.first().map_or(&[][..], |one| &one.results.suites);
+    let names = first.iter().map(|suite| suite.name.clone());
+    names.filter(|name| compared.iter().all(|one| has(one, name))).collect()
+}
+
+/// What is shown.
+#[derive(Serialize)]
+struct Comparison {
+    suites: Vec<String>,
+    differences: Vec<String>,
+    columns: Vec<Column>,
+    /// Every other result against the first.
+    deltas: Vec<Deltas>,
+}
+
+/// One result over the common suites.
+#[derive(Serialize)]
+struct Column {
+    label: String,
+    results: PathBuf,
+    drafter: Option<String>,
+    suites: Vec<SuiteResult>,
+    domains: Vec<DomainResult>,
+    overall: Metrics,
+}
+
+impl Column {
+    fn new(one: &Labelled, common: &[String]) -> Self {
+        let of = |name: &String| one.results.suites.iter().find(|suite| suite.name == *name).cloned();
+        let scored = |suite: SuiteResult| Scored { length: one.length(&suite), suite };
+        let scored: Vec<Scored> = common.iter().filter_map(of).map(scored).collect();
+        let (domains, overall) = averages(&scored);
+        Self {
+            label: one.label.clone(),
+            results: one.path.clone(),
+            drafter: one.results.drafter.as_ref().map(|drafter| drafter.path.clone()),
+            domains,
+            overall,
+            suites: scored.into_iter().map(|one| one.suite).collect(),
+        }
+    }
+
+    /// The metrics of every row of the table.
+    fn rows(&self) -> impl Iterator<Item = &Metrics> {
+        let suites = self.suites.iter().map(|suite| &suite.metrics);
+        suites.chain(self.domains.iter().map(|domain| &domain.metrics)).chain([&self.overall])
+    }
+}
+
+impl Comparison {
+    fn render(&self) -> String {
+        let mut parts = vec![self.table().render()];
+        parts.extend(self.deltas.iter().map(Deltas::render));
+        parts.push(
+            "Domains and overall are means over suites; speed-up is over plain decoding in the same run.\n\
+             Intervals hold 95 % of 2000 bootstrap resamples of prompts.\n"
+                .to_string(),
+        );
+        parts.extend(self.differences.iter().map(|difference| format!("! {difference}\n")));
+        parts.join("\n")
+    }
+
+    fn table(&self) -> Table {
+        let labels = || self.columns.iter().map(|column| column.label.clone());
+        let mut table =
+            Table::new(std::iter::once("suite".to_string()).chain(labels()).chain(labels()).collect());
+        table.title(1, "");
+        table.title(self.columns.len(), "accepted length τ");
+        table.title(self.columns.len(), "speed-up");
+        let mut rows: Vec<_> = self.columns.iter().map(Column::rows).collect();
+        for (i, name) in self.names().into_iter().enumerate() {
+            if i == self.suites.len() {
+                table.rule();
+            }
+            let metrics: Vec<Option<&Metrics>> = rows.iter_mut().map(Iterator::next).collect();
+            let lengths = metrics.iter().map(|m| number(m.and_then(|m| m.accepted_length), 2));
+            let speeds = metrics.iter().map(|m| factor(m.and_then(|m| m.speed_up)));
+            table.row(std::iter::once(name).chain(lengths).chain(speeds).collect());
+        }
+        table
+    }
+
+    /// Names of the rows.
+    fn names(&self) -> Vec<String> {
+        let domains = self.columns.iter().take(1).flat_map(|column| &column.domains);
+        let names = self.suites.iter().cloned().chain(domains.map(|domain| domain.domain.to_string()));
+        names.chain(["overall".into()]).collect()
+    }
+}

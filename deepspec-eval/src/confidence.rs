@@ -1,0 +1,200 @@
+//! How far a drafter's confidences can be believed, and what cutting blocks by them would give.
+
+use deepspec_core::rng::{Purpose, Stream};
+use deepspec_decode::Cycle;
+use deepspec_schedule::ScheduleError;
+use deepspec_schedule::calibrate::Calibration;
+use deepspec_schedule::reliability::{Reliability, ReliabilityReport};
+use serde::{Deserialize, Serialize};
+
+/// Thresholds of the sweep: 0, 0.05, …, 0.95.
+const THRESHOLDS: u32 = 20;
+/// Times that labels are drawn for the noise of the calibration error.
+const DRAWS: u64 = 200;
+
+/// What the results say of the confidences of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ConfidenceResult {
+    /// Of the confidences as the run used them.
+    pub reliability: ReliabilityReport,
+    /// Of the confidences as the head gives them, where the run had calibrated them.
+    pub uncalibrated: Option<ReliabilityReport>,
+    /// What thresholds on the confidence would give; empty where the run itself cut its blocks.
+    pub sweep: Vec<SweepPoint>,
+}
+
+/// The cycles of a run, had their blocks been cut before the first token of lower confidence. An estimate: each cycle is cut
+/// where it stands, while in a real run the cycles after it would start elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct SweepPoint {
+    /// The threshold.
+    pub threshold: f64,
+    /// Drafted tokens that would be verified.
+    pub proposed: u64,
+    /// Of these, accepted ones.
+    pub accepted: u64,
+    /// Tokens that would be committed.
+    pub committed: u64,
+    /// Cycles.
+    pub cycles: u64,
+}
+
+impl SweepPoint {
+    /// τ.
+    pub fn accepted_length(&self) -> f64 {
+        self.committed as f64 / self.cycles as f64
+    }
+
+    /// Tokens that the target verifies per token committed; the anchor of a cycle is verified too.
+    pub fn verified_per_committed(&self) -> f64 {
+        (self.proposed + self.cycles) as f64 / self.committed as f64
+    }
+}
+
+/// One block as it was verified.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Observed {
+    /// Confidence logits of the verified tokens.
+    pub logits: Vec<f32>,
+    /// How many of them were accepted, before a stop token cut the answer.
+    pub survived: usize,
+}
+
+/// The confidences of cycles; None without a confidence head.
+///
+/// # Errors
+/// A logit is NaN, or there are more logits than positions.
+pub fn measure<'c>(
+    cycles: impl Iterator<Item = &'c Cycle> + Clone,
+    positions: usize,
+    temperatures: Option<&[f64]>,
+    cut: bool,
+) -> Result<Option<ConfidenceResult>, ScheduleError> {
+    let cycles = cycles.filter(|cycle| !cycle.confidence.is_empty());
+    if cycles.clone().next().is_none() {
+        return Ok(None);
+    }
+    let raw = filled(&[], positions)?;
+    let used = filled(temperatures.unwrap_or_default(), positions)?;
+    let report = |calibration: &Calibration| {
+        let observed = cycles.clone().map(|cycle| (cycle.confidence.as_slice(), cycle.survived as usize));
+        reliability(observed, positions, calibration)
+    };
+    let sweep = |step| sweep_point(cycles.clone(), &used, f64::from(step) / f64::from(THRESHOLDS));
+    Ok(Some(ConfidenceResult {
+        reliability: report(&used)?,
+        uncalibrated: temperatures.map(|_| report(&raw)).transpose()?,
+        sweep: if cut { vec![] } else { (0..THRESHOLDS).map(sweep).collect::<Result<_, _>>()? },
+    }))
+}
+
+/// Temperatures for all positions; those not given are 1.
+pub fn filled(temperatures: &[f64], positions: usize) -> Result<Calibration, ScheduleError> {
+    Calibration::new((0..positions).map(|k| temperatures.get(k).copied().unwrap_or(1.0)).collect())
+}
+
+/// Reliability of logits under these temperatures.
+///
+/// # Errors
+/// A logit is NaN, or there are more logits than positions.
+pub fn reliability<'o>(
+    observed: impl Iterator<Item = (&'o [f32], usize)>,
+    positions: usize,
+    calibration: &Calibration,
+) -> Result<ReliabilityReport, ScheduleError> {
+    let mut sums = Reliability::new(positions);
+    for (logits, survived) in observed {
+        sums.update(&calibration.confidences(logits)?, survived)?;
+    }
+    Ok(sums.finish())
+}
+
+/// The 95 % quantile of the calibration error, averaged over positions as in a report's summary, of outcomes that are drawn
+/// from these very confidences: what is left of it when nothing is wrong but chance.
+///
+/// # Errors
+/// As [`reliability`].
+pub fn noise(
+    observed: &[Observed],
+    positions: usize,
+    calibration: &Calibration,
+) -> Result<f64, ScheduleError> {
+    let confidences: Vec<Vec<f64>> =
+        observed.iter().map(|block| calibration.confidences(&block.logits)).collect::<Result<_, _>>()?;
+    let mut errors = vec![];
+    for draw in 0..DRAWS {
+        let stream = Stream::new(draw, "labels");
+        let mut sums = Reliability::new(positions);
+        for (i, row) in confidences.iter().enumerate() {
+            let uniform = |k: usize| stream.uniform(i as u64, Purpose::Accept, k as u64);
+            let survived = row.iter().enumerate().take_while(|(k, c)| uniform(*k) < **c).count();
+            sums.update(row, survived)?;
+        }
+        errors.extend(sums.finish().summary.map(|summary| summary.ece));
+    }
+    errors.sort_by(f64::total_cmp);
+    Ok(errors.get(errors.len() * 95 / 100).copied().unwrap_or(0.0))
+}
+
+fn sweep_point<'c>(
+    cycles: impl Iterator<Item = &'c Cycle>,
+    calibration: &Calibration,
+    threshold: f64,
+) -> Result<SweepPoint, ScheduleError> {
+    let mut point = SweepPoint { threshold, proposed: 0, accepted: 0, committed: 0, cycles: 0 };
+    for cycle in cycles {
+        let confidences = calibration.confidences(&cycle.confidence)?;
+        let kept = confidences.iter().take_while(|&&c| c >= threshold).count() as u32;
+        let accepted = cycle.accepted.min(kept);
+        // A stop token that is still among the accepted ones leaves no bonus token, and ends the proposal.
+        let stopped = cycle.committed == cycle.accepted && accepted == cycle.accepted;
+        point.proposed += u64::from(kept.min(cycle.proposed));
+        point.accepted += u64::from(accepted);
+        point.committed += u64::from(accepted + u32::from(!stopped));
+        point.cycles += 1;
+    }
+    Ok(point)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cycle(logits: &[f32], accepted: u32, committed: u32) -> Cycle {
+        let proposed = if committed == accepted { accepted } else { logits.len() as u32 };
+        Cycle { proposed, accepted, committed, survived: accepted, confidence: logits.to_vec() }
+    }
+
+    #[test]
+    fn the_sweep_begins_with_what_the_run_did_and_ends_with_plain_decoding() {
+        let sure = 9.0;
+        let cycles =
+            [cycle(&[1.0, 0.0, -1.0], 2, 3), cycle(&[sure, sure, -3.0], 2, 2), cycle(&[-4.0, 3.0], 0, 1)];
+        let found = measure(cycles.iter(), 3, None, false).unwrap().unwrap();
+        let first = found.sweep[0];
+        assert_eq!((first.proposed, first.accepted, first.committed, first.cycles), (7, 4, 6, 3));
+        // At 0.95 only the second block keeps tokens, and its stop token is among them.
+        let last = found.sweep[19];
+        assert_eq!((last.proposed, last.accepted, last.committed, last.cycles), (2, 2, 4, 3));
+        assert_eq!((last.accepted_length(), last.verified_per_committed()), (4.0 / 3.0, 5.0 / 4.0));
+        for pair in found.sweep.windows(2) {
+            assert!(pair[1].proposed <= pair[0].proposed && pair[1].committed <= pair[0].committed);
+        }
+        assert!(measure(cycles.iter(), 3, None, true).unwrap().unwrap().sweep.is_empty());
+        assert_eq!(measure([cycle(&[], 0, 1)].iter(), 3, None, false), Ok(None));
+        assert!(measure([cycle(&[f32::NAN], 0, 1)].iter(), 3, None, false).is_err());
+    }
+
+    #[test]
+    fn temperatures_show_before_and_after() {
+        let cycles = [cycle(&[2.0], 1, 2), cycle(&[2.0], 0, 1)];
+        let found = measure(cycles.iter(), 1, Some(&[1e6]), false).unwrap().unwrap();
+        let ece = |report: &ReliabilityReport| report.summary.unwrap().ece;
+        assert!(
+            ece(&found.reliability) < 1e-5,
+            "half of them are accepted, and now one half is what it says"
+        );
+        assert!((ece(found.uncalibrated.as_ref().unwrap()) - 0.3808).abs() < 1e-4); // σ(2) − 0.5
+        assert_eq!(measure(cycles.iter(), 1, None, false).unwrap().unwrap().uncalibrated, None);
+    }
+}

@@ -1,0 +1,199 @@
+//! What `run` is told, checked as far as it can be before anything is read.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use deepspec_core::suite::Domain;
+use deepspec_core::usage;
+
+use crate::results::{self, Turns};
+
+/// What to decode with what, and how.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder or hub id (owner/name, owner/name@revision) of the Hugging Face model whose answers are generated
+    #[arg(long, value_name = "M")]
+    pub target: String,
+    /// Folder or hub id of a drafter checkpoint, or of a smaller language model of the same tokenizer, or `none` for plain
+    /// decoding
+    #[arg(long, value_name = "D")]
+    pub draft: String,
+    /// Suite to score; may be repeated, and adds to --domain
+    #[arg(long = "suite", value_name = "NAME")]
+    pub suites: Vec<String>,
+    /// Score the suites of a domain: the published ones that are there, else the smoke suite; may be repeated.
+    /// Without --suite and --domain it is all domains
+    #[arg(long = "domain", value_name = "DOMAIN", value_parser = domain_parser())]
+    pub domains: Vec<Domain>,
+    /// Folder of the suites' files
+    #[arg(long, value_name = "DIR", default_value = "eval_datasets")]
+    pub suites_dir: PathBuf,
+    /// Score at most this many samples of each suite
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 1.0)]
+    pub temperature: f64,
+    /// Generate at most this many tokens per sample and turn
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    pub max_new_tokens: usize,
+    /// Samples decoded at once; changes speed and speed-up, not answers
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub slots: usize,
+    /// Decides every draw; every sample is answered once with each of several, given by commas or by repeating the flag. The
+    /// first one also decides which rows of a suite with more rows than published are scored
+    #[arg(long = "seed", value_name = "SEED", value_delimiter = ',', default_values_t = [980_406])]
+    pub seeds: Vec<u64>,
+    /// Cut each block before the first token of lower confidence
+    #[arg(long, value_name = "T")]
+    pub confidence_threshold: Option<f64>,
+    /// Divide the confidence logits by the temperatures that `deepspec-eval calibrate` found for this drafter
+    #[arg(long, value_name = "FILE")]
+    pub calibration: Option<PathBuf>,
+    /// Verify at most this many drafted tokens per cycle; of a language model as drafter just so many (else 7)
+    #[arg(long, value_name = "N")]
+    pub max_draft_tokens: Option<usize>,
+    /// Draft without the drafter's Markov head, to see what it contributes
+    #[arg(long)]
+    pub no_markov: bool,
+    /// The chat template's `enable_thinking`
+    #[arg(long, value_enum, value_name = "ON", default_value_t = Switch::Off)]
+    pub thinking: Switch,
+    /// Turns of a sample that are answered; the later ones follow the model's own answers
+    #[arg(long, value_enum, default_value_t = Turns::First)]
+    pub turns: Turns,
+    /// System message before every prompt
+    #[arg(long, value_name = "TEXT")]
+    pub system_prompt: Option<String>,
+    /// Where the models run: auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// Kind of the weights; auto is float32 on the CPU and bfloat16 on a GPU
+    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
+    pub dtype: Dtype,
+    /// Do not decode the samples again without the drafter, and so measure no speed-up
+    #[arg(long)]
+    pub no_baseline: bool,
+    /// Decode only part I of N of every suite's samples and leave the answers in the output folder. When all parts are done,
+    /// the same command without --shard gathers them and writes the results
+    #[arg(long, value_name = "I/N")]
+    pub shard: Option<Shard>,
+    /// Folder for results.json, report.md, report.html, plots, traces.parquet and outputs.jsonl. An evaluation that was
+    /// interrupted goes on from the answers that are there
+    #[arg(long, value_name = "D")]
+    pub output_dir: PathBuf,
+    /// Replace results that exist, and start again where an evaluation was interrupted
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Print results.json instead of tables
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// On or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Switch {
+    /// On.
+    On,
+    /// Off.
+    Off,
+}
+
+/// Kind of the weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Dtype {
+    /// What suits the device.
+    Auto,
+    /// 32-bit floating point.
+    Float32,
+    /// Brain floating point.
+    Bfloat16,
+}
+
+/// Part `index` of `count`, from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    /// From 1.
+    pub index: usize,
+    /// At least `index`.
+    pub count: usize,
+}
+
+impl FromStr for Shard {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
+        match numbers {
+            Some((index, count)) if (1..=count).contains(&index) => Ok(Self { index, count }),
+            _ => Err("expected a part and how many there are, such as 1/4".into()),
+        }
+    }
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.index, self.count)
+    }
+}
+
+/// Reads a domain's name, and lets the help text show them all.
+fn domain_parser() -> impl TypedValueParser<Value = Domain> {
+    PossibleValuesParser::new(Domain::ALL.map(Domain::name)).try_map(|name| name.parse::<Domain>())
+}
+
+impl Args {
+    /// The drafter, if there is one.
+    pub fn draft(&self) -> Option<&str> {
+        (self.draft != "none").then_some(self.draft.as_str())
+    }
+
+    /// Checks what can be checked before anything is read.
+    ///
+    /// # Errors
+    /// Usage errors.
+    pub fn check(&self) -> anyhow::Result<()> {
+        let counts = [
+            ("--limit", self.limit),
+            ("--max-new-tokens", Some(self.max_new_tokens)),
+            ("--slots", Some(self.slots)),
+            ("--max-draft-tokens", self.max_draft_tokens),
+        ];
+        if let Some((flag, _)) = counts.iter().find(|(_, count)| *count == Some(0)) {
+            usage!("{flag} must be at least 1");
+        }
+        if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
+            usage!("--temperature must be 0 or a positive number, not {}", self.temperature);
+        }
+        if let Some(seed) =
+            self.seeds.iter().enumerate().find_map(|(i, s)| self.seeds[..i].contains(s).then_some(s))
+        {
+            usage!("--seed {seed} is given twice; its answers would be the same");
+        }
+        if let Some(threshold) =
+            self.confidence_threshold.filter(|threshold| !(0.0..=1.0).contains(threshold))
+        {
+            usage!("--confidence-threshold must be between 0 and 1, not {threshold}");
+        }
+        let needs_drafter = [
+            ("--confidence-threshold", self.confidence_threshold.is_some()),
+            ("--calibration", self.calibration.is_some()),
+            ("--max-draft-tokens", self.max_draft_tokens.is_some()),
+            ("--no-markov", self.no_markov),
+        ];
+        if let Some((flag, _)) = needs_drafter.iter().find(|(_, given)| *given && self.draft().is_none()) {
+            usage!("{flag} needs a drafter, but --draft is none");
+        }
+        if let Some(shard) = self.shard.filter(|_| self.overwrite) {
+            usage!(
+                "--overwrite with --shard {shard} would drop what the other shards decoded; empty the folder first"
+            );
+        }
+        if self.output_dir.join(results::FILE).exists() && !self.overwrite {
+            usage!("{} has results already; --overwrite replaces them", self.output_dir.display());
+        }
+        Ok(())
+    }
+}

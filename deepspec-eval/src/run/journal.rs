@@ -1,0 +1,212 @@
+//! What an evaluation has decoded so far: a line per answer, kept in the output folder until the results are written.
+//!
+//! An interrupted evaluation is gone on with by the same command, and one that is spread over processes (`--shard`) leaves
+//! its answers here for the process that gathers them. Answers do not depend on who decoded what beside them, so it does not
+//! matter how often either happens.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::FileError;
+use deepspec_core::jsonl::Appender;
+use deepspec_core::usage;
+use deepspec_decode::{Completion, Cycle, Finish};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::args::Shard;
+use crate::results::Timing;
+
+const FORMAT: &str = "deepspec-eval-journal 1";
+
+/// Whether an answer was drafted or decoded plainly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Arm {
+    /// With the drafter of the run, or without one if it has none.
+    Main,
+    /// Plain decoding beside a drafter.
+    Baseline,
+}
+
+/// Which answer.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Key {
+    /// How it was decoded.
+    pub arm: Arm,
+    /// The suite's name.
+    pub suite: String,
+    /// The sample's id.
+    pub sample: String,
+    /// Seed of its draws.
+    pub seed: u64,
+    /// Turn of the conversation, from 0.
+    pub turn: usize,
+}
+
+/// An answer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    /// Which one.
+    pub key: Key,
+    /// Tokens of its prompt.
+    pub prompt_tokens: usize,
+    /// Its tokens.
+    pub tokens: Vec<i64>,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Its verifications.
+    pub cycles: Vec<Cycle>,
+    /// What went by since the answer before it.
+    pub timing: Timing,
+}
+
+impl Entry {
+    /// The answer as the engine reported it.
+    pub fn completion(self, id: String) -> Completion {
+        Completion { id, tokens: self.tokens, finish: self.finish, cycles: self.cycles }
+    }
+}
+
+/// The first line of a journal.
+#[derive(Serialize, Deserialize)]
+struct Header {
+    format: String,
+    run: Map<String, Value>,
+}
+
+/// The journals of an output folder, one of which is this process's own.
+pub struct Journal {
+    own: Appender,
+    /// What its first line will be, until it is written.
+    header: Option<Header>,
+    /// Keep other processes from writing to any of the files meanwhile.
+    _locks: Vec<File>,
+    files: Vec<PathBuf>,
+    earlier: HashMap<Key, Entry>,
+}
+
+impl Journal {
+    /// Opens the journals in `dir` that earlier or other processes left, and the one of this process. `run` says what
+    /// decides the answers: journals of another run are refused, or dropped with `overwrite`.
+    ///
+    /// # Errors
+    /// Usage errors: journals of another run, another process that writes the same one. Any I/O failure, with the path.
+    pub fn open(
+        dir: &Path,
+        shard: Option<Shard>,
+        run: &Map<String, Value>,
+        overwrite: bool,
+    ) -> anyhow::Result<Self> {
+        let own = dir.join(shard.map_or("journal.jsonl".into(), |shard| {
+            format!("journal-{}-of-{}.jsonl", shard.index, shard.count)
+        }));
+        // A shard minds its own; whoever gathers needs them all.
+        let mut files = if shard.is_some() { vec![] } else { journals(dir)? };
+        if overwrite {
+            remove(&files)?;
+            files.clear();
+        }
+        files.retain(|file| *file != own);
+        files.push(own.clone());
+        let locks = files.iter().map(|file| lock(file)).collect::<anyhow::Result<Vec<_>>>()?;
+        let appender = Appender::open(&own)?;
+        let (mut earlier, mut begun) = (HashMap::new(), false);
+        for file in &files {
+            begun = read(file, run, &mut earlier)?; // our own is the last
+        }
+        // The first answer brings the header with it: a run that fails before is no evaluation to go on with.
+        let header = (!begun).then(|| Header { format: FORMAT.into(), run: run.clone() });
+        if !earlier.is_empty() {
+            tracing::info!("{} answers are there already", earlier.len());
+        }
+        Ok(Self { own: appender, header, _locks: locks, files, earlier })
+    }
+
+    /// The answer, if it is there already.
+    pub fn take(&mut self, key: &Key) -> Option<Entry> {
+        self.earlier.remove(key)
+    }
+
+    /// Keeps an answer.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn keep(&mut self, entry: &Entry) -> anyhow::Result<()> {
+        if let Some(header) = self.header.take() {
+            self.own.append(&header)?;
+        }
+        Ok(self.own.append(entry)?)
+    }
+
+    /// Removes the journals, once the results stand for them.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn remove(self) -> anyhow::Result<()> {
+        remove(&self.files)
+    }
+}
+
+fn journals(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let mut files = vec![];
+    for entry in fs::read_dir(dir).map_err(FileError::at("reading", dir))? {
+        let name = entry.map_err(FileError::at("reading", dir))?.file_name();
+        if name.to_str().is_some_and(|name| name.starts_with("journal") && name.ends_with(".jsonl")) {
+            files.push(dir.join(name));
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn lock(file: &Path) -> anyhow::Result<File> {
+    let open = File::options().append(true).create(true).open(file);
+    let handle = open.map_err(FileError::at("opening", file))?;
+    if handle.try_lock().is_err() {
+        usage!("{} is being written by another process; wait for it, or end it", file.display());
+    }
+    Ok(handle)
+}
+
+fn remove(files: &[PathBuf]) -> anyhow::Result<()> {
+    for file in files {
+        fs::remove_file(file).map_err(FileError::at("removing", file))?;
+    }
+    Ok(())
+}
+
+/// Adds what a journal holds; whether it holds anything. Lines that are torn or damaged are decoded again.
+fn read(file: &Path, run: &Map<String, Value>, earlier: &mut HashMap<Key, Entry>) -> anyhow::Result<bool> {
+    let opened = File::open(file).map_err(FileError::at("opening", file))?;
+    let mut lines = BufReader::new(opened).split(b'\n');
+    let mut next = || lines.next().transpose().map_err(FileError::at("reading", file));
+    let Some(first) = next()? else { return Ok(false) };
+    let header = match serde_json::from_slice::<Header>(&first) {
+        Ok(header) if header.format == FORMAT => header,
+        _ => usage!("{}: not a journal that this version writes; remove it", file.display()),
+    };
+    let names: Vec<&String> = run.keys().chain(header.run.keys()).collect();
+    if let Some(name) = names.into_iter().find(|name| run.get(*name) != header.run.get(*name)) {
+        let of = |run: &Map<String, Value>| run.get(name).map_or("nothing".into(), Value::to_string);
+        usage!(
+            "{} is of another evaluation, which was not finished: its {name} is {}, now it is {}; --overwrite drops it",
+            file.display(),
+            of(&header.run),
+            of(run)
+        );
+    }
+    let mut damaged = 0;
+    while let Some(line) = next()? {
+        match serde_json::from_slice::<Entry>(&line) {
+            Ok(entry) => drop(earlier.insert(entry.key.clone(), entry)),
+            Err(_) => damaged += 1,
+        }
+    }
+    if damaged > 0 {
+        tracing::warn!("{}: {damaged} lines are no answers; they are decoded again", file.display());
+    }
+    Ok(true)
+}

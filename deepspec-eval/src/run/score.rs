@@ -1,0 +1,64 @@
+//! From answers to what the results say of a suite.
+
+use std::collections::BTreeMap;
+
+use deepspec_decode::Tally;
+use deepspec_suites::Prepared;
+
+use super::decode::{Answer, Pass};
+use crate::confidence::{self, ConfidenceResult};
+use crate::results::{Baseline, Metrics, Scored, Settings, SuiteResult};
+use crate::statistics::{Counts, Estimate};
+
+/// Scores the suites; `plain` is plain decoding of the same samples.
+pub fn all(suites: &[Prepared], drafted: &[Pass], plain: Option<&[Pass]>, block_size: usize) -> Vec<Scored> {
+    let plain = plain.into_iter().flatten().map(Some).chain(std::iter::repeat(None));
+    let passes = suites.iter().zip(drafted).zip(plain);
+    passes.map(|((suite, pass), plain)| score(suite, pass, plain, block_size)).collect()
+}
+
+fn score(suite: &Prepared, pass: &Pass, plain: Option<&Pass>, block_size: usize) -> Scored {
+    let counts = tally(&pass.answers, block_size);
+    let baseline = plain.map(|plain| Baseline::new(tally(&plain.answers, 0).output_tokens, plain.timing));
+    let name = suite.rows.suite.name.to_string();
+    let mut prompts = BTreeMap::<&str, Counts>::new();
+    for answer in &pass.answers {
+        let prompt = prompts.entry(&suite.ids[answer.sample]).or_default();
+        prompt.cycles += answer.completion.cycles.len() as u64;
+        prompt.committed += answer.completion.cycles.iter().map(|c| u64::from(c.committed)).sum::<u64>();
+    }
+    let length = Estimate::accepted_length(&name, prompts);
+    let suite = SuiteResult {
+        name,
+        domain: suite.rows.suite.domain,
+        file: suite.rows.path.display().to_string(),
+        file_digest: suite.rows.digest.clone(),
+        rows: suite.rows.total,
+        skipped: suite.skipped.clone(),
+        shortened: suite.shortened,
+        unasked: pass.unasked,
+        prompt_tokens: pass.answers.iter().map(|answer| answer.prompt_tokens as u64).sum(),
+        metrics: Metrics::new(&counts, &pass.timing, baseline.as_ref()),
+        counts,
+        timing: pass.timing,
+        baseline,
+    };
+    Scored { suite, length }
+}
+
+fn tally(answers: &[Answer], block_size: usize) -> Tally {
+    let mut counts = Tally::new(block_size);
+    answers.iter().for_each(|answer| counts.add(&answer.completion));
+    counts
+}
+
+/// The confidences of all cycles, if there are any that can be counted.
+pub fn confidence(passes: &[Pass], block_size: usize, settings: &Settings) -> Option<ConfidenceResult> {
+    let answers = passes.iter().flat_map(|pass| &pass.answers);
+    let cycles = answers.flat_map(|answer| &answer.completion.cycles);
+    let cut = settings.confidence_threshold.is_some_and(|threshold| threshold > 0.0);
+    confidence::measure(cycles, block_size, settings.calibration.as_deref(), cut).unwrap_or_else(|problem| {
+        tracing::warn!("the confidences are not judged: {problem}");
+        None
+    })
+}

@@ -1,0 +1,240 @@
+//! How sure an accepted length is: bootstrap over prompts (Efron 1979), alone and paired.
+//!
+//! The cycles of one prompt resemble each other, so prompts are what is resampled, each with all its cycles, turns and
+//! seeds. A suite's τ is a ratio of sums over its prompts; domains and overall are means over suites. A resample gives
+//! every prompt a weight of its own, drawn from Poisson(1) (Hanley & MacGibbon 2006) by suite, sample and resample alone: two
+//! results over the same prompts see the same resamples, and the differences between them are paired differences.
+
+use deepspec_core::rng::{Purpose, Stream};
+use serde::{Deserialize, Serialize};
+
+/// Resamples; the ends of a 95 % interval then stand on 50 resamples each.
+const RESAMPLES: usize = 2000;
+/// Any constant: intervals should not change from one look to the next.
+const SEED: u64 = 1979;
+/// Half of what a 95 % interval leaves out.
+const TAIL: f64 = 0.025;
+
+/// What one prompt gave, over all its turns and seeds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Committed tokens.
+    pub committed: u64,
+    /// Cycles.
+    pub cycles: u64,
+}
+
+/// The 95 % bootstrap interval of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Interval {
+    /// Its lower end.
+    pub low: f64,
+    /// Its upper end.
+    pub high: f64,
+}
+
+/// A value, and the values it takes over resampled prompts.
+#[derive(Debug, Clone)]
+pub struct Estimate {
+    /// The value over the prompts themselves.
+    pub value: Option<f64>,
+    /// One value per resample, NaN where there is nothing to divide.
+    resampled: Vec<f64>,
+}
+
+impl Estimate {
+    /// τ of a suite over its prompts, by sample id.
+    pub fn accepted_length<'p>(suite: &str, prompts: impl IntoIterator<Item = (&'p str, Counts)>) -> Self {
+        Self::resample(suite, prompts, RESAMPLES)
+    }
+
+    fn resample<'p>(
+        suite: &str,
+        prompts: impl IntoIterator<Item = (&'p str, Counts)>,
+        resamples: usize,
+    ) -> Self {
+        let (mut total, mut speaking) = ([0.0; 2], 0);
+        let mut resampled = vec![[0.0; 2]; resamples];
+        for (sample, counts) in prompts.into_iter().filter(|(_, counts)| counts.cycles > 0) {
+            let stream = Stream::new(SEED, &format!("{suite}/{sample}"));
+            let add = |sums: &mut [f64; 2], weight: f64| {
+                sums[0] += weight * counts.committed as f64;
+                sums[1] += weight * counts.cycles as f64;
+            };
+            add(&mut total, 1.0);
+            for (resample, sums) in resampled.iter_mut().enumerate() {
+                add(sums, poisson(stream.uniform(resample as u64, Purpose::Resample, 0)));
+            }
+            speaking += 1;
+        }
+        let ratio = |[committed, cycles]: [f64; 2]| committed / cycles;
+        Self {
+            value: (speaking > 0).then(|| ratio(total)),
+            // A single prompt says nothing about how prompts differ.
+            resampled: if speaking > 1 { resampled.into_iter().map(ratio).collect() } else { vec![] },
+        }
+    }
+
+    /// A value of which nothing more is known.
+    pub fn bare(value: Option<f64>) -> Self {
+        Self { value, resampled: vec![] }
+    }
+
+    /// The mean over the suites that have a value. There is no interval unless each of them has one.
+    pub fn mean<'e>(suites: impl IntoIterator<Item = &'e Self>) -> Self {
+        let suites: Vec<_> = suites.into_iter().filter_map(|suite| Some((suite.value?, suite))).collect();
+        let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / suites.len() as f64;
+        let resamples = suites.iter().map(|(_, suite)| suite.resampled.len()).min().unwrap_or(0);
+        Self {
+            value: (!suites.is_empty()).then(|| mean(&mut suites.iter().map(|(value, _)| *value))),
+            resampled: (0..resamples)
+                .map(|i| mean(&mut suites.iter().map(|(_, suite)| suite.resampled[i])))
+                .collect(),
+        }
+    }
+
+    /// How much larger it is than `other`, resample by resample.
+    pub fn minus(&self, other: &Self) -> Self {
+        Self {
+            value: self.value.zip(other.value).map(|(a, b)| a - b),
+            resampled: self.resampled.iter().zip(&other.resampled).map(|(a, b)| a - b).collect(),
+        }
+    }
+
+    /// Where 95 % of the resampled values lie.
+    pub fn interval(&self) -> Option<Interval> {
+        self.value?;
+        let mut values: Vec<f64> = self.resampled.iter().copied().filter(|value| !value.is_nan()).collect();
+        values.sort_by(f64::total_cmp);
+        let last = values.len().checked_sub(1)? as f64;
+        let at = |share: f64| {
+            let (place, part) = ((share * last).floor() as usize, (share * last).fract());
+            let next = values[(place + 1).min(last as usize)];
+            values[place] + part * (next - values[place])
+        };
+        Some(Interval { low: at(TAIL), high: at(1.0 - TAIL) })
+    }
+
+    /// Two-sided p-value of "the value is 0": twice the smaller share of resamples on either side of 0, 0 on both, and
+    /// never less than the resamples can tell.
+    pub fn p_value(&self) -> Option<f64> {
+        self.value?;
+        let values = || self.resampled.iter().filter(|value| !value.is_nan());
+        let (below, above) =
+            (values().filter(|v| **v <= 0.0).count(), values().filter(|v| **v >= 0.0).count());
+        let share = |count: usize| (count + 1) as f64 / (values().count() + 1) as f64;
+        (values().count() > 0).then(|| (2.0 * share(below.min(above))).min(1.0))
+    }
+}
+
+/// The Poisson(1) number at this place of its distribution.
+fn poisson(uniform: f64) -> f64 {
+    let (mut count, mut mass) = (0.0, (-1.0f64).exp());
+    let mut below = mass;
+    while uniform >= below && mass > f64::EPSILON {
+        count += 1.0;
+        mass /= count;
+        below += mass;
+    }
+    count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Prompts whose own accepted lengths differ: mean 2 + `shift`, spread evenly over ±1; 3 to 30 cycles each.
+    fn prompts(experiment: u64, count: u64, shift: f64) -> Vec<(String, Counts)> {
+        let stream = Stream::new(experiment, "prompts");
+        let prompt = |i| {
+            let uniform = |lane| stream.uniform(i, Purpose::Init, lane);
+            let cycles = 3 + (28.0 * uniform(0)) as u64;
+            let committed = ((2.0 + shift + 2.0 * uniform(1) - 1.0) * cycles as f64).round() as u64;
+            (format!("{experiment}-{i}"), Counts { committed, cycles })
+        };
+        (0..count).map(prompt).collect()
+    }
+
+    fn tau(suite: &str, prompts: &[(String, Counts)]) -> Estimate {
+        Estimate::resample(suite, prompts.iter().map(|(id, counts)| (id.as_str(), *counts)), 500)
+    }
+
+    #[test]
+    fn the_interval_covers_the_truth_as_often_as_it_says() {
+        let experiments = 400;
+        let covers = |experiment: &u64| {
+            let interval = tau("s", &prompts(*experiment, 60, 0.0)).interval().unwrap();
+            interval.low <= 2.0 && 2.0 <= interval.high
+        };
+        let covered = (0..experiments).filter(covers).count() as f64 / experiments as f64;
+        // Four standard errors of a share of 0.95 over 400 experiments are 0.044.
+        assert!((0.906..=0.994).contains(&covered), "95 % intervals cover {covered}");
+    }
+
+    #[test]
+    fn chance_is_called_significant_as_often_as_it_says() {
+        let experiments = 400;
+        let significant = |experiment: &u64| {
+            let [a, b] = [2 * experiment, 2 * experiment + 1].map(|arm| tau("s", &prompts(arm, 60, 0.0)));
+            a.minus(&b).p_value().unwrap() < 0.05
+        };
+        let rate = (0..experiments).filter(significant).count() as f64 / experiments as f64;
+        assert!((0.006..=0.094).contains(&rate), "p < 0.05 in {rate} of null experiments");
+        let [a, b] = [0.0, 0.5].map(|shift| tau("s", &prompts(7, 60, shift)));
+        assert!(b.minus(&a).p_value().unwrap() < 0.01, "half a token over the same prompts is no chance");
+    }
+
+    #[test]
+    fn swapping_the_arms_negates() {
+        let suite = |name: &str, seed, shift| tau(name, &prompts(seed, 40, shift));
+        let arm = |shift| Estimate::mean(&[suite("a", 1, shift), suite("b", 2, shift)]);
+        let (a, b) = (arm(0.0), arm(0.2));
+        let (there, back) = (b.minus(&a), a.minus(&b));
+        assert_eq!(there.value.unwrap(), -back.value.unwrap());
+        assert_eq!(there.p_value(), back.p_value());
+        let (one, other) = (there.interval().unwrap(), back.interval().unwrap());
+        assert!((one.low + other.high).abs() < 1e-12 && (one.high + other.low).abs() < 1e-12);
+        assert_eq!(a.minus(&a).p_value(), Some(1.0));
+    }
+
+    #[test]
+    fn pairing_sees_what_prompts_share() {
+        // The second arm accepts a little more on every prompt; prompts themselves differ much more than that.
+        let (a, b) = (prompts(3, 80, 0.0), prompts(3, 80, 0.1));
+        let paired = tau("s", &b).minus(&tau("s", &a));
+        let unpaired = tau("s", &b).minus(&tau("t", &a));
+        let width = |estimate: &Estimate| estimate.interval().map(|i| i.high - i.low).unwrap();
+        assert!(width(&paired) < width(&unpaired) / 4.0);
+        assert!(paired.p_value().unwrap() < 0.01 && unpaired.p_value().unwrap() > 0.05);
+    }
+
+    #[test]
+    fn nothing_to_divide_is_no_value() {
+        let of = |counts: &[(u64, u64)]| {
+            let counts = counts.iter().map(|&(committed, cycles)| Counts { committed, cycles });
+            tau("s", &counts.enumerate().map(|(id, counts)| (id.to_string(), counts)).collect::<Vec<_>>())
+        };
+        let none = of(&[(0, 0); 3]);
+        assert_eq!((none.value, none.interval(), none.p_value()), (None, None, None));
+        let one = of(&[(6, 3), (0, 0)]);
+        assert_eq!((one.value, one.interval()), (Some(2.0), None));
+        let two = of(&[(6, 3), (0, 0), (6, 3)]);
+        assert_eq!(two.interval(), Some(Interval { low: 2.0, high: 2.0 }));
+        assert_eq!(
+            Estimate::mean([&none, &two]).interval(),
+            two.interval(),
+            "a suite without cycles is left out"
+        );
+        assert_eq!(Estimate::mean([&one, &two]).interval(), None);
+        assert_eq!(Estimate::mean([]).value, None);
+    }
+
+    #[test]
+    fn weights_are_poisson() {
+        assert_eq!(
+            [0.0, 0.36, 0.37, 0.73, 0.74, 0.919, 0.92].map(poisson),
+            [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0]
+        );
+        assert!(poisson(1.0 - f64::EPSILON / 2.0) < 25.0);
+    }
+}
