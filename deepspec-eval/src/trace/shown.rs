@@ -58,7 +58,7 @@ impl Trace {
                 accepted: texts(kept)?,
                 rejected: texts(fallen)?,
                 bonus: bonus.map(text).transpose()?,
-                confidences: cycle.confidence.clone(),
+                confidences: cycle.confidence.iter().take(verified.len()).map(sigmoid).collect(),
             });
             at += committed;
         }
@@ -101,6 +101,10 @@ impl Trace {
         };
         out
     }
+}
+
+fn sigmoid(logit: &f32) -> f32 {
+    1.0 / (1.0 + (-logit).exp())
 }
 
 /// Text that stays on its line and sends nothing to the terminal.
