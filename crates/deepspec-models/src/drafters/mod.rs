@@ -126,7 +126,7 @@ impl Drafter {
                 proposer.ignore_markov();
                 true
             }
-            Self::Block(_) | Self::Eagle3(_) => false,
+            Self::Block(_) | Self::Eagle3(_) | Self::Causal(_) => false,
         }
     }
 
