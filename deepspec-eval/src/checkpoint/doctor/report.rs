@@ -9,6 +9,8 @@ use super::decode::Asked;
 /// A rise of the accepted length that counts: this much, and this part of what is drafted and accepted now.
 const RISE: f64 = 0.1;
 const RISE_PART: f64 = 0.2;
+/// Trials this close are as good as each other: the first, which is the most usual, is named.
+const TIE: f64 = 0.05;
 /// Two real accepted lengths differ if they are so many standard errors apart.
 const ERRORS: f64 = 3.0;
 
@@ -180,8 +182,9 @@ impl Report {
             let evidence = self.evidence(Cause::Vocabulary);
             return self.blame(Cause::Vocabulary, evidence);
         }
-        let likeliest =
-            self.trials.iter().filter(|trial| trial.counts()).max_by(|a, b| a.gain().total_cmp(&b.gain()));
+        let counted = || self.trials.iter().filter(|trial| trial.counts());
+        let most = counted().map(Trial::gain).fold(0.0, f64::max);
+        let likeliest = counted().find(|trial| trial.gain() >= most - TIE);
         if let Some(Trial { cause, what, before, after }) = likeliest.cloned() {
             return self.blame(
                 cause,

@@ -301,9 +301,9 @@ fn score_eagle3(
     };
     let steps = model.config().ttt_length;
     let batch = Eagle3Batch::new(&samples, &objective, steps, captured.device(), model.kind())?;
-    let states = model.states(&batch);
+    let all = model.states(&batch);
     let accept =
-        states.iter().enumerate().map_while(|(step, states)| {
+        all.iter().enumerate().map_while(|(step, states)| {
             let rows = batch.supervised(step);
             let states = states.index_select(0, rows);
             let any = rows.size()[0] > 0;

@@ -125,7 +125,7 @@ fn masks(config: &ModelConfig, tokenizer: &ChatTokenizer) -> Vec<i64> {
     let unused = tokenizer.vocab_size() as i64;
     let special = (0..unused).rev().filter(|&id| tokenizer.is_special(id));
     let mut found: Vec<i64> = vec![];
-    for id in words.chain(KNOWN_MASKS).chain([vocab - 1, unused, unused + 1]).chain(named).chain(special) {
+    for id in words.chain([vocab - 1, unused, unused + 1]).chain(KNOWN_MASKS).chain(named).chain(special) {
         if (0..vocab).contains(&id) && !found.contains(&id) && found.len() < MASKS {
             found.push(id);
         }
