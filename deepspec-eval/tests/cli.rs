@@ -390,8 +390,11 @@ fn drafters_of_other_targets_are_refused() {
     let unsure = written("unsure", &|config| config.confidence = None);
     let args = [&SMALL[..], &["--confidence-threshold", "0.5"]].concat();
     assert_refused(&run(&unsure, &out, &args), 2, &["no confidence head"]);
-    let target = target_dir().display().to_string();
-    assert_refused(&run(&target, &out, &SMALL), 1, &["Qwen3ForCausalLM", "no known drafter"]);
+    let stranger = dir.path().join("stranger");
+    fs::create_dir(&stranger).unwrap();
+    fs::write(stranger.join("config.json"), r#"{"architectures": ["BertModel"]}"#).unwrap();
+    let stranger = stranger.display().to_string();
+    assert_refused(&run(&stranger, &out, &SMALL), 1, &["BertModel", "no known drafter"]);
     assert!(!out.join("results.json").exists());
 }
 
