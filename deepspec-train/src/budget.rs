@@ -15,6 +15,8 @@ use crate::{bench, run};
 pub struct Memory {
     /// The program and its libraries, resident before anything is loaded.
     pub program: u64,
+    /// Code that its libraries compile for the products of a pass.
+    pub code: u64,
     /// The target's embedding and head, which the drafter shares.
     pub frozen: u64,
     /// Working weights.
@@ -47,7 +49,7 @@ impl Memory {
 
     /// What is the host's even then.
     pub fn on_host(&self) -> u64 {
-        self.program + self.loader
+        self.program + self.code + self.loader
     }
 
     /// All of it.
@@ -93,6 +95,7 @@ impl Costs<'_> {
         let pass = self.design.pass_bytes(largest, kind, self.device);
         Memory {
             program: self.program,
+            code: self.design.code_bytes(kind, self.device) as u64,
             frozen: ends * (self.target.vocab_size * self.target.hidden_size) as u64 * bytes,
             weights: weights * bytes,
             gradients: weights * gradients,

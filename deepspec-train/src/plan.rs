@@ -256,7 +256,11 @@ impl Plan<'_> {
             ("attention or losses at work", memory.workspace),
             ("the target", memory.target),
         ];
-        let host = [("states ahead", memory.loader), ("the program", memory.program)];
+        let host = [
+            ("states ahead", memory.loader),
+            ("compiled kernels", memory.code),
+            ("the program", memory.program),
+        ];
         let list = |parts: &[(&str, u64)]| {
             let parts = parts.iter().filter(|(_, bytes)| *bytes > 0);
             parts

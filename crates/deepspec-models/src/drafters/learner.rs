@@ -10,7 +10,7 @@ use super::block::{
     Block, BlockBatch, BlockConfig, BlockTerms, Confidence, Normaliser, TrainSample, anchor_candidates,
     eval_mask, slot_weight,
 };
-use super::cost::{PassBytes, SampleSize};
+use super::cost::{self, PassBytes, SampleSize};
 use super::eagle3::{Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Terms};
 use crate::config::MAX_LAYERS;
 use crate::losses::LossAlphas;
@@ -131,6 +131,15 @@ impl Design {
             Self::Block { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes(), device),
             Self::Eagle3 { config, .. } => config.pass_bytes(samples, kind.elt_size_in_bytes()),
         }
+    }
+
+    /// What the code that is compiled for passes over micro-batches of one size takes, in weights of this kind.
+    pub fn code_bytes(&self, kind: Kind, device: Device) -> usize {
+        let shapes = match self {
+            Self::Block { config, .. } => config.product_shapes(),
+            Self::Eagle3 { config, .. } => config.product_shapes(),
+        };
+        cost::code_bytes(shapes, kind, device)
     }
 
     /// Number of trainable weights.

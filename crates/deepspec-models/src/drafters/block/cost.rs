@@ -5,7 +5,9 @@ use tch::Device;
 
 use super::batch::{TrainSample, eval_mask};
 use super::config::BlockConfig;
-use crate::drafters::cost::{MLP, MLP_AT_WORK, NORMED, PassBytes, SampleSize, family_norms};
+use crate::drafters::cost::{
+    DIRECTIONS, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
+};
 use crate::losses;
 use crate::nn::Heads;
 
@@ -44,6 +46,18 @@ impl BlockConfig {
             layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(MLP * inner));
         }
         PassBytes { kept, layers, objective: self.objective_bytes(slots, bytes, device) }
+    }
+
+    /// Shapes of matrix products in passes over micro-batches of one size.
+    pub fn product_shapes(&self) -> usize {
+        // Scores and outputs, by context and by block.
+        const ATTENTION: usize = 4;
+        // The context is projected apart.
+        let layer = DIRECTIONS * (PROJECTIONS + 1 + ATTENTION);
+        // Logits and their gradient, of whole chunks and of the last; likewise the bias with that of its weight.
+        let head = 2 * (2 + if self.markov.is_some() { 3 } else { 0 });
+        // The taps need no gradient.
+        2 + layer_shapes(&self.model.layers) * layer + head
     }
 
     /// What the losses over `rows` rows work with: a chunk's buffers, states and features of all rows with their gradients and the

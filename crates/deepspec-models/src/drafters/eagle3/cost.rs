@@ -6,7 +6,9 @@ use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::objective::CHUNK;
 use crate::drafters::block::TrainSample;
-use crate::drafters::cost::{MLP, MLP_AT_WORK, NORMED, PassBytes, SampleSize, family_norms};
+use crate::drafters::cost::{
+    DIRECTIONS, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
+};
 use crate::nn::Heads;
 
 /// Float32 tensors of a chunk's logits that the losses have at a time: the target's probabilities, the drafter's logarithms, their
@@ -42,6 +44,13 @@ impl Eagle3Config {
             }
         }
         2.0 * products
+    }
+
+    /// Shapes of matrix products in passes over micro-batches of one size: every step has columns of its own number.
+    pub fn product_shapes(&self) -> usize {
+        let steps = self.ttt_length * layer_shapes(&self.model.layers) * DIRECTIONS * PROJECTIONS;
+        // The taps need no gradient; logits and theirs come in whole chunks and the last.
+        2 + steps + 2 * 2
     }
 
     /// What forward and backward hold at most beside the weights and their gradients, at `bytes` per value.
