@@ -393,6 +393,7 @@ fn drafters_of_other_targets_are_refused() {
     let stranger = dir.path().join("stranger");
     fs::create_dir(&stranger).unwrap();
     fs::write(stranger.join("config.json"), r#"{"architectures": ["BertModel"]}"#).unwrap();
+    fs::copy(dir.path().join("unsure/model.safetensors"), stranger.join("model.safetensors")).unwrap();
     let stranger = stranger.display().to_string();
     assert_refused(&run(&stranger, &out, &SMALL), 1, &["BertModel", "no known drafter"]);
     assert!(!out.join("results.json").exists());

@@ -20,6 +20,7 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
         for (what, effect, facts) in [
             ("target", LENGTHS, target_facts as fn(&Results) -> Vec<(String, Value)>),
             ("", LENGTHS, asked_facts),
+            ("", DRAFTING, drafting_facts),
             ("", SPEEDS, speed_facts),
         ] {
             for ((name, a), (_, b)) in facts(&first.results).iter().zip(&facts(&other.results)) {
@@ -45,6 +46,7 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
 }
 
 const LENGTHS: &str = "accepted lengths are not comparable";
+const DRAFTING: &str = "that is part of what is compared";
 const SPEEDS: &str = "speeds are not comparable";
 
 fn target_facts(results: &Results) -> Vec<(String, Value)> {
@@ -69,11 +71,18 @@ fn asked_facts(results: &Results) -> Vec<(String, Value)> {
         ("turns", json!(s.turns)),
         ("thinking", json!(s.thinking)),
         ("system prompt", json!(s.system_prompt)),
+        ("dtype", json!(s.dtype)),
+    ];
+    facts.map(|(name, value)| (name.to_string(), value)).to_vec()
+}
+
+fn drafting_facts(results: &Results) -> Vec<(String, Value)> {
+    let s = &results.settings;
+    let facts = [
         ("confidence_threshold", json!(s.confidence_threshold)),
         ("calibration", json!(s.calibration)),
         ("no_markov", json!(s.no_markov)),
         ("max_draft_tokens", json!(s.max_draft_tokens)),
-        ("dtype", json!(s.dtype)),
     ];
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
 }
