@@ -13,13 +13,16 @@ pub const VERIFIER_NORM: &str = "verifier_norm.weight";
 /// What speculators may add and rebuilds itself.
 pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", VERIFIER_NORM, "t2d", "d2t"];
 
+/// Tensors by name, with their shapes.
+pub type Shapes = Vec<(String, Vec<usize>)>;
+
 /// Whether this is the target's embedding or head.
 pub fn is_end(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
 
 /// Names and shapes of everything but the ends; None for layers of another family. `path` is for errors.
-pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Vec<(String, Vec<usize>)>>, DialectError> {
+pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, DialectError> {
     if drafter.family != Family::Qwen3 {
         return Ok(None);
     }
