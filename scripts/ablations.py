@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Compares drafters, heads, depths and block sizes on the toy target and prints the tables of docs/ablations.md.
+
+    scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
+
+Uses the cache that scripts/demo.sh leaves in its folder. A run that is already there is not repeated, so a killed script goes
+on where it stopped. Every run trains on one thread and is evaluated on the 144 held-out smoke prompts at temperature 1.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SEEDS = (1, 2, 3)
+RATES = ("2.5e-3", "5e-3", "1e-2")
+LENGTHS = (250, 500, 1000, 2000)
+SHORT = 500
+VARIED = 250
+TIMED = (20, 70)
+DRAFTERS = ("dspark", "dflash", "eagle3")
+# Eagle3's steps take several times as long: it is compared at these lengths and in the time that DSpark takes for the last.
+EQUAL_STEPS = (250, 500)
+EQUAL_TIME = (1000,)
+# Two-sided 95 % quantile of Student's t with len(SEEDS) - 1 = 2 degrees of freedom.
+T_QUANTILE = 4.303
+BLOCK = "drafter.dspark"
+VARIANTS = {
+    "recipe (2 layers, γ 7, vanilla r 64)": [],
+    "no Markov head": [f"{BLOCK}.markov=null", f"{BLOCK}.confidence.with_markov=false"],
+    "gated head": [f"{BLOCK}.markov.type=gated"],
+    "rnn head": [f"{BLOCK}.markov.type=rnn"],
+    "1 layer": [f"{BLOCK}.num_draft_layers=1"],
+    "3 layers": [f"{BLOCK}.num_draft_layers=3"],
+    "γ 4": [f"{BLOCK}.block_size=4"],
+    "γ 8": [f"{BLOCK}.block_size=8"],
+    "γ 16": [f"{BLOCK}.block_size=16"],
+}
+
+
+class Bench:
+    """Trains and evaluates, each run once."""
+
+    def __init__(self, demo, jobs):
+        self.demo, self.out = demo, demo / "ablations"
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.pool = ThreadPoolExecutor(jobs)
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+    def submit(self, drafter, seed, steps, rate, sets=(), label="recipe"):
+        name = f"{drafter}-{label}-steps{steps}-lr{rate}-seed{seed}".replace("γ", "gamma").replace(" ", "-")
+        return self.pool.submit(self.run, name, drafter, seed, steps, rate, sets)
+
+    def run(self, name, drafter, seed, steps, rate, sets):
+        results = self.out / f"{name}.eval" / "results.json"
+        if not results.is_file():
+            self.call("deepspec-train", *self.training(drafter, name, seed, steps, f"train.lr={rate}", *sets))
+            suites = [f"--suite=smoke-{domain}" for domain in ("math", "code", "chat")]
+            self.call(
+                "deepspec-eval", "run", "--quiet", "--no-baseline", "--target", "assets/tiny-target", *suites,
+                "--draft", self.out / name / "step_latest", "--max-new-tokens", "256", "--output-dir", results.parent,
+            )
+            print(f"{name} done", file=sys.stderr, flush=True)
+        return accepted_length(results)
+
+    def step_seconds(self, drafter):
+        """Processor time of a training step, from two lengths of training: start and end cancel out."""
+        kept = self.out / f"{drafter}.step-seconds"
+        if not kept.is_file():
+            few, more = (self.call("deepspec-train", *self.training(drafter, "timing", 1, steps)) for steps in TIMED)
+            kept.write_text(str((more - few) / (TIMED[1] - TIMED[0])))
+        return float(kept.read_text())
+
+    def training(self, drafter, name, seed, steps, *sets):
+        overrides = [
+            f"data.states.cache={self.demo}/cache",
+            f"logging.output_dir={self.out}",
+            f"name={name}",
+            f"seed={seed}",
+            f"train.max_train_steps={steps}",
+            *sets,
+        ]
+        flags = itertools.chain.from_iterable(("--set", each) for each in overrides)
+        fresh = ["--overwrite"] if name == "timing" else []
+        return ["--quiet", "--config", f"configs/tiny/{drafter}.yaml", *flags, *fresh]
+
+    def call(self, binary, *args):
+        """Runs a program to its end and gives its processor time."""
+        command = [str(each) for each in (ROOT / "target" / "release" / binary, *args)]
+        with open(os.devnull, "w") as null, tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=null, stderr=errors)
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+            if child.returncode != 0:
+                errors.seek(0)
+                raise SystemExit(f"{' '.join(command)}\n{errors.read()}")
+        return usage.ru_utime + usage.ru_stime
+
+
+def accepted_length(results):
+    """Mean over the suites."""
+    return mean([suite["metrics"]["accepted_length"] for suite in json.loads(results.read_text())["suites"]])
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def interval(values):
+    """Half width of the 95 % interval of a mean."""
+    centre = mean(values)
+    deviation = math.sqrt(sum((value - centre) ** 2 for value in values) / (len(values) - 1))
+    return T_QUANTILE * deviation / math.sqrt(len(values))
+
+
+def collect(futures):
+    return {key: [future.result() for future in runs] for key, runs in futures.items()}
+
+
+def best_rates(bench):
+    """The best of the same learning rates for each drafter, at SHORT steps with the first seed."""
+    futures = {
+        (drafter, rate): [bench.submit(drafter, SEEDS[0], SHORT, rate)] for drafter in DRAFTERS for rate in RATES
+    }
+    taus = {key: of[0] for key, of in collect(futures).items()}
+    best = {drafter: max(RATES, key=lambda rate: taus[drafter, rate]) for drafter in DRAFTERS}
+    lines = [
+        f"## Learning rates\n\nAccepted length after {SHORT} steps with seed {SEEDS[0]}; the best of each row is used below.\n",
+        "| drafter | " + " | ".join(RATES) + " |",
+        "|---|" + "---|" * len(RATES),
+    ]
+    for drafter in DRAFTERS:
+        cells = (f"{taus[drafter, rate]:.2f}" for rate in RATES)
+        cells = (f"**{cell}**" if rate == best[drafter] else cell for cell, rate in zip(cells, RATES))
+        lines.append(f"| {drafter} | " + " | ".join(cells) + " |")
+    return best, lines
+
+
+def by_length(bench, best):
+    """DSpark against DFlash as training lengthens, paired by seed."""
+    futures = {
+        (drafter, steps): [bench.submit(drafter, seed, steps, best[drafter]) for seed in SEEDS]
+        for steps in LENGTHS
+        for drafter in ("dspark", "dflash")
+    }
+    runs = collect(futures)
+    lines = [
+        "## DSpark and DFlash as training lengthens\n",
+        f"Mean over {len(SEEDS)} seeds; differences are paired by seed, ± is the half width of the 95 % interval (Student's t).\n",
+        "| steps | DSpark τ | DFlash τ | difference | in proportion |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {steps} | {versus(runs['dspark', steps], runs['dflash', steps])} |" for steps in LENGTHS]
+    return lines
+
+
+def against_eagle3(bench, best):
+    """DSpark against Eagle3 at equal steps and at equal training time."""
+    dspark_s, eagle3_s = bench.step_seconds("dspark"), bench.step_seconds("eagle3")
+    slower = eagle3_s / dspark_s
+    pairs = [(steps, steps) for steps in EQUAL_STEPS] + [(steps, round(steps / slower)) for steps in EQUAL_TIME]
+    futures = {
+        (drafter, steps): [bench.submit(drafter, seed, steps, best[drafter]) for seed in SEEDS]
+        for pair in pairs
+        for drafter, steps in zip(("dspark", "eagle3"), pair)
+    }
+    runs = collect(futures)
+    lines = [
+        "## DSpark and Eagle3\n",
+        f"At equal steps, then at equal training time: a step takes {dspark_s:.3f} s of processor time with DSpark and {eagle3_s:.3f} s "
+        f"with Eagle3, {slower:.2f} times as long. Otherwise as above.\n",
+        "| | steps DSpark / Eagle3 | DSpark τ | Eagle3 τ | difference | in proportion |",
+        "|---|---|---|---|---|---|",
+    ]
+    for steps, others in pairs:
+        dspark, eagle3 = runs["dspark", steps], runs["eagle3", others]
+        kind = "equal steps" if steps == others else "equal time"
+        lines.append(f"| {kind} | {steps} / {others} | {versus(dspark, eagle3)} |")
+    return lines
+
+
+def versus(ours, theirs):
+    """Cells: both means, their paired difference, and it in proportion."""
+    pairs = [a - b for a, b in zip(ours, theirs)]
+    difference = f"{mean(pairs):+.2f} ± {interval(pairs):.2f}"
+    return f"{mean(ours):.2f} | {mean(theirs):.2f} | {difference} | {mean(ours) / mean(theirs) - 1:+.0%}"
+
+
+def variants(bench, best):
+    """One change of the DSpark recipe at a time."""
+    rate = best["dspark"]
+    futures = {
+        label: [bench.submit("dspark", seed, VARIED, rate, sets, label if sets else "recipe") for seed in SEEDS]
+        for label, sets in VARIANTS.items()
+    }
+    runs = collect(futures)
+    base = next(iter(runs.values()))
+    lines = [
+        f"## One change at a time\n\nDSpark, {VARIED} steps, learning rate {rate}, {len(SEEDS)} seeds; differences from the first row are paired by seed.\n",
+        "| variant | τ | difference |",
+        "|---|---|---|",
+    ]
+    for label, of in runs.items():
+        pairs = [tau - b for tau, b in zip(of, base)]
+        change = f"{mean(pairs):+.2f} ± {interval(pairs):.2f}" if VARIANTS[label] else ""
+        lines.append(f"| {label} | {mean(of):.2f} | {change} |")
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    if not (ROOT / args.demo / "cache" / "manifest.json").is_file():
+        sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
+    bench = Bench(args.demo, args.jobs)
+    best, rates = best_rates(bench)
+    sections = [rates, by_length(bench, best), against_eagle3(bench, best), variants(bench, best)]
+    print("\n\n".join("\n".join(section) for section in sections))
+
+
+if __name__ == "__main__":
+    main()
