@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (1, 2, 3)
 RATES = ("2.5e-3", "5e-3", "1e-2")
 LENGTHS = (250, 500, 1000, 2000)
+# Steps of the runs that choose learning rates, of those that vary one thing, and of the two whose difference times a step.
 SHORT = 500
 VARIED = 250
 TIMED = (20, 70)
