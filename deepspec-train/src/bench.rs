@@ -18,7 +18,7 @@ use crate::args::Args;
 use crate::loader::HELD;
 use crate::optimizer::AdamW;
 use crate::run::{kind, schedule};
-use crate::schedule::{Schedule, anchors};
+use crate::schedule::anchors;
 use crate::shape::Shape;
 use crate::{gpu, memory};
 
@@ -61,7 +61,7 @@ pub fn run(
     let design = Design::new(recipe, &shape.config)?;
     let train = &recipe.train;
     // The data of the run is not there, and one step's samples are all it takes.
-    let schedule = schedule(recipe, train.global_batch_size, processes)?;
+    let passes = schedule(recipe, train.global_batch_size, processes)?.gradient_accumulation_steps;
     let kind = kind(train.precision);
     if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
         return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
@@ -73,7 +73,7 @@ pub fn run(
     let learner = design.build(&embed, &head, recipe.seed, kind)?;
     let optimizer = AdamW::new(learner.parameters(), train.weight_decay, train.max_grad_norm);
     let weights = optimizer.weights();
-    let bench = Bench { recipe, design, learner, optimizer, schedule, device };
+    let bench = Bench { recipe, design, learner, optimizer, passes, device };
     // As many as a loader holds at once.
     let batches: Vec<_> = (0..HELD).map(|number| random_samples(recipe, &shape.config, number)).collect();
     let measured = bench.measure(steps.get(), &batches)?;
@@ -95,7 +95,7 @@ pub fn run(
         "steps": steps,
         "processes": processes,
         "samples_per_step": per_step,
-        "forwards_per_step": schedule.gradient_accumulation_steps,
+        "forwards_per_step": passes,
         "tokens_per_sample": recipe.data.max_length,
         "step_s": step_s,
         "data_share": share(measured.parts.data),
@@ -115,13 +115,33 @@ pub fn run(
     writeln!(stdout(), "{text}").context("writing the result")
 }
 
+/// A step of a drafter with the parts of this one but hardly any values, on the CPU: bytes of the program and its libraries, resident
+/// once the code that a run needs has been used; none where the system does not say. In float32, since what is compiled for products
+/// in bfloat16 depends on their shapes and is counted by itself.
+///
+/// # Errors
+/// If the step fails, as the run's own would.
+pub fn rehearse(recipe: &Recipe, design: &Design) -> anyhow::Result<Option<u64>> {
+    const TOKENS: usize = 32;
+    let (design, model) = design.smallest();
+    let mut recipe = recipe.clone();
+    (recipe.data.max_length, recipe.train.local_batch_size) = (TOKENS, 1);
+    let (embed, head) = random_ends(&model, Device::Cpu, Kind::Float);
+    let learner = design.build(&embed, &head, recipe.seed, Kind::Float)?;
+    let optimizer = AdamW::new(learner.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let batch = random_samples(&recipe, &model, 0);
+    Bench { recipe: &recipe, design, learner, optimizer, passes: 1, device: Device::Cpu }.measure(1, &[batch])?;
+    Ok(memory::resident())
+}
+
 /// Everything that a step works with.
 struct Bench<'a> {
     recipe: &'a Recipe,
     design: Design,
     learner: Learner,
     optimizer: AdamW,
-    schedule: Schedule,
+    /// Forwards per optimiser step.
+    passes: usize,
     device: Device,
 }
 
@@ -140,7 +160,7 @@ impl Bench<'_> {
         let started = Instant::now();
         let mut pass = 0;
         for _ in 0..steps {
-            for _ in 0..self.schedule.gradient_accumulation_steps {
+            for _ in 0..self.passes {
                 pass += 1;
                 let drawing = Instant::now();
                 let (samples, normaliser) = self.draw(pass, &batches[pass % batches.len()]);
@@ -183,7 +203,7 @@ impl Bench<'_> {
             }
         });
         let drawn = drawn.collect();
-        (drawn, Normaliser(weight * self.schedule.gradient_accumulation_steps as f64))
+        (drawn, Normaliser(weight * self.passes as f64))
     }
 }
 

@@ -31,7 +31,7 @@ pub struct Memory {
     pub workspace: u64,
     /// Micro-batches that the loader holds ready, with their states.
     pub loader: u64,
-    /// The resident target: weights, keys and values.
+    /// The resident target, for states and for evaluations: weights, keys and values.
     pub target: u64,
 }
 

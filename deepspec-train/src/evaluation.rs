@@ -8,11 +8,13 @@ use deepspec_core::env;
 use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
 use deepspec_dist::ProcessGroup;
-use deepspec_models::{Learner, TargetModel, TargetOptions};
+use deepspec_models::{Learner, TargetModel, TargetOptions, Weights};
 use deepspec_states::Source;
 use deepspec_suites::{Asking, Folder, Prepared};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
+
+use crate::budget::bytes_of;
 
 /// The target and the suites, kept for the whole run.
 pub struct Evaluation {
@@ -65,6 +67,21 @@ impl Evaluation {
                 counts_overrun: true,
             },
         }))
+    }
+
+    /// Bytes that the target's weights, and its keys and values of the longest answers, take for the whole run; 0 without evaluations.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn bytes(recipe: &Recipe, source: &Source, device: Device, kind: Kind) -> anyhow::Result<u64> {
+        if recipe.logging.eval_every.is_none() {
+            return Ok(0);
+        }
+        let eval = recipe.eval.clone().unwrap_or_default();
+        let requests = prepare(&eval, source)?.into_iter().flat_map(|suite| suite.requests);
+        let longest = requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
+        let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
+        Ok(bytes_of(weights + source.config.history(eval.slots, longest), kind))
     }
 
     /// Decodes all suites with the weights that `learner` has now; every rank takes its share of the samples and gets all counts.

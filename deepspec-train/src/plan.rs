@@ -5,7 +5,7 @@ use std::io::{Write, stdout};
 use anyhow::Context;
 use deepspec_core::env;
 use deepspec_core::recipe::{DrafterRecipe, Recipe, States};
-use deepspec_models::{Design, ModelConfig, ModelError, Weights};
+use deepspec_models::{Design, ModelError, Weights};
 use deepspec_states::{Budget, Dataset, Running, Source, StatesError, batches, check_fit};
 use serde_json::{Value, json};
 use tch::Device;
@@ -13,16 +13,16 @@ use tch::Device;
 use crate::args::Args;
 use crate::budget::{Costs, Memory, bytes_of};
 use crate::checkpoint::Checkpoints;
+use crate::evaluation::Evaluation;
 use crate::schedule::{Order, Schedule, shuffled};
 use crate::shape::Shape;
-use crate::{memory, run};
+use crate::{bench, run};
 
 /// Prints the plan of `recipe`: with its data where that is there, else as far as the target's sizes tell.
 ///
 /// # Errors
 /// Usage errors for a recipe that does not fit its target or its data; damaged data.
 pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> anyhow::Result<()> {
-    let program = memory::program(run::kind(recipe.train.precision)).unwrap_or(0);
     let shape = Shape::of(&recipe.target, args.verbosity())?;
     check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let design = Design::new(recipe, &shape.config)?;
@@ -32,6 +32,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> a
         missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| run::open_data(recipe, source)).transpose()?;
+    let program = bench::rehearse(recipe, &design)?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {
             Ok(Data { source, dataset, schedule: run::schedule(recipe, dataset.len(), processes)? })
@@ -97,8 +98,8 @@ impl Plan<'_> {
     /// The lines.
     ///
     /// # Errors
-    /// If the target's weights cannot be opened.
-    pub fn text(&self) -> Result<String, ModelError> {
+    /// If the target's weights or the suites of its evaluations cannot be opened.
+    pub fn text(&self) -> anyhow::Result<String> {
         let known = self.data.as_ref().ok();
         let lines = [
             ("drafter", Some(self.drafter())),
@@ -121,7 +122,7 @@ impl Plan<'_> {
     ///
     /// # Errors
     /// As [`Self::text`].
-    pub fn json(&self) -> Result<Value, ModelError> {
+    pub fn json(&self) -> anyhow::Result<Value> {
         let (train, memory) = (&self.recipe().train, self.memory()?);
         let known = self.data.as_ref().ok();
         let counts = known.map(|data| data.dataset.counts());
@@ -205,10 +206,7 @@ impl Plan<'_> {
 
     /// Values of the target's keys and values when all of its sequences are as long as the longest.
     fn histories(&self, data: &Data) -> usize {
-        let config: &ModelConfig = self.costs.target;
-        let heads = config.layers.iter().map(|layer| layer.attention.heads);
-        let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
-        self.budget(data).sequences * data.dataset.longest().next_power_of_two() * row
+        self.costs.target.history(self.budget(data).sequences, data.dataset.longest())
     }
 
     fn budget(&self, data: &Data) -> Budget {
@@ -231,13 +229,16 @@ impl Plan<'_> {
     /// What a process holds at most.
     ///
     /// # Errors
-    /// If the target's weights cannot be opened.
-    pub fn memory(&self) -> Result<Memory, ModelError> {
+    /// As [`Self::text`].
+    pub fn memory(&self) -> anyhow::Result<Memory> {
         let Ok(data) = &self.data else { return Ok(self.costs.memory(&self.costs.longest(), 0)) };
         let target = match data.dataset.needs_target() {
             true => bytes_of(self.target_weights(data)? + self.histories(data), self.running.kind),
             false => 0,
         };
+        let kind = run::kind(self.recipe().train.precision);
+        let evaluating = Evaluation::bytes(self.recipe(), data.source, self.costs.device, kind)?;
+        let target = target + evaluating;
         Ok(self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target))
     }
 

@@ -26,7 +26,7 @@ use crate::plan::{self, Data, Plan};
 use crate::schedule::{Schedule, Sizes, shuffled};
 use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
-use crate::{agreement, launch, memory, signals};
+use crate::{agreement, launch, signals};
 
 /// Unusable rows that are named one by one.
 const REJECTED_SHOWN: usize = 5;
@@ -97,11 +97,11 @@ fn train(
     processes: usize,
 ) -> anyhow::Result<()> {
     let kind = kind(recipe.train.precision);
-    let program = memory::program(kind).unwrap_or(0);
     let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
     // Before anything is read: a drafter that cannot be is refused at once.
     let design = Design::new(recipe, &source.config)?;
     let dataset = open_data(recipe, &source)?;
+    let program = bench::rehearse(recipe, &design)?.unwrap_or(0);
     check_writer(recipe, &dataset, group)?;
     let schedule = schedule(recipe, dataset.len(), processes)?;
     let running = running(recipe, device)?;

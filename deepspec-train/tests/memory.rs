@@ -1,13 +1,19 @@
-//! `--plan` says how much memory a run takes; here it is held against the peak of the process that `--bench` then measures.
+//! `--plan` says how much memory a run takes; here it is held against the peak of the process that `--bench` then measures, and of
+//! real runs.
+
+mod common;
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use common::Bench;
 use serde_json::{Value, json};
 
 /// Largest share of what is measured by which the plan may be off.
 const TOLERANCE: f64 = 0.1;
+/// What a real run must put on top of the program; its samples are those of the toy target.
+const LEAST_REAL: u64 = 150 << 20;
 /// Above what the program takes by itself, so that the comparison is one of tensors.
 const LEAST_TENSORS: u64 = 300 << 20;
 const VOCAB: usize = 4096;
@@ -162,4 +168,43 @@ fn eagle3_in_bfloat16() {
 #[test]
 fn dspark_for_gemma4() {
     Case { drafter: dspark(128, 2), gemma: true, precision: "fp32", samples: 2, tokens: 1024 }.check();
+}
+
+/// A few steps on a cache, as a user would ask for them, with layers and anchors enough to matter.
+fn real(settings: &[&str]) {
+    let bench = Bench::new();
+    let sizes = ["train.max_train_steps=6", "train.local_batch_size=4", "logging.logging_steps=6"];
+    let args: Vec<&str> = sizes.iter().chain(settings).flat_map(|setting| ["--set", setting]).collect();
+    let mut asking = args.clone();
+    asking.extend(["--plan", "--json"]);
+    let plan: Value = serde_json::from_slice(&bench.run(&asking).stdout).unwrap();
+    let planned = plan["memory_total"].as_u64().unwrap();
+    bench.succeeds(&args);
+    let lines = bench.metrics();
+    let measured = lines.iter().rev().find_map(|line| line["peak_memory_bytes"].as_u64()).unwrap();
+    let ratio = planned as f64 / measured as f64;
+    eprintln!("planned {planned}, measured {measured}, ratio {ratio:.3}: {}", plan["memory"]);
+    let tensors = planned - plan["memory"]["program"].as_u64().unwrap();
+    assert!(tensors >= LEAST_REAL, "{tensors} bytes of tensors prove little");
+    assert!((ratio - 1.0).abs() <= TOLERANCE, "planned {planned}, measured {measured}: {}", plan["memory"]);
+}
+
+#[test]
+fn of_a_run_on_a_cache() {
+    real(&["drafter.dspark.num_anchors=64", "drafter.dspark.num_draft_layers=6", "drafter.dspark.block_size=8"]);
+}
+
+#[test]
+fn of_a_run_that_measures_accepted_lengths() {
+    let suites = common::workspace().join("eval_datasets");
+    let eval = format!(
+        "eval={{suites_dir: {}, suites: [smoke-math], limit: 24, slots: 24, max_new_tokens: 256}}",
+        suites.display()
+    );
+    real(&[
+        "drafter.dspark.num_anchors=32",
+        "drafter.dspark.num_draft_layers=4",
+        "logging.eval_every=3",
+        &eval,
+    ]);
 }

@@ -34,13 +34,8 @@ fn strs(args: &[String]) -> Vec<&str> {
     args.iter().map(String::as_str).collect()
 }
 
-fn rows(bench: &Bench) -> Vec<Value> {
-    let text = fs::read_to_string(bench.path("out/t/metrics.jsonl")).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
 fn evaluations(bench: &Bench) -> Vec<Value> {
-    rows(bench).into_iter().filter(|row| row.get("eval").is_some()).collect()
+    bench.metrics().into_iter().filter(|row| row.get("eval").is_some()).collect()
 }
 
 /// The event file's scalars, step by step, and its texts.
@@ -165,7 +160,7 @@ fn a_resumed_run_shows_every_step_once() {
     child.wait().unwrap();
     bench.succeeds(&strs(&args));
     let steps = |evaluated: bool| {
-        let rows = rows(&bench).into_iter().filter(move |row| row.get("eval").is_some() == evaluated);
+        let rows = bench.metrics().into_iter().filter(move |row| row.get("eval").is_some() == evaluated);
         rows.map(|row| row["step"].as_i64().unwrap()).collect::<Vec<_>>()
     };
     assert_eq!(steps(false), (1..=STEPS as i64).collect::<Vec<_>>());
@@ -177,7 +172,7 @@ fn a_resumed_run_shows_every_step_once() {
     assert_eq!(shown("eval/tau"), steps(true));
     assert_eq!(shown("eval/suites/smoke-math/tau"), steps(true));
     let losses: Vec<f32> = events.scalars["train/loss"].iter().map(|&(_, loss)| loss).collect();
-    let rows: Vec<f32> = rows(&bench).iter().filter_map(|row| Some(row["loss"].as_f64()? as f32)).collect();
+    let rows: Vec<f32> = bench.metrics().iter().filter_map(|row| Some(row["loss"].as_f64()? as f32)).collect();
     assert_eq!(losses, rows);
     assert!(events.texts["recipe"].contains("    name: t\n"), "{}", events.texts["recipe"]);
 }
@@ -189,7 +184,7 @@ fn the_summary_says_what_a_run_came_to() {
     let text = String::from_utf8(output.stderr).unwrap();
     let taus: Vec<f64> = evaluations(&bench).iter().map(|row| row["eval"]["tau"].as_f64().unwrap()).collect();
     let best = taus.iter().copied().fold(0.0, f64::max);
-    let rows = rows(&bench);
+    let rows = bench.metrics();
     let tokens: u64 = rows.iter().filter_map(|row| row["tokens"].as_u64()).sum();
     for line in [
         format!("trained {STEPS} steps: {} samples, {tokens} tokens, ", STEPS * 4),

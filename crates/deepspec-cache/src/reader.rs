@@ -101,6 +101,15 @@ impl Reader {
         self.table.rows().get(index).map(|row| self.table.spans(row))
     }
 
+    /// The positions whose last states sample `index` keeps, ascending, without touching its hidden states.
+    ///
+    /// # Errors
+    /// No such sample.
+    pub fn last_positions(&self, index: usize) -> Result<Vec<u32>, CacheError> {
+        let row = self.row(index)?;
+        Ok(self.layout.last.positions(row.place.length, self.table.spans(row)))
+    }
+
     /// Sample `index` in plan order, its bytes checked against its checksum the first time that this reader hands it
     /// out: later epochs run at the memory's speed.
     ///
@@ -133,7 +142,7 @@ impl Reader {
 
     /// Copies the states of sample `index` into the caller's memory as bfloat16, whatever they are stored in. Its bytes
     /// are checked as [`Self::sample`] does; bfloat16 on its way, block by block, so that memory is read once for
-    /// both. After an error the memory holds nothing of use.
+    /// both. The pages of the file that it took leave the process again. After an error the memory holds nothing of use.
     ///
     /// # Errors
     /// As [`Self::sample`]; memory of another size than [`Self::state_bytes`].
@@ -146,15 +155,21 @@ impl Reader {
                 return Err(CacheError::WrongSize { sample, part, found, expected });
             }
         }
+        let copied = self.copy(index, row, [taps, last]);
+        self.shards[row.place.shard].let_go(row.place.rows());
+        copied
+    }
+
+    fn copy(&self, index: usize, row: &Row, into: [&mut [u8]; 2]) -> Result<(), CacheError> {
         if self.layout.encoding == Encoding::Bf16 && !self.seen(index) {
             let shard = &self.shards[row.place.shard];
-            let found = codec::copy(shard.sample(row.place.rows()), [taps, last]);
+            let found = codec::copy(shard.sample(row.place.rows()), into);
             compare(shard, row, found)?;
             self.mark_seen(index);
             return Ok(());
         }
         let stored = self.stored(index, row)?;
-        codec::decode(&self.layout, stored, [taps, last]).map_err(row.undecodable())
+        codec::decode(&self.layout, stored, into).map_err(row.undecodable())
     }
 
     fn row(&self, index: usize) -> Result<&Row, CacheError> {
@@ -230,11 +245,6 @@ impl<'r> Sample<'r> {
     /// One flag per token, `true` where it is supervised.
     pub fn loss_mask(&self) -> Vec<bool> {
         loss_mask(self.input_ids.len() as u32, self.spans)
-    }
-
-    /// The positions whose last states `last` holds, ascending, K of them.
-    pub fn last_positions(&self) -> Vec<u32> {
-        self.layout.last.positions(self.input_ids.len() as u32, self.spans)
     }
 
     /// `[L, m·d]` and `[K, d]` in bfloat16: the mapped bytes themselves where they are stored so, else decoded ones.

@@ -36,7 +36,7 @@ fn assert_reads_back(dir: &Path, plan: &Plan) {
             reader.read_into(index, &mut taps, &mut last_states).unwrap();
             assert_eq!([&taps, &last_states], [&expected[0], &expected[1]], "copy of sample {index}");
         }
-        assert_eq!(sample.last_positions(), planned.last_positions(last));
+        assert_eq!(reader.last_positions(index).unwrap(), planned.last_positions(last));
         assert_eq!(sample.loss_mask(), planned.loss_mask());
         assert!(plan.shards()[sample.shard].samples.contains(&index));
         if plan.layout().encoding == Encoding::Bf16 {
@@ -93,7 +93,7 @@ fn supervised_keeps_fewer_last_rows_and_a_sample_may_keep_none() {
     let manifest = build(dir.path(), &plan, &identity()).unwrap();
     assert_eq!((manifest.shards[0].rows, manifest.shards[0].last_rows), (30, 5));
     let reader = Reader::open(dir.path()).unwrap();
-    let positions: Vec<_> = (0..3).map(|index| reader.sample(index).unwrap().last_positions()).collect();
+    let positions: Vec<_> = (0..3).map(|index| reader.last_positions(index).unwrap()).collect();
     assert_eq!(positions, [vec![3, 4, 5, 6], vec![], vec![8]]);
     assert_reads_back(dir.path(), &plan);
 }

@@ -183,6 +183,13 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
+    /// Values of the keys and values of `slots` histories that hold up to `tokens`; [`crate::KvCache`] has room for a power of two.
+    pub fn history(&self, slots: usize, tokens: usize) -> usize {
+        let heads = self.layers.iter().map(|layer| layer.attention.heads);
+        let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
+        slots * tokens.next_power_of_two() * row
+    }
+
     /// Reads `dir/config.json` of a target, or of a drafter built like one.
     ///
     /// # Errors

@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 
-use tch::{Kind, Tensor};
+use deepspec_dist::Filling;
+use tch::Kind;
 
 use crate::StatesError;
 use crate::dataset::Stored;
@@ -28,15 +29,14 @@ impl Shelf {
     /// The states of the next announced sample; `None` when all were taken.
     pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
         let Some(row) = self.rows.pop_front() else { return Ok(None) };
-        let sample = self.stored.reader.sample(row)?;
-        let last_positions = sample.last_positions();
-        let hidden = sample.layout().hidden_size as i64;
-        let width = hidden * sample.layout().taps.len() as i64;
-        let [taps, last] = sample.states()?;
-        Ok(Some(SampleStates {
-            taps: Tensor::from_data_size(&taps, &[sample.len() as i64, width], Kind::BFloat16),
-            last: Tensor::from_data_size(&last, &[last_positions.len() as i64, hidden], Kind::BFloat16),
-            last_positions,
-        }))
+        let reader = &self.stored.reader;
+        let last_positions = reader.last_positions(row)?;
+        let layout = reader.layout();
+        let hidden = layout.hidden_size as i64;
+        let tokens = i64::from(reader.length(row).unwrap_or_default());
+        let mut taps = Filling::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
+        let mut last = Filling::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
+        reader.read_into(row, taps.bytes(), last.bytes())?;
+        Ok(Some(SampleStates { taps: taps.done(), last: last.done(), last_positions }))
     }
 }

@@ -148,11 +148,14 @@ impl Bench {
             .to_vec()
     }
 
-    pub fn losses(&self) -> Vec<f64> {
+    /// The lines of metrics.jsonl.
+    pub fn metrics(&self) -> Vec<Value> {
         let text = fs::read_to_string(self.path("out/t/metrics.jsonl")).unwrap();
-        text.lines()
-            .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap())
-            .collect()
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    pub fn losses(&self) -> Vec<f64> {
+        self.metrics().iter().map(|line| line["loss"].as_f64().unwrap()).collect()
     }
 }
 

@@ -6,11 +6,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::FileError;
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 
 use crate::error::CacheError;
 use crate::layout::Layout;
 use crate::manifest::ShardEntry;
+use crate::pieces::PIECE;
 use crate::shard::{self, Geometry, Parts, Rows};
 
 /// Characters of a wrong header that a message shows.
@@ -61,6 +62,17 @@ impl MappedShard {
         self.geometry.sample(rows).map(|range| self.slice(range))
     }
 
+    /// Takes the pages of a sample that has been copied out of this process's memory again; the system's page cache keeps
+    /// them. Without that a run's resident memory would grow to the size of its cache.
+    pub fn let_go(&self, rows: Rows) {
+        for range in self.geometry.sample(rows).in_order() {
+            // The neighbours that a fault brings along go too: it never brings pages of another piece.
+            let start = range.start / PIECE * PIECE;
+            let end = range.end.next_multiple_of(PIECE).min(self.map.len() as u64);
+            release(&self.map, start as usize, end.saturating_sub(start) as usize);
+        }
+    }
+
     fn slice(&self, range: Range<u64>) -> &[u8] {
         self.map.get(range.start as usize..range.end as usize).unwrap_or_default()
     }
@@ -78,4 +90,13 @@ fn map(file: &File) -> io::Result<Mmap> {
     // into place whole, and `remove_existing` unlinks them, which leaves the mapped pages alive. Only a foreign program
     // that writes into a published cache could break this; bytes changed before a read are caught by the checksum.
     unsafe { Mmap::map(file) }
+}
+
+#[expect(unsafe_code)]
+fn release(map: &Mmap, start: usize, bytes: usize) {
+    // SAFETY: the map is one of a file, shared and never written through, so pages that are let go come back from the file
+    // with the bytes that they had: references into them, of this thread or another, see no change.
+    let released = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, bytes) };
+    // A system that refuses keeps the pages, as it would have without being asked.
+    drop(released);
 }

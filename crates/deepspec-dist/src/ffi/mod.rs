@@ -6,6 +6,7 @@
 
 mod adamw;
 mod c10d;
+mod filling;
 
 use std::io;
 use std::process::{Child, Command};
@@ -14,6 +15,7 @@ use libloading::Library;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use c10d::{Group, GroupOptions, Store};
+pub use filling::Filling;
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";

@@ -1,7 +1,7 @@
 //! Drafters that learn: all that a trainer knows of them.
 
 use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::{DrafterRecipe, Recipe};
+use deepspec_core::recipe::{DrafterRecipe, Markov, Recipe};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -79,6 +79,29 @@ impl Design {
                 Ok(Self::Block { config, alphas, decay_gamma: loss.decay_gamma })
             }
         }
+    }
+
+    /// A drafter of the same parts at sizes whose weights and states count for nothing, and its model's sizes.
+    pub fn smallest(&self) -> (Self, ModelConfig) {
+        let mut design = self.clone();
+        let model = match &mut design {
+            Self::Eagle3 { config, .. } => &mut config.model,
+            Self::Block { config, .. } => {
+                config.mask_token_id = 0;
+                config.num_anchors = 1;
+                config.markov = config.markov.map(|markov| Markov { rank: 8, ..markov });
+                &mut config.model
+            }
+        };
+        (model.hidden_size, model.vocab_size) = (64, 64);
+        for layer in &mut model.layers {
+            (layer.hidden_size, layer.intermediate_size) = (64, 64);
+            // Rotations and scales are those of the head's own width.
+            let heads = &mut layer.attention.heads;
+            (heads.query, heads.key_value) = (2, 1);
+        }
+        let model = model.clone();
+        (design, model)
     }
 
     /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen), on their device.
