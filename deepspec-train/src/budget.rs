@@ -1,5 +1,6 @@
 //! What a run holds in memory, worked out before it does.
 
+use deepspec_cache::PAGES_KEPT;
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy};
 use deepspec_models::{Design, ModelConfig, PassBytes, SampleSize};
 use deepspec_states::Dataset;
@@ -31,6 +32,8 @@ pub struct Memory {
     pub workspace: u64,
     /// Micro-batches that the loader holds ready, with their states.
     pub loader: u64,
+    /// Pages of the cache's shards that reading leaves in the process; the system takes them back when it needs them.
+    pub cache: u64,
     /// The resident target, for states and for evaluations: weights, keys and values.
     pub target: u64,
 }
@@ -49,7 +52,7 @@ impl Memory {
 
     /// What is the host's even then.
     pub fn on_host(&self) -> u64 {
-        self.program + self.code + self.loader
+        self.program + self.code + self.loader + self.cache
     }
 
     /// All of it.
@@ -77,8 +80,8 @@ pub struct Costs<'a> {
 }
 
 impl Costs<'_> {
-    /// The memory of a run whose largest micro-batch is `largest`; `target` bytes go to a resident target.
-    pub fn memory(&self, largest: &[SampleSize], target: u64) -> Memory {
+    /// The memory of a run whose largest micro-batch is `largest`; `target` bytes go to a resident target, `cache` bytes lie on disk.
+    pub fn memory(&self, largest: &[SampleSize], target: u64, cache: u64) -> Memory {
         let train = &self.recipe.train;
         let kind = run::kind(train.precision);
         let (weights, bytes) = (self.weights as u64, kind.elt_size_in_bytes() as u64);
@@ -103,6 +106,7 @@ impl Costs<'_> {
             activations: pass.kept as u64,
             workspace: pass.layers.max(pass.objective) as u64,
             loader: HELD as u64 * self.states(largest),
+            cache: cache.min(PAGES_KEPT),
             target,
         }
     }

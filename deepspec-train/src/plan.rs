@@ -231,7 +231,10 @@ impl Plan<'_> {
     /// # Errors
     /// As [`Self::text`].
     pub fn memory(&self) -> anyhow::Result<Memory> {
-        let Ok(data) = &self.data else { return Ok(self.costs.memory(&self.costs.longest(), 0)) };
+        let Ok(data) = &self.data else {
+            let cache = if matches!(self.recipe().data.states, States::Online) { 0 } else { u64::MAX };
+            return Ok(self.costs.memory(&self.costs.longest(), 0, cache));
+        };
         let target = match data.dataset.needs_target() {
             true => bytes_of(self.target_weights(data)? + self.histories(data), self.running.kind),
             false => 0,
@@ -239,7 +242,8 @@ impl Plan<'_> {
         let kind = run::kind(self.recipe().train.precision);
         let evaluating = Evaluation::bytes(self.recipe(), data.source, self.costs.device, kind)?;
         let target = target + evaluating;
-        Ok(self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target))
+        let cache = data.dataset.stored_bytes().unwrap_or(0);
+        Ok(self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target, cache))
     }
 
     /// Whether the drafter's memory is not the host's.
@@ -259,6 +263,7 @@ impl Plan<'_> {
         ];
         let host = [
             ("states ahead", memory.loader),
+            ("pages of the cache", memory.cache),
             ("compiled kernels", memory.code),
             ("the program", memory.program),
         ];

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 /// Bytes of a piece. The kernel keeps what arrives at once in one large page; a map of small pages faults so much more often
 /// that reading a fresh cache took half as long again.
-pub(crate) const PIECE: u64 = 2 << 20;
+const PIECE: u64 = 2 << 20;
 
 /// A range of a file that is written from front to back.
 #[derive(Debug)]

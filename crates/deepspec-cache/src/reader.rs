@@ -1,8 +1,10 @@
 //! Reads a finished cache: maps its shards, hands out samples without copying, checks each one the first time it is read.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::codec;
 use crate::error::{CacheError, Part};
@@ -16,6 +18,11 @@ pub(crate) mod map;
 
 use map::MappedShard;
 
+/// Bytes of mapped shards that [`Reader::read_into`] leaves in the process. The system's page cache keeps all it has room for; without
+/// a limit of our own a run would seem to take as much memory as its cache has bytes. To let pages go sample by sample costs more
+/// than to copy a small one.
+pub const PAGES_KEPT: u64 = 128 << 20;
+
 /// A finished cache, open for reading from any number of threads.
 #[derive(Debug)]
 pub struct Reader {
@@ -26,6 +33,14 @@ pub struct Reader {
     shards: Vec<MappedShard>,
     /// One bit a sample: whether this reader has found its bytes to be what was written.
     seen: Vec<AtomicU64>,
+    touched: Mutex<Touched>,
+}
+
+/// What reads have left in the process since it was last let go.
+#[derive(Debug, Default)]
+struct Touched {
+    bytes: u64,
+    shards: BTreeSet<usize>,
 }
 
 impl Reader {
@@ -41,7 +56,7 @@ impl Reader {
         let open = |(index, entry)| MappedShard::open(dir, &layout, index, entry);
         let shards = manifest.shards.iter().enumerate().map(open).collect::<Result<_, _>>()?;
         let seen = (0..table.rows().len().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { dir: dir.to_path_buf(), manifest, layout, table, shards, seen })
+        Ok(Self { dir: dir.to_path_buf(), manifest, layout, table, shards, seen, touched: Mutex::default() })
     }
 
     /// What the cache says of itself.
@@ -142,7 +157,7 @@ impl Reader {
 
     /// Copies the states of sample `index` into the caller's memory as bfloat16, whatever they are stored in. Its bytes
     /// are checked as [`Self::sample`] does; bfloat16 on its way, block by block, so that memory is read once for
-    /// both. The pages of the file that it took leave the process again. After an error the memory holds nothing of use.
+    /// both. Pages of the shards stay in the process up to [`PAGES_KEPT`]. After an error the memory holds nothing of use.
     ///
     /// # Errors
     /// As [`Self::sample`]; memory of another size than [`Self::state_bytes`].
@@ -155,21 +170,28 @@ impl Reader {
                 return Err(CacheError::WrongSize { sample, part, found, expected });
             }
         }
-        let copied = self.copy(index, row, [taps, last]);
-        self.shards[row.place.shard].let_go(row.place.rows());
-        copied
-    }
-
-    fn copy(&self, index: usize, row: &Row, into: [&mut [u8]; 2]) -> Result<(), CacheError> {
+        let shard = &self.shards[row.place.shard];
         if self.layout.encoding == Encoding::Bf16 && !self.seen(index) {
-            let shard = &self.shards[row.place.shard];
-            let found = codec::copy(shard.sample(row.place.rows()), into);
+            let found = codec::copy(shard.sample(row.place.rows()), [taps, last]);
             compare(shard, row, found)?;
             self.mark_seen(index);
-            return Ok(());
+        } else {
+            let stored = self.stored(index, row)?;
+            codec::decode(&self.layout, stored, [taps, last]).map_err(row.undecodable())?;
         }
-        let stored = self.stored(index, row)?;
-        codec::decode(&self.layout, stored, into).map_err(row.undecodable())
+        self.let_go(row);
+        Ok(())
+    }
+
+    /// Counts what a copied sample has left of the shards in this process, and lets all of it go when it is [`PAGES_KEPT`].
+    fn let_go(&self, row: &Row) {
+        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+        touched.bytes += self.shards[row.place.shard].faulted(row.place.rows());
+        touched.shards.insert(row.place.shard);
+        if touched.bytes >= PAGES_KEPT {
+            let Touched { shards, .. } = std::mem::take(&mut *touched);
+            shards.into_iter().for_each(|shard| self.shards[shard].let_go());
+        }
     }
 
     fn row(&self, index: usize) -> Result<&Row, CacheError> {

@@ -11,7 +11,6 @@ use memmap2::{Mmap, UncheckedAdvice};
 use crate::error::CacheError;
 use crate::layout::Layout;
 use crate::manifest::ShardEntry;
-use crate::pieces::PIECE;
 use crate::shard::{self, Geometry, Parts, Rows};
 
 /// Characters of a wrong header that a message shows.
@@ -62,15 +61,17 @@ impl MappedShard {
         self.geometry.sample(rows).map(|range| self.slice(range))
     }
 
-    /// Takes the pages of a sample that has been copied out of this process's memory again; the system's page cache keeps
-    /// them. Without that a run's resident memory would grow to the size of its cache.
-    pub fn let_go(&self, rows: Rows) {
-        for range in self.geometry.sample(rows).in_order() {
-            // The neighbours that a fault brings along go too: it never brings pages of another piece.
-            let start = range.start / PIECE * PIECE;
-            let end = range.end.next_multiple_of(PIECE).min(self.map.len() as u64);
-            release(&self.map, start as usize, end.saturating_sub(start) as usize);
-        }
+    /// Bytes of the pages that reading a sample brings into the process at most: a fault brings its neighbours along.
+    pub fn faulted(&self, rows: Rows) -> u64 {
+        /// What the kernel maps around a fault, aligned (`fault_around_bytes`).
+        const AROUND: u64 = 64 << 10;
+        let ranges = self.geometry.sample(rows).in_order().into_iter().filter(|range| !range.is_empty());
+        ranges.map(|range| range.end.next_multiple_of(AROUND) - range.start / AROUND * AROUND).sum()
+    }
+
+    /// Takes all pages out of this process again; those in use come back by themselves.
+    pub fn let_go(&self) {
+        release(&self.map);
     }
 
     fn slice(&self, range: Range<u64>) -> &[u8] {
@@ -93,10 +94,10 @@ fn map(file: &File) -> io::Result<Mmap> {
 }
 
 #[expect(unsafe_code)]
-fn release(map: &Mmap, start: usize, bytes: usize) {
+fn release(map: &Mmap) {
     // SAFETY: the map is one of a file, shared and never written through, so pages that are let go come back from the file
     // with the bytes that they had: references into them, of this thread or another, see no change.
-    let released = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, bytes) };
+    let released = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
     // A system that refuses keeps the pages, as it would have without being asked.
     drop(released);
 }
