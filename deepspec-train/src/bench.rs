@@ -130,7 +130,8 @@ pub fn rehearse(recipe: &Recipe, design: &Design) -> anyhow::Result<Option<u64>>
     let learner = design.build(&embed, &head, recipe.seed, Kind::Float)?;
     let optimizer = AdamW::new(learner.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, 0);
-    Bench { recipe: &recipe, design, learner, optimizer, passes: 1, device: Device::Cpu }.measure(1, &[batch])?;
+    Bench { recipe: &recipe, design, learner, optimizer, passes: 1, device: Device::Cpu }
+        .measure(1, &[batch])?;
     Ok(memory::resident())
 }
 

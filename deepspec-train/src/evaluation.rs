@@ -79,7 +79,8 @@ impl Evaluation {
         }
         let eval = recipe.eval.clone().unwrap_or_default();
         let requests = prepare(&eval, source)?.into_iter().flat_map(|suite| suite.requests);
-        let longest = requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
+        let longest =
+            requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
         let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
         Ok(bytes_of(weights + source.config.history(eval.slots, longest), kind))
     }

@@ -192,7 +192,11 @@ fn real(settings: &[&str]) {
 
 #[test]
 fn of_a_run_on_a_cache() {
-    real(&["drafter.dspark.num_anchors=64", "drafter.dspark.num_draft_layers=6", "drafter.dspark.block_size=8"]);
+    real(&[
+        "drafter.dspark.num_anchors=64",
+        "drafter.dspark.num_draft_layers=6",
+        "drafter.dspark.block_size=8",
+    ]);
 }
 
 #[test]

@@ -172,7 +172,8 @@ fn a_resumed_run_shows_every_step_once() {
     assert_eq!(shown("eval/tau"), steps(true));
     assert_eq!(shown("eval/suites/smoke-math/tau"), steps(true));
     let losses: Vec<f32> = events.scalars["train/loss"].iter().map(|&(_, loss)| loss).collect();
-    let rows: Vec<f32> = bench.metrics().iter().filter_map(|row| Some(row["loss"].as_f64()? as f32)).collect();
+    let rows: Vec<f32> =
+        bench.metrics().iter().filter_map(|row| Some(row["loss"].as_f64()? as f32)).collect();
     assert_eq!(losses, rows);
     assert!(events.texts["recipe"].contains("    name: t\n"), "{}", events.texts["recipe"]);
 }

@@ -16,8 +16,8 @@ mod weights;
 
 pub use config::ModelConfig;
 pub use drafters::block::{
-    Block, BlockBatch, BlockConfig, BlockProposer, BlockTerms, Confidence, LossSums, Normaliser, TrainSample,
-    anchor_candidates, eval_mask, slot_weight,
+    Block, BlockBatch, BlockConfig, BlockProposer, BlockTerms, Confidence, Drafting, LossSums, Normaliser,
+    TrainSample, anchor_candidates, eval_mask, slot_weight,
 };
 pub use drafters::causal::CausalProposer;
 pub use drafters::cost::{PassBytes, SampleSize};

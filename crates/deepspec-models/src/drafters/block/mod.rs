@@ -16,4 +16,4 @@ pub use config::{BlockConfig, Confidence};
 pub use metrics::BlockTerms;
 pub use model::Block;
 pub use objective::{LossSums, Normaliser};
-pub use proposer::BlockProposer;
+pub use proposer::{BlockProposer, Drafting};

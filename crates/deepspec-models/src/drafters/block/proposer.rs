@@ -15,6 +15,14 @@ pub struct BlockProposer {
     biased: bool,
 }
 
+/// What a drafted block leaves behind for the confidence head.
+pub struct Drafting {
+    /// States `[S, γ, d]`, after the final norm.
+    pub hidden: Tensor,
+    /// Markov embeddings of the tokens before each slot, `[S, γ, r]`.
+    pub embeddings: Option<Tensor>,
+}
+
 impl BlockProposer {
     /// A proposer with empty histories for `slots` sequences.
     pub fn new(block: Block, slots: usize) -> Self {
@@ -31,6 +39,36 @@ impl BlockProposer {
     /// where they were trained to.
     pub fn ignore_markov(&mut self) {
         self.biased = false;
+    }
+
+    /// The model's part of a proposal: takes in the context, runs blocks behind the `anchors [S]`, and hands the float32 logits `[S, V]`
+    /// of slot after slot to `choose(k, logits)`, whose tokens `[S]` the Markov head goes on from.
+    pub fn forward(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+        mut choose: impl FnMut(i64, &Tensor) -> Tensor,
+    ) -> Drafting {
+        self.take_in(context);
+        let hidden = self.hidden(slots, anchors); // [S, γ, d]
+        let base = self.block.base_logits(&hidden); // [S, γ, V]
+        let (mut previous, mut state) = (anchors.shallow_clone(), MarkovState::default());
+        let mut embeddings = vec![];
+        for k in 0..self.block_size() as i64 {
+            let mut logits = base.select(1, k);
+            if let Some(markov) = &self.block.markov {
+                let e = markov.embed(&previous);
+                if self.biased {
+                    let features = markov.step(&hidden.select(1, k), &e, &mut state);
+                    logits += markov.bias(&features).to_kind(Kind::Float);
+                }
+                embeddings.push(e);
+            }
+            previous = choose(k, &logits);
+        }
+        let embeddings = (!embeddings.is_empty()).then(|| Tensor::stack(&embeddings, 1)); // [S, γ, r]
+        Drafting { hidden, embeddings }
     }
 
     /// Appends newly verified states to the histories.
@@ -79,28 +117,15 @@ impl Proposer for BlockProposer {
         uniforms: &Tensor,
         sampling: &SamplingBatch,
     ) -> Proposal {
-        self.take_in(context);
-        let hidden = self.hidden(slots, anchors); // [S, γ, d]
-        let base = self.block.base_logits(&hidden); // [S, γ, V]
-        let (mut previous, mut state) = (anchors.shallow_clone(), MarkovState::default());
-        let (mut tokens, mut probs, mut embeddings) = (vec![], vec![], vec![]);
-        for k in 0..self.block_size() as i64 {
-            let mut logits = base.select(1, k);
-            if let Some(markov) = &self.block.markov {
-                let e = markov.embed(&previous);
-                if self.biased {
-                    let features = markov.step(&hidden.select(1, k), &e, &mut state);
-                    logits += markov.bias(&features).to_kind(Kind::Float);
-                }
-                embeddings.push(e);
-            }
-            let distribution = sampling.distributions(&logits);
-            previous = draw(&distribution, &uniforms.select(1, k));
-            tokens.push(previous.shallow_clone());
+        let (mut tokens, mut probs) = (vec![], vec![]);
+        let Drafting { hidden, embeddings } = self.forward(context, slots, anchors, |k, logits| {
+            let distribution = sampling.distributions(logits);
+            let drawn = draw(&distribution, &uniforms.select(1, k));
+            tokens.push(drawn.shallow_clone());
             probs.push(distribution);
-        }
-        let e = (!embeddings.is_empty()).then(|| Tensor::stack(&embeddings, 1)); // [S, γ, r]
-        let confidence = self.block.confidence_logits(&hidden, e.as_ref());
+            drawn
+        });
+        let confidence = self.block.confidence_logits(&hidden, embeddings.as_ref());
         Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
     }
 

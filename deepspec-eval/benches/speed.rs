@@ -1,0 +1,303 @@
+//! Tokens per second of the engine beside a straightforward batch-1 loop on transformers (`speculative.py`), and beside what bare
+//! forwards of the engine's own shapes would allow; all in one run, float32, one thread, on the toy target:
+//!
+//! ```sh
+//! DEEPSPEC_TEST_PYTHON=PYTHON OMP_NUM_THREADS=1 cargo bench --bench speed [-- PROMPTS_PER_SUITE]
+//! ```
+//! Needs the drafter of `scripts/demo.sh`; `DEEPSPEC_DRAFT` names another block drafter of that target. All take turns, the median of
+//! three rounds counts. Bare forwards are those of target and drafter with their logits, on the tokens of the run itself; confidences, all
+//! draws, verification and bookkeeping are what the engine adds to them.
+
+#![expect(clippy::print_stdout, reason = "its figures")]
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::rc::Rc;
+use std::time::Instant;
+
+use anyhow::{Context as _, bail};
+use deepspec_decode::{
+    Completion, Context, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request, Sampling,
+    SamplingBatch, Tally, Target,
+};
+use deepspec_models::{Block, BlockProposer, ModelConfig, TargetModel, TargetOptions, stop_ids};
+use deepspec_suites::{Asking, Folder};
+use deepspec_text::ChatTokenizer;
+use serde::Deserialize;
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+const SUITES: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
+const MAX_NEW_TOKENS: usize = 256;
+const ROUNDS: usize = 3;
+const SLOTS: usize = 16;
+
+/// What the engine asks of the models, in order.
+enum Call {
+    Forward { chunks: Vec<(usize, usize)>, tokens: Tensor },
+    Logits { rows: i64 },
+    Truncate { slot: usize, len: usize },
+    Propose { context: Context, slots: Vec<usize>, anchors: Tensor, tokens: Tensor },
+    Reset { slot: usize },
+}
+
+type Calls = Rc<RefCell<Vec<Call>>>;
+
+/// A model that writes down how it is used.
+struct Recorded<M> {
+    model: M,
+    calls: Calls,
+}
+
+impl<T: Target> Target for Recorded<T> {
+    fn forward(&mut self, feed: &Feed) -> Forwarded {
+        let (chunks, tokens) = (feed.chunks.to_vec(), feed.tokens.copy());
+        self.calls.borrow_mut().push(Call::Forward { chunks, tokens });
+        self.model.forward(feed)
+    }
+
+    fn logits(&self, hidden: &Tensor) -> Tensor {
+        self.calls.borrow_mut().push(Call::Logits { rows: hidden.size()[0] });
+        self.model.logits(hidden)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.calls.borrow_mut().push(Call::Truncate { slot, len });
+        self.model.truncate(slot, len);
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.vocab_size()
+    }
+
+    fn device(&self) -> Device {
+        self.model.device()
+    }
+}
+
+impl<P: Proposer> Proposer for Recorded<P> {
+    fn block_size(&self) -> usize {
+        self.model.block_size()
+    }
+
+    fn propose(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+        uniforms: &Tensor,
+        sampling: &SamplingBatch,
+    ) -> Proposal {
+        let [taps, tokens, next] = [&context.taps, &context.tokens, &context.next].map(Tensor::copy);
+        let seen = Context { taps, tokens, next, chunks: context.chunks.clone() };
+        let proposal = self.model.propose(context, slots, anchors, uniforms, sampling);
+        let (slots, anchors, tokens) = (slots.to_vec(), anchors.copy(), proposal.tokens.copy());
+        self.calls.borrow_mut().push(Call::Propose { context: seen, slots, anchors, tokens });
+        proposal
+    }
+
+    fn reset(&mut self, slot: usize) {
+        self.calls.borrow_mut().push(Call::Reset { slot });
+        self.model.reset(slot);
+    }
+}
+
+/// Runs the models as they were used, and nothing else. Seconds.
+fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, BlockProposer)) -> f64 {
+    let _no_grad = tch::no_grad_guard();
+    let started = Instant::now();
+    let mut hidden = Tensor::new();
+    for call in calls {
+        match call {
+            Call::Forward { chunks, tokens } => {
+                hidden = target.forward(&Feed { chunks, tokens: tokens.shallow_clone() }).hidden;
+            }
+            Call::Logits { rows } => drop(target.logits(&hidden.narrow(0, 0, *rows))),
+            Call::Truncate { slot, len } => target.truncate(*slot, *len),
+            Call::Propose { context, slots, anchors, tokens } => {
+                let _ = proposer.forward(context, slots, anchors, |k, _| tokens.select(1, k));
+            }
+            Call::Reset { slot } => proposer.reset(*slot),
+        }
+    }
+    started.elapsed().as_secs_f64()
+}
+
+/// What `speculative.py` prints.
+#[derive(Deserialize)]
+struct Loop {
+    tokens: usize,
+    seconds: f64,
+    accepted_length: f64,
+    /// Answers by request.
+    outputs: HashMap<String, Vec<i64>>,
+}
+
+/// Target, drafter and prompts.
+struct Bench {
+    target: PathBuf,
+    draft: PathBuf,
+    requests: Vec<Request>,
+    context: usize,
+}
+
+impl Bench {
+    fn open(limit: Option<usize>) -> anyhow::Result<Self> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let target = root.join("assets/tiny-target");
+        let demo = root.join("runs/demo/checkpoints/tiny_dspark/step_latest");
+        let draft = std::env::var_os("DEEPSPEC_DRAFT").map_or(demo, |draft| root.join(draft));
+        if !draft.is_dir() {
+            bail!("{}: no such drafter; run scripts/demo.sh or set DEEPSPEC_DRAFT", draft.display());
+        }
+        let tokenizer = ChatTokenizer::load(&target)?;
+        let context = ModelConfig::load(&target)?.max_position_embeddings;
+        let asking = Asking {
+            tokenizer: &tokenizer,
+            sampling: Sampling::new(0.0, 0),
+            max_new_tokens: MAX_NEW_TOKENS,
+            thinking: false,
+            system_prompt: None,
+            stop_ids: &stop_ids(&target, tokenizer.eos_token_id())?,
+            context,
+        };
+        let suites = root.join("eval_datasets");
+        let folder = Folder::open(&suites)?;
+        let mut requests = vec![];
+        for suite in folder.select(&SUITES.map(String::from), &[])? {
+            requests.extend(asking.prepare(folder.load(suite, 0, limit)?)?.requests);
+        }
+        Ok(Self { target, draft, requests, context })
+    }
+
+    fn models(&self, slots: usize) -> anyhow::Result<(TargetModel, BlockProposer)> {
+        let (device, kind) = (Device::Cpu, Kind::Float);
+        let proposer = BlockProposer::new(Block::load(&self.draft, device, kind)?, slots);
+        let taps = proposer.block().config().target_layer_ids.clone();
+        Ok((TargetModel::load(&self.target, &TargetOptions { device, kind, slots, taps })?, proposer))
+    }
+
+    /// Answers and seconds; `warm` is called between the warm-up and the run.
+    fn decode<T: Target, P: Proposer>(
+        &self,
+        (target, proposer): (T, P),
+        slots: usize,
+        temperature: f64,
+        warm: impl FnOnce(),
+    ) -> anyhow::Result<(Vec<Completion>, f64)> {
+        let options = EngineOptions {
+            slots,
+            context: self.context,
+            confidence_threshold: 0.0,
+            max_draft_tokens: None,
+            counts_overrun: true,
+        };
+        let ask = |request: &Request| Request { sampling: Sampling::new(temperature, 0), ..request.clone() };
+        let requests: Vec<Request> = self.requests.iter().map(ask).collect();
+        let mut engine = Engine::new(target, Some(proposer), options);
+        engine.run(requests.iter().take(slots).cloned().collect(), |_| {})?;
+        warm();
+        let started = Instant::now();
+        let completions = engine.run(requests, |_| {})?;
+        Ok((completions, started.elapsed().as_secs_f64()))
+    }
+
+    /// The models' calls of a run.
+    fn calls(&self, slots: usize, temperature: f64) -> anyhow::Result<Calls> {
+        let calls = Calls::default();
+        let (target, proposer) = self.models(slots)?;
+        let target = Recorded { model: target, calls: calls.clone() };
+        let proposer = Recorded { model: proposer, calls: calls.clone() };
+        self.decode((target, proposer), slots, temperature, || calls.borrow_mut().clear())?;
+        Ok(calls)
+    }
+
+    /// What the loop on transformers makes of the same prompts.
+    fn python(&self, python: &str, temperature: f64) -> anyhow::Result<Loop> {
+        let dir = tempfile::tempdir()?;
+        let line = |request: &Request| json!({"id": request.id, "prompt": request.prompt}).to_string();
+        let prompts = dir.path().join("prompts.jsonl");
+        fs::write(&prompts, self.requests.iter().map(line).collect::<Vec<_>>().join("\n"))?;
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/speculative.py");
+        let mut command = Command::new(python);
+        command.arg(script).arg("--target").arg(&self.target).arg("--draft").arg(&self.draft);
+        command.arg("--prompts").arg(&prompts).args(["--max-new-tokens", &MAX_NEW_TOKENS.to_string()]);
+        command.args(["--temperature", &temperature.to_string(), "--threads", "1", "--json"]);
+        let output =
+            command.env("OMP_NUM_THREADS", "1").output().with_context(|| format!("starting {python}"))?;
+        if !output.status.success() {
+            bail!("{}", String::from_utf8_lossy(&output.stderr));
+        }
+        serde_json::from_slice(&output.stdout).context("reading what speculative.py prints")
+    }
+
+    fn compare(&self, temperature: f64, python: Option<&str>) -> anyhow::Result<()> {
+        let calls = self.calls(SLOTS, temperature)?;
+        let mut rates: HashMap<&str, Vec<f64>> = HashMap::new();
+        for _ in 0..ROUNDS {
+            let mut round = vec![];
+            let mut answers = vec![];
+            for (name, slots) in [("engine, 1 slot", 1), ("engine, 16 slots", SLOTS)] {
+                let (completions, seconds) = self.decode(self.models(slots)?, slots, temperature, || {})?;
+                round.push((name, tokens(&completions) as f64 / seconds));
+                answers = completions;
+            }
+            let mut models = self.models(SLOTS)?;
+            // Once for the histories' memory, once for the clock.
+            replay(&calls.borrow(), &mut models);
+            let seconds = replay(&calls.borrow(), &mut models);
+            round.push(("bare forwards, 16 slots", tokens(&answers) as f64 / seconds));
+            if let Some(python) = python {
+                let found = self.python(python, temperature)?;
+                round.push(("transformers, batch 1", found.tokens as f64 / found.seconds));
+                let equal =
+                    answers.iter().filter(|answer| found.outputs.get(&answer.id) == Some(&answer.tokens));
+                let mut tally = Tally::new(models.1.block_size());
+                answers.iter().for_each(|answer| tally.add(answer));
+                println!(
+                    "  {} of {} answers equal; τ {:.3} here, {:.3} there",
+                    equal.count(),
+                    answers.len(),
+                    tally.accepted_length().unwrap_or(f64::NAN),
+                    found.accepted_length
+                );
+            }
+            for (name, rate) in round {
+                rates.entry(name).or_default().push(rate);
+            }
+        }
+        let median = |name: &str| {
+            let mut rates = rates.get(name).cloned().unwrap_or_default();
+            rates.sort_unstable_by(f64::total_cmp);
+            rates.get(rates.len() / 2).copied().unwrap_or(f64::NAN)
+        };
+        let [one, many, bare, there] =
+            ["engine, 1 slot", "engine, 16 slots", "bare forwards, 16 slots", "transformers, batch 1"]
+                .map(median);
+        println!("temperature {temperature}, {} prompts, tokens/s:", self.requests.len());
+        println!("  transformers, batch 1     {there:8.0}");
+        println!("  engine, 1 slot            {one:8.0}   {:5.2} × transformers", one / there);
+        println!("  engine, {SLOTS} slots          {many:8.0}   {:5.2} × transformers", many / there);
+        println!(
+            "  bare forwards, {SLOTS} slots   {bare:8.0}   of which the engine reaches {:.0} %",
+            100.0 * many / bare
+        );
+        Ok(())
+    }
+}
+
+fn tokens(completions: &[Completion]) -> usize {
+    completions.iter().map(|completion| completion.tokens.len()).sum()
+}
+
+fn main() -> anyhow::Result<()> {
+    deepspec_dist::prepare_process();
+    tch::set_num_threads(1);
+    let limit = std::env::args().skip(1).find_map(|argument| argument.parse().ok());
+    let python = std::env::var("DEEPSPEC_TEST_PYTHON").ok();
+    let bench = Bench::open(limit)?;
+    [0.0, 1.0].into_iter().try_for_each(|temperature| bench.compare(temperature, python.as_deref()))
+}
