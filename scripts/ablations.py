@@ -3,7 +3,7 @@
 
     scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
 
-Uses the cache that scripts/demo.sh leaves in its folder. A run that is already there is not repeated, so a killed script goes
+Uses the cache that scripts/demo.sh leaves in its folder, whichever layers it taps. A run that is already there is not repeated, so a killed script goes
 on where it stopped. Every run trains on one thread and is evaluated on the 144 held-out smoke prompts at temperature 1.
 """
 
@@ -52,6 +52,7 @@ class Bench:
     def __init__(self, demo, jobs):
         self.demo, self.out = demo, demo / "ablations"
         self.out.mkdir(parents=True, exist_ok=True)
+        self.taps = json.loads((demo / "cache" / "manifest.json").read_text())["identity"]["taps"]
         self.pool = ThreadPoolExecutor(jobs)
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -82,6 +83,7 @@ class Bench:
     def training(self, drafter, name, seed, steps, *sets):
         overrides = [
             f"data.states.cache={self.demo}/cache",
+            f"target.layer_ids={self.taps}",
             f"logging.output_dir={self.out}",
             f"name={name}",
             f"seed={seed}",
