@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use crate::outcome::{Outcome, padded};
 use crate::{
     Completion, Context, Cycle, EngineError, EngineOptions, Event, Feed, Finish, Proposal, Proposer, Request,
-    SamplingBatch, StepTimes, Target, Ticket, draw, verify,
+    SamplingBatch, StepTimes, Target, Ticket, verify,
 };
 
 /// Prompt tokens that one step takes in, unless a single prompt is longer.
@@ -401,8 +401,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             });
             let logits = self.target.logits(&hidden.index_select(0, &index(ends, hidden)));
             finite.push(logits.isfinite().all());
-            let probs = self.sampling(prefilling).distributions(&logits);
-            parts.push(draw(&probs, &self.uniforms(prefilling, Purpose::Target, 1).squeeze_dim(1)));
+            let sampling = self.sampling(prefilling);
+            let probs = sampling.distributions(&logits);
+            parts.push(sampling.draw(&probs, &self.uniforms(prefilling, Purpose::Target, 1).squeeze_dim(1)));
         }
         let finite = Tensor::stack(&finite, 0).all().reshape([1]);
         let parts: Vec<Tensor> =

@@ -92,6 +92,15 @@ impl SamplingBatch {
         probs
     }
 
+    /// A token of each of the [`Self::distributions`] `[S, V]`, by `uniforms [S]` as [`draw`] takes them.
+    pub fn draw(&self, distributions: &Tensor, uniforms: &Tensor) -> Tensor {
+        // A one-hot leaves no choice, and its sums need not be taken.
+        match self.rows.iter().all(Sampling::is_greedy) {
+            true => distributions.argmax(-1, false),
+            false => draw(distributions, uniforms),
+        }
+    }
+
     /// Applies top-k, top-p and min-p row by row and renormalises.
     fn filtered(&self, probs: &Tensor) -> Tensor {
         let vocab = probs.size()[1];
@@ -170,6 +179,17 @@ mod tests {
             let alone = SamplingBatch::new(vec![setting], Device::Cpu)
                 .distributions(&logits.narrow(0, row as i64, 1));
             assert!(alone.squeeze().allclose(&together.get(row as i64), 0.0, 1e-7, false));
+        }
+    }
+
+    #[test]
+    fn a_greedy_batch_draws_as_one_hots_do() {
+        let logits = Tensor::from_slice(&[0.5f32, 2.0, -1.0, 3.0, 1.0, 2.9]).view([2, 3]);
+        let batch = SamplingBatch::new(vec![Sampling::new(0.0, 1); 2], Device::Cpu);
+        let distributions = batch.distributions(&logits);
+        for uniform in [0.0, 0.5, 0.999_999_9] {
+            let uniforms = Tensor::from_slice(&[uniform; 2]);
+            assert_eq!(batch.draw(&distributions, &uniforms), draw(&distributions, &uniforms));
         }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Context, Feed, Proposal, Proposer, SamplingBatch, Target, draw};
+use deepspec_decode::{Context, Feed, Proposal, Proposer, SamplingBatch, Target};
 use tch::Tensor;
 
 use super::DrafterOptions;
@@ -116,7 +116,7 @@ impl Proposer for CausalProposer {
                 states = self.model.forward(&Feed { chunks: &chunks, tokens: token.shallow_clone() }).hidden;
             }
             let distribution = sampling.distributions(&self.model.logits(&states));
-            tokens.push(draw(&distribution, &uniforms.select(1, k as i64)));
+            tokens.push(sampling.draw(&distribution, &uniforms.select(1, k as i64)));
             probs.push(distribution);
         }
         // The anchor and what was drafted come back once the target has judged them.

@@ -1,6 +1,6 @@
 //! Proposing: the context's keys and values are projected once per verified token and cached per slot.
 
-use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch, draw};
+use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
 use tch::{Kind, Tensor};
 
 use super::heads::MarkovState;
@@ -120,7 +120,7 @@ impl Proposer for BlockProposer {
         let (mut tokens, mut probs) = (vec![], vec![]);
         let Drafting { hidden, embeddings } = self.forward(context, slots, anchors, |k, logits| {
             let distribution = sampling.distributions(logits);
-            let drawn = draw(&distribution, &uniforms.select(1, k));
+            let drawn = sampling.draw(&distribution, &uniforms.select(1, k));
             tokens.push(drawn.shallow_clone());
             probs.push(distribution);
             drawn

@@ -1,6 +1,6 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
-use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch, draw};
+use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
 use tch::Tensor;
 
 use super::model::Eagle3;
@@ -94,7 +94,7 @@ impl Proposer for Eagle3Proposer {
             }
             let logits = self.model.draft_logits(&states);
             let distribution = sampling.distributions(&logits);
-            tokens.push(draw(&distribution, &uniforms.select(1, k as i64)));
+            tokens.push(sampling.draw(&distribution, &uniforms.select(1, k as i64)));
             probs.push(distribution);
         }
         // What was drafted is forgotten; what of it is accepted comes back with the target's states.
