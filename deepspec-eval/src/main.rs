@@ -11,6 +11,7 @@ mod statistics;
 mod table;
 mod trace;
 mod traces;
+mod versioned;
 
 use std::io::{self, Write};
 use std::process::ExitCode;

@@ -111,6 +111,10 @@ fn a_killed_evaluation_goes_on_where_it_was() {
     let mut text = fs::read_to_string(&journal).unwrap();
     let second = text.match_indices('\n').nth(1).unwrap().0;
     text.replace_range(second + 1..second + 4, "???");
+    // So is an answer that this run cannot have given.
+    let third = text.match_indices('\n').nth(2).unwrap().0;
+    let count = third + text[third..].find("\"proposed\":").unwrap() + "\"proposed\":".len();
+    text.insert_str(count, "400000000");
     text.push_str("{\"key\":{\"arm\":\"main\"");
     fs::write(&journal, text).unwrap();
     let output = run(&drafter(), &broken, &[&SMALL[..], &["--seed", "5"]].concat());
@@ -119,6 +123,8 @@ fn a_killed_evaluation_goes_on_where_it_was() {
     let output = run(&drafter(), &broken, &SMALL);
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && told.contains("1 lines are no answers"), "{told}");
+    let named = ["journal.jsonl:4: no answer, for `cycles[0]` has proposed 400000000", "it is decoded again"];
+    assert!(named.iter().all(|words| told.contains(words)), "{told}");
     assert!(kept.len() >= 11);
     assert_eq!(timeless(&broken), timeless(&whole));
     assert_eq!(journals(&broken), Vec::<PathBuf>::new());

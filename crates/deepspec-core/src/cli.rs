@@ -115,16 +115,29 @@ pub fn contain<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// The error and its causes on one line, without repeating a cause that its parent already spells out.
+/// The error and its causes on one line, without repeating a cause that its parent already spells out. Line ends become
+/// blanks; what else would steer a terminal, and may come from the file that is complained of, is escaped.
 pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
-        let text = cause.to_string().replace('\n', " ");
+        let text = on_one_line(&cause.to_string());
         if !line.contains(&text) {
             if !line.is_empty() {
                 line.push_str(": ");
             }
             line.push_str(&text);
+        }
+    }
+    line
+}
+
+fn on_one_line(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '\n' => line.push(' '),
+            control if control.is_control() => line.extend(control.escape_default()),
+            other => line.push(other),
         }
     }
     line

@@ -138,6 +138,11 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.options.max_draft_tokens.map_or(block, |limit| block.min(limit))
     }
 
+    /// Ids of the target's vocabulary: those of answers are below.
+    pub fn vocab_size(&self) -> usize {
+        self.target.vocab_size()
+    }
+
     /// Runs all requests to their end and returns the completions in the order of the requests.
     ///
     /// # Errors

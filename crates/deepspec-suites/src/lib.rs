@@ -4,6 +4,8 @@
 
 mod folder;
 mod mersenne;
+#[cfg(test)]
+mod mutated;
 mod requests;
 
 pub use folder::{Folder, Rows, Sample};

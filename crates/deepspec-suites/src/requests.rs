@@ -1,5 +1,6 @@
 //! From rows to requests.
 
+use anyhow::Context;
 use deepspec_core::usage;
 use deepspec_decode::{Request, Sampling};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
@@ -85,7 +86,8 @@ impl Asking<'_> {
     /// # Errors
     /// If the template refuses the conversation.
     pub fn request(&self, id: String, messages: &[Message]) -> anyhow::Result<Result<Request, usize>> {
-        let prompt = generation_prompt(self.tokenizer, messages, self.system_prompt, Some(self.thinking))?;
+        let prompt = generation_prompt(self.tokenizer, messages, self.system_prompt, Some(self.thinking))
+            .with_context(|| format!("asking {id}"))?;
         let room = self.context.saturating_sub(prompt.len());
         if room == 0 {
             return Ok(Err(prompt.len()));

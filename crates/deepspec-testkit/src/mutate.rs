@@ -1,4 +1,4 @@
-//! Damaged JSON: values replaced, removed, doubled, renamed, and lines cut or overwritten.
+//! Damaged JSON: values replaced, removed, doubled, renamed, and lines and files cut or overwritten.
 
 use deepspec_core::rng::{Purpose, Stream};
 use serde_json::{Value, json};
@@ -97,5 +97,78 @@ impl Dice {
         }
         bytes.retain(|&byte| byte != b'\n');
         if bytes.trim_ascii().is_empty() { b"?".to_vec() } else { bytes }
+    }
+
+    /// A damaged file, of one JSON value or of one a line.
+    pub fn file(&mut self, sound: &[u8]) -> Vec<u8> {
+        let mut lines: Vec<Vec<u8>> =
+            sound.split_inclusive(|&byte| byte == b'\n').map(<[u8]>::to_vec).collect();
+        let at = self.roll(lines.len());
+        match self.roll(20) {
+            0 if self.roll(3) == 0 => return vec![],
+            0 => return [b"\xef\xbb\xbf", sound].concat(),
+            1 => return sound[..self.roll(sound.len())].to_vec(),
+            2 => return (0..=self.roll(200)).map(|_| self.roll(256) as u8).collect(),
+            3 => drop(lines.remove(at)),
+            4 => lines.insert(at, lines[at].clone()),
+            5 => lines.reverse(),
+            6 => {
+                let kept = self.roll(lines[at].len());
+                lines[at].truncate(kept);
+            }
+            7 => lines[at] = [&b"[".repeat(10_000), &b"\n"[..]].concat(),
+            8 => lines[at].splice(0..0, *b"\xff\xfe\x00").for_each(drop),
+            9 | 10 => {
+                for _ in 0..=self.roll(4) {
+                    let place = self.roll(lines[at].len());
+                    lines[at][place] = self.roll(256) as u8;
+                }
+            }
+            11..=15 => self.number(&mut lines[at]),
+            _ => match serde_json::from_slice::<Value>(sound) {
+                Ok(whole) => return self.mutated(whole),
+                Err(_) => {
+                    let value = serde_json::from_slice(&lines[at]).unwrap_or_default();
+                    lines[at] = [self.mutated(value), b"\n".to_vec()].concat();
+                }
+            },
+        }
+        lines.concat()
+    }
+
+    fn mutated(&mut self, mut value: Value) -> Vec<u8> {
+        for _ in 0..=self.roll(2) {
+            self.mutate(&mut value);
+        }
+        value.to_string().into_bytes()
+    }
+
+    /// Puts another number, or what some write for one, in the place of one of the text's.
+    fn number(&mut self, text: &mut Vec<u8>) {
+        const NUMBERS: [&str; 15] = [
+            "-1",
+            "0",
+            "1",
+            "0.5",
+            "-0.0",
+            "4294967295",
+            "4294967296",
+            "9223372036854775807",
+            "18446744073709551615",
+            "18446744073709551616",
+            "1e-300",
+            "1e308",
+            "1e999",
+            "NaN",
+            "\"7\"",
+        ];
+        let inside = |at: usize| matches!(text.get(at), Some(b'0'..=b'9' | b'.' | b'-'));
+        let starts: Vec<usize> =
+            (0..text.len()).filter(|&at| inside(at) && (at == 0 || !inside(at - 1))).collect();
+        if !starts.is_empty() {
+            let start = starts[self.roll(starts.len())];
+            let end = (start..text.len()).find(|&at| !inside(at)).unwrap_or(text.len());
+            text.splice(start..end, NUMBERS[self.roll(NUMBERS.len())].bytes()).for_each(drop);
+        }
     }
 }

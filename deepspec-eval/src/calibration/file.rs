@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use deepspec_core::digest::short;
-use deepspec_core::{atomic, usage};
+use deepspec_core::usage;
 use deepspec_models::{config_digest, weights_digest};
 use deepspec_schedule::reliability::ReliabilityReport;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::results::{DrafterIdentity, TargetIdentity};
+use crate::versioned;
 
 const FORMAT: &str = "deepspec-calibration";
 const VERSION: u64 = 1;
@@ -94,21 +94,25 @@ impl Calibration {
         if !file.is_file() {
             usage!("{} does not exist; `deepspec-eval calibrate` writes it", file.display());
         }
-        let json: Value = match serde_json::from_str(&atomic::read_text(file)?) {
-            Ok(json) => json,
-            Err(error) => usage!("{}: not valid JSON: {error}", file.display()),
-        };
-        if json["format"] != FORMAT || json["format_version"] != VERSION {
-            usage!("{}: not a calibration; expected {FORMAT} {VERSION}", file.display());
+        let read: Self = versioned::read(file, (FORMAT, VERSION), "not a calibration")?;
+        match read.problem() {
+            Some(problem) => usage!("{}: {problem}; run `deepspec-eval calibrate` again", file.display()),
+            None => Ok(read),
         }
-        let read: Self = match serde_json::from_value(json) {
-            Ok(read) => read,
-            Err(error) => usage!("{}: {error}", file.display()),
-        };
-        match deepspec_schedule::calibrate::Calibration::new(read.temperatures.clone()) {
-            Ok(_) => Ok(read),
-            Err(error) => usage!("{}: `temperatures`: {error}", file.display()),
+    }
+
+    /// What a file of the right layout may still have wrong.
+    fn problem(&self) -> Option<String> {
+        let (found, block) = (self.temperatures.len(), self.drafter.block_size);
+        if found > block {
+            return Some(format!("`temperatures` has {found} values, blocks of the drafter {block} tokens"));
         }
+        if found != self.fit.len() {
+            return Some(format!("`temperatures` has {found} values, `fit` {}", self.fit.len()));
+        }
+        // The engine divides in single precision, where what is smaller would be 0.
+        let at = self.temperatures.iter().position(|&t| !(t > 0.0 && (t as f32).is_normal()))?;
+        Some(format!("`temperatures[{at}]` is {:e}, no positive number of 32 bits", self.temperatures[at]))
     }
 
     /// The temperatures, if they were found for the drafter in `dir`.
@@ -131,5 +135,92 @@ impl Calibration {
             }
         }
         Ok(self.temperatures)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use deepspec_core::cli::one_line;
+    use deepspec_testkit::mutate::Dice;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn sound() -> Value {
+        let target = json!({"path": "t", "config_digest": "a", "weights_digest": "b", "tokenizer_digest": "c",
+            "template_digest": "d", "stop_ids": [1]});
+        let drafter = json!({"path": "d", "config_digest": "a", "weights_digest": "b", "block_size": 3, "taps": [-1, 2]});
+        let metrics =
+            json!({"ece": 0.1, "auroc": 0.75, "brier": 0.2, "predicted_mean": 0.5, "accepted_mean": 0.5});
+        let bin = json!({"low": 0.5, "high": 0.55, "count": 4, "predicted_mean": 0.52, "accepted_mean": 0.5});
+        let position = json!({"count": 4, "metrics": metrics, "bins": [bin]});
+        let report = json!({"positions": [position, position], "summary": metrics});
+        json!({
+            "format": FORMAT, "format_version": VERSION, "tool_version": "0", "drafter": drafter, "target": target,
+            "sampling_temperature": 1.0, "temperatures": [1.5, 0.5], "fit_prompts": 4,
+            "fit": [{"count": 8, "ece_before": 0.2, "ece_after": 0.1}, null],
+            "held_out": {"prompts": 3, "before": report, "after": report, "ece_of_chance": 0.05}
+        })
+    }
+
+    #[test]
+    fn damaged_calibrations_are_refused_by_key() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("calibration.json");
+        let sound = serde_json::to_vec_pretty(&sound()).unwrap();
+        fs::write(&file, &sound).unwrap();
+        assert_eq!(Calibration::read(&file).unwrap().temperatures, [1.5, 0.5]);
+        let mut dice = Dice::new(16, &["temperatures", "drafter", "fit", "held_out", FORMAT, "block_size"]);
+        let mut refused = 0;
+        for _ in 0..400 {
+            fs::write(&file, dice.file(&sound)).unwrap();
+            match Calibration::read(&file) {
+                Ok(read) => {
+                    let usable = |&t: &f64| t > 0.0 && (t as f32).is_normal();
+                    assert!(
+                        read.temperatures.iter().all(usable)
+                            && read.temperatures.len() <= read.drafter.block_size
+                    );
+                    let told = read.for_drafter(&file, dir.path()).unwrap_err();
+                    assert!(one_line(&told).contains(dir.path().to_str().unwrap()), "{told}");
+                }
+                Err(error) => {
+                    let told = one_line(&error);
+                    assert!(told.contains("calibration.json: ") || told.contains("reading "), "{told}");
+                    assert!(
+                        told.contains("calibration.json") && !told.contains(char::is_control),
+                        "{told:?}"
+                    );
+                    refused += 1;
+                }
+            }
+        }
+        assert!(refused > 200, "only {refused} of 400 were refused");
+    }
+
+    #[test]
+    fn temperatures_must_fit_the_drafter() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("calibration.json");
+        let told = |temperatures: Value| {
+            let mut damaged = sound();
+            damaged["temperatures"] = temperatures;
+            fs::write(&file, damaged.to_string()).unwrap();
+            let told = Calibration::read(&file).unwrap_err().to_string();
+            told.rsplit_once("calibration.json: ").unwrap().1.to_string()
+        };
+        assert!(
+            told(json!([1, 1, 1, 1]))
+                .starts_with("`temperatures` has 4 values, blocks of the drafter 3 tokens")
+        );
+        assert!(told(json!([1])).starts_with("`temperatures` has 1 values, `fit` 2"));
+        assert!(
+            told(json!([1, 1e-300]))
+                .starts_with("`temperatures[1]` is 1e-300, no positive number of 32 bits")
+        );
+        assert!(told(json!([-2, 1])).starts_with("`temperatures[0]` is -2e0,"));
+        assert!(told(json!([1, "x"])).starts_with("`temperatures[1]`: invalid type: string"));
     }
 }

@@ -55,7 +55,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     };
     let [fitted, held_out] = Side::read(args)?;
     let positions = fitted.positions().max(held_out.positions());
-    let found = fit(&fitted.proposals(), positions, &GridSearch::default()).context("fitting")?;
+    let traces = || format!("the traces of {}", args.results.display());
+    let found = fit(&fitted.proposals(), positions, &GridSearch::default()).with_context(traces)?;
     let temperatures = Temperatures::from_fits(&found);
     let fits = found.iter().map(|fit| {
         fit.map(|fit| Fit { count: fit.count, ece_before: fit.ece_before, ece_after: fit.ece_after })
@@ -66,7 +67,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         temperatures.temperatures().to_vec(),
         fits.collect(),
         fitted.prompts.len(),
-        held_out.judge(positions, &temperatures)?,
+        held_out.judge(positions, &temperatures).with_context(traces)?,
     );
     if let Some(dir) = args.output.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         atomic::create_dir(dir)?;

@@ -39,6 +39,8 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
             if let Some(same) = other.results.suites.iter().find(|same| same.name == suite.name) {
                 let scored = |suite: &SuiteResult| json!([short(&suite.file_digest), suite.counts.samples]);
                 compare(&format!("{} [file, samples]", suite.name), &scored(suite), &scored(same), LENGTHS);
+                let domain = |suite: &SuiteResult| json!(suite.domain);
+                compare(&format!("{} domain", suite.name), &domain(suite), &domain(same), DOMAINS);
             }
         }
     }
@@ -47,6 +49,7 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
 
 const LENGTHS: &str = "accepted lengths are not comparable";
 const DRAFTING: &str = "that is part of what is compared";
+const DOMAINS: &str = "it is averaged with the suites of the first";
 const SPEEDS: &str = "speeds are not comparable";
 
 fn target_facts(results: &Results) -> Vec<(String, Value)> {

@@ -2,6 +2,8 @@
 
 mod deltas;
 mod differences;
+#[cfg(test)]
+mod mutated;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -48,36 +50,45 @@ type Suite = BTreeMap<String, Counts>;
 /// # Errors
 /// Usage errors: unreadable results, a wrong number of labels, no suite in common.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    if !args.labels.is_empty() && args.labels.len() != args.results.len() {
-        usage!(
-            "{} labels for {} results; give one --label for each, or none",
-            args.labels.len(),
-            args.results.len()
-        );
-    }
-    let mut compared = vec![];
-    for (i, path) in args.results.iter().enumerate() {
-        let label = args.labels.get(i).cloned().unwrap_or_else(|| default_label(path));
-        let results = Results::read(path)?;
-        compared.push(Labelled { label, path: path.clone(), prompts: prompts(path, &results), results });
-    }
-    let common = common_suites(&compared);
-    if common.is_empty() {
-        usage!("the results have no suite in common");
-    }
-    let (first, others) = compared.split_at(1);
-    let comparison = Comparison {
-        differences: differences::all(&compared),
-        columns: compared.iter().map(|one| Column::new(one, &common)).collect(),
-        deltas: others.iter().map(|other| Deltas::new(other, &first[0], &common)).collect(),
-        suites: common,
-    };
+    let comparison = Comparison::read(args)?;
     for difference in &comparison.differences {
         tracing::warn!("{difference}");
     }
     let text =
         if args.json { serde_json::to_string_pretty(&comparison)? + "\n" } else { comparison.render() };
     Ok(crate::print(&text)?)
+}
+
+impl Comparison {
+    fn read(args: &Args) -> anyhow::Result<Self> {
+        if !args.labels.is_empty() && args.labels.len() != args.results.len() {
+            usage!(
+                "{} labels for {} results; give one --label for each, or none",
+                args.labels.len(),
+                args.results.len()
+            );
+        }
+        let mut compared = vec![];
+        for (i, path) in args.results.iter().enumerate() {
+            let label = args.labels.get(i).cloned().unwrap_or_else(|| default_label(path));
+            let results = Results::read(path)?;
+            compared.push(Labelled { label, path: path.clone(), prompts: prompts(path, &results), results });
+        }
+        let common = common_suites(&compared);
+        if common.is_empty() {
+            let suites = compared.iter().map(Labelled::suites).collect::<Vec<_>>().join("; ");
+            usage!("the results have no suite in common: {suites}");
+        }
+        let differences = differences::all(&compared);
+        agree_on_domains(&mut compared);
+        let (first, others) = compared.split_at(1);
+        Ok(Self {
+            differences,
+            columns: compared.iter().map(|one| Column::new(one, &common)).collect(),
+            deltas: others.iter().map(|other| Deltas::new(other, &first[0], &common)).collect(),
+            suites: common,
+        })
+    }
 }
 
 /// The folder's name; for a results file, that of its folder.
@@ -111,6 +122,13 @@ fn prompts(path: &Path, results: &Results) -> Prompts {
 }
 
 impl Labelled {
+    /// Which suites it has, as a phrase.
+    fn suites(&self) -> String {
+        let names: Vec<&str> = self.results.suites.iter().map(|suite| suite.name.as_str()).collect();
+        let names = if names.is_empty() { "none".into() } else { names.join(", ") };
+        format!("{} has {names}", self.path.display())
+    }
+
     /// τ of a suite over resampled prompts.
     fn length(&self, suite: &SuiteResult) -> Estimate {
         match self.prompts.get(&suite.name) {
@@ -128,6 +146,15 @@ fn common_suites(compared: &[Labelled]) -> Vec<String> {
     let first = compared.first().map_or(&[][..], |one| &one.results.suites);
     let names = first.iter().map(|suite| suite.name.clone());
     names.filter(|name| compared.iter().all(|one| has(one, name))).collect()
+}
+
+/// Puts every suite into the domain that the first result has it in, so that the rows of all columns are the same.
+fn agree_on_domains(compared: &mut [Labelled]) {
+    let Some((first, others)) = compared.split_first_mut() else { return };
+    for suite in others.iter_mut().flat_map(|other| &mut other.results.suites) {
+        let same = first.results.suites.iter().find(|same| same.name == suite.name);
+        suite.domain = same.map_or(suite.domain, |same| same.domain);
+    }
 }
 
 /// What is shown.

@@ -26,6 +26,13 @@ impl Timing {
     /// No time at all.
     pub const ZERO: Self = Self { wall_s: 0.0, draft_s: 0.0, verify_s: 0.0, host_s: 0.0, steps: 0 };
 
+    /// Whether a clock can have shown this: no part is negative, or longer than thirty years.
+    pub fn is_possible(&self) -> bool {
+        const LONGEST: f64 = 1e9;
+        let parts = [self.wall_s, self.draft_s, self.verify_s, self.host_s, self.steps as f64];
+        parts.iter().all(|part| (0.0..=LONGEST).contains(part))
+    }
+
     /// Adds another stretch of time.
     pub fn add(&mut self, other: &Self) {
         self.wall_s += other.wall_s;

@@ -1,6 +1,8 @@
 //! `results.json`: what was measured, as counts first; ratios are computed from them.
 
 mod metrics;
+#[cfg(test)]
+pub mod sample;
 mod settings;
 
 use std::path::Path;
@@ -13,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::confidence::ConfidenceResult;
 use crate::statistics::Estimate;
+use crate::versioned;
 pub use metrics::{Baseline, Metrics, Timing};
 pub use settings::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
@@ -129,20 +132,7 @@ impl Results {
                 file.display()
             );
         }
-        let json: serde_json::Value = match serde_json::from_str(&atomic::read_text(&file)?) {
-            Ok(json) => json,
-            Err(error) => usage!("{}: not valid JSON: {error}", file.display()),
-        };
-        if json["format"] != FORMAT || json["format_version"] != VERSION {
-            usage!(
-                "{}: not written by this version of `deepspec-eval run`; expected {FORMAT} {VERSION}",
-                file.display()
-            );
-        }
-        match serde_json::from_value(json) {
-            Ok(results) => Ok(results),
-            Err(error) => usage!("{}: {error}", file.display()),
-        }
+        versioned::read(&file, (FORMAT, VERSION), "not written by this version of `deepspec-eval run`")
     }
 
     /// Writes them into a folder, whole or not at all.
@@ -192,45 +182,11 @@ fn average<'s>(scored: impl Iterator<Item = &'s Scored> + Clone) -> Metrics {
 
 #[cfg(test)]
 mod tests {
-    use deepspec_decode::{Completion, Cycle, Finish};
     use deepspec_testkit::mutate::Dice;
-    use serde_json::json;
 
+    use super::sample::{results, suite};
     use super::*;
-    use crate::statistics::{Counts, Interval};
-
-    const TIMING: Timing = Timing { wall_s: 2.0, draft_s: 0.5, verify_s: 1.0, host_s: 0.5, steps: 9 };
-
-    fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
-        let cycle = |&accepted: &u32| Cycle {
-            proposed: 2,
-            accepted,
-            committed: accepted + 1,
-            survived: accepted,
-            confidence: vec![],
-        };
-        let cycles: Vec<Cycle> = accepted.iter().map(cycle).collect();
-        let mut counts = Tally::new(2);
-        counts.add(&Completion { id: "0".into(), tokens: vec![0; 8], finish: Finish::Stop, cycles });
-        let baseline = Some(Baseline::new(4, TIMING));
-        let prompt = Counts { committed: counts.committed, cycles: counts.cycles };
-        let suite = SuiteResult {
-            name: name.into(),
-            domain,
-            file: String::new(),
-            file_digest: String::new(),
-            rows: 1,
-            skipped: vec![],
-            shortened: 0,
-            unasked: 0,
-            prompt_tokens: 1,
-            metrics: Metrics::new(&counts, &TIMING, baseline.as_ref()),
-            counts,
-            timing: TIMING,
-            baseline,
-        };
-        Scored { suite, length: Estimate::accepted_length(name, [("0", prompt), ("1", prompt)]) }
-    }
+    use crate::statistics::Interval;
 
     #[test]
     fn suites_weigh_the_same_whatever_their_size() {
@@ -252,18 +208,6 @@ mod tests {
         assert_eq!(overall.accepted_length, Some(2.25));
         assert_eq!((overall.tokens_per_s, overall.speed_up), (Some(4.0), Some(2.0)));
         assert_eq!(Metrics::mean([].iter()), Metrics::default());
-    }
-
-    fn results() -> Results {
-        let target = json!({"path": "t", "config_digest": "", "weights_digest": "", "tokenizer_digest": "",
-            "template_digest": "", "stop_ids": [1]});
-        let settings = json!({"seed": 1, "temperature": 1.0, "max_new_tokens": 4, "limit": null, "turns": "first",
-            "thinking": false, "system_prompt": null, "confidence_threshold": null, "max_draft_tokens": null, "slots": 1,
-            "device": "cpu", "dtype": "float32", "threads": 1});
-        let [target, settings] = [target, settings].map(|value| value.to_string());
-        let suites = vec![suite("a", Domain::Math, &[2]), suite("b", Domain::Chat, &[1, 0])];
-        let settings = serde_json::from_str(&settings).unwrap();
-        Results::new(settings, serde_json::from_str(&target).unwrap(), None, suites)
     }
 
     #[test]

@@ -13,6 +13,7 @@ use deepspec_text::{Message, Role};
 
 use super::args::Shard;
 use super::journal::{Arm, Entry, Journal, Key};
+use super::plausible;
 use crate::results::{Timing, Turns};
 
 /// Samples of the untimed warm-up, and tokens of each.
@@ -152,7 +153,12 @@ impl<T: Target, P: Proposer> Decoding<'_, T, P> {
                 return Ok(());
             };
             let prompt_tokens = request.prompt.len();
-            let Some(entry) = self.journal.take(&self.key(&asked)) else {
+            let question = plausible::Asked {
+                request: &request,
+                block_size: self.engine.block_size(),
+                vocab_size: self.engine.vocab_size(),
+            };
+            let Some(entry) = self.journal.take(&self.key(&asked), &question) else {
                 let ticket = self.engine.submit(request)?;
                 self.running.insert(ticket, (asked, prompt_tokens));
                 return Ok(());

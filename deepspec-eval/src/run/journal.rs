@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::args::Shard;
+use super::plausible::Asked;
 use crate::results::Timing;
 
 const FORMAT: &str = "deepspec-eval-journal 1";
@@ -85,8 +86,11 @@ pub struct Journal {
     /// Keep other processes from writing to any of the files meanwhile.
     _locks: Vec<File>,
     files: Vec<PathBuf>,
-    earlier: HashMap<Key, Entry>,
+    earlier: Earlier,
 }
+
+/// The answers that were there already, each with its file and line.
+type Earlier = HashMap<Key, (Entry, PathBuf, usize)>;
 
 impl Journal {
     /// Opens the journals in `dir` that earlier or other processes left, and the one of this process. `run` says what
@@ -125,9 +129,17 @@ impl Journal {
         Ok(Self { own: appender, header, _locks: locks, files, earlier })
     }
 
-    /// The answer, if it is there already.
-    pub fn take(&mut self, key: &Key) -> Option<Entry> {
-        self.earlier.remove(key)
+    /// The answer, if it is there already and can be one to what is asked; otherwise it is to be decoded again, after a
+    /// warning that names file and line.
+    pub fn take(&mut self, key: &Key, asked: &Asked) -> Option<Entry> {
+        let (entry, file, line) = self.earlier.remove(key)?;
+        match asked.check(&entry) {
+            Ok(()) => Some(entry),
+            Err(problem) => {
+                tracing::warn!("{}:{line}: no answer, for {problem}; it is decoded again", file.display());
+                None
+            }
+        }
     }
 
     /// Keeps an answer.
@@ -179,7 +191,7 @@ fn remove(files: &[PathBuf]) -> anyhow::Result<()> {
 }
 
 /// Adds what a journal holds; whether it holds anything. Lines that are torn or damaged are decoded again.
-fn read(file: &Path, run: &Map<String, Value>, earlier: &mut HashMap<Key, Entry>) -> anyhow::Result<bool> {
+fn read(file: &Path, run: &Map<String, Value>, earlier: &mut Earlier) -> anyhow::Result<bool> {
     let opened = File::open(file).map_err(FileError::at("opening", file))?;
     let mut lines = BufReader::new(opened).split(b'\n');
     let mut next = || lines.next().transpose().map_err(FileError::at("reading", file));
@@ -198,10 +210,11 @@ fn read(file: &Path, run: &Map<String, Value>, earlier: &mut HashMap<Key, Entry>
             of(run)
         );
     }
-    let mut damaged = 0;
+    let (mut damaged, mut number) = (0, 1);
     while let Some(line) = next()? {
+        number += 1;
         match serde_json::from_slice::<Entry>(&line) {
-            Ok(entry) => drop(earlier.insert(entry.key.clone(), entry)),
+            Ok(entry) => drop(earlier.insert(entry.key.clone(), (entry, file.to_path_buf(), number))),
             Err(_) => damaged += 1,
         }
     }

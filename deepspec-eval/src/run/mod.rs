@@ -4,7 +4,10 @@ mod args;
 mod decode;
 mod journal;
 pub mod models;
+#[cfg(test)]
+mod mutated;
 mod outputs;
+mod plausible;
 mod score;
 
 use std::path::PathBuf;

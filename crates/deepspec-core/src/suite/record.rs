@@ -101,6 +101,9 @@ impl Record {
         if let Some(problem) = record.suites.keys().find_map(|name| check_name(name).err()) {
             usage!("{}: {problem}", path.display());
         }
+        if let Some((name, _)) = record.suites.iter().find(|(_, entry)| entry.cap == Some(0)) {
+            usage!("{}: `suites.{name}.cap` is 0; expected at least 1, or null for all rows", path.display());
+        }
         Ok(record)
     }
 
@@ -174,5 +177,8 @@ mod tests {
         let mut record = Record::default();
         record.suites.insert("../up".into(), entry(Origin::Files(vec![])));
         says(&serde_json::to_string(&record).unwrap(), &["suites.json", "`../up` is no name"]);
+        let empty = Entry { cap: Some(0), ..entry(Origin::Files(vec![])) };
+        record.suites = [("mine".into(), empty)].into();
+        says(&serde_json::to_string(&record).unwrap(), &["suites.json: `suites.mine.cap` is 0"]);
     }
 }

@@ -1,0 +1,95 @@
+//! Whether a line of a journal can be the answer to what is asked. A damaged one must not be believed: it would spoil the
+//! results, and counts without bounds would fill the memory.
+
+use deepspec_decode::{Cycle, Finish, Request};
+
+use super::journal::Entry;
+
+/// What an answer is checked against.
+pub struct Asked<'a> {
+    /// What the engine would be asked.
+    pub request: &'a Request,
+    /// γ of the drafter, 0 without one.
+    pub block_size: usize,
+    /// Ids of the target's vocabulary.
+    pub vocab_size: usize,
+}
+
+impl Asked<'_> {
+    /// Whether the engine can have answered this.
+    ///
+    /// # Errors
+    /// A phrase that names the field and what it should be.
+    pub fn check(&self, entry: &Entry) -> Result<(), String> {
+        let Request { prompt, max_new_tokens: limit, stop_ids, .. } = self.request;
+        if entry.prompt_tokens != prompt.len() {
+            return Err(format!("`prompt_tokens` is {}, not {}", entry.prompt_tokens, prompt.len()));
+        }
+        if let Some(id) = entry.tokens.iter().find(|id| !(0..self.vocab_size as i64).contains(*id)) {
+            return Err(format!("`tokens` has {id}, the vocabulary has {} ids", self.vocab_size));
+        }
+        let length = entry.tokens.len();
+        let stop = entry.tokens.iter().position(|id| stop_ids.contains(id)).map(|at| at + 1);
+        let ended = match entry.finish {
+            Finish::Stop => stop == Some(length) && length <= *limit,
+            Finish::Length => stop.is_none() && length == *limit,
+        };
+        if !ended {
+            let finish = entry.finish;
+            return Err(format!("`finish` is {finish:?} after {length} of {limit} `tokens`"));
+        }
+        for (index, cycle) in entry.cycles.iter().enumerate() {
+            let last = index + 1 == entry.cycles.len();
+            self.check_cycle(cycle, last).map_err(|problem| format!("`cycles[{index}]` has {problem}"))?;
+        }
+        check_sum(entry, *limit)?;
+        match entry.timing.is_possible() {
+            true => Ok(()),
+            false => Err("`timing` is none that a clock shows".into()),
+        }
+    }
+
+    /// A cycle by itself. The last one lacks the bonus token where an accepted stop token ended it.
+    fn check_cycle(&self, cycle: &Cycle, last: bool) -> Result<(), String> {
+        let Cycle { proposed, accepted, committed, survived, confidence } = cycle;
+        let block = self.block_size;
+        if *proposed as usize > block {
+            return Err(format!("proposed {proposed}, the block has {block}"));
+        }
+        if accepted > proposed {
+            return Err(format!("accepted {accepted} of proposed {proposed}"));
+        }
+        let stopped = last && committed == accepted && *accepted > 0;
+        if !(stopped || accepted.checked_add(1) == Some(*committed)) {
+            return Err(format!("committed {committed} for accepted {accepted}"));
+        }
+        let survives = if stopped { *survived >= *accepted } else { survived == accepted };
+        if !survives || *survived as usize > block {
+            return Err(format!("survived {survived} for accepted {accepted}"));
+        }
+        let logits = confidence.len();
+        let most = (*proposed).max(*survived) as usize;
+        if logits > 0 && !(most..=block).contains(&logits) {
+            return Err(format!("{logits} values of confidence for proposed {proposed}"));
+        }
+        match confidence.iter().find(|logit| !logit.is_finite()) {
+            Some(logit) => Err(format!("confidence {logit}")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The tokens are the prompt's own first one and what the cycles committed, cut at the limit; no cycle begins beyond it.
+fn check_sum(entry: &Entry, limit: usize) -> Result<(), String> {
+    let committed: u64 = entry.cycles.iter().map(|cycle| u64::from(cycle.committed)).sum();
+    let last = entry.cycles.last().map_or(0, |cycle| u64::from(cycle.committed));
+    let (generated, tokens) = (1 + committed, entry.tokens.len() as u64);
+    let adds_up = match entry.finish {
+        Finish::Stop => generated == tokens,
+        Finish::Length => generated >= tokens && generated - last <= limit as u64,
+    };
+    match adds_up {
+        true => Ok(()),
+        false => Err(format!("`cycles` committed {committed} for {tokens} `tokens`")),
+    }
+}

@@ -1,0 +1,32 @@
+//! JSON files of our own: which layout they have, and where in them something is wrong.
+
+use std::path::Path;
+
+use deepspec_core::{atomic, usage};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// Reads a file of this format and version; `foreign` follows the file's name where it is of another.
+///
+/// # Errors
+/// Usage errors that name the file, and the key with what was expected of it; an unreadable file.
+pub fn read<T: DeserializeOwned>(
+    file: &Path,
+    (format, version): (&str, u64),
+    foreign: &str,
+) -> anyhow::Result<T> {
+    let json: Value = match serde_json::from_str(&atomic::read_text(file)?) {
+        Ok(json) => json,
+        Err(error) => usage!("{}: not valid JSON: {error}", file.display()),
+    };
+    if json["format"] != format || json["format_version"] != version {
+        usage!("{}: {foreign}; expected {format} {version}", file.display());
+    }
+    match serde_path_to_error::deserialize(json) {
+        Ok(read) => Ok(read),
+        Err(error) => match error.path().to_string().as_str() {
+            "." => usage!("{}: {}", file.display(), error.inner()),
+            key => usage!("{}: `{key}`: {}", file.display(), error.inner()),
+        },
+    }
+}
