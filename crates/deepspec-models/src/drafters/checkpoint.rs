@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::nn::{Builder, Named, Vocabulary};
+use crate::nn::{Builder, Named, Vocabulary, laid_out_for_few_rows};
 use crate::{ModelConfig, ModelError, Weights};
 
 const EMBED: &str = "embed_tokens.weight";
@@ -51,7 +51,7 @@ pub fn load<T>(
     let weights = Weights::open(dir, architecture, device, kind)?;
     let shape = [model.vocab_size, model.hidden_size];
     let (embed, head) = (weights.get(EMBED, &shape)?, weights.get(HEAD, &shape)?);
-    let drafter = build(Builder::from_checkpoint(&weights), embed, head)?;
+    let drafter = build(Builder::from_checkpoint(&weights), embed, laid_out_for_few_rows(head))?;
     let unread = weights.unread();
     if unread.is_empty() {
         return Ok(drafter);

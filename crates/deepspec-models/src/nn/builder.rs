@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use deepspec_core::rng::{Purpose, Stream};
 use tch::{Device, Kind, Tensor};
 
+use super::laid_out_for_few_rows;
 use crate::{ModelError, Weights};
 
 /// How a fresh parameter starts.
@@ -68,6 +69,18 @@ impl<'a> Builder<'a> {
     /// If the checkpoint lacks it or disagrees about its shape.
     pub fn get(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
         let tensor = self.read(name, shape, init)?;
+        self.named.borrow_mut().parameters.push((name.to_string(), tensor.shallow_clone()));
+        Ok(tensor)
+    }
+
+    /// The weight `[output, input]` of a product. One of a checkpoint is there to decode with, a few rows at a time, and is laid out for that.
+    ///
+    /// # Errors
+    /// As [`Builder::get`].
+    pub fn product(&self, name: &str, shape: &[i64; 2]) -> Result<Tensor, ModelError> {
+        let tensor = self.read(name, shape, Init::Normal)?;
+        let tensor =
+            if matches!(self.source, Source::Checkpoint(_)) { laid_out_for_few_rows(tensor) } else { tensor };
         self.named.borrow_mut().parameters.push((name.to_string(), tensor.shallow_clone()));
         Ok(tensor)
     }

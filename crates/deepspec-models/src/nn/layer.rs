@@ -15,7 +15,7 @@ pub struct Linear {
 impl Linear {
     /// `[.., input] -> [.., output]` without bias.
     pub fn new(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
-        Ok(Self { weight: b.get(&format!("{name}.weight"), &[output, input], Init::Normal)?, bias: None })
+        Ok(Self { weight: b.product(&format!("{name}.weight"), &[output, input])?, bias: None })
     }
 
     /// `[.., input] -> [.., output]` with bias.

@@ -31,7 +31,7 @@ impl MarkovHead {
         let rank = markov.rank;
         Ok(Self {
             w1: b.get("markov_head.markov_w1.weight", &[vocab, rank], Init::Normal)?,
-            w2: b.get("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal)?,
+            w2: b.product("markov_head.markov_w2.weight", &[vocab, rank])?,
             form: match markov.kind {
                 MarkovKind::Vanilla => Form::Vanilla,
                 MarkovKind::Gated => {
