@@ -126,6 +126,8 @@ pub fn rehearse(recipe: &Recipe, design: &Design) -> anyhow::Result<Option<u64>>
     let (design, model) = design.smallest();
     let mut recipe = recipe.clone();
     (recipe.data.max_length, recipe.train.local_batch_size) = (TOKENS, 1);
+    // Whether the run's own rate is a sane one is for the run to find.
+    recipe.train.lr = 0.0;
     let (embed, head) = random_ends(&model, Device::Cpu, Kind::Float);
     let learner = design.build(&embed, &head, recipe.seed, Kind::Float)?;
     let optimizer = AdamW::new(learner.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);

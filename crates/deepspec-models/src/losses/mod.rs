@@ -16,7 +16,7 @@ use tch::Tensor;
 pub fn gradient(parameter: &Tensor) -> Tensor {
     if !parameter.grad().defined() {
         // A gradient can only be made by a backward: that of one weight makes it, and it is cleared.
-        tch::with_grad(|| parameter.view([-1]).narrow(0, 0, 1).sum(None).backward());
+        tch::with_grad(|| parameter.narrow(0, 0, 1).sum(None).backward());
         let _ = parameter.grad().zero_();
     }
     parameter.grad()
