@@ -33,6 +33,7 @@ pub struct Reader {
     shards: Vec<MappedShard>,
     /// One bit a sample: whether this reader has found its bytes to be what was written.
     seen: Vec<AtomicU64>,
+    /// Since pages were last let go.
     touched: Mutex<Touched>,
 }
 

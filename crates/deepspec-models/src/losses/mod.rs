@@ -15,7 +15,7 @@ use tch::Tensor;
 /// The gradient of a parameter, to be added to in place; zeros where it has none yet.
 pub fn gradient(parameter: &Tensor) -> Tensor {
     if !parameter.grad().defined() {
-        // A gradient can only be made by a backward: that of one weight makes it, and it is cleared.
+        // A gradient can only be made by a backward: that of the first row makes all of it, and it is cleared.
         tch::with_grad(|| parameter.narrow(0, 0, 1).sum(None).backward());
         let _ = parameter.grad().zero_();
     }
