@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use crate::Cycle;
 use crate::engine::index;
 
 /// What the host reads back after a step.
@@ -15,15 +16,6 @@ pub struct Outcome {
     /// First tokens of the prompts.
     pub first: Vec<i64>,
     longest: usize,
-}
-
-/// What one verification committed.
-pub struct Committed {
-    pub proposed: u32,
-    pub accepted: u32,
-    pub tokens: Vec<i64>,
-    pub survived: u32,
-    pub confidence: Vec<f32>,
 }
 
 impl Outcome {
@@ -47,8 +39,9 @@ impl Outcome {
         }
     }
 
-    /// Block `i` under the counting rules: an accepted stop token ends block and proposal, without a bonus token.
-    pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> Committed {
+    /// Block `i` under the counting rules, and the tokens to commit: an accepted stop token ends block and proposal, without a
+    /// bonus token.
+    pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> (Cycle, Vec<i64>) {
         let start = i * self.longest;
         let drafts = &self.tokens[start..start + self.accepted[i]];
         let survived = drafts.len() as u32;
@@ -63,7 +56,8 @@ impl Outcome {
         if stop.is_none() {
             tokens.push(self.next[i]);
         }
-        Committed { proposed: proposed as u32, accepted, tokens, survived, confidence }
+        let (proposed, committed) = (proposed as u32, tokens.len() as u32);
+        (Cycle { proposed, accepted, committed, survived, confidence }, tokens)
     }
 }
 

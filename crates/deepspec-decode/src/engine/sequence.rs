@@ -1,0 +1,62 @@
+//! A sequence in its slot.
+
+use deepspec_core::rng::Stream;
+
+use crate::{Completion, Cycle, Finish, Request, Ticket};
+
+/// A request that is being answered.
+pub struct Sequence {
+    pub ticket: Ticket,
+    pub request: Request,
+    /// Where its draws come from.
+    pub stream: Stream,
+    /// Tokens in the target's history.
+    pub held: usize,
+    /// Last committed token; None until the prompt has been run.
+    pub anchor: Option<i64>,
+    generated: Vec<i64>,
+    cycles: Vec<Cycle>,
+}
+
+impl Sequence {
+    /// A sequence of which nothing has been run.
+    pub fn new(ticket: Ticket, request: Request) -> Self {
+        let stream = Stream::new(request.sampling.seed, &request.id);
+        Self { ticket, request, stream, held: 0, anchor: None, generated: vec![], cycles: vec![] }
+    }
+
+    /// Counts forwards of this sequence, the key of its draws.
+    pub fn step(&self) -> u64 {
+        if self.anchor.is_some() { 1 + self.cycles.len() as u64 } else { 0 }
+    }
+
+    /// Keeps what became of a drafted block.
+    pub fn record(&mut self, cycle: Cycle) {
+        self.cycles.push(cycle);
+    }
+
+    /// Commits tokens, at least one; those that its answer has room for.
+    pub fn commit(&mut self, tokens: &[i64]) -> Vec<i64> {
+        let room = self.request.max_new_tokens.saturating_sub(self.generated.len());
+        self.generated.extend(tokens);
+        self.anchor = tokens.last().copied();
+        tokens.iter().copied().take(room).collect()
+    }
+
+    /// Why it ends here, if it does. Where `overrun` counts, an answer that is just full has another cycle.
+    pub fn finish(&self, overrun: bool) -> Option<Finish> {
+        let (generated, limit) = (self.generated.len(), self.request.max_new_tokens);
+        let ended = self.anchor.is_some_and(|anchor| self.request.stop_ids.contains(&anchor));
+        let full = if overrun { generated > limit } else { generated >= limit };
+        match ended && generated <= limit {
+            true => Some(Finish::Stop),
+            false => (ended || full).then_some(Finish::Length),
+        }
+    }
+
+    /// The answer.
+    pub fn into_completion(mut self, finish: Finish) -> Completion {
+        self.generated.truncate(self.request.max_new_tokens);
+        Completion { id: self.request.id, tokens: self.generated, finish, cycles: self.cycles }
+    }
+}
