@@ -86,6 +86,18 @@ pub enum TextError {
         /// The number.
         id: i64,
     },
+    /// A language model that is to draft for a target with other tokens.
+    #[error("{}: token {id} is {own:?}, the target's is {target:?}; a language model drafts for targets of its own tokenizer", dir.display())]
+    OtherToken {
+        /// The language model's folder.
+        dir: PathBuf,
+        /// The first id whose tokens differ.
+        id: i64,
+        /// Its token there; None if there is none.
+        own: Option<String>,
+        /// The target's.
+        target: Option<String>,
+    },
     /// A loss-mask template whose marks match everywhere.
     #[error("chat template `{name}`: assistant_header and end_of_turn must not be empty")]
     EmptyMark {

@@ -141,6 +141,20 @@ impl ChatTokenizer {
         self.tokenizer.id_to_token(u32::try_from(id).ok()?)
     }
 
+    /// Whether the language model in `dir`, which is to draft for the model of this tokenizer, has the same tokens.
+    ///
+    /// # Errors
+    /// [`TextError::OtherToken`] with the first that differs, and whatever keeps its tokenizer from being read.
+    pub fn check_drafter(&self, dir: &Path) -> Result<(), TextError> {
+        let other = Self::load(dir)?;
+        let ids = self.vocab_size.max(other.vocab_size) as i64;
+        match (0..ids).map(|id| (id, other.token(id), self.token(id))).find(|(_, own, target)| own != target)
+        {
+            Some((id, own, target)) => Err(TextError::OtherToken { dir: dir.to_path_buf(), id, own, target }),
+            None => Ok(()),
+        }
+    }
+
     /// Whether an id stands for a special token such as an end-of-turn mark.
     pub fn is_special(&self, id: i64) -> bool {
         self.token(id).is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))

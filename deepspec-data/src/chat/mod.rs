@@ -12,7 +12,9 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
 use std::sync::Arc;
 
+use deepspec_core::usage;
 use deepspec_decode::Request;
+use deepspec_models::Drafter;
 use deepspec_text::{ChatTokenizer, RenderOptions, TextError};
 use serde_json::Value;
 
@@ -41,6 +43,12 @@ impl ChatModel {
     /// If a file is missing or does not fit the others.
     pub fn load(dir: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let tokenizer = ChatTokenizer::load(dir)?;
+        if let Some(draft) = &args.draft
+            && Drafter::is_language_model(draft)?
+            && let Err(error) = tokenizer.check_drafter(draft)
+        {
+            usage!("--draft {error}");
+        }
         let stop_ids = deepspec_models::stop_ids(dir, tokenizer.eos_token_id())?.into();
         Ok(Self { tokenizer, stop_ids, engine: EngineThread::start(dir, args)? })
     }

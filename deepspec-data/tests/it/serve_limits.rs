@@ -1,5 +1,7 @@
 //! What `serve` refuses, and how it ends.
 
+use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use futures::StreamExt;
@@ -111,4 +113,29 @@ fn what_cannot_be_served_is_one_line() {
     run(&["serve", "--model", &tiny, "--device", "abacus", "--port", "0"]).fails_with(2, &["abacus"]);
     let empty = tempfile::tempdir().unwrap();
     run(&["serve", "--model", &empty.path().to_string_lossy(), "--port", "0"]).fails_with(1, &["tokenizer"]);
+}
+
+#[test]
+fn a_language_model_of_other_tokens_does_not_draft() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, bytes) in deepspec_testkit::folder::files(Path::new(&tiny())) {
+        let bytes = if name == "tokenizer.json" { with_swapped_tokens(&bytes) } else { bytes };
+        fs::write(dir.path().join(name), bytes).unwrap();
+    }
+    let draft = dir.path().to_string_lossy();
+    let told = run(&["serve", "--model", &tiny(), "--draft", &draft, "--port", "0"]);
+    told.fails_with(2, &[&draft, "token 300 is", "the target's is", "its own tokenizer"]);
+}
+
+/// The tokenizer with the ids of two tokens exchanged: as many as before, and most of them the same.
+fn with_swapped_tokens(tokenizer: &[u8]) -> Vec<u8> {
+    let mut tokenizer: Value = serde_json::from_slice(tokenizer).unwrap();
+    for id in tokenizer["model"]["vocab"].as_object_mut().unwrap().values_mut() {
+        *id = match id.as_i64() {
+            Some(300) => 301.into(),
+            Some(301) => 300.into(),
+            _ => continue,
+        };
+    }
+    tokenizer.to_string().into_bytes()
 }

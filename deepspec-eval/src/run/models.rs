@@ -97,6 +97,9 @@ impl Models<'_> {
         verbosity: Verbosity,
     ) -> anyhow::Result<(Vec<Pass>, Option<DrafterIdentity>)> {
         let (Place { device, kind }, slots) = (self.place, self.settings.slots);
+        if let Some((_, dir)) = draft {
+            check_tokens(dir, self.tokenizer)?;
+        }
         let load = |(_, dir): (_, &Path)| Drafter::load(dir, &DrafterOptions { device, kind, slots });
         let mut drafter = draft.map(load).transpose()?;
         if let Some((drafter, tokens)) = drafter.as_mut().zip(self.settings.max_draft_tokens) {
@@ -111,7 +114,6 @@ impl Models<'_> {
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
         if let Some(drafter) = &mut drafter {
             drafter.check_fits(&target)?;
-            draft.map_or(Ok(()), |(_, dir)| check_tokens(drafter, dir, self.tokenizer))?;
             if self.settings.no_markov && !drafter.ignore_markov() {
                 usage!("--no-markov: the drafter has no Markov head");
             }
@@ -148,19 +150,11 @@ fn drafter_identity(name: &str, dir: &Path, drafter: &Drafter) -> Result<Drafter
 ///
 /// # Errors
 /// A usage error with the first token that differs.
-pub fn check_tokens(drafter: &Drafter, dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<()> {
-    if !matches!(drafter, Drafter::Causal(_)) {
-        return Ok(());
-    }
-    let own = ChatTokenizer::load(dir)?;
-    let ids = own.vocab_size().max(tokenizer.vocab_size()) as i64;
-    if let Some(id) = (0..ids).find(|&id| own.token(id) != tokenizer.token(id)) {
-        let [own, target] = [&own, tokenizer].map(|tokenizer| tokenizer.token(id).unwrap_or_default());
-        usage!(
-            "--draft {}: token {id} is {own:?}, the target's is {target:?}; a language model drafts for targets of its own \
-             tokenizer",
-            dir.display()
-        );
+pub fn check_tokens(draft: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<()> {
+    if Drafter::is_language_model(draft)?
+        && let Err(error) = tokenizer.check_drafter(draft)
+    {
+        usage!("--draft {error}");
     }
     Ok(())
 }

@@ -126,11 +126,11 @@ impl Args {
     ) -> anyhow::Result<(Completion, Vec<Vec<i64>>)> {
         let models::Place { device, kind } = models::place(&self.device, self.dtype)?;
         let context = models::context(target, tokenizer)?;
+        models::check_tokens(draft, tokenizer)?;
         let mut drafter = Drafter::load(draft, &DrafterOptions { device, kind, slots: 1 })?;
         if let Some(tokens) = self.max_draft_tokens {
             drafter.draft(tokens);
         }
-        models::check_tokens(&drafter, draft, tokenizer)?;
         let taps = drafter.taps().to_vec();
         let target = TargetModel::load(target, &TargetOptions { device, kind, slots: 1, taps })?;
         drafter.check_fits(&target)?;

@@ -102,6 +102,14 @@ impl Drafter {
         })
     }
 
+    /// Whether the checkpoint in `dir` is a language model in its own right, whose ids mean what its own tokenizer says.
+    ///
+    /// # Errors
+    /// If the folder is no drafter checkpoint of a known kind.
+    pub fn is_language_model(dir: &Path) -> Result<bool, ModelError> {
+        Ok(Algorithm::of(dir)? == Algorithm::Causal)
+    }
+
     /// Target layers whose states it reads.
     pub fn taps(&self) -> &[i64] {
         match self {
