@@ -3,9 +3,8 @@
 use std::path::Path;
 use std::time::Instant;
 
-use deepspec_core::cli::UsageError;
-use deepspec_core::env;
 use deepspec_core::recipe::{EvalRecipe, Recipe};
+use deepspec_core::{env, usage};
 use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
 use deepspec_dist::ProcessGroup;
 use deepspec_models::{Learner, TargetModel, TargetOptions, Weights};
@@ -39,50 +38,81 @@ pub struct SuiteScore {
     pub tally: Tally,
 }
 
-impl Evaluation {
-    /// Loads the target and reads the suites of `recipe`, if it has accepted length measured while training.
+/// What the evaluations of a run ask, and how.
+pub struct Questions {
+    eval: EvalRecipe,
+    suites: Vec<Prepared>,
+}
+
+impl Questions {
+    /// Reads the suites of `recipe`, if it has accepted length measured while training. They are asked as `deepspec-eval run`
+    /// asks them: no system prompt, no thinking.
     ///
     /// # Errors
-    /// Usage errors for suites that are not there or do not fit; a target that cannot be loaded.
-    pub fn open(
-        recipe: &Recipe,
-        source: &Source,
-        device: Device,
-        kind: Kind,
-    ) -> anyhow::Result<Option<Self>> {
+    /// Usage errors for suites that are not there or do not fit.
+    pub fn read(recipe: &Recipe, source: &Source) -> anyhow::Result<Option<Self>> {
         if recipe.logging.eval_every.is_none() {
             return Ok(None);
         }
         let eval = recipe.eval.clone().unwrap_or_default();
-        let suites = prepare(&eval, source)?;
-        let options = TargetOptions { device, kind, slots: eval.slots, taps: recipe.taps() };
-        Ok(Some(Self {
-            target: TargetModel::load(&source.dir, &options)?,
-            suites,
+        let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id())?;
+        let asking = Asking {
+            tokenizer: &source.tokenizer,
+            sampling: Sampling::new(eval.temperature, eval.seed),
+            max_new_tokens: eval.max_new_tokens,
+            thinking: false,
+            system_prompt: None,
+            stop_ids: &stop_ids,
+            context: source.config.max_position_embeddings,
+        };
+        let dir = env::expand_home(&eval.suites_dir);
+        if !Path::new(&dir).is_dir() {
+            usage!("`eval.suites_dir`: {} does not exist", dir.display());
+        }
+        let folder = Folder::open(&dir)?;
+        let suites = folder.select(&eval.suites, &[])?.into_iter();
+        let suites = suites.map(|suite| asking.prepare(folder.load(suite, eval.seed, eval.limit)?));
+        let suites = suites.collect::<anyhow::Result<_>>()?;
+        Ok(Some(Self { eval, suites }))
+    }
+
+    /// Bytes that the target's weights, and its keys and values of the longest answers, take for the whole run.
+    ///
+    /// # Errors
+    /// If the target's weights cannot be opened.
+    pub fn bytes(&self, source: &Source, device: Device, kind: Kind) -> anyhow::Result<u64> {
+        let requests = self.suites.iter().flat_map(|suite| &suite.requests);
+        let longest =
+            requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
+        let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
+        Ok(bytes_of(weights + source.config.history(self.eval.slots, longest), kind))
+    }
+}
+
+impl Evaluation {
+    /// Loads the target, which also captures `taps`.
+    ///
+    /// # Errors
+    /// If the target cannot be loaded.
+    pub fn open(
+        questions: Questions,
+        taps: Vec<i64>,
+        source: &Source,
+        device: Device,
+        kind: Kind,
+    ) -> anyhow::Result<Self> {
+        let slots = questions.eval.slots;
+        Ok(Self {
+            target: TargetModel::load(&source.dir, &TargetOptions { device, kind, slots, taps })?,
+            suites: questions.suites,
             options: EngineOptions {
-                slots: eval.slots,
+                slots,
                 context: source.config.max_position_embeddings,
                 confidence_threshold: 0.0,
                 max_draft_tokens: None,
                 counts_overrun: true,
             },
-        }))
-    }
-
-    /// Bytes that the target's weights, and its keys and values of the longest answers, take for the whole run; 0 without evaluations.
-    ///
-    /// # Errors
-    /// As [`Self::open`].
-    pub fn bytes(recipe: &Recipe, source: &Source, device: Device, kind: Kind) -> anyhow::Result<u64> {
-        if recipe.logging.eval_every.is_none() {
-            return Ok(0);
-        }
-        let eval = recipe.eval.clone().unwrap_or_default();
-        let requests = prepare(&eval, source)?.into_iter().flat_map(|suite| suite.requests);
-        let longest =
-            requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
-        let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
-        Ok(bytes_of(weights + source.config.history(eval.slots, longest), kind))
+        })
     }
 
     /// Decodes all suites with the weights that `learner` has now; every rank takes its share of the samples and gets all counts.
@@ -126,25 +156,4 @@ impl Scores {
         });
         json!({"tau": self.tau(), "seconds": self.seconds, "suites": suites.collect::<serde_json::Map<_, _>>()})
     }
-}
-
-/// The requests of all suites, asked as `deepspec-eval run` asks them: no system prompt, no thinking.
-fn prepare(eval: &EvalRecipe, source: &Source) -> anyhow::Result<Vec<Prepared>> {
-    let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id())?;
-    let asking = Asking {
-        tokenizer: &source.tokenizer,
-        sampling: Sampling::new(eval.temperature, eval.seed),
-        max_new_tokens: eval.max_new_tokens,
-        thinking: false,
-        system_prompt: None,
-        stop_ids: &stop_ids,
-        context: source.config.max_position_embeddings,
-    };
-    let dir = env::expand_home(&eval.suites_dir);
-    if !Path::new(&dir).is_dir() {
-        return Err(UsageError(format!("`eval.suites_dir`: {} does not exist", dir.display())).into());
-    }
-    let folder = Folder::open(&dir)?;
-    let suites = folder.select(&eval.suites, &[])?;
-    suites.into_iter().map(|suite| asking.prepare(folder.load(suite, eval.seed, eval.limit)?)).collect()
 }

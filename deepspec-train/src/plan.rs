@@ -13,7 +13,7 @@ use tch::Device;
 use crate::args::Args;
 use crate::budget::{Costs, Memory, bytes_of};
 use crate::checkpoint::Checkpoints;
-use crate::evaluation::Evaluation;
+use crate::evaluation::Questions;
 use crate::schedule::{Order, Schedule, shuffled};
 use crate::shape::Shape;
 use crate::{bench, run};
@@ -32,10 +32,12 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> a
         missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| run::open_data(recipe, source)).transpose()?;
+    let questions = source.as_ref().map(|source| Questions::read(recipe, source)).transpose()?.flatten();
     let program = bench::rehearse(recipe, &design)?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {
-            Ok(Data { source, dataset, schedule: run::schedule(recipe, dataset.len(), processes)? })
+            let schedule = run::schedule(recipe, dataset.len(), processes)?;
+            Ok(Data { source, dataset, schedule, questions: questions.as_ref() })
         }
         _ => Err(missing.unwrap_or_default()),
     };
@@ -82,6 +84,8 @@ pub struct Data<'a> {
     pub source: &'a Source,
     pub dataset: &'a Dataset,
     pub schedule: Schedule,
+    /// What its evaluations ask, where it has any.
+    pub questions: Option<&'a Questions>,
 }
 
 /// What the target does in the first epoch.
@@ -98,7 +102,7 @@ impl Plan<'_> {
     /// The lines.
     ///
     /// # Errors
-    /// If the target's weights or the suites of its evaluations cannot be opened.
+    /// If the target's weights cannot be opened.
     pub fn text(&self) -> anyhow::Result<String> {
         let known = self.data.as_ref().ok();
         let lines = [
@@ -240,8 +244,9 @@ impl Plan<'_> {
             false => 0,
         };
         let kind = run::kind(self.recipe().train.precision);
-        let evaluating = Evaluation::bytes(self.recipe(), data.source, self.costs.device, kind)?;
-        let target = target + evaluating;
+        let asking =
+            data.questions.map(|asked| asked.bytes(data.source, self.costs.device, kind)).transpose()?;
+        let target = target + asking.unwrap_or(0);
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         Ok(self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target, cache))
     }

@@ -18,7 +18,7 @@ use crate::args::Args;
 use crate::bench;
 use crate::budget::Costs;
 use crate::checkpoint::{Checkpoints, restore};
-use crate::evaluation::Evaluation;
+use crate::evaluation::{Evaluation, Questions};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
@@ -101,6 +101,7 @@ fn train(
     // Before anything is read: a drafter that cannot be is refused at once.
     let design = Design::new(recipe, &source.config)?;
     let dataset = open_data(recipe, &source)?;
+    let questions = Questions::read(recipe, &source)?;
     let program = bench::rehearse(recipe, &design)?.unwrap_or(0);
     check_writer(recipe, &dataset, group)?;
     let schedule = schedule(recipe, dataset.len(), processes)?;
@@ -131,13 +132,13 @@ fn train(
         costs: Costs { recipe, target: &source.config, design: &design, weights, processes, program, device },
         running,
         origin: source.dir.display().to_string(),
-        data: Ok(Data { source: &source, dataset: &dataset, schedule }),
+        data: Ok(Data { source: &source, dataset: &dataset, schedule, questions: questions.as_ref() }),
     };
     plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
-    let evaluation = match args.init_only {
-        true => None,
-        false => Evaluation::open(recipe, &source, device, kind)?,
-    };
+    let evaluation = questions
+        .filter(|_| !args.init_only)
+        .map(|questions| Evaluation::open(questions, recipe.taps(), &source, device, kind))
+        .transpose()?;
     if args.overwrite && group.is_leader() {
         checkpoints.clear()?;
     }
