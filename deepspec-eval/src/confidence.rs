@@ -54,10 +54,10 @@ impl SweepPoint {
 /// One block as it was verified.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Observed {
-    /// Confidence logits of the verified tokens.
+    /// Confidence logits of the proposed tokens, an accepted stop token being the last.
     pub logits: Vec<f32>,
-    /// How many of them were accepted, before a stop token cut the answer.
-    pub survived: usize,
+    /// How many of them were accepted.
+    pub accepted: usize,
 }
 
 /// The confidences of cycles; None without a confidence head.
@@ -77,7 +77,7 @@ pub fn measure<'c>(
     let raw = filled(&[], positions)?;
     let used = filled(temperatures.unwrap_or_default(), positions)?;
     let report = |calibration: &Calibration| {
-        let observed = cycles.clone().map(|cycle| (cycle.confidence.as_slice(), cycle.survived as usize));
+        let observed = cycles.clone().map(|cycle| (cycle.confidence.as_slice(), cycle.accepted as usize));
         reliability(observed, positions, calibration)
     };
     let sweep = |step| sweep_point(cycles.clone(), &used, f64::from(step) / f64::from(THRESHOLDS));
@@ -93,7 +93,7 @@ pub fn filled(temperatures: &[f64], positions: usize) -> Result<Calibration, Sch
     Calibration::new((0..positions).map(|k| temperatures.get(k).copied().unwrap_or(1.0)).collect())
 }
 
-/// Reliability of logits under these temperatures.
+/// Reliability of logits under these temperatures, given with how many of the tokens were accepted.
 ///
 /// # Errors
 /// A logit is NaN, or there are more logits than positions.
@@ -103,8 +103,8 @@ pub fn reliability<'o>(
     calibration: &Calibration,
 ) -> Result<ReliabilityReport, ScheduleError> {
     let mut sums = Reliability::new(positions);
-    for (logits, survived) in observed {
-        sums.update(&calibration.confidences(logits)?, survived)?;
+    for (logits, accepted) in observed {
+        sums.update(&calibration.confidences(logits)?, accepted)?;
     }
     Ok(sums.finish())
 }
@@ -127,8 +127,8 @@ pub fn noise(
         let mut sums = Reliability::new(positions);
         for (i, row) in confidences.iter().enumerate() {
             let uniform = |k: usize| stream.uniform(i as u64, Purpose::Accept, k as u64);
-            let survived = row.iter().enumerate().take_while(|(k, c)| uniform(*k) < **c).count();
-            sums.update(row, survived)?;
+            let accepted = row.iter().enumerate().take_while(|(k, c)| uniform(*k) < **c).count();
+            sums.update(row, accepted)?;
         }
         errors.extend(sums.finish().summary.map(|summary| summary.ece));
     }
@@ -148,7 +148,7 @@ fn sweep_point<'c>(
         let accepted = cycle.accepted.min(kept);
         // A stop token that is still among the accepted ones leaves no bonus token, and ends the proposal.
         let stopped = cycle.committed == cycle.accepted && accepted == cycle.accepted;
-        point.proposed += u64::from(kept.min(cycle.proposed));
+        point.proposed += u64::from(kept);
         point.accepted += u64::from(accepted);
         point.committed += u64::from(accepted + u32::from(!stopped));
         point.cycles += 1;
@@ -161,15 +161,13 @@ mod tests {
     use super::*;
 
     fn cycle(logits: &[f32], accepted: u32, committed: u32) -> Cycle {
-        let proposed = if committed == accepted { accepted } else { logits.len() as u32 };
-        Cycle { proposed, accepted, committed, survived: accepted, confidence: logits.to_vec() }
+        Cycle { proposed: logits.len() as u32, accepted, committed, confidence: logits.to_vec() }
     }
 
     #[test]
     fn the_sweep_begins_with_what_the_run_did_and_ends_with_plain_decoding() {
         let sure = 9.0;
-        let cycles =
-            [cycle(&[1.0, 0.0, -1.0], 2, 3), cycle(&[sure, sure, -3.0], 2, 2), cycle(&[-4.0, 3.0], 0, 1)];
+        let cycles = [cycle(&[1.0, 0.0, -1.0], 2, 3), cycle(&[sure, sure], 2, 2), cycle(&[-4.0, 3.0], 0, 1)];
         let found = measure(cycles.iter(), 3, None, false).unwrap().unwrap();
         let first = found.sweep[0];
         assert_eq!((first.proposed, first.accepted, first.committed, first.cycles), (7, 4, 6, 3));

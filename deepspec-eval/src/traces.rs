@@ -2,9 +2,8 @@
 //!
 //! Rows stand in the order of `outputs.jsonl`. `suite`, `sample`, `seed` and `turn` say whose cycle it is, `cycle` counts
 //! from 0 within a turn. `proposed`, `accepted` and `committed` tokens follow the counting rules, which end at a stop token;
-//! `confidences` are those of the proposed tokens as the run used them, that is, after calibration. `confidence_logits`
-//! are the head's own, of every verified token, and `survived` is how many of those were accepted before a stop token cut
-//! the answer. Without a confidence head both lists are empty.
+//! `confidences` are those of the proposed tokens as the run used them, that is, after calibration, `confidence_logits` the
+//! head's own. Without a confidence head both lists are empty.
 
 use std::fs::File;
 use std::io;
@@ -48,11 +47,9 @@ pub struct Trace<'a> {
     pub accepted: u32,
     /// Tokens committed.
     pub committed: u32,
-    /// Drafted tokens that were accepted, those behind a stop token included.
-    pub survived: u32,
     /// Confidences of the proposed tokens.
     pub confidences: Vec<f32>,
-    /// Confidence logits of the verified tokens.
+    /// Confidence logits of the proposed tokens.
     pub logits: &'a [f32],
 }
 
@@ -68,7 +65,6 @@ fn schema() -> Arc<Schema> {
         column("proposed", DataType::Int32),
         column("accepted", DataType::Int32),
         column("committed", DataType::Int32),
-        column("survived", DataType::Int32),
         column("confidences", list()),
         column("confidence_logits", list()),
     ]))
@@ -122,7 +118,6 @@ fn batch(schema: &Arc<Schema>, rows: &[Trace]) -> Result<RecordBatch, ArrowError
         counts(|row| row.proposed),
         counts(|row| row.accepted),
         counts(|row| row.committed),
-        counts(|row| row.survived),
         lists("confidences", |row| &row.confidences)?,
         lists("confidence_logits", |row| row.logits)?,
     ];
@@ -178,7 +173,7 @@ fn rows(batch: &RecordBatch, each: &mut impl FnMut(&Trace)) -> Result<(), String
     };
     let (suite, sample) = (texts("suite")?, texts("sample")?);
     let seed = column("seed")?.as_primitive_opt::<UInt64Type>().ok_or_else(|| wrong("seed"))?;
-    let numbers = ["turn", "cycle", "proposed", "accepted", "committed", "survived"];
+    let numbers = ["turn", "cycle", "proposed", "accepted", "committed"];
     let numbers =
         numbers.into_iter().map(|name| Ok((name, counts(name)?))).collect::<Result<Vec<_>, String>>()?;
     let (confidences, logits) = (lists("confidences")?, lists("confidence_logits")?);
@@ -191,17 +186,22 @@ fn rows(batch: &RecordBatch, each: &mut impl FnMut(&Trace)) -> Result<(), String
         let list = |(offsets, values): (&[i32], &'_ [f32])| {
             values[offsets[row] as usize..offsets[row + 1] as usize].to_vec()
         };
-        let logits = list(logits);
+        let (proposed, logits) = (number(2)?, list(logits));
+        if !logits.is_empty() && logits.len() != proposed as usize {
+            let found = logits.len();
+            return Err(format!(
+                "a row has {found} `confidence_logits` for `proposed` {proposed}; run the evaluation again"
+            ));
+        }
         each(&Trace {
             suite: suite.value(row),
             sample: sample.value(row),
             seed: seed.value(row),
             turn: number(0)?,
             cycle: number(1)?,
-            proposed: number(2)?,
+            proposed,
             accepted: number(3)?,
             committed: number(4)?,
-            survived: number(5)?,
             confidences: list(confidences),
             logits: &logits,
         });
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn traces_come_back_as_they_were_written() {
         let dir = tempfile::tempdir().unwrap();
-        let logits = [[0.5, -2.0], [3.0, 8.0]];
+        let logits = [[0.5], [3.0]];
         let trace = |cycle: u32| Trace {
             suite: "s",
             sample: "a",
@@ -228,7 +228,6 @@ mod tests {
             proposed: 1,
             accepted: 1,
             committed: 2,
-            survived: 2,
             confidences: vec![0.25],
             logits: &logits[cycle as usize % 2],
         };
@@ -241,6 +240,9 @@ mod tests {
         .unwrap();
         assert_eq!(next, BATCH as u32 + 3);
         assert!(read(&dir.path().join("results.json"), |_| {}).is_ok(), "found beside the results");
+        write(dir.path(), [Trace { proposed: 2, ..trace(0) }].into_iter()).unwrap();
+        let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
+        assert!(problem.contains("1 `confidence_logits` for `proposed` 2"), "{problem}");
         fs::write(dir.path().join(FILE), "no parquet").unwrap();
         let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
         assert!(problem.contains(FILE), "{problem}");

@@ -44,20 +44,19 @@ impl Outcome {
     pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> (Cycle, Vec<i64>) {
         let start = i * self.longest;
         let drafts = &self.tokens[start..start + self.accepted[i]];
-        let survived = drafts.len() as u32;
+        let stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
+        let proposed = stop.unwrap_or(proposed);
         let confidence = match self.confidence.is_empty() {
             true => vec![],
             false => self.confidence[start..start + proposed].to_vec(),
         };
-        let stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
-        let proposed = stop.unwrap_or(proposed);
         let mut tokens = drafts[..stop.unwrap_or(drafts.len())].to_vec();
         let accepted = tokens.len() as u32;
         if stop.is_none() {
             tokens.push(self.next[i]);
         }
         let (proposed, committed) = (proposed as u32, tokens.len() as u32);
-        (Cycle { proposed, accepted, committed, survived, confidence }, tokens)
+        (Cycle { proposed, accepted, committed, confidence }, tokens)
     }
 }
 
@@ -75,4 +74,24 @@ pub fn padded(rows: &Tensor, lens: &[usize], longest: usize) -> Tensor {
         start += len + 1;
     }
     rows.index_select(0, &index(indices.into_iter(), rows)).view(shape)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_told_of_what_stands_behind_a_stop_token() {
+        const STOP: i64 = 9;
+        // Two blocks of three: the second one's middle token is the stop token, and all of it is accepted.
+        let read =
+            [[1.0].as_slice(), &[1.0, 3.0], &[7.0, 8.0], &[1.0, 2.0, 3.0, 4.0, 9.0, 5.0], &[0.5; 6]].concat();
+        let outcome = Outcome::new(&read, 2, 0, &[3, 3]);
+        let (cycle, tokens) = outcome.cycle(0, 3, &[STOP]);
+        assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![1, 7]));
+        assert_eq!(cycle.confidence, [0.5; 3]);
+        let (cycle, tokens) = outcome.cycle(1, 3, &[STOP]);
+        assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (2, 2, 2, vec![4, STOP]));
+        assert_eq!(cycle.confidence, [0.5; 2], "no drafter learns what comes after it");
+    }
 }

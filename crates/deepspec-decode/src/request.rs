@@ -82,10 +82,7 @@ pub struct Cycle {
     pub accepted: u32,
     /// Tokens that the cycle committed.
     pub committed: u32,
-    /// Drafted tokens that verification accepted before a stop token among them cut the answer: at least `accepted`.
-    pub survived: u32,
-    /// The drafter's confidence logits of all verified tokens, those behind a stop token included; empty without a
-    /// confidence head.
+    /// The drafter's confidence logits of the proposed tokens; empty without a confidence head.
     pub confidence: Vec<f32>,
 }
 

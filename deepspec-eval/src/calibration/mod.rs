@@ -2,7 +2,7 @@
 
 mod file;
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Context;
@@ -66,7 +66,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         results.settings.temperature,
         temperatures.temperatures().to_vec(),
         fits.collect(),
-        fitted.prompts.len(),
+        fitted.prompts,
         held_out.judge(positions, &temperatures).with_context(traces)?,
     );
     if let Some(dir) = args.output.parent().filter(|dir| !dir.as_os_str().is_empty()) {
@@ -81,33 +81,41 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 /// The blocks of some of the prompts.
 #[derive(Default)]
 struct Side {
-    prompts: BTreeSet<String>,
+    prompts: usize,
     blocks: Vec<Observed>,
 }
 
 impl Side {
-    /// The two halves of a run's prompts, by a hash of their ids: those to fit to, and those to judge by.
+    /// The prompts to fit to, and those to judge by: half of every suite's each, shuffled by a hash of their ids.
     fn read(args: &Args) -> anyhow::Result<[Self; 2]> {
-        let mut sides = [Self::default(), Self::default()];
+        let mut suites: BTreeMap<String, BTreeMap<String, Vec<Observed>>> = BTreeMap::new();
         let mut silent = 0;
         traces::read(&args.results, |trace| {
-            let id = format!("{}/{}", trace.suite, trace.sample);
-            let side = Stream::new(0, &id).below(2, 0, Purpose::Split, 0) as usize;
             if trace.logits.is_empty() {
                 silent += usize::from(trace.proposed > 0);
                 return;
             }
-            sides[side].prompts.insert(id);
-            let survived = trace.survived as usize;
-            sides[side].blocks.push(Observed { logits: trace.logits.to_vec(), survived });
+            let suite = suites.entry(trace.suite.to_string()).or_default();
+            let block = Observed { logits: trace.logits.to_vec(), accepted: trace.accepted as usize };
+            suite.entry(trace.sample.to_string()).or_default().push(block);
         })?;
+        let mut sides = [Self::default(), Self::default()];
+        for (suite, prompts) in suites {
+            let place = |id: &str| Stream::new(0, &format!("{suite}/{id}")).bits(0, Purpose::Split, 0);
+            let mut prompts: Vec<_> = prompts.into_iter().map(|(id, blocks)| (place(&id), blocks)).collect();
+            prompts.sort_by_key(|(place, _)| *place);
+            for (rank, (_, blocks)) in prompts.into_iter().enumerate() {
+                let side = &mut sides[rank % 2];
+                side.prompts += 1;
+                side.blocks.extend(blocks);
+            }
+        }
         let dir = args.results.display();
-        if sides.iter().all(|side| side.blocks.is_empty()) && silent > 0 {
+        if sides[0].prompts == 0 && silent > 0 {
             usage!("{dir}: the drafter has no confidence head");
         }
-        if let Some(side) = sides.iter().find(|side| side.prompts.len() < 2) {
-            let found = side.prompts.len();
-            usage!("{dir}: one half of the prompts has {found} with a drafted block; run more prompts");
+        if let Some(Self { prompts, .. }) = sides.iter().find(|side| side.prompts < 2) {
+            usage!("{dir}: one half of the prompts has {prompts} with a drafted block; run more prompts");
         }
         Ok(sides)
     }
@@ -117,16 +125,16 @@ impl Side {
     }
 
     fn proposals(&self) -> Vec<Proposal<'_>> {
-        self.blocks.iter().map(|block| Proposal { logits: &block.logits, accepted: block.survived }).collect()
+        self.blocks.iter().map(|block| Proposal { logits: &block.logits, accepted: block.accepted }).collect()
     }
 
     fn judge(&self, positions: usize, temperatures: &Temperatures) -> anyhow::Result<HeldOut> {
         let report = |temperatures: &Temperatures| {
-            let observed = self.blocks.iter().map(|block| (block.logits.as_slice(), block.survived));
+            let observed = self.blocks.iter().map(|block| (block.logits.as_slice(), block.accepted));
             confidence::reliability(observed, positions, temperatures)
         };
         Ok(HeldOut {
-            prompts: self.prompts.len(),
+            prompts: self.prompts,
             before: report(&confidence::filled(&[], positions)?)?,
             after: report(temperatures)?,
             ece_of_chance: confidence::noise(&self.blocks, positions, temperatures)?,

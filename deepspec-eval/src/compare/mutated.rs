@@ -27,7 +27,6 @@ fn folder(dir: &Path) {
             proposed: 2,
             accepted: 1,
             committed: 2,
-            survived: 1,
             confidences: vec![0.5; 2],
             logits: &[0.0; 2],
         })

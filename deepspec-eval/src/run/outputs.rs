@@ -103,11 +103,7 @@ fn cycles<'a>(
         proposed: cycle.proposed,
         accepted: cycle.accepted,
         committed: cycle.committed,
-        survived: cycle.survived,
-        confidences: {
-            let proposed = cycle.confidence.iter().take(cycle.proposed as usize);
-            proposed.enumerate().map(confidence).collect()
-        },
+        confidences: cycle.confidence.iter().enumerate().map(confidence).collect(),
         logits: &cycle.confidence,
     })
 }

@@ -51,7 +51,7 @@ impl Asked<'_> {
 
     /// A cycle by itself. The last one lacks the bonus token where an accepted stop token ended it.
     fn check_cycle(&self, cycle: &Cycle, last: bool) -> Result<(), String> {
-        let Cycle { proposed, accepted, committed, survived, confidence } = cycle;
+        let Cycle { proposed, accepted, committed, confidence } = cycle;
         let block = self.block_size;
         if *proposed as usize > block {
             return Err(format!("proposed {proposed}, the block has {block}"));
@@ -63,13 +63,8 @@ impl Asked<'_> {
         if !(stopped || accepted.checked_add(1) == Some(*committed)) {
             return Err(format!("committed {committed} for accepted {accepted}"));
         }
-        let survives = if stopped { *survived >= *accepted } else { survived == accepted };
-        if !survives || *survived as usize > block {
-            return Err(format!("survived {survived} for accepted {accepted}"));
-        }
         let logits = confidence.len();
-        let most = (*proposed).max(*survived) as usize;
-        if logits > 0 && !(most..=block).contains(&logits) {
+        if logits > 0 && logits != *proposed as usize {
             return Err(format!("{logits} values of confidence for proposed {proposed}"));
         }
         match confidence.iter().find(|logit| !logit.is_finite()) {
