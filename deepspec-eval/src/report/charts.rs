@@ -200,3 +200,69 @@ fn bars(suite: &SuiteResult) -> impl Iterator<Item = (&str, [f64; 3])> {
     let plain = plain.map(|plain| ("plain decoding", parts(&plain.timing, plain.output_tokens)));
     [(suite.name.as_str(), parts(&suite.timing, suite.counts.output_tokens))].into_iter().chain(plain)
 }
+
+#[cfg(test)]
+mod tests {
+    use deepspec_schedule::reliability::{Reliability, ReliabilityReport};
+
+    use super::*;
+    use crate::results::sample::{results, suite};
+
+    fn observed(confidences: &[f64]) -> ReliabilityReport {
+        let mut reliability = Reliability::new(confidences.len());
+        reliability.update(confidences, 1.min(confidences.len())).unwrap();
+        reliability.finish()
+    }
+
+    fn drawn(plot: Result<Plot>) -> String {
+        let plot = plot.unwrap();
+        assert!(plot.png(1.0).unwrap().starts_with(b"\x89PNG"));
+        for broken in ["NaN", "inf", "href", "url("] {
+            assert!(!plot.svg().contains(broken), "{}: {broken}", plot.title);
+        }
+        plot.svg().to_string()
+    }
+
+    #[test]
+    fn plots_show_every_suite_domain_and_position() {
+        let results = results();
+        let published = Published::of("deepseek-ai/dspark_qwen3_4b_block7");
+        let lengths = drawn(lengths(&results, published));
+        for text in ["\na\n", "\nb\n", "\noverall\n", "\nmath\n", "\nchat\n", "\npublished\n", "τ"] {
+            assert!(lengths.contains(text), "{text}");
+        }
+        assert!(drawn(positions(&results)).contains("\n2\n"));
+        assert_eq!(drawn(times(&results)).matches("\nplain decoding\n").count(), 2);
+        let confidence = ConfidenceResult {
+            reliability: observed(&[0.9; 9]),
+            uncalibrated: Some(observed(&[0.8; 9])),
+            sweep: vec![],
+        };
+        let svg = drawn(reliability(&confidence));
+        assert!(svg.contains("up to position 8") && !svg.contains("up to position 9"));
+        assert_eq!(svg.matches("#E69F00").count(), 9, "a disc in each panel, and the key");
+    }
+
+    #[test]
+    fn results_without_anything_to_show_are_drawn() {
+        let mut none = results();
+        none.suites = vec![suite("w".repeat(120).as_str(), Domain::Chat, &[]).suite];
+        none.suites[0].timing = Timing::ZERO;
+        none.suites[0].baseline = None;
+        none.overall = Metrics::default();
+        let lengths = drawn(lengths(&none, None));
+        let width = lengths.split("width=\"").nth(1).and_then(|rest| rest.split('"').next());
+        assert!(width.unwrap().parse::<u32>().unwrap() > WIDTH, "a long name has its room");
+        drawn(positions(&none));
+        drawn(times(&none));
+        none.suites.clear();
+        drawn(times(&none));
+        let cycles = SweepPoint { threshold: 0.0, proposed: 0, accepted: 0, committed: 0, cycles: 0 };
+        for (positions, sweep) in [(0, vec![]), (1, vec![cycles])] {
+            let reliability = Reliability::new(positions).finish();
+            let confidence = ConfidenceResult { reliability, uncalibrated: None, sweep };
+            drawn(super::reliability(&confidence));
+            drawn(super::sweep(&confidence));
+        }
+    }
+}
