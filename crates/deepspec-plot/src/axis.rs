@@ -1,55 +1,91 @@
 //! Values along an edge.
 
-/// A range of values with ticks.
-#[derive(Debug, Clone, PartialEq)]
+use std::ops::Range;
+
+use anyhow::Result;
+use plotters::coord::ranged1d::{KeyPointHint, KeyPointWeight, NoDefaultFormatting, Ranged, ValueFormatter};
+use plotters::coord::types::RangedCoordf64;
+
+use crate::look::{SMALL, letters};
+use crate::palette::GREY;
+use crate::plot::UNITS;
+
+/// A range of values with ticks; plotters takes it as a coordinate.
+#[derive(Clone)]
 pub struct Axis {
     /// What it measures, with the unit.
-    pub label: String,
-    /// The value at its beginning.
-    pub low: f64,
-    /// The value at its end.
-    pub high: f64,
+    pub label: &'static str,
+    scale: RangedCoordf64,
     /// Values that are written.
-    pub ticks: Vec<(f64, String)>,
+    ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// An axis with about `count` ticks at round values.
-    pub fn new(label: &str, low: f64, high: f64, count: usize) -> Self {
-        let (low, high) = if high > low { (low, high) } else { (low, low + 1.0) };
-        let step = round_step((high - low) / count.max(1) as f64);
-        let digits = (-step.log10().floor()).max(0.0) as usize;
-        let first = (low / step - 1e-9).ceil() as i64;
-        let last = (high / step + 1e-9).floor() as i64;
-        let ticks = (first..=last).map(|i| (i as f64 * step, format!("{:.digits$}", i as f64 * step)));
-        Self { label: label.to_string(), low, high, ticks: ticks.collect() }
+    /// An axis with at most `count` ticks at round values. In place of a range that is none, it has 0 to 1.
+    pub fn values(label: &'static str, range: Range<f64>, count: usize) -> Self {
+        let span = range.end - range.start;
+        let sound = span.is_finite() && span > 1e-9;
+        let scale = RangedCoordf64::from(if sound { range } else { 0.0..1.0 });
+        let values = scale.key_points(count);
+        let step = if let [first, second, ..] = values[..] { second - first } else { 1.0 };
+        let digits = -(step.log10() + 1e-9).floor().min(0.0) as usize;
+        let ticks = values.into_iter().map(|value| (value, format!("{value:.digits$}"))).collect();
+        Self { label, scale, ticks }
     }
 
-    /// An axis that begins at 0 and ends at a tick at or past `high`.
-    pub fn from_zero(label: &str, high: f64, count: usize) -> Self {
-        let high = if high > 0.0 && high.is_finite() { high } else { 1.0 };
-        let step = round_step(high / count.max(1) as f64);
-        Self::new(label, 0.0, (high / step - 1e-9).ceil() * step, count)
+    /// The integers from 1 to `count`, each in the middle of its place.
+    pub fn steps(label: &'static str, count: usize) -> Self {
+        let ticks = (1..=count).step_by(count / 16 + 1).map(|k| (k as f64, k.to_string())).collect();
+        Self { label, scale: (0.5..count.max(1) as f64 + 0.5).into(), ticks }
     }
 
-    /// The integers from `low` to `high`, each in the middle of its place.
-    pub fn steps(label: &str, low: usize, high: usize) -> Self {
-        let every = (high.saturating_sub(low) / 16 + 1).max(1);
-        let ticks = (low..=high).step_by(every).map(|k| (k as f64, k.to_string())).collect();
-        Self { label: label.to_string(), low: low as f64 - 0.5, high: high as f64 + 0.5, ticks }
+    /// A row for each name, from above; the rows' middles are at 0, 1, 2, …
+    pub fn rows<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
+        let names = names.into_iter().enumerate();
+        let ticks: Vec<_> = names.map(|(row, name)| (row as f64, name.to_string())).collect();
+        Self { label: "", scale: (ticks.len().max(1) as f64 - 0.5..-0.5).into(), ticks }
     }
 
-    /// Which share of the axis lies before `value`.
-    pub fn share(&self, value: f64) -> f64 {
-        (value - self.low) / (self.high - self.low)
+    /// How wide the texts at its ticks are, in pixels.
+    ///
+    /// # Errors
+    /// The font cannot be used.
+    pub fn texts_width(&self) -> Result<u32> {
+        let font = letters(SMALL, GREY).font;
+        let mut widest = 0;
+        for (_, text) in &self.ticks {
+            // What our font lacks is drawn by another one, in letters that may be as wide as high.
+            let text = text.replace(|c: char| !c.is_ascii(), "W");
+            widest = widest.max(font.box_size(&text)?.0);
+        }
+        Ok(widest.div_ceil(UNITS))
     }
 }
 
-/// 1, 2 or 5 times a power of ten, at least about `step`.
-fn round_step(step: f64) -> f64 {
-    let power = 10f64.powf(step.log10().floor());
-    let factor = [1.0, 2.0, 5.0, 10.0].into_iter().find(|factor| factor * power >= step * (1.0 - 1e-9));
-    factor.unwrap_or(10.0) * power
+impl Ranged for Axis {
+    type FormatOption = NoDefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, limit: (i32, i32)) -> i32 {
+        self.scale.map(value, limit)
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
+        match hint.weight() {
+            KeyPointWeight::Bold => self.ticks.iter().map(|(value, _)| *value).collect(),
+            KeyPointWeight::Any => vec![], // no finer grid
+        }
+    }
+
+    fn range(&self) -> Range<f64> {
+        self.scale.range()
+    }
+}
+
+impl ValueFormatter<f64> for Axis {
+    fn format_ext(&self, value: &f64) -> String {
+        self.ticks.iter().find(|(at, _)| at == value).map_or_else(String::new, |(_, text)| text.clone())
+    }
 }
 
 #[cfg(test)]
@@ -59,11 +95,19 @@ mod tests {
     #[test]
     fn ticks_are_round() {
         let texts = |axis: Axis| axis.ticks.into_iter().map(|(_, text)| text).collect::<Vec<_>>();
-        assert_eq!(texts(Axis::new("", 0.0, 1.0, 5)), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]);
-        assert_eq!(texts(Axis::from_zero("", 6.2, 4)), ["0", "2", "4", "6", "8"]);
-        assert_eq!(texts(Axis::from_zero("", 0.034, 4)), ["0.00", "0.01", "0.02", "0.03", "0.04"]);
-        assert_eq!(texts(Axis::steps("", 1, 3)), ["1", "2", "3"]);
-        assert!(texts(Axis::from_zero("", f64::NAN, 4)).len() > 2);
-        assert!(texts(Axis::steps("", 1, 40)).len() < 20);
+        let values = |range| texts(Axis::values("", range, 6));
+        assert_eq!(values(0.0..1.0), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]);
+        assert_eq!(values(0.0..6.2), ["0", "2", "4", "6"]);
+        assert_eq!(values(0.0..0.034), ["0.00", "0.01", "0.02", "0.03"]);
+        assert_eq!(values(0.9..2.5), ["1.0", "1.5", "2.0", "2.5"]);
+        for end in [f64::NAN, f64::INFINITY, 0.0, -1.0, 1e-300] {
+            assert_eq!(values(0.0..end), values(0.0..1.0));
+        }
+        assert_eq!(values(0.0..1e300).len(), 6);
+        assert_eq!(texts(Axis::steps("", 3)), ["1", "2", "3"]);
+        assert!(texts(Axis::steps("", 40)).len() < 17 && texts(Axis::steps("", 0)).is_empty());
+        let rows = |names: &[&'static str]| Axis::rows(names.iter().copied()).range();
+        assert_eq!((rows(&["a", "b"]).start, rows(&["a", "b"]).end), (1.5, -0.5));
+        assert_eq!(rows(&[]).start, 0.5);
     }
 }

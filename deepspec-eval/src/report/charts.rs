@@ -1,214 +1,268 @@
 //! The plots of a report.
 
+use anyhow::Result;
 use deepspec_core::suite::Domain;
 use deepspec_plot::palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
-use deepspec_plot::{Axis, Color, Marker, Panel, Picture};
+use deepspec_plot::{Axis, Canvas, Chart, Look, Marker, Plot, chart, heading, px, series, stroke};
 use deepspec_schedule::reliability::PositionReliability;
+use plotters::prelude::*;
 
 use super::published::Published;
 use crate::confidence::{ConfidenceResult, SweepPoint};
 use crate::results::{Metrics, Results, SuiteResult, Timing};
 
 const WIDTH: u32 = 720;
-/// Distance between rows of a chart with one row per suite.
-const ROW: f64 = 28.0;
 /// Positions whose reliability is drawn.
 const DIAGRAMS: usize = 8;
 
-fn look(domain: Domain) -> (Color, Marker) {
+fn look(domain: Domain) -> Look {
     match domain {
-        Domain::Math => (BLUE, Marker::Disc),
-        Domain::Code => (VERMILION, Marker::Square),
-        Domain::Chat => (GREEN, Marker::Triangle),
+        Domain::Math => Look(BLUE, Marker::Disc),
+        Domain::Code => Look(VERMILION, Marker::Square),
+        Domain::Chat => Look(GREEN, Marker::Triangle),
     }
 }
 
 /// Keys of the domains that the results have.
-fn domains(results: &Results) -> Vec<(&'static str, Color, Marker)> {
-    let keys = results.domains.iter().map(|found| {
-        let (color, marker) = look(found.domain);
-        (found.domain.name(), color, marker)
-    });
-    keys.collect()
+fn domains(results: &Results) -> Vec<(&'static str, Look)> {
+    results.domains.iter().map(|found| (found.domain.name(), look(found.domain))).collect()
 }
 
-/// An axis with a name per row, from above.
-fn rows<'n>(names: impl Iterator<Item = &'n str>) -> Axis {
-    let ticks: Vec<_> = names.enumerate().map(|(row, name)| (-(row as f64), name.to_string())).collect();
-    Axis { label: String::new(), low: 0.5 - ticks.len() as f64, high: 0.5, ticks }
-}
-
-/// Room left of the rows' names.
-fn margin<'n>(names: impl Iterator<Item = &'n str>) -> f64 {
-    24.0 + names.map(|name| deepspec_plot::width(name, 11.0)).fold(40.0, f64::max)
+/// A plot with a row for each name; long names make it wider.
+fn row_plot(
+    title: &'static str,
+    names: &[&str],
+    paint: impl FnOnce(&Canvas, Axis) -> Result<()>,
+) -> Result<Plot> {
+    let rows = Axis::rows(names.iter().copied());
+    let width = WIDTH.max(480 + rows.texts_width()?);
+    Plot::draw(title, (width, 120 + 28 * names.len() as u32), |canvas| paint(canvas, rows))
 }
 
 /// τ by suite with intervals, and the published ones beside them.
-pub fn lengths(results: &Results, published: Option<Published>) -> Picture {
-    let suites = results.suites.iter().map(|suite| (suite.name.as_str(), &suite.metrics, look(suite.domain)));
-    let entries: Vec<_> = suites.chain([("overall", &results.overall, (INK, Marker::Disc))]).collect();
-    let bottom = 60.0 + ROW * entries.len() as f64;
-    let mut picture = Picture::new(WIDTH, bottom as u32 + 48, "Accepted length by suite");
-    let shown = entries.iter().filter_map(|(name, metrics, _)| {
-        let ours = [metrics.accepted_length, metrics.accepted_length_interval.map(|i| i.high)];
-        ours.into_iter().chain([published.and_then(|p| p.suite(name))]).flatten().reduce(f64::max)
+pub fn lengths(results: &Results, published: Option<Published>) -> Result<Plot> {
+    let suites = results.suites.iter().map(|suite| {
+        let known = published.and_then(|published| published.suite(&suite.name));
+        (suite.name.as_str(), (&suite.metrics, look(suite.domain), known))
     });
-    let highest = shown.fold(1.5, f64::max);
-    let x = Axis::new("accepted length τ, tokens per cycle", 1.0, (highest * 2.0).ceil() / 2.0, 8);
-    let x = Axis { low: 0.9, ..x };
-    let names = || entries.iter().map(|(name, _, _)| *name);
-    let edges = [margin(names()), 60.0, f64::from(WIDTH) - 24.0, bottom];
-    let title = "Accepted length by suite, with 95 % intervals";
-    let mut panel = Panel::new(&mut picture, edges, title, x, rows(names()));
-    for (row, (name, metrics, (color, marker))) in entries.iter().enumerate() {
-        length(&mut panel, -(row as f64), metrics, (*color, *marker));
-        if let Some(tau) = published.and_then(|published| published.suite(name)) {
-            let place = panel.place(tau, -(row as f64));
-            panel.picture.marker(Marker::Diamond, place, 5.0, GREY);
-        }
-    }
+    let overall = ("overall", (&results.overall, Look(INK, Marker::Disc), None));
+    let (names, entries): (Vec<_>, Vec<_>) = suites.chain([overall]).unzip();
+    let shown = entries.iter().flat_map(|(metrics, _, known)| {
+        [metrics.accepted_length, metrics.accepted_length_interval.map(|interval| interval.high), *known]
+    });
+    let highest = shown.flatten().fold(1.5, f64::max);
     let mut keys = domains(results);
-    keys.extend(published.map(|_| ("published", GREY, Marker::Diamond)));
-    picture.legend((edges[0], 26.0), &keys);
-    picture
+    let as_published = Look(GREY, Marker::Diamond);
+    keys.extend(published.map(|_| ("published", as_published)));
+    row_plot("Accepted length by suite", &names, |canvas, rows| {
+        let area = heading(canvas, "Accepted length by suite, with 95 % intervals", &keys)?;
+        let x = Axis::values("accepted length τ, tokens per cycle", 0.9..(highest * 2.0).ceil() / 2.0, 9);
+        let mut chart = chart(&area, x, rows)?;
+        for (row, (metrics, look, known)) in entries.into_iter().enumerate() {
+            length(&mut chart, row as f64, metrics, look)?;
+            if let Some(tau) = known {
+                as_published.mark(chart.plotting_area(), (tau, row as f64), 5.0)?;
+            }
+        }
+        Ok(())
+    })
 }
 
-fn length(panel: &mut Panel, y: f64, metrics: &Metrics, (color, marker): (Color, Marker)) {
+fn length(chart: &mut Chart, y: f64, metrics: &Metrics, look: Look) -> Result<()> {
+    let line = stroke(look.0, 2.0);
     if let Some(interval) = metrics.accepted_length_interval {
-        let (from, to) = (panel.place(interval.low, y), panel.place(interval.high, y));
-        panel.picture.line(&[from, to], color, 2.0, false);
-        for (x, y) in [from, to] {
-            panel.picture.line(&[(x, y - 4.0), (x, y + 4.0)], color, 2.0, false);
-        }
+        let ends = [(interval.low, y), (interval.high, y)];
+        let cap = || PathElement::new([(0, px(-4.0)), (0, px(4.0))], line);
+        chart.draw_series([PathElement::new(ends, line)])?;
+        chart.draw_series(ends.map(|end| EmptyElement::at(end) + cap()))?;
     }
-    if let Some(tau) = metrics.accepted_length {
-        let place = panel.place(tau, y);
-        panel.picture.marker(marker, place, 5.0, color);
-    }
+    let tau = metrics.accepted_length;
+    tau.map_or(Ok(()), |tau| look.mark(chart.plotting_area(), (tau, y), 5.0))
 }
 
 /// Conditional acceptance by position and domain.
-pub fn positions(results: &Results) -> Picture {
-    let mut picture = Picture::new(WIDTH, 360, "Acceptance by position");
-    let count = results.overall.conditional_rates.len();
-    let x = Axis::steps("position in the block", 1, count);
-    let y = Axis::new("accepted, of blocks accepted so far", 0.0, 1.0, 5);
-    let edges = [64.0, 60.0, f64::from(WIDTH) - 24.0, 310.0];
-    let mut panel = Panel::new(&mut picture, edges, "Acceptance by position, given all before it", x, y);
-    for found in &results.domains {
-        let rates = found.metrics.conditional_rates.iter().enumerate();
-        let values: Vec<_> = rates.filter_map(|(k, rate)| Some(((k + 1) as f64, (*rate)?))).collect();
-        let (color, marker) = look(found.domain);
-        panel.series(&values, color, marker);
-    }
-    picture.legend((edges[0], 26.0), &domains(results));
-    picture
+pub fn positions(results: &Results) -> Result<Plot> {
+    Plot::draw("Acceptance by position", (WIDTH, 360), |canvas| {
+        let area = heading(canvas, "Acceptance by position, given all before it", &domains(results))?;
+        let x = Axis::steps("position in the block", results.overall.conditional_rates.len());
+        let y = Axis::values("accepted, of blocks accepted so far", 0.0..1.0, 6);
+        let mut chart = chart(&area, x, y)?;
+        for found in &results.domains {
+            let rates = found.metrics.conditional_rates.iter().enumerate();
+            let rates = rates.filter_map(|(k, rate)| Some(((k + 1) as f64, (*rate)?)));
+            series(&mut chart, rates, look(found.domain))?;
+        }
+        Ok(())
+    })
 }
 
 /// Reliability diagrams, one per position, before and after calibration.
-pub fn reliability(confidence: &ConfidenceResult) -> Picture {
-    const SIDE: f64 = 118.0;
-    const STEP: (f64, f64) = (172.0, 196.0);
+pub fn reliability(confidence: &ConfidenceResult) -> Result<Plot> {
+    const PANEL: (u32, u32) = (172, 182);
     let count = confidence.reliability.positions.len().min(DIAGRAMS);
-    let (columns, lines) = (count.clamp(1, 4), count.div_ceil(4).max(1));
-    let (width, height) = (20.0 + STEP.0 * columns as f64, 44.0 + STEP.1 * lines as f64);
-    let mut picture = Picture::new(width.max(400.0) as u32, height as u32, "Reliability of the confidences");
-    let both = confidence.uncalibrated.is_some();
-    let (before, after) = ((ORANGE, Marker::Disc), (BLUE, Marker::Disc));
-    for k in 0..count {
-        let (left, top) = (58.0 + STEP.0 * (k % 4) as f64, 68.0 + STEP.1 * (k / 4) as f64);
-        let x = Axis::new(if k / 4 + 1 == lines { "predicted" } else { "" }, 0.0, 1.0, 2);
-        let y = Axis::new(if k % 4 == 0 { "accepted" } else { "" }, 0.0, 1.0, 2);
-        let title = format!("up to position {}", k + 1);
-        let mut panel = Panel::new(&mut picture, [left, top, left + SIDE, top + SIDE], &title, x, y);
-        panel.curve(&[(0.0, 0.0), (1.0, 1.0)], GREY, true);
-        if let Some(report) = &confidence.uncalibrated {
-            diagram(&mut panel, &report.positions[k], before.0);
+    let (columns, lines) = (count.clamp(2, 4), count.div_ceil(4).max(1));
+    let size = (PANEL.0 * columns as u32 + 32, PANEL.1 * lines as u32 + 80);
+    let (before, after) = (Look(ORANGE, Marker::Disc), Look(BLUE, Marker::Disc));
+    let (keys, reports) = match &confidence.uncalibrated {
+        Some(raw) => (
+            vec![("before calibration", before), ("calibrated", after)],
+            vec![(raw, before), (&confidence.reliability, after)],
+        ),
+        None => (vec![("confidence as the head gives it", after)], vec![(&confidence.reliability, after)]),
+    };
+    Plot::draw("Reliability of the confidences", size, |canvas| {
+        let area = heading(canvas, "Reliability of the confidences", &keys)?;
+        for (k, panel) in area.split_evenly((lines, columns)).iter().take(count).enumerate() {
+            let panel = panel.margin(0, px(14.0), 0, px(16.0));
+            let panel = heading(&panel, &format!("up to position {}", k + 1), &[])?;
+            let side = |label| Axis::values(label, 0.0..1.0, 3);
+            let mut chart = chart(&panel, side("predicted"), side("accepted"))?;
+            let diagonal = [(0.0, 0.0), (1.0, 1.0)];
+            chart.draw_series(DashedLineSeries::new(diagonal, px(5.0), px(4.0), stroke(GREY, 1.8)))?;
+            for (report, look) in &reports {
+                report.positions.get(k).map_or(Ok(()), |position| diagram(&chart, position, *look))?;
+            }
         }
-        diagram(&mut panel, &confidence.reliability.positions[k], after.0);
-    }
-    let mut keys = vec![];
-    if both {
-        keys.push(("before calibration", before.0, before.1));
-        keys.push(("calibrated", after.0, after.1));
-    } else {
-        keys.push(("confidence as the head gives it", after.0, after.1));
-    }
-    picture.legend((58.0, 26.0), &keys);
-    picture
+        Ok(())
+    })
 }
 
 /// Bins as discs whose area is their share of the observations.
-fn diagram(panel: &mut Panel, position: &PositionReliability, color: Color) {
-    for bin in &position.bins {
+fn diagram(chart: &Chart, position: &PositionReliability, look: Look) -> Result<()> {
+    position.bins.iter().try_for_each(|bin| {
         let share = bin.count as f64 / position.count.max(1) as f64;
-        let place = panel.place(bin.predicted_mean, bin.accepted_mean);
-        panel.picture.marker(Marker::Disc, place, (1.5f64).max(6.0 * share.sqrt()), color);
-    }
+        let place = (bin.predicted_mean, bin.accepted_mean);
+        look.mark(chart.plotting_area(), place, (6.0 * share.sqrt()).max(1.5))
+    })
 }
 
 /// What thresholds on the confidence would give.
-pub fn sweep(confidence: &ConfidenceResult) -> Picture {
-    let points = &confidence.sweep;
-    let mut picture = Picture::new(WIDTH, 330, "Thresholds on the confidence");
-    let per_cycle = |count: fn(&SweepPoint) -> u64| -> Vec<(f64, f64)> {
-        points.iter().map(|point| (point.threshold, count(point) as f64 / point.cycles as f64)).collect()
+pub fn sweep(confidence: &ConfidenceResult) -> Result<Plot> {
+    let by_threshold = |value: &dyn Fn(&SweepPoint) -> f64| -> Vec<(f64, f64)> {
+        confidence.sweep.iter().map(|point| (point.threshold, value(point))).collect()
     };
-    let series = [
-        ("proposed", ORANGE, Marker::Square, per_cycle(|point| point.proposed)),
-        ("accepted", GREEN, Marker::Triangle, per_cycle(|point| point.accepted)),
-        ("τ", BLUE, Marker::Disc, per_cycle(|point| point.committed)),
+    let per_cycle =
+        |count: fn(&SweepPoint) -> u64| by_threshold(&|point| count(point) as f64 / point.cycles as f64);
+    let tokens = [
+        ("proposed", Look(ORANGE, Marker::Square), per_cycle(|point| point.proposed)),
+        ("accepted", Look(GREEN, Marker::Triangle), per_cycle(|point| point.accepted)),
+        ("τ", Look(BLUE, Marker::Disc), per_cycle(|point| point.committed)),
     ];
-    let highest = series.iter().flat_map(|(.., values)| values).map(|(_, y)| *y).fold(1.0, f64::max);
-    let threshold = || Axis::new("confidence threshold", 0.0, 1.0, 5);
-    let y = Axis::from_zero("tokens per cycle", highest, 5);
-    let mut panel = Panel::new(&mut picture, [56.0, 60.0, 346.0, 280.0], "Tokens per cycle", threshold(), y);
-    series.iter().for_each(|(_, color, marker, values)| panel.series(values, *color, *marker));
-    let costs: Vec<_> =
-        points.iter().map(|point| (point.threshold, point.verified_per_committed())).collect();
-    let highest = costs.iter().map(|(_, y)| *y).fold(1.0, f64::max);
-    let y = Axis::from_zero("verified tokens per committed token", highest, 5);
-    let edges = [420.0, 60.0, f64::from(WIDTH) - 14.0, 280.0];
-    let mut panel = Panel::new(&mut picture, edges, "Verification cost", threshold(), y);
-    panel.series(&costs, PURPLE, Marker::Disc);
-    let keys = series.map(|(name, color, marker, _)| (name, color, marker));
-    picture.legend((56.0, 26.0), &keys);
-    picture
+    let costs =
+        [("verified tokens", Look(PURPLE, Marker::Disc), by_threshold(&SweepPoint::verified_per_committed))];
+    Plot::draw("Thresholds on the confidence", (WIDTH, 340), |canvas| {
+        let halves = canvas.split_evenly((1, 2));
+        let (left, right) = (halves[0].margin(0, 0, 0, px(16.0)), halves[1].margin(0, 0, px(16.0), 0));
+        thresholds(&left, "Tokens per cycle", "tokens per cycle", &tokens)?;
+        thresholds(&right, "Verification cost", "verified per committed token", &costs)
+    })
+}
+
+type Sweep = (&'static str, Look, Vec<(f64, f64)>);
+
+fn thresholds(area: &Canvas, title: &str, label: &'static str, lines: &[Sweep]) -> Result<()> {
+    let keys: Vec<_> = lines.iter().map(|(name, look, _)| (*name, *look)).collect();
+    let area = heading(area, title, &keys)?;
+    let highest = lines.iter().flat_map(|(.., values)| values).map(|(_, y)| *y).fold(1.0, f64::max);
+    let y = Axis::values(label, 0.0..1.05 * highest, 8);
+    let mut chart = chart(&area, Axis::values("confidence threshold", 0.0..1.0, 6), y)?;
+    lines.iter().try_for_each(|(_, look, values)| series(&mut chart, values.iter().copied(), *look))
 }
 
 /// Where the time of a generated token goes, by suite, with and without the drafter.
-pub fn times(results: &Results) -> Picture {
-    let bars: Vec<(String, [f64; 3])> = results.suites.iter().flat_map(bars).collect();
-    let bottom = 60.0 + ROW * bars.len() as f64;
-    let mut picture = Picture::new(WIDTH, bottom as u32 + 48, "Time of a generated token");
-    let highest = bars.iter().map(|(_, parts)| parts.iter().sum()).fold(0.0, f64::max);
-    let names = || bars.iter().map(|(name, _)| name.as_str());
-    let x = Axis::from_zero("milliseconds per generated token", highest, 8);
-    let edges = [margin(names()), 60.0, f64::from(WIDTH) - 24.0, bottom];
-    let panel = Panel::new(&mut picture, edges, "Where the time goes", x, rows(names()));
+pub fn times(results: &Results) -> Result<Plot> {
+    let (names, bars): (Vec<_>, Vec<_>) = results.suites.iter().flat_map(bars).unzip();
     let parts = [("draft", BLUE), ("target", ORANGE), ("host", GREY)];
-    for (row, (_, times)) in bars.iter().enumerate() {
-        let mut start = 0.0;
-        for (time, (_, color)) in times.iter().zip(parts) {
-            let (from, to) =
-                (panel.place(start, 0.3 - row as f64), panel.place(start + time, -0.3 - row as f64));
-            panel.picture.rectangle(from, to, color);
-            start += time;
+    let highest = bars.iter().map(|times| times.iter().sum()).fold(0.0, f64::max);
+    row_plot("Time of a generated token", &names, |canvas, rows| {
+        let keys = parts.map(|(name, color)| (name, Look(color, Marker::Square)));
+        let area = heading(canvas, "Where the time goes", &keys)?;
+        let x = Axis::values("milliseconds per generated token", 0.0..1.05 * highest, 9);
+        let mut chart = chart(&area, x, rows)?;
+        for (row, times) in bars.iter().enumerate() {
+            let mut start = 0.0;
+            for (time, (_, color)) in times.iter().zip(parts) {
+                let corners = [(start, row as f64 - 0.3), (start + time, row as f64 + 0.3)];
+                chart.draw_series([Rectangle::new(corners, color.filled())])?;
+                start += time;
+            }
         }
-    }
-    picture.legend((edges[0], 26.0), &parts.map(|(name, color)| (name, color, Marker::Square)));
-    picture
+        Ok(())
+    })
 }
 
 /// Milliseconds per token of drafting, target and host; a bar with the drafter and one without.
-fn bars(suite: &SuiteResult) -> Vec<(String, [f64; 3])> {
+fn bars(suite: &SuiteResult) -> impl Iterator<Item = (&str, [f64; 3])> {
     let parts = |time: &Timing, tokens: u64| {
         [time.draft_s, time.verify_s, time.host_s].map(|seconds| 1e3 * seconds / tokens.max(1) as f64)
     };
-    let mut bars = vec![(suite.name.clone(), parts(&suite.timing, suite.counts.output_tokens))];
-    bars.extend(
-        (suite.baseline.iter())
-            .map(|plain| ("plain decoding".to_string(), parts(&plain.timing, plain.output_tokens))),
-    );
-    bars
+    let plain = suite.baseline.as_ref();
+    let plain = plain.map(|plain| ("plain decoding", parts(&plain.timing, plain.output_tokens)));
+    [(suite.name.as_str(), parts(&suite.timing, suite.counts.output_tokens))].into_iter().chain(plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use deepspec_schedule::reliability::{Reliability, ReliabilityReport};
+
+    use super::*;
+    use crate::results::sample::{results, suite};
+
+    fn observed(confidences: &[f64]) -> ReliabilityReport {
+        let mut reliability = Reliability::new(confidences.len());
+        reliability.update(confidences, 1.min(confidences.len())).unwrap();
+        reliability.finish()
+    }
+
+    fn drawn(plot: Result<Plot>) -> String {
+        let plot = plot.unwrap();
+        assert!(plot.png(1.0).unwrap().starts_with(b"\x89PNG"));
+        for broken in ["NaN", "inf", "href", "url("] {
+            assert!(!plot.svg().contains(broken), "{}: {broken}", plot.title);
+        }
+        plot.svg().to_string()
+    }
+
+    #[test]
+    fn plots_show_every_suite_domain_and_position() {
+        let results = results();
+        let published = Published::of("deepseek-ai/dspark_qwen3_4b_block7");
+        let lengths = drawn(lengths(&results, published));
+        for text in ["\na\n", "\nb\n", "\noverall\n", "\nmath\n", "\nchat\n", "\npublished\n", "τ"] {
+            assert!(lengths.contains(text), "{text}");
+        }
+        assert!(drawn(positions(&results)).contains("\n2\n"));
+        assert_eq!(drawn(times(&results)).matches("\nplain decoding\n").count(), 2);
+        let confidence = ConfidenceResult {
+            reliability: observed(&[0.9; 9]),
+            uncalibrated: Some(observed(&[0.8; 9])),
+            sweep: vec![],
+        };
+        let svg = drawn(reliability(&confidence));
+        assert!(svg.contains("up to position 8") && !svg.contains("up to position 9"));
+        assert_eq!(svg.matches("#E69F00").count(), 9, "a disc in each panel, and the key");
+    }
+
+    #[test]
+    fn results_without_anything_to_show_are_drawn() {
+        let mut none = results();
+        none.suites = vec![suite("w".repeat(120).as_str(), Domain::Chat, &[]).suite];
+        none.suites[0].timing = Timing::ZERO;
+        none.suites[0].baseline = None;
+        none.overall = Metrics::default();
+        let lengths = drawn(lengths(&none, None));
+        let width = lengths.split("width=\"").nth(1).and_then(|rest| rest.split('"').next());
+        assert!(width.unwrap().parse::<u32>().unwrap() > WIDTH, "a long name has its room");
+        drawn(positions(&none));
+        drawn(times(&none));
+        none.suites.clear();
+        drawn(times(&none));
+        let cycles = SweepPoint { threshold: 0.0, proposed: 0, accepted: 0, committed: 0, cycles: 0 };
+        for (positions, sweep) in [(0, vec![]), (1, vec![cycles])] {
+            let reliability = Reliability::new(positions).finish();
+            let confidence = ConfidenceResult { reliability, uncalibrated: None, sweep };
+            drawn(super::reliability(&confidence));
+            drawn(super::sweep(&confidence));
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! What a report says, in order.
 
+use anyhow::Result;
 use deepspec_core::digest::short;
 use deepspec_schedule::reliability::{Metrics as Reliability, ReliabilityReport};
 
@@ -12,7 +13,10 @@ use crate::results::{Metrics, Results, Turns};
 use crate::table::{factor, number, range, rate};
 
 /// The report of a run.
-pub fn document(results: &Results) -> Document {
+///
+/// # Errors
+/// A plot cannot be drawn.
+pub fn document(results: &Results) -> Result<Document> {
     let drafter = results.drafter.as_ref().map(|drafter| name(&drafter.path, drafter.hub_id.as_ref()));
     let target = name(&results.target.path, results.target.hub_id.as_ref());
     let title = match drafter {
@@ -22,21 +26,21 @@ pub fn document(results: &Results) -> Document {
     let mut blocks = vec![Block::Paragraph(summary(results)), Block::Heading("Accepted length and speed")];
     blocks.extend([
         scores(results),
-        Block::Plot("accepted_length", charts::lengths(results, published(results))),
+        Block::Plot("accepted_length", charts::lengths(results, published(results))?),
     ]);
     if !results.overall.conditional_rates.is_empty() {
         blocks.extend([Block::Heading("Acceptance by position"), positions(results)]);
-        blocks.push(Block::Plot("positions", charts::positions(results)));
+        blocks.push(Block::Plot("positions", charts::positions(results)?));
     }
     if let Some(confidence) = &results.confidence {
         blocks.push(Block::Heading("Confidence"));
-        blocks.extend(reliability(confidence));
-        blocks.extend(sweep(confidence));
+        blocks.extend(reliability(confidence)?);
+        blocks.extend(sweep(confidence)?);
     }
-    blocks.extend([Block::Heading("Time"), times(results), Block::Plot("time", charts::times(results))]);
+    blocks.extend([Block::Heading("Time"), times(results), Block::Plot("time", charts::times(results)?)]);
     blocks.extend([Block::Heading("Notes"), Block::List(notes(results))]);
     blocks.extend([Block::Heading("What was run"), identity(results)]);
-    Document { title, blocks }
+    Ok(Document { title, blocks })
 }
 
 /// The hub id, or the folder's name; that of a training step says little without its run's.
@@ -109,7 +113,7 @@ fn positions(results: &Results) -> Block {
     Block::Table(std::iter::once("suite".to_string()).chain(names).collect(), rows)
 }
 
-fn reliability(confidence: &ConfidenceResult) -> Vec<Block> {
+fn reliability(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
     let after = &confidence.reliability;
     let cells = |metrics: Option<&Reliability>| {
         let of = |value: fn(&Reliability) -> Option<f64>| number(metrics.and_then(value), 3);
@@ -136,20 +140,20 @@ fn reliability(confidence: &ConfidenceResult) -> Vec<Block> {
     mean.extend(cells(after.summary.as_ref()));
     mean.extend(confidence.uncalibrated.as_ref().map(|before| number(before.summary.map(|m| m.ece), 3)));
     rows.push(mean);
-    vec![
+    Ok(vec![
         Block::Paragraph(
             "An observation is the product of the confidences up to a position, and whether the block was accepted \
              that far. Disks on the diagonal mean that confidences say what happens; their area is the number of blocks."
                 .into(),
         ),
         Block::Table(header(&names), rows),
-        Block::Plot("reliability", charts::reliability(confidence)),
-    ]
+        Block::Plot("reliability", charts::reliability(confidence)?),
+    ])
 }
 
-fn sweep(confidence: &ConfidenceResult) -> Vec<Block> {
+fn sweep(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
     if confidence.sweep.is_empty() {
-        return vec![];
+        return Ok(vec![]);
     }
     let names =
         ["threshold", "proposed per cycle", "accepted per cycle", "τ", "verified per committed token"];
@@ -163,15 +167,15 @@ fn sweep(confidence: &ConfidenceResult) -> Vec<Block> {
             number(Some(point.verified_per_committed()), 2),
         ]
     });
-    vec![
+    Ok(vec![
         Block::Paragraph(
             "Had every block been cut before the first token of a confidence below the threshold. An estimate: each \
              cycle is cut where it stands, while in a real run the cycles after it would start elsewhere."
                 .into(),
         ),
         Block::Table(header(&names), rows.collect()),
-        Block::Plot("thresholds", charts::sweep(confidence)),
-    ]
+        Block::Plot("thresholds", charts::sweep(confidence)?),
+    ])
 }
 
 fn times(results: &Results) -> Block {

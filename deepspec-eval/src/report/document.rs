@@ -1,6 +1,6 @@
 //! A report's text, written as Markdown or as a page of HTML that needs nothing else.
 
-use deepspec_plot::Picture;
+use deepspec_plot::Plot;
 
 /// A part of a report.
 pub enum Block {
@@ -13,7 +13,7 @@ pub enum Block {
     /// Rows of cells; the first column is flush left, the others flush right.
     Table(Vec<String>, Vec<Vec<String>>),
     /// A plot: its file's name without ending, and what it shows.
-    Plot(&'static str, Picture),
+    Plot(&'static str, Plot),
 }
 
 /// A report.
@@ -56,8 +56,8 @@ impl Document {
                     text.push_str(&format!("| {} |\n", rule.join(" | ")));
                     rows.iter().for_each(|row| text.push_str(&line(row)));
                 }
-                Block::Plot(name, picture) => {
-                    text.push_str(&format!("![{}]({PLOTS}/{name}.svg)\n", plain(&picture.title)));
+                Block::Plot(name, plot) => {
+                    text.push_str(&format!("![{}]({PLOTS}/{name}.svg)\n", plain(plot.title)));
                 }
             }
         }
@@ -91,7 +91,7 @@ impl Document {
                     let header = line(header, "th");
                     page.push_str(&format!("<div class=\"wide\"><table>\n{header}{rows}</table></div>\n"));
                 }
-                Block::Plot(_, picture) => page.push_str(&format!("<p>{}</p>\n", picture.svg())),
+                Block::Plot(_, plot) => page.push_str(&format!("<p>{}</p>\n", plot.svg())),
             }
         }
         page + "</body>\n</html>\n"

@@ -1,0 +1,65 @@
+//! A title, a legend, axes, and values between them.
+
+use anyhow::Result;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use crate::look::{LARGE, SMALL, letters};
+use crate::palette::{FAINT, GREY, INK};
+use crate::{Axis, Canvas, Look, px, stroke};
+
+/// Axes with what is drawn between them.
+pub type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
+
+/// Writes a title and, below it, the keys of a legend; gives what is left below them.
+///
+/// # Errors
+/// Drawing fails.
+pub fn heading<'a>(area: &Canvas<'a>, title: &str, keys: &[(&str, Look)]) -> Result<Canvas<'a>> {
+    area.draw_text(title, &letters(LARGE, INK), (0, 0))?;
+    let style = letters(SMALL, INK);
+    let (mut x, y) = (0, px(29.0));
+    for (text, look) in keys {
+        look.mark(area, (x + px(5.0), y), 4.0)?;
+        let beside = style.pos(Pos::new(HPos::Left, VPos::Center));
+        area.draw_text(text, &beside, (x + px(14.0), y))?;
+        x += px(32.0) + style.font.box_size(text)?.0 as i32;
+    }
+    let height = if keys.is_empty() { 24.0 } else { 48.0 };
+    Ok(area.split_vertically(px(height)).1)
+}
+
+/// Draws axes with a grid; what is written beside them has its place within `area`.
+///
+/// # Errors
+/// Drawing fails.
+pub fn chart<'a>(area: &Canvas<'a>, x: Axis, y: Axis) -> Result<Chart<'a>> {
+    const TICK: f64 = 3.0;
+    let of_label = |axis: &Axis, room: f64| if axis.label.is_empty() { 0 } else { px(room) };
+    let left = px(f64::from(y.texts_width()?) + 2.0 * TICK + 2.0) + of_label(&y, 20.0);
+    let below = px(20.0) + of_label(&x, 15.0);
+    let labels = (x.label, y.label);
+    let mut chart =
+        ChartBuilder::on(area).y_label_area_size(left).x_label_area_size(below).build_cartesian_2d(x, y)?;
+    let mut mesh = chart.configure_mesh();
+    mesh.bold_line_style(stroke(FAINT, 1.0)).axis_style(stroke(GREY, 1.0)).set_all_tick_mark_size(px(TICK));
+    mesh.label_style(letters(SMALL, GREY)).axis_desc_style(letters(SMALL, INK));
+    if !labels.0.is_empty() {
+        mesh.x_desc(labels.0);
+    }
+    if !labels.1.is_empty() {
+        mesh.y_desc(labels.1);
+    }
+    mesh.draw()?;
+    Ok(chart)
+}
+
+/// Joins values by a line and marks each of them. Values that are not finite are left out.
+///
+/// # Errors
+/// Drawing fails.
+pub fn series(chart: &mut Chart, values: impl IntoIterator<Item = (f64, f64)>, look: Look) -> Result<()> {
+    let values: Vec<_> = values.into_iter().filter(|(x, y)| x.is_finite() && y.is_finite()).collect();
+    chart.draw_series(LineSeries::new(values.iter().copied(), stroke(look.0, 1.8)))?;
+    values.into_iter().try_for_each(|value| look.mark(chart.plotting_area(), value, 3.5))
+}

@@ -1,0 +1,150 @@
+//! A drawing as SVG, and that SVG as PNG.
+
+use anyhow::{Context, Result};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use resvg::tiny_skia::{Pixmap, Transform};
+use resvg::usvg::{Options, Tree};
+
+use crate::look::FONT;
+
+/// Units per pixel. Plotters counts in whole units: were they pixels, curves would have steps and discs few sizes.
+pub(crate) const UNITS: u32 = 10;
+/// Pixels left free at each edge.
+const MARGIN: f64 = 16.0;
+
+/// What is drawn on; lengths on it are [`px`].
+pub type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// A length of so many pixels on a [`Canvas`].
+pub fn px(pixels: f64) -> i32 {
+    (pixels * f64::from(UNITS)).round() as i32
+}
+
+/// A finished drawing.
+pub struct Plot {
+    /// What it shows, for those who cannot see it.
+    pub title: &'static str,
+    size: (u32, u32),
+    svg: String,
+}
+
+impl Plot {
+    /// Draws on a white ground of so many pixels, within a margin.
+    ///
+    /// # Errors
+    /// Those of `paint`, with the plot's title.
+    pub fn draw(
+        title: &'static str,
+        size: (u32, u32),
+        paint: impl FnOnce(&Canvas) -> Result<()>,
+    ) -> Result<Self> {
+        let svg = draw(title, size, paint).with_context(|| format!("drawing the plot `{title}`"))?;
+        Ok(Self { title, size, svg })
+    }
+
+    /// As an SVG document, which can stand in an HTML page too and fetches nothing from elsewhere.
+    pub fn svg(&self) -> &str {
+        &self.svg
+    }
+
+    /// The SVG as a PNG file of `scale` times its size.
+    ///
+    /// # Errors
+    /// The SVG cannot be read, or the picture is too large.
+    pub fn png(&self, scale: f32) -> Result<Vec<u8>> {
+        self.pixels(scale).with_context(|| format!("drawing the plot `{}` as PNG", self.title))
+    }
+
+    fn pixels(&self, scale: f32) -> Result<Vec<u8>> {
+        let mut options = Options::default();
+        options.fontdb_mut().load_font_data(FONT.to_vec());
+        let tree = Tree::from_str(&self.svg, &options)?;
+        let size = |pixels: u32| (pixels as f32 * scale).round() as u32;
+        let (width, height) = (size(self.size.0), size(self.size.1));
+        let mut pixmap = Pixmap::new(width, height)
+            .with_context(|| format!("{width} x {height} pixels are none or too many"))?;
+        resvg::render(&tree, Transform::from_scale(scale, scale), &mut pixmap.as_mut());
+        Ok(pixmap.encode_png()?)
+    }
+}
+
+fn draw(
+    title: &str,
+    (width, height): (u32, u32),
+    paint: impl FnOnce(&Canvas) -> Result<()>,
+) -> Result<String> {
+    let mut drawn = String::new();
+    {
+        let units = (width * UNITS, height * UNITS);
+        let canvas = SVGBackend::with_string(&mut drawn, units).into_drawing_area();
+        canvas.fill(&WHITE)?;
+        let margin = px(MARGIN);
+        paint(&canvas.margin(margin, margin, margin, margin))?;
+        canvas.present()?;
+    }
+    // Pixels instead of units outside, a title, and texts that are as high above their middle as below it.
+    let (_, shapes) = drawn.split_once('>').context("an SVG without a tag")?;
+    let shapes = shapes.replace(" dy=\"0.5ex\" ", " dy=\"0.36em\" ");
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+         viewBox=\"0 0 {} {}\" role=\"img\"><title>{title}</title>{shapes}",
+        width * UNITS,
+        height * UNITS
+    );
+    svg.retain(|c| c == '\n' || !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')); // XML forbids them
+    Ok(svg)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::palette::BLUE;
+    use crate::{Axis, chart, heading};
+
+    fn pixels(plot: &Plot) -> Pixmap {
+        Pixmap::decode_png(&plot.png(2.0).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn names_are_no_markup() {
+        let name = "</text>\u{1}\"&\u{ffff}";
+        let plot = Plot::draw("names", (300, 100), |canvas| {
+            chart(canvas, Axis::values("", 0.0..1.0, 3), Axis::rows([name]))?;
+            Ok(())
+        });
+        let plot = plot.unwrap();
+        assert!(plot.svg().contains("&lt;/text&gt;&quot;&amp;\n"), "{}", plot.svg());
+        assert!(plot.svg().contains("<title>names</title>") && plot.png(1.0).is_ok());
+    }
+
+    #[test]
+    fn a_png_shows_what_the_svg_says() {
+        let plot = Plot::draw("square", (40, 36), |canvas| {
+            canvas.draw(&Rectangle::new([(0, 0), (px(4.0), px(4.0))], BLUE.filled()))?;
+            heading(&canvas.split_vertically(px(4.0)).1, "τ", &[])?;
+            Ok(())
+        });
+        let plot = plot.unwrap();
+        let pixels = pixels(&plot);
+        let pixel = |x: u32, y: u32| pixels.pixel(x, y).map(|p| (p.red(), p.green(), p.blue())).unwrap();
+        assert_eq!((pixels.width(), pixels.height()), (80, 72));
+        assert_eq!((pixel(36, 36), pixel(0, 0)), ((0x00, 0x72, 0xb2), (255, 255, 255)));
+        assert!((32..60).any(|x| (42..72).any(|y| pixel(x, y).0 < 100)), "the letter is there");
+        assert!(plot.png(0.0).is_err() && plot.png(1e9).is_err());
+    }
+
+    #[test]
+    fn what_stands_beside_an_axis_has_its_room() {
+        let name = "W".repeat(40);
+        let plot = Plot::draw("long", (600, 160), |canvas| {
+            chart(canvas, Axis::values("x", 0.0..1.0, 3), Axis::rows([name.as_str(), "τ"]))?;
+            Ok(())
+        });
+        let pixels = pixels(&plot.unwrap());
+        let blank =
+            |x: u32| (0..pixels.height()).all(|y| pixels.pixel(x, y).is_some_and(|p| p.green() > 250));
+        assert!((0..32).all(blank), "the margin is free");
+        assert!((32..160).any(|x| !blank(x)), "and the name begins beside it");
+    }
+}
