@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use anyhow::{Context as _, bail};
 use deepspec_decode::{
-    Completion, Context, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request, Sampling,
-    SamplingBatch, Tally, Target,
+    Completion, Context, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request,
+    Sampling, Tally, Target,
 };
 use deepspec_models::{Block, BlockProposer, ModelConfig, TargetModel, TargetOptions, stop_ids};
 use deepspec_suites::{Asking, Folder};
@@ -83,17 +83,11 @@ impl<P: Proposer> Proposer for Recorded<P> {
         self.model.block_size()
     }
 
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let DraftRequest { context, slots, anchors, .. } = *request;
         let [taps, tokens, next] = [&context.taps, &context.tokens, &context.next].map(Tensor::copy);
         let seen = Context { taps, tokens, next, chunks: context.chunks.clone() };
-        let proposal = self.model.propose(context, slots, anchors, uniforms, sampling);
+        let proposal = self.model.propose(request);
         let (slots, anchors, tokens) = (slots.to_vec(), anchors.copy(), proposal.tokens.copy());
         self.calls.borrow_mut().push(Call::Propose { context: seen, slots, anchors, tokens });
         proposal

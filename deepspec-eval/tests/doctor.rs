@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use common::{deepspec_eval, repository, target, target_dir};
+use deepspec_core::recipe::{LossNormalization, Supervise};
 use deepspec_decode::{Engine, EngineOptions, Feed, Sampling, Target};
 use deepspec_models::{
-    BlockConfig, BlockProposer, Design, Learner, LossAlphas, ModelConfig, Normaliser, TargetModel,
-    TrainSample, load_ends, save, stop_ids,
+    BlockConfig, BlockProposer, Design, Eagle3Config, Eagle3Objective, Learner, LossAlphas, ModelConfig,
+    Normaliser, TargetModel, TrainSample, load_ends, save, stop_ids,
 };
 use deepspec_suites::{Asking, Folder};
 use deepspec_text::ChatTokenizer;
@@ -23,6 +24,8 @@ use tempfile::TempDir;
 const LIMIT: usize = 3;
 const TOKENS: usize = 40;
 const STEPS: usize = 400;
+/// Eagle3 learns from whole sequences.
+const EAGLE3_STEPS: usize = 80;
 const GAMMA: usize = 5;
 const TAPS: [i64; 3] = [0, 2, 4];
 /// Taps of the drafter that reads the last layer.
@@ -120,19 +123,35 @@ fn design(taps: [i64; 3], at_anchor: bool) -> Design {
     }
 }
 
+/// The same for an Eagle3 drafter.
+fn eagle3(taps: [i64; 3]) -> Design {
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let config = Eagle3Config {
+        target_layer_ids: taps.to_vec(),
+        num_target_layers: model.layers.len(),
+        ttt_length: GAMMA,
+        step_loss_decay: 0.8,
+        model: model.draft_decoder(&[None]).unwrap(),
+    };
+    let objective = Eagle3Objective {
+        supervise: Supervise::Shifted,
+        step_loss_decay: config.step_loss_decay,
+        normalization: LossNormalization::Global,
+    };
+    Design::Eagle3 { config, objective }
+}
+
 /// Adam on all samples in turn, four a step.
-fn train(training: &Training) -> Learner {
+fn train(design: &Design, steps: usize, mut all: Vec<TrainSample>) -> Learner {
     let model = ModelConfig::load(&target_dir()).unwrap();
     let (embed, head) = load_ends(&target_dir(), &model, Device::Cpu, Kind::Float).unwrap();
-    let design = design(training.taps, training.at_anchor);
     let learner = design.build(&embed, &head, 1, Kind::Float).unwrap();
-    let mut all = samples(training);
     let mut moments: Vec<(Tensor, Tensor)> = vec![];
     for (_, parameter) in learner.parameters() {
         let parameter = parameter.set_requires_grad(true);
         moments.push((parameter.zeros_like().detach(), parameter.zeros_like().detach()));
     }
-    for step in 0..STEPS {
+    for step in 0..steps {
         let mut batch: Vec<TrainSample> = vec![];
         let mut weight = 0.0;
         for turn in 0..4.min(all.len()) {
@@ -146,7 +165,7 @@ fn train(training: &Training) -> Learner {
         }
         learner.accumulate(&batch, Normaliser(weight));
         all.extend(batch);
-        let rate = 6e-3 * ((STEPS - step) as f64 / STEPS as f64).min((step + 1) as f64 / 10.0);
+        let rate = 6e-3 * ((steps - step) as f64 / steps as f64).min((step + 1) as f64 / 10.0);
         tch::no_grad(|| adam(&learner, &mut moments, step + 1, rate));
     }
     learner
@@ -178,7 +197,11 @@ fn base() -> &'static Path {
 }
 
 fn written(training: &Training) -> (TempDir, PathBuf) {
-    let learner = train(training);
+    let learner = train(&design(training.taps, training.at_anchor), STEPS, samples(training));
+    checkpoint(&learner)
+}
+
+fn checkpoint(learner: &Learner) -> (TempDir, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("drafter");
     put(&dir, &Value::Object(learner.config_json()), &learner.checkpoint());
@@ -245,6 +268,18 @@ fn a_drafter_in_its_place_is_found_in_order() {
 #[test]
 fn shifted_taps_are_named() {
     let (_root, dir) = misused(|trained| trained.config["target_layer_ids"] = json!([1, 3, 5]));
+    assert_cause(&doctor(&dir, &[]), "taps", &["[0, 2, 4] instead of [1, 3, 5]"]);
+}
+
+#[test]
+fn shifted_taps_of_eagle3_are_named() {
+    let samples = samples(&Training { taps: TAPS, at_anchor: false, normed: false });
+    let (_root, dir) = checkpoint(&train(&eagle3(TAPS), EAGLE3_STEPS, samples));
+    assert_eq!(doctor(&dir, &[])["cause"], Value::Null);
+    let file = dir.join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    config["target_layer_ids"] = json!([1, 3, 5]);
+    fs::write(&file, config.to_string()).unwrap();
     assert_cause(&doctor(&dir, &[]), "taps", &["[0, 2, 4] instead of [1, 3, 5]"]);
 }
 

@@ -12,7 +12,7 @@ use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter,
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_decode::{
-    Completion, Context, Cycle, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request,
+    Completion, Cycle, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request,
     Sampling, SamplingBatch, Target,
 };
 use deepspec_models::{Drafter, DrafterOptions, TargetModel};
@@ -394,15 +394,8 @@ impl Proposer for Recorded<Drafter, Drafted> {
     fn ends_at_stop_tokens(&self) -> bool {
         self.inner.ends_at_stop_tokens()
     }
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
-        let proposal = self.inner.propose(context, slots, anchors, uniforms, sampling);
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let proposal = self.inner.propose(request);
         self.tape.borrow_mut().push(Drafted {
             tokens: proposal.tokens.get(0).copy(),
             probs: proposal.probs.get(0).copy(),

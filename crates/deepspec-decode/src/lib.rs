@@ -15,7 +15,7 @@ mod tally;
 mod verify;
 
 pub use engine::{Engine, kept_lengths};
-pub use model::{Context, Feed, Forwarded, Proposal, Proposer, Target};
+pub use model::{Context, DraftRequest, Feed, Forwarded, Proposal, Proposer, Target};
 pub use request::{Completion, Cycle, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket};
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;

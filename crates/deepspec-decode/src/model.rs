@@ -69,6 +69,21 @@ pub struct Context {
     pub chunks: Vec<(usize, usize)>,
 }
 
+/// What a drafter is asked for: a block for each of S slots.
+#[derive(Clone, Copy)]
+pub struct DraftRequest<'a> {
+    /// States of what was committed since its last proposal.
+    pub context: &'a Context,
+    /// The slots.
+    pub slots: &'a [usize],
+    /// Their last committed tokens, which the target has not run over yet: `[S]` int64.
+    pub anchors: &'a Tensor,
+    /// Decide the draws: `[S, γ]` float64.
+    pub uniforms: &'a Tensor,
+    /// One row per slot.
+    pub sampling: &'a SamplingBatch,
+}
+
 /// Drafted blocks for S slots.
 pub struct Proposal {
     /// `[S, γ]` int64.
@@ -87,18 +102,8 @@ pub trait Proposer {
     fn ends_at_stop_tokens(&self) -> bool {
         false
     }
-    /// Takes in the states of newly committed tokens, then drafts a block after the anchor of each slot in `slots`.
-    ///
-    /// `anchors [S]` are the last committed tokens, which the target has not run over yet; `uniforms [S, γ]` float64 decide
-    /// the draws and `sampling` holds one row per slot.
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal;
+    /// Takes in the states of newly committed tokens, then drafts a block after each slot's anchor.
+    fn propose(&mut self, request: &DraftRequest) -> Proposal;
     /// Forgets the slot's context.
     fn reset(&mut self, slot: usize);
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_decode::{
-    Completion, Context, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request, Sampling,
+    Completion, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request, Sampling,
     SamplingBatch, Target, Verdict, draw, verify,
 };
 use tch::{Device, Kind, Tensor};
@@ -96,14 +96,8 @@ impl Proposer for ToyDrafter {
         GAMMA
     }
 
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
         if !context.chunks.is_empty() {
             let mut rows = prefixes(&context.taps).into_iter();
             let mut followers = prefixes(&context.next).into_iter();

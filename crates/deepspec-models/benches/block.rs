@@ -6,7 +6,7 @@ use std::path::Path;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::recipe::{Markov, MarkovKind};
-use deepspec_decode::{Context, Proposer, Sampling, SamplingBatch};
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{
     Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, ModelConfig, Normaliser,
     TrainSample,
@@ -91,7 +91,13 @@ fn measure(criterion: &mut Criterion, memory: &str) {
     group.bench_function("proposal, 16 slots", |bench| {
         bench.iter(|| {
             slots.iter().for_each(|&slot| proposer.reset(slot));
-            black_box(proposer.propose(&context, &slots, &anchors, &uniforms, &sampling))
+            black_box(proposer.propose(&DraftRequest {
+                context: &context,
+                slots: &slots,
+                anchors: &anchors,
+                uniforms: &uniforms,
+                sampling: &sampling,
+            }))
         });
     });
     group.finish();

@@ -23,7 +23,7 @@ pub use drafters::causal::CausalProposer;
 pub use drafters::cost::{PassBytes, SampleSize};
 pub use drafters::eagle3::{Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Terms};
 pub use drafters::learner::{Design, Learner, Supervision, Terms};
-pub use drafters::{Drafter, DrafterOptions};
+pub use drafters::{Drafter, DrafterOptions, TrainedConfig};
 pub use error::ModelError;
 pub use families::Family;
 pub use identity::{config_digest, stop_ids, weights_digest};

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use common::assert_close;
 use deepspec_core::recipe::{LossNormalization, Supervise};
-use deepspec_decode::{Context, Proposer, Sampling, SamplingBatch};
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{
     Block, BlockBatch, BlockConfig, BlockProposer, Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective,
     Eagle3Proposer, ModelConfig, Normaliser, TrainSample,
@@ -113,7 +113,13 @@ fn blocks_decode_as_they_were_trained_with_and_without_windows() {
                 let token = Tensor::from_slice(&sample.input_ids[anchor..=anchor]);
                 let uniforms = Tensor::zeros([1, 5], (Kind::Double, Device::Cpu));
                 let context = context(&sample, seen, anchor - seen);
-                let proposal = proposer.propose(&context, &[2], &token, &uniforms, &at_temperature_one());
+                let proposal = proposer.propose(&DraftRequest {
+                    context: &context,
+                    slots: &[2],
+                    anchors: &token,
+                    uniforms: &uniforms,
+                    sampling: &at_temperature_one(),
+                });
                 let what = format!("{} window {window}, anchor {anchor}", target.family);
                 assert_close(&what, &proposal.probs.get(0), &expected.get(b as i64), 1e-5);
                 seen = anchor;
@@ -177,7 +183,13 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 let context = context(&sample, seen, column + 1 - seen);
                 let anchor = Tensor::from_slice(&sample.input_ids[column + 1..column + 2]);
                 let uniforms = common::forcing(&expected, tokens);
-                let proposal = proposer.propose(&context, &[2], &anchor, &uniforms, &at_temperature_one());
+                let proposal = proposer.propose(&DraftRequest {
+                    context: &context,
+                    slots: &[2],
+                    anchors: &anchor,
+                    uniforms: &uniforms,
+                    sampling: &at_temperature_one(),
+                });
                 assert_eq!(Vec::<i64>::try_from(proposal.tokens.reshape([-1])).unwrap(), tokens);
                 let what = format!("{} {supervise:?}, column {column}", target.family);
                 assert_close(&what, &proposal.probs.get(0), &expected, 1e-5);

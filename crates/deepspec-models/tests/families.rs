@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::recipe::{Markov, MarkovKind};
-use deepspec_models::{BlockConfig, Eagle3Config, Family, ModelConfig, stop_ids};
+use deepspec_models::{BlockConfig, Eagle3Config, Family, ModelConfig, TrainedConfig, stop_ids};
 use deepspec_testkit::golden;
 use serde_json::{Map, Value, json};
 

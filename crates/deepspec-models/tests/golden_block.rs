@@ -3,7 +3,7 @@
 mod common;
 
 use common::{assert_close, device, tensor};
-use deepspec_decode::{Context, Proposer, Sampling, SamplingBatch, kept_lengths};
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch, kept_lengths};
 use deepspec_models::{
     Block, BlockBatch, BlockProposer, LossAlphas, LossSums, Normaliser, TrainSample, anchor_candidates,
     eval_mask,
@@ -137,7 +137,13 @@ fn check_inference(name: &str) {
         let next = Tensor::zeros([taps.size()[0]], (Kind::Int64, device()));
         let tokens = next.shallow_clone();
         let context = Context { chunks: vec![(1, taps.size()[0] as usize)], taps, tokens, next };
-        let proposal = proposer.propose(&context, &[1], &anchors, &uniforms, &greedy);
+        let proposal = proposer.propose(&DraftRequest {
+            context: &context,
+            slots: &[1],
+            anchors: &anchors,
+            uniforms: &uniforms,
+            sampling: &greedy,
+        });
         assert_eq!(
             Vec::<i64>::try_from(proposal.tokens.reshape([-1])).unwrap(),
             of("tokens").ints(),

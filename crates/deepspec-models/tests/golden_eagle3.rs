@@ -4,7 +4,7 @@ mod common;
 
 use common::{assert_close, device, tensor};
 use deepspec_core::recipe::{LossNormalization, Supervise};
-use deepspec_decode::{Context, Proposer, Sampling, SamplingBatch};
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{Eagle3, Eagle3Batch, Eagle3Objective, Eagle3Proposer, Eagle3Terms, Normaliser};
 use deepspec_testkit::golden::Case;
 use tch::{Device, Kind, Tensor};
@@ -91,11 +91,23 @@ fn check_inference(name: &str) {
         let (tokens, expected) = (of("tokens").ints(), tensor(of("logits")).get(0).softmax(-1, Kind::Double));
         let uniforms = common::forcing(&expected, &tokens).to_device(device());
         let drawn = |tokens: Tensor| Vec::<i64>::try_from(tokens.reshape([-1])).unwrap();
-        let proposal = proposer.propose(&context, &[1], &anchors, &uniforms, &batch(1.0));
+        let proposal = proposer.propose(&DraftRequest {
+            context: &context,
+            slots: &[1],
+            anchors: &anchors,
+            uniforms: &uniforms,
+            sampling: &batch(1.0),
+        });
         assert_eq!(drawn(proposal.tokens), tokens, "{name} {round}");
         let found = proposal.probs.get(0).to_device(Device::Cpu);
         assert_close(&format!("{name} {round}: probabilities"), &found, &expected, FORWARD);
-        let proposal = greedy.propose(&context, &[1], &anchors, &uniforms, &batch(0.0));
+        let proposal = greedy.propose(&DraftRequest {
+            context: &context,
+            slots: &[1],
+            anchors: &anchors,
+            uniforms: &uniforms,
+            sampling: &batch(0.0),
+        });
         assert_eq!(drawn(proposal.tokens), tokens, "{name} {round}, greedily");
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::recipe::{Markov, MarkovKind};
-use deepspec_decode::{Context, Proposer, Sampling, SamplingBatch};
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{
     Block, BlockBatch, BlockConfig, BlockProposer, ModelConfig, TrainSample, anchor_candidates, eval_mask,
     slot_weight,
@@ -102,7 +102,13 @@ fn draft(block: Block, anchor: i64) -> Vec<i64> {
     let greedy = SamplingBatch::new(vec![Sampling::new(0.0, 0)], Device::Cpu);
     let uniforms = Tensor::zeros([1, GAMMA as i64], (Kind::Double, Device::Cpu));
     let anchors = Tensor::from_slice(&[anchor]);
-    let proposal = BlockProposer::new(block, 1).propose(&context, &[0], &anchors, &uniforms, &greedy);
+    let proposal = BlockProposer::new(block, 1).propose(&DraftRequest {
+        context: &context,
+        slots: &[0],
+        anchors: &anchors,
+        uniforms: &uniforms,
+        sampling: &greedy,
+    });
     Vec::try_from(proposal.tokens.reshape([-1])).unwrap()
 }
 

@@ -3,8 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
-use tch::Tensor;
+use deepspec_decode::{DraftRequest, Proposal, Proposer};
 
 /// Hands on what the drafter within proposes for the first slot, and keeps it.
 pub struct Recorder<P> {
@@ -33,15 +32,8 @@ impl<P: Proposer> Proposer for Recorder<P> {
         self.drafter.ends_at_stop_tokens()
     }
 
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
-        let proposal = self.drafter.propose(context, slots, anchors, uniforms, sampling);
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let proposal = self.drafter.propose(request);
         let first = proposal.tokens.get(0);
         let mut block = vec![0; first.numel()];
         first.copy_data(&mut block, first.numel());

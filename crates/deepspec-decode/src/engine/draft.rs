@@ -4,7 +4,7 @@ use deepspec_core::rng::Purpose;
 use tch::{Kind, Tensor};
 
 use super::{Engine, to_host};
-use crate::{Proposal, Proposer, Target};
+use crate::{DraftRequest, Proposal, Proposer, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft.
@@ -17,7 +17,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let full_block = self.proposer.as_ref()?.block_size();
         let uniforms = self.uniforms(decoding, Purpose::Draft, full_block);
         let proposer = self.proposer.as_mut()?;
-        let mut proposal = proposer.propose(&self.context, decoding, &anchors, &uniforms, &sampling);
+        let mut proposal = proposer.propose(&DraftRequest {
+            context: &self.context,
+            slots: decoding,
+            anchors: &anchors,
+            uniforms: &uniforms,
+            sampling: &sampling,
+        });
         self.context.chunks.clear();
         if block < full_block {
             proposal.tokens = proposal.tokens.narrow(1, 0, block as i64);

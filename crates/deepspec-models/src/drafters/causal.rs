@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Context, Feed, Proposal, Proposer, SamplingBatch, Target};
+use deepspec_decode::{Context, DraftRequest, Feed, Proposal, Proposer, Target};
 use tch::Tensor;
 
-use super::DrafterOptions;
+use super::{DrafterOptions, token_by_token};
 use crate::{ModelConfig, ModelError, TargetModel, TargetOptions};
 
 /// Tokens per proposal unless another number is wanted: as many as the recipes' block drafters propose.
@@ -100,28 +100,20 @@ impl Proposer for CausalProposer {
         true
     }
 
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
-        let mut states = self.take_in(context, slots, anchors);
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let slots = request.slots;
+        let mut states = self.take_in(request.context, slots, request.anchors);
         let chunks: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, 1)).collect();
-        let (mut tokens, mut probs): (Vec<Tensor>, Vec<Tensor>) = (vec![], vec![]);
-        for k in 0..self.block_size {
-            if let Some(token) = tokens.last() {
-                states = self.model.forward(&Feed { chunks: &chunks, tokens: token.shallow_clone() }).hidden;
+        let model = &mut self.model;
+        let proposal = token_by_token(request, self.block_size, |last| {
+            if let Some(token) = last {
+                states = model.forward(&Feed { chunks: &chunks, tokens: token.shallow_clone() }).hidden;
             }
-            let distribution = sampling.distributions(&self.model.logits(&states));
-            tokens.push(sampling.draw(&distribution, &uniforms.select(1, k as i64)));
-            probs.push(distribution);
-        }
+            model.logits(&states)
+        });
         // The anchor and what was drafted come back once the target has judged them.
         slots.iter().for_each(|&slot| self.model.truncate(slot, self.held[slot]));
-        Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence: None }
+        proposal
     }
 
     fn reset(&mut self, slot: usize) {

@@ -7,16 +7,19 @@ mod config;
 pub mod cost;
 pub mod eagle3;
 pub mod learner;
+mod trained;
 mod warm_start;
 
 use std::fmt;
 use std::path::Path;
 
-use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
+use deepspec_decode::{DraftRequest, Proposal, Proposer};
 use tch::{Device, Kind, Tensor};
 
 use crate::config::{Fields, read_json};
 use crate::{Block, BlockProposer, CausalProposer, Eagle3, Eagle3Proposer, ModelError, TargetModel};
+
+pub use trained::TrainedConfig;
 
 /// How a drafter is loaded.
 #[derive(Debug, Clone)]
@@ -159,45 +162,54 @@ impl Drafter {
             Self::Causal(proposer) => proposer.draft(tokens),
         }
     }
+
+    fn as_proposer(&self) -> &dyn Proposer {
+        match self {
+            Self::Block(proposer) => proposer,
+            Self::Eagle3(proposer) => proposer,
+            Self::Causal(proposer) => proposer.as_ref(),
+        }
+    }
+
+    fn as_proposer_mut(&mut self) -> &mut dyn Proposer {
+        match self {
+            Self::Block(proposer) => proposer,
+            Self::Eagle3(proposer) => proposer,
+            Self::Causal(proposer) => proposer.as_mut(),
+        }
+    }
 }
 
 impl Proposer for Drafter {
     fn block_size(&self) -> usize {
-        match self {
-            Self::Block(proposer) => proposer.block_size(),
-            Self::Eagle3(proposer) => proposer.block_size(),
-            Self::Causal(proposer) => proposer.block_size(),
-        }
+        self.as_proposer().block_size()
     }
 
     fn ends_at_stop_tokens(&self) -> bool {
-        match self {
-            Self::Block(proposer) => proposer.ends_at_stop_tokens(),
-            Self::Eagle3(proposer) => proposer.ends_at_stop_tokens(),
-            Self::Causal(proposer) => proposer.ends_at_stop_tokens(),
-        }
+        self.as_proposer().ends_at_stop_tokens()
     }
 
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
-        match self {
-            Self::Block(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
-            Self::Eagle3(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
-            Self::Causal(proposer) => proposer.propose(context, slots, anchors, uniforms, sampling),
-        }
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        self.as_proposer_mut().propose(request)
     }
 
     fn reset(&mut self, slot: usize) {
-        match self {
-            Self::Block(proposer) => proposer.reset(slot),
-            Self::Eagle3(proposer) => proposer.reset(slot),
-            Self::Causal(proposer) => proposer.reset(slot),
-        }
+        self.as_proposer_mut().reset(slot);
     }
+}
+
+/// Draws γ tokens one after the other. `logits` gives those behind the last one that was drawn, and at first behind the
+/// anchors: `[S, V]`.
+fn token_by_token(
+    request: &DraftRequest,
+    gamma: usize,
+    mut logits: impl FnMut(Option<&Tensor>) -> Tensor,
+) -> Proposal {
+    let (mut tokens, mut probs): (Vec<Tensor>, Vec<Tensor>) = (vec![], vec![]);
+    for k in 0..gamma {
+        let distribution = request.sampling.distributions(&logits(tokens.last()));
+        tokens.push(request.sampling.draw(&distribution, &request.uniforms.select(1, k as i64)));
+        probs.push(distribution);
+    }
+    Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence: None }
 }

@@ -10,6 +10,7 @@ use super::block::BlockConfig;
 use super::checkpoint::is_frozen_end;
 use super::eagle3::Eagle3Config;
 use super::learner::Learner;
+use super::trained::TrainedConfig;
 use crate::{ModelConfig, ModelError, Weights};
 
 /// A setting that shapes the weights: what it is in the checkpoint, and what the recipe asks for.

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig, read_json};
 use crate::drafters::config;
+use crate::drafters::trained::TrainedConfig;
 use crate::families::Family;
 
 /// Sizes past these are mistakes; refused here, they cannot exhaust the memory.
@@ -42,12 +43,8 @@ pub struct BlockConfig {
     pub confidence: Option<Confidence>,
 }
 
-impl BlockConfig {
-    /// Reads `dir/config.json`.
-    ///
-    /// # Errors
-    /// If a key is missing, of a wrong type, or contradicts another.
-    pub fn load(dir: &Path) -> Result<Self, ModelError> {
+impl TrainedConfig for BlockConfig {
+    fn load(dir: &Path) -> Result<Self, ModelError> {
         let (path, map) = read_json(dir)?;
         let model = ModelConfig::parse(&path, map.clone())?;
         let fields = Fields::new(&path, &map);
@@ -82,6 +79,23 @@ impl BlockConfig {
         Ok(config)
     }
 
+    fn architecture(&self) -> &'static str {
+        match self.model.family {
+            Family::Qwen3 => "Qwen3DSparkModel",
+            Family::Gemma4 => "Gemma4DSparkModel",
+        }
+    }
+
+    fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    fn taps(&self) -> &[i64] {
+        &self.target_layer_ids
+    }
+}
+
+impl BlockConfig {
     /// Checks the fields against each other; the error is a key and what is wrong with it.
     ///
     /// # Errors
@@ -114,14 +128,6 @@ impl BlockConfig {
     /// [`ModelError::Mismatch`] naming what differs.
     pub fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
         config::check_fits(&self.model, self.num_target_layers, target)
-    }
-
-    /// The class whose checkpoints these are.
-    pub fn architecture(&self) -> &'static str {
-        match self.model.family {
-            Family::Qwen3 => "Qwen3DSparkModel",
-            Family::Gemma4 => "Gemma4DSparkModel",
-        }
     }
 
     /// The checkpoint's config.json.

@@ -58,11 +58,11 @@ impl Block {
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let hidden = self.hidden(batch); // [A, γ, d]
         // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.
-        let e = self.markov.as_ref().map(|markov| {
+        let e = self.parts.markov.as_ref().map(|markov| {
             let e = tch::no_grad(|| markov.embed(&batch.previous));
             e.set_requires_grad(true)
         });
-        let features = self.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
+        let features = self.parts.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
             supervised(&markov.features(&hidden, e)) // [R, r]
         });
         let rows = supervised(&hidden); // [R, d]
@@ -89,7 +89,7 @@ impl Block {
         }
         surrogate.backward();
         tch::no_grad(|| {
-            if let Some((markov, e)) = self.markov.as_ref().zip(e) {
+            if let Some((markov, e)) = self.parts.markov.as_ref().zip(e) {
                 let (previous, gradient) = (batch.previous.view([-1]), e.grad().flatten(0, 1));
                 let _ = losses::gradient(markov.w1()).index_add_(0, &previous, &gradient);
             }
@@ -106,7 +106,7 @@ impl Block {
         alphas: &LossAlphas,
         scale: f64,
     ) -> Outcome {
-        let w2 = self.markov.as_ref().map(|markov| {
+        let w2 = self.parts.markov.as_ref().map(|markov| {
             let gradient = losses::gradient(markov.w2());
             // Sums of many chunks would be rounded often in a narrower kind.
             let sum = match gradient.kind() {

@@ -1,6 +1,6 @@
 //! Proposing: the context's keys and values are projected once per verified token and cached per slot.
 
-use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
+use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
 use tch::{Kind, Tensor};
 
 use super::heads::MarkovState;
@@ -57,7 +57,7 @@ impl BlockProposer {
         let mut embeddings = vec![];
         for k in 0..self.block_size() as i64 {
             let mut logits = base.select(1, k);
-            if let Some(markov) = &self.block.markov {
+            if let Some(markov) = &self.block.parts.markov {
                 let e = markov.embed(&previous);
                 if self.biased {
                     let features = markov.step(&hidden.select(1, k), &e, &mut state);
@@ -79,7 +79,7 @@ impl BlockProposer {
         let rows = self.cache.place(&context.chunks);
         let rotations = self.block.rotations(rows.positions());
         let hidden = self.block.context(&context.taps);
-        for (i, layer) in self.block.layers.iter().enumerate() {
+        for (i, layer) in self.block.parts.layers.iter().enumerate() {
             let (k, v) = layer.attention.project_context(&hidden, rotations.of(i));
             self.cache.write(i, &rows, &k, &v);
         }
@@ -97,7 +97,7 @@ impl BlockProposer {
         let masks = anchors.unsqueeze(1).full_like(config.mask_token_id).repeat([1, gamma as i64 - 1]);
         let tokens = Tensor::cat(&[anchors.unsqueeze(1), masks], 1).reshape([-1]);
         let mut x = self.block.embed(&tokens); // [S·γ, d]
-        for (i, layer) in self.block.layers.iter().enumerate() {
+        for (i, layer) in self.block.parts.layers.iter().enumerate() {
             x = layer.forward(&x, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv));
         }
         self.block.final_norm(&x).view([-1, gamma as i64, width])
@@ -109,14 +109,8 @@ impl Proposer for BlockProposer {
         self.block.config().block_size
     }
 
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
         let (mut tokens, mut probs) = (vec![], vec![]);
         let Drafting { hidden, embeddings } = self.forward(context, slots, anchors, |k, logits| {
             let distribution = sampling.distributions(logits);

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig, read_json};
 use crate::drafters::config;
+use crate::drafters::trained::TrainedConfig;
 use crate::families::Family;
 
 /// More steps are a mistake; refused here, they cannot exhaust the memory.
@@ -27,12 +28,8 @@ pub struct Eagle3Config {
     pub step_loss_decay: f64,
 }
 
-impl Eagle3Config {
-    /// Reads `dir/config.json`.
-    ///
-    /// # Errors
-    /// If a key is missing, of a wrong type, or contradicts another.
-    pub fn load(dir: &Path) -> Result<Self, ModelError> {
+impl TrainedConfig for Eagle3Config {
+    fn load(dir: &Path) -> Result<Self, ModelError> {
         let (path, map) = read_json(dir)?;
         let model = ModelConfig::parse(&path, map.clone())?;
         let fields = Fields::new(&path, &map);
@@ -53,6 +50,23 @@ impl Eagle3Config {
         Ok(config)
     }
 
+    fn architecture(&self) -> &'static str {
+        match self.model.family {
+            Family::Qwen3 => "Qwen3Eagle3Model",
+            Family::Gemma4 => "Gemma4Eagle3Model",
+        }
+    }
+
+    fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    fn taps(&self) -> &[i64] {
+        &self.target_layer_ids
+    }
+}
+
+impl Eagle3Config {
     /// Checks the fields against each other; the error is a key and what is wrong with it.
     ///
     /// # Errors
@@ -74,14 +88,6 @@ impl Eagle3Config {
     /// [`ModelError::Mismatch`] naming what differs.
     pub fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
         config::check_fits(&self.model, self.num_target_layers, target)
-    }
-
-    /// The class whose checkpoints these are.
-    pub fn architecture(&self) -> &'static str {
-        match self.model.family {
-            Family::Qwen3 => "Qwen3Eagle3Model",
-            Family::Gemma4 => "Gemma4Eagle3Model",
-        }
     }
 
     /// The checkpoint's config.json.

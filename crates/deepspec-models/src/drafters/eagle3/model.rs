@@ -2,30 +2,36 @@
 //!
 //! n columns of a step, N of step 0, H heads, G key/value heads, D head width.
 
-use std::path::Path;
-
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Piece, Step};
 use super::config::Eagle3Config;
 use crate::ModelError;
-use crate::drafters::checkpoint::{self, Tensors};
-use crate::nn::{
-    AttentionSpec, Builder, DecoderLayer, Heads, LayerSpec, Linear, Qkv, RmsNorm, Ropes, Rotation, Rotations,
-    Vocabulary,
-};
+use crate::drafters::trained::{Parts, Trained};
+use crate::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerSpec, Qkv, RmsNorm, Rotation};
 
 /// An Eagle3 drafter.
-pub struct Eagle3 {
-    config: Eagle3Config,
-    vocabulary: Vocabulary, // frozen
-    fc: Linear,
+pub type Eagle3 = Trained<Eagle3Parts>;
+
+/// Draft layers and the norm before the head.
+pub struct Eagle3Parts {
     pub(super) layers: Vec<PairedLayer>,
     norm: RmsNorm,
-    ropes: Ropes,
-    tensors: Tensors,
-    kind: Kind,
-    device: Device,
+}
+
+impl Parts for Eagle3Parts {
+    type Config = Eagle3Config;
+
+    fn new(b: &Builder, config: &Eagle3Config) -> Result<Self, ModelError> {
+        let c = &config.model;
+        let layers = c.layers.iter().enumerate();
+        Ok(Self {
+            layers: layers
+                .map(|(i, spec)| PairedLayer::new(b, &format!("layers.{i}"), spec))
+                .collect::<Result<_, _>>()?,
+            norm: RmsNorm::new(b, "norm", c.hidden_size, c.rms_norm_eps)?,
+        })
+    }
 }
 
 /// A decoder layer whose attention reads `[input_layernorm(token) ; hidden_norm(state)]`, 2d wide, beside a residual of the
@@ -66,143 +72,6 @@ pub(super) struct History {
 }
 
 impl Eagle3 {
-    /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen).
-    ///
-    /// # Errors
-    /// None for fresh weights; the signature is shared with loading.
-    pub fn fresh(
-        config: Eagle3Config,
-        embed_tokens: &Tensor,
-        lm_head: &Tensor,
-        seed: u64,
-        kind: Kind,
-    ) -> Result<Self, ModelError> {
-        let b = Builder::fresh(seed, config.model.initializer_range, embed_tokens.device(), kind);
-        Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), kind)
-    }
-
-    /// Loads the checkpoint in `dir`.
-    ///
-    /// # Errors
-    /// If config.json or a tensor is missing or does not fit.
-    pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self, ModelError> {
-        let config = Eagle3Config::load(dir)?;
-        let (architecture, model) = (config.architecture(), config.model.clone());
-        checkpoint::load(dir, architecture, &model, (kind, device), |b, embed, head| {
-            Self::build(config, b, embed, head, kind)
-        })
-    }
-
-    fn build(
-        config: Eagle3Config,
-        b: Builder,
-        embed_tokens: Tensor,
-        lm_head: Tensor,
-        kind: Kind,
-    ) -> Result<Self, ModelError> {
-        let c = &config.model;
-        let (device, width) = (embed_tokens.device(), config.target_layer_ids.len() as i64 * c.hidden_size);
-        let vocabulary = Vocabulary::new(embed_tokens, lm_head, c.embed_scale, c.logit_softcap);
-        Ok(Self {
-            fc: Linear::new(&b, "fc", width, c.hidden_size)?,
-            layers: c
-                .layers
-                .iter()
-                .enumerate()
-                .map(|(i, spec)| PairedLayer::new(&b, &format!("layers.{i}"), spec))
-                .collect::<Result<_, _>>()?,
-            norm: RmsNorm::new(&b, "norm", c.hidden_size, c.rms_norm_eps)?,
-            ropes: Ropes::new(&c.layers, device),
-            tensors: Tensors::new(b.into_named(), &vocabulary),
-            vocabulary,
-            config,
-            kind,
-            device,
-        })
-    }
-
-    /// The names and shapes of the parameters of a drafter like this, without their values.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn outline(config: Eagle3Config) -> Result<Vec<(String, Tensor)>, ModelError> {
-        let ends = Tensor::empty([0, config.model.hidden_size], (Kind::BFloat16, Device::Cpu));
-        let outline = Self::build(config, Builder::outline(), ends.shallow_clone(), ends, Kind::BFloat16)?;
-        Ok(outline.tensors.parameters)
-    }
-
-    /// The same drafter once more, sharing all weights with this one.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn share(&self) -> Result<Self, ModelError> {
-        let (embed, head) = self.ends();
-        self.share_as(self.config.clone(), embed, head)
-    }
-
-    /// The same weights as a drafter of another config, of the same shapes, reads them; with other ends (both `[V, d]`).
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn share_as(
-        &self,
-        config: Eagle3Config,
-        embed_tokens: &Tensor,
-        lm_head: &Tensor,
-    ) -> Result<Self, ModelError> {
-        let all = self.tensors.all();
-        let b = Builder::sharing(&all);
-        Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), self.kind)
-    }
-
-    /// Its embedding and head, both `[V, d]`.
-    pub fn ends(&self) -> (&Tensor, &Tensor) {
-        (self.vocabulary.embed_tokens(), self.vocabulary.lm_head())
-    }
-
-    /// Its architecture.
-    pub fn config(&self) -> &Eagle3Config {
-        &self.config
-    }
-
-    /// Trainable parameters by checkpoint name, sharing storage with the model.
-    pub fn parameters(&self) -> &[(String, Tensor)] {
-        &self.tensors.parameters
-    }
-
-    /// Everything a checkpoint holds: the parameters and what is frozen.
-    pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
-        self.tensors.all()
-    }
-
-    /// Kind of weights and activations.
-    pub fn kind(&self) -> Kind {
-        self.kind
-    }
-
-    /// Where it lives.
-    pub fn device(&self) -> Device {
-        self.device
-    }
-
-    pub(super) fn attentions(&self) -> Vec<AttentionSpec> {
-        self.config.model.layers.iter().map(|layer| layer.attention).collect()
-    }
-
-    pub(super) fn rotations(&self, positions: &Tensor) -> Rotations<'_> {
-        self.ropes.at(positions, self.kind)
-    }
-
-    /// Captured states `[N, m·d]` to the states `[N, d]` that the first step continues.
-    pub(super) fn fuse(&self, taps: &Tensor) -> Tensor {
-        self.fc.forward(taps)
-    }
-
-    /// Token embeddings `[.., d]`.
-    pub(super) fn embed(&self, tokens: &Tensor) -> Tensor {
-        self.vocabulary.embed(tokens)
-    }
-
     /// Float32 logits `[.., V]` of states `[.., d]`.
     pub fn draft_logits(&self, states: &Tensor) -> Tensor {
         self.logits(&self.final_norm(states))
@@ -210,17 +79,17 @@ impl Eagle3 {
 
     /// What the head reads of states `[.., d]`.
     pub(super) fn final_norm(&self, states: &Tensor) -> Tensor {
-        self.norm.forward(states)
+        self.parts.norm.forward(states)
     }
 
     /// Float32 logits `[.., V]` of normed states: the drafter's own after its norm, or the target's last ones.
     pub(super) fn logits(&self, normed: &Tensor) -> Tensor {
-        self.vocabulary.logits(normed)
+        self.vocabulary().logits(normed)
     }
 
     /// The states `[n, d]` after every step, before the final norm.
     pub fn states(&self, batch: &Eagle3Batch) -> Vec<Tensor> {
-        let mut histories: Vec<History> = self.layers.iter().map(|_| History::default()).collect();
+        let mut histories: Vec<History> = self.parts.layers.iter().map(|_| History::default()).collect();
         let mut state = self.fuse(&batch.taps);
         let step = |step: &Step| {
             if let Some(kept) = &step.kept {
@@ -228,8 +97,8 @@ impl Eagle3 {
                 histories.iter_mut().for_each(|history| history.keep(kept));
             }
             let (token, rotations) = (self.embed(&step.tokens), self.rotations(&step.positions));
-            for (i, (layer, history)) in self.layers.iter().zip(&mut histories).enumerate() {
-                let spec = &self.config.model.layers[i].attention;
+            for (i, (layer, history)) in self.parts.layers.iter().zip(&mut histories).enumerate() {
+                let spec = &self.config().model.layers[i].attention;
                 state = layer.forward(&token, &state, rotations.of(i), |qkv| {
                     history.push(qkv);
                     attend(spec, step, history, &qkv.q)

@@ -1,9 +1,10 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
-use deepspec_decode::{Context, Proposal, Proposer, SamplingBatch};
+use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
 use tch::Tensor;
 
 use super::model::Eagle3;
+use crate::drafters::token_by_token;
 use crate::kv::{KvCache, Visibility};
 
 /// An Eagle3 drafter with histories of committed tokens.
@@ -38,7 +39,7 @@ impl Eagle3Proposer {
     fn extend(&mut self, chunks: &[(usize, usize)], tokens: &Tensor, states: Tensor) -> Tensor {
         let plan = self.cache.plan(chunks, Visibility::Causal);
         let (token, rotations) = (self.model.embed(tokens), self.model.rotations(plan.positions()));
-        let layers = self.model.layers.iter().enumerate();
+        let layers = self.model.parts.layers.iter().enumerate();
         let states = layers.fold(states, |states, (i, layer)| {
             layer.forward(&token, &states, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv))
         });
@@ -73,33 +74,23 @@ impl Proposer for Eagle3Proposer {
         true
     }
 
-    fn propose(
-        &mut self,
-        context: &Context,
-        slots: &[usize],
-        _anchors: &Tensor,
-        uniforms: &Tensor,
-        sampling: &SamplingBatch,
-    ) -> Proposal {
-        self.take_in(context);
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let slots = request.slots;
+        self.take_in(request.context);
         let held: Vec<usize> = slots.iter().map(|&slot| self.cache.held(slot)).collect();
         let chunks: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, 1)).collect();
         let rows: Vec<i64> = slots.iter().map(|&slot| slot as i64).collect();
         let rows = Tensor::from_slice(&rows).to_device(self.model.device());
         let mut states = self.states.index_select(0, &rows); // [S, d]
-        let (mut tokens, mut probs): (Vec<Tensor>, Vec<Tensor>) = (vec![], vec![]);
-        for k in 0..self.block_size {
-            if let Some(token) = tokens.last() {
-                states = self.extend(&chunks, token, states);
+        let proposal = token_by_token(request, self.block_size, |last| {
+            if let Some(token) = last {
+                states = self.extend(&chunks, token, states.shallow_clone());
             }
-            let logits = self.model.draft_logits(&states);
-            let distribution = sampling.distributions(&logits);
-            tokens.push(sampling.draw(&distribution, &uniforms.select(1, k as i64)));
-            probs.push(distribution);
-        }
+            self.model.draft_logits(&states)
+        });
         // What was drafted is forgotten; what of it is accepted comes back with the target's states.
         slots.iter().zip(held).for_each(|(&slot, held)| self.cache.truncate(slot, held));
-        Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence: None }
+        proposal
     }
 
     fn reset(&mut self, slot: usize) {
