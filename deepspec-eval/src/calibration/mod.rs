@@ -143,7 +143,7 @@ impl Side {
 }
 
 fn render(calibration: &Calibration) -> String {
-    let HeldOut { prompts, before, after, ece_of_chance } = &calibration.held_out;
+    let HeldOut { before, after, .. } = &calibration.held_out;
     let header = ["position", "temperature", "blocks", "before", "after", "before", "after", "AUROC"];
     let mut table = Table::new(header.map(String::from).to_vec());
     for (columns, title) in [(3, ""), (2, "ECE"), (2, "Brier"), (1, "")] {
@@ -175,8 +175,38 @@ fn render(calibration: &Calibration) -> String {
         number(after.summary.and_then(|m| m.auroc), 3),
     ]);
     format!(
-        "{}\nFitted to {} prompts, judged by {prompts} others. Chance alone would leave an ECE of up to {ece_of_chance:.3}.\n",
+        "{}\nFitted to {} prompts, judged by {}\n",
         table.render(),
-        calibration.fit_prompts
+        calibration.fit_prompts,
+        verdict(&calibration.held_out)
     )
+}
+
+/// What the prompts say that the temperatures were not fitted to.
+fn verdict(HeldOut { prompts, before, after, ece_of_chance }: &HeldOut) -> String {
+    let harm = match before.summary.zip(after.summary) {
+        Some((before, after)) if after.ece > before.ece => {
+            " They do better without these temperatures: leave them out, or fit to more prompts."
+        }
+        _ => "",
+    };
+    format!("{prompts} others. Chance alone would leave an ECE of up to {ece_of_chance:.3}.{harm}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn temperatures_that_do_harm_are_told() {
+        // Nine of ten accepted where the head says σ(2.2) = 0.9.
+        let block = |i| Observed { logits: vec![2.2], accepted: usize::from(i % 10 > 0) };
+        let side = Side { prompts: 50, blocks: (0..100).map(block).collect() };
+        let told = |temperature: f64| {
+            let temperatures = Temperatures::new(vec![temperature]).unwrap();
+            verdict(&side.judge(1, &temperatures).unwrap())
+        };
+        assert!(told(0.5).contains("better without these temperatures"), "{}", told(0.5));
+        assert!(told(1.0).starts_with("50 others. Chance alone") && !told(1.0).contains("without"));
+    }
 }
