@@ -18,7 +18,11 @@ fn main() {
         return;
     };
     let mut shim = cc::Build::new();
-    shim.cpp(true).std("c++17").include("src/cpp").files(["src/cpp/adamw.cpp", "src/cpp/group.cpp"]);
+    shim.cpp(true).std("c++17").include("src/cpp").files([
+        "src/cpp/adamw.cpp",
+        "src/cpp/group.cpp",
+        "src/cpp/rows.cpp",
+    ]);
     if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {
         shim.file("src/cpp/pool.cpp");
     }

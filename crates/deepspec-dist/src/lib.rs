@@ -8,7 +8,7 @@ mod meeting;
 
 pub use device::{DeviceError, default_kind, device, gpus, rank_device};
 pub use error::GroupError;
-pub use ffi::{AdamWSettings, AdamWTensors, Filling, adamw, die_with_parent, signal};
+pub use ffi::{AdamWSettings, AdamWTensors, Filling, adamw, die_with_parent, rms_norm, rotate, signal};
 pub use group::{ProcessGroup, nccl};
 pub use meeting::Host;
 

@@ -7,6 +7,7 @@
 mod adamw;
 mod c10d;
 mod filling;
+mod rows;
 
 use std::io;
 use std::process::{Child, Command};
@@ -16,6 +17,7 @@ use libloading::Library;
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use c10d::{Group, GroupOptions, Store};
 pub use filling::Filling;
+pub use rows::{rms_norm, rotate};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";

@@ -130,6 +130,9 @@ fn ramp(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
 impl Rotation {
     /// Rotates `x [N, heads, D]`, whose halves are the two coordinates of each plane.
     pub fn rotate(&self, x: &Tensor) -> Tensor {
+        if let Some(rotated) = deepspec_dist::rotate(x, &self.cos, &self.sin) {
+            return rotated;
+        }
         let half = x.size()[2] / 2;
         let (a, b) = (x.narrow(2, 0, half), x.narrow(2, half, half));
         Tensor::cat(&[&a * &self.cos - &b * &self.sin, b * &self.cos + a * &self.sin], 2)
