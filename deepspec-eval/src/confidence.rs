@@ -52,6 +52,9 @@ impl SweepPoint {
 }
 
 /// One block as it was verified.
+///
+/// What stands behind an accepted stop token is left out, while what stands behind a rejected one counts, as not accepted: at
+/// later positions that makes heads look a little surer than they are.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Observed {
     /// Confidence logits of the proposed tokens, an accepted stop token being the last.
