@@ -3,6 +3,7 @@
 mod ranks;
 
 use std::env::{var, var_os};
+use std::fs;
 use std::path::PathBuf;
 
 pub use ranks::{Ranks, RanksError, THREADS, has_thread_count, ranks_from};
@@ -20,6 +21,13 @@ pub fn home() -> Option<PathBuf> {
 /// A variable that the user names, such as `OPENAI_API_KEY`: sent as a bearer token to the servers that answer prompts.
 pub fn secret(name: &str) -> Option<String> {
     var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty())
+}
+
+/// `CUDA_VISIBLE_DEVICES`: whether it says that no GPU is to be used.
+pub fn hides_gpus() -> bool {
+    let first =
+        |list: &str| list.split(',').next().is_some_and(|id| ["", "-1", "NoDevFiles"].contains(&id.trim()));
+    var("CUDA_VISIBLE_DEVICES").is_ok_and(|list| first(&list))
 }
 
 /// `NO_COLOR`: no colours, even on a terminal.
@@ -76,7 +84,8 @@ pub fn hub_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
 /// # Errors
 /// See [`RanksError`].
 pub fn ranks() -> Result<Option<Ranks>, RanksError> {
-    ranks_from(|name| var(name).ok())
+    let port_range = || fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok();
+    ranks_from(|name| var(name).ok(), port_range)
 }
 
 /// Expands a leading `~` to the home folder.

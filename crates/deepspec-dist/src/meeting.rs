@@ -12,7 +12,8 @@ use crate::ffi::Store;
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// What is waited for what should be there already.
 const MOMENT: Duration = Duration::from_millis(10);
-/// A job of our own launcher has one try.
+/// A job of our own launcher has a port of its own, and one try.
+const JOB: &str = "";
 const ATTEMPT: usize = 0;
 /// Where packets to a documentation address would leave (RFC 5737); none is sent.
 const ELSEWHERE: (&str, u16) = ("192.0.2.1", 9);
@@ -30,7 +31,7 @@ impl Host {
     /// [`GroupError::Meeting`] if no port can be bound.
     pub fn open(world_size: usize, timeout: Duration) -> Result<Self, GroupError> {
         let (host, port) = (Self::ADDRESS.to_string(), 0);
-        let (store, port) = Store::open(&host, port, true, timeout, &prefix(ATTEMPT)).map_err(|problem| {
+        let (store, port) = Store::open(&host, port, true, timeout, &prefix(JOB, ATTEMPT)).map_err(|problem| {
             GroupError::Meeting { rank: 0, world_size, host, port, timeout, problem: one_line(&problem) }
         })?;
         Ok(Self { store, port })
@@ -50,6 +51,7 @@ impl Host {
             host: Self::ADDRESS.into(),
             port: self.port,
             is_hosted: true,
+            job: JOB.into(),
             attempt: ATTEMPT,
         }
     }
@@ -79,7 +81,7 @@ impl Meeting {
         let begun = Instant::now();
         let (rank, world_size) = (ranks.rank, ranks.world_size);
         let is_host = rank == 0 && !ranks.is_hosted;
-        let prefix = prefix(ranks.attempt);
+        let prefix = prefix(&ranks.job, ranks.attempt);
         let (store, _) =
             Store::open(&ranks.host, ranks.port, is_host, timeout, &prefix).map_err(|problem| {
                 GroupError::Meeting {
@@ -130,6 +132,12 @@ impl Meeting {
         }
     }
 
+    /// Whether any other rank has said that it ends.
+    pub fn has_ended(&self) -> bool {
+        (0..self.ranks.world_size)
+            .any(|peer| peer != self.ranks.rank && self.heard("end", peer, Instant::now()).is_some())
+    }
+
     /// Asks what became of the others when a collective has failed.
     pub fn ask(&self) -> Fate {
         self.say("end", "");
@@ -175,8 +183,8 @@ impl Meeting {
     }
 }
 
-fn prefix(attempt: usize) -> String {
-    format!("attempt_{attempt}")
+fn prefix(job: &str, attempt: usize) -> String {
+    format!("{job}/attempt_{attempt}")
 }
 
 /// The first line of what c10d says, without the place in its code; the rest are addresses of it.

@@ -1,5 +1,7 @@
 //! A process's place among those of a job, as torchrun or Slurm tell it.
 
+mod slurm;
+
 use std::env::var_os;
 use std::str::FromStr;
 
@@ -18,6 +20,8 @@ pub struct Ranks {
     pub port: u16,
     /// Whether whoever launched them holds the meeting place; else rank 0 does.
     pub is_hosted: bool,
+    /// Which job of the machine's they are, so that strays of another do not meet here; empty where the port is theirs alone.
+    pub job: String,
     /// Which try of the job this is, where a launcher starts it again.
     pub attempt: usize,
 }
@@ -71,26 +75,29 @@ pub fn has_thread_count() -> bool {
 pub const THREADS: &str = "OMP_NUM_THREADS";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
-/// Ports of Slurm jobs without `MASTER_PORT`: so many from here, by job number.
-const SLURM_PORTS: (u32, u32) = (20_000, 20_000);
 
-/// [`super::ranks`] with another source of variables than this process.
+/// [`super::ranks`] with another source of variables than this process, and of the system's range of ports for connections.
 ///
 /// torchrun's names come first: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Else the names that `srun` gives its
-/// tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the first node of SLURM_STEP_NODELIST. A batch script, which
-/// has SLURM_NTASKS too but is no task of a step, is on its own.
+/// tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, the first node of SLURM_STEP_NODELIST, and a port by SLURM_JOB_ID
+/// and SLURM_STEP_ID. A batch script, which has SLURM_NTASKS too but is no task of a step, is on its own; so is the only task of
+/// a step without MASTER_ADDR, which may start processes itself.
 ///
 /// # Errors
 /// See [`RanksError`].
-pub fn ranks_from(read: impl Fn(&str) -> Option<String>) -> Result<Option<Ranks>, RanksError> {
+pub fn ranks_from(
+    read: impl Fn(&str) -> Option<String>,
+    port_range: impl Fn() -> Option<String>,
+) -> Result<Option<Ranks>, RanksError> {
     let given = |name: &str| read(name).filter(|text| !text.is_empty());
     let ranks = if given("RANK").is_some() {
-        torchrun(given)?
-    } else if given("SLURM_STEP_NUM_TASKS").is_some() {
-        slurm(given)?
+        Some(torchrun(given)?)
+    } else if given(slurm::PRESENT).is_some() {
+        slurm::place(given, port_range().as_deref())?
     } else {
-        return Ok(None);
+        None
     };
+    let Some(ranks) = ranks else { return Ok(None) };
     if ranks.rank >= ranks.world_size {
         return Err(RanksError::Value {
             name: "RANK",
@@ -109,40 +116,9 @@ fn torchrun(given: impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError>
         local_rank: number("LOCAL_RANK", &need("LOCAL_RANK")?)?,
         host: need("MASTER_ADDR")?,
         port: number("MASTER_PORT", &need("MASTER_PORT")?)?,
+        job: String::new(),
         is_hosted: given(AGENT_STORE).is_some_and(|value| value.eq_ignore_ascii_case("true")),
         attempt: given(RESTART_COUNT).map_or(Ok(0), |value| number(RESTART_COUNT, &value))?,
-    })
-}
-
-fn slurm(given: impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
-    const PRESENT: &str = "SLURM_STEP_NUM_TASKS";
-    let need = |name| given(name).ok_or(RanksError::Incomplete { present: PRESENT, absent: name });
-    let host = match given("MASTER_ADDR") {
-        Some(host) => host,
-        None => {
-            let list = need("SLURM_STEP_NODELIST")?;
-            first_host(&list).ok_or_else(|| RanksError::Value {
-                name: "SLURM_STEP_NODELIST",
-                value: list.clone(),
-                expected: "a list such as node[01-04], or set MASTER_ADDR".into(),
-            })?
-        }
-    };
-    let port = match given("MASTER_PORT") {
-        Some(port) => number("MASTER_PORT", &port)?,
-        None => {
-            let job: u32 = number("SLURM_JOB_ID", &need("SLURM_JOB_ID")?)?;
-            (SLURM_PORTS.0 + job % SLURM_PORTS.1) as u16
-        }
-    };
-    Ok(Ranks {
-        rank: number("SLURM_PROCID", &need("SLURM_PROCID")?)?,
-        world_size: number(PRESENT, &need(PRESENT)?)?,
-        local_rank: number("SLURM_LOCALID", &need("SLURM_LOCALID")?)?,
-        host,
-        port,
-        is_hosted: false,
-        attempt: 0,
     })
 }
 
@@ -151,29 +127,15 @@ fn number<T: FromStr>(name: &'static str, value: &str) -> Result<T, RanksError> 
     value.trim().parse().map_err(|_| RanksError::Value { name, value: value.into(), expected: expected() })
 }
 
-/// The first host of a Slurm list: `a` of `a,b`, `a01` of `a[01-04,07],b`, `a1b1` of `a[1-2]b[1-3]`.
-fn first_host(list: &str) -> Option<String> {
-    let mut host = String::new();
-    let mut rest = list.trim();
-    while let Some(open) = rest.find(['[', ',']) {
-        host.push_str(&rest[..open]);
-        if rest[open..].starts_with(',') {
-            return Some(host).filter(|host| !host.is_empty());
-        }
-        let (range, after) = rest[open + 1..].split_once(']')?;
-        host.push_str(range.split([',', '-']).next()?);
-        rest = after;
-    }
-    host.push_str(rest);
-    Some(host).filter(|host| !host.is_empty())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn with(variables: &[(&str, &str)]) -> Result<Option<Ranks>, RanksError> {
-        ranks_from(|name| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string()))
+        let read = |name: &str| {
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+        };
+        ranks_from(read, || None)
     }
 
     const TORCHRUN: [(&str, &str); 5] = [
@@ -194,6 +156,7 @@ mod tests {
             host: "node-0".into(),
             port: 29500,
             is_hosted: false,
+            job: String::new(),
             attempt: 0,
         };
         assert_eq!(ranks, expected);
@@ -212,14 +175,22 @@ mod tests {
             ("SLURM_LOCALID", "1"),
             ("SLURM_STEP_NODELIST", "gpu[03-04,09],big1"),
             ("SLURM_JOB_ID", "123456"),
+            ("SLURM_STEP_ID", "0"),
         ];
         let ranks = with(&step).unwrap().unwrap();
         assert_eq!((ranks.rank, ranks.world_size, ranks.local_rank), (5, 8, 1));
-        assert_eq!((ranks.host.as_str(), ranks.port), ("gpu03", 20_000 + 3_456));
+        assert_eq!((ranks.host.as_str(), ranks.job.as_str()), ("gpu03", "slurm_123456.0"));
+        let next = with(&[&[("SLURM_STEP_ID", "1")][..], &step[..5]].concat()).unwrap().unwrap();
+        assert!(next.port != ranks.port && next.job != ranks.job, "{next:?}");
         let own = [&step[..], &[("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "4000")]].concat();
         let ranks = with(&own).unwrap().unwrap();
         assert_eq!((ranks.host.as_str(), ranks.port), ("10.0.0.1", 4000));
         assert_eq!(with(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Ok(None));
+        // The only task of a step may use all GPUs by processes of its own, unless somebody says where they meet.
+        let only = [&[("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")][..], &step[2..]].concat();
+        assert_eq!(with(&only), Ok(None));
+        let placed = with(&[&only[..], &[("MASTER_ADDR", "10.0.0.1")]].concat()).unwrap().unwrap();
+        assert_eq!((placed.rank, placed.world_size), (0, 1));
     }
 
     #[test]
@@ -234,15 +205,5 @@ mod tests {
         wrong(&[&[("RANK", "4")][..], &TORCHRUN[1..]].concat(), "RANK=4");
         wrong(&[&[("MASTER_PORT", "70000")][..], &TORCHRUN[..4]].concat(), "MASTER_PORT=70000");
         wrong(&[("SLURM_STEP_NUM_TASKS", "2")], "SLURM_STEP_NODELIST");
-    }
-
-    #[test]
-    fn the_first_host_of_a_list_is_found() {
-        for (list, host) in
-            [("a", "a"), ("a,b", "a"), ("a[01-04,07],b", "a01"), ("a[1-2]b[3-4]", "a1b3"), ("n[5,7]", "n5")]
-        {
-            assert_eq!(first_host(list).as_deref(), Some(host), "{list}");
-        }
-        assert_eq!((first_host(""), first_host("a[1")), (None, None));
     }
 }

@@ -1,0 +1,117 @@
+//! The place of a task of Slurm's `srun`.
+
+use super::{Ranks, RanksError, number};
+
+/// Tasks of the step; set for each of them.
+pub const PRESENT: &str = "SLURM_STEP_NUM_TASKS";
+/// How many ports steps without `MASTER_PORT` are spread over.
+const SPAN: u32 = 8192;
+/// Where ports begin that the system gives to connections by itself, unless it says otherwise.
+const EPHEMERAL: u32 = 32_768;
+/// Ports below are for the system's own services.
+const FIRST_PORT: u32 = 1024;
+
+/// The task's place; `None` for the only task of a step without `MASTER_ADDR`, which is on its own. `range` is the system's range of
+/// ports for connections, as `/proc/sys/net/ipv4/ip_local_port_range` has it.
+pub fn place(
+    given: impl Fn(&str) -> Option<String>,
+    range: Option<&str>,
+) -> Result<Option<Ranks>, RanksError> {
+    let need = |name| given(name).ok_or(RanksError::Incomplete { present: PRESENT, absent: name });
+    let world_size = number(PRESENT, &need(PRESENT)?)?;
+    let host = match given("MASTER_ADDR") {
+        Some(host) => host,
+        None if world_size == 1 => return Ok(None),
+        None => {
+            let list = need("SLURM_STEP_NODELIST")?;
+            first_host(&list).ok_or_else(|| RanksError::Value {
+                name: "SLURM_STEP_NODELIST",
+                value: list.clone(),
+                expected: "a list such as node[01-04], or set MASTER_ADDR".into(),
+            })?
+        }
+    };
+    let job: u32 = number("SLURM_JOB_ID", &need("SLURM_JOB_ID")?)?;
+    let step: u32 = number("SLURM_STEP_ID", &need("SLURM_STEP_ID")?)?;
+    let port = match given("MASTER_PORT") {
+        Some(port) => number("MASTER_PORT", &port)?,
+        None => port(job, step, range),
+    };
+    Ok(Some(Ranks {
+        rank: number("SLURM_PROCID", &need("SLURM_PROCID")?)?,
+        world_size,
+        local_rank: number("SLURM_LOCALID", &need("SLURM_LOCALID")?)?,
+        host,
+        port,
+        is_hosted: false,
+        job: format!("slurm_{job}.{step}"),
+        attempt: 0,
+    }))
+}
+
+/// The port of a step: those of one job differ, and those of two jobs rarely agree. It lies below the ports that connections take,
+/// any of which may be in use.
+fn port(job: u32, step: u32, range: Option<&str>) -> u16 {
+    let floor = range.and_then(|range| range.split_whitespace().next()?.parse().ok());
+    // A range that leaves no room below it is that of a machine where any port may be taken.
+    let end = floor.filter(|floor| (FIRST_PORT + SPAN..EPHEMERAL).contains(floor)).unwrap_or(EPHEMERAL);
+    // Knuth's multiplier: the highest bits of neighbouring jobs lie far apart.
+    let spread = job.wrapping_mul(2_654_435_761) / (u32::MAX / SPAN + 1);
+    (end - 1 - spread.wrapping_add(step) % SPAN) as u16
+}
+
+/// The first host of a Slurm list: `a` of `a,b`, `a01` of `a[01-04,07],b`, `a1b1` of `a[1-2]b[1-3]`.
+fn first_host(list: &str) -> Option<String> {
+    let mut host = String::new();
+    let mut rest = list.trim();
+    while let Some(open) = rest.find(['[', ',']) {
+        host.push_str(&rest[..open]);
+        if rest[open..].starts_with(',') {
+            return Some(host).filter(|host| !host.is_empty());
+        }
+        let (range, after) = rest[open + 1..].split_once(']')?;
+        host.push_str(range.split([',', '-']).next()?);
+        rest = after;
+    }
+    host.push_str(rest);
+    Some(host).filter(|host| !host.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn steps_have_ports_of_their_own_below_those_of_connections() {
+        let ports: BTreeSet<u16> = (0..1000).map(|step| port(123_456, step, None)).collect();
+        assert_eq!(ports.len(), 1000);
+        let jobs: BTreeSet<u16> = (123_000..123_100).map(|job| port(job, 0, None)).collect();
+        assert_eq!(jobs.len(), 100);
+        for (range, within) in [
+            (None, 24_576..32_768),
+            (Some("32768\t60999\n"), 24_576..32_768),
+            (Some("40000 60999"), 24_576..32_768),
+            (Some("15000 65000"), 6_808..15_000),
+            // Nothing is left below these.
+            (Some("1024 65535"), 24_576..32_768),
+            (Some("what"), 24_576..32_768),
+        ] {
+            for (job, step) in [(0, 0), (u32::MAX, u32::MAX), (1, 8191), (7, 70_000)] {
+                let port = port(job, step, range);
+                assert!(within.contains(&port), "{range:?}: {port}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_host_of_a_list_is_found() {
+        for (list, host) in
+            [("a", "a"), ("a,b", "a"), ("a[01-04,07],b", "a01"), ("a[1-2]b[3-4]", "a1b3"), ("n[5,7]", "n5")]
+        {
+            assert_eq!(first_host(list).as_deref(), Some(host), "{list}");
+        }
+        assert_eq!((first_host(""), first_host("a[1")), (None, None));
+    }
+}
