@@ -1,6 +1,6 @@
 //! The launcher: one process per device of this machine, which live and end together.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Write, stderr};
 use std::num::NonZero;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -17,6 +17,10 @@ use signal_hook::iterator::Signals;
 
 use crate::trainer::SAVED_EARLY;
 
+/// How the log marks an error.
+const ERROR: &str = "ERROR";
+/// Last lines of a process that are looked through for why it ended: a C++ exception brings some dozens of addresses.
+const KEPT: usize = 200;
 /// Exit code of a process that found a mistake of the user's.
 const USAGE: i32 = 2;
 
@@ -71,7 +75,7 @@ struct Job {
 
 struct Rank {
     child: Child,
-    /// Reads what it says on standard error and returns the last line.
+    /// Reads what it says on standard error and returns the line that tells why it ended.
     reader: JoinHandle<String>,
 }
 
@@ -114,11 +118,11 @@ impl Job {
         }
         for (rank, status) in ended {
             let Some(process) = self.running.remove(&rank) else { continue };
-            let last_line = process.reader.join().unwrap_or_default();
+            let words = process.reader.join().unwrap_or_default();
             match status.code() {
                 Some(0) => {}
                 Some(code) if code == i32::from(SAVED_EARLY) => self.early += 1,
-                _ => failed.push((rank, status, last_line)),
+                _ => failed.push((rank, status, words)),
             }
         }
         // Where several have ended, those that only lost the others are not the cause.
@@ -127,14 +131,14 @@ impl Job {
             .min_by_key(|(rank, status, _)| (status.signal().is_none(), self.host.is_follower(*rank), *rank));
         match cause {
             None => Ok(()),
-            Some((rank, status, last_line)) => {
+            Some((rank, status, words)) => {
                 self.kill();
-                Err(self.failure(rank, status, &last_line))
+                Err(self.failure(rank, status, &words))
             }
         }
     }
 
-    fn failure(&self, rank: usize, status: ExitStatus, last_line: &str) -> anyhow::Error {
+    fn failure(&self, rank: usize, status: ExitStatus, words: &str) -> anyhow::Error {
         let how = match (status.signal(), status.code()) {
             (Some(number), _) => {
                 let name = signal_hook::low_level::signal_name(number).unwrap_or("unknown");
@@ -142,7 +146,7 @@ impl Job {
             }
             (None, code) => format!("failed with exit code {}", code.unwrap_or_default()),
         };
-        let said = last_line.trim_start().trim_start_matches("ERROR").trim();
+        let said = words.trim_start().trim_start_matches(ERROR).trim();
         let said = if said.is_empty() { String::new() } else { format!("; its last words: {said}") };
         let text = format!("rank {rank} of {} {how}, so the others were ended{said}", self.processes);
         if status.code() == Some(USAGE) { UsageError(text).into() } else { anyhow::Error::msg(text) }
@@ -173,9 +177,10 @@ impl Drop for Job {
     }
 }
 
-/// Reads a process's standard error to its end, passes it through if it is the leader's, and returns the last line.
+/// Reads a process's standard error to its end, passes it through if it is the leader's, and returns the line that tells why the
+/// process ended.
 fn listen(errors: ChildStderr, pass: bool) -> String {
-    let mut last = String::new();
+    let mut kept = VecDeque::new();
     for line in BufReader::new(errors).split(b'\n').map_while(Result::ok) {
         let line = String::from_utf8_lossy(&line);
         if pass {
@@ -183,8 +188,35 @@ fn listen(errors: ChildStderr, pass: bool) -> String {
             let _ = writeln!(stderr(), "{line}");
         }
         if !line.trim().is_empty() {
-            last = line.into_owned();
+            kept.push_back(line.into_owned());
+            if kept.len() > KEPT {
+                kept.pop_front();
+            }
         }
     }
-    last
+    telling(kept.make_contiguous()).to_owned()
+}
+
+/// Of a process's last lines the one that tells why it ended: our own error, else what a C++ exception says before its addresses,
+/// else the last.
+fn telling(lines: &[String]) -> &str {
+    let own = |line: &&String| line.trim_start().starts_with(ERROR);
+    let thrown = |line: &&String| line.trim_start().starts_with("what():");
+    let line = lines.iter().rev().find(own).or_else(|| lines.iter().rev().find(thrown));
+    line.or(lines.last()).map_or("", String::as_str)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_that_tells_why_is_found() {
+        let of = |lines: &[&str]| telling(&lines.iter().map(ToString::to_string).collect::<Vec<_>>()).to_owned();
+        assert_eq!(of(&[]), "");
+        assert_eq!(of(&[" WARN slow", "Killed"]), "Killed");
+        assert_eq!(of(&["ERROR no room", "frame #0: 0x7f", "Aborted"]), "ERROR no room");
+        let thrown = ["terminate called", "  what():  [Rank 1] Watchdog: timeout", "frame #0: 0x7f", ""];
+        assert_eq!(of(&thrown), "  what():  [Rank 1] Watchdog: timeout");
+    }
 }

@@ -1,5 +1,6 @@
 //! What the three binaries share at their door: verbosity, logging and exit codes.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::io::{IsTerminal, stderr};
 use std::panic::{self, AssertUnwindSafe};
@@ -81,6 +82,8 @@ pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     panic::set_hook(Box::new(move |info| {
         if !CONTAINED.get() {
             report(info);
+            // Last, and in one line: whoever looks at the end of what was said, a launcher or a person, finds the cause.
+            tracing::error!("{}", broken(&words(info.payload())));
             std::process::abort();
         }
     }));
@@ -91,6 +94,14 @@ pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
             exit_code(&error)
         }
     }
+}
+
+/// What a panic says, in a line. Those of libtorch's operators are told by its own words, without the addresses behind them.
+fn broken(said: &str) -> String {
+    let torch = said.split_once("value: Torch(\"").and_then(|(_, words)| {
+        words.split("\\nException raised from").next().map(|words| words.trim_end_matches("\")"))
+    });
+    format!("ended by an error in the middle of its work: {}", on_one_line(torch.unwrap_or(said)).trim())
 }
 
 thread_local! {
@@ -108,11 +119,15 @@ pub fn contain<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     let outer = CONTAINED.replace(true);
     let done = panic::catch_unwind(AssertUnwindSafe(work));
     CONTAINED.set(outer);
-    done.map_err(|cause| match (cause.downcast_ref::<String>(), cause.downcast_ref::<&str>()) {
+    done.map_err(|cause| words(&*cause))
+}
+
+fn words(panic: &dyn Any) -> String {
+    match (panic.downcast_ref::<String>(), panic.downcast_ref::<&str>()) {
         (Some(text), _) => text.clone(),
         (_, Some(text)) => (*text).to_owned(),
         _ => "it panicked".to_owned(),
-    })
+    }
 }
 
 /// The error and its causes on one line, without repeating a cause that its parent already spells out. Line ends become
@@ -158,6 +173,19 @@ fn exit_code(error: &anyhow::Error) -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_panic_is_told_by_its_cause() {
+        let error = Err::<(), _>("CUDA out of memory. Tried to allocate 2 GiB.\nException raised from malloc\nframe #0");
+        let said = contain(|| error.map_err(Torch).unwrap()).unwrap_err();
+        let told = "ended by an error in the middle of its work: CUDA out of memory. Tried to allocate 2 GiB.";
+        assert_eq!(broken(&said), told);
+        assert_eq!(broken("index out\nof bounds"), told.replace("CUDA out of memory. Tried to allocate 2 GiB.", "index out of bounds"));
+    }
+
+    /// As tch's error shows itself.
+    #[derive(Debug)]
+    struct Torch(#[expect(dead_code, reason = "shown by Debug")] &'static str);
 
     #[test]
     fn a_contained_panic_is_an_error() {
