@@ -31,7 +31,7 @@ pub struct Args {
     /// Write the untrained drafter as step_0 and exit; training continues from it.
     #[arg(long)]
     pub init_only: bool,
-    /// Where to train: auto, cpu, cuda or cuda:N.
+    /// Where to train: auto, cpu, cuda, cuda:N, or cuda:{local_rank+N} for several processes.
     #[arg(long, default_value = "auto")]
     pub device: String,
     /// Processes on this machine; one per visible GPU if it is left out, on the CPU one.

@@ -207,7 +207,7 @@ pub fn restore(
 }
 
 /// What must not change on resume: all but where things lie, how often they are written, and over how many processes and
-/// forwards a batch is spread, where that does not change the result. The data set's digest stands for the samples and their
+/// forwards a batch is spread, by whatever carrier, where that does not change the result. The data set's digest stands for the samples and their
 /// target, wherever its states come from.
 fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
     let mut value = without_places(recipe)?;
@@ -215,7 +215,7 @@ fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
         map.remove("logging");
         map.remove("eval");
         if let Some(train) = map.get_mut("train").and_then(Value::as_object_mut) {
-            for key in ["sharding_strategy", "timeout_s"] {
+            for key in ["sharding_strategy", "backend", "timeout_s"] {
                 train.remove(key);
             }
             if recipe.train.loss_normalization == LossNormalization::Global {

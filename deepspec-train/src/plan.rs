@@ -5,6 +5,7 @@ use std::io::{Write, stdout};
 use anyhow::Context;
 use deepspec_core::env;
 use deepspec_core::recipe::{DrafterRecipe, Recipe, States};
+use deepspec_dist::Seat;
 use deepspec_models::{Design, ModelError, Weights};
 use deepspec_states::{Budget, Dataset, Running, Source, StatesError, batches, check_fit};
 use serde_json::{Value, json};
@@ -22,11 +23,12 @@ use crate::{bench, run};
 ///
 /// # Errors
 /// Usage errors for a recipe that does not fit its target or its data; damaged data.
-pub fn show(args: &Args, recipe: &Recipe, device: Device, processes: usize) -> anyhow::Result<()> {
+pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow::Result<()> {
+    let processes = seat.processes;
     let shape = Shape::of(&recipe.target, args.verbosity())?;
     check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let design = Design::new(recipe, &shape.config)?;
-    let running = run::running(recipe, device)?;
+    let running = run::running(recipe, device, seat)?;
     let missing = missing(recipe, &shape);
     let source =
         missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));

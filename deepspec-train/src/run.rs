@@ -6,9 +6,9 @@ use std::time::Duration;
 use anyhow::Context;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
-use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
+use deepspec_core::recipe::{Backend, Precision, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
-use deepspec_dist::{GroupError, ProcessGroup};
+use deepspec_dist::{Carrier, DeviceError, GroupError, ProcessGroup, Seat};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Design, Learner, ModelError, TargetModel, load_ends};
 use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
@@ -38,9 +38,17 @@ const REJECTED_SHOWN: usize = 5;
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = Recipe::load(&args.config, &args.overrides)?;
     let place = env::ranks().map_err(|error| UsageError(error.to_string()))?;
-    let processes = processes(args, place.as_ref())?;
+    let backend = recipe.train.backend;
+    let processes = processes(args, place.as_ref(), backend)?;
     let trains = !args.plan && args.bench.is_none() && !args.init_only;
     let timeout = Duration::from_secs(recipe.train.timeout_s);
+    let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
+    let seat = Seat { local_rank, processes, shares: backend == Backend::Gloo };
+    let device =
+        deepspec_dist::rank_device(&args.device, seat).map_err(|error| UsageError(error.to_string()))?;
+    if trains && processes > 1 {
+        check_carrier(args, backend, device, place.as_ref(), processes)?;
+    }
     let place = match place {
         // The leader plans and makes fresh weights for all.
         Some(place) if place.rank > 0 && !trains => return Ok(()),
@@ -48,20 +56,17 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         _ if trains && processes > 1 => return launch::run(processes, timeout),
         _ => None,
     };
-    let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
-    let device = deepspec_dist::rank_device(&args.device, local_rank)
-        .map_err(|error| UsageError(error.to_string()))?;
     if let Some(steps) = args.bench {
         return bench::run(args, &recipe, steps, device, processes);
     }
     if args.plan {
-        return plan::show(args, &recipe, device, processes);
+        return plan::show(args, &recipe, device, seat);
     }
     let group = match &place {
-        Some(place) => ProcessGroup::connect(place, device, timeout)?,
+        Some(place) => ProcessGroup::connect(place, device, backend, timeout)?,
         None => ProcessGroup::alone(),
     };
-    let result = train(args, &recipe, &group, device, processes);
+    let result = train(args, &recipe, &group, device, seat);
     if let Err(error) = &result
         && !error.chain().any(|cause| cause.is::<GroupError>() || cause.is::<ExitWith>())
     {
@@ -71,7 +76,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Processes of the whole job.
-fn processes(args: &Args, place: Option<&Ranks>) -> anyhow::Result<usize> {
+fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Result<usize> {
     let processes = match (args.processes.map(usize::from), place) {
         (Some(asked), Some(Ranks { world_size, .. })) if *world_size > 1 && asked != *world_size => {
             usage!(
@@ -82,20 +87,45 @@ fn processes(args: &Args, place: Option<&Ranks>) -> anyhow::Result<usize> {
         (None, Some(place)) => place.world_size,
         (None, None) => deepspec_dist::gpus(&args.device).max(1),
     };
-    if processes > 1 && args.device.starts_with("cuda:") {
-        usage!("--device {} is one device for {processes} processes; use --device cuda", args.device);
+    if processes > 1 && deepspec_dist::is_one_gpu(&args.device) && backend != Backend::Gloo {
+        usage!(
+            "--device {} is one device for {processes} processes; use --device cuda, or let them share it with --set train.backend=gloo, which is slow",
+            args.device
+        );
     }
     Ok(processes)
 }
 
-/// Runs one process of a job of `processes`; `group` is the process alone where it does not train.
+/// Refuses processes whose tensors nothing would carry, before any is started.
+fn check_carrier(
+    args: &Args,
+    backend: Backend,
+    device: Device,
+    place: Option<&Ranks>,
+    processes: usize,
+) -> anyhow::Result<()> {
+    let carrier = Carrier::new(backend, device).map_err(|error| UsageError(error.to_string()))?;
+    if !matches!(carrier, Carrier::Nccl(_)) {
+        return Ok(());
+    }
+    // Under another launcher each process may be shown its own GPU only.
+    let gpus = deepspec_dist::gpus(&args.device);
+    if place.is_none() && (1..processes).contains(&gpus) {
+        let error = DeviceError::NoneLeft { local_rank: gpus, count: gpus };
+        return Err(UsageError(error.to_string()).into());
+    }
+    Ok(())
+}
+
+/// Runs one process of a job; `group` is the process alone where it does not train.
 fn train(
     args: &Args,
     recipe: &Recipe,
     group: &ProcessGroup,
     device: Device,
-    processes: usize,
+    seat: Seat,
 ) -> anyhow::Result<()> {
+    let processes = seat.processes;
     let kind = kind(recipe.train.precision);
     let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
     // Before anything is read: a drafter that cannot be is refused at once.
@@ -105,7 +135,7 @@ fn train(
     let program = bench::rehearse(recipe, &design)?.unwrap_or(0);
     check_writer(recipe, &dataset, group)?;
     let schedule = schedule(recipe, dataset.len(), processes)?;
-    let running = running(recipe, device)?;
+    let running = running(recipe, device, seat)?;
     let checkpoints = Checkpoints::new(recipe.output_dir());
     let _claim = group.is_leader().then(|| checkpoints.lock()).transpose()?;
     let latest = if args.overwrite { None } else { checkpoints.latest()? };
@@ -232,10 +262,11 @@ fn start_from(recipe: &Recipe, learner: &Learner, verbosity: Verbosity) -> anyho
     Ok(())
 }
 
-/// Where and in what the target runs, where it runs: just as it does for a cache.
-pub fn running(recipe: &Recipe, trainer: Device) -> anyhow::Result<Running> {
+/// Where and in what the target of this process runs, where it runs: just as it does for a cache.
+pub fn running(recipe: &Recipe, trainer: Device, seat: Seat) -> anyhow::Result<Running> {
     let device = match &recipe.data.target_device {
-        Some(name) => deepspec_dist::device(name)
+        // Targets tell each other nothing: they may share a GPU.
+        Some(name) => deepspec_dist::rank_device(name, Seat { shares: true, ..seat })
             .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
         None => trainer,
     };

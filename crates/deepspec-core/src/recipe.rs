@@ -171,7 +171,8 @@ pub struct DataRecipe {
     /// JSONL files with the conversations; only for states that the target computes while the drafter learns.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub input: Vec<String>,
-    /// Where the target runs then: auto, cpu, cuda or cuda:N; absent means beside the drafter.
+    /// Where the target runs then: auto, cpu, cuda or cuda:N; absent means beside the drafter. `cuda:{local_rank+N}` is another
+    /// GPU for each process of a machine, counted from N.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_device: Option<String>,
     /// Mask rules of the target's chat format: `qwen`, `gemma4`, `generation` (the template's own tags), an entry, or
@@ -215,6 +216,18 @@ pub enum ShardingStrategy {
     ShardOptimizer,
 }
 
+/// What carries tensors among processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backend {
+    /// NCCL among GPUs, Gloo among CPUs.
+    Auto,
+    /// NCCL, which wants a GPU for each process.
+    Nccl,
+    /// Gloo; tensors of a GPU take the way through host memory, which is slow, and processes may share a GPU.
+    Gloo,
+}
+
 /// Optimisation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -241,6 +254,8 @@ pub struct TrainRecipe {
     pub loss_normalization: LossNormalization,
     /// What each process keeps of the optimiser's state.
     pub sharding_strategy: ShardingStrategy,
+    /// What carries tensors among processes.
+    pub backend: Backend,
     /// How long a process waits for the others, in seconds, before it gives them up. Saving a checkpoint must fit in.
     pub timeout_s: u64,
     /// Folder or hub id of a drafter of the same architecture whose weights a fresh run starts from; DSpark may start from
@@ -263,6 +278,7 @@ impl Default for TrainRecipe {
             max_grad_norm: 1.0,
             loss_normalization: LossNormalization::Global,
             sharding_strategy: ShardingStrategy::NoShard,
+            backend: Backend::Auto,
             timeout_s: 600,
             init_from: None,
         }

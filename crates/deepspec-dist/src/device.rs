@@ -5,12 +5,13 @@ use std::sync::OnceLock;
 use tch::{Cuda, Device, Kind};
 
 use crate::ffi;
+use crate::unused::{self, Absence};
 
 /// Why a device cannot be used.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum DeviceError {
     /// Not a device name.
-    #[error("`{0}` is no device; use auto, cpu, cuda or cuda:N")]
+    #[error("`{0}` is no device; use auto, cpu, cuda, cuda:N or cuda:{{local_rank+N}}")]
     Unknown(String),
     /// CUDA was asked for and is not there.
     #[error("no CUDA device: {0}; use --device cpu")]
@@ -23,21 +24,64 @@ pub enum DeviceError {
         /// Devices present.
         count: usize,
     },
+    /// More processes than GPUs.
+    #[error(
+        "process {local_rank} of this machine (from 0) finds no GPU of its own among {count}; start as many processes as GPUs, or let them share with --set train.backend=gloo, which is slow"
+    )]
+    NoneLeft {
+        /// The process.
+        local_rank: usize,
+        /// Devices present.
+        count: usize,
+    },
+    /// One of several processes would run on the CPU of a machine with GPUs.
+    #[error(
+        "{0}; processes that work together do not fall back to the CPU by themselves: say --device cpu if that is meant"
+    )]
+    Unused(String),
 }
 
-/// Parses `auto`, `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU where libtorch sees one, else the CPU.
+/// A process among those of a job on its machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Seat {
+    /// This process, from 0.
+    pub local_rank: usize,
+    /// Processes of the whole job.
+    pub processes: usize,
+    /// Whether processes may share a GPU.
+    pub shares: bool,
+}
+
+impl Seat {
+    /// A process on its own.
+    pub const ALONE: Self = Self { local_rank: 0, processes: 1, shares: true };
+}
+
+/// Parses `auto`, `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU where libtorch sees one, else the CPU; with a warning where
+/// the machine has GPUs that libtorch does not see.
+///
+/// # Errors
+/// See [`DeviceError`]; [`DeviceError::Unused`] for `auto` under torchrun or srun, which start several processes.
+pub fn device(name: &str) -> Result<Device, DeviceError> {
+    rank_device(name, Seat::ALONE)
+}
+
+/// The device of a process: `auto` and `cuda` mean its own GPU, or the only one that it is shown; `cuda:{local_rank+N}` the one that
+/// is N further than its place on the machine, `cuda:{local_rank}` just that one.
 ///
 /// # Errors
 /// See [`DeviceError`].
-pub fn device(name: &str) -> Result<Device, DeviceError> {
+pub fn rank_device(name: &str, seat: Seat) -> Result<Device, DeviceError> {
     match name {
         "cpu" => Ok(Device::Cpu),
-        "auto" => Ok(if cuda().is_ok() { Device::Cuda(0) } else { Device::Cpu }),
-        "cuda" => cuda().map(|_| Device::Cuda(0)),
+        "auto" => match cuda() {
+            Ok(count) => own_gpu(count, seat),
+            Err(absence) => unused::fall_back(&absence, seat.processes).map(|()| Device::Cpu),
+        },
+        "cuda" => own_gpu(usable()?, seat),
         _ => {
-            let index = name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
-            let index = index.ok_or_else(|| DeviceError::Unknown(name.into()))?;
-            let count = cuda()?;
+            let index = gpu_index(name, seat.local_rank).ok_or_else(|| DeviceError::Unknown(name.into()))?;
+            let count = usable()?;
             if index < count {
                 Ok(Device::Cuda(index))
             } else {
@@ -47,20 +91,34 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
     }
 }
 
-/// The device of a process that is the `local_rank`-th of its machine: `auto` and `cuda` mean its own GPU then, or the only
-/// one that it is shown.
-///
-/// # Errors
-/// See [`DeviceError`].
-pub fn rank_device(name: &str, local_rank: usize) -> Result<Device, DeviceError> {
-    match (device(name)?, name) {
-        (Device::Cuda(_), "auto" | "cuda") => match cuda()? {
-            1 => Ok(Device::Cuda(0)),
-            count if local_rank < count => Ok(Device::Cuda(local_rank)),
-            count => Err(DeviceError::NoSuchIndex { index: local_rank, count }),
-        },
-        (device, _) => Ok(device),
+fn own_gpu(count: usize, seat: Seat) -> Result<Device, DeviceError> {
+    let local_rank = seat.local_rank;
+    match count {
+        1 => Ok(Device::Cuda(0)),
+        count if local_rank < count => Ok(Device::Cuda(local_rank)),
+        count if seat.shares => Ok(Device::Cuda(local_rank % count)),
+        count => Err(DeviceError::NoneLeft { local_rank, count }),
     }
+}
+
+/// The number behind `cuda:`, for the process at `local_rank`.
+fn gpu_index(name: &str, local_rank: usize) -> Option<usize> {
+    let index = name.strip_prefix("cuda:")?;
+    let Some(place) = index.strip_prefix('{').and_then(|place| place.strip_suffix('}')) else {
+        return index.parse().ok();
+    };
+    match place.split_once('+') {
+        None => (place.trim() == "local_rank").then_some(local_rank),
+        Some((variable, offset)) if variable.trim() == "local_rank" => {
+            local_rank.checked_add(offset.trim().parse().ok()?)
+        }
+        Some(_) => None,
+    }
+}
+
+/// Whether the name is that of one certain GPU, whichever process it is.
+pub fn is_one_gpu(name: &str) -> bool {
+    matches!((gpu_index(name, 0), gpu_index(name, 1)), (Some(first), Some(second)) if first == second)
 }
 
 /// GPUs that a machine's processes can share out among them if they run on the device `name`: none for the CPU or one
@@ -70,17 +128,21 @@ pub fn gpus(name: &str) -> usize {
 }
 
 /// Number of usable CUDA devices.
-fn cuda() -> Result<usize, DeviceError> {
-    static COUNT: OnceLock<Result<usize, DeviceError>> = OnceLock::new();
+fn cuda() -> Result<usize, Absence> {
+    static COUNT: OnceLock<Result<usize, Absence>> = OnceLock::new();
     COUNT
         .get_or_init(|| {
-            ffi::load_cuda().map_err(|error| DeviceError::NoCuda(error.to_string()))?;
+            ffi::load_cuda().map_err(|error| Absence::Library(error.to_string()))?;
             match Cuda::device_count() {
                 count if count > 0 && Cuda::is_available() => Ok(count as usize),
-                _ => Err(DeviceError::NoCuda("libtorch sees no GPU".into())),
+                _ => Err(Absence::Devices),
             }
         })
         .clone()
+}
+
+fn usable() -> Result<usize, DeviceError> {
+    cuda().map_err(|absence| DeviceError::NoCuda(absence.to_string()))
 }
 
 /// The kind that weights take by default: float32 on the CPU, bfloat16 on a GPU.
@@ -92,11 +154,41 @@ pub fn default_kind(device: Device) -> Kind {
 mod tests {
     use super::*;
 
+    fn seat(local_rank: usize, shares: bool) -> Seat {
+        Seat { local_rank, processes: 8, shares }
+    }
+
     #[test]
     fn names_are_checked() {
         assert_eq!(device("cpu"), Ok(Device::Cpu));
-        assert_eq!(device("gpu"), Err(DeviceError::Unknown("gpu".into())));
-        assert!(device("auto").is_ok());
-        assert_eq!((rank_device("cpu", 3), gpus("cpu"), gpus("cuda:0")), (Ok(Device::Cpu), 0, 0));
+        for name in ["gpu", "cuda:", "cuda:x", "cuda:{rank}", "cuda:{local_rank+}", "cuda:{local_rank*2}"] {
+            assert_eq!(device(name), Err(DeviceError::Unknown(name.into())));
+        }
+        assert_eq!(
+            (rank_device("cpu", seat(3, false)), gpus("cpu"), gpus("cuda:0")),
+            (Ok(Device::Cpu), 0, 0)
+        );
+    }
+
+    #[test]
+    fn a_process_takes_the_gpu_of_its_place() {
+        assert_eq!(own_gpu(8, seat(3, false)), Ok(Device::Cuda(3)));
+        // Slurm may show each task its own only.
+        assert_eq!(own_gpu(1, seat(3, false)), Ok(Device::Cuda(0)));
+        let error = own_gpu(2, seat(3, false)).unwrap_err();
+        assert_eq!(error, DeviceError::NoneLeft { local_rank: 3, count: 2 });
+        assert!(error.to_string().contains("train.backend=gloo"));
+        assert_eq!(own_gpu(2, seat(3, true)), Ok(Device::Cuda(1)));
+    }
+
+    #[test]
+    fn a_place_may_count_from_the_local_rank() {
+        let of = |name, local_rank| gpu_index(name, local_rank);
+        assert_eq!([0, 3].map(|rank| of("cuda:{local_rank}", rank)), [Some(0), Some(3)]);
+        assert_eq!([0, 3].map(|rank| of("cuda:{local_rank+4}", rank)), [Some(4), Some(7)]);
+        assert_eq!(of("cuda:{ local_rank + 4 }", 1), Some(5));
+        assert_eq!((of("cuda:6", 3), of("cuda:{local_rank+99999999999999999999}", 0)), (Some(6), None));
+        let one = ["cuda:6", "cuda:{local_rank}", "cuda", "cpu", "cuda:{x}"].map(is_one_gpu);
+        assert_eq!(one, [true, false, false, false, false]);
     }
 }

@@ -35,9 +35,12 @@ pub enum GroupError {
     },
     /// GPUs need NCCL.
     #[error(
-        "processes on GPUs need NCCL: {0}; install its headers (scripts/setup.sh does on machines with a GPU) and build again, or use --device cpu"
+        "processes on GPUs need NCCL: {0}; install its headers (scripts/setup.sh does on machines with a GPU) and build again, or take the slow way through host memory, --set train.backend=gloo"
     )]
     NoNccl(String),
+    /// NCCL knows GPUs only.
+    #[error("train.backend: nccl carries tensors among GPUs only; with --device cpu use auto or gloo")]
+    NcclOnCpu,
     /// Another rank failed and said why.
     #[error("rank {rank} stopped in {operation}, because rank {peer} failed: {cause}")]
     Peer {

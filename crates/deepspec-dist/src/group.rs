@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use deepspec_core::env::Ranks;
+use deepspec_core::recipe::Backend;
 use tch::{Device, Kind, Tensor};
 
 use crate::GroupError;
+use crate::carrier::{Carrier, watched};
 use crate::ffi;
 use crate::meeting::{Fate, Meeting, one_line};
 
@@ -23,6 +25,8 @@ struct Link {
     group: ffi::Group,
     meeting: Meeting,
     timeout: Duration,
+    /// Whether tensors of a GPU go through host memory.
+    is_staged: bool,
 }
 
 impl ProcessGroup {
@@ -31,23 +35,60 @@ impl ProcessGroup {
         Self { rank: 0, world_size: 1, link: None }
     }
 
-    /// Meets all other ranks. Tensors of `device` and of the CPU can be passed around then.
+    /// Meets all other ranks. Tensors of `device` and of the CPU can be passed around then. A GPU becomes the calling thread's current
+    /// one, before anything else is done.
     ///
     /// # Errors
-    /// If ranks are missing after `timeout`, which is also the longest that any later operation may take, or NCCL is.
-    pub fn connect(ranks: &Ranks, device: Device, timeout: Duration) -> Result<Self, GroupError> {
-        let cuda_device = match device {
-            Device::Cuda(index) => Some(nccl().map(|()| index)?),
-            _ => None,
-        };
+    /// If ranks are missing after `timeout`, which is also the longest that any later operation may take, or the backend is.
+    pub fn connect(
+        ranks: &Ranks,
+        device: Device,
+        backend: Backend,
+        timeout: Duration,
+    ) -> Result<Self, GroupError> {
         let (rank, world_size) = (ranks.rank, ranks.world_size);
-        let meeting = Meeting::open(ranks, timeout)?;
-        let address = meeting.address();
-        let options = ffi::GroupOptions { address: &address, rank, world_size, timeout, cuda_device };
-        match ffi::Group::open(&meeting.store, &options) {
-            Ok(group) => Ok(Self { rank, world_size, link: Some(Link { group, meeting, timeout }) }),
-            Err(problem) => Err(explain(rank, &meeting, timeout, "connecting", &problem)),
+        let carrier = Carrier::new(backend, device)?;
+        if let Device::Cuda(index) = device {
+            ffi::set_device(index).map_err(|problem| GroupError::Collective {
+                rank,
+                operation: "taking its GPU",
+                problem: one_line(&problem),
+            })?;
         }
+        let meeting = Meeting::open(ranks, timeout)?;
+        let member = ffi::Member { rank, world_size, timeout };
+        let group = match ffi::Group::open(&meeting.store, &meeting.address(), member) {
+            Ok(group) => group,
+            Err(problem) => return Err(explain(rank, &meeting, timeout, "connecting", &problem)),
+        };
+        let link = Link { group, meeting, timeout, is_staged: carrier == Carrier::Staged };
+        let mut group = Self { rank, world_size, link: Some(link) };
+        if let Carrier::Nccl(device) = carrier {
+            let open = move |store: ffi::Store| ffi::Nccl::open(&store, member, device);
+            let nccl = group.connect_gpus(timeout, open, ffi::leave_at_exit)?;
+            if let (Some(link), Some(nccl)) = (&mut group.link, nccl) {
+                link.group.take_nccl(nccl);
+            }
+        }
+        Ok(group)
+    }
+
+    /// Runs `open`, which blocks until it has been called by all ranks, once all are known to be there; a rank that does not come
+    /// through it is given up after `timeout`, and one that fails at once. `abandon` is called where `open` is left running.
+    fn connect_gpus<T: Send + 'static>(
+        &self,
+        timeout: Duration,
+        open: impl FnOnce(ffi::Store) -> Result<T, String> + Send + 'static,
+        abandon: impl FnOnce(),
+    ) -> Result<Option<T>, GroupError> {
+        self.barrier("meeting before the GPUs are connected")?;
+        let mut opened = None;
+        self.call("connecting the GPUs", |link| {
+            let store = link.meeting.store.another()?;
+            opened = Some(watched(&link.meeting, timeout, || open(store), abandon)?);
+            Ok(())
+        })?;
+        Ok(opened)
     }
 
     /// This process, from 0.
@@ -70,7 +111,15 @@ impl ProcessGroup {
     /// # Errors
     /// See [`ProcessGroup`].
     pub fn all_reduce(&self, operation: &'static str, tensor: &mut Tensor) -> Result<(), GroupError> {
-        self.call(operation, |group| group.all_reduce(tensor))
+        self.call(operation, |link| match link.stages(tensor) {
+            false => link.group.all_reduce(tensor),
+            true => {
+                let mut host = tensor.detach().to_device(Device::Cpu);
+                link.group.all_reduce(&mut host)?;
+                tensor.detach().copy_(&host);
+                Ok(())
+            }
+        })
     }
 
     /// Copies a contiguous tensor of rank `root` to all ranks, in place.
@@ -83,7 +132,18 @@ impl ProcessGroup {
         tensor: &mut Tensor,
         root: usize,
     ) -> Result<(), GroupError> {
-        self.call(operation, |group| group.broadcast(tensor, root))
+        self.call(operation, |link| match link.stages(tensor) {
+            false => link.group.broadcast(tensor, root),
+            true if self.rank == root => {
+                link.group.broadcast(&mut tensor.detach().to_device(Device::Cpu), root)
+            }
+            true => {
+                let mut host = Tensor::empty(tensor.size(), (tensor.kind(), Device::Cpu));
+                link.group.broadcast(&mut host, root)?;
+                tensor.detach().copy_(&host);
+                Ok(())
+            }
+        })
     }
 
     /// The bytes of all ranks, by rank.
@@ -97,13 +157,13 @@ impl ProcessGroup {
         let ranks = self.world_size as i64;
         let mut lengths = Tensor::zeros([ranks, 1], (Kind::Int64, Device::Cpu));
         let length = Tensor::from_slice(&[bytes.len() as i64]);
-        self.call(operation, |group| group.all_gather(&mut lengths, &length))?;
+        self.call(operation, |link| link.group.all_gather(&mut lengths, &length))?;
         let longest = lengths.max().int64_value(&[]).max(1);
         let mut padded = bytes.to_vec();
         padded.resize(longest as usize, 0);
         let mut rows = Tensor::zeros([ranks, longest], (Kind::Uint8, Device::Cpu));
         let padded = Tensor::from_slice(&padded);
-        self.call(operation, |group| group.all_gather(&mut rows, &padded))?;
+        self.call(operation, |link| link.group.all_gather(&mut rows, &padded))?;
         let row = |rank: i64| {
             let length = lengths.int64_value(&[rank, 0]) as usize;
             let mut bytes = vec![0; length];
@@ -141,10 +201,10 @@ impl ProcessGroup {
     fn call(
         &self,
         operation: &'static str,
-        work: impl FnOnce(&ffi::Group) -> Result<(), String>,
+        work: impl FnOnce(&Link) -> Result<(), String>,
     ) -> Result<(), GroupError> {
         let Some(link) = &self.link else { return Ok(()) };
-        work(&link.group).map_err(|problem| {
+        work(link).map_err(|problem| {
             // Whether that works or not, this rank ends now.
             let _ = link.group.abort();
             explain(self.rank, &link.meeting, link.timeout, operation, &problem)
@@ -152,14 +212,10 @@ impl ProcessGroup {
     }
 }
 
-/// Whether the build has NCCL, which carries tensors among GPUs.
-///
-/// # Errors
-/// [`GroupError::NoNccl`] with what was missing.
-pub fn nccl() -> Result<(), GroupError> {
-    match env!("DEEPSPEC_NCCL_MISSING") {
-        "" => Ok(()),
-        missing => Err(GroupError::NoNccl(missing.into())),
+impl Link {
+    /// Whether a tensor is carried by way of host memory.
+    fn stages(&self, tensor: &Tensor) -> bool {
+        self.is_staged && tensor.device() != Device::Cpu
     }
 }
 
@@ -178,3 +234,6 @@ fn explain(
         Fate::Alive => GroupError::Collective { rank, operation, problem },
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,15 +1,18 @@
 //! Devices and processes behind a safe interface; the home of foreign code.
 
+mod carrier;
 mod device;
 mod error;
 mod ffi;
 mod group;
 mod meeting;
+mod unused;
 
-pub use device::{DeviceError, default_kind, device, gpus, rank_device};
+pub use carrier::Carrier;
+pub use device::{DeviceError, Seat, default_kind, device, gpus, is_one_gpu, rank_device};
 pub use error::GroupError;
 pub use ffi::{AdamWSettings, AdamWTensors, Filling, adamw, die_with_parent, rms_norm, rotate, signal};
-pub use group::{ProcessGroup, nccl};
+pub use group::ProcessGroup;
 pub use meeting::Host;
 
 /// Settings of the whole process that libtorch profits from; to be called first in `main`.

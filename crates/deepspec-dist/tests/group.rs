@@ -3,11 +3,19 @@
 use std::thread;
 use std::time::Duration;
 
+use deepspec_core::recipe::Backend;
 use deepspec_dist::{GroupError, Host, ProcessGroup};
 use tch::{Device, Kind, Tensor};
 
 /// Long enough for any machine; only tests that want it to pass wait that long.
 const PATIENCE: Duration = Duration::from_secs(120);
+const GLOO: Backend = Backend::Gloo;
+
+/// Where tensors are passed around: DEEPSPEC_TEST_DEVICE, else the CPU.
+fn device() -> Device {
+    let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
+    deepspec_dist::device(&name).unwrap_or_else(|error| panic!("{error}"))
+}
 
 /// Runs `work` as each of `ranks` ranks and returns what they return.
 fn ranks<T: Send>(ranks: usize, work: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
@@ -18,7 +26,7 @@ fn ranks<T: Send>(ranks: usize, work: impl Fn(ProcessGroup) -> T + Sync) -> Vec<
         let threads: Vec<_> = places
             .iter()
             .map(|place| {
-                scope.spawn(move || work(ProcessGroup::connect(place, Device::Cpu, PATIENCE).unwrap()))
+                scope.spawn(move || work(ProcessGroup::connect(place, device(), GLOO, PATIENCE).unwrap()))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -31,15 +39,15 @@ fn sums_copies_and_bytes_go_around() {
         let rank = group.rank() as i64;
         assert_eq!((group.world_size(), group.is_leader()), (3, rank == 0));
         for kind in [Kind::Float, Kind::Double, Kind::Int64] {
-            let mut sum = Tensor::full([5], rank + 1, (kind, Device::Cpu));
+            let mut sum = Tensor::full([5], rank + 1, (kind, device()));
             group.all_reduce("a sum", &mut sum).unwrap();
-            assert_eq!(sum, Tensor::full([5], 6, (kind, Device::Cpu)));
+            assert_eq!(sum, Tensor::full([5], 6, (kind, device())));
         }
         for kind in [Kind::Float, Kind::BFloat16] {
-            let own = Tensor::full([2, 3], rank as f64 + 0.5, (kind, Device::Cpu));
+            let own = Tensor::full([2, 3], rank as f64 + 0.5, (kind, device()));
             let mut copy = own.set_requires_grad(true);
             group.broadcast("a copy", &mut copy, 2).unwrap();
-            assert_eq!(copy.to_kind(Kind::Float), Tensor::full([2, 3], 2.5, (Kind::Float, Device::Cpu)));
+            assert_eq!(copy.to_kind(Kind::Float), Tensor::full([2, 3], 2.5, (Kind::Float, device())));
         }
         let words = ["", "one", "twenty-two"].map(str::as_bytes);
         assert_eq!(group.all_gather("words", words[rank as usize]).unwrap(), words);
@@ -87,6 +95,6 @@ fn a_rank_that_goes_without_a_word_is_named() {
 #[test]
 fn a_rank_that_never_comes_is_named() {
     let host = Host::open(2, PATIENCE).unwrap();
-    let alone = ProcessGroup::connect(&host.place(1, 2), Device::Cpu, Duration::from_secs(1));
+    let alone = ProcessGroup::connect(&host.place(1, 2), Device::Cpu, GLOO, Duration::from_secs(1));
     assert!(matches!(alone, Err(GroupError::Missing { rank: 1, missing, .. }) if missing == [0]));
 }

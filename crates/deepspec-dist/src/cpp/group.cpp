@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Logging.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -16,7 +17,7 @@ namespace {
 
 struct Group {
   Backend gloo;  // both null after an abort
-  Backend nccl;  // null where tensors stay on the CPU
+  Backend nccl;  // null where no tensor of a GPU goes this way
 
   Backend& of(const at::Tensor& tensor) {
     auto& backend = tensor.is_cuda() ? nccl : gloo;
@@ -65,8 +66,21 @@ char* ds_store_get(Store* store, const char* key, int64_t timeout_ms, uint8_t** 
   });
 }
 
-// `address` is this host's, as the other ranks reach it; `cuda_device` is negative for tensors on the CPU only.
-char* ds_group_open(Store* store, const char* address, int rank, int world_size, int64_t timeout_ms, int cuda_device, Group** out) {
+// A connection of its own to the same keys: a wait on one holds up no other.
+char* ds_store_clone(Store* store, Store** out) {
+  return caught([&] { *out = new Store((*store)->clone()); });
+}
+
+// Makes a GPU the calling thread's current one, so that what names none does not take memory on the first.
+char* ds_device_set(int index) {
+  return caught([&] {
+    const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
+    c10::impl::getDeviceGuardImpl(at::kCUDA)->setDevice(device);
+  });
+}
+
+// `address` is this host's, as the other ranks reach it.
+char* ds_group_open(Store* store, const char* address, int rank, int world_size, int64_t timeout_ms, Group** out) {
   return caught([&] {
     const Milliseconds timeout(timeout_ms);
     auto options = c10d::ProcessGroupGloo::Options::create(timeout);
@@ -74,19 +88,28 @@ char* ds_group_open(Store* store, const char* address, int rank, int world_size,
     Group group;
     Store gloo_store = c10::make_intrusive<c10d::PrefixStore>("gloo", *store);
     group.gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(gloo_store, rank, world_size, options);
-    if (cuda_device >= 0) {
-#ifdef DEEPSPEC_NCCL
-      Store nccl_store = c10::make_intrusive<c10d::PrefixStore>("nccl", *store);
-      group.nccl = open_nccl(nccl_store, rank, world_size, timeout, cuda_device);
-#else
-      TORCH_CHECK(false, "built without NCCL");
-#endif
-    }
     *out = new Group(std::move(group));
   });
 }
 
 void ds_group_free(Group* group) { delete group; }
+
+// Connects GPU `device` of each rank; returns when all have. What it gives back may be made on one thread and used on another.
+char* ds_nccl_open(Store* store, int rank, int world_size, int64_t timeout_ms, int device, Backend** out) {
+  return caught([&] {
+    Store keys = c10::make_intrusive<c10d::PrefixStore>("nccl", *store);
+    *out = new Backend(open_nccl(keys, rank, world_size, Milliseconds(timeout_ms), device));
+  });
+}
+
+// What `ds_nccl_open` gave, not yet a group's.
+void ds_nccl_free(Backend* nccl) { delete nccl; }
+
+// From now on the group's tensors on GPUs go this way. Takes `nccl` over.
+void ds_group_take_nccl(Group* group, Backend* nccl) {
+  group->nccl = std::move(*nccl);
+  delete nccl;
+}
 
 // Gives up what is under way and closes all connections: ranks that wait for this one learn of it so.
 char* ds_group_abort(Group* group) {

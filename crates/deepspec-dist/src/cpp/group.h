@@ -31,4 +31,6 @@ char* caught(Work work) {
 
 #ifdef DEEPSPEC_NCCL
 Backend open_nccl(const Store& store, int rank, int world_size, Milliseconds timeout, int device);
+#else
+inline Backend open_nccl(const Store&, int, int, Milliseconds, int) { TORCH_CHECK(false, "built without NCCL"); }
 #endif

@@ -2,12 +2,19 @@
 #define USE_C10D_NCCL
 #include "group.h"
 
+#include <c10/cuda/CUDAFunctions.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+// The device comes first: what the rest allocates without naming one would otherwise land on GPU 0, once for every process.
 Backend open_nccl(const Store& store, int rank, int world_size, Milliseconds timeout, int device) {
+  const at::Device own(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+  c10::cuda::set_device(own.index());
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
   auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, world_size, options);
-  group->setBoundDeviceId(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+  group->setBoundDeviceId(own);
+  // Not left to the first collective: here a thread watches.
+  group->eagerConnectSingleDevice(own);
   return group;
 }

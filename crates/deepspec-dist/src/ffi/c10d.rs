@@ -1,6 +1,7 @@
 //! The shim over c10d (`src/cpp`). Every function of it catches C++ exceptions and hands them back as text.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem;
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::time::Duration;
@@ -10,6 +11,10 @@ use tch::Tensor;
 /// A `Store` of the shim.
 #[repr(C)]
 struct RawStore([u8; 0]);
+
+/// A connection of GPUs of the shim.
+#[repr(C)]
+struct RawNccl([u8; 0]);
 
 /// A `Group` of the shim.
 #[repr(C)]
@@ -40,9 +45,20 @@ unsafe extern "C" {
         rank: c_int,
         world_size: c_int,
         timeout_ms: i64,
-        cuda_device: c_int,
         out: *mut *mut RawGroup,
     ) -> *mut c_char;
+    fn ds_store_clone(store: *mut RawStore, out: *mut *mut RawStore) -> *mut c_char;
+    fn ds_device_set(index: c_int) -> *mut c_char;
+    fn ds_nccl_open(
+        store: *mut RawStore,
+        rank: c_int,
+        world_size: c_int,
+        timeout_ms: i64,
+        device: c_int,
+        out: *mut *mut RawNccl,
+    ) -> *mut c_char;
+    fn ds_nccl_free(nccl: *mut RawNccl);
+    fn ds_group_take_nccl(group: *mut RawGroup, nccl: *mut RawNccl);
     fn ds_group_free(group: *mut RawGroup);
     fn ds_group_abort(group: *mut RawGroup) -> *mut c_char;
     fn ds_group_all_reduce(group: *mut RawGroup, tensor: *mut c_void) -> *mut c_char;
@@ -55,6 +71,10 @@ type Outcome<T> = Result<T, String>;
 
 /// A client of the job's key-value store; also its server, where it was opened as host.
 pub struct Store(NonNull<RawStore>);
+
+// SAFETY: the pointer is owned, and what it points to counts its references atomically and locks itself; nothing of it belongs to
+// the thread that made it.
+unsafe impl Send for Store {}
 
 impl Store {
     /// Connects to the store at `host:port`, or hosts it there; also returns the port, which a host may leave to the system
@@ -73,6 +93,14 @@ impl Store {
             ds_store_open(host.as_ptr(), &mut bound, is_host, millis(timeout), prefix.as_ptr(), &mut raw)
         })?;
         Ok((Self(not_null(raw)?), bound))
+    }
+
+    /// A connection of its own to the same keys, for another thread: a wait on one holds up no other.
+    pub fn another(&self) -> Outcome<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the store lives until `self` is dropped; the out-pointer outlives the call.
+        check(unsafe { ds_store_clone(self.0.as_ptr(), &mut raw) })?;
+        Ok(Self(not_null(raw)?))
     }
 
     /// Sets a key.
@@ -105,44 +133,70 @@ impl Drop for Store {
     }
 }
 
-/// Who opens a group, and how.
-pub struct GroupOptions<'a> {
-    /// This host's address, as the other ranks reach it.
-    pub address: &'a str,
+/// Makes a GPU the calling thread's current one.
+pub fn set_device(index: usize) -> Outcome<()> {
+    let index = number(index)?;
+    // SAFETY: it takes a plain number, and the guards of devices are there as long as the process.
+    check(unsafe { ds_device_set(index) })
+}
+
+/// Who opens a connection, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Member {
     /// This rank.
     pub rank: usize,
     /// All ranks.
     pub world_size: usize,
     /// How long a collective may take.
     pub timeout: Duration,
-    /// The GPU whose tensors NCCL carries; `None` for a group of CPU tensors.
-    pub cuda_device: Option<usize>,
+}
+
+/// NCCL's connection of the GPUs of all ranks.
+pub struct Nccl(NonNull<RawNccl>);
+
+// SAFETY: the pointer is owned; c10d's process groups are made and used by different threads everywhere.
+unsafe impl Send for Nccl {}
+
+impl Nccl {
+    /// Connects GPU `device` of this rank with those of all others. Blocks until all have come: a thread of its own is the place
+    /// for it.
+    pub fn open(store: &Store, member: Member, device: usize) -> Outcome<Self> {
+        let (rank, world_size) = (number(member.rank)?, number(member.world_size)?);
+        let (device, timeout, mut raw) = (number(device)?, millis(member.timeout), ptr::null_mut());
+        // SAFETY: the store lives during the call, which takes a counted reference; the out-pointer outlives it.
+        check(unsafe { ds_nccl_open(store.0.as_ptr(), rank, world_size, timeout, device, &mut raw) })?;
+        Ok(Self(not_null(raw)?))
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        // SAFETY: the pointer came from `ds_nccl_open`; it is freed only here, or taken over by `take_nccl`, which forgets it.
+        unsafe { ds_nccl_free(self.0.as_ptr()) }
+    }
 }
 
 /// Collectives over Gloo and, for CUDA tensors, NCCL. Not to be shared among threads: their order is what matches them up.
 pub struct Group(NonNull<RawGroup>);
 
 impl Group {
-    /// Connects to all other ranks, who find each other through the store.
-    pub fn open(store: &Store, options: &GroupOptions<'_>) -> Outcome<Self> {
-        let address = text(options.address)?;
-        let number = |value: usize| c_int::try_from(value).map_err(|error| error.to_string());
-        let device = options.cuda_device.map_or(Ok(-1), number)?;
-        let (rank, world_size) = (number(options.rank)?, number(options.world_size)?);
-        let mut raw = ptr::null_mut();
+    /// Connects to all other ranks, who find each other through the store, over Gloo; `address` is this host's, as they reach it.
+    pub fn open(store: &Store, address: &str, member: Member) -> Outcome<Self> {
+        let address = text(address)?;
+        let (rank, world_size) = (number(member.rank)?, number(member.world_size)?);
+        let (timeout, mut raw) = (millis(member.timeout), ptr::null_mut());
         // SAFETY: the store lives during the call, which takes a counted reference; the string and the out-pointer outlive it.
         check(unsafe {
-            ds_group_open(
-                store.0.as_ptr(),
-                address.as_ptr(),
-                rank,
-                world_size,
-                millis(options.timeout),
-                device,
-                &mut raw,
-            )
+            ds_group_open(store.0.as_ptr(), address.as_ptr(), rank, world_size, timeout, &mut raw)
         })?;
         Ok(Self(not_null(raw)?))
+    }
+
+    /// Lets NCCL carry tensors of GPUs from now on.
+    pub fn take_nccl(&mut self, nccl: Nccl) {
+        // SAFETY: both live; the group is borrowed mutably, and owns the connection from here on.
+        unsafe { ds_group_take_nccl(self.0.as_ptr(), nccl.0.as_ptr()) };
+        mem::forget(nccl);
     }
 
     /// Adds up a contiguous tensor over all ranks, in place.
@@ -154,7 +208,7 @@ impl Group {
 
     /// Copies a contiguous tensor of rank `root` to all ranks, in place.
     pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Outcome<()> {
-        let root = c_int::try_from(root).map_err(|error| error.to_string())?;
+        let root = number(root)?;
         // SAFETY: as for `all_reduce`.
         check(unsafe { ds_group_broadcast(self.0.as_ptr(), tensor.as_mut_ptr().cast(), root) })
     }
@@ -195,6 +249,10 @@ pub(super) fn check(error: *mut c_char) -> Outcome<()> {
 
 fn text(text: &str) -> Outcome<CString> {
     CString::new(text).map_err(|error| error.to_string())
+}
+
+fn number(value: usize) -> Outcome<c_int> {
+    c_int::try_from(value).map_err(|error| error.to_string())
 }
 
 fn not_null<T>(raw: *mut T) -> Outcome<NonNull<T>> {

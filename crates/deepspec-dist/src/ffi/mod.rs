@@ -15,7 +15,7 @@ use std::process::{Child, Command};
 use libloading::Library;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
-pub use c10d::{Group, GroupOptions, Store};
+pub use c10d::{Group, Member, Nccl, Store, set_device};
 pub use filling::Filling;
 pub use rows::{rms_norm, rotate};
 
@@ -63,6 +63,17 @@ pub fn pool_large_blocks() {
 /// Other systems cannot resize a block in place.
 #[cfg(not(target_os = "linux"))]
 pub fn pool_large_blocks() {}
+
+/// Lets the process go at once when it is about to exit, with code 1: a thread that is held in foreign code for good would otherwise
+/// see the libraries under it taken down, and may keep the process from ending.
+pub fn leave_at_exit() {
+    extern "C" fn leave() {
+        // SAFETY: it takes a plain number and does not return.
+        unsafe { libc::_exit(1) }
+    }
+    // SAFETY: the function lives as long as the program and unwinds never. Where the table is full, the exit is an ordinary one.
+    unsafe { libc::atexit(leave) };
+}
 
 /// Sends a signal to a child process.
 pub fn signal(child: &Child, signal: i32) -> io::Result<()> {
