@@ -202,6 +202,32 @@ fn bfloat16_is_as_close_as_its_rounding() {
     }
 }
 
+/// Every slot follows the same token, whose row of W1 takes all gradients: in bfloat16 their sum would stand still early on.
+#[test]
+fn a_token_that_all_blocks_begin_with_gets_its_whole_gradient() {
+    let w1 = |kind| {
+        let shape = Shape { kind, ..PLAIN };
+        let block = block(shape);
+        let length = 700;
+        let row = |seed, width| noise(seed, [1, width]).repeat([length, 1]);
+        let sample = TrainSample {
+            input_ids: vec![5; length as usize],
+            loss_mask: vec![true; length as usize],
+            taps: row(41, 2 * 24),
+            last: row(42, 24),
+            last_positions: (0..length as u32).collect(),
+            anchors: (0..500).collect(),
+        };
+        let batch = BlockBatch::new(&[sample], block.config(), 4.0, Device::Cpu, kind).unwrap();
+        let _ = block.accumulate(&batch, &DSPARK, Normaliser(NORMALISER));
+        let found = gradients(&block).into_iter().find(|(name, _)| name == "markov_head.markov_w1.weight");
+        found.unwrap().1.get(5)
+    };
+    let (exact, found) = (w1(Kind::Float), w1(Kind::BFloat16));
+    let error = (&found - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
+    assert!(error < 0.05, "{found:?} is off by {error}, in float32 it is {exact:?}");
+}
+
 /// Where drafter and target agree wholly, nothing is left to learn, and no loss is infinite where they share nothing.
 #[test]
 fn gradients_stay_finite_at_both_ends() {

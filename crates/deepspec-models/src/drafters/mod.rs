@@ -8,6 +8,7 @@ pub mod cost;
 pub mod eagle3;
 pub mod learner;
 mod trained;
+mod upload;
 mod warm_start;
 
 use std::fmt;

@@ -58,13 +58,40 @@ pub struct Outcome {
     pub hidden: Tensor,
     /// By the features, `[R, r]`; None without a Markov head.
     pub features: Option<Tensor>,
-    /// Columns of [`COLUMNS`], `[R, 7]` float32.
-    pub rows: Tensor,
+    /// One column for each [`Column`], `[R, 7]` float32.
+    rows: Tensor,
 }
 
-/// What is found about a row: its measures, its label's cross entropy with D-PACE's weight, and its α- and position-weighted
-/// loss, the confidence's apart. What is not learned is 0, but for `ce` and `l1`.
-pub const COLUMNS: [&str; 7] = ["ce", "l1", "soft_ce", "kl", "lk", "dpace", "loss"];
+/// What is found about a row. What is not learned is 0, but for [`Column::Ce`] and [`Column::L1`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Column {
+    /// −log p^d(x*).
+    Ce,
+    /// ‖p^d − p^t‖₁.
+    L1,
+    /// −Σ p^t log p^d.
+    SoftCe,
+    /// Σ p^t log(p^t/p^d).
+    Kl,
+    /// The overlap loss.
+    Lk,
+    /// The label's cross entropy with D-PACE's weight.
+    Dpace,
+    /// The α- and position-weighted loss, the confidence's apart.
+    Loss,
+}
+
+impl Column {
+    /// All of them, in the order in which they stand.
+    const ALL: [Self; 7] = [Self::Ce, Self::L1, Self::SoftCe, Self::Kl, Self::Lk, Self::Dpace, Self::Loss];
+}
+
+impl Outcome {
+    /// What was found of all rows, `[R]`.
+    pub fn column(&self, column: Column) -> Tensor {
+        self.rows.select(1, column as i64)
+    }
+}
 
 /// Some consecutive blocks and their rows.
 #[derive(Clone, Copy)]
@@ -133,7 +160,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let outcome = Outcome {
         hidden: rows.hidden.empty_like(),
         features: rows.bias.map(|bias| bias.features.empty_like()),
-        rows: Tensor::zeros([rows.labels.size()[0], COLUMNS.len() as i64], (Kind::Float, device)),
+        rows: Tensor::zeros([rows.labels.size()[0], Column::ALL.len() as i64], (Kind::Float, device)),
     };
     for chunk in &chunks {
         let n = chunk.rows;
@@ -182,7 +209,7 @@ struct Logits {
 }
 
 impl Logits {
-    /// The [`COLUMNS`] of the tile, whose rows are `span` of all. Leaves the gradients in place of the logits: by the bias
+    /// The [`Column`]s of the tile, whose rows are `span` of all. Leaves the gradients in place of the logits: by the bias
     /// where there is one, and by the base where it has none of its own or is soft-capped.
     fn differentiate(
         self,
@@ -224,6 +251,30 @@ impl Logits {
         let (soft_ce, kl) = measures.soft.unwrap_or_else(|| (zero.shallow_clone(), zero.shallow_clone()));
         let paced = alphas.dpace.map_or_else(|| zero.shallow_clone(), |_| &measures.ce * &pace);
         let lk = lk.unwrap_or(zero);
-        Tensor::cat(&[&measures.ce, &measures.l1, &soft_ce, &kl, &lk, &paced, &loss], 1)
+        let found = |column: Column| match column {
+            Column::Ce => &measures.ce,
+            Column::L1 => &measures.l1,
+            Column::SoftCe => &soft_ce,
+            Column::Kl => &kl,
+            Column::Lk => &lk,
+            Column::Dpace => &paced,
+            Column::Loss => &loss,
+        };
+        Tensor::cat(&Column::ALL.map(found), 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A column is looked up by what it is, never by a name that could be misspelt.
+    #[test]
+    fn every_column_is_found_where_it_was_put() {
+        let rows = Tensor::arange(Column::ALL.len() as i64, (Kind::Float, Device::Cpu)).unsqueeze(0);
+        let outcome = Outcome { hidden: rows.shallow_clone(), features: None, rows };
+        for (place, column) in Column::ALL.into_iter().enumerate() {
+            assert_eq!(outcome.column(column).double_value(&[0]), place as f64, "{column:?}");
+        }
     }
 }

@@ -7,7 +7,7 @@ mod chunks;
 mod rows;
 mod terms;
 
-pub use chunks::{Bias, COLUMNS, Outcome, Supervised, accumulate, buffer_bytes};
+pub use chunks::{Bias, Column, Outcome, Supervised, accumulate, buffer_bytes};
 pub use terms::LossAlphas;
 
 use tch::Tensor;

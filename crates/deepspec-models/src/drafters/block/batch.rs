@@ -3,6 +3,8 @@
 use tch::{Device, Kind, Tensor};
 
 use super::config::BlockConfig;
+use super::token_sums::TokenSums;
+use crate::drafters::upload::{Indices, Place, joined};
 
 /// One training sequence with the target's states.
 pub struct TrainSample {
@@ -86,14 +88,14 @@ pub struct BlockBatch {
     pub(super) block_positions: Tensor,   // [A·γ]
     /// Token before each label, `[A, γ]`: the anchor, then the labels.
     pub(super) previous: Tensor,
+    /// How the gradients by the embeddings of `previous` are added up; None without a Markov head.
+    pub(super) previous_sums: Option<TokenSums>,
     /// Supervised slots as indices into A·γ, `[R]`.
     pub(super) rows: Tensor,
     /// Their labels, `[R]`.
     pub(super) labels: Tensor,
     /// Their loss weights exp(−k/γ_decay), `[R]` float32.
     pub(super) weights: Tensor,
-    /// Their positions k inside the block, `[R]`.
-    pub(super) slots: Tensor,
     /// Target states that predict the labels, `[R, d]`.
     pub(super) teacher: Tensor,
     /// Supervised slots of each block.
@@ -102,8 +104,48 @@ pub struct BlockBatch {
     pub(super) blocks: usize,
 }
 
+/// Lists of a batch that have one entry per token, slot, supervised slot or block.
+#[derive(Default)]
+struct Lists {
+    context_positions: Vec<i64>,
+    block_tokens: Vec<i64>,
+    block_positions: Vec<i64>,
+    previous: Vec<i64>,
+    rows: Vec<i64>,
+    labels: Vec<i64>,
+    weights: Vec<f32>,
+    counts: Vec<usize>,
+}
+
+impl Lists {
+    /// Adds a sample; gives the rows of its last states that predict its labels.
+    fn add(&mut self, sample: &TrainSample, config: &BlockConfig, decay_gamma: f64) -> Vec<i64> {
+        let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), config.block_size);
+        self.context_positions.extend(0..length as i64);
+        let mut teacher_rows = vec![];
+        for &anchor in &sample.anchors {
+            let first = self.block_tokens.len();
+            for k in 0..gamma {
+                self.block_tokens.push(if k == 0 { ids[anchor] } else { config.mask_token_id });
+                self.block_positions.push((anchor + k) as i64);
+                self.previous.push(ids[(anchor + k).min(length - 1)]);
+            }
+            let supervised = eval_mask(&sample.loss_mask, anchor, gamma);
+            self.counts.push(supervised);
+            for k in 0..supervised {
+                self.rows.push((first + k) as i64);
+                self.labels.push(ids[anchor + 1 + k]);
+                self.weights.push(slot_weight(k, decay_gamma));
+                teacher_rows.push(sample.last_row(anchor + k));
+            }
+        }
+        teacher_rows
+    }
+}
+
 impl BlockBatch {
-    /// Lays out the samples' anchors. None if no sample has any.
+    /// Lays out the samples' anchors. None if no sample has any. All samples' states lie on one device, which may be another than
+    /// `device`.
     ///
     /// # Panics
     /// If the state of a supervised label's predecessor is not among a sample's `last_positions`; a cache that keeps
@@ -115,44 +157,43 @@ impl BlockBatch {
         device: Device,
         kind: Kind,
     ) -> Option<Self> {
-        let gamma = config.block_size;
-        let (mut spans, mut taps, mut teacher) = (vec![], vec![], vec![]);
-        let (mut context_positions, mut block_tokens, mut block_positions, mut previous) =
-            (vec![], vec![], vec![], vec![]);
-        let (mut rows, mut labels, mut weights, mut slots) = (vec![], vec![], vec![], vec![]);
-        let mut counts = vec![];
-        let (mut tokens, mut blocks) = (0, 0);
-        for sample in samples.iter().filter(|sample| !sample.anchors.is_empty()) {
-            let (ids, length) = (&sample.input_ids, sample.input_ids.len());
-            context_positions.extend(0..length as i64);
-            taps.push(sample.taps.to_device(device).to_kind(kind));
-            let mut teacher_rows = vec![];
-            for (b, &anchor) in sample.anchors.iter().enumerate() {
-                for k in 0..gamma {
-                    block_tokens.push(if k == 0 { ids[anchor] } else { config.mask_token_id });
-                    block_positions.push((anchor + k) as i64);
-                    previous.push(ids[(anchor + k).min(length - 1)]);
-                }
-                let supervised = eval_mask(&sample.loss_mask, anchor, gamma);
-                counts.push(supervised);
-                for k in 0..supervised {
-                    rows.push(((blocks + b) * gamma + k) as i64);
-                    labels.push(ids[anchor + 1 + k]);
-                    weights.push(slot_weight(k, decay_gamma));
-                    slots.push(k as i64);
-                    teacher_rows.push(sample.last_row(anchor + k));
-                }
-            }
-            let teacher_rows = Tensor::from_slice(&teacher_rows).to_device(sample.last.device());
-            teacher.push(sample.last.index_select(0, &teacher_rows).to_device(device).to_kind(kind));
-            let count = sample.anchors.len();
-            let anchors: Vec<i64> = sample.anchors.iter().map(|&anchor| anchor as i64).collect();
-            let anchors = Tensor::from_slice(&anchors).to_device(device).view([-1, 1, 1]);
-            let hidden = Tensor::arange(length as i64, (Kind::Int64, device)).ge_tensor(&anchors); // [A, 1, T]
+        let used: Vec<&TrainSample> = samples.iter().filter(|sample| !sample.anchors.is_empty()).collect();
+        let from = used.first()?.last.device();
+        let (mut lists, mut indices) = (Lists::default(), Indices::default());
+        let mut of_samples: Vec<(Place, Place)> = vec![]; // anchors, teacher's rows
+        for sample in &used {
+            let teacher_rows = lists.add(sample, config, decay_gamma);
+            let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);
+            of_samples.push((indices.add(anchors), indices.add(teacher_rows)));
+        }
+        let sums = config.markov.map(|_| TokenSums::plan(&lists.previous, &mut indices));
+        let Lists {
+            context_positions,
+            block_tokens,
+            block_positions,
+            previous,
+            rows,
+            labels,
+            weights,
+            counts,
+        } = lists;
+        let places = [context_positions, block_tokens, block_positions, previous, rows, labels]
+            .map(|list| indices.add(list));
+        let here = indices.on(device);
+        let there = if from == device { None } else { Some(indices.on(from)) };
+        let there = there.as_ref().unwrap_or(&here);
+        let [context_positions, block_tokens, block_positions, previous, rows, labels] =
+            places.map(|place| here.of(place));
+
+        let (mut spans, mut tokens, mut blocks) = (vec![], 0, 0);
+        for (sample, (anchors, _)) in used.iter().zip(&of_samples) {
+            let (length, count) = (sample.input_ids.len() as i64, sample.anchors.len());
+            let anchors = here.of(*anchors).view([-1, 1, 1]);
+            let hidden = Tensor::arange(length, (Kind::Int64, device)).ge_tensor(&anchors); // [A, 1, T]
             let mask = Tensor::zeros(hidden.size(), (kind, device)).masked_fill(&hidden, f64::NEG_INFINITY);
             spans.push(SequenceSpan {
-                first_token: tokens as i64,
-                token_count: length as i64,
+                first_token: tokens,
+                token_count: length,
                 first_block: blocks as i64,
                 block_count: count as i64,
                 mask,
@@ -161,23 +202,22 @@ impl BlockBatch {
             tokens += length;
             blocks += count;
         }
-        if blocks == 0 {
-            return None;
-        }
-        let ints = |values: &[i64]| Tensor::from_slice(values).to_device(device);
-        let by_block = [blocks as i64, gamma as i64];
+        let taps = std::iter::once(used.iter().map(|sample| sample.taps.shallow_clone()).collect());
+        let teacher = used.iter().zip(&of_samples);
+        let teacher = teacher.map(|(sample, (_, rows))| sample.last.index_select(0, &there.of(*rows)));
+        let by_block = [blocks as i64, config.block_size as i64];
         Some(Self {
             spans,
-            taps: Tensor::cat(&taps, 0),
-            context_positions: ints(&context_positions),
-            block_tokens: ints(&block_tokens).view(by_block),
-            block_positions: ints(&block_positions),
-            previous: ints(&previous).view(by_block),
-            rows: ints(&rows),
-            labels: ints(&labels),
+            taps: joined(taps, from, device, kind).remove(0),
+            context_positions,
+            block_tokens: block_tokens.view(by_block),
+            block_positions,
+            previous: previous.view(by_block),
+            previous_sums: sums.map(|places| TokenSums::new(&places, &here)),
+            rows,
+            labels,
             weights: Tensor::from_slice(&weights).to_device(device),
-            slots: ints(&slots),
-            teacher: Tensor::cat(&teacher, 0),
+            teacher: joined(std::iter::once(teacher.collect()), from, device, kind).remove(0),
             counts,
             blocks,
         })

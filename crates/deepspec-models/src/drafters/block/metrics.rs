@@ -31,7 +31,10 @@ impl BlockTerms {
 
     /// Every mean, divided once, over `samples` sequences.
     pub fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
-        let sum = |name: &str| self.names.iter().position(|n| n == name).map_or(0.0, |i| sums[i]);
+        let sum = |name: &str| match self.names.iter().position(|known| known == name) {
+            Some(place) => sums[place],
+            None => panic!("there is no sum of the name {name}"),
+        };
         let ratio = |num: &str, den: &str| if sum(den) > 0.0 { sum(num) / sum(den) } else { 0.0 };
         let (ce, l1, confidence) =
             (ratio("ce", "weight"), ratio("l1", "weight"), ratio("confidence", "weight"));

@@ -10,6 +10,7 @@ mod metrics;
 mod model;
 mod objective;
 mod proposer;
+mod token_sums;
 
 pub use batch::{BlockBatch, TrainSample, anchor_candidates, eval_mask, slot_weight};
 pub use config::{BlockConfig, Confidence};

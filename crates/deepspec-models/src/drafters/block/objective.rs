@@ -4,7 +4,7 @@ use tch::{Kind, Reduction, Tensor};
 
 use super::batch::BlockBatch;
 use super::model::Block;
-use crate::losses::{self, Bias, COLUMNS, LossAlphas, Outcome, Supervised};
+use crate::losses::{self, Bias, Column, LossAlphas, Outcome, Supervised};
 
 /// Added to every denominator.
 const DENOMINATOR_EPS: f64 = 1e-6;
@@ -66,16 +66,11 @@ impl Block {
             supervised(&markov.features(&hidden, e)) // [R, r]
         });
         let rows = supervised(&hidden); // [R, d]
-        let Outcome { hidden: by_hidden, features: by_features, rows: found } =
-            tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), alphas, scale));
-        let column = |name: &str| {
-            let index = COLUMNS.iter().position(|column| *column == name);
-            found.select(1, index.map_or(-1, |index| index as i64))
-        };
-        let accept = (column("l1") * -0.5 + 1.0).clamp(0.0, 1.0);
+        let outcome = tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), alphas, scale));
+        let accept = (outcome.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
-        let mut surrogate = (&rows * by_hidden).sum(Kind::Float);
-        if let Some((features, by_features)) = features.as_ref().zip(by_features) {
+        let mut surrogate = (&rows * &outcome.hidden).sum(Kind::Float);
+        if let Some((features, by_features)) = features.as_ref().zip(outcome.features.as_ref()) {
             surrogate += (features * by_features).sum(Kind::Float);
         }
         let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&supervised).as_ref());
@@ -89,11 +84,10 @@ impl Block {
         }
         surrogate.backward();
         tch::no_grad(|| {
-            if let Some((markov, e)) = self.parts.markov.as_ref().zip(e) {
-                let (previous, gradient) = (batch.previous.view([-1]), e.grad().flatten(0, 1));
-                let _ = losses::gradient(markov.w1()).index_add_(0, &previous, &gradient);
+            if let (Some(markov), Some(e), Some(sums)) = (&self.parts.markov, e, &batch.previous_sums) {
+                sums.add(&losses::gradient(markov.w1()), &e.grad().flatten(0, 1));
             }
-            self.sums(batch, alphas, &column, &accept, confidence_logits.as_ref().zip(bce.as_ref()))
+            self.sums(batch, alphas, &outcome, &accept, confidence_logits.as_ref().zip(bce.as_ref()))
         })
     }
 
@@ -134,12 +128,12 @@ impl Block {
         outcome
     }
 
-    /// The sums by name. `column` is of [`COLUMNS`], `accept [R]` the accept rates, `confidence` logits and loss of that head.
+    /// The sums by name. `accept [R]` are the accept rates, `confidence` logits and loss of that head.
     fn sums(
         &self,
         batch: &BlockBatch,
         alphas: &LossAlphas,
-        column: &dyn Fn(&str) -> Tensor,
+        outcome: &Outcome,
         accept: &Tensor,
         confidence: Option<(&Tensor, &Tensor)>,
     ) -> Tensor {
@@ -150,7 +144,9 @@ impl Block {
             all.index_add(0, &batch.rows, rows).view([-1, gamma])
         };
         let weighted = |values: &Tensor| (values * &batch.weights).sum(Kind::Float);
-        let survival = by_block(accept).cumprod(1, Kind::Float); // Π accept rate · eval_mask
+        let column = |column: Column| outcome.column(column);
+        let accepted = by_block(accept);
+        let survival = accepted.cumprod(1, Kind::Float); // Π accept rate · eval_mask
         let zero = Tensor::zeros([], (Kind::Float, device));
         let (bce, abs_error, bias, prefix_bias) = match confidence {
             Some((logits, bce)) => {
@@ -162,16 +158,17 @@ impl Block {
             }
             None => (zero.copy(), zero.copy(), zero.copy(), zero),
         };
-        let number = |value: f64| Tensor::from(value).to_device(device);
+        // Filled where it is needed: a number of the host's would have to travel.
+        let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
         let scalars = [
             batch.weights.sum(Kind::Float),
-            column("loss").sum(Kind::Double) + &bce * alphas.confidence,
-            weighted(&column("ce")),
-            weighted(&column("l1")),
-            weighted(&column("soft_ce")),
-            weighted(&column("kl")),
-            weighted(&column("lk")),
-            column("dpace").sum(Kind::Float),
+            column(Column::Loss).sum(Kind::Double) + &bce * alphas.confidence,
+            weighted(&column(Column::Ce)),
+            weighted(&column(Column::L1)),
+            weighted(&column(Column::SoftCe)),
+            weighted(&column(Column::Kl)),
+            weighted(&column(Column::Lk)),
+            column(Column::Dpace).sum(Kind::Float),
             bce,
             survival.sum(Kind::Double) + batch.blocks as f64,
             number(batch.blocks as f64),
@@ -181,11 +178,8 @@ impl Block {
             prefix_bias,
         ];
         let scalars = scalars.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1]));
-        let per_position = |rows: &Tensor| {
-            let all = Tensor::zeros([gamma], (Kind::Double, device));
-            all.index_add(0, &batch.slots, &rows.to_kind(Kind::Double))
-        };
-        let positions = [per_position(accept), per_position(&accept.ones_like())];
+        let per_position = |by_block: &Tensor| by_block.sum_dim_intlist(0, false, Kind::Double);
+        let positions = [per_position(&accepted), per_position(&by_block(&accept.ones_like()))];
         Tensor::cat(&scalars.chain(positions).collect::<Vec<_>>(), 0)
     }
 }

@@ -6,12 +6,13 @@ use tch::{Device, Kind, Tensor};
 
 use super::objective::Eagle3Objective;
 use crate::drafters::block::TrainSample;
+use crate::drafters::upload::{Indices, Place, Uploaded, joined};
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
 pub(super) const PIECE: usize = 256;
 
-/// Some columns of a step, all of one sequence.
-pub(super) struct Piece {
+/// Some columns of a step, all of one sequence; C says where its list is, or holds it.
+pub(super) struct Piece<C = Tensor> {
     /// The first among the step's n, and how many.
     pub first: i64,
     pub rows: i64,
@@ -19,7 +20,7 @@ pub(super) struct Piece {
     pub first_key: i64,
     pub keys: i64,
     /// Their own places among these, `[rows]`.
-    pub columns: Tensor,
+    pub columns: C,
 }
 
 /// One step: n columns that are still needed.
@@ -38,6 +39,37 @@ pub(super) struct Step {
     pub teacher: Tensor,
     /// Their loss weights, 1 over the sequence's length, `[R]` float32.
     pub weights: Tensor,
+}
+
+/// A [`Step`] whose lists and states are still to travel.
+struct StepPlan {
+    kept: Option<Place>,
+    tokens: Place,
+    positions: Place,
+    pieces: Vec<Piece<Place>>,
+    rows: Place,
+    /// Rows of each sample's last states.
+    predicting: Vec<Place>,
+    /// The first of all weights that is its own, and how many.
+    weights: (i64, i64),
+}
+
+impl StepPlan {
+    fn on_device(self, lists: &Uploaded, weights: &Tensor, teacher: Tensor) -> Step {
+        let piece = |Piece { first, rows, first_key, keys, columns }: Piece<Place>| {
+            let columns = lists.of(columns);
+            Piece { first, rows, first_key, keys, columns }
+        };
+        Step {
+            kept: self.kept.map(|kept| lists.of(kept)),
+            tokens: lists.of(self.tokens),
+            positions: lists.of(self.positions),
+            pieces: self.pieces.into_iter().map(piece).collect(),
+            rows: lists.of(self.rows),
+            teacher,
+            weights: weights.narrow(0, self.weights.0, self.weights.1),
+        }
+    }
 }
 
 /// The tensors of one pass over some sequences.
@@ -79,7 +111,8 @@ impl Eagle3Batch {
         &self.steps[s].teacher
     }
 
-    /// Lays out the samples. None if nothing in them is supervised.
+    /// Lays out the samples. None if nothing in them is supervised. All samples' states lie on one device, which may be another
+    /// than `device`.
     ///
     /// # Panics
     /// If the state that predicts a supervised label is not among a sample's `last_positions`; a cache that keeps supervised
@@ -99,59 +132,69 @@ impl Eagle3Batch {
             LossNormalization::Global => 1.0 / sample.input_ids.len() as f32,
             LossNormalization::MicroBatch => 1.0 / longest as f32,
         };
-        if used.is_empty() {
-            return None;
-        }
+        let from = used.first()?.last.device();
         let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
-        let taps = |sample: &&TrainSample| {
-            sample.taps.narrow(0, 0, first_columns(sample) as i64).to_device(device).to_kind(kind)
-        };
-        let taps: Vec<Tensor> = used.iter().map(taps).collect();
-        let ints = |values: &[i64]| Tensor::from_slice(values).to_device(device);
-        let step = |s: usize| {
+        let mut indices = Indices::default();
+        let mut weights: Vec<f32> = vec![];
+        let mut plan = |s: usize| {
             let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
-            let (mut rows, mut teacher, mut weights, mut before) = (vec![], vec![], vec![], 0);
-            let mut first_key = 0;
+            let (mut rows, mut predicting, mut before, mut first_key) = (vec![], vec![], 0, 0);
+            let first_weight = weights.len();
             for sample in &used {
                 let own = needed(supervise, &sample.loss_mask, s, steps);
                 let earlier = needed(supervise, &sample.loss_mask, s.saturating_sub(1), steps);
                 for (number, part) in own.chunks(PIECE).enumerate() {
-                    let columns: Vec<i64> = part.iter().map(|&i| i as i64).collect();
                     pieces.push(Piece {
                         first: (tokens.len() + number * PIECE) as i64,
-                        rows: columns.len() as i64,
+                        rows: part.len() as i64,
                         first_key,
-                        keys: columns[columns.len() - 1] + 1,
-                        columns: ints(&columns),
+                        keys: part[part.len() - 1] as i64 + 1,
+                        columns: indices.add(part.iter().map(|&i| i as i64)),
                     });
                 }
                 first_key += first_columns(sample) as i64;
-                let mut predicting = vec![];
+                let mut states = vec![];
                 for &i in &own {
                     // The columns of a step are among those of the step before.
                     kept.extend(earlier.binary_search(&i).ok().map(|place| (before + place) as i64));
                     if supervised(supervise, &sample.loss_mask, i, s) {
                         rows.push(tokens.len() as i64);
-                        predicting.push(sample.last_row(i + 1 + s));
+                        states.push(sample.last_row(i + 1 + s));
                         weights.push(weight(sample));
                     }
                     tokens.push(sample.input_ids[i + 1 + s]);
                     positions.push((i + s) as i64);
                 }
                 before += earlier.len();
-                let predicting = Tensor::from_slice(&predicting).to_device(sample.last.device());
-                teacher.push(sample.last.index_select(0, &predicting).to_device(device).to_kind(kind));
+                predicting.push(indices.add(states));
             }
-            (!tokens.is_empty()).then(|| Step {
-                kept: (kept.len() < before).then(|| ints(&kept)),
-                tokens: ints(&tokens),
-                positions: ints(&positions),
+            (!tokens.is_empty()).then(|| StepPlan {
+                kept: (kept.len() < before).then(|| indices.add(kept)),
+                tokens: indices.add(tokens),
+                positions: indices.add(positions),
                 pieces,
-                rows: ints(&rows),
-                teacher: Tensor::cat(&teacher, 0),
-                weights: Tensor::from_slice(&weights).to_device(device),
+                weights: (first_weight as i64, rows.len() as i64),
+                rows: indices.add(rows),
+                predicting,
             })
         };
-        Some(Self { taps: Tensor::cat(&taps, 0), steps: (0..steps).map_while(step).collect() })
+        let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
+
+        let here = indices.on(device);
+        let there = if from == device { None } else { Some(indices.on(from)) };
+        let there = there.as_ref().unwrap_or(&here);
+        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64)).collect();
+        let predicting = |plan: &StepPlan| {
+            let states = used.iter().zip(&plan.predicting);
+            states.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect()
+        };
+        let teachers = joined(plans.iter().map(predicting), from, device, kind);
+        let weights = Tensor::from_slice(&weights).to_device(device);
+        let steps =
+            plans.into_iter().zip(teachers).map(|(plan, teacher)| plan.on_device(&here, &weights, teacher));
+        Some(Self {
+            taps: joined(std::iter::once(taps), from, device, kind).remove(0),
+            steps: steps.collect(),
+        })
     }
 }

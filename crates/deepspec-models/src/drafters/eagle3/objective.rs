@@ -45,15 +45,15 @@ impl Eagle3 {
         normaliser: Normaliser,
         sequences: usize,
     ) -> Tensor {
-        let count = Tensor::from(sequences as f64).to_device(self.device());
+        let double = (Kind::Double, self.device());
+        let count = Tensor::full([1], sequences as f64, double);
         let Some(batch) = batch else {
-            let empty =
-                Tensor::zeros([4 * self.config().ttt_length as i64 + 3], (Kind::Double, self.device()));
-            return Tensor::cat(&[empty, count.view([1])], 0);
+            let empty = Tensor::zeros([4 * self.config().ttt_length as i64 + 3], double);
+            return Tensor::cat(&[empty, count], 0);
         };
         let mut surrogate = Tensor::zeros([], (Kind::Float, self.device()));
         let mut sums: Vec<Tensor> = vec![];
-        let mut taus = [Tensor::from(0.0), Tensor::from(0.0)].map(|tau| tau.to_device(self.device()));
+        let mut taus = [(); 2].map(|()| Tensor::zeros([], double));
         let mut survivors: Option<[Tensor; 2]> = None;
         let mut factor = 1.0 / normaliser.0;
         for (step, states) in batch.steps.iter().zip(self.states(batch)) {
@@ -88,7 +88,7 @@ impl Eagle3 {
             survivors = Some(alive);
         }
         surrogate.backward();
-        let none = Tensor::zeros([], (Kind::Double, self.device()));
+        let none = Tensor::zeros([], double);
         sums.resize_with(4 * self.config().ttt_length, || none.shallow_clone());
         let columns = sums[1].shallow_clone(); // supervised at step 0: where a chain of drafts may begin
         sums.extend(taus.into_iter().chain([columns, count]));

@@ -1,0 +1,101 @@
+//! The gradient of an embedding: what belongs to one token is added up in float32 and in a fixed order, on every device.
+//!
+//! Adding row by row in place would round every sum to the embedding's kind, and on a GPU in whatever order its threads come:
+//! of a thousand equal addends bfloat16 keeps less than half.
+
+use std::collections::BTreeMap;
+
+use tch::{Kind, Tensor};
+
+use crate::drafters::upload::{Indices, Place, Uploaded};
+
+/// Which of N addends belong to which of U tokens.
+pub(super) struct TokenSums {
+    /// The tokens, each once: `[U]`.
+    tokens: Tensor,
+    /// Token after token, the row that it has and its addends: `[U + N]`, counted in U rows and then N addends.
+    order: Tensor,
+    /// How many of these each token has: `[U]`.
+    counts: Tensor,
+}
+
+/// The lists of [`TokenSums`] on their way.
+pub(super) struct TokenPlaces {
+    tokens: Place,
+    order: Place,
+    counts: Place,
+}
+
+impl TokenSums {
+    /// The lists for addends of these tokens.
+    pub fn plan(tokens: &[i64], indices: &mut Indices) -> TokenPlaces {
+        let mut addends: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
+        for (addend, &token) in tokens.iter().enumerate() {
+            addends.entry(token).or_default().push(addend as i64);
+        }
+        let rows = addends.len() as i64;
+        let order = addends.values().enumerate().flat_map(|(row, addends)| {
+            std::iter::once(row as i64).chain(addends.iter().map(move |addend| rows + addend))
+        });
+        TokenPlaces {
+            order: indices.add(order),
+            tokens: indices.add(addends.keys().copied()),
+            counts: indices.add(addends.values().map(|addends| addends.len() as i64 + 1)),
+        }
+    }
+
+    /// The lists where they are needed.
+    pub fn new(places: &TokenPlaces, there: &Uploaded) -> Self {
+        let TokenPlaces { tokens, order, counts } = places;
+        Self { tokens: there.of(*tokens), order: there.of(*order), counts: there.of(*counts) }
+    }
+
+    /// Adds `addends [N, r]` to the rows of `gradient [V, r]`, to be called without a graph: a row is rounded to its kind once, when
+    /// all is added.
+    pub fn add(&self, gradient: &Tensor, addends: &Tensor) {
+        let before = gradient.index_select(0, &self.tokens);
+        let all = Tensor::cat(&[&before, addends], 0).to_kind(Kind::Float).index_select(0, &self.order);
+        let none = None::<&Tensor>;
+        // The counts are known to be right; to look at them would make the host wait for the device.
+        let sums = Tensor::segment_reduce(&all, "sum", Some(&self.counts), none, none, 0, true, 0.0);
+        let _ = gradient.shallow_clone().index_copy_(0, &self.tokens, &sums.to_kind(gradient.kind()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    fn sums(tokens: &[i64]) -> TokenSums {
+        let mut indices = Indices::default();
+        let places = TokenSums::plan(tokens, &mut indices);
+        TokenSums::new(&places, &indices.on(Device::Cpu))
+    }
+
+    #[test]
+    fn a_thousand_equal_addends_give_their_sum_in_bfloat16() {
+        let tokens: Vec<i64> = (0..2000).map(|i| if i % 2 == 0 { 5 } else { i }).collect();
+        let gradient = Tensor::zeros([2000, 3], (Kind::BFloat16, Device::Cpu));
+        sums(&tokens).add(&gradient, &Tensor::full([2000, 3], 0.25, (Kind::BFloat16, Device::Cpu)));
+        for (row, expected) in [(5, 250.25), (0, 0.0), (1, 0.25), (4, 0.0), (1999, 0.25)] {
+            let found = gradient.double_value(&[row, 2]);
+            // 8 bits of 250.
+            assert!((found - expected).abs() <= 0.5, "row {row} is {found}, expected {expected}");
+        }
+    }
+
+    /// What was there comes first, then the addends in their order.
+    #[test]
+    fn float32_sums_have_the_bits_of_one_addition_after_the_other() {
+        let tokens: Vec<i64> = (0..600).map(|i| (i * i + 3 * i) % 37).collect();
+        let noise = |seed, rows: i64| {
+            Tensor::from_slice(&deepspec_testkit::noise(seed, rows as usize * 8)).view([rows, 8])
+        };
+        let (gradient, addends) = (noise(1, 64), noise(2, 600));
+        let expected = gradient.index_add(0, &Tensor::from_slice(&tokens), &addends);
+        sums(&tokens).add(&gradient, &addends);
+        assert!(gradient.equal(&expected));
+    }
+}
