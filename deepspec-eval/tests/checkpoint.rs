@@ -5,8 +5,11 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{assert_refused, deepspec_eval, drafter_config, run, target_dir, write_drafter, write_eagle3};
-use deepspec_models::{BlockConfig, ModelConfig, load_ends};
+use common::{
+    answers, assert_refused, deepspec_eval, drafter_config, results, run, run_ok, target_dir, write_drafter,
+    write_eagle3,
+};
+use deepspec_models::{Block, BlockConfig, ModelConfig, load_ends, save_checkpoint};
 use serde_json::Value;
 use tch::{Device, Kind};
 
@@ -63,6 +66,37 @@ fn a_checkpoint_goes_there_and_back_and_is_described() {
     let json = ok(deepspec_eval(&["checkpoint", "inspect", "--json", back.to_str().unwrap()]));
     let json: Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["parameters"]["target"], 2 * 1024 * 192);
+}
+
+/// What is measured and described does not depend on how many files the weights lie in.
+#[test]
+fn a_checkpoint_in_shards_is_read_by_every_command() {
+    let root = tempfile::tempdir().unwrap();
+    let (own, shards) = (drafter(root.path()), root.path().join("shards"));
+    let block = Block::load(&own, Device::Cpu, Kind::BFloat16).unwrap();
+    fs::create_dir(&shards).unwrap();
+    fs::copy(own.join("config.json"), shards.join("config.json")).unwrap();
+    save_checkpoint(&shards, &block.checkpoint(), Kind::BFloat16, 200_000).unwrap();
+    assert!(
+        shards.join("model.safetensors.index.json").is_file() && !shards.join("model.safetensors").exists()
+    );
+    let inspect = |dir: &Path| ok(deepspec_eval(&["checkpoint", "inspect", dir.to_str().unwrap()]));
+    assert_eq!(inspect(&shards), inspect(&own));
+    let converted = |from: &Path, name: &str| {
+        let out = root.path().join(name);
+        ok(convert(from, "speculators", &out, &[]));
+        fs::read(out.join("model.safetensors")).unwrap()
+    };
+    assert!(converted(&shards, "from-shards") == converted(&own, "from-one"));
+    let measured = |drafter: &Path, name: &str| {
+        let out = root.path().join(name);
+        let args = ["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8", "--temperature", "0"];
+        run_ok(drafter.to_str().unwrap(), &out, &args);
+        (answers(&out), results(&out)["suites"][0]["counts"].clone())
+    };
+    let found = measured(&shards, "several");
+    assert_eq!(found, measured(&own, "one"));
+    assert!(found.1.is_object(), "{found:?}");
 }
 
 #[test]

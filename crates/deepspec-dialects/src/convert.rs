@@ -10,11 +10,11 @@ use serde_json::{Map, Value};
 
 use crate::layout::{EMBED, HEAD, REBUILT, VERIFIER_NORM, is_end};
 use crate::numbers::{cast, differing_rows};
-use crate::tensors::{Source, Written, write};
+use crate::shards::{MAX_SHARD_BYTES, is_weights};
+use crate::write::{Source, Written, write};
 use crate::{Checkpoint, Dialect, DialectError, Drafter, Target};
 
 const CONFIG: &str = "config.json";
-const WEIGHTS: &str = "model.safetensors";
 
 /// A drafter ready to be written in its new dialect.
 pub struct Converted<'a> {
@@ -24,6 +24,8 @@ pub struct Converted<'a> {
     pub dropped: Vec<String>,
     /// Tensors that came from the target.
     pub taken: Vec<String>,
+    /// Largest file of weights that is written, in bytes.
+    pub max_shard_bytes: usize,
 }
 
 /// Plans the drafter of `source` in the dialect `to`. `target` supplies what that dialect needs and vouches for what it
@@ -84,6 +86,7 @@ pub fn convert<'a>(
         tensors,
         dropped,
         taken,
+        max_shard_bytes: MAX_SHARD_BYTES,
     })
 }
 
@@ -111,7 +114,7 @@ fn without_target<'a>(source: &'a Checkpoint, to: Dialect, drafter: &Drafter) ->
         });
     }
     let config = to.config(drafter, None, dtype_name(source.dtype()));
-    Some(Converted { config, tensors, dropped, taken: vec![] })
+    Some(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }
 
 fn why_target(from: Dialect, to: Dialect, drafter: &Drafter) -> String {
@@ -238,7 +241,7 @@ impl Converted<'_> {
         let partial = beside(dir, ".partial");
         clear(&partial)?;
         atomic::create_dir(&partial)?;
-        write(&partial.join(WEIGHTS), &mut self.tensors)?;
+        write(&partial, &mut self.tensors, self.max_shard_bytes)?;
         atomic::write_json(&partial.join(CONFIG), &self.config)?;
         let old = beside(dir, ".old");
         if dir.exists() {
@@ -255,7 +258,7 @@ fn foreign_file(dir: &Path) -> Result<Option<String>, DialectError> {
     let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
     let names =
         entries.filter_map(|entry| entry.ok().map(|entry| entry.file_name().to_string_lossy().into_owned()));
-    Ok(names.into_iter().find(|name| name != CONFIG && name != WEIGHTS))
+    Ok(names.into_iter().find(|name| name != CONFIG && !is_weights(name)))
 }
 
 fn beside(dir: &Path, suffix: &str) -> PathBuf {

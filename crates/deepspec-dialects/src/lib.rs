@@ -18,8 +18,10 @@ mod fields;
 mod layout;
 mod loaders;
 mod numbers;
+mod shards;
 mod target;
 mod tensors;
+mod write;
 
 pub use checkpoint::{Checkpoint, advice};
 pub use convert::{Converted, convert};
@@ -27,5 +29,6 @@ pub use dialect::Dialect;
 pub use drafter::{Algorithm, Block, Design, Drafter, Family, Markov, MarkovKind, Obstacle, Slots};
 pub use error::DialectError;
 pub use loaders::{Loader, loaders};
+pub use shards::{MAX_SHARD_BYTES, Shard, cut, write_index};
 pub use target::Target;
 pub use tensors::{TensorFacts, Tensors};

@@ -1,23 +1,19 @@
-//! Tensors as bytes: headers of one safetensors file or several, and writing one file from many places.
+//! Tensors as bytes, from one safetensors file or several.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
-use safetensors::tensor::{Metadata, TensorInfo};
-use serde_json::Value;
+use safetensors::tensor::Metadata;
 
-use crate::DialectError;
-use crate::fields::read_object;
+use crate::{DialectError, shards};
 
 /// Longest header that is believed; the format's own limit.
 const MAX_HEADER: u64 = 100_000_000;
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 /// Bytes copied at once.
 const CHUNK: usize = 16 << 20;
 
@@ -32,10 +28,10 @@ pub struct TensorFacts {
     pub bytes: usize,
 }
 
-struct Place {
+pub(crate) struct Place {
     shard: usize,
     start: u64,
-    facts: TensorFacts,
+    pub facts: TensorFacts,
 }
 
 /// The tensors of a folder, whose values are read when they are asked for.
@@ -51,8 +47,20 @@ impl Tensors {
     /// # Errors
     /// If no weights are there, or a file is truncated or no safetensors file.
     pub fn open(dir: &Path) -> Result<Self, DialectError> {
+        Self::of_files(dir, shards::paths(dir)?)
+    }
+
+    /// Opens one safetensors file of any name.
+    ///
+    /// # Errors
+    /// If the file is truncated or no safetensors file.
+    pub fn open_file(path: &Path) -> Result<Self, DialectError> {
+        Self::of_files(path, vec![path.to_path_buf()])
+    }
+
+    fn of_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, DialectError> {
         let (mut shards, mut places) = (vec![], BTreeMap::new());
-        for path in shard_paths(dir)? {
+        for path in paths {
             let (file, data, header) = open_shard(&path)?;
             for (name, info) in header.tensors() {
                 let (start, end) = info.data_offsets;
@@ -67,6 +75,11 @@ impl Tensors {
             shards.push((path, file));
         }
         Ok(Self { dir: dir.to_path_buf(), shards, places })
+    }
+
+    /// What was opened: the folder, or the one file.
+    pub fn dir(&self) -> &Path {
+        &self.dir
     }
 
     /// Names and facts, sorted by name.
@@ -84,7 +97,7 @@ impl Tensors {
         DialectError::Tensor { path: self.dir.clone(), name: name.into(), problem: problem.into() }
     }
 
-    fn place(&self, name: &str) -> Result<&Place, DialectError> {
+    pub(crate) fn place(&self, name: &str) -> Result<&Place, DialectError> {
         self.places.get(name).ok_or_else(|| self.error(name, "missing"))
     }
 
@@ -100,7 +113,8 @@ impl Tensors {
         Ok(bytes)
     }
 
-    fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), DialectError> {
+    /// Writes the bytes of a tensor, a part at a time.
+    pub(crate) fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), DialectError> {
         let place = self.place(name)?;
         let (path, file) = &self.shards[place.shard];
         let mut buffer = vec![0; place.facts.bytes.min(CHUNK)];
@@ -114,98 +128,6 @@ impl Tensors {
         }
         Ok(())
     }
-}
-
-/// Where the bytes of a tensor to be written come from.
-pub enum Source<'a> {
-    /// A tensor of this name elsewhere.
-    Copy(&'a Tensors, String),
-    /// These bytes.
-    Bytes(Vec<u8>),
-}
-
-/// A tensor to be written.
-pub struct Written<'a> {
-    pub name: String,
-    pub dtype: Dtype,
-    pub shape: Vec<usize>,
-    pub source: Source<'a>,
-}
-
-impl Written<'_> {
-    fn len(&self) -> Result<usize, DialectError> {
-        match &self.source {
-            Source::Copy(tensors, name) => Ok(tensors.place(name)?.facts.bytes),
-            Source::Bytes(bytes) => Ok(bytes.len()),
-        }
-    }
-}
-
-/// Writes a safetensors file, synced. Tensors stand in it widest values first and then by name, as the safetensors packages
-/// write them.
-pub fn write(path: &Path, tensors: &mut [Written]) -> Result<(), DialectError> {
-    tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
-    let (mut infos, mut end) = (vec![], 0);
-    for tensor in tensors.iter() {
-        let start = end;
-        end += tensor.len()?;
-        let info =
-            TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
-        infos.push((tensor.name.clone(), info));
-    }
-    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
-    // Readers of PyTorch checkpoints ask for this note.
-    let note = [("format".to_string(), "pt".to_string())].into();
-    let header = Metadata::new(Some(note), infos).map_err(|error| bad(error.to_string()))?;
-    let mut header = serde_json::to_vec(&header).map_err(|error| bad(error.to_string()))?;
-    header.resize(header.len().next_multiple_of(8), b' ');
-
-    let mut out = BufWriter::new(File::create(path).map_err(FileError::at("writing", path))?);
-    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(FileError::at("writing", path));
-    put(&(header.len() as u64).to_le_bytes())?;
-    put(&header)?;
-    for tensor in tensors.iter() {
-        match &tensor.source {
-            Source::Copy(tensors, name) => tensors.copy(name, &mut out)?,
-            Source::Bytes(bytes) => out.write_all(bytes).map_err(FileError::at("writing", path))?,
-        }
-    }
-    let finish = || -> io::Result<()> {
-        out.flush()?;
-        out.get_ref().sync_all()
-    };
-    let mut finish = finish;
-    Ok(finish().map_err(FileError::at("writing", path))?)
-}
-
-fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, DialectError> {
-    let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
-    if !index.is_file() {
-        if single.is_file() {
-            return Ok(vec![single]);
-        }
-        let problem = format!("the folder has neither {SINGLE} nor {INDEX}");
-        return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
-    }
-    let bad = |problem: &str| DialectError::Key {
-        path: index.clone(),
-        key: "weight_map".into(),
-        problem: problem.into(),
-    };
-    let json = read_object(&index)?;
-    let map = json.get("weight_map").and_then(Value::as_object);
-    let map =
-        map.filter(|map| !map.is_empty()).ok_or_else(|| bad("expected tensor names with their files"))?;
-    let mut names = map
-        .values()
-        .map(|name| name.as_str().ok_or_else(|| bad("expected file names")))
-        .collect::<Result<Vec<_>, _>>()?;
-    names.sort_unstable();
-    names.dedup();
-    if let Some(outside) = names.iter().find(|name| name.contains('/')) {
-        return Err(bad(&format!("shard `{outside}` lies outside of the folder")));
-    }
-    Ok(names.into_iter().map(|name| dir.join(name)).collect())
 }
 
 /// The file, where its data begin, and its header.

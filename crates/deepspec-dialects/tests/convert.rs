@@ -109,6 +109,51 @@ fn a_sharded_checkpoint_is_read_as_one() {
     assert_eq!(bytes(&converted(&sharded, Dialect::Specforge, Some(&target))), bytes(&whole));
 }
 
+/// Past the largest file weights are written in shards with an index, and one form leaves nothing of the other behind.
+#[test]
+fn what_is_too_large_for_one_file_is_written_in_shards() {
+    let reference = golden("dspark_vanilla");
+    let source = Checkpoint::open(reference.path()).unwrap();
+    let (folder, single) =
+        (Folder::new(), converted(&reference, Dialect::Speculators, Some(&target(&reference))));
+    let target = target(&reference);
+    let target = Target::open(target.path(), "owner/target").unwrap();
+    let out = folder.path().join("out");
+    let write = |most: Option<usize>| {
+        let mut converted = convert(&source, Dialect::Speculators, Some(&target)).unwrap();
+        converted.max_shard_bytes = most.unwrap_or(converted.max_shard_bytes);
+        converted.write(&out, true).unwrap();
+        let mut files: Vec<String> = std::fs::read_dir(&out)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        files.sort();
+        files
+    };
+    let most = 20_000;
+    let files = write(Some(most));
+    let shards: Vec<&String> = files.iter().filter(|name| name.starts_with("model-")).collect();
+    assert!(shards.len() > 2 && files.len() == shards.len() + 2, "{files:?}");
+    assert_eq!(*shards[0], format!("model-00001-of-{:05}.safetensors", shards.len()));
+    let index = std::fs::read_to_string(out.join("model.safetensors.index.json")).unwrap();
+    let index: Value = serde_json::from_str(&index).unwrap();
+    let (there, whole) = (Checkpoint::open(&out).unwrap(), Checkpoint::open(single.path()).unwrap());
+    there.check().unwrap();
+    let mut total = 0;
+    for (name, facts) in whole.tensors().iter() {
+        assert_eq!(there.tensors().get(name), Some(facts));
+        assert_eq!(there.tensors().bytes(name).unwrap(), whole.tensors().bytes(name).unwrap(), "{name}");
+        let file = out.join(index["weight_map"][name].as_str().unwrap());
+        let own = deepspec_dialects::Tensors::open_file(&file).unwrap();
+        let held: usize = own.iter().map(|(_, facts)| facts.bytes).sum();
+        assert!(own.get(name).is_some() && (held <= most || own.iter().count() == 1), "{name} in {file:?}");
+        total += facts.bytes;
+    }
+    assert_eq!(index["metadata"]["total_size"], total);
+    assert_eq!(write(None), ["config.json", "model.safetensors"]);
+    assert_eq!(write(Some(most)), files);
+}
+
 #[test]
 fn ends_of_another_type_are_compared_and_restored_as_the_drafter_has_them() {
     // The target in float32, the drafter with its ends rounded to bfloat16, as our trainer writes it.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli::UsageError;
+use deepspec_dialects::DialectError;
 
 /// A model that cannot be loaded or does not fit.
 #[derive(Debug, thiserror::Error)]
@@ -54,4 +55,21 @@ pub enum ModelError {
     /// Target and drafter (or cache) do not belong together.
     #[error("{0}")]
     Mismatch(#[source] UsageError),
+}
+
+/// Files of weights are read by the crate of the dialects.
+impl From<DialectError> for ModelError {
+    fn from(error: DialectError) -> Self {
+        match error {
+            DialectError::File(error) => Self::File(error),
+            DialectError::NotADrafter { path, problem } => Self::NotAModel { path, problem },
+            DialectError::Key { path, key, problem } => Self::Config { path, key, problem },
+            DialectError::Tensor { path, name, problem } => {
+                Self::NotAModel { path, problem: format!("tensor `{name}`: {problem}") }
+            }
+            DialectError::Refused { path, to, reason } => {
+                Self::NotAModel { path, problem: format!("not convertible to {to}: {reason}") }
+            }
+        }
+    }
 }

@@ -15,6 +15,7 @@ mod target;
 mod weights;
 
 pub use config::ModelConfig;
+pub use deepspec_dialects::MAX_SHARD_BYTES;
 pub use drafters::block::{
     Block, BlockBatch, BlockConfig, BlockProposer, BlockTerms, Confidence, Drafting, LossSums, Normaliser,
     TrainSample, anchor_candidates, eval_mask, slot_weight,
@@ -29,4 +30,4 @@ pub use families::Family;
 pub use identity::{config_digest, stop_ids, weights_digest};
 pub use losses::LossAlphas;
 pub use target::{TargetModel, TargetOptions, load_ends};
-pub use weights::{Weights, save};
+pub use weights::{Weights, save, save_checkpoint};

@@ -1,0 +1,133 @@
+//! A checkpoint's weights in one file or several: how these are called, where they are cut, and the index that lists them.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::{self, FileError};
+use serde_json::{Map, Value, json};
+
+use crate::DialectError;
+use crate::fields::read_object;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Largest file of a checkpoint, in bytes of values: what transformers takes unless it is told another `max_shard_size`. Only a tensor
+/// that is larger by itself makes a larger file.
+pub const MAX_SHARD_BYTES: usize = 5_000_000_000;
+
+/// One file that is to be written, and which of the tensors are in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shard {
+    /// Its name in the checkpoint's folder.
+    pub name: String,
+    /// Places of its tensors.
+    pub tensors: Range<usize>,
+}
+
+/// Cuts tensors of these sizes in bytes, in their order, into files of at most `most` bytes: `model.safetensors` if that is one,
+/// else numbered ones, which want an index.
+pub fn cut(sizes: &[usize], most: usize) -> Vec<Shard> {
+    let (mut runs, mut held): (Vec<Range<usize>>, usize) = (vec![], 0);
+    for (place, &size) in sizes.iter().enumerate() {
+        match runs.last_mut() {
+            Some(run) if held.saturating_add(size) <= most => {
+                run.end = place + 1;
+                held += size;
+            }
+            _ => {
+                runs.push(place..place + 1);
+                held = size;
+            }
+        }
+    }
+    if runs.is_empty() {
+        runs.push(0..0);
+    }
+    let files = runs.len();
+    let name = |number: usize| match files {
+        1 => SINGLE.into(),
+        _ => format!("model-{:05}-of-{files:05}.safetensors", number + 1),
+    };
+    runs.into_iter().enumerate().map(|(number, tensors)| Shard { name: name(number), tensors }).collect()
+}
+
+/// Writes the index of `shards` over the tensors of these names and sizes; nothing where there is one file.
+///
+/// # Errors
+/// Any I/O failure, with the path.
+pub fn write_index(dir: &Path, shards: &[Shard], tensors: &[(&str, usize)]) -> Result<(), FileError> {
+    if shards.len() < 2 {
+        return Ok(());
+    }
+    let file_of = |shard: &Shard| {
+        let names = tensors[shard.tensors.clone()].iter().map(|(name, _)| name.to_string());
+        let file = json!(shard.name);
+        names.map(move |name| (name, file.clone())).collect::<Vec<_>>()
+    };
+    let map: Map<String, Value> = shards.iter().flat_map(file_of).collect();
+    let bytes: usize = tensors.iter().map(|(_, size)| size).sum();
+    atomic::write_json(&dir.join(INDEX), &json!({"metadata": {"total_size": bytes}, "weight_map": map}))
+}
+
+/// Whether a checkpoint's weights may lie in a file of this name.
+pub fn is_weights(name: &str) -> bool {
+    let numbered = || {
+        let (number, files) =
+            name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
+        Some([number, files].iter().all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit())))
+    };
+    name == SINGLE || name == INDEX || numbered().unwrap_or(false)
+}
+
+/// The files of the weights in `dir`: the index says, or there is one.
+pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, DialectError> {
+    let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
+    if !index.is_file() {
+        if single.is_file() {
+            return Ok(vec![single]);
+        }
+        let problem = format!("the folder has neither {SINGLE} nor {INDEX}");
+        return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
+    }
+    let bad = |problem: &str| DialectError::Key {
+        path: index.clone(),
+        key: "weight_map".into(),
+        problem: problem.into(),
+    };
+    let json = read_object(&index)?;
+    let map = json.get("weight_map").and_then(Value::as_object);
+    let map =
+        map.filter(|map| !map.is_empty()).ok_or_else(|| bad("expected tensor names with their files"))?;
+    let mut names = map
+        .values()
+        .map(|name| name.as_str().ok_or_else(|| bad("expected file names")))
+        .collect::<Result<Vec<_>, _>>()?;
+    names.sort_unstable();
+    names.dedup();
+    if let Some(outside) = names.iter().find(|name| name.contains('/')) {
+        return Err(bad(&format!("shard `{outside}` lies outside of the folder")));
+    }
+    Ok(names.into_iter().map(|name| dir.join(name)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_hold_whole_tensors_and_no_more_than_they_may() {
+        let names = |sizes: &[usize]| -> Vec<(String, Range<usize>)> {
+            cut(sizes, 10).into_iter().map(|shard| (shard.name, shard.tensors)).collect()
+        };
+        assert_eq!(names(&[4, 4, 2]), [("model.safetensors".to_string(), 0..3)]);
+        let shards = names(&[4, 7, 3, 25, 1]);
+        assert_eq!(
+            shards.iter().map(|(_, tensors)| tensors.clone()).collect::<Vec<_>>(),
+            [0..1, 1..3, 3..4, 4..5]
+        );
+        assert_eq!(shards[3].0, "model-00004-of-00004.safetensors");
+        assert!(shards.iter().all(|(name, _)| is_weights(name)));
+        assert!(!is_weights("model-1-of-x.safetensors") && !is_weights("train_state.safetensors"));
+        assert_eq!(names(&[]), [("model.safetensors".to_string(), 0..0)]);
+    }
+}

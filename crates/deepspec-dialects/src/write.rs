@@ -1,0 +1,85 @@
+//! Writing tensors that come from many places.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use deepspec_core::atomic::FileError;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use crate::shards::{cut, write_index};
+use crate::{DialectError, Tensors};
+
+/// Where the bytes of a tensor to be written come from.
+pub enum Source<'a> {
+    /// A tensor of this name elsewhere.
+    Copy(&'a Tensors, String),
+    /// These bytes.
+    Bytes(Vec<u8>),
+}
+
+/// A tensor to be written.
+pub struct Written<'a> {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub source: Source<'a>,
+}
+
+impl Written<'_> {
+    fn len(&self) -> Result<usize, DialectError> {
+        match &self.source {
+            Source::Copy(tensors, name) => Ok(tensors.place(name)?.facts.bytes),
+            Source::Bytes(bytes) => Ok(bytes.len()),
+        }
+    }
+}
+
+/// Writes the weights of a checkpoint into the fresh folder `dir`, synced, in files of at most `most` bytes. Tensors stand in them
+/// widest values first and then by name, as the safetensors packages write them.
+pub fn write(dir: &Path, tensors: &mut [Written], most: usize) -> Result<(), DialectError> {
+    tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
+    let sizes = tensors.iter().map(Written::len).collect::<Result<Vec<_>, _>>()?;
+    let shards = cut(&sizes, most);
+    for shard in &shards {
+        write_file(&dir.join(&shard.name), &tensors[shard.tensors.clone()])?;
+    }
+    let names: Vec<(&str, usize)> =
+        tensors.iter().zip(sizes).map(|(tensor, size)| (tensor.name.as_str(), size)).collect();
+    Ok(write_index(dir, &shards, &names)?)
+}
+
+fn write_file(path: &Path, tensors: &[Written]) -> Result<(), DialectError> {
+    let (mut infos, mut end) = (vec![], 0);
+    for tensor in tensors.iter() {
+        let start = end;
+        end += tensor.len()?;
+        let info =
+            TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
+        infos.push((tensor.name.clone(), info));
+    }
+    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+    // Readers of PyTorch checkpoints ask for this note.
+    let note = [("format".to_string(), "pt".to_string())].into();
+    let header = Metadata::new(Some(note), infos).map_err(|error| bad(error.to_string()))?;
+    let mut header = serde_json::to_vec(&header).map_err(|error| bad(error.to_string()))?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+
+    let mut out = BufWriter::new(File::create(path).map_err(FileError::at("writing", path))?);
+    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(FileError::at("writing", path));
+    put(&(header.len() as u64).to_le_bytes())?;
+    put(&header)?;
+    for tensor in tensors.iter() {
+        match &tensor.source {
+            Source::Copy(tensors, name) => tensors.copy(name, &mut out)?,
+            Source::Bytes(bytes) => out.write_all(bytes).map_err(FileError::at("writing", path))?,
+        }
+    }
+    let finish = || -> io::Result<()> {
+        out.flush()?;
+        out.get_ref().sync_all()
+    };
+    let mut finish = finish;
+    Ok(finish().map_err(FileError::at("writing", path))?)
+}
