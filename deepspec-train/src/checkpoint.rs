@@ -6,10 +6,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use deepspec_cache::Encoding;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_core::{config, usage};
-use deepspec_models::{Learner, Weights, save};
+use deepspec_models::{Learner, MAX_SHARD_BYTES, Weights, save, save_checkpoint};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -25,8 +26,17 @@ const LATEST: &str = "step_latest";
 const STATE_JSON: &str = "train_state.json";
 const STATE_TENSORS: &str = "train_state.safetensors";
 
+/// What a run learns from, as its checkpoints know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataId {
+    /// Digest of the samples and of what their states are bound to.
+    pub digest: String,
+    /// The encoding that rounds the states.
+    pub rounding: Option<Encoding>,
+}
+
 /// Where training stands.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainState {
     /// Layout version.
     pub format: u32,
@@ -36,14 +46,22 @@ pub struct TrainState {
     pub samples: usize,
     /// Digest of the samples and of what their states are bound to, so that a resumed run sees the same data.
     pub data: String,
+    /// The encoding that has rounded the states; absent where none has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rounding: Option<Encoding>,
     /// Processes that took part; for information: any number goes on from here.
     pub world_size: usize,
+    /// Accepted length on the validation suite, where it was measured at this step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tau: Option<f64>,
 }
 
 impl TrainState {
     /// The state after `step` steps of `global_batch_size` samples.
-    pub fn new(step: usize, global_batch_size: usize, data: &str, world_size: usize) -> Self {
-        Self { format: FORMAT, step, samples: step * global_batch_size, data: data.into(), world_size }
+    pub fn new(step: usize, global_batch_size: usize, data: &DataId, world_size: usize) -> Self {
+        let DataId { digest, rounding } = data.clone();
+        let samples = step * global_batch_size;
+        Self { format: FORMAT, step, samples, data: digest, rounding, world_size, tau: None }
     }
 }
 
@@ -145,7 +163,7 @@ impl Checkpoints {
         }
         atomic::create_dir(&partial)?;
         atomic::write_json(&partial.join("config.json"), &learner.config_json())?;
-        save(&partial.join("model.safetensors"), &learner.checkpoint(), Kind::BFloat16)?;
+        save_checkpoint(&partial, &learner.checkpoint(), Kind::BFloat16, MAX_SHARD_BYTES)?;
         save(&partial.join(STATE_TENSORS), tensors, Kind::Float)?;
         let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         atomic::replace(&partial.join("config.yaml"), |file| {
@@ -173,7 +191,7 @@ impl Checkpoints {
 pub fn restore(
     path: &Path,
     recipe: &Recipe,
-    data: &str,
+    data: &DataId,
     optimizer: &mut AdamW,
 ) -> anyhow::Result<TrainState> {
     let file = path.join(STATE_JSON);
@@ -195,7 +213,19 @@ pub fn restore(
             differences.join(", ")
         );
     }
-    if state.data != data {
+    if state.rounding != data.rounding {
+        let said = |rounding: Option<Encoding>| match rounding {
+            Some(encoding) => format!("states of encoding {encoding}, which rounds them"),
+            None => "states that no encoding has rounded (bf16, bf16z, or straight from the target)".into(),
+        };
+        usage!(
+            "{} was trained on {}, the recipe names {} now; name the cache that it was trained on, choose another name, or start anew with --overwrite",
+            path.display(),
+            said(state.rounding),
+            said(data.rounding)
+        );
+    }
+    if state.data != data.digest {
         usage!(
             "{} was trained on other samples, or on another target's states, than the recipe names now; choose another name, or start anew with --overwrite",
             path.display()

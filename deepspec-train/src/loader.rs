@@ -9,6 +9,7 @@ use deepspec_cache::loss_mask;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_models::{Normaliser, Supervision, TrainSample};
 use deepspec_states::{Dataset, Facts, StateSource, StatesError};
+use tch::Tensor;
 
 use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
 
@@ -25,6 +26,8 @@ pub struct MicroBatch {
     pub normaliser: Normaliser,
     /// Tokens in all samples.
     pub tokens: usize,
+    /// Samples of which nobody has looked yet whether their states are finite: id, and a bool where the target runs.
+    pub unseen: Vec<(String, Tensor)>,
 }
 
 /// What decides which samples, anchors and denominators come.
@@ -152,20 +155,26 @@ impl Work<'_> {
                 // The mean over micro-batches of losses that are each divided by the weights of all ranks' part.
                 LossNormalization::MicroBatch => weight(planned) * micro_batches as f64,
             };
+            let mut unseen = vec![];
             let samples = own(planned)
                 .into_iter()
-                .map(|planned| self.sample(planned))
+                .map(|planned| self.sample(planned, &mut unseen))
                 .collect::<Result<Vec<_>, StatesError>>()?;
             let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
-            let batch = MicroBatch { samples, normaliser: Normaliser(normaliser), tokens };
+            let batch = MicroBatch { samples, normaliser: Normaliser(normaliser), tokens, unseen };
             self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
         }
         Ok(())
     }
 
-    fn sample(&mut self, planned: Planned) -> Result<TrainSample, StatesError> {
+    fn sample(
+        &mut self,
+        planned: Planned,
+        unseen: &mut Vec<(String, Tensor)>,
+    ) -> Result<TrainSample, StatesError> {
         let facts = self.dataset.facts(planned.sample);
         let states = self.states.take()?;
+        unseen.extend(states.unseen.map(|finite| (facts.id.to_string(), finite)));
         Ok(TrainSample {
             input_ids: facts.input_ids.iter().map(|&id| i64::from(id)).collect(),
             loss_mask: mask(facts),

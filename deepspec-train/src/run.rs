@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 use crate::args::Args;
 use crate::bench;
 use crate::budget::Costs;
-use crate::checkpoint::{Checkpoints, restore};
+use crate::checkpoint::{Checkpoints, DataId, restore};
 use crate::evaluation::{Evaluation, Questions};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
@@ -175,7 +175,7 @@ fn train(
     let stop = signals::stop_flag()?;
     let mut trainer = Trainer {
         lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
-        data: dataset.digest().to_string(),
+        data: DataId { digest: dataset.digest().to_string(), rounding: dataset.rounding() },
         recipe,
         group,
         learner,
@@ -190,13 +190,16 @@ fn train(
         Some(path) => {
             let state = restore(path, recipe, &trainer.data, &mut trainer.optimizer)?;
             tracing::info!("resuming from {}", path.display());
+            if group.is_leader() {
+                trainer.checkpoints.settle(&state)?;
+            }
             state.step
         }
         None => 0,
     };
     if args.init_only {
         match (latest, first) {
-            (None, _) => trainer.save(0)?,
+            (None, _) => trainer.save(0, None)?,
             (Some(_), 0) => tracing::info!("the untrained drafter is there already"),
             (Some(_), _) => {
                 usage!("{} is already trained for {first} steps; --init-only wants a fresh one", recipe.name)

@@ -10,7 +10,7 @@ use deepspec_core::recipe::Recipe;
 use deepspec_dist::ProcessGroup;
 use deepspec_models::{Learner, Terms};
 
-use crate::checkpoint::{Checkpoints, TrainState};
+use crate::checkpoint::{Checkpoints, DataId, TrainState};
 use crate::evaluation::Evaluation;
 use crate::loader::Loader;
 use crate::lr::LrSchedule;
@@ -34,8 +34,8 @@ pub struct Trainer<'a> {
     pub checkpoints: Checkpoints,
     /// Measures accepted length, if that is asked for.
     pub evaluation: Option<Evaluation>,
-    /// Digest of the data set, kept in the training state.
-    pub data: String,
+    /// The data set, kept in the training state.
+    pub data: DataId,
     /// Raised by SIGTERM and SIGUSR1.
     pub stop: Arc<AtomicBool>,
 }
@@ -60,6 +60,7 @@ impl Trainer<'_> {
                 let sums = self.learner.accumulate(&micro.samples, micro.normaliser);
                 self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
+                micro.unseen.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));
             }
             let lr = self.lr.at(step);
             window.end_step(self.optimizer.step(lr, self.group)?);
@@ -69,10 +70,17 @@ impl Trainer<'_> {
             // Who is told to stop has no time to measure.
             let evaluates = logging.eval_every.is_some_and(|every| done % every == 0 || last) && !stopping;
             let saves = done % logging.checkpointing_steps == 0 || last || stopping || evaluates;
-            if (logs || saves) && !window.is_finite() {
-                bail!(
-                    "training diverged before step {done}: a gradient is not finite; lower train.lr and start anew with --overwrite"
-                );
+            if logs || saves {
+                if let Some(sample) = window.not_finite() {
+                    bail!(
+                        "sample {sample:?}: the target's states are not finite; drop the sample, or try another data.target_device; the last checkpoint has not seen it"
+                    );
+                }
+                if !window.is_finite() {
+                    bail!(
+                        "training diverged before step {done}: a gradient is not finite; lower train.lr and start anew with --overwrite"
+                    );
+                }
             }
             if logs {
                 window.reduce(self.group)?;
@@ -88,7 +96,7 @@ impl Trainer<'_> {
                 tau = scores.tau();
             }
             if saves {
-                self.save(done)?;
+                self.save(done, tau)?;
             }
             if let Some(tau) = tau.filter(|_| self.group.is_leader()) {
                 self.checkpoints.mark_best(done, tau)?;
@@ -110,15 +118,16 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Saves the state after `step` steps: the leader writes, and no rank goes on before it is there.
+    /// Saves the state after `step` steps, at which `tau` was measured: the leader writes, and no rank goes on before it is there.
     ///
     /// # Errors
     /// Any I/O failure, with the path, or another rank's failure.
-    pub fn save(&self, step: usize) -> anyhow::Result<()> {
+    pub fn save(&self, step: usize, tau: Option<f64>) -> anyhow::Result<()> {
         let tensors = self.optimizer.state(self.group)?;
         if self.group.is_leader() {
             let train = &self.recipe.train;
             let state = TrainState::new(step, train.global_batch_size, &self.data, self.group.world_size());
+            let state = TrainState { tau, ..state };
             let path = self.checkpoints.save(&self.learner, &tensors, self.recipe, &state)?;
             tracing::info!("saved {}", path.display());
         }

@@ -9,6 +9,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::memory;
 
+/// Past every place of a sample.
+const NONE: i64 = 1 << 40;
+
 /// Sums since the last line; every mean is divided once, here.
 pub struct Window {
     terms: Terms,
@@ -19,6 +22,10 @@ pub struct Window {
     grad_norm: Option<Tensor>,
     /// Sum of all gradient norms: not finite as soon as one is not.
     norms: Option<Tensor>,
+    /// Samples whose states nobody has looked at.
+    watched: Vec<String>,
+    /// The place among them of the first that is not finite, or [`NONE`].
+    not_finite: Option<Tensor>,
     started: Instant,
     /// Time since then that was not spent on training.
     paused: Duration,
@@ -35,6 +42,8 @@ impl Window {
             steps: 0,
             grad_norm: None,
             norms: None,
+            watched: vec![],
+            not_finite: None,
             started: Instant::now(),
             paused: Duration::ZERO,
         }
@@ -47,6 +56,21 @@ impl Window {
         if let Some(sums) = sums {
             self.sums = Some(self.sums.take().map_or_else(|| sums.shallow_clone(), |total| total + sums));
         }
+    }
+
+    /// Takes note of a sample whose states are all finite or not, as a bool on their device says, without waiting for that.
+    pub fn watch(&mut self, sample: String, finite: &Tensor) {
+        let _guard = tch::no_grad_guard();
+        let place = finite.to_kind(Kind::Int64) * NONE + self.watched.len() as i64;
+        let first = self.not_finite.take();
+        self.not_finite = Some(first.map_or_else(|| place.shallow_clone(), |first| first.minimum(&place)));
+        self.watched.push(sample);
+    }
+
+    /// The first sample since the last line whose states were not finite. It waits for the device.
+    pub fn not_finite(&self) -> Option<&str> {
+        let place = usize::try_from(self.not_finite.as_ref()?.int64_value(&[])).ok()?;
+        self.watched.get(place).map(String::as_str)
     }
 
     /// Ends an optimiser step.
@@ -176,6 +200,20 @@ data: {states: {cache: nowhere}, chat_template: qwen}
             assert_eq!(one[key], four[key], "{key}");
         }
         assert_eq!((&four["samples"], &four["tokens"]), (&json!(4), &json!(40)));
+    }
+
+    #[test]
+    fn the_first_sample_whose_states_are_not_finite_is_named() {
+        let mut window = Window::new(terms());
+        assert_eq!(window.not_finite(), None);
+        window.watch("good".into(), &Tensor::from(true));
+        assert_eq!(window.not_finite(), None);
+        for (sample, finite) in [("bad", false), ("fine", true), ("worse", false)] {
+            window.watch(sample.into(), &Tensor::from(finite));
+        }
+        assert_eq!(window.not_finite(), Some("bad"));
+        window.take(1, 1e-3, Duration::ZERO);
+        assert_eq!(window.not_finite(), None);
     }
 
     /// speculators#805.

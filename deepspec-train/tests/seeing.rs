@@ -150,6 +150,23 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
     }
 }
 
+/// Killed behind the save of the last step and before its mark as the best: what lies there then is the mark of an earlier one.
+#[test]
+fn the_best_checkpoint_survives_a_kill_before_its_mark() {
+    let bench = Bench::new();
+    let args = evaluating("");
+    bench.succeeds(&strs(&args));
+    let last = evaluations(&bench)[2]["eval"]["tau"].as_f64().unwrap();
+    let (record, link) = (bench.path("out/t/best.json"), bench.path("out/t/step_best"));
+    fs::write(&record, r#"{"step": 8, "tau": 0.5}"#).unwrap();
+    fs::remove_file(&link).unwrap();
+    std::os::unix::fs::symlink("step_8", &link).unwrap();
+    bench.succeeds(&strs(&args));
+    let best: Value = serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
+    assert_eq!((best["step"].as_u64(), best["tau"].as_f64()), (Some(STEPS as u64), Some(last)));
+    assert_eq!(fs::read_link(&link).unwrap(), std::path::Path::new("step_24"));
+}
+
 #[test]
 fn a_resumed_run_shows_every_step_once() {
     let bench = Bench::new();

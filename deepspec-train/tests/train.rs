@@ -8,7 +8,11 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{Bench, STEPS, start_until, workspace};
+use deepspec_cache::Encoding;
+use deepspec_models::{Block, save_checkpoint};
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
+use serde_json::Value;
+use tch::{Device, Kind};
 
 fn undisturbed() -> Bench {
     let bench = Bench::new();
@@ -61,6 +65,87 @@ fn bfloat16_training_resumes_to_the_same_bytes_too() {
     assert!(bench.result() == whole.result());
     let losses = whole.losses();
     assert!(losses[STEPS - 1] < losses[0], "the loss does not fall: {losses:?}");
+}
+
+#[test]
+fn states_in_another_encoding_are_other_data_where_it_rounds_them() {
+    let (exact, rounded) = (Bench::new(), Bench::new());
+    let short = "--set=train.max_train_steps=3";
+    exact.succeeds(&[short]);
+    let fp8 = exact.cache_as(Encoding::Fp8);
+    exact.fails(
+        &[short, &fp8],
+        2,
+        &["trained on states that no encoding has rounded", "encoding fp8", "--overwrite"],
+    );
+    exact.succeeds(&[short, &exact.cache_as(Encoding::Bf16z)]);
+
+    let fp8 = rounded.cache_as(Encoding::Fp8);
+    rounded.succeeds(&[short, &fp8]);
+    rounded.succeeds(&[short, &fp8]);
+    rounded.fails(&[short], 2, &["trained on states of encoding fp8", "no encoding has rounded"]);
+}
+
+/// As a checkpoint of more than 5 GB is written.
+fn in_shards(dir: &Path) {
+    let drafter = Block::load(dir, Device::Cpu, Kind::BFloat16).unwrap();
+    fs::remove_file(dir.join("model.safetensors")).unwrap();
+    save_checkpoint(dir, &drafter.checkpoint(), Kind::BFloat16, 200_000).unwrap();
+}
+
+#[test]
+fn a_checkpoint_in_shards_is_gone_on_from() {
+    let (whole, bench) = (undisturbed(), Bench::new());
+    bench.succeeds(&["--init-only"]);
+    let single = bench.path("single");
+    fs::create_dir(&single).unwrap();
+    let step = bench.path("out/t/step_0");
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(step.join(name), single.join(name)).unwrap();
+    }
+    in_shards(&step);
+    let text = fs::read_to_string(step.join("model.safetensors.index.json")).unwrap();
+    let index: Value = serde_json::from_str(&text).unwrap();
+    assert!(index["weight_map"].as_object().unwrap().len() == 22 && !step.join("model.safetensors").exists());
+    // A fresh drafter of the other seed takes over the weights of either form.
+    let started = |from: &Path| {
+        let bench = Bench::new();
+        let from = format!("--set=train.init_from={}", from.display());
+        bench.succeeds(&["--init-only", "--set=seed=8", &from]);
+        fs::read(bench.path("out/t/step_0/model.safetensors")).unwrap()
+    };
+    assert!(started(&step) == started(&single));
+    bench.succeeds(&[]);
+    assert!(bench.result() == whole.result());
+}
+
+#[test]
+fn transformers_and_safetensors_read_a_checkpoint_in_shards() {
+    let Some(python) = std::env::var_os("DEEPSPEC_TEST_PYTHON") else {
+        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
+        return;
+    };
+    let bench = Bench::new();
+    bench.succeeds(&["--init-only"]);
+    let (step, single) = (bench.path("out/t/step_0"), bench.path("single.safetensors"));
+    fs::copy(step.join("model.safetensors"), &single).unwrap();
+    in_shards(&step);
+    let script = "
+import glob, os, sys
+import torch
+from safetensors.torch import load_file
+from transformers.utils.hub import get_checkpoint_shard_files
+files, facts = get_checkpoint_shard_files(sys.argv[1], sys.argv[1] + '/model.safetensors.index.json')
+assert sorted(files) == sorted(glob.glob(sys.argv[1] + '/model-*')) and len(files) > 2, files
+tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+expected = load_file(sys.argv[2])
+assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+assert facts['total_size'] == sum(tensor.numel() * 2 for tensor in tensors.values()), facts
+for name, file in facts['weight_map'].items():
+    assert name in load_file(os.path.join(sys.argv[1], file)), name
+";
+    let output = Command::new(python).args(["-c", script]).arg(&step).arg(&single).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]

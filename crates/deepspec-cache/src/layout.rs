@@ -35,6 +35,11 @@ impl Encoding {
         self == Self::Bf16z
     }
 
+    /// Whether states come back other than they were.
+    pub fn rounds(self) -> bool {
+        self == Self::Fp8
+    }
+
     /// Bytes of the scale of one state.
     pub(crate) fn scale_bytes(self) -> usize {
         match self {

@@ -69,12 +69,14 @@ impl Capture {
             batch.iter().enumerate().map(|(slot, sample)| (slot, sample.input_ids.len())).collect();
         let tokens: Vec<i64> =
             batch.iter().flat_map(|sample| sample.input_ids.iter().map(|&id| i64::from(id))).collect();
-        let tokens = Tensor::from_slice(&tokens).to_device(device);
+        // One transfer for both lists.
+        let lists = Tensor::from_slice(&[&tokens[..], &kept_rows(batch, last)].concat()).to_device(device);
+        let (all, fed) = (lists.size()[0], tokens.len() as i64);
+        let (tokens, kept) = (lists.narrow(0, 0, fed), lists.narrow(0, fed, all - fed));
         let forwarded = self.target.forward(&Feed { chunks: &chunks, tokens });
         for &(slot, _) in &chunks {
             self.target.truncate(slot, 0);
         }
-        let kept = Tensor::from_slice(&kept_rows(batch, last)).to_device(device);
         Captured {
             taps: forwarded.taps.to_kind(Kind::BFloat16),
             last: forwarded.hidden.index_select(0, &kept).to_kind(Kind::BFloat16),

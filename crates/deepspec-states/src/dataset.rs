@@ -139,10 +139,20 @@ impl Dataset {
         &self.counts
     }
 
-    /// Digest over the samples in their order and over what their states are bound to: two data sets of one digest
-    /// train alike, wherever their states come from.
+    /// Digest over the samples in their order, over what their states are bound to, and over how these are rounded, if they are: two
+    /// data sets of one digest train alike, wherever their states come from.
     pub fn digest(&self) -> &str {
         &self.digest
+    }
+
+    /// The encoding that rounds the states; `None` where they are those of the target, bit for bit.
+    pub fn rounding(&self) -> Option<Encoding> {
+        let stored = match &self.origin {
+            Origin::Cache(stored) => Some(stored),
+            Origin::Online(_) => None,
+            Origin::Hybrid(recording) => recording.finished.as_ref(),
+        };
+        stored.map(|stored| stored.reader.layout().encoding).filter(|encoding| encoding.rounds())
     }
 
     /// What became of the rows; `None` for a cache, whose build has said so.
@@ -182,6 +192,9 @@ impl Dataset {
             let bounds = facts.spans.iter().flat_map(|&(start, end)| [start, end]);
             let spans: Vec<u8> = bounds.flat_map(u32::to_le_bytes).collect();
             hasher.part(facts.id.as_bytes()).part(&ids).part(&spans);
+        }
+        if let Some(encoding) = self.rounding() {
+            hasher.part(encoding.to_string().as_bytes());
         }
         hasher.hex()
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use deepspec_cache::{CacheError, Last, Part, PlannedSample, Tap};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::dataset::LAST;
 use crate::{Capture, Captured, StatesError, batches};
@@ -18,6 +18,9 @@ pub struct SampleStates {
     pub last: Tensor,
     /// The positions of `last`, ascending.
     pub last_positions: Vec<u32>,
+    /// Whether all of it is finite, a bool on the target's device: nobody has looked at it, because the host would have to wait for that.
+    /// None where it is known to be.
+    pub unseen: Option<Tensor>,
 }
 
 /// The resident target.
@@ -67,7 +70,14 @@ impl Online {
     /// One forward.
     pub(crate) fn run(&mut self, samples: &[PlannedSample]) -> Result<Vec<SampleStates>, StatesError> {
         let captured = self.capture.run(samples, LAST);
-        let states = split(&captured, samples, LAST);
+        let mut states = split(&captured, samples, LAST);
+        if captured.taps.device() != Device::Cpu {
+            for states in &mut states {
+                let finite = |tensor: &Tensor| tensor.isfinite().all();
+                states.unseen = Some(finite(&states.taps).logical_and(&finite(&states.last)));
+            }
+            return Ok(states);
+        }
         // One look at all of it; which sample it was matters only when there is one.
         if !(is_finite(&captured.taps) && is_finite(&captured.last)) {
             for (sample, states) in samples.iter().zip(&states) {
@@ -99,6 +109,7 @@ fn split(captured: &Captured, samples: &[PlannedSample], last: Last) -> Vec<Samp
             taps: captured.taps.narrow(0, row, rows),
             last: captured.last.narrow(0, last_row, last_rows),
             last_positions,
+            unseen: None,
         });
         (row, last_row) = (row + rows, last_row + last_rows);
     }

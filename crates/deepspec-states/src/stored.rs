@@ -37,6 +37,6 @@ impl Shelf {
         let mut taps = Filling::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
         let mut last = Filling::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
         reader.read_into(row, taps.bytes(), last.bytes())?;
-        Ok(Some(SampleStates { taps: taps.done(), last: last.done(), last_positions }))
+        Ok(Some(SampleStates { taps: taps.done(), last: last.done(), last_positions, unseen: None }))
     }
 }

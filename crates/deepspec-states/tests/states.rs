@@ -98,9 +98,13 @@ fn bits(states: &Tensor) -> Vec<u8> {
 
 /// A cache as `cache build` makes it.
 fn build(recipe: &Recipe, source: &Source, dir: &Path, rows: &Path) {
+    build_as(Encoding::Bf16, recipe, source, dir, rows);
+}
+
+fn build_as(encoding: Encoding, recipe: &Recipe, source: &Source, dir: &Path, rows: &Path) {
     let samples = tokenise(&[rows.to_path_buf()], source, |_| ()).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
-    let plan = Plan::new(samples, source.layout(Last::Supervised, Encoding::Bf16), 1 << 20).unwrap();
+    let plan = Plan::new(samples, source.layout(Last::Supervised, encoding), 1 << 20).unwrap();
     let mut builder = Builder::open(dir, &plan, &source.identity).unwrap();
     let mut capture = Capture::load(&source.dir, recipe, longest, Device::Cpu, Kind::Float).unwrap();
     fill(&mut builder, &mut capture, |_| ()).unwrap();
@@ -121,6 +125,28 @@ fn online_states_are_the_cached_ones() {
     assert!(from_target.needs_target() && !from_cache.needs_target());
     let steps = 0..STEPS + 2;
     assert_same("online", &read(&online, &source, steps.clone()), &read(&cached, &source, steps));
+}
+
+/// What is learned from fp8 is not what is learned from the target's own states; bf16z gives those back bit by bit.
+#[test]
+fn only_states_that_were_rounded_are_other_data() {
+    let bench = bench();
+    let source = bench.source(&[]).unwrap();
+    let online = dataset(&recipe(&bench, "online"), &source);
+    assert_eq!(online.rounding(), None);
+    for (encoding, rounding) in
+        [(Encoding::Bf16, None), (Encoding::Bf16z, None), (Encoding::Fp8, Some(Encoding::Fp8))]
+    {
+        let dir = bench.path(&encoding.to_string());
+        let cached = recipe(&bench, &format!("{{cache: '{}'}}", dir.display()));
+        build_as(encoding, &cached, &source, &dir, &bench.path("rows.jsonl"));
+        for states in ["cache", "hybrid"] {
+            let recipe = recipe(&bench, &format!("{{{states}: '{}'}}", dir.display()));
+            let dataset = dataset(&recipe, &source);
+            assert_eq!(dataset.rounding(), rounding, "{states} of {encoding}");
+            assert_eq!(dataset.digest() == online.digest(), rounding.is_none(), "{states} of {encoding}");
+        }
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
 use serde::{Deserialize, Serialize};
 
-use super::{Checkpoints, LATEST, STATE_JSON};
+use super::{Checkpoints, LATEST, STATE_JSON, TrainState};
 
 /// The link to the checkpoint with the greatest accepted length on the validation suite.
 pub(super) const BEST: &str = "step_best";
@@ -50,9 +50,28 @@ impl Checkpoints {
         if !self.is_checkpoint(step) {
             bail!("{}: there is no checkpoint of step {step} to be marked", self.dir.display());
         }
-        self.point(BEST, step)?;
+        // The record first: the link follows from it, and is made good by `settle` where a kill came in between.
         atomic::write_json(&self.dir.join(BEST_FILE), &Best { step, tau })?;
+        self.point(BEST, step)?;
         Ok(true)
+    }
+
+    /// Marks what a kill has kept from being marked: between the save of the checkpoint of `latest` and its mark, or between the
+    /// record of the best one and its link.
+    ///
+    /// # Errors
+    /// If best.json cannot be read, or any I/O failure.
+    pub fn settle(&self, latest: &TrainState) -> anyhow::Result<()> {
+        if let Some(Best { step, .. }) = self.best()?
+            && self.is_checkpoint(step)
+            && fs::read_link(self.dir.join(BEST)).ok() != Some(format!("step_{step}").into())
+        {
+            self.point(BEST, step)?;
+        }
+        if let Some(tau) = latest.tau {
+            self.mark_best(latest.step, tau)?;
+        }
+        Ok(())
     }
 
     /// Removes all but the newest `keep` checkpoints, `step_latest` and `step_best`; nothing where `keep` is `None`.
@@ -98,6 +117,7 @@ impl Checkpoints {
 
 #[cfg(test)]
 mod tests {
+    use super::super::DataId;
     use super::*;
 
     fn with_steps(steps: &[usize]) -> (tempfile::TempDir, Checkpoints) {
@@ -136,6 +156,38 @@ mod tests {
         assert_eq!(left(dir.path()), ["step_12", "step_best", "step_latest"]);
         assert_eq!(checkpoints.best().unwrap(), Some(Best { step: 12, tau: 3.0 }));
         assert!(checkpoints.mark_best(15, 4.0).unwrap_err().to_string().contains("no checkpoint of step 15"));
+    }
+
+    /// Killed after the save of the best checkpoint so far, before its mark: the run goes on behind it and would never measure it
+    /// again.
+    #[test]
+    fn a_kill_between_save_and_mark_costs_no_best() {
+        let (dir, checkpoints) = with_steps(&[3, 6]);
+        assert!(checkpoints.mark_best(3, 2.5).unwrap());
+        checkpoints.point(LATEST, 6).unwrap();
+        let data = DataId { digest: "d".into(), rounding: None };
+        let state = |tau| TrainState { tau, ..TrainState::new(6, 4, &data, 1) };
+        checkpoints.settle(&state(None)).unwrap();
+        checkpoints.settle(&state(Some(2.0))).unwrap();
+        assert_eq!(checkpoints.best().unwrap(), Some(Best { step: 3, tau: 2.5 }));
+        checkpoints.settle(&state(Some(3.0))).unwrap();
+        assert_eq!(checkpoints.best().unwrap(), Some(Best { step: 6, tau: 3.0 }));
+        assert_eq!(fs::read_link(dir.path().join(BEST)).unwrap(), Path::new("step_6"));
+    }
+
+    /// The record says 6, the link still 3.
+    #[test]
+    fn a_kill_between_record_and_link_is_made_good() {
+        let (dir, checkpoints) = with_steps(&[3, 6, 9]);
+        assert!(checkpoints.mark_best(3, 2.5).unwrap());
+        let best = Best { step: 6, tau: 3.0 };
+        atomic::write_json(&dir.path().join(BEST_FILE), &best).unwrap();
+        let data = DataId { digest: "d".into(), rounding: None };
+        checkpoints.settle(&TrainState::new(9, 4, &data, 1)).unwrap();
+        assert_eq!(checkpoints.best().unwrap(), Some(best));
+        checkpoints.point(LATEST, 9).unwrap();
+        checkpoints.retain(Some(1)).unwrap();
+        assert_eq!(left(dir.path()), ["step_6", "step_9", "step_best", "step_latest"]);
     }
 
     #[test]

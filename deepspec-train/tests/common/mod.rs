@@ -67,20 +67,24 @@ static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
             json!({"id": row["id"], "conversations": said.collect::<Vec<_>>()}).to_string()
         })
         .collect();
-    let input = dir.path().join("rows.jsonl");
-    fs::write(&input, rows.join("\n")).unwrap();
+    fs::write(dir.path().join("rows.jsonl"), rows.join("\n")).unwrap();
     fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
-    let recipe = Recipe::load(&dir.path().join("recipe.yaml"), &[]).unwrap();
+    write_cache(dir.path(), "cache", Encoding::Bf16);
+    dir
+});
+
+/// A cache of the states of `rows.jsonl` under the name `cache`.
+fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
+    let recipe = Recipe::load(&dir.join("recipe.yaml"), &[]).unwrap();
     let source = Source::open(&recipe, Verbosity::Quiet).unwrap();
-    let samples = tokenise(&[input], &source, |_| {}).unwrap().samples;
+    let samples = tokenise(&[dir.join("rows.jsonl")], &source, |_| {}).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
-    let plan = Plan::new(samples, source.layout(Last::Supervised, Encoding::Bf16), 1 << 20).unwrap();
-    let mut builder = Builder::open(&dir.path().join("cache"), &plan, &source.identity).unwrap();
+    let plan = Plan::new(samples, source.layout(Last::Supervised, encoding), 1 << 20).unwrap();
+    let mut builder = Builder::open(&dir.join(cache), &plan, &source.identity).unwrap();
     let mut capture = Capture::load(&source.dir, &recipe, longest, Device::Cpu, Kind::Float).unwrap();
     fill(&mut builder, &mut capture, |_| {}).unwrap();
     builder.publish().unwrap();
-    dir
-});
+}
 
 /// A private copy of the cache and a recipe that points to it.
 pub struct Bench {
@@ -101,6 +105,13 @@ impl Bench {
         fs::copy(MASTER.path().join("rows.jsonl"), dir.path().join("rows.jsonl")).unwrap();
         fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
         Self { dir }
+    }
+
+    /// One more cache of the same states, in another encoding; gives the override that names it.
+    pub fn cache_as(&self, encoding: Encoding) -> String {
+        let name = format!("cache-{encoding}");
+        write_cache(self.dir.path(), &name, encoding);
+        format!("--set=data.states={{cache: '{}'}}", self.path(&name).display())
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
