@@ -4,7 +4,9 @@
 #   scripts/test.sh [--full] [ARGUMENT of cargo test]...      --full: the long tests do many kills and seeds
 #
 # DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
-# that has scripts/requirements-speculators.txt besides.
+# that has scripts/requirements-speculators.txt besides. DEEPSPEC_SUITES_REFERENCE names a folder with the reference's files of the public suites.
+# Tests that are left out are counted at the end, with their reasons; with DEEPSPEC_FORBID_SKIPS=1 those fail that miss something that
+# could be installed.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -57,4 +59,22 @@ export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((cores < 8 ? cores : 8))}
 # Tests start the binaries of other packages too, so all are built first; with --tests, so that features come out as they
 # do in the next line and nothing is compiled twice.
 cargo build --workspace --release --bins --tests
+DEEPSPEC_SKIPS=$(mktemp)
+export DEEPSPEC_SKIPS
+summary() {
+    local kind words
+    for kind in missing absent long; do
+        case $kind in
+            missing) words="left out, though this could be installed or set" ;;
+            absent) words="left out, because this machine does not have it" ;;
+            long) words="left to --full" ;;
+        esac
+        awk -F '\t' -v kind="$kind" -v words="$words" '
+            $1 == kind { count++; lines = lines "  " $2 ": " $3 "\n" }
+            END { if (count) printf "test: %d %s:\n%s", count, words, lines }' "$DEEPSPEC_SKIPS" >&2
+    done
+    [ -s "$DEEPSPEC_SKIPS" ] || echo "test: none left out" >&2
+    rm -f "$DEEPSPEC_SKIPS"
+}
+trap summary EXIT
 cargo test --workspace --release --no-fail-fast "$@"

@@ -13,6 +13,7 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Bench, STEPS};
+use deepspec_testkit::skip::{self, Kind, skip};
 use tch::Tensor;
 
 /// Arguments for so many processes. One sample per forward: four of them then fit into a step.
@@ -257,10 +258,7 @@ fn ranks_may_be_started_by_torchrun() {
 
 #[test]
 fn torchrun_itself_starts_them() {
-    let Some(python) = std::env::var_os("DEEPSPEC_TEST_PYTHON") else {
-        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
-        return;
-    };
+    let Some(python) = skip::python("torch") else { return };
     let bench = Bench::new();
     let train = bench.command(&["--set=train.local_batch_size=1"]);
     let mut command = Command::new(python);
@@ -324,9 +322,8 @@ fn a_rank_that_is_killed_by_hand_is_missed_by_the_others() {
 
 #[test]
 fn a_rank_that_hangs_is_given_up() {
-    if std::env::var_os("DEEPSPEC_TEST_FULL").is_none() {
-        eprintln!("skipped: this waits for a timeout, in the long form of the tests only");
-        return;
+    if !skip::full() {
+        return skip(Kind::Long, "it waits for a timeout");
     }
     let bench = Bench::new();
     let run = Run::start(bench.command(&with(&on(2), &["--set=train.timeout_s=60"]))).until(5);

@@ -11,6 +11,7 @@ use common::{Bench, STEPS, start_until, workspace};
 use deepspec_cache::Encoding;
 use deepspec_models::{Block, save_checkpoint};
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
+use deepspec_testkit::skip;
 use serde_json::Value;
 use tch::{Device, Kind};
 
@@ -272,10 +273,7 @@ fn another_target_is_refused() {
 
 #[test]
 fn transformers_and_safetensors_read_a_checkpoint() {
-    let Some(python) = std::env::var_os("DEEPSPEC_TEST_PYTHON") else {
-        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
-        return;
-    };
+    let Some(python) = skip::python("transformers, torch and safetensors") else { return };
     let bench = undisturbed();
     let script = "
 import sys

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use common::*;
 use deepspec_cache::{Builder, Encoding, Identity, Last, Layout, Plan, Reader, Tap, verify};
+use deepspec_testkit::skip;
 use serde_json::Value;
 
 const D: usize = 128;
@@ -130,10 +131,7 @@ print(json.dumps([sums, [value if value == value else None for value in every]])
 
 #[test]
 fn torch_makes_and_reads_the_same_codes() {
-    let Ok(python) = std::env::var("DEEPSPEC_TEST_PYTHON") else {
-        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python with pyarrow, torch and safetensors");
-        return;
-    };
+    let Some(python) = skip::python("pyarrow, torch and safetensors") else { return };
     let (layout, identity) = wide();
     let dir = tempfile::tempdir().unwrap();
     let plan = Plan::new(samples(30), layout, 60_000).unwrap();

@@ -1,6 +1,6 @@
 //! pyarrow, DuckDB and Python's safetensors read a cache and see what we wrote.
 //!
-//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has them; says so where it does not.
+//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has them.
 
 mod common;
 
@@ -8,6 +8,7 @@ use std::process::Command;
 
 use common::*;
 use deepspec_cache::{Encoding, Last, Layout, Plan, PlannedSample};
+use deepspec_testkit::skip;
 use serde_json::{Value, json};
 
 const SCRIPT: &str = r#"
@@ -46,12 +47,7 @@ print(json.dumps(seen))
 
 #[test]
 fn python_tools_read_what_we_wrote() {
-    let Ok(python) = std::env::var("DEEPSPEC_TEST_PYTHON") else {
-        eprintln!(
-            "skipped: DEEPSPEC_TEST_PYTHON names no Python with pyarrow, duckdb, torch and safetensors"
-        );
-        return;
-    };
+    let Some(python) = skip::python("pyarrow, duckdb, torch and safetensors") else { return };
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(50, Last::Supervised, 2000);
     build(dir.path(), &plan, &identity()).unwrap();
@@ -105,10 +101,7 @@ print(json.dumps(seen))
 
 #[test]
 fn python_joins_what_we_compressed() {
-    let Ok(python) = std::env::var("DEEPSPEC_TEST_PYTHON") else {
-        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python with numpy, pyarrow and safetensors");
-        return;
-    };
+    let Some(python) = skip::python("numpy, pyarrow and safetensors") else { return };
     let dir = tempfile::tempdir().unwrap();
     let layout = Layout { encoding: Encoding::Bf16z, ..layout(Last::Supervised) };
     let plan = Plan::new(samples(50), layout, 2000).unwrap();

@@ -1,6 +1,6 @@
 //! Drafters converted to speculators, loaded and run by that package on the same inputs.
 //!
-//! Runs where `DEEPSPEC_SPECULATORS_PYTHON` names a Python that has speculators and torch; says so where it does not.
+//! Runs where `DEEPSPEC_SPECULATORS_PYTHON` names a Python that has speculators and torch.
 
 mod common;
 
@@ -14,7 +14,7 @@ use deepspec_dialects::{Checkpoint, Dialect, Target, convert};
 use deepspec_models::{
     Block, BlockBatch, Eagle3, Eagle3Batch, Eagle3Objective, ModelConfig, TrainSample, Weights, save,
 };
-use deepspec_testkit::golden;
+use deepspec_testkit::{golden, skip};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -102,11 +102,7 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
 
 #[test]
 fn speculators_loads_converted_drafters_and_computes_the_same() {
-    let Some(python) = std::env::var("DEEPSPEC_SPECULATORS_PYTHON").ok().filter(|python| !python.is_empty())
-    else {
-        eprintln!("skipped: DEEPSPEC_SPECULATORS_PYTHON names no Python with speculators");
-        return;
-    };
+    let Some(python) = skip::speculators_python("speculators and torch") else { return };
     let _no_grad = tch::no_grad_guard();
     let root = tempfile::tempdir().unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/speculators_forward.py");

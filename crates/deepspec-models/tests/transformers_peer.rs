@@ -1,6 +1,6 @@
 //! Targets against transformers, in float32: taps, final-normed states and logits of whole sequences.
 //!
-//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has torch and transformers; says so where it does not.
+//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has torch and transformers.
 
 mod common;
 
@@ -13,6 +13,7 @@ use common::{assert_close, device, max_abs, tensor};
 use deepspec_decode::{Feed, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_testkit::golden::{self, Array};
+use deepspec_testkit::skip;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -68,12 +69,9 @@ for index, ids in enumerate(sequences):
 save_file(tensors, output)
 "#;
 
-/// Runs the script with these arguments; None, and a word about it, where there is no Python to run it.
+/// Runs the script with these arguments; None, which leaves the test out, where there is no Python to run it.
 fn reference(arguments: &[&OsStr], output: &Path) -> Option<BTreeMap<String, Array>> {
-    let Some(python) = std::env::var("DEEPSPEC_TEST_PYTHON").ok().filter(|python| !python.is_empty()) else {
-        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python with torch and transformers");
-        return None;
-    };
+    let python = skip::python("torch and transformers")?;
     let run = Command::new(python)
         .args(["-c", SCRIPT])
         .args(arguments)

@@ -1,12 +1,12 @@
 //! Rendering and `{% generation %}` masks against transformers' `apply_chat_template`.
 //!
-//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has transformers; says so where it does not.
+//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has transformers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use deepspec_testkit::golden;
+use deepspec_testkit::{golden, skip};
 use deepspec_text::{ChatTemplate, ChatTokenizer, Conversation, supervise};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -96,10 +96,7 @@ fn as_recorded(messages: &Value) -> Value {
 
 #[test]
 fn generation_masks_are_those_of_transformers() {
-    let Some(python) = std::env::var("DEEPSPEC_TEST_PYTHON").ok().filter(|python| !python.is_empty()) else {
-        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python with transformers");
-        return;
-    };
+    let Some(python) = skip::python("transformers") else { return };
     let tiny: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     let originals = [tiny, golden::dir("templates_qwen"), golden::dir("templates_gemma4")];
     let (mut dirs, mut cases) = (Vec::new(), Vec::new());

@@ -2,6 +2,8 @@
 
 use std::process::Command;
 
+use deepspec_testkit::skip;
+
 use crate::bench::Bench;
 
 const PEERS: &str = r#"
@@ -33,12 +35,7 @@ print(json.dumps([row["id"] for row in table]))
 
 #[test]
 fn python_tools_read_a_built_cache() {
-    let Some(python) = std::env::var("DEEPSPEC_TEST_PYTHON").ok().filter(|python| !python.is_empty()) else {
-        eprintln!(
-            "skipped: DEEPSPEC_TEST_PYTHON names no Python with pyarrow, duckdb, torch and safetensors"
-        );
-        return;
-    };
+    let Some(python) = skip::python("pyarrow, duckdb, torch and safetensors") else { return };
     let bench = Bench::new(30);
     bench.build("cache", &[]).succeeds_with(&[]);
     let output = Command::new(python).args(["-c", PEERS]).arg(bench.path("cache")).output().unwrap();

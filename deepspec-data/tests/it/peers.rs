@@ -4,23 +4,15 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 
+use deepspec_testkit::skip;
+
 use crate::http::Http;
 use crate::process::{Running, Server, lines, run, tiny, wait_for};
 use crate::regenerate::{answers, arguments, by_id, question};
 
-/// The interpreter, or a word that the test is left out.
-#[expect(clippy::print_stdout, reason = "a test that is left out says so")]
-fn python() -> Option<String> {
-    let python = std::env::var("DEEPSPEC_TEST_PYTHON").ok().filter(|python| !python.is_empty());
-    if python.is_none() {
-        println!("skipped: DEEPSPEC_TEST_PYTHON names no Python interpreter");
-    }
-    python
-}
-
 #[test]
 fn the_openai_client_is_content() {
-    let Some(python) = python() else { return };
+    let Some(python) = skip::python("openai") else { return };
     let server = Server::start(&[]);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/openai_client.py");
     let output =
@@ -30,7 +22,7 @@ fn the_openai_client_is_content() {
 
 #[test]
 fn transformers_serve_answers_too() {
-    let Some(python) = python() else { return };
+    let Some(python) = skip::python("transformers and what it serves with") else { return };
     let dir = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let url = format!("http://127.0.0.1:{port}");

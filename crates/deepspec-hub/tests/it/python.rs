@@ -6,6 +6,7 @@ use std::process::Command;
 
 use deepspec_hub::Repo;
 use deepspec_testkit::hub::FakeRepo;
+use deepspec_testkit::skip;
 
 use crate::bench::{Bench, bytes};
 
@@ -33,11 +34,7 @@ fn repository() -> FakeRepo {
 
 #[test]
 fn either_uses_what_the_other_fetched() {
-    let Ok(python) = std::env::var("DEEPSPEC_TEST_PYTHON") else { return };
-    let has = Command::new(&python).args(["-c", "import huggingface_hub"]).output();
-    if !has.is_ok_and(|output| output.status.success()) {
-        return;
-    }
+    let Some(python) = skip::python("huggingface_hub") else { return };
     let repo = Repo::model("own/tiny", None);
 
     let ours = Bench::new([repository()]);
