@@ -32,6 +32,9 @@ pub struct Memory {
     pub workspace: u64,
     /// Micro-batches that the loader holds ready, with their states.
     pub loader: u64,
+    /// Tokens, spans and ids of the samples: all of them, but of those that the target sees while training only the pages of their file that
+    /// were read last.
+    pub samples: u64,
     /// Pages of the cache's shards that reading leaves in the process; the system takes them back when it needs them.
     pub cache: u64,
     /// The resident target, for states and for evaluations: weights, keys and values.
@@ -52,7 +55,7 @@ impl Memory {
 
     /// What is the host's even then.
     pub fn on_host(&self) -> u64 {
-        self.program + self.code + self.loader + self.cache
+        self.program + self.code + self.loader + self.samples + self.cache
     }
 
     /// All of it.
@@ -106,6 +109,7 @@ impl Costs<'_> {
             activations: pass.kept as u64,
             workspace: pass.layers.max(pass.objective) as u64,
             loader: HELD as u64 * self.states(largest),
+            samples: 0,
             cache: cache.min(PAGES_KEPT),
             target,
         }
@@ -132,12 +136,14 @@ impl Costs<'_> {
         let Schedule { samples_per_epoch, .. } = schedule;
         let kind = run::kind(self.recipe.train.precision);
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
-        let mut size = |position| self.size(&mask(dataset.facts(order.at(position).sample)));
-        let sizes: Vec<SampleSize> = (0..samples_per_epoch).map(&mut size).collect();
+        let mut size = |position| self.size(&mask(&dataset.facts(order.at(position).sample)));
         let peak =
-            |samples: &&[SampleSize]| PassBytes::peak(&self.design.pass_bytes(samples, kind, self.device));
-        let batches = sizes.chunks(self.recipe.train.local_batch_size);
-        batches.max_by_key(peak).map(<[SampleSize]>::to_vec).unwrap_or_default()
+            |samples: &Vec<SampleSize>| PassBytes::peak(&self.design.pass_bytes(samples, kind, self.device));
+        let local = self.recipe.train.local_batch_size;
+        let batches = (0..samples_per_epoch).step_by(local);
+        let batches =
+            batches.map(|first| (first..samples_per_epoch.min(first + local)).map(&mut size).collect());
+        batches.max_by_key(peak).unwrap_or_default()
     }
 
     /// A micro-batch of samples as long as the recipe lets them be, supervised as those of a bench are.

@@ -140,7 +140,7 @@ impl Work<'_> {
         // Those of the other ranks too: so every rank knows the denominators of all of them.
         let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
             .map(|position| order.at(position))
-            .map(|draw| plan(self.dataset.facts(draw.sample), options, draw))
+            .map(|draw| plan(&self.dataset.facts(draw.sample), options, draw))
             .collect();
         let own = |planned: &[Planned]| -> Vec<Planned> {
             planned.iter().skip(options.rank).step_by(options.world_size).cloned().collect()
@@ -176,8 +176,8 @@ impl Work<'_> {
         let states = self.states.take()?;
         unseen.extend(states.unseen.map(|finite| (facts.id.to_string(), finite)));
         Ok(TrainSample {
+            loss_mask: mask(&facts),
             input_ids: facts.input_ids.iter().map(|&id| i64::from(id)).collect(),
-            loss_mask: mask(facts),
             taps: states.taps,
             last: states.last,
             last_positions: states.last_positions,
@@ -195,16 +195,16 @@ struct Planned {
 }
 
 /// Anchors and loss weight of a sample: they depend on its mask only, not on its states.
-fn plan(facts: Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
+fn plan(facts: &Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
     let mask = mask(facts);
     let draw_anchors =
-        |candidates: &[usize], count| anchors(candidates, count, options.seed, draw.epoch, facts.id);
+        |candidates: &[usize], count| anchors(candidates, count, options.seed, draw.epoch, &facts.id);
     let anchors = options.supervision.anchors(&mask, draw_anchors);
     let weight = options.supervision.weight(&mask, &anchors);
     Planned { sample: draw.sample, anchors, weight }
 }
 
 /// One flag per token. A sample's length fits 32 bits: no longer one is planned or read.
-pub(crate) fn mask(facts: Facts<'_>) -> Vec<bool> {
-    loss_mask(facts.input_ids.len() as u32, facts.spans)
+pub(crate) fn mask(facts: &Facts<'_>) -> Vec<bool> {
+    loss_mask(facts.input_ids.len() as u32, &facts.spans)
 }

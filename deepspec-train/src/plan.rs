@@ -203,11 +203,16 @@ impl Plan<'_> {
         let Schedule { samples_per_epoch, steps_per_epoch, .. } = data.schedule;
         let per_step = self.running.per_step;
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe().seed, data.dataset.len()));
-        let mut length = |position| data.dataset.facts(order.at(position).sample).input_ids.len();
-        let lengths: Vec<usize> = (0..steps_per_epoch * per_step).map(&mut length).collect();
-        let steps = lengths.chunks(per_step);
-        let forwards = steps.map(|step| batches(step.iter().copied(), self.budget(data)).len()).sum();
-        Passes { tokens: lengths.iter().sum(), forwards }
+        let budget = self.budget(data);
+        let mut passes = Passes { tokens: 0, forwards: 0 };
+        for step in 0..steps_per_epoch {
+            let places = step * per_step..(step + 1) * per_step;
+            let lengths: Vec<usize> =
+                places.map(|place| data.dataset.length(order.at(place).sample)).collect();
+            passes.tokens += lengths.iter().sum::<usize>();
+            passes.forwards += batches(lengths.iter().copied(), budget).len();
+        }
+        passes
     }
 
     /// Values of the target's keys and values when all of its sequences are as long as the longest.
@@ -238,8 +243,12 @@ impl Plan<'_> {
     /// As [`Self::text`].
     pub fn memory(&self) -> anyhow::Result<Memory> {
         let Ok(data) = &self.data else {
-            let cache = if matches!(self.recipe().data.states, States::Online) { 0 } else { u64::MAX };
-            return Ok(self.costs.memory(&self.costs.longest(), 0, cache));
+            let (target, cache) = match self.recipe().data.states {
+                States::Cache(_) => (0, u64::MAX),
+                States::Online => (self.resident(), 0),
+                States::Hybrid(_) => (self.resident(), u64::MAX),
+            };
+            return Ok(self.costs.memory(&self.costs.longest(), target, cache));
         };
         let target = match data.dataset.needs_target() {
             true => bytes_of(self.target_weights(data)? + self.histories(data), self.running.kind),
@@ -250,7 +259,15 @@ impl Plan<'_> {
             data.questions.map(|asked| asked.bytes(data.source, self.costs.device, kind)).transpose()?;
         let target = target + asking.unwrap_or(0);
         let cache = data.dataset.stored_bytes().unwrap_or(0);
-        Ok(self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target, cache))
+        let memory = self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target, cache);
+        Ok(Memory { samples: data.dataset.sample_bytes(), ..memory })
+    }
+
+    /// Bytes of a target of which only the sizes are known, with samples as long as the recipe lets them be.
+    fn resident(&self) -> u64 {
+        let (target, longest) = (self.costs.target, self.recipe().data.max_length);
+        let sequences = Budget::new(longest, self.running.device).sequences;
+        bytes_of(target.weights() + target.history(sequences, longest), self.running.kind)
     }
 
     /// Whether the drafter's memory is not the host's.
@@ -270,6 +287,7 @@ impl Plan<'_> {
         ];
         let host = [
             ("states ahead", memory.loader),
+            ("samples", memory.samples),
             ("pages of the cache", memory.cache),
             ("compiled kernels", memory.code),
             ("the program", memory.program),

@@ -280,13 +280,15 @@ pub fn running(recipe: &Recipe, trainer: Device, seat: Seat) -> anyhow::Result<R
 /// The data set of a recipe, with a word on the rows that are left out.
 pub fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
     let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
-    let dataset = Dataset::open(recipe, source, first_epoch).map_err(StatesError::report_data)?;
+    let place = env::cache_dir().map(|dir| dir.join("samples"));
+    let dataset =
+        Dataset::open(recipe, source, place.as_deref(), first_epoch).map_err(StatesError::report_data)?;
     if let Some(report) = dataset.report() {
         tracing::info!("{report}");
         for rejected in report.rejected.iter().take(REJECTED_SHOWN) {
             tracing::warn!("{}:{}: {}", rejected.file.display(), rejected.line, rejected.reason);
         }
-        if let Some(more) = report.rejected.len().checked_sub(REJECTED_SHOWN).filter(|&more| more > 0) {
+        if let Some(more) = report.rejected().checked_sub(REJECTED_SHOWN).filter(|&more| more > 0) {
             tracing::warn!("{more} more rows cannot be used");
         }
     }

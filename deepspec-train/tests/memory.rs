@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::Bench;
+use deepspec_testkit::skip::{Kind, skip};
 use serde_json::{Value, json};
 
 /// Largest share of what is measured by which the plan may be off.
@@ -84,7 +85,7 @@ fn asked(recipe: &Path, args: &[&str]) -> Value {
 fn compiles_as_measured() -> bool {
     let measured = fs::read_to_string("/proc/cpuinfo").is_ok_and(|cpu| cpu.contains("amx_bf16"));
     if !measured {
-        eprintln!("skipped: this processor has no AMX, and what its kernels take was not measured");
+        skip(Kind::Absent, "this processor has no AMX, and what its kernels take was not measured");
     }
     measured
 }
@@ -171,9 +172,12 @@ fn dspark_for_gemma4() {
     Case { drafter: dspark(128, 2), gemma: true, precision: "fp32", samples: 2, tokens: 1024 }.check();
 }
 
-/// A few steps on a cache, as a user would ask for them, with layers and anchors enough to matter.
+/// A few steps, as a user would ask for them, with layers and anchors enough to matter.
 fn real(settings: &[&str]) {
-    let bench = Bench::new();
+    real_in(&Bench::new(), settings);
+}
+
+fn real_in(bench: &Bench, settings: &[&str]) {
     let sizes = ["train.max_train_steps=6", "train.local_batch_size=4", "logging.logging_steps=6"];
     let args: Vec<&str> = sizes.iter().chain(settings).flat_map(|setting| ["--set", setting]).collect();
     let mut asking = args.clone();
@@ -197,6 +201,22 @@ fn of_a_run_on_a_cache() {
         "drafter.dspark.num_draft_layers=6",
         "drafter.dspark.block_size=8",
     ]);
+}
+
+#[test]
+fn of_a_run_beside_its_target() {
+    let bench = Bench::new();
+    let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
+    real_in(
+        &bench,
+        &[
+            "data.states=online",
+            &input,
+            "drafter.dspark.num_anchors=64",
+            "drafter.dspark.num_draft_layers=6",
+            "drafter.dspark.block_size=8",
+        ],
+    );
 }
 
 #[test]

@@ -47,6 +47,7 @@ pub use manifest::{Counts, MANIFEST_FILE, Manifest, SamplesEntry, ShardEntry};
 pub use merge::merge;
 pub use parts::{Worker, remove_existing};
 pub use plan::{Plan, PlannedShard};
+pub use reader::map::{MappedFile, faulted};
 pub use reader::{PAGES_KEPT, Reader, Sample};
 pub use reference::{Reference, export};
 pub use sample::PlannedSample;

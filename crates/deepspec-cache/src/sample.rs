@@ -39,7 +39,11 @@ impl PlannedSample {
         last.positions(self.length(), &self.spans)
     }
 
-    pub(crate) fn check(&self) -> Result<(), CacheError> {
+    /// Refuses a sample without tokens, with more than 32 bits can count, or with spans that are empty, out of order or outside it.
+    ///
+    /// # Errors
+    /// What is wrong, by sample id.
+    pub fn check(&self) -> Result<(), CacheError> {
         let length = self.input_ids.len();
         if length == 0 || i32::try_from(length).is_err() {
             return Err(CacheError::BadLength { sample: self.id.clone(), length });

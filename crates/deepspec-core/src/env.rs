@@ -30,6 +30,24 @@ pub fn hides_gpus() -> bool {
     var("CUDA_VISIBLE_DEVICES").is_ok_and(|list| first(&list))
 }
 
+/// `DEEPSPEC_CACHE`, else `deepspec` under `XDG_CACHE_HOME` or `~/.cache`: for what can be made again, shared by all runs. Nothing where not
+/// even a home folder is known.
+pub fn cache_dir() -> Option<PathBuf> {
+    cache_dir_from(|name| var(name).ok())
+}
+
+/// [`cache_dir`] with another source of variables than this process.
+pub fn cache_dir_from(read: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
+    let given = |name: &str| read(name).filter(|text| !text.is_empty());
+    let path = |name: &str| given(name).map(|text| expand(&text, given("HOME")));
+    path("DEEPSPEC_CACHE").or_else(|| Some(user_cache(path)?.join("deepspec")))
+}
+
+/// `XDG_CACHE_HOME`, else `.cache` under `HOME`.
+fn user_cache(path: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")))
+}
+
 /// `NO_COLOR`: no colours, even on a terminal.
 pub fn no_color() -> bool {
     var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
@@ -64,8 +82,7 @@ pub fn hub_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
     let is_on = |name: &str| {
         given(name).is_some_and(|text| ["1", "ON", "YES", "TRUE"].contains(&text.to_uppercase().as_str()))
     };
-    let user_cache = path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")));
-    let home = path("HF_HOME").or_else(|| Some(user_cache?.join("huggingface")));
+    let home = path("HF_HOME").or_else(|| Some(user_cache(path)?.join("huggingface")));
     let under_home = |name| home.as_ref().map(|home| home.join(name));
     let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"];
     let endpoint = given("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
@@ -137,5 +154,23 @@ mod tests {
         assert_eq!((set.cache, set.token_path), (Some("/c".into()), Some("/h/token".into())));
         assert_eq!((set.anonymous, set.offline), (true, Some("TRANSFORMERS_OFFLINE")));
         assert_eq!(hub_with(&[]).cache, None);
+    }
+
+    #[test]
+    fn what_can_be_made_again_has_a_place() {
+        let place = |variables: &[(&str, &str)]| {
+            cache_dir_from(|name| {
+                variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+            })
+        };
+        let home = ("HOME", "/home/me");
+        assert_eq!(place(&[home]), Some("/home/me/.cache/deepspec".into()));
+        assert_eq!(place(&[home, ("XDG_CACHE_HOME", "/x")]), Some("/x/deepspec".into()));
+        assert_eq!(
+            place(&[home, ("XDG_CACHE_HOME", "/x"), ("DEEPSPEC_CACHE", "~/own")]),
+            Some("/home/me/own".into())
+        );
+        assert_eq!(place(&[home, ("DEEPSPEC_CACHE", "")]), Some("/home/me/.cache/deepspec".into()));
+        assert_eq!(place(&[]), None);
     }
 }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::ModelError;
 use crate::families::Family;
-use crate::nn::{Heads, LayerSpec};
+use crate::nn::{self, Heads, LayerSpec};
 
 /// Decoders of more layers are mistakes; refused early, they cannot exhaust the memory.
 pub const MAX_LAYERS: usize = 1024;
@@ -188,6 +188,18 @@ impl ModelConfig {
         let heads = self.layers.iter().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
         slots * tokens.next_power_of_two() * row
+    }
+
+    /// Values of embedding, head and projections: all weights but for those of the norms, which are less than a thousandth.
+    pub fn weights(&self) -> usize {
+        let projections = |layer: &LayerSpec| {
+            let Heads { query, key_value, dim } = layer.attention.heads;
+            let values = if layer.value == nn::Value::SharesKey { 0 } else { key_value };
+            layer.hidden_size * (dim * (2 * query + key_value + values) + 3 * layer.intermediate_size)
+        };
+        let ends = if self.tie_word_embeddings { 1 } else { 2 };
+        let layers: i64 = self.layers.iter().map(projections).sum();
+        (layers + ends * self.vocab_size * self.hidden_size) as usize
     }
 
     /// Reads `dir/config.json` of a target, or of a drafter built like one.

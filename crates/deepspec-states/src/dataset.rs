@@ -1,5 +1,6 @@
 //! The samples that a drafter learns from, known before any of their states is there.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,7 +10,8 @@ use deepspec_core::digest::Hasher;
 use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
 
-use crate::{Report, Source, StatesError, tokenise};
+use crate::samples::{Samples, shared};
+use crate::{Report, Source, StatesError};
 
 /// Which last states an own capture keeps: what a cache keeps by default, and all that a drafter asks for.
 pub(crate) const LAST: Last = Last::Supervised;
@@ -27,7 +29,7 @@ pub struct Dataset {
 /// Where samples and states come from.
 pub(crate) enum Origin {
     Cache(Stored),
-    Online(Vec<PlannedSample>),
+    Online(Samples),
     Hybrid(Box<Recording>),
 }
 
@@ -46,30 +48,31 @@ pub(crate) struct Recording {
     pub plan: Plan,
     /// The place of each sample in the plan.
     pub places: Arc<Vec<usize>>,
-    /// The cache, where an earlier run has finished it.
-    pub finished: Option<Stored>,
 }
 
 /// What is known of a sample without its states.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts<'d> {
     /// The input row's id.
-    pub id: &'d str,
+    pub id: Cow<'d, str>,
     /// Token ids.
-    pub input_ids: &'d [i32],
+    pub input_ids: Cow<'d, [i32]>,
     /// Supervised tokens as half-open spans.
-    pub spans: &'d [(u32, u32)],
+    pub spans: Cow<'d, [(u32, u32)]>,
 }
 
 impl Dataset {
-    /// Opens the cache that `recipe` names and checks that it is of `source`, or tokenises the files that it names.
-    /// `first_epoch` gives the order in which so many samples are first visited, all of them.
+    /// Opens the cache that `recipe` names and checks that it is of `source`, or tokenises the files that it names, once for
+    /// all who ask for the same in `place`: a folder that may be shared. `first_epoch` gives the order in which so many samples are
+    /// first visited, all of them.
     ///
     /// # Errors
-    /// No cache, one of another source, or a damaged one; files that cannot be read or have no usable row.
+    /// No cache, one of another source, or a damaged one; files that cannot be read or have no usable row; no place for what
+    /// is tokenised.
     pub fn open(
         recipe: &Recipe,
         source: &Source,
+        place: Option<&Path>,
         first_epoch: impl FnOnce(usize) -> Vec<usize>,
     ) -> Result<Self, StatesError> {
         if let States::Cache(dir) = &recipe.data.states {
@@ -82,8 +85,8 @@ impl Dataset {
             let problem = format!("{}: no such file", missing.display());
             return Err(StatesError::Recipe { key: "data.input", problem });
         }
-        let tokenised = tokenise(&files, source, |_| ())?;
-        let report = tokenised.report;
+        let samples = shared(place.ok_or(StatesError::NoPlace)?, &files, source)?;
+        let report = samples.report().clone();
         if report.kept == 0 {
             let names: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
             let problem = format!("{}: no row can be used: {report}", names.join(", "));
@@ -96,15 +99,16 @@ impl Dataset {
         };
         let origin = match &recipe.data.states {
             States::Hybrid(dir) => {
-                let order = first_epoch(tokenised.samples.len());
-                Origin::Hybrid(Box::new(Recording::new(
-                    env::expand_home(dir),
-                    tokenised.samples,
-                    &order,
-                    source,
-                )?))
+                let dir = env::expand_home(dir);
+                match dir.join(MANIFEST_FILE).exists() {
+                    true => Origin::Cache(Stored::of_samples(&dir, &samples, source)?),
+                    false => {
+                        let order = first_epoch(samples.len());
+                        Origin::Hybrid(Box::new(Recording::new(dir, &samples, order, source)?))
+                    }
+                }
             }
-            _ => Origin::Online(tokenised.samples),
+            _ => Origin::Online(samples),
         };
         Ok(Self::new(origin, counts, Some(report), source))
     }
@@ -129,8 +133,17 @@ impl Dataset {
     pub fn facts(&self, index: usize) -> Facts<'_> {
         match &self.origin {
             Origin::Cache(stored) => stored.facts(index),
-            Origin::Online(samples) => Facts::of(&samples[index]),
+            Origin::Online(samples) => samples.facts(index),
             Origin::Hybrid(recording) => Facts::of(recording.sample(index)),
+        }
+    }
+
+    /// Tokens of sample `index`, which is below [`Self::len`].
+    pub fn length(&self, index: usize) -> usize {
+        match &self.origin {
+            Origin::Cache(stored) => stored.facts(index).input_ids.len(),
+            Origin::Online(samples) => samples.length(index),
+            Origin::Hybrid(recording) => recording.sample(index).input_ids.len(),
         }
     }
 
@@ -162,15 +175,17 @@ impl Dataset {
 
     /// Tokens of the longest sample.
     pub fn longest(&self) -> usize {
-        (0..self.len()).map(|index| self.facts(index).input_ids.len()).max().unwrap_or(0)
+        match &self.origin {
+            Origin::Online(samples) => samples.longest(),
+            _ => (0..self.len()).map(|index| self.length(index)).max().unwrap_or(0),
+        }
     }
 
     /// Whether the target has to run.
     pub fn needs_target(&self) -> bool {
         match &self.origin {
             Origin::Cache(_) => false,
-            Origin::Online(_) => true,
-            Origin::Hybrid(recording) => recording.finished.is_none(),
+            Origin::Online(_) | Origin::Hybrid(_) => true,
         }
     }
 
@@ -180,6 +195,16 @@ impl Dataset {
             Origin::Cache(stored) => Some(stored.reader.manifest().bytes()),
             Origin::Online(_) => None,
             Origin::Hybrid(recording) => Some(recording.plan.bytes()),
+        }
+    }
+
+    /// Bytes of tokens, spans and ids that lie in this process: all of them, but of a mapped file only its index and the pages
+    /// that were read last.
+    pub fn sample_bytes(&self) -> u64 {
+        match &self.origin {
+            Origin::Online(samples) => samples.mapped_bytes(),
+            // Beside its tokens a sample takes an id, a span or a few, and their places.
+            Origin::Cache(_) | Origin::Hybrid(_) => 4 * self.counts.tokens + 128 * self.counts.samples,
         }
     }
 
@@ -202,7 +227,11 @@ impl Dataset {
 
 impl<'d> Facts<'d> {
     fn of(sample: &'d PlannedSample) -> Self {
-        Self { id: &sample.id, input_ids: &sample.input_ids, spans: &sample.spans }
+        Self {
+            id: Cow::Borrowed(&sample.id),
+            input_ids: Cow::Borrowed(&sample.input_ids),
+            spans: Cow::Borrowed(&sample.spans),
+        }
     }
 }
 
@@ -217,20 +246,21 @@ impl Stored {
     }
 
     /// The cache in `dir` of just these samples, in whatever order it has them.
-    fn of_samples(dir: &Path, samples: &[PlannedSample], source: &Source) -> Result<Self, StatesError> {
+    fn of_samples(dir: &Path, samples: &Samples, source: &Source) -> Result<Self, StatesError> {
         let stored = Self::open(dir, source)?;
         let reader = &stored.reader;
         let by_id: HashMap<&str, usize> =
             (0..reader.len()).filter_map(|row| Some((reader.id(row)?, row))).collect();
-        let row_of = |sample: &PlannedSample| {
-            let row = by_id.get(sample.id.as_str()).copied();
-            let same = |row: &usize| stored.facts(*row) == Facts::of(sample);
+        let row_of = |index: usize| {
+            let sample = samples.facts(index);
+            let row = by_id.get(&*sample.id).copied();
+            let same = |row: &usize| stored.facts(*row) == sample;
             row.filter(same).ok_or_else(|| StatesError::OtherSamples {
                 dir: dir.to_path_buf(),
-                sample: sample.id.clone(),
+                sample: sample.id.to_string(),
             })
         };
-        let rows = samples.iter().map(row_of).collect::<Result<Vec<_>, _>>()?;
+        let rows = (0..samples.len()).map(row_of).collect::<Result<Vec<_>, _>>()?;
         Ok(Self { rows: Some(Arc::new(rows)), ..stored })
     }
 
@@ -242,31 +272,22 @@ impl Stored {
     fn facts(&self, index: usize) -> Facts<'_> {
         let (reader, row) = (&self.reader, self.row(index));
         Facts {
-            id: reader.id(row).unwrap_or_default(),
-            input_ids: reader.input_ids(row).unwrap_or_default(),
-            spans: reader.spans(row).unwrap_or_default(),
+            id: Cow::Borrowed(reader.id(row).unwrap_or_default()),
+            input_ids: Cow::Borrowed(reader.input_ids(row).unwrap_or_default()),
+            spans: Cow::Borrowed(reader.spans(row).unwrap_or_default()),
         }
     }
 }
 
 impl Recording {
-    fn new(
-        dir: PathBuf,
-        samples: Vec<PlannedSample>,
-        order: &[usize],
-        source: &Source,
-    ) -> Result<Self, StatesError> {
-        let there = dir.join(MANIFEST_FILE).exists();
-        let finished = there.then(|| Stored::of_samples(&dir, &samples, source)).transpose()?;
+    fn new(dir: PathBuf, samples: &Samples, order: Vec<usize>, source: &Source) -> Result<Self, StatesError> {
         let mut places = vec![0; samples.len()];
         for (place, &sample) in order.iter().enumerate() {
             places[sample] = place;
         }
-        let mut placed: Vec<(usize, PlannedSample)> = places.iter().copied().zip(samples).collect();
-        placed.sort_unstable_by_key(|&(place, _)| place);
-        let samples = placed.into_iter().map(|(_, sample)| sample).collect();
+        let samples = order.into_iter().map(|index| samples.planned(index)).collect();
         let plan = Plan::new(samples, source.layout(LAST, Encoding::Bf16), SHARD_BYTES)?;
-        Ok(Self { dir, plan, places: Arc::new(places), finished })
+        Ok(Self { dir, plan, places: Arc::new(places) })
     }
 
     pub fn sample(&self, index: usize) -> &PlannedSample {

@@ -27,6 +27,22 @@ pub enum StatesError {
     /// The cache cannot be built.
     #[error(transparent)]
     Cache(#[from] CacheError),
+    /// There is no folder for tokenised samples.
+    #[error(
+        "no place for the tokenised samples: neither DEEPSPEC_CACHE nor HOME is set; let DEEPSPEC_CACHE name a folder"
+    )]
+    NoPlace,
+    /// The folder for tokenised samples does not take them.
+    #[error("{0}; tokenised samples want a folder with room: let DEEPSPEC_CACHE name one")]
+    Unwritable(#[source] FileError),
+    /// A file of tokenised samples that was just written cannot be used.
+    #[error("{}: {problem}", path.display())]
+    Samples {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// A value of the recipe does not fit the target.
     #[error("`{key}`: {problem}")]
     Recipe {
@@ -77,6 +93,7 @@ impl StatesError {
         match self {
             Self::Recipe { .. }
             | Self::NoCache { .. }
+            | Self::NoPlace
             | Self::OtherSamples { .. }
             | Self::Cache(
                 CacheError::Mismatch { .. } | CacheError::BuildDiffers { .. } | CacheError::Leftover { .. },

@@ -45,11 +45,6 @@ impl<'d> Hybrid<'d> {
         Ok(Self { recording, phase, per_step, place: 0 })
     }
 
-    /// Reads a cache that is finished.
-    pub(crate) fn later(recording: &'d Recording, stored: Stored, per_step: usize) -> Self {
-        Self { recording, phase: Phase::Later(Shelf::new(stored)), per_step, place: 0 }
-    }
-
     /// The resident target; `None` once it has done its work.
     pub(crate) fn online(&self) -> Option<&Online> {
         match &self.phase {
@@ -67,7 +62,7 @@ impl<'d> Hybrid<'d> {
         self.write_up_to(self.place)?;
         match &mut self.phase {
             Phase::First { online, .. } => {
-                online.begin(samples.iter().map(|&index| self.recording.sample(index)));
+                online.begin(samples.iter().map(|&index| self.recording.sample(index).clone()).collect());
             }
             Phase::Later(shelf) => shelf.begin(samples),
         }

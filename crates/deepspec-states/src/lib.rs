@@ -17,6 +17,7 @@ mod fill;
 mod hybrid;
 mod online;
 mod rows;
+mod samples;
 mod source;
 mod states;
 mod stored;

@@ -45,8 +45,7 @@ impl Online {
 
     /// Announces the samples of an optimiser step. What runs together depends on these samples alone, so that a step gets the same
     /// bits whatever came before it.
-    pub(crate) fn begin<'s>(&mut self, samples: impl Iterator<Item = &'s PlannedSample>) {
-        let samples: Vec<PlannedSample> = samples.cloned().collect();
+    pub(crate) fn begin(&mut self, samples: Vec<PlannedSample>) {
         let runs = self.runs_of(&samples);
         self.runs = runs.into_iter().map(|run| samples[run].to_vec()).collect();
         self.ready.clear();

@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_cache::PlannedSample;
+use deepspec_core::digest;
 use deepspec_core::jsonl::{self, Line};
 use deepspec_core::row;
 use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, supervise};
@@ -40,6 +41,8 @@ pub struct Report {
     pub too_short: usize,
     /// Unusable lines, in input order.
     pub rejected: Vec<Rejected>,
+    /// Further unusable lines, of which nothing more is known.
+    pub unnamed: usize,
     /// Kept rows that were cut at the maximal length.
     pub cut: usize,
     /// Tokens of the kept rows.
@@ -51,12 +54,37 @@ pub struct Report {
 /// What became of the rows, as a sum.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { read, kept, failed, too_short, rejected, .. } = self;
+        let Self { read, kept, failed, too_short, .. } = self;
         write!(
             f,
             "{read} rows = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
-            rejected.len()
+            self.rejected()
         )
+    }
+}
+
+impl Report {
+    /// Unusable lines, with and without a name.
+    pub fn rejected(&self) -> usize {
+        self.rejected.len() + self.unnamed
+    }
+
+    /// Counts a row.
+    fn add(&mut self, file: &Path, line: usize, outcome: Outcome) -> Option<PlannedSample> {
+        self.read += 1;
+        match outcome {
+            Outcome::Failed => self.failed += 1,
+            Outcome::TooShort => self.too_short += 1,
+            Outcome::Bad(reason) => self.rejected.push(Rejected { file: file.to_path_buf(), line, reason }),
+            Outcome::Kept { sample, cut } => {
+                self.kept += 1;
+                self.cut += usize::from(cut);
+                self.tokens += u64::from(sample.length());
+                self.supervised_tokens += u64::from(sample.supervised());
+                return Some(sample);
+            }
+        }
+        None
     }
 }
 
@@ -69,7 +97,7 @@ pub struct Tokenised {
     pub report: Report,
 }
 
-/// Tokenises the rows of `files` on all cores. Rows of one conversation each: `{"id", "conversations", "tools"?, "status"?}`; ids
+/// Tokenises the rows of `files` on all cores and keeps all samples. Rows of one conversation each: `{"id", "conversations", "tools"?, "status"?}`; ids
 /// are unique over all files. `progress` is called with the number of lines just dealt with.
 ///
 /// # Errors
@@ -77,9 +105,24 @@ pub struct Tokenised {
 pub fn tokenise(
     files: &[PathBuf],
     source: &Source,
-    mut progress: impl FnMut(usize),
+    progress: impl FnMut(usize),
 ) -> Result<Tokenised, StatesError> {
-    let mut tokenised = Tokenised::default();
+    let mut samples = Vec::new();
+    let report = for_each_sample(files, source, progress, |sample| {
+        samples.push(sample);
+        Ok(())
+    })?;
+    Ok(Tokenised { samples, report })
+}
+
+/// As [`tokenise`], but `keep` gets the samples, in input order: of those before nothing is held but 16 bytes each.
+pub(crate) fn for_each_sample(
+    files: &[PathBuf],
+    source: &Source,
+    mut progress: impl FnMut(usize),
+    mut keep: impl FnMut(PlannedSample) -> Result<(), StatesError>,
+) -> Result<Report, StatesError> {
+    let mut report = Report::default();
     let mut seen = HashSet::new();
     for file in files {
         for batch in jsonl::batches(file, BATCH)? {
@@ -89,11 +132,11 @@ pub fn tokenise(
             let outcomes: Vec<_> =
                 parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
             for (line, outcome) in outcomes {
-                tokenised.add(file, line, outcome);
+                report.add(file, line, outcome).map_or(Ok(()), &mut keep)?;
             }
         }
     }
-    Ok(tokenised)
+    Ok(report)
 }
 
 /// A row's conversation, or what else it is.
@@ -112,7 +155,7 @@ enum Outcome {
 }
 
 /// Reads a line; in input order, because an id belongs to the first usable row that has it.
-fn parse(line: Line, seen: &mut HashSet<String>) -> (usize, Parsed) {
+fn parse(line: Line, seen: &mut HashSet<u128>) -> (usize, Parsed) {
     let (number, fields) = match line {
         Line::Row(number, fields) => (number, fields),
         Line::Bad(bad) => return (bad.line, Parsed::Bad(bad.problem)),
@@ -121,11 +164,10 @@ fn parse(line: Line, seen: &mut HashSet<String>) -> (usize, Parsed) {
         return (number, Parsed::Failed);
     }
     let parsed = match usable(&fields) {
-        Ok((id, _)) if seen.contains(&id) => Parsed::Bad(format!("id `{id}` was used by an earlier row")),
-        Ok((id, conversation)) => {
-            seen.insert(id.clone());
+        Ok((id, conversation)) if seen.insert(digest::fingerprint(id.as_bytes())) => {
             Parsed::Row(id, conversation)
         }
+        Ok((id, _)) => Parsed::Bad(format!("id `{id}` was used by an earlier row")),
         Err(reason) => Parsed::Bad(reason),
     };
     (number, parsed)
@@ -156,24 +198,5 @@ fn sample(row: Parsed, source: &Source) -> Outcome {
                 input_ids: found.input_ids.iter().map(|&id| id as i32).collect(),
             },
         },
-    }
-}
-
-impl Tokenised {
-    fn add(&mut self, file: &Path, line: usize, outcome: Outcome) {
-        let report = &mut self.report;
-        report.read += 1;
-        match outcome {
-            Outcome::Failed => report.failed += 1,
-            Outcome::TooShort => report.too_short += 1,
-            Outcome::Bad(reason) => report.rejected.push(Rejected { file: file.to_path_buf(), line, reason }),
-            Outcome::Kept { sample, cut } => {
-                report.kept += 1;
-                report.cut += usize::from(cut);
-                report.tokens += u64::from(sample.length());
-                report.supervised_tokens += u64::from(sample.supervised());
-                self.samples.push(sample);
-            }
-        }
     }
 }

@@ -1,6 +1,5 @@
 //! Where a training run gets the states of its samples: the one place that knows all sources.
 
-use deepspec_cache::PlannedSample;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::TargetModel;
 use tch::{Device, Kind};
@@ -8,6 +7,7 @@ use tch::{Device, Kind};
 use crate::dataset::{Dataset, Origin};
 use crate::hybrid::Hybrid;
 use crate::online::{Online, SampleStates};
+use crate::samples::Samples;
 use crate::stored::Shelf;
 use crate::{Capture, Source, StatesError};
 
@@ -20,7 +20,7 @@ pub enum StateSource<'d> {
         /// The target.
         online: Box<Online>,
         /// All samples.
-        samples: &'d [PlannedSample],
+        samples: &'d Samples,
     },
     /// The target until there is a cache.
     Hybrid(Hybrid<'d>),
@@ -56,10 +56,9 @@ impl<'d> StateSource<'d> {
         Ok(match &dataset.origin {
             Origin::Cache(stored) => Self::Cache(Shelf::new(stored.clone())),
             Origin::Online(samples) => Self::Online { online: Box::new(online()?), samples },
-            Origin::Hybrid(recording) => Self::Hybrid(match &recording.finished {
-                Some(stored) => Hybrid::later(recording, stored.clone(), per_step),
-                None => Hybrid::begin_first(recording, online()?, source, per_step)?,
-            }),
+            Origin::Hybrid(recording) => {
+                Self::Hybrid(Hybrid::begin_first(recording, online()?, source, per_step)?)
+            }
         })
     }
 
@@ -80,7 +79,9 @@ impl<'d> StateSource<'d> {
     pub fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
         match self {
             Self::Cache(shelf) => shelf.begin(samples),
-            Self::Online { online, samples: all } => online.begin(samples.iter().map(|&index| &all[index])),
+            Self::Online { online, samples: all } => {
+                online.begin(samples.iter().map(|&index| all.planned(index)).collect());
+            }
             Self::Hybrid(hybrid) => hybrid.begin(step, samples)?,
         }
         Ok(())

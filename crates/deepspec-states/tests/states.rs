@@ -50,8 +50,8 @@ fn order(epoch: usize) -> Vec<usize> {
     (0..SAMPLES).map(|place| (place * 5 + 3 + epoch) % SAMPLES).collect()
 }
 
-fn dataset(recipe: &Recipe, source: &Source) -> Dataset {
-    Dataset::open(recipe, source, |samples| {
+fn dataset(bench: &Bench, recipe: &Recipe, source: &Source) -> Dataset {
+    Dataset::open(recipe, source, Some(&bench.path("kept")), |samples| {
         assert_eq!(samples, SAMPLES);
         order(0)
     })
@@ -59,8 +59,13 @@ fn dataset(recipe: &Recipe, source: &Source) -> Dataset {
 }
 
 /// The states of some steps, from the first to before the last.
-fn read(recipe: &Recipe, source: &Source, steps: std::ops::Range<usize>) -> Vec<(String, SampleStates)> {
-    let dataset = dataset(recipe, source);
+fn read(
+    bench: &Bench,
+    recipe: &Recipe,
+    source: &Source,
+    steps: std::ops::Range<usize>,
+) -> Vec<(String, SampleStates)> {
+    let dataset = dataset(bench, recipe, source);
     let mut states = StateSource::open(&dataset, source, recipe, RUNNING).unwrap();
     let mut read = vec![];
     for step in steps.clone() {
@@ -118,13 +123,17 @@ fn online_states_are_the_cached_ones() {
     let online = recipe(&bench, "online");
     let source = bench.source(&[]).unwrap();
     build(&cached, &source, &bench.path("cache"), &bench.path("rows.jsonl"));
-    let (from_cache, from_target) = (dataset(&cached, &source), dataset(&online, &source));
+    let (from_cache, from_target) = (dataset(&bench, &cached, &source), dataset(&bench, &online, &source));
     assert_eq!(from_cache.digest(), from_target.digest());
     assert_eq!(from_cache.counts(), from_target.counts());
     assert!((0..SAMPLES).all(|index| from_cache.facts(index) == from_target.facts(index)));
     assert!(from_target.needs_target() && !from_cache.needs_target());
     let steps = 0..STEPS + 2;
-    assert_same("online", &read(&online, &source, steps.clone()), &read(&cached, &source, steps));
+    assert_same(
+        "online",
+        &read(&bench, &online, &source, steps.clone()),
+        &read(&bench, &cached, &source, steps),
+    );
 }
 
 /// What is learned from fp8 is not what is learned from the target's own states; bf16z gives those back bit by bit.
@@ -155,26 +164,26 @@ fn the_first_epoch_of_hybrid_leaves_a_cache_wherever_it_was_stopped() {
     let source = bench.source(&[]).unwrap();
     let hybrid = |dir: &str| recipe(&bench, &format!("{{hybrid: '{}'}}", bench.path(dir).display()));
     let online = recipe(&bench, "online");
-    let expected = read(&online, &source, 0..STEPS + 2);
+    let expected = read(&bench, &online, &source, 0..STEPS + 2);
     let whole = hybrid("whole");
-    assert_same("hybrid", &read(&whole, &source, 0..STEPS + 2), &expected);
+    assert_same("hybrid", &read(&bench, &whole, &source, 0..STEPS + 2), &expected);
     assert!(verify(&bench.path("whole"), |_| ()).unwrap().is_empty());
-    assert_eq!(dataset(&whole, &source).digest(), dataset(&online, &source).digest());
-    assert!(!dataset(&whole, &source).needs_target());
-    assert_same("read again", &read(&whole, &source, 1..STEPS + 2), &expected[PER_STEP..]);
+    assert_eq!(dataset(&bench, &whole, &source).digest(), dataset(&bench, &online, &source).digest());
+    assert!(!dataset(&bench, &whole, &source).needs_target());
+    assert_same("read again", &read(&bench, &whole, &source, 1..STEPS + 2), &expected[PER_STEP..]);
 
     // Stopped within the epoch and resumed at a checkpoint before that, right there, or when the epoch was over.
     for (stopped, resumed) in [(3, 1), (2, 2), (STEPS - 1, STEPS - 1), (1, STEPS)] {
         let dir = format!("stopped-{stopped}-{resumed}");
         let torn = hybrid(&dir);
-        read(&torn, &source, 0..stopped);
+        read(&bench, &torn, &source, 0..stopped);
         assert!(!bench.path(&dir).join("manifest.json").exists());
-        let rest = read(&torn, &source, resumed..STEPS + 2);
+        let rest = read(&bench, &torn, &source, resumed..STEPS + 2);
         assert_same(&dir, &rest, &expected[resumed * PER_STEP..]);
         assert!(files(&bench.path(&dir)) == files(&bench.path("whole")), "{dir}: another cache");
     }
     // An epoch and no step more.
-    read(&hybrid("epoch"), &source, 0..STEPS);
+    read(&bench, &hybrid("epoch"), &source, 0..STEPS);
     assert!(files(&bench.path("epoch")) == files(&bench.path("whole")));
 }
 
@@ -186,11 +195,12 @@ fn a_finished_cache_serves_hybrid_in_any_order() {
     let cached = recipe(&bench, &format!("{{cache: '{}'}}", dir.display()));
     let hybrid = recipe(&bench, &format!("{{hybrid: '{}'}}", dir.display()));
     build(&cached, &source, &dir, &bench.path("rows.jsonl"));
-    assert_same("hybrid", &read(&hybrid, &source, 0..3), &read(&cached, &source, 0..3));
+    assert_same("hybrid", &read(&bench, &hybrid, &source, 0..3), &read(&bench, &cached, &source, 0..3));
 
     let text = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     bench.write("rows.jsonl", &text.replace("word 1 of 7.", "word 1 of 8."));
-    let error = Dataset::open(&hybrid, &source, |_| order(0)).err().unwrap().to_string();
+    let error =
+        Dataset::open(&hybrid, &source, Some(&bench.path("kept")), |_| order(0)).err().unwrap().to_string();
     assert!(error.contains("no sample \"row-7\"") && error.contains("data.input"), "{error}");
 }
 
@@ -200,7 +210,10 @@ fn unusable_input_is_named() {
     let source = bench.source(&[]).unwrap();
     let online = recipe(&bench, "online");
     let refused = |words: &[&str]| {
-        let error = Dataset::open(&online, &source, |_| order(0)).err().unwrap().to_string();
+        let error = Dataset::open(&online, &source, Some(&bench.path("kept")), |_| order(0))
+            .err()
+            .unwrap()
+            .to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{words:?} in {error}");
         assert!(!error.contains('\n'), "{error}");
     };
@@ -224,7 +237,7 @@ fn states_that_are_not_finite_are_refused_by_sample() {
     bytes[8 + length + norm..][..4].fill(0xFF);
     fs::write(&weights, bytes).unwrap();
     let (online, source) = (recipe(&bench, "online"), bench.source(&[]).unwrap());
-    let dataset = dataset(&online, &source);
+    let dataset = dataset(&bench, &online, &source);
     let mut states = StateSource::open(&dataset, &source, &online, RUNNING).unwrap();
     states.begin(0, &order(0)[..PER_STEP]).unwrap();
     let error = states.take().unwrap_err().to_string();

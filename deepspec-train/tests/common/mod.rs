@@ -121,6 +121,7 @@ impl Bench {
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
         command.arg("--config").arg(self.path("recipe.yaml")).args(args).env("OMP_NUM_THREADS", "1");
+        command.env("DEEPSPEC_CACHE", self.path("kept"));
         command
     }
 
