@@ -109,6 +109,32 @@ fn each_plans_at_full_size_without_its_target() {
     }
 }
 
+/// Like its sibling in `dspark/`, but the states come from the target itself; so the two cannot drift apart.
+#[test]
+fn each_target_has_one_that_needs_no_cache() {
+    for (target, weights) in
+        [("qwen3_4b", 4.02e9), ("qwen3_8b", 8.19e9), ("qwen3_14b", 14.77e9), ("gemma4_12b", 11.9e9)]
+    {
+        let path = workspace().join("configs/online").join(format!("{target}.yaml"));
+        let recipe = Recipe::load(&path, &[]).unwrap();
+        let sibling = workspace().join("configs/dspark").join(format!("{target}.yaml"));
+        let states = ["data.states=online".to_string(), format!("data.input=[runs/{target}/answers.jsonl]")];
+        let mut expected = Recipe::load(&sibling, &states).unwrap();
+        expected.name += "_online";
+        assert_eq!(recipe, expected);
+
+        let cache = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(&path).args(["--plan", "--json", "--device", "cpu"]);
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
+        let plan = parsed(&command.output().unwrap(), target);
+        // The resident target, in float32 on the CPU, with its keys and values on top.
+        let resident = plan["memory"]["target"].as_f64().unwrap();
+        assert!((1.0..1.25).contains(&(resident / (4.0 * weights))), "{target}: {plan}");
+        assert_eq!(plan["memory"]["cache"], 0, "{target}: {plan}");
+    }
+}
+
 #[test]
 fn each_plans_and_runs_the_bench_at_small_sizes() {
     for (algorithm, target, path) in recipes() {
