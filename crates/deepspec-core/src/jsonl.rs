@@ -204,7 +204,12 @@ impl Iterator for RawLines {
     }
 }
 
-/// The unparsed lines of a file, so many at a time: what is parsed together on all cores, and held in memory at once.
+/// Bytes of text after which a batch takes no further line. Compressed files can be a thousand times smaller than what they
+/// hold, so that a number of lines alone bounds nothing.
+pub const BATCH_BYTES: usize = 1 << 26;
+
+/// The unparsed lines of a file, so many at a time and hardly more than [`BATCH_BYTES`], though always one: what is parsed
+/// together on all cores, and held in memory at once.
 ///
 /// # Errors
 /// If the file cannot be opened; while it is read, the error takes the place of a batch.
@@ -214,8 +219,18 @@ pub fn batches(
 ) -> Result<impl Iterator<Item = Result<Vec<RawLine>, FileError>> + use<>, FileError> {
     let mut lines = RawLines::open(path)?;
     Ok(std::iter::from_fn(move || {
-        let batch: Result<Vec<RawLine>, FileError> = lines.by_ref().take(size).collect();
-        batch.map(|batch| (!batch.is_empty()).then_some(batch)).transpose()
+        let (mut batch, mut bytes) = (vec![], 0);
+        while batch.len() < size && bytes < BATCH_BYTES {
+            match lines.next() {
+                Some(Ok(line)) => {
+                    bytes += line.bytes.as_ref().map_or(0, Vec::len);
+                    batch.push(line);
+                }
+                Some(Err(error)) => return Some(Err(error)),
+                None => break,
+            }
+        }
+        (!batch.is_empty()).then_some(Ok(batch))
     }))
 }
 
@@ -365,6 +380,32 @@ mod tests {
         fs::write(dir.path().join("cut.gz"), &gz[..gz.len() - 9]).unwrap();
         let last = Reader::open(&dir.path().join("cut.gz")).unwrap().last().unwrap();
         assert!(last.err().unwrap().to_string().contains("cut.gz"));
+    }
+
+    #[test]
+    fn batches_of_a_small_file_with_huge_lines_are_small() {
+        const LINE: usize = 24 << 20;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bomb.jsonl.zst");
+        let line = ["{\"a\":\"", &" ".repeat(LINE), "\"}\n"].concat();
+        let mut bomb = zstd::Encoder::new(File::create(&path).unwrap(), 1).unwrap();
+        (0..10).for_each(|_| bomb.write_all(line.as_bytes()).unwrap());
+        bomb.write_all(b"{}\n{}\n{}").unwrap();
+        bomb.finish().unwrap();
+        assert!(fs::metadata(&path).unwrap().len() < 1 << 18, "it is no bomb");
+        let (mut sizes, mut numbers) = (vec![], vec![]);
+        for batch in batches(&path, 100).unwrap() {
+            let batch = batch.unwrap();
+            sizes.push(batch.iter().map(|line| line.bytes.as_ref().unwrap().len()).sum::<usize>());
+            numbers.extend(batch.iter().map(|line| line.number));
+        }
+        assert_eq!(numbers, (1..=13).collect::<Vec<_>>());
+        assert!(sizes.iter().all(|&size| size < BATCH_BYTES + line.len()), "{sizes:?}");
+        // As many lines as asked for, where they are small.
+        let text = "{}\n".repeat(7);
+        fs::write(dir.path().join("small.jsonl"), text).unwrap();
+        let counts = batches(&dir.path().join("small.jsonl"), 3).unwrap().map(|batch| batch.unwrap().len());
+        assert_eq!(counts.collect::<Vec<_>>(), [3, 3, 1]);
     }
 
     proptest! {
