@@ -275,3 +275,27 @@ fn later_turns_follow_the_models_own_answers() {
     assert_eq!(decode("cut", "none", &["--turns", "all", "--max-new-tokens", "2"]).len(), 2);
     assert_eq!(results(&out("cut"))["suites"][0]["unasked"], 1);
 }
+
+#[test]
+fn later_turns_do_not_see_thoughts_between_special_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let questions =
+        ["Tom has 3 apples and buys 4 more. How many apples does he have?", "And if he eats 2 of them?"];
+    fs::write(dir.path().join("mt-bench.jsonl"), json!({"turns": questions}).to_string()).unwrap();
+    let special = dir.path().join("special");
+    fs::create_dir(&special).unwrap();
+    deepspec_testkit::tiny::with_special_fences(&target_dir(), &special);
+    let rows = [target_dir(), special].map(|target| {
+        let out = dir.path().join("out");
+        let places = ["--target", target.to_str().unwrap(), "--suites-dir", dir.path().to_str().unwrap()];
+        let fixed = ["run", "--quiet", "--device", "cpu", "--dtype", "float32", "--draft", "none", "--overwrite"];
+        let rest = ["--suite", "mt-bench", "--turns", "all", "--temperature", "0", "--thinking", "on"];
+        let output = deepspec_eval(&[&fixed[..], &places, &rest, &["--output-dir", out.to_str().unwrap()]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let rows = fs::read_to_string(out.join("outputs.jsonl")).unwrap();
+        rows.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(rows[0].len(), 2);
+    assert!(rows[0][0]["text"].as_str().unwrap().contains("</think>"), "{:?}", rows[0]);
+    assert_eq!(rows[0], rows[1]);
+}

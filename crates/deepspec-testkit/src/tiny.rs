@@ -8,7 +8,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
-use crate::golden;
+use crate::{folder, golden};
 
 const WIDTH: usize = 32;
 const INNER: usize = 64;
@@ -68,6 +68,28 @@ pub fn gemma4(dir: &Path, longest: usize) {
         let from = golden::dir("templates_gemma4").join(file);
         fs::copy(&from, dir.join(file)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
     }
+}
+
+/// Writes the model in `from` to `dir`, a folder, with its tokens for `<think>` and `</think>` made special ones, as other
+/// families fence their thoughts. Nothing else differs: it thinks and answers what the model does.
+///
+/// # Panics
+/// If that fails, or there are no such tokens.
+pub fn with_special_fences(from: &Path, dir: &Path) {
+    for (name, bytes) in folder::files(from) {
+        let bytes = if name == "tokenizer.json" { fenced_by_special_tokens(&bytes) } else { bytes };
+        fs::write(dir.join(&name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+}
+
+fn fenced_by_special_tokens(tokenizer: &[u8]) -> Vec<u8> {
+    let mut tokenizer: Value = serde_json::from_slice(tokenizer).expect("a tokenizer");
+    let tokens = tokenizer["added_tokens"].as_array_mut().expect("a list of tokens");
+    let fences: Vec<&mut Value> =
+        tokens.iter_mut().filter(|token| token["content"] == "<think>" || token["content"] == "</think>").collect();
+    assert_eq!(fences.len(), 2);
+    fences.into_iter().for_each(|token| token["special"] = json!(true));
+    tokenizer.to_string().into_bytes()
 }
 
 /// Random weights that keep the size of what goes through them; each tensor follows from its name.

@@ -1,25 +1,60 @@
-//! Thoughts that stand in the text of an answer.
+//! Thoughts that stand in the text of an answer, between the marks that models put around them.
 
-/// How models open and close their thoughts.
-const FENCES: [(&str, &str); 4] = [
-    ("<think>", "</think>"),
-    ("<|channel>thought", "<channel|>"),
-    ("<thinking>", "</thinking>"),
-    ("[THINK]", "[/THINK]"),
+/// How a model opens and closes its thoughts.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Fence {
+    /// Begins them.
+    pub open: &'static str,
+    /// Stands behind `open` and belongs to the fence, but where the model leaves it out.
+    pub label: &'static str,
+    /// Ends them.
+    pub close: &'static str,
+}
+
+/// All fences that are known. Some tokenizers spell them by special tokens, others by ordinary ones.
+pub const FENCES: [Fence; 4] = [
+    Fence { open: "<think>", label: "", close: "</think>" },
+    Fence { open: "<|channel>", label: "thought", close: "<channel|>" },
+    Fence { open: "<thinking>", label: "", close: "</thinking>" },
+    Fence { open: "[THINK]", label: "", close: "[/THINK]" },
 ];
 
-/// Parts an answer from the thoughts before it, without their fence and the white space along it. A closing fence
-/// without an opening one counts too: the prompt may have opened it.
+impl Fence {
+    /// The fence that `prompt` opens at its end, so that the answer begins with thoughts.
+    pub fn opened_by(prompt: &str) -> Option<&'static Self> {
+        let end = prompt.trim_end();
+        FENCES.iter().find(|fence| end.strip_suffix(fence.label).unwrap_or(end).ends_with(fence.open))
+    }
+
+    /// Thoughts without the label that may stand before them and the white space around them.
+    fn bare<'a>(&self, thoughts: &'a str) -> &'a str {
+        thoughts.strip_prefix(self.label).unwrap_or(thoughts).trim()
+    }
+}
+
+/// Parts an answer from the thoughts before it, without their fence and the white space along it. A closing mark without
+/// an opening one counts too: the prompt may have opened it.
 pub(crate) fn split(answer: &str) -> (&str, &str) {
-    for (open, close) in FENCES {
-        if let Some((thoughts, answer)) = answer.split_once(close)
+    for fence in &FENCES {
+        if let Some((thoughts, said)) = answer.split_once(fence.close)
             && let before = thoughts.trim_start()
-            && (before.starts_with(open) || !thoughts.contains(open))
+            && (before.starts_with(fence.open) || !thoughts.contains(fence.open))
         {
-            return (before.strip_prefix(open).unwrap_or(before).trim(), answer);
+            return (fence.bare(before.strip_prefix(fence.open).unwrap_or(before)), said);
         }
     }
     ("", answer)
+}
+
+/// What a model said in a whole answer, behind its thoughts and the newlines that follow them; nothing where it never came
+/// to an end with them.
+pub fn without_thoughts(answer: &str) -> &str {
+    let (_, said) = split(answer);
+    if said.len() < answer.len() {
+        return said.trim_start_matches('\n');
+    }
+    let begun = answer.trim_start();
+    if FENCES.iter().any(|fence| begun.starts_with(fence.open)) { "" } else { answer }
 }
 
 #[cfg(test)]
@@ -31,7 +66,28 @@ mod tests {
         assert_eq!(split("<think>\nb\n</think>\n\nc "), ("b", "\n\nc "));
         assert_eq!(split("b</think>c"), ("b", "c"));
         assert_eq!(split("<|channel>thought\n<channel|>c"), ("", "c"));
+        assert_eq!(split("\n<|channel>thought\nb\n<channel|>c"), ("b", "c"));
         assert_eq!(split("say <think>b</think>"), ("", "say <think>b</think>"));
         assert_eq!(split("plain"), ("", "plain"));
+    }
+
+    #[test]
+    fn what_is_said_stands_behind_the_thoughts() {
+        assert_eq!(without_thoughts("<think>\nb\n</think>\n\nc "), "c ");
+        assert_eq!(without_thoughts("<|channel>thought\nb\n<channel|>c"), "c");
+        assert_eq!(without_thoughts("b<channel|>\nc"), "c");
+        assert_eq!(without_thoughts("<|channel>thought\nnever closed"), "");
+        assert_eq!(without_thoughts("<think>never closed"), "");
+        assert_eq!(without_thoughts("\n plain"), "\n plain");
+    }
+
+    #[test]
+    fn prompts_may_open_thoughts() {
+        let opened = |prompt| Fence::opened_by(prompt).map(|fence| fence.close);
+        assert_eq!(opened("assistant\n<think>\n"), Some("</think>"));
+        assert_eq!(opened("model\n<|channel>thought\n"), Some("<channel|>"));
+        assert_eq!(opened("model\n<|channel>"), Some("<channel|>"));
+        assert_eq!(opened("model\n<|channel>thought\n<channel|>"), None);
+        assert_eq!(opened("a thought"), None);
     }
 }

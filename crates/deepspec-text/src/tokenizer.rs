@@ -13,6 +13,7 @@ use tokenizers::Tokenizer;
 
 use crate::conversation::for_template;
 use crate::error::TextError;
+use crate::marks::{Marks, SpecialFence};
 use crate::message::{Message, Role};
 use crate::stream::TokenStream;
 use crate::template::{Jinja, RenderOptions};
@@ -37,6 +38,8 @@ pub struct ChatTokenizer {
     special: Vec<(&'static str, String)>,
     /// The special tokens as they stand in texts.
     special_texts: Vec<String>,
+    /// The fences of thoughts that are special tokens.
+    fences: Vec<SpecialFence>,
     vocab_size: usize,
     digest: String,
 }
@@ -60,6 +63,7 @@ impl ChatTokenizer {
         Ok(Self {
             vocab_size: tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1),
             special_texts: special_texts(&tokenizer),
+            fences: SpecialFence::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             jinja: config.chat_template(dir)?,
             special: config.special_tokens()?,
@@ -208,9 +212,23 @@ impl ChatTokenizer {
         hasher.hex()
     }
 
-    /// Starts turning ids into text as they come.
-    pub fn stream(&self) -> TokenStream {
-        TokenStream::new(Arc::clone(&self.tokenizer))
+    /// Starts turning the ids of the answer to `prompt` into text as they come.
+    pub fn stream(&self, prompt: &str) -> TokenStream {
+        TokenStream::new(Arc::clone(&self.tokenizer), Marks::after(prompt, &self.fences))
+    }
+
+    /// The text of a whole answer as [`TokenStream`] gives it, whether the prompt opened thoughts or not:
+    /// [`without_thoughts`](crate::without_thoughts) finds what was said.
+    ///
+    /// # Errors
+    /// As [`ChatTokenizer::decode`].
+    pub fn decode_answer(&self, ids: &[i64]) -> Result<String, TextError> {
+        let mut stream = TokenStream::new(Arc::clone(&self.tokenizer), Marks::all(&self.fences));
+        let mut text = String::new();
+        for &id in ids {
+            text.extend(stream.push(id)?);
+        }
+        Ok(text + &stream.finish()?)
     }
 }
 

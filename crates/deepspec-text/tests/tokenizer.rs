@@ -5,7 +5,9 @@ use std::path::Path;
 use std::sync::LazyLock;
 
 use deepspec_testkit::golden;
-use deepspec_text::{ChatTokenizer, Message, RenderOptions, Role, TextError, generation_prompt};
+use deepspec_text::{
+    ChatTokenizer, Message, RenderOptions, Role, TextError, generation_prompt, without_thoughts,
+};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::{Value, json};
@@ -133,14 +135,18 @@ fn a_default_system_message_gives_way_to_the_conversations_own() {
 fn a_negative_id_is_no_token() {
     let tokenizer = ChatTokenizer::load(&golden::dir(CASES[0])).unwrap();
     assert!(matches!(tokenizer.decode(&[3, -1], true), Err(TextError::NotAnId { id: -1 })));
-    assert!(tokenizer.stream().push(-1).is_err());
+    assert!(tokenizer.stream("").push(-1).is_err());
     assert_eq!(tokenizer.token(-1), None);
     assert_eq!(tokenizer.decode(&[1 << 20], true).unwrap(), "");
 }
 
-/// Streams `ids`; the pieces before the last one.
+/// Streams `ids` as the answer to a prompt that opens no thoughts; the pieces before the last one.
 fn stream(tokenizer: &ChatTokenizer, ids: &[i64]) -> (Vec<String>, String) {
-    let mut stream = tokenizer.stream();
+    stream_after("", tokenizer, ids)
+}
+
+fn stream_after(prompt: &str, tokenizer: &ChatTokenizer, ids: &[i64]) -> (Vec<String>, String) {
+    let mut stream = tokenizer.stream(prompt);
     let pieces = ids.iter().filter_map(|&id| stream.push(id).unwrap()).collect();
     (pieces, stream.finish().unwrap())
 }
@@ -158,14 +164,59 @@ fn text_streams_without_delay() {
     }
 }
 
+#[test]
+fn special_fences_stay_in_the_text_where_they_part_thoughts_from_the_answer() {
+    let tokenizer = ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap();
+    let ids = |text: &str| tokenizer.encode(text).unwrap();
+    let text = |prompt: &str, ids: &[i64]| {
+        let (pieces, rest) = stream_after(prompt, &tokenizer, ids);
+        pieces.concat() + &rest
+    };
+    let (open, close) = (tokenizer.token_id("<|channel>").unwrap(), tokenizer.token_id("<channel|>").unwrap());
+    assert!(tokenizer.is_special(open) && tokenizer.is_special(close));
+    let thought = ids("<|channel>thought\nWhy?\n<channel|>Yes.<turn|>");
+    assert_eq!((thought[0], thought.contains(&close)), (open, true));
+    assert_eq!(text("<|turn>model\n", &thought), "<|channel>thought\nWhy?\n<channel|>Yes.");
+    assert_eq!(tokenizer.decode_answer(&thought).unwrap(), "<|channel>thought\nWhy?\n<channel|>Yes.");
+    let said = |ids: &[i64]| without_thoughts(&tokenizer.decode_answer(ids).unwrap()).to_string();
+    assert_eq!(said(&thought), "Yes.");
+
+    // The prompt opened the thoughts.
+    let within = ids("Why?<channel|>Yes.<channel|> No.<|channel>");
+    assert_eq!(text("<|turn>model\n<|channel>thought\n", &within), "Why?<channel|>Yes. No.");
+    assert_eq!(said(&within), "Yes. No.");
+    // Nobody did: a mark that closes nothing is left out, and so is one that opens thoughts behind the answer.
+    assert_eq!(text("<|turn>model\n", &within), "Why?Yes. No.");
+    assert_eq!(text("", &ids("Yes.<|channel>thought<channel|>")), "Yes.thought");
+    // Bytes that never became a character come out before the mark.
+    let byte = tokenizer.token_id("<0xF0>").unwrap();
+    assert_eq!(text("<|channel>", &[byte, close, byte]), format!("{BROKEN}<channel|>{BROKEN}"));
+}
+
 /// Shared by all threads, as the stages do it.
 static GOLDEN: LazyLock<[ChatTokenizer; 2]> =
     LazyLock::new(|| CASES.map(|case| ChatTokenizer::load(&golden::dir(case)).unwrap()));
 
+/// What stands before, between and behind the special tokens that open and close thoughts, each with the mark behind it.
+fn fenced<'a>(tokenizer: &ChatTokenizer, ids: &'a [i64]) -> Vec<(&'a [i64], Option<String>)> {
+    let is = |at: &usize, mark: &str| tokenizer.is_special(ids[*at]) && tokenizer.token(ids[*at]).unwrap() == mark;
+    let blank = |at: usize| tokenizer.decode(&ids[..at], true).unwrap().trim().is_empty();
+    let Some(open) = (0..ids.len()).find(|at| is(at, "<|channel>")).filter(|&at| blank(at)) else {
+        return vec![(ids, None)];
+    };
+    let first = (&ids[..open], Some("<|channel>".into()));
+    match (open..ids.len()).find(|at| is(at, "<channel|>")) {
+        Some(close) => {
+            vec![first, (&ids[open + 1..close], Some("<channel|>".into())), (&ids[close + 1..], None)]
+        }
+        None => vec![first, (&ids[open + 1..], None)],
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Any ids, broken bytes, special tokens and unknown ids included, stream to what they decode to.
+    /// Any ids, broken bytes, special tokens and unknown ids included, stream to what they decode to between the fences.
     #[test]
     fn streaming_is_decoding(bytes in any::<bool>(), seeds in prop::collection::vec(any::<Index>(), 0..40)) {
         for tokenizer in GOLDEN.iter() {
@@ -173,7 +224,11 @@ proptest! {
             let range = if bytes { 270 } else { tokenizer.vocab_size() + 3 };
             let ids: Vec<i64> = seeds.iter().map(|seed| seed.index(range) as i64).collect();
             let (pieces, rest) = stream(tokenizer, &ids);
-            prop_assert_eq!(pieces.concat() + &rest, tokenizer.decode(&ids, true).unwrap());
+            let expected: String = fenced(tokenizer, &ids)
+                .iter()
+                .map(|(part, mark)| tokenizer.decode(part, true).unwrap() + mark.as_deref().unwrap_or_default())
+                .collect();
+            prop_assert_eq!(pieces.concat() + &rest, expected);
             let broken = pieces.iter().any(|piece| piece.ends_with(BROKEN));
             prop_assert!(!broken);
         }

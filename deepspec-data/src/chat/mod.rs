@@ -76,7 +76,7 @@ impl ChatModel {
             max_new_tokens: request.max_tokens.map_or(room, |limit| limit.min(room)),
             stop_ids: stop_ids.to_vec(),
         });
-        Ok(Reply::new(news, self.tokenizer.stream(), &text, length, stop_ids, &request.stop))
+        Ok(Reply::new(news, self.tokenizer.stream(&text), &text, length, stop_ids, &request.stop))
     }
 
     /// What the engine is doing.

@@ -1,9 +1,8 @@
-//! Separates a model's thoughts, `<think>…</think>`, from its answer.
+//! Separates a model's thoughts, such as `<think>…</think>`, from its answer.
+
+use deepspec_text::{FENCES, Fence};
 
 use super::stop::overlap;
-
-const OPEN: &str = "<think>";
-const CLOSE: &str = "</think>";
 
 /// A piece of an answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -29,12 +28,14 @@ impl Delta {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Nothing but blanks or a part of `<think>` so far.
+    /// Nothing but blanks or a part of an opening mark so far.
     Undecided,
-    /// Behind `<think>` but not behind a first character of thought.
-    Opened,
-    Thinking,
-    /// Behind `</think>` but not behind a first character of the answer.
+    /// Behind an opening mark, or behind it and a part of its label.
+    Opened(&'static Fence),
+    /// Behind all that opens thoughts but not behind a first character of them.
+    Entered(&'static Fence),
+    Thinking(&'static Fence),
+    /// Behind the closing mark but not behind a first character of the answer.
     Closed,
     Answering,
 }
@@ -48,8 +49,7 @@ pub struct ThoughtSplitter {
 impl ThoughtSplitter {
     /// A splitter for the text that follows `prompt`, which may have opened the thoughts already.
     pub fn after(prompt: &str) -> Self {
-        let state = if prompt.trim_end().ends_with(OPEN) { State::Opened } else { State::Undecided };
-        Self { state, held: String::new() }
+        Self { state: Fence::opened_by(prompt).map_or(State::Undecided, State::Entered), held: String::new() }
     }
 
     /// Takes the next piece.
@@ -67,7 +67,9 @@ impl ThoughtSplitter {
             State::Undecided | State::Answering | State::Closed => {
                 Delta { content: held, ..Delta::default() }
             }
-            State::Opened | State::Thinking => {
+            // A part of the label: no thought was begun.
+            State::Opened(_) => Delta::default(),
+            State::Entered(_) | State::Thinking(_) => {
                 Delta { reasoning: held.trim_end_matches('\n').into(), ..Delta::default() }
             }
         }
@@ -78,24 +80,34 @@ impl ThoughtSplitter {
         match self.state {
             State::Undecided => {
                 let text = self.held.trim_start();
-                if let Some(rest) = text.strip_prefix(OPEN) {
-                    self.held = rest.to_string();
-                    self.enter(State::Opened)
-                } else if OPEN.starts_with(text) {
+                let opened =
+                    FENCES.iter().find_map(|fence| Some((fence, text.strip_prefix(fence.open)?.to_string())));
+                if let Some((fence, rest)) = opened {
+                    self.held = rest;
+                    self.enter(State::Opened(fence))
+                } else if FENCES.iter().any(|fence| fence.open.starts_with(text)) {
                     false
                 } else {
                     self.enter(State::Answering)
                 }
             }
-            State::Opened => self.skips_newlines(State::Thinking),
+            State::Opened(fence) => {
+                if let Some(rest) = self.held.strip_prefix(fence.label) {
+                    self.held = rest.to_string();
+                } else if fence.label.starts_with(&self.held) {
+                    return false;
+                }
+                self.enter(State::Entered(fence))
+            }
+            State::Entered(fence) => self.skips_newlines(State::Thinking(fence)),
             State::Closed => self.skips_newlines(State::Answering),
-            State::Thinking => {
-                if let Some((thought, rest)) = self.held.split_once(CLOSE) {
+            State::Thinking(fence) => {
+                if let Some((thought, rest)) = self.held.split_once(fence.close) {
                     delta.reasoning.push_str(thought.trim_end_matches('\n'));
                     self.held = rest.to_string();
                     return self.enter(State::Closed);
                 }
-                let kept = self.held.len() - overlap(&self.held, CLOSE);
+                let kept = self.held.len() - overlap(&self.held, fence.close);
                 let kept = self.held[..kept].trim_end_matches('\n').len();
                 delta.reasoning.extend(self.held.drain(..kept));
                 false
@@ -146,6 +158,16 @@ mod tests {
             assert_eq!(split("assistant\n", "a <think>b</think>", size), pair("", "a <think>b</think>"));
             assert_eq!(split("assistant\n", "<think>cut off\n", size), pair("cut off", ""));
             assert_eq!(split("assistant\n", "<thi", size), pair("", "<thi"));
+            assert_eq!(
+                split("model\n", "<|channel>thought\nwhy <think>\n<channel|>yes", size),
+                pair("why <think>", "yes")
+            );
+            assert_eq!(split("model\n<|channel>thought\n", "why\n<channel|>yes", size), pair("why", "yes"));
+            assert_eq!(split("model\n", "<|channel>thought\n<channel|>yes", size), pair("", "yes"));
+            assert_eq!(split("model\n<|channel>thought\n<channel|>", "yes", size), pair("", "yes"));
+            assert_eq!(split("model\n", "<|channel>why<channel|>yes", size), pair("why", "yes"));
+            assert_eq!(split("model\n", "<|channel>thou", size), pair("", ""));
+            assert_eq!(split("model\n", "thought", size), pair("", "thought"));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::AddAssign;
 
-use deepspec_text::{Message, Role};
+use deepspec_text::{Message, Role, without_thoughts};
 use serde_json::{Map, Value, json};
 
 use super::settings::Reasoning;
@@ -85,21 +85,11 @@ impl Answer {
         }
         let content = match (reasoning, &self.thoughts) {
             // Only a server that does not part thoughts from text leaves them in it.
-            (Reasoning::Drop, None) => without_thoughts(self.content),
+            (Reasoning::Drop, None) => without_thoughts(&self.content).to_string(),
             _ => self.content,
         };
         let reasoning_content = self.thoughts.filter(|_| reasoning == Reasoning::Keep);
         Message { role: Role::Assistant, content, reasoning_content, extra }
-    }
-}
-
-/// A model's text behind its thoughts; nothing where it never came to an end with them. The opening tag may stand in the
-/// prompt, and is then no part of the text.
-fn without_thoughts(content: String) -> String {
-    match content.split_once("</think>") {
-        Some((_, said)) => said.trim_start().to_string(),
-        None if content.trim_start().starts_with("<think>") => String::new(),
-        None => content,
     }
 }
 
@@ -167,6 +157,8 @@ mod tests {
             (dropped("a</think>b").as_str(), dropped("<think>a").as_str(), dropped("a").as_str()),
             ("b", "", "a")
         );
+        assert_eq!(dropped("<|channel>thought\na\n<channel|>b"), "b");
+        assert_eq!((dropped("a<channel|>b").as_str(), dropped("<|channel>thought\na").as_str()), ("b", ""));
         assert_eq!(answer.message(Reasoning::Keep).content, "<think>x</think>a");
     }
 }

@@ -6,7 +6,7 @@ use deepspec_testkit::tiny;
 use serde_json::json;
 
 use crate::http::{Http, ask};
-use crate::process::{Running, Server, command, lines, run, text};
+use crate::process::{Server, lines, run, text};
 
 #[test]
 fn a_gemma4_target_is_captured_and_served() {
@@ -45,10 +45,7 @@ fn a_gemma4_target_is_captured_and_served() {
     let verified = run(&["cache", "verify", &text(&cache)]);
     assert_eq!(verified.code, Some(0), "{verified:?}");
 
-    let args = ["serve", "--model", &text(&model), "--served-name", "tiny", "--device", "cpu", "--port", "0"];
-    let process = Running::start(command(&args));
-    let url = process.line_with("listening on ").trim_start_matches("listening on ").to_string();
-    let (server, http) = (Server { process, url }, Http::new());
+    let (server, http) = (Server::of(&text(&model), &[]), Http::new());
     let bodies = ["Hello?", "And then?"].map(|prompt| ask(prompt, 12));
     let alone: Vec<_> = bodies.iter().map(|body| http.complete(&server.url, body)).collect();
     assert!(alone.iter().all(|answer| answer["usage"]["completion_tokens"].as_u64() > Some(0)), "{alone:?}");

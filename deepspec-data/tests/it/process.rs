@@ -139,8 +139,12 @@ pub struct Server {
 
 impl Server {
     pub fn start(more: &[&str]) -> Self {
-        let tiny = tiny();
-        let args = ["serve", "--model", &tiny, "--served-name", "tiny", "--device", "cpu", "--port", "0"];
+        Self::of(&tiny(), more)
+    }
+
+    /// As [`Server::start`], of another model.
+    pub fn of(model: &str, more: &[&str]) -> Self {
+        let args = ["serve", "--model", model, "--served-name", "tiny", "--device", "cpu", "--port", "0"];
         let process = Running::start(command(&[&args, more].concat()));
         let line = process.line_with("listening on ");
         let url = line.trim_start_matches("listening on ").to_string();

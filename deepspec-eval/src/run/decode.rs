@@ -9,7 +9,7 @@ use deepspec_decode::{
     Completion, Engine, Event, Finish, Proposer, Request, Sampling, StepTimes, Tally, Target, Ticket,
 };
 use deepspec_suites::{Asking, Prepared};
-use deepspec_text::{Message, Role};
+use deepspec_text::{Message, Role, without_thoughts};
 
 use super::args::Shard;
 use super::journal::{Arm, Entry, Journal, Key};
@@ -213,8 +213,9 @@ impl<T: Target, P: Proposer> Decoding<'_, T, P> {
                 None
             }
             Some(said) => {
-                let answer = self.plan.asking.tokenizer.decode(&completion.tokens, true)?;
-                messages.push(Message::new(Role::Assistant, answer));
+                // As clients of a server go on: with the answer, not with what was thought before it.
+                let answer = self.plan.asking.tokenizer.decode_answer(&completion.tokens)?;
+                messages.push(Message::new(Role::Assistant, without_thoughts(&answer)));
                 messages.push(Message::new(Role::User, said.as_str()));
                 Some(Asked { sample, seed, turn: turn + 1, messages })
             }

@@ -76,7 +76,7 @@ fn rows<'a>(
                 id: &suite.ids[*sample],
                 seed: *seed,
                 turn: *turn,
-                text: tokenizer.decode(&completion.tokens, true)?,
+                text: tokenizer.decode_answer(&completion.tokens)?,
                 tokens: completion.tokens.len(),
                 finish: completion.finish,
                 token_ids: &completion.tokens,

@@ -1,0 +1,50 @@
+//! Thoughts between special tokens, as some families fence theirs, stay apart from the answer.
+
+use serde_json::{Value, json};
+
+use crate::http::{Http, ask, content};
+use crate::process::{Server, lines, text, tiny};
+use crate::regenerate::{by_id, question, regenerate};
+
+const QUESTION: &str =
+    "Dorothea has 11 postcards. Sebastian has 14 more than Dorothea. What is the total number of postcards?";
+
+/// What an answer that came in pieces adds up to.
+fn joined(events: &[String], field: &str) -> String {
+    let chunks = events.iter().filter_map(|data| serde_json::from_str::<Value>(data).ok());
+    chunks.filter_map(|chunk| Some(chunk["choices"][0]["delta"][field].as_str()?.to_owned())).collect()
+}
+
+#[test]
+fn thoughts_between_special_tokens_are_none_of_the_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let (http, mut body) = (Http::new(), ask(QUESTION, 70));
+    body["chat_template_kwargs"] = json!({});
+    let plain = http.complete(&Server::start(&[]).url, &body);
+    let message = &plain["choices"][0]["message"];
+    assert!(message["reasoning_content"].is_string() && !content(&plain).is_empty(), "{plain}");
+
+    deepspec_testkit::tiny::with_special_fences(tiny().as_ref(), dir.path());
+    let special = text(dir.path());
+    let server = Server::of(&special, &[]);
+    let whole = http.complete(&server.url, &body);
+    assert_eq!((&whole["choices"], &whole["usage"]), (&plain["choices"], &plain["usage"]));
+    let events = http.stream(&server.url, body);
+    assert_eq!(joined(&events, "content"), message["content"]);
+    assert_eq!(joined(&events, "reasoning_content"), message["reasoning_content"]);
+
+    // Nor are they trained on as such.
+    let input = lines(dir.path(), "in.jsonl", &[question(1, QUESTION)]);
+    let sampling = ["--temperature", "0", "--max-tokens", "70", "--device", "cpu", "--slots", "1"];
+    let rows = [(special.as_str(), "keep"), (&special, "drop"), (&tiny(), "keep")].map(|(model, reasoning)| {
+        let output = dir.path().join("out.jsonl");
+        let more = ["--embedded", model, "--reasoning", reasoning, "--overwrite"];
+        let ended = regenerate(&input, &output, &[&sampling[..], &more].concat());
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        by_id(&output)["1"]["conversations"][1].clone()
+    });
+    let [kept, dropped, plain] = rows;
+    assert_eq!(kept, plain);
+    assert_eq!(kept["reasoning_content"], message["reasoning_content"]);
+    assert_eq!((&dropped["content"], dropped.get("reasoning_content")), (&message["content"], None));
+}
