@@ -7,6 +7,10 @@ use serde_json::{Map, Value};
 
 use super::error::ChatError;
 
+/// Texts that may end an answer, and bytes of each: they are looked for at every token.
+const MAX_STOPS: usize = 16;
+const MAX_STOP_BYTES: usize = 1 << 10;
+
 /// A request that has been checked.
 #[derive(Debug, Clone)]
 pub struct ChatRequest {
@@ -166,7 +170,14 @@ fn stop(value: Option<Value>) -> Result<Vec<String>, ChatError> {
         Some(Value::Array(stops)) => stops,
         Some(one) => vec![one],
     };
+    if stops.len() > MAX_STOPS {
+        return Err(ChatError::field("stop", format!("{} texts, but at most {MAX_STOPS} may end an answer", stops.len())));
+    }
     let text = |stop: Value| match stop {
+        Value::String(text) if text.len() > MAX_STOP_BYTES => Err(ChatError::field(
+            "stop",
+            format!("a text of {} bytes, but at most {MAX_STOP_BYTES} are looked for", text.len()),
+        )),
         Value::String(text) if !text.is_empty() => Ok(text),
         other => Err(ChatError::field(
             "stop",
@@ -199,6 +210,8 @@ mod tests {
         let full = full.unwrap();
         assert_eq!((full.sampling.top_k, full.sampling.seed), (0, u64::MAX));
         assert_eq!((full.stop, full.max_tokens), (vec!["x".to_string()], Some(7)));
+        let most = request(json!({"stop": vec!["x".repeat(1024); 16]})).unwrap();
+        assert_eq!(most.stop.len(), 16);
     }
 
     #[test]
@@ -214,6 +227,8 @@ mod tests {
             (json!({"max_tokens": -1}), 400, "`max_tokens`"),
             (json!({"stop": [""]}), 400, "`stop`"),
             (json!({"stop": 1}), 400, "`stop`"),
+            (json!({"stop": vec!["x"; 17]}), 400, "`stop`: 17 texts, but at most 16"),
+            (json!({"stop": ["x", "x".repeat(1025)]}), 400, "`stop`: a text of 1025 bytes, but at most 1024"),
             (json!({"n": 2}), 400, "`n`"),
             (json!({"logprobs": true}), 400, "`logprobs`"),
             (json!({"repetition_penalty": 1.1}), 400, "`repetition_penalty`: 1.1"),

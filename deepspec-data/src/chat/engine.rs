@@ -1,10 +1,11 @@
 //! The engine on a thread of its own, which owns all tensors; requests and tokens travel by channel.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
@@ -13,6 +14,8 @@ use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Request
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Drafter, DrafterOptions, TargetModel, TargetOptions};
 use tokio::sync::{mpsc, oneshot};
+
+use super::waits::Waits;
 
 /// What the engine runs and how.
 #[derive(Debug, Clone, clap::Args)]
@@ -96,6 +99,7 @@ pub enum Update {
 struct Job {
     request: Request,
     updates: mpsc::UnboundedSender<Update>,
+    since: Instant,
 }
 
 /// What the engine is doing, readable from any thread.
@@ -107,6 +111,8 @@ pub struct Load {
     pub queued: AtomicUsize,
     /// Tokens generated since the start.
     pub generated: AtomicU64,
+    /// How long sequences waited for a slot.
+    pub waits: Waits,
 }
 
 /// The engine's thread. Dropping the handle ends it.
@@ -131,7 +137,7 @@ impl EngineThread {
             Ok((engine, context)) => {
                 // Nobody waits only if the starting thread is gone, and then the channel of jobs is closed too.
                 let _ = ready.send(Ok(context));
-                Worker { engine, live: HashMap::new(), load: gauge }.run(incoming);
+                Worker { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge }.run(incoming);
             }
             Err(error) => drop(ready.send(Err(error))),
         };
@@ -148,7 +154,7 @@ impl EngineThread {
         let (updates, news) = mpsc::unbounded_channel();
         if let Some(jobs) = &self.jobs {
             // If the engine is gone the sender is dropped here, which ends the news at once.
-            let _ = jobs.send(Job { request, updates });
+            let _ = jobs.send(Job { request, updates, since: Instant::now() });
         }
         news
     }
@@ -201,6 +207,8 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(Engine<TargetModel,
 struct Worker {
     engine: Engine<TargetModel, Drafter>,
     live: HashMap<Ticket, mpsc::UnboundedSender<Update>>,
+    /// Those that wait for a slot, in the order in which they get one, and since when.
+    waiting: VecDeque<(Ticket, Instant)>,
     load: Arc<Load>,
 }
 
@@ -224,9 +232,13 @@ impl Worker {
             }
             self.cancel_abandoned();
             self.publish();
-            match self.engine.step() {
+            let started = Instant::now();
+            let stepped = self.engine.step();
+            self.count_waits(started);
+            match stepped {
                 Ok(events) => events.into_iter().for_each(|event| self.report(event)),
                 Err(error) => {
+                    self.waiting.clear();
                     for (ticket, updates) in self.live.drain() {
                         self.engine.cancel(ticket);
                         let _ = updates.send(Update::Refused(error.clone()));
@@ -238,7 +250,10 @@ impl Worker {
 
     fn accept(&mut self, job: Job) {
         match self.engine.submit(job.request) {
-            Ok(ticket) => drop(self.live.insert(ticket, job.updates)),
+            Ok(ticket) => {
+                self.waiting.push_back((ticket, job.since));
+                self.live.insert(ticket, job.updates);
+            }
             // The caller may have gone; then nobody needs the news. The same holds below.
             Err(error) => drop(job.updates.send(Update::Refused(error))),
         }
@@ -253,6 +268,15 @@ impl Worker {
             }
             !abandoned
         });
+        self.waiting.retain(|(ticket, _)| self.live.contains_key(ticket));
+    }
+
+    /// The step that began at `started` took in those that the engine no longer counts as waiting.
+    fn count_waits(&mut self, started: Instant) {
+        while self.waiting.len() > self.engine.queued() {
+            let Some((_, since)) = self.waiting.pop_front() else { return };
+            self.load.waits.add(started.saturating_duration_since(since));
+        }
     }
 
     fn report(&mut self, event: Event) {

@@ -37,7 +37,15 @@ pub enum ChatError {
     /// The chat template refuses the messages.
     #[error("the chat template refuses the messages: {0}")]
     Template(String),
-    /// The engine refuses the request.
+    /// All slots are taken, and as many requests wait as may.
+    #[error("all {slots} slots are taken and {queue} requests are waiting; try again later")]
+    Busy {
+        /// Requests that are answered at once.
+        slots: usize,
+        /// Requests that may wait.
+        queue: usize,
+    },
+    /// The engine refuses the request, or gave it up.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// Our own failure.
@@ -55,8 +63,10 @@ impl ChatError {
     pub fn status(&self) -> u16 {
         match self {
             Self::UnknownModel { .. } => 404,
-            Self::Internal(_) | Self::Engine(EngineError::NotFinite) => 500,
-            _ => 400,
+            Self::Busy { .. } => 503,
+            Self::Internal(_) => 500,
+            Self::Engine(error) => engine_status(error),
+            Self::Malformed(_) | Self::Field { .. } | Self::TooLong { .. } | Self::Template(_) => 400,
         }
     }
 
@@ -74,10 +84,22 @@ impl ChatError {
     pub fn code(&self) -> Option<&'static str> {
         match self {
             Self::UnknownModel { .. } => Some("model_not_found"),
+            Self::Busy { .. } => Some("queue_full"),
             Self::TooLong { .. } | Self::Engine(EngineError::TooLong { .. }) => {
                 Some("context_length_exceeded")
             }
             _ => None,
         }
+    }
+}
+
+/// The HTTP status of what the engine says: whose fault it is, and whether it may be tried again.
+fn engine_status(error: &EngineError) -> u16 {
+    match error {
+        EngineError::EmptyPrompt
+        | EngineError::NoTokens
+        | EngineError::TooLong { .. }
+        | EngineError::UnknownToken { .. } => 400,
+        EngineError::NotFinite => 500,
     }
 }

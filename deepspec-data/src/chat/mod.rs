@@ -7,6 +7,7 @@ mod error;
 mod reply;
 mod stop;
 mod thinking;
+mod waits;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;

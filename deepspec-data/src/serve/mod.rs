@@ -1,5 +1,6 @@
 //! `serve`: a model behind the OpenAI API's chat completions.
 
+mod connections;
 mod respond;
 mod routes;
 
@@ -9,14 +10,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use axum::serve::ListenerExt;
 use deepspec_core::cli::Verbosity;
+use deepspec_core::usage;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::chat::{ChatModel, EngineArgs};
-use routes::App;
+use routes::{App, Limits};
 
 /// How long running answers may take to finish once the server was told to stop.
 const GRACE: Duration = Duration::from_secs(30);
@@ -36,6 +37,15 @@ pub struct Args {
     /// Name that requests use for the model; by default the folder or id as given
     #[arg(long, value_name = "NAME")]
     served_name: Option<String>,
+    /// Requests that may wait while all slots are taken; what comes on top is told to come again (status 503)
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    queue: usize,
+    /// Largest body of a request
+    #[arg(long, default_value_t = 8, value_name = "MB")]
+    max_body: usize,
+    /// Seconds that a client may take to send the head of a request, to send its body, and to read any of an answer
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    client_timeout: u64,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -55,6 +65,7 @@ enum Phase {
 /// # Errors
 /// Usage errors, a model that cannot be loaded, a port that is in use.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let limits = args.limits()?;
     let (dir, engine) = args.engine.resolve("--model", &args.model, verbosity)?;
     let asked = format!("{}:{}", args.host, args.port);
     let listener = TcpListener::bind((args.host.as_str(), args.port));
@@ -63,19 +74,32 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
     let model = ChatModel::load(&dir, &engine)?;
     let name = args.served_name.clone().unwrap_or_else(|| args.model.clone());
-    let app = Arc::new(App::new(model, name, engine.slots));
+    let app = Arc::new(App::new(model, name, engine.slots, limits));
     // Dropped at the end of this line, and with it every request, so that the engine is idle when `app` ends it.
-    Runtime::new().context("starting the server's threads")?.block_on(serve(listener, Arc::clone(&app)))
+    Runtime::new().context("starting the server's threads")?.block_on(serve(listener, Arc::clone(&app), limits))
 }
 
-async fn serve(listener: TcpListener, app: Arc<App>) -> anyhow::Result<()> {
-    let address = listener.local_addr()?;
-    let listener = tokio::net::TcpListener::from_std(listener)?.tap_io(|stream| {
-        // Without it a streamed token may wait for the acknowledgement of the one before.
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!("no TCP_NODELAY: {error}");
+impl Args {
+    fn limits(&self) -> anyhow::Result<Limits> {
+        let (mb, seconds) = (self.max_body, self.client_timeout);
+        match mb.checked_mul(1 << 20) {
+            Some(body) if body > 0 && seconds > 0 => {
+                Ok(Limits { queue: self.queue, body, patience: Duration::from_secs(seconds) })
+            }
+            _ => usage!("--max-body {mb} and --client-timeout {seconds}: both must be at least 1, and the body fit into memory"),
         }
-    });
+    }
+}
+
+/// Waits until the shutdown has come so far.
+async fn reaches(mut phase: watch::Receiver<Phase>, wanted: Phase) {
+    // The sender lives as long as the runtime; if it is gone, it is over anyway.
+    let _ = phase.wait_for(|&phase| phase >= wanted).await;
+}
+
+async fn serve(listener: TcpListener, app: Arc<App>, limits: Limits) -> anyhow::Result<()> {
+    let address = listener.local_addr()?;
+    let listener = tokio::net::TcpListener::from_std(listener)?;
     let (phases, phase) = watch::channel(Phase::Serving);
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     tokio::spawn(async move {
@@ -86,21 +110,13 @@ async fn serve(listener: TcpListener, app: Arc<App>) -> anyhow::Result<()> {
         let _ = tokio::time::timeout(GRACE, told()).await;
         phases.send_replace(Phase::Over);
     });
-    let reaches = |mut phase: watch::Receiver<Phase>, wanted| async move {
-        // The sender lives as long as the runtime; if it is gone, it is over anyway.
-        let _ = phase.wait_for(|&phase| phase >= wanted).await;
-    };
     // Not a log line: --quiet does not hide it, whoever started us waits for it.
     announce(&format!("listening on http://{address}\n"))?;
-    let server = axum::serve(listener, routes::router(app))
-        .with_graceful_shutdown(reaches(phase.clone(), Phase::Draining));
     tokio::select! {
-        served = async { server.await } => served.context("serving"),
-        () = reaches(phase, Phase::Over) => {
-            tracing::warn!("abandoned the answers that were still running");
-            Ok(())
-        }
+        () = connections::serve(listener, routes::router(app), limits.patience, phase.clone()) => {}
+        () = reaches(phase, Phase::Over) => tracing::warn!("abandoned the answers that were still running"),
     }
+    Ok(())
 }
 
 fn announce(line: &str) -> io::Result<()> {

@@ -3,13 +3,17 @@
 use std::convert::Infallible;
 
 use axum::Json;
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
 use serde_json::{Value, json};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::chat::{ChatError, Delta, Reply, Usage, finish_name};
+
+/// Seconds after which a client may try again when there was no room.
+const RETRY_AFTER: u16 = 1;
 
 /// What all pieces of one answer have in common.
 pub struct Heading {
@@ -59,9 +63,10 @@ enum Next {
     Nothing,
 }
 
-/// An answer as it comes. The receiver's going away drops the reply, which cancels it.
-pub fn stream(heading: Heading, reply: Reply, include_usage: bool) -> Response {
-    let events = stream::unfold((Next::Role, heading, reply), move |(next, heading, mut reply)| async move {
+/// An answer as it comes. The receiver's going away drops the reply, which cancels it, and gives its place to another.
+pub fn stream(heading: Heading, reply: Reply, place: OwnedSemaphorePermit, include_usage: bool) -> Response {
+    let state = (Next::Role, heading, reply, place);
+    let events = stream::unfold(state, move |(next, heading, mut reply, place)| async move {
         let (data, next) = match next {
             Next::Role => (heading.chunk(json!({"role": "assistant", "content": ""}), None), Next::Text),
             Next::Text => match reply.next().await {
@@ -81,7 +86,7 @@ pub fn stream(heading: Heading, reply: Reply, include_usage: bool) -> Response {
             Next::Nothing => return None,
         };
         let text = data.as_str().map_or_else(|| data.to_string(), str::to_owned);
-        Some((Ok::<_, Infallible>(Event::default().data(text)), (next, heading, reply)))
+        Some((Ok::<_, Infallible>(Event::default().data(text)), (next, heading, reply, place)))
     });
     Sse::new(events).keep_alive(KeepAlive::default()).into_response()
 }
@@ -105,7 +110,11 @@ fn body(error: &ChatError) -> Value {
 /// A request that is not answered.
 pub fn refusal(error: &ChatError) -> Response {
     let status = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    (status, Json(body(error))).into_response()
+    let mut response = (status, Json(body(error))).into_response();
+    if status == StatusCode::SERVICE_UNAVAILABLE {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER));
+    }
+    response
 }
 
 /// A request that does not even reach the model.

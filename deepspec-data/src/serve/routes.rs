@@ -1,23 +1,34 @@
 //! What the server answers to which request.
 
+use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::json;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
 
 use super::respond::{self, Heading};
-use crate::chat::{self, ChatError, ChatModel};
+use crate::chat::{self, ChatError, ChatModel, ChatRequest, Reply};
 
-/// Largest request body in bytes.
-const BODY_LIMIT: usize = 64 << 20;
+/// What a client may ask of the server at most.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Requests that may wait for a slot.
+    pub queue: usize,
+    /// Bytes of a request's body.
+    pub body: usize,
+    /// Time for sending the head of a request, and again for its body.
+    pub patience: Duration,
+}
 
 /// What the handlers share.
 pub struct App {
@@ -25,12 +36,62 @@ pub struct App {
     name: String,
     slots: usize,
     started: u64,
+    limits: Limits,
+    /// One for each request that may be here, from before its body is read to the end of its answer, so that neither
+    /// bodies nor answers add up without bound.
+    places: Arc<Semaphore>,
+    /// One for each request that is being parsed, rendered and tokenised. That takes a core each.
+    desks: Arc<Semaphore>,
 }
 
 impl App {
-    /// A model, the name that requests use for it, and how many of them it answers at once.
-    pub fn new(model: ChatModel, name: String, slots: usize) -> Self {
-        Self { model, name, slots, started: now() }
+    /// A model, the name that requests use for it, how many of them it answers at once, and what they may ask.
+    pub fn new(model: ChatModel, name: String, slots: usize, limits: Limits) -> Self {
+        let places = slots.saturating_add(limits.queue).min(Semaphore::MAX_PERMITS);
+        let cores = thread::available_parallelism().map_or(1, NonZero::get);
+        Self {
+            model,
+            name,
+            slots,
+            started: now(),
+            limits,
+            places: Arc::new(Semaphore::new(places)),
+            desks: Arc::new(Semaphore::new(cores)),
+        }
+    }
+
+    /// A place for a request.
+    fn place(&self) -> Result<OwnedSemaphorePermit, ChatError> {
+        let place = Arc::clone(&self.places).try_acquire_owned();
+        place.map_err(|_| ChatError::Busy { slots: self.slots, queue: self.limits.queue })
+    }
+
+    /// The body of a request, or what to answer for want of it.
+    async fn body(&self, request: Request) -> Result<Bytes, Response> {
+        let patience = self.limits.patience;
+        match timeout(patience, Bytes::from_request(request, &())).await {
+            Ok(Ok(body)) => Ok(body),
+            Ok(Err(rejection)) => Err(respond::failure(rejection.status(), &rejection.body_text())),
+            Err(_) => {
+                let late = format!("the body did not come within {} seconds", patience.as_secs());
+                Err(respond::failure(StatusCode::REQUEST_TIMEOUT, &late))
+            }
+        }
+    }
+
+    /// Begins an answer. Long conversations take long to render and tokenise, so that is not done where connections are
+    /// served, and by as many requests at once as there are cores.
+    async fn start(self: &Arc<Self>, body: Bytes) -> Result<(ChatRequest, Reply), ChatError> {
+        let gone = |error: &dyn std::error::Error| ChatError::Internal(error.to_string());
+        let desk = Arc::clone(&self.desks).acquire_owned().await.map_err(|error| gone(&error))?;
+        let app = Arc::clone(self);
+        let start = move || {
+            let _desk = desk;
+            let request = chat::parse(&body, &app.name, chat::fresh_number())?;
+            let reply = app.model.start(&request)?;
+            Ok((request, reply))
+        };
+        tokio::task::spawn_blocking(start).await.map_err(|error| gone(&error))?
     }
 }
 
@@ -41,6 +102,7 @@ fn now() -> u64 {
 
 /// All routes.
 pub fn router(app: Arc<App>) -> Router {
+    let limit = DefaultBodyLimit::max(app.limits.body);
     Router::new()
         .route("/health", get(health))
         .route("/v1/models", get(models))
@@ -54,18 +116,20 @@ pub fn router(app: Arc<App>) -> Router {
         .method_not_allowed_fallback(async || {
             respond::failure(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
         })
-        .layer(DefaultBodyLimit::max(BODY_LIMIT))
+        .layer(limit)
         .with_state(app)
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
     let load = app.model.load_now();
+    let waited = |quantile| load.waits.quantile(quantile).map(|wait| wait.as_secs_f64());
     let body = json!({
         "status": "ok",
         "slots": app.slots,
         "running": load.running.load(Ordering::Relaxed),
         "queued": load.queued.load(Ordering::Relaxed),
         "generated_tokens": load.generated.load(Ordering::Relaxed),
+        "queue_seconds": {"p50": waited(0.5), "p99": waited(0.99)},
     });
     Json(body).into_response()
 }
@@ -76,31 +140,26 @@ async fn models(State(app): State<Arc<App>>) -> Response {
     Json(json!({"object": "list", "data": [model]})).into_response()
 }
 
-async fn chat_completions(State(app): State<Arc<App>>, body: Result<Bytes, BytesRejection>) -> Response {
-    let body = match body {
-        Ok(body) => body,
-        Err(rejection) => return respond::failure(rejection.status(), &rejection.body_text()),
-    };
-    match answer(&app, &body).await {
-        Ok(response) => response,
-        Err(error) => {
-            tracing::debug!("refused: {error}");
-            respond::refusal(&error)
-        }
-    }
+async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    answer(&app, request).await.unwrap_or_else(|refused| refused)
 }
 
-async fn answer(app: &App, body: &[u8]) -> Result<Response, ChatError> {
-    let request = chat::parse(body, &app.name, chat::fresh_number())?;
-    let mut reply = app.model.start(&request)?;
+async fn answer(app: &Arc<App>, request: Request) -> Result<Response, Response> {
+    let refused = |error: ChatError| {
+        tracing::debug!("refused: {error}");
+        respond::refusal(&error)
+    };
+    let place = app.place().map_err(refused)?;
+    let body = app.body(request).await?;
+    let (request, mut reply) = app.start(body).await.map_err(refused)?;
     let heading = Heading {
         id: format!("chatcmpl-{:016x}", chat::fresh_number()),
         created: now(),
         model: app.name.clone(),
     };
     if request.stream {
-        return Ok(respond::stream(heading, reply, request.include_usage));
+        return Ok(respond::stream(heading, reply, place, request.include_usage));
     }
-    let whole = reply.collect().await?;
+    let whole = reply.collect().await.map_err(refused)?;
     Ok(Json(respond::completion(&heading, &whole, &reply)).into_response())
 }

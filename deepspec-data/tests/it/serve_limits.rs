@@ -33,6 +33,7 @@ fn bad_requests_are_explained() {
         (with("temperature", json!("hot")), 400, json!("temperature"), "invalid type"),
         (with("temperature", json!(-1)), 400, json!("temperature"), "not between 0 and 2"),
         (with("n", json!(2)), 400, json!("n"), "only 1"),
+        (with("stop", json!(vec!["x"; 17])), 400, json!("stop"), "at most 16"),
         (with("max_tokens", json!(0)), 400, json!("max_tokens"), "at least 1"),
         (long, 400, json!("messages"), "the context holds 64"),
     ];

@@ -1,0 +1,199 @@
+//! `serve --draft` under mixed load: whatever comes and goes, every request that is admitted ends, the answers stay the same,
+//! and the memory does not grow.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use futures::future::join_all;
+use reqwest::{Client, Response};
+use serde_json::{Value, json};
+
+use crate::http::{Http, ask};
+use crate::process::{DEADLINE, Server, full, text, wait_for};
+use crate::serve_draft::noisy_twin;
+use crate::serve_fire::{connection, head};
+
+/// Rounds of requests by default, and of those the ones in which memory is still being laid out.
+const ROUNDS: usize = 12;
+const WARM_UP: usize = 4;
+/// How long the full test goes on, and its warm-up.
+const FULL: Duration = Duration::from_secs(2 * 60 * 60);
+const FULL_WARM_UP: Duration = Duration::from_secs(60);
+/// Bytes by which the resident memory may exceed what it was at the end of the warm-up: allocators keep what they had.
+const MARGIN: u64 = 64 << 20;
+
+const QUESTIONS: [&str; 4] = [
+    "Hello?",
+    "What is 3 + 4?",
+    "Write a function that adds two numbers.",
+    "Which daring destination suits Sebastian over the weekend?",
+];
+
+/// How many requests ended in which way.
+type Counts = BTreeMap<String, usize>;
+
+/// What the requests of a test share.
+struct Load {
+    client: Client,
+    url: String,
+}
+
+impl Load {
+    async fn post(&self, body: String) -> Response {
+        let request = self.client.post(&self.url).header("content-type", "application/json");
+        request.body(body).send().await.unwrap()
+    }
+
+    /// A request for a whole answer: how it ended, and what was said.
+    async fn whole(&self, body: Value) -> (String, Value) {
+        let response = self.post(body.to_string()).await;
+        match response.status().as_u16() {
+            200 => {
+                let answer: Value = response.json().await.unwrap();
+                let choice = &answer["choices"][0];
+                assert!(choice["finish_reason"].is_string(), "{answer}");
+                ("answered".into(), json!([body, choice]))
+            }
+            503 => {
+                assert!(response.headers().contains_key("retry-after"));
+                ("turned away".into(), Value::Null)
+            }
+            other => panic!("{other}: {}", response.text().await.unwrap()),
+        }
+    }
+
+    /// A request for an answer in pieces, abandoned after some of them.
+    async fn stream(&self, mut body: Value, pieces: usize) -> (String, Value) {
+        body["stream"] = json!(true);
+        let response = self.post(body.to_string()).await;
+        if response.status() == 503 {
+            return ("turned away".into(), Value::Null);
+        }
+        assert_eq!(response.status(), 200);
+        let (mut stream, mut text) = (response.bytes_stream(), vec![]);
+        for _ in 0..pieces {
+            match stream.next().await {
+                Some(piece) => text.extend(piece.unwrap()),
+                None => {
+                    let text = String::from_utf8(text).unwrap();
+                    assert!(text.contains("\"finish_reason\":\"") && text.trim_end().ends_with("data: [DONE]"), "{text}");
+                    return ("streamed".into(), Value::Null);
+                }
+            }
+        }
+        ("abandoned".into(), Value::Null)
+    }
+
+    /// A request that nobody can answer.
+    async fn refused(&self, body: String) -> (String, Value) {
+        let status = self.post(body).await.status().as_u16();
+        assert!([400, 413, 503].contains(&status), "{status}");
+        (if status == 503 { "turned away".into() } else { format!("refused with {status}") }, Value::Null)
+    }
+
+    /// A round of requests, all at once; what was said at temperature 0 is noted or compared.
+    async fn round(&self, number: usize, counts: &mut Counts, said: &mut BTreeMap<String, Value>) {
+        let question = |index: usize| QUESTIONS[index % QUESTIONS.len()];
+        let sampled = |index: usize| {
+            let mut body = ask(question(index), 16);
+            (body["temperature"], body["seed"]) = (json!(1.0), json!(number * 100 + index));
+            body
+        };
+        let endless = |index: usize| {
+            let mut body = ask(question(index), 150);
+            body["ignore_eos"] = json!(true);
+            body
+        };
+        let long = |words: usize| ask(&"postcards ".repeat(words), 8);
+        let greedy = join_all((0..4).map(|index| self.whole(ask(question(index), 24))));
+        let random = join_all((0..4).map(|index| self.whole(sampled(index))));
+        let streams = join_all((0..4).map(|index| self.stream(sampled(index), usize::MAX)));
+        let abandoned = join_all((0..4).map(|index| self.stream(endless(index), 1 + index)));
+        let flood = join_all((0..24).map(|index| self.whole(ask(question(index), 2))));
+        let prompts = self.whole(long(40));
+        let bad = ["{".into(), "[]".into(), long(400).to_string(), "\u{0}".into(), " ".repeat((1 << 20) + 1)];
+        let bad = join_all(bad.map(|body| self.refused(body)));
+        let (a, b, c, d, e, f, g) =
+            futures::join!(greedy, random, streams, abandoned, flood, async { vec![prompts.await] }, bad);
+        for (ended, answer) in [a, b, c, d, e, f, g].into_iter().flatten() {
+            *counts.entry(ended).or_default() += 1;
+            if answer[0]["temperature"] == json!(0) {
+                let first = said.entry(answer[0].to_string()).or_insert_with(|| answer[1].clone());
+                assert_eq!(*first, answer[1], "the answer changed under load");
+            }
+        }
+    }
+}
+
+/// Resident memory of a process in bytes.
+fn resident(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+#[test]
+fn nothing_is_left_behind_by_hours_of_mixed_load() {
+    let dir = tempfile::tempdir().unwrap();
+    noisy_twin(dir.path());
+    let draft = text(dir.path());
+    let limits = ["--slots", "4", "--queue", "24", "--max-context", "256", "--max-body", "1", "--client-timeout", "5"];
+    let server = Server::start(&[&limits[..], &["--draft", &draft]].concat());
+    let http = Http::new();
+    // A connection for each request, so that none is lost to the server's closing an idle one.
+    let client = Client::builder().no_proxy().timeout(DEADLINE).pool_max_idle_per_host(0).build().unwrap();
+    let load = Load { client, url: format!("{}/v1/chat/completions", server.url) };
+    let health = || http.get(&format!("{}/health", server.url));
+
+    let (started, mut counts, mut said) = (Instant::now(), Counts::new(), BTreeMap::new());
+    let (mut settled, mut rounds) = (0, 0);
+    let goes_on = |rounds| if full() { started.elapsed() < FULL } else { rounds < ROUNDS };
+    while goes_on(rounds) {
+        // Clients that send half a head, half a body, or read nothing until everybody else has gone.
+        let lame = [connection(&server, "POST /v1"), connection(&server, &(head(100) + "{"))];
+        let mut body = ask(QUESTIONS[rounds % QUESTIONS.len()], 100);
+        (body["ignore_eos"], body["stream"]) = (json!(true), json!(true));
+        let body = body.to_string();
+        let slow = [(); 2].map(|()| connection(&server, &(head(body.len()).replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n") + &body)));
+        http.runtime.block_on(load.round(rounds, &mut counts, &mut said));
+        drop(lame);
+        let [read, unread] = slow;
+        drop(unread);
+        let mut text = String::new();
+        { read }.read_to_string(&mut text).unwrap();
+        let whole = text.contains("\"finish_reason\":\"length\"") && text.contains("data: [DONE]");
+        assert!(whole || text.starts_with("HTTP/1.1 503"), "{text}");
+        *counts.entry(if whole { "read late" } else { "turned away" }.into()).or_default() += 1;
+        // Whatever was admitted has ended, the abandoned ones included.
+        wait_for("the end of all requests", || {
+            let load = health();
+            (load["running"] == 0 && load["queued"] == 0).then_some(())
+        });
+        rounds += 1;
+        let now = resident(server.process.child.id());
+        if if full() { started.elapsed() < FULL_WARM_UP } else { rounds <= WARM_UP } {
+            settled = settled.max(now);
+        } else {
+            assert!(now <= settled + MARGIN, "{now} bytes are resident after {rounds} rounds, {settled} when warm");
+        }
+    }
+    let health = health();
+    eprintln!(
+        "soak: {rounds} rounds in {:.0} s, {counts:?}; {} tokens; waited for a slot: p50 ≤ {} s, p99 ≤ {} s; resident {} MB when warm, {} MB at the end",
+        started.elapsed().as_secs_f64(),
+        health["generated_tokens"],
+        health["queue_seconds"]["p50"],
+        health["queue_seconds"]["p99"],
+        settled >> 20,
+        resident(server.process.child.id()) >> 20,
+    );
+    for kind in ["answered", "streamed", "abandoned", "refused with 400", "refused with 413"] {
+        assert!(counts.get(kind).is_some_and(|&count| count > 0), "{kind}: {counts:?}");
+    }
+    server.process.signal("TERM");
+    let ended = server.process.end();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+}
