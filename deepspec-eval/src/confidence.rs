@@ -51,13 +51,11 @@ impl SweepPoint {
     }
 }
 
-/// One block as it was verified.
-///
-/// What stands behind an accepted stop token is left out, while what stands behind a rejected one counts, as not accepted: at
-/// later positions that makes heads look a little surer than they are.
+/// One block as it was verified, up to the first stop token drafted, whatever became of it: what stands behind one is part of
+/// no answer, no drafter is trained on it, and an accepted one says nothing of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Observed {
-    /// Confidence logits of the proposed tokens, an accepted stop token being the last.
+    /// Confidence logits of the usable tokens.
     pub logits: Vec<f32>,
     /// How many of them were accepted.
     pub accepted: usize,
@@ -80,7 +78,7 @@ pub fn measure<'c>(
     let raw = filled(&[], positions)?;
     let used = filled(temperatures.unwrap_or_default(), positions)?;
     let report = |calibration: &Calibration| {
-        let observed = cycles.clone().map(|cycle| (cycle.confidence.as_slice(), cycle.accepted as usize));
+        let observed = cycles.clone().map(|cycle| (cycle.usable_confidence(), cycle.accepted as usize));
         reliability(observed, positions, calibration)
     };
     let sweep = |step| sweep_point(cycles.clone(), &used, f64::from(step) / f64::from(THRESHOLDS));
@@ -113,17 +111,18 @@ pub fn reliability<'o>(
 }
 
 /// The 95 % quantile of the calibration error, averaged over positions as in a report's summary, of outcomes that are drawn
-/// from these very confidences: what is left of it when nothing is wrong but chance.
+/// from these very confidences, each block by itself: what is left of it when nothing is wrong but chance, and no block
+/// resembles another.
 ///
 /// # Errors
 /// As [`reliability`].
-pub fn noise(
-    observed: &[Observed],
+pub fn noise<'o>(
+    observed: impl Iterator<Item = &'o Observed>,
     positions: usize,
     calibration: &Calibration,
 ) -> Result<f64, ScheduleError> {
     let confidences: Vec<Vec<f64>> =
-        observed.iter().map(|block| calibration.confidences(&block.logits)).collect::<Result<_, _>>()?;
+        observed.map(|block| calibration.confidences(&block.logits)).collect::<Result<_, _>>()?;
     let mut errors = vec![];
     for draw in 0..DRAWS {
         let stream = Stream::new(draw, "labels");
@@ -164,7 +163,21 @@ mod tests {
     use super::*;
 
     fn cycle(logits: &[f32], accepted: u32, committed: u32) -> Cycle {
-        Cycle { proposed: logits.len() as u32, accepted, committed, confidence: logits.to_vec() }
+        let (proposed, confidence) = (logits.len() as u32, logits.to_vec());
+        Cycle { proposed, usable: proposed, accepted, committed, confidence }
+    }
+
+    #[test]
+    fn nothing_counts_behind_a_stop_token_that_was_drafted() {
+        // The second token drafted is the stop token: accepted by the first block, rejected by the others.
+        let stopped = cycle(&[1.0, 0.5], 2, 2);
+        let rejected = |accepted| Cycle { usable: 2, ..cycle(&[1.0, 0.5, 4.0, 4.0], accepted, accepted + 1) };
+        let cycles = [stopped, rejected(1), rejected(0), cycle(&[1.0, 0.5, 0.0, 0.0], 4, 5)];
+        let found = measure(cycles.iter(), 4, None, false).unwrap().unwrap();
+        let counts: Vec<u64> = found.reliability.positions.iter().map(|position| position.count).collect();
+        assert_eq!(counts, [4, 4, 1, 1], "only the last block has tokens that an answer can have");
+        assert_eq!(found.reliability.positions[2].metrics.unwrap().accepted_mean, 1.0);
+        assert_eq!(found.sweep[0].proposed, 14, "what was verified is verified all the same");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use deepspec_core::rng::{Purpose, Stream};
 use serde::{Deserialize, Serialize};
 
 /// Resamples; the ends of a 95 % interval then stand on 50 resamples each.
-const RESAMPLES: usize = 2000;
+pub const RESAMPLES: usize = 2000;
 /// Any constant: intervals should not change from one look to the next.
 const SEED: u64 = 1979;
 /// Half of what a 95 % interval leaves out.
@@ -56,15 +56,12 @@ impl Estimate {
         let (mut total, mut speaking) = ([0.0; 2], 0);
         let mut resampled = vec![[0.0; 2]; resamples];
         for (sample, counts) in prompts.into_iter().filter(|(_, counts)| counts.cycles > 0) {
-            let stream = Stream::new(SEED, &format!("{suite}/{sample}"));
             let add = |sums: &mut [f64; 2], weight: f64| {
                 sums[0] += weight * counts.committed as f64;
                 sums[1] += weight * counts.cycles as f64;
             };
             add(&mut total, 1.0);
-            for (resample, sums) in resampled.iter_mut().enumerate() {
-                add(sums, poisson(stream.uniform(resample as u64, Purpose::Resample, 0)));
-            }
+            resampled.iter_mut().zip(weights(suite, sample)).for_each(|(sums, weight)| add(sums, weight));
             speaking += 1;
         }
         let ratio = |[committed, cycles]: [f64; 2]| committed / cycles;
@@ -73,6 +70,11 @@ impl Estimate {
             // A single prompt says nothing about how prompts differ.
             resampled: if speaking > 1 { resampled.into_iter().map(ratio).collect() } else { vec![] },
         }
+    }
+
+    /// A value and what it is over resamples, the first [`RESAMPLES`] of [`weights`].
+    pub fn new(value: f64, resampled: Vec<f64>) -> Self {
+        Self { value: Some(value), resampled }
     }
 
     /// A value of which nothing more is known.
@@ -104,15 +106,17 @@ impl Estimate {
     /// Where 95 % of the resampled values lie.
     pub fn interval(&self) -> Option<Interval> {
         self.value?;
-        let mut values: Vec<f64> = self.resampled.iter().copied().filter(|value| !value.is_nan()).collect();
-        values.sort_by(f64::total_cmp);
-        let last = values.len().checked_sub(1)? as f64;
-        let at = |share: f64| {
-            let (place, part) = ((share * last).floor() as usize, (share * last).fract());
-            let next = values[(place + 1).min(last as usize)];
-            values[place] + part * (next - values[place])
-        };
-        Some(Interval { low: at(TAIL), high: at(1.0 - TAIL) })
+        let [low, high] = quantiles(&self.resampled, [TAIL, 1.0 - TAIL])?;
+        Some(Interval { low, high })
+    }
+
+    /// The same for a value that chance makes larger, as it does sums of absolute values: what resampling adds on the average
+    /// is taken off, without which the interval might lie above the value.
+    pub fn centred_interval(&self) -> Option<Interval> {
+        let (value, Interval { low, high }) = (self.value?, self.interval()?);
+        let values = || self.resampled.iter().filter(|value| !value.is_nan());
+        let added = values().sum::<f64>() / values().count() as f64 - value;
+        Some(Interval { low: low - added, high: high - added })
     }
 
     /// Two-sided p-value of "the value is 0": twice the smaller share of resamples on either side of 0, 0 on both, and
@@ -125,6 +129,24 @@ impl Estimate {
         let share = |count: usize| (count + 1) as f64 / (values().count() + 1) as f64;
         (values().count() > 0).then(|| (2.0 * share(below.min(above))).min(1.0))
     }
+}
+
+/// How often each of [`RESAMPLES`] resamples has this prompt.
+pub fn weights(suite: &str, sample: &str) -> impl Iterator<Item = f64> {
+    let stream = Stream::new(SEED, &format!("{suite}/{sample}"));
+    (0..RESAMPLES as u64).map(move |resample| poisson(stream.uniform(resample, Purpose::Resample, 0)))
+}
+
+/// The values at these shares of the sorted ones, in between where no value stands there; None without values. NaN counts as
+/// no value.
+pub fn quantiles<const N: usize>(values: &[f64], shares: [f64; N]) -> Option<[f64; N]> {
+    let mut values: Vec<f64> = values.iter().copied().filter(|value| !value.is_nan()).collect();
+    values.sort_by(f64::total_cmp);
+    let last = values.len().checked_sub(1)?;
+    Some(shares.map(|share| {
+        let (place, part) = ((share * last as f64).floor() as usize, (share * last as f64).fract());
+        values[place] + part * (values[(place + 1).min(last)] - values[place])
+    }))
 }
 
 /// The Poisson(1) number at this place of its distribution.

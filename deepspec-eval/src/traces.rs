@@ -1,9 +1,10 @@
 //! `traces.parquet`: every verification cycle of a run, one row each.
 //!
 //! Rows stand in the order of `outputs.jsonl`. `suite`, `sample`, `seed` and `turn` say whose cycle it is, `cycle` counts
-//! from 0 within a turn. `proposed`, `accepted` and `committed` tokens follow the counting rules, which end at a stop token;
-//! `confidences` are those of the proposed tokens as the run used them, that is, after calibration, `confidence_logits` the
-//! head's own. Without a confidence head both lists are empty.
+//! from 0 within a turn. `proposed`, `accepted` and `committed` tokens follow the counting rules, which end at an accepted
+//! stop token; `usable` of the proposed ones stand no further than the first stop token drafted, whatever became of it
+//! (traces of earlier versions have no such column). `confidences` are those of the proposed tokens as the run used them, that
+//! is, after calibration, `confidence_logits` the head's own. Without a confidence head both lists are empty.
 
 use std::fs::File;
 use std::io;
@@ -11,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow::array::{
-    ArrayRef, AsArray, Float32Array, Int32Array, ListArray, RecordBatch, StringArray, UInt64Array,
+    Array, ArrayRef, AsArray, Float32Array, Int32Array, ListArray, RecordBatch, StringArray, UInt64Array,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Float32Type, Int32Type, Schema, UInt64Type};
@@ -43,6 +44,8 @@ pub struct Trace<'a> {
     pub cycle: u32,
     /// Drafted tokens that were verified, up to an accepted stop token.
     pub proposed: u32,
+    /// Of these, the ones up to the first stop token drafted; unknown in traces of earlier versions.
+    pub usable: Option<u32>,
     /// Drafted tokens that were accepted, up to a stop token.
     pub accepted: u32,
     /// Tokens committed.
@@ -55,6 +58,7 @@ pub struct Trace<'a> {
 
 fn schema() -> Arc<Schema> {
     let column = |name: &str, kind| Field::new(name, kind, false);
+    let optional = |name: &str, kind| Field::new(name, kind, true);
     let list = || DataType::List(Arc::new(Field::new("element", DataType::Float32, false)));
     Arc::new(Schema::new(vec![
         column("suite", DataType::Utf8),
@@ -63,6 +67,7 @@ fn schema() -> Arc<Schema> {
         column("turn", DataType::Int32),
         column("cycle", DataType::Int32),
         column("proposed", DataType::Int32),
+        optional("usable", DataType::Int32),
         column("accepted", DataType::Int32),
         column("committed", DataType::Int32),
         column("confidences", list()),
@@ -116,6 +121,7 @@ fn batch(schema: &Arc<Schema>, rows: &[Trace]) -> Result<RecordBatch, ArrowError
         counts(|row| row.turn),
         counts(|row| row.cycle),
         counts(|row| row.proposed),
+        Arc::new(Int32Array::from_iter(rows.iter().map(|row| row.usable.map(|count| count as i32)))),
         counts(|row| row.accepted),
         counts(|row| row.committed),
         lists("confidences", |row| &row.confidences)?,
@@ -176,6 +182,10 @@ fn rows(batch: &RecordBatch, each: &mut impl FnMut(&Trace)) -> Result<(), String
     let numbers = ["turn", "cycle", "proposed", "accepted", "committed"];
     let numbers =
         numbers.into_iter().map(|name| Ok((name, counts(name)?))).collect::<Result<Vec<_>, String>>()?;
+    let usable = match batch.column_by_name("usable") {
+        Some(column) => Some(column.as_primitive_opt::<Int32Type>().ok_or_else(|| wrong("usable"))?),
+        None => None,
+    };
     let (confidences, logits) = (lists("confidences")?, lists("confidence_logits")?);
     for row in 0..batch.num_rows() {
         let number = |at: usize| {
@@ -193,6 +203,12 @@ fn rows(batch: &RecordBatch, each: &mut impl FnMut(&Trace)) -> Result<(), String
                 "a row has {found} `confidence_logits` for `proposed` {proposed}; run the evaluation again"
             ));
         }
+        let usable = match usable.filter(|column| column.is_valid(row)).map(|column| column.value(row)) {
+            Some(count) if !(0..=i64::from(proposed)).contains(&i64::from(count)) => {
+                return Err(format!("`usable` of a row is {count} of `proposed` {proposed}"));
+            }
+            count => count.map(|count| count as u32),
+        };
         each(&Trace {
             suite: suite.value(row),
             sample: sample.value(row),
@@ -200,6 +216,7 @@ fn rows(batch: &RecordBatch, each: &mut impl FnMut(&Trace)) -> Result<(), String
             turn: number(0)?,
             cycle: number(1)?,
             proposed,
+            usable,
             accepted: number(3)?,
             committed: number(4)?,
             confidences: list(confidences),
@@ -226,6 +243,7 @@ mod tests {
             turn: 1,
             cycle,
             proposed: 1,
+            usable: (cycle > 0).then_some(1),
             accepted: 1,
             committed: 2,
             confidences: vec![0.25],
@@ -243,6 +261,9 @@ mod tests {
         write(dir.path(), [Trace { proposed: 2, ..trace(0) }].into_iter()).unwrap();
         let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
         assert!(problem.contains("1 `confidence_logits` for `proposed` 2"), "{problem}");
+        write(dir.path(), [Trace { usable: Some(2), ..trace(0) }].into_iter()).unwrap();
+        let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
+        assert!(problem.contains("`usable` of a row is 2 of `proposed` 1"), "{problem}");
         fs::write(dir.path().join(FILE), "no parquet").unwrap();
         let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
         assert!(problem.contains(FILE), "{problem}");

@@ -66,6 +66,14 @@ fn calibration_mends_what_other_prompts_show_and_undoes_doubling() {
     assert!(before > 0.05, "nothing to mend: {before}");
     assert!(after <= (0.5 * before).max(chance), "{before} became {after}, chance is {chance}");
     assert!(held["prompts"].as_u64().unwrap() > 10 && found["fit_prompts"].as_u64().unwrap() > 10);
+    let bootstrap = &held["bootstrap"];
+    assert!(number(&bootstrap["change"]["high"]) < 0.0, "the temperatures help: {bootstrap}");
+    for (arm, error) in [("before", before), ("after", after)] {
+        let interval = &bootstrap[arm]["interval"];
+        assert!(number(&interval["low"]) <= error && error <= number(&interval["high"]), "{bootstrap}");
+        assert!(number(&bootstrap[arm]["ece_of_chance"]) > 0.0, "{bootstrap}");
+    }
+    assert!(number(&held["ece_of_chance_before"]) > 0.0);
 
     let doubled = calibrated("doubled-run", &dir.path().join("doubled.json"));
     let first = |found: &Value| number(&found["temperatures"][0]);

@@ -40,23 +40,25 @@ impl Outcome {
     }
 
     /// Block `i` under the counting rules, and the tokens to commit: an accepted stop token ends block and proposal, without a
-    /// bonus token.
+    /// bonus token. A rejected one only ends what is usable.
     pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> (Cycle, Vec<i64>) {
         let start = i * self.longest;
-        let drafts = &self.tokens[start..start + self.accepted[i]];
-        let stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
+        let drafts = &self.tokens[start..start + proposed];
+        let first_stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
+        let usable = first_stop.unwrap_or(proposed);
+        let stop = first_stop.filter(|&length| length <= self.accepted[i]);
         let proposed = stop.unwrap_or(proposed);
         let confidence = match self.confidence.is_empty() {
             true => vec![],
             false => self.confidence[start..start + proposed].to_vec(),
         };
-        let mut tokens = drafts[..stop.unwrap_or(drafts.len())].to_vec();
+        let mut tokens = drafts[..stop.unwrap_or(self.accepted[i])].to_vec();
         let accepted = tokens.len() as u32;
         if stop.is_none() {
             tokens.push(self.next[i]);
         }
-        let (proposed, committed) = (proposed as u32, tokens.len() as u32);
-        (Cycle { proposed, accepted, committed, confidence }, tokens)
+        let [proposed, usable, committed] = [proposed, usable, tokens.len()].map(|count| count as u32);
+        (Cycle { proposed, usable, accepted, committed, confidence }, tokens)
     }
 }
 
@@ -83,15 +85,22 @@ mod tests {
     #[test]
     fn nothing_is_told_of_what_stands_behind_a_stop_token() {
         const STOP: i64 = 9;
-        // Two blocks of three: the second one's middle token is the stop token, and all of it is accepted.
-        let read =
-            [[1.0].as_slice(), &[1.0, 3.0], &[7.0, 8.0], &[1.0, 2.0, 3.0, 4.0, 9.0, 5.0], &[0.5; 6]].concat();
-        let outcome = Outcome::new(&read, 2, 0, &[3, 3]);
+        // Three blocks of three. The middle token of the last two is the stop token: accepted with all of the block, and
+        // rejected with what stands behind it.
+        let accepted = [1.0, 3.0, 1.0];
+        let tokens = [1.0, 2.0, 3.0, 4.0, 9.0, 5.0, 6.0, 9.0, 5.0];
+        let read = [[1.0].as_slice(), &accepted, &[7.0, 8.0, 7.0], &tokens, &[0.5; 9]].concat();
+        let outcome = Outcome::new(&read, 3, 0, &[3, 3, 3]);
         let (cycle, tokens) = outcome.cycle(0, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![1, 7]));
-        assert_eq!(cycle.confidence, [0.5; 3]);
+        assert_eq!((cycle.usable, &cycle.confidence), (3, &vec![0.5; 3]));
         let (cycle, tokens) = outcome.cycle(1, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (2, 2, 2, vec![4, STOP]));
         assert_eq!(cycle.confidence, [0.5; 2], "no drafter learns what comes after it");
+        assert_eq!(cycle.usable, 2);
+        let (cycle, tokens) = outcome.cycle(2, 3, &[STOP]);
+        assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![6, 7]));
+        assert_eq!((cycle.usable, cycle.confidence.len()), (2, 3), "all were verified, two can be of use");
+        assert_eq!(cycle.usable_confidence(), [0.5; 2]);
     }
 }

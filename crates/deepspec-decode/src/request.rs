@@ -78,12 +78,23 @@ pub enum Finish {
 pub struct Cycle {
     /// Drafted tokens that were verified, up to an accepted stop token.
     pub proposed: u32,
+    /// Of these, the ones up to the first stop token drafted, whatever became of it: what stands behind it can be part of no
+    /// answer.
+    pub usable: u32,
     /// Drafted tokens that were accepted.
     pub accepted: u32,
     /// Tokens that the cycle committed.
     pub committed: u32,
     /// The drafter's confidence logits of the proposed tokens; empty without a confidence head.
     pub confidence: Vec<f32>,
+}
+
+impl Cycle {
+    /// The confidence logits of the usable tokens: no drafter learns what stands behind a stop token, so that its confidence
+    /// there says nothing.
+    pub fn usable_confidence(&self) -> &[f32] {
+        &self.confidence[..self.confidence.len().min(self.usable as usize)]
+    }
 }
 
 /// A finished sequence.

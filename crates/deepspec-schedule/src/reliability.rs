@@ -93,6 +93,18 @@ impl Reliability {
         Ok(())
     }
 
+    /// Observations added so far, over all positions.
+    pub fn observations(&self) -> u64 {
+        self.positions.iter().flat_map(|tally| &tally.coarse).map(|bin| bin.count).sum()
+    }
+
+    /// Σ a_k − Σ accepted of every coarse bin, position after position. The calibration error of a report's summary is the sum
+    /// of their sizes per observation; gaps of accumulators add where the error itself does not.
+    pub fn gaps(&self) -> impl Iterator<Item = f64> + '_ {
+        let bins = self.positions.iter().flat_map(|tally| &tally.coarse);
+        bins.map(|bin| bin.predicted - bin.accepted as f64)
+    }
+
     /// The metrics of everything added so far.
     pub fn finish(&self) -> ReliabilityReport {
         let positions: Vec<_> = self.positions.iter().map(Tally::finish).collect();

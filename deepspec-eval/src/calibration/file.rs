@@ -9,6 +9,7 @@ use deepspec_schedule::reliability::ReliabilityReport;
 use serde::{Deserialize, Serialize};
 
 use crate::results::{DrafterIdentity, TargetIdentity};
+use crate::statistics::Interval;
 use crate::versioned;
 
 const FORMAT: &str = "deepspec-calibration";
@@ -57,7 +58,35 @@ pub struct HeldOut {
     pub before: ReliabilityReport,
     /// With the temperatures.
     pub after: ReliabilityReport,
-    /// 95 % quantile of the mean calibration error when outcomes are drawn from the calibrated confidences themselves.
+    /// 95 % quantile of the mean calibration error when outcomes are drawn from the calibrated confidences themselves, each
+    /// block by itself.
+    pub ece_of_chance: f64,
+    /// The same of the confidences as they were; absent from files of earlier versions, as what follows.
+    #[serde(default)]
+    pub ece_of_chance_before: Option<f64>,
+    /// The mean calibration errors over resampled prompts.
+    #[serde(default)]
+    pub bootstrap: Option<Bootstrap>,
+}
+
+/// How sure the mean calibration errors are, by bootstrap over prompts.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Bootstrap {
+    /// With all temperatures 1.
+    pub before: Sureness,
+    /// With the temperatures.
+    pub after: Sureness,
+    /// 95 % interval of how much the temperatures add to the error, over the same resamples: below 0 they help, above it they
+    /// do harm.
+    pub change: Option<Interval>,
+}
+
+/// How sure a mean calibration error is.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sureness {
+    /// 95 % interval of the error as so many prompts show it.
+    pub interval: Option<Interval>,
+    /// 95 % quantile of the error that differences among prompts alone would leave.
     pub ece_of_chance: f64,
 }
 

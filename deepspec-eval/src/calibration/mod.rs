@@ -1,6 +1,8 @@
 //! `calibrate`: temperatures that make a drafter's confidences say what happens (sequential temperature scaling).
 
+mod bootstrap;
 mod file;
+mod shown;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,14 +11,14 @@ use anyhow::Context;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::{atomic, usage};
 use deepspec_schedule::calibrate::{Calibration as Temperatures, GridSearch, Proposal, fit};
-use deepspec_schedule::reliability::PositionReliability;
 
 use crate::confidence::{self, Observed};
 use crate::results::Results;
-use crate::table::{Table, number};
+use crate::statistics::Interval;
 use crate::traces;
+use bootstrap::PromptError;
 pub use file::Calibration;
-use file::{Fit, HeldOut};
+use file::{Bootstrap, Fit, HeldOut, Sureness};
 
 /// Which run, and where the temperatures go.
 #[derive(clap::Args)]
@@ -66,147 +68,119 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         results.settings.temperature,
         temperatures.temperatures().to_vec(),
         fits.collect(),
-        fitted.prompts,
+        fitted.prompts.len(),
         held_out.judge(positions, &temperatures).with_context(traces)?,
     );
     if let Some(dir) = args.output.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         atomic::create_dir(dir)?;
     }
     atomic::write_json(&args.output, &calibration)?;
-    let text =
-        if args.json { serde_json::to_string_pretty(&calibration)? + "\n" } else { render(&calibration) };
+    let text = if args.json {
+        serde_json::to_string_pretty(&calibration)? + "\n"
+    } else {
+        shown::render(&calibration)
+    };
     Ok(crate::print(&text)?)
 }
 
-/// The blocks of some of the prompts.
+/// A prompt and the blocks that were drafted for it, of all turns and seeds.
+struct Prompt {
+    suite: String,
+    sample: String,
+    blocks: Vec<Observed>,
+}
+
+/// Some of the prompts.
 #[derive(Default)]
 struct Side {
-    prompts: usize,
-    blocks: Vec<Observed>,
+    prompts: Vec<Prompt>,
 }
 
 impl Side {
     /// The prompts to fit to, and those to judge by: half of every suite's each, shuffled by a hash of their ids.
     fn read(args: &Args) -> anyhow::Result<[Self; 2]> {
         let mut suites: BTreeMap<String, BTreeMap<String, Vec<Observed>>> = BTreeMap::new();
-        let mut silent = 0;
+        let (mut silent, mut unbounded) = (0, 0);
         traces::read(&args.results, |trace| {
             if trace.logits.is_empty() {
                 silent += usize::from(trace.proposed > 0);
                 return;
             }
+            let Some(usable) = trace.usable else {
+                unbounded += 1;
+                return;
+            };
             let suite = suites.entry(trace.suite.to_string()).or_default();
-            let block = Observed { logits: trace.logits.to_vec(), accepted: trace.accepted as usize };
+            let logits = trace.logits[..usable as usize].to_vec();
+            let block = Observed { logits, accepted: trace.accepted as usize };
             suite.entry(trace.sample.to_string()).or_default().push(block);
         })?;
+        let dir = args.results.display();
+        if unbounded > 0 {
+            usage!(
+                "{dir}: {} does not say in column `usable` where a block's first stop token stands, as earlier versions did \
+                 not; run the evaluation again",
+                traces::FILE
+            );
+        }
         let mut sides = [Self::default(), Self::default()];
         for (suite, prompts) in suites {
             let place = |id: &str| Stream::new(0, &format!("{suite}/{id}")).bits(0, Purpose::Split, 0);
-            let mut prompts: Vec<_> = prompts.into_iter().map(|(id, blocks)| (place(&id), blocks)).collect();
-            prompts.sort_by_key(|(place, _)| *place);
-            for (rank, (_, blocks)) in prompts.into_iter().enumerate() {
-                let side = &mut sides[rank % 2];
-                side.prompts += 1;
-                side.blocks.extend(blocks);
+            let mut prompts: Vec<_> =
+                prompts.into_iter().map(|(sample, blocks)| (place(&sample), sample, blocks)).collect();
+            prompts.sort_by_key(|(place, _, _)| *place);
+            for (rank, (_, sample, blocks)) in prompts.into_iter().enumerate() {
+                sides[rank % 2].prompts.push(Prompt { suite: suite.clone(), sample, blocks });
             }
         }
-        let dir = args.results.display();
-        if sides[0].prompts == 0 && silent > 0 {
+        if sides[0].prompts.is_empty() && silent > 0 {
             usage!("{dir}: the drafter has no confidence head");
         }
-        if let Some(Self { prompts, .. }) = sides.iter().find(|side| side.prompts < 2) {
-            usage!("{dir}: one half of the prompts has {prompts} with a drafted block; run more prompts");
+        if let Some(few) = sides.iter().map(|side| side.prompts.len()).find(|&count| count < 2) {
+            usage!("{dir}: one half of the prompts has {few} with a drafted block; run more prompts");
         }
         Ok(sides)
     }
 
+    fn blocks(&self) -> impl Iterator<Item = &Observed> + Clone {
+        self.prompts.iter().flat_map(|prompt| &prompt.blocks)
+    }
+
     fn positions(&self) -> usize {
-        self.blocks.iter().map(|block| block.logits.len()).max().unwrap_or(0)
+        self.blocks().map(|block| block.logits.len()).max().unwrap_or(0)
     }
 
     fn proposals(&self) -> Vec<Proposal<'_>> {
-        self.blocks.iter().map(|block| Proposal { logits: &block.logits, accepted: block.accepted }).collect()
+        self.blocks().map(|block| Proposal { logits: &block.logits, accepted: block.accepted }).collect()
     }
 
     fn judge(&self, positions: usize, temperatures: &Temperatures) -> anyhow::Result<HeldOut> {
+        let raw = confidence::filled(&[], positions)?;
         let report = |temperatures: &Temperatures| {
-            let observed = self.blocks.iter().map(|block| (block.logits.as_slice(), block.accepted));
+            let observed = self.blocks().map(|block| (block.logits.as_slice(), block.accepted));
             confidence::reliability(observed, positions, temperatures)
         };
+        let of_chance = |temperatures| confidence::noise(self.blocks(), positions, temperatures);
+        let error = |temperatures| bootstrap::error(&self.prompts, positions, temperatures);
+        let bootstrap = error(&raw)?.zip(error(temperatures)?).map(|(before, after)| Bootstrap {
+            change: after.estimate.minus(&before.estimate).centred_interval(),
+            before: sureness(&before),
+            after: sureness(&after),
+        });
         Ok(HeldOut {
-            prompts: self.prompts,
-            before: report(&confidence::filled(&[], positions)?)?,
+            prompts: self.prompts.len(),
+            before: report(&raw)?,
             after: report(temperatures)?,
-            ece_of_chance: confidence::noise(&self.blocks, positions, temperatures)?,
+            ece_of_chance: of_chance(temperatures)?,
+            ece_of_chance_before: Some(of_chance(&raw)?),
+            bootstrap,
         })
     }
 }
 
-fn render(calibration: &Calibration) -> String {
-    let HeldOut { before, after, .. } = &calibration.held_out;
-    let header = ["position", "temperature", "blocks", "before", "after", "before", "after", "AUROC"];
-    let mut table = Table::new(header.map(String::from).to_vec());
-    for (columns, title) in [(3, ""), (2, "ECE"), (2, "Brier"), (1, "")] {
-        table.title(columns, title);
-    }
-    let metrics = |position: &PositionReliability| position.metrics;
-    for (k, (a, b)) in before.positions.iter().zip(&after.positions).enumerate() {
-        let (before, after) = (metrics(a), metrics(b));
-        table.row(vec![
-            format!("@{}", k + 1),
-            number(calibration.temperatures.get(k).copied(), 2),
-            b.count.to_string(),
-            number(before.map(|m| m.ece), 3),
-            number(after.map(|m| m.ece), 3),
-            number(before.map(|m| m.brier), 3),
-            number(after.map(|m| m.brier), 3),
-            number(after.and_then(|m| m.auroc), 3),
-        ]);
-    }
-    table.rule();
-    table.row(vec![
-        "mean".into(),
-        String::new(),
-        after.positions.iter().map(|position| position.count).sum::<u64>().to_string(),
-        number(before.summary.map(|m| m.ece), 3),
-        number(after.summary.map(|m| m.ece), 3),
-        number(before.summary.map(|m| m.brier), 3),
-        number(after.summary.map(|m| m.brier), 3),
-        number(after.summary.and_then(|m| m.auroc), 3),
-    ]);
-    format!(
-        "{}\nFitted to {} prompts, judged by {}\n",
-        table.render(),
-        calibration.fit_prompts,
-        verdict(&calibration.held_out)
-    )
-}
-
-/// What the prompts say that the temperatures were not fitted to.
-fn verdict(HeldOut { prompts, before, after, ece_of_chance }: &HeldOut) -> String {
-    let harm = match before.summary.zip(after.summary) {
-        Some((before, after)) if after.ece > before.ece => {
-            " They do better without these temperatures: leave them out, or fit to more prompts."
-        }
-        _ => "",
-    };
-    format!("{prompts} others. Chance alone would leave an ECE of up to {ece_of_chance:.3}.{harm}")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn temperatures_that_do_harm_are_told() {
-        // Nine of ten accepted where the head says σ(2.2) = 0.9.
-        let block = |i| Observed { logits: vec![2.2], accepted: usize::from(i % 10 > 0) };
-        let side = Side { prompts: 50, blocks: (0..100).map(block).collect() };
-        let told = |temperature: f64| {
-            let temperatures = Temperatures::new(vec![temperature]).unwrap();
-            verdict(&side.judge(1, &temperatures).unwrap())
-        };
-        assert!(told(0.5).contains("better without these temperatures"), "{}", told(0.5));
-        assert!(told(1.0).starts_with("50 others. Chance alone") && !told(1.0).contains("without"));
-    }
+/// What the file says of an error. None is below 0, which the interval does not know.
+fn sureness(error: &PromptError) -> Sureness {
+    let interval = error.estimate.centred_interval();
+    let interval = interval.map(|Interval { low, high }| Interval { low: low.max(0.0), high: high.max(0.0) });
+    Sureness { interval, ece_of_chance: error.of_chance }
 }

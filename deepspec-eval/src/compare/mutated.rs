@@ -25,6 +25,7 @@ fn folder(dir: &Path) {
             turn: 0,
             cycle: cycle as u32,
             proposed: 2,
+            usable: Some(2),
             accepted: 1,
             committed: 2,
             confidences: vec![0.5; 2],

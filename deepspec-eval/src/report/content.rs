@@ -143,7 +143,8 @@ fn reliability(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
     Ok(vec![
         Block::Paragraph(
             "An observation is the product of the confidences up to a position, and whether the block was accepted \
-             that far. Disks on the diagonal mean that confidences say what happens; their area is the number of blocks."
+             that far; nothing counts behind the first stop token of a block. Disks on the diagonal mean that confidences \
+             say what happens; their area is the number of blocks."
                 .into(),
         ),
         Block::Table(header(&names), rows),

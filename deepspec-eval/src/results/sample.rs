@@ -11,8 +11,10 @@ const TIMING: Timing = Timing { wall_s: 2.0, draft_s: 0.5, verify_s: 1.0, host_s
 
 /// Results of a suite with a cycle for each of these accepted counts, in blocks of 2.
 pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
-    let cycle =
-        |&accepted: &u32| Cycle { proposed: 2, accepted, committed: accepted + 1, confidence: vec![] };
+    let cycle = |&accepted: &u32| {
+        let (proposed, committed, confidence) = (2, accepted + 1, vec![]);
+        Cycle { proposed, usable: proposed, accepted, committed, confidence }
+    };
     let cycles: Vec<Cycle> = accepted.iter().map(cycle).collect();
     let mut counts = Tally::new(2);
     counts.add(&Completion { id: "0".into(), tokens: vec![0; 8], finish: Finish::Stop, cycles });

@@ -20,7 +20,7 @@ use super::args::Shard;
 use super::plausible::Asked;
 use crate::results::Timing;
 
-const FORMAT: &str = "deepspec-eval-journal 2";
+const FORMAT: &str = "deepspec-eval-journal 3";
 
 /// Whether an answer was drafted or decoded plainly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

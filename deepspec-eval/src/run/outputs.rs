@@ -101,6 +101,7 @@ fn cycles<'a>(
         turn: answer.turn as u32,
         cycle: index as u32,
         proposed: cycle.proposed,
+        usable: Some(cycle.usable),
         accepted: cycle.accepted,
         committed: cycle.committed,
         confidences: cycle.confidence.iter().enumerate().map(confidence).collect(),

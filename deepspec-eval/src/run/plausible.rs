@@ -51,7 +51,7 @@ impl Asked<'_> {
 
     /// A cycle by itself. The last one lacks the bonus token where an accepted stop token ended it.
     fn check_cycle(&self, cycle: &Cycle, last: bool) -> Result<(), String> {
-        let Cycle { proposed, accepted, committed, confidence } = cycle;
+        let Cycle { proposed, usable, accepted, committed, confidence } = cycle;
         let block = self.block_size;
         if *proposed as usize > block {
             return Err(format!("proposed {proposed}, the block has {block}"));
@@ -62,6 +62,11 @@ impl Asked<'_> {
         let stopped = last && committed == accepted && *accepted > 0;
         if !(stopped || accepted.checked_add(1) == Some(*committed)) {
             return Err(format!("committed {committed} for accepted {accepted}"));
+        }
+        // The stop token that ended a block is the first in it.
+        let fewest = if stopped { *proposed } else { (*accepted).max(1).min(*proposed) };
+        if !(fewest..=*proposed).contains(usable) {
+            return Err(format!("usable {usable} of proposed {proposed} with accepted {accepted}"));
         }
         let logits = confidence.len();
         if logits > 0 && logits != *proposed as usize {

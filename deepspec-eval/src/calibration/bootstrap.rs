@@ -1,0 +1,173 @@
+//! How sure a mean calibration error is, and what chance makes of it, when whole prompts are what varies.
+//!
+//! The blocks of one prompt resemble each other: a head that is too sure of a prompt is so in most of its blocks, which is one
+//! chance and not twenty. What is resampled are therefore prompts, with all their blocks, turns and seeds. The error is a sum
+//! of absolute values, Σ_cells |Σ a − Σ accepted| per observation over the cells of position and bin: chance only makes it
+//! larger, and so does resampling.
+
+use deepspec_schedule::ScheduleError;
+use deepspec_schedule::calibrate::Calibration;
+use deepspec_schedule::reliability::{Binning, Reliability};
+
+use super::Prompt;
+use crate::statistics::{Estimate, RESAMPLES, quantiles, weights};
+
+/// A mean calibration error over prompts.
+pub struct PromptError {
+    /// As measured, and over resamples.
+    pub estimate: Estimate,
+    /// 95 % quantile of the error that the differences among prompts alone would leave of none.
+    pub of_chance: f64,
+}
+
+/// Sums over prompts.
+#[derive(Clone)]
+struct Sums {
+    observations: f64,
+    /// Σ a − Σ accepted of each cell.
+    gaps: Vec<f64>,
+}
+
+impl Sums {
+    fn add(&mut self, other: &Self, weight: f64) {
+        self.observations += weight * other.observations;
+        self.gaps.iter_mut().zip(&other.gaps).for_each(|(sum, gap)| *sum += weight * gap);
+    }
+
+    /// NaN without observations.
+    fn error(&self) -> f64 {
+        self.gaps.iter().map(|gap| gap.abs()).sum::<f64>() / self.observations
+    }
+
+    /// The error that is left of `self` where that of `all` is what is true of every prompt.
+    fn error_around(&self, all: &Self) -> f64 {
+        let gaps = self.gaps.iter().zip(&all.gaps);
+        gaps.map(|(gap, all)| (gap - all).abs()).sum::<f64>() / all.observations
+    }
+}
+
+/// The mean calibration error of these prompts' confidences under `temperatures`; None where nothing was drafted.
+///
+/// # Errors
+/// A logit is NaN, or there are more logits than positions.
+pub fn error(
+    prompts: &[Prompt],
+    positions: usize,
+    temperatures: &Calibration,
+) -> Result<Option<PromptError>, ScheduleError> {
+    let sums = |prompt: &Prompt| {
+        let mut own = Reliability::with_binning(positions, Binning { fine: 1, ..Binning::default() })?;
+        for block in &prompt.blocks {
+            own.update(&temperatures.confidences(&block.logits)?, block.accepted)?;
+        }
+        Ok(Sums { observations: own.observations() as f64, gaps: own.gaps().collect() })
+    };
+    let shares = prompts.iter().map(sums).collect::<Result<Vec<_>, ScheduleError>>()?;
+    let cells = shares.first().map_or(0, |share| share.gaps.len());
+    let mut total = Sums { observations: 0.0, gaps: vec![0.0; cells] };
+    let mut resampled = vec![total.clone(); RESAMPLES];
+    for (prompt, share) in prompts.iter().zip(&shares) {
+        total.add(share, 1.0);
+        let resamples = resampled.iter_mut().zip(weights(&prompt.suite, &prompt.sample));
+        resamples.filter(|(_, weight)| *weight > 0.0).for_each(|(sums, weight)| sums.add(share, weight));
+    }
+    if total.observations == 0.0 {
+        return Ok(None);
+    }
+    let around: Vec<f64> = resampled.iter().map(|sums| sums.error_around(&total)).collect();
+    let [of_chance] = quantiles(&around, [0.95]).unwrap_or_default();
+    let estimate = Estimate::new(total.error(), resampled.iter().map(Sums::error).collect());
+    Ok(Some(PromptError { estimate, of_chance }))
+}
+
+#[cfg(test)]
+mod tests {
+    use deepspec_core::rng::{Purpose, Stream};
+    use deepspec_schedule::survival::sigmoid;
+
+    use super::*;
+    use crate::confidence::{Observed, noise};
+
+    /// With ±2 on the logit of every prompt the head is right on the average if it is divided by this.
+    const RIGHT: f64 = 1.21;
+
+    /// Prompts of one-token blocks whose truth is the head's logit and something of the prompt's own, ±`spread` on the logit.
+    fn prompts(experiment: u64, count: u64, spread: f64) -> Vec<Prompt> {
+        let stream = Stream::new(experiment, "calibration");
+        let prompt = |i: u64| {
+            let own = spread * (2.0 * stream.uniform(i, Purpose::Init, 0) - 1.0);
+            let block = |b: u64| {
+                let uniform = |lane| stream.uniform(i, Purpose::Accept, 2 * b + lane);
+                let logit = 4.0 * uniform(0) - 1.0;
+                Observed {
+                    logits: vec![logit as f32],
+                    accepted: usize::from(uniform(1) < sigmoid(logit + own)),
+                }
+            };
+            Prompt {
+                suite: experiment.to_string(),
+                sample: i.to_string(),
+                blocks: (0..60).map(block).collect(),
+            }
+        };
+        (0..count).map(prompt).collect()
+    }
+
+    fn at(prompts: &[Prompt], temperature: f64) -> PromptError {
+        error(prompts, 1, &Calibration::new(vec![temperature]).unwrap()).unwrap().unwrap()
+    }
+
+    /// Share of experiments in which this holds.
+    fn share(holds: impl Fn(u64) -> bool) -> f64 {
+        let experiments = 60;
+        (0..experiments).filter(|&experiment| holds(experiment)).count() as f64 / experiments as f64
+    }
+
+    #[test]
+    fn the_error_is_that_of_the_report() {
+        let prompts = prompts(1, 30, 1.0);
+        let mut sums = Reliability::new(1);
+        let temperatures = Calibration::new(vec![0.6]).unwrap();
+        for block in prompts.iter().flat_map(|prompt| &prompt.blocks) {
+            sums.update(&temperatures.confidences(&block.logits).unwrap(), block.accepted).unwrap();
+        }
+        let reported = sums.finish().summary.unwrap().ece;
+        assert!((at(&prompts, 0.6).estimate.value.unwrap() - reported).abs() < 1e-12);
+        assert!(error(&[], 1, &temperatures).unwrap().is_none());
+    }
+
+    #[test]
+    fn chance_among_prompts_leaves_more_than_chance_among_blocks() {
+        // Whatever prompts have of their own, the head is right on the whole: nothing but chance is to be seen.
+        let independent = |prompts: &[Prompt]| {
+            let blocks = prompts.iter().flat_map(|prompt| &prompt.blocks);
+            noise(blocks, 1, &Calibration::new(vec![RIGHT]).unwrap()).unwrap()
+        };
+        let exceeds = |[spread, temperature]: [f64; 2], bound: &dyn Fn(&[Prompt]) -> f64| {
+            share(|experiment| {
+                let prompts = prompts(experiment, 40, spread);
+                at(&prompts, temperature).estimate.value.unwrap() > bound(&prompts)
+            })
+        };
+        let by_prompt = |prompts: &[Prompt]| at(prompts, RIGHT).of_chance;
+        // At 5 %, more than 15 % of 60 experiments are above the bound once in a thousand times.
+        assert!(exceeds([2.0, RIGHT], &by_prompt) <= 0.15);
+        assert!(exceeds([2.0, RIGHT], &independent) > 0.25, "blocks of one prompt are not independent");
+        let by_prompt = |prompts: &[Prompt]| at(prompts, 1.0).of_chance;
+        assert!(exceeds([0.0, 1.0], &by_prompt) <= 0.15, "where they are, the bounds agree");
+    }
+
+    #[test]
+    fn harm_is_seen_where_there_is_some_and_hardly_ever_where_there_is_none() {
+        let worse = |prompts: &[Prompt], before: f64, after: f64| {
+            let change = at(prompts, after).estimate.minus(&at(prompts, before).estimate);
+            change.centred_interval().unwrap().low > 0.0
+        };
+        let told = |before, after| share(|experiment| worse(&prompts(experiment, 40, 2.0), before, after));
+        assert!(told(RIGHT, 0.5) > 0.9, "more than twice as sure as is right");
+        assert!(told(2.0, RIGHT) < 0.08 && told(0.9, RIGHT) < 0.08, "these temperatures help");
+        let sample = prompts(3, 40, 2.0);
+        let change = at(&sample, 1.0).estimate.minus(&at(&sample, 1.0).estimate).centred_interval().unwrap();
+        assert_eq!((change.low, change.high), (0.0, 0.0));
+    }
+}

@@ -1,0 +1,131 @@
+//! A calibration for people.
+
+use deepspec_schedule::reliability::{PositionReliability, ReliabilityReport};
+
+use super::file::{Bootstrap, Calibration, HeldOut, Sureness};
+use crate::statistics::Interval;
+use crate::table::{Table, number};
+
+/// The temperatures position by position, what they are worth on other prompts, and what to do.
+pub fn render(calibration: &Calibration) -> String {
+    let held_out = &calibration.held_out;
+    let bootstrap = held_out.bootstrap.as_ref();
+    format!(
+        "{}\nFitted to {} prompts, judged by {} others. Over all positions:\n\n{}\n{}\n",
+        positions(calibration),
+        calibration.fit_prompts,
+        held_out.prompts,
+        bootstrap.map(|bootstrap| errors(held_out, bootstrap)).unwrap_or_default(),
+        verdict(bootstrap.and_then(|bootstrap| bootstrap.change))
+    )
+}
+
+fn positions(calibration: &Calibration) -> String {
+    let HeldOut { before, after, .. } = &calibration.held_out;
+    let header = ["position", "temperature", "blocks", "before", "after", "before", "after", "AUROC"];
+    let mut table = Table::new(header.map(String::from).to_vec());
+    for (columns, title) in [(3, ""), (2, "ECE"), (2, "Brier"), (1, "")] {
+        table.title(columns, title);
+    }
+    let metrics = |position: &PositionReliability| position.metrics;
+    for (k, (a, b)) in before.positions.iter().zip(&after.positions).enumerate() {
+        let (before, after) = (metrics(a), metrics(b));
+        table.row(vec![
+            format!("@{}", k + 1),
+            number(calibration.temperatures.get(k).copied(), 2),
+            b.count.to_string(),
+            number(before.map(|m| m.ece), 3),
+            number(after.map(|m| m.ece), 3),
+            number(before.map(|m| m.brier), 3),
+            number(after.map(|m| m.brier), 3),
+            number(after.and_then(|m| m.auroc), 3),
+        ]);
+    }
+    table.rule();
+    table.row(vec![
+        "mean".into(),
+        String::new(),
+        after.positions.iter().map(|position| position.count).sum::<u64>().to_string(),
+        number(before.summary.map(|m| m.ece), 3),
+        number(after.summary.map(|m| m.ece), 3),
+        number(before.summary.map(|m| m.brier), 3),
+        number(after.summary.map(|m| m.brier), 3),
+        number(after.summary.and_then(|m| m.auroc), 3),
+    ]);
+    table.render()
+}
+
+/// The mean errors: what of them is sure, and what chance alone would leave.
+fn errors(held_out: &HeldOut, Bootstrap { before, after, change }: &Bootstrap) -> String {
+    let header = ["", "ECE", "95 % interval", "blocks", "prompts"];
+    let mut table = Table::new(header.map(String::from).to_vec());
+    for (columns, title) in [(3, ""), (2, "by chance up to, among")] {
+        table.title(columns, title);
+    }
+    let ece = |report: &ReliabilityReport| report.summary.map(|m| m.ece);
+    let (raw, calibrated) = (ece(&held_out.before), ece(&held_out.after));
+    let mut row = |name: &str, ece, sureness: &Sureness, of_chance| {
+        let bounds = [of_chance, Some(sureness.ece_of_chance)].map(|bound| number(bound, 3));
+        let cells = [name.to_string(), number(ece, 3), range(sureness.interval)];
+        table.row(cells.into_iter().chain(bounds).collect());
+    };
+    row("before", raw, before, held_out.ece_of_chance_before);
+    row("after", calibrated, after, Some(held_out.ece_of_chance));
+    let difference = raw.zip(calibrated).map(|(before, after)| format!("{:+.3}", after - before));
+    let cells = [
+        "after less before".into(),
+        difference.unwrap_or_default(),
+        range(*change),
+        String::new(),
+        String::new(),
+    ];
+    table.row(cells.to_vec());
+    table.render()
+}
+
+fn range(interval: Option<Interval>) -> String {
+    interval.map_or_else(String::new, |Interval { low, high }| format!("{low:.3} … {high:.3}"))
+}
+
+/// What the prompts say that the temperatures were not fitted to.
+fn verdict(change: Option<Interval>) -> &'static str {
+    match change {
+        Some(Interval { low, .. }) if low > 0.0 => {
+            "The others do better without these temperatures: leave them out, or fit to more prompts."
+        }
+        Some(Interval { high, .. }) if high < 0.0 => "The others do better with these temperatures.",
+        _ => "Whether the others do better with or without these temperatures, so few prompts cannot tell.",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use deepspec_schedule::calibrate::Calibration as Temperatures;
+
+    use super::*;
+    use crate::calibration::{Prompt, Side};
+    use crate::confidence::Observed;
+
+    /// What is told of a temperature for a head that says σ(2.2) = 0.9 where so many in ten are accepted of each prompt.
+    fn told(temperature: f64, accepted: impl Fn(usize) -> usize) -> &'static str {
+        let blocks = |prompt: usize| {
+            let of = accepted(prompt);
+            (0..10).map(|i| Observed { logits: vec![2.2], accepted: usize::from(i < of) }).collect()
+        };
+        let prompt = |i: usize| Prompt { suite: "s".into(), sample: i.to_string(), blocks: blocks(i) };
+        let side = Side { prompts: (0..50).map(prompt).collect() };
+        let held_out = side.judge(1, &Temperatures::new(vec![temperature]).unwrap()).unwrap();
+        verdict(held_out.bootstrap.unwrap().change)
+    }
+
+    #[test]
+    fn temperatures_that_do_harm_are_told() {
+        // Nine in ten of every prompt, as the head says.
+        assert!(told(0.5, |_| 9).contains("better without these temperatures"));
+        assert!(told(1.0, |_| 9).contains("cannot tell"));
+        assert!(told(3.0, |_| 7).contains("better with these temperatures"));
+        // All of every other prompt and eight in ten of the rest: 0.9 again, but a few prompts more of one kind would have it
+        // above or below what either temperature makes of it.
+        assert!(told(0.9, |i| 8 + 2 * (i % 2)).contains("cannot tell"));
+    }
+}
