@@ -74,6 +74,7 @@ fn a_run_leaves_counts_traces_and_answers_that_agree() {
         assert_eq!(counts["accepted"], sum(|row| row.accepted));
         assert_eq!(counts["committed"], sum(|row| row.committed));
         assert!(of_suite().all(|row| row.confidences == row.proposed));
+        assert!(of_suite().all(|row| (row.accepted.max(1)..=row.proposed).contains(&row.usable)));
         let tokens: usize =
             answers.iter().filter(|(id, _)| id.starts_with(name)).map(|(_, ids)| ids.len()).sum();
         assert_eq!((&counts["output_tokens"], &counts["samples"]), (&json!(tokens), &json!(4)));
@@ -108,6 +109,7 @@ struct Trace {
     committed: i32,
     /// How many confidences there are.
     confidences: i32,
+    usable: i32,
 }
 
 fn traces(path: &Path) -> Vec<Trace> {
@@ -131,6 +133,7 @@ fn traces(path: &Path) -> Vec<Trace> {
                 accepted: integer("accepted", row),
                 committed: integer("committed", row),
                 confidences: confidences.len() as i32,
+                usable: integer("usable", row),
             });
         }
     }
@@ -230,6 +233,39 @@ fn recorded_suites_are_scored_and_changed_ones_warned_of() {
     let args = ["run", "--target", &target, "--draft", "none", "--output-dir", "out", "--suites-dir"];
     let output = deepspec_eval(&[&args[..], &[suites.path().to_str().unwrap()]].concat());
     assert_refused(&output, 2, &["suites.json: not a record of suites"]);
+}
+
+#[test]
+fn files_are_scored_without_a_description() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        fs::write(dir.path().join(name), text).unwrap();
+        dir.path().join(name).display().to_string()
+    };
+    let apples =
+        write("Apples.jsonl", "{\"turns\": [\"2 apples?\"]}\n{\"id\": \"b\", \"turns\": [\"3?\"]}\n");
+    let pears = write("pears.jsonl", "{\"turns\": [\"4 pears?\"], \"note\": 1}\n");
+    let (out, target) = (dir.path().join("out"), target_dir().display().to_string());
+    let score = |suites: &[&str]| {
+        let out = out.to_str().unwrap();
+        let fixed = ["run", "--quiet", "--draft", "none", "--device", "cpu", "--max-new-tokens", "8"];
+        let place = ["--target", &target, "--output-dir", out, "--suites-dir", "nowhere"];
+        deepspec_eval(&[&fixed[..], &place, suites].concat())
+    };
+    let output = score(&["--suite", &apples, "--suite", &pears]);
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(["Apples", "pears", "own"].iter().all(|word| told.contains(word)), "{told}");
+    let found = results(&out);
+    let of = |i: usize| ["name", "domain", "rows", "file"].map(|key| found["suites"][i][key].clone());
+    assert_eq!(of(0), [json!("Apples"), json!("own"), json!(2), json!(apples)]);
+    assert_eq!(of(1), [json!("pears"), json!("own"), json!(1), json!(pears)]);
+    assert_eq!(found["domains"][0]["suites"], json!(["Apples", "pears"]));
+    assert_eq!(answers(&out).keys().collect::<Vec<_>>(), ["Apples/0", "Apples/b", "pears/0"]);
+    fs::remove_dir_all(&out).unwrap();
+    let bad = write("bad.jsonl", "{\"turns\": [\"a\"]}\n{\"conversations\": []}\n");
+    assert_refused(&score(&["--suite", &bad]), 2, &["bad.jsonl:2: the row has no `turns`"]);
+    assert_refused(&score(&["--suite", "none.jsonl"]), 2, &["none.jsonl does not exist"]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
 use deepspec_dist::ProcessGroup;
 use deepspec_models::{Learner, TargetModel, TargetOptions, Weights};
 use deepspec_states::Source;
-use deepspec_suites::{Asking, Folder, Prepared};
+use deepspec_suites::{Asking, Folder, Prepared, is_file};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -66,7 +66,7 @@ impl Questions {
             context: source.config.max_position_embeddings,
         };
         let dir = env::expand_home(&eval.suites_dir);
-        if !Path::new(&dir).is_dir() {
+        if !Path::new(&dir).is_dir() && !eval.suites.iter().all(|name| is_file(name)) {
             usage!("`eval.suites_dir`: {} does not exist", dir.display());
         }
         let folder = Folder::open(&dir)?;

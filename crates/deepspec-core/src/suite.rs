@@ -21,11 +21,15 @@ pub enum Domain {
     Code,
     /// Open conversation.
     Chat,
+    /// Whatever the user's own files are about.
+    Own,
 }
 
 impl Domain {
     /// All of them, in the order of tables.
-    pub const ALL: [Self; 3] = [Self::Math, Self::Code, Self::Chat];
+    pub const ALL: [Self; 4] = [Self::Math, Self::Code, Self::Chat, Self::Own];
+    /// Those that the known suites belong to.
+    pub const KNOWN: [Self; 3] = [Self::Math, Self::Code, Self::Chat];
 
     /// Its name, as flags and files have it.
     pub const fn name(self) -> &'static str {
@@ -33,6 +37,7 @@ impl Domain {
             Self::Math => "math",
             Self::Code => "code",
             Self::Chat => "chat",
+            Self::Own => "own",
         }
     }
 }
@@ -50,12 +55,12 @@ impl FromStr for Domain {
         Self::ALL
             .into_iter()
             .find(|domain| domain.name() == text)
-            .ok_or_else(|| format!("`{text}` is no domain; the domains are math, code and chat"))
+            .ok_or_else(|| format!("`{text}` is no domain; the domains are math, code, chat and own"))
     }
 }
 
 /// Why a suite is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Class {
     /// Part of the published table, over at most this many rows.
     Published(usize),
@@ -65,12 +70,14 @@ pub enum Class {
     Smoke,
     /// Described by the user; at most so many rows are scored, all without a number.
     User(Option<usize>),
+    /// A file of the user's own, wherever it lies; all its rows are scored.
+    File(PathBuf),
 }
 
 /// A suite by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Suite {
-    /// Its name; the file is `NAME.jsonl`.
+    /// Its name; in a folder of suites the file is `NAME.jsonl`.
     pub name: Cow<'static, str>,
     /// Its domain.
     pub domain: Domain,
@@ -111,14 +118,17 @@ impl Suite {
     pub fn cap(&self) -> Option<usize> {
         match self.class {
             Class::Published(cap) => Some(cap),
-            Class::Extra | Class::Smoke => None,
+            Class::Extra | Class::Smoke | Class::File(_) => None,
             Class::User(cap) => cap,
         }
     }
 
-    /// Its file in a folder of suites.
+    /// Its file, in this folder of suites unless it is one by itself.
     pub fn path(&self, dir: &Path) -> PathBuf {
-        path(dir, &self.name)
+        match &self.class {
+            Class::File(file) => file.clone(),
+            _ => path(dir, &self.name),
+        }
     }
 }
 
@@ -163,6 +173,6 @@ mod tests {
             assert_eq!(domain.to_string().parse(), Ok(domain));
             assert_eq!(serde_json::to_value(domain).unwrap(), domain.name());
         }
-        assert!("maths".parse::<Domain>().unwrap_err().contains("math, code and chat"));
+        assert!("maths".parse::<Domain>().unwrap_err().contains("math, code, chat and own"));
     }
 }

@@ -9,7 +9,7 @@ use deepspec_core::suite::{Class, Domain, SUITES, Suite};
 use deepspec_core::{digest, row, usage};
 use serde_json::{Map, Value};
 
-use crate::mersenne;
+use crate::{file, mersenne};
 
 /// A folder of suites, with what is recorded of it.
 pub struct Folder<'a> {
@@ -18,49 +18,90 @@ pub struct Folder<'a> {
 }
 
 impl<'a> Folder<'a> {
-    /// Opens a folder.
+    /// Opens a folder. It need not exist for files that lie elsewhere.
     ///
     /// # Errors
-    /// Usage errors: no such folder, a record that cannot be read.
+    /// Usage errors: a record that cannot be read.
     pub fn open(dir: &'a Path) -> anyhow::Result<Self> {
-        if !dir.is_dir() {
-            usage!("the suites folder {} does not exist; name it with --suites-dir", dir.display());
-        }
         Ok(Self { dir, record: Record::read(dir)? })
     }
 
     /// The suites to run, in the order of tables: those named, and those that stand for the domains. Without names and
-    /// domains it is all domains together. Suites of the user's own follow, and are run only when they are named.
+    /// domains it is all domains together. Suites of the user's own follow, and are run only when they are named; then files
+    /// (`names` that end with .jsonl), as they were named.
     ///
     /// # Errors
-    /// Usage errors: an unknown name, no file.
+    /// Usage errors: no such folder, an unknown name, no file, two suites of the same name.
     pub fn select(&self, names: &[String], domains: &[Domain]) -> anyhow::Result<Vec<Suite>> {
+        let (files, mut wanted): (Vec<&str>, Vec<&str>) = names
+            .iter()
+            .map(String::as_str)
+            .partition(|name| file::is_file(name) && self.record.suite(name).is_none());
+        let of_folder = !wanted.is_empty() || !domains.is_empty() || files.is_empty();
+        if of_folder && !self.dir.is_dir() {
+            usage!("the suites folder {} does not exist; name it with --suites-dir", self.dir.display());
+        }
         let own: Vec<Suite> = self.record.user_suites().collect();
-        if let Some(unknown) = names.iter().find(|name| self.record.suite(name).is_none()) {
+        if let Some(unknown) = wanted.iter().find(|name| self.record.suite(name).is_none()) {
             let known: Vec<&str> = SUITES.iter().chain(&own).map(|suite| suite.name.as_ref()).collect();
             usage!(
-                "`{unknown}` is no suite; the suites are {}; `deepspec-data suites --description` adds one of your own",
+                "`{unknown}` is no suite; the suites are {}; a JSONL file of your own is one too if you name it with its \
+                 ending, and `deepspec-data suites --description` makes one of other data",
                 known.join(", ")
             );
         }
         let groups: Vec<&[Domain]> = if names.is_empty() && domains.is_empty() {
-            vec![&Domain::ALL]
+            vec![&Domain::KNOWN]
         } else {
             domains.chunks(1).collect()
         };
-        let mut wanted: Vec<&str> = names.iter().map(String::as_str).collect();
         for group in groups {
             wanted.extend(stand_ins(self.dir, group));
         }
+        let files = files.into_iter().map(|name| self.file(name)).collect::<anyhow::Result<Vec<Suite>>>()?;
+        // A file may be that of a suite that is known.
+        wanted.extend(
+            files.iter().map(|suite| suite.name.as_ref()).filter(|name| self.record.suite(name).is_some()),
+        );
         let asked = SUITES.iter().chain(&own).filter(|suite| wanted.contains(&suite.name.as_ref()));
-        let selected: Vec<Suite> = asked.cloned().collect();
-        match selected.iter().find(|suite| !suite.path(self.dir).is_file()) {
-            Some(missing) => usage!(
+        let mut selected: Vec<Suite> = asked.cloned().collect();
+        if let Some(missing) = selected.iter().find(|suite| !suite.path(self.dir).is_file()) {
+            usage!(
                 "{} does not exist; `deepspec-data suites` fetches the public suites, --suites-dir names another folder",
                 missing.path(self.dir).display()
-            ),
-            None => Ok(selected),
+            );
         }
+        for suite in files {
+            match selected.iter().find(|other| other.name == suite.name) {
+                None => selected.push(suite),
+                Some(other) if other.path(self.dir) == suite.path(self.dir) => {}
+                Some(other) => usage!(
+                    "{} and {} would both be suite `{}`; rename one of them, or score them in two runs",
+                    other.path(self.dir).display(),
+                    suite.path(self.dir).display(),
+                    suite.name
+                ),
+            }
+        }
+        Ok(selected)
+    }
+
+    /// The suite that a file is: its own, or the known one that it is the file of.
+    fn file(&self, name: &str) -> anyhow::Result<Suite> {
+        let suite = file::suite(name)?;
+        let Some(known) = self.record.suite(&suite.name) else { return Ok(suite) };
+        let (file, of_known) = (suite.path(self.dir), known.path(self.dir));
+        if !file::same(&file, &of_known) {
+            usage!(
+                "{} has the name of the suite `{}`, whose file is {}; rename it, or name its folder with --suites-dir and \
+                 the suite with --suite {}",
+                file.display(),
+                known.name,
+                of_known.display(),
+                known.name
+            );
+        }
+        Ok(known)
     }
 }
 
@@ -192,6 +233,56 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    #[test]
+    fn files_are_suites_wherever_they_lie() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        let write = |name: &str, rows: usize| {
+            let file = root.join(name);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            let text: String = (0..rows).map(|i| format!("{{\"turns\": [\"question {i}\"]}}\n")).collect();
+            fs::write(&file, text).unwrap();
+            file.display().to_string()
+        };
+        let (mine, other) = (write("a/My Prompts.jsonl", 700), write("b/My Prompts.jsonl", 1));
+        let (smoke, stray) = (write("suites/smoke-math.jsonl", 2), write("a/smoke-code.jsonl", 1));
+        let (nameless, missing) = (write("a/.jsonl", 1), root.join("no.jsonl").display().to_string());
+        let suites = root.join("suites");
+        let select = |dir: &Path, names: &[&String]| {
+            let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+            Folder::open(dir).unwrap().select(&names, &[]).map_err(|error| error.to_string())
+        };
+        // A folder of suites is not needed; the same file twice is one suite.
+        let nowhere = root.join("nowhere");
+        let found = select(&nowhere, &[&mine, &mine]).unwrap();
+        assert_eq!(found.len(), 1);
+        assert_eq!((found[0].name.as_ref(), found[0].domain), ("My Prompts", Domain::Own));
+        let rows = Folder::open(&nowhere).unwrap().load(found[0].clone(), 1, None).unwrap();
+        assert_eq!((rows.samples.len(), rows.samples[3].id.as_str()), (700, "3"), "all rows, in order");
+        assert_eq!(rows.path, Path::new(&mine));
+        // Suites of the folder come first, and the file of one is that suite.
+        let found = select(&suites, &[&mine, &smoke, &"smoke-math".into()]).unwrap();
+        assert_eq!(
+            found.iter().map(|suite| suite.name.as_ref()).collect::<Vec<_>>(),
+            ["smoke-math", "My Prompts"]
+        );
+        assert_eq!(found[0].class, Class::Smoke);
+        for (names, words) in [
+            (vec![&mine, &other], "would both be suite `My Prompts`"),
+            (vec![&stray], "has the name of the suite `smoke-code`"),
+            (vec![&nameless], "is no name for a suite"),
+            (vec![&missing], "no.jsonl does not exist; a suite whose name ends with .jsonl is a file"),
+        ] {
+            let told = select(&suites, &names).unwrap_err();
+            assert!(told.contains(words), "{told}");
+        }
+        assert!(select(&nowhere, &[&"smoke-math".into()]).unwrap_err().contains("--suites-dir"));
+        fs::write(&mine, "{\"turns\": [\"a\"]}\n{\"turn\": \"b\"}\n").unwrap();
+        let found = select(&nowhere, &[&mine]).unwrap().remove(0);
+        let told = Folder::open(&nowhere).unwrap().load(found, 1, None).unwrap_err().to_string();
+        assert!(told.ends_with("My Prompts.jsonl:2: the row has no `turns`"), "{told}");
+    }
 
     fn load(dir: &Path, name: &str, seed: u64, limit: Option<usize>) -> anyhow::Result<Rows> {
         let folder = Folder::open(dir).unwrap();

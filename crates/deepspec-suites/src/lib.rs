@@ -2,11 +2,13 @@
 //!
 //! Evaluation scores them with a drafter that is done, training with one that is not.
 
+mod file;
 mod folder;
 mod mersenne;
 #[cfg(test)]
 mod mutated;
 mod requests;
 
+pub use file::is_file;
 pub use folder::{Folder, Rows, Sample};
 pub use requests::{Asking, Prepared};

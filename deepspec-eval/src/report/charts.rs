@@ -20,6 +20,7 @@ fn look(domain: Domain) -> Look {
         Domain::Math => Look(BLUE, Marker::Disc),
         Domain::Code => Look(VERMILION, Marker::Square),
         Domain::Chat => Look(GREEN, Marker::Triangle),
+        Domain::Own => Look(PURPLE, Marker::Disc),
     }
 }
 

@@ -20,8 +20,8 @@ pub struct Args {
     /// decoding
     #[arg(long, value_name = "D")]
     pub draft: String,
-    /// Suite to score; may be repeated, and adds to --domain
-    #[arg(long = "suite", value_name = "NAME")]
+    /// Suite to score, or a JSONL file of rows like {"turns": ["…"]}; may be repeated, and adds to --domain
+    #[arg(long = "suite", value_name = "NAME|FILE.jsonl")]
     pub suites: Vec<String>,
     /// Score the suites of a domain: the published ones that are there, else the smoke suite; may be repeated.
     /// Without --suite and --domain it is all domains
@@ -139,9 +139,9 @@ impl fmt::Display for Shard {
     }
 }
 
-/// Reads a domain's name, and lets the help text show them all.
+/// Reads a domain's name, and lets the help text show those that have suites of their own accord.
 fn domain_parser() -> impl TypedValueParser<Value = Domain> {
-    PossibleValuesParser::new(Domain::ALL.map(Domain::name)).try_map(|name| name.parse::<Domain>())
+    PossibleValuesParser::new(Domain::KNOWN.map(Domain::name)).try_map(|name| name.parse::<Domain>())
 }
 
 impl Args {

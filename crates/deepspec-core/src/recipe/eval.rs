@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvalRecipe {
-    /// Names of the suites.
+    /// Names of the suites, or files of `{"turns": […]}` rows.
     pub suites: Vec<String>,
     /// Folder with their files.
     pub suites_dir: String,

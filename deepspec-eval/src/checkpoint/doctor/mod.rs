@@ -35,8 +35,9 @@ pub struct Args {
     /// Folder or hub id of the drafter checkpoint
     #[arg(long, value_name = "D")]
     draft: String,
-    /// Suite whose prompts are asked; may be repeated. Without it the smoke suites
-    #[arg(long = "suite", value_name = "NAME")]
+    /// Suite whose prompts are asked, or a JSONL file of rows like {"turns": ["…"]}; may be repeated. Without it the smoke
+    /// suites
+    #[arg(long = "suite", value_name = "NAME|FILE.jsonl")]
     suites: Vec<String>,
     /// Folder of the suites' files
     #[arg(long, value_name = "DIR", default_value = "eval_datasets")]
