@@ -1,71 +1,36 @@
 //! `checkpoint doctor`: a drafter that is misused in one way is told to be misused in that way.
 //!
-//! The drafters learn the target's likeliest answers to the very prompts that are asked, so that seconds of training do.
+//! Most drafters learn the target's likeliest answers to the very prompts that are asked, so that seconds of training do. The
+//! one that thinks, and with `DEEPSPEC_TEST_FULL` one that was trained for minutes, are asked what is new to them.
 
 mod common;
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use common::{deepspec_eval, repository, target, target_dir};
-use deepspec_core::recipe::{LossNormalization, Supervise};
-use deepspec_decode::{Engine, EngineOptions, Feed, Sampling, Target};
+use common::training::{GAMMA, Lessons, smoke, train};
+use common::{deepspec_eval, repository, target_dir};
+use deepspec_core::recipe::{LossNormalization, Markov, MarkovKind, Supervise};
 use deepspec_models::{
-    BlockConfig, BlockProposer, Design, Eagle3Config, Eagle3Objective, Learner, LossAlphas, ModelConfig,
-    Normaliser, TargetModel, TrainSample, load_ends, save, stop_ids,
+    BlockConfig, Design, Eagle3Config, Eagle3Objective, Learner, LossAlphas, ModelConfig, TrainSample, save,
 };
-use deepspec_suites::{Asking, Folder};
-use deepspec_text::ChatTokenizer;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
+/// Rows of every suite that are asked.
 const LIMIT: usize = 3;
 const TOKENS: usize = 40;
+/// The same where they are new to the drafter.
+const NEW: [usize; 2] = [8, 48];
 const STEPS: usize = 400;
 /// Eagle3 learns from whole sequences.
 const EAGLE3_STEPS: usize = 80;
-const GAMMA: usize = 5;
 const TAPS: [i64; 3] = [0, 2, 4];
 /// Taps of the drafter that reads the last layer.
 const TOP_TAPS: [i64; 3] = [0, 2, 5];
-
-/// Prompt and answer of the smoke prompts, the likeliest tokens.
-fn answers() -> Vec<(Vec<i64>, usize)> {
-    let dir = target_dir();
-    let tokenizer = ChatTokenizer::load(&dir).unwrap();
-    let stops = stop_ids(&dir, tokenizer.eos_token_id()).unwrap();
-    let asking = Asking {
-        tokenizer: &tokenizer,
-        sampling: Sampling::new(0.0, 1),
-        max_new_tokens: TOKENS,
-        thinking: false,
-        system_prompt: None,
-        stop_ids: &stops,
-        context: 2048,
-    };
-    let options = EngineOptions {
-        slots: 16,
-        context: 2048,
-        confidence_threshold: 0.0,
-        max_draft_tokens: None,
-        counts_overrun: false,
-    };
-    let mut engine: Engine<TargetModel, BlockProposer> = Engine::new(target(16, &[]), None, options);
-    let suites = repository("eval_datasets");
-    let folder = Folder::open(&suites).unwrap();
-    let names = ["smoke-math", "smoke-code", "smoke-chat"].map(String::from);
-    let mut found = vec![];
-    for suite in folder.select(&names, &[]).unwrap() {
-        let requests = asking.prepare(folder.load(suite, 980_406, Some(LIMIT)).unwrap()).unwrap().requests;
-        let prompts: Vec<Vec<i64>> = requests.iter().map(|request| request.prompt.clone()).collect();
-        for (prompt, done) in prompts.into_iter().zip(engine.run(requests, |_| {}).unwrap()) {
-            found.push(([prompt.clone(), done.tokens].concat(), prompt.len()));
-        }
-    }
-    found
-}
 
 /// How a drafter is trained.
 struct Training {
@@ -74,15 +39,19 @@ struct Training {
     at_anchor: bool,
     /// The last layer's state is taken after the final norm.
     normed: bool,
+    /// The chat template's `enable_thinking`.
+    thinking: bool,
+    /// Rows of every suite that it learns from.
+    rows: Range<usize>,
 }
 
+const AS_USED: Training =
+    Training { taps: TAPS, at_anchor: false, normed: false, thinking: false, rows: 0..LIMIT };
+
 fn samples(training: &Training) -> Vec<TrainSample> {
-    let _no_grad = tch::no_grad_guard();
-    let mut model = target(1, &training.taps);
-    let sample = |(ids, prompt): (Vec<i64>, usize)| {
-        let tokens = Tensor::from_slice(&ids);
-        let out = model.forward(&Feed { chunks: &[(0, ids.len())], tokens });
-        model.truncate(0, 0);
+    let (rows, thinking) = (training.rows.clone(), training.thinking);
+    let lessons = Lessons { target: target_dir(), suites: smoke(), rows, tokens: TOKENS, thinking };
+    lessons.samples(&training.taps, |out| {
         let width = out.hidden.size()[1];
         let taps = if training.normed {
             Tensor::cat(&[out.taps.narrow(1, 0, 2 * width), out.hidden.shallow_clone()], 1)
@@ -90,16 +59,8 @@ fn samples(training: &Training) -> Vec<TrainSample> {
             out.taps
         };
         let last = if training.at_anchor { out.hidden.roll([1], [0]) } else { out.hidden };
-        TrainSample {
-            loss_mask: (0..ids.len()).map(|at| at >= prompt).collect(),
-            last_positions: (0..ids.len() as u32).collect(),
-            input_ids: ids,
-            taps,
-            last,
-            anchors: vec![],
-        }
-    };
-    answers().into_iter().map(sample).collect()
+        (taps, last)
+    })
 }
 
 fn design(taps: [i64; 3], at_anchor: bool) -> Design {
@@ -141,48 +102,6 @@ fn eagle3(taps: [i64; 3]) -> Design {
     Design::Eagle3 { config, objective }
 }
 
-/// Adam on all samples in turn, four a step.
-fn train(design: &Design, steps: usize, mut all: Vec<TrainSample>) -> Learner {
-    let model = ModelConfig::load(&target_dir()).unwrap();
-    let (embed, head) = load_ends(&target_dir(), &model, Device::Cpu, Kind::Float).unwrap();
-    let learner = design.build(&embed, &head, 1, Kind::Float).unwrap();
-    let mut moments: Vec<(Tensor, Tensor)> = vec![];
-    for (_, parameter) in learner.parameters() {
-        let parameter = parameter.set_requires_grad(true);
-        moments.push((parameter.zeros_like().detach(), parameter.zeros_like().detach()));
-    }
-    for step in 0..steps {
-        let mut batch: Vec<TrainSample> = vec![];
-        let mut weight = 0.0;
-        for turn in 0..4.min(all.len()) {
-            let mut sample = all.remove(0);
-            sample.anchors = design.supervision().anchors(&sample.loss_mask, |candidates, count| {
-                let stride = (candidates.len() / count).max(1);
-                candidates.iter().copied().skip((step + turn) % stride).step_by(stride).take(count).collect()
-            });
-            weight += design.supervision().weight(&sample.loss_mask, &sample.anchors);
-            batch.push(sample);
-        }
-        learner.accumulate(&batch, Normaliser(weight));
-        all.extend(batch);
-        let rate = 6e-3 * ((steps - step) as f64 / steps as f64).min((step + 1) as f64 / 10.0);
-        tch::no_grad(|| adam(&learner, &mut moments, step + 1, rate));
-    }
-    learner
-}
-
-fn adam(learner: &Learner, moments: &mut [(Tensor, Tensor)], step: usize, rate: f64) {
-    for ((_, parameter), (first, second)) in learner.parameters().iter().zip(moments) {
-        let gradient = parameter.grad();
-        *first = &*first * 0.9 + &gradient * 0.1;
-        *second = &*second * 0.99 + gradient.square() * 0.01;
-        let corrected = &*first / (1.0 - 0.9f64.powi(step as i32));
-        let scale = (&*second / (1.0 - 0.99f64.powi(step as i32))).sqrt() + 1e-8;
-        let _ = parameter.shallow_clone().g_sub_(&(corrected / scale * rate));
-        let _ = parameter.grad().zero_();
-    }
-}
-
 /// A drafter as it should be used.
 struct Trained {
     config: Value,
@@ -193,11 +112,12 @@ static BASE: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
 
 /// The folder of a drafter that was trained as it says.
 fn base() -> &'static Path {
-    &BASE.get_or_init(|| written(&Training { taps: TAPS, at_anchor: false, normed: false })).1
+    &BASE.get_or_init(|| written(&AS_USED)).1
 }
 
 fn written(training: &Training) -> (TempDir, PathBuf) {
-    let learner = train(&design(training.taps, training.at_anchor), STEPS, samples(training));
+    let design = design(training.taps, training.at_anchor);
+    let learner = train(&design, &target_dir(), STEPS, samples(training));
     checkpoint(&learner)
 }
 
@@ -214,10 +134,43 @@ fn put(dir: &Path, config: &Value, tensors: &[(String, Tensor)]) {
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
 }
 
+/// A drafter that learned from prompts of its own and knows what to make of those that are asked. That takes minutes: none
+/// without `DEEPSPEC_TEST_FULL`.
+fn general() -> Option<&'static Path> {
+    static DIR: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
+    std::env::var_os("DEEPSPEC_TEST_FULL")?;
+    let dir = DIR.get_or_init(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let prompts = dir.path().join("prompts.jsonl");
+        let text = fs::read_to_string(repository("assets/demo-prompts.jsonl")).unwrap();
+        let turn = |line: &str| {
+            let row: Value = serde_json::from_str(line).unwrap();
+            let said = row["conversations"].as_array().unwrap().iter();
+            let asked = said.filter(|turn| turn["from"] == "human").map(|turn| &turn["value"]).next();
+            json!({"turns": [asked]}).to_string() + "\n"
+        };
+        fs::write(&prompts, text.lines().map(turn).collect::<String>()).unwrap();
+        let (suites, rows) = (vec![prompts.display().to_string()], 0..800);
+        let lessons = Lessons { target: target_dir(), suites, rows, tokens: 64, thinking: false };
+        let Design::Block { mut config, decay_gamma, .. } = design(TAPS, false) else { unreachable!() };
+        config.markov = Some(Markov { kind: MarkovKind::Vanilla, rank: 64 });
+        config.model = ModelConfig::load(&target_dir()).unwrap().draft_decoder(&[None, None]).unwrap();
+        let alphas = LossAlphas { ce: 0.1, l1: 0.9, ..LossAlphas::default() };
+        let design = Design::Block { config, alphas, decay_gamma };
+        let samples = lessons.samples(&TAPS, |out| (out.taps, out.hidden));
+        checkpoint(&train(&design, &target_dir(), 1200, samples))
+    });
+    Some(&dir.1)
+}
+
 /// The trained drafter with something changed.
 fn misused(edit: impl Fn(&mut Trained)) -> (TempDir, PathBuf) {
-    let text = fs::read_to_string(base().join("config.json")).unwrap();
-    let tensors = Tensor::read_safetensors(base().join("model.safetensors")).unwrap();
+    changed(base(), edit)
+}
+
+fn changed(drafter: &Path, edit: impl Fn(&mut Trained)) -> (TempDir, PathBuf) {
+    let text = fs::read_to_string(drafter.join("config.json")).unwrap();
+    let tensors = Tensor::read_safetensors(drafter.join("model.safetensors")).unwrap();
     let tensors = tensors.into_iter().map(|(name, tensor)| (name, tensor.to_kind(Kind::Float))).collect();
     let mut trained = Trained { config: serde_json::from_str(&text).unwrap(), tensors };
     edit(&mut trained);
@@ -236,8 +189,13 @@ impl Trained {
 
 /// What the doctor says of a drafter.
 fn doctor(draft: &Path, args: &[&str]) -> Value {
+    asked(draft, [LIMIT, TOKENS], args)
+}
+
+/// The same after so many prompts of each suite and tokens of each answer.
+fn asked(draft: &Path, sizes: [usize; 2], args: &[&str]) -> Value {
     let (target, suites) = (target_dir(), repository("eval_datasets"));
-    let (limit, tokens) = (LIMIT.to_string(), TOKENS.to_string());
+    let [limit, tokens] = sizes.map(|size| size.to_string());
     let mut all = vec!["--quiet", "checkpoint", "doctor", "--json", "--device", "cpu", "--temperature", "0"];
     all.extend(["--target", target.to_str().unwrap(), "--suites-dir", suites.to_str().unwrap()]);
     all.extend(["--draft", draft.to_str().unwrap(), "--limit", &limit, "--max-new-tokens", &tokens]);
@@ -266,15 +224,28 @@ fn a_drafter_in_its_place_is_found_in_order() {
 }
 
 #[test]
-fn shifted_taps_are_named() {
-    let (_root, dir) = misused(|trained| trained.config["target_layer_ids"] = json!([1, 3, 5]));
-    assert_cause(&doctor(&dir, &[]), "taps", &["[0, 2, 4] instead of [1, 3, 5]"]);
+fn taps_off_by_one_are_named_in_either_direction() {
+    for (shifted, words) in
+        [([1, 3, 5], "[0, 2, 4] instead of [1, 3, 5]"), ([-1, 1, 3], "[0, 2, 4] instead of [-1, 1, 3]")]
+    {
+        let shift = |trained: &mut Trained| trained.config["target_layer_ids"] = json!(shifted);
+        let (_root, dir) = misused(shift);
+        assert_cause(&doctor(&dir, &[]), "taps", &[words]);
+        if let Some(general) = general() {
+            let (_root, dir) = changed(general, shift);
+            assert_cause(&asked(&dir, NEW, &[]), "taps", &[words]);
+        }
+    }
+    if let Some(general) = general() {
+        let report = asked(general, NEW, &[]);
+        assert_eq!(report["cause"], Value::Null, "{report:#}");
+    }
 }
 
 #[test]
 fn shifted_taps_of_eagle3_are_named() {
-    let samples = samples(&Training { taps: TAPS, at_anchor: false, normed: false });
-    let (_root, dir) = checkpoint(&train(&eagle3(TAPS), EAGLE3_STEPS, samples));
+    let learner = train(&eagle3(TAPS), &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
+    let (_root, dir) = checkpoint(&learner);
     assert_eq!(doctor(&dir, &[])["cause"], Value::Null);
     let file = dir.join("config.json");
     let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
@@ -346,13 +317,27 @@ fn prompts_unlike_those_of_training_are_named() {
 }
 
 #[test]
+fn thinking_unlike_that_of_training_is_named_either_way() {
+    let report = doctor(base(), &["--thinking"]);
+    assert_cause(&report, "template", &["thinking off, no system message instead of thinking on"]);
+    let (_root, dir) = written(&Training { thinking: true, rows: LIMIT..33, ..AS_USED });
+    let report = doctor(&dir, &[]);
+    assert_cause(&report, "template", &["thinking on, no system message instead of thinking off"]);
+    assert_eq!(doctor(&dir, &["--thinking"])["cause"], Value::Null);
+    if let Some(general) = general() {
+        let report = asked(general, NEW, &["--thinking"]);
+        assert_cause(&report, "template", &["thinking off, no system message instead of thinking on"]);
+    }
+}
+
+#[test]
 fn another_slot_convention_is_named() {
-    let (_root, dir) = written(&Training { taps: TAPS, at_anchor: true, normed: false });
+    let (_root, dir) = written(&Training { at_anchor: true, ..AS_USED });
     assert_cause(&doctor(&dir, &[]), "slots", &["anchor+k"]);
 }
 
 #[test]
 fn a_state_after_the_final_norm_is_named() {
-    let (_root, dir) = written(&Training { taps: TOP_TAPS, at_anchor: false, normed: true });
+    let (_root, dir) = written(&Training { taps: TOP_TAPS, normed: true, ..AS_USED });
     assert_cause(&doctor(&dir, &[]), "final_norm", &["after the final norm"]);
 }

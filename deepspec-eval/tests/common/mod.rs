@@ -1,6 +1,8 @@
 //! What the tests share: the built binary, the tiny target, and drafters that need no training.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod training;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

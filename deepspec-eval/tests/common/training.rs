@@ -1,0 +1,146 @@
+//! Drafters that learn within seconds what a target says.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use deepspec_decode::{Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
+use deepspec_models::{
+    BlockProposer, Design, Learner, ModelConfig, Normaliser, TargetModel, TargetOptions, TrainSample,
+    load_ends, stop_ids,
+};
+use deepspec_suites::{Asking, Folder};
+use deepspec_text::ChatTokenizer;
+use tch::{Device, Kind, Tensor};
+
+use super::repository;
+
+/// Tokens of a block.
+pub const GAMMA: usize = 5;
+/// The smoke suites.
+pub fn smoke() -> Vec<String> {
+    ["smoke-math", "smoke-code", "smoke-chat"].map(String::from).into()
+}
+
+/// Sequences decoded at once.
+const SLOTS: usize = 16;
+
+/// What a drafter learns from: the likeliest answers to some prompts.
+pub struct Lessons {
+    /// The target's folder.
+    pub target: PathBuf,
+    /// The suites.
+    pub suites: Vec<String>,
+    /// Which rows of each.
+    pub rows: Range<usize>,
+    /// Tokens of an answer at most.
+    pub tokens: usize,
+    /// The chat template's `enable_thinking`.
+    pub thinking: bool,
+}
+
+impl Lessons {
+    /// Prompts with their answers: all ids, and how many of them are the prompt.
+    fn answers(&self) -> Vec<(Vec<i64>, usize)> {
+        let tokenizer = ChatTokenizer::load(&self.target).unwrap();
+        let stops = stop_ids(&self.target, tokenizer.eos_token_id()).unwrap();
+        let context = ModelConfig::load(&self.target).unwrap().max_position_embeddings;
+        let asking = Asking {
+            tokenizer: &tokenizer,
+            sampling: Sampling::new(0.0, 1),
+            max_new_tokens: self.tokens,
+            thinking: self.thinking,
+            system_prompt: None,
+            stop_ids: &stops,
+            context,
+        };
+        let options = EngineOptions {
+            slots: SLOTS,
+            context,
+            confidence_threshold: 0.0,
+            max_draft_tokens: None,
+            counts_overrun: false,
+        };
+        let mut engine: Engine<TargetModel, BlockProposer> =
+            Engine::new(self.model(SLOTS, &[]), None, options);
+        let suites = repository("eval_datasets");
+        let folder = Folder::open(&suites).unwrap();
+        let mut found = vec![];
+        for suite in folder.select(&self.suites, &[]).unwrap() {
+            let mut rows = folder.load(suite, 980_406, None).unwrap();
+            rows.samples = rows.samples[self.rows.clone()].to_vec();
+            let requests = asking.prepare(rows).unwrap().requests;
+            let prompts: Vec<Vec<i64>> = requests.iter().map(|request| request.prompt.clone()).collect();
+            for (prompt, done) in prompts.into_iter().zip(engine.run(requests, |_| {}).unwrap()) {
+                found.push(([prompt.clone(), done.tokens].concat(), prompt.len()));
+            }
+        }
+        found
+    }
+
+    fn model(&self, slots: usize, taps: &[i64]) -> TargetModel {
+        let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots, taps: taps.to_vec() };
+        TargetModel::load(&self.target, &options).unwrap()
+    }
+
+    /// The answers with the target's states of them; `lay` makes taps and last states of a forward.
+    pub fn samples(&self, taps: &[i64], lay: impl Fn(Forwarded) -> (Tensor, Tensor)) -> Vec<TrainSample> {
+        let _no_grad = tch::no_grad_guard();
+        let mut model = self.model(1, taps);
+        let sample = |(ids, prompt): (Vec<i64>, usize)| {
+            let out = model.forward(&Feed { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
+            model.truncate(0, 0);
+            let (taps, last) = lay(out);
+            TrainSample {
+                loss_mask: (0..ids.len()).map(|at| at >= prompt).collect(),
+                last_positions: (0..ids.len() as u32).collect(),
+                input_ids: ids,
+                taps,
+                last,
+                anchors: vec![],
+            }
+        };
+        self.answers().into_iter().map(sample).collect()
+    }
+}
+
+/// Adam on all samples in turn, four a step.
+pub fn train(design: &Design, target: &Path, steps: usize, mut all: Vec<TrainSample>) -> Learner {
+    let model = ModelConfig::load(target).unwrap();
+    let (embed, head) = load_ends(target, &model, Device::Cpu, Kind::Float).unwrap();
+    let learner = design.build(&embed, &head, 1, Kind::Float).unwrap();
+    let mut moments: Vec<(Tensor, Tensor)> = vec![];
+    for (_, parameter) in learner.parameters() {
+        let parameter = parameter.set_requires_grad(true);
+        moments.push((parameter.zeros_like().detach(), parameter.zeros_like().detach()));
+    }
+    for step in 0..steps {
+        let mut batch: Vec<TrainSample> = vec![];
+        let mut weight = 0.0;
+        for turn in 0..4.min(all.len()) {
+            let mut sample = all.remove(0);
+            sample.anchors = design.supervision().anchors(&sample.loss_mask, |candidates, count| {
+                let stride = (candidates.len() / count).max(1);
+                candidates.iter().copied().skip((step + turn) % stride).step_by(stride).take(count).collect()
+            });
+            weight += design.supervision().weight(&sample.loss_mask, &sample.anchors);
+            batch.push(sample);
+        }
+        learner.accumulate(&batch, Normaliser(weight));
+        all.extend(batch);
+        let rate = 6e-3 * ((steps - step) as f64 / steps as f64).min((step + 1) as f64 / 10.0);
+        tch::no_grad(|| adam(&learner, &mut moments, step + 1, rate));
+    }
+    learner
+}
+
+fn adam(learner: &Learner, moments: &mut [(Tensor, Tensor)], step: usize, rate: f64) {
+    for ((_, parameter), (first, second)) in learner.parameters().iter().zip(moments) {
+        let gradient = parameter.grad();
+        *first = &*first * 0.9 + &gradient * 0.1;
+        *second = &*second * 0.99 + gradient.square() * 0.01;
+        let corrected = &*first / (1.0 - 0.9f64.powi(step as i32));
+        let scale = (&*second / (1.0 - 0.99f64.powi(step as i32))).sqrt() + 1e-8;
+        let _ = parameter.shallow_clone().g_sub_(&(corrected / scale * rate));
+        let _ = parameter.grad().zero_();
+    }
+}

@@ -1,0 +1,130 @@
+//! A Gemma 4 target: a run, a calibration, and the doctor.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use common::training::{GAMMA, Lessons, smoke, train};
+use common::{answers, deepspec_eval, repository, results};
+use deepspec_models::{BlockConfig, Confidence, Design, LossAlphas, ModelConfig, save};
+use deepspec_testkit::tiny;
+use serde_json::{Value, json};
+use tch::Kind;
+use tempfile::TempDir;
+
+/// Rows of every suite that are asked; the drafter learns from those behind them.
+const LIMIT: usize = 4;
+const LEARNED: usize = 20;
+const TOKENS: usize = 32;
+const STEPS: usize = 300;
+/// `<mask>`.
+const MASK: i64 = 4;
+
+/// A folder with a random target in `target`, and a DSpark that learned its likeliest answers in `draft`.
+fn bench() -> &'static Path {
+    static DIR: OnceLock<TempDir> = OnceLock::new();
+    let dir = DIR.get_or_init(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let [target, draft] = ["target", "draft"].map(|name| dir.path().join(name));
+        [&target, &draft].map(|dir| fs::create_dir(dir).unwrap());
+        tiny::gemma4(&target, 512);
+        let model = ModelConfig::load(&target).unwrap();
+        let config = BlockConfig {
+            block_size: GAMMA,
+            mask_token_id: MASK,
+            target_layer_ids: vec![0, 2],
+            num_target_layers: model.layers.len(),
+            num_anchors: 8,
+            markov: None,
+            confidence: Some(Confidence { with_markov: false }),
+            model: model.draft_decoder(&[None]).unwrap(),
+        };
+        let alphas = LossAlphas { ce: 1.0, soft_ce: 1.0, confidence: 1.0, ..LossAlphas::default() };
+        let design = Design::Block { config, alphas, decay_gamma: 8.0 };
+        let (suites, rows) = (smoke(), LIMIT..LEARNED);
+        let lessons = Lessons { target: target.clone(), suites, rows, tokens: TOKENS, thinking: false };
+        let samples = lessons.samples(&[0, 2], |out| (out.taps, out.hidden));
+        let learner = train(&design, &target, STEPS, samples);
+        save(&draft.join("model.safetensors"), &learner.checkpoint(), Kind::BFloat16).unwrap();
+        fs::write(draft.join("config.json"), Value::Object(learner.config_json()).to_string()).unwrap();
+        dir
+    });
+    dir.path()
+}
+
+fn path(name: &str) -> String {
+    bench().join(name).display().to_string()
+}
+
+/// `deepspec-eval COMMAND` with this drafter on the held-out rows, greedily.
+fn evaluated(command: &[&str], draft: &str, more: &[&str]) -> String {
+    let (target, suites) = (path("target"), repository("eval_datasets"));
+    let (limit, tokens) = (LIMIT.to_string(), TOKENS.to_string());
+    let mut all = [&["--quiet"], command].concat();
+    all.extend(["--device", "cpu", "--temperature", "0", "--target", &target, "--draft", draft]);
+    all.extend(["--suites-dir", suites.to_str().unwrap(), "--limit", &limit, "--max-new-tokens", &tokens]);
+    all.extend(more);
+    let output = deepspec_eval(&all);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// A run on one slot, whose answers and results are returned.
+fn run(draft: &str, out: &Path) -> (common::Answers, Value) {
+    let place =
+        ["--dtype", "float32", "--slots", "1", "--no-baseline", "--output-dir", out.to_str().unwrap()];
+    evaluated(&["run"], draft, &place);
+    (answers(out), results(out))
+}
+
+#[test]
+fn a_run_is_lossless_and_its_confidences_are_calibrated() {
+    let dir = tempfile::tempdir().unwrap();
+    let [plain, drafted] = ["plain", "drafted"].map(|name| dir.path().join(name));
+    let (expected, _) = run("none", &plain);
+    let (found, results) = run(&path("draft"), &drafted);
+    assert_eq!(found, expected);
+    let tau = results["overall"]["accepted_length"].as_f64().unwrap();
+    assert!(tau > 1.2, "{tau}");
+    assert!(results["target"]["stop_ids"].as_array().unwrap().len() > 1, "{}", results["target"]);
+    assert_eq!(results["drafter"]["taps"], json!([0, 2]));
+    let summary = &results["confidence"]["reliability"]["summary"];
+    assert!(summary["ece"].as_f64().unwrap() < 0.5, "{summary}");
+
+    let file = dir.path().join("calibration.json");
+    let [run_dir, output] = [&drafted, &file].map(|path| path.to_str().unwrap());
+    let told = deepspec_eval(&["calibrate", run_dir, "--output", output]);
+    let told = (told.status.success(), String::from_utf8(told.stdout).unwrap());
+    assert!(told.0 && told.1.contains("after less before"), "{}", told.1);
+    let found: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(found["temperatures"].as_array().unwrap().len(), GAMMA);
+    assert_eq!((&found["fit_prompts"], &found["held_out"]["prompts"]), (&json!(6), &json!(6)));
+    let used = dir.path().join("used");
+    let args = ["--dtype", "float32", "--slots", "1", "--no-baseline", "--calibration", output];
+    let place = ["--output-dir", used.to_str().unwrap()];
+    evaluated(&["run"], &path("draft"), &[&args[..], &place].concat());
+    assert_eq!(answers(&used), expected, "a calibration decides about confidences alone");
+}
+
+/// What the doctor says of the drafter with this mask token in its config.json.
+fn doctor(mask: i64) -> Value {
+    let root = tempfile::tempdir().unwrap();
+    let [file, weights] = ["config.json", "model.safetensors"].map(PathBuf::from);
+    let from = bench().join("draft");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(from.join(&file)).unwrap()).unwrap();
+    config["mask_token_id"] = json!(mask);
+    fs::write(root.path().join(&file), config.to_string()).unwrap();
+    fs::copy(from.join(&weights), root.path().join(&weights)).unwrap();
+    let told = evaluated(&["checkpoint", "doctor", "--json"], root.path().to_str().unwrap(), &[]);
+    serde_json::from_str(&told).unwrap()
+}
+
+#[test]
+fn the_doctor_names_a_wrong_mask_token_and_nothing_else() {
+    assert_eq!(doctor(MASK)["cause"], Value::Null);
+    let report = doctor(300);
+    assert_eq!(report["cause"], "mask_token", "{report:#}");
+    assert!(report["verdict"].as_str().unwrap().contains("mask_token_id 4 instead of 300"), "{report:#}");
+}
