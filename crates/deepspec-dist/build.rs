@@ -24,7 +24,7 @@ fn main() {
         "src/cpp/rows.cpp",
     ]);
     if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {
-        shim.file("src/cpp/pool.cpp");
+        shim.files(["src/cpp/pool.cpp", "src/cpp/waiting.cpp"]);
     }
     // As system headers, whose warnings are not ours.
     for include in ["include", "include/torch/csrc/api/include"] {

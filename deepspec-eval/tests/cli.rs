@@ -4,6 +4,7 @@ mod common;
 
 use std::fs::{self, File};
 use std::path::Path;
+use std::process::Command;
 use std::sync::OnceLock;
 
 use arrow::array::AsArray;
@@ -14,6 +15,7 @@ use common::{
 };
 use deepspec_models::{BlockConfig, ModelConfig};
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
+use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Value, json};
@@ -462,4 +464,22 @@ fn models_are_fetched_by_their_hub_ids() {
     assert!(path("target").contains("models--own--tiny/snapshots"), "{}", path("target"));
     assert!(path("drafter").contains("models--own--draft/snapshots"), "{}", path("drafter"));
     assert_refused(&evaluate("own/draft@v2", "other"), 2, &["--draft", "own/draft", "no revision v2"]);
+}
+
+#[test]
+fn a_gpu_that_libtorch_cannot_use_is_missed() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-eval"));
+        command.env("OMP_NUM_THREADS", "1").args(["run", "--draft", "none", "--target"]).arg(target_dir());
+        command.arg("--suites-dir").arg(repository("eval_datasets")).arg("--output-dir").arg(dir.path());
+        command.args(["--limit", "1", "--max-new-tokens", "1"]);
+        command
+    };
+    assert_misses_gpus(run, dir.path());
+}
+
+#[test]
+fn threads_wait_asleep() {
+    assert_waits_asleep(env!("CARGO_BIN_EXE_deepspec-eval"));
 }

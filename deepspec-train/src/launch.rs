@@ -212,7 +212,8 @@ mod tests {
 
     #[test]
     fn the_line_that_tells_why_is_found() {
-        let of = |lines: &[&str]| telling(&lines.iter().map(ToString::to_string).collect::<Vec<_>>()).to_owned();
+        let of =
+            |lines: &[&str]| telling(&lines.iter().map(ToString::to_string).collect::<Vec<_>>()).to_owned();
         assert_eq!(of(&[]), "");
         assert_eq!(of(&[" WARN slow", "Killed"]), "Killed");
         assert_eq!(of(&["ERROR no room", "frame #0: 0x7f", "Aborted"]), "ERROR no room");

@@ -170,6 +170,8 @@ fn mistakes_are_named_before_anything_runs() {
     bench.fails(&with(&online, &["--set=data.input=a.jsonl"]), 2, &["data.input"]);
     bench.fails(&with(&online, &["--set=data.input=[nowhere.jsonl]"]), 2, &["nowhere.jsonl", "no such file"]);
     bench.fails(&with(&online, &["--set=data.target_device=tpu"]), 2, &["data.target_device", "tpu"]);
+    let place = "--set=data.target_device=cuda:{local_rank*2}";
+    bench.fails(&with(&online, &[place]), 2, &["data.target_device", "cuda:{local_rank+N}"]);
     bench.fails(&with(&online, &["--set=train.global_batch_size=400"]), 2, &["24 samples"]);
     fs::write(bench.path("rows.jsonl"), "").unwrap();
     bench.fails(&with(&online, &[]), 2, &["data.input", "rows.jsonl", "0 rows"]);

@@ -176,11 +176,17 @@ mod tests {
 
     #[test]
     fn a_panic_is_told_by_its_cause() {
-        let error = Err::<(), _>("CUDA out of memory. Tried to allocate 2 GiB.\nException raised from malloc\nframe #0");
+        let error = Err::<(), _>(
+            "CUDA out of memory. Tried to allocate 2 GiB.\nException raised from malloc\nframe #0",
+        );
         let said = contain(|| error.map_err(Torch).unwrap()).unwrap_err();
-        let told = "ended by an error in the middle of its work: CUDA out of memory. Tried to allocate 2 GiB.";
+        let told =
+            "ended by an error in the middle of its work: CUDA out of memory. Tried to allocate 2 GiB.";
         assert_eq!(broken(&said), told);
-        assert_eq!(broken("index out\nof bounds"), told.replace("CUDA out of memory. Tried to allocate 2 GiB.", "index out of bounds"));
+        assert_eq!(
+            broken("index out\nof bounds"),
+            told.replace("CUDA out of memory. Tried to allocate 2 GiB.", "index out of bounds")
+        );
     }
 
     /// As tch's error shows itself.

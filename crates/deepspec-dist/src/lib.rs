@@ -25,6 +25,7 @@ pub use meeting::Host;
 /// from a pool that keeps them as well, but never holds more than was needed at once: 0.83 GB, with more states held ready. It
 /// costs time: the step of `cargo bench --bench step` took 768 ms with it and 641 ms without.
 pub fn prepare_process() {
+    ffi::wait_asleep();
     ffi::keep_freed_memory();
     ffi::pool_large_blocks();
 }

@@ -31,9 +31,10 @@ impl Host {
     /// [`GroupError::Meeting`] if no port can be bound.
     pub fn open(world_size: usize, timeout: Duration) -> Result<Self, GroupError> {
         let (host, port) = (Self::ADDRESS.to_string(), 0);
-        let (store, port) = Store::open(&host, port, true, timeout, &prefix(JOB, ATTEMPT)).map_err(|problem| {
-            GroupError::Meeting { rank: 0, world_size, host, port, timeout, problem: one_line(&problem) }
-        })?;
+        let (store, port) =
+            Store::open(&host, port, true, timeout, &prefix(JOB, ATTEMPT)).map_err(|problem| {
+                GroupError::Meeting { rank: 0, world_size, host, port, timeout, problem: one_line(&problem) }
+            })?;
         Ok(Self { store, port })
     }
 

@@ -6,6 +6,7 @@
 pub mod folder;
 pub mod golden;
 pub mod hub;
+pub mod machine;
 pub mod mutate;
 mod noise;
 pub mod server;

@@ -9,6 +9,7 @@ use bench::{Bench, flip, row};
 
 mod bench;
 mod kills;
+mod machine;
 mod peers;
 mod plan;
 

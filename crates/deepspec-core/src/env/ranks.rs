@@ -132,9 +132,8 @@ mod tests {
     use super::*;
 
     fn with(variables: &[(&str, &str)]) -> Result<Option<Ranks>, RanksError> {
-        let read = |name: &str| {
-            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
-        };
+        let read =
+            |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
         ranks_from(read, || None)
     }
 

@@ -49,6 +49,20 @@ pub fn keep_freed_memory() {
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub fn keep_freed_memory() {}
 
+/// Takes into the program what lets OpenMP's threads wait asleep; it has run before `main`.
+#[cfg(target_os = "linux")]
+pub fn wait_asleep() {
+    unsafe extern "C" {
+        fn ds_wait_asleep();
+    }
+    // SAFETY: it does nothing.
+    unsafe { ds_wait_asleep() };
+}
+
+/// Other systems have no such place before a program's libraries.
+#[cfg(not(target_os = "linux"))]
+pub fn wait_asleep() {}
+
 /// Gives libtorch's large CPU tensors memory of their own, in which freed blocks leave no gaps.
 #[cfg(target_os = "linux")]
 pub fn pool_large_blocks() {

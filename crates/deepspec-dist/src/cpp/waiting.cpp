@@ -1,0 +1,51 @@
+// How OpenMP's threads wait for each other: asleep. libgomp lets them spin for milliseconds, which takes the cores from whatever
+// else runs on them, and the threads that are waited for are among that.
+//
+// libgomp reads its variables in a constructor, when it is loaded. What stands in an executable's .preinit_array runs before the
+// constructors of its libraries, and before the C library has taken over the environment, which it does after that and so forgets
+// what was set. The program is therefore started once more with the variable added: nothing has been done yet, so nothing is lost.
+#if defined(__linux__) && defined(__GLIBC__)
+#include <cstddef>
+#include <cstring>
+
+#include <limits.h>
+#include <unistd.h>
+
+namespace {
+
+// Whoever sets one of these has decided.
+constexpr const char* kDecided[] = {"OMP_WAIT_POLICY=", "GOMP_SPINCOUNT="};
+constexpr size_t kMost = 16384;
+
+char asleep[] = "OMP_WAIT_POLICY=PASSIVE";
+
+void settle(int, char** arguments, char** environment) {
+  // Neither heap nor anything else of a library that is not set up yet is needed.
+  static char* more[kMost + 2];
+  size_t count = 0;
+  for (; environment[count] != nullptr; ++count) {
+    if (count == kMost) return;
+    for (const char* name : kDecided) {
+      if (std::strncmp(environment[count], name, std::strlen(name)) == 0) return;
+    }
+    more[count] = environment[count];
+  }
+  more[count] = asleep;
+  char program[PATH_MAX];
+  const ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1);
+  if (length <= 0) return;
+  program[length] = '\0';
+  // Where it cannot be started again it goes on as it is: slower on a busy machine, and right.
+  execve(program, arguments, more);
+}
+
+__attribute__((section(".preinit_array"), used)) void (*const kSettle)(int, char**, char**) = settle;
+
+}  // namespace
+#endif
+
+extern "C" {
+
+// Does nothing by itself. The linker takes this file, and what runs before `main` with it, into programs that call this.
+void ds_wait_asleep() {}
+}
