@@ -4,12 +4,14 @@
 // libgomp reads its variables in a constructor, when it is loaded. What stands in an executable's .preinit_array runs before the
 // constructors of its libraries, and before the C library has taken over the environment, which it does after that and so forgets
 // what was set. The program is therefore started once more with the variable added: nothing has been done yet, so nothing is lost.
-#if defined(__linux__) && defined(__GLIBC__)
 #include <cstddef>
 #include <cstring>
 
 #include <limits.h>
 #include <unistd.h>
+
+// Known once a header of the C library was read.
+#ifdef __GLIBC__
 
 namespace {
 
