@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::process::Command;
+
 use common::Bench;
 use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep, with_unusable_gpu};
 
@@ -26,9 +28,12 @@ fn threads_wait_asleep() {
 #[test]
 fn a_rank_without_memory_says_so_in_the_launchers_last_line() {
     let bench = Bench::new();
-    // More than the addresses that a process has.
-    let huge = "--set=drafter.dspark.markov.rank=1000000000000";
-    let output = bench.run(&["--processes=2", "--set=train.local_batch_size=1", huge]);
+    // A table of 4 GiB, for processes that may have 3.3 GiB of addresses.
+    let huge = "--set=drafter.dspark.markov.rank=1048576";
+    let train = bench.command(&["--processes=2", "--set=train.local_batch_size=1", huge]);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -v 3500000; exec \"$0\" \"$@\""]).arg(train.get_program()).args(train.get_args());
+    let output = limited.env("OMP_NUM_THREADS", "1").output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     let last = said.lines().last().unwrap_or_default();
     assert_eq!(output.status.code(), Some(1), "{said}");

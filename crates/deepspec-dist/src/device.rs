@@ -132,7 +132,7 @@ fn cuda() -> Result<usize, Absence> {
     static COUNT: OnceLock<Result<usize, Absence>> = OnceLock::new();
     COUNT
         .get_or_init(|| {
-            ffi::load_cuda().map_err(|error| Absence::Library(error.to_string()))?;
+            ffi::load_cuda().map_err(Absence::Library)?;
             match Cuda::device_count() {
                 count if count > 0 && Cuda::is_available() => Ok(count as usize),
                 _ => Err(Absence::Devices),

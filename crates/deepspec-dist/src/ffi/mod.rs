@@ -9,6 +9,7 @@ mod c10d;
 mod filling;
 mod rows;
 
+use std::error::Error;
 use std::io;
 use std::process::{Child, Command};
 
@@ -23,10 +24,16 @@ pub use rows::{rms_norm, rotate};
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";
 
 /// Opens libtorch's CUDA part for the rest of the process.
-pub fn load_cuda() -> Result<(), libloading::Error> {
+///
+/// # Errors
+/// What the dynamic loader says.
+pub fn load_cuda() -> Result<(), String> {
     // SAFETY: the library is the sibling of the libtorch_cpu that is linked already, found by the same run path; its initialisers
     // only register kernels. It is never closed, so nothing it registered can dangle.
-    let library = unsafe { Library::new(CUDA_LIBRARY) }?;
+    let opened = unsafe { Library::new(CUDA_LIBRARY) };
+    // The error itself says only that it failed, its source what is missing.
+    let told = |error: libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
+    let library = opened.map_err(told)?;
     std::mem::forget(library);
     Ok(())
 }
