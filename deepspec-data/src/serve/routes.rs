@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::body::Bytes;
+use axum::body::{Bytes, HttpBody};
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -18,6 +18,9 @@ use tokio::time::timeout;
 
 use super::respond::{self, Heading};
 use crate::chat::{self, ChatError, ChatModel, ChatRequest, Reply};
+
+/// A request with a body of so many bytes is read before it is turned away: who is cut off while sending may miss the answer.
+const COURTESY: u64 = 1 << 16;
 
 /// What a client may ask of the server at most.
 #[derive(Debug, Clone, Copy)]
@@ -149,7 +152,15 @@ async fn answer(app: &Arc<App>, request: Request) -> Result<Response, Response> 
         tracing::debug!("refused: {error}");
         respond::refusal(&error)
     };
-    let place = app.place().map_err(refused)?;
+    let place = match app.place() {
+        Ok(place) => place,
+        Err(error) => {
+            if request.body().size_hint().upper().is_some_and(|bytes| bytes <= COURTESY) {
+                app.body(request).await?;
+            }
+            return Err(refused(error));
+        }
+    };
     let body = app.body(request).await?;
     let (request, mut reply) = app.start(body).await.map_err(refused)?;
     let heading = Heading {
