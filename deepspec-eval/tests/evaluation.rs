@@ -288,9 +288,11 @@ fn later_turns_do_not_see_thoughts_between_special_tokens() {
     let rows = [target_dir(), special].map(|target| {
         let out = dir.path().join("out");
         let places = ["--target", target.to_str().unwrap(), "--suites-dir", dir.path().to_str().unwrap()];
-        let fixed = ["run", "--quiet", "--device", "cpu", "--dtype", "float32", "--draft", "none", "--overwrite"];
+        let fixed =
+            ["run", "--quiet", "--device", "cpu", "--dtype", "float32", "--draft", "none", "--overwrite"];
         let rest = ["--suite", "mt-bench", "--turns", "all", "--temperature", "0", "--thinking", "on"];
-        let output = deepspec_eval(&[&fixed[..], &places, &rest, &["--output-dir", out.to_str().unwrap()]].concat());
+        let output =
+            deepspec_eval(&[&fixed[..], &places, &rest, &["--output-dir", out.to_str().unwrap()]].concat());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let rows = fs::read_to_string(out.join("outputs.jsonl")).unwrap();
         rows.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).collect::<Vec<_>>()

@@ -85,8 +85,10 @@ pub fn with_special_fences(from: &Path, dir: &Path) {
 fn fenced_by_special_tokens(tokenizer: &[u8]) -> Vec<u8> {
     let mut tokenizer: Value = serde_json::from_slice(tokenizer).expect("a tokenizer");
     let tokens = tokenizer["added_tokens"].as_array_mut().expect("a list of tokens");
-    let fences: Vec<&mut Value> =
-        tokens.iter_mut().filter(|token| token["content"] == "<think>" || token["content"] == "</think>").collect();
+    let fences: Vec<&mut Value> = tokens
+        .iter_mut()
+        .filter(|token| token["content"] == "<think>" || token["content"] == "</think>")
+        .collect();
     assert_eq!(fences.len(), 2);
     fences.into_iter().for_each(|token| token["special"] = json!(true));
     tokenizer.to_string().into_bytes()

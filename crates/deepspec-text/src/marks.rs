@@ -38,7 +38,8 @@ impl Marks {
     pub(crate) fn after(prompt: &str, fences: &[SpecialFence]) -> Self {
         match Fence::opened_by(prompt) {
             Some(opened) => {
-                let close = fences.iter().filter(|fence| fence.fence == opened).filter_map(|fence| fence.close);
+                let close =
+                    fences.iter().filter(|fence| fence.fence == opened).filter_map(|fence| fence.close);
                 Self { open: vec![], close: close.collect() }
             }
             // Thoughts that ordinary tokens open are not seen here, so their closing mark may come at any time.

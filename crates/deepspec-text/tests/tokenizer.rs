@@ -172,7 +172,8 @@ fn special_fences_stay_in_the_text_where_they_part_thoughts_from_the_answer() {
         let (pieces, rest) = stream_after(prompt, &tokenizer, ids);
         pieces.concat() + &rest
     };
-    let (open, close) = (tokenizer.token_id("<|channel>").unwrap(), tokenizer.token_id("<channel|>").unwrap());
+    let (open, close) =
+        (tokenizer.token_id("<|channel>").unwrap(), tokenizer.token_id("<channel|>").unwrap());
     assert!(tokenizer.is_special(open) && tokenizer.is_special(close));
     let thought = ids("<|channel>thought\nWhy?\n<channel|>Yes.<turn|>");
     assert_eq!((thought[0], thought.contains(&close)), (open, true));
@@ -199,7 +200,8 @@ static GOLDEN: LazyLock<[ChatTokenizer; 2]> =
 
 /// What stands before, between and behind the special tokens that open and close thoughts, each with the mark behind it.
 fn fenced<'a>(tokenizer: &ChatTokenizer, ids: &'a [i64]) -> Vec<(&'a [i64], Option<String>)> {
-    let is = |at: &usize, mark: &str| tokenizer.is_special(ids[*at]) && tokenizer.token(ids[*at]).unwrap() == mark;
+    let is =
+        |at: &usize, mark: &str| tokenizer.is_special(ids[*at]) && tokenizer.token(ids[*at]).unwrap() == mark;
     let blank = |at: usize| tokenizer.decode(&ids[..at], true).unwrap().trim().is_empty();
     let Some(open) = (0..ids.len()).find(|at| is(at, "<|channel>")).filter(|&at| blank(at)) else {
         return vec![(ids, None)];

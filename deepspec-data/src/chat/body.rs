@@ -171,7 +171,10 @@ fn stop(value: Option<Value>) -> Result<Vec<String>, ChatError> {
         Some(one) => vec![one],
     };
     if stops.len() > MAX_STOPS {
-        return Err(ChatError::field("stop", format!("{} texts, but at most {MAX_STOPS} may end an answer", stops.len())));
+        return Err(ChatError::field(
+            "stop",
+            format!("{} texts, but at most {MAX_STOPS} may end an answer", stops.len()),
+        ));
     }
     let text = |stop: Value| match stop {
         Value::String(text) if text.len() > MAX_STOP_BYTES => Err(ChatError::field(

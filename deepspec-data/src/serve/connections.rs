@@ -22,12 +22,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// Answers connections until the server is told to stop, and then those that are there to their end. A client has
 /// `patience` for the head of a request, and for reading any of an answer that fills the socket.
-pub async fn serve(
-    listener: TcpListener,
-    router: Router,
-    patience: Duration,
-    phase: watch::Receiver<Phase>,
-) {
+pub async fn serve(listener: TcpListener, router: Router, patience: Duration, phase: watch::Receiver<Phase>) {
     let mut connections = JoinSet::new();
     let mut stopped = pin!(super::reaches(phase.clone(), Phase::Draining));
     loop {

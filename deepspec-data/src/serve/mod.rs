@@ -76,7 +76,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let name = args.served_name.clone().unwrap_or_else(|| args.model.clone());
     let app = Arc::new(App::new(model, name, engine.slots, limits));
     // Dropped at the end of this line, and with it every request, so that the engine is idle when `app` ends it.
-    Runtime::new().context("starting the server's threads")?.block_on(serve(listener, Arc::clone(&app), limits))
+    Runtime::new().context("starting the server's threads")?.block_on(serve(
+        listener,
+        Arc::clone(&app),
+        limits,
+    ))
 }
 
 impl Args {
@@ -86,7 +90,9 @@ impl Args {
             Some(body) if body > 0 && seconds > 0 => {
                 Ok(Limits { queue: self.queue, body, patience: Duration::from_secs(seconds) })
             }
-            _ => usage!("--max-body {mb} and --client-timeout {seconds}: both must be at least 1, and the body fit into memory"),
+            _ => usage!(
+                "--max-body {mb} and --client-timeout {seconds}: both must be at least 1, and the body fit into memory"
+            ),
         }
     }
 }

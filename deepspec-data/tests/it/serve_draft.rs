@@ -99,7 +99,10 @@ fn drafted_answers_are_the_targets_own() {
             }
             let choice = &expected["choices"][0];
             let (text, finish) = streamed(&http, &server, body);
-            assert_eq!((json!(text), &finish), (choice["message"]["content"].clone(), &choice["finish_reason"]));
+            assert_eq!(
+                (json!(text), &finish),
+                (choice["message"]["content"].clone(), &choice["finish_reason"])
+            );
         }
     }
 }

@@ -27,7 +27,8 @@ pub fn head(length: usize) -> String {
 
 #[test]
 fn clients_that_never_finish_are_given_up() {
-    let (server, http) = (Server::start(&["--client-timeout", "1", "--slots", "1", "--queue", "0"]), Http::new());
+    let (server, http) =
+        (Server::start(&["--client-timeout", "1", "--slots", "1", "--queue", "0"]), Http::new());
     let sent = ["", "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", &(head(100) + "{")];
     let answers = sent.map(|sent| connection(&server, sent)).map(|mut stream| {
         let mut answer = vec![];
@@ -59,7 +60,10 @@ fn a_full_queue_is_told_to_come_again() {
             admitted.push(pieces);
         }
         let refused = http.client.post(&url).json(&ask("Hello?", 3)).send().await.unwrap();
-        assert_eq!((refused.status().as_u16(), &refused.headers()["retry-after"]), (503, &"1".parse().unwrap()));
+        assert_eq!(
+            (refused.status().as_u16(), &refused.headers()["retry-after"]),
+            (503, &"1".parse().unwrap())
+        );
         let error: Value = refused.json().await.unwrap();
         assert_eq!(error["error"]["code"], "queue_full", "{error}");
         admitted
@@ -67,7 +71,9 @@ fn a_full_queue_is_told_to_come_again() {
     // Who is admitted gets news, and who is not leaves nothing behind.
     assert_eq!(http.get(&format!("{}/v1/models", server.url))["object"], "list");
     drop(admitted);
-    wait_for("a place", || (http.post_text(&server.url, ask("Hello?", 3).to_string()).0 == 200).then_some(()));
+    wait_for("a place", || {
+        (http.post_text(&server.url, ask("Hello?", 3).to_string()).0 == 200).then_some(())
+    });
     let health = http.get(&format!("{}/health", server.url));
     assert!(health["queue_seconds"]["p99"].as_f64() >= health["queue_seconds"]["p50"].as_f64(), "{health}");
 }
@@ -92,7 +98,10 @@ fn a_slow_prompt_keeps_nobody_else_waiting() {
     }
     let path = dir.path().join("chat_template.jinja");
     let ages = ["a", "b", "c", "d"].map(|name| format!("{{%- for {name} in range(10000) -%}}")).concat();
-    let slow = format!("{{%- if messages[0].content == 'slow' -%}}{ages}{}{{%- endif -%}}", "{%- endfor -%}".repeat(4));
+    let slow = format!(
+        "{{%- if messages[0].content == 'slow' -%}}{ages}{}{{%- endif -%}}",
+        "{%- endfor -%}".repeat(4)
+    );
     let template = slow + &fs::read_to_string(&path).unwrap();
     fs::remove_file(&path).unwrap();
     fs::write(&path, template).unwrap();

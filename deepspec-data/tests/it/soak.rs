@@ -81,7 +81,10 @@ impl Load {
                 Some(piece) => text.extend(piece.unwrap()),
                 None => {
                     let text = String::from_utf8(text).unwrap();
-                    assert!(text.contains("\"finish_reason\":\"") && text.trim_end().ends_with("data: [DONE]"), "{text}");
+                    assert!(
+                        text.contains("\"finish_reason\":\"") && text.trim_end().ends_with("data: [DONE]"),
+                        "{text}"
+                    );
                     return ("streamed".into(), Value::Null);
                 }
             }
@@ -152,7 +155,8 @@ fn nothing_is_left_behind_by_hours_of_mixed_load() {
     let dir = tempfile::tempdir().unwrap();
     noisy_twin(dir.path());
     let draft = text(dir.path());
-    let limits = ["--slots", "4", "--queue", "24", "--max-context", "256", "--max-body", "1", "--client-timeout", "5"];
+    let limits =
+        ["--slots", "4", "--queue", "24", "--max-context", "256", "--max-body", "1", "--client-timeout", "5"];
     let server = Server::start(&[&limits[..], &["--draft", &draft]].concat());
     let http = Http::new();
     // A connection for each request, so that none is lost to the server's closing an idle one.
@@ -174,7 +178,12 @@ fn nothing_is_left_behind_by_hours_of_mixed_load() {
         let mut body = ask(QUESTIONS[rounds % QUESTIONS.len()], 100);
         (body["ignore_eos"], body["stream"]) = (json!(true), json!(true));
         let body = body.to_string();
-        let slow = [(); 2].map(|()| connection(&server, &(head(body.len()).replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n") + &body)));
+        let slow = [(); 2].map(|()| {
+            connection(
+                &server,
+                &(head(body.len()).replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n") + &body),
+            )
+        });
         http.runtime.block_on(load.round(rounds, &mut counts, &mut said));
         drop(lame);
         let [mut read, unread] = slow;
@@ -197,7 +206,10 @@ fn nothing_is_left_behind_by_hours_of_mixed_load() {
         if rounds == 1 || warms_up(rounds) {
             settled = settled.max(now);
         } else {
-            assert!(now <= settled + MARGIN, "{now} bytes are resident after {rounds} rounds, {settled} when warm");
+            assert!(
+                now <= settled + MARGIN,
+                "{now} bytes are resident after {rounds} rounds, {settled} when warm"
+            );
         }
     }
     let health = health();
