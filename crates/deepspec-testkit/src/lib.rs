@@ -1,5 +1,5 @@
 //! Helpers for tests: golden cases and tolerances, files of a folder, small random targets, damaged JSON, a server that misbehaves, a hub on
-//! loopback, and an account of tests that do not run here.
+//! loopback, a GPU that is none, and an account of tests that do not run here.
 //!
 //! Meant as a dev-dependency; a broken fixture panics with its name.
 
@@ -11,6 +11,7 @@ pub mod mutate;
 mod noise;
 pub mod server;
 pub mod skip;
+pub mod standin;
 pub mod tiny;
 
 pub use noise::noise;
