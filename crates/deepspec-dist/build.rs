@@ -21,6 +21,7 @@ fn main() {
     shim.cpp(true).std("c++17").include("src/cpp").files([
         "src/cpp/adamw.cpp",
         "src/cpp/group.cpp",
+        "src/cpp/memory.cpp",
         "src/cpp/rows.cpp",
     ]);
     if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {

@@ -8,7 +8,7 @@ use anyhow::Context;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_dist::ProcessGroup;
+use deepspec_dist::{DeviceMemory, ProcessGroup, device_memory, restart_device_peak};
 use deepspec_models::{Design, Learner, ModelConfig, Normaliser, TrainSample};
 use deepspec_states::{StatesError, check_fit};
 use serde_json::{Value, json};
@@ -43,6 +43,8 @@ struct Measured {
     loaded: Option<u64>,
     /// Resident bytes at most.
     peak: Option<u64>,
+    /// What was used of the GPU's memory.
+    device: Option<DeviceMemory>,
 }
 
 /// Times what one process of `processes` does in `steps` optimiser steps of `recipe`, alone and so without adding up gradients.
@@ -110,6 +112,8 @@ pub fn run(
         "host_memory_loaded_bytes": measured.loaded,
         "host_memory_peak_bytes": measured.peak,
         "host_memory_peak_above_loaded_bytes": above,
+        "device_memory_peak_bytes": measured.device.map(|memory| memory.peak),
+        "device_memory_reserved_peak_bytes": measured.device.map(|memory| memory.reserved_peak),
     });
     let text = if args.json { serde_json::to_string_pretty(&found)? } else { render(&found) };
     writeln!(stdout(), "{text}").context("writing the result")
@@ -151,6 +155,7 @@ struct Bench<'a> {
 impl Bench<'_> {
     fn measure(mut self, steps: usize, batches: &[Vec<TrainSample>]) -> anyhow::Result<Measured> {
         memory::restart_peak();
+        restart_device_peak(self.device);
         let loaded = memory::resident();
         let lr = self.recipe.train.lr;
         // Kernels are chosen and buffers taken in the first pass.
@@ -183,7 +188,8 @@ impl Bench<'_> {
             anyhow::ensure!(norm.double_value(&[]).is_finite(), "a gradient of the bench is not finite");
         }
         let total = started.elapsed();
-        Ok(Measured { parts, total, tokens, flops, loaded, peak: memory::peak() })
+        let device = device_memory(self.device);
+        Ok(Measured { parts, total, tokens, flops, loaded, peak: memory::peak(), device })
     }
 
     /// The samples of pass number `pass`, with anchors of its own.
@@ -265,7 +271,7 @@ fn render(found: &Value) -> String {
         Some(mfu) => format!(", {:.1} % of {} TFLOP/s", 100.0 * mfu, number("peak_tflop_per_s")),
         None => String::new(),
     };
-    let lines = [
+    let mut lines = vec![
         ("drafter", format!("{}, {} trainable weights", text("name"), number("trainable_weights"))),
         ("target", format!("{}, random weights and states", text("target"))),
         ("device", format!("{} in {}", text("device"), text("precision"))),
@@ -310,5 +316,14 @@ fn render(found: &Value) -> String {
             ),
         ),
     ];
-    lines.map(|(topic, text)| format!("{topic:<14}{text}")).join("\n")
+    if found["device_memory_peak_bytes"].is_number() {
+        let text = format!(
+            "{} at most in tensors, {} taken from the driver",
+            gigabytes("device_memory_peak_bytes"),
+            gigabytes("device_memory_reserved_peak_bytes")
+        );
+        lines.push(("GPU memory", text));
+    }
+    let lines: Vec<String> = lines.iter().map(|(topic, text)| format!("{topic:<14}{text}")).collect();
+    lines.join("\n")
 }

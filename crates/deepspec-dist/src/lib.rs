@@ -11,7 +11,10 @@ mod unused;
 pub use carrier::Carrier;
 pub use device::{DeviceError, Seat, default_kind, device, gpus, is_one_gpu, rank_device};
 pub use error::GroupError;
-pub use ffi::{AdamWSettings, AdamWTensors, Filling, adamw, die_with_parent, rms_norm, rotate, signal};
+pub use ffi::{
+    AdamWSettings, AdamWTensors, DeviceMemory, Filling, adamw, device_memory, die_with_parent,
+    restart_device_peak, rms_norm, rotate, signal,
+};
 pub use group::ProcessGroup;
 pub use meeting::Host;
 

@@ -7,6 +7,7 @@
 mod adamw;
 mod c10d;
 mod filling;
+mod memory;
 mod rows;
 
 use std::error::Error;
@@ -18,6 +19,7 @@ use libloading::Library;
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use c10d::{Group, Member, Nccl, Store, set_device};
 pub use filling::Filling;
+pub use memory::{DeviceMemory, device_memory, restart_device_peak};
 pub use rows::{rms_norm, rotate};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
