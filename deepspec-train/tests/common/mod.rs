@@ -12,6 +12,7 @@ use deepspec_cache::{Builder, Encoding, Last, Plan};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::recipe::Recipe;
 use deepspec_states::{Capture, Source, fill, tokenise};
+use deepspec_testkit::standin::{Report, Standin};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -89,6 +90,12 @@ fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
 /// A private copy of the cache and a recipe that points to it.
 pub struct Bench {
     dir: tempfile::TempDir,
+    gpu: Option<Standin>,
+}
+
+/// The GPU that is none; nothing where there are true ones.
+pub fn gpu() -> Option<Standin> {
+    Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-train")))
 }
 
 impl Bench {
@@ -104,7 +111,17 @@ impl Bench {
         }
         fs::copy(MASTER.path().join("rows.jsonl"), dir.path().join("rows.jsonl")).unwrap();
         fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
-        Self { dir }
+        Self { dir, gpu: None }
+    }
+
+    /// Its runs are on this GPU and leave a report there.
+    pub fn on(self, gpu: Standin) -> Self {
+        Self { gpu: Some(gpu), ..self }
+    }
+
+    /// What the last run did on the GPU.
+    pub fn report(&self) -> Report {
+        Report::load(&self.path("report.json"))
     }
 
     /// One more cache of the same states, in another encoding; gives the override that names it.
@@ -122,6 +139,9 @@ impl Bench {
         let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
         command.arg("--config").arg(self.path("recipe.yaml")).args(args).env("OMP_NUM_THREADS", "1");
         command.env("DEEPSPEC_CACHE", self.path("kept"));
+        if let Some(gpu) = &self.gpu {
+            gpu.watch(&mut command, &self.path("report.json")).args(["--device", "cuda"]);
+        }
         command
     }
 

@@ -1,0 +1,58 @@
+//! Evaluation on a GPU that is none (`tests/standin`): the same greedy answers as on the CPU.
+
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+
+use common::{
+    Answers, answers, drafter_config, repository, run_ok, target_dir, write_bigram_drafter, write_drafter,
+    write_eagle3,
+};
+use deepspec_core::recipe::{Markov, MarkovKind};
+use deepspec_testkit::standin::{Report, Standin};
+
+const FEW: [&str; 9] =
+    ["--temperature", "0", "--limit", "3", "--max-new-tokens", "40", "--slots", "4", "--no-baseline"];
+
+#[track_caller]
+fn on_gpu(draft: &str, dir: &Path, dtype: &str) -> Option<(Answers, Report)> {
+    let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
+    let gpu = Standin::for_program(program)?;
+    let report = dir.with_extension("report");
+    let (target, suites) = (target_dir(), repository("eval_datasets"));
+    let mut command = Command::new(program);
+    command.args(["run", "--quiet", "--device", "cuda", "--dtype", dtype, "--draft", draft]).args(FEW);
+    command.arg("--target").arg(target).arg("--suites-dir").arg(suites).arg("--output-dir").arg(dir);
+    command.env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
+    let output = gpu.watch(&mut command, &report).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some((answers(dir), Report::load(&report)))
+}
+
+#[test]
+fn every_drafter_answers_as_on_the_cpu() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    run_ok("none", &path("cpu"), &FEW);
+    let expected = answers(&path("cpu"));
+    write_bigram_drafter(&path("dspark"), expected.values());
+    let mut config = drafter_config();
+    (config.markov, config.confidence) = (None, None);
+    write_drafter(&path("dflash"), config, |_, tensor| tensor);
+    let mut config = drafter_config();
+    config.markov = Some(Markov { kind: MarkovKind::Rnn, rank: 16 });
+    write_drafter(&path("rnn"), config, |_, tensor| tensor);
+    write_eagle3(&path("eagle3"));
+    for draft in ["none", "dspark", "dflash", "rnn", "eagle3"] {
+        let drafter = path(draft).display().to_string();
+        let named = if draft == "none" { draft } else { &drafter };
+        let Some((found, report)) = on_gpu(named, &path(&format!("{draft}-gpu")), "float32") else { return };
+        assert_eq!(found, expected, "{draft}");
+        assert!(report.memory(0, "peak_bytes") > 0, "nothing ran on the GPU");
+    }
+    // Greedy answers in bfloat16 are the target's own in bfloat16, whatever drafts.
+    let Some((plain, _)) = on_gpu("none", &path("plain-bf16"), "bfloat16") else { return };
+    assert_eq!(plain.len(), expected.len());
+    on_gpu(&path("dspark").display().to_string(), &path("dspark-bf16"), "bfloat16");
+}

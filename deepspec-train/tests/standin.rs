@@ -1,0 +1,120 @@
+//! Training on a GPU that is none (`tests/standin`): all of the CUDA path but CUDA itself.
+
+mod common;
+
+use std::fs;
+
+use common::{Bench, gpu, start_until};
+use deepspec_cache::verify;
+use deepspec_testkit::standin::{Report, Standin};
+
+const DSPARK: &str = "name=t";
+const DFLASH: &str =
+    "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}";
+const EAGLE3: &str = "drafter={eagle3: {ttt_length: 3}}";
+const FEW: &str = "train.max_train_steps=5";
+
+fn set<'a>(changes: &[&'a str]) -> Vec<&'a str> {
+    changes.iter().flat_map(|change| ["--set", change]).collect()
+}
+
+#[track_caller]
+fn assert_near(a: &[f64], b: &[f64], tolerance: f64) {
+    assert_eq!(a.len(), b.len());
+    let worst = a.iter().zip(b).map(|(a, b)| (a - b).abs() / b.abs()).fold(0.0, f64::max);
+    assert!(worst <= tolerance, "losses are apart by {worst:e}: {a:?} and {b:?}");
+}
+
+/// A run on the GPU, another on the CPU, whose losses may be apart by so much; what the former did.
+#[track_caller]
+fn as_on_the_cpu(gpu: Standin, changes: &[&str], tolerance: f64) -> Report {
+    let (cpu, bench) = (Bench::new(), Bench::new().on(gpu));
+    cpu.succeeds(&[&set(changes)[..], &["--device", "cpu"]].concat());
+    bench.succeeds(&set(changes));
+    assert_near(&bench.losses(), &cpu.losses(), tolerance);
+    let report = bench.report();
+    assert!(report.total("calls") > 0 && report.memory(0, "peak_bytes") > 0, "nothing ran on the GPU");
+    report
+}
+
+#[test]
+fn every_drafter_learns_as_on_the_cpu() {
+    for drafter in [DSPARK, DFLASH, EAGLE3] {
+        let Some(gpu) = gpu() else { return };
+        as_on_the_cpu(gpu, &[drafter, FEW], 1e-4);
+    }
+}
+
+#[test]
+fn every_drafter_learns_in_bfloat16_too() {
+    for drafter in [DSPARK, DFLASH, EAGLE3] {
+        let Some(gpu) = gpu() else { return };
+        as_on_the_cpu(gpu, &[drafter, FEW, "train.precision=bf16"], 2e-2);
+    }
+}
+
+#[test]
+fn a_killed_run_resumes_to_the_same_bytes() {
+    let (Some(one), Some(other)) = (gpu(), gpu()) else { return };
+    let length = set(&["train.max_train_steps=7"]);
+    let (whole, bench) = (Bench::new().on(one), Bench::new().on(other));
+    whole.succeeds(&length);
+    let mut child = start_until(&bench, 4, &length);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    bench.succeeds(&length);
+    assert!(bench.result_of(7) == whole.result_of(7), "other weights");
+    assert_eq!(bench.losses(), whole.losses());
+}
+
+#[test]
+fn the_target_computes_states_beside_the_drafter() {
+    for source in ["online", "hybrid"] {
+        let Some(gpu) = gpu() else { return };
+        let (cache, bench) = (Bench::new(), Bench::new().on(gpu));
+        let written = bench.path("written");
+        let states =
+            if source == "online" { source.into() } else { format!("{{hybrid: '{}'}}", written.display()) };
+        let (states, input) = (
+            format!("data.states={states}"),
+            format!("data.input=['{}']", bench.path("rows.jsonl").display()),
+        );
+        // Two epochs, of which a hybrid reads the second one from its folder.
+        let length = "train.max_train_steps=8";
+        cache.succeeds(&[&set(&[length])[..], &["--device", "cpu"]].concat());
+        bench.succeeds(&set(&[length, &states, &input]));
+        // On a GPU the target runs in bfloat16.
+        assert_near(&bench.losses(), &cache.losses(), 3e-2);
+        assert_eq!(written.exists(), source == "hybrid");
+        if written.exists() {
+            assert!(verify(&written, |_| ()).unwrap().is_empty());
+        }
+    }
+}
+
+#[test]
+fn two_processes_share_two_gpus_out() {
+    let (Some(one), Some(two)) = (gpu(), gpu()) else { return };
+    let (single, bench) = (Bench::new().on(one), Bench::new().on(two));
+    let length = set(&[FEW]);
+    single.succeeds(&length);
+    let processes = set(&[FEW, "train.local_batch_size=1", "train.backend=gloo"]);
+    let mut command = bench.command(&[&processes[..], &["--processes", "2"]].concat());
+    command.env("DEEPSPEC_STANDIN_DEVICES", "2").env("DEEPSPEC_STANDIN_REPORT", bench.path("report-%p.json"));
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_near(&bench.losses(), &single.losses(), 1e-4);
+
+    // Which GPUs each process took memory of: the launcher none, each rank its own alone.
+    let reports = fs::read_dir(bench.path(""))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("report-")));
+    let mut used: Vec<[bool; 2]> = reports
+        .map(|path| Report::load(&path))
+        .map(|report| [0, 1].map(|gpu| report.memory(gpu, "allocations") > 0))
+        .filter(|used| used != &[false, false])
+        .collect();
+    used.sort_unstable();
+    assert_eq!(used, [[false, true], [true, false]]);
+}
