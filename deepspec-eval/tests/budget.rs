@@ -1,0 +1,99 @@
+//! What a decoding step may ask of a GPU, counted on one that is none: one answer is waited for, and few tensors are uploaded, whatever
+//! the number of slots.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{answers, repository, results, run_ok, target_dir, write_bigram_drafter, write_eagle3};
+use deepspec_testkit::standin::{Report, Standin};
+
+/// Uploads of a step at most.
+const UPLOADS: i64 = 6;
+const LENGTHS: [&str; 2] = ["8", "30"];
+
+/// Steps of a run with so many slots, each with a prompt from the first step on, and what it did on the GPU.
+#[track_caller]
+fn run(draft: &str, slots: &str, tokens: &str, dir: &Path) -> Option<(i64, Report)> {
+    let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
+    let gpu = Standin::for_program(program)?;
+    let report = dir.with_extension("report");
+    let mut command = Command::new(program);
+    command.args([
+        "run",
+        "--quiet",
+        "--device",
+        "cuda",
+        "--dtype",
+        "float32",
+        "--no-baseline",
+        "--suite",
+        "smoke-math",
+    ]);
+    command.args([
+        "--draft",
+        draft,
+        "--slots",
+        slots,
+        "--limit",
+        slots,
+        "--max-new-tokens",
+        tokens,
+        "--temperature",
+        "0",
+    ]);
+    command.arg("--target").arg(target_dir()).arg("--suites-dir").arg(repository("eval_datasets"));
+    command.arg("--output-dir").arg(dir).env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
+    let output = gpu.watch(&mut command, &report).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some((results(dir)["timing"]["steps"].as_i64().unwrap(), Report::load(&report)))
+}
+
+#[track_caller]
+fn within_budget(draft: &str, dir: &Path) {
+    for slots in ["1", "8"] {
+        let mut runs = vec![];
+        for tokens in LENGTHS {
+            let out: PathBuf = dir.join(format!("{slots}-{tokens}"));
+            let Some(found) = run(draft, slots, tokens, &out) else { return };
+            runs.push(found);
+        }
+        let [(short, before), (long, after)] = &runs[..] else { unreachable!("one run a length") };
+        let steps = long - short;
+        assert!(steps > 3, "{draft}: only {steps} steps more");
+        let (downloads, by) = before.beyond(after, "downloads");
+        assert_eq!(downloads, steps, "{draft}, {slots} slots: downloads in {steps} steps:\n{by}");
+        let (waits, by) = before.beyond(after, "waits");
+        assert_eq!(waits, 0, "{draft}, {slots} slots: waits in {steps} steps:\n{by}");
+        let (uploads, by) = before.beyond(after, "uploads");
+        assert!(
+            uploads <= UPLOADS * steps,
+            "{draft}, {slots} slots: {uploads} uploads in {steps} steps:\n{by}"
+        );
+    }
+}
+
+#[test]
+fn a_step_without_a_drafter_waits_once() {
+    let dir = tempfile::tempdir().unwrap();
+    within_budget("none", dir.path());
+}
+
+#[test]
+fn a_step_with_a_block_drafter_waits_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let corpus = dir.path().join("corpus");
+    run_ok("none", &corpus, &["--limit", "4", "--max-new-tokens", "60", "--no-baseline"]);
+    let draft = dir.path().join("draft");
+    write_bigram_drafter(&draft, answers(&corpus).values());
+    within_budget(draft.to_str().unwrap(), dir.path());
+}
+
+#[test]
+fn a_step_with_eagle3_waits_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = dir.path().join("draft");
+    write_eagle3(&draft);
+    within_budget(draft.to_str().unwrap(), dir.path());
+}

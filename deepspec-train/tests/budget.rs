@@ -1,0 +1,59 @@
+//! What a training step may ask of a GPU, counted on one that is none: whatever it waits for and most of what it uploads would cost more
+//! than the arithmetic.
+
+mod common;
+
+use common::{Bench, gpu};
+
+/// Uploads of a micro-batch at most.
+const UPLOADS: i64 = 8;
+/// Micro-batches of a step.
+const PASSES: i64 = 2;
+const STEPS: [i64; 2] = [3, 9];
+
+/// Steps without a word between them, by drafter and precision.
+#[track_caller]
+fn within_budget(drafter: &str, precision: &str) {
+    let mut reports = vec![];
+    for steps in STEPS {
+        let Some(gpu) = gpu() else { return };
+        let bench = Bench::new().on(gpu);
+        let changes = [
+            drafter.to_string(),
+            format!("train.precision={precision}"),
+            format!("train.max_train_steps={steps}"),
+            "logging.logging_steps=1000".into(),
+            "logging.checkpointing_steps=1000".into(),
+        ];
+        let args: Vec<&str> = changes.iter().flat_map(|change| ["--set", change]).collect();
+        bench.succeeds(&args);
+        reports.push(bench.report());
+    }
+    let steps = STEPS[1] - STEPS[0];
+    for what in ["downloads", "waits"] {
+        let (count, by) = reports[0].beyond(&reports[1], what);
+        assert_eq!(count, 0, "{drafter} in {precision}: {what} in {steps} steps:\n{by}");
+    }
+    let (uploads, by) = reports[0].beyond(&reports[1], "uploads");
+    let allowed = UPLOADS * PASSES * steps;
+    assert!(uploads <= allowed, "{drafter} in {precision}: {uploads} uploads, {allowed} allowed:\n{by}");
+}
+
+#[test]
+fn a_step_of_dspark_waits_for_nothing() {
+    within_budget("name=t", "fp32");
+    within_budget("name=t", "bf16");
+}
+
+#[test]
+fn a_step_of_dflash_waits_for_nothing() {
+    within_budget(
+        "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}",
+        "bf16",
+    );
+}
+
+#[test]
+fn a_step_of_eagle3_waits_for_nothing() {
+    within_budget("drafter={eagle3: {ttt_length: 3}}", "bf16");
+}
