@@ -12,6 +12,7 @@ mod kills;
 mod machine;
 mod peers;
 mod plan;
+mod standin;
 
 #[test]
 fn a_cache_is_built_checked_and_shown() {

@@ -20,6 +20,7 @@ mod split;
 mod split_filters;
 mod split_inputs;
 mod split_mutations;
+mod standin;
 mod strength;
 mod suites;
 mod suites_hub;

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, in less than ten minutes from built binaries: the golden suite on the device, groups of 1 and of all
+# GPUs, a training step at full size, decoding at full size beside transformers. Weights are random; nothing is downloaded.
+#
+#   scripts/gpu-check.sh [OUTPUT_DIR]              default runs/gpu-check: gpu-check.json, a table in gpu-check.md, logs
+#   scripts/gpu-check.sh --standin [OUTPUT_DIR]    the same at toy size on the GPU that is none (tests/standin), which any machine can
+#
+# Python with torch and transformers is DEEPSPEC_TEST_PYTHON, else python3.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+standin=0
+if [ "${1:-}" = --standin ]; then
+    standin=1
+    shift
+fi
+out=${1:-runs/gpu-check}
+mkdir -p "$out"
+out=$(cd "$out" && pwd -P)
+python=${DEEPSPEC_TEST_PYTHON:-python3}
+train=target/release/deepspec-train
+eval=target/release/deepspec-eval
+say() { echo "gpu-check ($((SECONDS / 60)):$(printf %02d $((SECONDS % 60)))): $*" >&2; }
+
+if [ $standin = 0 ] && ! nvidia-smi -L >"$out/gpus.txt" 2>/dev/null; then
+    echo "gpu-check: nvidia-smi shows no GPU here; --standin runs the same at toy size without one" >&2
+    exit 1
+fi
+cargo build --quiet --release --workspace --bins --tests
+SECONDS=0
+
+if [ $standin = 1 ]; then
+    LD_LIBRARY_PATH=$(scripts/standin.sh)
+    export LD_LIBRARY_PATH DEEPSPEC_STANDIN_DEVICES=2
+    gpus=2 backend=gloo
+    bench=(--config configs/tiny/dspark.yaml --set data.max_length=64 --set train.global_batch_size=4 --bench 1)
+    shape=() slots=4 tokens=12
+else
+    gpus=$(wc -l <"$out/gpus.txt") backend=nccl
+    bench=(--config configs/dspark/qwen3_4b.yaml --set train.global_batch_size=8 --bench 3)
+    shape=(configs/shapes/qwen3_4b.json) slots=32 tokens=128
+fi
+
+say "golden suite on the device"
+golden=0
+DEEPSPEC_TEST_DEVICE=cuda cargo test --quiet --release --workspace --no-fail-fast --test 'golden_*' >"$out/golden.log" 2>&1 || golden=$?
+
+say "groups of 1 and $gpus over $backend"
+"$python" scripts/gpu_check.py rows assets/demo-prompts.jsonl 32 >"$out/rows.jsonl"
+recipe=(--quiet --device cuda --overwrite --config configs/tiny/dspark.yaml --set data.states=online --set "data.input=['$out/rows.jsonl']"
+    --set data.max_length=128 --set train.backend=$backend --set train.local_batch_size=1 --set train.global_batch_size="$gpus"
+    --set train.max_train_steps=4 --set logging.logging_steps=1 --set "logging.output_dir=$out/checkpoints")
+groups=()
+port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+code=0
+RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port $train "${recipe[@]}" >"$out/group-1.log" 2>&1 || code=$?
+groups+=("1:$code")
+if [ "$gpus" -gt 1 ]; then
+    code=0
+    $train "${recipe[@]}" --processes "$gpus" >"$out/group-$gpus.log" 2>&1 || code=$?
+    groups+=("$gpus:$code")
+fi
+
+say "training steps"
+$train --quiet --device cuda --json "${bench[@]}" >"$out/bench.json"
+
+say "decoding"
+target=assets/tiny-target
+if [ ${#shape[@]} -gt 0 ]; then
+    target=$out/target
+    "$python" scripts/gpu_check.py target "${shape[@]}" assets/tiny-target "$target"
+fi
+for count in 1 "$slots"; do
+    $eval run --quiet --device cuda --dtype bfloat16 --target "$target" --draft none --no-baseline --suite smoke-chat --limit "$count" \
+        --slots "$count" --temperature 0 --max-new-tokens "$tokens" --overwrite --output-dir "$out/decode-$count" >/dev/null
+done
+device=$([ $standin = 1 ] && echo cpu || echo cuda)
+LD_LIBRARY_PATH='' "$python" scripts/gpu_check.py loop "$target" eval_datasets/smoke-chat.jsonl "$tokens" "$device" >"$out/loop.json"
+if [ $standin = 0 ]; then rm -r "$target"; fi
+
+"$python" scripts/gpu_check.py report "$out" --seconds "$SECONDS" --standin $standin --backend $backend --golden $golden \
+    --groups "${groups[@]}" --slots 1 "$slots"
