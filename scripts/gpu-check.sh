@@ -25,7 +25,7 @@ if [ $standin = 0 ] && ! nvidia-smi -L >"$out/gpus.txt" 2>/dev/null; then
     echo "gpu-check: nvidia-smi shows no GPU here; --standin runs the same at toy size without one" >&2
     exit 1
 fi
-cargo build --quiet --release --workspace --bins --tests
+cargo build --quiet --release --workspace --bins --test 'golden_*'
 SECONDS=0
 
 if [ $standin = 1 ]; then
