@@ -32,11 +32,11 @@ if [ $standin = 1 ]; then
     LD_LIBRARY_PATH=$(scripts/standin.sh)
     export LD_LIBRARY_PATH DEEPSPEC_STANDIN_DEVICES=2
     gpus=2 backend=gloo
-    bench=(--config configs/tiny/dspark.yaml --set data.max_length=64 --set train.global_batch_size=4 --bench 1)
+    bench=(--config configs/tiny/dspark.yaml --set data.max_length=64 --set train.global_batch_size=4 --processes 1 --bench 1)
     shape=() slots=4 tokens=12
 else
     gpus=$(wc -l <"$out/gpus.txt") backend=nccl
-    bench=(--config configs/dspark/qwen3_4b.yaml --set train.global_batch_size=8 --bench 3)
+    bench=(--config configs/dspark/qwen3_4b.yaml --set train.global_batch_size=8 --processes 1 --bench 3)
     shape=(configs/shapes/qwen3_4b.json) slots=32 tokens=128
 fi
 

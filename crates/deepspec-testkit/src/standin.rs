@@ -1,9 +1,10 @@
 //! Runs of the programs on a GPU that is none (`tests/standin`), and what they did there.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use serde_json::Value;
 
@@ -21,10 +22,7 @@ impl Standin {
     /// # Panics
     /// If it cannot be compiled or the program is not there.
     pub fn for_program(program: &Path) -> Option<Self> {
-        let bytes = fs::read(program).unwrap_or_else(|error| {
-            panic!("{}: {error}; build it: cargo build --release --workspace", program.display())
-        });
-        if bytes.windows(NCCL.len()).any(|part| part == NCCL) {
+        if is_for_gpus(program) {
             eprintln!("skipped: {} was built with NCCL; run it on its GPUs", program.display());
             return None;
         }
@@ -40,6 +38,18 @@ impl Standin {
     pub fn watch<'a>(&self, command: &'a mut Command, report: &Path) -> &'a mut Command {
         self.lend(command).env("DEEPSPEC_STANDIN_REPORT", report)
     }
+}
+
+/// Whether a program was built with NCCL. Each is read once: they are large.
+fn is_for_gpus(program: &Path) -> bool {
+    static KNOWN: Mutex<BTreeMap<PathBuf, bool>> = Mutex::new(BTreeMap::new());
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    *known.entry(program.to_path_buf()).or_insert_with(|| {
+        let bytes = fs::read(program).unwrap_or_else(|error| {
+            panic!("{}: {error}; build it: cargo build --release --workspace", program.display())
+        });
+        bytes.windows(NCCL.len()).any(|part| part == NCCL)
+    })
 }
 
 /// The folder of the compiled library.
