@@ -68,7 +68,7 @@ def golden(text):
 
 def decoded(folder):
     results = json.loads((folder / "results.json").read_text())
-    timing = results["timing"]
+    [timing] = [suite["timing"] for suite in results["suites"]]
     tokens = sum(len(json.loads(line)["token_ids"]) for line in (folder / "outputs.jsonl").read_text().splitlines())
     return {"tokens": tokens, "seconds": timing["wall_s"], "tokens_per_s": tokens / timing["wall_s"], "steps": timing["steps"]}
 

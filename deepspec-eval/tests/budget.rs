@@ -47,7 +47,7 @@ fn run(draft: &str, slots: &str, tokens: &str, dir: &Path) -> Option<(i64, Repor
     command.arg("--output-dir").arg(dir).env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
     let output = gpu.watch(&mut command, &report).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    Some((results(dir)["timing"]["steps"].as_i64().unwrap(), Report::load(&report)))
+    Some((results(dir)["suites"][0]["timing"]["steps"].as_i64().unwrap(), Report::load(&report)))
 }
 
 #[track_caller]
