@@ -101,10 +101,10 @@ def report(args):
     mfu = "not known" if bench["mfu"] is None else f"{100 * bench['mfu']:.1f} %"
     lines = [
         ("golden tests", f"{tests['passed']} passed, {tests['failed']} failed"),
-        *[(f"{g['processes']} processes, {g['backend']}", "passed" if g["passed"] else "FAILED") for g in groups],
+        *[(f"group of {g['processes']} over {g['backend']}", "passed" if g["passed"] else "FAILED") for g in groups],
         (f"training {bench['name']}", f"{bench['samples_per_s']:.2f} samples/s, MFU {mfu}"),
         ("GPU memory of it at most", f"{bench['device_memory_peak_bytes'] / 1e9:.2f} GB"),
-        *[(f"decoding, {slots} slots", f"{run['tokens_per_s']:.0f} tokens/s") for slots, run in found["decode"].items()],
+        *[(f"decoding, slots: {slots}", f"{run['tokens_per_s']:.0f} tokens/s") for slots, run in found["decode"].items()],
         ("transformers, one by one", f"{found['transformers_loop']['tokens_per_s']:.0f} tokens/s"),
     ]
     table = [f"| {found['device']} | |", "|---|---|", *[f"| {what} | {value} |" for what, value in lines]]
