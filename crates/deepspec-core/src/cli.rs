@@ -80,7 +80,7 @@ pub struct ExitWith {
 pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     let report = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        if !CONTAINED.get() {
+        if !CONTAINED.get().is_some_and(|expected| expected(&words(info.payload()))) {
             report(info);
             // Last, and in one line: whoever looks at the end of what was said, a launcher or a person, finds the cause.
             tracing::error!("{}", broken(&words(info.payload())));
@@ -105,9 +105,12 @@ fn broken(said: &str) -> String {
 }
 
 thread_local! {
-    /// Whether this thread is inside of [`contain`].
-    static CONTAINED: Cell<bool> = const { Cell::new(false) };
+    /// Which panics this thread's [`contain`] or [`contain_if`] expects; none outside of them.
+    static CONTAINED: Cell<Option<Expected>> = const { Cell::new(None) };
 }
+
+/// Whether a panic of these words is one that the caller can go on after.
+type Expected = fn(&str) -> bool;
 
 /// Runs a library's code that panics where its input is malformed, and returns what the panic said as an error.
 ///
@@ -116,10 +119,25 @@ thread_local! {
 /// # Errors
 /// The panic's words.
 pub fn contain<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    let outer = CONTAINED.replace(true);
+    contain_if(|_| true, work)
+}
+
+/// [`contain`] for panics of certain words only, such as a library's own when memory ran out. Any other goes on as if nothing
+/// stood in its way.
+///
+/// # Errors
+/// The panic's words.
+pub fn contain_if<T>(expected: Expected, work: impl FnOnce() -> T) -> Result<T, String> {
+    let outer = CONTAINED.replace(Some(expected));
     let done = panic::catch_unwind(AssertUnwindSafe(work));
     CONTAINED.set(outer);
-    done.map_err(|cause| words(&*cause))
+    done.map_err(|cause| {
+        let words = words(&*cause);
+        if !expected(&words) {
+            panic::resume_unwind(cause);
+        }
+        words
+    })
 }
 
 fn words(panic: &dyn Any) -> String {
@@ -199,5 +217,13 @@ mod tests {
         let nothing: &[u8] = &[];
         assert!(contain(|| nothing[0]).unwrap_err().contains("out of bounds"));
         assert_eq!(contain(|| contain(|| panic!("inner"))), Ok(Err::<(), _>("inner".into())));
+    }
+
+    #[test]
+    fn only_the_expected_panic_is_contained() {
+        let memory = |words: &str| words.contains("memory");
+        assert_eq!(contain_if(memory, || panic!("no memory")), Err::<(), _>("no memory".into()));
+        let other = contain(|| contain_if(memory, || panic!("a bug")));
+        assert_eq!(other, Err::<Result<(), _>, _>("a bug".into()));
     }
 }
