@@ -4,6 +4,7 @@ mod carrier;
 mod device;
 mod error;
 mod ffi;
+mod free_memory;
 mod group;
 mod meeting;
 mod unused;
@@ -15,6 +16,7 @@ pub use ffi::{
     AdamWSettings, AdamWTensors, DeviceMemory, Filling, adamw, device_memory, die_with_parent,
     restart_device_peak, rms_norm, rotate, signal,
 };
+pub use free_memory::free_memory;
 pub use group::ProcessGroup;
 pub use meeting::Host;
 

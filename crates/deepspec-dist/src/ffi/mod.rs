@@ -7,6 +7,7 @@
 mod adamw;
 mod c10d;
 mod filling;
+mod free_memory;
 mod memory;
 mod rows;
 
@@ -19,6 +20,7 @@ use libloading::Library;
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use c10d::{Group, Member, Nccl, Store, set_device};
 pub use filling::Filling;
+pub use free_memory::gpu_free_memory;
 pub use memory::{DeviceMemory, device_memory, restart_device_peak};
 pub use rows::{rms_norm, rotate};
 
