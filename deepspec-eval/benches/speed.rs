@@ -41,7 +41,7 @@ enum Call {
     Logits { rows: i64 },
     Truncate { slot: usize, len: usize },
     Propose { context: Context, slots: Vec<usize>, anchors: Tensor, tokens: Tensor },
-    Reset { slot: usize },
+    Rewind { slot: usize, len: usize },
 }
 
 type Calls = Rc<RefCell<Vec<Call>>>;
@@ -93,9 +93,9 @@ impl<P: Proposer> Proposer for Recorded<P> {
         proposal
     }
 
-    fn reset(&mut self, slot: usize) {
-        self.calls.borrow_mut().push(Call::Reset { slot });
-        self.model.reset(slot);
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.calls.borrow_mut().push(Call::Rewind { slot, len });
+        self.model.truncate(slot, len);
     }
 }
 
@@ -114,7 +114,7 @@ fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, BlockProposer))
             Call::Propose { context, slots, anchors, tokens } => {
                 let _ = proposer.forward(context, slots, anchors, |k, _| tokens.select(1, k));
             }
-            Call::Reset { slot } => proposer.reset(*slot),
+            Call::Rewind { slot, len } => proposer.truncate(*slot, *len),
         }
     }
     started.elapsed().as_secs_f64()

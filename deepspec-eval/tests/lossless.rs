@@ -403,7 +403,7 @@ impl Proposer for Recorded<Drafter, Drafted> {
         });
         proposal
     }
-    fn reset(&mut self, slot: usize) {
-        self.inner.reset(slot);
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.inner.truncate(slot, len);
     }
 }

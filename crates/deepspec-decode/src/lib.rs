@@ -12,6 +12,7 @@ mod outcome;
 mod request;
 mod sampling;
 mod tally;
+mod upload;
 mod verify;
 
 pub use engine::{Engine, kept_lengths};
@@ -19,4 +20,5 @@ pub use model::{Context, DraftRequest, Feed, Forwarded, Proposal, Proposer, Targ
 pub use request::{Completion, Cycle, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket};
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
+pub use upload::{Part, Upload, Uploaded};
 pub use verify::{Verdict, verify};

@@ -26,8 +26,13 @@ pub trait Target {
     fn forward(&mut self, feed: &Feed) -> Forwarded;
     /// `hidden [R, d]` to float32 logits `[R, V]`.
     fn logits(&self, hidden: &Tensor) -> Tensor;
-    /// Forgets everything of `slot` past `len`: how a rejected tail is rolled back.
+    /// Forgets everything of `slot` past `len`: how a rejected tail is rolled back. What is left of a history of length 0 has no effect
+    /// on the next one, whatever it was.
     fn truncate(&mut self, slot: usize, len: usize);
+    /// Bytes that the history of a sequence of up to `tokens` takes.
+    fn history_bytes(&self, _tokens: usize) -> u64 {
+        0
+    }
     /// V, the number of logits.
     fn vocab_size(&self) -> usize;
     /// Where the tensors live.
@@ -46,6 +51,10 @@ impl<T: Target> Target for &mut T {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         (**self).truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        (**self).history_bytes(tokens)
     }
 
     fn vocab_size(&self) -> usize {
@@ -98,12 +107,16 @@ pub struct Proposal {
 pub trait Proposer {
     /// γ, the number of tokens per proposal.
     fn block_size(&self) -> usize;
-    /// Whether a block ends with the first stop token in it. The tail behind one would be thrown away in any case.
+    /// Whether a block is said to end with the first stop token in it. The tail behind one is thrown away in any case.
     fn ends_at_stop_tokens(&self) -> bool {
         false
     }
     /// Takes in the states of newly committed tokens, then drafts a block after each slot's anchor.
     fn propose(&mut self, request: &DraftRequest) -> Proposal;
-    /// Forgets the slot's context.
-    fn reset(&mut self, slot: usize);
+    /// Forgets the slot's context past its first `len` tokens, and whatever was being drafted.
+    fn truncate(&mut self, slot: usize, len: usize);
+    /// Bytes that the context of a sequence of up to `tokens` takes.
+    fn history_bytes(&self, _tokens: usize) -> u64 {
+        0
+    }
 }

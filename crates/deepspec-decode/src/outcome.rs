@@ -1,14 +1,11 @@
 //! What a step's forwards decided, on the host.
 
-use tch::Tensor;
-
 use crate::Cycle;
-use crate::engine::index;
 
 /// What the host reads back after a step.
 pub struct Outcome {
-    /// Whether all logits of the step were finite.
-    pub finite: bool,
+    /// Which decoding slots' logits were all finite, and which prompts'.
+    pub finite: Vec<bool>,
     accepted: Vec<usize>,
     next: Vec<i64>,
     tokens: Vec<i64>,
@@ -16,26 +13,37 @@ pub struct Outcome {
     /// First tokens of the prompts.
     pub first: Vec<i64>,
     longest: usize,
+    /// Whether a block is said to end with its first stop token.
+    ends_at_stop_tokens: bool,
 }
 
 impl Outcome {
-    /// Takes the step's transfer apart: a flag, accepted, next, drafted tokens and confidences of the decoding slots, first tokens.
-    pub fn new(values: &[f64], decoding: usize, prefilling: usize, lens: &[usize]) -> Self {
-        let longest = lens.iter().copied().max().unwrap_or(0);
-        let (flag, values) = values.split_at(1);
+    /// Takes the step's transfer apart: a flag per row of logits, then accepted, next, drafted tokens and confidences of the decoding
+    /// slots, and first tokens.
+    pub fn new(values: &[f64], prefilling: usize, lens: &[usize], ends_at_stop_tokens: bool) -> Self {
+        let (decoding, longest) = (lens.len(), lens.iter().copied().max().unwrap_or(0));
+        let rows = lens.iter().map(|len| len + 1).chain(std::iter::repeat_n(1, prefilling));
+        let (mut flags, values) = values.split_at(rows.clone().sum());
+        let mut all_set = |rows: usize| {
+            let (own, rest) = flags.split_at(rows);
+            flags = rest;
+            own.iter().all(|&flag| flag == 1.0)
+        };
+        let finite = rows.map(&mut all_set).collect();
         let (head, first) = values.split_at(values.len() - prefilling);
         let ids = |part: &[f64]| part.iter().map(|&v| v as i64).collect();
         let (accepted, rest) = head.split_at(decoding);
         let (next, rest) = rest.split_at(decoding);
         let (tokens, confidence) = rest.split_at(decoding * longest);
         Self {
-            finite: flag[0] == 1.0,
+            finite,
             accepted: accepted.iter().map(|&n| n as usize).collect(),
             next: ids(next),
             tokens: ids(tokens),
             confidence: confidence.iter().map(|&c| c as f32).collect(),
             first: ids(first),
             longest,
+            ends_at_stop_tokens,
         }
     }
 
@@ -47,7 +55,8 @@ impl Outcome {
         let first_stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
         let usable = first_stop.unwrap_or(proposed);
         let stop = first_stop.filter(|&length| length <= self.accepted[i]);
-        let proposed = stop.unwrap_or(proposed);
+        let ends_at = if self.ends_at_stop_tokens { first_stop } else { stop };
+        let proposed = ends_at.unwrap_or(proposed);
         let confidence = match self.confidence.is_empty() {
             true => vec![],
             false => self.confidence[start..start + proposed].to_vec(),
@@ -62,12 +71,11 @@ impl Outcome {
     }
 }
 
-/// Rows of ragged blocks `[Σ(1+γ'), V]` laid out as `[S, Γ+1, V]`; the rows past a block's end repeat its last one and are never used.
-pub fn padded(rows: &Tensor, lens: &[usize], longest: usize) -> Tensor {
-    let vocab = rows.size()[1];
-    let shape = [lens.len() as i64, longest as i64 + 1, vocab];
+/// Which rows of ragged blocks `[Σ(1+γ')]` make up `[S, Γ+1]`: those past a block's end repeat its last one and are never used. None
+/// where no block is shorter than the others.
+pub fn padding(lens: &[usize], longest: usize) -> Option<Vec<i64>> {
     if lens.iter().all(|&len| len == longest) {
-        return rows.view(shape);
+        return None;
     }
     let mut start = 0;
     let mut indices = Vec::with_capacity(lens.len() * (longest + 1));
@@ -75,7 +83,7 @@ pub fn padded(rows: &Tensor, lens: &[usize], longest: usize) -> Tensor {
         indices.extend((0..=longest).map(|k| (start + k.min(len)) as i64));
         start += len + 1;
     }
-    rows.index_select(0, &index(indices.into_iter(), rows)).view(shape)
+    Some(indices)
 }
 
 #[cfg(test)]
@@ -89,8 +97,9 @@ mod tests {
         // rejected with what stands behind it.
         let accepted = [1.0, 3.0, 1.0];
         let tokens = [1.0, 2.0, 3.0, 4.0, 9.0, 5.0, 6.0, 9.0, 5.0];
-        let read = [[1.0].as_slice(), &accepted, &[7.0, 8.0, 7.0], &tokens, &[0.5; 9]].concat();
-        let outcome = Outcome::new(&read, 3, 0, &[3, 3, 3]);
+        let read = [[1.0; 12].as_slice(), &accepted, &[7.0, 8.0, 7.0], &tokens, &[0.5; 9]].concat();
+        let outcome = Outcome::new(&read, 0, &[3, 3, 3], false);
+        assert_eq!(outcome.finite, [true; 3]);
         let (cycle, tokens) = outcome.cycle(0, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![1, 7]));
         assert_eq!((cycle.usable, &cycle.confidence), (3, &vec![0.5; 3]));
@@ -102,5 +111,21 @@ mod tests {
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![6, 7]));
         assert_eq!((cycle.usable, cycle.confidence.len()), (2, 3), "all were verified, two can be of use");
         assert_eq!(cycle.usable_confidence(), [0.5; 2]);
+    }
+    #[test]
+    fn a_block_that_ends_at_stop_tokens_is_no_longer_for_a_rejected_one() {
+        const STOP: i64 = 9;
+        let read = [[1.0; 4].as_slice(), &[1.0], &[7.0], &[1.0, 9.0, 3.0]].concat();
+        let proposed = |ends: bool| Outcome::new(&read, 0, &[3], ends).cycle(0, 3, &[STOP]).0.proposed;
+        assert_eq!((proposed(true), proposed(false)), (2, 3));
+    }
+
+    #[test]
+    fn a_row_that_is_not_finite_is_its_own_sequences() {
+        // Blocks of one and two tokens, and two prompts.
+        let flags = [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0];
+        let read = [flags.as_slice(), &[0.0; 2], &[5.0; 2], &[1.0; 4], &[2.0, 3.0]].concat();
+        let outcome = Outcome::new(&read, 2, &[1, 2], false);
+        assert_eq!((outcome.finite, outcome.first), (vec![true, false, true, false], vec![2, 3]));
     }
 }

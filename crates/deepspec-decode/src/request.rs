@@ -21,7 +21,7 @@ pub struct Request {
     pub stop_ids: Vec<i64>,
 }
 
-/// Why a request cannot be taken.
+/// Why a request cannot be taken, or cannot be finished.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum EngineError {
     /// A logit is NaN or infinite.
@@ -46,6 +46,29 @@ pub enum EngineError {
         max_new_tokens: usize,
         /// Tokens a slot can hold.
         context: usize,
+    },
+    /// Prompt and answer exceed the memory that all sequences have together.
+    #[error(
+        "the keys and values of {tokens} tokens of prompt and answer take {} MB, but there are {} MB for those of all sequences; shorten the prompt or ask for fewer tokens",
+        bytes.div_ceil(1 << 20), memory >> 20
+    )]
+    TooLarge {
+        /// Tokens of the prompt, the answer and a drafted block.
+        tokens: usize,
+        /// Bytes that their history takes.
+        bytes: u64,
+        /// Bytes that there are.
+        memory: u64,
+    },
+    /// Memory ran out while the sequence was running.
+    #[error(
+        "the memory ran out at a sequence of {tokens} tokens; ask again, or lower the number of slots ({words})"
+    )]
+    OutOfMemory {
+        /// Tokens of its prompt and its answer so far.
+        tokens: usize,
+        /// The allocator's own words, one line of them.
+        words: String,
     },
     /// A token id outside the vocabulary.
     #[error(
@@ -117,6 +140,8 @@ pub enum Event {
     Tokens(Ticket, Vec<i64>),
     /// A sequence ended; its tokens were reported before.
     Done(Ticket, Completion),
+    /// A sequence cannot go on: [`EngineError::NotFinite`] or [`EngineError::OutOfMemory`]. The others do.
+    Failed(Ticket, EngineError),
 }
 
 /// How the engine runs.

@@ -32,29 +32,42 @@ impl Sampling {
         self.temperature < GREEDY_BELOW
     }
 
+    /// Temperature, whether greedy, and the filters' settings: what filters nothing where they do not apply.
+    pub(crate) fn numbers(&self) -> [f64; NUMBERS] {
+        let temperature = if self.is_greedy() { 1.0 } else { self.temperature };
+        let greedy = f64::from(u8::from(self.is_greedy()));
+        let (top_k, top_p, min_p) = match self.filters() {
+            true => (if self.top_k > 0 { self.top_k as f64 } else { f64::INFINITY }, self.top_p, self.min_p),
+            false => (f64::INFINITY, 1.0, 0.0),
+        };
+        [temperature, greedy, top_k, top_p, min_p]
+    }
+
     fn filters(&self) -> bool {
         !self.is_greedy() && (self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0)
     }
 }
 
+/// Numbers that stand for one sequence's settings on the device; see [`Sampling::numbers`].
+pub const NUMBERS: usize = 5;
+
 /// Sampling settings of S sequences as tensors.
 pub struct SamplingBatch {
     rows: Vec<Sampling>,
-    temperature: Tensor, // [S, 1], 1 where greedy
-    greedy: Tensor,      // [S, 1] bool
+    numbers: Tensor, // [S, NUMBERS] float64
 }
 
 impl SamplingBatch {
     /// Settings of a batch, one per row.
     pub fn new(rows: Vec<Sampling>, device: Device) -> Self {
-        let temperature: Vec<f32> =
-            rows.iter().map(|row| if row.is_greedy() { 1.0 } else { row.temperature as f32 }).collect();
-        let greedy: Vec<bool> = rows.iter().map(Sampling::is_greedy).collect();
-        Self {
-            temperature: Tensor::from_slice(&temperature).unsqueeze(1).to_device(device),
-            greedy: Tensor::from_slice(&greedy).unsqueeze(1).to_device(device),
-            rows,
-        }
+        let numbers: Vec<f64> = rows.iter().flat_map(Sampling::numbers).collect();
+        let numbers = Tensor::from_slice(&numbers).view([-1, NUMBERS as i64]).to_device(device);
+        Self { rows, numbers }
+    }
+
+    /// The same with the settings' [`Sampling::numbers`] on the device already: `[S·NUMBERS]` float64.
+    pub(crate) fn with(rows: Vec<Sampling>, numbers: &Tensor) -> Self {
+        Self { rows, numbers: numbers.view([-1, NUMBERS as i64]) }
     }
 
     /// Number of sequences S.
@@ -67,10 +80,23 @@ impl SamplingBatch {
         self.rows.is_empty()
     }
 
-    /// The settings with row `i` taken `repeats[i]` times, for logits with several rows per sequence.
-    pub fn repeated(&self, repeats: &[usize]) -> Self {
+    /// Whether the largest logit wins in every row.
+    pub(crate) fn is_greedy(&self) -> bool {
+        self.rows.iter().all(Sampling::is_greedy)
+    }
+
+    /// The settings with row `i` taken `repeats[i]` times, for logits with several rows per sequence; `index` is the same in numbers,
+    /// `[Σ repeats]` int64, and may be left out where all are greedy.
+    pub(crate) fn repeated(&self, repeats: &[usize], index: Option<&Tensor>) -> Self {
         let rows = self.rows.iter().zip(repeats).flat_map(|(row, &n)| std::iter::repeat_n(*row, n)).collect();
-        Self::new(rows, self.temperature.device())
+        let numbers =
+            index.map_or_else(|| self.numbers.shallow_clone(), |index| self.numbers.index_select(0, index));
+        Self { rows, numbers }
+    }
+
+    /// One number of every row, `[S, 1]` float32.
+    fn column(&self, number: i64) -> Tensor {
+        self.numbers.narrow(1, number, 1).to_kind(Kind::Float)
     }
 
     /// The distributions that tokens are drawn from: float32 `[S, V]` from logits `[S, V]`.
@@ -79,15 +105,15 @@ impl SamplingBatch {
             let best = logits.argmax(-1, true);
             logits.zeros_like().to_kind(Kind::Float).scatter_value(-1, &best, 1.0)
         };
-        if self.rows.iter().all(Sampling::is_greedy) {
+        if self.is_greedy() {
             return one_hot();
         }
-        let mut probs = (logits.to_kind(Kind::Float) / &self.temperature).softmax(-1, Kind::Float);
+        let mut probs = (logits.to_kind(Kind::Float) / self.column(0)).softmax(-1, Kind::Float);
         if self.rows.iter().any(Sampling::filters) {
             probs = self.filtered(&probs);
         }
         if self.rows.iter().any(Sampling::is_greedy) {
-            probs = one_hot().where_self(&self.greedy, &probs);
+            probs = one_hot().where_self(&self.column(1).gt(0.0), &probs);
         }
         probs
     }
@@ -95,7 +121,7 @@ impl SamplingBatch {
     /// A token of each of the [`Self::distributions`] `[S, V]`, by `uniforms [S]` as [`draw`] takes them.
     pub fn draw(&self, distributions: &Tensor, uniforms: &Tensor) -> Tensor {
         // A one-hot leaves no choice, and its sums need not be taken.
-        match self.rows.iter().all(Sampling::is_greedy) {
+        match self.is_greedy() {
             true => distributions.argmax(-1, false),
             false => draw(distributions, uniforms),
         }
@@ -104,16 +130,7 @@ impl SamplingBatch {
     /// Applies top-k, top-p and min-p row by row and renormalises.
     fn filtered(&self, probs: &Tensor) -> Tensor {
         let vocab = probs.size()[1];
-        let column = |value: &dyn Fn(&Sampling) -> f64| {
-            let values: Vec<f32> = self.rows.iter().map(|row| value(row) as f32).collect();
-            Tensor::from_slice(&values).unsqueeze(1).to_device(probs.device())
-        };
-        let top_k = column(&|row| {
-            if row.filters() && row.top_k > 0 { row.top_k.min(vocab as usize) as f64 } else { vocab as f64 }
-        });
-        let top_p = column(&|row| if row.filters() { row.top_p } else { 1.0 });
-        let min_p = column(&|row| if row.filters() { row.min_p } else { 0.0 });
-
+        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
         let (sorted, order) = probs.sort(-1, true);
         let rank = Tensor::arange(vocab, (Kind::Float, probs.device())).unsqueeze(0);
         let kept = &sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);

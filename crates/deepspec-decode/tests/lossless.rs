@@ -1,151 +1,24 @@
 //! Speculation is lossless: whatever the drafter proposes, the output has the target's own law.
 //!
-//! Target and drafter are toys whose distributions depend on the whole prefix, so that the law of short outputs can be written
-//! down exactly. A prefix is a number: 1, then a digit of base V per token.
+//! Target and drafter are toys, whose law can be written down.
+
+mod common;
 
 use std::collections::BTreeMap;
 
+use common::{
+    GAMMA, PROMPT, ToyDrafter, ToyTarget, V, extended, logits_of, prefixes, prompt_prefix, propose,
+    target_logits,
+};
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_decode::{
-    Completion, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request, Sampling,
-    SamplingBatch, Target, Verdict, draw, verify,
+    Completion, Engine, EngineOptions, Feed, Forwarded, Request, Sampling, SamplingBatch, Target, Verdict,
+    draw, verify,
 };
 use tch::{Device, Kind, Tensor};
 
-const V: i64 = 4;
-const GAMMA: usize = 3;
 /// Tokens whose joint law is checked: V³ outcomes at most.
 const LENGTH: usize = 3;
-const PROMPT: [i64; 2] = [2, 1];
-
-fn extended(prefix: i64, token: i64) -> i64 {
-    prefix * V + token
-}
-
-fn prompt_prefix() -> i64 {
-    PROMPT.iter().fold(1, |prefix, &token| extended(prefix, token))
-}
-
-/// Logits of the target after a prefix.
-fn target_logits(prefix: i64) -> [f32; V as usize] {
-    let stream = Stream::new(1, "target");
-    std::array::from_fn(|v| (3.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64)) as f32)
-}
-
-/// Logits of the drafter: half right, and surer of itself than it should be.
-fn draft_logits(prefix: i64) -> [f32; V as usize] {
-    let (right, stream) = (target_logits(prefix), Stream::new(2, "draft"));
-    std::array::from_fn(|v| right[v] + 2.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64) as f32)
-}
-
-fn logits_of(prefixes: impl Iterator<Item = i64>, law: fn(i64) -> [f32; V as usize]) -> Tensor {
-    let logits: Vec<f32> = prefixes.flat_map(law).collect();
-    Tensor::from_slice(&logits).view([-1, V])
-}
-
-fn prefixes(tensor: &Tensor) -> Vec<i64> {
-    Vec::try_from(tensor.to_kind(Kind::Int64).reshape([-1])).unwrap()
-}
-
-/// Keeps the prefix behind every token of every slot; hands it out as hidden state and as tap.
-struct ToyTarget {
-    slots: Vec<Vec<i64>>,
-}
-
-impl Target for ToyTarget {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
-        let mut tokens = prefixes(&feed.tokens).into_iter();
-        let mut rows = vec![];
-        for &(slot, count) in feed.chunks {
-            for token in tokens.by_ref().take(count) {
-                let prefix = extended(self.slots[slot].last().copied().unwrap_or(1), token);
-                self.slots[slot].push(prefix);
-                rows.push(prefix);
-            }
-        }
-        let hidden = Tensor::from_slice(&rows).unsqueeze(1);
-        Forwarded { taps: hidden.copy(), hidden }
-    }
-
-    fn logits(&self, hidden: &Tensor) -> Tensor {
-        logits_of(prefixes(hidden).into_iter(), target_logits)
-    }
-
-    fn truncate(&mut self, slot: usize, len: usize) {
-        self.slots[slot].truncate(len);
-    }
-
-    fn vocab_size(&self) -> usize {
-        V as usize
-    }
-
-    fn device(&self) -> Device {
-        Device::Cpu
-    }
-}
-
-/// Knows each slot's committed prefix from the taps alone.
-struct ToyDrafter {
-    slots: Vec<i64>,
-    /// What the next state of each slot must be of, by the token that was said to follow the last one.
-    announced: Vec<Option<i64>>,
-}
-
-impl Proposer for ToyDrafter {
-    fn block_size(&self) -> usize {
-        GAMMA
-    }
-
-    fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
-        if !context.chunks.is_empty() {
-            let mut rows = prefixes(&context.taps).into_iter();
-            let mut followers = prefixes(&context.next).into_iter();
-            for &(slot, count) in &context.chunks {
-                for (prefix, follower) in rows.by_ref().take(count).zip(followers.by_ref()) {
-                    assert!(self.announced[slot].is_none_or(|announced| announced == prefix));
-                    self.announced[slot] = Some(extended(prefix, follower));
-                    assert_eq!(
-                        prefix / V,
-                        self.slots[slot],
-                        "a state is missing, doubled or of a rejected token"
-                    );
-                    self.slots[slot] = prefix;
-                }
-            }
-        }
-        let committed = slots.iter().map(|&slot| self.slots[slot]);
-        let starts: Vec<i64> =
-            committed.zip(prefixes(anchors)).map(|(prefix, anchor)| extended(prefix, anchor)).collect();
-        for (&slot, &start) in slots.iter().zip(&starts) {
-            assert_eq!(self.announced[slot], Some(start), "the anchor is not what was said to follow");
-        }
-        propose(starts, uniforms, sampling)
-    }
-
-    fn reset(&mut self, slot: usize) {
-        self.slots[slot] = 1;
-        self.announced[slot] = None;
-    }
-}
-
-fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
-    let (mut tokens, mut probs, mut confidence) = (vec![], vec![], vec![]);
-    for k in 0..GAMMA as i64 {
-        let distribution = sampling.distributions(&logits_of(prefixes_now.iter().copied(), draft_logits));
-        let drawn = draw(&distribution, &uniforms.select(1, k));
-        // Depends on what came before the token, never on the token itself.
-        let sure = |&prefix: &i64| Stream::new(3, "sure").uniform(prefix as u64, Purpose::Init, 0) as f32;
-        confidence.push(Tensor::from_slice(&prefixes_now.iter().map(sure).collect::<Vec<_>>()));
-        for (prefix, token) in prefixes_now.iter_mut().zip(prefixes(&drawn)) {
-            *prefix = extended(*prefix, token);
-        }
-        tokens.push(drawn);
-        probs.push(distribution);
-    }
-    let confidence = Some(Tensor::stack(&confidence, 1).logit(None));
-    Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
-}
 
 fn options(slots: usize) -> EngineOptions {
     EngineOptions {
@@ -158,9 +31,8 @@ fn options(slots: usize) -> EngineOptions {
 }
 
 fn run(options: EngineOptions, drafted: bool, requests: Vec<Request>) -> Vec<Completion> {
-    let target = ToyTarget { slots: vec![vec![]; options.slots] };
-    let drafter =
-        drafted.then(|| ToyDrafter { slots: vec![1; options.slots], announced: vec![None; options.slots] });
+    let target = ToyTarget::new(options.slots);
+    let drafter = drafted.then(|| ToyDrafter::new(options.slots));
     Engine::new(target, drafter, options).run(requests, |_| {}).unwrap()
 }
 
@@ -400,8 +272,8 @@ fn a_sample_does_not_depend_on_its_batch() {
 fn a_cancelled_sequence_leaves_nothing_behind() {
     let all = requests(4, Sampling::new(1.0, 5), 12, &[]);
     let alone = run(options(1), true, all.clone());
-    let block = ToyDrafter { slots: vec![1; 2], announced: vec![None; 2] };
-    let target = ToyTarget { slots: vec![vec![]; 2] };
+    let block = ToyDrafter::new(2);
+    let target = ToyTarget::new(2);
     let mut engine = Engine::new(target, Some(block), options(2));
     let tickets: Vec<_> = all.into_iter().map(|request| engine.submit(request).unwrap()).collect();
     let mut done = vec![];
@@ -409,7 +281,7 @@ fn a_cancelled_sequence_leaves_nothing_behind() {
         if engine.is_idle() {
             break;
         }
-        for event in engine.step().unwrap() {
+        for event in engine.step() {
             if let deepspec_decode::Event::Done(_, completion) = event {
                 done.push(completion);
             }
@@ -446,7 +318,7 @@ fn logits_that_are_not_finite_are_an_error() {
             Device::Cpu
         }
     }
-    let target = Broken(ToyTarget { slots: vec![vec![]] });
+    let target = Broken(ToyTarget::new(1));
     let mut engine: Engine<Broken, ToyDrafter> = Engine::new(target, None, options(1));
     let error = engine.run(requests(1, Sampling::new(1.0, 5), 4, &[]), |_| {}).unwrap_err();
     assert_eq!(error, deepspec_decode::EngineError::NotFinite);

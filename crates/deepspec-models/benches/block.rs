@@ -90,7 +90,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
     let sampling = SamplingBatch::new(vec![Sampling::new(1.0, 1); SLOTS as usize], Device::Cpu);
     group.bench_function("proposal, 16 slots", |bench| {
         bench.iter(|| {
-            slots.iter().for_each(|&slot| proposer.reset(slot));
+            slots.iter().for_each(|&slot| proposer.truncate(slot, 0));
             black_box(proposer.propose(&DraftRequest {
                 context: &context,
                 slots: &slots,

@@ -183,11 +183,12 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
-    /// Values of the keys and values of `slots` histories that hold up to `tokens`; [`crate::KvCache`] has room for a power of two.
+    /// Values of the keys and values of `slots` histories that hold up to `tokens`. A history's memory is larger by up to a third than
+    /// what it holds.
     pub fn history(&self, slots: usize, tokens: usize) -> usize {
         let heads = self.layers.iter().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
-        slots * tokens.next_power_of_two() * row
+        slots * tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(1)) * row
     }
 
     /// Values of embedding, head and projections: all weights but for those of the norms, which are less than a thousandth.

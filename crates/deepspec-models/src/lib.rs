@@ -11,6 +11,7 @@ mod identity;
 mod kv;
 mod losses;
 mod nn;
+mod room;
 mod target;
 mod weights;
 
@@ -29,5 +30,6 @@ pub use error::ModelError;
 pub use families::Family;
 pub use identity::{config_digest, stop_ids, weights_digest};
 pub use losses::LossAlphas;
+pub use room::{Fit, fit, room};
 pub use target::{TargetModel, TargetOptions, load_ends};
 pub use weights::{Weights, save, save_checkpoint};

@@ -1,20 +1,23 @@
 //! The target: a causal language model with key/value slots and taps into its layers.
 
-use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Feed, Forwarded, Target};
+use deepspec_decode::{Feed, Forwarded, Part, Target, Upload, Uploaded};
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
-use crate::kv::{KvCache, Visibility};
+use crate::kv::{Chunk, KvCache, Sketch, Visibility};
 use crate::nn::{AttentionSpec, Builder, DecoderLayer, RmsNorm, Ropes, Vocabulary};
 use crate::{ModelConfig, ModelError, Weights};
 
 /// Tokens that a slot takes in within one pass. What a pass holds for a token (the MLP's insides above all) is far more than
 /// what stays of it.
 const PASS_TOKENS: usize = 4096;
+
+/// Bytes per logit of what verification makes of it: float32 logits and distributions of target and drafter, float64 sums of
+/// them, and the sorted copies of the filters.
+const JUDGED_BYTES: u64 = 48;
 
 /// How a target is loaded.
 #[derive(Debug, Clone)]
@@ -87,10 +90,84 @@ impl TargetModel {
     }
 }
 
+/// A forward whose numbers are on their way to the device.
+pub(crate) struct Prepared {
+    passes: Vec<PassSketch>,
+    /// Brings the rows of all passes, one pass after the other, into the order of the feed.
+    back: Option<Part>,
+}
+
+struct PassSketch {
+    chunks: Vec<Chunk>,
+    /// Its rows of the feed; None where it has all of them.
+    rows: Option<Part>,
+    plan: Sketch,
+}
+
 impl TargetModel {
+    /// Chunks `(slot, tokens)` behind what their slots hold.
+    pub(crate) fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
+        self.cache.behind(chunks)
+    }
+
+    /// Makes room for forwards that are to run one after the other, and gathers their numbers.
+    ///
+    /// Chunks of more than [`PASS_TOKENS`] run in several passes, so that the memory of a pass does not grow with their length.
+    pub(crate) fn prepare(&mut self, feeds: &[Vec<Chunk>], upload: &mut Upload<i64>) -> Vec<Prepared> {
+        self.cache.reserve(&feeds.concat());
+        feeds.iter().map(|chunks| self.sketch(chunks, upload)).collect()
+    }
+
+    fn sketch(&self, chunks: &[Chunk], upload: &mut Upload<i64>) -> Prepared {
+        let passes = passes(chunks);
+        if passes.len() <= 1 {
+            let plan = self.cache.plan(chunks, Visibility::Causal, upload);
+            let pass = PassSketch { chunks: chunks.to_vec(), rows: None, plan };
+            return Prepared { passes: vec![pass], back: None };
+        }
+        let (mut sketches, mut order) = (vec![], vec![]);
+        for pass in passes {
+            let rows: Vec<i64> =
+                pass.iter().flat_map(|part| part.first..part.first + part.chunk.len as i64).collect();
+            let chunks: Vec<Chunk> = pass.into_iter().map(|part| part.chunk).collect();
+            let plan = self.cache.plan(&chunks, Visibility::Causal, upload);
+            sketches.push(PassSketch { chunks, rows: Some(upload.push(rows.iter().copied())), plan });
+            order.extend(rows);
+        }
+        let back = (!order.is_sorted()).then(|| {
+            let mut back = vec![0; order.len()];
+            for (place, &row) in order.iter().enumerate() {
+                back[row as usize] = place as i64;
+            }
+            upload.push(back)
+        });
+        Prepared { passes: sketches, back }
+    }
+
+    /// Appends the prepared chunks' `tokens [N]` to their slots' histories.
+    pub(crate) fn run(&mut self, prepared: &Prepared, sent: &Uploaded, tokens: &Tensor) -> Forwarded {
+        if let [only] = prepared.passes.as_slice() {
+            return self.pass(only, sent, tokens);
+        }
+        let (mut hidden, mut taps) = (vec![], vec![]);
+        for pass in &prepared.passes {
+            let own = pass
+                .rows
+                .map_or_else(|| tokens.shallow_clone(), |rows| tokens.index_select(0, &sent.of(rows)));
+            let out = self.pass(pass, sent, &own);
+            hidden.push(out.hidden);
+            taps.push(out.taps);
+        }
+        let in_order = |parts: Vec<Tensor>| {
+            let rows = Tensor::cat(&parts, 0);
+            prepared.back.map_or_else(|| rows.shallow_clone(), |back| rows.index_select(0, &sent.of(back)))
+        };
+        Forwarded { hidden: in_order(hidden), taps: in_order(taps) }
+    }
+
     /// One pass over all rows at once.
-    fn pass(&mut self, chunks: &[(usize, usize)], tokens: &Tensor) -> Forwarded {
-        let plan = self.cache.plan(chunks, Visibility::Causal);
+    fn pass(&mut self, sketch: &PassSketch, sent: &Uploaded, tokens: &Tensor) -> Forwarded {
+        let plan = self.cache.ready(&sketch.plan, sent);
         let rotations = self.ropes.at(plan.positions(), self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
@@ -103,7 +180,7 @@ impl TargetModel {
                 captured.push(x.shallow_clone());
             }
         }
-        self.cache.advance(chunks);
+        self.cache.advance(&sketch.chunks);
         let taps = if captured.is_empty() {
             Tensor::zeros([x.size()[0], 0], (self.kind, self.device))
         } else {
@@ -111,38 +188,25 @@ impl TargetModel {
         };
         Forwarded { hidden: self.norm.forward(&x), taps }
     }
+
+    /// Bytes that a forward of `rows` tokens works with at most, and the logits and distributions of `judged` of them.
+    pub(crate) fn working_bytes(&self, rows: usize, judged: usize) -> u64 {
+        let layer = |layer: &crate::nn::LayerSpec| {
+            let heads = layer.attention.heads;
+            3 * layer.intermediate_size + 4 * (heads.query + heads.key_value) * heads.dim
+        };
+        let widest = self.config.layers.iter().map(layer).max().unwrap_or(0);
+        let row = widest + (6 + 2 * self.taps.len() as i64) * self.config.hidden_size;
+        rows as u64 * row as u64 * self.kind.elt_size_in_bytes() as u64
+            + judged as u64 * self.config.vocab_size as u64 * JUDGED_BYTES
+    }
 }
 
 impl Target for TargetModel {
-    /// Chunks of more than [`PASS_TOKENS`] run in several passes, so that the memory of a pass does not grow with their length.
     fn forward(&mut self, feed: &Feed) -> Forwarded {
-        let passes = passes(feed.chunks);
-        if passes.len() <= 1 {
-            return self.pass(feed.chunks, &feed.tokens);
-        }
-        let (mut hidden, mut taps, mut order) = (vec![], vec![], vec![]);
-        for pass in &passes {
-            let rows: Vec<i64> =
-                pass.iter().flat_map(|part| part.rows.clone()).map(|row| row as i64).collect();
-            let chunks: Vec<(usize, usize)> = pass.iter().map(|part| (part.slot, part.rows.len())).collect();
-            let tokens = feed.tokens.index_select(0, &Tensor::from_slice(&rows).to_device(self.device));
-            let out = self.pass(&chunks, &tokens);
-            hidden.push(out.hidden);
-            taps.push(out.taps);
-            order.extend(rows);
-        }
-        let in_order = |parts: Vec<Tensor>| {
-            let rows = Tensor::cat(&parts, 0);
-            if order.is_sorted() {
-                return rows;
-            }
-            let mut back = vec![0; order.len()];
-            for (place, &row) in order.iter().enumerate() {
-                back[row as usize] = place as i64;
-            }
-            rows.index_select(0, &Tensor::from_slice(&back).to_device(self.device))
-        };
-        Forwarded { hidden: in_order(hidden), taps: in_order(taps) }
+        let mut upload = Upload::default();
+        let prepared = self.prepare(&[self.behind(feed.chunks)], &mut upload);
+        self.run(&prepared[0], &upload.send(self.device), &feed.tokens)
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {
@@ -151,6 +215,10 @@ impl Target for TargetModel {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         self.cache.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.cache.history_bytes(tokens) as u64
     }
 
     fn vocab_size(&self) -> usize {
@@ -163,23 +231,24 @@ impl Target for TargetModel {
 }
 
 /// Rows of a feed that one slot takes in within one pass.
-struct Part {
-    slot: usize,
-    rows: Range<usize>,
+struct PassPart {
+    chunk: Chunk,
+    /// The first of them.
+    first: i64,
 }
 
 /// Cuts every chunk at multiples of [`PASS_TOKENS`] from its own start, whatever it rides with: the n-th pieces of all chunks
 /// run together.
-fn passes(chunks: &[(usize, usize)]) -> Vec<Vec<Part>> {
-    let mut passes: Vec<Vec<Part>> = vec![];
+fn passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
+    let mut passes: Vec<Vec<PassPart>> = vec![];
     let mut first = 0;
-    for &(slot, len) in chunks {
+    for &Chunk { slot, held, len } in chunks {
         for (pass, start) in (0..len).step_by(PASS_TOKENS).enumerate() {
-            let rows = first + start..first + len.min(start + PASS_TOKENS);
             if pass == passes.len() {
                 passes.push(vec![]);
             }
-            passes[pass].push(Part { slot, rows });
+            let chunk = Chunk { slot, held: held + start, len: (len - start).min(PASS_TOKENS) };
+            passes[pass].push(PassPart { chunk, first: (first + start) as i64 });
         }
         first += len;
     }

@@ -10,12 +10,15 @@ use std::time::Instant;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Request, Ticket};
+use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Target, Ticket};
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{Drafter, DrafterOptions, TargetModel, TargetOptions};
+use deepspec_models::{Drafter, DrafterOptions, Fit, TargetModel, TargetOptions, fit, room};
 use tokio::sync::{mpsc, oneshot};
 
 use super::waits::Waits;
+
+/// Conversations are not cut to fewer tokens than this unasked.
+const SHORTEST: usize = 1024;
 
 /// What the engine runs and how.
 #[derive(Debug, Clone, clap::Args)]
@@ -88,7 +91,7 @@ impl EngineArgs {
 /// News of one request.
 #[derive(Debug)]
 pub enum Update {
-    /// The engine does not take it.
+    /// The engine does not take it, or cannot go on with it.
     Refused(EngineError),
     /// New tokens.
     Tokens(Vec<i64>),
@@ -193,7 +196,8 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(Engine<TargetModel,
         drafter.check_fits(&target)?;
     }
     let longest = target.config().max_position_embeddings;
-    let context = args.max_context.map_or(longest, |wanted| wanted.min(longest));
+    let wanted = args.max_context.map_or(longest, |wanted| wanted.min(longest));
+    let (context, memory) = fitting(wanted, args, &target, drafter.as_ref())?;
     let options = EngineOptions {
         slots,
         context,
@@ -201,7 +205,48 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(Engine<TargetModel,
         max_draft_tokens: None,
         counts_overrun: false,
     };
-    Ok((Engine::new(target, drafter, options), context))
+    let engine = Engine::new(target, drafter, options);
+    Ok((
+        match memory {
+            Some(bytes) => engine.with_memory(bytes),
+            None => engine,
+        },
+        context,
+    ))
+}
+
+/// Tokens that a conversation may hold, and bytes for the histories of all of them: as many as fit beside the models. Without
+/// `--max-context` fewer tokens than `wanted` may have to do.
+fn fitting(
+    wanted: usize,
+    args: &EngineArgs,
+    target: &TargetModel,
+    drafter: Option<&Drafter>,
+) -> anyhow::Result<(usize, Option<u64>)> {
+    let Some(memory) = room(target, drafter, args.slots) else { return Ok((wanted, None)) };
+    let block = drafter.map_or(0, Proposer::block_size);
+    let bytes = |tokens: usize| {
+        let drafter = drafter.map_or(0, |drafter| drafter.history_bytes(tokens + block));
+        target.history_bytes(tokens + block) + drafter
+    };
+    match fit(args.slots, wanted, memory, bytes) {
+        Fit::All => Ok((wanted, Some(memory))),
+        Fit::Fewer { told } => {
+            tracing::warn!("{told}; the others wait. --slots or --max-context can be lowered");
+            Ok((wanted, Some(memory)))
+        }
+        Fit::Shorter { tokens, told } if args.max_context.is_none() && tokens >= SHORTEST => {
+            tracing::warn!(
+                "{told}: conversations may hold {tokens}. --max-context says so without this warning"
+            );
+            Ok((tokens, Some(memory)))
+        }
+        Fit::Shorter { tokens, told } => {
+            usage!(
+                "{told}; give --max-context {tokens} or less, a smaller model, or a --device with more memory"
+            )
+        }
+    }
 }
 
 struct Worker {
@@ -233,17 +278,10 @@ impl Worker {
             self.cancel_abandoned();
             self.publish();
             let started = Instant::now();
-            let stepped = self.engine.step();
+            let events = self.engine.step();
             self.count_waits(started);
-            match stepped {
-                Ok(events) => events.into_iter().for_each(|event| self.report(event)),
-                Err(error) => {
-                    self.waiting.clear();
-                    for (ticket, updates) in self.live.drain() {
-                        self.engine.cancel(ticket);
-                        let _ = updates.send(Update::Refused(error.clone()));
-                    }
-                }
+            for event in events {
+                self.report(event);
             }
         }
     }
@@ -290,6 +328,12 @@ impl Worker {
             Event::Done(ticket, completion) => {
                 if let Some(updates) = self.live.remove(&ticket) {
                     let _ = updates.send(Update::Done(completion.finish));
+                }
+            }
+            Event::Failed(ticket, error) => {
+                tracing::warn!("an answer cannot be finished: {error}");
+                if let Some(updates) = self.live.remove(&ticket) {
+                    let _ = updates.send(Update::Refused(error));
                 }
             }
         }

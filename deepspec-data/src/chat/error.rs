@@ -85,7 +85,8 @@ impl ChatError {
         match self {
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::Busy { .. } => Some("queue_full"),
-            Self::TooLong { .. } | Self::Engine(EngineError::TooLong { .. }) => {
+            Self::TooLong { .. }
+            | Self::Engine(EngineError::TooLong { .. } | EngineError::TooLarge { .. }) => {
                 Some("context_length_exceeded")
             }
             _ => None,
@@ -99,7 +100,9 @@ fn engine_status(error: &EngineError) -> u16 {
         EngineError::EmptyPrompt
         | EngineError::NoTokens
         | EngineError::TooLong { .. }
+        | EngineError::TooLarge { .. }
         | EngineError::UnknownToken { .. } => 400,
         EngineError::NotFinite => 500,
+        EngineError::OutOfMemory { .. } => 503,
     }
 }

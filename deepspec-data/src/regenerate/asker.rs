@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use serde_json::{Map, Value};
+use anyhow::anyhow;
+use deepspec_decode::EngineError;
+use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, AskError, Tokens};
 use super::pool::Pool;
@@ -36,8 +38,16 @@ impl Asker {
         match self {
             Self::Servers(pool) => pool.ask(&body, home).await,
             Self::Embedded(embedded) => {
-                embedded.ask(Value::Object(body)).await.map_err(|error| match error {
+                let error = match embedded.ask(Value::Object(body)).await {
+                    Ok(answer) => return Ok(answer),
+                    Err(error) => error,
+                };
+                Err(match error {
                     ChatError::Internal(_) => AskError::Run(error.into()),
+                    // Of one row it may be the text; of the model it is the end.
+                    ChatError::Engine(EngineError::NotFinite) if embedded.is_broken().await => AskError::Run(
+                        anyhow!(error).context(format!("the model {} answers nothing", embedded.name)),
+                    ),
                     refused => AskError::Row(refused.to_string()),
                 })
             }
@@ -54,6 +64,14 @@ impl Asker {
 }
 
 impl Embedded {
+    /// Whether not even the shortest of questions has logits that are finite.
+    async fn is_broken(&self) -> bool {
+        let question = json!({
+            "model": self.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0,
+        });
+        matches!(self.ask(question).await, Err(ChatError::Engine(EngineError::NotFinite)))
+    }
+
     async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
         // The same door as `serve`'s, so that both give the same answers.
         let request = chat::parse(body.to_string().as_bytes(), &self.name, chat::fresh_number())?;

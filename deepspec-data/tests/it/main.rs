@@ -1,5 +1,6 @@
 //! The built binary from the outside, on the tiny target.
 
+mod broken_model;
 mod chaos;
 mod faults;
 mod gemma4;

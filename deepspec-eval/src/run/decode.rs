@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
+use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
 use deepspec_decode::{
@@ -135,9 +136,16 @@ impl<T: Target, P: Proposer> Decoding<'_, T, P> {
         }
         self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
         while !self.engine.is_idle() {
-            for event in self.engine.step()? {
-                if let Event::Done(ticket, completion) = event {
-                    self.done(ticket, completion)?;
+            for event in self.engine.step() {
+                match event {
+                    Event::Tokens(..) => {}
+                    Event::Done(ticket, completion) => self.done(ticket, completion)?,
+                    Event::Failed(ticket, error) => {
+                        let asked =
+                            self.running.get(&ticket).map(|(asked, _)| self.suite.ids[asked.sample].as_str());
+                        let sample = format!("{}/{}", self.suite.rows.suite.name, asked.unwrap_or("?"));
+                        return Err(error).context(sample);
+                    }
                 }
             }
         }

@@ -6,7 +6,7 @@ use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_decode::{Engine, EngineOptions, Proposer};
 use deepspec_models::{
-    Drafter, DrafterOptions, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest,
+    Drafter, DrafterOptions, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, room,
     weights_digest,
 };
 use deepspec_text::ChatTokenizer;
@@ -129,7 +129,11 @@ impl Models<'_> {
             counts_overrun: true,
         };
         let temperatures = self.settings.calibration.clone().unwrap_or_default();
+        let memory = room(&target, drafter.as_ref(), slots);
         let mut engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
+        if let Some(bytes) = memory {
+            engine = engine.with_memory(bytes);
+        }
         let passes = decode(&mut engine, plan, arm, journal, verbosity)?;
         Ok((passes, identity))
     }

@@ -41,7 +41,11 @@ impl<P: Proposer> Proposer for Recorder<P> {
         proposal
     }
 
-    fn reset(&mut self, slot: usize) {
-        self.drafter.reset(slot);
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.drafter.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.drafter.history_bytes(tokens)
     }
 }

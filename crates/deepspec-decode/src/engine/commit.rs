@@ -2,9 +2,25 @@
 
 use tch::Tensor;
 
-use super::{Engine, Step, index};
+use super::{Engine, Step};
 use crate::outcome::Outcome;
-use crate::{Context, Event, Proposer, Target};
+use crate::{Context, Cycle, EngineError, Event, Finish, Proposer, Target, Upload};
+
+/// What becomes of a slot.
+pub(super) struct Fate {
+    slot: usize,
+    tokens: Vec<i64>,
+    cycle: Option<Cycle>,
+    /// Rows of the forward that stay in its history.
+    rows: usize,
+    end: End,
+}
+
+enum End {
+    GoesOn,
+    Finished(Finish),
+    NotFinite,
+}
 
 /// The committed rows of a step's forward, which the drafter has not seen.
 #[derive(Default)]
@@ -27,47 +43,77 @@ impl Kept {
 
     /// With the states `taps [N, m·d]` of all rows of the forward.
     fn into_context(self, taps: &Tensor) -> Context {
-        let [rows, tokens, next] =
-            [self.rows, self.tokens, self.next].map(|ids| index(ids.into_iter(), taps));
+        let mut upload = Upload::default();
+        let parts = [self.rows, self.tokens, self.next].map(|ids| upload.push(ids));
+        let sent = upload.send(taps.device());
+        let [rows, tokens, next] = parts.map(|part| sent.of(part));
         Context { taps: taps.index_select(0, &rows), tokens, next, chunks: self.chunks }
     }
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Commits what the target decided; `taps [N, m·d]` are the states of the rows that ran.
-    pub(super) fn commit(&mut self, step: &Step, outcome: &Outcome, taps: &Tensor) -> Vec<Event> {
+    /// What the target's word means for every slot.
+    pub(super) fn fates(&self, step: &Step, outcome: &Outcome) -> Vec<Fate> {
         let overrun = self.options.counts_overrun && self.proposer.is_some();
-        let (mut events, mut kept, mut row) = (vec![], Kept::default(), 0);
+        let mut fates = Vec::with_capacity(step.chunks.len());
         for (i, &(slot, fed)) in step.chunks.iter().enumerate() {
-            let first_row = row;
-            row += fed;
-            let Some(sequence) = self.slots[slot].as_mut() else { continue };
-            let (tokens, rows) = match i.checked_sub(step.decoding.len()) {
-                Some(prompt) => (vec![outcome.first[prompt]], fed),
+            let Some(sequence) = &self.slots[slot] else { continue };
+            let (cycle, tokens, rows) = match i.checked_sub(step.decoding.len()) {
+                Some(prompt) => (None, vec![outcome.first[prompt]], fed),
                 None => {
                     let (cycle, tokens) = outcome.cycle(i, step.lens[i], &sequence.request.stop_ids);
                     let rows = 1 + cycle.accepted as usize;
-                    sequence.record(cycle);
-                    (tokens, rows)
+                    (Some(cycle), tokens, rows)
                 }
             };
-            let before = sequence.anchor;
+            let end = match sequence.finish(&tokens, overrun) {
+                _ if !outcome.finite[i] => End::NotFinite,
+                Some(finish) => End::Finished(finish),
+                None => End::GoesOn,
+            };
+            fates.push(Fate { slot, tokens, cycle, rows, end });
+        }
+        fates
+    }
+
+    /// States of what is committed for the drafter, of sequences that go on; `taps [N, m·d]` are those of the rows that ran.
+    pub(super) fn news(&self, step: &Step, fates: &[Fate], taps: &Tensor) -> Option<Context> {
+        self.proposer.as_ref()?;
+        let (mut kept, mut row) = (Kept::default(), 0);
+        for (fate, &(slot, fed)) in fates.iter().zip(&step.chunks) {
+            let first = row;
+            row += fed;
+            let (End::GoesOn, Some(sequence)) = (&fate.end, &self.slots[slot]) else { continue };
+            let prompt = if sequence.anchor.is_none() { sequence.request.prompt.as_slice() } else { &[] };
+            let tokens = prompt.iter().chain(&sequence.anchor).chain(&fate.tokens).copied();
+            kept.add(slot, first, fate.rows, tokens);
+        }
+        Some(kept.into_context(taps))
+    }
+
+    /// Commits what was decided.
+    pub(super) fn commit(&mut self, fates: Vec<Fate>) -> Vec<Event> {
+        let mut events = vec![];
+        for Fate { slot, tokens, cycle, rows, end } in fates {
+            let Some(sequence) = self.slots[slot].as_mut() else { continue };
+            if let End::NotFinite = end {
+                events.push(Event::Failed(sequence.ticket, EngineError::NotFinite));
+                self.vacate(slot);
+                continue;
+            }
+            cycle.into_iter().for_each(|cycle| sequence.record(cycle));
             let visible = sequence.commit(&tokens);
             if !visible.is_empty() {
                 events.push(Event::Tokens(sequence.ticket, visible));
             }
-            if let Some(finish) = sequence.finish(overrun) {
-                let done = self.slots[slot].take();
-                events.extend(done.map(|done| Event::Done(done.ticket, done.into_completion(finish))));
-                continue;
-            }
-            let prompt = if before.is_none() { sequence.request.prompt.as_slice() } else { &[] };
-            kept.add(slot, first_row, rows, prompt.iter().chain(&before).chain(&tokens).copied());
             sequence.held += rows;
-            self.target.truncate(slot, sequence.held);
-        }
-        if self.proposer.is_some() {
-            self.context = kept.into_context(taps);
+            match end {
+                End::Finished(finish) => {
+                    let done = self.vacate(slot);
+                    events.extend(done.map(|done| Event::Done(done.ticket, done.into_completion(finish))));
+                }
+                End::GoesOn | End::NotFinite => self.target.truncate(slot, sequence.held),
+            }
         }
         events
     }

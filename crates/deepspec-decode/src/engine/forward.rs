@@ -1,84 +1,116 @@
 //! What the target runs, and what it says of the blocks.
 
-use deepspec_core::rng::Purpose;
 use tch::{Kind, Tensor};
 
-use super::{Engine, Step, index, to_host};
-use crate::outcome::{Outcome, padded};
-use crate::{Proposal, Proposer, Target, verify};
+use super::{Engine, Numbers, Step, to_host};
+use crate::outcome::{Outcome, padding};
+use crate::{Part, Proposal, Proposer, Target, Upload, Uploaded, verify};
+
+/// The numbers of a step that follow from the lengths of its blocks, sent to the device at once.
+pub(super) struct Lengths {
+    sent: Uploaded,
+    /// All prompts, one after the other.
+    prompts: Part,
+    /// The last row of each prompt.
+    ends: Part,
+    /// Where blocks are of several lengths: γ' of each, which rows of `[S, 1+Γ]` run, and [`padding`].
+    ragged: Option<(Part, Part, Part)>,
+    /// The sequence of every verified row, where settings are asked for.
+    of_row: Option<Part>,
+}
 
 impl<T: Target, P: Proposer> Engine<T, P> {
+    pub(super) fn lengths(&self, step: &Step, numbers: &Numbers) -> Lengths {
+        let mut upload = Upload::default();
+        let prompts = self.sequences(&step.prefilling).flat_map(|sequence| &sequence.request.prompt);
+        let prompts = upload.push(prompts.copied());
+        let ends = upload.push(step.prompt_ends());
+        let ragged = padding(&step.lens, step.longest()).map(|padding| {
+            let width = self.block_size() as i64 + 1;
+            let rows = |(s, &len): (usize, &usize)| (0..=len as i64).map(move |k| s as i64 * width + k);
+            let lens = upload.push(step.lens.iter().map(|&len| len as i64));
+            (lens, upload.push(step.lens.iter().enumerate().flat_map(rows)), upload.push(padding))
+        });
+        let rows = step.lens.iter().enumerate().flat_map(|(s, len)| std::iter::repeat_n(s as i64, len + 1));
+        let of_row = (!numbers.decoding.is_greedy()).then(|| upload.push(rows));
+        Lengths { sent: upload.send(self.target.device()), prompts, ends, ragged, of_row }
+    }
+
     /// The tokens to run: `anchor, drafts…` per decoding slot, then the prompts.
-    pub(super) fn feed(&self, step: &Step) -> Tensor {
-        let mut parts = vec![];
-        if !step.decoding.is_empty() {
-            parts.push(self.blocks(step));
+    pub(super) fn feed(&self, step: &Step, numbers: &Numbers, lengths: &Lengths) -> Tensor {
+        let prompts = lengths.sent.of(lengths.prompts);
+        if step.decoding.is_empty() {
+            return prompts;
         }
-        for sequence in self.sequences(&step.prefilling) {
-            parts.push(Tensor::from_slice(&sequence.request.prompt).to_device(self.target.device()));
-        }
-        Tensor::cat(&parts, 0)
+        let blocks = self.blocks(step, numbers, lengths);
+        if step.prefilling.is_empty() { blocks } else { Tensor::cat(&[blocks, prompts], 0) }
     }
 
     /// Anchors and drafts of the decoding slots `[Σ(1+γ')]`.
-    fn blocks(&self, step: &Step) -> Tensor {
-        let anchors = self.anchors(&step.decoding);
-        let Some(proposal) = &step.proposal else { return anchors };
+    fn blocks(&self, step: &Step, numbers: &Numbers, lengths: &Lengths) -> Tensor {
+        let anchors = &numbers.anchors;
+        let Some(proposal) = &step.proposal else { return anchors.shallow_clone() };
         let blocks = Tensor::cat(&[anchors.unsqueeze(1), proposal.tokens.shallow_clone()], 1); // [S, 1+Γ]
-        let width = blocks.size()[1];
-        let flat = blocks.reshape([-1]);
-        if step.lens.iter().all(|&len| len as i64 + 1 == width) {
-            return flat;
+        match &lengths.ragged {
+            Some((_, rows, _)) => blocks.reshape([-1]).index_select(0, &lengths.sent.of(*rows)),
+            None => blocks.narrow(1, 0, step.longest() as i64 + 1).reshape([-1]),
         }
-        let lens = step.lens.iter().enumerate();
-        let rows = lens.flat_map(|(s, &len)| (0..=len as i64).map(move |k| s as i64 * width + k));
-        flat.index_select(0, &index(rows, &flat))
     }
 
     /// Verifies the blocks, draws the prompts' first tokens, and reads everything the host needs in one transfer.
-    pub(super) fn judge(&self, step: &Step, hidden: &Tensor) -> Outcome {
+    pub(super) fn judge(
+        &self,
+        step: &Step,
+        numbers: &Numbers,
+        lengths: &Lengths,
+        hidden: &Tensor,
+    ) -> Outcome {
         let (mut parts, mut finite) = (vec![], vec![]);
+        let rows_finite = |logits: &Tensor| logits.isfinite().all_dim(-1, false);
         if !step.decoding.is_empty() {
             let logits = self.target.logits(&hidden.narrow(0, 0, step.verified() as i64));
-            finite.push(logits.isfinite().all());
-            parts.extend(self.verdicts(step, &logits));
+            finite.push(rows_finite(&logits));
+            parts.extend(self.verdicts(step, numbers, lengths, &logits));
         }
         if !step.prefilling.is_empty() {
-            let logits = self.target.logits(&hidden.index_select(0, &index(step.prompt_ends(), hidden)));
-            finite.push(logits.isfinite().all());
-            let sampling = self.sampling(&step.prefilling);
-            let uniforms = self.uniforms(&step.prefilling, Purpose::Target, 1).squeeze_dim(1);
-            parts.push(sampling.draw(&sampling.distributions(&logits), &uniforms));
+            let ends = lengths.sent.of(lengths.ends);
+            let logits = self.target.logits(&hidden.index_select(0, &ends));
+            finite.push(rows_finite(&logits));
+            let sampling = &numbers.prefilling;
+            parts.push(sampling.draw(&sampling.distributions(&logits), &numbers.first));
         }
-        let finite = Tensor::stack(&finite, 0).all().reshape([1]);
-        let parts: Vec<Tensor> =
-            std::iter::once(&finite).chain(&parts).map(|part| part.to_kind(Kind::Double)).collect();
+        let parts: Vec<Tensor> = finite.iter().chain(&parts).map(|part| part.to_kind(Kind::Double)).collect();
         let read = to_host(&Tensor::cat(&parts, 0));
-        Outcome::new(&read, step.decoding.len(), step.prefilling.len(), &step.lens)
+        let ends_at_stop_tokens = self.proposer.as_ref().is_some_and(Proposer::ends_at_stop_tokens);
+        Outcome::new(&read, step.prefilling.len(), &step.lens, ends_at_stop_tokens)
     }
 
     /// Accepted counts, next tokens, drafted tokens and their confidence logits of all blocks; `logits [Σ(1+γ'), V]`.
-    fn verdicts(&self, step: &Step, logits: &Tensor) -> Vec<Tensor> {
-        let (decoding, lens) = (&step.decoding, &step.lens);
-        let repeats: Vec<usize> = lens.iter().map(|len| len + 1).collect();
-        let probs = self.sampling(decoding).repeated(&repeats).distributions(logits);
-        let longest = lens.iter().copied().max().unwrap_or(0);
+    fn verdicts(&self, step: &Step, numbers: &Numbers, lengths: &Lengths, logits: &Tensor) -> Vec<Tensor> {
+        let sent = |part: Part| lengths.sent.of(part);
+        let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
+        let of_row = lengths.of_row.map(sent);
+        let probs = numbers.decoding.repeated(&repeats, of_row.as_ref()).distributions(logits);
+        let (sequences, longest) = (step.decoding.len() as i64, step.longest() as i64);
         let device = self.target.device();
         let (tokens, draft_probs) = match &step.proposal {
             Some(Proposal { tokens, probs, .. }) => {
-                (tokens.narrow(1, 0, longest as i64), probs.narrow(1, 0, longest as i64))
+                (tokens.narrow(1, 0, longest), probs.narrow(1, 0, longest))
             }
             None => (
-                Tensor::zeros([decoding.len() as i64, 0], (Kind::Int64, device)),
+                Tensor::zeros([sequences, 0], (Kind::Int64, device)),
                 Tensor::zeros([0], (Kind::Float, device)),
             ),
         };
-        let gamma = index(lens.iter().map(|&len| len as i64), logits);
-        let accept = self.uniforms(decoding, Purpose::Accept, longest);
-        let next = self.uniforms(decoding, Purpose::Target, 1).squeeze_dim(1);
-        let verdict = verify(&padded(&probs, lens, longest), &draft_probs, &tokens, &gamma, &accept, &next);
+        let (gamma, probs) = match lengths.ragged {
+            Some((lens, _, padding)) => (sent(lens), probs.index_select(0, &sent(padding))),
+            None => (Tensor::full([sequences], longest, (Kind::Int64, device)), probs),
+        };
+        let probs = probs.view([sequences, longest + 1, -1]);
+        let accept = numbers.accept.narrow(1, 0, longest);
+        let verdict = verify(&probs, &draft_probs, &tokens, &gamma, &accept, &numbers.next);
         let confidence = step.proposal.as_ref().and_then(|proposal| proposal.confidence.as_ref());
-        let confidence = confidence.map(|logits| logits.narrow(1, 0, longest as i64).reshape([-1]));
+        let confidence = confidence.map(|logits| logits.narrow(1, 0, longest).reshape([-1]));
         [verdict.accepted, verdict.next, tokens.reshape([-1])].into_iter().chain(confidence).collect()
     }
 }

@@ -3,19 +3,21 @@
 mod commit;
 mod draft;
 mod forward;
+mod memory;
+mod numbers;
 mod sequence;
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use deepspec_core::rng::Purpose;
 use tch::Tensor;
 
 use crate::{
-    Completion, Context, EngineError, EngineOptions, Event, Feed, Proposal, Proposer, Request, SamplingBatch,
-    StepTimes, Target, Ticket,
+    Completion, Context, EngineError, EngineOptions, Event, Feed, Proposal, Proposer, Request, StepTimes,
+    Target, Ticket,
 };
 pub use draft::kept_lengths;
+use numbers::Numbers;
 use sequence::Sequence;
 
 /// Prompt tokens that one step takes in, unless a single prompt is longer.
@@ -34,6 +36,8 @@ pub struct Engine<T, P> {
     times: StepTimes,
     /// Divide the confidence logits, position by position; empty leaves them.
     temperatures: Vec<f64>,
+    /// Bytes that the histories of all sequences may take; None where nobody said.
+    memory: Option<u64>,
 }
 
 /// One turn of the loop: the slots that take part, and with what.
@@ -54,6 +58,11 @@ impl Step {
     /// Rows of the decoding slots, Σ(1+γ').
     fn verified(&self) -> usize {
         self.lens.iter().map(|len| len + 1).sum()
+    }
+
+    /// Γ, the most tokens that are verified of a block.
+    fn longest(&self) -> usize {
+        self.lens.iter().copied().max().unwrap_or(0)
     }
 
     /// The last row of each prompt.
@@ -81,6 +90,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             context,
             times: StepTimes::default(),
             temperatures: vec![],
+            memory: None,
         }
     }
 
@@ -112,6 +122,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if let Some(&token) = request.prompt.iter().find(|&&token| token < 0 || token >= vocab as i64) {
             return Err(EngineError::UnknownToken { token, vocab });
         }
+        let ((tokens, bytes), memory) = (self.need(&request), self.memory.unwrap_or(u64::MAX));
+        if bytes > memory {
+            return Err(EngineError::TooLarge { tokens, bytes, memory });
+        }
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
         self.queue.push_back((ticket, request));
@@ -121,8 +135,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Drops a queued or running sequence; nothing more is reported of it.
     pub fn cancel(&mut self, ticket: Ticket) {
         self.queue.retain(|(queued, _)| *queued != ticket);
-        for slot in &mut self.slots {
-            slot.take_if(|sequence| sequence.ticket == ticket);
+        let holds = |slot: &Option<Sequence>| slot.as_ref().is_some_and(|s| s.ticket == ticket);
+        if let Some(slot) = self.slots.iter().position(holds) {
+            self.vacate(slot);
         }
     }
 
@@ -155,7 +170,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Runs all requests to their end and returns the completions in the order of the requests.
     ///
     /// # Errors
-    /// If a request cannot be taken, and nothing is generated then; or [`EngineError::NotFinite`].
+    /// If a request cannot be taken, and nothing is generated then; or if one of them fails, and the others are dropped.
     pub fn run(
         &mut self,
         requests: Vec<Request>,
@@ -173,10 +188,17 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         let mut done = Vec::with_capacity(tickets.len());
         while !self.is_idle() {
-            for event in self.step()? {
-                if let Event::Done(ticket, completion) = event {
-                    on_done(&completion);
-                    done.push((ticket, completion));
+            for event in self.step() {
+                match event {
+                    Event::Tokens(..) => {}
+                    Event::Done(ticket, completion) => {
+                        on_done(&completion);
+                        done.push((ticket, completion));
+                    }
+                    Event::Failed(_, error) => {
+                        tickets.into_iter().for_each(|ticket| self.cancel(ticket));
+                        return Err(error);
+                    }
                 }
             }
         }
@@ -184,36 +206,56 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         Ok(done.into_iter().map(|(_, completion)| completion).collect())
     }
 
-    /// Advances every running sequence by one cycle.
-    ///
-    /// # Errors
-    /// [`EngineError::NotFinite`]; what was running is in no state to go on.
-    pub fn step(&mut self) -> Result<Vec<Event>, EngineError> {
+    /// Advances every running sequence by one cycle. One that cannot go on is said to have failed; where memory ran out, the
+    /// others take the step again without it.
+    pub fn step(&mut self) -> Vec<Event> {
         let _guard = tch::no_grad_guard();
+        let mut events = vec![];
+        while !self.is_idle() {
+            match memory::guarded(|| self.attempt()) {
+                Ok(more) => {
+                    events.extend(more);
+                    return events;
+                }
+                Err(words) => match self.give_up_one(&words) {
+                    Some(failed) => events.push(failed),
+                    None => return events,
+                },
+            }
+        }
+        events
+    }
+
+    /// A step, of which nothing but the models' histories is changed before all of its tensors are made.
+    fn attempt(&mut self) -> Vec<Event> {
         let started = Instant::now();
         self.admit();
         let (decoding, prefilling) = self.occupied();
         if decoding.is_empty() && prefilling.is_empty() {
-            return Ok(vec![]);
+            return vec![];
         }
+        let numbers = self.numbers(&decoding, &prefilling);
         let drafting = Instant::now();
-        let drafted = self.draft(&decoding);
+        let drafted = self.draft(&decoding, &numbers);
         let verifying = Instant::now();
 
         let step = self.plan(decoding, prefilling, drafted);
-        let forwarded = self.target.forward(&Feed { chunks: &step.chunks, tokens: self.feed(&step) });
-        let outcome = self.judge(&step, &forwarded.hidden);
-        if !outcome.finite {
-            return Err(EngineError::NotFinite);
-        }
+        let lengths = self.lengths(&step, &numbers);
+        let tokens = self.feed(&step, &numbers, &lengths);
+        let forwarded = self.target.forward(&Feed { chunks: &step.chunks, tokens });
+        let outcome = self.judge(&step, &numbers, &lengths, &forwarded.hidden);
         let committing = Instant::now();
 
-        let events = self.commit(&step, &outcome, &forwarded.taps);
+        let fates = self.fates(&step, &outcome);
+        if let Some(news) = self.news(&step, &fates, &forwarded.taps) {
+            self.context = news;
+        }
+        let events = self.commit(fates);
         self.times.draft += verifying - drafting;
         self.times.verify += committing - verifying;
         self.times.host += (drafting - started) + committing.elapsed();
         self.times.steps += 1;
-        Ok(events)
+        events
     }
 
     /// Slots whose prompts have been run, and slots whose prompts wait for it.
@@ -241,61 +283,48 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let mut admitted = 0;
         for slot in 0..self.slots.len() {
             if self.slots[slot].is_none() {
-                let next = self.queue.front().map_or(0, |(_, request)| request.prompt.len());
-                if admitted > 0 && admitted + next > PREFILL_TOKENS {
+                let Some((_, next)) = self.queue.front() else { return };
+                let (prompt, (_, bytes)) = (next.prompt.len(), self.need(next));
+                if (admitted > 0 && admitted + prompt > PREFILL_TOKENS) || !self.has_room(bytes) {
                     return;
                 }
                 let Some((ticket, request)) = self.queue.pop_front() else { return };
-                admitted += next;
-                self.forget(slot);
-                self.target.truncate(slot, 0);
-                if let Some(proposer) = &mut self.proposer {
-                    proposer.reset(slot);
-                }
-                self.slots[slot] = Some(Sequence::new(ticket, request));
+                admitted += prompt;
+                self.vacate(slot);
+                self.slots[slot] = Some(Sequence::new(ticket, request, bytes));
             }
         }
     }
 
-    /// Drops states that a cancelled sequence left for the drafter.
+    /// Ends what a slot has, and all that is kept for it.
+    fn vacate(&mut self, slot: usize) -> Option<Sequence> {
+        self.forget(slot);
+        self.target.truncate(slot, 0);
+        if let Some(proposer) = &mut self.proposer {
+            proposer.truncate(slot, 0);
+        }
+        self.slots[slot].take()
+    }
+
+    /// Drops states that a sequence left for the drafter. Where there is no memory to keep the others' apart from them, the drafter
+    /// does without those as well: it guesses worse then, and the answers stay what they are.
     fn forget(&mut self, slot: usize) {
         let Some(at) = self.context.chunks.iter().position(|&(s, _)| s == slot) else { return };
         let first: usize = self.context.chunks[..at].iter().map(|&(_, rows)| rows).sum();
-        let (_, rows) = self.context.chunks.remove(at);
-        let kept = (0..self.context.taps.size()[0])
-            .filter(|row| !(first as i64..(first + rows) as i64).contains(row));
-        let kept = index(kept, &self.context.taps);
+        let (_, count) = self.context.chunks.remove(at);
+        let (first, end) = (first as i64, (first + count) as i64);
         for rows in [&mut self.context.taps, &mut self.context.tokens, &mut self.context.next] {
-            *rows = rows.index_select(0, &kept);
+            let behind = rows.narrow(0, end, rows.size()[0] - end);
+            match Tensor::f_cat(&[rows.narrow(0, 0, first), behind], 0) {
+                Ok(others) => *rows = others,
+                Err(_) => return self.context.chunks.clear(),
+            }
         }
     }
 
     fn sequences<'a>(&'a self, slots: &'a [usize]) -> impl Iterator<Item = &'a Sequence> {
         slots.iter().filter_map(|&slot| self.slots[slot].as_ref())
     }
-
-    fn anchors(&self, decoding: &[usize]) -> Tensor {
-        let anchors: Vec<i64> = self.sequences(decoding).filter_map(|s| s.anchor).collect();
-        Tensor::from_slice(&anchors).to_device(self.target.device())
-    }
-
-    fn sampling(&self, slots: &[usize]) -> SamplingBatch {
-        SamplingBatch::new(self.sequences(slots).map(|s| s.request.sampling).collect(), self.target.device())
-    }
-
-    /// Uniform numbers `[slots, lanes]` float64, each keyed by its sequence, step, purpose and lane.
-    fn uniforms(&self, slots: &[usize], purpose: Purpose, lanes: usize) -> Tensor {
-        let draws: Vec<f64> = self
-            .sequences(slots)
-            .flat_map(|s| (0..lanes as u64).map(move |lane| s.stream.uniform(s.step(), purpose, lane)))
-            .collect();
-        Tensor::from_slice(&draws).view([slots.len() as i64, lanes as i64]).to_device(self.target.device())
-    }
-}
-
-/// Row numbers as a tensor beside `like`.
-pub(crate) fn index(rows: impl Iterator<Item = i64>, like: &Tensor) -> Tensor {
-    Tensor::from_slice(&rows.collect::<Vec<_>>()).to_device(like.device())
 }
 
 /// Copies a float64 vector to the host.

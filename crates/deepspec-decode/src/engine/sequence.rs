@@ -12,6 +12,10 @@ pub struct Sequence {
     pub stream: Stream,
     /// Tokens in the target's history.
     pub held: usize,
+    /// Tokens that the drafter has taken in.
+    pub seen: usize,
+    /// Bytes that its histories may come to take.
+    pub bytes: u64,
     /// Last committed token; None until the prompt has been run.
     pub anchor: Option<i64>,
     generated: Vec<i64>,
@@ -20,9 +24,19 @@ pub struct Sequence {
 
 impl Sequence {
     /// A sequence of which nothing has been run.
-    pub fn new(ticket: Ticket, request: Request) -> Self {
+    pub fn new(ticket: Ticket, request: Request, bytes: u64) -> Self {
         let stream = Stream::new(request.sampling.seed, &request.id);
-        Self { ticket, request, stream, held: 0, anchor: None, generated: vec![], cycles: vec![] }
+        Self {
+            ticket,
+            request,
+            stream,
+            held: 0,
+            seen: 0,
+            bytes,
+            anchor: None,
+            generated: vec![],
+            cycles: vec![],
+        }
     }
 
     /// Counts forwards of this sequence, the key of its draws.
@@ -43,15 +57,20 @@ impl Sequence {
         tokens.iter().copied().take(room).collect()
     }
 
-    /// Why it ends here, if it does. Where `overrun` counts, an answer that is just full has another cycle.
-    pub fn finish(&self, overrun: bool) -> Option<Finish> {
-        let (generated, limit) = (self.generated.len(), self.request.max_new_tokens);
-        let ended = self.anchor.is_some_and(|anchor| self.request.stop_ids.contains(&anchor));
+    /// Why it ends with these `tokens`, if it does. Where `overrun` counts, an answer that is just full has another cycle.
+    pub fn finish(&self, tokens: &[i64], overrun: bool) -> Option<Finish> {
+        let (generated, limit) = (self.generated.len() + tokens.len(), self.request.max_new_tokens);
+        let ended = tokens.last().is_some_and(|anchor| self.request.stop_ids.contains(anchor));
         let full = if overrun { generated > limit } else { generated >= limit };
         match ended && generated <= limit {
             true => Some(Finish::Stop),
             false => (ended || full).then_some(Finish::Length),
         }
+    }
+
+    /// Tokens of prompt and answer so far.
+    pub fn len(&self) -> usize {
+        self.request.prompt.len() + self.generated.len()
     }
 
     /// The answer.

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Context, DraftRequest, Feed, Proposal, Proposer, Target};
+use deepspec_decode::{Context, DraftRequest, Part, Proposal, Proposer, Target, Upload};
 use tch::Tensor;
 
 use super::{DrafterOptions, token_by_token};
+use crate::kv::Chunk;
 use crate::{ModelConfig, ModelError, TargetModel, TargetOptions};
 
 /// Tokens per proposal unless another number is wanted: as many as the recipes' block drafters propose.
@@ -58,27 +59,29 @@ impl CausalProposer {
         self.block_size = tokens;
     }
 
-    /// Runs the tokens that were committed since the last proposal and the anchors behind them: states `[S, d]` after the
-    /// anchors.
-    fn take_in(&mut self, context: &Context, slots: &[usize], anchors: &Tensor) -> Tensor {
+    /// What is run of the tokens that were committed since the last proposal and of the anchors behind them.
+    fn news(&self, context: &Context, slots: &[usize], upload: &mut Upload<i64>) -> News {
         let committed: usize = context.chunks.iter().map(|&(_, rows)| rows).sum();
         let new = rows_by_slot(&context.chunks);
         let (mut chunks, mut rows, mut ends) = (vec![], vec![], vec![]);
         for (i, &slot) in slots.iter().enumerate() {
             let new = new.get(&slot).cloned().unwrap_or_default();
-            self.held[slot] += new.len();
-            chunks.push((slot, new.len() + 1));
+            chunks.push(Chunk { slot, held: self.held[slot], len: new.len() + 1 });
             rows.extend(new.map(|row| row as i64).chain([(committed + i) as i64]));
             ends.push(rows.len() as i64 - 1);
         }
-        let index = |rows: &[i64]| Tensor::from_slice(rows).to_device(self.model.device());
-        let tokens = match committed {
-            0 => anchors.shallow_clone(),
-            _ => Tensor::cat(&[&context.tokens, anchors], 0).index_select(0, &index(&rows)),
-        };
-        let ends = index(&ends);
-        self.model.forward(&Feed { chunks: &chunks, tokens }).hidden.index_select(0, &ends)
+        let rows = (committed > 0).then(|| upload.push(rows));
+        News { chunks, rows, ends: upload.push(ends) }
     }
+}
+
+/// Committed tokens that the drafter has not seen, slot by slot, each with its anchor behind them.
+struct News {
+    chunks: Vec<Chunk>,
+    /// Their places among committed tokens and anchors; None where there are only anchors.
+    rows: Option<Part>,
+    /// The anchors' places among them.
+    ends: Part,
 }
 
 /// The rows of each slot's chunk.
@@ -101,23 +104,48 @@ impl Proposer for CausalProposer {
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let slots = request.slots;
-        let mut states = self.take_in(request.context, slots, request.anchors);
-        let chunks: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, 1)).collect();
+        let DraftRequest { context, slots, anchors, .. } = *request;
+        let mut upload = Upload::default();
+        let news = self.news(context, slots, &mut upload);
+        let drafted = |k: usize| {
+            news.chunks
+                .iter()
+                .map(|chunk| Chunk { held: chunk.held + chunk.len + k, len: 1, ..*chunk })
+                .collect()
+        };
+        let mut feeds: Vec<Vec<Chunk>> = vec![news.chunks.clone()];
+        feeds.extend((0..self.block_size.saturating_sub(1)).map(drafted));
+        let prepared = self.model.prepare(&feeds, &mut upload);
+        let sent = upload.send(self.model.device());
+        let tokens = match news.rows {
+            None => anchors.shallow_clone(),
+            Some(rows) => Tensor::cat(&[&context.tokens, anchors], 0).index_select(0, &sent.of(rows)),
+        };
         let model = &mut self.model;
+        let mut states = model.run(&prepared[0], &sent, &tokens).hidden.index_select(0, &sent.of(news.ends));
+        let mut drafted = prepared[1..].iter();
         let proposal = token_by_token(request, self.block_size, |last| {
-            if let Some(token) = last {
-                states = model.forward(&Feed { chunks: &chunks, tokens: token.shallow_clone() }).hidden;
+            if let Some(token) = last
+                && let Some(run) = drafted.next()
+            {
+                states = model.run(run, &sent, token).hidden;
             }
             model.logits(&states)
         });
+        for chunk in &news.chunks {
+            self.held[chunk.slot] = chunk.held + chunk.len - 1;
+        }
         // The anchor and what was drafted come back once the target has judged them.
         slots.iter().for_each(|&slot| self.model.truncate(slot, self.held[slot]));
         proposal
     }
 
-    fn reset(&mut self, slot: usize) {
-        self.held[slot] = 0;
-        self.model.truncate(slot, 0);
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.held[slot] = self.held[slot].min(len);
+        self.model.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.model.history_bytes(tokens)
     }
 }

@@ -194,8 +194,12 @@ impl Proposer for Drafter {
         self.as_proposer_mut().propose(request)
     }
 
-    fn reset(&mut self, slot: usize) {
-        self.as_proposer_mut().reset(slot);
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.as_proposer_mut().truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.as_proposer().history_bytes(tokens)
     }
 }
 

@@ -1,6 +1,8 @@
 //! Key/value histories of many slots, and attention of ragged batches over them.
 
 mod piece;
+mod plan;
+mod pool;
 
 use std::collections::BTreeMap;
 
@@ -8,6 +10,10 @@ use tch::{Device, Kind, Tensor};
 
 use crate::nn::{AttentionSpec, Heads, Qkv};
 use piece::{Piece, View};
+use plan::{Group, Slots};
+pub use plan::{Ragged, Rows, Sketch, Visibility};
+pub use pool::KEPT;
+use pool::{Layout, Pool};
 
 /// Attention reads histories in whole multiples of this many tokens.
 ///
@@ -15,222 +21,219 @@ use piece::{Piece, View};
 /// depend on the sequences it rides with, that number follows from its own length alone, and only chunks that agree in it
 /// share a call.
 const SPAN: usize = 256;
-/// What a fed token sees of its own chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Visibility {
-    /// Itself and what came before.
-    Causal,
-    /// The whole chunk.
-    Block,
-}
 
 /// Keys and values per layer, filled from the left. Layers with a window keep everything too, so that a rollback is a change
 /// of length everywhere; they read only what the window can reach.
+///
+/// A history takes memory for its own length, and gives it back when it is forgotten.
 pub struct KvCache {
     layers: Vec<Layer>,
     views: Vec<View>,
-    lens: Vec<usize>,
-    capacity: usize,
+    layout: Layout,
+    /// By the capacity of their rows.
+    pools: BTreeMap<usize, Pool>,
+    slots: Vec<Slot>,
     options: (Kind, Device),
 }
 
-/// `[slots, capacity, G, D]` each.
 struct Layer {
-    keys: Tensor,
-    values: Tensor,
     heads: Heads,
     scale: f64,
     /// Which of the cache's views it has.
     view: usize,
 }
 
-/// Where the rows of a feed go and what they see; the same for all layers.
-pub struct Ragged {
-    rows: Rows,
-    /// Row order of the groups one after the other, and the way back; None where it is the feed's own.
-    reorder: Option<(Tensor, Tensor)>,
-    groups: Vec<Group>,
-    visibility: Visibility,
+/// A history.
+#[derive(Default, Clone)]
+struct Slot {
+    /// Tokens in it.
+    len: usize,
+    /// Tokens of its row that have been written since it was taken, those of rejected tails included.
+    written: usize,
+    /// Capacity of its pool, and its row there; none while it holds nothing.
+    place: Option<(usize, usize)>,
 }
 
-/// Slot and position of every row of a feed, `[N]` int64 each.
-pub struct Rows {
-    slots: Tensor,
-    positions: Tensor,
-}
-
-/// Chunks of one length whose histories need the same span.
-struct Group {
-    rows: i64,
-    slots: Slots,
-    /// L, the length of every chunk.
-    width: i64,
-    /// Tokens that the slots held before, `[S, 1, 1]` int64.
-    held: Tensor,
-    /// The calls that make up the attention, for each of the cache's views.
-    views: Vec<Vec<Piece>>,
-}
-
-enum Slots {
-    Range(i64, i64),
-    Picked(Tensor),
-}
-
-impl Ragged {
-    /// Absolute position of every row, `[N]` int64.
-    pub fn positions(&self) -> &Tensor {
-        &self.rows.positions
-    }
-}
-
-impl Rows {
-    /// Absolute position of every row, `[N]` int64.
-    pub fn positions(&self) -> &Tensor {
-        &self.positions
-    }
+/// Tokens behind what a slot holds.
+#[derive(Debug, Clone, Copy)]
+pub struct Chunk {
+    /// The slot.
+    pub slot: usize,
+    /// Tokens before these.
+    pub held: usize,
+    /// Tokens, one or more.
+    pub len: usize,
 }
 
 impl KvCache {
     /// Empty histories of layers that attend like this.
     pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
         let mut views: Vec<View> = vec![];
+        let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), SPAN, (kind, device));
         let layers = layers
             .iter()
             .map(|&AttentionSpec { heads, scale, window }| {
                 let view = View { repeats: heads.repeats() as usize, window };
-                let empty = || Tensor::zeros([slots as i64, 0, heads.key_value, heads.dim], (kind, device));
                 let number = views.iter().position(|known| *known == view).unwrap_or_else(|| {
                     views.push(view);
                     views.len() - 1
                 });
-                Layer { keys: empty(), values: empty(), heads, scale, view: number }
+                Layer { heads, scale, view: number }
             })
             .collect();
-        Self { layers, views, lens: vec![0; slots], capacity: 0, options: (kind, device) }
+        let slots = vec![Slot::default(); slots];
+        Self { layers, views, layout, pools: BTreeMap::new(), slots, options: (kind, device) }
+    }
+
+    fn kind(&self) -> Kind {
+        self.options.0
+    }
+
+    fn views(&self) -> &[View] {
+        &self.views
     }
 
     /// Tokens in the history of `slot`.
     pub fn held(&self, slot: usize) -> usize {
-        self.lens[slot]
+        self.slots[slot].len
     }
 
-    /// Forgets everything of `slot` past `len`.
+    /// Chunks `(slot, tokens)` behind what their slots hold.
+    pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
+        let chunk = |&(slot, len): &(usize, usize)| Chunk { slot, held: self.held(slot), len };
+        chunks.iter().map(chunk).collect()
+    }
+
+    /// Bytes that a history of up to `tokens` takes.
+    pub fn history_bytes(&self, tokens: usize) -> usize {
+        self.layout.capacity(tokens) * self.layout.token_bytes()
+    }
+
+    /// Bytes that are taken now.
+    #[cfg(test)]
+    fn bytes(&self) -> usize {
+        let rows = self.pools.values().map(|pool| pool.capacity * pool.rows().1);
+        rows.sum::<usize>() * self.layout.token_bytes()
+    }
+
+    /// Forgets everything of `slot` past `len`. A history of nothing gives its memory back.
     pub fn truncate(&mut self, slot: usize, len: usize) {
-        self.lens[slot] = self.lens[slot].min(len);
-    }
-
-    /// Places for chunks `(slot, tokens)`, one token or more each, behind their slots' histories.
-    pub fn place(&mut self, chunks: &[(usize, usize)]) -> Rows {
-        let needed = chunks.iter().map(|&(slot, len)| self.lens[slot] + len).max().unwrap_or(0);
-        self.reserve(needed);
-        let (mut slots, mut positions) = (vec![], vec![]);
-        for &(slot, len) in chunks {
-            slots.extend(std::iter::repeat_n(slot as i64, len));
-            positions.extend((self.lens[slot]..self.lens[slot] + len).map(|p| p as i64));
-        }
-        let device = self.options.1;
-        Rows {
-            slots: Tensor::from_slice(&slots).to_device(device),
-            positions: Tensor::from_slice(&positions).to_device(device),
+        self.slots[slot].len = self.slots[slot].len.min(len);
+        if len == 0 {
+            self.free(slot);
         }
     }
 
-    /// [`KvCache::place`]s chunks and works out what their queries see.
-    pub fn plan(&mut self, chunks: &[(usize, usize)], visibility: Visibility) -> Ragged {
-        let rows = self.place(chunks);
-        let mut members: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
-        for (i, &(slot, len)) in chunks.iter().enumerate() {
-            members.entry((len, (self.lens[slot] + len).next_multiple_of(SPAN))).or_default().push(i);
+    fn free(&mut self, slot: usize) {
+        let Slot { written, place, .. } = std::mem::take(&mut self.slots[slot]);
+        let Some((capacity, row)) = place else { return };
+        if let Some(pool) = self.pools.get_mut(&capacity) {
+            pool.free(row, written);
         }
-        let order: Vec<usize> = members.values().flatten().copied().collect();
-        let reorder = (!order.is_sorted()).then(|| self.reorder(chunks, &order));
-        let groups = members
-            .iter()
-            .map(|(&(width, span), members)| {
-                let slots: Vec<usize> = members.iter().map(|&i| chunks[i].0).collect();
-                self.group(&slots, width, span, visibility)
-            })
-            .collect();
-        Ragged { rows, reorder, groups, visibility }
+        self.give_back();
     }
 
-    /// Row indices that bring chunks into `order`, and those that bring them back.
-    fn reorder(&self, chunks: &[(usize, usize)], order: &[usize]) -> (Tensor, Tensor) {
-        let starts: Vec<usize> = chunks
-            .iter()
-            .scan(0, |row, &(_, len)| {
-                *row += len;
-                Some(*row - len)
-            })
-            .collect();
-        let rows_of = |&i: &usize| (starts[i]..starts[i] + chunks[i].1).map(|row| row as i64);
-        let there: Vec<i64> = order.iter().flat_map(rows_of).collect();
-        let mut back = vec![0; there.len()];
-        for (place, &row) in there.iter().enumerate() {
-            back[row as usize] = place as i64;
-        }
-        let device = self.options.1;
-        (Tensor::from_slice(&there).to_device(device), Tensor::from_slice(&back).to_device(device))
-    }
-
-    fn group(&self, slots: &[usize], width: usize, span: usize, visibility: Visibility) -> Group {
-        let (kind, device) = self.options;
-        let held: Vec<i64> = slots.iter().map(|&slot| self.lens[slot] as i64).collect();
-        let held = Tensor::from_slice(&held).view([-1, 1, 1]).to_device(device);
-        let pieces = |view: &View| {
-            let mut pieces = view.cut(width, span, visibility);
-            if let [only] = pieces.as_mut_slice() {
-                only.mask = Some(only.mask(view, &held, width as i64, visibility, kind));
-            }
-            pieces
+    /// Gives back what no history uses, but for a little that the next ones will want.
+    fn give_back(&mut self) {
+        let token = self.layout.token_bytes();
+        let unused = |pool: &Pool| {
+            let (used, rows) = pool.rows();
+            (rows - used) * pool.capacity * token
         };
-        let views = self.views.iter().map(pieces).collect();
-        let consecutive = slots.windows(2).all(|pair| pair[1] == pair[0] + 1);
-        Group {
-            rows: (slots.len() * width) as i64,
-            slots: if consecutive {
-                Slots::Range(slots[0] as i64, slots.len() as i64)
-            } else {
-                let slots: Vec<i64> = slots.iter().map(|&slot| slot as i64).collect();
-                Slots::Picked(Tensor::from_slice(&slots).to_device(device))
-            },
-            width: width as i64,
-            held,
-            views,
+        while self.pools.values().map(unused).sum::<usize>() > KEPT {
+            let Some(pool) = self.pools.values_mut().max_by_key(|pool| unused(pool)) else { return };
+            let (capacity, slots) = (pool.capacity, &mut self.slots);
+            if pool.rows().0 == 0 {
+                self.pools.remove(&capacity);
+                continue;
+            }
+            pool.shrink(&self.layout, |from, to| {
+                for slot in slots.iter_mut().filter(|slot| slot.place == Some((capacity, from))) {
+                    slot.place = Some((capacity, to));
+                }
+            });
         }
+    }
+
+    /// Makes room for chunks. Histories that outgrow their rows move to larger ones.
+    pub fn reserve(&mut self, chunks: &[Chunk]) {
+        let mut moving: BTreeMap<usize, usize> = BTreeMap::new(); // slot to capacity
+        for chunk in chunks {
+            let needed = chunk.held + chunk.len;
+            let slot = &mut self.slots[chunk.slot];
+            if slot.place.is_none_or(|(capacity, _)| capacity < needed) {
+                let capacity = moving.entry(chunk.slot).or_default();
+                *capacity = self.layout.capacity(needed).max(*capacity);
+            }
+        }
+        let mut wanted: BTreeMap<usize, usize> = BTreeMap::new(); // capacity to rows
+        moving.values().for_each(|&capacity| *wanted.entry(capacity).or_default() += 1);
+        for (capacity, rows) in wanted {
+            let pool = self.pools.entry(capacity).or_insert_with(|| Pool::new(capacity, &self.layout));
+            pool.make_room(rows, self.slots.len(), &self.layout);
+        }
+        for (slot, capacity) in moving {
+            self.move_to(slot, capacity);
+        }
+        for chunk in chunks {
+            let slot = &mut self.slots[chunk.slot];
+            slot.written = slot.written.max(chunk.held + chunk.len);
+        }
+    }
+
+    /// Gives a history a row of another pool, which has one.
+    fn move_to(&mut self, slot: usize, capacity: usize) {
+        let Slot { len, written, place } = self.slots[slot];
+        let Some(row) = self.pools.get_mut(&capacity).map(Pool::take) else { return };
+        self.slots[slot].place = Some((capacity, row));
+        let Some((old, from)) = place else { return };
+        if let (Some(pool), Some(other)) = (self.pools.get(&old), self.pools.get(&capacity)) {
+            pool.copy_to(from, other, row, len);
+        }
+        if let Some(pool) = self.pools.get_mut(&old) {
+            pool.free(from, written);
+        }
+    }
+
+    /// Pool and row of a slot that has room.
+    fn row_of(&self, slot: usize) -> (usize, usize) {
+        let place = self.slots[slot].place;
+        debug_assert!(place.is_some(), "room was made before");
+        place.unwrap_or_default()
     }
 
     /// Stores keys and values `[N, G, D]` of the placed rows.
     pub fn write(&mut self, layer: usize, rows: &Rows, k: &Tensor, v: &Tensor) {
-        let place = [Some(&rows.slots), Some(&rows.positions)];
-        let Layer { keys, values, .. } = &mut self.layers[layer];
-        let _ = keys.index_put_(&place, k, false);
-        let _ = values.index_put_(&place, v, false);
+        let [k, v] = [k, v].map(|new| ordered(new, rows.order.as_ref()));
+        for part in &rows.pools {
+            let Some(pool) = self.pools.get(&part.capacity) else { continue };
+            let place = [Some(&part.place[0]), Some(&part.place[1])];
+            for (tensor, new) in pool.layer(layer).into_iter().zip([&k, &v]) {
+                let new = new.narrow(0, part.first, part.count);
+                let _ = tensor.shallow_clone().index_put_(&place, &new, false);
+            }
+        }
     }
 
     /// Stores the planned rows and lets their queries attend to their slots' histories: `[N, H·D]`.
     pub fn attend(&mut self, layer: usize, plan: &Ragged, qkv: &Qkv) -> Tensor {
         self.write(layer, &plan.rows, &qkv.k, &qkv.v);
-        let reordered = plan.reorder.as_ref().map(|(there, _)| qkv.q.index_select(0, there));
-        let q = reordered.as_ref().unwrap_or(&qkv.q);
+        let q = ordered(&qkv.q, plan.order.as_ref());
         let (mut outputs, mut row) = (Vec::with_capacity(plan.groups.len()), 0);
         for group in &plan.groups {
-            outputs.push(self.attend_group(
-                &self.layers[layer],
-                group,
-                plan.visibility,
-                &q.narrow(0, row, group.rows),
-            ));
+            let q = q.narrow(0, row, group.rows);
+            outputs.push(self.attend_group(layer, group, plan.visibility, &q));
             row += group.rows;
         }
         let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) };
-        plan.reorder.as_ref().map_or_else(|| y.shallow_clone(), |(_, back)| y.index_select(0, back))
+        ordered(&y, plan.back.as_ref())
     }
 
     /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.
-    fn attend_group(&self, layer: &Layer, group: &Group, visibility: Visibility, q: &Tensor) -> Tensor {
-        let Heads { query, key_value, dim } = layer.heads;
-        let (repeats, view) = (layer.heads.repeats(), &self.views[layer.view]);
+    fn attend_group(&self, layer: usize, group: &Group, visibility: Visibility, q: &Tensor) -> Tensor {
+        let Layer { heads: Heads { query, key_value, dim }, scale, view } = self.layers[layer];
+        let Some(pool) = self.pools.get(&group.capacity) else { return q.flatten(1, 2) };
+        let ([keys, values], repeats) = (pool.layer(layer), query / key_value);
         let q = q.view([-1, group.width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]);
         let attend = |piece: &Piece| {
             let rows = (piece.rows.end - piece.rows.start) as i64;
@@ -244,43 +247,108 @@ impl KvCache {
                 }
                 .transpose(1, 2)
             };
-            let made;
-            let mask = match &piece.mask {
-                Some(mask) => mask,
-                None => {
-                    made = piece.mask(view, &group.held, group.width, visibility, self.options.0);
-                    &made
-                }
-            };
-            let (k, v) = (history(&layer.keys), history(&layer.values));
-            let y =
-                Tensor::scaled_dot_product_attention(&q, &k, &v, Some(mask), 0.0, false, layer.scale, false);
+            let mask = group.mask(piece, &self.views[view], visibility, self.kind());
+            let (k, v) = (history(keys), history(values));
+            let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&mask), 0.0, false, scale, false);
             y.view([-1, key_value, repeats, rows, dim]).permute([0, 3, 1, 2, 4]) // [S, L, G, repeats, D]
         };
-        let outputs: Vec<Tensor> = group.views[layer.view].iter().map(attend).collect();
+        let outputs: Vec<Tensor> = group.views[view].iter().map(attend).collect();
         let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 1) };
         y.reshape([-1, query * dim])
     }
 
-    /// Keeps the chunks that were written: their slots' histories grow.
-    pub fn advance(&mut self, chunks: &[(usize, usize)]) {
-        for &(slot, len) in chunks {
-            self.lens[slot] += len;
+    /// Keeps chunks that were written: their slots' histories end with them.
+    pub fn advance(&mut self, chunks: &[Chunk]) {
+        for chunk in chunks {
+            self.slots[chunk.slot].len = chunk.held + chunk.len;
         }
     }
+}
 
-    fn reserve(&mut self, needed: usize) {
-        if needed <= self.capacity {
-            return;
-        }
-        let capacity = needed.next_power_of_two().max(SPAN);
-        let (slots, more) = (self.lens.len() as i64, (capacity - self.capacity) as i64);
-        for Layer { keys, values, heads, .. } in &mut self.layers {
-            let added = [slots, more, heads.key_value, heads.dim];
-            for tensor in [keys, values] {
-                *tensor = Tensor::cat(&[tensor.shallow_clone(), Tensor::zeros(added, self.options)], 1);
-            }
-        }
-        self.capacity = capacity;
+/// The rows in this order; as they are without one.
+fn ordered(rows: &Tensor, order: Option<&Tensor>) -> Tensor {
+    order.map_or_else(|| rows.shallow_clone(), |order| rows.index_select(0, order))
+}
+
+#[cfg(test)]
+mod tests {
+    use deepspec_decode::Upload;
+
+    use super::*;
+
+    const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+    /// One layer, 8 KB per token.
+    fn cache(slots: usize) -> KvCache {
+        let heads = Heads { query: 8, key_value: 8, dim: 128 };
+        KvCache::new(&[AttentionSpec { heads, scale: 0.1, window: None }], slots, Kind::Float, Device::Cpu)
+    }
+
+    /// Appends tokens with these keys and values to a slot, and what their queries see.
+    fn attend(cache: &mut KvCache, slot: usize, states: &Tensor) -> Tensor {
+        let chunks = cache.behind(&[(slot, states.size()[0] as usize)]);
+        cache.reserve(&chunks);
+        let mut upload = Upload::default();
+        let plan = cache.plan(&chunks, Visibility::Causal, &mut upload);
+        let plan = cache.ready(&plan, &upload.send(Device::Cpu));
+        let [q, k, v] = [0.1, 0.2, 0.3].map(|scale| states * scale);
+        let y = cache.attend(0, &plan, &Qkv { q, k, v });
+        cache.advance(&chunks);
+        y
+    }
+
+    fn states(tokens: i64) -> Tensor {
+        Tensor::arange(tokens * 1024, CPU).sin().view([tokens, 8, 128])
+    }
+
+    #[test]
+    fn memory_follows_what_is_held_and_is_given_back() {
+        let mut held = cache(16);
+        let chunk = |slot, len| Chunk { slot, held: 0, len };
+        held.reserve(&(1..16).map(|slot| chunk(slot, 100)).collect::<Vec<_>>());
+        let short = held.bytes();
+        assert!(short <= 16 * held.history_bytes(100), "{short}");
+        // As long as this one, all would take 2 GB.
+        held.reserve(&[chunk(0, 16_000)]);
+        assert_eq!(held.bytes(), short + held.history_bytes(16_000));
+        held.truncate(0, 0);
+        assert_eq!(held.bytes(), short);
+        // The pool of what is left closes up, and its history keeps what it holds.
+        let mut lone = cache(1);
+        assert_eq!(attend(&mut held, 15, &states(4)), attend(&mut lone, 0, &states(4)));
+        (1..15).for_each(|slot| held.truncate(slot, 0));
+        assert!(held.bytes() <= short / 15 + KEPT, "{}", held.bytes());
+        assert_eq!(attend(&mut held, 15, &states(3)), attend(&mut lone, 0, &states(3)));
+        held.truncate(15, 0);
+        assert!(held.bytes() <= KEPT);
+    }
+
+    #[test]
+    fn a_history_that_moves_takes_its_tokens_along() {
+        let all = states(1300);
+        let whole = attend(&mut cache(3), 1, &all);
+        let mut cache = cache(3);
+        let parts: Vec<Tensor> = (0..13)
+            .map(|part| {
+                // Neighbours come and go beside it.
+                let _ = attend(&mut cache, if part % 2 == 0 { 0 } else { 2 }, &states(90));
+                if part == 7 {
+                    cache.truncate(0, 0);
+                }
+                attend(&mut cache, 1, &all.narrow(0, part * 100, 100))
+            })
+            .collect();
+        assert!(Tensor::cat(&parts, 0).allclose(&whole, 1e-6, 1e-6, false));
+        assert_eq!(cache.held(1), 1300);
+    }
+
+    #[test]
+    fn nothing_of_a_broken_history_reaches_the_next() {
+        let mut cache = cache(2);
+        let clean = attend(&mut cache, 0, &states(5));
+        cache.truncate(0, 0);
+        let _ = attend(&mut cache, 0, &(states(300) * f64::NAN));
+        cache.truncate(0, 0);
+        assert_eq!(attend(&mut cache, 0, &states(5)), clean);
     }
 }

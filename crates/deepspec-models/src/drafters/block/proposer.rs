@@ -1,11 +1,11 @@
 //! Proposing: the context's keys and values are projected once per verified token and cached per slot.
 
-use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
+use deepspec_decode::{Context, DraftRequest, Proposal, Proposer, Upload};
 use tch::{Kind, Tensor};
 
 use super::heads::MarkovState;
 use super::model::Block;
-use crate::kv::{KvCache, Visibility};
+use crate::kv::{Chunk, KvCache, Ragged, Rows, Visibility};
 
 /// A block drafter with context histories.
 pub struct BlockProposer {
@@ -50,8 +50,17 @@ impl BlockProposer {
         anchors: &Tensor,
         mut choose: impl FnMut(i64, &Tensor) -> Tensor,
     ) -> Drafting {
-        self.take_in(context);
-        let hidden = self.hidden(slots, anchors); // [S, γ, d]
+        let taken = self.cache.behind(&context.chunks);
+        let blocks = self.blocks(&taken, slots);
+        self.cache.reserve(&[taken.as_slice(), &blocks].concat());
+        let mut upload = Upload::default();
+        let rows = (!taken.is_empty()).then(|| self.cache.place(&taken, &mut upload));
+        let plan = self.cache.plan(&blocks, Visibility::Block, &mut upload);
+        let sent = upload.send(self.block.device());
+        if let Some(rows) = rows {
+            self.take_in(context, &taken, &rows.on(&sent));
+        }
+        let hidden = self.hidden(&self.cache.ready(&plan, &sent), anchors); // [S, γ, d]
         let base = self.block.base_logits(&hidden); // [S, γ, V]
         let (mut previous, mut state) = (anchors.shallow_clone(), MarkovState::default());
         let mut embeddings = vec![];
@@ -71,34 +80,42 @@ impl BlockProposer {
         Drafting { hidden, embeddings }
     }
 
+    /// The slots' blocks, behind the context that is being `taken` in.
+    fn blocks(&self, taken: &[Chunk], slots: &[usize]) -> Vec<Chunk> {
+        let len = self.block_size();
+        let block = |&slot: &usize| {
+            let taken = taken.iter().find(|chunk| chunk.slot == slot);
+            Chunk {
+                slot,
+                held: taken.map_or_else(|| self.cache.held(slot), |chunk| chunk.held + chunk.len),
+                len,
+            }
+        };
+        slots.iter().map(block).collect()
+    }
+
     /// Appends newly verified states to the histories.
-    fn take_in(&mut self, context: &Context) {
-        if context.chunks.is_empty() {
-            return;
-        }
-        let rows = self.cache.place(&context.chunks);
+    fn take_in(&mut self, context: &Context, chunks: &[Chunk], rows: &Rows) {
         let rotations = self.block.rotations(rows.positions());
         let hidden = self.block.context(&context.taps);
         for (i, layer) in self.block.parts.layers.iter().enumerate() {
             let (k, v) = layer.attention.project_context(&hidden, rotations.of(i));
-            self.cache.write(i, &rows, &k, &v);
+            self.cache.write(i, rows, &k, &v);
         }
-        self.cache.advance(&context.chunks);
+        self.cache.advance(chunks);
     }
 
-    /// Backbone states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm.
-    fn hidden(&mut self, slots: &[usize], anchors: &Tensor) -> Tensor {
+    /// Backbone states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The blocks' own keys stand behind the context
+    /// for this pass only: the history does not advance over them.
+    fn hidden(&mut self, plan: &Ragged, anchors: &Tensor) -> Tensor {
         let config = self.block.config();
         let (gamma, width) = (config.block_size, config.model.hidden_size);
-        let chunks: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, gamma)).collect();
-        // The block's own keys stand behind the context for this pass only: the history does not advance over them.
-        let plan = self.cache.plan(&chunks, Visibility::Block);
         let rotations = self.block.rotations(plan.positions());
         let masks = anchors.unsqueeze(1).full_like(config.mask_token_id).repeat([1, gamma as i64 - 1]);
         let tokens = Tensor::cat(&[anchors.unsqueeze(1), masks], 1).reshape([-1]);
         let mut x = self.block.embed(&tokens); // [S·γ, d]
         for (i, layer) in self.block.parts.layers.iter().enumerate() {
-            x = layer.forward(&x, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv));
+            x = layer.forward(&x, rotations.of(i), |qkv| self.cache.attend(i, plan, qkv));
         }
         self.block.final_norm(&x).view([-1, gamma as i64, width])
     }
@@ -123,7 +140,11 @@ impl Proposer for BlockProposer {
         Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
     }
 
-    fn reset(&mut self, slot: usize) {
-        self.cache.truncate(slot, 0);
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.cache.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.cache.history_bytes(tokens) as u64
     }
 }

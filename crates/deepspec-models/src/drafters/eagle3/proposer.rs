@@ -1,11 +1,11 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
-use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
+use deepspec_decode::{DraftRequest, Proposal, Proposer, Upload, Uploaded};
 use tch::Tensor;
 
 use super::model::Eagle3;
 use crate::drafters::token_by_token;
-use crate::kv::{KvCache, Visibility};
+use crate::kv::{Chunk, KvCache, Sketch, Visibility};
 
 /// An Eagle3 drafter with histories of committed tokens.
 pub struct Eagle3Proposer {
@@ -36,33 +36,36 @@ impl Eagle3Proposer {
     }
 
     /// Runs tokens behind the states before them; the histories grow by them.
-    fn extend(&mut self, chunks: &[(usize, usize)], tokens: &Tensor, states: Tensor) -> Tensor {
-        let plan = self.cache.plan(chunks, Visibility::Causal);
+    fn extend(&mut self, run: &Run, sent: &Uploaded, tokens: &Tensor, states: Tensor) -> Tensor {
+        let plan = self.cache.ready(&run.plan, sent);
         let (token, rotations) = (self.model.embed(tokens), self.model.rotations(plan.positions()));
         let layers = self.model.parts.layers.iter().enumerate();
         let states = layers.fold(states, |states, (i, layer)| {
             layer.forward(&token, &states, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv))
         });
-        self.cache.advance(chunks);
+        self.cache.advance(&run.chunks);
         states
     }
 
-    /// Appends newly verified tokens to the histories.
-    fn take_in(&mut self, context: &Context) {
-        if context.chunks.is_empty() {
-            return;
-        }
-        let states = self.model.fuse(&context.taps);
-        let states = self.extend(&context.chunks, &context.next, states);
-        let (mut slots, mut ends, mut end) = (vec![], vec![], 0);
-        for &(slot, rows) in &context.chunks {
-            end += rows as i64;
-            slots.push(slot as i64);
-            ends.push(end - 1);
-        }
-        let index = |values: &[i64]| Tensor::from_slice(values).to_device(self.model.device());
-        let _ = self.states.index_copy_(0, &index(&slots), &states.index_select(0, &index(&ends)));
+    /// The chunks that are taken in, and those of each drafted token but the last.
+    fn chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
+        let taken = self.cache.behind(&request.context.chunks);
+        let drafted = |k: usize| {
+            let chunk = |&slot: &usize| {
+                let rows = taken.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
+                Chunk { slot, held: self.cache.held(slot) + rows + k, len: 1 }
+            };
+            request.slots.iter().map(chunk).collect()
+        };
+        let drafted = (0..self.block_size.saturating_sub(1)).map(drafted).collect();
+        (taken, drafted)
     }
+}
+
+/// Chunks that run together.
+struct Run {
+    chunks: Vec<Chunk>,
+    plan: Sketch,
 }
 
 impl Proposer for Eagle3Proposer {
@@ -75,16 +78,37 @@ impl Proposer for Eagle3Proposer {
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let slots = request.slots;
-        self.take_in(request.context);
+        let (taken, drafted) = self.chunks(request);
+        self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
+        let (context, slots) = (request.context, request.slots);
+        let mut upload = Upload::default();
+        let mut run = |chunks: Vec<Chunk>| {
+            let plan = self.cache.plan(&chunks, Visibility::Causal, &mut upload);
+            Run { chunks, plan }
+        };
+        let taken = (!taken.is_empty()).then(|| run(taken));
+        let drafted: Vec<Run> = drafted.into_iter().map(run).collect();
+        // Every slot's last committed token.
+        let mut end = 0;
+        let ends = upload.push(context.chunks.iter().map(|&(_, rows)| {
+            end += rows as i64;
+            end - 1
+        }));
+        let new = upload.push(context.chunks.iter().map(|&(slot, _)| slot as i64));
+        let rows = upload.push(slots.iter().map(|&slot| slot as i64));
+        let sent = upload.send(self.model.device());
+        if let Some(taken) = &taken {
+            let states = self.extend(taken, &sent, &context.next, self.model.fuse(&context.taps));
+            let _ = self.states.index_copy_(0, &sent.of(new), &states.index_select(0, &sent.of(ends)));
+        }
         let held: Vec<usize> = slots.iter().map(|&slot| self.cache.held(slot)).collect();
-        let chunks: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, 1)).collect();
-        let rows: Vec<i64> = slots.iter().map(|&slot| slot as i64).collect();
-        let rows = Tensor::from_slice(&rows).to_device(self.model.device());
-        let mut states = self.states.index_select(0, &rows); // [S, d]
+        let mut states = self.states.index_select(0, &sent.of(rows)); // [S, d]
+        let mut drafted = drafted.iter();
         let proposal = token_by_token(request, self.block_size, |last| {
-            if let Some(token) = last {
-                states = self.extend(&chunks, token, states.shallow_clone());
+            if let Some(token) = last
+                && let Some(run) = drafted.next()
+            {
+                states = self.extend(run, &sent, token, states.shallow_clone());
             }
             self.model.draft_logits(&states)
         });
@@ -93,7 +117,11 @@ impl Proposer for Eagle3Proposer {
         proposal
     }
 
-    fn reset(&mut self, slot: usize) {
-        self.cache.truncate(slot, 0);
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.cache.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.cache.history_bytes(tokens) as u64
     }
 }

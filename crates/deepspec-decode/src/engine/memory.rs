@@ -1,0 +1,56 @@
+//! What sequences may take, and what happens when the memory runs out all the same.
+
+use deepspec_core::cli::contain_if;
+
+use super::Engine;
+use crate::{EngineError, Event, Proposer, Request, Target};
+
+/// How libtorch's allocators say that there is no memory: on a GPU, and two of them on the CPU.
+const NO_MEMORY: [&str; 3] = ["out of memory", "can't allocate memory", "no memory for"];
+
+/// Runs work on tensors. Where it finds no memory, the allocator's words; any other panic goes on.
+pub(super) fn guarded<R>(work: impl FnOnce() -> R) -> Result<R, String> {
+    contain_if(|words| NO_MEMORY.iter().any(|phrase| words.contains(phrase)), work)
+}
+
+impl<T: Target, P: Proposer> Engine<T, P> {
+    /// Bytes that the histories of all sequences may take together. A sequence starts when what it may come to take is there, and
+    /// one that could never start is refused.
+    #[must_use]
+    pub fn with_memory(mut self, bytes: u64) -> Self {
+        self.memory = Some(bytes);
+        self
+    }
+
+    /// Tokens that a request may come to hold: prompt, answer, and a block behind it; and the bytes that they take.
+    pub(super) fn need(&self, request: &Request) -> (usize, u64) {
+        let block = self.proposer.as_ref().map_or(0, Proposer::block_size);
+        let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(block);
+        let drafter = self.proposer.as_ref().map_or(0, |proposer| proposer.history_bytes(tokens));
+        (tokens, self.target.history_bytes(tokens).saturating_add(drafter))
+    }
+
+    /// Whether a sequence of so many bytes can start.
+    pub(super) fn has_room(&self, bytes: u64) -> bool {
+        let taken: u64 = self.slots.iter().flatten().map(|sequence| sequence.bytes).sum();
+        self.memory.is_none_or(|memory| taken.saturating_add(bytes) <= memory)
+    }
+
+    /// Brings all histories back to where they were before a step that found no memory, and gives up the sequence whose end frees
+    /// most: the longest prompt among those that were to be run, else the longest sequence.
+    pub(super) fn give_up_one(&mut self, words: &str) -> Option<Event> {
+        for slot in 0..self.slots.len() {
+            let Some((held, seen)) = self.slots[slot].as_ref().map(|s| (s.held, s.seen)) else { continue };
+            self.target.truncate(slot, held);
+            if let Some(proposer) = &mut self.proposer {
+                proposer.truncate(slot, seen);
+            }
+        }
+        let size = |slot: &usize| self.slots[*slot].as_ref().map(|s| (s.anchor.is_none(), s.len(), s.ticket));
+        let largest = (0..self.slots.len()).max_by_key(size)?;
+        let sequence = self.vacate(largest)?;
+        let words = words.lines().next().unwrap_or_default().to_string();
+        let error = EngineError::OutOfMemory { tokens: sequence.len(), words };
+        Some(Event::Failed(sequence.ticket, error))
+    }
+}

@@ -1,0 +1,157 @@
+//! Memory of histories: rows of one capacity side by side, as many as are in use.
+//!
+//! A row belongs to one history. Histories of about the same length lie in one tensor, so that an attention reads many of them
+//! at once without copying; a history that outgrows its row moves to a pool of longer ones.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::nn::Heads;
+
+/// Histories whose rows take up to so many bytes, and hold up to so many tokens, lie in one pool however short they are.
+const SMALL_ROW: (usize, usize) = (8 << 20, 2048);
+/// Bytes of rows in no use that are kept for the next histories.
+pub const KEPT: usize = 64 << 20;
+
+/// What a row holds for each token.
+pub struct Layout {
+    layers: Vec<Heads>,
+    options: (Kind, Device),
+    /// Capacities are whole multiples of this.
+    span: usize,
+}
+
+/// Rows of one capacity.
+pub struct Pool {
+    /// Tokens of a row.
+    pub capacity: usize,
+    /// Which rows are in use.
+    used: Vec<bool>,
+    /// Keys and values of every layer, `[rows, capacity, G, D]` each. There may be more rows than `used` knows of, where memory
+    /// ran out before all layers had theirs.
+    layers: Vec<[Tensor; 2]>,
+}
+
+impl Layout {
+    /// That of layers with these heads; capacities are multiples of `span`.
+    pub fn new(layers: Vec<Heads>, span: usize, options: (Kind, Device)) -> Self {
+        Self { layers, options, span }
+    }
+
+    /// Bytes of one token's keys and values.
+    pub fn token_bytes(&self) -> usize {
+        let values: i64 = self.layers.iter().map(|heads| 2 * heads.key_value * heads.dim).sum();
+        values as usize * self.options.0.elt_size_in_bytes()
+    }
+
+    /// Capacity of the rows for histories of up to `tokens`: two sizes per octave, from the smallest on that is worth a pool.
+    pub fn capacity(&self, tokens: usize) -> usize {
+        let (bytes, most) = SMALL_ROW;
+        let worth = (bytes / self.token_bytes().max(1)).min(most);
+        let smallest = (worth / 2 + 1).next_power_of_two().max(self.span);
+        let tokens = tokens.max(smallest);
+        let step = (tokens.next_power_of_two() / 4).max(self.span);
+        tokens.next_multiple_of(step)
+    }
+
+    fn zeros(&self, heads: Heads, rows: usize, capacity: usize) -> Tensor {
+        Tensor::zeros([rows as i64, capacity as i64, heads.key_value, heads.dim], self.options)
+    }
+}
+
+impl Pool {
+    /// A pool without rows.
+    pub fn new(capacity: usize, layout: &Layout) -> Self {
+        let empty = |&heads: &Heads| [(); 2].map(|()| layout.zeros(heads, 0, capacity));
+        Self { capacity, used: vec![], layers: layout.layers.iter().map(empty).collect() }
+    }
+
+    /// Rows in use, and all.
+    pub fn rows(&self) -> (usize, usize) {
+        (self.used.iter().filter(|&&used| used).count(), self.used.len())
+    }
+
+    /// Keys and values of a layer, `[rows, capacity, G, D]` each.
+    pub fn layer(&self, layer: usize) -> [&Tensor; 2] {
+        let [keys, values] = &self.layers[layer];
+        [keys, values]
+    }
+
+    /// Sees to it that `more` rows can be taken, and a few beyond where they cost little; `most` rows are enough for all histories.
+    pub fn make_room(&mut self, more: usize, most: usize, layout: &Layout) {
+        let (used, rows) = self.rows();
+        let needed = used + more;
+        if needed <= rows {
+            return;
+        }
+        let spare = (needed / 2).min(KEPT / (layout.token_bytes() * self.capacity).max(1));
+        let wanted = (needed + spare).min(most.max(needed));
+        // Layer by layer, so that old and new memory are there together for one layer only.
+        for (tensors, &heads) in self.layers.iter_mut().zip(&layout.layers) {
+            for tensor in tensors {
+                let there = tensor.size()[0];
+                if there < wanted as i64 {
+                    let grown = layout.zeros(heads, wanted, self.capacity);
+                    grown.narrow(0, 0, there).copy_(tensor);
+                    *tensor = grown;
+                }
+            }
+        }
+        self.used.resize(wanted, false);
+    }
+
+    /// Takes the first free row, which holds zeros.
+    pub fn take(&mut self) -> usize {
+        let row = self.used.iter().position(|used| !used).unwrap_or(self.used.len());
+        debug_assert!(row < self.used.len(), "room was made before");
+        self.used[row] = true;
+        row
+    }
+
+    /// Zeros the first `written` tokens of a row and lets go of it: whatever stood there, numbers that are not finite above all,
+    /// must not reach the next history through what its attention masks.
+    pub fn free(&mut self, row: usize, written: usize) {
+        let written = written.min(self.capacity) as i64;
+        if written > 0 {
+            for tensor in self.layers.iter().flatten() {
+                let _ = tensor.get(row as i64).narrow(0, 0, written).zero_();
+            }
+        }
+        self.used[row] = false;
+    }
+
+    /// Copies the first `tokens` of `row` to a row of another pool.
+    pub fn copy_to(&self, row: usize, other: &Self, to: usize, tokens: usize) {
+        for (from, into) in self.layers.iter().flatten().zip(other.layers.iter().flatten()) {
+            let tokens = tokens as i64;
+            into.get(to as i64).narrow(0, 0, tokens).copy_(&from.get(row as i64).narrow(0, 0, tokens));
+        }
+    }
+
+    /// Moves the rows in use to the front and gives the others' memory back. Calls `moved(from, to)` for each row that moves.
+    pub fn shrink(&mut self, layout: &Layout, mut moved: impl FnMut(usize, usize)) {
+        let (used, rows) = self.rows();
+        let mut last = rows;
+        for hole in 0..used {
+            if self.used[hole] {
+                continue;
+            }
+            while !self.used[last - 1] {
+                last -= 1;
+            }
+            let from = last - 1;
+            self.copy_to(from, self, hole, self.capacity);
+            (self.used[hole], self.used[from]) = (true, false);
+            moved(from, hole);
+        }
+        for (tensors, heads) in self.layers.iter_mut().zip(&layout.layers) {
+            for tensor in tensors {
+                let size = [used as i64, self.capacity as i64, heads.key_value, heads.dim];
+                // Where not even this can be had, the layer keeps what it has.
+                let Ok(mut fewer) = Tensor::f_empty(size, layout.options) else { continue };
+                fewer.copy_(&tensor.narrow(0, 0, used as i64));
+                *tensor = fewer;
+            }
+        }
+        self.used.truncate(used);
+    }
+}

@@ -1,0 +1,89 @@
+//! What histories may take of the memory that is free beside the models.
+
+use deepspec_decode::{Proposer, Target};
+
+use crate::kv::KEPT;
+use crate::{Drafter, TargetModel};
+
+/// Prompt tokens that a step may run at once.
+const PROMPT_TOKENS: usize = 8192;
+/// Of ten parts of the memory that is free, those that are counted on: allocators round up, and other programs come and go.
+const PARTS: u64 = 9;
+
+/// Bytes that the histories of all sequences may take where these models run: what is free now, less what the largest step works
+/// with. None where the device does not say what is free.
+pub fn room(target: &TargetModel, drafter: Option<&Drafter>, slots: usize) -> Option<u64> {
+    let free = deepspec_dist::free_memory(target.device())?;
+    let judged = slots * (1 + drafter.map_or(0, Proposer::block_size));
+    let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
+    let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);
+    let left = (free / 10 * PARTS).saturating_sub(working).saturating_sub(kept);
+    // While a pool of histories grows, one layer of it is there twice.
+    Some(left / (layers + 1) * layers)
+}
+
+/// How many sequences of a certain length have room at once.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// All of them.
+    All,
+    /// One at least.
+    Fewer {
+        /// The numbers, in a sentence without an end.
+        told: String,
+    },
+    /// Not even one.
+    Shorter {
+        /// The most tokens that one sequence can have.
+        tokens: usize,
+        /// The numbers, in a sentence without an end.
+        told: String,
+    },
+}
+
+/// Sets `slots` sequences of `context` tokens against `memory` bytes; `bytes` says what a history of so many tokens takes.
+pub fn fit(slots: usize, context: usize, memory: u64, bytes: impl Fn(usize) -> u64) -> Fit {
+    let gigabytes = |bytes: u64| format!("{:.2} GB", bytes as f64 / 1e9);
+    let one = bytes(context);
+    let all = one.saturating_mul(slots as u64);
+    let told = |what: String, taken: u64, rest: String| {
+        format!(
+            "the keys and values of {what} of {context} tokens take {}, {} are free for them{rest}",
+            gigabytes(taken),
+            gigabytes(memory)
+        )
+    };
+    if all <= memory {
+        return Fit::All;
+    }
+    if one <= memory {
+        let rest = format!(": {} of this length run at once", memory / one.max(1));
+        return Fit::Fewer { told: told(format!("{slots} conversations"), all, rest) };
+    }
+    let (mut fits, mut exceeds) = (0, context);
+    while exceeds - fits > 1 {
+        let middle = fits + (exceeds - fits) / 2;
+        if bytes(middle) <= memory { fits = middle } else { exceeds = middle }
+    }
+    Fit::Shorter { tokens: fits, told: told("one conversation".into(), one, String::new()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_and_context_are_set_against_the_memory() {
+        let bytes = |tokens: usize| tokens as u64 * 1_000_000;
+        assert_eq!(fit(4, 1000, 4_000_000_000, bytes), Fit::All);
+        let Fit::Fewer { told } = fit(4, 1000, 2_500_000_000, bytes) else { panic!("two have room") };
+        assert_eq!(
+            told,
+            "the keys and values of 4 conversations of 1000 tokens take 4.00 GB, 2.50 GB are free for them: 2 of this length run at once"
+        );
+        let Fit::Shorter { tokens, told } = fit(4, 1000, 600_400_000, bytes) else { panic!("none has room") };
+        assert_eq!(tokens, 600);
+        assert!(told.contains("one conversation of 1000 tokens take 1.00 GB, 0.60 GB are free"), "{told}");
+        assert!(matches!(fit(1, 10, 0, bytes), Fit::Shorter { tokens: 0, .. }));
+    }
+}
