@@ -135,3 +135,41 @@ fn a_filled_cache_holds_the_states_of_its_samples() {
         assert_rounded(&sample.id, &values(cached.last, hidden.size()[1]), &hidden.index_select(0, &kept));
     }
 }
+
+/// Bytes that the process has held at most.
+fn peak() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().strip_suffix("kB").unwrap().trim().parse::<u64>().unwrap() << 10
+}
+
+/// A sequence of 32,768 tokens in the passes and pieces that it is cut into; with `DEEPSPEC_TEST_FULL` alone, for its half a minute and
+/// more.
+#[test]
+fn a_sequence_of_32k_tokens_is_captured_in_little_memory() {
+    if std::env::var_os("DEEPSPEC_TEST_FULL").is_none() {
+        return;
+    }
+    const LENGTH: u32 = 32_768;
+    let bench = Bench::new();
+    bench.edit("config.json", "\"max_position_embeddings\": 2048", "\"max_position_embeddings\": 32768");
+    let recipe = bench.recipe(&[]);
+    let target = Path::new(&recipe.target.model);
+    let sample = |id: &str, length: u32| PlannedSample {
+        id: id.into(),
+        input_ids: (0..length).map(|p| ((p % 911) * 7 + p % 31) as i32 % 1024).collect(),
+        spans: vec![(length / 2, length)],
+    };
+    let mut capture = Capture::load(target, &recipe, LENGTH as usize, Device::Cpu, Kind::Float).unwrap();
+    let short = sample("short", 4096);
+    let expected = alone(&recipe, &short);
+    let before = peak();
+    let captured = capture.run(&[sample("long", LENGTH)], Last::Supervised);
+    let taken = peak() - before;
+    // Its 151 MB of keys and values, 75 MB of taps and last states (twice, once in float32), and the pieces' scores.
+    assert!(taken < 1 << 30, "{} MB", taken >> 20);
+    assert_eq!(captured.taps.size()[0], i64::from(LENGTH));
+    assert!(captured.taps.isfinite().all().int64_value(&[]) == 1);
+    // What stands first does not know what comes after it.
+    assert_rounded("the first pass", &captured.taps.narrow(0, 0, 4096), &expected.0);
+}
