@@ -14,7 +14,7 @@ use crate::{Budget, StatesError};
 const CPU_TOKENS: usize = 2048;
 /// The same on a GPU.
 const GPU_TOKENS: usize = 8192;
-/// Key and value slots are all as long as the longest sequence: together they hold this many forwards' tokens at most.
+/// Keys and values hold this many forwards' tokens at most, were all sequences as long as the longest.
 const HISTORIES: usize = 4;
 /// Sequences of one forward at most.
 const SEQUENCES: usize = 64;

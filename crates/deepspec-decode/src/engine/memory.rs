@@ -49,8 +49,26 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let size = |slot: &usize| self.slots[*slot].as_ref().map(|s| (s.anchor.is_none(), s.len(), s.ticket));
         let largest = (0..self.slots.len()).max_by_key(size)?;
         let sequence = self.vacate(largest)?;
-        let words = words.lines().next().unwrap_or_default().to_string();
-        let error = EngineError::OutOfMemory { tokens: sequence.len(), words };
+        let error = EngineError::OutOfMemory { tokens: sequence.len(), words: first_line(words) };
         Some(Event::Failed(sequence.ticket, error))
+    }
+}
+
+/// The allocator's own words without what the panic puts around them, which escapes line ends, and without the stack below them.
+fn first_line(words: &str) -> String {
+    let own = words.split_once("Torch(\"").map_or(words, |(_, own)| own);
+    let end = own.find("\\n").or_else(|| own.find('\n')).unwrap_or(own.len());
+    own[..end].trim_end_matches("\")").to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_allocators_words_are_one_line() {
+        let panic = r#"called `Result::unwrap()` on an `Err` value: Torch("CUDA out of memory. Tried to allocate 2 GiB.\nframe #0: x")"#;
+        assert_eq!(first_line(panic), "CUDA out of memory. Tried to allocate 2 GiB.");
+        assert_eq!(first_line("no memory for 12 bytes\nmore"), "no memory for 12 bytes");
     }
 }
