@@ -6,6 +6,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::spec::{LayerSpec, RopeSpec, Scaling, Yarn};
 
+/// Values that libtorch's element-wise operators take at a time: two vectors of the widest processors.
+const ROWS: i64 = 32;
+
 /// The rotary embeddings of a stack of layers, one for each kind of layer.
 pub struct Ropes {
     ropes: Vec<Rope>,
@@ -95,9 +98,21 @@ impl Rope {
 
     /// The rotation of integer positions `[N]`.
     fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
+        let rows = positions.size()[0];
+        let positions = whole(positions);
         let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
-        let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1);
+        let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1).narrow(0, 0, rows);
         Rotation { cos: scaled(angles.cos()), sin: scaled(angles.sin()) }
+    }
+}
+
+/// On the CPU, positions in whole multiples of [`ROWS`]: libtorch's cosines of what fills no vector of the processor differ in the last
+/// bit from those of what does, and which rows those are must not depend on how many there are.
+fn whole(positions: &Tensor) -> Tensor {
+    let missing = (-positions.size()[0]).rem_euclid(ROWS);
+    match positions.device() {
+        Device::Cpu if missing > 0 => positions.constant_pad_nd([0, missing]),
+        _ => positions.shallow_clone(),
     }
 }
 
