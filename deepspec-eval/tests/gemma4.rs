@@ -28,7 +28,9 @@ fn bench() -> &'static Path {
     let dir = DIR.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
         let [target, draft] = ["target", "draft"].map(|name| dir.path().join(name));
-        [&target, &draft].map(|dir| fs::create_dir(dir).unwrap());
+        for dir in [&target, &draft] {
+            fs::create_dir(dir).unwrap();
+        }
         tiny::gemma4(&target, 512);
         let model = ModelConfig::load(&target).unwrap();
         let config = BlockConfig {

@@ -32,7 +32,10 @@ fn a_rank_without_memory_says_so_in_the_launchers_last_line() {
     let huge = "--set=drafter.dspark.markov.rank=1048576";
     let train = bench.command(&["--processes=2", "--set=train.local_batch_size=1", huge]);
     let mut limited = Command::new("sh");
-    limited.args(["-c", "ulimit -v 3500000; exec \"$0\" \"$@\""]).arg(train.get_program()).args(train.get_args());
+    limited
+        .args(["-c", "ulimit -v 3500000; exec \"$0\" \"$@\""])
+        .arg(train.get_program())
+        .args(train.get_args());
     let output = limited.env("OMP_NUM_THREADS", "1").output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     let last = said.lines().last().unwrap_or_default();

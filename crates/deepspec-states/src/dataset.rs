@@ -162,8 +162,7 @@ impl Dataset {
     pub fn rounding(&self) -> Option<Encoding> {
         let stored = match &self.origin {
             Origin::Cache(stored) => Some(stored),
-            Origin::Online(_) => None,
-            Origin::Hybrid(recording) => recording.finished.as_ref(),
+            Origin::Online(_) | Origin::Hybrid(_) => None,
         };
         stored.map(|stored| stored.reader.layout().encoding).filter(|encoding| encoding.rounds())
     }

@@ -141,7 +141,7 @@ fn online_states_are_the_cached_ones() {
 fn only_states_that_were_rounded_are_other_data() {
     let bench = bench();
     let source = bench.source(&[]).unwrap();
-    let online = dataset(&recipe(&bench, "online"), &source);
+    let online = dataset(&bench, &recipe(&bench, "online"), &source);
     assert_eq!(online.rounding(), None);
     for (encoding, rounding) in
         [(Encoding::Bf16, None), (Encoding::Bf16z, None), (Encoding::Fp8, Some(Encoding::Fp8))]
@@ -151,7 +151,7 @@ fn only_states_that_were_rounded_are_other_data() {
         build_as(encoding, &cached, &source, &dir, &bench.path("rows.jsonl"));
         for states in ["cache", "hybrid"] {
             let recipe = recipe(&bench, &format!("{{{states}: '{}'}}", dir.display()));
-            let dataset = dataset(&recipe, &source);
+            let dataset = dataset(&bench, &recipe, &source);
             assert_eq!(dataset.rounding(), rounding, "{states} of {encoding}");
             assert_eq!(dataset.digest() == online.digest(), rounding.is_none(), "{states} of {encoding}");
         }

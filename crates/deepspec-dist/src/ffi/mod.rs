@@ -36,7 +36,8 @@ pub fn load_cuda() -> Result<(), String> {
     // only register kernels. It is never closed, so nothing it registered can dangle.
     let opened = unsafe { Library::new(CUDA_LIBRARY) };
     // The error itself says only that it failed, its source what is missing.
-    let told = |error: libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
+    let told =
+        |error: libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
     let library = opened.map_err(told)?;
     std::mem::forget(library);
     Ok(())

@@ -32,7 +32,9 @@ fn stuck(
         let group = connect(&places[0]);
         let (hold, held) = mpsc::channel::<()>();
         let open = move |_| held.recv().map_err(|_| "released".to_string());
-        let count = || drop(abandoned.fetch_add(1, Ordering::Relaxed));
+        let count = || {
+            abandoned.fetch_add(1, Ordering::Relaxed);
+        };
         let error = group.connect_gpus(timeout, open, count).map(drop).unwrap_err();
         drop((hold, done));
         error
