@@ -2,7 +2,7 @@
 
 use deepspec_decode::{Feed, Target};
 use deepspec_models::{ModelConfig, TargetModel};
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::decode::Asked;
 
@@ -73,10 +73,5 @@ impl Captured {
             answer.states.narrow(1, place as i64 * self.width, self.width)
         };
         Tensor::cat(&taps.iter().map(of).collect::<Vec<_>>(), 1)
-    }
-
-    /// Where it lives.
-    pub fn device(&self) -> Device {
-        self.answers.first().map_or(Device::Cpu, |answer| answer.last.device())
     }
 }

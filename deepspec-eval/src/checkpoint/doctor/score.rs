@@ -11,6 +11,7 @@ use deepspec_models::{
     Block, BlockBatch, Drafter, DrafterOptions, Eagle3, Eagle3Batch, Eagle3Objective, ModelConfig,
     ModelError, TargetModel, TrainSample,
 };
+use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::Place;
@@ -22,6 +23,8 @@ const CHUNK: i64 = 256;
 const ANCHORS: usize = 12;
 /// Below this, the likeliest token is taken.
 const GREEDY: f64 = 1e-5;
+/// Parts that the answers are dealt into, to see how much a change depends on which they are.
+const PARTS: usize = 8;
 
 /// One thing changed about how the drafter is read.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,28 +45,94 @@ pub enum Change {
     Ends,
 }
 
-/// What was accepted, position by position.
+/// What was accepted of some answers, position by position.
+#[derive(Debug, Clone, Default)]
+struct Part {
+    /// Rows.
+    rows: Vec<f64>,
+    /// Sum of their acceptances at the temperature that was asked for.
+    accept: Vec<f64>,
+    /// Sum of Σ min(p^d, p^t) at temperature 1: it moves with every change of the drafter, where the likeliest token often
+    /// stays.
+    overlap: Vec<f64>,
+    /// Sum of the confidences over all positions, of a drafter with such a head.
+    confidence: Option<f64>,
+}
+
+impl Part {
+    /// Adds the rows of the next position, `[R]` each.
+    fn push(&mut self, [accept, overlap]: [&Tensor; 2]) {
+        self.rows.push(accept.numel() as f64);
+        self.accept.push(sum(accept));
+        self.overlap.push(sum(overlap));
+    }
+}
+
+/// What was accepted, part by part.
 #[derive(Debug, Clone)]
 pub struct Score {
-    /// Mean acceptance Σ min(p^d, p^t) at each position.
-    pub accept: Vec<f64>,
-    /// Mean confidence and mean acceptance over all positions, of a drafter with such a head.
-    pub confidence: Option<(f64, f64)>,
+    parts: Vec<Part>,
+}
+
+/// How much the accepted length rises that the overlaps of the distributions make.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Rise {
+    /// The rise.
+    pub overlap: f64,
+    /// Its standard error over the parts of the answers (jackknife).
+    pub error: f64,
 }
 
 impl Score {
+    /// Mean acceptance at each position.
+    pub fn accept(&self) -> Vec<f64> {
+        means(&self.parts, None, |part| &part.accept)
+    }
+
+    /// Mean confidence and mean acceptance over all positions, of a drafter with such a head.
+    pub fn confidence(&self) -> Option<(f64, f64)> {
+        let predicted = self.parts.iter().map(|part| part.confidence).sum::<Option<f64>>()?;
+        let total = |of: fn(&Part) -> &Vec<f64>| self.parts.iter().flat_map(of).sum::<f64>();
+        let rows = total(|part| &part.rows);
+        Some((predicted / rows, total(|part| &part.accept) / rows))
+    }
+
     /// The accepted length that these acceptances make, were they independent: 1 + Σ_k Π_{i≤k} a_i.
     pub fn accepted_length(&self) -> f64 {
-        let mut survival = 1.0;
-        1.0 + self
-            .accept
-            .iter()
-            .map(|accept| {
-                survival *= accept;
-                survival
-            })
-            .sum::<f64>()
+        length(&self.accept())
     }
+
+    /// How much longer answers are accepted than with `before`, on the same blocks; None with a single part.
+    pub fn rise_over(&self, before: &Self) -> Option<Rise> {
+        let parts = self.parts.len().min(before.parts.len());
+        let rise = |without| {
+            let of = |score: &Self| length(&means(&score.parts, without, |part| &part.overlap));
+            of(self) - of(before)
+        };
+        let without: Vec<f64> = (0..parts).map(|part| rise(Some(part))).collect();
+        let count = parts as f64;
+        let mean = without.iter().sum::<f64>() / count;
+        let spread = without.iter().map(|rise| (rise - mean).powi(2)).sum::<f64>();
+        let error = (spread * (count - 1.0) / count).sqrt();
+        (parts > 1).then(|| Rise { overlap: rise(None), error })
+    }
+}
+
+/// Means at each position over the parts, but for one of them.
+fn means(parts: &[Part], without: Option<usize>, of: fn(&Part) -> &Vec<f64>) -> Vec<f64> {
+    let parts = || parts.iter().enumerate().filter(move |(i, _)| Some(*i) != without).map(|(_, part)| part);
+    let positions = parts().map(|part| part.rows.len()).max().unwrap_or(0);
+    let total =
+        |k: usize, of: fn(&Part) -> &Vec<f64>| parts().filter_map(|part| of(part).get(k)).sum::<f64>();
+    (0..positions).map(|k| total(k, of) / total(k, |part| &part.rows)).collect()
+}
+
+fn length(accept: &[f64]) -> f64 {
+    let survival = accept.iter().scan(1.0, |survival, accept| {
+        *survival *= accept;
+        Some(*survival)
+    });
+    1.0 + survival.sum::<f64>()
 }
 
 /// A drafter under examination.
@@ -184,10 +253,16 @@ impl Probe {
         };
         let read = |answer: &Answer| captured.taps(answer, taps, *change == Change::FinalNorm);
         let judge = Judge { target, temperature };
-        Ok(match self.changed(change, target)? {
-            Self::Block(block) => score_block(&block, captured, &read, &judge, *change == Change::Slots),
-            Self::Eagle3(model) => score_eagle3(&model, captured, &read, &judge),
-        })
+        let changed = self.changed(change, target)?;
+        let parts = (0..PARTS).filter_map(|part| {
+            let answers: Vec<&Answer> = captured.answers.iter().skip(part).step_by(PARTS).collect();
+            match &changed {
+                Self::Block(block) => score_block(block, &answers, &read, &judge, *change == Change::Slots),
+                Self::Eagle3(model) => score_eagle3(model, &answers, &read, &judge),
+            }
+        });
+        let parts: Vec<Part> = parts.collect();
+        Ok((!parts.is_empty()).then_some(Score { parts }))
     }
 }
 
@@ -198,19 +273,25 @@ struct Judge<'a> {
 }
 
 impl Judge<'_> {
-    /// Acceptance of rows `[R]`: `draft(start, len)` gives the draft's logits, `teacher [R, d]` the target's states.
-    fn accept(&self, teacher: &Tensor, draft: impl Fn(i64, i64) -> Tensor) -> Tensor {
+    /// Acceptance and overlap of rows, `[R]` each: `draft(start, len)` gives the draft's logits, `teacher [R, d]` the target's
+    /// states.
+    fn accept(&self, teacher: &Tensor, draft: impl Fn(i64, i64) -> Tensor) -> [Tensor; 2] {
         let rows = teacher.size()[0];
         let part = |start: i64| {
             let len = CHUNK.min(rows - start);
             let (own, target) = (draft(start, len), self.target.logits(&teacher.narrow(0, start, len)));
-            if self.temperature < GREEDY {
-                return own.argmax(-1, false).eq_tensor(&target.argmax(-1, false)).to_kind(Kind::Float);
-            }
-            let softmax = |logits: Tensor| (logits / self.temperature).softmax(-1, Kind::Float);
-            softmax(own).minimum(&softmax(target)).sum_dim_intlist(-1, false, Kind::Float)
+            let overlap = |temperature: f64| {
+                let softmax = |logits: &Tensor| (logits / temperature).softmax(-1, Kind::Float);
+                softmax(&own).minimum(&softmax(&target)).sum_dim_intlist(-1, false, Kind::Float)
+            };
+            let accept = match self.temperature < GREEDY {
+                true => own.argmax(-1, false).eq_tensor(&target.argmax(-1, false)).to_kind(Kind::Float),
+                false => overlap(self.temperature),
+            };
+            (accept, overlap(1.0))
         };
-        Tensor::cat(&(0..rows).step_by(CHUNK as usize).map(part).collect::<Vec<_>>(), 0)
+        let (accept, overlap): (Vec<_>, Vec<_>) = (0..rows).step_by(CHUNK as usize).map(part).unzip();
+        [accept, overlap].map(|parts| Tensor::cat(&parts, 0))
     }
 }
 
@@ -235,26 +316,26 @@ fn anchors(answer: &Answer, gamma: usize) -> Vec<usize> {
     (answer.prompt..end).step_by(stride).collect()
 }
 
-fn mean(rows: &Tensor) -> f64 {
-    rows.mean(Kind::Double).double_value(&[])
+fn sum(rows: &Tensor) -> f64 {
+    rows.sum(Kind::Double).double_value(&[])
 }
 
 fn score_block(
     block: &Block,
-    captured: &Captured,
+    answers: &[&Answer],
     read: &dyn Fn(&Answer) -> Tensor,
     judge: &Judge,
     at_anchor: bool,
-) -> Option<Score> {
+) -> Option<Part> {
     let config = block.config();
     let (gamma, width) = (config.block_size as i64, config.model.hidden_size);
-    let samples: Vec<TrainSample> = captured
-        .answers
+    let samples: Vec<TrainSample> = answers
         .iter()
         .map(|answer| sample(answer, read(answer), anchors(answer, config.block_size)))
         .filter(|sample| !sample.anchors.is_empty())
         .collect();
-    let batch = BlockBatch::new(&samples, config, 1.0, captured.device(), block.kind())?;
+    let device = samples.first()?.taps.device();
+    let batch = BlockBatch::new(&samples, config, 1.0, device, block.kind())?;
     let hidden = block.hidden(&batch); // [A, γ, d]
     let blocks = hidden.size()[0];
     let teacher = batch.teacher().view([blocks, gamma, width]);
@@ -273,46 +354,48 @@ fn score_block(
     let markov = block.markov_features(&hidden, &previous);
     let flat = |tensor: &Tensor| tensor.narrow(1, first, drafts).flatten(0, 1);
     let (rows, features) = (flat(&hidden), markov.as_ref().map(|(_, features)| flat(features)));
-    let accept = judge.accept(&teacher.narrow(1, 0, drafts).flatten(0, 1), |start, len| {
+    let [accept, overlap] = judge.accept(&teacher.narrow(1, 0, drafts).flatten(0, 1), |start, len| {
         let features = features.as_ref().map(|features| features.narrow(0, start, len));
         block.corrected_logits(&rows.narrow(0, start, len), features.as_ref())
     });
     let confidence = block
         .confidence_logits(&hidden, markov.as_ref().map(|(e, _)| e))
         .filter(|_| !at_anchor)
-        .map(|logits| (mean(&logits.sigmoid()), mean(&accept)));
-    let by_position = accept.view([blocks, drafts]);
-    let accept = (0..drafts).map(|k| mean(&by_position.select(1, k))).collect();
-    Some(Score { accept, confidence })
+        .map(|logits| sum(&logits.sigmoid()));
+    let mut part = Part { confidence, ..Part::default() };
+    let by_position = [accept, overlap].map(|rows| rows.view([blocks, drafts]));
+    for k in 0..drafts {
+        part.push(by_position.each_ref().map(|rows| rows.select(1, k)).each_ref());
+    }
+    Some(part)
 }
 
 fn score_eagle3(
     model: &Eagle3,
-    captured: &Captured,
+    answers: &[&Answer],
     read: &dyn Fn(&Answer) -> Tensor,
     judge: &Judge,
-) -> Option<Score> {
+) -> Option<Part> {
     let samples: Vec<TrainSample> =
-        captured.answers.iter().map(|answer| sample(answer, read(answer), vec![])).collect();
+        answers.iter().map(|answer| sample(answer, read(answer), vec![])).collect();
+    let device = samples.first()?.taps.device();
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,
         step_loss_decay: 1.0,
         normalization: LossNormalization::Global,
     };
     let steps = model.config().ttt_length;
-    let batch = Eagle3Batch::new(&samples, &objective, steps, captured.device(), model.kind())?;
-    let all = model.states(&batch);
-    let accept =
-        all.iter().enumerate().map_while(|(step, states)| {
-            let rows = batch.supervised(step);
-            let states = states.index_select(0, rows);
-            let any = rows.size()[0] > 0;
-            any.then(|| {
-                mean(&judge.accept(batch.teacher(step), |start, len| {
-                    model.draft_logits(&states.narrow(0, start, len))
-                }))
-            })
-        });
-    let accept: Vec<f64> = accept.collect();
-    (!accept.is_empty()).then_some(Score { accept, confidence: None })
+    let batch = Eagle3Batch::new(&samples, &objective, steps, device, model.kind())?;
+    let mut part = Part::default();
+    for (step, states) in model.states(&batch).iter().enumerate() {
+        let rows = batch.supervised(step);
+        if rows.size()[0] == 0 {
+            break;
+        }
+        let states = states.index_select(0, rows);
+        let judged =
+            judge.accept(batch.teacher(step), |start, len| model.draft_logits(&states.narrow(0, start, len)));
+        part.push(judged.each_ref());
+    }
+    (!part.rows.is_empty()).then_some(part)
 }

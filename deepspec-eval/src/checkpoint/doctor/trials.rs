@@ -38,8 +38,8 @@ pub fn estimate(
     };
     let estimated = base.accepted_length();
     report.estimated = Some(estimated);
-    report.accept = base.accept.clone();
-    if let Some((predicted, accepted)) = base.confidence
+    report.accept = base.accept();
+    if let Some((predicted, accepted)) = base.confidence()
         && (predicted - accepted).abs() > MISCALIBRATED
     {
         let evidence =
@@ -48,8 +48,8 @@ pub fn estimate(
     }
     for (cause, what, change) in suspicions(probe, captured, target, tokenizer, ends_differ) {
         if let Some(found) = score(&change)? {
-            let found = found.accepted_length();
-            report.trials.push(Trial { cause, what, before: estimated, after: found });
+            let (after, rise) = (found.accepted_length(), found.rise_over(&base));
+            report.trials.push(Trial { cause, what, before: estimated, after, rise });
         }
     }
     let own = &probe.model().layers;
