@@ -1,7 +1,7 @@
 //! `checkpoint doctor`: a drafter that is misused in one way is told to be misused in that way.
 //!
 //! Most drafters learn the target's likeliest answers to the very prompts that are asked, so that seconds of training do. The
-//! one that thinks, and with `DEEPSPEC_TEST_FULL` one that was trained for minutes, are asked what is new to them.
+//! one that thinks, and one that was trained for minutes, are asked what is new to them.
 
 mod common;
 
@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{deepspec_eval, repository, target_dir};
-use deepspec_core::recipe::{LossNormalization, Markov, MarkovKind, Supervise};
+use deepspec_core::recipe::{LossNormalization, Supervise};
 use deepspec_models::{
     BlockConfig, Design, Eagle3Config, Eagle3Objective, Learner, LossAlphas, ModelConfig, TrainSample, save,
 };
@@ -134,33 +134,9 @@ fn put(dir: &Path, config: &Value, tensors: &[(String, Tensor)]) {
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
 }
 
-/// A drafter that learned from prompts of its own and knows what to make of those that are asked. That takes minutes: none
-/// without `DEEPSPEC_TEST_FULL`.
-fn general() -> Option<&'static Path> {
-    static DIR: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
-    std::env::var_os("DEEPSPEC_TEST_FULL")?;
-    let dir = DIR.get_or_init(|| {
-        let dir = tempfile::tempdir().unwrap();
-        let prompts = dir.path().join("prompts.jsonl");
-        let text = fs::read_to_string(repository("assets/demo-prompts.jsonl")).unwrap();
-        let turn = |line: &str| {
-            let row: Value = serde_json::from_str(line).unwrap();
-            let said = row["conversations"].as_array().unwrap().iter();
-            let asked = said.filter(|turn| turn["from"] == "human").map(|turn| &turn["value"]).next();
-            json!({"turns": [asked]}).to_string() + "\n"
-        };
-        fs::write(&prompts, text.lines().map(turn).collect::<String>()).unwrap();
-        let (suites, rows) = (vec![prompts.display().to_string()], 0..800);
-        let lessons = Lessons { target: target_dir(), suites, rows, tokens: 64, thinking: false };
-        let Design::Block { mut config, decay_gamma, .. } = design(TAPS, false) else { unreachable!() };
-        config.markov = Some(Markov { kind: MarkovKind::Vanilla, rank: 64 });
-        config.model = ModelConfig::load(&target_dir()).unwrap().draft_decoder(&[None, None]).unwrap();
-        let alphas = LossAlphas { ce: 0.1, l1: 0.9, ..LossAlphas::default() };
-        let design = Design::Block { config, alphas, decay_gamma };
-        let samples = lessons.samples(&TAPS, |out| (out.taps, out.hidden));
-        checkpoint(&train(&design, &target_dir(), 1200, samples))
-    });
-    Some(&dir.1)
+/// A drafter that learned from prompts of its own: those that are asked are new to it.
+fn general() -> PathBuf {
+    repository("assets/tiny-dspark")
 }
 
 /// The trained drafter with something changed.
@@ -231,15 +207,11 @@ fn taps_off_by_one_are_named_in_either_direction() {
         let shift = |trained: &mut Trained| trained.config["target_layer_ids"] = json!(shifted);
         let (_root, dir) = misused(shift);
         assert_cause(&doctor(&dir, &[]), "taps", &[words]);
-        if let Some(general) = general() {
-            let (_root, dir) = changed(general, shift);
-            assert_cause(&asked(&dir, NEW, &[]), "taps", &[words]);
-        }
+        let (_root, dir) = changed(&general(), shift);
+        assert_cause(&asked(&dir, NEW, &[]), "taps", &[words]);
     }
-    if let Some(general) = general() {
-        let report = asked(general, NEW, &[]);
-        assert_eq!(report["cause"], Value::Null, "{report:#}");
-    }
+    let report = asked(&general(), NEW, &[]);
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
 }
 
 #[test]
@@ -324,10 +296,8 @@ fn thinking_unlike_that_of_training_is_named_either_way() {
     let report = doctor(&dir, &[]);
     assert_cause(&report, "template", &["thinking on, no system message instead of thinking off"]);
     assert_eq!(doctor(&dir, &["--thinking"])["cause"], Value::Null);
-    if let Some(general) = general() {
-        let report = asked(general, NEW, &["--thinking"]);
-        assert_cause(&report, "template", &["thinking off, no system message instead of thinking on"]);
-    }
+    let report = asked(&general(), NEW, &["--thinking"]);
+    assert_cause(&report, "template", &["thinking off, no system message instead of thinking on"]);
 }
 
 #[test]

@@ -122,10 +122,7 @@ fn a_checkpoint_in_shards_is_gone_on_from() {
 
 #[test]
 fn transformers_and_safetensors_read_a_checkpoint_in_shards() {
-    let Some(python) = std::env::var_os("DEEPSPEC_TEST_PYTHON") else {
-        eprintln!("skipped: DEEPSPEC_TEST_PYTHON names no Python");
-        return;
-    };
+    let Some(python) = skip::python("transformers") else { return };
     let bench = Bench::new();
     bench.succeeds(&["--init-only"]);
     let (step, single) = (bench.path("out/t/step_0"), bench.path("single.safetensors"));

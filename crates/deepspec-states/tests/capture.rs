@@ -9,6 +9,7 @@ use deepspec_cache::{Builder, Last, Plan, PlannedSample, Reader};
 use deepspec_core::recipe::Recipe;
 use deepspec_decode::{Feed, Target};
 use deepspec_states::{Capture, fill};
+use deepspec_testkit::skip;
 use tch::{Device, Kind, Tensor};
 
 /// Half a unit in the last place of bfloat16, and the noise of float32 sums in another order.
@@ -147,8 +148,8 @@ fn peak() -> u64 {
 /// more.
 #[test]
 fn a_sequence_of_32k_tokens_is_captured_in_little_memory() {
-    if std::env::var_os("DEEPSPEC_TEST_FULL").is_none() {
-        return;
+    if !skip::full() {
+        return skip::skip(skip::Kind::Long, "capturing 32,768 tokens takes half a minute");
     }
     const LENGTH: u32 = 32_768;
     let bench = Bench::new();

@@ -8,6 +8,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use serde_json::Value;
 
+use crate::skip::{Kind, skip};
+
 /// What a program that was built to speak to GPUs through NCCL needs of libtorch's own CUDA part, and does not find here.
 const NCCL: &[u8] = b"ProcessGroupNCCL";
 
@@ -17,13 +19,14 @@ pub struct Standin {
 }
 
 impl Standin {
-    /// The stand-in for a program; none, said on standard error, where the program was built with NCCL and so for true GPUs.
+    /// The stand-in for a program; none, and the test left out, where the program was built with NCCL and so for true GPUs.
     ///
     /// # Panics
     /// If it cannot be compiled or the program is not there.
     pub fn for_program(program: &Path) -> Option<Self> {
         if is_for_gpus(program) {
-            eprintln!("skipped: {} was built with NCCL; run it on its GPUs", program.display());
+            let why = format!("{} was built with NCCL; run it on its GPUs", program.display());
+            skip(Kind::Absent, &why);
             return None;
         }
         Some(Self { dir: compiled() })
