@@ -473,7 +473,7 @@ fn a_gpu_that_libtorch_cannot_use_is_missed() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-eval"));
         command.env("OMP_NUM_THREADS", "1").args(["run", "--draft", "none", "--target"]).arg(target_dir());
         command.arg("--suites-dir").arg(repository("eval_datasets")).arg("--output-dir").arg(dir.path());
-        command.args(["--limit", "1", "--max-new-tokens", "1"]);
+        command.args(["--limit", "1", "--max-new-tokens", "1", "--overwrite"]);
         command
     };
     assert_misses_gpus(run, dir.path());
