@@ -6,6 +6,7 @@
 #
 # DEEPSPEC_STANDIN_DEVICES   how many GPUs there are, 1 if it is left out
 # DEEPSPEC_STANDIN_MEMORY    bytes of memory that each of them has, 80 GiB if it is left out
+# DEEPSPEC_STANDIN_FREE      bytes that each of them says are free, whatever is; the truth if it is left out
 # DEEPSPEC_STANDIN_REPORT    where to write, as the process ends, what was uploaded, downloaded and waited for, by operator, and how much
 #                            memory was used; %p in it stands for the process's number
 set -euo pipefail
@@ -25,6 +26,7 @@ stamp=$({
 } | sha256sum)
 if [ ! -f "$out/libtorch_cuda.so" ] || [ "$(cat "$out/stamp" 2>/dev/null)" != "$stamp" ]; then
     echo "standin: compiling tests/standin" >&2
+    rm -f "$out"/*.o # of a compilation that failed
     flags="-std=c++17 -O1 -fPIC -fvisibility=hidden -Wall -Wextra -isystem .libtorch/include"
     flags+=" -isystem .libtorch/include/torch/csrc/api/include"
     # shellcheck disable=SC2016

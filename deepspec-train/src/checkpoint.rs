@@ -214,9 +214,11 @@ pub fn restore(
         );
     }
     if state.rounding != data.rounding {
-        let said = |rounding: Option<Encoding>| match rounding {
+        let said = |rounding: Option<Encoding>| {
+            match rounding {
             Some(encoding) => format!("states of encoding {encoding}, which rounds them"),
-            None => "states that no encoding has rounded (bf16, bf16z, or straight from the target)".into(),
+            None => "states that no encoding has rounded, as far as is recorded (bf16, bf16z, or straight from the target)".into(),
+        }
         };
         usage!(
             "{} was trained on {}, the recipe names {} now; name the cache that it was trained on, choose another name, or start anew with --overwrite",

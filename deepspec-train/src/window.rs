@@ -111,7 +111,7 @@ impl Window {
         self.norms.as_ref().is_none_or(|norms| norms.double_value(&[]).is_finite())
     }
 
-    /// The window's metrics, leaving it empty. The only place that reads tensors back.
+    /// The window's metrics, leaving it empty. Reads tensors back, as `reduce`, `is_finite` and `not_finite` do, and nothing else.
     pub fn take(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
         let elapsed = self.started.elapsed().saturating_sub(self.paused).as_secs_f64();
         let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.terms.count()], to_vec);

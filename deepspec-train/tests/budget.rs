@@ -10,50 +10,54 @@ const UPLOADS: i64 = 8;
 /// Micro-batches of a step.
 const PASSES: i64 = 2;
 const STEPS: [i64; 2] = [3, 9];
+const BF16: &str = "train.precision=bf16";
 
-/// Steps without a word between them, by drafter and precision.
+/// Steps without a word between them, of the recipe with these changes.
 #[track_caller]
-fn within_budget(drafter: &str, precision: &str) {
+fn within_budget(changes: &[&str]) {
     let mut reports = vec![];
     for steps in STEPS {
         let Some(gpu) = gpu() else { return };
         let bench = Bench::new().on(gpu);
-        let changes = [
-            drafter.to_string(),
-            format!("train.precision={precision}"),
-            format!("train.max_train_steps={steps}"),
-            "logging.logging_steps=1000".into(),
-            "logging.checkpointing_steps=1000".into(),
-        ];
-        let args: Vec<&str> = changes.iter().flat_map(|change| ["--set", change]).collect();
+        let length = format!("train.max_train_steps={steps}");
+        let silence: [&str; 3] = [&length, "logging.logging_steps=1000", "logging.checkpointing_steps=1000"];
+        let args: Vec<&str> =
+            changes.iter().copied().chain(silence).flat_map(|change| ["--set", change]).collect();
         bench.succeeds(&args);
         reports.push(bench.report());
     }
     let steps = STEPS[1] - STEPS[0];
     for what in ["downloads", "waits"] {
         let (count, by) = reports[0].beyond(&reports[1], what);
-        assert_eq!(count, 0, "{drafter} in {precision}: {what} in {steps} steps:\n{by}");
+        assert_eq!(count, 0, "{changes:?}: {what} in {steps} steps:\n{by}");
     }
     let (uploads, by) = reports[0].beyond(&reports[1], "uploads");
     let allowed = UPLOADS * PASSES * steps;
-    assert!(uploads <= allowed, "{drafter} in {precision}: {uploads} uploads, {allowed} allowed:\n{by}");
+    assert!(uploads <= allowed, "{changes:?}: {uploads} uploads, {allowed} allowed:\n{by}");
 }
 
 #[test]
 fn a_step_of_dspark_waits_for_nothing() {
-    within_budget("name=t", "fp32");
-    within_budget("name=t", "bf16");
+    within_budget(&[]);
+    within_budget(&[BF16]);
 }
 
 #[test]
 fn a_step_of_dflash_waits_for_nothing() {
-    within_budget(
+    within_budget(&[
         "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}",
-        "bf16",
-    );
+        BF16,
+    ]);
 }
 
 #[test]
 fn a_step_of_eagle3_waits_for_nothing() {
-    within_budget("drafter={eagle3: {ttt_length: 3}}", "bf16");
+    within_budget(&["drafter={eagle3: {ttt_length: 3}}", BF16]);
+}
+
+#[test]
+fn a_step_beside_its_target_waits_for_nothing() {
+    let rows = Bench::new();
+    let input = format!("data.input=['{}']", rows.path("rows.jsonl").display());
+    within_budget(&["data.states=online", &input, BF16]);
 }

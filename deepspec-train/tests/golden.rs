@@ -1,12 +1,20 @@
 //! Schedule, learning rate, optimiser and clipping against the reference's numbers.
 
+use std::collections::BTreeMap;
+
 use deepspec_dist::ProcessGroup;
 use deepspec_testkit::golden::{Array, Case, Values};
 use deepspec_train::lr::LrSchedule;
 use deepspec_train::optimizer::{AdamW, clip};
 use deepspec_train::schedule::{Order, Schedule, SizeError, Sizes};
 use serde_json::Value;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+
+/// Where parameters and gradients live: `DEEPSPEC_TEST_DEVICE`, else the CPU.
+fn device() -> Device {
+    let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
+    deepspec_dist::device(&name).unwrap_or_else(|error| panic!("{error}"))
+}
 
 fn tensor(array: &Array) -> Tensor {
     match &array.values {
@@ -117,27 +125,25 @@ fn golden_optimizer_adamw() {
     let recorded: Vec<i64> =
         case.hyper("recorded_steps").as_array().unwrap().iter().map(|n| n.as_i64().unwrap()).collect();
     let lr = case.expected("lr").f64s();
+    // Parameters and gradients are bfloat16.
+    let input = |name: &str| tensor(case.input(name)).to_device(device()).to_kind(Kind::BFloat16);
     for (variant, decay) in case.hyper("weight_decay").as_object().unwrap() {
-        let parameters: Vec<(String, Tensor)> = names
-            .iter()
-            .map(|name| {
-                (name.to_string(), tensor(case.input(&format!("init.{name}"))).to_kind(Kind::BFloat16))
-            })
-            .collect();
+        let parameters: Vec<(String, Tensor)> =
+            names.iter().map(|name| (name.to_string(), input(&format!("init.{name}")))).collect();
         let alone = ProcessGroup::alone();
         let mut optimizer = AdamW::new(&parameters, decay.as_f64().unwrap(), f64::INFINITY);
         for step in 1..=case.hyper("total_steps").as_i64().unwrap() {
             for (name, parameter) in &parameters {
-                let gradient =
-                    tensor(case.input(&format!("grads.{name}"))).get(step - 1).to_kind(Kind::BFloat16);
+                let gradient = input(&format!("grads.{name}")).get(step - 1);
                 (parameter * gradient).sum(Kind::BFloat16).backward();
             }
             let _ = optimizer.step(lr[step as usize - 1], &alone).unwrap();
             if !recorded.contains(&step) {
                 continue;
             }
-            let state: std::collections::BTreeMap<String, Tensor> =
-                optimizer.state(&alone).unwrap().into_iter().collect();
+            let state = optimizer.state(&alone).unwrap().into_iter();
+            let state: BTreeMap<String, Tensor> =
+                state.map(|(name, tensor)| (name, tensor.to_device(Device::Cpu))).collect();
             for (name, parameter) in &parameters {
                 let expected =
                     |part: &str| tensor(case.expected(&format!("{variant}.step{step}.{part}.{name}")));
@@ -149,7 +155,8 @@ fn golden_optimizer_adamw() {
                 // A master off by 1e-7 may round to the neighbouring bfloat16.
                 let rounded = expected("master").to_kind(Kind::BFloat16).to_kind(Kind::Float);
                 assert!(rounded.equal(&expected("param")));
-                let error = (parameter.to_kind(Kind::Float) - expected("param")).abs();
+                let found = parameter.to_device(Device::Cpu).to_kind(Kind::Float);
+                let error = (found - expected("param")).abs();
                 let allowed = expected("param").abs() * 2f64.powi(-8) + 1e-9;
                 assert!(
                     error.le_tensor(&allowed).all().int64_value(&[]) == 1,
@@ -171,11 +178,8 @@ fn golden_optimizer_clipping() {
         let gradients: Vec<Tensor> = names
             .iter()
             .map(|name| {
-                tensor(case.input(&format!("clip{i}.grad.{name}"))).to_kind(if bf16 {
-                    Kind::BFloat16
-                } else {
-                    Kind::Float
-                })
+                let kind = if bf16 { Kind::BFloat16 } else { Kind::Float };
+                tensor(case.input(&format!("clip{i}.grad.{name}"))).to_device(device()).to_kind(kind)
             })
             .collect();
         let (norm, divisor) = clip(&gradients, facts["max_norm"].as_f64().unwrap());
@@ -185,10 +189,8 @@ fn golden_optimizer_clipping() {
         assert!(relative(coefficient, "coefficient_float64") < 1e-6, "clip{i}: coefficient {coefficient}");
         if !bf16 {
             for (name, gradient) in names.iter().zip(&gradients) {
-                let error = (gradient * coefficient
-                    - tensor(case.expected(&format!("clip{i}.clipped.{name}"))))
-                .abs()
-                .max();
+                let expected = tensor(case.expected(&format!("clip{i}.clipped.{name}")));
+                let error = ((gradient * coefficient).to_device(Device::Cpu) - expected).abs().max();
                 assert!(error.double_value(&[]) < 1e-6);
             }
         }

@@ -2,10 +2,32 @@
 
 mod common;
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-use common::Bench;
+use common::{Bench, workspace};
 use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep, with_unusable_gpu};
+
+/// Two tasks, one after the other; one that fails ends the step.
+const SRUN: &str = r#"#!/bin/sh
+[ "$1" = --kill-on-bad-exit=1 ] || exit 99
+shift
+for rank in 0 1; do
+    SLURM_PROCID=$rank "$@" || exit
+done
+"#;
+const SCONTROL: &str = r#"#!/bin/sh
+echo "$*" >>requeued
+"#;
+/// Ends with its task's code of `CODES`. Where that is 75 the signal has come to the task's shell too.
+const TRAIN: &str = r#"#!/bin/sh
+echo "$SLURM_PROCID $*" >>started
+set -- $CODES
+shift "$SLURM_PROCID"
+[ "$1" -ne 75 ] || kill -USR1 "$PPID"
+exit "$1"
+"#;
 
 #[test]
 fn a_gpu_that_libtorch_cannot_use_is_missed() {
@@ -54,4 +76,36 @@ fn what_carries_tensors_is_checked_before_anything_runs() {
     bench.fails(&[processes, "--set=train.backend=nccl", "--device=cpu"], 2, &["train.backend", "GPUs only"]);
     bench.fails(&[processes, "--device=cuda:0"], 2, &["one device for 2 processes", "train.backend=gloo"]);
     bench.fails(&["--device=cuda:{rank}"], 2, &["cuda:{rank}", "cuda:{local_rank+N}"]);
+}
+
+#[test]
+fn the_batch_script_keeps_75() {
+    // Codes of the tasks, how many of them start, and what the job makes of that.
+    for (codes, tasks, expected) in [("75 75", 2, 75), ("75 1", 2, 1), ("1 0", 1, 1), ("0 0", 2, 0)] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for folder in ["bin", "target/release"] {
+            fs::create_dir_all(path(folder)).unwrap();
+        }
+        for (name, text) in
+            [("bin/srun", SRUN), ("bin/scontrol", SCONTROL), ("target/release/deepspec-train", TRAIN)]
+        {
+            fs::write(path(name), text).unwrap();
+            fs::set_permissions(path(name), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        // What a job of this number left that was killed means nothing.
+        let mark = path(".deepspec-stopped-47");
+        fs::write(&mark, "").unwrap();
+        let programs = format!("{}:{}", path("bin").display(), std::env::var("PATH").unwrap_or_default());
+        let mut job = Command::new("bash");
+        job.arg(workspace().join("scripts/slurm/train.sbatch")).args(["--config", "a recipe.yaml"]);
+        job.env("SLURM_SUBMIT_DIR", dir.path()).env("SLURM_JOB_ID", "47");
+        let output = job.env("PATH", programs).env("CODES", codes).output().unwrap();
+        assert_eq!(output.status.code(), Some(expected), "{codes}: {output:?}");
+        let written = |name: &str| fs::read_to_string(path(name)).unwrap_or_default();
+        let started: String = (0..tasks).map(|rank| format!("{rank} --config a recipe.yaml\n")).collect();
+        assert_eq!(written("started"), started, "{codes}");
+        assert_eq!(written("requeued"), if expected == 75 { "requeue 47\n" } else { "" }, "{codes}");
+        assert!(!mark.exists(), "{codes}: the mark is left behind");
+    }
 }

@@ -25,6 +25,21 @@ fn assert_near(a: &[f64], b: &[f64], tolerance: f64) {
     assert!(worst <= tolerance, "losses are apart by {worst:e}: {a:?} and {b:?}");
 }
 
+/// Which of N GPUs each process took memory of, by the reports `report-%p.json` of all; the launcher, which takes none, is left out.
+fn used<const N: usize>(bench: &Bench) -> Vec<[bool; N]> {
+    let reports = fs::read_dir(bench.path(""))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("report-")));
+    let mut used: Vec<[bool; N]> = reports
+        .map(|path| Report::load(&path))
+        .map(|report| std::array::from_fn(|gpu| report.memory(gpu, "allocations") > 0))
+        .filter(|used: &[bool; N]| used.contains(&true))
+        .collect();
+    used.sort_unstable();
+    used
+}
+
 /// A run on the GPU, another on the CPU, whose losses may be apart by so much; what the former did.
 #[track_caller]
 fn as_on_the_cpu(gpu: Standin, changes: &[&str], tolerance: f64) -> Report {
@@ -105,16 +120,22 @@ fn two_processes_share_two_gpus_out() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_near(&bench.losses(), &single.losses(), 1e-4);
 
-    // Which GPUs each process took memory of: the launcher none, each rank its own alone.
-    let reports = fs::read_dir(bench.path(""))
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("report-")));
-    let mut used: Vec<[bool; 2]> = reports
-        .map(|path| Report::load(&path))
-        .map(|report| [0, 1].map(|gpu| report.memory(gpu, "allocations") > 0))
-        .filter(|used| used != &[false, false])
-        .collect();
-    used.sort_unstable();
-    assert_eq!(used, [[false, true], [true, false]]);
+    // Each rank its own alone.
+    assert_eq!(used::<2>(&bench), [[false, true], [true, false]]);
+}
+
+#[test]
+fn each_rank_has_its_target_on_a_gpu_of_its_own() {
+    let (Some(one), Some(four)) = (gpu(), gpu()) else { return };
+    let (single, bench) = (Bench::new().on(one), Bench::new().on(four));
+    let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
+    let online: [&str; 3] = [FEW, "data.states=online", &input];
+    single.succeeds(&set(&online));
+    let apart = ["data.target_device=cuda:{local_rank+2}", "train.local_batch_size=1", "train.backend=gloo"];
+    let mut command = bench.command(&[&set(&online)[..], &set(&apart)[..], &["--processes", "2"]].concat());
+    command.env("DEEPSPEC_STANDIN_DEVICES", "4").env("DEEPSPEC_STANDIN_REPORT", bench.path("report-%p.json"));
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_near(&bench.losses(), &single.losses(), 1e-4);
+    assert_eq!(used::<4>(&bench), [[false, true, false, true], [true, false, true, false]]);
 }

@@ -30,6 +30,13 @@ size_t capacity() {
   return bytes;
 }
 
+// What a program that asks is told to be free, whatever is: one that counts on more than there is.
+std::optional<size_t> alleged() {
+  const char* text = std::getenv("DEEPSPEC_STANDIN_FREE");
+  if (text == nullptr) return std::nullopt;
+  return static_cast<size_t>(std::strtoull(text, nullptr, 10));
+}
+
 std::string readable(size_t bytes) {
   std::ostringstream text;
   text << std::fixed << std::setprecision(2);
@@ -135,7 +142,7 @@ class Memory final : public c10::DeviceAllocator {
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex index) override { accounts().restart_peak(index); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
-    return {capacity() - accounts().of(index).live, capacity()};
+    return {alleged().value_or(capacity() - accounts().of(index).live), capacity()};
   }
 };
 

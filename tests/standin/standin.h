@@ -37,7 +37,8 @@ class OnDevice {
 
 // memory.cpp
 
-// Memory of the current GPU, DEEPSPEC_STANDIN_MEMORY bytes of it on each (else 80 GiB).
+// Memory of the current GPU, DEEPSPEC_STANDIN_MEMORY bytes of it on each (else 80 GiB). Who asks how much is free is told
+// DEEPSPEC_STANDIN_FREE instead of the truth where that is set.
 c10::Allocator* memory();
 
 // Host memory that is marked as pinned.

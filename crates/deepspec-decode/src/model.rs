@@ -33,6 +33,8 @@ pub trait Target {
     fn history_bytes(&self, _tokens: usize) -> u64 {
         0
     }
+    /// Gives back memory that is kept for later sequences, because there is none left.
+    fn release(&mut self) {}
     /// V, the number of logits.
     fn vocab_size(&self) -> usize;
     /// Where the tensors live.
@@ -55,6 +57,10 @@ impl<T: Target> Target for &mut T {
 
     fn history_bytes(&self, tokens: usize) -> u64 {
         (**self).history_bytes(tokens)
+    }
+
+    fn release(&mut self) {
+        (**self).release();
     }
 
     fn vocab_size(&self) -> usize {
@@ -119,4 +125,6 @@ pub trait Proposer {
     fn history_bytes(&self, _tokens: usize) -> u64 {
         0
     }
+    /// Gives back memory that is kept for later sequences, because there is none left.
+    fn release(&mut self) {}
 }

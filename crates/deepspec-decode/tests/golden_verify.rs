@@ -2,7 +2,13 @@
 
 use deepspec_decode::verify;
 use deepspec_testkit::golden::{Array, Case, Values};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+
+/// Where blocks are verified: `DEEPSPEC_TEST_DEVICE`, else the CPU.
+fn device() -> Device {
+    let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
+    deepspec_dist::device(&name).unwrap_or_else(|error| panic!("{error}"))
+}
 
 fn tensor(array: &Array) -> Tensor {
     match &array.values {
@@ -11,6 +17,7 @@ fn tensor(array: &Array) -> Tensor {
         Values::Int(values) => Tensor::from_slice(values),
     }
     .view(array.shape.as_slice())
+    .to_device(device())
 }
 
 #[test]

@@ -105,7 +105,7 @@ pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, DialectError> {
     names.sort_unstable();
     names.dedup();
     if let Some(outside) = names.iter().find(|name| name.contains('/')) {
-        return Err(bad(&format!("shard `{outside}` lies outside of the folder")));
+        return Err(bad(&format!("shard `{outside}` lies outside the folder")));
     }
     Ok(names.into_iter().map(|name| dir.join(name)).collect())
 }

@@ -1,5 +1,6 @@
 //! The processes of a job as a group: collectives that all ranks call in the same order.
 
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use deepspec_core::env::Ranks;
@@ -82,13 +83,22 @@ impl ProcessGroup {
         abandon: impl FnOnce(),
     ) -> Result<Option<T>, GroupError> {
         self.barrier("meeting before the GPUs are connected")?;
-        let mut opened = None;
-        self.call("connecting the GPUs", |link| {
-            let store = link.meeting.store.another()?;
-            opened = Some(watched(&link.meeting, timeout, || open(store), abandon)?);
-            Ok(())
-        })?;
-        Ok(opened)
+        let Some(link) = &self.link else { return Ok(None) };
+        let own_failure = Arc::new(OnceLock::new());
+        let noted = Arc::clone(&own_failure);
+        let open = move |store| open(store).inspect_err(|problem| drop(noted.set(problem.clone())));
+        let store = link.meeting.store.another();
+        let opened = store.and_then(|store| watched(&link.meeting, timeout, || open(store), abandon));
+        opened.map(Some).map_err(|problem| {
+            let (rank, operation) = (self.rank, "connecting the GPUs");
+            if let Some(problem) = own_failure.get().map(|problem| one_line(problem)) {
+                link.meeting.fail(&problem);
+                return GroupError::Collective { rank, operation, problem };
+            }
+            // Whether that works or not, this rank ends now.
+            let _ = link.group.abort();
+            explain(rank, &link.meeting, link.timeout, operation, &problem)
+        })
     }
 
     /// This process, from 0.

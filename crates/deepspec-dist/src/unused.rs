@@ -57,7 +57,7 @@ fn judge(
         return Ok(());
     }
     let (are, remedy) = (if gpus == 1 { "a GPU" } else { "GPUs" }, absence.remedy());
-    let said = format!("--device auto: nvidia-smi lists {are} that cannot be used: {absence}; {remedy}");
+    let said = format!("device auto: nvidia-smi lists {are} that cannot be used: {absence}; {remedy}");
     if is_one_of_many {
         return Err(DeviceError::Unused(said));
     }

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::ModelError;
 use crate::families::Family;
+use crate::kv;
 use crate::nn::{self, Heads, LayerSpec};
 
 /// Decoders of more layers are mistakes; refused early, they cannot exhaust the memory.
@@ -183,12 +184,11 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
-    /// Values of the keys and values of `slots` histories that hold up to `tokens`. A history's memory is larger by up to a third than
-    /// what it holds.
+    /// Values of the keys and values of `slots` histories that hold up to `tokens`, in the rows that they take.
     pub fn history(&self, slots: usize, tokens: usize) -> usize {
         let heads = self.layers.iter().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
-        slots * tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(1)) * row
+        slots * kv::capacity(tokens) * row
     }
 
     /// Values of embedding, head and projections: all weights but for those of the norms, which are less than a thousandth.

@@ -221,6 +221,10 @@ impl Target for TargetModel {
         self.cache.history_bytes(tokens) as u64
     }
 
+    fn release(&mut self) {
+        self.cache.release();
+    }
+
     fn vocab_size(&self) -> usize {
         self.config.vocab_size as usize
     }

@@ -74,7 +74,7 @@ impl<'a> Folder<'a> {
         for suite in files {
             match selected.iter().find(|other| other.name == suite.name) {
                 None => selected.push(suite),
-                Some(other) if other.path(self.dir) == suite.path(self.dir) => {}
+                Some(other) if file::same(&other.path(self.dir), &suite.path(self.dir)) => {}
                 Some(other) => usage!(
                     "{} and {} would both be suite `{}`; rename one of them, or score them in two runs",
                     other.path(self.dir).display(),

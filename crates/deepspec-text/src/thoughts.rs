@@ -35,12 +35,19 @@ impl Fence {
 /// Parts an answer from the thoughts before it, without their fence and the white space along it. A closing mark without
 /// an opening one counts too: the prompt may have opened it.
 pub(crate) fn split(answer: &str) -> (&str, &str) {
+    let begun = answer.trim_start();
+    // Whose opening mark stands first is the one that counts: thoughts may speak of other marks.
+    if let Some(fence) = FENCES.iter().find(|fence| begun.starts_with(fence.open)) {
+        return match begun[fence.open.len()..].split_once(fence.close) {
+            Some((thoughts, said)) => (fence.bare(thoughts), said),
+            None => ("", answer),
+        };
+    }
     for fence in &FENCES {
         if let Some((thoughts, said)) = answer.split_once(fence.close)
-            && let before = thoughts.trim_start()
-            && (before.starts_with(fence.open) || !thoughts.contains(fence.open))
+            && !thoughts.contains(fence.open)
         {
-            return (fence.bare(before.strip_prefix(fence.open).unwrap_or(before)), said);
+            return (fence.bare(thoughts.trim_start()), said);
         }
     }
     ("", answer)
@@ -67,6 +74,7 @@ mod tests {
         assert_eq!(split("b</think>c"), ("b", "c"));
         assert_eq!(split("<|channel>thought\n<channel|>c"), ("", "c"));
         assert_eq!(split("\n<|channel>thought\nb\n<channel|>c"), ("b", "c"));
+        assert_eq!(split("<|channel>thought\na </think> b\n<channel|>c"), ("a </think> b", "c"));
         assert_eq!(split("say <think>b</think>"), ("", "say <think>b</think>"));
         assert_eq!(split("plain"), ("", "plain"));
     }

@@ -235,6 +235,12 @@ fn fitting(
             tracing::warn!("{told}; the others wait. --slots or --max-context can be lowered");
             Ok((wanted, Some(memory)))
         }
+        Fit::Shorter { tokens: 0, told } => {
+            let slots = if args.slots > 1 { ", fewer --slots" } else { "" };
+            usage!(
+                "{told}; not even a short one has room, give a smaller model{slots} or a --device with more memory"
+            )
+        }
         Fit::Shorter { tokens, told } if args.max_context.is_none() && tokens >= SHORTEST => {
             tracing::warn!(
                 "{told}: conversations may hold {tokens}. --max-context says so without this warning"

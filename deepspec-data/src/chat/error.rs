@@ -106,3 +106,21 @@ fn engine_status(error: &EngineError) -> u16 {
         EngineError::OutOfMemory { .. } => 503,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statuses_say_whose_fault_it_is_and_whether_it_may_be_tried_again() {
+        let cases = [
+            (EngineError::TooLarge { tokens: 100, bytes: 2000, memory: 1000 }, 400),
+            (EngineError::OutOfMemory { tokens: 100, words: "out of memory".into() }, 503),
+            (EngineError::NotFinite, 500),
+        ];
+        for (error, status) in cases {
+            let told = error.to_string();
+            assert_eq!(ChatError::from(error).status(), status, "{told}");
+        }
+    }
+}

@@ -88,7 +88,8 @@ impl Answer {
             (Reasoning::Drop, None) => without_thoughts(&self.content).to_string(),
             _ => self.content,
         };
-        let reasoning_content = self.thoughts.filter(|_| reasoning == Reasoning::Keep);
+        let kept = |thoughts: &String| reasoning == Reasoning::Keep && !thoughts.is_empty();
+        let reasoning_content = self.thoughts.filter(kept);
         Message { role: Role::Assistant, content, reasoning_content, extra }
     }
 }

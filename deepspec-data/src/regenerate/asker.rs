@@ -87,7 +87,8 @@ impl Embedded {
         let usage = reply.usage();
         Ok(Answer {
             content: whole.content,
-            thoughts: Some(whole.reasoning).filter(|thoughts| !thoughts.is_empty()),
+            // Parted already: nothing of the content is cut as thoughts, whatever it speaks of.
+            thoughts: Some(whole.reasoning),
             tool_calls: None,
             finish: reply.finish().map(finish_name).map(str::to_owned),
             tokens: Tokens { prompt: usage.prompt as u64, completion: usage.completion as u64 },

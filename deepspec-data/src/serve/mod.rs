@@ -44,7 +44,7 @@ pub struct Args {
     #[arg(long, default_value_t = 8, value_name = "MB")]
     max_body: usize,
     /// Seconds that a client may take to send the head of a request, to send its body, and to read any of an answer
-    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 30, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     client_timeout: u64,
     #[command(flatten)]
     engine: EngineArgs,
@@ -87,12 +87,10 @@ impl Args {
     fn limits(&self) -> anyhow::Result<Limits> {
         let (mb, seconds) = (self.max_body, self.client_timeout);
         match mb.checked_mul(1 << 20) {
-            Some(body) if body > 0 && seconds > 0 => {
+            Some(body) if body > 0 => {
                 Ok(Limits { queue: self.queue, body, patience: Duration::from_secs(seconds) })
             }
-            _ => usage!(
-                "--max-body {mb} and --client-timeout {seconds}: both must be at least 1, and the body fit into memory"
-            ),
+            _ => usage!("--max-body {mb}: must be at least 1 and fit into memory"),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Starts the binary, ends it, and reads what it says.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,6 +19,17 @@ pub type Row = Map<String, Value>;
 /// The embedded target.
 pub fn tiny() -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-target").to_string_lossy().into_owned()
+}
+
+/// Copies the embedded target into `dir` as a model that was made for so many tokens.
+pub fn tiny_for(dir: &Path, tokens: usize) {
+    for (name, bytes) in deepspec_testkit::folder::files(tiny().as_ref()) {
+        fs::write(dir.join(name), bytes).unwrap();
+    }
+    let path = dir.join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["max_position_embeddings"] = tokens.into();
+    fs::write(path, config.to_string()).unwrap();
 }
 
 /// The binary with arguments.
@@ -164,7 +176,7 @@ pub fn rows(path: &Path) -> Vec<Row> {
 /// Writes a file of lines into `dir`.
 pub fn lines(dir: &Path, name: &str, lines: &[String]) -> PathBuf {
     let path = dir.join(name);
-    std::fs::write(&path, lines.iter().map(|line| format!("{line}\n")).collect::<String>()).unwrap();
+    fs::write(&path, lines.iter().map(|line| format!("{line}\n")).collect::<String>()).unwrap();
     path
 }
 

@@ -48,4 +48,8 @@ impl<P: Proposer> Proposer for Recorder<P> {
     fn history_bytes(&self, tokens: usize) -> u64 {
         self.drafter.history_bytes(tokens)
     }
+
+    fn release(&mut self) {
+        self.drafter.release();
+    }
 }

@@ -5,8 +5,9 @@ use deepspec_core::cli::contain_if;
 use super::Engine;
 use crate::{EngineError, Event, Proposer, Request, Target};
 
-/// How libtorch's allocators say that there is no memory: on a GPU, and two of them on the CPU.
-const NO_MEMORY: [&str; 3] = ["out of memory", "can't allocate memory", "no memory for"];
+/// How libtorch's allocators say that there is no memory: on a GPU, cuBLAS for its workspace, and two of them on the CPU.
+const NO_MEMORY: [&str; 4] =
+    ["out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "no memory for"];
 
 /// Runs work on tensors. Where it finds no memory, the allocator's words; any other panic goes on.
 pub(super) fn guarded<R>(work: impl FnOnce() -> R) -> Result<R, String> {
@@ -49,6 +50,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let size = |slot: &usize| self.slots[*slot].as_ref().map(|s| (s.anchor.is_none(), s.len(), s.ticket));
         let largest = (0..self.slots.len()).max_by_key(size)?;
         let sequence = self.vacate(largest)?;
+        self.target.release();
+        if let Some(proposer) = &mut self.proposer {
+            proposer.release();
+        }
         let error = EngineError::OutOfMemory { tokens: sequence.len(), words: first_line(words) };
         Some(Event::Failed(sequence.ticket, error))
     }

@@ -210,6 +210,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// others take the step again without it.
     pub fn step(&mut self) -> Vec<Event> {
         let _guard = tch::no_grad_guard();
+        // Once: who takes the place of one that had to end for want of memory waits for the next step.
+        self.admit();
         let mut events = vec![];
         while !self.is_idle() {
             match memory::guarded(|| self.attempt()) {
@@ -229,7 +231,6 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// A step, of which nothing but the models' histories is changed before all of its tensors are made.
     fn attempt(&mut self) -> Vec<Event> {
         let started = Instant::now();
-        self.admit();
         let (decoding, prefilling) = self.occupied();
         if decoding.is_empty() && prefilling.is_empty() {
             return vec![];

@@ -37,6 +37,9 @@ void settle(int, char** arguments, char** environment) {
   const ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1);
   if (length <= 0) return;
   program[length] = '\0';
+  // Started by the dynamic loader's own name, its arguments are no longer there.
+  const char* name = std::strrchr(program, '/');
+  if (name != nullptr && std::strncmp(name, "/ld", 3) == 0) return;
   // Where it cannot be started again it goes on as it is: slower on a busy machine, and right.
   execve(program, arguments, more);
 }

@@ -56,6 +56,21 @@ fn a_rank_that_fails_while_gpus_are_connected_is_named_at_once() {
 }
 
 #[test]
+fn a_rank_whose_own_gpu_cannot_be_connected_tells_the_others_why() {
+    let (error, abandoned) = stuck(PATIENCE, |group| {
+        let failing = |_| Err::<(), _>("no room\non the GPU".to_string());
+        let own = group.connect_gpus(PATIENCE, failing, || panic!("it was left behind")).unwrap_err();
+        assert!(own.to_string().contains("no room"), "{own}");
+        Some(group)
+    });
+    let GroupError::Peer { rank: 0, peer: 1, operation: "connecting the GPUs", cause } = error else {
+        panic!("{error}")
+    };
+    assert!(cause.contains("no room") && !cause.contains('\n'), "{cause}");
+    assert_eq!(abandoned, 1);
+}
+
+#[test]
 fn a_rank_that_hangs_while_gpus_are_connected_is_given_up_and_named() {
     let (error, abandoned) = stuck(Duration::from_secs(1), |group| {
         group.barrier("meeting").unwrap();

@@ -148,4 +148,8 @@ impl Proposer for CausalProposer {
     fn history_bytes(&self, tokens: usize) -> u64 {
         self.model.history_bytes(tokens)
     }
+
+    fn release(&mut self) {
+        self.model.release();
+    }
 }

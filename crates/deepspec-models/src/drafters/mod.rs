@@ -201,6 +201,10 @@ impl Proposer for Drafter {
     fn history_bytes(&self, tokens: usize) -> u64 {
         self.as_proposer().history_bytes(tokens)
     }
+
+    fn release(&mut self) {
+        self.as_proposer_mut().release();
+    }
 }
 
 /// Draws γ tokens one after the other. `logits` gives those behind the last one that was drawn, and at first behind the

@@ -12,7 +12,7 @@ use crate::nn::{AttentionSpec, Heads, Qkv};
 use piece::{Piece, View};
 use plan::{Group, Slots};
 pub use plan::{Ragged, Rows, Sketch, Visibility};
-pub use pool::KEPT;
+pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
 
 /// Attention reads histories in whole multiples of this many tokens.
@@ -69,7 +69,7 @@ impl KvCache {
     /// Empty histories of layers that attend like this.
     pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
         let mut views: Vec<View> = vec![];
-        let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), SPAN, (kind, device));
+        let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
         let layers = layers
             .iter()
             .map(|&AttentionSpec { heads, scale, window }| {
@@ -106,7 +106,7 @@ impl KvCache {
 
     /// Bytes that a history of up to `tokens` takes.
     pub fn history_bytes(&self, tokens: usize) -> usize {
-        self.layout.capacity(tokens) * self.layout.token_bytes()
+        capacity(tokens) * self.layout.token_bytes()
     }
 
     /// Bytes that are taken now.
@@ -126,21 +126,29 @@ impl KvCache {
 
     fn free(&mut self, slot: usize) {
         let Slot { written, place, .. } = std::mem::take(&mut self.slots[slot]);
-        let Some((capacity, row)) = place else { return };
-        if let Some(pool) = self.pools.get_mut(&capacity) {
+        let pool = place.and_then(|(capacity, row)| Some((self.pools.get_mut(&capacity)?, row)));
+        if let Some((pool, row)) = pool {
             pool.free(row, written);
         }
-        self.give_back();
+        // Without a row, too: the slot may be one for which there was no memory halfway through the layers.
+        self.give_back(KEPT);
     }
 
-    /// Gives back what no history uses, but for a little that the next ones will want.
-    fn give_back(&mut self) {
+    /// Gives back all that no history uses.
+    pub fn release(&mut self) {
+        self.give_back(0);
+    }
+
+    /// Gives back what no history uses, but for up to `kept` bytes that the next ones will want.
+    fn give_back(&mut self, kept: usize) {
         let token = self.layout.token_bytes();
         let unused = |pool: &Pool| {
             let (used, rows) = pool.rows();
             (rows - used) * pool.capacity * token
         };
-        while self.pools.values().map(unused).sum::<usize>() > KEPT {
+        self.pools.values_mut().for_each(|pool| pool.trim(&self.layout));
+        self.pools.retain(|_, pool| pool.rows().1 > 0);
+        while self.pools.values().map(unused).sum::<usize>() > kept {
             let Some(pool) = self.pools.values_mut().max_by_key(|pool| unused(pool)) else { return };
             let (capacity, slots) = (pool.capacity, &mut self.slots);
             if pool.rows().0 == 0 {
@@ -163,17 +171,24 @@ impl KvCache {
             let slot = &mut self.slots[chunk.slot];
             if slot.place.is_none_or(|(capacity, _)| capacity < needed) {
                 let capacity = moving.entry(chunk.slot).or_default();
-                *capacity = self.layout.capacity(needed).max(*capacity);
+                *capacity = pool::capacity(needed).max(*capacity);
             }
         }
-        let mut wanted: BTreeMap<usize, usize> = BTreeMap::new(); // capacity to rows
-        moving.values().for_each(|&capacity| *wanted.entry(capacity).or_default() += 1);
-        for (capacity, rows) in wanted {
-            let pool = self.pools.entry(capacity).or_insert_with(|| Pool::new(capacity, &self.layout));
-            pool.make_room(rows, self.slots.len(), &self.layout);
-        }
-        for (slot, capacity) in moving {
-            self.move_to(slot, capacity);
+        let moving: Vec<(usize, usize)> = moving.into_iter().collect();
+        let bytes = moving.iter().map(|(_, capacity)| capacity).sum::<usize>() * self.layout.token_bytes();
+        // Large rows that all move at once would all be there twice.
+        let turns = if bytes > KEPT { 4 } else { 1 };
+        for some in moving.chunks(moving.len().div_ceil(turns).max(1)) {
+            let mut wanted: BTreeMap<usize, usize> = BTreeMap::new(); // capacity to rows
+            some.iter().for_each(|&(_, capacity)| *wanted.entry(capacity).or_default() += 1);
+            for (capacity, rows) in wanted {
+                let pool = self.pools.entry(capacity).or_insert_with(|| Pool::new(capacity, &self.layout));
+                pool.make_room(rows, self.slots.len(), &self.layout);
+            }
+            for &(slot, capacity) in some {
+                self.move_to(slot, capacity);
+            }
+            self.give_back(KEPT);
         }
         for chunk in chunks {
             let slot = &mut self.slots[chunk.slot];
@@ -321,6 +336,16 @@ mod tests {
         assert_eq!(attend(&mut held, 15, &states(3)), attend(&mut lone, 0, &states(3)));
         held.truncate(15, 0);
         assert!(held.bytes() <= KEPT);
+    }
+
+    #[test]
+    fn rows_that_were_outgrown_are_given_back() {
+        let mut growing = cache(8);
+        for len in [200, 400, 700, 1000, 1500] {
+            growing.reserve(&(0..8).map(|slot| Chunk { slot, held: 0, len }).collect::<Vec<_>>());
+            let live = 8 * growing.history_bytes(len);
+            assert!(growing.bytes() <= live + KEPT, "{len} tokens: {} of {live}", growing.bytes());
+        }
     }
 
     #[test]

@@ -5,19 +5,22 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::SPAN;
 use crate::nn::Heads;
 
-/// Histories whose rows take up to so many bytes, and hold up to so many tokens, lie in one pool however short they are.
-const SMALL_ROW: (usize, usize) = (8 << 20, 2048);
 /// Bytes of rows in no use that are kept for the next histories.
-pub const KEPT: usize = 64 << 20;
+pub const KEPT: usize = 16 << 20;
+
+/// Capacity of the rows for histories of up to `tokens`, a multiple of [`SPAN`]: two sizes per octave once they are long.
+pub fn capacity(tokens: usize) -> usize {
+    let tokens = tokens.max(1);
+    tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(SPAN))
+}
 
 /// What a row holds for each token.
 pub struct Layout {
     layers: Vec<Heads>,
     options: (Kind, Device),
-    /// Capacities are whole multiples of this.
-    span: usize,
 }
 
 /// Rows of one capacity.
@@ -32,25 +35,15 @@ pub struct Pool {
 }
 
 impl Layout {
-    /// That of layers with these heads; capacities are multiples of `span`.
-    pub fn new(layers: Vec<Heads>, span: usize, options: (Kind, Device)) -> Self {
-        Self { layers, options, span }
+    /// That of layers with these heads.
+    pub fn new(layers: Vec<Heads>, options: (Kind, Device)) -> Self {
+        Self { layers, options }
     }
 
     /// Bytes of one token's keys and values.
     pub fn token_bytes(&self) -> usize {
         let values: i64 = self.layers.iter().map(|heads| 2 * heads.key_value * heads.dim).sum();
         values as usize * self.options.0.elt_size_in_bytes()
-    }
-
-    /// Capacity of the rows for histories of up to `tokens`: two sizes per octave, from the smallest on that is worth a pool.
-    pub fn capacity(&self, tokens: usize) -> usize {
-        let (bytes, most) = SMALL_ROW;
-        let worth = (bytes / self.token_bytes().max(1)).min(most);
-        let smallest = (worth / 2 + 1).next_power_of_two().max(self.span);
-        let tokens = tokens.max(smallest);
-        let step = (tokens.next_power_of_two() / 4).max(self.span);
-        tokens.next_multiple_of(step)
     }
 
     fn zeros(&self, heads: Heads, rows: usize, capacity: usize) -> Tensor {
@@ -143,15 +136,29 @@ impl Pool {
             (self.used[hole], self.used[from]) = (true, false);
             moved(from, hole);
         }
+        self.used.truncate(used);
+        self.trim(layout);
+    }
+
+    /// Gives back rows that only some layers have: those that were grown before memory ran out.
+    pub fn trim(&mut self, layout: &Layout) {
+        let rows = self.used.len() as i64;
         for (tensors, heads) in self.layers.iter_mut().zip(&layout.layers) {
             for tensor in tensors {
-                let size = [used as i64, self.capacity as i64, heads.key_value, heads.dim];
-                // Where not even this can be had, the layer keeps what it has.
-                let Ok(mut fewer) = Tensor::f_empty(size, layout.options) else { continue };
-                fewer.copy_(&tensor.narrow(0, 0, used as i64));
-                *tensor = fewer;
+                let beyond = tensor.size()[0] - rows;
+                if beyond == 0 {
+                    continue;
+                }
+                let size = [rows, self.capacity as i64, heads.key_value, heads.dim];
+                match Tensor::f_empty(size, layout.options) {
+                    Ok(mut fewer) => {
+                        fewer.copy_(&tensor.narrow(0, 0, rows));
+                        *tensor = fewer;
+                    }
+                    // Where not even this can be had, the layer keeps what it has, for a later row.
+                    Err(_) => drop(tensor.narrow(0, rows, beyond).zero_()),
+                }
             }
         }
-        self.used.truncate(used);
     }
 }

@@ -14,7 +14,7 @@ const RISE_PART: f64 = 0.2;
 const TIE: f64 = 0.05;
 /// A smaller rise counts too, down to [`TIE`], if the overlaps of the distributions rise by so many standard errors on the same
 /// blocks: layers that are off by one cost a drafter that generalises little, but that on nearly every prompt.
-const CLEAR: f64 = 4.0;
+const CLEAR: f64 = 3.0;
 /// Two real accepted lengths differ if they are so many standard errors apart.
 const ERRORS: f64 = 3.0;
 
@@ -192,7 +192,7 @@ impl Report {
         let counted = || self.trials.iter().filter(|trial| trial.counts());
         let most = counted().map(Trial::gain).fold(0.0, f64::max);
         let likeliest = counted().find(|trial| trial.gain() >= most - TIE);
-        if let Some(Trial { cause, what, before, after }) = likeliest.cloned() {
+        if let Some(Trial { cause, what, before, after, .. }) = likeliest.cloned() {
             return self.blame(
                 cause,
                 format!("with {what} the accepted length is {after:.2} instead of {before:.2}"),

@@ -52,6 +52,7 @@ pub fn place(
 /// The port of a step: those of one job differ, and those of two jobs rarely agree. It lies below the ports that connections take,
 /// any of which may be in use.
 fn port(job: u32, step: u32, range: Option<&str>) -> u16 {
+    // Ranks that are no hosts of the meeting only look it up: all machines of a job must have the same range.
     let floor = range.and_then(|range| range.split_whitespace().next()?.parse().ok());
     // A range that leaves no room below it is that of a machine where any port may be taken.
     let end = floor.filter(|floor| (FIRST_PORT + SPAN..EPHEMERAL).contains(floor)).unwrap_or(EPHEMERAL);

@@ -147,4 +147,8 @@ impl Proposer for BlockProposer {
     fn history_bytes(&self, tokens: usize) -> u64 {
         self.cache.history_bytes(tokens) as u64
     }
+
+    fn release(&mut self) {
+        self.cache.release();
+    }
 }

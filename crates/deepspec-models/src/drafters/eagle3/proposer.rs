@@ -124,4 +124,8 @@ impl Proposer for Eagle3Proposer {
     fn history_bytes(&self, tokens: usize) -> u64 {
         self.cache.history_bytes(tokens) as u64
     }
+
+    fn release(&mut self) {
+        self.cache.release();
+    }
 }
