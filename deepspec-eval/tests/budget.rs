@@ -12,10 +12,11 @@ use deepspec_testkit::standin::{Report, Standin};
 /// Uploads of a step at most.
 const UPLOADS: i64 = 6;
 const LENGTHS: [&str; 2] = ["8", "30"];
+const GREEDY: [&str; 2] = ["--temperature", "0"];
 
 /// Steps of a run with so many slots, each with a prompt from the first step on, and what it did on the GPU.
 #[track_caller]
-fn run(draft: &str, slots: &str, tokens: &str, dir: &Path) -> Option<(i64, Report)> {
+fn run(draft: &str, slots: &str, tokens: &str, more: &[&str], dir: &Path) -> Option<(i64, Report)> {
     let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
     let gpu = Standin::for_program(program)?;
     let report = dir.with_extension("report");
@@ -31,18 +32,8 @@ fn run(draft: &str, slots: &str, tokens: &str, dir: &Path) -> Option<(i64, Repor
         "--suite",
         "smoke-math",
     ]);
-    command.args([
-        "--draft",
-        draft,
-        "--slots",
-        slots,
-        "--limit",
-        slots,
-        "--max-new-tokens",
-        tokens,
-        "--temperature",
-        "0",
-    ]);
+    command.args(["--draft", draft, "--slots", slots, "--limit", slots, "--max-new-tokens", tokens]);
+    command.args(more);
     command.arg("--target").arg(target_dir()).arg("--suites-dir").arg(repository("eval_datasets"));
     command.arg("--output-dir").arg(dir).env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
     let output = gpu.watch(&mut command, &report).output().unwrap();
@@ -51,12 +42,12 @@ fn run(draft: &str, slots: &str, tokens: &str, dir: &Path) -> Option<(i64, Repor
 }
 
 #[track_caller]
-fn within_budget(draft: &str, dir: &Path) {
+fn within_budget(draft: &str, more: &[&str], dir: &Path) {
     for slots in ["1", "8"] {
         let mut runs = vec![];
         for tokens in LENGTHS {
-            let out: PathBuf = dir.join(format!("{slots}-{tokens}"));
-            let Some(found) = run(draft, slots, tokens, &out) else { return };
+            let out: PathBuf = dir.join(format!("{}-{slots}-{tokens}", more.concat()));
+            let Some(found) = run(draft, slots, tokens, more, &out) else { return };
             runs.push(found);
         }
         let [(short, before), (long, after)] = &runs[..] else { unreachable!("one run a length") };
@@ -77,7 +68,7 @@ fn within_budget(draft: &str, dir: &Path) {
 #[test]
 fn a_step_without_a_drafter_waits_once() {
     let dir = tempfile::tempdir().unwrap();
-    within_budget("none", dir.path());
+    within_budget("none", &GREEDY, dir.path());
 }
 
 #[test]
@@ -87,7 +78,8 @@ fn a_step_with_a_block_drafter_waits_once() {
     run_ok("none", &corpus, &["--limit", "4", "--max-new-tokens", "60", "--no-baseline"]);
     let draft = dir.path().join("draft");
     write_bigram_drafter(&draft, answers(&corpus).values());
-    within_budget(draft.to_str().unwrap(), dir.path());
+    within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
+    within_budget(draft.to_str().unwrap(), &["--temperature", "1"], dir.path());
 }
 
 #[test]
@@ -95,5 +87,13 @@ fn a_step_with_eagle3_waits_once() {
     let dir = tempfile::tempdir().unwrap();
     let draft = dir.path().join("draft");
     write_eagle3(&draft);
-    within_budget(draft.to_str().unwrap(), dir.path());
+    within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
+}
+
+/// The target drafts for itself, little at a time: all of it is accepted, and there must be steps to count.
+#[test]
+fn a_step_with_a_language_model_waits_once() {
+    let (target, dir) = (target_dir(), tempfile::tempdir().unwrap());
+    let little = [&GREEDY[..], &["--max-draft-tokens", "2"]].concat();
+    within_budget(target.to_str().unwrap(), &little, dir.path());
 }

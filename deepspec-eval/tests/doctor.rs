@@ -24,7 +24,7 @@ use tempfile::TempDir;
 const LIMIT: usize = 3;
 const TOKENS: usize = 40;
 /// The same where they are new to the drafter.
-const NEW: [usize; 2] = [8, 48];
+const NEW: [usize; 2] = [12, 48];
 const STEPS: usize = 400;
 /// Eagle3 learns from whole sequences.
 const EAGLE3_STEPS: usize = 80;

@@ -229,7 +229,7 @@ fn of_a_run_that_measures_accepted_lengths() {
     );
     real(&[
         "drafter.dspark.num_anchors=32",
-        "drafter.dspark.num_draft_layers=4",
+        "drafter.dspark.num_draft_layers=6",
         "logging.eval_every=3",
         &eval,
     ]);

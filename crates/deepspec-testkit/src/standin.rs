@@ -11,7 +11,8 @@ use serde_json::Value;
 use crate::skip::{Kind, skip};
 
 /// What a program that was built to speak to GPUs through NCCL needs of libtorch's own CUDA part, and does not find here.
-const NCCL: &[u8] = b"ProcessGroupNCCL";
+/// Backwards, so that a test program, which holds this as well, is not taken for one.
+const NCCL_BACKWARDS: &[u8] = b"LCCNpuorGssecorP";
 
 /// A library in the place of libtorch's CUDA part, compiled for this libtorch.
 pub struct Standin {
@@ -51,7 +52,7 @@ fn is_for_gpus(program: &Path) -> bool {
         let bytes = fs::read(program).unwrap_or_else(|error| {
             panic!("{}: {error}; build it: cargo build --release --workspace", program.display())
         });
-        bytes.windows(NCCL.len()).any(|part| part == NCCL)
+        bytes.windows(NCCL_BACKWARDS.len()).any(|part| part.iter().rev().eq(NCCL_BACKWARDS))
     })
 }
 
