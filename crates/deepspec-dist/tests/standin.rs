@@ -50,7 +50,7 @@ fn operands_on_two_devices_are_refused() {
     refused(gpu.f_add(&host), &["on the same device", "cuda:0", "cpu"]);
     refused(gpu.f_add(&other), &["on the same device", "cuda:0", "cuda:1"]);
     refused(gpu.f_matmul(&host.transpose(0, 1)), &["on the same device", "mat2"]);
-    refused(gpu.f_masked_fill(&host.gt(0.0), 1.0), &["on the same device", "mask"]);
+    refused(gpu.f_masked_select(&host.gt(0.0)), &["on the same device", "mask"]);
     let rows = Tensor::from_slice(&[0i64]);
     refused(gpu.f_index_select(0, &rows), &["on the same device", "index"]);
     refused(host.f_index(&[Some(rows.to_device(Device::Cuda(0)))]), &["indices should be either on cpu"]);
