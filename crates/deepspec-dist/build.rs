@@ -20,7 +20,6 @@ fn main() {
     let mut shim = cc::Build::new();
     shim.cpp(true).std("c++17").include("src/cpp").files([
         "src/cpp/adamw.cpp",
-        "src/cpp/free_memory.cpp",
         "src/cpp/group.cpp",
         "src/cpp/memory.cpp",
         "src/cpp/rows.cpp",

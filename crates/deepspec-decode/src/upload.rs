@@ -31,7 +31,7 @@ impl<T: Element> Upload<T> {
     }
 
     /// Sends all of them; nothing travels where there are none.
-    pub fn send(self, device: Device) -> Uploaded {
+    pub fn send(&self, device: Device) -> Uploaded {
         Uploaded(match self.values.is_empty() {
             true => Tensor::zeros([0], (T::KIND, device)),
             false => Tensor::from_slice(&self.values).to_device(device),
@@ -43,5 +43,19 @@ impl Uploaded {
     /// The numbers of a part, `[len]`, sharing memory with all others.
     pub fn of(&self, part: Part) -> Tensor {
         self.0.narrow(0, part.first, part.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_keep_their_places() {
+        let mut upload = Upload::default();
+        let parts = [vec![3i64, 1], vec![], vec![4]].map(|list| upload.push(list));
+        let there = upload.send(Device::Cpu);
+        let lists = parts.map(|part| Vec::<i64>::try_from(there.of(part)).unwrap());
+        assert_eq!(lists, [vec![3, 1], vec![], vec![4]]);
     }
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
 extern "C" {
@@ -23,5 +24,20 @@ char* ds_device_memory(int index, DeviceMemory* found) {
 
 char* ds_restart_device_peak(int index) {
   return caught([&] { c10::getDeviceAllocator(c10::kCUDA)->resetPeakStats(static_cast<c10::DeviceIndex>(index)); });
+}
+
+// Bytes that can still be had on a GPU, those that libtorch keeps for reuse among them; negative where nobody says.
+int64_t ds_free_memory(int index) {
+  try {
+    auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));
+    if (allocator == nullptr) return -1;
+    const auto device = static_cast<c10::DeviceIndex>(index);
+    const auto stats = allocator->getDeviceStats(device);
+    constexpr auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    const int64_t kept = stats.reserved_bytes[all].current - stats.allocated_bytes[all].current;
+    return static_cast<int64_t>(allocator->getMemoryInfo(device).first) + (kept > 0 ? kept : 0);
+  } catch (...) {
+    return -1;
+  }
 }
 }

@@ -21,6 +21,7 @@ pub struct DeviceMemory {
 unsafe extern "C" {
     fn ds_device_memory(index: c_int, found: *mut DeviceMemory) -> *mut c_char;
     fn ds_restart_device_peak(index: c_int) -> *mut c_char;
+    fn ds_free_memory(index: c_int) -> i64;
 }
 
 /// What this process has of a GPU's memory; none of the CPU and of GPUs that libtorch has not used.
@@ -39,4 +40,12 @@ pub fn restart_device_peak(device: Device) {
         // SAFETY: the shim takes a plain number and catches every C++ exception. A GPU that was not used has no peak to restart.
         let _ = check(unsafe { ds_restart_device_peak(index) });
     }
+}
+
+/// Bytes that can still be had on the GPU of this index, those that libtorch keeps for reuse among them; none where its allocator does
+/// not say.
+pub fn gpu_free_memory(index: usize) -> Option<u64> {
+    let index = c_int::try_from(index).ok()?;
+    // SAFETY: the shim asks libtorch's allocator and the driver, which lock for themselves, and catches every C++ exception.
+    u64::try_from(unsafe { ds_free_memory(index) }).ok()
 }

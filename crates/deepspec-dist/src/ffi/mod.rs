@@ -7,7 +7,6 @@
 mod adamw;
 mod c10d;
 mod filling;
-mod free_memory;
 mod memory;
 mod rows;
 
@@ -20,8 +19,7 @@ use libloading::Library;
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use c10d::{Group, Member, Nccl, Store, set_device};
 pub use filling::Filling;
-pub use free_memory::gpu_free_memory;
-pub use memory::{DeviceMemory, device_memory, restart_device_peak};
+pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
 pub use rows::{rms_norm, rotate};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.

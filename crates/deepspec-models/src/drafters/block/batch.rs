@@ -1,10 +1,11 @@
 //! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
 
+use deepspec_decode::{Part, Upload};
 use tch::{Device, Kind, Tensor};
 
 use super::config::BlockConfig;
 use super::token_sums::TokenSums;
-use crate::drafters::upload::{Indices, Place, joined};
+use crate::drafters::upload::joined;
 
 /// One training sequence with the target's states.
 pub struct TrainSample {
@@ -159,12 +160,12 @@ impl BlockBatch {
     ) -> Option<Self> {
         let used: Vec<&TrainSample> = samples.iter().filter(|sample| !sample.anchors.is_empty()).collect();
         let from = used.first()?.last.device();
-        let (mut lists, mut indices) = (Lists::default(), Indices::default());
-        let mut of_samples: Vec<(Place, Place)> = vec![]; // anchors, teacher's rows
+        let (mut lists, mut indices) = (Lists::default(), Upload::default());
+        let mut of_samples: Vec<(Part, Part)> = vec![]; // anchors, teacher's rows
         for sample in &used {
             let teacher_rows = lists.add(sample, config, decay_gamma);
             let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);
-            of_samples.push((indices.add(anchors), indices.add(teacher_rows)));
+            of_samples.push((indices.push(anchors), indices.push(teacher_rows)));
         }
         let sums = config.markov.map(|_| TokenSums::plan(&lists.previous, &mut indices));
         let Lists {
@@ -178,9 +179,9 @@ impl BlockBatch {
             counts,
         } = lists;
         let places = [context_positions, block_tokens, block_positions, previous, rows, labels]
-            .map(|list| indices.add(list));
-        let here = indices.on(device);
-        let there = if from == device { None } else { Some(indices.on(from)) };
+            .map(|list| indices.push(list));
+        let here = indices.send(device);
+        let there = if from == device { None } else { Some(indices.send(from)) };
         let there = there.as_ref().unwrap_or(&here);
         let [context_positions, block_tokens, block_positions, previous, rows, labels] =
             places.map(|place| here.of(place));

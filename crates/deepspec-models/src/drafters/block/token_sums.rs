@@ -3,11 +3,10 @@
 //! Adding row by row in place would round every sum to the embedding's kind, and on a GPU in whatever order its threads come:
 //! of a thousand equal addends bfloat16 keeps less than half.
 
+use deepspec_decode::{Part, Upload, Uploaded};
 use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
-
-use crate::drafters::upload::{Indices, Place, Uploaded};
 
 /// Which of N addends belong to which of U tokens.
 pub(super) struct TokenSums {
@@ -21,14 +20,14 @@ pub(super) struct TokenSums {
 
 /// The lists of [`TokenSums`] on their way.
 pub(super) struct TokenPlaces {
-    tokens: Place,
-    order: Place,
-    counts: Place,
+    tokens: Part,
+    order: Part,
+    counts: Part,
 }
 
 impl TokenSums {
     /// The lists for addends of these tokens.
-    pub fn plan(tokens: &[i64], indices: &mut Indices) -> TokenPlaces {
+    pub fn plan(tokens: &[i64], indices: &mut Upload<i64>) -> TokenPlaces {
         let mut addends: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
         for (addend, &token) in tokens.iter().enumerate() {
             addends.entry(token).or_default().push(addend as i64);
@@ -38,9 +37,9 @@ impl TokenSums {
             std::iter::once(row as i64).chain(addends.iter().map(move |addend| rows + addend))
         });
         TokenPlaces {
-            order: indices.add(order),
-            tokens: indices.add(addends.keys().copied()),
-            counts: indices.add(addends.values().map(|addends| addends.len() as i64 + 1)),
+            order: indices.push(order),
+            tokens: indices.push(addends.keys().copied()),
+            counts: indices.push(addends.values().map(|addends| addends.len() as i64 + 1)),
         }
     }
 
@@ -69,9 +68,9 @@ mod tests {
     use super::*;
 
     fn sums(tokens: &[i64]) -> TokenSums {
-        let mut indices = Indices::default();
+        let mut indices = Upload::default();
         let places = TokenSums::plan(tokens, &mut indices);
-        TokenSums::new(&places, &indices.on(Device::Cpu))
+        TokenSums::new(&places, &indices.send(Device::Cpu))
     }
 
     #[test]

@@ -2,11 +2,12 @@
 //! long as it or a later step of it is supervised, and no longer.
 
 use deepspec_core::recipe::{LossNormalization, Supervise};
+use deepspec_decode::{Part, Upload, Uploaded};
 use tch::{Device, Kind, Tensor};
 
 use super::objective::Eagle3Objective;
 use crate::drafters::block::TrainSample;
-use crate::drafters::upload::{Indices, Place, Uploaded, joined};
+use crate::drafters::upload::joined;
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
 pub(super) const PIECE: usize = 256;
@@ -43,20 +44,20 @@ pub(super) struct Step {
 
 /// A [`Step`] whose lists and states are still to travel.
 struct StepPlan {
-    kept: Option<Place>,
-    tokens: Place,
-    positions: Place,
-    pieces: Vec<Piece<Place>>,
-    rows: Place,
+    kept: Option<Part>,
+    tokens: Part,
+    positions: Part,
+    pieces: Vec<Piece<Part>>,
+    rows: Part,
     /// Rows of each sample's last states.
-    predicting: Vec<Place>,
+    predicting: Vec<Part>,
     /// The first of all weights that is its own, and how many.
     weights: (i64, i64),
 }
 
 impl StepPlan {
     fn on_device(self, lists: &Uploaded, weights: &Tensor, teacher: Tensor) -> Step {
-        let piece = |Piece { first, rows, first_key, keys, columns }: Piece<Place>| {
+        let piece = |Piece { first, rows, first_key, keys, columns }: Piece<Part>| {
             let columns = lists.of(columns);
             Piece { first, rows, first_key, keys, columns }
         };
@@ -134,7 +135,7 @@ impl Eagle3Batch {
         };
         let from = used.first()?.last.device();
         let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
-        let mut indices = Indices::default();
+        let mut indices = Upload::default();
         let mut weights: Vec<f32> = vec![];
         let mut plan = |s: usize| {
             let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
@@ -149,7 +150,7 @@ impl Eagle3Batch {
                         rows: part.len() as i64,
                         first_key,
                         keys: part[part.len() - 1] as i64 + 1,
-                        columns: indices.add(part.iter().map(|&i| i as i64)),
+                        columns: indices.push(part.iter().map(|&i| i as i64)),
                     });
                 }
                 first_key += first_columns(sample) as i64;
@@ -166,22 +167,22 @@ impl Eagle3Batch {
                     positions.push((i + s) as i64);
                 }
                 before += earlier.len();
-                predicting.push(indices.add(states));
+                predicting.push(indices.push(states));
             }
             (!tokens.is_empty()).then(|| StepPlan {
-                kept: (kept.len() < before).then(|| indices.add(kept)),
-                tokens: indices.add(tokens),
-                positions: indices.add(positions),
+                kept: (kept.len() < before).then(|| indices.push(kept)),
+                tokens: indices.push(tokens),
+                positions: indices.push(positions),
                 pieces,
                 weights: (first_weight as i64, rows.len() as i64),
-                rows: indices.add(rows),
+                rows: indices.push(rows),
                 predicting,
             })
         };
         let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
 
-        let here = indices.on(device);
-        let there = if from == device { None } else { Some(indices.on(from)) };
+        let here = indices.send(device);
+        let there = if from == device { None } else { Some(indices.send(from)) };
         let there = there.as_ref().unwrap_or(&here);
         let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64)).collect();
         let predicting = |plan: &StepPlan| {
