@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains under a real Slurm of this one machine: two tasks meet by Slurm's own variables, train what one process trains, and
-# stop with code 75 at a signal. Installs Slurm where it may; needs a build (cargo build --release).
+# stop with code 75 at a signal; train.sbatch then goes back to the queue and on where it stopped. Installs Slurm where it may; needs a build (cargo build --release).
 #
 #   scripts/slurm/test.sh [CACHE_DIR]      a cache of configs/tiny/dspark.yaml; without one it is built from the demo's prompts
 set -euo pipefail
@@ -104,13 +104,41 @@ wait $step || status=$?
 [ $status = 75 ] || { echo "slurm test: exit code $status, expected 75" >&2; exit 1; }
 srun --ntasks=2 --oversubscribe "$bin/deepspec-train" --quiet "${common[@]}" --set name=stopped
 
+echo "== train.sbatch, stopped by a signal, requeued and gone on" >&2
+job=$(sbatch --parsable --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=0 --oversubscribe --output="$work/batch.log" \
+    scripts/slurm/train.sbatch "${common[@]}" --set name=batch)
+state() { squeue --noheader --jobs="$job" --states=all --format=%T 2>/dev/null; }
+fail() {
+    cat "$work/batch.log" >&2
+    echo "slurm test: $1" >&2
+    exit 1
+}
+for ((attempt = 0; attempt < 600; attempt++)); do
+    grep -q 'step 5/' "$work/batch.log" 2>/dev/null && break
+    [ "$(state)" != FAILED ] || fail "the batch job failed before step 5"
+    sleep 0.2
+done
+scancel --signal=USR1 "$job"
+for ((attempt = 0; attempt < 1200; attempt++)); do
+    case $(state) in
+        # Slurm lets a requeued job wait two minutes.
+        PENDING) scontrol update "JobId=$job" StartTime=now 2>/dev/null || true ;;
+        COMPLETED) break ;;
+        FAILED | CANCELLED | NODE_FAIL) fail "the batch job is $(state)" ;;
+    esac
+    sleep 0.2
+done
+[ "$(state)" = COMPLETED ] || fail "the batch job is $(state) after four minutes"
+grep -q 'stopped by a signal' "$work/batch.log" || fail "the batch job never stopped"
+grep -q 'resuming from' "$work/batch.log" || fail "the batch job did not go on"
+
 python3 - "$work/out" <<'PY'
 import json, sys
 def losses(name):
     with open(f"{sys.argv[1]}/{name}/metrics.jsonl") as lines:
         return [json.loads(line)["loss"] for line in lines]
 one = losses("one")
-for name in ["two", "stopped"]:
+for name in ["two", "stopped", "batch"]:
     other = losses(name)
     assert len(other) == len(one) == 40, (name, len(other))
     worst = max(abs(a - b) / abs(b) for a, b in zip(other, one))
