@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
@@ -9,8 +10,9 @@ use common::{
     Answers, answers, drafter_config, repository, run_ok, target_dir, write_bigram_drafter, write_drafter,
     write_eagle3,
 };
-use deepspec_core::recipe::{Markov, MarkovKind};
+use deepspec_drafters::{Markov, MarkovKind};
 use deepspec_testkit::standin::{Report, Standin};
+use serde_json::Value;
 
 const FEW: [&str; 9] =
     ["--temperature", "0", "--limit", "3", "--max-new-tokens", "40", "--slots", "4", "--no-baseline"];
@@ -57,4 +59,40 @@ fn every_drafter_answers_as_on_the_cpu() {
     let Some((plain, _)) = on_gpu("none", &path("plain-bf16"), "bfloat16") else { return };
     assert_eq!(plain.len(), expected.len());
     on_gpu(&path("dspark").display().to_string(), &path("dspark-bf16"), "bfloat16");
+}
+
+/// Answers that do not all have room at once come one after the other; one that never has room ends the run with a word on it.
+#[test]
+fn memory_for_fewer_answers_is_said() {
+    let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
+    let Some(gpu) = Standin::for_program(program) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("target");
+    fs::create_dir(&target).unwrap();
+    for (name, bytes) in deepspec_testkit::folder::files(&target_dir()) {
+        fs::write(target.join(name), bytes).unwrap();
+    }
+    let mut config: Value = serde_json::from_slice(&fs::read(target.join("config.json")).unwrap()).unwrap();
+    config["max_position_embeddings"] = 65_536.into();
+    fs::write(target.join("config.json"), config.to_string()).unwrap();
+    let run = |tokens: &str, out: &str| {
+        let mut command = Command::new(program);
+        command.args(["run", "--device", "cuda", "--draft", "none", "--suite", "smoke-math", "--limit", "2"]);
+        command.args(["--slots", "4", "--temperature", "0", "--max-new-tokens", tokens]);
+        command.arg("--target").arg(&target).arg("--suites-dir").arg(repository("eval_datasets"));
+        command
+            .arg("--output-dir")
+            .arg(dir.path().join(out))
+            .env("OMP_NUM_THREADS", "1")
+            .env_remove("RUST_LOG");
+        let output = gpu.lend(&mut command).env("DEEPSPEC_STANDIN_MEMORY", "180000000").output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, told) = run("16000", "some");
+    assert_eq!(code, Some(0), "{told}");
+    assert!(told.contains("the others wait"), "{told}");
+    assert_eq!(answers(&dir.path().join("some")).len(), 2);
+    let (code, told) = run("60000", "none");
+    assert_ne!(code, Some(0), "{told}");
+    assert!(told.contains("ask for fewer tokens") && !told.contains("panicked"), "{told}");
 }

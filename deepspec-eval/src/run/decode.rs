@@ -35,6 +35,16 @@ pub struct Plan<'a> {
 }
 
 impl Plan<'_> {
+    /// How many conversations there are, and the tokens of the longest after its first answer.
+    pub fn conversations(&self) -> (usize, usize) {
+        let owned = |suite: &'_ Prepared| {
+            let requests = suite.requests.iter().enumerate().filter(|(sample, _)| self.owns(*sample));
+            requests.map(|(_, request)| request.prompt.len() + request.max_new_tokens).collect::<Vec<_>>()
+        };
+        let tokens: Vec<usize> = self.suites.iter().flat_map(owned).collect();
+        (tokens.len() * self.seeds.len(), tokens.into_iter().max().unwrap_or(0))
+    }
+
     fn owns(&self, sample: usize) -> bool {
         self.shard.is_none_or(|shard| sample % shard.count == shard.index - 1)
     }
