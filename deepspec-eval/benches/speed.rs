@@ -23,7 +23,8 @@ use deepspec_decode::{
     Completion, Context, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request,
     Sampling, Tally, Target,
 };
-use deepspec_models::{Block, BlockProposer, ModelConfig, TargetModel, TargetOptions, stop_ids};
+use deepspec_drafters::{Block, BlockProposer};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, stop_ids};
 use deepspec_suites::{Asking, Folder};
 use deepspec_text::ChatTokenizer;
 use serde::Deserialize;

@@ -9,7 +9,8 @@ use common::{
     answers, assert_refused, deepspec_eval, drafter_config, results, run, run_ok, target_dir, write_drafter,
     write_eagle3,
 };
-use deepspec_models::{Block, BlockConfig, ModelConfig, load_ends, save_checkpoint};
+use deepspec_drafters::{Block, BlockConfig};
+use deepspec_models::{ModelConfig, load_ends, save_checkpoint};
 use serde_json::Value;
 use tch::{Device, Kind};
 

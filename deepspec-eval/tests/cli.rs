@@ -13,7 +13,8 @@ use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
     write_bigram_drafter, write_drafter,
 };
-use deepspec_models::{BlockConfig, ModelConfig};
+use deepspec_drafters::BlockConfig;
+use deepspec_models::ModelConfig;
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
 use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};

@@ -12,10 +12,12 @@ use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{deepspec_eval, repository, target_dir};
-use deepspec_core::recipe::{LossNormalization, Supervise};
-use deepspec_models::{
-    BlockConfig, Design, Eagle3Config, Eagle3Objective, Learner, LossAlphas, ModelConfig, TrainSample, save,
+use deepspec_core::recipe::LossNormalization;
+use deepspec_drafters::{
+    BlockConfig, BlockObjective, BlockPlan, Eagle3Config, Eagle3Objective, Eagle3Plan, LossAlphas, Supervise,
+    TrainSample, TrainableDrafter,
 };
+use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
@@ -63,7 +65,7 @@ fn samples(training: &Training) -> Vec<TrainSample> {
     })
 }
 
-fn design(taps: [i64; 3], at_anchor: bool) -> Design {
+fn block(taps: [i64; 3], at_anchor: bool) -> BlockPlan {
     let model = ModelConfig::load(&target_dir()).unwrap();
     let config = BlockConfig {
         block_size: GAMMA,
@@ -77,15 +79,12 @@ fn design(taps: [i64; 3], at_anchor: bool) -> Design {
     };
     // The labels of a batch are those of our slots; what the target would say is as the states are laid.
     let ce = if at_anchor { 0.0 } else { 1.0 };
-    Design::Block {
-        config,
-        alphas: LossAlphas { ce, soft_ce: 1.0, ..LossAlphas::default() },
-        decay_gamma: 8.0,
-    }
+    let alphas = LossAlphas { ce, soft_ce: 1.0, ..LossAlphas::default() };
+    BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 8.0 })
 }
 
 /// The same for an Eagle3 drafter.
-fn eagle3(taps: [i64; 3]) -> Design {
+fn eagle3(taps: [i64; 3]) -> Eagle3Plan {
     let model = ModelConfig::load(&target_dir()).unwrap();
     let config = Eagle3Config {
         target_layer_ids: taps.to_vec(),
@@ -99,7 +98,7 @@ fn eagle3(taps: [i64; 3]) -> Design {
         step_loss_decay: config.step_loss_decay,
         normalization: LossNormalization::Global,
     };
-    Design::Eagle3 { config, objective }
+    Eagle3Plan::new(config, objective)
 }
 
 /// A drafter as it should be used.
@@ -116,15 +115,15 @@ fn base() -> &'static Path {
 }
 
 fn written(training: &Training) -> (TempDir, PathBuf) {
-    let design = design(training.taps, training.at_anchor);
-    let learner = train(&design, &target_dir(), STEPS, samples(training));
-    checkpoint(&learner)
+    let plan = block(training.taps, training.at_anchor);
+    let trainee = train(&plan, &target_dir(), STEPS, samples(training));
+    checkpoint(trainee.as_ref())
 }
 
-fn checkpoint(learner: &Learner) -> (TempDir, PathBuf) {
+fn checkpoint(trainee: &dyn TrainableDrafter) -> (TempDir, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("drafter");
-    put(&dir, &Value::Object(learner.config_json()), &learner.checkpoint());
+    put(&dir, &Value::Object(trainee.config_json()), &trainee.checkpoint());
     (root, dir)
 }
 
@@ -216,8 +215,8 @@ fn taps_off_by_one_are_named_in_either_direction() {
 
 #[test]
 fn shifted_taps_of_eagle3_are_named() {
-    let learner = train(&eagle3(TAPS), &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
-    let (_root, dir) = checkpoint(&learner);
+    let trainee = train(&eagle3(TAPS), &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
+    let (_root, dir) = checkpoint(trainee.as_ref());
     assert_eq!(doctor(&dir, &[])["cause"], Value::Null);
     let file = dir.join("config.json");
     let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();

@@ -241,7 +241,7 @@ fn later_turns_follow_the_models_own_answers() {
     let prompt = generation_prompt(&tokenizer, &messages, None, Some(false)).unwrap();
     let mut engine = deepspec_decode::Engine::new(
         common::target(1, &[]),
-        None::<deepspec_models::Drafter>,
+        None::<Box<dyn deepspec_drafters::Drafter>>,
         deepspec_decode::EngineOptions {
             slots: 1,
             context: 2048,

@@ -8,7 +8,8 @@ use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{answers, deepspec_eval, repository, results};
-use deepspec_models::{BlockConfig, Confidence, Design, LossAlphas, ModelConfig, save};
+use deepspec_drafters::{BlockConfig, BlockObjective, BlockPlan, Confidence, LossAlphas};
+use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
 use tch::Kind;
@@ -44,13 +45,13 @@ fn bench() -> &'static Path {
             model: model.draft_decoder(&[None]).unwrap(),
         };
         let alphas = LossAlphas { ce: 1.0, soft_ce: 1.0, confidence: 1.0, ..LossAlphas::default() };
-        let design = Design::Block { config, alphas, decay_gamma: 8.0 };
+        let plan = BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 8.0 });
         let (suites, rows) = (smoke(), LIMIT..LEARNED);
         let lessons = Lessons { target: target.clone(), suites, rows, tokens: TOKENS, thinking: false };
         let samples = lessons.samples(&[0, 2], |out| (out.taps, out.hidden));
-        let learner = train(&design, &target, STEPS, samples);
-        save(&draft.join("model.safetensors"), &learner.checkpoint(), Kind::BFloat16).unwrap();
-        fs::write(draft.join("config.json"), Value::Object(learner.config_json()).to_string()).unwrap();
+        let trainee = train(&plan, &target, STEPS, samples);
+        save(&draft.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
+        fs::write(draft.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();
         dir
     });
     dir.path()

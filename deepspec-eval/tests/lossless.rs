@@ -15,7 +15,8 @@ use deepspec_decode::{
     Completion, Cycle, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request,
     Sampling, SamplingBatch, Target,
 };
-use deepspec_models::{Drafter, DrafterOptions, TargetModel};
+use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_models::TargetModel;
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
@@ -258,7 +259,7 @@ impl Replay {
         let dir = common::target_dir();
         let tokenizer = ChatTokenizer::load(&dir).unwrap();
         let load = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
-        let drafter = draft.map(|dir| Drafter::load(dir, &load).unwrap());
+        let drafter = draft.map(|dir| deepspec_drafters::load(dir, &load).unwrap());
         let taps = drafter.as_ref().map_or(vec![], |drafter| drafter.taps().to_vec());
         let (logits, blocks) = (Shared::default(), Shared::default());
         let target = Recorded { inner: target(1, &taps), tape: logits.clone() };
@@ -387,7 +388,7 @@ impl Target for Recorded<TargetModel, Tensor> {
     }
 }
 
-impl Proposer for Recorded<Drafter, Drafted> {
+impl Proposer for Recorded<Box<dyn Drafter>, Drafted> {
     fn block_size(&self) -> usize {
         self.inner.block_size()
     }

@@ -10,11 +10,11 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use deepspec_core::recipe::{Markov, MarkovKind};
 use deepspec_dist::ProcessGroup;
-use deepspec_models::{
-    Block, BlockBatch, BlockConfig, Confidence, LossAlphas, ModelConfig, Normaliser, TrainSample,
+use deepspec_drafters::{
+    Block, BlockBatch, BlockConfig, Confidence, LossAlphas, Markov, MarkovKind, Normaliser, TrainSample,
 };
+use deepspec_models::ModelConfig;
 use deepspec_train::optimizer::AdamW;
 use tch::{Device, Kind, Tensor};
 

@@ -9,7 +9,8 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_dist::{DeviceMemory, ProcessGroup, device_memory, restart_device_peak};
-use deepspec_models::{Design, Learner, ModelConfig, Normaliser, TrainSample};
+use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
+use deepspec_models::ModelConfig;
 use deepspec_states::{StatesError, check_fit};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -59,8 +60,7 @@ pub fn run(
     processes: usize,
 ) -> anyhow::Result<()> {
     let shape = Shape::of(&recipe.target, args.verbosity())?;
-    check_fit(recipe, &shape.config).map_err(StatesError::report)?;
-    let design = Design::new(recipe, &shape.config)?;
+    let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let train = &recipe.train;
     // The data of the run is not there, and one step's samples are all it takes.
     let passes = schedule(recipe, train.global_batch_size, processes)?.gradient_accumulation_steps;
@@ -72,10 +72,10 @@ pub fn run(
     let peak_tflops = args.peak_tflops.or_else(|| gpu::peak_tflops(name.as_deref()?, kind));
 
     let (embed, head) = random_ends(&shape.config, device, kind);
-    let learner = design.build(&embed, &head, recipe.seed, kind)?;
-    let optimizer = AdamW::new(learner.parameters(), train.weight_decay, train.max_grad_norm);
+    let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind)?;
+    let optimizer = AdamW::new(trainee.parameters(), train.weight_decay, train.max_grad_norm);
     let weights = optimizer.weights();
-    let bench = Bench { recipe, design, learner, optimizer, passes, device };
+    let bench = Bench { recipe, drafter_plan, trainee, optimizer, passes, device };
     // As many as a loader holds at once.
     let batches: Vec<_> = (0..HELD).map(|number| random_samples(recipe, &shape.config, number)).collect();
     let measured = bench.measure(steps.get(), &batches)?;
@@ -125,18 +125,18 @@ pub fn run(
 ///
 /// # Errors
 /// If the step fails, as the run's own would.
-pub fn rehearse(recipe: &Recipe, design: &Design) -> anyhow::Result<Option<u64>> {
+pub fn rehearse(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyhow::Result<Option<u64>> {
     const TOKENS: usize = 32;
-    let (design, model) = design.smallest();
+    let (drafter_plan, model) = drafter_plan.smallest();
     let mut recipe = recipe.clone();
     (recipe.data.max_length, recipe.train.local_batch_size) = (TOKENS, 1);
     // Whether the run's own rate is a sane one is for the run to find.
     recipe.train.lr = 0.0;
     let (embed, head) = random_ends(&model, Device::Cpu, Kind::Float);
-    let learner = design.build(&embed, &head, recipe.seed, Kind::Float)?;
-    let optimizer = AdamW::new(learner.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float)?;
+    let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, 0);
-    Bench { recipe: &recipe, design, learner, optimizer, passes: 1, device: Device::Cpu }
+    Bench { recipe: &recipe, drafter_plan, trainee, optimizer, passes: 1, device: Device::Cpu }
         .measure(1, &[batch])?;
     Ok(memory::resident())
 }
@@ -144,8 +144,8 @@ pub fn rehearse(recipe: &Recipe, design: &Design) -> anyhow::Result<Option<u64>>
 /// Everything that a step works with.
 struct Bench<'a> {
     recipe: &'a Recipe,
-    design: Design,
-    learner: Learner,
+    drafter_plan: Box<dyn DrafterPlan>,
+    trainee: Box<dyn TrainableDrafter>,
     optimizer: AdamW,
     /// Forwards per optimiser step.
     passes: usize,
@@ -160,7 +160,7 @@ impl Bench<'_> {
         let lr = self.recipe.train.lr;
         // Kernels are chosen and buffers taken in the first pass.
         let (first, normaliser) = self.draw(0, &batches[0]);
-        self.learner.accumulate(&first, normaliser);
+        self.trainee.accumulate(&first, normaliser);
         self.optimizer.accumulate();
         let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
         gpu::finish(self.device);
@@ -173,9 +173,9 @@ impl Bench<'_> {
                 let drawing = Instant::now();
                 let (samples, normaliser) = self.draw(pass, &batches[pass % batches.len()]);
                 tokens += samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
-                flops += self.design.flops(&samples);
+                flops += self.drafter_plan.flops(&samples);
                 let computing = Instant::now();
-                self.learner.accumulate(&samples, normaliser);
+                self.trainee.accumulate(&samples, normaliser);
                 self.optimizer.accumulate();
                 gpu::finish(self.device);
                 parts.data += computing - drawing;
@@ -194,14 +194,13 @@ impl Bench<'_> {
 
     /// The samples of pass number `pass`, with anchors of its own.
     fn draw(&self, pass: usize, samples: &[TrainSample]) -> (Vec<TrainSample>, Normaliser) {
-        let supervision = self.design.supervision();
         let mut weight = 0.0;
         let drawn = samples.iter().enumerate().map(|(index, sample)| {
-            let draw = |candidates: &[usize], count| {
+            let mut draw = |candidates: &[usize], count| {
                 anchors(candidates, count, self.recipe.seed, pass, &index.to_string())
             };
-            let anchors = supervision.anchors(&sample.loss_mask, draw);
-            weight += supervision.weight(&sample.loss_mask, &anchors);
+            let anchors = self.drafter_plan.anchors(&sample.loss_mask, &mut draw);
+            weight += self.drafter_plan.loss_weight(&sample.loss_mask, &anchors);
             TrainSample {
                 input_ids: sample.input_ids.clone(),
                 loss_mask: sample.loss_mask.clone(),

@@ -2,7 +2,8 @@
 
 use deepspec_cache::PAGES_KEPT;
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy};
-use deepspec_models::{Design, ModelConfig, PassBytes, SampleSize};
+use deepspec_drafters::{DrafterPlan, PassBytes, SampleSize, WeightCounts};
+use deepspec_models::ModelConfig;
 use deepspec_states::Dataset;
 use serde::Serialize;
 use tch::{Device, Kind};
@@ -71,9 +72,9 @@ pub struct Costs<'a> {
     /// The target's sizes.
     pub target: &'a ModelConfig,
     /// The drafter.
-    pub design: &'a Design,
-    /// Its trainable weights.
-    pub weights: usize,
+    pub drafter_plan: &'a dyn DrafterPlan,
+    /// Its weights.
+    pub weights: WeightCounts,
     /// Processes of the job.
     pub processes: usize,
     /// Bytes resident before anything was loaded.
@@ -87,7 +88,8 @@ impl Costs<'_> {
     pub fn memory(&self, largest: &[SampleSize], target: u64, cache: u64) -> Memory {
         let train = &self.recipe.train;
         let kind = run::kind(train.precision);
-        let (weights, bytes) = (self.weights as u64, kind.elt_size_in_bytes() as u64);
+        let WeightCounts { trained, frozen } = self.weights;
+        let (weights, bytes) = (trained as u64, kind.elt_size_in_bytes() as u64);
         let (gradients, optimizer) = match train.precision {
             Precision::Bf16 => (2 + 4, 4 + 8),
             Precision::Fp32 => (4, 8),
@@ -98,12 +100,12 @@ impl Costs<'_> {
             ShardingStrategy::ShardOptimizer => weights * optimizer / self.processes as u64,
         };
         let ends = if self.target.tie_word_embeddings { 1 } else { 2 };
-        let pass = self.design.pass_bytes(largest, kind, self.device);
+        let pass = self.drafter_plan.pass_bytes(largest, kind, self.device);
         Memory {
             program: self.program,
-            code: self.design.code_bytes(kind, self.device) as u64,
+            code: self.drafter_plan.code_bytes(kind, self.device) as u64,
             frozen: ends * (self.target.vocab_size * self.target.hidden_size) as u64 * bytes,
-            weights: weights * bytes,
+            weights: (weights + frozen as u64) * bytes,
             gradients: weights * gradients,
             optimizer,
             activations: pass.kept as u64,
@@ -123,11 +125,11 @@ impl Costs<'_> {
     }
 
     fn size(&self, mask: &[bool]) -> SampleSize {
-        let first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
+        let mut first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
         SampleSize {
             tokens: mask.len(),
             supervised: mask.iter().filter(|&&supervised| supervised).count(),
-            anchors: self.design.supervision().anchors(mask, first).len(),
+            anchors: self.drafter_plan.anchors(mask, &mut first).len(),
         }
     }
 
@@ -137,8 +139,9 @@ impl Costs<'_> {
         let kind = run::kind(self.recipe.train.precision);
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
         let mut size = |position| self.size(&mask(&dataset.facts(order.at(position).sample)));
-        let peak =
-            |samples: &Vec<SampleSize>| PassBytes::peak(&self.design.pass_bytes(samples, kind, self.device));
+        let peak = |samples: &Vec<SampleSize>| {
+            PassBytes::peak(&self.drafter_plan.pass_bytes(samples, kind, self.device))
+        };
         let local = self.recipe.train.local_batch_size;
         let batches = (0..samples_per_epoch).step_by(local);
         let batches =

@@ -10,7 +10,8 @@ use deepspec_cache::Encoding;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_core::{config, usage};
-use deepspec_models::{Learner, MAX_SHARD_BYTES, Weights, save, save_checkpoint};
+use deepspec_drafters::TrainableDrafter;
+use deepspec_models::{MAX_SHARD_BYTES, Weights, save, save_checkpoint};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -151,7 +152,7 @@ impl Checkpoints {
     /// Any I/O failure, with the path.
     pub fn save(
         &self,
-        learner: &Learner,
+        trainee: &dyn TrainableDrafter,
         tensors: &[(String, Tensor)],
         recipe: &Recipe,
         state: &TrainState,
@@ -162,8 +163,8 @@ impl Checkpoints {
             fs::remove_dir_all(&partial).map_err(FileError::at("removing", &partial))?;
         }
         atomic::create_dir(&partial)?;
-        atomic::write_json(&partial.join("config.json"), &learner.config_json())?;
-        save_checkpoint(&partial, &learner.checkpoint(), Kind::BFloat16, MAX_SHARD_BYTES)?;
+        atomic::write_json(&partial.join("config.json"), &trainee.config_json())?;
+        save_checkpoint(&partial, &trainee.checkpoint(), Kind::BFloat16, MAX_SHARD_BYTES)?;
         save(&partial.join(STATE_TENSORS), tensors, Kind::Float)?;
         let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         atomic::replace(&partial.join("config.yaml"), |file| {
@@ -204,7 +205,7 @@ pub fn restore(
             state.format
         );
     }
-    let saved: Recipe = config::load(&path.join("config.yaml"), &[])?;
+    let saved = deepspec_drafters::load_saved_recipe(&path.join("config.yaml"))?;
     let differences = config::differences(&comparable(&saved)?, &comparable(recipe)?);
     if !differences.is_empty() {
         usage!(

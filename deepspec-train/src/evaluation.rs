@@ -7,7 +7,8 @@ use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_core::{env, usage};
 use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
 use deepspec_dist::ProcessGroup;
-use deepspec_models::{Learner, TargetModel, TargetOptions, Weights};
+use deepspec_drafters::TrainableDrafter;
+use deepspec_models::{TargetModel, TargetOptions, Weights};
 use deepspec_states::Source;
 use deepspec_suites::{Asking, Folder, Prepared, is_file};
 use serde_json::{Value, json};
@@ -115,14 +116,14 @@ impl Evaluation {
         })
     }
 
-    /// Decodes all suites with the weights that `learner` has now; every rank takes its share of the samples and gets all counts.
+    /// Decodes all suites with the weights that `trainee` has now; every rank takes its share of the samples and gets all counts.
     /// Training goes on as if it had not been: draws are keyed by sample, no weight and no generator is touched.
     ///
     /// # Errors
     /// If a logit is not finite, or another rank has failed.
-    pub fn run(&mut self, learner: &Learner, group: &ProcessGroup) -> anyhow::Result<Scores> {
+    pub fn run(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let started = Instant::now();
-        let drafter = learner.drafter(self.options.slots)?;
+        let drafter = trainee.drafter(self.options.slots)?;
         let mut engine = Engine::new(&mut self.target, Some(drafter), self.options);
         let mut suites = vec![];
         for suite in &self.suites {

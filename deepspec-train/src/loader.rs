@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_cache::loss_mask;
 use deepspec_core::recipe::LossNormalization;
-use deepspec_models::{Normaliser, Supervision, TrainSample};
+use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
 use deepspec_states::{Dataset, Facts, StateSource, StatesError};
 use tch::Tensor;
 
@@ -31,14 +31,14 @@ pub struct MicroBatch {
 }
 
 /// What decides which samples, anchors and denominators come.
-#[derive(Debug, Clone, Copy)]
-pub struct LoaderOptions {
+#[derive(Clone, Copy)]
+pub struct LoaderOptions<'a> {
     /// The schedule.
     pub schedule: Schedule,
     /// Seed of order and anchors.
     pub seed: u64,
-    /// What of a sample is trained on.
-    pub supervision: Supervision,
+    /// The drafter, which says what of a sample it trains on.
+    pub drafter_plan: &'a dyn DrafterPlan,
     /// Samples per forward.
     pub local_batch_size: usize,
     /// Whose weights a denominator sums.
@@ -61,7 +61,7 @@ impl Loader {
         scope: &'scope Scope<'scope, '_>,
         dataset: &'d Dataset,
         states: StateSource<'d>,
-        options: LoaderOptions,
+        options: LoaderOptions<'d>,
         step: usize,
     ) -> Self {
         let (sender, ready) = sync_channel(READ_AHEAD);
@@ -117,7 +117,7 @@ impl From<StatesError> for Stopped {
 struct Work<'d> {
     dataset: &'d Dataset,
     states: StateSource<'d>,
-    options: LoaderOptions,
+    options: LoaderOptions<'d>,
     sender: SyncSender<anyhow::Result<MicroBatch>>,
 }
 
@@ -197,10 +197,10 @@ struct Planned {
 /// Anchors and loss weight of a sample: they depend on its mask only, not on its states.
 fn plan(facts: &Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
     let mask = mask(facts);
-    let draw_anchors =
+    let mut choose =
         |candidates: &[usize], count| anchors(candidates, count, options.seed, draw.epoch, &facts.id);
-    let anchors = options.supervision.anchors(&mask, draw_anchors);
-    let weight = options.supervision.weight(&mask, &anchors);
+    let anchors = options.drafter_plan.anchors(&mask, &mut choose);
+    let weight = options.drafter_plan.loss_weight(&mask, &anchors);
     Planned { sample: draw.sample, anchors, weight }
 }
 

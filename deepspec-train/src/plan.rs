@@ -4,9 +4,10 @@ use std::io::{Write, stdout};
 
 use anyhow::Context;
 use deepspec_core::env;
-use deepspec_core::recipe::{DrafterRecipe, Recipe, States};
+use deepspec_core::recipe::{Recipe, States};
 use deepspec_dist::Seat;
-use deepspec_models::{Design, ModelError, Weights};
+use deepspec_drafters::WeightCounts;
+use deepspec_models::{ModelError, Weights};
 use deepspec_states::{Budget, Dataset, Running, Source, StatesError, batches, check_fit};
 use serde_json::{Value, json};
 use tch::Device;
@@ -26,8 +27,7 @@ use crate::{bench, run};
 pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow::Result<()> {
     let processes = seat.processes;
     let shape = Shape::of(&recipe.target, args.verbosity())?;
-    check_fit(recipe, &shape.config).map_err(StatesError::report)?;
-    let design = Design::new(recipe, &shape.config)?;
+    let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let running = run::running(recipe, device, seat)?;
     let missing = missing(recipe, &shape);
     let source =
@@ -35,7 +35,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow:
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| run::open_data(recipe, source)).transpose()?;
     let questions = source.as_ref().map(|source| Questions::read(recipe, source)).transpose()?.flatten();
-    let program = bench::rehearse(recipe, &design)?.unwrap_or(0);
+    let program = bench::rehearse(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {
             let schedule = run::schedule(recipe, dataset.len(), processes)?;
@@ -43,8 +43,9 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow:
         }
         _ => Err(missing.unwrap_or_default()),
     };
-    let weights = design.weights()?;
-    let costs = Costs { recipe, target: &shape.config, design: &design, weights, processes, program, device };
+    let weights = drafter_plan.weights()?;
+    let (target, drafter_plan) = (&shape.config, drafter_plan.as_ref());
+    let costs = Costs { recipe, target, drafter_plan, weights, processes, program, device };
     let plan = Plan { costs, running, origin: shape.origin.clone(), data };
     let latest = Checkpoints::new(recipe.output_dir()).latest()?;
     let resumes = latest.map(|path| path.display().to_string());
@@ -134,7 +135,8 @@ impl Plan<'_> {
         let counts = known.map(|data| data.dataset.counts());
         Ok(json!({
             "name": self.recipe().name,
-            "trainable_weights": self.costs.weights,
+            "trainable_weights": self.costs.weights.trained,
+            "frozen_weights": self.costs.weights.frozen,
             "target": self.origin,
             "data_missing": self.data.as_ref().err(),
             "samples": counts.map(|counts| counts.samples),
@@ -154,12 +156,11 @@ impl Plan<'_> {
     }
 
     fn drafter(&self) -> String {
-        let (algorithm, gamma) = match &self.recipe().drafter {
-            DrafterRecipe::Dspark(block) => ("DSpark", block.block_size),
-            DrafterRecipe::Dflash(block) => ("DFlash", block.block_size),
-            DrafterRecipe::Eagle3(eagle3) => ("Eagle3", eagle3.ttt_length),
-        };
-        format!("{}: {algorithm}, γ = {gamma}, {} trainable weights", self.recipe().name, self.costs.weights)
+        let title = deepspec_drafters::title(&self.recipe().drafter.kind);
+        let (gamma, WeightCounts { trained, frozen }) =
+            (self.costs.drafter_plan.block_size(), self.costs.weights);
+        let frozen = if frozen > 0 { format!(", {frozen} frozen") } else { String::new() };
+        format!("{}: {title}, γ = {gamma}, {trained} trainable weights{frozen}", self.recipe().name)
     }
 
     /// What the cache of one token takes: bfloat16 rows of every tap and of the last state.

@@ -9,8 +9,9 @@ use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Backend, Precision, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
 use deepspec_dist::{Carrier, DeviceError, GroupError, ProcessGroup, Seat};
+use deepspec_drafters::TrainableDrafter;
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{Design, Learner, ModelError, TargetModel, load_ends};
+use deepspec_models::{ModelError, TargetModel, load_ends};
 use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
 use tch::{Device, Kind, Tensor};
 
@@ -36,7 +37,7 @@ const REJECTED_SHOWN: usize = 5;
 /// # Errors
 /// Usage errors for recipes and inputs that do not belong together; failures otherwise.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let recipe = Recipe::load(&args.config, &args.overrides)?;
+    let recipe = deepspec_drafters::load_recipe(&args.config, &args.overrides)?;
     let place = env::ranks().map_err(|error| UsageError(error.to_string()))?;
     let backend = recipe.train.backend;
     let processes = processes(args, place.as_ref(), backend)?;
@@ -128,11 +129,10 @@ fn train(
     let processes = seat.processes;
     let kind = kind(recipe.train.precision);
     let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
-    // Before anything is read: a drafter that cannot be is refused at once.
-    let design = Design::new(recipe, &source.config)?;
+    let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
     let dataset = open_data(recipe, &source)?;
     let questions = Questions::read(recipe, &source)?;
-    let program = bench::rehearse(recipe, &design)?.unwrap_or(0);
+    let program = bench::rehearse(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     check_writer(recipe, &dataset, group)?;
     let schedule = schedule(recipe, dataset.len(), processes)?;
     let running = running(recipe, device, seat)?;
@@ -147,19 +147,28 @@ fn train(
         }
     };
     let (embed, head) = ends(states.as_ref(), &source, device, kind)?;
-    let learner = design.build(&embed, &head, recipe.seed, kind)?;
-    if latest.is_none() {
-        start_from(recipe, &learner, args.verbosity())?;
+    let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind)?;
+    // What is frozen is in no state of the optimiser.
+    if latest.is_none() || !recipe.train.freeze.is_empty() {
+        start_from(recipe, trainee.as_ref(), args.verbosity())?;
     }
     let share = match recipe.train.sharding_strategy {
         ShardingStrategy::NoShard => (0, 1),
         ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
     };
     let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
-    let optimizer = AdamW::sharded(learner.parameters(), weight_decay, max_grad_norm, share);
-    let weights = optimizer.weights();
+    let optimizer = AdamW::sharded(trainee.parameters(), weight_decay, max_grad_norm, share);
+    let weights = drafter_plan.weights()?;
     let plan = Plan {
-        costs: Costs { recipe, target: &source.config, design: &design, weights, processes, program, device },
+        costs: Costs {
+            recipe,
+            target: &source.config,
+            drafter_plan: drafter_plan.as_ref(),
+            weights,
+            processes,
+            program,
+            device,
+        },
         running,
         origin: source.dir.display().to_string(),
         data: Ok(Data { source: &source, dataset: &dataset, schedule, questions: questions.as_ref() }),
@@ -178,8 +187,8 @@ fn train(
         data: DataId { digest: dataset.digest().to_string(), rounding: dataset.rounding() },
         recipe,
         group,
-        learner,
-        terms: design.terms(),
+        trainee,
+        metrics: drafter_plan.metrics(),
         optimizer,
         schedule,
         checkpoints,
@@ -214,7 +223,7 @@ fn train(
     let options = LoaderOptions {
         schedule,
         seed: recipe.seed,
-        supervision: design.supervision(),
+        drafter_plan: drafter_plan.as_ref(),
         local_batch_size: recipe.train.local_batch_size,
         normalization: recipe.train.loss_normalization,
         rank: group.rank(),
@@ -222,7 +231,7 @@ fn train(
     };
     let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
     let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());
-    let shown = Shown { schedule, terms: &trainer.terms, tensorboard };
+    let shown = Shown { schedule, metrics: trainer.metrics.as_ref(), tensorboard };
     let open = || Report::open(trainer.checkpoints.dir(), first, &shown);
     let report = group.is_leader().then(open).transpose()?;
     thread::scope(|scope| {
@@ -256,10 +265,10 @@ pub fn schedule(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::Re
 }
 
 /// Gives a fresh run the weights that its recipe names.
-fn start_from(recipe: &Recipe, learner: &Learner, verbosity: Verbosity) -> anyhow::Result<()> {
+fn start_from(recipe: &Recipe, trainee: &dyn TrainableDrafter, verbosity: Verbosity) -> anyhow::Result<()> {
     let Some(from) = &recipe.train.init_from else { return Ok(()) };
     let dir = model_dir(from, None, verbosity).map_err(HubError::report).context("train.init_from")?;
-    let fresh = learner.start_from(&dir)?;
+    let fresh = trainee.start_from(&dir)?;
     let parts = if fresh.is_empty() { "all of it".into() } else { format!("fresh: {}", fresh.join(", ")) };
     tracing::info!("starting from {} ({parts})", dir.display());
     Ok(())

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::jsonl::{Appender, Line, Reader};
-use deepspec_models::Terms;
+use deepspec_drafters::Metrics;
 use serde_json::{Map, Value, json};
 
 use crate::evaluation::Scores;
@@ -20,7 +20,7 @@ pub struct Shown<'a> {
     /// How long the run is.
     pub schedule: Schedule,
     /// What its metrics are.
-    pub terms: &'a Terms,
+    pub metrics: &'a dyn Metrics,
     /// The resolved recipe, as text, if there is to be a TensorBoard event file.
     pub tensorboard: Option<&'a str>,
 }
@@ -88,7 +88,7 @@ impl Report {
             metrics: Appender::open(&path)?,
             tensorboard: shown.tensorboard.map(open).transpose()?,
             total_steps: shown.schedule.max_train_steps,
-            headline: shown.terms.headline(),
+            headline: shown.metrics.headline(),
             totals,
         })
     }

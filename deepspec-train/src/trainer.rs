@@ -8,7 +8,7 @@ use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
 use deepspec_dist::ProcessGroup;
-use deepspec_models::{Learner, Terms};
+use deepspec_drafters::{Metrics, TrainableDrafter};
 
 use crate::checkpoint::{Checkpoints, DataId, TrainState};
 use crate::evaluation::Evaluation;
@@ -26,8 +26,8 @@ pub const SAVED_EARLY: u8 = 75;
 pub struct Trainer<'a> {
     pub recipe: &'a Recipe,
     pub group: &'a ProcessGroup,
-    pub learner: Learner,
-    pub terms: Terms,
+    pub trainee: Box<dyn TrainableDrafter>,
+    pub metrics: Box<dyn Metrics>,
     pub optimizer: AdamW,
     pub schedule: Schedule,
     pub lr: LrSchedule,
@@ -52,12 +52,12 @@ impl Trainer<'_> {
         mut loader: Loader,
         mut report: Option<Report>,
     ) -> anyhow::Result<()> {
-        let mut window = Window::new(self.terms.clone());
+        let mut window = Window::new(self.metrics.as_ref());
         let logging = &self.recipe.logging;
         for step in first..self.schedule.max_train_steps {
             for _ in 0..self.schedule.gradient_accumulation_steps {
                 let micro = loader.next_batch()?;
-                let sums = self.learner.accumulate(&micro.samples, micro.normaliser);
+                let sums = self.trainee.accumulate(&micro.samples, micro.normaliser);
                 self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
                 micro.unseen.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));
@@ -90,7 +90,7 @@ impl Trainer<'_> {
             // Before the checkpoint: a run that is killed in between does both again.
             let mut tau = None;
             if let Some(evaluation) = self.evaluation.as_mut().filter(|_| evaluates) {
-                let scores = evaluation.run(&self.learner, self.group)?;
+                let scores = evaluation.run(self.trainee.as_ref(), self.group)?;
                 window.pause(Duration::from_secs_f64(scores.seconds));
                 report.as_mut().map_or(Ok(()), |report| report.evaluated(done, &scores))?;
                 tau = scores.tau();
@@ -128,7 +128,7 @@ impl Trainer<'_> {
             let train = &self.recipe.train;
             let state = TrainState::new(step, train.global_batch_size, &self.data, self.group.world_size());
             let state = TrainState { tau, ..state };
-            let path = self.checkpoints.save(&self.learner, &tensors, self.recipe, &state)?;
+            let path = self.checkpoints.save(self.trainee.as_ref(), &tensors, self.recipe, &state)?;
             tracing::info!("saved {}", path.display());
         }
         Ok(self.group.barrier("saving a checkpoint")?)

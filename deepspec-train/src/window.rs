@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use deepspec_dist::{GroupError, ProcessGroup};
-use deepspec_models::Terms;
+use deepspec_drafters::Metrics;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -13,8 +13,8 @@ use crate::memory;
 const NONE: i64 = 1 << 40;
 
 /// Sums since the last line; every mean is divided once, here.
-pub struct Window {
-    terms: Terms,
+pub struct Window<'a> {
+    metrics: &'a dyn Metrics,
     sums: Option<Tensor>,
     samples: usize,
     tokens: usize,
@@ -31,11 +31,11 @@ pub struct Window {
     paused: Duration,
 }
 
-impl Window {
+impl<'a> Window<'a> {
     /// An empty window for sums of this meaning.
-    pub fn new(terms: Terms) -> Self {
+    pub fn new(metrics: &'a dyn Metrics) -> Self {
         Self {
-            terms,
+            metrics,
             sums: None,
             samples: 0,
             tokens: 0,
@@ -89,7 +89,7 @@ impl Window {
         if group.world_size() == 1 {
             return Ok(());
         }
-        let count = self.terms.count() as i64;
+        let count = self.metrics.count() as i64;
         let none = || Tensor::zeros([count], (Kind::Double, Device::Cpu));
         let sums = self.sums.take().map_or_else(none, |sums| sums.to_device(Device::Cpu));
         let counts = Tensor::from_slice(&[self.samples as f64, self.tokens as f64]);
@@ -114,9 +114,9 @@ impl Window {
     /// The window's metrics, leaving it empty. Reads tensors back, as `reduce`, `is_finite` and `not_finite` do, and nothing else.
     pub fn take(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
         let elapsed = self.started.elapsed().saturating_sub(self.paused).as_secs_f64();
-        let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.terms.count()], to_vec);
+        let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.metrics.count()], to_vec);
         let mut metrics = Map::from_iter([("step".to_string(), json!(step))]);
-        metrics.append(&mut self.terms.metrics(&sums, self.samples));
+        metrics.append(&mut self.metrics.metrics(&sums, self.samples));
         let own = json!({
             "lr": lr,
             "grad_norm": self.grad_norm.as_ref().map_or(0.0, |norm| norm.double_value(&[])),
@@ -129,7 +129,7 @@ impl Window {
             "seconds": elapsed,
             "peak_memory_bytes": memory::peak(),
         });
-        *self = Self::new(self.terms.clone());
+        *self = Self::new(self.metrics);
         if let Value::Object(mut own) = own {
             metrics.append(&mut own);
         }
@@ -147,8 +147,8 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
 mod tests {
     use std::path::Path;
 
-    use deepspec_core::recipe::Recipe;
-    use deepspec_models::{Design, LossSums, ModelConfig};
+    use deepspec_drafters::LossSums;
+    use deepspec_models::ModelConfig;
 
     use super::*;
 
@@ -160,16 +160,16 @@ drafter: {dflash: {block_size: 3, num_draft_layers: 1, mask_token_id: 7}}
 data: {states: {cache: nowhere}, chat_template: qwen}
 ";
 
-    fn terms() -> Terms {
+    fn sums_of_dflash() -> Box<dyn Metrics> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("recipe.yaml");
         std::fs::write(&path, RECIPE).unwrap();
-        let recipe = Recipe::load(&path, &[]).unwrap();
+        let recipe = deepspec_drafters::load_recipe(&path, &[]).unwrap();
         let target = json!({"model_type": "qwen3", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
             "num_attention_heads": 2, "vocab_size": 8});
         let target =
             ModelConfig::parse(Path::new("config.json"), target.as_object().unwrap().clone()).unwrap();
-        Design::new(&recipe, &target).unwrap().terms()
+        deepspec_drafters::plan(&recipe, &target).unwrap().metrics()
     }
 
     /// Two blocks: one of which all slots are accepted, one that fails in its first slot.
@@ -187,7 +187,8 @@ data: {states: {cache: nowhere}, chat_template: qwen}
     }
 
     fn metrics(times: usize) -> Map<String, Value> {
-        let mut window = Window::new(terms());
+        let meaning = sums_of_dflash();
+        let mut window = Window::new(meaning.as_ref());
         (0..times).for_each(|_| window.add(Some(&sums()), 1, 10));
         window.take(1, 1e-3, Duration::ZERO)
     }
@@ -204,7 +205,8 @@ data: {states: {cache: nowhere}, chat_template: qwen}
 
     #[test]
     fn the_first_sample_whose_states_are_not_finite_is_named() {
-        let mut window = Window::new(terms());
+        let meaning = sums_of_dflash();
+        let mut window = Window::new(meaning.as_ref());
         assert_eq!(window.not_finite(), None);
         window.watch("good".into(), &Tensor::from(true));
         assert_eq!(window.not_finite(), None);

@@ -6,7 +6,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use common::{Bench, STEPS};
-use deepspec_models::{Drafter, DrafterOptions, Weights};
+use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_models::Weights;
 use deepspec_testkit::golden::{Values, arrays};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
@@ -40,9 +41,10 @@ fn last_metrics(bench: &Bench) -> Value {
 }
 
 /// The saved drafter as an evaluation loads it.
-fn loads(bench: &Bench) -> Drafter {
+fn loads(bench: &Bench) -> Box<dyn Drafter> {
     let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
-    Drafter::load(&bench.path("out/t/step_latest"), &options).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_drafters::load(&bench.path("out/t/step_latest"), &options)
+        .unwrap_or_else(|error| panic!("{error}"))
 }
 
 #[test]
@@ -201,4 +203,75 @@ fn gemma4_targets_have_drafters() {
         assert!(arrays(&step(&bench, 4).join("model.safetensors")).contains_key("layers.0.layer_scalar"));
         loads(&bench);
     }
+}
+
+/// All parameters of a checkpoint but for the target's embedding and head: name and bytes.
+fn parameters(bench: &Bench, at: usize) -> Vec<(String, Vec<f32>)> {
+    let file = step(bench, at).join("model.safetensors");
+    let names = arrays(&file).into_keys();
+    let own = names.filter(|name| name != "embed_tokens.weight" && name != "lm_head.weight");
+    own.map(|name| (name.clone(), values(bench, at, &name))).collect()
+}
+
+/// What is frozen keeps every bit of the drafter that it came from, what is not learns, and a killed run ends as one that was not.
+#[test]
+fn frozen_parts_stay_and_the_others_learn() {
+    let heads = ["markov_head.", "confidence_head."];
+    let block = trained(&["train.max_train_steps=6"]);
+    let eagle3 = trained(&[EAGLE3, "train.max_train_steps=6"]);
+    type Case<'a> = (&'a Bench, &'a [&'a str], &'a str, &'a [&'a str]);
+    let cases: [Case; 5] = [
+        (&block, &[], "backbone", &heads),
+        (&block, &["train.precision=bf16"], "backbone", &heads),
+        (&block, &[], "backbone, markov", &["confidence_head."]),
+        (&block, &[], "backbone, confidence", &["markov_head."]),
+        (&eagle3, &[EAGLE3], "fusion, layers", &["norm."]),
+    ];
+    for (from, more, frozen, learns) in cases {
+        let given = parameters(from, 6);
+        let from = format!("train.init_from={}", step(from, 6).display());
+        let freeze = format!("train.freeze=[{frozen}]");
+        let changes = set(&[more, &[&from, &freeze]].concat());
+        let whole = Bench::new();
+        whole.succeeds(&changes);
+        for ((name, before), (_, after)) in given.iter().zip(parameters(&whole, STEPS)) {
+            let is_to_learn = learns.iter().any(|part| name.starts_with(part));
+            assert_eq!(*before != after, is_to_learn, "{frozen} frozen: {name}");
+        }
+        let killed = Bench::new();
+        let mut child = common::start_until(&killed, 4, &changes);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        killed.succeeds(&changes);
+        assert!(killed.result() == whole.result(), "{frozen} frozen");
+    }
+}
+
+#[test]
+fn mistakes_about_frozen_parts_are_named() {
+    let dflash = trained(&[DFLASH, "train.max_train_steps=3"]);
+    let from = format!("train.init_from={}", step(&dflash, 3).display());
+    let bench = Bench::new();
+    let wrong = |changes: &[&str], hints: &[&str]| bench.fails(&set(changes), 2, hints);
+    wrong(&["train.freeze=[backbone]"], &["train.freeze", "train.init_from"]);
+    wrong(&[&from, "train.freeze=[bakbone]"], &["`train.freeze`", "`markov`", "did you mean `backbone`?"]);
+    wrong(&[&from, DFLASH, "train.freeze=[backbone]"], &["nothing is left that could learn"]);
+    wrong(&[&from, EAGLE3, "train.freeze=[backbone]"], &["Eagle3 has no part `backbone`", "`fusion`"]);
+}
+
+/// A setting that an earlier version did not know has its default there.
+#[test]
+fn a_run_of_before_a_setting_existed_goes_on() {
+    let bench = trained(&["train.max_train_steps=3"]);
+    let saved = step(&bench, 3).join("config.yaml");
+    let text = fs::read_to_string(&saved).unwrap();
+    let without: Vec<&str> = text.lines().filter(|line| line.trim() != "alpha: 1.0").collect();
+    assert!(without.len() < text.lines().count(), "{text}");
+    fs::write(&saved, without.join("\n")).unwrap();
+    bench.succeeds(&set(&["train.max_train_steps=3"]));
+    bench.fails(
+        &set(&["train.max_train_steps=3", "drafter.dspark.confidence.alpha=0.5"]),
+        2,
+        &["alpha (was 1.0, is 0.5)"],
+    );
 }

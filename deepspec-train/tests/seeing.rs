@@ -7,9 +7,9 @@ use std::fs;
 use std::path::PathBuf;
 
 use deepspec_core::cli::Verbosity;
-use deepspec_core::recipe::Recipe;
 use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
-use deepspec_models::{Drafter, DrafterOptions, TargetModel, TargetOptions};
+use deepspec_drafters::DrafterOptions;
+use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_states::Source;
 use deepspec_suites::{Asking, Folder};
 use serde_json::Value;
@@ -108,7 +108,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
     let found = evaluations(&bench);
 
     let overrides: Vec<String> = args.chunks(2).map(|pair| pair[1].clone()).collect();
-    let recipe = Recipe::load(&bench.path("recipe.yaml"), &overrides).unwrap();
+    let recipe = deepspec_drafters::load_recipe(&bench.path("recipe.yaml"), &overrides).unwrap();
     let source = Source::open(&recipe, Verbosity::Quiet).unwrap();
     let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id()).unwrap();
     let context = source.config.max_position_embeddings;
@@ -132,7 +132,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
             // One slot where training had three: what is measured depends on neither.
             let options = TargetOptions { device, kind, slots: 1, taps: recipe.taps() };
             let target = TargetModel::load(&source.dir, &options).unwrap();
-            let drafter = Drafter::load(&step, &DrafterOptions { device, kind, slots: 1 }).unwrap();
+            let drafter = deepspec_drafters::load(&step, &DrafterOptions { device, kind, slots: 1 }).unwrap();
             let options = EngineOptions {
                 slots: 1,
                 context,

@@ -9,7 +9,8 @@ use std::process::Command;
 
 use common::{Bench, STEPS, start_until, workspace};
 use deepspec_cache::Encoding;
-use deepspec_models::{Block, save_checkpoint};
+use deepspec_drafters::Block;
+use deepspec_models::save_checkpoint;
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
 use deepspec_testkit::skip;
 use serde_json::Value;

@@ -58,33 +58,94 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
 /// # Errors
 /// See [`ConfigError`].
 pub fn parse<T: DeserializeOwned>(path: &Path, text: &str, overrides: &[String]) -> Result<T, ConfigError> {
-    let syntax = |error: serde_yaml::Error| ConfigError::Syntax {
-        path: path.to_path_buf(),
-        problem: error.to_string(),
-    };
-    let mut value: Value = serde_yaml::from_str(text).map_err(syntax)?;
-    for item in overrides {
-        set(&mut value, item)?;
+    Document::parse(path, text, overrides)?.read()
+}
+
+/// A config of which several readers take a part each.
+#[derive(Debug, Clone)]
+pub struct Document {
+    path: PathBuf,
+    text: String,
+    value: serde_json::Value,
+}
+
+impl Document {
+    /// Reads a file and applies `key.path=value` overrides; values are parsed as YAML.
+    ///
+    /// # Errors
+    /// See [`ConfigError`].
+    pub fn open(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
+        Self::parse(path, &atomic::read_text(path)?, overrides)
     }
-    // Through JSON's data model, where an enum is a map with one key rather than a YAML tag.
-    let value = serde_json::to_value(value)
-        .map_err(|error| ConfigError::Syntax { path: path.to_path_buf(), problem: error.to_string() })?;
-    serde_path_to_error::deserialize(value).map_err(|error| {
-        let mut key = error.path().to_string();
-        let mut problem = error.inner().to_string();
-        if let Some(unknown) =
-            between(&problem, "unknown field `", "`").or_else(|| between(&problem, "unknown variant `", "`"))
-        {
-            let unknown = unknown.to_string();
-            if let Some(near) = nearest(&unknown, &problem) {
-                problem = format!("{problem}; did you mean `{near}`?");
-            }
-            if !key.ends_with(&unknown) {
-                key = if key == "." { unknown } else { format!("{key}.{unknown}") };
-            }
+
+    /// [`Document::open`] on a text already read; `path` only labels errors.
+    ///
+    /// # Errors
+    /// See [`ConfigError`].
+    pub fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
+        let syntax = |problem: String| ConfigError::Syntax { path: path.to_path_buf(), problem };
+        let mut value: Value = serde_yaml::from_str(text).map_err(|error| syntax(error.to_string()))?;
+        for item in overrides {
+            set(&mut value, item)?;
         }
-        ConfigError::Key { path: path.to_path_buf(), line: line_of(text, &key), key, problem }
-    })
+        // Through JSON's data model, where an enum is a map with one key rather than a YAML tag.
+        let value = serde_json::to_value(value).map_err(|error| syntax(error.to_string()))?;
+        Ok(Self { path: path.to_path_buf(), text: text.into(), value })
+    }
+
+    /// A value that was read before; `path` labels errors.
+    pub fn from_value(path: &Path, value: serde_json::Value) -> Self {
+        Self { path: path.to_path_buf(), text: String::new(), value }
+    }
+
+    /// All of it.
+    ///
+    /// # Errors
+    /// [`ConfigError::Key`] for a key that is unknown, missing or has a wrong value.
+    pub fn read<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
+        self.read_section(&[])
+    }
+
+    /// What stands under these keys, each inside the one before.
+    ///
+    /// # Errors
+    /// As [`Document::read`].
+    pub fn read_section<T: DeserializeOwned>(&self, keys: &[&str]) -> Result<T, ConfigError> {
+        let section = keys.iter().try_fold(&self.value, |value, key| value.get(key));
+        let value = section.cloned().unwrap_or(serde_json::Value::Null);
+        serde_path_to_error::deserialize(value).map_err(|error| {
+            let mut path = keys.join(".");
+            let within = error.path().to_string();
+            if within != "." {
+                path = if path.is_empty() { within } else { format!("{path}.{within}") };
+            }
+            let problem = error.inner().to_string();
+            let unknown = between(&problem, "unknown field `", "`")
+                .or_else(|| between(&problem, "unknown variant `", "`"));
+            match unknown {
+                Some(unknown) if path.is_empty() => self.error(unknown, with_nearest(unknown, &problem)),
+                Some(unknown) if !path.ends_with(unknown) => {
+                    self.error(&format!("{path}.{unknown}"), with_nearest(unknown, &problem))
+                }
+                Some(unknown) => self.error(&path, with_nearest(unknown, &problem)),
+                None => self.error(if path.is_empty() { "." } else { &path }, problem),
+            }
+        })
+    }
+
+    /// An error about a dotted key, with its line where it stands in the file.
+    pub fn error(&self, key: &str, problem: impl Into<String>) -> ConfigError {
+        let (path, line) = (self.path.clone(), line_of(&self.text, key));
+        ConfigError::Key { path, line, key: key.into(), problem: problem.into() }
+    }
+}
+
+/// The problem, and the known name that was meant, if one is near. `problem` lists the known names in backticks behind "expected".
+pub fn with_nearest(unknown: &str, problem: &str) -> String {
+    match nearest(unknown, problem) {
+        Some(near) => format!("{problem}; did you mean `{near}`?"),
+        None => problem.into(),
+    }
 }
 
 /// Writes a config as [`load`] reads it.

@@ -1,28 +1,25 @@
 //! The YAML of one experiment: which target, which drafter, which data, how it is trained.
 //!
-//! Shared by `deepspec-data cache` (target, data) and `deepspec-train` (all of it). Every default is written here and nowhere else.
+//! Shared by `deepspec-data cache` (target, data) and `deepspec-train` (all of it). Every default but those of drafters is written here and nowhere else.
 
-mod eagle3;
 mod eval;
-mod layers;
-mod loss;
 mod states;
 mod template;
 mod validate;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::{Map, Value};
 
-use crate::config::{self, ConfigError};
+use crate::config::{ConfigError, Document};
 use crate::env;
 
-pub use eagle3::{Eagle3Recipe, Supervise};
 pub use eval::EvalRecipe;
-pub use layers::LayerType;
-pub use loss::{Dpace, Lk, LkForm, LossRecipe};
 pub use states::States;
 pub use template::{GENERATION, TemplateEntry, TemplateRecipe};
+pub use validate::at_least_one;
 
 /// Tokens at which sequences are cut, where a recipe does not say.
 pub const MAX_LENGTH: usize = 4096;
@@ -71,95 +68,45 @@ pub struct TargetRecipe {
 pub struct LayerId(pub i64);
 
 impl Serialize for LayerId {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if self.0 == -1 { serializer.serialize_str("embedding") } else { serializer.serialize_i64(self.0) }
     }
 }
 
 impl<'de> Deserialize<'de> for LayerId {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let value = serde_json::Value::deserialize(deserializer)?;
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(deserializer)?;
         let layer = value.as_i64().filter(|&id| id >= 0).or_else(|| (value == "embedding").then_some(-1));
         layer.map(Self).ok_or_else(|| {
-            serde::de::Error::custom(format!("{value} is no layer; expected an integer from 0, or embedding"))
+            D::Error::custom(format!("{value} is no layer; expected an integer from 0, or embedding"))
         })
     }
 }
 
-/// The drafter, tagged by its algorithm.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DrafterRecipe {
-    /// Parallel block drafter with sequential heads.
-    Dspark(BlockRecipe),
-    /// The same without heads, trained with cross entropy.
-    Dflash(BlockRecipe),
-    /// Autoregressive drafter, trained on its own outputs.
-    Eagle3(Eagle3Recipe),
+/// The drafter: its kind, and settings that nobody but that kind can read.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DrafterRecipe {
+    /// Names the kind.
+    pub kind: String,
+    /// What stands under that name.
+    pub settings: Value,
 }
 
-/// A block drafter.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct BlockRecipe {
-    /// γ, drafted tokens per block.
-    pub block_size: usize,
-    /// Decoder layers of the drafter.
-    pub num_draft_layers: usize,
-    /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sliding_window: Option<usize>,
-    /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub layer_types: Vec<LayerType>,
-    /// A token that never occurs in text; stands for what is to be predicted.
-    pub mask_token_id: i64,
-    /// Blocks per training sequence.
-    #[serde(default = "defaults::num_anchors")]
-    pub num_anchors: usize,
-    /// The Markov head; absent means none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub markov: Option<Markov>,
-    /// The confidence head; absent means none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub confidence: Option<ConfidenceRecipe>,
-    /// Weights of the losses; absent means the algorithm's own.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub loss: Option<LossRecipe>,
+impl Serialize for DrafterRecipe {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map([(&self.kind, &self.settings)])
+    }
 }
 
-/// How the bias on the logits depends on the previous token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MarkovKind {
-    /// `W2 e`.
-    Vanilla,
-    /// `W2 (σ(G[h; e] + b) ⊙ e)`.
-    Gated,
-    /// `W2 tanh(o)` of a gated recurrent state.
-    Rnn,
-}
-
-/// The Markov head: a low-rank correction of the logits by the previous token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Markov {
-    /// Its form.
-    #[serde(rename = "type")]
-    pub kind: MarkovKind,
-    /// r, its rank.
-    pub rank: i64,
-}
-
-/// The confidence head.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ConfidenceRecipe {
-    /// Whether it also reads the previous token's Markov embedding.
-    pub with_markov: bool,
-    /// Weight of its loss.
-    #[serde(default = "defaults::one")]
-    pub alpha: f64,
+impl<'de> Deserialize<'de> for DrafterRecipe {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let kinds = Map::deserialize(deserializer)?;
+        let count = kinds.len();
+        match kinds.into_iter().next() {
+            Some((kind, settings)) if count == 1 => Ok(Self { kind, settings }),
+            _ => Err(D::Error::custom(format!("{count} kinds of drafters; expected one, with its settings"))),
+        }
+    }
 }
 
 /// The training data.
@@ -262,6 +209,9 @@ pub struct TrainRecipe {
     /// DFlash.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init_from: Option<String>,
+    /// Parts of the drafter that keep the weights of `init_from`, such as its `backbone` while the heads learn.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub freeze: Vec<String>,
 }
 
 impl Default for TrainRecipe {
@@ -281,6 +231,7 @@ impl Default for TrainRecipe {
             backend: Backend::Auto,
             timeout_s: 600,
             init_from: None,
+            freeze: vec![],
         }
     }
 }
@@ -323,23 +274,8 @@ mod defaults {
     pub fn seed() -> u64 {
         42
     }
-    pub fn num_anchors() -> usize {
-        512
-    }
     pub fn max_length() -> usize {
         super::MAX_LENGTH
-    }
-    pub fn decay_gamma() -> f64 {
-        4.0
-    }
-    pub fn one() -> f64 {
-        1.0
-    }
-    pub fn lk_eta() -> f64 {
-        3.0
-    }
-    pub fn dpace_smoothing() -> f64 {
-        0.5
     }
 }
 
@@ -350,39 +286,15 @@ impl DataRecipe {
     }
 }
 
-impl DrafterRecipe {
-    /// A block drafter's settings; None for other drafters.
-    pub fn block(&self) -> Option<&BlockRecipe> {
-        match self {
-            Self::Dspark(block) | Self::Dflash(block) => Some(block),
-            Self::Eagle3(_) => None,
-        }
-    }
-
-    /// The loss weights of its block drafter: as given, else 0.1 / 0.9 for DSpark and 1 / 0 for DFlash.
-    pub fn block_loss(&self, block: &BlockRecipe) -> LossRecipe {
-        let (ce_alpha, l1_alpha) = if matches!(self, Self::Dspark(_)) { (0.1, 0.9) } else { (1.0, 0.0) };
-        let (soft_ce_alpha, kl_alpha, decay_gamma) = (0.0, 0.0, defaults::decay_gamma());
-        let own =
-            LossRecipe { ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha, lk: None, dpace: None, decay_gamma };
-        block.loss.unwrap_or(own)
-    }
-}
-
 impl Recipe {
-    /// Reads and checks a recipe, with `key=value` overrides.
+    /// Reads and checks all of a recipe but for the drafter's settings.
     ///
     /// # Errors
     /// See [`ConfigError`].
-    pub fn load(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
-        let mut recipe: Self = config::load(path, overrides)?;
+    pub fn read(document: &Document) -> Result<Self, ConfigError> {
+        let mut recipe: Self = document.read()?;
         recipe.data.chat_template = recipe.data.chat_template.resolve()?;
-        recipe.validate().map_err(|(key, problem)| ConfigError::Key {
-            path: path.to_path_buf(),
-            line: None,
-            key: key.into(),
-            problem,
-        })?;
+        recipe.validate().map_err(|(key, problem)| document.error(key, problem))?;
         Ok(recipe)
     }
 

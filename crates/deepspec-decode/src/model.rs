@@ -128,3 +128,29 @@ pub trait Proposer {
     /// Gives back memory that is kept for later sequences, because there is none left.
     fn release(&mut self) {}
 }
+
+impl<P: Proposer + ?Sized> Proposer for Box<P> {
+    fn block_size(&self) -> usize {
+        (**self).block_size()
+    }
+
+    fn ends_at_stop_tokens(&self) -> bool {
+        (**self).ends_at_stop_tokens()
+    }
+
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        (**self).propose(request)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        (**self).truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        (**self).history_bytes(tokens)
+    }
+
+    fn release(&mut self) {
+        (**self).release();
+    }
+}

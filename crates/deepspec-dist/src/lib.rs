@@ -24,7 +24,7 @@ pub use meeting::Host;
 ///
 /// Every operator allocates its result. glibc tends to hand large blocks back at once and to take every new one page by page
 /// from the system, which can cost more than the arithmetic. A training pass of the tiny recipe took 97.7 ms so and 89.2 ms with
-/// the memory kept (`cargo bench -p deepspec-models`, one thread).
+/// the memory kept (`cargo bench -p deepspec-drafters`, one thread).
 ///
 /// Kept large blocks would leave gaps in its heap, though: a DSpark step with 0.66 GB of tensors at most took 1.09 GB. Those come
 /// from a pool that keeps them as well, but never holds more than was needed at once: 0.83 GB, with more states held ready. It

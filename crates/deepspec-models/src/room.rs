@@ -2,8 +2,8 @@
 
 use deepspec_decode::{Proposer, Target};
 
+use crate::TargetModel;
 use crate::kv::KEPT;
-use crate::{Drafter, TargetModel};
 
 /// Prompt tokens that a step may run at once.
 const PROMPT_TOKENS: usize = 8192;
@@ -12,9 +12,9 @@ const PARTS: u64 = 9;
 
 /// Bytes that the histories of all sequences may take where these models run: what is free now, less what the largest step works
 /// with. None where the device does not say what is free.
-pub fn room(target: &TargetModel, drafter: Option<&Drafter>, slots: usize) -> Option<u64> {
+pub fn room(target: &TargetModel, drafter: Option<&dyn Proposer>, slots: usize) -> Option<u64> {
     let free = deepspec_dist::free_memory(target.device())?;
-    let judged = slots * (1 + drafter.map_or(0, Proposer::block_size));
+    let judged = slots * (1 + drafter.map_or(0, |drafter| drafter.block_size()));
     let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
     let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);
     let left = (free / 10 * PARTS).saturating_sub(working).saturating_sub(kept);

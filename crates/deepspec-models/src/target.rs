@@ -91,7 +91,7 @@ impl TargetModel {
 }
 
 /// A forward whose numbers are on their way to the device.
-pub(crate) struct Prepared {
+pub struct Prepared {
     passes: Vec<PassSketch>,
     /// Brings the rows of all passes, one pass after the other, into the order of the feed.
     back: Option<Part>,
@@ -106,14 +106,14 @@ struct PassSketch {
 
 impl TargetModel {
     /// Chunks `(slot, tokens)` behind what their slots hold.
-    pub(crate) fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
+    pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
         self.cache.behind(chunks)
     }
 
     /// Makes room for forwards that are to run one after the other, and gathers their numbers.
     ///
     /// Chunks of more than [`PASS_TOKENS`] run in several passes, so that the memory of a pass does not grow with their length.
-    pub(crate) fn prepare(&mut self, feeds: &[Vec<Chunk>], upload: &mut Upload<i64>) -> Vec<Prepared> {
+    pub fn prepare(&mut self, feeds: &[Vec<Chunk>], upload: &mut Upload<i64>) -> Vec<Prepared> {
         self.cache.reserve(&feeds.concat());
         feeds.iter().map(|chunks| self.sketch(chunks, upload)).collect()
     }
@@ -145,7 +145,7 @@ impl TargetModel {
     }
 
     /// Appends the prepared chunks' `tokens [N]` to their slots' histories.
-    pub(crate) fn run(&mut self, prepared: &Prepared, sent: &Uploaded, tokens: &Tensor) -> Forwarded {
+    pub fn run(&mut self, prepared: &Prepared, sent: &Uploaded, tokens: &Tensor) -> Forwarded {
         if let [only] = prepared.passes.as_slice() {
             return self.pass(only, sent, tokens);
         }
@@ -190,7 +190,7 @@ impl TargetModel {
     }
 
     /// Bytes that a forward of `rows` tokens works with at most, and the logits and distributions of `judged` of them.
-    pub(crate) fn working_bytes(&self, rows: usize, judged: usize) -> u64 {
+    pub fn working_bytes(&self, rows: usize, judged: usize) -> u64 {
         let layer = |layer: &crate::nn::LayerSpec| {
             let heads = layer.attention.heads;
             3 * layer.intermediate_size + 4 * (heads.query + heads.key_value) * heads.dim

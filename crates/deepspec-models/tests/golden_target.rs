@@ -5,8 +5,8 @@ mod common;
 use std::path::Path;
 
 use common::{assert_close, device, tensor};
-use deepspec_decode::{Engine, EngineOptions, Feed, Request, Sampling, Target};
-use deepspec_models::{Drafter, TargetModel, TargetOptions};
+use deepspec_decode::{Engine, EngineOptions, Feed, Proposer, Request, Sampling, Target};
+use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::{Kind, Tensor};
 
@@ -121,7 +121,7 @@ fn golden_target_gemma4_in_the_engine() {
         max_draft_tokens: None,
         counts_overrun: true,
     };
-    let mut engine = Engine::new(load(&case, vec![], 3), None::<Drafter>, options);
+    let mut engine = Engine::new(load(&case, vec![], 3), None::<Box<dyn Proposer>>, options);
     let request = |index: usize| Request {
         id: index.to_string(),
         // The same prompt beside shorter ones.

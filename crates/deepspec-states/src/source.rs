@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use deepspec_cache::{Encoding, Identity, Last, Layout, Tap};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::recipe::{Recipe, TemplateRecipe};
+use deepspec_drafters::DrafterPlan;
 use deepspec_hub::model_dir;
 use deepspec_models::{ModelConfig, config_digest, weights_digest};
 use deepspec_text::{ChatTemplate, ChatTokenizer};
@@ -109,29 +110,24 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
     })
 }
 
-/// Checks that taps, mask token and length of a recipe exist in a target of this architecture.
+/// Checks that taps, drafter and length of a recipe belong to a target of this architecture; gives the drafter.
 ///
 /// # Errors
 /// A mistake in the recipe, by its key.
-pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<(), StatesError> {
+pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dyn DrafterPlan>, StatesError> {
     let (dir, layers) = (&recipe.target.model, config.layers.len());
     if let Some(outside) = recipe.taps().into_iter().find(|&tap| tap >= layers as i64) {
         let problem = format!("{dir} has no layer {outside}; its layers are 0 to {}", layers - 1);
         return Err(wrong("target.layer_ids", problem));
     }
-    let vocab_size = config.vocab_size;
-    let mask = recipe.drafter.block().map(|block| block.mask_token_id);
-    if let Some(mask) = mask.filter(|mask| !(0..vocab_size).contains(mask)) {
-        let problem = format!("{mask} is outside the vocabulary of {dir}, which ends at {}", vocab_size - 1);
-        return Err(wrong("drafter.mask_token_id", problem));
-    }
+    let drafter = deepspec_drafters::plan(recipe, config)?;
     let (asked, longest) = (recipe.data.max_length, config.max_position_embeddings);
     if asked > longest {
         let problem =
             format!("{asked} tokens are more than {dir} was made for (max_position_embeddings {longest})");
         return Err(wrong("data.max_length", problem));
     }
-    Ok(())
+    Ok(drafter)
 }
 
 fn taps(recipe: &Recipe) -> Result<Vec<Tap>, StatesError> {

@@ -9,7 +9,6 @@ use std::process::Command;
 
 use common::Bench;
 use deepspec_core::cli::Verbosity;
-use deepspec_core::recipe::Recipe;
 use deepspec_states::{Dataset, Source};
 use serde_json::json;
 
@@ -33,7 +32,7 @@ fn resident() -> [u64; 2] {
 
 /// Opens the data set and visits every sample.
 fn measure(dir: &Path) {
-    let recipe = Recipe::load(&dir.join("recipe.yaml"), &[]).unwrap();
+    let recipe = deepspec_drafters::load_recipe(&dir.join("recipe.yaml"), &[]).unwrap();
     let source = Source::open(&recipe, Verbosity::Quiet).unwrap();
     let before = resident();
     let dataset = Dataset::open(&recipe, &source, Some(dir), |_| vec![]).unwrap();

@@ -83,7 +83,7 @@ impl Job {
         if self.shard_size == 0 {
             usage!("--shard-size must be at least 1");
         }
-        let recipe = Recipe::load(&self.config, &self.set)?;
+        let recipe = deepspec_drafters::load_recipe(&self.config, &self.set)?;
         let Some(dir) = self.output_dir.clone().or_else(|| recipe.cache_dir()) else {
             usage!("--output-dir is missing, and {} names no cache (data.states)", self.config.display());
         };

@@ -11,8 +11,9 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Target, Ticket};
+use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{Drafter, DrafterOptions, Fit, TargetModel, TargetOptions, fit, room};
+use deepspec_models::{Fit, TargetModel, TargetOptions, fit, room};
 use tokio::sync::{mpsc, oneshot};
 
 use super::waits::Waits;
@@ -183,21 +184,22 @@ impl Drop for EngineThread {
     }
 }
 
-fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(Engine<TargetModel, Drafter>, usize)> {
+fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(Engine<TargetModel, Box<dyn Drafter>>, usize)> {
     let device = deepspec_dist::device(&args.device)?;
     let (kind, slots) = (deepspec_dist::default_kind(device), args.slots);
     let drafter = match &args.draft {
-        Some(dir) => Some(Drafter::load(dir, &DrafterOptions { device, kind, slots })?),
+        Some(dir) => Some(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?),
         None => None,
     };
     let taps = drafter.as_ref().map(|drafter| drafter.taps().to_vec()).unwrap_or_default();
     let target = TargetModel::load(model, &TargetOptions { device, kind, slots, taps })?;
     if let Some(drafter) = &drafter {
-        drafter.check_fits(&target)?;
+        drafter.check_fits(target.config())?;
     }
     let longest = target.config().max_position_embeddings;
     let wanted = args.max_context.map_or(longest, |wanted| wanted.min(longest));
-    let (context, memory) = fitting(wanted, args, &target, drafter.as_ref())?;
+    let (context, memory) =
+        fitting(wanted, args, &target, drafter.as_ref().map(|drafter| drafter as &dyn Proposer))?;
     let options = EngineOptions {
         slots,
         context,
@@ -221,10 +223,10 @@ fn fitting(
     wanted: usize,
     args: &EngineArgs,
     target: &TargetModel,
-    drafter: Option<&Drafter>,
+    drafter: Option<&dyn Proposer>,
 ) -> anyhow::Result<(usize, Option<u64>)> {
     let Some(memory) = room(target, drafter, args.slots) else { return Ok((wanted, None)) };
-    let block = drafter.map_or(0, Proposer::block_size);
+    let block = drafter.map_or(0, |drafter| drafter.block_size());
     let bytes = |tokens: usize| {
         let drafter = drafter.map_or(0, |drafter| drafter.history_bytes(tokens + block));
         target.history_bytes(tokens + block) + drafter
@@ -256,7 +258,7 @@ fn fitting(
 }
 
 struct Worker {
-    engine: Engine<TargetModel, Drafter>,
+    engine: Engine<TargetModel, Box<dyn Drafter>>,
     live: HashMap<Ticket, mpsc::UnboundedSender<Update>>,
     /// Those that wait for a slot, in the order in which they get one, and since when.
     waiting: VecDeque<(Ticket, Instant)>,

@@ -15,7 +15,6 @@ use std::sync::Arc;
 
 use deepspec_core::usage;
 use deepspec_decode::Request;
-use deepspec_models::Drafter;
 use deepspec_text::{ChatTokenizer, RenderOptions, TextError};
 use serde_json::Value;
 
@@ -45,7 +44,7 @@ impl ChatModel {
     pub fn load(dir: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let tokenizer = ChatTokenizer::load(dir)?;
         if let Some(draft) = &args.draft
-            && Drafter::is_language_model(draft)?
+            && deepspec_drafters::is_language_model(draft)?
             && let Err(error) = tokenizer.check_drafter(draft)
         {
             usage!("--draft {error}");

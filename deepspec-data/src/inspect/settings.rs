@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use deepspec_core::cli::{UsageError, Verbosity};
-use deepspec_core::recipe::{MAX_LENGTH, Recipe, TemplateRecipe};
+use deepspec_core::recipe::{MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_states::{StatesError, chat_template, mask_rules};
@@ -29,7 +29,7 @@ impl Settings {
     /// Usage errors: there is no such model, or no rules for its template. Also if the hub fails.
     pub fn new(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
         let recipe = match &args.config {
-            Some(config) => Some(Recipe::load(config, &[])?),
+            Some(config) => Some(deepspec_drafters::load_recipe(config, &[])?),
             None => None,
         };
         let (model, revision) = match (&args.model, &recipe) {

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_core::recipe::{Markov, MarkovKind};
-use deepspec_models::{Block, BlockConfig, ModelConfig, load_ends, save};
+use deepspec_drafters::{Block, BlockConfig, DrafterConfig, Markov, MarkovKind};
+use deepspec_models::{ModelConfig, load_ends, save};
 use deepspec_testkit::noise;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

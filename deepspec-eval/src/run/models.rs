@@ -4,10 +4,10 @@ use std::path::Path;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::{Engine, EngineOptions, Proposer};
+use deepspec_decode::{Engine, EngineOptions, Proposer, Target};
+use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{
-    Drafter, DrafterOptions, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, room,
-    weights_digest,
+    Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, room, weights_digest,
 };
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
@@ -100,20 +100,21 @@ impl Models<'_> {
         if let Some((_, dir)) = draft {
             check_tokens(dir, self.tokenizer)?;
         }
-        let load = |(_, dir): (_, &Path)| Drafter::load(dir, &DrafterOptions { device, kind, slots });
+        let load =
+            |(_, dir): (_, &Path)| deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots });
         let mut drafter = draft.map(load).transpose()?;
         if let Some((drafter, tokens)) = drafter.as_mut().zip(self.settings.max_draft_tokens) {
             drafter.draft(tokens);
         }
         let identity = draft
             .zip(drafter.as_ref())
-            .map(|((name, dir), drafter)| drafter_identity(name, dir, drafter))
+            .map(|((name, dir), drafter)| drafter_identity(name, dir, drafter.as_ref()))
             .transpose()?;
         // Plain decoding captures nothing, so that it is as fast as it can be.
         let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
         if let Some(drafter) = &mut drafter {
-            drafter.check_fits(&target)?;
+            drafter.check_fits(target.config())?;
             if self.settings.no_markov && !drafter.ignore_markov() {
                 usage!("--no-markov: the drafter has no Markov head");
             }
@@ -129,7 +130,10 @@ impl Models<'_> {
             counts_overrun: true,
         };
         let temperatures = self.settings.calibration.clone().unwrap_or_default();
-        let memory = room(&target, drafter.as_ref(), slots);
+        let memory = room(&target, drafter.as_ref().map(|drafter| drafter as &dyn Proposer), slots);
+        if let Some(memory) = memory {
+            tell_room(slots, plan, memory, &target, drafter.as_deref());
+        }
         let mut engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
         if let Some(bytes) = memory {
             engine = engine.with_memory(bytes);
@@ -139,7 +143,20 @@ impl Models<'_> {
     }
 }
 
-fn drafter_identity(name: &str, dir: &Path, drafter: &Drafter) -> Result<DrafterIdentity, ModelError> {
+/// Says where fewer conversations run at once than could. One that never has room is refused by the engine, when its turn comes.
+fn tell_room(slots: usize, plan: &Plan, memory: u64, target: &TargetModel, drafter: Option<&dyn Drafter>) {
+    let block = drafter.map_or(0, |drafter| drafter.block_size());
+    let bytes = |tokens: usize| {
+        let drafter = drafter.map_or(0, |drafter| drafter.history_bytes(tokens + block));
+        target.history_bytes(tokens + block) + drafter
+    };
+    let (conversations, longest) = plan.conversations();
+    if let Fit::Fewer { told } = fit(slots.min(conversations), longest, memory, bytes) {
+        tracing::warn!("{told}; the others wait");
+    }
+}
+
+fn drafter_identity(name: &str, dir: &Path, drafter: &dyn Drafter) -> Result<DrafterIdentity, ModelError> {
     Ok(DrafterIdentity {
         path: dir.display().to_string(),
         hub_id: hub_id(name),
@@ -155,7 +172,7 @@ fn drafter_identity(name: &str, dir: &Path, drafter: &Drafter) -> Result<Drafter
 /// # Errors
 /// A usage error with the first token that differs.
 pub fn check_tokens(draft: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<()> {
-    if Drafter::is_language_model(draft)?
+    if deepspec_drafters::is_language_model(draft)?
         && let Err(error) = tokenizer.check_drafter(draft)
     {
         usage!("--draft {error}");

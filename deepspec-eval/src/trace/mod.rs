@@ -10,8 +10,9 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{env, usage};
 use deepspec_decode::{Completion, Engine, EngineOptions, Request, Sampling};
+use deepspec_drafters::DrafterOptions;
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{Drafter, DrafterOptions, TargetModel, TargetOptions};
+use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
 use crate::run::{Dtype, Switch, models};
@@ -127,13 +128,13 @@ impl Args {
         let models::Place { device, kind } = models::place(&self.device, self.dtype)?;
         let context = models::context(target, tokenizer)?;
         models::check_tokens(draft, tokenizer)?;
-        let mut drafter = Drafter::load(draft, &DrafterOptions { device, kind, slots: 1 })?;
+        let mut drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: 1 })?;
         if let Some(tokens) = self.max_draft_tokens {
             drafter.draft(tokens);
         }
         let taps = drafter.taps().to_vec();
         let target = TargetModel::load(target, &TargetOptions { device, kind, slots: 1, taps })?;
-        drafter.check_fits(&target)?;
+        drafter.check_fits(target.config())?;
         if self.confidence_threshold.is_some() && !drafter.has_confidence() {
             usage!("--confidence-threshold: the drafter has no confidence head");
         }

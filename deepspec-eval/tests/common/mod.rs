@@ -8,11 +8,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use deepspec_core::recipe::{Markov, MarkovKind};
-use deepspec_models::{
-    Block, BlockConfig, Confidence, Eagle3, Eagle3Config, ModelConfig, TargetModel, TargetOptions, load_ends,
-    save,
+use deepspec_drafters::{
+    Block, BlockConfig, Confidence, DrafterConfig, Eagle3, Eagle3Config, Markov, MarkovKind,
 };
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends, save};
 use deepspec_testkit::noise;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};

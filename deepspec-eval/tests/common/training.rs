@@ -4,10 +4,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_decode::{Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
-use deepspec_models::{
-    BlockProposer, Design, Learner, ModelConfig, Normaliser, TargetModel, TargetOptions, TrainSample,
-    load_ends, stop_ids,
-};
+use deepspec_drafters::{BlockProposer, DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends, stop_ids};
 use deepspec_suites::{Asking, Folder};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind, Tensor};
@@ -104,12 +102,17 @@ impl Lessons {
 }
 
 /// Adam on all samples in turn, four a step.
-pub fn train(design: &Design, target: &Path, steps: usize, mut all: Vec<TrainSample>) -> Learner {
+pub fn train(
+    plan: &dyn DrafterPlan,
+    target: &Path,
+    steps: usize,
+    mut all: Vec<TrainSample>,
+) -> Box<dyn TrainableDrafter> {
     let model = ModelConfig::load(target).unwrap();
     let (embed, head) = load_ends(target, &model, Device::Cpu, Kind::Float).unwrap();
-    let learner = design.build(&embed, &head, 1, Kind::Float).unwrap();
+    let trainee = plan.build(&embed, &head, 1, Kind::Float).unwrap();
     let mut moments: Vec<(Tensor, Tensor)> = vec![];
-    for (_, parameter) in learner.parameters() {
+    for (_, parameter) in trainee.parameters() {
         let parameter = parameter.set_requires_grad(true);
         moments.push((parameter.zeros_like().detach(), parameter.zeros_like().detach()));
     }
@@ -118,23 +121,23 @@ pub fn train(design: &Design, target: &Path, steps: usize, mut all: Vec<TrainSam
         let mut weight = 0.0;
         for turn in 0..4.min(all.len()) {
             let mut sample = all.remove(0);
-            sample.anchors = design.supervision().anchors(&sample.loss_mask, |candidates, count| {
+            sample.anchors = plan.anchors(&sample.loss_mask, &mut |candidates, count| {
                 let stride = (candidates.len() / count).max(1);
                 candidates.iter().copied().skip((step + turn) % stride).step_by(stride).take(count).collect()
             });
-            weight += design.supervision().weight(&sample.loss_mask, &sample.anchors);
+            weight += plan.loss_weight(&sample.loss_mask, &sample.anchors);
             batch.push(sample);
         }
-        learner.accumulate(&batch, Normaliser(weight));
+        trainee.accumulate(&batch, Normaliser(weight));
         all.extend(batch);
         let rate = 6e-3 * ((steps - step) as f64 / steps as f64).min((step + 1) as f64 / 10.0);
-        tch::no_grad(|| adam(&learner, &mut moments, step + 1, rate));
+        tch::no_grad(|| adam(trainee.as_ref(), &mut moments, step + 1, rate));
     }
-    learner
+    trainee
 }
 
-fn adam(learner: &Learner, moments: &mut [(Tensor, Tensor)], step: usize, rate: f64) {
-    for ((_, parameter), (first, second)) in learner.parameters().iter().zip(moments) {
+fn adam(trainee: &dyn TrainableDrafter, moments: &mut [(Tensor, Tensor)], step: usize, rate: f64) {
+    for ((_, parameter), (first, second)) in trainee.parameters().iter().zip(moments) {
         let gradient = parameter.grad();
         *first = &*first * 0.9 + &gradient * 0.1;
         *second = &*second * 0.99 + gradient.square() * 0.01;

@@ -10,7 +10,6 @@ use std::sync::LazyLock;
 
 use deepspec_cache::{Builder, Encoding, Last, Plan};
 use deepspec_core::cli::Verbosity;
-use deepspec_core::recipe::Recipe;
 use deepspec_states::{Capture, Source, fill, tokenise};
 use deepspec_testkit::standin::{Report, Standin};
 use serde_json::{Value, json};
@@ -76,7 +75,7 @@ static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
 
 /// A cache of the states of `rows.jsonl` under the name `cache`.
 fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
-    let recipe = Recipe::load(&dir.join("recipe.yaml"), &[]).unwrap();
+    let recipe = deepspec_drafters::load_recipe(&dir.join("recipe.yaml"), &[]).unwrap();
     let source = Source::open(&recipe, Verbosity::Quiet).unwrap();
     let samples = tokenise(&[dir.join("rows.jsonl")], &source, |_| {}).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();

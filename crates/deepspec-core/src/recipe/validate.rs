@@ -1,6 +1,6 @@
 //! What the types of a recipe cannot rule out.
 
-use super::{DataRecipe, DrafterRecipe, Recipe, States, TemplateRecipe};
+use super::{DataRecipe, Recipe, States, TemplateRecipe};
 
 impl Recipe {
     /// Checks values against their ranges and each other; the error is a key and what is wrong with it.
@@ -28,6 +28,10 @@ impl Recipe {
         }
         if !self.train.weight_decay.is_finite() || self.train.weight_decay < 0.0 {
             return Err(("train.weight_decay", format!("{} is no number from 0", self.train.weight_decay)));
+        }
+        if self.train.init_from.is_none() && !self.train.freeze.is_empty() {
+            let problem = "fresh weights would stay what they are; say in train.init_from whose are kept";
+            return Err(("train.freeze", problem.into()));
         }
         if self.train.timeout_s == 0 {
             return Err(("train.timeout_s", "must be at least 1".into()));
@@ -57,30 +61,18 @@ impl Recipe {
             (Some(eval), Some(_)) => eval.check()?,
             (None, _) => {}
         }
-        self.drafter.check()
+        Ok(())
     }
 }
 
-/// The error about the first of these values that is 0.
-pub(super) fn at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static str, String)> {
+/// The error about the first of these values that is 0: its key, and what is wrong.
+///
+/// # Errors
+/// If one is.
+pub fn at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static str, String)> {
     match values.iter().find(|(_, value)| *value == 0) {
         Some((key, _)) => Err((key, "must be at least 1".into())),
         None => Ok(()),
-    }
-}
-
-impl DrafterRecipe {
-    fn check(&self) -> Result<(), (&'static str, String)> {
-        match self {
-            Self::Dspark(block) => block.check()?,
-            Self::Dflash(block) if block.markov.is_some() || block.confidence.is_some() => {
-                let problem = "DFlash has no Markov and no confidence head; use `dspark`";
-                return Err(("drafter.dflash", problem.into()));
-            }
-            Self::Dflash(block) => block.check()?,
-            Self::Eagle3(eagle3) => eagle3.check()?,
-        }
-        self.block().map_or(Ok(()), |block| self.block_loss(block).check())
     }
 }
 
@@ -108,19 +100,13 @@ impl DataRecipe {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config;
+    use crate::config::{self, Document};
     use crate::recipe::Precision;
 
     const MINIMAL: &str = "
 name: tiny
 target: {model: assets/tiny-target, layer_ids: [embedding, 1, 3]}
-drafter:
-  dspark:
-    block_size: 7
-    num_draft_layers: 2
-    mask_token_id: 5
-    markov: {type: vanilla, rank: 32}
-    confidence: {with_markov: true}
+drafter: {dspark: {block_size: 7}}
 data: {states: {cache: runs/cache}, chat_template: qwen}
 ";
 
@@ -129,7 +115,8 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         let path = dir.path().join("recipe.yaml");
         std::fs::write(&path, text).unwrap();
         let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
-        Recipe::load(&path, &overrides).map_err(|error| error.to_string())
+        let recipe = Document::open(&path, &overrides).and_then(|document| Recipe::read(&document));
+        recipe.map_err(|error| error.to_string())
     }
 
     #[test]
@@ -137,8 +124,10 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         let recipe = read(MINIMAL, &["train.lr=3e-4", "train.precision=fp32"]).unwrap();
         assert_eq!(recipe.taps(), [-1, 1, 3]);
         assert_eq!((recipe.seed, recipe.train.lr, recipe.train.precision), (42, 3e-4, Precision::Fp32));
-        let loss = recipe.drafter.block_loss(recipe.drafter.block().unwrap());
-        assert_eq!((loss.ce_alpha, loss.l1_alpha), (0.1, 0.9));
+        assert_eq!(
+            (recipe.drafter.kind.as_str(), &recipe.drafter.settings["block_size"]),
+            ("dspark", &7.into())
+        );
         assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
     }
 
@@ -148,7 +137,8 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
             let error = read(MINIMAL, &[change]).unwrap_err();
             assert!(error.contains(hint), "{change}: {error}");
         };
-        wrong("drafter.dspark.blok_size=3", "did you mean `block_size`?");
+        wrong("drafter={}", "`drafter`: 0 kinds of drafters; expected one");
+        wrong("drafter.eagle3={}", "`drafter`: 2 kinds of drafters; expected one");
         wrong("train.global_batch_size=0", "train.global_batch_size");
         wrong("target.layer_ids=[3, 1]", "strictly increasing");
         wrong("target.layer_ids=[-1]", "expected an integer from 0, or embedding");
@@ -158,20 +148,8 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         wrong("data.input=[a.jsonl]", "`data.input`: a cache has its samples in it already");
         wrong("data.input=a.jsonl", "`data.input`");
         wrong("data.target_device=cpu", "`data.target_device`");
-        wrong("drafter.dspark.markov.rank=0", "leave `markov` out");
-        wrong(
-            "drafter.dspark.loss={ce_alpha: 0.1, kl_alpha: -1}",
-            "`drafter.loss.kl_alpha`: -1 is no number from 0",
-        );
-        wrong("drafter.dspark.loss={decay_gamma: 3}", "`drafter.loss`: all weights are 0");
-        wrong("drafter.dspark.loss={ce_alpha: 1, dpace: {smoothing: 0}}", "`drafter.loss.dpace.smoothing`");
-        wrong(
-            "drafter.dspark.loss={l1_alpha: 1, dpace: {}}",
-            "`drafter.loss.dpace`: it weighs the cross entropy",
-        );
-        wrong("drafter.dspark.loss={lk: {type: hybird}}", "hybird");
-        wrong("drafter.dspark.loss={lk: {type: hybrid, eta: -1}}", "`drafter.loss.lk.eta`");
         wrong("name=a/b", "cannot name a folder");
+        wrong("train.freeze=[backbone]", "`train.freeze`: fresh weights would stay what they are");
         wrong("logging.eval_every=0", "`logging.eval_every`: must be at least 1");
         wrong("eval={limit: 4}", "`eval`: nothing is measured without logging.eval_every");
         let entry = "data.chat_template={name: a, assistant_header: '', end_of_turn: x}";
@@ -183,25 +161,5 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         assert!(evaluated("eval={suites: []}").contains("`eval.suites`"));
         assert!(evaluated("eval={temperature: -1}").contains("`eval.temperature`"));
         assert!(evaluated("eval={suite: [a]}").contains("did you mean `suites`?"));
-        let dflash = MINIMAL.replace("dspark:", "dflash:");
-        assert!(read(&dflash, &[]).unwrap_err().contains("use `dspark`"));
-        wrong("drafter.dspark.layer_types=[full_attention]", "1 types for 2 draft layers");
-        wrong(
-            "drafter.dspark.layer_types=[full_attention, sliding_attention]",
-            "`drafter.sliding_window`: missing",
-        );
-        wrong("drafter.dspark.layer_types=[full_attention, windowed]", "sliding_attention");
-        let windows = |changes: &[&str]| {
-            let recipe = read(MINIMAL, changes).unwrap();
-            recipe.drafter.block().unwrap().windows().collect::<Vec<_>>()
-        };
-        assert_eq!(windows(&[]), [None, None]);
-        assert_eq!(windows(&["drafter.dspark.sliding_window=9"]), [Some(9), Some(9)]);
-        let mixed = "drafter.dspark.layer_types=[sliding_attention, full_attention]";
-        assert_eq!(windows(&["drafter.dspark.sliding_window=9", mixed]), [Some(9), None]);
-        let eagle3 = "drafter={eagle3: {ttt_length: 0}}";
-        wrong(eagle3, "`drafter.eagle3.ttt_length`: must be at least 1");
-        wrong("drafter={eagle3: {step_loss_decay: 1.5}}", "not in (0, 1]");
-        wrong("drafter={eagle3: {supervise: all}}", "shifted");
     }
 }

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use deepspec_core::usage;
 use deepspec_decode::{Engine, EngineOptions, Sampling};
-use deepspec_models::{Drafter, DrafterOptions, ModelConfig, TargetModel, TargetOptions};
+use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_suites::Asking;
 use deepspec_text::ChatTokenizer;
 
@@ -84,8 +85,8 @@ pub fn engine(
     draft: &Path,
     (device, kind): Place,
     context: usize,
-) -> anyhow::Result<Engine<TargetModel, Drafter>> {
-    let drafter = Drafter::load(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
+) -> anyhow::Result<Engine<TargetModel, Box<dyn Drafter>>> {
+    let drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
     let taps = drafter.taps().to_vec();
     let target = TargetModel::load(target, &TargetOptions { device, kind, slots: SLOTS, taps })?;
     let options = EngineOptions {
@@ -103,7 +104,11 @@ impl Prompts<'_> {
     ///
     /// # Errors
     /// If the template refuses one, or the target's logits are not finite.
-    pub fn decode(&self, engine: &mut Engine<TargetModel, Drafter>, manner: Manner) -> anyhow::Result<Asked> {
+    pub fn decode(
+        &self,
+        engine: &mut Engine<TargetModel, Box<dyn Drafter>>,
+        manner: Manner,
+    ) -> anyhow::Result<Asked> {
         let asking = Asking {
             tokenizer: self.tokenizer,
             sampling: Sampling::new(self.args.temperature, self.args.seed),

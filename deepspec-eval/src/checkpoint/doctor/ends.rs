@@ -3,12 +3,12 @@
 use std::collections::HashSet;
 
 use deepspec_core::digest;
+use deepspec_drafters::ExaminedDrafter;
 use deepspec_models::TargetModel;
 use tch::{Device, Kind, Tensor};
 
 use super::finding;
 use super::report::{Cause, Finding};
-use super::score::Probe;
 
 /// How the rows of one matrix compare.
 struct Rows {
@@ -24,8 +24,8 @@ struct Rows {
 pub struct Ends(Vec<Rows>);
 
 /// Compares both ends row by row, as bfloat16.
-pub fn compare(probe: &Probe, target: &TargetModel) -> Ends {
-    let ((own_embed, own_head), (embed, head)) = (probe.ends(), target.ends());
+pub fn compare(drafter: &dyn ExaminedDrafter, target: &TargetModel) -> Ends {
+    let ((own_embed, own_head), (embed, head)) = (drafter.ends(), target.ends());
     Ends(vec![rows("embed_tokens", own_embed, &embed), rows("lm_head", own_head, &head)])
 }
 

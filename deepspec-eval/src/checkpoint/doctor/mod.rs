@@ -24,7 +24,6 @@ use super::dir;
 use capture::Captured;
 use decode::{Asked, Manner, Prompts};
 use report::{Cause, Finding, Report};
-use score::Probe;
 
 /// What to examine.
 #[derive(clap::Args)]
@@ -121,9 +120,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 
 fn examine(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Result<Report> {
     let _no_grad = tch::no_grad_guard();
-    let probe = Probe::load(draft, place)?;
+    let drafter = score::open(draft, place)?;
     let config = ModelConfig::load(target)?;
-    if let Err(misfit) = probe.check_fits(&config) {
+    if let Err(misfit) = drafter.check_fits(&config) {
         return Ok(Report::misfit(misfit.to_string()));
     }
     let tokenizer = ChatTokenizer::load(target)?;
@@ -139,13 +138,21 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Re
         device: place.0,
         kind: place.1,
         slots: 1,
-        taps: capture::layers(probe.taps(), &config),
+        taps: capture::layers(drafter.taps(), &config),
     };
     let mut model = TargetModel::load(target, &options)?;
-    let ends = ends::compare(&probe, &model);
+    let ends = ends::compare(drafter.as_ref(), &model);
     report.findings.extend(ends.findings());
     let captured = Captured::new(&mut model, &options.taps, base);
-    trials::estimate(&mut report, &probe, &captured, &model, &tokenizer, ends.differ(), args.temperature)?;
+    trials::estimate(
+        &mut report,
+        drafter.as_ref(),
+        &captured,
+        &model,
+        &tokenizer,
+        ends.differ(),
+        args.temperature,
+    )?;
     for other in asked.iter().skip(1) {
         report.compare(base, other);
     }

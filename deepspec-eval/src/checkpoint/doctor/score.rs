@@ -5,12 +5,9 @@
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::{LossNormalization, Supervise};
 use deepspec_decode::Target;
-use deepspec_models::{
-    Block, BlockBatch, Drafter, DrafterOptions, Eagle3, Eagle3Batch, Eagle3Objective, ModelConfig,
-    ModelError, TargetModel, TrainSample,
-};
+use deepspec_drafters::{DrafterOptions, ExaminedDrafter, Predictions, Reading, SlotConvention, TrainSample};
+use deepspec_models::{ModelError, TargetModel};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -135,135 +132,70 @@ fn length(accept: &[f64]) -> f64 {
     1.0 + survival.sum::<f64>()
 }
 
-/// A drafter under examination.
-pub enum Probe {
-    /// DSpark or DFlash.
-    Block(Box<Block>),
-    /// Eagle3.
-    Eagle3(Box<Eagle3>),
+/// Loads the drafter in `dir` for a closer look.
+///
+/// # Errors
+/// As [`deepspec_drafters::load`]; a language model as drafter.
+pub fn open(dir: &Path, (device, kind): Place) -> Result<Box<dyn ExaminedDrafter>, ModelError> {
+    let drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: 1 })?;
+    drafter.examined()?.ok_or_else(|| {
+        ModelError::Mismatch(UsageError(format!(
+            "{}: a language model reads nothing of the target that could be wrong; the doctor examines drafters that \
+             were trained on a target's states",
+            dir.display()
+        )))
+    })
 }
 
-impl Probe {
-    /// Loads the drafter in `dir`.
-    ///
-    /// # Errors
-    /// As [`Drafter::load`]; a language model as drafter.
-    pub fn load(dir: &Path, (device, kind): Place) -> Result<Self, ModelError> {
-        match Drafter::load(dir, &DrafterOptions { device, kind, slots: 1 })? {
-            Drafter::Block(proposer) => Ok(Self::Block(Box::new(proposer.block().share()?))),
-            Drafter::Eagle3(proposer) => Ok(Self::Eagle3(Box::new(proposer.model().share()?))),
-            Drafter::Causal(_) => Err(ModelError::Mismatch(UsageError(format!(
-                "{}: a language model reads nothing of the target that could be wrong; the doctor examines DSpark, DFlash \
-                 and Eagle3",
-                dir.display()
-            )))),
-        }
-    }
-
-    /// Whether it can draft for this target at all.
-    ///
-    /// # Errors
-    /// [`ModelError::Mismatch`] naming what differs.
-    pub fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        match self {
-            Self::Block(block) => block.config().check_fits(target),
-            Self::Eagle3(model) => model.config().check_fits(target),
-        }
-    }
-
-    /// Target layers that it reads.
-    pub fn taps(&self) -> &[i64] {
-        match self {
-            Self::Block(block) => &block.config().target_layer_ids,
-            Self::Eagle3(model) => &model.config().target_layer_ids,
-        }
-    }
-
-    /// Its decoder's settings.
-    pub fn model(&self) -> &ModelConfig {
-        match self {
-            Self::Block(block) => &block.config().model,
-            Self::Eagle3(model) => &model.config().model,
-        }
-    }
-
-    /// Its mask token, if it has one.
-    pub fn mask(&self) -> Option<i64> {
-        match self {
-            Self::Block(block) => Some(block.config().mask_token_id),
-            Self::Eagle3(_) => None,
-        }
-    }
-
-    /// Its embedding and head.
-    pub fn ends(&self) -> (&Tensor, &Tensor) {
-        match self {
-            Self::Block(block) => block.ends(),
-            Self::Eagle3(model) => model.ends(),
-        }
-    }
-
-    /// The same weights read with one thing changed.
-    fn changed(&self, change: &Change, target: &TargetModel) -> Result<Self, ModelError> {
-        let theirs = target.ends();
-        let (embed, head) = match change {
-            Change::Ends => (&theirs.0, &theirs.1),
-            _ => self.ends(),
-        };
-        // The target's rotary settings, for layers like ours.
-        let windows: Vec<Option<usize>> =
-            self.model().layers.iter().map(|layer| layer.attention.window).collect();
-        let like = target.config().draft_decoder(&windows)?;
-        let rope = |model: &mut ModelConfig| {
-            if *change == Change::Rope {
-                model.layers.iter_mut().zip(&like.layers).for_each(|(own, like)| own.rope = like.rope);
-            }
-        };
-        match self {
-            Self::Block(block) => {
-                let mut config = block.config().clone();
-                rope(&mut config.model);
-                if let Change::Mask(id) = change {
-                    config.mask_token_id = *id;
-                }
-                Ok(Self::Block(Box::new(block.share_as(config, embed, head)?)))
-            }
-            Self::Eagle3(model) => {
-                let mut config = model.config().clone();
-                rope(&mut config.model);
-                Ok(Self::Eagle3(Box::new(model.share_as(config, embed, head)?)))
-            }
-        }
-    }
-
-    /// What is accepted with one thing changed; None where the answers are too short for a block.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn score(
-        &self,
-        change: &Change,
-        captured: &Captured,
-        target: &TargetModel,
-        temperature: f64,
-    ) -> Result<Option<Score>, ModelError> {
-        let taps = match change {
-            Change::Taps(taps) => taps.as_slice(),
-            _ => self.taps(),
-        };
-        let read = |answer: &Answer| captured.taps(answer, taps, *change == Change::FinalNorm);
-        let judge = Judge { target, temperature };
-        let changed = self.changed(change, target)?;
-        let parts = (0..PARTS).filter_map(|part| {
-            let answers: Vec<&Answer> = captured.answers.iter().skip(part).step_by(PARTS).collect();
-            match &changed {
-                Self::Block(block) => score_block(block, &answers, &read, &judge, *change == Change::Slots),
-                Self::Eagle3(model) => score_eagle3(model, &answers, &read, &judge),
-            }
+/// What is accepted of a drafter with one thing changed; None where the answers are too short for a block.
+///
+/// # Errors
+/// None; the signature is shared with loading.
+pub fn score(
+    drafter: &dyn ExaminedDrafter,
+    change: &Change,
+    captured: &Captured,
+    target: &TargetModel,
+    temperature: f64,
+) -> Result<Option<Score>, ModelError> {
+    let taps = match change {
+        Change::Taps(taps) => taps.as_slice(),
+        _ => drafter.taps(),
+    };
+    let ends = target.ends();
+    // The target's rotary settings, for layers like the drafter's.
+    let windows: Vec<Option<usize>> =
+        drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
+    let like = target.config().draft_decoder(&windows)?;
+    let changed = drafter.read_as(&match change {
+        Change::Rope => Reading { rope_of: Some(&like), ..Reading::default() },
+        Change::Mask(id) => Reading { mask_token_id: Some(*id), ..Reading::default() },
+        Change::Ends => Reading { ends: Some((&ends.0, &ends.1)), ..Reading::default() },
+        _ => Reading::default(),
+    })?;
+    let slots = match change {
+        Change::Slots => SlotConvention::FillIn,
+        _ => SlotConvention::AnchorPredicts,
+    };
+    let judge = Judge { target, temperature };
+    let parts = (0..PARTS).filter_map(|part| {
+        let answers = captured.answers.iter().skip(part).step_by(PARTS);
+        let samples = answers.map(|answer| {
+            let anchors = changed.anchored_block_size().map_or_else(Vec::new, |gamma| anchors(answer, gamma));
+            sample(answer, captured.taps(answer, taps, *change == Change::FinalNorm), anchors)
         });
-        let parts: Vec<Part> = parts.collect();
-        Ok((!parts.is_empty()).then_some(Score { parts }))
-    }
+        let predictions = changed.predict(&samples.collect::<Vec<_>>(), slots)?;
+        let mut part = Part { confidence: predictions.confidence, ..Part::default() };
+        let judged = judge.accept(&predictions);
+        let mut first = 0;
+        for &count in &predictions.counts {
+            part.push(judged.each_ref().map(|rows| rows.narrow(0, first, count)).each_ref());
+            first += count;
+        }
+        Some(part)
+    });
+    let parts: Vec<Part> = parts.collect();
+    Ok((!parts.is_empty()).then_some(Score { parts }))
 }
 
 /// Compares distributions.
@@ -273,13 +205,12 @@ struct Judge<'a> {
 }
 
 impl Judge<'_> {
-    /// Acceptance and overlap of rows, `[R]` each: `draft(start, len)` gives the draft's logits, `teacher [R, d]` the target's
-    /// states.
-    fn accept(&self, teacher: &Tensor, draft: impl Fn(i64, i64) -> Tensor) -> [Tensor; 2] {
+    /// Acceptance and overlap of all rows, `[R]` each.
+    fn accept(&self, Predictions { teacher, logits, .. }: &Predictions) -> [Tensor; 2] {
         let rows = teacher.size()[0];
         let part = |start: i64| {
             let len = CHUNK.min(rows - start);
-            let (own, target) = (draft(start, len), self.target.logits(&teacher.narrow(0, start, len)));
+            let (own, target) = (logits(start, len), self.target.logits(&teacher.narrow(0, start, len)));
             let overlap = |temperature: f64| {
                 let softmax = |logits: &Tensor| (logits / temperature).softmax(-1, Kind::Float);
                 softmax(&own).minimum(&softmax(&target)).sum_dim_intlist(-1, false, Kind::Float)
@@ -318,84 +249,4 @@ fn anchors(answer: &Answer, gamma: usize) -> Vec<usize> {
 
 fn sum(rows: &Tensor) -> f64 {
     rows.sum(Kind::Double).double_value(&[])
-}
-
-fn score_block(
-    block: &Block,
-    answers: &[&Answer],
-    read: &dyn Fn(&Answer) -> Tensor,
-    judge: &Judge,
-    at_anchor: bool,
-) -> Option<Part> {
-    let config = block.config();
-    let (gamma, width) = (config.block_size as i64, config.model.hidden_size);
-    let samples: Vec<TrainSample> = answers
-        .iter()
-        .map(|answer| sample(answer, read(answer), anchors(answer, config.block_size)))
-        .filter(|sample| !sample.anchors.is_empty())
-        .collect();
-    let device = samples.first()?.taps.device();
-    let batch = BlockBatch::new(&samples, config, 1.0, device, block.kind())?;
-    let hidden = block.hidden(&batch); // [A, γ, d]
-    let blocks = hidden.size()[0];
-    let teacher = batch.teacher().view([blocks, gamma, width]);
-    // In the other convention slot k, from 1, predicts what slot k − 1 does in ours, and the token before that stands one
-    // place to the left too.
-    let first = i64::from(at_anchor);
-    let drafts = gamma - first;
-    if drafts < 1 {
-        return None;
-    }
-    let previous = if at_anchor {
-        Tensor::cat(&[batch.previous().narrow(1, 0, 1), batch.previous().narrow(1, 0, gamma - 1)], 1)
-    } else {
-        batch.previous().shallow_clone()
-    };
-    let markov = block.markov_features(&hidden, &previous);
-    let flat = |tensor: &Tensor| tensor.narrow(1, first, drafts).flatten(0, 1);
-    let (rows, features) = (flat(&hidden), markov.as_ref().map(|(_, features)| flat(features)));
-    let [accept, overlap] = judge.accept(&teacher.narrow(1, 0, drafts).flatten(0, 1), |start, len| {
-        let features = features.as_ref().map(|features| features.narrow(0, start, len));
-        block.corrected_logits(&rows.narrow(0, start, len), features.as_ref())
-    });
-    let confidence = block
-        .confidence_logits(&hidden, markov.as_ref().map(|(e, _)| e))
-        .filter(|_| !at_anchor)
-        .map(|logits| sum(&logits.sigmoid()));
-    let mut part = Part { confidence, ..Part::default() };
-    let by_position = [accept, overlap].map(|rows| rows.view([blocks, drafts]));
-    for k in 0..drafts {
-        part.push(by_position.each_ref().map(|rows| rows.select(1, k)).each_ref());
-    }
-    Some(part)
-}
-
-fn score_eagle3(
-    model: &Eagle3,
-    answers: &[&Answer],
-    read: &dyn Fn(&Answer) -> Tensor,
-    judge: &Judge,
-) -> Option<Part> {
-    let samples: Vec<TrainSample> =
-        answers.iter().map(|answer| sample(answer, read(answer), vec![])).collect();
-    let device = samples.first()?.taps.device();
-    let objective = Eagle3Objective {
-        supervise: Supervise::Labels,
-        step_loss_decay: 1.0,
-        normalization: LossNormalization::Global,
-    };
-    let steps = model.config().ttt_length;
-    let batch = Eagle3Batch::new(&samples, &objective, steps, device, model.kind())?;
-    let mut part = Part::default();
-    for (step, states) in model.states(&batch).iter().enumerate() {
-        let rows = batch.supervised(step);
-        if rows.size()[0] == 0 {
-            break;
-        }
-        let states = states.index_select(0, rows);
-        let judged =
-            judge.accept(batch.teacher(step), |start, len| model.draft_logits(&states.narrow(0, start, len)));
-        part.push(judged.each_ref());
-    }
-    (!part.rows.is_empty()).then_some(part)
 }

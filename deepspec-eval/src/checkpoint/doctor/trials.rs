@@ -1,5 +1,6 @@
 //! Suspicions, each tried on the captured answers.
 
+use deepspec_drafters::ExaminedDrafter;
 use deepspec_models::{ModelConfig, TargetModel};
 use deepspec_text::ChatTokenizer;
 use serde_json::Value;
@@ -7,7 +8,7 @@ use serde_json::Value;
 use super::capture::Captured;
 use super::finding;
 use super::report::{Cause, Report, Trial};
-use super::score::{Change, Probe};
+use super::score::{Change, score};
 
 /// Mask tokens of released drafters (Qwen3, Gemma 4).
 const KNOWN_MASKS: [i64; 2] = [151_669, 4];
@@ -22,15 +23,15 @@ const MISCALIBRATED: f64 = 0.15;
 /// None; the signature is shared with loading.
 pub fn estimate(
     report: &mut Report,
-    probe: &Probe,
+    drafter: &dyn ExaminedDrafter,
     captured: &Captured,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
     ends_differ: bool,
     temperature: f64,
 ) -> anyhow::Result<()> {
-    let score = |change: &Change| probe.score(change, captured, target, temperature);
-    let Some(base) = score(&Change::None)? else {
+    let judge = |change: &Change| score(drafter, change, captured, target, temperature);
+    let Some(base) = judge(&Change::None)? else {
         report.note(
             "the answers are too short for a block: ask for more tokens (--max-new-tokens) or other suites",
         );
@@ -46,16 +47,16 @@ pub fn estimate(
             format!("the confidence head predicts {predicted:.2} on average, {accepted:.2} is accepted");
         report.findings.push(finding(Cause::Confidence, evidence));
     }
-    for (cause, what, change) in suspicions(probe, captured, target, tokenizer, ends_differ) {
-        if let Some(found) = score(&change)? {
+    for (cause, what, change) in suspicions(drafter, captured, target, tokenizer, ends_differ) {
+        if let Some(found) = judge(&change)? {
             let (after, rise) = (found.accepted_length(), found.rise_over(&base));
             report.trials.push(Trial { cause, what, before: estimated, after, rise });
         }
     }
-    let own = &probe.model().layers;
+    let own = &drafter.model().layers;
     let theirs = &target.config().layers;
     if let (Some(own), Some(theirs)) = (own.first(), theirs.first())
-        && differing_rope(probe, target.config())
+        && differing_rope(drafter, target.config())
     {
         let evidence = format!(
             "θ {} and {:?}, the target has θ {} and {:?}",
@@ -67,22 +68,22 @@ pub fn estimate(
 }
 
 /// Whether the drafter turns its keys otherwise than the target does.
-fn differing_rope(probe: &Probe, target: &ModelConfig) -> bool {
+fn differing_rope(drafter: &dyn ExaminedDrafter, target: &ModelConfig) -> bool {
     let windows: Vec<Option<usize>> =
-        probe.model().layers.iter().map(|layer| layer.attention.window).collect();
+        drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.draft_decoder(&windows).map(|like| like.layers).unwrap_or_default();
-    probe.model().layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
+    drafter.model().layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
 }
 
 fn suspicions(
-    probe: &Probe,
+    drafter: &dyn ExaminedDrafter,
     captured: &Captured,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
     ends_differ: bool,
 ) -> Vec<(Cause, String, Change)> {
     let mut found = vec![];
-    let taps = probe.taps();
+    let taps = drafter.taps();
     for by in [-1, 1] {
         let shifted: Vec<i64> = taps.iter().map(|tap| tap + by).collect();
         if captured.has(&shifted) {
@@ -94,7 +95,7 @@ fn suspicions(
         let what = "the last layer's state taken after the final norm".into();
         found.push((Cause::FinalNorm, what, Change::FinalNorm));
     }
-    if let Some(own) = probe.mask() {
+    if let Some(own) = drafter.mask_token_id() {
         for id in masks(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
             found.push((Cause::MaskToken, format!("mask_token_id {id} instead of {own}"), Change::Mask(id)));
         }
@@ -104,7 +105,7 @@ fn suspicions(
             Change::Slots,
         ));
     }
-    if differing_rope(probe, target.config()) {
+    if differing_rope(drafter, target.config()) {
         found.push((Cause::Rope, "the target's RoPE settings".into(), Change::Rope));
     }
     if ends_differ {

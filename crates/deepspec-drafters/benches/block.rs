@@ -1,0 +1,113 @@
+//! A DSpark training pass and a proposal at the size of the tiny recipe, with memory handed back to the system after every
+//! operator (glibc's default) and with memory kept, as the programs run: `cargo bench -p deepspec-drafters`.
+
+use std::hint::black_box;
+use std::path::Path;
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
+use deepspec_drafters::{
+    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, Markov, MarkovKind, Normaliser,
+    TrainSample,
+};
+use deepspec_models::ModelConfig;
+use tch::{Device, Kind, Tensor};
+
+const TOKENS: i64 = 160;
+const TAPS: i64 = 3;
+const SLOTS: i64 = 16;
+
+fn block() -> Block {
+    let model = serde_json::json!({
+        "model_type": "qwen3",
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 1024,
+    });
+    let model = model.as_object().cloned().unwrap_or_default();
+    let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
+    let ends = Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
+    let config = BlockConfig {
+        model,
+        block_size: 7,
+        mask_token_id: 1023,
+        target_layer_ids: vec![1, 3, 5],
+        num_target_layers: 6,
+        num_anchors: 24,
+        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 64 }),
+        confidence: Some(Confidence { with_markov: true }),
+    };
+    Block::fresh(config, &ends, &ends, 1, Kind::Float).expect("fresh weights need no file")
+}
+
+fn samples() -> Vec<TrainSample> {
+    let states = |width: i64| Tensor::randn([TOKENS, width], (Kind::Float, Device::Cpu));
+    let sample = |seed: i64| TrainSample {
+        input_ids: (0..TOKENS).map(|i| (i * 31 + seed) % 1000).collect(),
+        loss_mask: (0..TOKENS).map(|i| i > 40).collect(),
+        taps: states(TAPS * 192),
+        last: states(192),
+        last_positions: (0..TOKENS as u32).collect(),
+        anchors: (0..24).map(|i| 41 + 4 * i).collect(),
+    };
+    (0..4).map(sample).collect()
+}
+
+fn measure(criterion: &mut Criterion, memory: &str) {
+    let block = block();
+    for (_, parameter) in block.parameters() {
+        let _ = parameter.set_requires_grad(true);
+    }
+    let samples = samples();
+    let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
+    let mut group = criterion.benchmark_group(memory);
+    group.sample_size(20);
+    group.bench_function("training pass, 4 sequences", |bench| {
+        bench.iter(|| {
+            let batch = BlockBatch::new(&samples, block.config(), 4.0, Device::Cpu, Kind::Float)
+                .expect("there are anchors");
+            let _ = black_box(block.accumulate(&batch, &alphas, Normaliser(1000.0)));
+        });
+    });
+    let _guard = tch::no_grad_guard();
+    let mut proposer = BlockProposer::new(block, SLOTS as usize);
+    let chunks: Vec<(usize, usize)> = (0..SLOTS as usize).map(|slot| (slot, 4)).collect();
+    let context = Context {
+        taps: Tensor::randn([4 * SLOTS, TAPS * 192], (Kind::Float, Device::Cpu)),
+        tokens: Tensor::ones([4 * SLOTS], (Kind::Int64, Device::Cpu)),
+        next: Tensor::ones([4 * SLOTS], (Kind::Int64, Device::Cpu)),
+        chunks,
+    };
+    let slots: Vec<usize> = (0..SLOTS as usize).collect();
+    let (anchors, uniforms) = (
+        Tensor::ones([SLOTS], (Kind::Int64, Device::Cpu)),
+        Tensor::rand([SLOTS, 7], (Kind::Double, Device::Cpu)),
+    );
+    let sampling = SamplingBatch::new(vec![Sampling::new(1.0, 1); SLOTS as usize], Device::Cpu);
+    group.bench_function("proposal, 16 slots", |bench| {
+        bench.iter(|| {
+            slots.iter().for_each(|&slot| proposer.truncate(slot, 0));
+            black_box(proposer.propose(&DraftRequest {
+                context: &context,
+                slots: &slots,
+                anchors: &anchors,
+                uniforms: &uniforms,
+                sampling: &sampling,
+            }))
+        });
+    });
+    group.finish();
+}
+
+fn benches(criterion: &mut Criterion) {
+    measure(criterion, "memory handed back");
+    deepspec_dist::prepare_process();
+    measure(criterion, "memory kept");
+}
+
+criterion_group!(all, benches);
+criterion_main!(all);

@@ -1,0 +1,226 @@
+//! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
+
+use deepspec_decode::{Part, Upload};
+use tch::{Device, Kind, Tensor};
+
+use super::config::BlockConfig;
+use super::token_sums::TokenSums;
+use crate::TrainSample;
+use crate::trained::joined;
+
+/// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
+pub fn anchor_candidates(loss_mask: &[bool]) -> Vec<usize> {
+    loss_mask.windows(2).enumerate().filter(|(_, pair)| pair[0] && pair[1]).map(|(i, _)| i).collect()
+}
+
+/// How many leading slots of the block at `anchor` are supervised: the run of set mask flags behind it, at most γ.
+pub fn eval_mask(loss_mask: &[bool], anchor: usize, block_size: usize) -> usize {
+    loss_mask.iter().skip(anchor + 1).take(block_size).take_while(|&&supervised| supervised).count()
+}
+
+/// Loss weight of position k of a block: exp(−k / γ_decay).
+pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
+    (-(k as f64) / decay_gamma).exp() as f32
+}
+
+/// One sequence inside a batch.
+pub struct SequenceSpan {
+    pub(super) first_token: i64,
+    pub(super) token_count: i64,
+    pub(super) first_block: i64,
+    pub(super) block_count: i64,
+    /// 0 where the block sees the context position, −∞ elsewhere: `[A, 1, T]`.
+    pub(super) mask: Tensor,
+    /// `[A, 1, 1]`.
+    anchors: Tensor,
+}
+
+impl SequenceSpan {
+    /// −∞ for the keys that a window puts out of a slot's sight, 0 for the others: context `[A, γ, T]` and own block `[γ, γ]`.
+    pub(super) fn outside(&self, gamma: i64, window: i64) -> (Tensor, Tensor) {
+        let options = (Kind::Int64, self.mask.device());
+        let slots = Tensor::arange(gamma, options).unsqueeze(1); // [γ, 1]
+        let far = |keys: Tensor, own: &Tensor| {
+            let hidden = keys.le_tensor(&(own - window));
+            Tensor::zeros(hidden.size(), (self.mask.kind(), self.mask.device()))
+                .masked_fill(&hidden, f64::NEG_INFINITY)
+        };
+        let context = far(Tensor::arange(self.token_count, options), &(&self.anchors + &slots));
+        (context, far(Tensor::arange(gamma, options), &slots))
+    }
+}
+
+/// The tensors of one pass over some sequences with ΣT tokens and A anchors in total.
+pub struct BlockBatch {
+    pub(super) spans: Vec<SequenceSpan>,
+    pub(super) taps: Tensor,              // [ΣT, m·d]
+    pub(super) context_positions: Tensor, // [ΣT]
+    pub(super) block_tokens: Tensor,      // [A, γ]: anchor, mask, …
+    pub(super) block_positions: Tensor,   // [A·γ]
+    /// Token before each label, `[A, γ]`: the anchor, then the labels.
+    pub(super) previous: Tensor,
+    /// How the gradients by the embeddings of `previous` are added up; None without a Markov head.
+    pub(super) previous_sums: Option<TokenSums>,
+    /// Supervised slots as indices into A·γ, `[R]`.
+    pub(super) rows: Tensor,
+    /// Their labels, `[R]`.
+    pub(super) labels: Tensor,
+    /// Their loss weights exp(−k/γ_decay), `[R]` float32.
+    pub(super) weights: Tensor,
+    /// Target states that predict the labels, `[R, d]`.
+    pub(super) teacher: Tensor,
+    /// Supervised slots of each block.
+    pub(super) counts: Vec<usize>,
+    /// A, number of blocks.
+    pub(super) blocks: usize,
+}
+
+/// Lists of a batch that have one entry per token, slot, supervised slot or block.
+#[derive(Default)]
+struct Lists {
+    context_positions: Vec<i64>,
+    block_tokens: Vec<i64>,
+    block_positions: Vec<i64>,
+    previous: Vec<i64>,
+    rows: Vec<i64>,
+    labels: Vec<i64>,
+    weights: Vec<f32>,
+    counts: Vec<usize>,
+}
+
+impl Lists {
+    /// Adds a sample; gives the rows of its last states that predict its labels.
+    fn add(&mut self, sample: &TrainSample, config: &BlockConfig, decay_gamma: f64) -> Vec<i64> {
+        let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), config.block_size);
+        self.context_positions.extend(0..length as i64);
+        let mut teacher_rows = vec![];
+        for &anchor in &sample.anchors {
+            let first = self.block_tokens.len();
+            for k in 0..gamma {
+                self.block_tokens.push(if k == 0 { ids[anchor] } else { config.mask_token_id });
+                self.block_positions.push((anchor + k) as i64);
+                self.previous.push(ids[(anchor + k).min(length - 1)]);
+            }
+            let supervised = eval_mask(&sample.loss_mask, anchor, gamma);
+            self.counts.push(supervised);
+            for k in 0..supervised {
+                self.rows.push((first + k) as i64);
+                self.labels.push(ids[anchor + 1 + k]);
+                self.weights.push(slot_weight(k, decay_gamma));
+                teacher_rows.push(sample.last_row(anchor + k));
+            }
+        }
+        teacher_rows
+    }
+}
+
+impl BlockBatch {
+    /// Lays out the samples' anchors. None if no sample has any. All samples' states lie on one device, which may be another than
+    /// `device`.
+    ///
+    /// # Panics
+    /// If the state of a supervised label's predecessor is not among a sample's `last_positions`; a cache that keeps
+    /// supervised rows has them all.
+    pub fn new(
+        samples: &[TrainSample],
+        config: &BlockConfig,
+        decay_gamma: f64,
+        device: Device,
+        kind: Kind,
+    ) -> Option<Self> {
+        let used: Vec<&TrainSample> = samples.iter().filter(|sample| !sample.anchors.is_empty()).collect();
+        let from = used.first()?.last.device();
+        let (mut lists, mut indices) = (Lists::default(), Upload::default());
+        let mut of_samples: Vec<(Part, Part)> = vec![]; // anchors, teacher's rows
+        for sample in &used {
+            let teacher_rows = lists.add(sample, config, decay_gamma);
+            let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);
+            of_samples.push((indices.push(anchors), indices.push(teacher_rows)));
+        }
+        let sums = config.markov.map(|_| TokenSums::plan(&lists.previous, &mut indices));
+        let Lists {
+            context_positions,
+            block_tokens,
+            block_positions,
+            previous,
+            rows,
+            labels,
+            weights,
+            counts,
+        } = lists;
+        let places = [context_positions, block_tokens, block_positions, previous, rows, labels]
+            .map(|list| indices.push(list));
+        let here = indices.send(device);
+        let there = if from == device { None } else { Some(indices.send(from)) };
+        let there = there.as_ref().unwrap_or(&here);
+        let [context_positions, block_tokens, block_positions, previous, rows, labels] =
+            places.map(|place| here.of(place));
+
+        let (mut spans, mut tokens, mut blocks) = (vec![], 0, 0);
+        for (sample, (anchors, _)) in used.iter().zip(&of_samples) {
+            let (length, count) = (sample.input_ids.len() as i64, sample.anchors.len());
+            let anchors = here.of(*anchors).view([-1, 1, 1]);
+            let hidden = Tensor::arange(length, (Kind::Int64, device)).ge_tensor(&anchors); // [A, 1, T]
+            let mask = Tensor::zeros(hidden.size(), (kind, device)).masked_fill(&hidden, f64::NEG_INFINITY);
+            spans.push(SequenceSpan {
+                first_token: tokens,
+                token_count: length,
+                first_block: blocks as i64,
+                block_count: count as i64,
+                mask,
+                anchors,
+            });
+            tokens += length;
+            blocks += count;
+        }
+        let taps = std::iter::once(used.iter().map(|sample| sample.taps.shallow_clone()).collect());
+        let teacher = used.iter().zip(&of_samples);
+        let teacher = teacher.map(|(sample, (_, rows))| sample.last.index_select(0, &there.of(*rows)));
+        let by_block = [blocks as i64, config.block_size as i64];
+        Some(Self {
+            spans,
+            taps: joined(taps, from, device, kind).remove(0),
+            context_positions,
+            block_tokens: block_tokens.view(by_block),
+            block_positions,
+            previous: previous.view(by_block),
+            previous_sums: sums.map(|places| TokenSums::new(&places, &here)),
+            rows,
+            labels,
+            weights: Tensor::from_slice(&weights).to_device(device),
+            teacher: joined(std::iter::once(teacher.collect()), from, device, kind).remove(0),
+            counts,
+            blocks,
+        })
+    }
+
+    /// Token before each label, `[A, γ]`: the anchor, then the labels.
+    pub fn previous(&self) -> &Tensor {
+        &self.previous
+    }
+
+    /// Supervised slots as indices into A·γ, in order, `[R]`.
+    pub fn rows(&self) -> &Tensor {
+        &self.rows
+    }
+
+    /// Labels of the supervised slots, `[R]`.
+    pub fn labels(&self) -> &Tensor {
+        &self.labels
+    }
+
+    /// Loss weights of the supervised slots, `[R]` float32.
+    pub fn weights(&self) -> &Tensor {
+        &self.weights
+    }
+
+    /// The target's states that predict the labels, `[R, d]`.
+    pub fn teacher(&self) -> &Tensor {
+        &self.teacher
+    }
+
+    /// A, the number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+}

@@ -1,0 +1,193 @@
+//! DSpark and DFlash as kinds of drafters.
+
+use deepspec_core::config::ConfigError;
+use deepspec_core::recipe::Recipe;
+use deepspec_models::config::MAX_LAYERS;
+use deepspec_models::nn::Builder;
+use deepspec_models::{ModelConfig, ModelError};
+use serde_json::{Value, json};
+use tch::{Device, Tensor};
+
+use super::batch::{BlockBatch, anchor_candidates, eval_mask, slot_weight};
+use super::config::{BlockConfig, Confidence};
+use super::examined;
+use super::metrics::BlockMetrics;
+use super::model::{Block, BlockParts};
+use super::proposer::BlockProposer;
+use super::recipe::BlockRecipe;
+use crate::losses::{LossAlphas, LossRecipe};
+use crate::registry::{Checkpoints, Part, Registration, Section};
+use crate::trained::{DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::{
+    Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, SlotConvention, TrainSample,
+};
+
+/// The heads, and all that stands before them.
+const PARTS: &[Part] = &[
+    Part { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] },
+    Part { name: "markov", prefixes: &["markov_head."] },
+    Part { name: "confidence", prefixes: &["confidence_head."] },
+];
+
+/// Parallel block drafter with sequential heads.
+pub const DSPARK: Registration = Registration {
+    name: "dspark",
+    title: "DSpark",
+    parts: PARTS,
+    settings: Some(|section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?))),
+    checkpoints: Some(Checkpoints {
+        classes: &["Qwen3DSparkModel", "Gemma4DSparkModel"],
+        hold: "a block drafter (DSpark, DFlash)",
+        are_language_models: false,
+        load: load::<BlockParts>,
+    }),
+};
+
+/// The same without heads, trained with cross entropy. Its checkpoints are DSpark's.
+pub const DFLASH: Registration = Registration {
+    name: "dflash",
+    title: "DFlash",
+    parts: PARTS,
+    settings: Some(|section| {
+        let recipe: BlockRecipe = section.read()?;
+        if recipe.markov.is_some() || recipe.confidence.is_some() {
+            return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
+        }
+        Ok(Box::new(BlockSettings::check(section, recipe, (1.0, 0.0))?))
+    }),
+    checkpoints: None,
+};
+
+/// A block drafter's settings.
+struct BlockSettings {
+    recipe: BlockRecipe,
+    loss: LossRecipe,
+}
+
+impl BlockSettings {
+    /// Checks them; the α of cross entropy and L1 hold where no loss is given.
+    fn check(
+        section: &Section,
+        recipe: BlockRecipe,
+        (ce_alpha, l1_alpha): (f64, f64),
+    ) -> Result<Self, ConfigError> {
+        let loss = recipe.loss.unwrap_or(LossRecipe { ce_alpha, l1_alpha, ..LossRecipe::NONE });
+        let wrong = |(key, problem): (&str, String)| section.error(key, problem);
+        recipe.check().and_then(|()| loss.check()).map_err(wrong)?;
+        Ok(Self { recipe, loss })
+    }
+}
+
+impl Settings for BlockSettings {
+    fn to_json(&self) -> Value {
+        json!(self.recipe)
+    }
+
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
+        let Self { recipe: block, loss } = self;
+        let config = BlockConfig {
+            model: target
+                .draft_decoder(&block.windows().take(MAX_LAYERS + 1).collect::<Vec<_>>())
+                .map_err(|error| ("layer_types", error.to_string()))?,
+            block_size: block.block_size,
+            mask_token_id: block.mask_token_id,
+            target_layer_ids: recipe.taps(),
+            num_target_layers: target.layers.len(),
+            num_anchors: block.num_anchors,
+            markov: block.markov,
+            confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
+        };
+        config.validate().map_err(|(key, problem)| match key {
+            "num_hidden_layers" => ("num_draft_layers", problem),
+            "markov_rank" => ("markov.rank", problem),
+            "confidence_head_with_markov" => ("confidence.with_markov", problem),
+            other => (other, problem),
+        })?;
+        let alphas = LossAlphas::new(loss, block.confidence.map_or(0.0, |head| head.alpha));
+        let objective = BlockObjective { alphas, decay_gamma: loss.decay_gamma };
+        Ok(Box::new(BlockPlan::new(config, objective)))
+    }
+}
+
+/// A block drafter before any weight is there.
+pub type BlockPlan = Plan<BlockParts>;
+
+/// How a block drafter is trained.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockObjective {
+    /// Weights of the losses.
+    pub alphas: LossAlphas,
+    /// Slot k of a block weighs exp(−k / this).
+    pub decay_gamma: f64,
+}
+
+impl DrafterKind for BlockParts {
+    type Config = BlockConfig;
+    type Objective = BlockObjective;
+
+    fn new(b: &Builder, config: &BlockConfig) -> Result<Self, ModelError> {
+        Self::build(b, config)
+    }
+
+    fn anchors(
+        plan: &BlockPlan,
+        loss_mask: &[bool],
+        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        choose(&anchor_candidates(loss_mask), plan.config.num_anchors)
+    }
+
+    fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        let slots =
+            anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, plan.config.block_size));
+        slots.map(|k| f64::from(slot_weight(k, plan.objective.decay_gamma))).sum()
+    }
+
+    fn accumulate(
+        model: &Block,
+        objective: &BlockObjective,
+        samples: &[TrainSample],
+        normaliser: Normaliser,
+    ) -> Option<Tensor> {
+        let (device, kind) = (model.device(), model.kind());
+        let batch = BlockBatch::new(samples, model.config(), objective.decay_gamma, device, kind)?;
+        Some(model.accumulate(&batch, &objective.alphas, normaliser))
+    }
+
+    fn metrics(plan: &BlockPlan) -> Box<dyn Metrics> {
+        Box::new(BlockMetrics::new(plan.objective.alphas, plan.config.block_size))
+    }
+
+    fn flops(plan: &BlockPlan, samples: &[TrainSample]) -> f64 {
+        plan.config.flops(samples)
+    }
+
+    fn pass_bytes(
+        config: &BlockConfig,
+        samples: &[SampleSize],
+        kind: tch::Kind,
+        device: Device,
+    ) -> PassBytes {
+        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
+    }
+
+    fn product_shapes(config: &BlockConfig) -> usize {
+        config.product_shapes()
+    }
+
+    fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
+        Box::new(BlockProposer::new(model, slots))
+    }
+
+    fn anchored_block_size(config: &BlockConfig) -> Option<usize> {
+        Some(config.block_size)
+    }
+
+    fn predict<'a>(
+        model: &'a Block,
+        samples: &[TrainSample],
+        slots: SlotConvention,
+    ) -> Option<Predictions<'a>> {
+        examined::predict(model, samples, slots)
+    }
+}

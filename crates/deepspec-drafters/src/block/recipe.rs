@@ -1,0 +1,132 @@
+//! The recipe of a block drafter.
+
+use deepspec_core::recipe::at_least_one;
+use serde::{Deserialize, Serialize};
+
+use crate::losses::LossRecipe;
+
+/// A block drafter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockRecipe {
+    /// γ, drafted tokens per block.
+    pub block_size: usize,
+    /// Decoder layers of the drafter.
+    pub num_draft_layers: usize,
+    /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_types: Vec<LayerType>,
+    /// A token that never occurs in text; stands for what is to be predicted.
+    pub mask_token_id: i64,
+    /// Blocks per training sequence.
+    #[serde(default = "num_anchors")]
+    pub num_anchors: usize,
+    /// The Markov head; absent means none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub markov: Option<Markov>,
+    /// The confidence head; absent means none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub confidence: Option<ConfidenceRecipe>,
+    /// Weights of the losses; absent means the algorithm's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<LossRecipe>,
+}
+
+/// How the bias on the logits depends on the previous token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MarkovKind {
+    /// `W2 e`.
+    Vanilla,
+    /// `W2 (σ(G[h; e] + b) ⊙ e)`.
+    Gated,
+    /// `W2 tanh(o)` of a gated recurrent state.
+    Rnn,
+}
+
+/// The Markov head: a low-rank correction of the logits by the previous token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Markov {
+    /// Its form.
+    #[serde(rename = "type")]
+    pub kind: MarkovKind,
+    /// r, its rank.
+    pub rank: i64,
+}
+
+/// The confidence head.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConfidenceRecipe {
+    /// Whether it also reads the previous token's Markov embedding.
+    pub with_markov: bool,
+    /// Weight of its loss.
+    #[serde(default = "one")]
+    pub alpha: f64,
+}
+
+fn num_anchors() -> usize {
+    512
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// What a draft layer sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerType {
+    /// Everything.
+    FullAttention,
+    /// The last tokens.
+    SlidingAttention,
+}
+
+impl BlockRecipe {
+    /// The window of each draft layer.
+    pub fn windows(&self) -> impl Iterator<Item = Option<usize>> {
+        (0..self.num_draft_layers).map(|layer| match self.layer_types.get(layer) {
+            Some(LayerType::FullAttention) => None,
+            Some(LayerType::SlidingAttention) | None => self.sliding_window,
+        })
+    }
+
+    /// Checks values against their ranges and each other.
+    pub fn check(&self) -> Result<(), (&'static str, String)> {
+        at_least_one(&[
+            ("block_size", self.block_size),
+            ("num_draft_layers", self.num_draft_layers),
+            ("num_anchors", self.num_anchors),
+            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        ])?;
+        let (layers, types) = (self.num_draft_layers, self.layer_types.len());
+        if types > 0 && types != layers {
+            return Err(("layer_types", format!("{types} types for {layers} draft layers")));
+        }
+        let slides = self.layer_types.contains(&LayerType::SlidingAttention);
+        match self.sliding_window {
+            None if slides => {
+                return Err(("sliding_window", "missing, though a layer is sliding_attention".into()));
+            }
+            Some(_) if types > 0 && !slides => {
+                return Err(("sliding_window", "no layer is sliding_attention; leave it out".into()));
+            }
+            _ => {}
+        }
+        if self.confidence.is_some_and(|confidence| confidence.with_markov) && self.markov.is_none() {
+            return Err(("confidence.with_markov", "there is no Markov head to read from".into()));
+        }
+        if self.confidence.is_some_and(|confidence| !confidence.alpha.is_finite() || confidence.alpha < 0.0) {
+            return Err(("confidence.alpha", "must be a number from 0".into()));
+        }
+        if self.markov.is_some_and(|markov| markov.rank < 1) {
+            return Err(("markov.rank", "must be at least 1; leave `markov` out for no head".into()));
+        }
+        Ok(())
+    }
+}

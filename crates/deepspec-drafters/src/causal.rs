@@ -1,0 +1,168 @@
+//! Classic speculative decoding: a smaller causal language model drafts its own continuation, token by token.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+use deepspec_core::cli::UsageError;
+use deepspec_decode::{Context, DraftRequest, Part, Proposal, Proposer, Target, Upload};
+use deepspec_models::kv::Chunk;
+use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions};
+use tch::Tensor;
+
+use crate::drafter::token_by_token;
+use crate::registry::{Checkpoints, Registration};
+use crate::{Drafter, DrafterOptions};
+
+/// A smaller causal language model of the same vocabulary.
+pub const KIND: Registration = Registration {
+    name: "causal",
+    title: "a causal language model",
+    parts: &[],
+    settings: None,
+    checkpoints: Some(Checkpoints {
+        classes: &[
+            "Qwen3ForCausalLM",
+            "Gemma4ForCausalLM",
+            "Gemma4ForConditionalGeneration",
+            "Gemma4UnifiedForConditionalGeneration",
+        ],
+        hold: "a causal language model",
+        are_language_models: true,
+        load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),
+    }),
+};
+
+/// Tokens per proposal unless another number is wanted: as many as the recipes' block drafters propose.
+const BLOCK_SIZE: usize = 7;
+
+/// A causal language model with histories of committed tokens.
+pub struct CausalProposer {
+    model: TargetModel,
+    block_size: usize,
+    /// Committed tokens in each slot's history; the anchor is none of them.
+    held: Vec<usize>,
+}
+
+impl CausalProposer {
+    /// Loads the language model in `dir`.
+    ///
+    /// # Errors
+    /// As [`TargetModel::load`].
+    pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
+        let DrafterOptions { device, kind, slots } = *options;
+        let model = TargetModel::load(dir, &TargetOptions { device, kind, slots, taps: vec![] })?;
+        Ok(Self { model, block_size: BLOCK_SIZE, held: vec![0; slots] })
+    }
+
+    /// What is run of the tokens that were committed since the last proposal and of the anchors behind them.
+    fn news(&self, context: &Context, slots: &[usize], upload: &mut Upload<i64>) -> News {
+        let committed: usize = context.chunks.iter().map(|&(_, rows)| rows).sum();
+        let new = rows_by_slot(&context.chunks);
+        let (mut chunks, mut rows, mut ends) = (vec![], vec![], vec![]);
+        for (i, &slot) in slots.iter().enumerate() {
+            let new = new.get(&slot).cloned().unwrap_or_default();
+            chunks.push(Chunk { slot, held: self.held[slot], len: new.len() + 1 });
+            rows.extend(new.map(|row| row as i64).chain([(committed + i) as i64]));
+            ends.push(rows.len() as i64 - 1);
+        }
+        let rows = (committed > 0).then(|| upload.push(rows));
+        News { chunks, rows, ends: upload.push(ends) }
+    }
+}
+
+/// Committed tokens that the drafter has not seen, slot by slot, each with its anchor behind them.
+struct News {
+    chunks: Vec<Chunk>,
+    /// Their places among committed tokens and anchors; None where there are only anchors.
+    rows: Option<Part>,
+    /// The anchors' places among them.
+    ends: Part,
+}
+
+/// The rows of each slot's chunk.
+fn rows_by_slot(chunks: &[(usize, usize)]) -> BTreeMap<usize, Range<usize>> {
+    let mut end = 0;
+    let chunk = |&(slot, rows): &(usize, usize)| {
+        end += rows;
+        (slot, end - rows..end)
+    };
+    chunks.iter().map(chunk).collect()
+}
+
+impl Drafter for CausalProposer {
+    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
+        let (found, expected) = (self.model.config().vocab_size, target.vocab_size);
+        if found == expected {
+            return Ok(());
+        }
+        Err(ModelError::Mismatch(UsageError(format!(
+            "the drafter does not belong to this target: it has {found} tokens, the target {expected}; a language model \
+             drafts for targets of its own tokenizer"
+        ))))
+    }
+
+    fn draft(&mut self, tokens: usize) {
+        self.block_size = tokens;
+    }
+}
+
+impl Proposer for CausalProposer {
+    fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    fn ends_at_stop_tokens(&self) -> bool {
+        true
+    }
+
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let DraftRequest { context, slots, anchors, .. } = *request;
+        let mut upload = Upload::default();
+        let news = self.news(context, slots, &mut upload);
+        let drafted = |k: usize| {
+            news.chunks
+                .iter()
+                .map(|chunk| Chunk { held: chunk.held + chunk.len + k, len: 1, ..*chunk })
+                .collect()
+        };
+        let mut feeds: Vec<Vec<Chunk>> = vec![news.chunks.clone()];
+        feeds.extend((0..self.block_size.saturating_sub(1)).map(drafted));
+        let prepared = self.model.prepare(&feeds, &mut upload);
+        let sent = upload.send(self.model.device());
+        let tokens = match news.rows {
+            None => anchors.shallow_clone(),
+            Some(rows) => Tensor::cat(&[&context.tokens, anchors], 0).index_select(0, &sent.of(rows)),
+        };
+        let model = &mut self.model;
+        let mut states = model.run(&prepared[0], &sent, &tokens).hidden.index_select(0, &sent.of(news.ends));
+        let mut drafted = prepared[1..].iter();
+        let proposal = token_by_token(request, self.block_size, |last| {
+            if let Some(token) = last
+                && let Some(run) = drafted.next()
+            {
+                states = model.run(run, &sent, token).hidden;
+            }
+            model.logits(&states)
+        });
+        for chunk in &news.chunks {
+            self.held[chunk.slot] = chunk.held + chunk.len - 1;
+        }
+        // The anchor and what was drafted come back once the target has judged them.
+        slots.iter().for_each(|&slot| self.model.truncate(slot, self.held[slot]));
+        proposal
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.held[slot] = self.held[slot].min(len);
+        self.model.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.model.history_bytes(tokens)
+    }
+
+    fn release(&mut self) {
+        self.model.release();
+    }
+}

@@ -1,0 +1,202 @@
+//! From samples to the tensors of one training-time test. Sequences lie end to end, without padding; a column is computed as
+//! long as it or a later step of it is supervised, and no longer.
+
+use deepspec_core::recipe::LossNormalization;
+use deepspec_decode::{Part, Upload, Uploaded};
+use tch::{Device, Kind, Tensor};
+
+use super::objective::Eagle3Objective;
+use super::recipe::Supervise;
+use crate::TrainSample;
+use crate::trained::joined;
+
+/// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
+pub(super) const PIECE: usize = 256;
+
+/// Some columns of a step, all of one sequence; C says where its list is, or holds it.
+pub(super) struct Piece<C = Tensor> {
+    /// The first among the step's n, and how many.
+    pub first: i64,
+    pub rows: i64,
+    /// The first column of step 0 that they see, and how many up to the last of them.
+    pub first_key: i64,
+    pub keys: i64,
+    /// Their own places among these, `[rows]`.
+    pub columns: C,
+}
+
+/// One step: n columns that are still needed.
+pub(super) struct Step {
+    /// Which columns of the step before these are, `[n]`; None for all.
+    pub kept: Option<Tensor>,
+    /// The token each column reads, `[n]`.
+    pub tokens: Tensor,
+    /// Rotary position of each column, `[n]`.
+    pub positions: Tensor,
+    /// All columns, in order.
+    pub pieces: Vec<Piece>,
+    /// Supervised columns among the n, `[R]`.
+    pub rows: Tensor,
+    /// Target states that predict what they are to predict, `[R, d]`.
+    pub teacher: Tensor,
+    /// Their loss weights, 1 over the sequence's length, `[R]` float32.
+    pub weights: Tensor,
+}
+
+/// A [`Step`] whose lists and states are still to travel.
+struct StepPlan {
+    kept: Option<Part>,
+    tokens: Part,
+    positions: Part,
+    pieces: Vec<Piece<Part>>,
+    rows: Part,
+    /// Rows of each sample's last states.
+    predicting: Vec<Part>,
+    /// The first of all weights that is its own, and how many.
+    weights: (i64, i64),
+}
+
+impl StepPlan {
+    fn on_device(self, lists: &Uploaded, weights: &Tensor, teacher: Tensor) -> Step {
+        let piece = |Piece { first, rows, first_key, keys, columns }: Piece<Part>| {
+            let columns = lists.of(columns);
+            Piece { first, rows, first_key, keys, columns }
+        };
+        Step {
+            kept: self.kept.map(|kept| lists.of(kept)),
+            tokens: lists.of(self.tokens),
+            positions: lists.of(self.positions),
+            pieces: self.pieces.into_iter().map(piece).collect(),
+            rows: lists.of(self.rows),
+            teacher,
+            weights: weights.narrow(0, self.weights.0, self.weights.1),
+        }
+    }
+}
+
+/// The tensors of one pass over some sequences.
+pub struct Eagle3Batch {
+    pub(super) taps: Tensor, // [N, m·d], the columns of step 0
+    /// The steps that have columns; the later ones have fewer.
+    pub(super) steps: Vec<Step>,
+}
+
+/// Whether column `i` is supervised at step `s`: it then predicts token i + 2 + s from the target's state of token i + 1 + s.
+pub(super) fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
+    // The last token predicts nothing.
+    let (decides, known) = match supervise {
+        Supervise::Shifted => (i + s, loss_mask.len().saturating_sub(1)),
+        Supervise::Labels => (i + s + 2, loss_mask.len()),
+    };
+    decides < known && loss_mask[decides]
+}
+
+/// The columns of one sequence that step `s` of `steps` still needs.
+pub(super) fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
+    let later = |i: usize| (s..steps).any(|r| supervised(supervise, loss_mask, i, r));
+    let mut columns: Vec<usize> = (0..loss_mask.len()).filter(|&i| later(i)).collect();
+    // At first, all before the last one too: they are attended to.
+    if let (0, Some(&last)) = (s, columns.last()) {
+        columns = (0..=last).collect();
+    }
+    columns
+}
+
+impl Eagle3Batch {
+    /// Supervised rows of step `s` among the columns that it computes, `[R]`: sequence after sequence, in order.
+    pub fn supervised(&self, s: usize) -> &Tensor {
+        &self.steps[s].rows
+    }
+
+    /// The target's states that predict what these rows are to predict, `[R, d]`.
+    pub fn teacher(&self, s: usize) -> &Tensor {
+        &self.steps[s].teacher
+    }
+
+    /// Lays out the samples. None if nothing in them is supervised. All samples' states lie on one device, which may be another
+    /// than `device`.
+    ///
+    /// # Panics
+    /// If the state that predicts a supervised label is not among a sample's `last_positions`; a cache that keeps supervised
+    /// rows has them all.
+    pub fn new(
+        samples: &[TrainSample],
+        objective: &Eagle3Objective,
+        steps: usize,
+        device: Device,
+        kind: Kind,
+    ) -> Option<Self> {
+        let supervise = objective.supervise;
+        let longest = samples.iter().map(|sample| sample.input_ids.len()).max()?;
+        let used: Vec<&TrainSample> =
+            samples.iter().filter(|s| !needed(supervise, &s.loss_mask, 0, steps).is_empty()).collect();
+        let weight = |sample: &TrainSample| match objective.normalization {
+            LossNormalization::Global => 1.0 / sample.input_ids.len() as f32,
+            LossNormalization::MicroBatch => 1.0 / longest as f32,
+        };
+        let from = used.first()?.last.device();
+        let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
+        let mut indices = Upload::default();
+        let mut weights: Vec<f32> = vec![];
+        let mut plan = |s: usize| {
+            let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
+            let (mut rows, mut predicting, mut before, mut first_key) = (vec![], vec![], 0, 0);
+            let first_weight = weights.len();
+            for sample in &used {
+                let own = needed(supervise, &sample.loss_mask, s, steps);
+                let earlier = needed(supervise, &sample.loss_mask, s.saturating_sub(1), steps);
+                for (number, part) in own.chunks(PIECE).enumerate() {
+                    pieces.push(Piece {
+                        first: (tokens.len() + number * PIECE) as i64,
+                        rows: part.len() as i64,
+                        first_key,
+                        keys: part[part.len() - 1] as i64 + 1,
+                        columns: indices.push(part.iter().map(|&i| i as i64)),
+                    });
+                }
+                first_key += first_columns(sample) as i64;
+                let mut states = vec![];
+                for &i in &own {
+                    // The columns of a step are among those of the step before.
+                    kept.extend(earlier.binary_search(&i).ok().map(|place| (before + place) as i64));
+                    if supervised(supervise, &sample.loss_mask, i, s) {
+                        rows.push(tokens.len() as i64);
+                        states.push(sample.last_row(i + 1 + s));
+                        weights.push(weight(sample));
+                    }
+                    tokens.push(sample.input_ids[i + 1 + s]);
+                    positions.push((i + s) as i64);
+                }
+                before += earlier.len();
+                predicting.push(indices.push(states));
+            }
+            (!tokens.is_empty()).then(|| StepPlan {
+                kept: (kept.len() < before).then(|| indices.push(kept)),
+                tokens: indices.push(tokens),
+                positions: indices.push(positions),
+                pieces,
+                weights: (first_weight as i64, rows.len() as i64),
+                rows: indices.push(rows),
+                predicting,
+            })
+        };
+        let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
+
+        let here = indices.send(device);
+        let there = if from == device { None } else { Some(indices.send(from)) };
+        let there = there.as_ref().unwrap_or(&here);
+        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64)).collect();
+        let predicting = |plan: &StepPlan| {
+            let states = used.iter().zip(&plan.predicting);
+            states.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect()
+        };
+        let teachers = joined(plans.iter().map(predicting), from, device, kind);
+        let weights = Tensor::from_slice(&weights).to_device(device);
+        let steps =
+            plans.into_iter().zip(teachers).map(|(plan, teacher)| plan.on_device(&here, &weights, teacher));
+        Some(Self {
+            taps: joined(std::iter::once(taps), from, device, kind).remove(0),
+            steps: steps.collect(),
+        })
+    }
+}

@@ -1,0 +1,137 @@
+//! Eagle3 as a kind of drafter.
+
+use deepspec_core::recipe::{LossNormalization, Recipe};
+use deepspec_models::config::MAX_LAYERS;
+use deepspec_models::nn::Builder;
+use deepspec_models::{ModelConfig, ModelError};
+use serde_json::{Value, json};
+use tch::{Device, Tensor};
+
+use super::batch::Eagle3Batch;
+use super::config::Eagle3Config;
+use super::metrics::Eagle3Metrics;
+use super::model::{Eagle3, Eagle3Parts};
+use super::objective::Eagle3Objective;
+use super::proposer::Eagle3Proposer;
+use super::recipe::{Eagle3Recipe, Supervise};
+use crate::registry::{Checkpoints, Part, Registration};
+use crate::trained::{DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::{
+    Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, SlotConvention, TrainSample,
+};
+
+/// Autoregressive drafter, trained on its own outputs.
+pub const KIND: Registration = Registration {
+    name: "eagle3",
+    title: "Eagle3",
+    parts: &[
+        Part { name: "fusion", prefixes: &["fc."] },
+        Part { name: "layers", prefixes: &["layers."] },
+        Part { name: "norm", prefixes: &["norm."] },
+    ],
+    settings: Some(|section| {
+        let recipe: Eagle3Recipe = section.read()?;
+        recipe.check().map_err(|(key, problem)| section.error(key, problem))?;
+        Ok(Box::new(recipe))
+    }),
+    checkpoints: Some(Checkpoints {
+        classes: &["Qwen3Eagle3Model", "Gemma4Eagle3Model"],
+        hold: "Eagle3",
+        are_language_models: false,
+        load: load::<Eagle3Parts>,
+    }),
+};
+
+/// An Eagle3 drafter before any weight is there.
+pub type Eagle3Plan = Plan<Eagle3Parts>;
+
+impl Settings for Eagle3Recipe {
+    fn to_json(&self) -> Value {
+        json!(self)
+    }
+
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
+        let config = Eagle3Config {
+            model: target
+                .draft_decoder(&vec![None; self.num_draft_layers.min(MAX_LAYERS + 1)])
+                .map_err(|error| ("num_draft_layers", error.to_string()))?,
+            target_layer_ids: recipe.taps(),
+            num_target_layers: target.layers.len(),
+            ttt_length: self.ttt_length,
+            step_loss_decay: self.step_loss_decay,
+        };
+        config.validate().map_err(|(key, problem)| match key {
+            "num_hidden_layers" => ("num_draft_layers", problem),
+            other => (other, problem),
+        })?;
+        let objective = Eagle3Objective {
+            supervise: self.supervise,
+            step_loss_decay: self.step_loss_decay,
+            normalization: recipe.train.loss_normalization,
+        };
+        Ok(Box::new(Eagle3Plan::new(config, objective)))
+    }
+}
+
+impl DrafterKind for Eagle3Parts {
+    type Config = Eagle3Config;
+    type Objective = Eagle3Objective;
+
+    fn new(b: &Builder, config: &Eagle3Config) -> Result<Self, ModelError> {
+        Self::build(b, config)
+    }
+
+    fn accumulate(
+        model: &Eagle3,
+        objective: &Eagle3Objective,
+        samples: &[TrainSample],
+        normaliser: Normaliser,
+    ) -> Option<Tensor> {
+        let steps = model.config().ttt_length;
+        let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());
+        Some(model.accumulate(batch.as_ref(), objective, normaliser, samples.len()))
+    }
+
+    fn metrics(plan: &Eagle3Plan) -> Box<dyn Metrics> {
+        Box::new(Eagle3Metrics::new(plan.config.ttt_length, plan.objective.step_loss_decay))
+    }
+
+    fn flops(plan: &Eagle3Plan, samples: &[TrainSample]) -> f64 {
+        plan.config.flops(samples, plan.objective.supervise)
+    }
+
+    fn pass_bytes(config: &Eagle3Config, samples: &[SampleSize], kind: tch::Kind, _: Device) -> PassBytes {
+        config.pass_bytes(samples, kind.elt_size_in_bytes())
+    }
+
+    fn product_shapes(config: &Eagle3Config) -> usize {
+        config.product_shapes()
+    }
+
+    fn drafter(model: Eagle3, slots: usize) -> Box<dyn Drafter> {
+        Box::new(Eagle3Proposer::new(model, slots))
+    }
+
+    fn predict<'a>(model: &'a Eagle3, samples: &[TrainSample], _: SlotConvention) -> Option<Predictions<'a>> {
+        let objective = Eagle3Objective {
+            supervise: Supervise::Labels,
+            step_loss_decay: 1.0,
+            normalization: LossNormalization::Global,
+        };
+        let device = samples.first()?.taps.device();
+        let batch = Eagle3Batch::new(samples, &objective, model.config().ttt_length, device, model.kind())?;
+        let states = model.states(&batch);
+        let rows = |step: usize| batch.supervised(step);
+        let steps: Vec<usize> = (0..states.len()).take_while(|&step| rows(step).size()[0] > 0).collect();
+        let counts: Vec<i64> = steps.iter().map(|&step| rows(step).size()[0]).collect();
+        let teacher: Vec<&Tensor> = steps.iter().map(|&step| batch.teacher(step)).collect();
+        let states: Vec<Tensor> =
+            steps.iter().map(|&step| states[step].index_select(0, rows(step))).collect();
+        if counts.is_empty() {
+            return None;
+        }
+        let (teacher, states) = (Tensor::cat(&teacher, 0), Tensor::cat(&states, 0));
+        let logits = move |start, len| model.draft_logits(&states.narrow(0, start, len));
+        Some(Predictions { counts, teacher, logits: Box::new(logits), confidence: None })
+    }
+}

@@ -1,0 +1,147 @@
+//! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
+
+use deepspec_decode::{DraftRequest, Proposal, Proposer, Upload, Uploaded};
+use deepspec_models::kv::{Chunk, KvCache, Sketch, Visibility};
+use deepspec_models::{ModelConfig, ModelError};
+use tch::Tensor;
+
+use super::model::Eagle3;
+use crate::drafter::token_by_token;
+use crate::trained::DrafterConfig;
+use crate::{Drafter, ExaminedDrafter};
+
+/// An Eagle3 drafter with histories of committed tokens.
+pub struct Eagle3Proposer {
+    model: Eagle3,
+    block_size: usize,
+    cache: KvCache,
+    /// State after each slot's last committed token, `[slots, d]`.
+    states: Tensor,
+}
+
+impl Eagle3Proposer {
+    /// A proposer with empty histories for `slots` sequences.
+    pub fn new(model: Eagle3, slots: usize) -> Self {
+        let (kind, device) = (model.kind(), model.device());
+        let cache = KvCache::new(&model.attentions(), slots, kind, device);
+        let states = Tensor::zeros([slots as i64, model.config().model.hidden_size], (kind, device));
+        Self { cache, states, block_size: model.config().ttt_length, model }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Eagle3 {
+        &self.model
+    }
+
+    /// Runs tokens behind the states before them; the histories grow by them.
+    fn extend(&mut self, run: &Run, sent: &Uploaded, tokens: &Tensor, states: Tensor) -> Tensor {
+        let plan = self.cache.ready(&run.plan, sent);
+        let (token, rotations) = (self.model.embed(tokens), self.model.rotations(plan.positions()));
+        let layers = self.model.parts.layers.iter().enumerate();
+        let states = layers.fold(states, |states, (i, layer)| {
+            layer.forward(&token, &states, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv))
+        });
+        self.cache.advance(&run.chunks);
+        states
+    }
+
+    /// The chunks that are taken in, and those of each drafted token but the last.
+    fn chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
+        let taken = self.cache.behind(&request.context.chunks);
+        let drafted = |k: usize| {
+            let chunk = |&slot: &usize| {
+                let rows = taken.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
+                Chunk { slot, held: self.cache.held(slot) + rows + k, len: 1 }
+            };
+            request.slots.iter().map(chunk).collect()
+        };
+        let drafted = (0..self.block_size.saturating_sub(1)).map(drafted).collect();
+        (taken, drafted)
+    }
+}
+
+/// Chunks that run together.
+struct Run {
+    chunks: Vec<Chunk>,
+    plan: Sketch,
+}
+
+impl Drafter for Eagle3Proposer {
+    fn taps(&self) -> &[i64] {
+        self.model.config().taps()
+    }
+
+    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
+        self.model.config().check_fits(target)
+    }
+
+    fn draft(&mut self, tokens: usize) {
+        self.block_size = tokens.min(self.model.config().ttt_length);
+    }
+
+    fn examined(&self) -> Result<Option<Box<dyn ExaminedDrafter>>, ModelError> {
+        Ok(Some(Box::new(self.model.share()?)))
+    }
+}
+
+impl Proposer for Eagle3Proposer {
+    fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    fn ends_at_stop_tokens(&self) -> bool {
+        true
+    }
+
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let (taken, drafted) = self.chunks(request);
+        self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
+        let (context, slots) = (request.context, request.slots);
+        let mut upload = Upload::default();
+        let mut run = |chunks: Vec<Chunk>| {
+            let plan = self.cache.plan(&chunks, Visibility::Causal, &mut upload);
+            Run { chunks, plan }
+        };
+        let taken = (!taken.is_empty()).then(|| run(taken));
+        let drafted: Vec<Run> = drafted.into_iter().map(run).collect();
+        // Every slot's last committed token.
+        let mut end = 0;
+        let ends = upload.push(context.chunks.iter().map(|&(_, rows)| {
+            end += rows as i64;
+            end - 1
+        }));
+        let new = upload.push(context.chunks.iter().map(|&(slot, _)| slot as i64));
+        let rows = upload.push(slots.iter().map(|&slot| slot as i64));
+        let sent = upload.send(self.model.device());
+        if let Some(taken) = &taken {
+            let states = self.extend(taken, &sent, &context.next, self.model.fuse(&context.taps));
+            let _ = self.states.index_copy_(0, &sent.of(new), &states.index_select(0, &sent.of(ends)));
+        }
+        let held: Vec<usize> = slots.iter().map(|&slot| self.cache.held(slot)).collect();
+        let mut states = self.states.index_select(0, &sent.of(rows)); // [S, d]
+        let mut drafted = drafted.iter();
+        let proposal = token_by_token(request, self.block_size, |last| {
+            if let Some(token) = last
+                && let Some(run) = drafted.next()
+            {
+                states = self.extend(run, &sent, token, states.shallow_clone());
+            }
+            self.model.draft_logits(&states)
+        });
+        // What was drafted is forgotten; what of it is accepted comes back with the target's states.
+        slots.iter().zip(held).for_each(|(&slot, held)| self.cache.truncate(slot, held));
+        proposal
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.cache.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.cache.history_bytes(tokens) as u64
+    }
+
+    fn release(&mut self) {
+        self.cache.release();
+    }
+}

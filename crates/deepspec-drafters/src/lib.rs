@@ -1,0 +1,35 @@
+//! Drafters: each kind in a folder of its own, with its settings in recipes, its architecture, its objective, its costs and how it
+//! proposes; the programs meet all of them as [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`ExaminedDrafter`].
+//!
+//! A kind that is trained on a target's states implements [`DrafterKind`] and [`DrafterConfig`]; what all kinds share then comes from
+//! [`Trained`] and [`Plan`]. A line in `registry.rs` makes it known.
+//!
+//! Legend: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
+//! D head dim, S slots, γ block size, r Markov rank.
+
+mod block;
+mod causal;
+mod drafter;
+mod eagle3;
+mod losses;
+mod registry;
+mod sample;
+mod trained;
+
+pub use block::{
+    Block, BlockBatch, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, Confidence,
+    ConfidenceRecipe, Drafting, LayerType, LossSums, Markov, MarkovKind, anchor_candidates, eval_mask,
+    slot_weight,
+};
+pub use drafter::{
+    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Metrics, Misfit, Predictions, Reading, Settings,
+    SlotConvention, TrainableDrafter, WeightCounts,
+};
+pub use eagle3::{
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Metrics, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
+    Eagle3Recipe, Supervise,
+};
+pub use losses::{Dpace, Lk, LkForm, LossAlphas, LossRecipe};
+pub use registry::{is_language_model, load, load_recipe, load_saved_recipe, plan, title};
+pub use sample::{Normaliser, TrainSample};
+pub use trained::{DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer};

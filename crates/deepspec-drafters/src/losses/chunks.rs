@@ -1,0 +1,282 @@
+//! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
+
+use deepspec_models::nn::Vocabulary;
+use tch::{Device, Kind, Tensor};
+
+use super::rows::Rows;
+use super::terms::LossAlphas;
+
+/// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
+const CHUNK_BYTES: i64 = 16 << 20;
+const CHUNK_ROWS: (i64, i64) = (64, 224);
+/// A GPU reads the whole head for every chunk, which few rows do not pay for.
+const GPU_CHUNK_ROWS: i64 = 512;
+/// Between the products lie a dozen passes over a tile, which the CPU's caches should hold.
+const TILE_BYTES: i64 = 1 << 19;
+/// Logits of the drafter, of the target, and the bias.
+const BUFFERS: usize = 3;
+/// Of a tile, at a time.
+const TEMPORARIES: usize = 6;
+
+/// The Markov head's part of the logits, `features · W2ᵀ`.
+#[derive(Clone, Copy)]
+pub struct Bias<'a> {
+    /// `[R, r]`.
+    pub features: &'a Tensor,
+    /// W2 `[V, r]`.
+    pub w2: &'a Tensor,
+    /// To which the gradient by W2 is added, `[V, r]`: float32, or W2's kind where that is float32 too. None where it does not learn.
+    pub w2_gradient: Option<&'a Tensor>,
+}
+
+/// R supervised rows, in whole blocks of at most γ.
+#[derive(Clone, Copy)]
+pub struct Supervised<'a> {
+    /// Final-normed states of the drafter, `[R, d]`.
+    pub hidden: &'a Tensor,
+    /// None without a Markov head.
+    pub bias: Option<Bias<'a>>,
+    /// Final-normed states of the target that predict the labels, `[R, d]`.
+    pub teacher: &'a Tensor,
+    /// `[R]`.
+    pub labels: &'a Tensor,
+    /// Position weights, `[R]` float32.
+    pub weights: &'a Tensor,
+    /// Where each row stands: block · γ + position, `[R]`.
+    pub places: &'a Tensor,
+    /// Rows of each block, one after the other.
+    pub counts: &'a [usize],
+    /// γ.
+    pub gamma: i64,
+    /// Factor on the gradients: one over the normaliser.
+    pub scale: f64,
+}
+
+/// Gradients by the inputs, and what was found about each row.
+pub struct Outcome {
+    /// By the states, `[R, d]`.
+    pub hidden: Tensor,
+    /// By the features, `[R, r]`; None without a Markov head.
+    pub features: Option<Tensor>,
+    /// One column for each [`Column`], `[R, 7]` float32.
+    rows: Tensor,
+}
+
+/// What is found about a row. What is not learned is 0, but for [`Column::Ce`] and [`Column::L1`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Column {
+    /// −log p^d(x*).
+    Ce,
+    /// ‖p^d − p^t‖₁.
+    L1,
+    /// −Σ p^t log p^d.
+    SoftCe,
+    /// Σ p^t log(p^t/p^d).
+    Kl,
+    /// The overlap loss.
+    Lk,
+    /// The label's cross entropy with D-PACE's weight.
+    Dpace,
+    /// The α- and position-weighted loss, the confidence's apart.
+    Loss,
+}
+
+impl Column {
+    /// All of them, in the order in which they stand.
+    const ALL: [Self; 7] = [Self::Ce, Self::L1, Self::SoftCe, Self::Kl, Self::Lk, Self::Dpace, Self::Loss];
+}
+
+impl Outcome {
+    /// What was found of all rows, `[R]`.
+    pub fn column(&self, column: Column) -> Tensor {
+        self.rows.select(1, column as i64)
+    }
+}
+
+/// Some consecutive blocks and their rows.
+#[derive(Clone, Copy)]
+struct Span {
+    first_block: usize,
+    blocks: usize,
+    first_row: i64,
+    rows: i64,
+}
+
+impl Span {
+    /// Its rows of a tensor.
+    fn of(&self, tensor: &Tensor) -> Tensor {
+        tensor.narrow(0, self.first_row, self.rows)
+    }
+}
+
+/// Whole blocks in groups of at most `most` rows, but at least one block each.
+fn spans(counts: &[usize], most: i64) -> Vec<Span> {
+    let mut spans: Vec<Span> = vec![];
+    let mut next = Span { first_block: 0, blocks: 0, first_row: 0, rows: 0 };
+    for &count in counts {
+        let count = count as i64;
+        if next.blocks > 0 && next.rows + count > most {
+            spans.push(next);
+            let (first_block, first_row) = (next.first_block + next.blocks, next.first_row + next.rows);
+            next = Span { first_block, blocks: 0, first_row, rows: 0 };
+        }
+        next.blocks += 1;
+        next.rows += count;
+    }
+    spans.push(next);
+    spans.retain(|span| span.rows > 0);
+    spans
+}
+
+/// Rows of a chunk and of a tile.
+fn sizes(vocab: i64, device: Device) -> (i64, i64) {
+    match device {
+        Device::Cpu => {
+            ((CHUNK_BYTES / (4 * vocab)).clamp(CHUNK_ROWS.0, CHUNK_ROWS.1), TILE_BYTES / (4 * vocab))
+        }
+        _ => (GPU_CHUNK_ROWS, GPU_CHUNK_ROWS),
+    }
+}
+
+/// Bytes that [`accumulate`] works with beside its results: the buffers of a chunk of blocks of γ rows, `values` of them in a kind
+/// of so many bytes, and a tile's float32 temporaries.
+pub fn buffer_bytes(vocab: i64, gamma: i64, values: usize, device: Device) -> usize {
+    let (chunk, tile) = sizes(vocab, device);
+    let logits = |rows: i64| (rows.max(gamma) * vocab) as usize;
+    BUFFERS * logits(chunk) * values + TEMPORARIES * logits(tile) * size_of::<f32>()
+}
+
+/// Losses of all rows and their gradients. To be called without a graph.
+///
+/// Beside its results it holds three buffers of one chunk's logits and the temporaries of a tile.
+pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> Outcome {
+    let (head, kind, device) = (vocabulary.lm_head(), rows.hidden.kind(), rows.hidden.device());
+    let vocab = head.size()[0];
+    let (most, tile) = sizes(vocab, device);
+    let chunks = spans(rows.counts, most);
+    let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
+    let logits = Tensor::empty([2 * largest, vocab], (kind, device));
+    let biases = rows.bias.map(|_| Tensor::empty([largest, vocab], (kind, device)));
+    let outcome = Outcome {
+        hidden: rows.hidden.empty_like(),
+        features: rows.bias.map(|bias| bias.features.empty_like()),
+        rows: Tensor::zeros([rows.labels.size()[0], Column::ALL.len() as i64], (Kind::Float, device)),
+    };
+    for chunk in &chunks {
+        let n = chunk.rows;
+        // Draft and target share the head, so that it is read once for both.
+        let states = Tensor::cat(&[chunk.of(rows.hidden), chunk.of(rows.teacher)], 0);
+        let _ = states.mm_out(&logits.narrow(0, 0, 2 * n), &head.tr());
+        let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, n));
+        let biases = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
+        if let (Some(bias), Some(biases)) = (rows.bias, &biases) {
+            let _ = chunk.of(bias.features).mm_out(biases, &bias.w2.tr());
+        }
+        for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
+            let in_all = Span {
+                first_block: chunk.first_block + tile.first_block,
+                first_row: chunk.first_row + tile.first_row,
+                ..tile
+            };
+            let logits = Logits {
+                base: tile.of(&base),
+                bias: biases.as_ref().map(|biases| tile.of(biases)),
+                target: tile.of(&target),
+            };
+            in_all.of(&outcome.rows).copy_(&logits.differentiate(vocabulary, rows, &in_all, alphas));
+        }
+        // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
+        let by_bias = biases.as_ref().unwrap_or(&base);
+        let by_base = if vocabulary.softcap().is_some() { &base } else { by_bias };
+        let _ = by_base.mm_out(&chunk.of(&outcome.hidden), head);
+        if let (Some(bias), Some(gradient)) = (rows.bias, &outcome.features) {
+            let _ = by_bias.mm_out(&chunk.of(gradient), bias.w2);
+            if let Some(sum) = bias.w2_gradient {
+                let (mut sum, features) = (sum.shallow_clone(), chunk.of(bias.features));
+                let _ = match kind {
+                    Kind::Float => sum.addmm_(&by_bias.tr(), &features),
+                    _ => sum.g_add_(&by_bias.tr().mm(&features)),
+                };
+            }
+        }
+    }
+    outcome
+}
+
+/// A tile of the three buffers, in the kind of the weights.
+struct Logits {
+    base: Tensor,
+    bias: Option<Tensor>,
+    target: Tensor,
+}
+
+impl Logits {
+    /// The [`Column`]s of the tile, whose rows are `span` of all. Leaves the gradients in place of the logits: by the bias
+    /// where there is one, and by the base where it has none of its own or is soft-capped.
+    fn differentiate(
+        self,
+        vocabulary: &Vocabulary,
+        rows: &Supervised,
+        span: &Span,
+        alphas: &LossAlphas,
+    ) -> Tensor {
+        let Self { mut base, bias, target } = self;
+        let capped = vocabulary.cap(base.to_kind(Kind::Float));
+        let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
+        let draft = match &bias {
+            Some(bias) => capped + bias.to_kind(Kind::Float),
+            None => capped,
+        };
+        let target = vocabulary.cap(target.to_kind(Kind::Float));
+        let needs_overlap = alphas.lk.is_some();
+        let (rows_of, measures) =
+            Rows::measure(draft, target, &span.of(rows.labels), alphas.needs_soft(), needs_overlap);
+        let weights = span.of(rows.weights).unsqueeze(1);
+        let pace = match alphas.dpace {
+            Some(dpace) => {
+                let places = span.of(rows.places) - span.first_block as i64 * rows.gamma;
+                LossAlphas::pace(dpace, &measures.ce, &places, span.blocks as i64, rows.gamma)
+            }
+            None => weights.shallow_clone(),
+        };
+        let (loss, lk, slopes) = alphas.evaluate(&measures, &weights, &pace);
+        let gradient = rows_of.gradient(&slopes.scaled(rows.scale));
+        if let Some(mut bias) = bias {
+            bias.copy_(&gradient);
+            if let Some(slope) = slope {
+                base.copy_(&(gradient * slope));
+            }
+        } else {
+            base.copy_(&slope.map_or_else(|| gradient.shallow_clone(), |slope| &gradient * slope));
+        }
+        let zero = measures.ce.zeros_like();
+        let (soft_ce, kl) = measures.soft.unwrap_or_else(|| (zero.shallow_clone(), zero.shallow_clone()));
+        let paced = alphas.dpace.map_or_else(|| zero.shallow_clone(), |_| &measures.ce * &pace);
+        let lk = lk.unwrap_or(zero);
+        let found = |column: Column| match column {
+            Column::Ce => &measures.ce,
+            Column::L1 => &measures.l1,
+            Column::SoftCe => &soft_ce,
+            Column::Kl => &kl,
+            Column::Lk => &lk,
+            Column::Dpace => &paced,
+            Column::Loss => &loss,
+        };
+        Tensor::cat(&Column::ALL.map(found), 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A column is looked up by what it is, never by a name that could be misspelt.
+    #[test]
+    fn every_column_is_found_where_it_was_put() {
+        let rows = Tensor::arange(Column::ALL.len() as i64, (Kind::Float, Device::Cpu)).unsqueeze(0);
+        let outcome = Outcome { hidden: rows.shallow_clone(), features: None, rows };
+        for (place, column) in Column::ALL.into_iter().enumerate() {
+            assert_eq!(outcome.column(column).double_value(&[0]), place as f64, "{column:?}");
+        }
+    }
+}

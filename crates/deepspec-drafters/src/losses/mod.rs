@@ -1,0 +1,25 @@
+//! Losses over the vocabulary, in closed form: the full `[R, V]` tensors never exist at once, and autograd never sees them.
+//!
+//! [`LossAlphas`] says what is learned, `rows` turns some rows of logits into distances and gradients by the logits, and
+//! [`accumulate`] walks over all rows in chunks. The same formulas with autograd stand in the tests.
+
+mod chunks;
+mod recipe;
+mod rows;
+mod terms;
+
+pub use chunks::{Bias, Column, Outcome, Supervised, accumulate, buffer_bytes};
+pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
+pub use terms::LossAlphas;
+
+use tch::Tensor;
+
+/// The gradient of a parameter, to be added to in place; zeros where it has none yet.
+pub fn gradient(parameter: &Tensor) -> Tensor {
+    if !parameter.grad().defined() {
+        // A gradient can only be made by a backward: that of the first row makes all of it, and it is cleared.
+        tch::with_grad(|| parameter.narrow(0, 0, 1).sum(None).backward());
+        let _ = parameter.grad().zero_();
+    }
+    parameter.grad()
+}

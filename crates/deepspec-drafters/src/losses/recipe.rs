@@ -1,0 +1,137 @@
+//! The losses of a block drafter.
+
+use serde::{Deserialize, Serialize};
+
+/// γ_decay where a recipe does not say.
+const DECAY_GAMMA: f64 = 4.0;
+
+/// Weights of the block losses; one that is left out is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LossRecipe {
+    /// Weight of the cross entropy with the label.
+    #[serde(default)]
+    pub ce_alpha: f64,
+    /// Weight of ‖p^d − p^t‖₁.
+    #[serde(default)]
+    pub l1_alpha: f64,
+    /// Weight of the cross entropy with p^t.
+    #[serde(default)]
+    pub soft_ce_alpha: f64,
+    /// Weight of the Kullback-Leibler divergence of p^d from p^t: the gradient of `soft_ce_alpha`, another value.
+    #[serde(default)]
+    pub kl_alpha: f64,
+    /// A loss of the overlap of p^d and p^t; absent means none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lk: Option<Lk>,
+    /// Position weights of the cross entropy with the label that follow the drafter's confidence; absent means those of
+    /// `decay_gamma`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dpace: Option<Dpace>,
+    /// Position k of a block weighs exp(−k / this).
+    #[serde(default = "decay_gamma")]
+    pub decay_gamma: f64,
+}
+
+/// How the overlap α = Σ min(p^d, p^t), the target's accept rate, is learned (LK losses, arXiv 2602.23881).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LkForm {
+    /// −log α.
+    LogAcceptance,
+    /// λ·KL + (1 − λ)·(1 − α) with the constant λ = exp(−η·α) of the row: divergence first, overlap as it grows.
+    Hybrid,
+}
+
+/// An overlap loss.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Lk {
+    /// Its form.
+    #[serde(rename = "type")]
+    pub form: LkForm,
+    /// Its weight.
+    #[serde(default = "one")]
+    pub alpha: f64,
+    /// η of the hybrid form; the paper's best is 3.
+    #[serde(default = "lk_eta")]
+    pub eta: f64,
+}
+
+/// Dynamic position weights (D-PACE, arXiv 2605.18810): Σ over later positions m, itself included, of Π_{i ≤ m} ((1 − s)·q_i + s),
+/// where q_i is the drafter's probability of label i; constant in the gradient. The denominator stays that of `decay_gamma`, which
+/// is known before any forward.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Dpace {
+    /// s, in (0, 1]; the paper's value is 0.5.
+    #[serde(default = "dpace_smoothing")]
+    pub smoothing: f64,
+}
+
+impl LossRecipe {
+    /// Nothing is learned, with the reference's position weights.
+    pub const NONE: Self = Self {
+        ce_alpha: 0.0,
+        l1_alpha: 0.0,
+        soft_ce_alpha: 0.0,
+        kl_alpha: 0.0,
+        lk: None,
+        dpace: None,
+        decay_gamma: DECAY_GAMMA,
+    };
+
+    /// Weights are no negative numbers, and something is learned.
+    pub fn check(&self) -> Result<(), (&'static str, String)> {
+        if self.decay_gamma.is_nan() || self.decay_gamma <= 0.0 {
+            return Err(("loss.decay_gamma", "must be positive".into()));
+        }
+        let (lk_alpha, lk_eta) = self.lk.map_or((0.0, 0.0), |lk| (lk.alpha, lk.eta));
+        let from_zero = [
+            ("loss.ce_alpha", self.ce_alpha),
+            ("loss.l1_alpha", self.l1_alpha),
+            ("loss.soft_ce_alpha", self.soft_ce_alpha),
+            ("loss.kl_alpha", self.kl_alpha),
+            ("loss.lk.alpha", lk_alpha),
+            ("loss.lk.eta", lk_eta),
+        ];
+        if let Some((key, found)) = from_zero.iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
+            return Err((key, format!("{found} is no number from 0")));
+        }
+        if [self.ce_alpha, self.l1_alpha, self.soft_ce_alpha, self.kl_alpha, lk_alpha]
+            .iter()
+            .all(|&a| a == 0.0)
+        {
+            return Err((
+                "loss",
+                "all weights are 0; give at least one of ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha and lk"
+                    .into(),
+            ));
+        }
+        match self.dpace {
+            Some(Dpace { smoothing }) if !(smoothing > 0.0 && smoothing <= 1.0) => {
+                Err(("loss.dpace.smoothing", format!("{smoothing} is not in (0, 1]")))
+            }
+            Some(_) if self.ce_alpha == 0.0 => {
+                Err(("loss.dpace", "it weighs the cross entropy with the label, but ce_alpha is 0".into()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn decay_gamma() -> f64 {
+    DECAY_GAMMA
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+fn lk_eta() -> f64 {
+    3.0
+}
+
+fn dpace_smoothing() -> f64 {
+    0.5
+}

@@ -1,0 +1,191 @@
+//! Which kinds of drafters there are: a line each.
+
+use std::path::Path;
+
+use deepspec_core::cli::UsageError;
+use deepspec_core::config::{ConfigError, Document, with_nearest};
+use deepspec_core::recipe::Recipe;
+use deepspec_models::config::{Fields, read_json};
+use deepspec_models::{ModelConfig, ModelError};
+use serde::de::DeserializeOwned;
+
+use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, eagle3};
+
+/// All kinds, in the order in which messages name them.
+const KINDS: [&Registration; 4] = [&block::DSPARK, &block::DFLASH, &eagle3::KIND, &causal::KIND];
+
+/// A kind of drafter, as its folder announces it.
+pub struct Registration {
+    /// Names it in recipes, under `drafter`.
+    pub name: &'static str,
+    /// Names it to people.
+    pub title: &'static str,
+    /// Its parts, for those that are to stay as they are while others learn.
+    pub parts: &'static [Part],
+    /// Reads its settings in a recipe; None for models that are not trained here.
+    pub settings: Option<fn(&Section<'_>) -> Result<Box<dyn Settings>, ConfigError>>,
+    /// Its checkpoints; None where they are those of another kind.
+    pub checkpoints: Option<Checkpoints>,
+}
+
+/// Checkpoints of a kind.
+pub struct Checkpoints {
+    /// Their classes, as `architectures` in config.json names them.
+    pub classes: &'static [&'static str],
+    /// What they hold, for people.
+    pub hold: &'static str,
+    /// Whether they are language models in their own right, whose ids mean what their own tokenizer says.
+    pub are_language_models: bool,
+    /// Loads one.
+    pub load: fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>,
+}
+
+/// A part of a drafter.
+pub struct Part {
+    /// Names it in `train.freeze`.
+    pub name: &'static str,
+    /// Beginnings of the names of its parameters.
+    pub prefixes: &'static [&'static str],
+}
+
+/// The settings of a kind where they stand in a recipe.
+pub struct Section<'a> {
+    document: &'a Document,
+    kind: &'a str,
+}
+
+impl Section<'_> {
+    /// Reads them.
+    ///
+    /// # Errors
+    /// A key that is unknown, missing or has a wrong value, with file and line.
+    pub fn read<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
+        self.document.read_section(&["drafter", self.kind])
+    }
+
+    /// An error about one of their keys; an empty key is all of them.
+    pub fn error(&self, key: &str, problem: impl Into<String>) -> ConfigError {
+        let dot = if key.is_empty() { "" } else { "." };
+        self.document.error(&format!("drafter.{}{dot}{key}", self.kind), problem)
+    }
+}
+
+/// Reads and checks a recipe with its drafter, with `key=value` overrides. Defaults of the drafter's settings are filled in.
+///
+/// # Errors
+/// See [`ConfigError`].
+pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, ConfigError> {
+    let document = Document::open(path, overrides)?;
+    let mut recipe = Recipe::read(&document)?;
+    recipe.drafter.settings = settings(&document, &recipe.drafter.kind)?.to_json();
+    frozen(&recipe).map_err(|problem| document.error("train.freeze", problem))?;
+    Ok(recipe)
+}
+
+/// Reads the recipe that was written beside a checkpoint, by this version or an earlier one. What it says has been checked before.
+///
+/// # Errors
+/// See [`ConfigError`].
+pub fn load_saved_recipe(path: &Path) -> Result<Recipe, ConfigError> {
+    let document = Document::open(path, &[])?;
+    let mut recipe: Recipe = document.read()?;
+    // Settings that did not exist then have their defaults.
+    if let Ok(settings) = settings(&document, &recipe.drafter.kind) {
+        recipe.drafter.settings = settings.to_json();
+    }
+    Ok(recipe)
+}
+
+/// Beginnings of the names of the parameters that a recipe freezes; the error is what is wrong with its list.
+fn frozen(recipe: &Recipe) -> Result<Vec<&'static str>, String> {
+    let kind = KINDS.into_iter().find(|kind| kind.name == recipe.drafter.kind);
+    let parts = kind.map_or(&[][..], |kind| kind.parts);
+    let mut prefixes = vec![];
+    for name in &recipe.train.freeze {
+        let Some(part) = parts.iter().find(|part| part.name == name) else {
+            let known = parts.iter().map(|part| format!("`{}`", part.name)).collect::<Vec<_>>().join(", ");
+            let title = title(&recipe.drafter.kind);
+            return Err(with_nearest(
+                name,
+                &format!("{title} has no part `{name}`; expected some of {known}"),
+            ));
+        };
+        prefixes.extend(part.prefixes);
+    }
+    Ok(prefixes)
+}
+
+fn settings(document: &Document, kind: &str) -> Result<Box<dyn Settings>, ConfigError> {
+    let trained = || KINDS.iter().filter_map(|known| Some((known.name, known.settings?)));
+    match trained().find(|(name, _)| *name == kind) {
+        Some((_, read)) => read(&Section { document, kind }),
+        None => {
+            let names = trained().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+            let problem = format!("no drafter is called `{kind}`; expected one of {names}");
+            Err(document.error(&format!("drafter.{kind}"), with_nearest(kind, &problem)))
+        }
+    }
+}
+
+/// The drafter of a recipe from [`load_recipe`], fitted to its target.
+///
+/// # Errors
+/// [`ModelError::Mismatch`] naming the key that does not fit.
+pub fn plan(recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ModelError> {
+    // Its settings have been read once before; they are the whole document now.
+    let kind = &recipe.drafter.kind;
+    let mismatch = |text: String| ModelError::Mismatch(UsageError(text));
+    let value = serde_json::json!({"drafter": {kind: recipe.drafter.settings}});
+    let document = Document::from_value(Path::new(&recipe.name), value);
+    let settings = settings(&document, kind).map_err(|error| mismatch(error.to_string()))?;
+    let mut plan = settings
+        .fit(recipe, target)
+        .map_err(|(key, problem)| mismatch(format!("`drafter.{kind}.{key}`: {problem}")))?;
+    let wrong_freeze = |problem| mismatch(format!("`train.freeze`: {problem}"));
+    plan.freeze(frozen(recipe).map_err(wrong_freeze)?);
+    if plan.weights()?.trained == 0 {
+        return Err(wrong_freeze("nothing is left that could learn".into()));
+    }
+    Ok(plan)
+}
+
+/// The name of a kind for people.
+pub fn title(kind: &str) -> &str {
+    KINDS.iter().find(|known| known.name == kind).map_or(kind, |known| known.title)
+}
+
+/// What the checkpoint in `dir` is, by the class that its config names.
+///
+/// # Errors
+/// If the folder is no drafter checkpoint of a known kind.
+pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> {
+    let (path, map) = read_json(dir)?;
+    let fields = Fields::new(&path, &map);
+    let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
+    let all = || KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
+    let known = all().find(|known| found.is_some_and(|found| known.classes.contains(&found)));
+    known.ok_or_else(|| {
+        if let Some(advice) = deepspec_dialects::advice(dir) {
+            let found = found.unwrap_or("no class");
+            return fields.error("architectures", format!("{found} is not read: {advice}"));
+        }
+        let names = all().flat_map(|known| known.classes).copied().collect::<Vec<_>>().join(", ");
+        fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
+    })
+}
+
+/// Loads the drafter checkpoint in `dir`.
+///
+/// # Errors
+/// If the folder is no drafter checkpoint of a known kind, or its tensors do not fit its config.
+pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError> {
+    (checkpoints_like(dir)?.load)(dir, options)
+}
+
+/// Whether the checkpoint in `dir` is a language model in its own right, whose ids mean what its own tokenizer says.
+///
+/// # Errors
+/// If the folder is no drafter checkpoint of a known kind.
+pub fn is_language_model(dir: &Path) -> Result<bool, ModelError> {
+    Ok(checkpoints_like(dir)?.are_language_models)
+}

@@ -1,0 +1,70 @@
+//! What planning a training pass goes by.
+
+use tch::{Device, Kind};
+
+use deepspec_models::nn::{LayerSpec, Norms, Value};
+
+/// Bytes that autograd keeps of a value that is normed, whatever its kind: itself and its normed form in float32.
+pub(crate) const NORMED: usize = 8;
+/// What it keeps of a value of the MLP's insides: gate, its activation, up, and their product.
+pub(crate) const MLP: usize = 4;
+/// Gradients of the MLP's insides at a time: of the product and of its two factors.
+pub(crate) const MLP_AT_WORK: usize = 3;
+/// Matrix products of a layer with a weight: queries, keys and values, output, gate and up, down.
+pub(crate) const PROJECTIONS: usize = 5;
+/// Each of them has gradients by its input and by its weight, which are products of other shapes.
+pub(crate) const DIRECTIONS: usize = 3;
+/// What the code for a bfloat16 product of one shape takes on the CPU. libtorch keeps that of each shape it has met: three kernels of
+/// 0.4 MB, with what belongs to them. (Without those caches an Eagle3 pass with 338 kernels took 140 MB less, and twice the time.)
+const PRODUCT_CODE: usize = 3 * (400 << 10);
+
+/// Bytes of the code for products of so many shapes.
+pub(crate) fn code_bytes(shapes: usize, kind: Kind, device: Device) -> usize {
+    if device == Device::Cpu && kind == Kind::BFloat16 { shapes * PRODUCT_CODE } else { 0 }
+}
+
+/// Kinds of layers by the shapes of their products.
+pub(crate) fn layer_shapes(layers: &[LayerSpec]) -> usize {
+    let shape = |layer: &LayerSpec| (layer.attention.heads, layer.intermediate_size);
+    let is_first = |i: &usize| layers[..*i].iter().all(|other| shape(other) != shape(&layers[*i]));
+    (0..layers.len()).filter(is_first).count()
+}
+
+/// A sample of a micro-batch, as far as its cost depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SampleSize {
+    /// T.
+    pub tokens: usize,
+    /// How many of them are supervised.
+    pub supervised: usize,
+    /// Blocks that start in it; 0 for drafters without anchors.
+    pub anchors: usize,
+}
+
+/// Bytes that a training pass holds beside weights and gradients.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PassBytes {
+    /// Kept from the forward for the backward.
+    pub kept: usize,
+    /// What the backward of the layers works with on top, less what it has freed by then; no loss is computed then.
+    pub layers: usize,
+    /// What the losses work with on top.
+    pub objective: usize,
+}
+
+impl PassBytes {
+    /// At the worst moment.
+    pub fn peak(&self) -> usize {
+        self.kept + self.layers.max(self.objective)
+    }
+}
+
+/// Bytes that autograd keeps of the norms that only some families have, in a layer of so many rows which makes values of `sources`
+/// rows: those behind attention and MLP, and the values'.
+pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize) -> usize {
+    let behind = if layer.norms == Norms::Sandwich { 2 * rows * layer.hidden_size as usize } else { 0 };
+    let heads = layer.attention.heads;
+    let values =
+        if layer.value == Value::Projected { 0 } else { sources * (heads.key_value * heads.dim) as usize };
+    (behind + values) * NORMED
+}

@@ -1,0 +1,309 @@
+//! What a kind of trained drafter says of itself, and what all kinds make of it.
+
+use std::fmt::Debug;
+use std::path::Path;
+
+use deepspec_models::{ModelConfig, ModelError};
+use serde_json::{Map, Value};
+use tch::{Device, Kind, Tensor};
+
+use deepspec_models::nn::{Builder, LayerSpec};
+
+use super::{PassBytes, SampleSize, Trained, Transfer, config, cost};
+use crate::{
+    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Metrics, Normaliser, Predictions, Reading,
+    SlotConvention, TrainSample, TrainableDrafter, WeightCounts,
+};
+
+/// The architecture of a kind of drafter, as a checkpoint's config.json gives it.
+pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
+    /// Reads `dir/config.json`.
+    ///
+    /// # Errors
+    /// If a key is missing, of a wrong type, or contradicts another.
+    fn load(dir: &Path) -> Result<Self, ModelError>;
+
+    /// The checkpoint's config.json.
+    fn to_json(&self) -> Map<String, Value>;
+
+    /// The class whose checkpoints these are.
+    fn architecture(&self) -> &'static str;
+
+    /// Its decoder's sizes.
+    fn model(&self) -> &ModelConfig;
+
+    /// The same, to change them.
+    fn model_mut(&mut self) -> &mut ModelConfig;
+
+    /// Target layers whose states it reads, increasing; −1 is the embedding.
+    fn taps(&self) -> &[i64];
+
+    /// Layers of the target.
+    fn num_target_layers(&self) -> usize;
+
+    /// γ, drafted tokens per block.
+    fn block_size(&self) -> usize;
+
+    /// Stands for the tokens to be predicted, where there is such a token.
+    fn mask_token_id(&self) -> Option<i64> {
+        None
+    }
+
+    /// Takes another mask token.
+    fn set_mask_token_id(&mut self, _id: i64) {}
+
+    /// Makes its own parts as small as they can be.
+    fn shrink(&mut self) {}
+
+    /// Adds what decides whether a drafter like this can take over the weights of one `from` another checkpoint, beside decoder,
+    /// taps and target.
+    fn transfer(&self, _from: &Self, _transfer: &mut Transfer) {}
+
+    /// Whether a target of this architecture can be drafted for.
+    ///
+    /// # Errors
+    /// [`ModelError::Mismatch`] naming what differs.
+    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
+        config::check_fits(self.model(), self.num_target_layers(), target)
+    }
+}
+
+/// A kind of drafter that is trained on a target's states. The type itself holds the weights that it has beside the fusion of the
+/// taps, the embedding and the head, which all kinds share ([`Trained`]).
+pub trait DrafterKind: Sized + 'static {
+    /// Its architecture.
+    type Config: DrafterConfig;
+    /// How it is trained.
+    type Objective: Debug + Clone + Send + Sync + 'static;
+
+    /// Asks for the tensors in the order in which they are trained.
+    ///
+    /// # Errors
+    /// A tensor is missing or misshapen.
+    fn new(b: &Builder, config: &Self::Config) -> Result<Self, ModelError>;
+
+    /// See [`DrafterPlan::anchors`].
+    fn anchors(
+        _plan: &Plan<Self>,
+        _loss_mask: &[bool],
+        _choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        vec![]
+    }
+
+    /// See [`DrafterPlan::loss_weight`].
+    fn loss_weight(_plan: &Plan<Self>, _loss_mask: &[bool], _anchors: &[usize]) -> f64 {
+        1.0
+    }
+
+    /// See [`TrainableDrafter::accumulate`].
+    fn accumulate(
+        model: &Trained<Self>,
+        objective: &Self::Objective,
+        samples: &[TrainSample],
+        normaliser: Normaliser,
+    ) -> Option<Tensor>;
+
+    /// See [`DrafterPlan::metrics`].
+    fn metrics(plan: &Plan<Self>) -> Box<dyn Metrics>;
+
+    /// See [`DrafterPlan::flops`].
+    fn flops(plan: &Plan<Self>, samples: &[TrainSample]) -> f64;
+
+    /// See [`DrafterPlan::pass_bytes`].
+    fn pass_bytes(config: &Self::Config, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes;
+
+    /// Shapes of matrix products in passes over micro-batches of one size.
+    fn product_shapes(config: &Self::Config) -> usize;
+
+    /// A drafter for `slots` sequences.
+    fn drafter(model: Trained<Self>, slots: usize) -> Box<dyn Drafter>;
+
+    /// γ where blocks are drafted whole, behind anchors.
+    fn anchored_block_size(_config: &Self::Config) -> Option<usize> {
+        None
+    }
+
+    /// See [`ExaminedDrafter::predict`].
+    fn predict<'a>(
+        model: &'a Trained<Self>,
+        samples: &[TrainSample],
+        slots: SlotConvention,
+    ) -> Option<Predictions<'a>>;
+}
+
+/// Loads a drafter of one kind.
+///
+/// # Errors
+/// If config.json or a tensor is missing or does not fit.
+pub fn load<K: DrafterKind>(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError> {
+    Ok(K::drafter(Trained::load(dir, options.device, options.kind)?, options.slots))
+}
+
+/// Architecture and objective of a drafter before any weight is there.
+pub struct Plan<K: DrafterKind> {
+    /// The architecture.
+    pub config: K::Config,
+    /// How it is trained.
+    pub objective: K::Objective,
+    /// Parameters whose names begin like this stay as they are.
+    frozen: Vec<&'static str>,
+}
+
+impl<K: DrafterKind> Plan<K> {
+    /// A drafter all of which learns.
+    pub fn new(config: K::Config, objective: K::Objective) -> Self {
+        Self { config, objective, frozen: vec![] }
+    }
+}
+
+impl<K: DrafterKind> DrafterPlan for Plan<K> {
+    fn block_size(&self) -> usize {
+        self.config.block_size()
+    }
+
+    fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig) {
+        let mut config = self.config.clone();
+        config.shrink();
+        let model = config.model_mut();
+        (model.hidden_size, model.vocab_size) = (64, 64);
+        for layer in &mut model.layers {
+            (layer.hidden_size, layer.intermediate_size) = (64, 64);
+            // Rotations and scales are those of the head's own width.
+            let heads = &mut layer.attention.heads;
+            (heads.query, heads.key_value) = (2, 1);
+        }
+        let model = model.clone();
+        let (objective, frozen) = (self.objective.clone(), self.frozen.clone());
+        (Box::new(Self { config, objective, frozen }), model)
+    }
+
+    fn build(
+        &self,
+        embed_tokens: &Tensor,
+        lm_head: &Tensor,
+        seed: u64,
+        kind: Kind,
+    ) -> Result<Box<dyn TrainableDrafter>, ModelError> {
+        let mut model = Trained::<K>::fresh(self.config.clone(), embed_tokens, lm_head, seed, kind)?;
+        model.freeze(&self.frozen);
+        Ok(Box::new(Trainee { model, objective: self.objective.clone() }))
+    }
+
+    fn anchors(
+        &self,
+        loss_mask: &[bool],
+        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        K::anchors(self, loss_mask, choose)
+    }
+
+    fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        K::loss_weight(self, loss_mask, anchors)
+    }
+
+    fn metrics(&self) -> Box<dyn Metrics> {
+        K::metrics(self)
+    }
+
+    fn flops(&self, samples: &[TrainSample]) -> f64 {
+        K::flops(self, samples)
+    }
+
+    fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
+        K::pass_bytes(&self.config, samples, kind, device)
+    }
+
+    fn code_bytes(&self, kind: Kind, device: Device) -> usize {
+        cost::code_bytes(K::product_shapes(&self.config), kind, device)
+    }
+
+    fn freeze(&mut self, prefixes: Vec<&'static str>) {
+        self.frozen = prefixes;
+    }
+
+    fn weights(&self) -> Result<WeightCounts, ModelError> {
+        let mut counts = WeightCounts { trained: 0, frozen: 0 };
+        for (name, tensor) in Trained::<K>::outline(self.config.clone())? {
+            let is_frozen = self.frozen.iter().any(|prefix| name.starts_with(prefix));
+            let count = if is_frozen { &mut counts.frozen } else { &mut counts.trained };
+            *count += tensor.numel();
+        }
+        Ok(counts)
+    }
+}
+
+/// A drafter with its objective.
+struct Trainee<K: DrafterKind> {
+    model: Trained<K>,
+    objective: K::Objective,
+}
+
+impl<K: DrafterKind> TrainableDrafter for Trainee<K> {
+    fn accumulate(&self, samples: &[TrainSample], normaliser: Normaliser) -> Option<Tensor> {
+        K::accumulate(&self.model, &self.objective, samples, normaliser)
+    }
+
+    fn drafter(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
+        Ok(K::drafter(self.model.share()?, slots))
+    }
+
+    fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
+        self.model.start_from(dir)
+    }
+
+    fn parameters(&self) -> &[(String, Tensor)] {
+        self.model.parameters()
+    }
+
+    fn checkpoint(&self) -> Vec<(String, Tensor)> {
+        self.model.checkpoint()
+    }
+
+    fn config_json(&self) -> Map<String, Value> {
+        self.model.config().to_json()
+    }
+}
+
+impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
+    fn model(&self) -> &ModelConfig {
+        self.config().model()
+    }
+
+    fn taps(&self) -> &[i64] {
+        self.config().taps()
+    }
+
+    fn mask_token_id(&self) -> Option<i64> {
+        self.config().mask_token_id()
+    }
+
+    fn anchored_block_size(&self) -> Option<usize> {
+        K::anchored_block_size(self.config())
+    }
+
+    fn ends(&self) -> (&Tensor, &Tensor) {
+        Trained::ends(self)
+    }
+
+    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
+        self.config().check_fits(target)
+    }
+
+    fn read_as(&self, reading: &Reading) -> Result<Box<dyn ExaminedDrafter>, ModelError> {
+        let mut config = self.config().clone();
+        if let Some(like) = reading.rope_of {
+            let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;
+            config.model_mut().layers.iter_mut().zip(&like.layers).for_each(turn);
+        }
+        if let Some(id) = reading.mask_token_id {
+            config.set_mask_token_id(id);
+        }
+        let (embed, head) = reading.ends.unwrap_or_else(|| Trained::ends(self));
+        Ok(Box::new(self.share_as(config, embed, head)?))
+    }
+
+    fn predict(&self, samples: &[TrainSample], slots: SlotConvention) -> Option<Predictions<'_>> {
+        K::predict(self, samples, slots)
+    }
+}

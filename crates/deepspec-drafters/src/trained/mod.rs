@@ -1,0 +1,181 @@
+//! What all drafters share that are trained on a target's states: its embedding and head, the fusion of its captured
+//! states, positions, and how their tensors are made, read and shared.
+
+mod checkpoint;
+mod config;
+mod cost;
+mod kind;
+mod transfer;
+mod upload;
+
+use std::path::Path;
+
+use deepspec_models::ModelError;
+use deepspec_models::nn::{AttentionSpec, Builder, Linear, Ropes, Rotations, Vocabulary};
+use tch::{Device, Kind, Tensor};
+
+use checkpoint::Tensors;
+
+pub use cost::{PassBytes, SampleSize};
+pub use kind::{DrafterConfig, DrafterKind, Plan, load};
+pub use transfer::Transfer;
+
+pub(crate) use config::{check, to_json};
+pub(crate) use cost::{DIRECTIONS, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, family_norms, layer_shapes};
+pub(crate) use upload::joined;
+
+/// A drafter that is trained on a target's states.
+pub struct Trained<K: DrafterKind> {
+    config: K::Config,
+    vocabulary: Vocabulary, // frozen
+    fc: Linear,
+    pub(crate) parts: K,
+    ropes: Ropes,
+    tensors: Tensors,
+    kind: Kind,
+    device: Device,
+}
+
+impl<K: DrafterKind> Trained<K> {
+    /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen).
+    ///
+    /// # Errors
+    /// None for fresh weights; the signature is shared with loading.
+    pub fn fresh(
+        config: K::Config,
+        embed_tokens: &Tensor,
+        lm_head: &Tensor,
+        seed: u64,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
+        let b = Builder::fresh(seed, config.model().initializer_range, embed_tokens.device(), kind);
+        Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), kind)
+    }
+
+    /// Loads the checkpoint in `dir`.
+    ///
+    /// # Errors
+    /// If config.json or a tensor is missing or does not fit.
+    pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self, ModelError> {
+        let config = K::Config::load(dir)?;
+        let (architecture, model) = (config.architecture(), config.model().clone());
+        checkpoint::load(dir, architecture, &model, (kind, device), |b, embed, head| {
+            Self::build(config, b, embed, head, kind)
+        })
+    }
+
+    fn build(
+        config: K::Config,
+        b: Builder,
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
+        let (model, device) = (config.model(), embed_tokens.device());
+        let vocabulary = Vocabulary::new(embed_tokens, lm_head, model.embed_scale, model.logit_softcap);
+        let width = config.taps().len() as i64 * model.hidden_size;
+        Ok(Self {
+            fc: Linear::new(&b, "fc", width, model.hidden_size)?,
+            parts: K::new(&b, &config)?,
+            ropes: Ropes::new(&model.layers, device),
+            tensors: Tensors::new(b.into_named(), &vocabulary),
+            vocabulary,
+            config,
+            kind,
+            device,
+        })
+    }
+
+    /// The names and shapes of the parameters of a drafter like this, without their values.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn outline(config: K::Config) -> Result<Vec<(String, Tensor)>, ModelError> {
+        let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, Device::Cpu));
+        let outline = Self::build(config, Builder::outline(), ends.shallow_clone(), ends, Kind::BFloat16)?;
+        Ok(outline.tensors.parameters)
+    }
+
+    /// The same drafter once more, sharing all weights with this one.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn share(&self) -> Result<Self, ModelError> {
+        let (embed, head) = self.ends();
+        self.share_as(self.config.clone(), embed, head)
+    }
+
+    /// The same weights as a drafter of another config, of the same shapes, reads them; with other ends (both `[V, d]`).
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn share_as(
+        &self,
+        config: K::Config,
+        embed_tokens: &Tensor,
+        lm_head: &Tensor,
+    ) -> Result<Self, ModelError> {
+        let all = self.tensors.all();
+        let b = Builder::sharing(&all);
+        Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), self.kind)
+    }
+
+    /// Its embedding and head, both `[V, d]`.
+    pub fn ends(&self) -> (&Tensor, &Tensor) {
+        (self.vocabulary.embed_tokens(), self.vocabulary.lm_head())
+    }
+
+    /// Its architecture.
+    pub fn config(&self) -> &K::Config {
+        &self.config
+    }
+
+    /// Keeps parameters as they are whose names begin like this.
+    fn freeze(&mut self, prefixes: &[&str]) {
+        self.tensors.freeze(prefixes);
+    }
+
+    /// Parameters that learn, by checkpoint name, sharing storage with the model.
+    pub fn parameters(&self) -> &[(String, Tensor)] {
+        &self.tensors.parameters
+    }
+
+    /// Everything a checkpoint holds: the parameters and what is frozen.
+    pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
+        self.tensors.all()
+    }
+
+    /// Kind of weights and activations.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Where it lives.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Embedding and head, shared with the target.
+    pub(crate) fn vocabulary(&self) -> &Vocabulary {
+        &self.vocabulary
+    }
+
+    /// Who attends to whom, layer by layer.
+    pub(crate) fn attentions(&self) -> Vec<AttentionSpec> {
+        self.config.model().layers.iter().map(|layer| layer.attention).collect()
+    }
+
+    pub(crate) fn rotations(&self, positions: &Tensor) -> Rotations<'_> {
+        self.ropes.at(positions, self.kind)
+    }
+
+    /// Captured states `[T, m·d]` to `[T, d]`.
+    pub(crate) fn fuse(&self, taps: &Tensor) -> Tensor {
+        self.fc.forward(taps)
+    }
+
+    /// Token embeddings `[.., d]`.
+    pub(crate) fn embed(&self, tokens: &Tensor) -> Tensor {
+        self.vocabulary.embed(tokens)
+    }
+}

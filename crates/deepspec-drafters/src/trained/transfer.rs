@@ -1,0 +1,98 @@
+//! Training that begins from another run's weights.
+
+use std::fmt::Debug;
+use std::path::Path;
+
+use deepspec_core::cli::UsageError;
+use deepspec_models::{ModelConfig, ModelError, Weights};
+use tch::Kind;
+
+use super::checkpoint::is_frozen_end;
+use super::{DrafterConfig, DrafterKind, Trained};
+use crate::registry::checkpoints_like;
+
+/// What decides whether weights can be taken over.
+#[derive(Default)]
+pub struct Transfer {
+    settings: Vec<Setting>,
+    /// Beginnings of the names of parameters that may stay fresh, because the other drafter has no such part.
+    pub may_be_fresh: Vec<&'static str>,
+}
+
+/// A setting that shapes the weights: what it is in the checkpoint, and what the recipe asks for.
+struct Setting {
+    key: &'static str,
+    there: String,
+    here: String,
+}
+
+impl Transfer {
+    /// Weights can only be taken over if these are equal.
+    pub fn compare<T: Debug>(&mut self, key: &'static str, there: &T, here: &T) {
+        self.settings.push(Setting { key, there: format!("{there:?}"), here: format!("{here:?}") });
+    }
+
+    fn decoders(&mut self, there: &ModelConfig, here: &ModelConfig) {
+        self.compare("family", &there.family, &here.family);
+        self.compare("hidden_size", &there.hidden_size, &here.hidden_size);
+        self.compare("vocab_size", &there.vocab_size, &here.vocab_size);
+        self.compare("num_draft_layers", &there.layers.len(), &here.layers.len());
+        if let Some((there, here)) = there.layers.iter().zip(&here.layers).find(|(there, here)| there != here)
+        {
+            self.compare("intermediate_size", &there.intermediate_size, &here.intermediate_size);
+            self.compare("attention", &there.attention, &here.attention);
+            self.compare("rope", &there.rope, &here.rope);
+            self.compare("rms_norm_eps", &there.eps, &here.eps);
+        }
+    }
+
+    fn differences(&self) -> Vec<String> {
+        let differing = self.settings.iter().filter(|setting| setting.there != setting.here);
+        differing.map(|Setting { key, there, here }| format!("{key} {there} there, {here} here")).collect()
+    }
+}
+
+impl<K: DrafterKind> Trained<K> {
+    /// See [`crate::TrainableDrafter::start_from`].
+    pub(super) fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
+        let misfit = |problem: String| {
+            ModelError::Mismatch(UsageError(format!("train.init_from: {}: {problem}", dir.display())))
+        };
+        let (found, here) = (checkpoints_like(dir)?, self.config());
+        if !found.classes.contains(&here.architecture()) {
+            let problem = format!("it holds {}, the recipe asks for another kind of drafter", found.hold);
+            return Err(misfit(problem));
+        }
+        let there = K::Config::load(dir)?;
+        let mut transfer = Transfer::default();
+        transfer.decoders(there.model(), here.model());
+        transfer.compare("target_layer_ids", &there.taps(), &here.taps());
+        transfer.compare("num_target_layers", &there.num_target_layers(), &here.num_target_layers());
+        here.transfer(&there, &mut transfer);
+        let differing = transfer.differences();
+        if !differing.is_empty() {
+            return Err(misfit(format!(
+                "another drafter than the recipe asks for: {}",
+                differing.join("; ")
+            )));
+        }
+        let _guard = tch::no_grad_guard();
+        let weights = Weights::open(dir, "drafter", self.device(), Kind::Float)?;
+        let mut fresh = vec![];
+        for (name, mut tensor) in self.checkpoint() {
+            if is_frozen_end(&name) {
+                continue;
+            }
+            if !weights.contains(&name) && transfer.may_be_fresh.iter().any(|part| name.starts_with(part)) {
+                fresh.push(name);
+                continue;
+            }
+            tensor.copy_(&weights.get(&name, &tensor.size())?);
+        }
+        let unread: Vec<String> = weights.unread().into_iter().filter(|name| !is_frozen_end(name)).collect();
+        if unread.is_empty() {
+            return Ok(fresh);
+        }
+        Err(misfit(format!("the recipe's drafter has no use for its tensors {}", unread.join(", "))))
+    }
+}

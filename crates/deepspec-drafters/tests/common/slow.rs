@@ -1,0 +1,79 @@
+//! The objective of block drafters with autograd and whole `[R, V]` tensors: what the closed form in the library means.
+
+use deepspec_drafters::{Block, BlockBatch, Dpace, Lk, LkForm, LossAlphas, Normaliser};
+use tch::{Kind, Reduction, Tensor};
+
+/// D-PACE's weights, row by row.
+fn paces(dpace: Dpace, ce: &Tensor, rows: &[i64], gamma: i64) -> Tensor {
+    let smooth = |ce: f64| (1.0 - dpace.smoothing) * (-ce).exp() + dpace.smoothing;
+    let confidence: Vec<f64> =
+        Vec::<f64>::try_from(ce.to_kind(Kind::Double)).unwrap().into_iter().map(smooth).collect();
+    let block = |row: usize| rows[row] / gamma;
+    let weight = |j: usize| -> f32 {
+        let first = (0..=j).find(|&i| block(i) == block(j)).unwrap();
+        let ends = (j..rows.len()).take_while(|&m| block(m) == block(j));
+        ends.map(|m| confidence[first..=m].iter().product::<f64>()).sum::<f64>() as f32
+    };
+    Tensor::from_slice(&(0..rows.len()).map(weight).collect::<Vec<_>>())
+}
+
+/// The loss with a graph, and the sums of single losses by name.
+pub fn objective(
+    block: &Block,
+    batch: &BlockBatch,
+    alphas: &LossAlphas,
+    normaliser: Normaliser,
+) -> (Tensor, Vec<(&'static str, f64)>) {
+    let hidden = block.hidden(batch);
+    let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());
+    let features = block.markov_features(&hidden, batch.previous());
+    let (e, features) = features.map_or((None, None), |(e, f)| (Some(rows(&e)), Some(rows(&f))));
+    let logits = block.corrected_logits(&rows(&hidden), features.as_ref());
+    let (p, log_p) = (logits.softmax(-1, Kind::Float), logits.log_softmax(-1, Kind::Float));
+    let teacher = block.base_logits(batch.teacher()).detach();
+    let (q, log_q) = (teacher.softmax(-1, Kind::Float), teacher.log_softmax(-1, Kind::Float));
+    let sum = |values: Tensor| values.sum_dim_intlist(-1, false, Kind::Float);
+    let weighted = |values: &Tensor| (values * batch.weights()).sum(Kind::Float);
+
+    let ce = -log_p.gather(1, &batch.labels().unsqueeze(1), false).squeeze_dim(1);
+    let l1 = sum((&p - &q).abs());
+    let (soft_ce, kl) = (-sum(&q * &log_p), sum(&q * (&log_q - &log_p)));
+    let overlap = sum(p.minimum(&q));
+    let lk = alphas.lk.map(|Lk { form, eta, .. }| match form {
+        LkForm::LogAcceptance => -overlap.log(),
+        LkForm::Hybrid => {
+            let blend = (overlap.detach() * -eta).exp();
+            &blend * &kl + (1.0 - &blend) * (1.0 - &overlap)
+        }
+    });
+    let paced = alphas.dpace.map(|dpace| {
+        let rows = Vec::<i64>::try_from(batch.rows()).unwrap();
+        (&ce * paces(dpace, &ce.detach(), &rows, block.config().block_size as i64)).sum(Kind::Float)
+    });
+    let dpace = paced.as_ref().map(|paced| ("dpace", paced.detach()));
+    let mut loss = paced.unwrap_or_else(|| weighted(&ce)) * alphas.ce
+        + weighted(&l1) * alphas.l1
+        + weighted(&soft_ce) * alphas.soft_ce
+        + weighted(&kl) * alphas.kl;
+    if let Some((lk, value)) = alphas.lk.zip(lk.as_ref()) {
+        loss += weighted(value) * lk.alpha;
+    }
+    let accept = (l1.detach() * -0.5 + 1.0).clamp(0.0, 1.0);
+    let mut sums = vec![("ce", weighted(&ce)), ("l1", weighted(&l1))];
+    if let Some(logits) = block.confidence_logits(&rows(&hidden), e.as_ref()) {
+        let none = None::<&Tensor>;
+        let bce = weighted(&logits.binary_cross_entropy_with_logits(&accept, none, none, Reduction::None));
+        loss += &bce * alphas.confidence;
+        sums.push(("confidence", bce));
+    }
+    if alphas.soft_ce + alphas.kl > 0.0 {
+        sums.extend([("soft_ce", weighted(&soft_ce)), ("kl", weighted(&kl))]);
+    }
+    sums.extend(dpace);
+    sums.extend(lk.map(|lk| ("lk", weighted(&lk))));
+    sums.push(("loss", loss.shallow_clone()));
+    (
+        loss / (normaliser.0 + 1e-6),
+        sums.into_iter().map(|(name, sum)| (name, sum.double_value(&[]))).collect(),
+    )
+}

@@ -1,0 +1,267 @@
+//! What training computes for a place in a text is what decoding computes there, for every kind of drafter and target.
+
+mod common;
+
+use std::path::Path;
+
+use common::assert_close;
+use deepspec_core::recipe::LossNormalization;
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
+use deepspec_drafters::{
+    Block, BlockBatch, BlockConfig, BlockProposer, DrafterConfig, Eagle3, Eagle3Batch, Eagle3Config,
+    Eagle3Objective, Eagle3Proposer, Normaliser, Supervise, TrainSample,
+};
+use deepspec_models::ModelConfig;
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+const TOKENS: usize = 40;
+const VOCAB: i64 = 64;
+
+/// Weights large enough that every part of a model shows in its output.
+fn targets() -> [ModelConfig; 2] {
+    let common = json!({
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "initializer_range": 0.3,
+        "max_position_embeddings": 512,
+    });
+    let gemma4 = json!({
+        "model_type": "gemma4_unified_text", "global_head_dim": 16, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": true, "sliding_window": 8, "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    });
+    [json!({"model_type": "qwen3", "rope_theta": 1e5}), gemma4].map(|own| {
+        let mut raw = common.as_object().cloned().unwrap();
+        raw.extend(own.as_object().cloned().unwrap());
+        ModelConfig::parse(Path::new("config.json"), raw).unwrap()
+    })
+}
+
+fn ends() -> (Tensor, Tensor) {
+    let random = |seed| common::noise(seed, &[VOCAB, 32]) * 0.3;
+    (random(3), random(4))
+}
+
+/// A text of which everything behind token 4 is supervised, tapped twice.
+fn sample(anchors: Vec<usize>) -> TrainSample {
+    TrainSample {
+        input_ids: (0..TOKENS as i64).map(|i| (i * i + 3 * i) % VOCAB).collect(),
+        loss_mask: (0..TOKENS).map(|i| i > 4).collect(),
+        taps: common::noise(5, &[TOKENS as i64, 64]),
+        last: common::noise(6, &[TOKENS as i64, 32]),
+        last_positions: (0..TOKENS as u32).collect(),
+        anchors,
+    }
+}
+
+/// The first `rows` tokens of the sample in slot 2.
+fn context(sample: &TrainSample, first: usize, rows: usize) -> Context {
+    let [tokens, next] =
+        [first, first + 1].map(|from| Tensor::from_slice(&sample.input_ids[from..from + rows]));
+    Context { taps: sample.taps.narrow(0, first as i64, rows as i64), tokens, next, chunks: vec![(2, rows)] }
+}
+
+fn at_temperature_one() -> SamplingBatch {
+    SamplingBatch::new(vec![Sampling::new(1.0, 0)], Device::Cpu)
+}
+
+fn block(target: &ModelConfig, windows: &[Option<usize>]) -> Block {
+    let config = BlockConfig {
+        model: target.draft_decoder(windows).unwrap(),
+        block_size: 5,
+        mask_token_id: 7,
+        target_layer_ids: vec![0, 2],
+        num_target_layers: 4,
+        num_anchors: 4,
+        markov: None,
+        confidence: None,
+    };
+    let (embed, head) = ends();
+    let dir = tempfile::tempdir().unwrap();
+    let block = Block::fresh(config, &embed, &head, 11, Kind::Float).unwrap();
+    // Through the disk, so that the saved config says all that the model is.
+    let json = Value::Object(block.config().to_json()).to_string();
+    std::fs::write(dir.path().join("config.json"), json).unwrap();
+    deepspec_models::save(&dir.path().join("model.safetensors"), &block.checkpoint(), Kind::Float).unwrap();
+    let loaded = Block::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
+    assert_eq!(loaded.config().model.layers, block.config().model.layers);
+    loaded
+}
+
+/// Probabilities `[γ, V]` in training, of the block at each anchor.
+fn trained(block: &Block, sample: &TrainSample) -> Tensor {
+    let batch = BlockBatch::new(std::slice::from_ref(sample), block.config(), 4.0, Device::Cpu, Kind::Float);
+    block.base_logits(&block.hidden(&batch.unwrap())).softmax(-1, Kind::Float)
+}
+
+#[test]
+fn blocks_decode_as_they_were_trained_with_and_without_windows() {
+    let _guard = tch::no_grad_guard();
+    let sample = sample(vec![9, 10, 30]);
+    for target in targets() {
+        let plain = trained(&block(&target, &[None, None]), &sample);
+        // Windows of less than a block, of less than the context, and of more than all.
+        for (window, matters) in [(3, true), (12, true), (64, false)] {
+            let block = block(&target, &[Some(window), None]);
+            let expected = trained(&block, &sample);
+            if target.layers[0].attention.window.is_none() {
+                let change = (&expected - &plain).abs().max().double_value(&[]);
+                assert_eq!(change > 1e-3, matters, "window {window}: {change}");
+            }
+            let mut proposer = BlockProposer::new(block, 3);
+            let mut seen = 0;
+            for (b, &anchor) in sample.anchors.iter().enumerate() {
+                let token = Tensor::from_slice(&sample.input_ids[anchor..=anchor]);
+                let uniforms = Tensor::zeros([1, 5], (Kind::Double, Device::Cpu));
+                let context = context(&sample, seen, anchor - seen);
+                let proposal = proposer.propose(&DraftRequest {
+                    context: &context,
+                    slots: &[2],
+                    anchors: &token,
+                    uniforms: &uniforms,
+                    sampling: &at_temperature_one(),
+                });
+                let what = format!("{} window {window}, anchor {anchor}", target.family);
+                assert_close(&what, &proposal.probs.get(0), &expected.get(b as i64), 1e-5);
+                seen = anchor;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_layer_pattern_the_target_cannot_have_is_refused() {
+    let [qwen3, gemma4] = targets();
+    let refusal = |target: &ModelConfig, windows: &[Option<usize>]| {
+        target.draft_decoder(windows).unwrap_err().to_string()
+    };
+    assert!(refusal(&qwen3, &[Some(4), Some(8)]).contains("one size"));
+    assert!(refusal(&gemma4, &[None, Some(4)]).contains("last layer of a Gemma 4"));
+}
+
+/// Decoding behind token i + 1 is what the training-time test did in column i, when it draws the text's own tokens.
+#[test]
+fn eagle3_decodes_as_its_training_time_test_ran() {
+    let _guard = tch::no_grad_guard();
+    let (sample, steps) = (sample(vec![]), 4);
+    for target in targets() {
+        let config = Eagle3Config {
+            model: target.draft_decoder(&[None, None]).unwrap(),
+            target_layer_ids: vec![1, 3],
+            num_target_layers: 4,
+            ttt_length: steps,
+            step_loss_decay: 0.8,
+        };
+        let (embed, head) = ends();
+        let model = Eagle3::fresh(config, &embed, &head, 11, Kind::Float).unwrap();
+        for supervise in [Supervise::Shifted, Supervise::Labels] {
+            let normalization = LossNormalization::Global;
+            let objective = Eagle3Objective { supervise, step_loss_decay: 0.8, normalization };
+            let batch =
+                Eagle3Batch::new(std::slice::from_ref(&sample), &objective, steps, Device::Cpu, Kind::Float);
+            let batch = batch.unwrap();
+            let trained: Vec<Tensor> = model
+                .states(&batch)
+                .iter()
+                .enumerate()
+                .map(|(s, states)| model.draft_logits(&states.index_select(0, batch.supervised(s))))
+                .map(|logits| logits.softmax(-1, Kind::Float))
+                .collect();
+            // The first supervised column of each step, and how many follow.
+            let first = |s: usize| match supervise {
+                Supervise::Shifted => 5usize.saturating_sub(s),
+                Supervise::Labels => 3usize.saturating_sub(s),
+            };
+            let (embed, head) = ends();
+            let model = Eagle3::fresh(model.config().clone(), &embed, &head, 11, Kind::Float).unwrap();
+            let mut proposer = Eagle3Proposer::new(model, 3);
+            let mut seen = 0;
+            for column in [5, 6, 20, 33] {
+                let expected: Vec<Tensor> =
+                    (0..steps).map(|s| trained[s].get((column - first(s)) as i64)).collect();
+                let expected = Tensor::stack(&expected, 0);
+                let tokens = &sample.input_ids[column + 2..column + 2 + steps];
+                let context = context(&sample, seen, column + 1 - seen);
+                let anchor = Tensor::from_slice(&sample.input_ids[column + 1..column + 2]);
+                let uniforms = common::forcing(&expected, tokens);
+                let proposal = proposer.propose(&DraftRequest {
+                    context: &context,
+                    slots: &[2],
+                    anchors: &anchor,
+                    uniforms: &uniforms,
+                    sampling: &at_temperature_one(),
+                });
+                assert_eq!(Vec::<i64>::try_from(proposal.tokens.reshape([-1])).unwrap(), tokens);
+                let what = format!("{} {supervise:?}, column {column}", target.family);
+                assert_close(&what, &proposal.probs.get(0), &expected, 1e-5);
+                seen = column + 1;
+            }
+        }
+    }
+}
+
+/// The layers' scalars are stored but not trained.
+#[test]
+fn gemma4_layer_scalars_are_saved_and_not_trained() {
+    let [_, gemma4] = targets();
+    let block = block(&gemma4, &[None, None]);
+    let scalars = |tensors: &[(String, Tensor)]| {
+        tensors.iter().filter(|(name, _)| name.ends_with("layer_scalar")).count()
+    };
+    assert_eq!((scalars(block.parameters()), scalars(&block.checkpoint())), (0, 2));
+}
+
+/// With one denominator for the step, a sequence's gradient does not depend on its neighbours in the batch.
+#[test]
+fn eagle3_gradients_add_over_sequences() {
+    let [target, _] = targets();
+    let config = Eagle3Config {
+        model: target.draft_decoder(&[None]).unwrap(),
+        target_layer_ids: vec![1, 3],
+        num_target_layers: 4,
+        ttt_length: 3,
+        step_loss_decay: 0.8,
+    };
+    let objective = Eagle3Objective {
+        supervise: Supervise::Labels,
+        step_loss_decay: 0.8,
+        normalization: LossNormalization::Global,
+    };
+    let texts = || {
+        let long = sample(vec![]);
+        let cut = |tensor: &Tensor| tensor.narrow(0, 0, 17);
+        let short = TrainSample {
+            input_ids: long.input_ids[..17].iter().rev().copied().collect(),
+            loss_mask: (0..17).map(|i| (3..6).contains(&i) || i > 12).collect(),
+            taps: cut(&long.taps),
+            last: cut(&long.last),
+            last_positions: (0..17).collect(),
+            anchors: vec![],
+        };
+        // Nothing to learn, and only something to learn in the first step.
+        let silent = TrainSample { loss_mask: vec![false; TOKENS], ..sample(vec![]) };
+        let brief = TrainSample { loss_mask: (0..TOKENS).map(|i| i == 2).collect(), ..sample(vec![]) };
+        [long, short, silent, brief]
+    };
+    let (embed, head) = ends();
+    let run = |batches: &[&[TrainSample]]| {
+        let model = Eagle3::fresh(config.clone(), &embed, &head, 11, Kind::Float).unwrap();
+        model.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
+        let sums: Vec<Tensor> = batches
+            .iter()
+            .map(|samples| {
+                let batch = Eagle3Batch::new(samples, &objective, 3, Device::Cpu, Kind::Float);
+                model.accumulate(batch.as_ref(), &objective, Normaliser(4.0), samples.len())
+            })
+            .collect();
+        let gradients: Vec<Tensor> =
+            model.parameters().iter().map(|(_, parameter)| parameter.grad()).collect();
+        (gradients, Tensor::stack(&sums, 0).sum_dim_intlist(0, false, Kind::Double))
+    };
+    let texts = texts();
+    let (together, apart) = (run(&[&texts]), run(&[&texts[..1], &texts[1..2], &texts[2..3], &texts[3..]]));
+    assert_close("sums", &together.1, &apart.1, 1e-4);
+    for (a, b) in together.0.iter().zip(&apart.0) {
+        assert_close("gradient", a, b, 1e-5 * common::max_abs(b).max(1e-6));
+    }
+}

@@ -1,0 +1,89 @@
+//! Recipes with the settings of every kind of drafter: defaults, ranges, and mistakes that are named with their line and whole key.
+
+use deepspec_core::config;
+use deepspec_core::recipe::Recipe;
+use deepspec_drafters::BlockRecipe;
+
+const MINIMAL: &str = "
+name: tiny
+target: {model: assets/tiny-target, layer_ids: [embedding, 1, 3]}
+drafter:
+  dspark:
+    block_size: 7
+    num_draft_layers: 2
+    mask_token_id: 5
+    markov: {type: vanilla, rank: 32}
+    confidence: {with_markov: true}
+data: {states: {cache: runs/cache}, chat_template: qwen}
+";
+
+fn read(text: &str, overrides: &[&str]) -> Result<Recipe, String> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("recipe.yaml");
+    std::fs::write(&path, text).unwrap();
+    let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+    deepspec_drafters::load_recipe(&path, &overrides).map_err(|error| error.to_string())
+}
+
+/// What is written beside a checkpoint says everything, and means the same.
+#[test]
+fn defaults_are_filled_in_and_survive_a_round_trip() {
+    let recipe = read(MINIMAL, &[]).unwrap();
+    let settings = &recipe.drafter.settings;
+    assert_eq!((&settings["num_anchors"], &settings["confidence"]["alpha"]), (&512.into(), &1.0.into()));
+    assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
+    assert_eq!(read(MINIMAL, &["drafter.dspark.num_anchors=512"]).unwrap(), recipe);
+}
+
+#[test]
+fn mistakes_are_named_with_their_line_and_whole_key() {
+    let wrong = |change: &str, hint: &str| {
+        let error = read(MINIMAL, &[change]).unwrap_err();
+        assert!(error.contains(hint), "{change}: {error}");
+    };
+    let line = read(&MINIMAL.replace("num_draft_layers: 2", "num_draft_layers: 0"), &[]).unwrap_err();
+    assert!(line.contains("recipe.yaml:7: `drafter.dspark.num_draft_layers`: must be at least 1"), "{line}");
+    let typo = read(&MINIMAL.replace("block_size", "blok_size"), &[]).unwrap_err();
+    assert!(typo.contains("recipe.yaml:6: `drafter.dspark.blok_size`"), "{typo}");
+    wrong("drafter.dspark.blok_size=3", "did you mean `block_size`?");
+    let kind = read(&MINIMAL.replace("dspark:", "dspork:"), &[]).unwrap_err();
+    assert!(kind.contains("recipe.yaml:5: `drafter.dspork`: no drafter is called `dspork`"), "{kind}");
+    assert!(kind.contains("expected one of `dspark`, `dflash`, `eagle3`; did you mean `dspark`?"), "{kind}");
+    wrong("drafter.dspark.markov.rank=0", "leave `markov` out");
+    wrong(
+        "drafter.dspark.loss={ce_alpha: 0.1, kl_alpha: -1}",
+        "`drafter.dspark.loss.kl_alpha`: -1 is no number from 0",
+    );
+    wrong("drafter.dspark.loss={decay_gamma: 3}", "`drafter.dspark.loss`: all weights are 0");
+    wrong(
+        "drafter.dspark.loss={ce_alpha: 1, dpace: {smoothing: 0}}",
+        "`drafter.dspark.loss.dpace.smoothing`",
+    );
+    wrong(
+        "drafter.dspark.loss={l1_alpha: 1, dpace: {}}",
+        "`drafter.dspark.loss.dpace`: it weighs the cross entropy",
+    );
+    wrong("drafter.dspark.loss={lk: {type: hybird}}", "hybird");
+    wrong("drafter.dspark.loss={lk: {type: hybrid, eta: -1}}", "`drafter.dspark.loss.lk.eta`");
+    let dflash = MINIMAL.replace("dspark:", "dflash:");
+    assert!(read(&dflash, &[]).unwrap_err().contains("use `dspark`"));
+    wrong("drafter.dspark.layer_types=[full_attention]", "1 types for 2 draft layers");
+    wrong(
+        "drafter.dspark.layer_types=[full_attention, sliding_attention]",
+        "`drafter.dspark.sliding_window`: missing",
+    );
+    wrong("drafter.dspark.layer_types=[full_attention, windowed]", "sliding_attention");
+    let windows = |changes: &[&str]| {
+        let recipe = read(MINIMAL, changes).unwrap();
+        let block: BlockRecipe = serde_json::from_value(recipe.drafter.settings).unwrap();
+        block.windows().collect::<Vec<_>>()
+    };
+    assert_eq!(windows(&[]), [None, None]);
+    assert_eq!(windows(&["drafter.dspark.sliding_window=9"]), [Some(9), Some(9)]);
+    let mixed = "drafter.dspark.layer_types=[sliding_attention, full_attention]";
+    assert_eq!(windows(&["drafter.dspark.sliding_window=9", mixed]), [Some(9), None]);
+    let eagle3 = "drafter={eagle3: {ttt_length: 0}}";
+    wrong(eagle3, "`drafter.eagle3.ttt_length`: must be at least 1");
+    wrong("drafter={eagle3: {step_loss_decay: 1.5}}", "not in (0, 1]");
+    wrong("drafter={eagle3: {supervise: all}}", "shifted");
+}

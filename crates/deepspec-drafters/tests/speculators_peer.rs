@@ -1,0 +1,145 @@
+//! Drafters converted to speculators, loaded and run by that package on the same inputs.
+//!
+//! Runs where `DEEPSPEC_SPECULATORS_PYTHON` names a Python that has speculators and torch.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{assert_close, noise};
+use deepspec_core::recipe::LossNormalization;
+use deepspec_dialects::{Checkpoint, Dialect, Target, convert};
+use deepspec_drafters::{Block, BlockBatch, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample};
+use deepspec_models::{ModelConfig, Weights, save};
+use deepspec_testkit::{golden, skip};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+const FORWARD: f64 = 1e-4;
+const CASES: [&str; 5] = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "eagle3_qwen3"];
+const ANCHORS: [usize; 4] = [0, 3, 4, 11];
+const TOKENS: usize = 24;
+
+/// A golden drafter, with taps that speculators has, and a target around its embedding and head, under `root`.
+fn models(root: &Path, case: &str) -> (PathBuf, PathBuf) {
+    let (from, drafter, target) = (golden::dir(case), root.join("drafter"), root.join("target"));
+    fs::create_dir_all(&drafter).unwrap();
+    fs::create_dir_all(&target).unwrap();
+    fs::copy(from.join("model.safetensors"), drafter.join("model.safetensors")).unwrap();
+    let text = fs::read_to_string(from.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    if config["target_layer_ids"][0] == -1 {
+        config["target_layer_ids"][0] = json!(0);
+    }
+    fs::write(drafter.join("config.json"), config.to_string()).unwrap();
+
+    let model = ModelConfig::load(&drafter).unwrap();
+    let weights = Weights::open(&drafter, "drafter", Device::Cpu, Kind::Float).unwrap();
+    let ends = [model.vocab_size, model.hidden_size];
+    let own = [
+        ("model.embed_tokens.weight".to_string(), weights.get("embed_tokens.weight", &ends).unwrap()),
+        ("lm_head.weight".into(), weights.get("lm_head.weight", &ends).unwrap()),
+        ("model.norm.weight".into(), noise(3, &[model.hidden_size])),
+    ];
+    save(&target.join("model.safetensors"), &own, Kind::Float).unwrap();
+    config["architectures"] = json!(["Qwen3ForCausalLM"]);
+    config["num_hidden_layers"] = config["num_target_layers"].clone();
+    config.as_object_mut().unwrap().remove("layer_types");
+    fs::write(target.join("config.json"), config.to_string()).unwrap();
+    (drafter, target)
+}
+
+/// Random states of a random text, every position of it an example.
+fn sample(model: &ModelConfig, taps: usize) -> TrainSample {
+    let ids = noise(5, &[TOKENS as i64]) * 1e4;
+    let ids = ids.abs().to_kind(Kind::Int64).remainder(model.vocab_size);
+    TrainSample {
+        input_ids: Vec::try_from(ids).unwrap(),
+        loss_mask: vec![true; TOKENS],
+        taps: noise(6, &[TOKENS as i64, taps as i64 * model.hidden_size]),
+        last: noise(7, &[TOKENS as i64, model.hidden_size]),
+        last_positions: (0..TOKENS as u32).collect(),
+        anchors: ANCHORS.to_vec(),
+    }
+}
+
+fn given(sample: &TrainSample, path: &Path) {
+    let anchors: Vec<i64> = sample.anchors.iter().map(|&anchor| anchor as i64).collect();
+    let tensors = [
+        ("input_ids", Tensor::from_slice(&sample.input_ids).unsqueeze(0)),
+        ("taps", sample.taps.unsqueeze(0)),
+        ("last", sample.last.unsqueeze(0)),
+        ("anchors", Tensor::from_slice(&anchors)),
+    ];
+    Tensor::write_safetensors(&tensors, path).unwrap();
+}
+
+/// What our drafter computes, by the names that the script gives.
+fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
+    let samples = [sample];
+    if let Ok(model) = Eagle3::load(dir, Device::Cpu, Kind::Float) {
+        let objective = Eagle3Objective {
+            supervise: Supervise::Labels,
+            step_loss_decay: 1.0,
+            normalization: LossNormalization::Global,
+        };
+        let batch = Eagle3Batch::new(&samples, &objective, 1, Device::Cpu, Kind::Float).unwrap();
+        return vec![("logits", model.draft_logits(&model.states(&batch)[0]))];
+    }
+    let block = Block::load(dir, Device::Cpu, Kind::Float).unwrap();
+    let batch = BlockBatch::new(&samples, block.config(), 1.0, Device::Cpu, Kind::Float).unwrap();
+    let hidden = block.hidden(&batch);
+    let heads = block.markov_features(&hidden, batch.previous());
+    let (e, features) = (heads.as_ref().map(|(e, _)| e), heads.as_ref().map(|(_, features)| features));
+    let mut found = vec![("logits", block.corrected_logits(&hidden, features))];
+    found.extend(block.confidence_logits(&hidden, e).map(|logits| ("confidence", logits)));
+    found.push(("hidden", hidden));
+    found
+}
+
+#[test]
+fn speculators_loads_converted_drafters_and_computes_the_same() {
+    let Some(python) = skip::speculators_python("speculators and torch") else { return };
+    let _no_grad = tch::no_grad_guard();
+    let root = tempfile::tempdir().unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/speculators_forward.py");
+    let mut command = Command::new(python);
+    command.arg(script).env("HF_HUB_OFFLINE", "1");
+    for case in CASES {
+        let place = root.path().join(case);
+        let (drafter, target) = models(&place, case);
+        let source = Checkpoint::open(&drafter).unwrap();
+        let target = Target::open(&target, target.to_str().unwrap()).unwrap();
+        let converted = convert(&source, Dialect::Speculators, Some(&target)).unwrap();
+        converted.write(&place.join("speculators"), false).unwrap();
+        given(
+            &sample(&ModelConfig::load(&drafter).unwrap(), source.drafter().target_layer_ids.len()),
+            &place.join("given.safetensors"),
+        );
+        for file in ["speculators", "given.safetensors", "out.safetensors"] {
+            command.arg(place.join(file));
+        }
+    }
+    let run = command.output().unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    for case in CASES {
+        let place = root.path().join(case);
+        let theirs = Tensor::read_safetensors(place.join("out.safetensors")).unwrap();
+        let drafter = place.join("drafter");
+        let taps = Checkpoint::open(&drafter).unwrap().drafter().target_layer_ids.len();
+        let found = ours(&drafter, sample(&ModelConfig::load(&drafter).unwrap(), taps));
+        assert_eq!(found.len(), theirs.len(), "{case}");
+        for (name, own) in found {
+            let (_, other) = theirs.iter().find(|(other, _)| other == name).unwrap();
+            // Eagle3 computes no column that nothing is asked of: the last ones.
+            let other = if own.dim() == 2 {
+                other.squeeze_dim(0).narrow(0, 0, own.size()[0])
+            } else {
+                other.shallow_clone()
+            };
+            assert_close(&format!("{case}: {name}"), &own, &other, FORWARD);
+        }
+    }
+}
