@@ -147,7 +147,7 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
 mod tests {
     use std::path::Path;
 
-    use deepspec_drafters::LossSums;
+    use deepspec_drafters::BlockSum;
     use deepspec_models::ModelConfig;
 
     use super::*;
@@ -174,15 +174,15 @@ data: {states: {cache: nowhere}, chat_template: qwen}
 
     /// Two blocks: one of which all slots are accepted, one that fails in its first slot.
     fn sums() -> Tensor {
-        let value = |name: &str| match name {
-            "blocks" => 2.0,
-            "slots" => 6.0,
-            "tau" => 2.0 + 3.0,
-            "accept@0" | "accept@1" | "accept@2" => 1.0,
-            "count@0" | "count@1" | "count@2" => 2.0,
-            other => other.len() as f64,
+        let value = |sum: BlockSum| match sum {
+            BlockSum::Blocks => 2.0,
+            BlockSum::Slots => 6.0,
+            BlockSum::Tau => 2.0 + 3.0,
+            BlockSum::Accept(_) => 1.0,
+            BlockSum::Count(_) => 2.0,
+            other => other.name().len() as f64,
         };
-        let values: Vec<f64> = LossSums::names(GAMMA).iter().map(|name| value(name)).collect();
+        let values: Vec<f64> = BlockSum::all(GAMMA).map(value).collect();
         Tensor::from_slice(&values)
     }
 

@@ -17,8 +17,8 @@ mod sample;
 mod trained;
 
 pub use block::{
-    Block, BlockBatch, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, Confidence,
-    ConfidenceRecipe, Drafting, LayerType, LossSums, Markov, MarkovKind, anchor_candidates, eval_mask,
+    Block, BlockBatch, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum,
+    Confidence, ConfidenceRecipe, Drafting, LayerType, Markov, MarkovKind, anchor_candidates, eval_mask,
     slot_weight,
 };
 pub use drafter::{

@@ -251,7 +251,7 @@ fn eagle3_gradients_add_over_sequences() {
             .iter()
             .map(|samples| {
                 let batch = Eagle3Batch::new(samples, &objective, 3, Device::Cpu, Kind::Float);
-                model.accumulate(batch.as_ref(), &objective, Normaliser(4.0), samples.len())
+                model.accumulate(batch.as_ref(), Normaliser(4.0), samples.len())
             })
             .collect();
         let gradients: Vec<Tensor> =

@@ -5,7 +5,7 @@ mod common;
 use common::{assert_close, device, tensor};
 use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch, kept_lengths};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockProposer, LossAlphas, LossSums, Normaliser, TrainSample, anchor_candidates,
+    Block, BlockBatch, BlockProposer, BlockSum, LossAlphas, Normaliser, TrainSample, anchor_candidates,
     eval_mask,
 };
 use deepspec_testkit::golden::Case;
@@ -83,7 +83,7 @@ fn check_training(name: &str) {
     };
     let normaliser = Normaliser(scalar("ce_loss_den"));
     let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &alphas, normaliser)).unwrap();
-    let names = LossSums::names(gamma);
+    let names = BlockSum::all(gamma).map(BlockSum::name).collect::<Vec<_>>();
     let sum = |name: &str| sums[names.iter().position(|n| n == name).unwrap()];
     let close = |what: &str, found: f64, expected: f64, tolerance: f64| {
         assert!(

@@ -47,7 +47,7 @@ fn check_training(name: &str) {
         close("draft_logits", &model.draft_logits(&rows));
     }
 
-    let sums = model.accumulate(Some(&batch), &objective, Normaliser(samples.len() as f64), samples.len());
+    let sums = model.accumulate(Some(&batch), Normaliser(samples.len() as f64), samples.len());
     let sums: Vec<f64> = Vec::try_from(sums).unwrap();
     let terms = Eagle3Metrics::new(steps, decay);
     assert_eq!(sums.len(), terms.count());

@@ -6,7 +6,7 @@ mod slow;
 use std::path::Path;
 
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, Confidence, Dpace, Lk, LkForm, LossAlphas, LossSums, Markov, MarkovKind,
+    Block, BlockBatch, BlockConfig, BlockSum, Confidence, Dpace, Lk, LkForm, LossAlphas, Markov, MarkovKind,
     Normaliser, TrainSample,
 };
 use deepspec_models::ModelConfig;
@@ -106,7 +106,7 @@ fn check(shape: Shape, alphas: LossAlphas, tolerance: f64) {
     loss.backward();
     let slow = gradients(&block);
     let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &alphas, Normaliser(NORMALISER))).unwrap();
-    let names = LossSums::names(GAMMA);
+    let names = BlockSum::all(GAMMA).map(BlockSum::name).collect::<Vec<_>>();
     for (name, expected) in expected {
         let found = sums[names.iter().position(|n| n == name).unwrap()];
         let error = (found - expected).abs() / expected.abs();
@@ -259,7 +259,7 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
         let alphas = LossAlphas { kl: 1.0, ..NOTHING };
         let sums: Vec<f64> =
             Vec::try_from(block.accumulate(&batch(&block, shape), &alphas, Normaliser(NORMALISER))).unwrap();
-        let sum = |name: &str| sums[LossSums::names(GAMMA).iter().position(|n| n == name).unwrap()];
+        let sum = |name: &str| sums[BlockSum::all(GAMMA).position(|sum| sum.name() == name).unwrap()];
         sum("kl") / sum("weight")
     };
     let (exact, found) = (kl(Kind::Float), kl(Kind::BFloat16));

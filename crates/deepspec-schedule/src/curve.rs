@@ -1,4 +1,4 @@
-//! What a verification batch costs: the profiled table SPS(B) of SPEC §8.
+//! What a verification batch costs: the profiled table SPS(B) (ARCHITECTURE.md, Prefix scheduler).
 
 use crate::ScheduleError;
 

@@ -173,13 +173,14 @@ impl BlockBatch {
             tokens += length;
             blocks += count;
         }
-        let taps = std::iter::once(used.iter().map(|sample| sample.taps.shallow_clone()).collect());
+        let taps: Vec<Tensor> = used.iter().map(|sample| sample.taps.shallow_clone()).collect();
         let teacher = used.iter().zip(&of_samples);
-        let teacher = teacher.map(|(sample, (_, rows))| sample.last.index_select(0, &there.of(*rows)));
+        let teacher: Vec<Tensor> =
+            teacher.map(|(sample, (_, rows))| sample.last.index_select(0, &there.of(*rows))).collect();
         let by_block = [blocks as i64, config.block_size as i64];
         Some(Self {
             spans,
-            taps: joined(taps, from, device, kind).remove(0),
+            taps: joined(&taps, from, device, kind),
             context_positions,
             block_tokens: block_tokens.view(by_block),
             block_positions,
@@ -188,7 +189,7 @@ impl BlockBatch {
             rows,
             labels,
             weights: Tensor::from_slice(&weights).to_device(device),
-            teacher: joined(std::iter::once(teacher.collect()), from, device, kind).remove(0),
+            teacher: joined(&teacher, from, device, kind),
             counts,
             blocks,
         })

@@ -66,7 +66,7 @@ impl BlockConfig {
         let (d, vocab) = (self.model.hidden_size as usize, self.model.vocab_size);
         let rank = self.markov.map_or(0, |markov| markov.rank as usize);
         let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
-        losses::buffer_bytes(vocab, self.block_size as i64, bytes, device)
+        losses::buffer_bytes(vocab, rows, self.block_size as i64, self.markov.is_some(), bytes, device)
             + rows * (3 * d + 2 * rank) * bytes
             + sums
     }

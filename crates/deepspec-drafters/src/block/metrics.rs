@@ -2,28 +2,27 @@
 
 use serde_json::{Map, Value, json};
 
-use super::objective::LossSums;
+use super::objective::BlockSum;
 use crate::Metrics;
-use crate::losses::LossAlphas;
+use crate::losses::{LossAlphas, TERMS};
 
 /// What the sums of a block drafter's micro-batches mean.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct BlockMetrics {
     alphas: LossAlphas,
     block_size: usize,
-    names: Vec<String>,
 }
 
 impl BlockMetrics {
     /// Those of blocks of γ tokens under these weights of the losses.
     pub fn new(alphas: LossAlphas, block_size: usize) -> Self {
-        Self { alphas, block_size, names: LossSums::names(block_size) }
+        Self { alphas, block_size }
     }
 }
 
 impl Metrics for BlockMetrics {
     fn count(&self) -> usize {
-        self.names.len()
+        BlockSum::all(self.block_size).count()
     }
 
     fn headline(&self) -> &'static [(&'static str, &'static str)] {
@@ -31,38 +30,31 @@ impl Metrics for BlockMetrics {
     }
 
     fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
-        let sum = |name: &str| match self.names.iter().position(|known| known == name) {
-            Some(place) => sums[place],
-            None => panic!("there is no sum of the name {name}"),
-        };
-        let ratio = |num: &str, den: &str| if sum(den) > 0.0 { sum(num) / sum(den) } else { 0.0 };
-        let (ce, l1, confidence) =
-            (ratio("ce", "weight"), ratio("l1", "weight"), ratio("confidence", "weight"));
-        let accept: Vec<f64> =
-            (0..self.block_size).map(|k| ratio(&format!("accept@{k}"), &format!("count@{k}"))).collect();
+        let sum = |sum: BlockSum| sums[sum.place(self.block_size)];
+        let ratio = |num: BlockSum, den: BlockSum| if sum(den) > 0.0 { sum(num) / sum(den) } else { 0.0 };
+        let mean = |num: BlockSum| ratio(num, BlockSum::Weight);
+        let positions = 0..self.block_size;
+        let accept: Vec<f64> = positions.map(|k| ratio(BlockSum::Accept(k), BlockSum::Count(k))).collect();
         let metrics = json!({
-            "loss": ratio("loss", "weight"),
-            "ce_loss": ce,
-            "l1_loss": l1,
-            "confidence_loss": confidence,
-            "tau_probabilistic": ratio("tau", "blocks"),
+            "loss": mean(BlockSum::Loss),
+            "ce_loss": mean(BlockSum::CE),
+            "l1_loss": mean(BlockSum::L1),
+            "confidence_loss": mean(BlockSum::Confidence),
+            "tau_probabilistic": ratio(BlockSum::Tau, BlockSum::Blocks),
             "accept_rate": accept,
-            "confidence_abs_error": ratio("confidence_abs_error", "weight"),
-            "confidence_bias": ratio("confidence_bias", "weight"),
-            "confidence_prefix_bias": ratio("prefix_bias", "weight"),
-            "anchors_per_sample": sum("blocks") / samples.max(1) as f64,
-            "supervised_per_block": ratio("slots", "blocks"),
+            "confidence_abs_error": mean(BlockSum::ConfidenceAbsError),
+            "confidence_bias": mean(BlockSum::ConfidenceBias),
+            "confidence_prefix_bias": mean(BlockSum::PrefixBias),
+            "anchors_per_sample": sum(BlockSum::Blocks) / samples.max(1) as f64,
+            "supervised_per_block": ratio(BlockSum::Slots, BlockSum::Blocks),
         });
         let Value::Object(mut metrics) = metrics else { return Map::new() };
-        let LossAlphas { soft_ce, kl, lk, dpace, .. } = self.alphas;
-        let learned = [
-            ("soft_ce", soft_ce != 0.0),
-            ("kl", kl != 0.0),
-            ("lk", lk.is_some()),
-            ("dpace", dpace.is_some()),
-        ];
-        for (name, _) in learned.into_iter().filter(|(_, learned)| *learned) {
-            metrics.insert(format!("{name}_loss"), json!(ratio(name, "weight")));
+        for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(&self.alphas)) {
+            // Those that stand above keep their place.
+            metrics.insert(format!("{}_loss", term.name()), json!(mean(BlockSum::Term(place))));
+        }
+        if self.alphas.dpace.is_some() {
+            metrics.insert("dpace_loss".into(), json!(mean(BlockSum::Dpace)));
         }
         metrics
     }

@@ -19,6 +19,6 @@ pub use batch::{BlockBatch, anchor_candidates, eval_mask, slot_weight};
 pub use config::{BlockConfig, Confidence};
 pub use kind::{BlockObjective, BlockPlan, DFLASH, DSPARK};
 pub use model::Block;
-pub use objective::LossSums;
+pub use objective::BlockSum;
 pub use proposer::{BlockProposer, Drafting};
 pub use recipe::{BlockRecipe, ConfidenceRecipe, LayerType, Markov, MarkovKind};

@@ -5,45 +5,112 @@ use tch::{Kind, Reduction, Tensor};
 use super::batch::BlockBatch;
 use super::model::Block;
 use crate::Normaliser;
-use crate::losses::{self, Bias, Column, LossAlphas, Outcome, Supervised};
+use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised, TERMS};
 
 /// Added to every denominator.
 const DENOMINATOR_EPS: f64 = 1e-6;
 
 /// What a micro-batch leaves behind: sums that add over micro-batches and ranks.
-pub struct LossSums;
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockSum {
+    /// Σ of the position weights.
+    Weight,
+    /// The numerator of all that is learned.
+    Loss,
+    /// A row loss with position weights only: one of the table of terms.
+    Term(usize),
+    /// The label's cross entropy with D-PACE's weights.
+    Dpace,
+    /// The confidence's binary cross entropy with position weights.
+    Confidence,
+    /// Σ 1 + Π accept rate over the blocks.
+    Tau,
+    /// Blocks.
+    Blocks,
+    /// Supervised slots.
+    Slots,
+    /// Weighted |c − c*|.
+    ConfidenceAbsError,
+    /// Weighted c − c*.
+    ConfidenceBias,
+    /// Weighted Π c − Π c*.
+    PrefixBias,
+    /// Σ accept rate at a position.
+    Accept(usize),
+    /// Supervised slots at a position.
+    Count(usize),
+}
 
-impl LossSums {
-    /// What each sum is; the last 2γ are Σ accept rate and count per position. `loss` is the numerator of all that is learned,
-    /// those of single losses have position weights only.
-    pub fn names(block_size: usize) -> Vec<String> {
-        let fixed = [
-            "weight",
-            "loss",
-            "ce",
-            "l1",
-            "soft_ce",
-            "kl",
-            "lk",
-            "dpace",
-            "confidence",
-            "tau",
-            "blocks",
-            "slots",
-            "confidence_abs_error",
-            "confidence_bias",
-            "prefix_bias",
-        ];
-        let per_position = ["accept", "count"]
+impl BlockSum {
+    /// The label's cross entropy.
+    pub const CE: Self = Self::Term(0);
+    /// ‖p^d − p^t‖₁.
+    pub const L1: Self = Self::Term(1);
+
+    /// All of them for blocks of γ positions, in the order in which they stand.
+    pub fn all(block_size: usize) -> impl Iterator<Item = Self> {
+        let terms = (0..TERMS.len()).map(Self::Term);
+        [Self::Weight, Self::Loss]
             .into_iter()
-            .flat_map(|name| (0..block_size).map(move |k| format!("{name}@{k}")));
-        fixed.into_iter().map(str::to_string).chain(per_position).collect()
+            .chain(terms)
+            .chain([
+                Self::Dpace,
+                Self::Confidence,
+                Self::Tau,
+                Self::Blocks,
+                Self::Slots,
+                Self::ConfidenceAbsError,
+                Self::ConfidenceBias,
+                Self::PrefixBias,
+            ])
+            .chain((0..block_size).map(Self::Accept))
+            .chain((0..block_size).map(Self::Count))
+    }
+
+    /// Where it stands among those of blocks of γ positions.
+    pub fn place(self, block_size: usize) -> usize {
+        const TERM: usize = 2;
+        const BEHIND: usize = TERM + TERMS.len();
+        match self {
+            Self::Weight => 0,
+            Self::Loss => 1,
+            Self::Term(term) => TERM + term,
+            Self::Dpace => BEHIND,
+            Self::Confidence => BEHIND + 1,
+            Self::Tau => BEHIND + 2,
+            Self::Blocks => BEHIND + 3,
+            Self::Slots => BEHIND + 4,
+            Self::ConfidenceAbsError => BEHIND + 5,
+            Self::ConfidenceBias => BEHIND + 6,
+            Self::PrefixBias => BEHIND + 7,
+            Self::Accept(position) => BEHIND + 8 + position,
+            Self::Count(position) => BEHIND + 8 + block_size + position,
+        }
+    }
+
+    /// Its name, for messages and tests.
+    pub fn name(self) -> String {
+        match self {
+            Self::Weight => "weight".into(),
+            Self::Loss => "loss".into(),
+            Self::Term(term) => TERMS[term].name().into(),
+            Self::Dpace => "dpace".into(),
+            Self::Confidence => "confidence".into(),
+            Self::Tau => "tau".into(),
+            Self::Blocks => "blocks".into(),
+            Self::Slots => "slots".into(),
+            Self::ConfidenceAbsError => "confidence_abs_error".into(),
+            Self::ConfidenceBias => "confidence_bias".into(),
+            Self::PrefixBias => "prefix_bias".into(),
+            Self::Accept(position) => format!("accept@{position}"),
+            Self::Count(position) => format!("count@{position}"),
+        }
     }
 }
 
 impl Block {
     /// Forward and backward of a batch: adds the gradients of all losses to those of the parameters, which must require them,
-    /// and gives the sums of [`LossSums::names`], `[K]` float64, detached.
+    /// and gives every [`BlockSum`], `[K]` float64, detached.
     ///
     /// With weights w over the supervised slots, every loss of `alphas` is Σ w·loss over the normaliser + 1e-6. The
     /// confidence's is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
@@ -63,11 +130,11 @@ impl Block {
             supervised(&markov.features(&hidden, e)) // [R, r]
         });
         let rows = supervised(&hidden); // [R, d]
-        let outcome = tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), alphas, scale));
-        let accept = (outcome.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
+        let output = tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), alphas, scale));
+        let accept = (output.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
-        let mut surrogate = (&rows * &outcome.hidden).sum(Kind::Float);
-        if let Some((features, by_features)) = features.as_ref().zip(outcome.features.as_ref()) {
+        let mut surrogate = (&rows * &output.hidden).sum(Kind::Float);
+        if let Some((features, by_features)) = features.as_ref().zip(output.features.as_ref()) {
             surrogate += (features * by_features).sum(Kind::Float);
         }
         let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&supervised).as_ref());
@@ -85,7 +152,7 @@ impl Block {
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {
                 sums.add(&losses::gradient(markov.w1()), &e.grad().flatten(0, 1));
             }
-            self.sums(batch, alphas, &outcome, &accept, confidence_logits.as_ref().zip(bce.as_ref()))
+            self.sums(batch, alphas, &output, &accept, confidence_logits.as_ref().zip(bce.as_ref()))
         })
     }
 
@@ -97,7 +164,7 @@ impl Block {
         features: Option<&Tensor>,
         alphas: &LossAlphas,
         scale: f64,
-    ) -> Outcome {
+    ) -> LossOutput {
         let w2 = self.parts.markov.as_ref().filter(|markov| markov.w2().requires_grad()).map(|markov| {
             let gradient = losses::gradient(markov.w2());
             // Sums of many chunks would be rounded often in a narrower kind.
@@ -117,16 +184,17 @@ impl Block {
             teacher: &batch.teacher,
             labels: &batch.labels,
             weights: &batch.weights,
-            places: &batch.rows,
+            slot_index: &batch.rows,
             counts: &batch.counts,
             gamma: self.config().block_size as i64,
             scale,
+            agreement: false,
         };
-        let outcome = losses::accumulate(self.vocabulary(), &supervised, alphas);
+        let output = losses::accumulate(self.vocabulary(), &supervised, alphas);
         if let Some((mut gradient, sum)) = w2.filter(|(gradient, _)| gradient.kind() != Kind::Float) {
             let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
         }
-        outcome
+        output
     }
 
     /// The sums by name. `accept [R]` are the accept rates, `confidence` logits and loss of that head.
@@ -134,7 +202,7 @@ impl Block {
         &self,
         batch: &BlockBatch,
         alphas: &LossAlphas,
-        outcome: &Outcome,
+        output: &LossOutput,
         accept: &Tensor,
         confidence: Option<(&Tensor, &Tensor)>,
     ) -> Tensor {
@@ -145,7 +213,6 @@ impl Block {
             all.index_add(0, &batch.rows, rows).view([-1, gamma])
         };
         let weighted = |values: &Tensor| (values * &batch.weights).sum(Kind::Float);
-        let column = |column: Column| outcome.column(column);
         let accepted = by_block(accept);
         let survival = accepted.cumprod(1, Kind::Float); // Π accept rate · eval_mask
         let zero = Tensor::zeros([], (Kind::Float, device));
@@ -159,28 +226,41 @@ impl Block {
             }
             None => (zero.copy(), zero.copy(), zero.copy(), zero),
         };
+        let accepted_at = accepted.sum_dim_intlist(0, false, Kind::Double);
+        let supervised_at = by_block(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
         // Filled where it is needed: a number of the host's would have to travel.
         let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
-        let scalars = [
-            batch.weights.sum(Kind::Float),
-            column(Column::Loss).sum(Kind::Double) + &bce * alphas.confidence,
-            weighted(&column(Column::Ce)),
-            weighted(&column(Column::L1)),
-            weighted(&column(Column::SoftCe)),
-            weighted(&column(Column::Kl)),
-            weighted(&column(Column::Lk)),
-            column(Column::Dpace).sum(Kind::Float),
-            bce,
-            survival.sum(Kind::Double) + batch.blocks as f64,
-            number(batch.blocks as f64),
-            number(count),
-            abs_error,
-            bias,
-            prefix_bias,
-        ];
-        let scalars = scalars.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1]));
-        let per_position = |by_block: &Tensor| by_block.sum_dim_intlist(0, false, Kind::Double);
-        let positions = [per_position(&accepted), per_position(&by_block(&accept.ones_like()))];
-        Tensor::cat(&scalars.chain(positions).collect::<Vec<_>>(), 0)
+        let value = |sum: BlockSum| match sum {
+            BlockSum::Weight => batch.weights.sum(Kind::Float),
+            BlockSum::Loss => output.column(Column::Loss).sum(Kind::Double) + &bce * alphas.confidence,
+            BlockSum::Term(term) => weighted(&output.column(Column::Term(term))),
+            BlockSum::Dpace => output.column(Column::Dpace).sum(Kind::Float),
+            BlockSum::Confidence => bce.shallow_clone(),
+            BlockSum::Tau => survival.sum(Kind::Double) + batch.blocks as f64,
+            BlockSum::Blocks => number(batch.blocks as f64),
+            BlockSum::Slots => number(count),
+            BlockSum::ConfidenceAbsError => abs_error.shallow_clone(),
+            BlockSum::ConfidenceBias => bias.shallow_clone(),
+            BlockSum::PrefixBias => prefix_bias.shallow_clone(),
+            BlockSum::Accept(position) => accepted_at.get(position as i64),
+            BlockSum::Count(position) => supervised_at.get(position as i64),
+        };
+        let sums = BlockSum::all(gamma as usize).map(|sum| value(sum).to_kind(Kind::Double).reshape([1]));
+        Tensor::cat(&sums.collect::<Vec<_>>(), 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_sum_stands_where_it_is_looked_for() {
+        for gamma in [1, 7] {
+            for (place, sum) in BlockSum::all(gamma).enumerate() {
+                assert_eq!(sum.place(gamma), place, "{}", sum.name());
+            }
+        }
+        assert_eq!((BlockSum::CE.name().as_str(), BlockSum::L1.name().as_str()), ("ce", "l1"));
     }
 }

@@ -37,10 +37,15 @@ pub(super) struct Step {
     pub pieces: Vec<Piece>,
     /// Supervised columns among the n, `[R]`.
     pub rows: Tensor,
-    /// Target states that predict what they are to predict, `[R, d]`.
-    pub teacher: Tensor,
-    /// Their loss weights, 1 over the sequence's length, `[R]` float32.
-    pub weights: Tensor,
+    /// The first of all steps' supervised columns that is its own, and how many.
+    pub supervised: (i64, i64),
+}
+
+impl Step {
+    /// Its part of what all steps' supervised columns have.
+    pub fn of(&self, all: &Tensor) -> Tensor {
+        all.narrow(0, self.supervised.0, self.supervised.1)
+    }
 }
 
 /// A [`Step`] whose lists and states are still to travel.
@@ -52,12 +57,11 @@ struct StepPlan {
     rows: Part,
     /// Rows of each sample's last states.
     predicting: Vec<Part>,
-    /// The first of all weights that is its own, and how many.
-    weights: (i64, i64),
+    supervised: (i64, i64),
 }
 
 impl StepPlan {
-    fn on_device(self, lists: &Uploaded, weights: &Tensor, teacher: Tensor) -> Step {
+    fn on_device(self, lists: &Uploaded) -> Step {
         let piece = |Piece { first, rows, first_key, keys, columns }: Piece<Part>| {
             let columns = lists.of(columns);
             Piece { first, rows, first_key, keys, columns }
@@ -68,8 +72,7 @@ impl StepPlan {
             positions: lists.of(self.positions),
             pieces: self.pieces.into_iter().map(piece).collect(),
             rows: lists.of(self.rows),
-            teacher,
-            weights: weights.narrow(0, self.weights.0, self.weights.1),
+            supervised: self.supervised,
         }
     }
 }
@@ -79,6 +82,12 @@ pub struct Eagle3Batch {
     pub(super) taps: Tensor, // [N, m·d], the columns of step 0
     /// The steps that have columns; the later ones have fewer.
     pub(super) steps: Vec<Step>,
+    /// Target states that predict what the supervised columns are to predict, step after step, `[R, d]`.
+    pub(super) teacher: Tensor,
+    /// Their weights, 1 over the sequence's length, `[R]` float32.
+    pub(super) weights: Tensor,
+    /// The same times the decay of their step, `[R]` float32.
+    pub(super) decayed: Tensor,
 }
 
 /// Whether column `i` is supervised at step `s`: it then predicts token i + 2 + s from the target's state of token i + 1 + s.
@@ -109,8 +118,8 @@ impl Eagle3Batch {
     }
 
     /// The target's states that predict what these rows are to predict, `[R, d]`.
-    pub fn teacher(&self, s: usize) -> &Tensor {
-        &self.steps[s].teacher
+    pub fn teacher(&self, s: usize) -> Tensor {
+        self.steps[s].of(&self.teacher)
     }
 
     /// Lays out the samples. None if nothing in them is supervised. All samples' states lie on one device, which may be another
@@ -137,11 +146,12 @@ impl Eagle3Batch {
         let from = used.first()?.last.device();
         let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
         let mut indices = Upload::default();
-        let mut weights: Vec<f32> = vec![];
+        let (mut weights, mut decayed): (Vec<f32>, Vec<f32>) = (vec![], vec![]);
         let mut plan = |s: usize| {
             let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
             let (mut rows, mut predicting, mut before, mut first_key) = (vec![], vec![], 0, 0);
-            let first_weight = weights.len();
+            let first = weights.len();
+            let decay = objective.step_loss_decay.powi(s as i32);
             for sample in &used {
                 let own = needed(supervise, &sample.loss_mask, s, steps);
                 let earlier = needed(supervise, &sample.loss_mask, s.saturating_sub(1), steps);
@@ -163,6 +173,7 @@ impl Eagle3Batch {
                         rows.push(tokens.len() as i64);
                         states.push(sample.last_row(i + 1 + s));
                         weights.push(weight(sample));
+                        decayed.push((f64::from(weight(sample)) * decay) as f32);
                     }
                     tokens.push(sample.input_ids[i + 1 + s]);
                     positions.push((i + s) as i64);
@@ -175,7 +186,7 @@ impl Eagle3Batch {
                 tokens: indices.push(tokens),
                 positions: indices.push(positions),
                 pieces,
-                weights: (first_weight as i64, rows.len() as i64),
+                supervised: (first as i64, rows.len() as i64),
                 rows: indices.push(rows),
                 predicting,
             })
@@ -185,18 +196,21 @@ impl Eagle3Batch {
         let here = indices.send(device);
         let there = if from == device { None } else { Some(indices.send(from)) };
         let there = there.as_ref().unwrap_or(&here);
-        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64)).collect();
+        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64));
+        let taps: Vec<Tensor> = taps.collect();
         let predicting = |plan: &StepPlan| {
             let states = used.iter().zip(&plan.predicting);
-            states.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect()
+            states.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect::<Vec<_>>()
         };
-        let teachers = joined(plans.iter().map(predicting), from, device, kind);
-        let weights = Tensor::from_slice(&weights).to_device(device);
-        let steps =
-            plans.into_iter().zip(teachers).map(|(plan, teacher)| plan.on_device(&here, &weights, teacher));
+        let teacher: Vec<Tensor> = plans.iter().flat_map(predicting).collect();
+        let count = weights.len() as i64;
+        let weights = Tensor::from_slice(&[weights, decayed].concat()).to_device(device);
         Some(Self {
-            taps: joined(std::iter::once(taps), from, device, kind).remove(0),
-            steps: steps.collect(),
+            taps: joined(&taps, from, device, kind),
+            steps: plans.into_iter().map(|plan| plan.on_device(&here)).collect(),
+            teacher: joined(&teacher, from, device, kind),
+            decayed: weights.narrow(0, count, count),
+            weights: weights.narrow(0, 0, count),
         })
     }
 }

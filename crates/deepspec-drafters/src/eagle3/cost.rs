@@ -1,19 +1,15 @@
 //! What a training-time test costs in arithmetic and in memory.
 
 use deepspec_models::nn::Heads;
+use tch::Device;
 
 use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
-use super::objective::CHUNK;
 use super::recipe::Supervise;
-use crate::TrainSample;
 use crate::trained::{
     DIRECTIONS, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
-
-/// Float32 tensors of a chunk's logits that the losses have at a time: the target's probabilities, the drafter's logarithms, their
-/// gradient, and a product.
-const LOGITS: usize = 4;
+use crate::{TrainSample, losses};
 
 impl Eagle3Config {
     /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in
@@ -56,16 +52,18 @@ impl Eagle3Config {
     /// What forward and backward hold at most beside the weights and their gradients, at `bytes` per value.
     ///
     /// Steps after the first compute hardly more columns than are supervised.
-    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize) -> PassBytes {
-        let (d, vocab) = (self.model.hidden_size as usize, self.model.vocab_size as usize);
+    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
+        let (d, vocab) = (self.model.hidden_size as usize, self.model.vocab_size);
         let steps = self.ttt_length;
         let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
         let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
         let columns = |sample: &SampleSize, s: usize| if s == 0 { sample.tokens } else { sample.supervised };
         let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
         let norm = NORMED + bytes;
-        // The supervised rows of every step are picked out and normed; each has a gradient until the backward.
-        let mut kept = tokens * d * bytes * self.target_layer_ids.len() + rows * d * (norm + bytes);
+        // The supervised rows of every step are picked out and normed.
+        let mut kept = tokens * d * bytes * self.target_layer_ids.len() + rows * d * norm;
+        // Their gradients and the teacher's states.
+        let objective = losses::buffer_bytes(vocab, rows, 1, false, bytes, device) + 2 * rows * d * bytes;
         let mut layers = 0;
         for layer in &self.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
@@ -90,6 +88,6 @@ impl Eagle3Config {
             }
             layers = layers.max(MLP_AT_WORK * inner * tokens);
         }
-        PassBytes { kept, layers, objective: LOGITS * CHUNK as usize * vocab * size_of::<f32>() }
+        PassBytes { kept, layers, objective }
     }
 }

@@ -89,7 +89,7 @@ impl DrafterKind for Eagle3Parts {
     ) -> Option<Tensor> {
         let steps = model.config().ttt_length;
         let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());
-        Some(model.accumulate(batch.as_ref(), objective, normaliser, samples.len()))
+        Some(model.accumulate(batch.as_ref(), normaliser, samples.len()))
     }
 
     fn metrics(plan: &Eagle3Plan) -> Box<dyn Metrics> {
@@ -100,8 +100,13 @@ impl DrafterKind for Eagle3Parts {
         plan.config.flops(samples, plan.objective.supervise)
     }
 
-    fn pass_bytes(config: &Eagle3Config, samples: &[SampleSize], kind: tch::Kind, _: Device) -> PassBytes {
-        config.pass_bytes(samples, kind.elt_size_in_bytes())
+    fn pass_bytes(
+        config: &Eagle3Config,
+        samples: &[SampleSize],
+        kind: tch::Kind,
+        device: Device,
+    ) -> PassBytes {
+        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
     }
 
     fn product_shapes(config: &Eagle3Config) -> usize {
@@ -124,7 +129,7 @@ impl DrafterKind for Eagle3Parts {
         let rows = |step: usize| batch.supervised(step);
         let steps: Vec<usize> = (0..states.len()).take_while(|&step| rows(step).size()[0] > 0).collect();
         let counts: Vec<i64> = steps.iter().map(|&step| rows(step).size()[0]).collect();
-        let teacher: Vec<&Tensor> = steps.iter().map(|&step| batch.teacher(step)).collect();
+        let teacher: Vec<Tensor> = steps.iter().map(|&step| batch.teacher(step)).collect();
         let states: Vec<Tensor> =
             steps.iter().map(|&step| states[step].index_select(0, rows(step))).collect();
         if counts.is_empty() {

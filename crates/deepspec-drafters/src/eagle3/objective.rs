@@ -7,9 +7,7 @@ use super::batch::{Eagle3Batch, Step};
 use super::model::Eagle3;
 use super::recipe::Supervise;
 use crate::Normaliser;
-
-/// Rows whose distributions exist at once.
-pub(super) const CHUNK: i64 = 128;
+use crate::losses::{self, Column, LossAlphas, LossOutput, Supervised};
 
 /// How an Eagle3 drafter is trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,26 +21,16 @@ pub struct Eagle3Objective {
     pub normalization: LossNormalization,
 }
 
-/// Per supervised row of a step, `[R]` float32 and detached, and the loss's gradient `[R, d]` for what the head reads.
-struct Scores {
-    cross_entropy: Tensor,
-    /// Σ min(p^d, p^t).
-    accept: Tensor,
-    /// 1 where both prefer the same token.
-    correct: Tensor,
-    gradient: Tensor,
-}
-
 impl Eagle3 {
     /// Forward and backward of a batch of `sequences` samples, None where nothing in them is supervised: gradients are added to
     /// those of the parameters. Loss: Σ_s decay^s · Σ w·CE_s / normaliser, w being 1 over a sequence's length. Gives the sums
     /// that [`super::Eagle3Metrics`] names, float64.
     ///
-    /// The head runs apart from the layers, a chunk of rows at a time, and hands its gradient to one backward through them.
+    /// Autograd sees the layers only. The head is differentiated in closed form, over the rows of all steps at once, and one backward
+    /// through Σ state · gradient carries it on.
     pub fn accumulate(
         &self,
         batch: Option<&Eagle3Batch>,
-        objective: &Eagle3Objective,
         normaliser: Normaliser,
         sequences: usize,
     ) -> Tensor {
@@ -52,29 +40,24 @@ impl Eagle3 {
             let empty = Tensor::zeros([4 * self.config().ttt_length as i64 + 3], double);
             return Tensor::cat(&[empty, count], 0);
         };
-        let mut surrogate = Tensor::zeros([], (Kind::Float, self.device()));
+        let states = self.states(batch);
+        let normed = |(step, states): (&Step, &Tensor)| self.final_norm(&states.index_select(0, &step.rows));
+        let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0); // [R, d]
+        let output = tch::no_grad(|| self.head_losses(batch, &rows, 1.0 / normaliser.0));
+        let accept = (output.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
+        let correct = output.column(Column::Agreement);
+        let entropy = output.column(Column::SOFT_CE) * &batch.weights;
         let mut sums: Vec<Tensor> = vec![];
         let mut taus = [(); 2].map(|()| Tensor::zeros([], double));
         let mut survivors: Option<[Tensor; 2]> = None;
-        let mut factor = 1.0 / normaliser.0;
-        for (step, states) in batch.steps.iter().zip(self.states(batch)) {
-            let normed = self.final_norm(&states.index_select(0, &step.rows)); // [R, d]
-            let scores = self.score(&normed.detach(), step, factor);
-            surrogate += (normed * scores.gradient).sum(Kind::Float);
-            factor *= objective.step_loss_decay;
-
+        for (step, states) in batch.steps.iter().zip(&states) {
+            let (correct, accept) = (step.of(&correct), step.of(&accept));
             let all = |rows: &Tensor| rows.sum(Kind::Double);
-            let rows = &scores.correct.ones_like();
-            sums.extend([
-                all(&(&scores.cross_entropy * &step.weights)),
-                all(rows),
-                all(&scores.correct),
-                all(&scores.accept),
-            ]);
+            sums.extend([all(&step.of(&entropy)), all(&correct.ones_like()), all(&correct), all(&accept)]);
             let by_column = |rows: &Tensor| {
                 Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &step.rows, rows)
             };
-            let here = [by_column(&scores.correct), by_column(&scores.accept)];
+            let here = [by_column(&correct), by_column(&accept)];
             let alive = match survivors.take() {
                 None => here,
                 Some(before) => {
@@ -88,6 +71,8 @@ impl Eagle3 {
             taus.iter_mut().zip(&alive).for_each(|(tau, alive)| *tau += all(alive));
             survivors = Some(alive);
         }
+        let surrogate = (rows * &output.hidden).sum(Kind::Float);
+        drop(states);
         surrogate.backward();
         let none = Tensor::zeros([], double);
         sums.resize_with(4 * self.config().ttt_length, || none.shallow_clone());
@@ -97,33 +82,23 @@ impl Eagle3 {
         Tensor::cat(&sums, 0)
     }
 
-    /// Scores the normed states of a step's supervised rows; the gradient is that of factor · Σ w·CE.
-    fn score(&self, normed: &Tensor, step: &Step, factor: f64) -> Scores {
-        let rows = normed.size()[0];
-        let (mut entropies, mut accepts, mut corrects, mut gradients) = (vec![], vec![], vec![], vec![]);
-        for start in (0..rows).step_by(CHUNK as usize) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, CHUNK.min(rows - start));
-            let leaf = part(normed).set_requires_grad(true);
-            let target = tch::no_grad(|| self.logits(&part(&step.teacher)).softmax(-1, Kind::Float)); // [C, V]
-            let log_draft = self.logits(&leaf).log_softmax(-1, Kind::Float);
-            let cross_entropy = -(&target * &log_draft).sum_dim_intlist(-1, false, Kind::Float); // [C]
-            ((&cross_entropy * part(&step.weights)).sum(Kind::Float) * factor).backward();
-            let draft = log_draft.detach();
-            corrects.push(draft.argmax(-1, false).eq_tensor(&target.argmax(-1, false)).to_kind(Kind::Float));
-            accepts.push(target.minimum(&draft.exp()).sum_dim_intlist(-1, false, Kind::Float));
-            entropies.push(cross_entropy.detach());
-            gradients.push(leaf.grad());
-        }
-        // A step may have no supervised row left.
-        let joined = |parts: Vec<Tensor>, empty: Tensor| {
-            if parts.is_empty() { empty } else { Tensor::cat(&parts, 0) }
+    /// Losses behind the normed states of all steps' supervised columns, `[R, d]`, without a graph.
+    fn head_losses(&self, batch: &Eagle3Batch, rows: &Tensor, scale: f64) -> LossOutput {
+        // No loss looks at a label, or at whole blocks.
+        let nowhere = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
+        let supervised = Supervised {
+            hidden: rows,
+            bias: None,
+            teacher: &batch.teacher,
+            labels: &nowhere,
+            weights: &batch.decayed,
+            slot_index: &nowhere,
+            counts: &vec![1; rows.size()[0] as usize],
+            gamma: 1,
+            scale,
+            agreement: true,
         };
-        let none = || step.weights.zeros_like();
-        Scores {
-            cross_entropy: joined(entropies, none()),
-            accept: joined(accepts, none()),
-            correct: joined(corrects, none()),
-            gradient: joined(gradients, normed.zeros_like()),
-        }
+        let alphas = LossAlphas { soft_ce: 1.0, ..LossAlphas::default() };
+        losses::accumulate(self.vocabulary(), &supervised, &alphas)
     }
 }

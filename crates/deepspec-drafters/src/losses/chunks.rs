@@ -4,7 +4,7 @@ use deepspec_models::nn::Vocabulary;
 use tch::{Device, Kind, Tensor};
 
 use super::rows::Rows;
-use super::terms::LossAlphas;
+use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
 const CHUNK_BYTES: i64 = 16 << 20;
@@ -13,8 +13,8 @@ const CHUNK_ROWS: (i64, i64) = (64, 224);
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a dozen passes over a tile, which the CPU's caches should hold.
 const TILE_BYTES: i64 = 1 << 19;
-/// Logits of the drafter, of the target, and the bias.
-const BUFFERS: usize = 3;
+/// Buffers of logits: the drafter's and the target's.
+const LOGITS: usize = 2;
 /// Of a tile, at a time.
 const TEMPORARIES: usize = 6;
 
@@ -43,53 +43,61 @@ pub struct Supervised<'a> {
     /// Position weights, `[R]` float32.
     pub weights: &'a Tensor,
     /// Where each row stands: block · γ + position, `[R]`.
-    pub places: &'a Tensor,
+    pub slot_index: &'a Tensor,
     /// Rows of each block, one after the other.
     pub counts: &'a [usize],
     /// γ.
     pub gamma: i64,
     /// Factor on the gradients: one over the normaliser.
     pub scale: f64,
+    /// Whether it is to be found out in which rows drafter and target prefer the same token.
+    pub agreement: bool,
 }
 
 /// Gradients by the inputs, and what was found about each row.
-pub struct Outcome {
+pub struct LossOutput {
     /// By the states, `[R, d]`.
     pub hidden: Tensor,
     /// By the features, `[R, r]`; None without a Markov head.
     pub features: Option<Tensor>,
-    /// One column for each [`Column`], `[R, 7]` float32.
+    /// One column for each [`Column`], float32.
     rows: Tensor,
 }
 
-/// What is found about a row. What is not learned is 0, but for [`Column::Ce`] and [`Column::L1`].
+/// What is found about a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Column {
-    /// −log p^d(x*).
-    Ce,
-    /// ‖p^d − p^t‖₁.
-    L1,
-    /// −Σ p^t log p^d.
-    SoftCe,
-    /// Σ p^t log(p^t/p^d).
-    Kl,
-    /// The overlap loss.
-    Lk,
-    /// The label's cross entropy with D-PACE's weight.
+    /// One of [`TERMS`], without any weight; 0 where it is not learned and was not measured.
+    Term(usize),
+    /// The label's cross entropy with D-PACE's weight; 0 without it.
     Dpace,
     /// The α- and position-weighted loss, the confidence's apart.
     Loss,
+    /// 1 where drafter and target prefer the same token; 0 where that was not asked for.
+    Agreement,
 }
 
 impl Column {
-    /// All of them, in the order in which they stand.
-    const ALL: [Self; 7] = [Self::Ce, Self::L1, Self::SoftCe, Self::Kl, Self::Lk, Self::Dpace, Self::Loss];
+    /// ‖p^d − p^t‖₁, always measured.
+    pub const L1: Self = Self::Term(1);
+    /// −Σ p^t log p^d.
+    pub const SOFT_CE: Self = Self::Term(2);
+    const COUNT: i64 = TERMS.len() as i64 + 3;
+
+    fn place(self) -> i64 {
+        match self {
+            Self::Term(term) => term as i64,
+            Self::Dpace => TERMS.len() as i64,
+            Self::Loss => TERMS.len() as i64 + 1,
+            Self::Agreement => TERMS.len() as i64 + 2,
+        }
+    }
 }
 
-impl Outcome {
+impl LossOutput {
     /// What was found of all rows, `[R]`.
     pub fn column(&self, column: Column) -> Tensor {
-        self.rows.select(1, column as i64)
+        self.rows.select(1, column.place())
     }
 }
 
@@ -138,18 +146,19 @@ fn sizes(vocab: i64, device: Device) -> (i64, i64) {
     }
 }
 
-/// Bytes that [`accumulate`] works with beside its results: the buffers of a chunk of blocks of γ rows, `values` of them in a kind
-/// of so many bytes, and a tile's float32 temporaries.
-pub fn buffer_bytes(vocab: i64, gamma: i64, values: usize, device: Device) -> usize {
+/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: the buffers of a chunk, with the bias
+/// where it is there, in a kind of `value` bytes, and a tile's float32 temporaries.
+pub fn buffer_bytes(vocab: i64, rows: usize, gamma: i64, bias: bool, value: usize, device: Device) -> usize {
     let (chunk, tile) = sizes(vocab, device);
-    let logits = |rows: i64| (rows.max(gamma) * vocab) as usize;
-    BUFFERS * logits(chunk) * values + TEMPORARIES * logits(tile) * size_of::<f32>()
+    let logits = |most: i64| (most.min(rows as i64).max(gamma) * vocab) as usize;
+    let buffers = LOGITS + usize::from(bias);
+    buffers * logits(chunk) * value + TEMPORARIES * logits(tile) * size_of::<f32>()
 }
 
 /// Losses of all rows and their gradients. To be called without a graph.
 ///
 /// Beside its results it holds three buffers of one chunk's logits and the temporaries of a tile.
-pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> Outcome {
+pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
     let (head, kind, device) = (vocabulary.lm_head(), rows.hidden.kind(), rows.hidden.device());
     let vocab = head.size()[0];
     let (most, tile) = sizes(vocab, device);
@@ -157,10 +166,10 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let logits = Tensor::empty([2 * largest, vocab], (kind, device));
     let biases = rows.bias.map(|_| Tensor::empty([largest, vocab], (kind, device)));
-    let outcome = Outcome {
+    let output = LossOutput {
         hidden: rows.hidden.empty_like(),
         features: rows.bias.map(|bias| bias.features.empty_like()),
-        rows: Tensor::zeros([rows.labels.size()[0], Column::ALL.len() as i64], (Kind::Float, device)),
+        rows: Tensor::zeros([rows.labels.size()[0], Column::COUNT], (Kind::Float, device)),
     };
     for chunk in &chunks {
         let n = chunk.rows;
@@ -183,13 +192,13 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
                 bias: biases.as_ref().map(|biases| tile.of(biases)),
                 target: tile.of(&target),
             };
-            in_all.of(&outcome.rows).copy_(&logits.differentiate(vocabulary, rows, &in_all, alphas));
+            in_all.of(&output.rows).copy_(&logits.differentiate(vocabulary, rows, &in_all, alphas));
         }
         // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
         let by_bias = biases.as_ref().unwrap_or(&base);
         let by_base = if vocabulary.softcap().is_some() { &base } else { by_bias };
-        let _ = by_base.mm_out(&chunk.of(&outcome.hidden), head);
-        if let (Some(bias), Some(gradient)) = (rows.bias, &outcome.features) {
+        let _ = by_base.mm_out(&chunk.of(&output.hidden), head);
+        if let (Some(bias), Some(gradient)) = (rows.bias, &output.features) {
             let _ = by_bias.mm_out(&chunk.of(gradient), bias.w2);
             if let Some(sum) = bias.w2_gradient {
                 let (mut sum, features) = (sum.shallow_clone(), chunk.of(bias.features));
@@ -200,7 +209,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             }
         }
     }
-    outcome
+    output
 }
 
 /// A tile of the three buffers, in the kind of the weights.
@@ -228,19 +237,16 @@ impl Logits {
             None => capped,
         };
         let target = vocabulary.cap(target.to_kind(Kind::Float));
-        let needs_overlap = alphas.lk.is_some();
-        let (rows_of, measures) =
-            Rows::measure(draft, target, &span.of(rows.labels), alphas.needs_soft(), needs_overlap);
+        let needs = Needs { agreement: rows.agreement, ..alphas.needs() };
+        let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
         let weights = span.of(rows.weights).unsqueeze(1);
-        let pace = match alphas.dpace {
-            Some(dpace) => {
-                let places = span.of(rows.places) - span.first_block as i64 * rows.gamma;
-                LossAlphas::pace(dpace, &measures.ce, &places, span.blocks as i64, rows.gamma)
-            }
-            None => weights.shallow_clone(),
-        };
-        let (loss, lk, slopes) = alphas.evaluate(&measures, &weights, &pace);
-        let gradient = rows_of.gradient(&slopes.scaled(rows.scale));
+        let paced = alphas.dpace.map(|dpace| {
+            let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
+            LossAlphas::dpace_weights(dpace, &distances.ce, &slots, span.blocks as i64, rows.gamma)
+        });
+        let Evaluated { terms, loss, coeffs } =
+            alphas.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
+        let gradient = rows_of.gradient(&coeffs.scaled(rows.scale));
         if let Some(mut bias) = bias {
             bias.copy_(&gradient);
             if let Some(slope) = slope {
@@ -249,20 +255,11 @@ impl Logits {
         } else {
             base.copy_(&slope.map_or_else(|| gradient.shallow_clone(), |slope| &gradient * slope));
         }
-        let zero = measures.ce.zeros_like();
-        let (soft_ce, kl) = measures.soft.unwrap_or_else(|| (zero.shallow_clone(), zero.shallow_clone()));
-        let paced = alphas.dpace.map_or_else(|| zero.shallow_clone(), |_| &measures.ce * &pace);
-        let lk = lk.unwrap_or(zero);
-        let found = |column: Column| match column {
-            Column::Ce => &measures.ce,
-            Column::L1 => &measures.l1,
-            Column::SoftCe => &soft_ce,
-            Column::Kl => &kl,
-            Column::Lk => &lk,
-            Column::Dpace => &paced,
-            Column::Loss => &loss,
-        };
-        Tensor::cat(&Column::ALL.map(found), 1)
+        let paced = paced.map(|paced| &distances.ce * paced);
+        let zero = distances.ce.zeros_like();
+        let none = || zero.shallow_clone();
+        let columns = terms.into_iter().chain([paced, Some(loss), distances.agreement]);
+        Tensor::cat(&columns.map(|column| column.unwrap_or_else(none)).collect::<Vec<_>>(), 1)
     }
 }
 
@@ -270,13 +267,14 @@ impl Logits {
 mod tests {
     use super::*;
 
-    /// A column is looked up by what it is, never by a name that could be misspelt.
+    /// Columns that are named here are the terms of that name, and no two share a place.
     #[test]
     fn every_column_is_found_where_it_was_put() {
-        let rows = Tensor::arange(Column::ALL.len() as i64, (Kind::Float, Device::Cpu)).unsqueeze(0);
-        let outcome = Outcome { hidden: rows.shallow_clone(), features: None, rows };
-        for (place, column) in Column::ALL.into_iter().enumerate() {
-            assert_eq!(outcome.column(column).double_value(&[0]), place as f64, "{column:?}");
+        for (column, name) in [(Column::L1, "l1"), (Column::SOFT_CE, "soft_ce")] {
+            let Column::Term(term) = column else { panic!("{column:?} is no term") };
+            assert_eq!(TERMS[term].name(), name);
         }
+        let all = (0..TERMS.len()).map(Column::Term).chain([Column::Dpace, Column::Loss, Column::Agreement]);
+        assert!(all.map(Column::place).eq(0..Column::COUNT));
     }
 }

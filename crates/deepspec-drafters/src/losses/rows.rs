@@ -2,10 +2,10 @@
 
 use tch::{Kind, Tensor};
 
-use super::terms::Slopes;
+use super::terms::{GradCoeffs, Needs};
 
 /// Distances of some rows, `[n, 1]` float32 each.
-pub struct Measures {
+pub struct RowDistances {
     /// −log p^d(x*).
     pub ce: Tensor,
     /// ‖p^d − p^t‖₁.
@@ -14,6 +14,8 @@ pub struct Measures {
     pub soft: Option<(Tensor, Tensor)>,
     /// Σ min(p^d, p^t), where a loss needs it.
     pub overlap: Option<Tensor>,
+    /// 1 where both prefer the same token, where that is asked for.
+    pub agreement: Option<Tensor>,
 }
 
 /// p^d and p^t of some rows, `[n, V]` float32.
@@ -48,15 +50,17 @@ impl Rows {
         mut draft: Tensor,
         mut target: Tensor,
         labels: &Tensor,
-        needs_soft: bool,
-        needs_overlap: bool,
-    ) -> (Self, Measures) {
+        needs: Needs,
+    ) -> (Self, RowDistances) {
         let labels = labels.unsqueeze(1);
+        let agreement = needs
+            .agreement
+            .then(|| draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true)).to_kind(Kind::Float));
         shift(&mut draft);
         shift(&mut target);
         let label = draft.gather(1, &labels, false);
         let (draft_logits, target_logits) =
-            (needs_soft.then(|| draft.copy()), needs_soft.then(|| target.copy()));
+            (needs.soft.then(|| draft.copy()), needs.soft.then(|| target.copy()));
         let (draft_log, target_log) = (normalise(&mut draft), normalise(&mut target));
         let soft = draft_logits.zip(target_logits).map(|(draft_logits, target_logits)| {
             let soft_ce = &draft_log - row_sum(&(&target * draft_logits));
@@ -65,24 +69,25 @@ impl Rows {
             (soft_ce, kl)
         });
         let difference = &draft - &target;
-        let measures = Measures {
+        let distances = RowDistances {
             ce: draft_log - label,
             l1: row_sum(&difference.abs()),
             soft,
-            overlap: needs_overlap.then(|| row_sum(&draft.minimum(&target))),
+            agreement,
+            overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
         };
-        (Self { draft, target, difference, labels }, measures)
+        (Self { draft, target, difference, labels }, distances)
     }
 
     /// Gradient by the drafter's logits, `[n, V]`: with sign s of p^d − p^t,
     /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
-    pub fn gradient(self, slopes: &Slopes) -> Tensor {
+    pub fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
         let Self { draft, mut target, mut difference, labels } = self;
         let mut factor = labels.zeros_like().to_kind(Kind::Float); // of p^d, constant along a row
-        for slope in [&slopes.label, &slopes.soft].into_iter().flatten() {
-            factor += slope;
+        for coefficient in [&coeffs.label, &coeffs.soft].into_iter().flatten() {
+            factor += coefficient;
         }
-        let mut gradient = match &slopes.l1 {
+        let mut gradient = match &coeffs.l1 {
             Some(l1) => {
                 let _ = difference.sign_();
                 factor -= l1 * row_sum(&(&draft * &difference));
@@ -91,10 +96,10 @@ impl Rows {
             }
             None => draft * factor,
         };
-        if let Some(soft) = &slopes.soft {
+        if let Some(soft) = &coeffs.soft {
             let _ = gradient.g_sub_(&target.g_mul_(soft));
         }
-        if let Some(label) = &slopes.label {
+        if let Some(label) = &coeffs.label {
             let _ = gradient.scatter_add_(1, &labels, &label.neg());
         }
         gradient

@@ -1,22 +1,218 @@
-//! What is learned: a weighted sum of losses, each a function of three distances between p^d, p^t and the label.
+//! The losses of single rows, a line each in [`TERMS`]: their values, and their gradients in closed form.
 
 use tch::{Kind, Tensor};
 
 use super::recipe::{Dpace, Lk, LkForm, LossRecipe};
-use super::rows::Measures;
+use super::rows::RowDistances;
 
 /// Below this an overlap counts as this, so that its logarithm stays finite.
 const LEAST_OVERLAP: f64 = 1e-8;
 
-/// Weights of the losses. For a row with label x*, drafter p^d and target p^t:
-///
-/// - `ce`: −log p^d(x*);
-/// - `l1`: ‖p^d − p^t‖₁;
-/// - `soft_ce`: −Σ p^t log p^d;
-/// - `kl`: Σ p^t log(p^t/p^d), the same gradient;
-/// - `lk`: with the overlap α = Σ min(p^d, p^t), −log α, or λ·KL + (1 − λ)·(1 − α) with the constant λ = exp(−ηα)
-///   (Samarin et al. 2026, arXiv 2602.23881);
-/// - `dpace`: replaces the position weights of `ce` (arXiv 2605.18810), see [`LossAlphas::pace`].
+/// All terms, in the order of their columns and sums.
+pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &Divergence, &Overlap];
+
+/// A loss of a row with label x*, drafter p^d and target p^t.
+pub trait LossTerm: Sync {
+    /// Names its sum, and with `_loss` behind it its metric.
+    fn name(&self) -> &'static str;
+
+    /// Its weight.
+    fn alpha(&self, alphas: &LossAlphas) -> f64;
+
+    /// What must be measured for it.
+    fn needs(&self, _alphas: &LossAlphas) -> Needs {
+        Needs::default()
+    }
+
+    /// Whether there is a metric of it.
+    fn is_reported(&self, alphas: &LossAlphas) -> bool {
+        self.alpha(alphas) != 0.0
+    }
+
+    /// Whether D-PACE's position weights replace its own.
+    fn is_paced(&self) -> bool {
+        false
+    }
+
+    /// Its value in each row, `[n, 1]`, and its gradient; None where it was not measured.
+    fn evaluate(&self, distances: &RowDistances, alphas: &LossAlphas) -> Option<(Tensor, Gradient)>;
+}
+
+/// Distances that not every loss needs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Needs {
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d).
+    pub soft: bool,
+    /// Σ min(p^d, p^t).
+    pub overlap: bool,
+    /// Whether both prefer the same token.
+    pub agreement: bool,
+}
+
+/// The gradient of a term by the drafter's logits, as factors of three that all terms share.
+#[derive(Default)]
+pub struct Gradient {
+    /// Of p^d − onehot(x*).
+    label: Option<Factor>,
+    /// Of p^d − p^t.
+    soft: Option<Factor>,
+    /// Of ∂‖p^d − p^t‖₁.
+    l1: Option<Factor>,
+}
+
+/// A factor of each row.
+enum Factor {
+    /// The same in all of them.
+    One,
+    /// `[n, 1]`.
+    Rows(Tensor),
+}
+
+impl Factor {
+    fn times(self, weights: &Tensor) -> Tensor {
+        match self {
+            Self::One => weights.shallow_clone(),
+            Self::Rows(rows) => rows * weights,
+        }
+    }
+}
+
+/// −log p^d(x*).
+struct CrossEntropy;
+
+impl LossTerm for CrossEntropy {
+    fn name(&self) -> &'static str {
+        "ce"
+    }
+
+    fn alpha(&self, alphas: &LossAlphas) -> f64 {
+        alphas.ce
+    }
+
+    fn is_reported(&self, _: &LossAlphas) -> bool {
+        true
+    }
+
+    fn is_paced(&self) -> bool {
+        true
+    }
+
+    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+        let gradient = Gradient { label: Some(Factor::One), ..Gradient::default() };
+        Some((distances.ce.shallow_clone(), gradient))
+    }
+}
+
+/// ‖p^d − p^t‖₁.
+struct L1;
+
+impl LossTerm for L1 {
+    fn name(&self) -> &'static str {
+        "l1"
+    }
+
+    fn alpha(&self, alphas: &LossAlphas) -> f64 {
+        alphas.l1
+    }
+
+    fn is_reported(&self, _: &LossAlphas) -> bool {
+        true
+    }
+
+    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+        let gradient = Gradient { l1: Some(Factor::One), ..Gradient::default() };
+        Some((distances.l1.shallow_clone(), gradient))
+    }
+}
+
+/// −Σ p^t log p^d.
+struct SoftCrossEntropy;
+
+impl LossTerm for SoftCrossEntropy {
+    fn name(&self) -> &'static str {
+        "soft_ce"
+    }
+
+    fn alpha(&self, alphas: &LossAlphas) -> f64 {
+        alphas.soft_ce
+    }
+
+    fn needs(&self, alphas: &LossAlphas) -> Needs {
+        Needs { soft: alphas.soft_ce != 0.0, ..Needs::default() }
+    }
+
+    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+        let (soft_ce, _) = distances.soft.as_ref()?;
+        Some((soft_ce.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
+    }
+}
+
+/// Σ p^t log(p^t/p^d), whose gradient is that of [`SoftCrossEntropy`].
+struct Divergence;
+
+impl LossTerm for Divergence {
+    fn name(&self) -> &'static str {
+        "kl"
+    }
+
+    fn alpha(&self, alphas: &LossAlphas) -> f64 {
+        alphas.kl
+    }
+
+    fn needs(&self, alphas: &LossAlphas) -> Needs {
+        Needs { soft: alphas.kl != 0.0, ..Needs::default() }
+    }
+
+    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+        let (_, kl) = distances.soft.as_ref()?;
+        Some((kl.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
+    }
+}
+
+/// With the overlap α = Σ min(p^d, p^t), −log α, or λ·KL + (1 − λ)·(1 − α) with the constant λ = exp(−ηα) (Samarin et al. 2026,
+/// arXiv 2602.23881).
+struct Overlap;
+
+impl LossTerm for Overlap {
+    fn name(&self) -> &'static str {
+        "lk"
+    }
+
+    fn alpha(&self, alphas: &LossAlphas) -> f64 {
+        alphas.lk.map_or(0.0, |lk| lk.alpha)
+    }
+
+    fn is_reported(&self, alphas: &LossAlphas) -> bool {
+        alphas.lk.is_some()
+    }
+
+    fn needs(&self, alphas: &LossAlphas) -> Needs {
+        let hybrid = alphas.lk.is_some_and(|lk| lk.form == LkForm::Hybrid);
+        Needs { soft: hybrid, overlap: alphas.lk.is_some(), agreement: false }
+    }
+
+    fn evaluate(&self, distances: &RowDistances, alphas: &LossAlphas) -> Option<(Tensor, Gradient)> {
+        let (Lk { form, eta, .. }, overlap) = alphas.lk.zip(distances.overlap.as_ref())?;
+        // ∂α = −½ ∂‖p^d − p^t‖₁, because both distributions sum to 1.
+        Some(match (form, &distances.soft) {
+            (LkForm::Hybrid, Some((_, kl))) => {
+                let blend = (overlap * -eta).exp();
+                let rest = 1.0 - &blend;
+                let l1 = Some(Factor::Rows(&rest * 0.5));
+                let value = &blend * kl + rest * (1.0 - overlap);
+                (value, Gradient { label: None, soft: Some(Factor::Rows(blend)), l1 })
+            }
+            _ => {
+                let known = overlap.ge(LEAST_OVERLAP).to_kind(Kind::Float);
+                let overlap = overlap.clamp_min(LEAST_OVERLAP);
+                let l1 = Some(Factor::Rows(known / &overlap * 0.5));
+                (-overlap.log(), Gradient { label: None, soft: None, l1 })
+            }
+        })
+    }
+}
+
+/// Weights of the losses.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LossAlphas {
     /// Of the cross entropy with the label.
@@ -29,14 +225,15 @@ pub struct LossAlphas {
     pub kl: f64,
     /// Of an overlap loss.
     pub lk: Option<Lk>,
-    /// Position weights of `ce` that follow the drafter's confidence.
+    /// Position weights of `ce` that follow the drafter's confidence (arXiv 2605.18810).
     pub dpace: Option<Dpace>,
     /// Of the confidence head's binary cross entropy.
     pub confidence: f64,
 }
 
-/// Weight of each row's gradient by the logits, `[n, 1]` each; None where a loss is off.
-pub(super) struct Slopes {
+/// Weight of each row's gradient by the logits, `[n, 1]` each; None where no loss has one.
+#[derive(Default)]
+pub(super) struct GradCoeffs {
     /// Of p^d − onehot(x*).
     pub label: Option<Tensor>,
     /// Of p^d − p^t.
@@ -45,12 +242,32 @@ pub(super) struct Slopes {
     pub l1: Option<Tensor>,
 }
 
-impl Slopes {
+impl GradCoeffs {
+    /// Adds those of a term whose rows weigh `weights [n, 1]`.
+    fn add(&mut self, gradient: Gradient, weights: &Tensor) {
+        let Gradient { label, soft, l1 } = gradient;
+        for (sum, factor) in [(&mut self.label, label), (&mut self.soft, soft), (&mut self.l1, l1)] {
+            if let Some(more) = factor.map(|factor| factor.times(weights)) {
+                *sum = Some(sum.take().map_or_else(|| more.shallow_clone(), |sum| sum + &more));
+            }
+        }
+    }
+
     /// All of them times a number.
     pub fn scaled(self, factor: f64) -> Self {
-        let scaled = |slope: Option<Tensor>| slope.map(|slope| slope * factor);
+        let scaled = |coefficient: Option<Tensor>| coefficient.map(|coefficient| coefficient * factor);
         Self { label: scaled(self.label), soft: scaled(self.soft), l1: scaled(self.l1) }
     }
+}
+
+/// Losses of some rows.
+pub(super) struct Evaluated {
+    /// Of each of [`TERMS`], `[n, 1]`; None where it was not measured.
+    pub terms: [Option<Tensor>; TERMS.len()],
+    /// Weighted by α and position, and summed.
+    pub loss: Tensor,
+    /// What its gradient is made of.
+    pub coeffs: GradCoeffs,
 }
 
 impl LossAlphas {
@@ -60,70 +277,49 @@ impl LossAlphas {
         Self { ce: ce_alpha, l1: l1_alpha, soft_ce: soft_ce_alpha, kl: kl_alpha, lk, dpace, confidence }
     }
 
-    /// Whether some loss needs −Σ p^t log p^d.
-    pub(super) fn needs_soft(&self) -> bool {
-        self.soft_ce != 0.0 || self.kl != 0.0 || self.lk.is_some_and(|lk| lk.form == LkForm::Hybrid)
+    /// What must be measured beside the cross entropy and ‖p^d − p^t‖₁, which always are.
+    pub(super) fn needs(&self) -> Needs {
+        TERMS.iter().map(|term| term.needs(self)).fold(Needs::default(), |all, needs| Needs {
+            soft: all.soft || needs.soft,
+            overlap: all.overlap || needs.overlap,
+            agreement: all.agreement || needs.agreement,
+        })
     }
 
-    /// Losses of rows, α-weighted and summed, and their slopes. `weights` and `pace` are `[n, 1]`: those of the positions, and
-    /// those of the label's cross entropy. Also gives the row's overlap loss.
-    pub(super) fn evaluate(
-        &self,
-        measures: &Measures,
-        weights: &Tensor,
-        pace: &Tensor,
-    ) -> (Tensor, Option<Tensor>, Slopes) {
-        let mut loss = &measures.ce * pace * self.ce + &measures.l1 * weights * self.l1;
-        let mut slopes = Slopes {
-            label: (self.ce != 0.0).then(|| pace * self.ce),
-            soft: None,
-            l1: (self.l1 != 0.0).then(|| weights * self.l1),
-        };
-        let add = |slope: &mut Option<Tensor>, more: Tensor| {
-            *slope = Some(slope.take().map_or_else(|| more.shallow_clone(), |slope| slope + &more));
-        };
-        if let Some((soft_ce, kl)) = &measures.soft {
-            loss += (soft_ce * self.soft_ce + kl * self.kl) * weights;
-            if self.soft_ce + self.kl != 0.0 {
-                add(&mut slopes.soft, weights * (self.soft_ce + self.kl));
+    /// Losses of rows. `weights` and `paced` are `[n, 1]`: those of the positions, and those that replace them where D-PACE does.
+    pub(super) fn evaluate(&self, distances: &RowDistances, weights: &Tensor, paced: &Tensor) -> Evaluated {
+        let (mut loss, mut coeffs) = (distances.ce.zeros_like(), GradCoeffs::default());
+        let terms = TERMS.map(|term| {
+            let (value, gradient) = term.evaluate(distances, self)?;
+            let alpha = term.alpha(self);
+            if alpha != 0.0 {
+                let weights = if term.is_paced() { paced } else { weights } * alpha;
+                loss += &value * &weights;
+                coeffs.add(gradient, &weights);
             }
-        }
-        let lk = self.lk.and_then(|lk| measures.overlap.as_ref().map(|overlap| (lk, overlap)));
-        let lk = lk.map(|(Lk { form, alpha, eta }, overlap)| {
-            // ∂α = −½ ∂‖p^d − p^t‖₁, because both distributions sum to 1.
-            let value = match (form, &measures.soft) {
-                (LkForm::Hybrid, Some((_, kl))) => {
-                    let blend = (overlap * -eta).exp();
-                    let rest = 1.0 - &blend;
-                    add(&mut slopes.soft, weights * &blend * alpha);
-                    add(&mut slopes.l1, weights * &rest * (0.5 * alpha));
-                    blend * kl + rest * (1.0 - overlap)
-                }
-                _ => {
-                    let known = overlap.ge(LEAST_OVERLAP).to_kind(Kind::Float);
-                    let overlap = overlap.clamp_min(LEAST_OVERLAP);
-                    add(&mut slopes.l1, weights * (known / &overlap) * (0.5 * alpha));
-                    -overlap.log()
-                }
-            };
-            loss += &value * weights * alpha;
-            value
+            Some(value)
         });
-        (loss, lk, slopes)
+        Evaluated { terms, loss, coeffs }
     }
 
     /// Position weights of the label's cross entropy by D-PACE: with the drafter's confidence q_i = p^d(x*_i), smoothed to
     /// (1 − s)·q_i + s, the weight of position j is Σ_{m ≥ j} Π_{i ≤ m} of them, constant in the gradient.
     ///
-    /// `ce [n, 1]` are the rows of `blocks` whole blocks of γ positions at `places [n]` (block · γ + position).
-    pub(super) fn pace(dpace: Dpace, ce: &Tensor, places: &Tensor, blocks: i64, gamma: i64) -> Tensor {
+    /// `ce [n, 1]` are the rows of `blocks` whole blocks of γ positions; `slot_index [n]` is block · γ + position.
+    pub(super) fn dpace_weights(
+        dpace: Dpace,
+        ce: &Tensor,
+        slot_index: &Tensor,
+        blocks: i64,
+        gamma: i64,
+    ) -> Tensor {
         let confidence = ce.squeeze_dim(1).neg().exp() * (1.0 - dpace.smoothing) + dpace.smoothing;
         // Positions behind the supervised ones end the prefix.
         let survival = Tensor::zeros([blocks * gamma], (Kind::Float, ce.device()))
-            .index_copy(0, places, &confidence)
+            .index_copy(0, slot_index, &confidence)
             .view([blocks, gamma])
             .cumprod(1, Kind::Float);
         let value = survival.flip([1]).cumsum(1, Kind::Float).flip([1]);
-        value.view([-1]).index_select(0, places).unsqueeze(1)
+        value.view([-1]).index_select(0, slot_index).unsqueeze(1)
     }
 }
