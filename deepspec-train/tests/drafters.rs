@@ -3,11 +3,12 @@
 mod common;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use common::{Bench, STEPS};
+use deepspec_decode::{Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_models::Weights;
+use deepspec_models::{TargetModel, TargetOptions, Weights};
 use deepspec_testkit::golden::{Values, arrays};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
@@ -203,6 +204,75 @@ fn gemma4_targets_have_drafters() {
         assert!(arrays(&step(&bench, 4).join("model.safetensors")).contains_key("layers.0.layer_scalar"));
         loads(&bench);
     }
+}
+
+/// With a chat format that the recipe brings along, and the accepted length measured as they learn. What they draft changes no token.
+#[test]
+fn llama_targets_have_drafters() {
+    let bench = Bench::new();
+    let llama = bench.path("llama");
+    fs::create_dir(&llama).unwrap();
+    tiny::llama(&llama);
+    let target = format!("target.model={}", llama.display());
+    let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
+    let suites = format!("suites_dir: '{}'", common::workspace().join("eval_datasets").display());
+    let eval = format!("eval={{{suites}, suites: [smoke-math], limit: 2, max_new_tokens: 8}}");
+    let common = [
+        target.as_str(),
+        input.as_str(),
+        "target.layer_ids=[embedding, 1]",
+        "data.states=online",
+        "data.chat_template={name: mine, assistant_header: \"<|im_start|>assistant\\n\", end_of_turn: \"<|im_end|>\\n\"}",
+        "train.max_train_steps=4",
+        "logging.eval_every=4",
+        eval.as_str(),
+    ];
+    let dspark = "drafter.dspark.num_anchors=6";
+    for (drafter, class) in
+        [(dspark, "LlamaDSparkModel"), (DFLASH, "LlamaDSparkModel"), (EAGLE3, "LlamaEagle3Model")]
+    {
+        bench.succeeds(&[set(&[&common[..], &[drafter]].concat()), vec!["--overwrite"]].concat());
+        let tau = last_metrics(&bench)["eval"]["tau"].as_f64().unwrap();
+        assert!(tau >= 1.0, "{tau}");
+        let saved = config(&bench, 4);
+        assert_eq!(
+            (&saved["architectures"], &saved["model_type"], &saved["rope_scaling"]["rope_type"]),
+            (&json!([class]), &json!("llama"), &json!("llama3"))
+        );
+        let tensors = arrays(&step(&bench, 4).join("model.safetensors"));
+        assert!(tensors.contains_key("layers.0.self_attn.q_proj.weight"));
+        assert!(!tensors.contains_key("layers.0.self_attn.q_norm.weight"));
+        let (plain, drafted) = (greedy(&llama, None), greedy(&llama, Some(loads(&bench))));
+        assert_eq!(plain, drafted, "{class}");
+    }
+    let windows = [&common[..], &["drafter.dspark.sliding_window=8"]].concat();
+    bench.fails(&set(&windows), 2, &["a Llama layer has no window"]);
+}
+
+/// Greedy answers of a target to some ids, whatever drafts for it.
+fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
+    let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
+    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps };
+    let target = TargetModel::load(target, &options).unwrap();
+    if let Some(drafter) = &drafter {
+        drafter.check_fits(target.config()).unwrap();
+    }
+    let options = EngineOptions {
+        slots: 1,
+        context: 256,
+        confidence_threshold: 0.0,
+        max_draft_tokens: None,
+        counts_overrun: false,
+    };
+    let request = |number: i64| Request {
+        id: number.to_string(),
+        prompt: (0..20).map(|i| (37 * i + number) % 900).collect(),
+        sampling: Sampling::new(0.0, 1),
+        max_new_tokens: 24,
+        stop_ids: vec![],
+    };
+    let answers = Engine::new(target, drafter, options).run((0..3).map(request).collect(), |_| {}).unwrap();
+    answers.into_iter().map(|answer| answer.tokens).collect()
 }
 
 /// All parameters of a checkpoint but for the target's embedding and head: name and bytes.

@@ -135,7 +135,8 @@ pub fn read(
     }
     let found = fields.required("architectures", fields.architecture()?)?;
     match found {
-        "Qwen3DSparkModel" | "Gemma4DSparkModel" | "Qwen3Eagle3Model" | "Gemma4Eagle3Model" => {
+        "Qwen3DSparkModel" | "Gemma4DSparkModel" | "LlamaDSparkModel" | "Qwen3Eagle3Model"
+        | "Gemma4Eagle3Model" | "LlamaEagle3Model" => {
             Ok((Dialect::Reference, reference::read(&fields, found)?))
         }
         "DSparkDraftModel" | "DFlashDraftModel" | "DominoDraftModel" => {
@@ -145,7 +146,8 @@ pub fn read(
         other => {
             let problem = format!(
                 "\"{other}\" is no drafter of a known dialect; expected Qwen3DSparkModel, Gemma4DSparkModel, \
-                 Qwen3Eagle3Model or Gemma4Eagle3Model (reference), DSparkDraftModel (SpecForge), DFlashDraftModel (z-lab, \
+                 Qwen3Eagle3Model or Gemma4Eagle3Model (reference), LlamaDSparkModel or LlamaEagle3Model (the same with Llama \
+                 layers), DSparkDraftModel (SpecForge), DFlashDraftModel (z-lab, \
                  SpecForge, ModelOpt), LlamaForCausalLMEagle3 (SpecForge), or a speculators_model_type"
             );
             Err(fields.error("architectures", problem))

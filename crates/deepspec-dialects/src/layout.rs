@@ -23,7 +23,7 @@ pub fn is_end(name: &str) -> bool {
 
 /// Names and shapes of everything but the ends; None for layers of another family. `path` is for errors.
 pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, DialectError> {
-    if drafter.family != Family::Qwen3 {
+    if drafter.family == Family::Gemma4 {
         return Ok(None);
     }
     let fields = Fields::new(path, &drafter.decoder);
@@ -46,8 +46,10 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Dialect
         put("self_attn.k_proj", vec![groups * dim, read]);
         put("self_attn.v_proj", vec![groups * dim, read]);
         put("self_attn.o_proj", vec![width, heads * dim]);
-        put("self_attn.q_norm", vec![dim]);
-        put("self_attn.k_norm", vec![dim]);
+        if drafter.family == Family::Qwen3 {
+            put("self_attn.q_norm", vec![dim]);
+            put("self_attn.k_norm", vec![dim]);
+        }
         put("mlp.gate_proj", vec![inner, width]);
         put("mlp.up_proj", vec![inner, width]);
         put("mlp.down_proj", vec![width, inner]);

@@ -27,14 +27,19 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     };
     vec![vllm(checkpoint), sglang(checkpoint), own]
         .into_iter()
-        .map(|loader| blocked(loader, drafter.family))
+        .map(|loader| blocked(loader, drafter.family, checkpoint.dialect()))
         .collect()
 }
 
-/// Gemma 4 drafters are loaded by nobody yet.
-fn blocked(loader: Loader, family: Family) -> Loader {
-    match family {
-        Family::Gemma4 => Loader { loads: false, note: "no engine's drafter has Gemma 4 layers", ..loader },
+/// Gemma 4 drafters are loaded by nobody yet, and the reference's layout with Llama layers is not known to others.
+fn blocked(loader: Loader, family: Family, dialect: Dialect) -> Loader {
+    match (family, dialect) {
+        (Family::Gemma4, _) => {
+            Loader { loads: false, note: "no engine's drafter has Gemma 4 layers", ..loader }
+        }
+        (Family::Llama, Dialect::Reference) => {
+            Loader { loads: false, note: "no engine knows this class with Llama layers", ..loader }
+        }
         _ => loader,
     }
 }

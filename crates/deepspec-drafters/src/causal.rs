@@ -7,7 +7,7 @@ use std::path::Path;
 use deepspec_core::cli::UsageError;
 use deepspec_decode::{Context, DraftRequest, Part, Proposal, Proposer, Target, Upload};
 use deepspec_models::kv::Chunk;
-use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions};
+use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
 use tch::Tensor;
 
 use crate::drafter::token_by_token;
@@ -21,12 +21,7 @@ pub const KIND: Registration = Registration {
     parts: &[],
     settings: None,
     checkpoints: Some(Checkpoints {
-        classes: &[
-            "Qwen3ForCausalLM",
-            "Gemma4ForCausalLM",
-            "Gemma4ForConditionalGeneration",
-            "Gemma4UnifiedForConditionalGeneration",
-        ],
+        classes: || families().flat_map(|family| family.classes).map(|class| class.to_string()).collect(),
         hold: "a causal language model",
         are_language_models: true,
         load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),

@@ -6,7 +6,7 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
 use deepspec_core::recipe::Recipe;
 use deepspec_models::config::{Fields, read_json};
-use deepspec_models::{ModelConfig, ModelError};
+use deepspec_models::{ModelConfig, ModelError, families};
 use serde::de::DeserializeOwned;
 
 use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, eagle3};
@@ -31,7 +31,7 @@ pub struct Registration {
 /// Checkpoints of a kind.
 pub struct Checkpoints {
     /// Their classes, as `architectures` in config.json names them.
-    pub classes: &'static [&'static str],
+    pub classes: fn() -> Vec<String>,
     /// What they hold, for people.
     pub hold: &'static str,
     /// Whether they are language models in their own right, whose ids mean what their own tokenizer says.
@@ -68,6 +68,11 @@ impl Section<'_> {
         let dot = if key.is_empty() { "" } else { "." };
         self.document.error(&format!("drafter.{}{dot}{key}", self.kind), problem)
     }
+}
+
+/// Classes of drafters with layers like those of any known family.
+pub fn classes(behind_prefix: &str) -> Vec<String> {
+    families().map(|family| format!("{}{behind_prefix}", family.prefix)).collect()
 }
 
 /// Reads and checks a recipe with its drafter, with `key=value` overrides. Defaults of the drafter's settings are filled in.
@@ -163,13 +168,14 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let fields = Fields::new(&path, &map);
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
     let all = || KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
-    let known = all().find(|known| found.is_some_and(|found| known.classes.contains(&found)));
+    let is_meant = |known: &&Checkpoints| (known.classes)().iter().any(|class| Some(class.as_str()) == found);
+    let known = all().find(is_meant);
     known.ok_or_else(|| {
         if let Some(advice) = deepspec_dialects::advice(dir) {
             let found = found.unwrap_or("no class");
             return fields.error("architectures", format!("{found} is not read: {advice}"));
         }
-        let names = all().flat_map(|known| known.classes).copied().collect::<Vec<_>>().join(", ");
+        let names = all().flat_map(|known| (known.classes)()).collect::<Vec<_>>().join(", ");
         fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
     })
 }

@@ -265,3 +265,79 @@ fn eagle3_gradients_add_over_sequences() {
         assert_close("gradient", a, b, 1e-5 * common::max_abs(b).max(1e-6));
     }
 }
+
+/// The losses of all steps, differentiated in closed form chunk by chunk, against autograd over whole logits: more rows and a larger
+/// vocabulary than one chunk and one tile hold.
+#[test]
+fn eagle3_gradients_are_autograds() {
+    const VOCAB: i64 = 4096;
+    const LENGTH: usize = 160;
+    let [target, _] = targets();
+    let mut model = target.draft_decoder(&[None]).unwrap();
+    model.vocab_size = VOCAB;
+    let width = model.hidden_size;
+    let config = Eagle3Config {
+        target_layer_ids: vec![1, 3],
+        num_target_layers: 4,
+        ttt_length: 3,
+        step_loss_decay: 0.8,
+        model,
+    };
+    let objective = Eagle3Objective {
+        supervise: Supervise::Labels,
+        step_loss_decay: 0.8,
+        normalization: LossNormalization::Global,
+    };
+    for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 3e-2)] {
+        let ends = [41, 42].map(|seed| common::noise(seed, &[VOCAB, width]).to_kind(kind));
+        let sample = TrainSample {
+            input_ids: (0..LENGTH as i64).map(|i| (i * 37 + 11) % VOCAB).collect(),
+            loss_mask: vec![true; LENGTH],
+            taps: common::noise(43, &[LENGTH as i64, 2 * width]).to_kind(kind),
+            last: common::noise(44, &[LENGTH as i64, width]).to_kind(kind),
+            last_positions: (0..LENGTH as u32).collect(),
+            anchors: vec![],
+        };
+        let model = Eagle3::fresh(config.clone(), &ends[0], &ends[1], 11, kind).unwrap();
+        let parameters: Vec<Tensor> =
+            model.parameters().iter().map(|(_, parameter)| parameter.set_requires_grad(true)).collect();
+        let taken = || -> Vec<Tensor> {
+            let taken = |parameter: &Tensor| {
+                let gradient = parameter.grad().to_kind(Kind::Double).copy();
+                parameter.shallow_clone().zero_grad();
+                gradient
+            };
+            parameters.iter().map(taken).collect()
+        };
+        let batch = Eagle3Batch::new(&[sample], &objective, 3, Device::Cpu, kind).unwrap();
+        let sums: Vec<f64> = Vec::try_from(model.accumulate(Some(&batch), Normaliser(2.0), 1)).unwrap();
+        let found = taken();
+        let mut loss = Tensor::zeros([], (Kind::Float, Device::Cpu));
+        for (step, states) in model.states(&batch).iter().enumerate() {
+            let rows = states.index_select(0, batch.supervised(step));
+            let target =
+                batch.teacher(step).matmul(&ends[1].tr()).to_kind(Kind::Float).softmax(-1, Kind::Float);
+            let draft = model.draft_logits(&rows).log_softmax(-1, Kind::Float);
+            let entropy = -(&target * &draft).sum(Kind::Float) / LENGTH as f64;
+            let agree = draft.argmax(-1, false).eq_tensor(&target.argmax(-1, false)).sum(Kind::Double);
+            let overlap = draft.exp().minimum(&target).sum(Kind::Double);
+            let expected =
+                [&entropy.to_kind(Kind::Double), &agree, &overlap].map(|sum| sum.double_value(&[]));
+            for (place, expected) in [0, 2, 3].into_iter().zip(expected) {
+                let found = sums[4 * step + place];
+                let error = (found - expected).abs();
+                assert!(
+                    error <= 1e-4 * expected.abs().max(1.0),
+                    "{kind:?}, step {step}: {found} for {expected}"
+                );
+            }
+            loss += entropy * (0.8f64.powi(step as i32) / 2.0);
+        }
+        loss.backward();
+        for (((name, _), found), expected) in model.parameters().iter().zip(found).zip(taken()) {
+            let norm = |tensor: &Tensor| tensor.norm().double_value(&[]);
+            let error = norm(&(found - &expected));
+            assert!(error <= tolerance * norm(&expected), "{kind:?}: {name} is off by {error:e}");
+        }
+    }
+}

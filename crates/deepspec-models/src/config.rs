@@ -6,7 +6,7 @@ use deepspec_core::atomic;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
-use crate::families::Family;
+use crate::families::{Family, TargetFamily};
 use crate::kv;
 use crate::nn::{self, Heads, LayerSpec};
 
@@ -217,7 +217,7 @@ impl ModelConfig {
     /// # Errors
     /// As [`ModelConfig::load`].
     pub fn parse(path: &Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
-        let config = Family::read(&Fields::new(path, &raw))?;
+        let config = TargetFamily::read_any(&Fields::new(path, &raw))?;
         Ok(Self { raw, ..config })
     }
 }

@@ -38,7 +38,7 @@ pub enum ModelError {
         /// The tensor's name.
         name: String,
         /// What was being loaded.
-        expected: &'static str,
+        expected: String,
     },
     /// A tensor has another shape than the config says.
     #[error("{}: tensor `{name}` has shape {found:?}, the config wants {expected:?}", path.display())]

@@ -16,7 +16,7 @@ mod weights;
 pub use config::ModelConfig;
 pub use deepspec_dialects::MAX_SHARD_BYTES;
 pub use error::ModelError;
-pub use families::Family;
+pub use families::{Family, TargetFamily, families};
 pub use identity::{config_digest, stop_ids, weights_digest};
 pub use room::{Fit, fit, room};
 pub use target::{Prepared, TargetModel, TargetOptions, check_taps, load_ends};

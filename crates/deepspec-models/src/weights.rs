@@ -16,7 +16,7 @@ use crate::ModelError;
 pub struct Weights {
     tensors: Tensors,
     /// What is being loaded, for messages.
-    expected: &'static str,
+    expected: String,
     unread: RefCell<Vec<String>>,
     device: Device,
     kind: Kind,
@@ -27,8 +27,13 @@ impl Weights {
     ///
     /// # Errors
     /// If no weights are there, or a file is truncated or no safetensors file.
-    pub fn open(dir: &Path, expected: &'static str, device: Device, kind: Kind) -> Result<Self, ModelError> {
-        Ok(Self::of(Tensors::open(dir)?, expected, device, kind))
+    pub fn open(
+        dir: &Path,
+        expected: impl Into<String>,
+        device: Device,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
+        Ok(Self::of(Tensors::open(dir)?, expected.into(), device, kind))
     }
 
     /// Opens one safetensors file of any name.
@@ -37,14 +42,14 @@ impl Weights {
     /// If the file is truncated or no safetensors file.
     pub fn open_file(
         path: &Path,
-        expected: &'static str,
+        expected: impl Into<String>,
         device: Device,
         kind: Kind,
     ) -> Result<Self, ModelError> {
-        Ok(Self::of(Tensors::open_file(path)?, expected, device, kind))
+        Ok(Self::of(Tensors::open_file(path)?, expected.into(), device, kind))
     }
 
-    fn of(tensors: Tensors, expected: &'static str, device: Device, kind: Kind) -> Self {
+    fn of(tensors: Tensors, expected: String, device: Device, kind: Kind) -> Self {
         let unread = RefCell::new(tensors.iter().map(|(name, _)| name.to_string()).collect());
         Self { tensors, expected, unread, device, kind }
     }
@@ -71,7 +76,7 @@ impl Weights {
     pub fn get(&self, name: &str, shape: &[i64]) -> Result<Tensor, ModelError> {
         let path = || self.tensors.dir().to_path_buf();
         let missing =
-            || ModelError::MissingTensor { path: path(), name: name.into(), expected: self.expected };
+            || ModelError::MissingTensor { path: path(), name: name.into(), expected: self.expected.clone() };
         let facts = self.tensors.get(name).ok_or_else(missing)?;
         let found: Vec<i64> = facts.shape.iter().map(|&n| n as i64).collect();
         if found != shape {

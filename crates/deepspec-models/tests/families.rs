@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_models::{Family, ModelConfig, stop_ids};
+use deepspec_models::{ModelConfig, stop_ids};
 use deepspec_testkit::golden;
 use serde_json::{Map, Value, json};
 
@@ -35,7 +35,7 @@ fn gemma_12b() -> Value {
 fn gemma4_in_all_its_spellings() {
     let flat = gemma_12b();
     let expected = architecture(&flat);
-    assert_eq!(expected.family, Family::Gemma4);
+    assert_eq!(expected.family.name, "Gemma 4");
     assert_eq!(
         (expected.layers.len(), expected.logit_softcap, expected.tie_word_embeddings),
         (48, Some(30.0), true)
@@ -204,4 +204,38 @@ fn stop_tokens_may_stand_in_the_text_part() {
     assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 106]);
     write("generation_config.json", json!({"eos_token_id": [1, 50, 106]}));
     assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 50, 106]);
+}
+
+/// Both spellings of the rotary settings, what is left out, and what is refused.
+#[test]
+fn llama_configs_are_read_as_transformers_reads_them() {
+    let scaling = json!({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192});
+    let raw = json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "head_dim": null, "vocab_size": 96, "max_position_embeddings": 131_072,
+        "rope_theta": 5e5, "rope_scaling": scaling});
+    let found = parse(&raw).unwrap();
+    let heads = found.layers[0].attention.heads;
+    assert_eq!((found.family.name, heads.key_value, heads.dim), ("Llama", 4, 16));
+    // The config's own length holds: 8,192 · 32 is more than the model was made for.
+    assert_eq!((found.max_position_embeddings, found.tie_word_embeddings), (131_072, false));
+    assert!(!found.layers[0].qk_norm);
+    let mut newer = raw.clone();
+    let settings = newer.as_object_mut().unwrap();
+    let mut parameters = settings.remove("rope_scaling").unwrap();
+    parameters["rope_theta"] = settings.remove("rope_theta").unwrap();
+    settings.insert("rope_parameters".into(), parameters);
+    assert_eq!(architecture(&newer), architecture(&raw));
+    for (key, value, hint) in [
+        ("mlp_bias", json!(true), "biases in the MLP"),
+        ("attention_bias", json!(true), "biases in attention"),
+        ("hidden_act", json!("gelu"), "expected \"silu\""),
+        ("num_attention_heads", json!(5), "5 does not divide the hidden size 64"),
+        ("model_type", json!("mistral"), "\"mistral\" is not supported; expected \"qwen3\", "),
+    ] {
+        let mut wrong = raw.clone();
+        wrong[key] = value;
+        let told = parse(&wrong).unwrap_err();
+        assert!(told.contains(key) && told.contains(hint), "{told}");
+    }
 }

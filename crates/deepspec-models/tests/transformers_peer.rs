@@ -125,8 +125,8 @@ fn the_tiny_target_computes_what_transformers_computes() {
     }
 }
 
-/// Random models: Gemma 4 with windows shorter than its sequences, and a Qwen3 whose rotary settings are scaled, over a
-/// sequence of more than one pass.
+/// Random models: Llama with the rotary settings of Llama 3 and without, head tied and not; Gemma 4 with windows shorter than its
+/// sequences; and a Qwen3 whose rotary settings are scaled, over a sequence of more than one pass.
 #[test]
 fn random_targets_compute_what_transformers_computes() {
     let yarn = json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 512});
@@ -141,7 +141,13 @@ fn random_targets_compute_what_transformers_computes() {
     });
     let normed = json!({"global_head_dim": 24, "sliding_window": 300, "attention_k_eq_v": false});
     let qwen3 = json!({"rope_parameters": yarn, "tie_word_embeddings": true, "num_hidden_layers": 2});
+    let llama3 = json!({"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 256});
+    let llama = json!({"rope_parameters": llama3, "tie_word_embeddings": false, "rms_norm_eps": 1e-5});
+    let tied = json!({"tie_word_embeddings": true, "num_key_value_heads": 4});
     let cases = [
+        ("llama", llama, [700, 3, 90]),
+        ("llama", tied, [40, 7, 300]),
         ("gemma4_unified_text", gemma, [40, 7, 300]),
         ("gemma4_unified_text", normed, [310, 700, 1]),
         ("qwen3", qwen3, [4500, 3, 90]),

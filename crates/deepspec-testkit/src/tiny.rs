@@ -70,6 +70,48 @@ pub fn gemma4(dir: &Path, longest: usize) {
     }
 }
 
+/// Writes a random Llama of four layers to `dir`, with the rotary settings of Llama 3, an own head, and the embedded target's
+/// tokenizer and template. It takes 2,048 tokens.
+pub fn llama(dir: &Path) {
+    const TOKENS: usize = 1024;
+    let (dim, queries, keys) = (16, 4 * 16, 2 * 16);
+    let mut tensors = vec![
+        ("model.embed_tokens.weight".to_string(), vec![TOKENS, WIDTH]),
+        ("model.norm.weight".into(), vec![WIDTH]),
+        ("lm_head.weight".into(), vec![TOKENS, WIDTH]),
+    ];
+    for layer in 0..4 {
+        let parts = [
+            ("self_attn.q_proj", vec![queries, WIDTH]),
+            ("self_attn.k_proj", vec![keys, WIDTH]),
+            ("self_attn.v_proj", vec![keys, WIDTH]),
+            ("self_attn.o_proj", vec![WIDTH, queries]),
+            ("mlp.gate_proj", vec![INNER, WIDTH]),
+            ("mlp.up_proj", vec![INNER, WIDTH]),
+            ("mlp.down_proj", vec![WIDTH, INNER]),
+            ("input_layernorm", vec![WIDTH]),
+            ("post_attention_layernorm", vec![WIDTH]),
+        ];
+        tensors.extend(parts.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)));
+    }
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": TOKENS, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": dim, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": false, "eos_token_id": [1, 6],
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256},
+    });
+    write(dir, &config, &tensors);
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
+    for (name, bytes) in folder::files(&target) {
+        if name.starts_with("tokenizer") || name.contains("template") {
+            fs::write(dir.join(&name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+    }
+}
+
 /// Writes the model in `from` to `dir`, a folder, with its tokens for `<think>` and `</think>` made special ones, as other
 /// families fence their thoughts. Nothing else differs: it thinks and answers what the model does.
 ///

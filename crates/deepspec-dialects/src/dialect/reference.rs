@@ -55,7 +55,11 @@ pub fn read(fields: &Fields, architecture: &str) -> Result<Drafter, DialectError
 }
 
 pub fn config(drafter: &Drafter) -> Map<String, Value> {
-    let family = if drafter.family == Family::Gemma4 { "Gemma4" } else { "Qwen3" };
+    let family = match drafter.family {
+        Family::Qwen3 => "Qwen3",
+        Family::Gemma4 => "Gemma4",
+        Family::Llama => "Llama",
+    };
     let mut map = flat(drafter);
     let mut put = |key: &str, value: Value| map.insert(key.into(), value);
     put("target_layer_ids", drafter.target_layer_ids.clone().into());

@@ -3,11 +3,14 @@
 use std::path::Path;
 
 use deepspec_models::config::{Fields, read_json};
-use deepspec_models::{Family, ModelConfig, ModelError};
+use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value, json};
 
 use super::recipe::{Markov, MarkovKind};
 use crate::trained::{self, DrafterConfig, Transfer};
+
+/// Classes of checkpoints are this behind the prefix of a family.
+pub(super) const CLASS: &str = "DSparkModel";
 
 /// Sizes past these are mistakes; refused here, they cannot exhaust the memory.
 const MAX_BLOCK: usize = 1024;
@@ -77,11 +80,8 @@ impl DrafterConfig for BlockConfig {
         Ok(config)
     }
 
-    fn architecture(&self) -> &'static str {
-        match self.model.family {
-            Family::Qwen3 => "Qwen3DSparkModel",
-            Family::Gemma4 => "Gemma4DSparkModel",
-        }
+    fn architecture(&self) -> String {
+        format!("{}{CLASS}", self.model.family.prefix)
     }
 
     fn model(&self) -> &ModelConfig {
@@ -134,7 +134,7 @@ impl DrafterConfig for BlockConfig {
 
     fn to_json(&self) -> Map<String, Value> {
         let (taps, target_layers) = (&self.target_layer_ids, self.num_target_layers);
-        let mut map = trained::to_json(&self.model, self.architecture(), taps, target_layers);
+        let mut map = trained::to_json(&self.model, &self.architecture(), taps, target_layers);
         map.insert("block_size".into(), json!(self.block_size));
         map.insert("mask_token_id".into(), json!(self.mask_token_id));
         map.insert("num_anchors".into(), json!(self.num_anchors));

@@ -33,7 +33,8 @@ impl BlockConfig {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
             // Queries are normed, scaled, and come out of the attention; keys are normed and rotated; values are themselves.
-            let projected = |width: usize| width * (NORMED + 2 * bytes);
+            let head_norm = if layer.qk_norm { NORMED } else { 0 };
+            let projected = |width: usize| width * (head_norm + 2 * bytes);
             kept += slots * (2 * d * norm + projected(queries) + projected(keys));
             let inner = slots * layer.intermediate_size as usize * bytes;
             kept += MLP * inner + tokens * projected(keys);

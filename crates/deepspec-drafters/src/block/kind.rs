@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
 use super::batch::{BlockBatch, anchor_candidates, eval_mask, slot_weight};
-use super::config::{BlockConfig, Confidence};
+use super::config::{BlockConfig, CLASS, Confidence};
 use super::examined;
 use super::metrics::BlockMetrics;
 use super::model::{Block, BlockParts};
 use super::proposer::BlockProposer;
 use super::recipe::BlockRecipe;
 use crate::losses::{LossAlphas, LossRecipe};
-use crate::registry::{Checkpoints, Part, Registration, Section};
+use crate::registry::{Checkpoints, Part, Registration, Section, classes};
 use crate::trained::{DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{
     Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, SlotConvention, TrainSample,
@@ -36,7 +36,7 @@ pub const DSPARK: Registration = Registration {
     parts: PARTS,
     settings: Some(|section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?))),
     checkpoints: Some(Checkpoints {
-        classes: &["Qwen3DSparkModel", "Gemma4DSparkModel"],
+        classes: || classes(CLASS),
         hold: "a block drafter (DSpark, DFlash)",
         are_language_models: false,
         load: load::<BlockParts>,

@@ -3,10 +3,13 @@
 use std::path::Path;
 
 use deepspec_models::config::{Fields, read_json};
-use deepspec_models::{Family, ModelConfig, ModelError};
+use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value, json};
 
 use crate::trained::{self, DrafterConfig};
+
+/// Classes of checkpoints are this behind the prefix of a family.
+pub(super) const CLASS: &str = "Eagle3Model";
 
 /// More steps are a mistake; refused here, they cannot exhaust the memory.
 const MAX_STEPS: usize = 1024;
@@ -48,11 +51,8 @@ impl DrafterConfig for Eagle3Config {
         Ok(config)
     }
 
-    fn architecture(&self) -> &'static str {
-        match self.model.family {
-            Family::Qwen3 => "Qwen3Eagle3Model",
-            Family::Gemma4 => "Gemma4Eagle3Model",
-        }
+    fn architecture(&self) -> String {
+        format!("{}{CLASS}", self.model.family.prefix)
     }
 
     fn model(&self) -> &ModelConfig {
@@ -77,7 +77,7 @@ impl DrafterConfig for Eagle3Config {
 
     fn to_json(&self) -> Map<String, Value> {
         let (taps, target_layers) = (&self.target_layer_ids, self.num_target_layers);
-        let mut map = trained::to_json(&self.model, self.architecture(), taps, target_layers);
+        let mut map = trained::to_json(&self.model, &self.architecture(), taps, target_layers);
         map.insert("ttt_length".into(), json!(self.ttt_length));
         map.insert("step_loss_decay".into(), json!(self.step_loss_decay));
         map.insert("draft_num_hidden_layers".into(), json!(self.model.layers.len()));

@@ -73,7 +73,8 @@ impl Eagle3Config {
             // before the MLP.
             kept += all * d * (size_of::<f32>() + NORMED + 2 * bytes + norm);
             // Queries are normed and laid out for the attention, whose output is laid out once more.
-            kept += all * (queries * (NORMED + 3 * bytes) + keys * (NORMED + 2 * bytes));
+            let head_norm = if layer.qk_norm { NORMED } else { 0 };
+            kept += all * (queries * (head_norm + 3 * bytes) + keys * (head_norm + 2 * bytes));
             kept += all * MLP * inner;
             kept += family_norms(layer, all, all);
             // Each piece has keys, values and a mask of its own.

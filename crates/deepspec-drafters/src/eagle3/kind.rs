@@ -8,13 +8,13 @@ use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
 use super::batch::Eagle3Batch;
-use super::config::Eagle3Config;
+use super::config::{CLASS, Eagle3Config};
 use super::metrics::Eagle3Metrics;
 use super::model::{Eagle3, Eagle3Parts};
 use super::objective::Eagle3Objective;
 use super::proposer::Eagle3Proposer;
 use super::recipe::{Eagle3Recipe, Supervise};
-use crate::registry::{Checkpoints, Part, Registration};
+use crate::registry::{Checkpoints, Part, Registration, classes};
 use crate::trained::{DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{
     Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, SlotConvention, TrainSample,
@@ -35,7 +35,7 @@ pub const KIND: Registration = Registration {
         Ok(Box::new(recipe))
     }),
     checkpoints: Some(Checkpoints {
-        classes: &["Qwen3Eagle3Model", "Gemma4Eagle3Model"],
+        classes: || classes(CLASS),
         hold: "Eagle3",
         are_language_models: false,
         load: load::<Eagle3Parts>,

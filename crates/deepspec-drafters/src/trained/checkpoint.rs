@@ -49,7 +49,7 @@ impl Tensors {
 /// If a tensor is missing, misshapen, or of no use to the config.
 pub fn load<T>(
     dir: &Path,
-    architecture: &'static str,
+    architecture: String,
     model: &ModelConfig,
     (kind, device): (Kind, Device),
     build: impl FnOnce(Builder, Tensor, Tensor) -> Result<T, ModelError>,

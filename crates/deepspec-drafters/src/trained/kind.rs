@@ -27,7 +27,7 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     fn to_json(&self) -> Map<String, Value>;
 
     /// The class whose checkpoints these are.
-    fn architecture(&self) -> &'static str;
+    fn architecture(&self) -> String;
 
     /// Its decoder's sizes.
     fn model(&self) -> &ModelConfig;

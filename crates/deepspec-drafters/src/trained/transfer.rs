@@ -59,7 +59,7 @@ impl<K: DrafterKind> Trained<K> {
             ModelError::Mismatch(UsageError(format!("train.init_from: {}: {problem}", dir.display())))
         };
         let (found, here) = (checkpoints_like(dir)?, self.config());
-        if !found.classes.contains(&here.architecture()) {
+        if !(found.classes)().contains(&here.architecture()) {
             let problem = format!("it holds {}, the recipe asks for another kind of drafter", found.hold);
             return Err(misfit(problem));
         }

@@ -1,8 +1,8 @@
 //! Gemma 4 (dense text part): most layers see a sliding window, every few see everything with wider heads of their own.
 
-use serde_json::Map;
+use serde_json::{Map, Value as Json, json};
 
-use super::{Family, rope, sliding_layers};
+use super::{TargetFamily, draft, rope, sliding_layers};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
@@ -10,11 +10,31 @@ use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
 /// Without `layer_types`, every layer of this number is a full one.
 const PATTERN: usize = 6;
 
+/// The text part of Gemma 4, dense.
+pub(super) const FAMILY: TargetFamily = TargetFamily {
+    name: "Gemma 4",
+    prefix: "Gemma4",
+    model_types: &["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"],
+    classes: &[
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+    ],
+    read,
+    draft_config,
+    refuse_windows: |windows| {
+        let last = windows.last().is_some_and(Option::is_some);
+        last.then_some(
+            "layer_types: the last layer of a Gemma 4 model has no window; make the last one full_attention",
+        )
+    },
+};
+
 /// Reads the config of a Gemma 4 model: the whole model's with a `text_config`, or the text part's own.
 ///
 /// # Errors
-/// As [`Family::read`].
-pub fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
+/// As [`ModelConfig::load`].
+fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     let text = outer.object("text_config")?;
     let fields = text.as_ref().unwrap_or(outer);
     let unified = fields
@@ -62,6 +82,7 @@ pub fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
             rope,
             value,
             norms: Norms::Sandwich,
+            qk_norm: true,
             eps,
             activation: Activation::GeluTanh,
             scaled: true,
@@ -77,7 +98,7 @@ pub fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         return Err(fields.error("final_logit_softcapping", format!("{cap} is not positive")));
     }
     Ok(ModelConfig {
-        family: Family::Gemma4,
+        family: &FAMILY,
         hidden_size,
         vocab_size: size("vocab_size")?,
         rms_norm_eps: eps,
@@ -144,4 +165,33 @@ fn overridden(overrides: &Fields, index: usize, common: Heads) -> Result<Heads, 
         dim: own.size("head_dim")?.unwrap_or(common.dim),
     };
     own.heads("num_key_value_heads", "head_dim", heads)
+}
+
+/// The text part's settings with every choice spelled out that depends on the kind of Gemma 4 model around it.
+fn draft_config(target: &Map<String, Json>, layers: &[LayerSpec]) -> Map<String, Json> {
+    let text = target.get("text_config").and_then(Json::as_object).unwrap_or(target);
+    let mut map = text.clone();
+    let types = [("target_model_type", target), ("target_text_model_type", text)];
+    for (key, from) in types {
+        if let Some(model_type) = from.get("model_type") {
+            map.insert(key.into(), model_type.clone());
+        }
+    }
+    map.remove("per_layer_config");
+    map.insert("model_type".into(), json!("gemma4_text"));
+    map.insert("enable_moe_block".into(), json!(false));
+    map.insert("hidden_size_per_layer_input".into(), json!(0));
+    map.insert("num_kv_shared_layers".into(), json!(0));
+    for LayerSpec { attention, value, .. } in layers {
+        let heads = attention.heads;
+        let (dim, key_value) = match (attention.window, value) {
+            (None, Value::SharesKey) => ("global_head_dim", "num_global_key_value_heads"),
+            (None, _) => ("global_head_dim", "num_key_value_heads"),
+            (Some(_), _) => ("head_dim", "num_key_value_heads"),
+        };
+        map.insert(dim.into(), json!(heads.dim));
+        map.insert(key_value.into(), json!(heads.key_value));
+    }
+    draft::common(&mut map, layers);
+    map
 }

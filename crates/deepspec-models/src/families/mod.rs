@@ -1,13 +1,17 @@
-//! Families of targets: each reads a config.json into the facts of its layers.
+//! Families of targets: each is described in a file of its own, which a line in `FAMILIES` makes known.
 
 mod draft;
 mod gemma4;
+mod llama;
 mod qwen3;
 mod rope;
 
 use std::fmt;
 
+use serde_json::{Map, Value};
+
 use crate::config::{Fields, ModelConfig};
+use crate::nn::LayerSpec;
 use crate::{ModelError, Weights};
 
 /// `layer_types` of layers with a window.
@@ -36,51 +40,75 @@ fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Vec<bool>>, M
     types.iter().map(sliding).collect::<Result<_, _>>().map(Some)
 }
 
-/// A family of causal language models.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// Qwen3, dense.
-    Qwen3,
-    /// The text part of Gemma 4, dense.
-    Gemma4,
+/// A family of causal language models, as its file announces it.
+pub struct TargetFamily {
+    /// Names it to people.
+    pub name: &'static str,
+    /// Begins the classes of drafters whose layers are like its own, as in `Qwen3DSparkModel`.
+    pub prefix: &'static str,
+    /// What `model_type` of its configs says.
+    pub model_types: &'static [&'static str],
+    /// Classes of its checkpoints, as `architectures` names them.
+    pub classes: &'static [&'static str],
+    /// Reads a config.json.
+    read: fn(&Fields) -> Result<ModelConfig, ModelError>,
+    /// The config.json of a decoder of these layers, from a target's.
+    draft_config: fn(&Map<String, Value>, &[LayerSpec]) -> Map<String, Value>,
+    /// Why a decoder cannot have draft layers with these windows; None where it can.
+    refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
 }
 
-impl Family {
+/// One of [`families`].
+pub type Family = &'static TargetFamily;
+
+const FAMILIES: [Family; 3] = [&qwen3::FAMILY, &gemma4::FAMILY, &llama::FAMILY];
+
+/// All families that are known.
+pub fn families() -> impl Iterator<Item = Family> {
+    FAMILIES.into_iter()
+}
+
+impl TargetFamily {
     /// Reads a config.json of any known family.
     ///
     /// # Errors
     /// If the family is unknown, a key is missing or has a wrong type, or names a feature that is not supported.
-    pub fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
-        let model_type = fields.text("model_type")?;
-        match model_type.as_deref() {
-            Some("qwen3") => qwen3::read(fields),
-            Some("gemma4" | "gemma4_text" | "gemma4_unified" | "gemma4_unified_text") => gemma4::read(fields),
-            other => {
-                let found = other
-                    .map_or_else(|| "missing".to_string(), |other| format!("\"{other}\" is not supported"));
-                let problem = format!(
-                    "{found}; expected \"qwen3\", \"gemma4\", \"gemma4_text\", \"gemma4_unified\" or \"gemma4_unified_text\""
-                );
-                Err(fields.error("model_type", problem))
-            }
+    pub(crate) fn read_any(fields: &Fields) -> Result<ModelConfig, ModelError> {
+        let found = fields.text("model_type")?;
+        let is_meant =
+            |family: &Family| found.as_deref().is_some_and(|found| family.model_types.contains(&found));
+        if let Some(family) = families().find(is_meant) {
+            return (family.read)(fields);
         }
+        let found =
+            found.map_or_else(|| "missing".to_string(), |other| format!("\"{other}\" is not supported"));
+        let known: Vec<String> =
+            families().flat_map(|family| family.model_types).map(|name| format!("\"{name}\"")).collect();
+        let (last, others) = known.split_last().map_or(("", &known[..]), |(last, others)| (last, others));
+        Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))))
     }
 
-    /// The class whose checkpoints are read, for messages.
-    pub fn class(self) -> &'static str {
-        match self {
-            Self::Qwen3 => "Qwen3ForCausalLM",
-            Self::Gemma4 => "Gemma4ForConditionalGeneration or Gemma4ForCausalLM",
-        }
+    /// The classes whose checkpoints are read, for messages.
+    pub fn class(&self) -> String {
+        self.classes.join(" or ")
     }
 }
 
-impl fmt::Display for Family {
+impl PartialEq for TargetFamily {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl fmt::Debug for TargetFamily {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Qwen3 => "Qwen3",
-            Self::Gemma4 => "Gemma 4",
-        })
+        f.write_str(self.name)
+    }
+}
+
+impl fmt::Display for TargetFamily {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name)
     }
 }
 

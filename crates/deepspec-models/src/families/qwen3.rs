@@ -1,17 +1,28 @@
 //! Qwen3 (dense): one kind of layer, with or without a sliding window.
 
-use serde_json::Map;
+use serde_json::{Map, Value as Json, json};
 
-use super::{Family, rope, sliding_layers};
+use super::{TargetFamily, draft, rope, sliding_layers};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
 
+/// Qwen3, dense.
+pub(super) const FAMILY: TargetFamily = TargetFamily {
+    name: "Qwen3",
+    prefix: "Qwen3",
+    model_types: &["qwen3"],
+    classes: &["Qwen3ForCausalLM"],
+    read,
+    draft_config,
+    refuse_windows: |_| None,
+};
+
 /// Reads the config of a Qwen3 model, or of a drafter built like one.
 ///
 /// # Errors
-/// As [`Family::read`].
-pub fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
+/// As [`ModelConfig::load`].
+fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     fields.only_text("hidden_act", "silu")?;
     fields.only_off("attention_bias", "biases in attention are not supported")?;
     let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
@@ -29,12 +40,13 @@ pub fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
         rope,
         value: Value::Projected,
         norms: Norms::Pre,
+        qk_norm: true,
         eps,
         activation: Activation::Silu,
         scaled: false,
     };
     Ok(ModelConfig {
-        family: Family::Qwen3,
+        family: &FAMILY,
         hidden_size,
         vocab_size: size("vocab_size")?,
         rms_norm_eps: eps,
@@ -70,4 +82,13 @@ fn windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
         }
     };
     Ok(sliding.into_iter().map(|sliding| sliding.then_some(window)).collect())
+}
+
+fn draft_config(target: &Map<String, Json>, layers: &[LayerSpec]) -> Map<String, Json> {
+    let mut map = target.clone();
+    map.insert("model_type".into(), json!("qwen3"));
+    let windows = layers.iter().any(|layer| layer.attention.window.is_some());
+    map.insert("use_sliding_window".into(), json!(windows));
+    draft::common(&mut map, layers);
+    map
 }

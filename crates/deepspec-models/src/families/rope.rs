@@ -29,9 +29,8 @@ pub fn flat(fields: &Fields, head_dim: i64, trained_for: usize) -> Result<(RopeS
     let spec = reader.spec(head_dim, theta.unwrap_or(DEFAULT_THETA))?;
     let explicit = original.or(settings.number("original_max_position_embeddings")?);
     let extended = match (spec.scaling, explicit) {
-        (Scaling::Yarn(Yarn { factor, .. }) | Scaling::Llama3 { factor, .. }, Some(original)) => {
-            original * factor
-        }
+        // Llama 3's configs name the extended length themselves.
+        (Scaling::Yarn(Yarn { factor, .. }), Some(original)) => original * factor,
         _ => 0.0,
     };
     Ok((spec, trained_for.max(extended as usize)))

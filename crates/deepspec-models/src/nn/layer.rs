@@ -1,4 +1,4 @@
-//! One decoder layer: grouped-query attention with normed queries and keys, and a gated MLP; the rest is in its [`LayerSpec`].
+//! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
 use tch::Tensor;
 
@@ -49,7 +49,7 @@ impl RmsNorm {
     }
 }
 
-/// Projected, normed and rotated: `q [N, H, D]`, `k [N, G, D]`, and `v [N, G, D]`.
+/// Projected, normed where the layer does that, and rotated: `q [N, H, D]`, `k [N, G, D]`, and `v [N, G, D]`.
 pub struct Qkv {
     /// Queries.
     pub q: Tensor,
@@ -65,8 +65,8 @@ pub struct Attention {
     k_proj: Linear,
     v_proj: Option<Linear>,
     o_proj: Linear,
-    q_norm: RmsNorm,
-    k_norm: RmsNorm,
+    q_norm: Option<RmsNorm>,
+    k_norm: Option<RmsNorm>,
     /// ε of the values' norm, where they are normed.
     v_norm: Option<f64>,
     heads: Heads,
@@ -83,13 +83,15 @@ impl Attention {
             }
             Value::SharesKey => None,
         };
+        let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), heads.dim, spec.eps);
+        let norm = |part| spec.qk_norm.then(|| norm(part)).transpose();
         Ok(Self {
             q_proj: Linear::new(b, &format!("{name}.q_proj"), input, wide)?,
             k_proj: Linear::new(b, &format!("{name}.k_proj"), input, narrow)?,
             v_proj,
             o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d)?,
-            q_norm: RmsNorm::new(b, &format!("{name}.q_norm"), heads.dim, spec.eps)?,
-            k_norm: RmsNorm::new(b, &format!("{name}.k_norm"), heads.dim, spec.eps)?,
+            q_norm: norm("q_norm")?,
+            k_norm: norm("k_norm")?,
             v_norm: (spec.value != Value::Projected).then_some(spec.eps),
             heads,
         })
@@ -98,7 +100,7 @@ impl Attention {
     /// Queries, keys and values of `x [N, input]`.
     pub fn project(&self, x: &Tensor, rotation: &Rotation) -> Qkv {
         let heads = self.heads;
-        let q = self.q_norm.forward(&self.q_proj.forward(x).view([-1, heads.query, heads.dim]));
+        let q = normed(self.q_norm.as_ref(), self.q_proj.forward(x).view([-1, heads.query, heads.dim]));
         let (k, v) = self.project_context(x, rotation);
         Qkv { q: rotation.rotate(&q), k, v }
     }
@@ -113,7 +115,15 @@ impl Attention {
             Some(eps) => v.rms_norm([self.heads.dim], None::<Tensor>, eps),
             None => v,
         };
-        (rotation.rotate(&self.k_norm.forward(&k)), v)
+        (rotation.rotate(&normed(self.k_norm.as_ref(), k)), v)
+    }
+}
+
+/// `x`, or what the norm makes of it.
+fn normed(norm: Option<&RmsNorm>, x: Tensor) -> Tensor {
+    match norm {
+        Some(norm) => norm.forward(&x),
+        None => x,
     }
 }
 

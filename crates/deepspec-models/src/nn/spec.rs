@@ -133,6 +133,8 @@ pub struct LayerSpec {
     pub value: Value,
     /// Where the norms stand.
     pub norms: Norms,
+    /// Whether queries and keys are RMS-normed per head.
+    pub qk_norm: bool,
     /// ε of all of them.
     pub eps: f64,
     /// The MLP's gate.
