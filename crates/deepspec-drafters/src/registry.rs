@@ -14,6 +14,12 @@ use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, eagle
 /// All kinds, in the order in which messages name them.
 const KINDS: [&Registration; 4] = [&block::DSPARK, &block::DFLASH, &eagle3::KIND, &causal::KIND];
 
+/// Reads and checks the settings of a kind.
+type ReadSettings = fn(&Section<'_>) -> Result<Box<dyn Settings>, ConfigError>;
+
+/// Loads a checkpoint of a kind.
+type Load = fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>;
+
 /// A kind of drafter, as its folder announces it.
 pub struct Registration {
     /// Names it in recipes, under `drafter`.
@@ -23,7 +29,7 @@ pub struct Registration {
     /// Its parts, for those that are to stay as they are while others learn.
     pub parts: &'static [Part],
     /// Reads its settings in a recipe; None for models that are not trained here.
-    pub settings: Option<fn(&Section<'_>) -> Result<Box<dyn Settings>, ConfigError>>,
+    pub settings: Option<ReadSettings>,
     /// Its checkpoints; None where they are those of another kind.
     pub checkpoints: Option<Checkpoints>,
 }
@@ -37,7 +43,7 @@ pub struct Checkpoints {
     /// Whether they are language models in their own right, whose ids mean what their own tokenizer says.
     pub are_language_models: bool,
     /// Loads one.
-    pub load: fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>,
+    pub load: Load,
 }
 
 /// A part of a drafter.

@@ -184,7 +184,10 @@ impl Drop for EngineThread {
     }
 }
 
-fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(Engine<TargetModel, Box<dyn Drafter>>, usize)> {
+/// Answers with the target alone, or with a drafter beside it.
+type ChatEngine = Engine<TargetModel, Box<dyn Drafter>>;
+
+fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
     let device = deepspec_dist::device(&args.device)?;
     let (kind, slots) = (deepspec_dist::default_kind(device), args.slots);
     let drafter = match &args.draft {
@@ -258,7 +261,7 @@ fn fitting(
 }
 
 struct Worker {
-    engine: Engine<TargetModel, Box<dyn Drafter>>,
+    engine: ChatEngine,
     live: HashMap<Ticket, mpsc::UnboundedSender<Update>>,
     /// Those that wait for a slot, in the order in which they get one, and since when.
     waiting: VecDeque<(Ticket, Instant)>,

@@ -40,6 +40,9 @@ fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Vec<bool>>, M
     types.iter().map(sliding).collect::<Result<_, _>>().map(Some)
 }
 
+/// A config.json.
+type RawConfig = Map<String, Value>;
+
 /// A family of causal language models, as its file announces it.
 pub struct TargetFamily {
     /// Names it to people.
@@ -53,7 +56,7 @@ pub struct TargetFamily {
     /// Reads a config.json.
     read: fn(&Fields) -> Result<ModelConfig, ModelError>,
     /// The config.json of a decoder of these layers, from a target's.
-    draft_config: fn(&Map<String, Value>, &[LayerSpec]) -> Map<String, Value>,
+    draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
     /// Why a decoder cannot have draft layers with these windows; None where it can.
     refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
 }
