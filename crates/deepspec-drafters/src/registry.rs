@@ -100,7 +100,7 @@ pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, ConfigEr
 pub fn load_saved_recipe(path: &Path) -> Result<Recipe, ConfigError> {
     let document = Document::open(path, &[])?;
     let mut recipe: Recipe = document.read()?;
-    // Settings that did not exist then have their defaults.
+    // Settings that did not exist then have their defaults; those that nobody reads any more are compared as they stand.
     if let Ok(settings) = settings(&document, &recipe.drafter.kind) {
         recipe.drafter.settings = settings.to_json();
     }

@@ -18,6 +18,6 @@ pub use deepspec_dialects::MAX_SHARD_BYTES;
 pub use error::ModelError;
 pub use families::{Family, TargetFamily, families};
 pub use identity::{config_digest, stop_ids, weights_digest};
-pub use room::{Fit, fit, room};
+pub use room::{Fit, fit, history_bytes, room};
 pub use target::{Prepared, TargetModel, TargetOptions, check_taps, load_ends};
 pub use weights::{Weights, save, save_checkpoint};

@@ -22,6 +22,12 @@ pub fn room(target: &TargetModel, drafter: Option<&dyn Proposer>, slots: usize) 
     Some(left / (layers + 1) * layers)
 }
 
+/// Bytes that the histories of a sequence of `tokens` take in both models, with a drafted block behind it.
+pub fn history_bytes(target: &TargetModel, drafter: Option<&dyn Proposer>, tokens: usize) -> u64 {
+    let tokens = tokens + drafter.map_or(0, |drafter| drafter.block_size());
+    target.history_bytes(tokens) + drafter.map_or(0, |drafter| drafter.history_bytes(tokens))
+}
+
 /// How many sequences of a certain length have room at once.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fit {

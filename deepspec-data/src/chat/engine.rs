@@ -10,10 +10,10 @@ use std::time::Instant;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Target, Ticket};
+use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Ticket};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{Fit, TargetModel, TargetOptions, fit, room};
+use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
 use tokio::sync::{mpsc, oneshot};
 
 use super::waits::Waits;
@@ -229,11 +229,7 @@ fn fitting(
     drafter: Option<&dyn Proposer>,
 ) -> anyhow::Result<(usize, Option<u64>)> {
     let Some(memory) = room(target, drafter, args.slots) else { return Ok((wanted, None)) };
-    let block = drafter.map_or(0, |drafter| drafter.block_size());
-    let bytes = |tokens: usize| {
-        let drafter = drafter.map_or(0, |drafter| drafter.history_bytes(tokens + block));
-        target.history_bytes(tokens + block) + drafter
-    };
+    let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
     match fit(args.slots, wanted, memory, bytes) {
         Fit::All => Ok((wanted, Some(memory))),
         Fit::Fewer { told } => {

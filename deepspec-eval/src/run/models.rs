@@ -4,10 +4,11 @@ use std::path::Path;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::{Engine, EngineOptions, Proposer, Target};
+use deepspec_decode::{Engine, EngineOptions, Proposer};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{
-    Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, room, weights_digest,
+    Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
+    weights_digest,
 };
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
@@ -130,9 +131,10 @@ impl Models<'_> {
             counts_overrun: true,
         };
         let temperatures = self.settings.calibration.clone().unwrap_or_default();
-        let memory = room(&target, drafter.as_ref().map(|drafter| drafter as &dyn Proposer), slots);
+        let proposer = drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
+        let memory = room(&target, proposer, slots);
         if let Some(memory) = memory {
-            tell_room(slots, plan, memory, &target, drafter.as_deref());
+            tell_room(slots, plan, memory, &target, proposer);
         }
         let mut engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
         if let Some(bytes) = memory {
@@ -144,12 +146,8 @@ impl Models<'_> {
 }
 
 /// Says where fewer conversations run at once than could. One that never has room is refused by the engine, when its turn comes.
-fn tell_room(slots: usize, plan: &Plan, memory: u64, target: &TargetModel, drafter: Option<&dyn Drafter>) {
-    let block = drafter.map_or(0, |drafter| drafter.block_size());
-    let bytes = |tokens: usize| {
-        let drafter = drafter.map_or(0, |drafter| drafter.history_bytes(tokens + block));
-        target.history_bytes(tokens + block) + drafter
-    };
+fn tell_room(slots: usize, plan: &Plan, memory: u64, target: &TargetModel, drafter: Option<&dyn Proposer>) {
+    let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
     let (conversations, longest) = plan.conversations();
     if let Fit::Fewer { told } = fit(slots.min(conversations), longest, memory, bytes) {
         tracing::warn!("{told}; the others wait");

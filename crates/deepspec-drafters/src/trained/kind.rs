@@ -3,11 +3,10 @@
 use std::fmt::Debug;
 use std::path::Path;
 
+use deepspec_models::nn::{Builder, LayerSpec};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
-
-use deepspec_models::nn::{Builder, LayerSpec};
 
 use super::{PassBytes, SampleSize, Trained, Transfer, config, cost};
 use crate::{

@@ -3,6 +3,7 @@
 mod draft;
 mod gemma4;
 mod llama;
+mod pre_norm;
 mod qwen3;
 mod rope;
 
