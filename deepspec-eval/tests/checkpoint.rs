@@ -9,7 +9,8 @@ use common::{
     answers, assert_refused, deepspec_eval, drafter_config, results, run, run_ok, target_dir, write_drafter,
     write_eagle3,
 };
-use deepspec_drafters::{Block, BlockConfig};
+use deepspec_core::Tap;
+use deepspec_drafters::Block;
 use deepspec_models::{ModelConfig, load_ends, save_checkpoint};
 use serde_json::Value;
 use tch::{Device, Kind};
@@ -19,7 +20,8 @@ fn drafter(root: &Path) -> PathBuf {
     let dir = root.join("drafter");
     let model = ModelConfig::load(&target_dir()).unwrap();
     let (embed, head) = load_ends(&target_dir(), &model, Device::Cpu, Kind::Float).unwrap();
-    let config = BlockConfig { target_layer_ids: vec![0, 2, 4], ..drafter_config() };
+    let mut config = drafter_config();
+    config.decoder.taps = Tap::from_layer_ids([0, 2, 4]).unwrap();
     write_drafter(&dir, config, |name, tensor| match name {
         "embed_tokens.weight" => embed.shallow_clone(),
         "lm_head.weight" => head.shallow_clone(),

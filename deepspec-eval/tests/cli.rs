@@ -13,6 +13,7 @@ use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
     write_bigram_drafter, write_drafter,
 };
+use deepspec_core::Tap;
 use deepspec_drafters::BlockConfig;
 use deepspec_models::ModelConfig;
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
@@ -411,19 +412,19 @@ fn drafters_of_other_targets_are_refused() {
         dir.path().join(name).display().to_string()
     };
     let smaller = written("vocabulary", &|config| {
-        config.model = changed(&config.model, "vocab_size", 512);
-        (config.mask_token_id, config.markov, config.confidence) = (511, None, None);
+        config.decoder.model = changed(&config.decoder.model, "vocab_size", 512);
+        (config.blocks.mask_token_id, config.markov, config.confidence) = (511, None, None);
     });
     assert_refused(&run(&smaller, &out, &SMALL), 2, &["vocab_size 1024", "trained for 512"]);
     let narrower = written("width", &|config| {
-        config.model = changed(&config.model, "hidden_size", 96);
+        config.decoder.model = changed(&config.decoder.model, "hidden_size", 96);
     });
     assert_refused(&run(&narrower, &out, &SMALL), 2, &["hidden_size 192", "trained for 96"]);
-    let deeper = written("depth", &|config| config.num_target_layers = 7);
+    let deeper = written("depth", &|config| config.decoder.num_target_layers = 7);
     assert_refused(&run(&deeper, &out, &SMALL), 2, &["number of target layers 6", "trained for 7"]);
     let beyond = written("taps", &|config| {
-        config.num_target_layers = 9;
-        config.target_layer_ids = vec![1, 8];
+        config.decoder.num_target_layers = 9;
+        config.decoder.taps = Tap::from_layer_ids([1, 8]).unwrap();
     });
     assert_refused(&run(&beyond, &out, &SMALL), 2, &["[1, 8]", "6 layers"]);
     let unsure = written("unsure", &|config| config.confidence = None);

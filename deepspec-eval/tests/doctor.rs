@@ -13,9 +13,10 @@ use std::sync::OnceLock;
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{deepspec_eval, repository, target_dir};
 use deepspec_core::recipe::LossNormalization;
+use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, Eagle3Config, Eagle3Objective, Eagle3Plan, LossAlphas, Supervise,
-    TrainSample, TrainableDrafter,
+    AnchoredBlocks, BlockConfig, BlockObjective, BlockPlan, DraftDecoder, Eagle3Config, Eagle3Objective,
+    Eagle3Plan, LossAlphas, Supervise, TrainSample, TrainableDrafter,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -37,8 +38,8 @@ const TOP_TAPS: [i64; 3] = [0, 2, 5];
 /// How a drafter is trained.
 struct Training {
     taps: [i64; 3],
-    /// Slot k learns the token at anchor + k.
-    at_anchor: bool,
+    /// What its slots learn.
+    slots: Slots,
     /// The last layer's state is taken after the final norm.
     normed: bool,
     /// The chat template's `enable_thinking`.
@@ -48,38 +49,40 @@ struct Training {
 }
 
 const AS_USED: Training =
-    Training { taps: TAPS, at_anchor: false, normed: false, thinking: false, rows: 0..LIMIT };
+    Training { taps: TAPS, slots: Slots::AnchorPredicts, normed: false, thinking: false, rows: 0..LIMIT };
 
 fn samples(training: &Training) -> Vec<TrainSample> {
     let (rows, thinking) = (training.rows.clone(), training.thinking);
     let lessons = Lessons { target: target_dir(), suites: smoke(), rows, tokens: TOKENS, thinking };
-    lessons.samples(&training.taps, |out| {
+    lessons.samples(&Tap::from_layer_ids(training.taps).unwrap(), |out| {
         let width = out.hidden.size()[1];
         let taps = if training.normed {
             Tensor::cat(&[out.taps.narrow(1, 0, 2 * width), out.hidden.shallow_clone()], 1)
         } else {
             out.taps
         };
-        let last = if training.at_anchor { out.hidden.roll([1], [0]) } else { out.hidden };
-        (taps, last)
+        (taps, out.hidden)
     })
 }
 
-fn block(taps: [i64; 3], at_anchor: bool) -> BlockPlan {
+fn block(taps: [i64; 3], slots: Slots) -> BlockPlan {
     let model = ModelConfig::load(&target_dir()).unwrap();
     let config = BlockConfig {
-        block_size: GAMMA,
-        mask_token_id: model.vocab_size - 1,
-        target_layer_ids: taps.to_vec(),
-        num_target_layers: model.layers.len(),
-        num_anchors: 8,
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids(taps).unwrap(),
+            num_target_layers: model.layers.len(),
+        },
+        blocks: AnchoredBlocks {
+            block_size: GAMMA,
+            slots,
+            mask_token_id: model.vocab_size - 1,
+            num_anchors: 8,
+        },
         markov: None,
         confidence: None,
-        model: model.draft_decoder(&[None]).unwrap(),
     };
-    // The labels of a batch are those of our slots; what the target would say is as the states are laid.
-    let ce = if at_anchor { 0.0 } else { 1.0 };
-    let alphas = LossAlphas { ce, soft_ce: 1.0, ..LossAlphas::default() };
+    let alphas = LossAlphas { ce: 1.0, soft_ce: 1.0, ..LossAlphas::default() };
     BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 8.0 })
 }
 
@@ -87,11 +90,13 @@ fn block(taps: [i64; 3], at_anchor: bool) -> BlockPlan {
 fn eagle3(taps: [i64; 3]) -> Eagle3Plan {
     let model = ModelConfig::load(&target_dir()).unwrap();
     let config = Eagle3Config {
-        target_layer_ids: taps.to_vec(),
-        num_target_layers: model.layers.len(),
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids(taps).unwrap(),
+            num_target_layers: model.layers.len(),
+        },
         ttt_length: GAMMA,
         step_loss_decay: 0.8,
-        model: model.draft_decoder(&[None]).unwrap(),
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Shifted,
@@ -115,7 +120,7 @@ fn base() -> &'static Path {
 }
 
 fn written(training: &Training) -> (TempDir, PathBuf) {
-    let plan = block(training.taps, training.at_anchor);
+    let plan = block(training.taps, training.slots);
     let trainee = train(&plan, &target_dir(), STEPS, samples(training));
     checkpoint(trainee.as_ref())
 }
@@ -300,9 +305,15 @@ fn thinking_unlike_that_of_training_is_named_either_way() {
 }
 
 #[test]
-fn another_slot_convention_is_named() {
-    let (_root, dir) = written(&Training { at_anchor: true, ..AS_USED });
-    assert_cause(&doctor(&dir, &[]), "slots", &["anchor+k"]);
+fn slots_of_the_other_convention_are_named_in_either_direction() {
+    let (_root, fills_in) = written(&Training { slots: Slots::FillIn, ..AS_USED });
+    let flag = "sample_from_anchor";
+    let (_root, dir) = changed(&fills_in, |trained| {
+        assert_eq!(trained.config.as_object_mut().unwrap().remove(flag), Some(json!(false)));
+    });
+    assert_cause(&doctor(&dir, &[]), "slots", &["slot k predicts anchor+k"]);
+    let (_root, dir) = misused(|trained| trained.config[flag] = json!(false));
+    assert_cause(&doctor(&dir, &[]), "slots", &["slot k predicts anchor+1+k"]);
 }
 
 #[test]

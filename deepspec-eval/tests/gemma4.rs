@@ -8,7 +8,10 @@ use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{answers, deepspec_eval, repository, results};
-use deepspec_drafters::{BlockConfig, BlockObjective, BlockPlan, Confidence, LossAlphas};
+use deepspec_core::{Slots, Tap};
+use deepspec_drafters::{
+    AnchoredBlocks, BlockConfig, BlockObjective, BlockPlan, Confidence, DraftDecoder, LossAlphas,
+};
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
@@ -35,20 +38,25 @@ fn bench() -> &'static Path {
         tiny::gemma4(&target, 512);
         let model = ModelConfig::load(&target).unwrap();
         let config = BlockConfig {
-            block_size: GAMMA,
-            mask_token_id: MASK,
-            target_layer_ids: vec![0, 2],
-            num_target_layers: model.layers.len(),
-            num_anchors: 8,
+            decoder: DraftDecoder {
+                model: model.draft_decoder(&[None]).unwrap(),
+                taps: Tap::from_layer_ids([0, 2]).unwrap(),
+                num_target_layers: model.layers.len(),
+            },
+            blocks: AnchoredBlocks {
+                block_size: GAMMA,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: MASK,
+                num_anchors: 8,
+            },
             markov: None,
             confidence: Some(Confidence { with_markov: false }),
-            model: model.draft_decoder(&[None]).unwrap(),
         };
         let alphas = LossAlphas { ce: 1.0, soft_ce: 1.0, confidence: 1.0, ..LossAlphas::default() };
         let plan = BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 8.0 });
         let (suites, rows) = (smoke(), LIMIT..LEARNED);
         let lessons = Lessons { target: target.clone(), suites, rows, tokens: TOKENS, thinking: false };
-        let samples = lessons.samples(&[0, 2], |out| (out.taps, out.hidden));
+        let samples = lessons.samples(&[Tap::Layer(0), Tap::Layer(2)], |out| (out.taps, out.hidden));
         let trainee = train(&plan, &target, STEPS, samples);
         save(&draft.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
         fs::write(draft.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();

@@ -10,9 +10,11 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use deepspec_core::{Slots, Tap};
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, Confidence, LossAlphas, Markov, MarkovKind, Normaliser, TrainSample,
+    AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, LossAlphas, Markov, MarkovKind, Normaliser,
+    TrainSample,
 };
 use deepspec_models::ModelConfig;
 use deepspec_train::optimizer::AdamW;
@@ -36,14 +38,15 @@ fn block() -> Block {
     let end = || Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
     let (embed, head) = (end(), end());
     let config = BlockConfig {
-        block_size: GAMMA,
-        mask_token_id: 3,
-        target_layer_ids: (0..TAPS).collect(),
-        num_target_layers: 8,
-        num_anchors: ANCHORS,
+        decoder: DraftDecoder { model, taps: Tap::from_layer_ids(0..TAPS).unwrap(), num_target_layers: 8 },
+        blocks: AnchoredBlocks {
+            block_size: GAMMA,
+            slots: Slots::AnchorPredicts,
+            mask_token_id: 3,
+            num_anchors: ANCHORS,
+        },
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 256 }),
         confidence: Some(Confidence { with_markov: true }),
-        model,
     };
     Block::fresh(config, &embed, &head, 1, Kind::Float).expect("fresh weights need no file")
 }
@@ -92,8 +95,7 @@ fn measure() {
     deepspec_dist::prepare_process();
     let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
     let mut step = || {
-        let batch =
-            BlockBatch::new(&[sample()], block.config(), 4.0, Device::Cpu, Kind::Float).expect("anchors");
+        let batch = block.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).expect("anchors");
         let before = on_core();
         let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0));
         let pass = on_core() - before;

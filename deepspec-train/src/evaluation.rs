@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use deepspec_core::recipe::{EvalRecipe, Recipe};
-use deepspec_core::{env, usage};
+use deepspec_core::{Tap, env, usage};
 use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::TrainableDrafter;
@@ -97,7 +97,7 @@ impl Evaluation {
     /// If the target cannot be loaded.
     pub fn open(
         questions: Questions,
-        taps: Vec<i64>,
+        taps: Vec<Tap>,
         source: &Source,
         device: Device,
         kind: Kind,

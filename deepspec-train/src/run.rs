@@ -176,7 +176,7 @@ fn train(
     plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
     let evaluation = questions
         .filter(|_| !args.init_only)
-        .map(|questions| Evaluation::open(questions, recipe.taps(), &source, device, kind))
+        .map(|questions| Evaluation::open(questions, recipe.target.layer_ids.clone(), &source, device, kind))
         .transpose()?;
     if args.overwrite && group.is_leader() {
         checkpoints.clear()?;

@@ -147,7 +147,7 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
 mod tests {
     use std::path::Path;
 
-    use deepspec_drafters::BlockSum;
+    use deepspec_drafters::{AnchoredSum, BlockSum};
     use deepspec_models::ModelConfig;
 
     use super::*;
@@ -175,11 +175,11 @@ data: {states: {cache: nowhere}, chat_template: qwen}
     /// Two blocks: one of which all slots are accepted, one that fails in its first slot.
     fn sums() -> Tensor {
         let value = |sum: BlockSum| match sum {
-            BlockSum::Blocks => 2.0,
-            BlockSum::Slots => 6.0,
-            BlockSum::Tau => 2.0 + 3.0,
-            BlockSum::Accept(_) => 1.0,
-            BlockSum::Count(_) => 2.0,
+            BlockSum::Shared(AnchoredSum::Blocks) => 2.0,
+            BlockSum::Shared(AnchoredSum::Drafts) => 6.0,
+            BlockSum::Shared(AnchoredSum::Tau) => 2.0 + 3.0,
+            BlockSum::Shared(AnchoredSum::Accept(_)) => 1.0,
+            BlockSum::Shared(AnchoredSum::Count(_)) => 2.0,
             other => other.name().len() as f64,
         };
         let values: Vec<f64> = BlockSum::all(GAMMA).map(value).collect();

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::{Bench, STEPS};
+use deepspec_core::Tap;
 use deepspec_decode::{Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{TargetModel, TargetOptions, Weights};
@@ -62,7 +63,7 @@ fn eagle3_learns_and_is_saved_for_others() {
     assert_eq!(config["architectures"], json!(["Qwen3Eagle3Model"]));
     assert_eq!((&config["ttt_length"], &config["draft_num_hidden_layers"]), (&json!(3), &json!(1)));
     let drafter = loads(&bench);
-    assert_eq!((drafter.taps(), drafter.has_confidence()), (&[1, 4][..], false));
+    assert_eq!((drafter.taps(), drafter.has_confidence()), (&[Tap::Layer(1), Tap::Layer(4)][..], false));
     let split = trained(&[EAGLE3, "train.local_batch_size=1"]);
     for (a, b) in bench.losses().iter().zip(split.losses()) {
         assert!((a - b).abs() < 1e-5 * a.abs().max(1.0), "{a} and {b}");
@@ -204,6 +205,34 @@ fn gemma4_targets_have_drafters() {
         assert!(arrays(&step(&bench, 4).join("model.safetensors")).contains_key("layers.0.layer_scalar"));
         loads(&bench);
     }
+}
+
+/// The first slot of a block is idle, so that blocks of 5 draft 4 tokens; heads follow the slots that draft.
+#[test]
+fn drafters_learn_to_fill_in() {
+    let dflash = DFLASH.replace("block_size: 5", "block_size: 5, slots: fill_in");
+    for (changes, heads) in [(dflash.as_str(), false), ("drafter.dspark.slots=fill_in", true)] {
+        let bench = trained(&[changes]);
+        let losses = bench.losses();
+        assert!(losses[STEPS - 1] < 0.95 * losses[0], "the loss does not fall: {losses:?}");
+        let config = config(&bench, STEPS);
+        assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
+        assert_eq!(last_metrics(&bench)["accept_rate"].as_array().map(Vec::len), Some(4));
+        let (target, drafter) = (common::workspace().join("assets/tiny-target"), loads(&bench));
+        assert_eq!((drafter.block_size(), drafter.has_confidence()), (4, heads));
+        assert_eq!(greedy(&target, None), greedy(&target, Some(drafter)), "{changes}");
+        let other = ["--set", changes, "--set", "train.max_train_steps=1", "--overwrite"];
+        let from = format!("train.init_from={}", step(&bench, STEPS).display());
+        let anchored = changes
+            .replace("slots: fill_in", "slots: anchor_predicts")
+            .replace("=fill_in", "=anchor_predicts");
+        let fresh = Bench::new();
+        fresh.fails(&["--set", &anchored, "--set", &from], 2, &["slots FillIn there, AnchorPredicts here"]);
+        fresh.succeeds(&[&other[..], &["--set", &from]].concat());
+    }
+    let bench = Bench::new();
+    let one = DFLASH.replace("block_size: 5", "block_size: 1, slots: fill_in");
+    bench.fails(&["--set", &one], 2, &["drafter.dflash.block_size", "at least 2"]);
 }
 
 /// With a chat format that the recipe brings along, and the accepted length measured as they learn. What they draft changes no token.

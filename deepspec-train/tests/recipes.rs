@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use deepspec_core::Tap;
 use deepspec_core::recipe::Precision;
 use deepspec_drafters::BlockRecipe;
 use serde_json::{Value, json};
@@ -72,7 +73,10 @@ fn all_of_the_reference_are_there() {
         };
         let (length, seed) = if algorithm == "eagle3" { ("ttt7", 0) } else { ("block7", 42) };
         assert_eq!(recipe.name, format!("{algorithm}_{length}_{target}"));
-        assert_eq!((recipe.target.model.as_str(), recipe.taps(), recipe.seed), (model, taps.to_vec(), seed));
+        assert_eq!(
+            (recipe.target.model.as_str(), Tap::layer_ids(&recipe.target.layer_ids), recipe.seed),
+            (model, taps.to_vec(), seed)
+        );
         let train = &recipe.train;
         assert_eq!(
             (train.lr, train.warmup_ratio, train.weight_decay, train.max_grad_norm),

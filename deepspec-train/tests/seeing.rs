@@ -130,7 +130,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
             let name = suite.name.to_string();
             let prepared = asking.prepare(folder.load(suite, 980_406, Some(2)).unwrap()).unwrap();
             // One slot where training had three: what is measured depends on neither.
-            let options = TargetOptions { device, kind, slots: 1, taps: recipe.taps() };
+            let options = TargetOptions { device, kind, slots: 1, taps: recipe.target.layer_ids.clone() };
             let target = TargetModel::load(&source.dir, &options).unwrap();
             let drafter = deepspec_drafters::load(&step, &DrafterOptions { device, kind, slots: 1 }).unwrap();
             let options = EngineOptions {

@@ -15,7 +15,8 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{cpu_seconds, load};
-use deepspec_cache::{Builder, Encoding, Identity, Last, Layout, Plan, PlannedSample, Reader, Tap};
+use deepspec_cache::{Builder, Encoding, Identity, Last, Layout, Plan, PlannedSample, Reader};
+use deepspec_core::Tap;
 
 const TAPS: usize = 5;
 const HIDDEN: usize = 512;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
 
-use crate::tap::Tap;
+use deepspec_core::Tap;
 
 /// A tensor of a sample, for messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

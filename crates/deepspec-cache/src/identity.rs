@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
 
-use crate::tap::Tap;
+use deepspec_core::Tap;
 
 /// Everything that decides the hidden states of a given conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -21,7 +21,7 @@ use crate::layout::{Encoding, Last, Layout};
 use crate::manifest::{MANIFEST_FILE, Manifest};
 use crate::plan::Plan;
 use crate::sample::PlannedSample;
-use crate::tap::Tap;
+use deepspec_core::Tap;
 
 mod export;
 mod record;

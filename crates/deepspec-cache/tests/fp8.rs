@@ -6,7 +6,8 @@ use std::fs;
 use std::process::Command;
 
 use common::*;
-use deepspec_cache::{Builder, Encoding, Identity, Last, Layout, Plan, Reader, Tap, verify};
+use deepspec_cache::{Builder, Encoding, Identity, Last, Layout, Plan, Reader, verify};
+use deepspec_core::Tap;
 use deepspec_testkit::skip;
 use serde_json::Value;
 

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use common::*;
 use deepspec_cache::{
     Builder, CacheError, Encoding, Identity, Last, Layout, Part, Plan, PlannedSample, Reader, ShardWriter,
-    Tap, inspect, verify,
+    inspect, verify,
 };
+use deepspec_core::Tap;
 use proptest::prelude::*;
 
 fn assert_reads_back(dir: &Path, plan: &Plan) {

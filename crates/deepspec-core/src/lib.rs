@@ -12,4 +12,9 @@ pub mod progress;
 pub mod recipe;
 pub mod rng;
 pub mod row;
+mod slots;
 pub mod suite;
+mod tap;
+
+pub use slots::Slots;
+pub use tap::Tap;

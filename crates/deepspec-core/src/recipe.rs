@@ -13,6 +13,7 @@ use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
+use crate::Tap;
 use crate::config::{ConfigError, Document};
 use crate::env;
 
@@ -60,27 +61,7 @@ pub struct TargetRecipe {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
     /// Layers whose raw output the drafter reads; `embedding` may stand first.
-    pub layer_ids: Vec<LayerId>,
-}
-
-/// A place in the target: the embedding's output, or a decoder layer's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LayerId(pub i64);
-
-impl Serialize for LayerId {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        if self.0 == -1 { serializer.serialize_str("embedding") } else { serializer.serialize_i64(self.0) }
-    }
-}
-
-impl<'de> Deserialize<'de> for LayerId {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let value = Value::deserialize(deserializer)?;
-        let layer = value.as_i64().filter(|&id| id >= 0).or_else(|| (value == "embedding").then_some(-1));
-        layer.map(Self).ok_or_else(|| {
-            D::Error::custom(format!("{value} is no layer; expected an integer from 0, or embedding"))
-        })
-    }
+    pub layer_ids: Vec<Tap>,
 }
 
 /// The drafter: its kind, and settings that nobody but that kind can read.
@@ -296,11 +277,6 @@ impl Recipe {
         recipe.data.chat_template = recipe.data.chat_template.resolve()?;
         recipe.validate().map_err(|(key, problem)| document.error(key, problem))?;
         Ok(recipe)
-    }
-
-    /// The tapped layers; −1 is the embedding.
-    pub fn taps(&self) -> Vec<i64> {
-        self.target.layer_ids.iter().map(|id| id.0).collect()
     }
 
     /// The folder of the cache; `None` for states that are never written.

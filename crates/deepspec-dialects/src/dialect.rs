@@ -8,6 +8,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
+use deepspec_core::Tap;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -219,14 +220,15 @@ fn flat(drafter: &Drafter) -> Map<String, Value> {
     map
 }
 
-/// Strictly increasing layer ids, −1 being the embedding.
-fn layer_ids(fields: &Fields, key: &str, first: i64) -> Result<Vec<i64>, DialectError> {
+/// Strictly increasing taps; `embedding` is what stands for the embedding's output.
+fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, DialectError> {
     let ids = fields.required(key, fields.integers(key)?)?;
-    if ids.is_empty() || ids.iter().any(|&id| id < first) || ids.windows(2).any(|pair| pair[0] >= pair[1]) {
-        let problem = format!("expected strictly increasing layer ids from {first}, found {ids:?}");
-        return Err(fields.error(key, problem));
-    }
-    Ok(ids)
+    // Past 32 bits no sum overflows, and no tap is found.
+    let taps = Tap::from_layer_ids(ids.iter().map(|id| id.saturating_sub(embedding + 1)));
+    taps.filter(|taps| !taps.is_empty() && taps.windows(2).all(|pair| pair[0] < pair[1])).ok_or_else(|| {
+        let problem = format!("expected strictly increasing layer ids from {embedding}, found {ids:?}");
+        fields.error(key, problem)
+    })
 }
 
 /// The keys that only inform.

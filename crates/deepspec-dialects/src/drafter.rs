@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use deepspec_core::{Slots, Tap};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -51,25 +52,6 @@ impl fmt::Display for Family {
     }
 }
 
-/// Which token a slot of a block was trained to predict. Weights of one convention draft nonsense in the other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Slots {
-    /// Slot k predicts the token at anchor + 1 + k: γ inputs give γ drafts.
-    AfterAnchor,
-    /// Slot k predicts the token at anchor + k: slot 0 is idle, γ inputs give γ − 1 drafts.
-    AtAnchor,
-}
-
-impl fmt::Display for Slots {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::AfterAnchor => "slot k predicts anchor+1+k (all slots draft)",
-            Self::AtAnchor => "slot k predicts anchor+k (slot 0 is idle; z-lab)",
-        })
-    }
-}
-
 /// Forms of the Markov head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -110,7 +92,7 @@ pub struct Markov {
 /// A block drafter's own settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Block {
-    /// γ, inputs per block.
+    /// B, slots of a block.
     pub block_size: u64,
     /// Stands for the tokens to be predicted.
     pub mask_token_id: u64,
@@ -161,8 +143,8 @@ pub struct Drafter {
     pub draft_vocab_size: u64,
     /// Draft layers.
     pub layers: u64,
-    /// Target layers whose outputs it reads (L = output of layer L, −1 = embedding).
-    pub target_layer_ids: Vec<i64>,
+    /// Where it taps the target.
+    pub taps: Vec<Tap>,
     /// Layers of the target, where the config tells.
     pub num_target_layers: Option<u64>,
     /// The algorithm.
@@ -198,16 +180,13 @@ impl Drafter {
     pub fn drafted(&self) -> u64 {
         match self.design {
             Design::Eagle3 { steps } => steps,
-            Design::Block(block) => match block.slots {
-                Slots::AfterAnchor => block.block_size,
-                Slots::AtAnchor => block.block_size.saturating_sub(1),
-            },
+            Design::Block(block) => block.block_size.saturating_sub(block.slots.first() as u64),
         }
     }
 
     /// The layer ids as speculators and vLLM count them: the embedding's output is 0.
     pub fn aux_layer_ids(&self) -> Vec<i64> {
-        self.target_layer_ids.iter().map(|id| id + 1).collect()
+        self.taps.iter().map(|tap| tap.layer_id() + 1).collect()
     }
 
     /// Why this drafter cannot be said in `to`; `own` is its dialect. None if it can.
@@ -224,13 +203,14 @@ impl Drafter {
                 "its layers are {family}'s; only Qwen3 draft layers mean the same in all dialects"
             ));
         }
-        if let (Some(layers), Some(&id)) =
-            (self.num_target_layers, self.target_layer_ids.iter().find(|&&id| self.is_edge(id)))
+        if let (Some(layers), Some(tap)) =
+            (self.num_target_layers, self.taps.iter().find(|&&tap| self.is_edge(tap)))
         {
             let last = layers.saturating_sub(2);
             return Some(format!(
-                "layer id {id} is outside of 0 to {last}: tools differ in what they hand out for the embedding and the \
-                 last of {layers} layers (before or after the final norm)"
+                "layer id {} is outside of 0 to {last}: tools differ in what they hand out for the embedding and the \
+                 last of {layers} layers (before or after the final norm)",
+                tap.layer_id()
             ));
         }
         match self.design {
@@ -240,8 +220,9 @@ impl Drafter {
     }
 
     /// Whether this layer's state is not the same for all tools.
-    fn is_edge(&self, id: i64) -> bool {
-        id < 0 || self.num_target_layers.is_some_and(|layers| id + 1 >= layers as i64)
+    fn is_edge(&self, tap: Tap) -> bool {
+        tap == Tap::Embedding
+            || self.num_target_layers.is_some_and(|layers| tap.layer_id() + 1 >= layers as i64)
     }
 
     fn eagle3_refusal(&self, to: Dialect) -> Option<String> {
@@ -264,10 +245,10 @@ impl Drafter {
 
 fn block_refusal(block: &Block, algorithm: Algorithm, to: Dialect) -> Option<String> {
     let needs = match to {
-        // Each of its two model types has its own convention.
-        Dialect::Speculators => block.slots,
-        Dialect::Zlab => Slots::AtAnchor,
-        Dialect::Reference | Dialect::Specforge | Dialect::Modelopt => Slots::AfterAnchor,
+        // Each of the two model types of speculators has its own convention.
+        Dialect::Reference | Dialect::Speculators => block.slots,
+        Dialect::Zlab => Slots::FillIn,
+        Dialect::Specforge | Dialect::Modelopt => Slots::AnchorPredicts,
     };
     if block.slots != needs {
         return Some(format!(
@@ -278,7 +259,7 @@ fn block_refusal(block: &Block, algorithm: Algorithm, to: Dialect) -> Option<Str
     }
     match to {
         Dialect::Zlab if algorithm == Algorithm::Dspark => Some("z-lab's DFlash has no heads".into()),
-        Dialect::Speculators if block.slots == Slots::AtAnchor && algorithm == Algorithm::Dspark => {
+        Dialect::Speculators if block.slots == Slots::FillIn && algorithm == Algorithm::Dspark => {
             Some("heads beside z-lab's slots: no tool serves this".into())
         }
         Dialect::Modelopt if block.markov.is_none() => {

@@ -36,7 +36,7 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Dialect
     let read = if is_eagle3 { 2 * width } else { width };
 
     let mut found = vec![
-        ("fc.weight".to_string(), vec![width, width * drafter.target_layer_ids.len()]),
+        ("fc.weight".to_string(), vec![width, width * drafter.taps.len()]),
         ("norm.weight".into(), vec![width]),
     ];
     for layer in 0..drafter.layers {

@@ -26,7 +26,7 @@ mod write;
 pub use checkpoint::{Checkpoint, advice};
 pub use convert::{Converted, convert};
 pub use dialect::Dialect;
-pub use drafter::{Algorithm, Block, Design, Drafter, Family, Markov, MarkovKind, Obstacle, Slots};
+pub use drafter::{Algorithm, Block, Design, Drafter, Family, Markov, MarkovKind, Obstacle};
 pub use error::DialectError;
 pub use loaders::{Loader, loaders};
 pub use shards::{MAX_SHARD_BYTES, Shard, cut, write_index};

@@ -1,8 +1,9 @@
 //! Which engines load a checkpoint as it is, as far as their sources told (vLLM after PR 46995, SGLang as read in August 2026).
 
+use deepspec_core::Slots;
 use serde::Serialize;
 
-use crate::drafter::{Algorithm, Family, MarkovKind};
+use crate::drafter::{Algorithm, Drafter, Family, MarkovKind};
 use crate::{Checkpoint, Dialect};
 
 /// What one engine makes of a checkpoint.
@@ -27,19 +28,26 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     };
     vec![vllm(checkpoint), sglang(checkpoint), own]
         .into_iter()
-        .map(|loader| blocked(loader, drafter.family, checkpoint.dialect()))
+        .map(|loader| blocked(loader, drafter, checkpoint.dialect()))
         .collect()
 }
 
-/// Gemma 4 drafters are loaded by nobody yet, and the reference's layout with Llama layers is not known to others.
-fn blocked(loader: Loader, family: Family, dialect: Dialect) -> Loader {
-    match (family, dialect) {
+/// Gemma 4 drafters are loaded by nobody yet; the reference's layout with Llama layers, or with slots that fill in, is not known to
+/// others.
+fn blocked(loader: Loader, drafter: &Drafter, dialect: Dialect) -> Loader {
+    let fills_in = drafter.block().is_some_and(|block| block.slots == Slots::FillIn);
+    match (drafter.family, dialect) {
         (Family::Gemma4, _) => {
             Loader { loads: false, note: "no engine's drafter has Gemma 4 layers", ..loader }
         }
         (Family::Llama, Dialect::Reference) => {
             Loader { loads: false, note: "no engine knows this class with Llama layers", ..loader }
         }
+        (_, Dialect::Reference) if fills_in => Loader {
+            loads: false,
+            note: "in this layout engines take every slot to draft; convert to z-lab",
+            ..loader
+        },
         _ => loader,
     }
 }

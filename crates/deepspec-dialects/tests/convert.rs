@@ -72,7 +72,7 @@ fn layer_ids_are_counted_as_each_dialect_does() {
     let eagle3 = golden("eagle3_qwen3");
     let there = converted(&eagle3, Dialect::Speculators, Some(&common::target(&eagle3)));
     assert_eq!(there.config()["eagle_aux_hidden_state_layer_ids"], json!([1, 2, 3, 4, 5]));
-    assert_eq!(Checkpoint::open(there.path()).unwrap().drafter().target_layer_ids, [0, 1, 2, 3, 4]);
+    assert_eq!(Checkpoint::open(there.path()).unwrap().drafter().aux_layer_ids(), [1, 2, 3, 4, 5]);
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn ends_of_another_type_are_compared_and_restored_as_the_drafter_has_them() {
 }
 
 #[test]
-fn z_labs_slots_go_to_speculators_and_back_and_nowhere_else() {
+fn fill_in_slots_go_where_they_are_known_and_back() {
     let zlab = fixture::zlab();
     let target = target(&golden("dflash"));
     let there = converted(&zlab, Dialect::Speculators, Some(&target));
@@ -173,9 +173,18 @@ fn z_labs_slots_go_to_speculators_and_back_and_nowhere_else() {
     assert_eq!(config["speculators_model_type"], "dflash");
     assert_eq!(config["sample_from_anchor"], false);
     assert_eq!(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"], 4);
-    assert_eq!(bytes(&converted(&there, Dialect::Zlab, Some(&target))), bytes(&zlab));
-    for from in [&zlab, &there] {
-        for to in [Dialect::Reference, Dialect::Specforge, Dialect::Modelopt] {
+    let ours = converted(&zlab, Dialect::Reference, Some(&target));
+    let config = ours.config();
+    assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
+    assert_eq!(config["architectures"], json!(["Qwen3DSparkModel"]));
+    for folder in [&there, &ours] {
+        assert_eq!(Checkpoint::open(folder.path()).unwrap().drafter().drafted(), 4);
+        assert_eq!(bytes(&converted(folder, Dialect::Zlab, Some(&target))), bytes(&zlab));
+    }
+    assert_eq!(bytes(&converted(&there, Dialect::Reference, Some(&target))), bytes(&ours));
+    assert_eq!(as_is(&converted(&there, Dialect::Reference, Some(&target))), as_is(&ours));
+    for from in [&zlab, &there, &ours] {
+        for to in [Dialect::Specforge, Dialect::Modelopt] {
             let told = refusal(from, to, Some(&target));
             assert!(told.contains("the weights are not interchangeable, only the container is"), "{told}");
         }
@@ -190,7 +199,9 @@ fn speculators_without_sample_from_anchor_have_z_labs_slots() {
     let there = converted(&reference, Dialect::Speculators, Some(&target));
     for change in [json!(false), Value::Null] {
         let changed = edited(&there, |config| config["sample_from_anchor"] = change.clone());
-        let told = refusal(&changed, Dialect::Reference, Some(&target));
+        let ours = converted(&changed, Dialect::Reference, Some(&target));
+        assert_eq!(ours.config()["sample_from_anchor"], false);
+        let told = refusal(&changed, Dialect::Specforge, Some(&target));
         assert!(told.contains("not interchangeable"), "{told}");
     }
 }

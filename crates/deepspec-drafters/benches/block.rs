@@ -5,10 +5,11 @@ use std::hint::black_box;
 use std::path::Path;
 
 use criterion::{Criterion, criterion_group, criterion_main};
+use deepspec_core::{Slots, Tap};
 use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockProposer, Confidence, LossAlphas, Markov, MarkovKind, Normaliser,
-    TrainSample,
+    AnchoredBlocks, Block, BlockConfig, BlockProposer, Confidence, DraftDecoder, LossAlphas, Markov,
+    MarkovKind, Normaliser, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -32,12 +33,13 @@ fn block() -> Block {
     let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
     let ends = Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
     let config = BlockConfig {
-        model,
-        block_size: 7,
-        mask_token_id: 1023,
-        target_layer_ids: vec![1, 3, 5],
-        num_target_layers: 6,
-        num_anchors: 24,
+        decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 3, 5]).unwrap(), num_target_layers: 6 },
+        blocks: AnchoredBlocks {
+            block_size: 7,
+            slots: Slots::AnchorPredicts,
+            mask_token_id: 1023,
+            num_anchors: 24,
+        },
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 64 }),
         confidence: Some(Confidence { with_markov: true }),
     };
@@ -68,8 +70,8 @@ fn measure(criterion: &mut Criterion, memory: &str) {
     group.sample_size(20);
     group.bench_function("training pass, 4 sequences", |bench| {
         bench.iter(|| {
-            let batch = BlockBatch::new(&samples, block.config(), 4.0, Device::Cpu, Kind::Float)
-                .expect("there are anchors");
+            let batch =
+                block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("there are anchors");
             let _ = black_box(block.accumulate(&batch, &alphas, Normaliser(1000.0)));
         });
     });

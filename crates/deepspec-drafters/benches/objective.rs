@@ -14,8 +14,10 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, Confidence, LossAlphas, Markov, MarkovKind, Normaliser, TrainSample,
+    AnchoredBlocks, Block, BlockBatch, BlockConfig, Confidence, DraftDecoder, LossAlphas, Markov, MarkovKind,
+    Normaliser, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -38,12 +40,13 @@ fn block(vocab: i64) -> Block {
     let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
     let ends = Tensor::randn([vocab, WIDTH], (Kind::Float, Device::Cpu)) * 0.05;
     let config = BlockConfig {
-        model,
-        block_size: GAMMA,
-        mask_token_id: 3,
-        target_layer_ids: vec![1],
-        num_target_layers: 2,
-        num_anchors: 512,
+        decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1]).unwrap(), num_target_layers: 2 },
+        blocks: AnchoredBlocks {
+            block_size: GAMMA,
+            slots: Slots::AnchorPredicts,
+            mask_token_id: 3,
+            num_anchors: 512,
+        },
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: WIDTH }),
         confidence: Some(Confidence { with_markov: true }),
     };
@@ -59,14 +62,14 @@ fn batch(block: &Block, anchors: usize) -> BlockBatch {
     let length = (anchors + GAMMA) as i64;
     let states = || Tensor::randn([length, WIDTH], (Kind::Float, Device::Cpu));
     let sample = TrainSample {
-        input_ids: (0..length).map(|i| i * 31 % block.config().model.vocab_size).collect(),
+        input_ids: (0..length).map(|i| i * 31 % block.config().decoder.model.vocab_size).collect(),
         loss_mask: vec![true; length as usize],
         taps: states(),
         last: states(),
         last_positions: (0..length as u32).collect(),
         anchors: (0..anchors).collect(),
     };
-    BlockBatch::new(&[sample], block.config(), 4.0, Device::Cpu, Kind::Float).expect("there are anchors")
+    block.config().batch(&[sample], 4.0, Device::Cpu, Kind::Float).expect("there are anchors")
 }
 
 fn pass(block: &Block, batch: &BlockBatch, variant: &str) {

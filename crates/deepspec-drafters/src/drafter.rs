@@ -3,11 +3,13 @@
 use std::path::Path;
 
 use deepspec_core::recipe::Recipe;
+use deepspec_core::{Slots, Tap};
 use deepspec_decode::{DraftRequest, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
+use crate::anchored::AnchoredBlocks;
 use crate::trained::{PassBytes, SampleSize};
 use crate::{Normaliser, TrainSample};
 
@@ -24,8 +26,8 @@ pub struct DrafterOptions {
 
 /// A drafter that proposes: what evaluation and serving need.
 pub trait Drafter: Proposer {
-    /// Target layers whose states it reads; −1 is the embedding.
-    fn taps(&self) -> &[i64] {
+    /// Where it taps the target.
+    fn taps(&self) -> &[Tap] {
         &[]
     }
 
@@ -184,14 +186,11 @@ pub trait ExaminedDrafter {
     /// Its decoder's settings.
     fn model(&self) -> &ModelConfig;
 
-    /// Target layers that it reads.
-    fn taps(&self) -> &[i64];
+    /// Where it taps the target.
+    fn taps(&self) -> &[Tap];
 
-    /// Its mask token, if it has one.
-    fn mask_token_id(&self) -> Option<i64>;
-
-    /// γ of a drafter that drafts whole blocks behind anchors; None for one that goes token by token.
-    fn anchored_block_size(&self) -> Option<usize>;
+    /// Its blocks, where it drafts whole ones behind anchors; None for one that goes token by token.
+    fn anchored(&self) -> Option<&AnchoredBlocks>;
 
     /// Its embedding and head, both `[V, d]`.
     fn ends(&self) -> (&Tensor, &Tensor);
@@ -208,8 +207,8 @@ pub trait ExaminedDrafter {
     /// None; the signature is shared with loading.
     fn read_as(&self, reading: &Reading) -> Result<Box<dyn ExaminedDrafter>, ModelError>;
 
-    /// What it predicts of samples with anchors of whole blocks, teacher-forced; None where they are too short.
-    fn predict(&self, samples: &[TrainSample], slots: SlotConvention) -> Option<Predictions<'_>>;
+    /// What it predicts of samples with anchors of whole blocks, teacher-forced; None where they or its blocks are too short.
+    fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>>;
 }
 
 /// What is changed about how a drafter is read; the rest stays.
@@ -219,17 +218,10 @@ pub struct Reading<'a> {
     pub rope_of: Option<&'a ModelConfig>,
     /// Another mask token.
     pub mask_token_id: Option<i64>,
+    /// Another convention of slots.
+    pub slots: Option<Slots>,
     /// Another embedding and head, both `[V, d]`.
     pub ends: Option<(&'a Tensor, &'a Tensor)>,
-}
-
-/// Which token slot k of a block predicts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SlotConvention {
-    /// The one at anchor + 1 + k.
-    AnchorPredicts,
-    /// The one at anchor + k; slot 0 is unused.
-    FillIn,
 }
 
 /// Teacher-forced predictions, one position of drafted blocks after the other: R rows in all.

@@ -5,8 +5,9 @@
 //! [`Trained`] and [`Plan`]. A line in `registry.rs` makes it known.
 //!
 //! Legend: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
-//! D head dim, S slots, γ block size, r Markov rank.
+//! D head dim, S slots of an engine, A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
 
+mod anchored;
 mod block;
 mod causal;
 mod drafter;
@@ -16,14 +17,17 @@ mod registry;
 mod sample;
 mod trained;
 
+pub use anchored::{
+    Anchored, AnchoredBlocks, AnchoredProposer, AnchoredSum, BlockBatch, Drafting, LayerType,
+    anchor_candidates, eval_mask, slot_weight,
+};
 pub use block::{
-    Block, BlockBatch, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum,
-    Confidence, ConfidenceRecipe, Drafting, LayerType, Markov, MarkovKind, anchor_candidates, eval_mask,
-    slot_weight,
+    Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum, Confidence,
+    ConfidenceRecipe, Markov, MarkovKind,
 };
 pub use drafter::{
     Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Metrics, Misfit, Predictions, Reading, Settings,
-    SlotConvention, TrainableDrafter, WeightCounts,
+    TrainableDrafter, WeightCounts,
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Metrics, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
@@ -32,4 +36,4 @@ pub use eagle3::{
 pub use losses::{Dpace, Lk, LkForm, LossAlphas, LossRecipe};
 pub use registry::{is_language_model, load, load_recipe, load_saved_recipe, plan, title};
 pub use sample::{Normaliser, TrainSample};
-pub use trained::{DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer};
+pub use trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer};

@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
-use deepspec_drafters::{BlockConfig, DrafterConfig, Eagle3Config, Markov, MarkovKind};
+use deepspec_core::{Slots, Tap};
+use deepspec_drafters::{
+    AnchoredBlocks, BlockConfig, DraftDecoder, DrafterConfig, Eagle3Config, Markov, MarkovKind,
+};
 use deepspec_models::ModelConfig;
 use deepspec_testkit::golden;
 use serde_json::{Value, json};
@@ -27,31 +30,38 @@ fn a_drafter_keeps_the_targets_rope_settings() {
         (raw["rope_theta"], raw["rope_scaling"]) = (json!(12345.0), scaling);
         let target = parse(&raw).unwrap();
         let config = BlockConfig {
-            model: target.draft_decoder(&[None; 2]).unwrap(),
-            block_size: 3,
-            mask_token_id: 1,
-            target_layer_ids: vec![0, 1],
-            num_target_layers: target.layers.len(),
-            num_anchors: 8,
+            decoder: DraftDecoder {
+                model: target.draft_decoder(&[None; 2]).unwrap(),
+                taps: Tap::from_layer_ids([0, 1]).unwrap(),
+                num_target_layers: target.layers.len(),
+            },
+            blocks: AnchoredBlocks {
+                block_size: 3,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: 1,
+                num_anchors: 8,
+            },
             markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 4 }),
             confidence: None,
         };
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
         let loaded = BlockConfig::load(dir.path()).unwrap();
-        assert_eq!(loaded.model.layers, vec![target.layers[0].clone(); 2]);
-        assert_eq!(loaded.model.max_position_embeddings, target.max_position_embeddings);
-        loaded.check_fits(&target).unwrap();
+        assert_eq!(loaded.decoder.model.layers, vec![target.layers[0].clone(); 2]);
+        assert_eq!(loaded.decoder.model.max_position_embeddings, target.max_position_embeddings);
+        loaded.decoder.check_fits(&target).unwrap();
 
         let config = Eagle3Config {
-            model: target.draft_decoder(&[None]).unwrap(),
-            target_layer_ids: vec![1],
-            num_target_layers: target.layers.len(),
+            decoder: DraftDecoder {
+                model: target.draft_decoder(&[None]).unwrap(),
+                taps: Tap::from_layer_ids([1]).unwrap(),
+                num_target_layers: target.layers.len(),
+            },
             ttt_length: 3,
             step_loss_decay: 0.8,
         };
         std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
-        assert_eq!(Eagle3Config::load(dir.path()).unwrap().model.layers, [target.layers[0].clone()]);
+        assert_eq!(Eagle3Config::load(dir.path()).unwrap().decoder.model.layers, [target.layers[0].clone()]);
     }
 }
 
@@ -60,10 +70,8 @@ fn a_drafter_keeps_the_targets_rope_settings() {
 fn a_gemma4_drafters_config_is_spelled_like_the_references() {
     let mut expected = golden_config("dspark_gemma4");
     let target = parse(&golden_config("target_gemma4")).unwrap();
-    let config = BlockConfig {
-        model: target.draft_decoder(&[None; 2]).unwrap(),
-        ..BlockConfig::load(&golden::dir("dspark_gemma4")).unwrap()
-    };
+    let mut config = BlockConfig::load(&golden::dir("dspark_gemma4")).unwrap();
+    config.decoder.model = target.draft_decoder(&[None; 2]).unwrap();
     let found = Value::Object(config.to_json());
     let left_out = ["transformers_version", "dtype", "vocab_size_per_layer_input"];
     let expected = expected.as_object_mut().unwrap();
@@ -73,5 +81,5 @@ fn a_gemma4_drafters_config_is_spelled_like_the_references() {
     for (key, value) in expected {
         assert_eq!(found[key], *value, "{key}");
     }
-    assert_eq!(parse(&found).unwrap().layers, config.model.layers);
+    assert_eq!(parse(&found).unwrap().layers, config.decoder.model.layers);
 }

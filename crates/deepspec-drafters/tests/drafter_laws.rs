@@ -6,10 +6,11 @@ use std::path::Path;
 
 use common::assert_close;
 use deepspec_core::recipe::LossNormalization;
+use deepspec_core::{Slots, Tap};
 use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockProposer, DrafterConfig, Eagle3, Eagle3Batch, Eagle3Config,
-    Eagle3Objective, Eagle3Proposer, Normaliser, Supervise, TrainSample,
+    AnchoredBlocks, Block, BlockConfig, BlockProposer, DraftDecoder, DrafterConfig, Eagle3, Eagle3Batch,
+    Eagle3Config, Eagle3Objective, Eagle3Proposer, Normaliser, Supervise, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use serde_json::{Value, json};
@@ -65,14 +66,14 @@ fn at_temperature_one() -> SamplingBatch {
     SamplingBatch::new(vec![Sampling::new(1.0, 0)], Device::Cpu)
 }
 
-fn block(target: &ModelConfig, windows: &[Option<usize>]) -> Block {
+fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block {
     let config = BlockConfig {
-        model: target.draft_decoder(windows).unwrap(),
-        block_size: 5,
-        mask_token_id: 7,
-        target_layer_ids: vec![0, 2],
-        num_target_layers: 4,
-        num_anchors: 4,
+        decoder: DraftDecoder {
+            model: target.draft_decoder(windows).unwrap(),
+            taps: Tap::from_layer_ids([0, 2]).unwrap(),
+            num_target_layers: 4,
+        },
+        blocks: AnchoredBlocks { block_size: 5, slots, mask_token_id: 7, num_anchors: 4 },
         markov: None,
         confidence: None,
     };
@@ -84,13 +85,14 @@ fn block(target: &ModelConfig, windows: &[Option<usize>]) -> Block {
     std::fs::write(dir.path().join("config.json"), json).unwrap();
     deepspec_models::save(&dir.path().join("model.safetensors"), &block.checkpoint(), Kind::Float).unwrap();
     let loaded = Block::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
-    assert_eq!(loaded.config().model.layers, block.config().model.layers);
+    assert_eq!(loaded.config().decoder.model.layers, block.config().decoder.model.layers);
+    assert_eq!(loaded.config().blocks, block.config().blocks);
     loaded
 }
 
 /// Probabilities `[γ, V]` in training, of the block at each anchor.
 fn trained(block: &Block, sample: &TrainSample) -> Tensor {
-    let batch = BlockBatch::new(std::slice::from_ref(sample), block.config(), 4.0, Device::Cpu, Kind::Float);
+    let batch = block.config().batch(std::slice::from_ref(sample), 4.0, Device::Cpu, Kind::Float);
     block.base_logits(&block.hidden(&batch.unwrap())).softmax(-1, Kind::Float)
 }
 
@@ -99,34 +101,64 @@ fn blocks_decode_as_they_were_trained_with_and_without_windows() {
     let _guard = tch::no_grad_guard();
     let sample = sample(vec![9, 10, 30]);
     for target in targets() {
-        let plain = trained(&block(&target, &[None, None]), &sample);
-        // Windows of less than a block, of less than the context, and of more than all.
-        for (window, matters) in [(3, true), (12, true), (64, false)] {
-            let block = block(&target, &[Some(window), None]);
-            let expected = trained(&block, &sample);
-            if target.layers[0].attention.window.is_none() {
-                let change = (&expected - &plain).abs().max().double_value(&[]);
-                assert_eq!(change > 1e-3, matters, "window {window}: {change}");
-            }
-            let mut proposer = BlockProposer::new(block, 3);
-            let mut seen = 0;
-            for (b, &anchor) in sample.anchors.iter().enumerate() {
-                let token = Tensor::from_slice(&sample.input_ids[anchor..=anchor]);
-                let uniforms = Tensor::zeros([1, 5], (Kind::Double, Device::Cpu));
-                let context = context(&sample, seen, anchor - seen);
-                let proposal = proposer.propose(&DraftRequest {
-                    context: &context,
-                    slots: &[2],
-                    anchors: &token,
-                    uniforms: &uniforms,
-                    sampling: &at_temperature_one(),
-                });
-                let what = format!("{} window {window}, anchor {anchor}", target.family);
-                assert_close(&what, &proposal.probs.get(0), &expected.get(b as i64), 1e-5);
-                seen = anchor;
-            }
+        for slots in [Slots::AnchorPredicts, Slots::FillIn] {
+            decodes_as_trained(&target, slots, &sample);
         }
     }
+}
+
+fn decodes_as_trained(target: &ModelConfig, slots: Slots, sample: &TrainSample) {
+    let gamma = slots.drafted(5) as i64;
+    let plain = trained(&block(target, slots, &[None, None]), sample);
+    assert_eq!(plain.size()[..2], [3, gamma]);
+    // Windows of less than a block, of less than the context, and of more than all.
+    for (window, matters) in [(3, true), (12, true), (64, false)] {
+        let block = block(target, slots, &[Some(window), None]);
+        let expected = trained(&block, sample);
+        if target.layers[0].attention.window.is_none() {
+            let change = (&expected - &plain).abs().max().double_value(&[]);
+            assert_eq!(change > 1e-3, matters, "window {window}: {change}");
+        }
+        let mut proposer = BlockProposer::new(block, 3);
+        let mut seen = 0;
+        for (b, &anchor) in sample.anchors.iter().enumerate() {
+            let token = Tensor::from_slice(&sample.input_ids[anchor..=anchor]);
+            let uniforms = Tensor::zeros([1, gamma], (Kind::Double, Device::Cpu));
+            let context = context(sample, seen, anchor - seen);
+            let proposal = proposer.propose(&DraftRequest {
+                context: &context,
+                slots: &[2],
+                anchors: &token,
+                uniforms: &uniforms,
+                sampling: &at_temperature_one(),
+            });
+            let what = format!("{} {slots:?} window {window}, anchor {anchor}", target.family);
+            assert_close(&what, &proposal.probs.get(0), &expected.get(b as i64), 1e-5);
+            seen = anchor;
+        }
+    }
+}
+
+/// The slots are the same, and so are their states; what differs is which of them draft, and where their labels stand.
+#[test]
+fn a_slot_that_fills_in_learns_the_token_before() {
+    let _guard = tch::no_grad_guard();
+    let [target, _] = targets();
+    let sample = sample(vec![9, 10, 30]);
+    let pass = |slots| {
+        let block = block(&target, slots, &[None]);
+        let batch =
+            block.config().batch(std::slice::from_ref(&sample), 4.0, Device::Cpu, Kind::Float).unwrap();
+        (block.hidden(&batch), batch)
+    };
+    let ((all, ours), (filled, theirs)) = (pass(Slots::AnchorPredicts), pass(Slots::FillIn));
+    assert_close("states", &all.narrow(1, 1, 4), &filled, 1e-6);
+    // Slot k fills in what slot k − 1 predicts, from the same previous token and with the same weight.
+    let by_block = |rows: &Tensor, gamma: i64| rows.view([3, gamma]).narrow(1, 0, 4);
+    assert!(by_block(ours.labels(), 5).equal(&by_block(theirs.labels(), 4)));
+    assert!(by_block(ours.weights(), 5).equal(&by_block(theirs.weights(), 4)));
+    assert!(ours.previous().narrow(1, 0, 4).equal(theirs.previous()));
+    assert!(ours.teacher().view([3, 5, -1]).narrow(1, 0, 4).equal(&theirs.teacher().view([3, 4, -1])));
 }
 
 #[test]
@@ -146,9 +178,11 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
     let (sample, steps) = (sample(vec![]), 4);
     for target in targets() {
         let config = Eagle3Config {
-            model: target.draft_decoder(&[None, None]).unwrap(),
-            target_layer_ids: vec![1, 3],
-            num_target_layers: 4,
+            decoder: DraftDecoder {
+                model: target.draft_decoder(&[None, None]).unwrap(),
+                taps: Tap::from_layer_ids([1, 3]).unwrap(),
+                num_target_layers: 4,
+            },
             ttt_length: steps,
             step_loss_decay: 0.8,
         };
@@ -204,7 +238,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
 #[test]
 fn gemma4_layer_scalars_are_saved_and_not_trained() {
     let [_, gemma4] = targets();
-    let block = block(&gemma4, &[None, None]);
+    let block = block(&gemma4, Slots::AnchorPredicts, &[None, None]);
     let scalars = |tensors: &[(String, Tensor)]| {
         tensors.iter().filter(|(name, _)| name.ends_with("layer_scalar")).count()
     };
@@ -216,9 +250,11 @@ fn gemma4_layer_scalars_are_saved_and_not_trained() {
 fn eagle3_gradients_add_over_sequences() {
     let [target, _] = targets();
     let config = Eagle3Config {
-        model: target.draft_decoder(&[None]).unwrap(),
-        target_layer_ids: vec![1, 3],
-        num_target_layers: 4,
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids([1, 3]).unwrap(),
+            num_target_layers: 4,
+        },
         ttt_length: 3,
         step_loss_decay: 0.8,
     };
@@ -277,11 +313,9 @@ fn eagle3_gradients_are_autograds() {
     model.vocab_size = VOCAB;
     let width = model.hidden_size;
     let config = Eagle3Config {
-        target_layer_ids: vec![1, 3],
-        num_target_layers: 4,
+        decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 3]).unwrap(), num_target_layers: 4 },
         ttt_length: 3,
         step_loss_decay: 0.8,
-        model,
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,

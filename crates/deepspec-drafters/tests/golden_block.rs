@@ -5,8 +5,7 @@ mod common;
 use common::{assert_close, device, tensor};
 use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch, kept_lengths};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockProposer, BlockSum, LossAlphas, Normaliser, TrainSample, anchor_candidates,
-    eval_mask,
+    Block, BlockProposer, BlockSum, LossAlphas, Normaliser, TrainSample, anchor_candidates, eval_mask,
 };
 use deepspec_testkit::golden::Case;
 use tch::{Device, Kind, Tensor};
@@ -39,7 +38,7 @@ fn alpha(case: &Case, name: &str) -> f64 {
 fn check_training(name: &str) {
     let case = Case::load(name);
     let block = Block::load(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
-    let gamma = block.config().block_size;
+    let gamma = block.config().blocks.drafted();
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
     }
@@ -58,13 +57,13 @@ fn check_training(name: &str) {
     assert_eq!(Vec::<i64>::try_from(kept(&case, "eval_mask").reshape([-1])).unwrap(), masks);
 
     let decay = alpha(&case, "loss_decay_gamma");
-    let batch = BlockBatch::new(&samples, block.config(), decay, device(), Kind::Float).unwrap();
+    let batch = block.config().batch(&samples, decay, device(), Kind::Float).unwrap();
     let hidden = block.hidden(&batch);
     assert_close("output_hidden", &hidden.to_device(Device::Cpu), &kept(&case, "output_hidden"), FORWARD);
-    let features = block.markov_features(&hidden, batch.previous());
+    let features = block.features(&hidden, batch.previous());
     let supervised = kept(&case, "eval_mask").reshape([-1]).nonzero().squeeze_dim(1);
     let rows = |t: &Tensor| t.to_device(Device::Cpu).flatten(0, 1).index_select(0, &supervised);
-    let logits = block.corrected_logits(&hidden, features.as_ref().map(|(_, f)| f));
+    let logits = block.slot_logits(&hidden, features.as_ref().map(|(_, f)| f));
     assert_close("draft_logits", &rows(&logits), &rows(&kept(&case, "draft_logits")), FORWARD);
     if let Some(confidence) = block.confidence_logits(&hidden, features.as_ref().map(|(e, _)| e)) {
         assert_close("confidence_pred", &rows(&confidence), &rows(&kept(&case, "confidence_pred")), FORWARD);
@@ -125,7 +124,7 @@ fn check_inference(name: &str) {
     let _guard = tch::no_grad_guard();
     let case = Case::load(name);
     let block = Block::load(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
-    let gamma = block.config().block_size;
+    let gamma = block.config().blocks.drafted();
     // Slot 1 of 2, so that slot indexing matters.
     let mut proposer = BlockProposer::new(block, 2);
     let uniforms = Tensor::zeros([1, gamma as i64], (Kind::Double, device()));

@@ -5,9 +5,10 @@ mod slow;
 
 use std::path::Path;
 
+use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockSum, Confidence, Dpace, Lk, LkForm, LossAlphas, Markov, MarkovKind,
-    Normaliser, TrainSample,
+    AnchoredBlocks, Block, BlockBatch, BlockConfig, BlockSum, Confidence, Dpace, DraftDecoder, Lk, LkForm,
+    LossAlphas, Markov, MarkovKind, Normaliser, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -50,12 +51,13 @@ fn block(shape: Shape) -> Block {
     let ends = |seed| (noise(seed, [shape.vocab, 24]) * 0.3).to_kind(shape.kind);
     let (embed, head) = (ends(7), ends(8));
     let config = BlockConfig {
-        model,
-        block_size: GAMMA,
-        mask_token_id: 3,
-        target_layer_ids: vec![1, 2],
-        num_target_layers: 4,
-        num_anchors: shape.anchors,
+        decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 2]).unwrap(), num_target_layers: 4 },
+        blocks: AnchoredBlocks {
+            block_size: GAMMA,
+            slots: Slots::AnchorPredicts,
+            mask_token_id: 3,
+            num_anchors: shape.anchors,
+        },
         markov: shape.markov.map(|kind| Markov { kind, rank: 8 }),
         confidence: shape.confidence.map(|with_markov| Confidence { with_markov }),
     };
@@ -84,7 +86,7 @@ fn batch(block: &Block, shape: Shape) -> BlockBatch {
         anchors: (0..length as usize).filter(|i| i % 23 > 4 && (i + 1) % 23 > 4).step_by(3).collect(),
     };
     let samples: Vec<TrainSample> = (0..2).map(sample).collect();
-    BlockBatch::new(&samples, block.config(), 4.0, Device::Cpu, shape.kind).unwrap()
+    block.config().batch(&samples, 4.0, Device::Cpu, shape.kind).unwrap()
 }
 
 fn gradients(block: &Block) -> Vec<(String, Tensor)> {
@@ -219,7 +221,7 @@ fn a_token_that_all_blocks_begin_with_gets_its_whole_gradient() {
             last_positions: (0..length as u32).collect(),
             anchors: (0..500).collect(),
         };
-        let batch = BlockBatch::new(&[sample], block.config(), 4.0, Device::Cpu, kind).unwrap();
+        let batch = block.config().batch(&[sample], 4.0, Device::Cpu, kind).unwrap();
         let _ = block.accumulate(&batch, &DSPARK, Normaliser(NORMALISER));
         let found = gradients(&block).into_iter().find(|(name, _)| name == "markov_head.markov_w1.weight");
         found.unwrap().1.get(5)
@@ -292,7 +294,7 @@ fn a_block_that_is_mostly_padding_is_finite() {
         anchors,
     };
     let samples = [sample(2, vec![0]), sample(60, vec![3, 57, 58])];
-    let batch = BlockBatch::new(&samples, block.config(), 4.0, Device::Cpu, Kind::Float).unwrap();
+    let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).unwrap();
     let sums = block.accumulate(&batch, &DSPARK, Normaliser(NORMALISER));
     assert!(sums.isfinite().all().int64_value(&[]) == 1, "{sums:?}");
     for (name, gradient) in gradients(&block) {

@@ -76,7 +76,7 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     let windows = |changes: &[&str]| {
         let recipe = read(MINIMAL, changes).unwrap();
         let block: BlockRecipe = serde_json::from_value(recipe.drafter.settings).unwrap();
-        block.windows().collect::<Vec<_>>()
+        block.layers().windows().collect::<Vec<_>>()
     };
     assert_eq!(windows(&[]), [None, None]);
     assert_eq!(windows(&["drafter.dspark.sliding_window=9"]), [Some(9), Some(9)]);

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use deepspec_core::{Slots, Tap};
 use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockProposer, Markov, MarkovKind, TrainSample, anchor_candidates,
-    eval_mask, slot_weight,
+    AnchoredBlocks, Block, BlockConfig, BlockProposer, DraftDecoder, Markov, MarkovKind, TrainSample,
+    anchor_candidates, eval_mask, slot_weight,
 };
 use deepspec_models::ModelConfig;
 use serde_json::json;
@@ -24,12 +25,17 @@ fn bigrams(follower: impl Fn(i64) -> i64) -> Block {
     });
     let target = ModelConfig::parse(Path::new("config.json"), raw.as_object().cloned().unwrap()).unwrap();
     let config = BlockConfig {
-        model: target.draft_decoder(&[None]).unwrap(),
-        block_size: GAMMA,
-        mask_token_id: MASK,
-        target_layer_ids: vec![0],
-        num_target_layers: 2,
-        num_anchors: 4,
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids([0]).unwrap(),
+            num_target_layers: 2,
+        },
+        blocks: AnchoredBlocks {
+            block_size: GAMMA,
+            slots: Slots::AnchorPredicts,
+            mask_token_id: MASK,
+            num_anchors: 4,
+        },
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: VOCAB }),
         confidence: None,
     };
@@ -83,10 +89,10 @@ fn the_markov_head_reads_the_token_before_each_label() {
         last_positions: (0..12).collect(),
         anchors: vec![0, 5],
     };
-    let batch = BlockBatch::new(&[sample], block.config(), 4.0, Device::Cpu, Kind::Float).unwrap();
+    let batch = block.config().batch(&[sample], 4.0, Device::Cpu, Kind::Float).unwrap();
     let hidden = block.hidden(&batch);
-    let (_, features) = block.markov_features(&hidden, batch.previous()).unwrap();
-    let best = block.corrected_logits(&hidden, Some(&features)).argmax(-1, false);
+    let (_, features) = block.features(&hidden, batch.previous()).unwrap();
+    let best = block.slot_logits(&hidden, Some(&features)).argmax(-1, false);
     let labels = [&text[1..=GAMMA], &text[6..6 + GAMMA]].concat();
     assert_eq!(Vec::<i64>::try_from(best.reshape([-1])).unwrap(), labels);
 }

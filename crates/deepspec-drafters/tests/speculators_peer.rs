@@ -11,7 +11,7 @@ use std::process::Command;
 use common::{assert_close, noise};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_dialects::{Checkpoint, Dialect, Target, convert};
-use deepspec_drafters::{Block, BlockBatch, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample};
+use deepspec_drafters::{Block, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample};
 use deepspec_models::{ModelConfig, Weights, save};
 use deepspec_testkit::{golden, skip};
 use serde_json::{Value, json};
@@ -89,11 +89,11 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
         return vec![("logits", model.draft_logits(&model.states(&batch)[0]))];
     }
     let block = Block::load(dir, Device::Cpu, Kind::Float).unwrap();
-    let batch = BlockBatch::new(&samples, block.config(), 1.0, Device::Cpu, Kind::Float).unwrap();
+    let batch = block.config().batch(&samples, 1.0, Device::Cpu, Kind::Float).unwrap();
     let hidden = block.hidden(&batch);
-    let heads = block.markov_features(&hidden, batch.previous());
+    let heads = block.features(&hidden, batch.previous());
     let (e, features) = (heads.as_ref().map(|(e, _)| e), heads.as_ref().map(|(_, features)| features));
-    let mut found = vec![("logits", block.corrected_logits(&hidden, features))];
+    let mut found = vec![("logits", block.slot_logits(&hidden, features))];
     found.extend(block.confidence_logits(&hidden, e).map(|logits| ("confidence", logits)));
     found.push(("hidden", hidden));
     found
@@ -115,7 +115,7 @@ fn speculators_loads_converted_drafters_and_computes_the_same() {
         let converted = convert(&source, Dialect::Speculators, Some(&target)).unwrap();
         converted.write(&place.join("speculators"), false).unwrap();
         given(
-            &sample(&ModelConfig::load(&drafter).unwrap(), source.drafter().target_layer_ids.len()),
+            &sample(&ModelConfig::load(&drafter).unwrap(), source.drafter().taps.len()),
             &place.join("given.safetensors"),
         );
         for file in ["speculators", "given.safetensors", "out.safetensors"] {
@@ -128,7 +128,7 @@ fn speculators_loads_converted_drafters_and_computes_the_same() {
         let place = root.path().join(case);
         let theirs = Tensor::read_safetensors(place.join("out.safetensors")).unwrap();
         let drafter = place.join("drafter");
-        let taps = Checkpoint::open(&drafter).unwrap().drafter().target_layer_ids.len();
+        let taps = Checkpoint::open(&drafter).unwrap().drafter().taps.len();
         let found = ours(&drafter, sample(&ModelConfig::load(&drafter).unwrap(), taps));
         assert_eq!(found.len(), theirs.len(), "{case}");
         for (name, own) in found {

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_decode::{Feed, Forwarded, Part, Target, Upload, Uploaded};
 use tch::{Device, Kind, Tensor};
@@ -29,7 +30,7 @@ pub struct TargetOptions {
     /// Sequences it holds at once.
     pub slots: usize,
     /// Layers whose raw output is captured, strictly increasing; −1 is the embedding's output.
-    pub taps: Vec<i64>,
+    pub taps: Vec<Tap>,
 }
 
 /// A causal language model of any family.
@@ -40,7 +41,7 @@ pub struct TargetModel {
     norm: RmsNorm,
     ropes: Ropes,
     cache: KvCache,
-    taps: Vec<i64>,
+    taps: Vec<Tap>,
     kind: Kind,
     device: Device,
 }
@@ -171,12 +172,12 @@ impl TargetModel {
         let rotations = self.ropes.at(plan.positions(), self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
-        if self.taps.first() == Some(&-1) {
+        if self.taps.first() == Some(&Tap::Embedding) {
             captured.push(x.shallow_clone());
         }
         for (i, layer) in self.layers.iter().enumerate() {
             x = layer.forward(&x, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv));
-            if self.taps.contains(&(i as i64)) {
+            if self.taps.contains(&Tap::Layer(i as u32)) {
                 captured.push(x.shallow_clone());
             }
         }
@@ -286,13 +287,14 @@ fn read_ends(weights: &Weights, names: Names, config: &ModelConfig) -> Result<(T
 ///
 /// # Errors
 /// [`ModelError::Mismatch`] with the ids found and those possible.
-pub fn check_taps(taps: &[i64], layers: usize) -> Result<(), ModelError> {
+pub fn check_taps(taps: &[Tap], layers: usize) -> Result<(), ModelError> {
     let increasing = taps.windows(2).all(|pair| pair[0] < pair[1]);
-    if increasing && taps.iter().all(|&tap| (-1..layers as i64).contains(&tap)) {
+    if increasing && taps.iter().all(|tap| tap.is_within(layers)) {
         return Ok(());
     }
     Err(ModelError::Mismatch(UsageError(format!(
-        "target layer ids {taps:?} do not fit a target of {layers} layers; expected strictly increasing ids from -1 (embedding) to {}",
+        "target layer ids {:?} do not fit a target of {layers} layers; expected strictly increasing ids from -1 (embedding) to {}",
+        Tap::layer_ids(taps),
         layers as i64 - 1
     ))))
 }

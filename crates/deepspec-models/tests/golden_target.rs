@@ -5,6 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::{assert_close, device, tensor};
+use deepspec_core::Tap;
 use deepspec_decode::{Engine, EngineOptions, Feed, Proposer, Request, Sampling, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
@@ -12,7 +13,7 @@ use tch::{Kind, Tensor};
 
 const FORWARD: f64 = 1e-4;
 
-fn load(case: &Case, taps: Vec<i64>, slots: usize) -> TargetModel {
+fn load(case: &Case, taps: Vec<Tap>, slots: usize) -> TargetModel {
     let options = TargetOptions { device: device(), kind: Kind::Float, slots, taps };
     TargetModel::load(&case.dir, &options).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -27,7 +28,7 @@ fn check_prefill(name: &str) {
     let _guard = tch::no_grad_guard();
     let case = Case::load(name);
     let layers = case.hyper("num_layers").as_i64().unwrap();
-    let mut target = load(&case, (-1..layers).collect(), 2);
+    let mut target = load(&case, Tap::from_layer_ids(-1..layers).unwrap(), 2);
     let ids = tensor(case.input("input_ids"));
     let lens: Vec<i64> =
         case.hyper("seq_lens").as_array().unwrap().iter().map(|n| n.as_i64().unwrap()).collect();
@@ -81,7 +82,7 @@ fn check_chunks_and_rollback(name: &str) {
     let _guard = tch::no_grad_guard();
     let case = Case::load(name);
     let layers = case.hyper("num_layers").as_i64().unwrap();
-    let mut target = load(&case, (0..layers - 1).collect(), 2);
+    let mut target = load(&case, Tap::from_layer_ids(0..layers - 1).unwrap(), 2);
     let prompt = tensor(case.input("decode_prompt"));
     let _ = feed(&mut target, &[(0, prompt.numel())], &prompt);
     let chunk = tensor(case.input("chunk1_ids"));
@@ -134,7 +135,7 @@ fn golden_target_gemma4_in_the_engine() {
     assert_eq!((&done[0].tokens, &done[4].tokens), (&tokens, &tokens));
 
     let _guard = tch::no_grad_guard();
-    let mut target = load(&case, vec![0, 2, 5], 2);
+    let mut target = load(&case, Tap::from_layer_ids([0, 2, 5]).unwrap(), 2);
     let ids = tensor(case.input("decode_prompt")).reshape([-1]);
     let (len, other) = (ids.numel(), tensor(case.input("chunk1_ids")).reshape([-1]));
     let (_, alone, alone_taps) = feed(&mut target, &[(1, len)], &ids);

@@ -5,6 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::{assert_close, device};
+use deepspec_core::Tap;
 use deepspec_decode::{Feed, Forwarded, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::tiny;
@@ -13,7 +14,12 @@ use tch::{Device, Kind, Tensor};
 const TOLERANCE: f64 = 1e-4;
 
 fn target(dir: &Path) -> TargetModel {
-    let options = TargetOptions { device: device(), kind: Kind::Float, slots: 3, taps: vec![-1, 0, 1, 3] };
+    let options = TargetOptions {
+        device: device(),
+        kind: Kind::Float,
+        slots: 3,
+        taps: Tap::from_layer_ids([-1, 0, 1, 3]).unwrap(),
+    };
     TargetModel::load(dir, &options).unwrap_or_else(|error| panic!("{error}"))
 }
 

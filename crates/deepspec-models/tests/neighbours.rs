@@ -7,6 +7,7 @@
 
 use std::path::Path;
 
+use deepspec_core::Tap;
 use deepspec_decode::{Feed, Forwarded, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, save};
 use proptest::prelude::*;
@@ -158,7 +159,7 @@ fn rows(target: &TargetModel, out: &Forwarded, first: usize, count: usize) -> [T
 fn difference(shape: &Shape, riders: &[Rider], own: usize) -> Option<String> {
     let dir = tempfile::tempdir().unwrap();
     shape.write(dir.path());
-    let taps = (-1..shape.layers as i64).collect();
+    let taps = Tap::from_layer_ids(-1..shape.layers as i64).unwrap();
     let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: riders.len(), taps };
     let mut target = TargetModel::load(dir.path(), &options).unwrap_or_else(|error| panic!("{error}"));
     let (history, width) = (riders[own].history, riders[own].width);

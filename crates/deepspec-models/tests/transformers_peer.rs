@@ -10,6 +10,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{assert_close, device, max_abs, tensor};
+use deepspec_core::Tap;
 use deepspec_decode::{Feed, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_testkit::golden::{self, Array};
@@ -86,8 +87,12 @@ fn reference(arguments: &[&OsStr], output: &Path) -> Option<BTreeMap<String, Arr
 fn check(dir: &Path, arrays: &BTreeMap<String, Array>, batches: &[&[usize]]) {
     let _no_grad = tch::no_grad_guard();
     let layers = ModelConfig::load(dir).unwrap().layers.len() as i64;
-    let options =
-        TargetOptions { device: device(), kind: Kind::Float, slots: 3, taps: (-1..layers).collect() };
+    let options = TargetOptions {
+        device: device(),
+        kind: Kind::Float,
+        slots: 3,
+        taps: Tap::from_layer_ids(-1..layers).unwrap(),
+    };
     let mut target = TargetModel::load(dir, &options).unwrap();
     let of = |name: &str, index: usize| tensor(&arrays[&format!("{name}{index}")]);
     for batch in batches {

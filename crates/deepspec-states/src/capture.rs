@@ -46,7 +46,8 @@ impl Capture {
         kind: Kind,
     ) -> Result<Self, StatesError> {
         let budget = Budget::new(longest, device);
-        let options = TargetOptions { device, kind, slots: budget.sequences, taps: recipe.taps() };
+        let options =
+            TargetOptions { device, kind, slots: budget.sequences, taps: recipe.target.layer_ids.clone() };
         let target = TargetModel::load(dir, &options)?;
         Ok(Self { target, budget })
     }

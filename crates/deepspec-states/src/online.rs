@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use deepspec_cache::{CacheError, Last, Part, PlannedSample, Tap};
+use deepspec_cache::{CacheError, Last, Part, PlannedSample};
+use deepspec_core::Tap;
 use tch::{Device, Kind, Tensor};
 
 use crate::dataset::LAST;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use deepspec_cache::{Encoding, Identity, Last, Layout, Tap};
+use deepspec_cache::{Encoding, Identity, Last, Layout};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::recipe::{Recipe, TemplateRecipe};
 use deepspec_drafters::DrafterPlan;
@@ -75,7 +75,7 @@ pub fn identity(
         template: template.digest(tokenizer),
         chat_template: template.name.clone(),
         system_prompt: recipe.data.default_system(template.default_system.as_deref()),
-        taps: taps(recipe)?,
+        taps: recipe.target.layer_ids.clone(),
         max_length: recipe.data.max_length,
         hidden_size: config.hidden_size as usize,
         vocab_size: config.vocab_size as usize,
@@ -116,7 +116,7 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
 /// A mistake in the recipe, by its key.
 pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dyn DrafterPlan>, StatesError> {
     let (dir, layers) = (&recipe.target.model, config.layers.len());
-    if let Some(outside) = recipe.taps().into_iter().find(|&tap| tap >= layers as i64) {
+    if let Some(outside) = recipe.target.layer_ids.iter().find(|tap| !tap.is_within(layers)) {
         let problem = format!("{dir} has no layer {outside}; its layers are 0 to {}", layers - 1);
         return Err(wrong("target.layer_ids", problem));
     }
@@ -128,14 +128,6 @@ pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dyn Drafte
         return Err(wrong("data.max_length", problem));
     }
     Ok(drafter)
-}
-
-fn taps(recipe: &Recipe) -> Result<Vec<Tap>, StatesError> {
-    let tap = |id| {
-        Tap::from_layer_id(id)
-            .ok_or_else(|| wrong("target.layer_ids", format!("{id} is no layer of any target")))
-    };
-    recipe.taps().into_iter().map(tap).collect()
 }
 
 fn wrong(key: &'static str, problem: String) -> StatesError {

@@ -41,7 +41,7 @@ fn alone(recipe: &Recipe, sample: &PlannedSample) -> (Tensor, Tensor) {
         device: Device::Cpu,
         kind: Kind::Float,
         slots: 1,
-        taps: recipe.taps(),
+        taps: recipe.target.layer_ids.clone(),
     };
     let mut target = deepspec_models::TargetModel::load(Path::new(&recipe.target.model), &options).unwrap();
     let ids: Vec<i64> = sample.input_ids.iter().map(|&id| i64::from(id)).collect();

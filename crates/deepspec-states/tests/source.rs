@@ -5,7 +5,8 @@ mod common;
 use std::fs;
 
 use common::Bench;
-use deepspec_cache::{Encoding, Last, Tap};
+use deepspec_cache::{Encoding, Last};
+use deepspec_core::Tap;
 use deepspec_states::identity;
 use deepspec_text::ChatTemplate;
 

@@ -2,7 +2,8 @@
 
 use std::io::{self, Write};
 
-use deepspec_cache::{Inspection, Manifest, Reader, Tap, TensorSummary};
+use deepspec_cache::{Inspection, Manifest, Reader, TensorSummary};
+use deepspec_core::Tap;
 use deepspec_core::usage;
 use serde_json::{Value, json};
 

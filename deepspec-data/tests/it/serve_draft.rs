@@ -3,7 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_drafters::{Block, BlockConfig, DrafterConfig, Markov, MarkovKind};
+use deepspec_core::{Slots, Tap};
+use deepspec_drafters::{
+    AnchoredBlocks, Block, BlockConfig, DraftDecoder, DrafterConfig, Markov, MarkovKind,
+};
 use deepspec_models::{ModelConfig, load_ends, save};
 use deepspec_testkit::noise;
 use serde_json::{Value, json};
@@ -16,14 +19,19 @@ use crate::process::{Server, text, tiny};
 fn untrained(dir: &Path) {
     let target = ModelConfig::load(tiny().as_ref()).unwrap();
     let config = BlockConfig {
-        block_size: 4,
-        mask_token_id: target.vocab_size - 1,
-        target_layer_ids: vec![-1, 2, 5],
-        num_target_layers: target.layers.len(),
-        num_anchors: 16,
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None; 1]).unwrap(),
+            taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
+            num_target_layers: target.layers.len(),
+        },
+        blocks: AnchoredBlocks {
+            block_size: 4,
+            slots: Slots::AnchorPredicts,
+            mask_token_id: target.vocab_size - 1,
+            num_anchors: 16,
+        },
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 16 }),
         confidence: None,
-        model: target.draft_decoder(&[None; 1]).unwrap(),
     };
     let (embed, head) = load_ends(tiny().as_ref(), &target, Device::Cpu, Kind::Float).unwrap();
     let json = serde_json::to_string(&config.to_json()).unwrap();

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
 use deepspec_dialects::{Checkpoint, Design, Dialect, Drafter, loaders};
 use serde_json::{Value, json};
@@ -74,7 +75,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         "hidden_size": drafter.hidden_size,
         "vocab_size": drafter.vocab_size,
         "draft_vocab_size": drafter.draft_vocab_size,
-        "target_layer_ids": drafter.target_layer_ids,
+        "target_layer_ids": Tap::layer_ids(&drafter.taps),
         "aux_layer_ids": drafter.aux_layer_ids(),
         "num_target_layers": drafter.num_target_layers,
         "parameters": {"trained": trained, "target": targets},
@@ -106,7 +107,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         "taps",
         format!(
             "outputs of layers {:?}{of} (as speculators and vLLM count: {:?})",
-            drafter.target_layer_ids,
+            Tap::layer_ids(&drafter.taps),
             drafter.aux_layer_ids()
         ),
     );

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::cli::Verbosity;
-use deepspec_core::usage;
+use deepspec_core::{Tap, usage};
 use deepspec_decode::{Engine, EngineOptions, Proposer};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{
@@ -161,7 +161,7 @@ fn drafter_identity(name: &str, dir: &Path, drafter: &dyn Drafter) -> Result<Dra
         config_digest: config_digest(dir)?,
         weights_digest: weights_digest(dir)?,
         block_size: drafter.block_size(),
-        taps: drafter.taps().to_vec(),
+        taps: Tap::layer_ids(drafter.taps()),
     })
 }
 

@@ -8,8 +8,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, Confidence, DrafterConfig, Eagle3, Eagle3Config, Markov, MarkovKind,
+    AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, DrafterConfig, Eagle3, Eagle3Config,
+    Markov, MarkovKind,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends, save};
 use deepspec_testkit::noise;
@@ -76,7 +78,7 @@ pub fn results(output_dir: &Path) -> Value {
 }
 
 /// The tiny target in float32.
-pub fn target(slots: usize, taps: &[i64]) -> TargetModel {
+pub fn target(slots: usize, taps: &[Tap]) -> TargetModel {
     let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots, taps: taps.to_vec() };
     TargetModel::load(&target_dir(), &options).unwrap()
 }
@@ -85,21 +87,26 @@ pub fn target(slots: usize, taps: &[i64]) -> TargetModel {
 pub fn drafter_config() -> BlockConfig {
     let target = ModelConfig::load(&target_dir()).unwrap();
     BlockConfig {
-        block_size: 5,
-        mask_token_id: target.vocab_size - 1,
-        target_layer_ids: vec![-1, 2, 5],
-        num_target_layers: target.layers.len(),
-        num_anchors: 16,
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None; 1]).unwrap(),
+            taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
+            num_target_layers: target.layers.len(),
+        },
+        blocks: AnchoredBlocks {
+            block_size: 5,
+            slots: Slots::AnchorPredicts,
+            mask_token_id: target.vocab_size - 1,
+            num_anchors: 16,
+        },
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
         confidence: Some(Confidence { with_markov: true }),
-        model: target.draft_decoder(&[None; 1]).unwrap(),
     }
 }
 
 /// Writes a checkpoint with fresh weights, changed by `edit`.
 pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor) -> Tensor) {
     fs::create_dir_all(dir).unwrap();
-    let shape = [config.model.vocab_size, config.model.hidden_size];
+    let shape = [config.decoder.model.vocab_size, config.decoder.model.hidden_size];
     let config_json = serde_json::to_string(&config.to_json()).unwrap();
     let small = Tensor::from_slice(&noise(1, (shape[0] * shape[1]) as usize)).view(shape) * 0.02;
     let block = Block::fresh(config, &small, &small, 1, Kind::Float).unwrap();
@@ -113,11 +120,13 @@ pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor
 pub fn write_eagle3(dir: &Path) {
     let target = ModelConfig::load(&target_dir()).unwrap();
     let config = Eagle3Config {
-        target_layer_ids: vec![0, 2, 5],
-        num_target_layers: target.layers.len(),
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None, None]).unwrap(),
+            taps: Tap::from_layer_ids([0, 2, 5]).unwrap(),
+            num_target_layers: target.layers.len(),
+        },
         ttt_length: 4,
         step_loss_decay: 0.8,
-        model: target.draft_decoder(&[None, None]).unwrap(),
     };
     let (embed, head) = load_ends(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
     let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float).unwrap();
@@ -140,7 +149,7 @@ pub fn write_confident_drafter<'a>(
     edit: impl Fn(&str, Tensor) -> Tensor,
 ) {
     let config = drafter_config();
-    let vocab = config.model.vocab_size;
+    let vocab = config.decoder.model.vocab_size;
     let counts = Tensor::full([vocab, vocab], 5e-4, (Kind::Float, Device::Cpu)); // [previous, next]
     for text in texts {
         let pair = |offset: i64| Tensor::from_slice(&text[offset as usize..text.len() - 1 + offset as usize]);

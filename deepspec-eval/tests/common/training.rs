@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use deepspec_core::Tap;
 use deepspec_decode::{Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
 use deepspec_drafters::{BlockProposer, DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends, stop_ids};
@@ -75,13 +76,13 @@ impl Lessons {
         found
     }
 
-    fn model(&self, slots: usize, taps: &[i64]) -> TargetModel {
+    fn model(&self, slots: usize, taps: &[Tap]) -> TargetModel {
         let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots, taps: taps.to_vec() };
         TargetModel::load(&self.target, &options).unwrap()
     }
 
     /// The answers with the target's states of them; `lay` makes taps and last states of a forward.
-    pub fn samples(&self, taps: &[i64], lay: impl Fn(Forwarded) -> (Tensor, Tensor)) -> Vec<TrainSample> {
+    pub fn samples(&self, taps: &[Tap], lay: impl Fn(Forwarded) -> (Tensor, Tensor)) -> Vec<TrainSample> {
         let _no_grad = tch::no_grad_guard();
         let mut model = self.model(1, taps);
         let sample = |(ids, prompt): (Vec<i64>, usize)| {

@@ -7,8 +7,9 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_cache::{
-    Builder, CacheError, Encoding, Identity, Last, Layout, Manifest, Plan, PlannedSample, Reader, Tap, verify,
+    Builder, CacheError, Encoding, Identity, Last, Layout, Manifest, Plan, PlannedSample, Reader, verify,
 };
+use deepspec_core::Tap;
 use deepspec_core::digest;
 use deepspec_testkit::folder;
 use serde_json::Value;

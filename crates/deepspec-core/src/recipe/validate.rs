@@ -39,8 +39,7 @@ impl Recipe {
         if self.train.max_grad_norm.is_nan() || self.train.max_grad_norm <= 0.0 {
             return Err(("train.max_grad_norm", format!("{} is not positive", self.train.max_grad_norm)));
         }
-        if self.target.layer_ids.is_empty()
-            || self.target.layer_ids.windows(2).any(|pair| pair[0].0 >= pair[1].0)
+        if self.target.layer_ids.is_empty() || self.target.layer_ids.windows(2).any(|pair| pair[0] >= pair[1])
         {
             return Err((
                 "target.layer_ids",
@@ -100,6 +99,7 @@ impl DataRecipe {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Tap;
     use crate::config::{self, Document};
     use crate::recipe::Precision;
 
@@ -122,7 +122,7 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
     #[test]
     fn a_minimal_recipe_takes_the_defaults_and_survives_a_round_trip() {
         let recipe = read(MINIMAL, &["train.lr=3e-4", "train.precision=fp32"]).unwrap();
-        assert_eq!(recipe.taps(), [-1, 1, 3]);
+        assert_eq!(Tap::layer_ids(&recipe.target.layer_ids), [-1, 1, 3]);
         assert_eq!((recipe.seed, recipe.train.lr, recipe.train.precision), (42, 3e-4, Precision::Fp32));
         assert_eq!(
             (recipe.drafter.kind.as_str(), &recipe.drafter.settings["block_size"]),
@@ -141,7 +141,7 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         wrong("drafter.eagle3={}", "`drafter`: 2 kinds of drafters; expected one");
         wrong("train.global_batch_size=0", "train.global_batch_size");
         wrong("target.layer_ids=[3, 1]", "strictly increasing");
-        wrong("target.layer_ids=[-1]", "expected an integer from 0, or embedding");
+        wrong("target.layer_ids=[-2]", "expected a layer number or `embedding`");
         wrong("data.states=disk", "cache");
         wrong("data.states=online", "`data.input`: states that are computed while training need");
         wrong("data.states={hybrid: a}", "`data.input`");

@@ -1,10 +1,11 @@
 //! The container of z-lab's DFlash: decoder at the top level, `dflash_config` beside it, no embedding and no head. SpecForge
 //! and ModelOpt put DSpark into it, each in its own way.
 
+use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
 
-use super::{Dialect, confidence, decoder, flat, layer_ids, markov, mask_token, notes};
-use crate::drafter::{Block, Design, Drafter, Obstacle, Slots};
+use super::{Dialect, confidence, decoder, flat, markov, mask_token, notes, taps};
+use crate::drafter::{Block, Design, Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::{DialectError, Tensors};
 
@@ -45,9 +46,9 @@ pub fn read(
     let markov = if dialect == Dialect::Zlab { None } else { markov(&inner)? };
     let shifted = inner.flag("shift_label")?;
     let slots = match dialect {
-        Dialect::Zlab if !shifted.unwrap_or(false) => Slots::AtAnchor,
-        _ if shifted == Some(false) => Slots::AtAnchor,
-        _ => Slots::AfterAnchor,
+        Dialect::Zlab if !shifted.unwrap_or(false) => Slots::FillIn,
+        _ if shifted == Some(false) => Slots::FillIn,
+        _ => Slots::AnchorPredicts,
     };
     let confidence_with_markov = match dialect {
         Dialect::Modelopt => inner.flag("use_confidence_head")?.unwrap_or(false).then_some(true),
@@ -72,7 +73,7 @@ pub fn read(
         vocab_size: decoder.vocab_size,
         draft_vocab_size: decoder.vocab_size,
         layers: decoder.layers,
-        target_layer_ids: layer_ids(&inner, "target_layer_ids", -1)?,
+        taps: taps(&inner, "target_layer_ids", -1)?,
         num_target_layers: fields.size("num_target_layers")?,
         design,
         notes: notes(fields),
@@ -108,11 +109,9 @@ pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
     let decoder = decoder(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"])?;
     let inner = fields.object("eagle_config")?;
     let key = "eagle_aux_hidden_state_layer_ids";
-    let taps = match &inner {
+    let found = match &inner {
         // Counted from the embedding.
-        Some(inner) if inner.map.contains_key(key) => {
-            layer_ids(inner, key, 0)?.iter().map(|id| id - 1).collect()
-        }
+        Some(inner) if inner.map.contains_key(key) => taps(inner, key, 0)?,
         _ => vec![],
     };
     let obstacle = Obstacle {
@@ -128,7 +127,7 @@ pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
         vocab_size: decoder.vocab_size,
         draft_vocab_size: fields.size("draft_vocab_size")?.unwrap_or(decoder.vocab_size),
         layers: decoder.layers,
-        target_layer_ids: taps,
+        taps: found,
         num_target_layers: fields.size("num_target_layers")?,
         // The config does not tell how far it drafts.
         design: Design::Eagle3 { steps: fields.size("ttt_length")?.unwrap_or(7) },
@@ -144,7 +143,7 @@ pub fn config(drafter: &Drafter, dialect: Dialect) -> Map<String, Value> {
     let mut inner = Map::new();
     let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
     put("mask_token_id", block.mask_token_id.into());
-    put("target_layer_ids", drafter.target_layer_ids.clone().into());
+    put("target_layer_ids", Tap::layer_ids(&drafter.taps).into());
     let rank = block.markov.map_or(0, |markov| markov.rank);
     let kind = block.markov.map_or("vanilla", |markov| markov.kind.name());
     let architecture = match dialect {

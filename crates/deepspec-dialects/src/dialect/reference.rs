@@ -1,17 +1,19 @@
 //! The reference's own layout: everything at the top level, embedding and head within.
 
+use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value};
 
-use super::{confidence, decoder, flat, layer_ids, markov, mask_token, notes};
+use super::{confidence, decoder, flat, markov, mask_token, notes, taps};
 use crate::DialectError;
-use crate::drafter::{Block, Design, Drafter, Family, Slots};
+use crate::drafter::{Block, Design, Drafter, Family};
 use crate::fields::Fields;
 
 /// Keys that are not the decoder's.
-const OWN: [&str; 13] = [
+const OWN: [&str; 14] = [
     "num_target_layers",
     "target_layer_ids",
     "block_size",
+    "sample_from_anchor",
     "mask_token_id",
     "markov_rank",
     "markov_head_type",
@@ -33,7 +35,10 @@ pub fn read(fields: &Fields, architecture: &str) -> Result<Drafter, DialectError
         Design::Block(Block {
             block_size: fields.required_size("block_size")?,
             mask_token_id: mask_token(fields, decoder.vocab_size)?,
-            slots: Slots::AfterAnchor,
+            slots: match fields.flag("sample_from_anchor")? {
+                Some(false) => Slots::FillIn,
+                _ => Slots::AnchorPredicts,
+            },
             markov,
             confidence_with_markov: confidence(fields, markov)?,
         })
@@ -45,7 +50,7 @@ pub fn read(fields: &Fields, architecture: &str) -> Result<Drafter, DialectError
         vocab_size: decoder.vocab_size,
         draft_vocab_size: decoder.vocab_size,
         layers: decoder.layers,
-        target_layer_ids: layer_ids(fields, "target_layer_ids", -1)?,
+        taps: taps(fields, "target_layer_ids", -1)?,
         num_target_layers: Some(fields.required_size("num_target_layers")?),
         design,
         notes: notes(fields),
@@ -62,7 +67,7 @@ pub fn config(drafter: &Drafter) -> Map<String, Value> {
     };
     let mut map = flat(drafter);
     let mut put = |key: &str, value: Value| map.insert(key.into(), value);
-    put("target_layer_ids", drafter.target_layer_ids.clone().into());
+    put("target_layer_ids", Tap::layer_ids(&drafter.taps).into());
     match drafter.design {
         Design::Eagle3 { steps } => {
             put("architectures", vec![format!("{family}Eagle3Model")].into());
@@ -73,6 +78,9 @@ pub fn config(drafter: &Drafter) -> Map<String, Value> {
             put("architectures", vec![format!("{family}DSparkModel")].into());
             put("block_size", block.block_size.into());
             put("mask_token_id", block.mask_token_id.into());
+            if block.slots == Slots::FillIn {
+                put("sample_from_anchor", false.into());
+            }
             put("markov_rank", block.markov.map_or(0, |markov| markov.rank).into());
             if let Some(markov) = block.markov {
                 put("markov_head_type", markov.kind.name().into());

@@ -1,9 +1,10 @@
 //! speculators: the decoder in `transformer_layer_config`, layer ids counted from the embedding, the verifier named.
 
+use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
 use super::{confidence, decoder, markov, mask_token, notes};
-use crate::drafter::{Algorithm, Block, Design, Drafter, Obstacle, Slots};
+use crate::drafter::{Algorithm, Block, Design, Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::{DialectError, Target, Tensors};
 
@@ -72,7 +73,7 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
             Design::Eagle3 { steps: speculative_tokens(fields)? }
         }
         "dspark" | "dflash" => {
-            let anchored = fields.flag("sample_from_anchor")?;
+            let from_anchor = fields.flag("sample_from_anchor")?;
             let markov = if model_type == "dspark" { markov(fields)? } else { None };
             let confidence_with_markov =
                 if model_type == "dspark" { confidence(fields, markov)? } else { None };
@@ -80,7 +81,7 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
                 block_size: fields.required_size("block_size")?,
                 mask_token_id: mask_token(fields, decoder.vocab_size)?,
                 // Checkpoints without the key are older than it and have z-lab's slots.
-                slots: if anchored.unwrap_or(false) { Slots::AfterAnchor } else { Slots::AtAnchor },
+                slots: if from_anchor.unwrap_or(false) { Slots::AnchorPredicts } else { Slots::FillIn },
                 markov,
                 confidence_with_markov,
             })
@@ -102,7 +103,7 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
         draft_vocab_size,
         layers: decoder.layers,
         // Their id i is the input of layer i, the output of the layer before it.
-        target_layer_ids: super::layer_ids(fields, ids, 0)?.iter().map(|id| id - 1).collect(),
+        taps: super::taps(fields, ids, 0)?,
         num_target_layers: fields.size("num_target_layers")?,
         design,
         notes: notes(fields),
@@ -136,12 +137,12 @@ fn speculative_tokens(fields: &Fields) -> Result<u64, DialectError> {
 
 pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> {
     let algorithm = drafter.algorithm();
-    let at_anchor = drafter.block().is_some_and(|block| block.slots == Slots::AtAnchor);
+    let fills_in = drafter.block().is_some_and(|block| block.slots == Slots::FillIn);
     // A DFlash with our slots goes as a DSpark without heads: that type's default is our convention, so that even a reader
     // that overlooks `sample_from_anchor` is right.
     let (model_type, class) = match algorithm {
         Algorithm::Eagle3 => ("eagle3", "Eagle3Speculator"),
-        Algorithm::Dflash if at_anchor => ("dflash", "DFlashSpeculator"),
+        Algorithm::Dflash if fills_in => ("dflash", "DFlashSpeculator"),
         Algorithm::Dflash | Algorithm::Dspark => ("dspark", "DSparkSpeculator"),
     };
     let mut layer = drafter.decoder.clone();
@@ -180,7 +181,7 @@ pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> 
             put("aux_hidden_state_layer_ids", ids);
             put("block_size", block.block_size.into());
             put("mask_token_id", block.mask_token_id.into());
-            put("sample_from_anchor", (!at_anchor).into());
+            put("sample_from_anchor", (!fills_in).into());
             if model_type == "dspark" {
                 put("markov_rank", block.markov.map_or(0, |markov| markov.rank).into());
                 put("markov_head_type", block.markov.map_or("vanilla", |markov| markov.kind.name()).into());

@@ -105,7 +105,7 @@ impl ConfidenceHead {
     pub fn new(b: &Builder, config: &BlockConfig) -> Result<Option<Self>, ModelError> {
         let Some(confidence) = config.confidence else { return Ok(None) };
         let rank = if confidence.with_markov { config.markov.map_or(0, |markov| markov.rank) } else { 0 };
-        let proj = Linear::with_bias(b, "confidence_head.proj", config.model.hidden_size + rank, 1)?;
+        let proj = Linear::with_bias(b, "confidence_head.proj", config.decoder.model.hidden_size + rank, 1)?;
         Ok(Some(Self { proj, with_markov: confidence.with_markov }))
     }
 

@@ -2,25 +2,20 @@
 
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
-use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::nn::Builder;
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
-use super::batch::{BlockBatch, anchor_candidates, eval_mask, slot_weight};
-use super::config::{BlockConfig, CLASS, Confidence};
-use super::examined;
+use super::config::{BlockConfig, Confidence};
 use super::metrics::BlockMetrics;
 use super::model::{Block, BlockParts};
-use super::proposer::BlockProposer;
 use super::recipe::BlockRecipe;
+use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates, eval_mask, slot_weight};
 use crate::losses::{LossAlphas, LossRecipe};
 use crate::registry::{Checkpoints, Part, Registration, Section, classes};
-use crate::trained::{DrafterKind, PassBytes, Plan, SampleSize, load};
-use crate::{
-    Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, SlotConvention, TrainSample,
-};
+use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 
 /// The heads, and all that stands before them.
 const PARTS: &[Part] = &[
@@ -36,7 +31,7 @@ pub const DSPARK: Registration = Registration {
     parts: PARTS,
     settings: Some(|section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?))),
     checkpoints: Some(Checkpoints {
-        classes: || classes(CLASS),
+        classes: || classes(BlockConfig::CLASS),
         hold: "a block drafter (DSpark, DFlash)",
         are_language_models: false,
         load: load::<BlockParts>,
@@ -86,14 +81,13 @@ impl Settings for BlockSettings {
     fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
         let Self { recipe: block, loss } = self;
         let config = BlockConfig {
-            model: target
-                .draft_decoder(&block.windows().take(MAX_LAYERS + 1).collect::<Vec<_>>())
-                .map_err(|error| ("layer_types", error.to_string()))?,
-            block_size: block.block_size,
-            mask_token_id: block.mask_token_id,
-            target_layer_ids: recipe.taps(),
-            num_target_layers: target.layers.len(),
-            num_anchors: block.num_anchors,
+            decoder: DraftDecoder::of_target(target, recipe, block.layers().windows())?,
+            blocks: AnchoredBlocks {
+                block_size: block.block_size,
+                slots: block.slots,
+                mask_token_id: block.mask_token_id,
+                num_anchors: block.num_anchors,
+            },
             markov: block.markov,
             confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
         };
@@ -108,6 +102,9 @@ impl Settings for BlockSettings {
         Ok(Box::new(BlockPlan::new(config, objective)))
     }
 }
+
+/// A block drafter with context histories.
+pub type BlockProposer = AnchoredProposer<BlockParts>;
 
 /// A block drafter before any weight is there.
 pub type BlockPlan = Plan<BlockParts>;
@@ -134,12 +131,12 @@ impl DrafterKind for BlockParts {
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize> {
-        choose(&anchor_candidates(loss_mask), plan.config.num_anchors)
+        choose(&anchor_candidates(loss_mask), plan.config.blocks.num_anchors)
     }
 
     fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        let slots =
-            anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, plan.config.block_size));
+        let gamma = plan.config.blocks.drafted();
+        let slots = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, gamma));
         slots.map(|k| f64::from(slot_weight(k, plan.objective.decay_gamma))).sum()
     }
 
@@ -150,12 +147,12 @@ impl DrafterKind for BlockParts {
         normaliser: Normaliser,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());
-        let batch = BlockBatch::new(samples, model.config(), objective.decay_gamma, device, kind)?;
+        let batch = model.config().batch(samples, objective.decay_gamma, device, kind)?;
         Some(model.accumulate(&batch, &objective.alphas, normaliser))
     }
 
     fn metrics(plan: &BlockPlan) -> Box<dyn Metrics> {
-        Box::new(BlockMetrics::new(plan.objective.alphas, plan.config.block_size))
+        Box::new(BlockMetrics::new(plan.objective.alphas, plan.config.blocks.drafted()))
     }
 
     fn flops(plan: &BlockPlan, samples: &[TrainSample]) -> f64 {
@@ -176,18 +173,10 @@ impl DrafterKind for BlockParts {
     }
 
     fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
-        Box::new(BlockProposer::new(model, slots))
+        Box::new(AnchoredProposer::new(model, slots))
     }
 
-    fn anchored_block_size(config: &BlockConfig) -> Option<usize> {
-        Some(config.block_size)
-    }
-
-    fn predict<'a>(
-        model: &'a Block,
-        samples: &[TrainSample],
-        slots: SlotConvention,
-    ) -> Option<Predictions<'a>> {
-        examined::predict(model, samples, slots)
+    fn predict<'a>(model: &'a Block, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+        anchored::predict(model, samples)
     }
 }

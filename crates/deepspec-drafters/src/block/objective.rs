@@ -2,92 +2,47 @@
 
 use tch::{Kind, Reduction, Tensor};
 
-use super::batch::BlockBatch;
 use super::model::Block;
 use crate::Normaliser;
-use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised, TERMS};
+use crate::anchored::{AnchoredSum, BlockBatch, sums};
+use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
 
 /// Added to every denominator.
 const DENOMINATOR_EPS: f64 = 1e-6;
 
-/// What a micro-batch leaves behind: sums that add over micro-batches and ranks.
+/// What a micro-batch leaves behind beside what all drafters of anchored blocks do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockSum {
-    /// Σ of the position weights.
-    Weight,
-    /// The numerator of all that is learned.
-    Loss,
-    /// A row loss with position weights only: one of the table of terms.
-    Term(usize),
-    /// The label's cross entropy with D-PACE's weights.
-    Dpace,
+    /// What all have.
+    Shared(AnchoredSum),
     /// The confidence's binary cross entropy with position weights.
     Confidence,
-    /// Σ 1 + Π accept rate over the blocks.
-    Tau,
-    /// Blocks.
-    Blocks,
-    /// Supervised slots.
-    Slots,
     /// Weighted |c − c*|.
     ConfidenceAbsError,
     /// Weighted c − c*.
     ConfidenceBias,
     /// Weighted Π c − Π c*.
     PrefixBias,
-    /// Σ accept rate at a position.
-    Accept(usize),
-    /// Supervised slots at a position.
-    Count(usize),
 }
 
 impl BlockSum {
-    /// The label's cross entropy.
-    pub const CE: Self = Self::Term(0);
-    /// ‖p^d − p^t‖₁.
-    pub const L1: Self = Self::Term(1);
+    /// Those of these drafters alone, in the order in which they stand.
+    pub const OWN: [Self; 4] =
+        [Self::Confidence, Self::ConfidenceAbsError, Self::ConfidenceBias, Self::PrefixBias];
 
-    /// All of them for blocks of γ positions, in the order in which they stand.
-    pub fn all(block_size: usize) -> impl Iterator<Item = Self> {
-        let terms = (0..TERMS.len()).map(Self::Term);
-        [Self::Weight, Self::Loss]
-            .into_iter()
-            .chain(terms)
-            .chain([
-                Self::Dpace,
-                Self::Confidence,
-                Self::Tau,
-                Self::Blocks,
-                Self::Slots,
-                Self::ConfidenceAbsError,
-                Self::ConfidenceBias,
-                Self::PrefixBias,
-            ])
-            .chain((0..block_size).map(Self::Accept))
-            .chain((0..block_size).map(Self::Count))
-    }
-
-    /// Where it stands among those of blocks of γ positions.
-    pub fn place(self, block_size: usize) -> usize {
-        Self::all(block_size).take_while(|other| *other != self).count()
+    /// All of them for blocks of γ drafts, in the order in which they stand.
+    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
+        AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
     }
 
     /// Its name, for messages and tests.
     pub fn name(self) -> String {
         match self {
-            Self::Weight => "weight".into(),
-            Self::Loss => "loss".into(),
-            Self::Term(term) => TERMS[term].name().into(),
-            Self::Dpace => "dpace".into(),
+            Self::Shared(sum) => sum.name(),
             Self::Confidence => "confidence".into(),
-            Self::Tau => "tau".into(),
-            Self::Blocks => "blocks".into(),
-            Self::Slots => "slots".into(),
             Self::ConfidenceAbsError => "confidence_abs_error".into(),
             Self::ConfidenceBias => "confidence_bias".into(),
             Self::PrefixBias => "prefix_bias".into(),
-            Self::Accept(position) => format!("accept@{position}"),
-            Self::Count(position) => format!("count@{position}"),
         }
     }
 }
@@ -122,11 +77,7 @@ impl Block {
             surrogate += (features * by_features).sum(Kind::Float);
         }
         let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&supervised).as_ref());
-        let bce = confidence_logits.as_ref().map(|logits| {
-            let none = None::<&Tensor>;
-            let bce = logits.binary_cross_entropy_with_logits(&accept, none, none, Reduction::None);
-            (bce * &batch.weights).sum(Kind::Float)
-        });
+        let bce = confidence_logits.as_ref().map(|logits| batch.weighted(&confidence_loss(logits, &accept)));
         if let Some(bce) = &bce {
             surrogate += bce * (alphas.confidence * scale);
         }
@@ -136,7 +87,13 @@ impl Block {
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {
                 sums.add(&losses::gradient(markov.w1()), &e.grad().flatten(0, 1));
             }
-            self.sums(batch, alphas, &output, &accept, confidence_logits.as_ref().zip(bce.as_ref()))
+            let bce = bce.map(|bce| bce.detach() * alphas.confidence);
+            let mut loss = output.column(Column::Loss).sum(Kind::Double);
+            if let Some(bce) = &bce {
+                loss += bce;
+            }
+            let own = Self::confidence_sums(batch, &accept, confidence_logits.as_ref());
+            Tensor::cat(&[batch.sums(&output, &loss, &accept), own], 0)
         })
     }
 
@@ -170,9 +127,10 @@ impl Block {
             weights: &batch.weights,
             slot_index: &batch.rows,
             counts: &batch.counts,
-            gamma: self.config().block_size as i64,
+            gamma: self.config().blocks.drafted() as i64,
             scale,
             agreement: false,
+            extra: None,
         };
         let output = losses::accumulate(self.vocabulary(), &supervised, alphas);
         if let Some((mut gradient, sum)) = w2.filter(|(gradient, _)| gradient.kind() != Kind::Float) {
@@ -181,66 +139,26 @@ impl Block {
         output
     }
 
-    /// The sums by name. `accept [R]` are the accept rates, `confidence` logits and loss of that head.
-    fn sums(
-        &self,
-        batch: &BlockBatch,
-        alphas: &LossAlphas,
-        output: &LossOutput,
-        accept: &Tensor,
-        confidence: Option<(&Tensor, &Tensor)>,
-    ) -> Tensor {
-        let gamma = self.config().block_size as i64;
-        let (device, count) = (accept.device(), accept.size()[0] as f64);
-        let by_block = |rows: &Tensor| {
-            let all = Tensor::zeros([batch.blocks as i64 * gamma], (Kind::Float, device));
-            all.index_add(0, &batch.rows, rows).view([-1, gamma])
+    /// [`BlockSum::OWN`], `[4]` float64; 0 without a confidence head. `accept [R]` are the accept rates.
+    fn confidence_sums(batch: &BlockBatch, accept: &Tensor, logits: Option<&Tensor>) -> Tensor {
+        let Some(logits) = logits else {
+            return Tensor::zeros([BlockSum::OWN.len() as i64], (Kind::Double, accept.device()));
         };
-        let weighted = |values: &Tensor| (values * &batch.weights).sum(Kind::Float);
-        let accepted = by_block(accept);
-        let survival = accepted.cumprod(1, Kind::Float); // Π accept rate · eval_mask
-        let zero = Tensor::zeros([], (Kind::Float, device));
-        let (bce, abs_error, bias, prefix_bias) = match confidence {
-            Some((logits, bce)) => {
-                let confidence = logits.sigmoid();
-                let error = &confidence - accept;
-                let prefix =
-                    (by_block(&confidence).cumprod(1, Kind::Float) - &survival) * by_block(&batch.weights);
-                (bce.detach(), weighted(&error.abs()), weighted(&error), prefix.sum(Kind::Float))
-            }
-            None => (zero.copy(), zero.copy(), zero.copy(), zero),
-        };
-        let accepted_at = accepted.sum_dim_intlist(0, false, Kind::Double);
-        let supervised_at = by_block(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
-        // Filled where it is needed: a number of the host's would have to travel.
-        let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
-        let value = |sum: BlockSum| match sum {
-            BlockSum::Weight => batch.weights.sum(Kind::Float),
-            BlockSum::Loss => output.column(Column::Loss).sum(Kind::Double) + &bce * alphas.confidence,
-            BlockSum::Term(term) => weighted(&output.column(Column::Term(term))),
-            BlockSum::Dpace => output.column(Column::Dpace).sum(Kind::Float),
-            BlockSum::Confidence => bce.shallow_clone(),
-            BlockSum::Tau => survival.sum(Kind::Double) + batch.blocks as f64,
-            BlockSum::Blocks => number(batch.blocks as f64),
-            BlockSum::Slots => number(count),
-            BlockSum::ConfidenceAbsError => abs_error.shallow_clone(),
-            BlockSum::ConfidenceBias => bias.shallow_clone(),
-            BlockSum::PrefixBias => prefix_bias.shallow_clone(),
-            BlockSum::Accept(position) => accepted_at.get(position as i64),
-            BlockSum::Count(position) => supervised_at.get(position as i64),
-        };
-        let sums = BlockSum::all(gamma as usize).map(|sum| value(sum).to_kind(Kind::Double).reshape([1]));
-        Tensor::cat(&sums.collect::<Vec<_>>(), 0)
+        let confidence = logits.sigmoid();
+        let error = &confidence - accept;
+        let survival = |rates: &Tensor| batch.by_block(rates).cumprod(1, Kind::Float);
+        let prefix = (survival(&confidence) - survival(accept)) * batch.by_block(&batch.weights);
+        sums::joined(BlockSum::OWN.into_iter().map(|sum| match sum {
+            BlockSum::Confidence => batch.weighted(&confidence_loss(logits, accept)),
+            BlockSum::ConfidenceAbsError => batch.weighted(&error.abs()),
+            BlockSum::ConfidenceBias => batch.weighted(&error),
+            _ => prefix.sum(Kind::Float),
+        }))
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sums_that_are_named_here_are_the_terms_of_that_name() {
-        assert_eq!((BlockSum::CE.name().as_str(), BlockSum::L1.name().as_str()), ("ce", "l1"));
-        assert_eq!(BlockSum::Count(6).place(7) + 1, BlockSum::all(7).count());
-    }
+/// The binary cross entropy of confidence logits against accept rates, `[R]`.
+fn confidence_loss(logits: &Tensor, accept: &Tensor) -> Tensor {
+    let none = None::<&Tensor>;
+    logits.binary_cross_entropy_with_logits(accept, none, none, Reduction::None)
 }

@@ -1,16 +1,22 @@
 //! The recipe of a block drafter.
 
+use deepspec_core::Slots;
 use deepspec_core::recipe::at_least_one;
 use serde::{Deserialize, Serialize};
 
+use crate::Misfit;
+use crate::anchored::{DraftLayers, LayerType};
 use crate::losses::LossRecipe;
 
 /// A block drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BlockRecipe {
-    /// γ, drafted tokens per block.
+    /// B, slots of a block. All of them draft, or with `slots: fill_in` all but the first.
     pub block_size: usize,
+    /// What the slots predict.
+    #[serde(default)]
+    pub slots: Slots,
     /// Decoder layers of the drafter.
     pub num_draft_layers: usize,
     /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
@@ -77,46 +83,27 @@ fn one() -> f64 {
     1.0
 }
 
-/// What a draft layer sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LayerType {
-    /// Everything.
-    FullAttention,
-    /// The last tokens.
-    SlidingAttention,
-}
-
 impl BlockRecipe {
-    /// The window of each draft layer.
-    pub fn windows(&self) -> impl Iterator<Item = Option<usize>> {
-        (0..self.num_draft_layers).map(|layer| match self.layer_types.get(layer) {
-            Some(LayerType::FullAttention) => None,
-            Some(LayerType::SlidingAttention) | None => self.sliding_window,
-        })
+    /// Its draft layers.
+    pub fn layers(&self) -> DraftLayers<'_> {
+        let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
+        DraftLayers { count: *count, sliding_window: *sliding_window, types }
     }
 
     /// Checks values against their ranges and each other.
-    pub fn check(&self) -> Result<(), (&'static str, String)> {
+    pub fn check(&self) -> Result<(), Misfit> {
         at_least_one(&[
             ("block_size", self.block_size),
             ("num_draft_layers", self.num_draft_layers),
             ("num_anchors", self.num_anchors),
             ("sliding_window", self.sliding_window.unwrap_or(1)),
         ])?;
-        let (layers, types) = (self.num_draft_layers, self.layer_types.len());
-        if types > 0 && types != layers {
-            return Err(("layer_types", format!("{types} types for {layers} draft layers")));
-        }
-        let slides = self.layer_types.contains(&LayerType::SlidingAttention);
-        match self.sliding_window {
-            None if slides => {
-                return Err(("sliding_window", "missing, though a layer is sliding_attention".into()));
-            }
-            Some(_) if types > 0 && !slides => {
-                return Err(("sliding_window", "no layer is sliding_attention; leave it out".into()));
-            }
-            _ => {}
+        self.layers().check()?;
+        if self.slots.drafted(self.block_size) == 0 {
+            return Err((
+                "block_size",
+                "must be at least 2: the first slot of fill_in drafts nothing".into(),
+            ));
         }
         if self.confidence.is_some_and(|confidence| confidence.with_markov) && self.markov.is_none() {
             return Err(("confidence.with_markov", "there is no Markov head to read from".into()));

@@ -15,8 +15,8 @@ impl Eagle3Config {
     /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in
     /// the matrix products of the columns that are computed and the rows that are supervised.
     pub fn flops(&self, samples: &[TrainSample], supervise: Supervise) -> f64 {
-        let (d, vocab) = (self.model.hidden_size as f64, self.model.vocab_size as f64);
-        let taps = self.target_layer_ids.len() as f64;
+        let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
+        let taps = self.decoder.taps.len() as f64;
         let mut products = 0.0;
         for sample in samples {
             for s in 0..self.ttt_length {
@@ -29,7 +29,7 @@ impl Eagle3Config {
                 if s == 0 {
                     products += 2.0 * count * taps * d * d;
                 }
-                for layer in &self.model.layers {
+                for layer in &self.decoder.model.layers {
                     let Heads { query, key_value, dim } = layer.attention.heads;
                     let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
                     let inner = layer.intermediate_size as f64;
@@ -44,7 +44,7 @@ impl Eagle3Config {
 
     /// Shapes of matrix products in passes over micro-batches of one size: every step has columns of its own number.
     pub fn product_shapes(&self) -> usize {
-        let steps = self.ttt_length * layer_shapes(&self.model.layers) * DIRECTIONS * PROJECTIONS;
+        let steps = self.ttt_length * layer_shapes(&self.decoder.model.layers) * DIRECTIONS * PROJECTIONS;
         // The taps need no gradient; logits and theirs come in whole chunks and the last.
         2 + steps + 2 * 2
     }
@@ -53,7 +53,7 @@ impl Eagle3Config {
     ///
     /// Steps after the first compute hardly more columns than are supervised.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
-        let (d, vocab) = (self.model.hidden_size as usize, self.model.vocab_size);
+        let (d, vocab) = (self.decoder.model.hidden_size as usize, self.decoder.model.vocab_size);
         let steps = self.ttt_length;
         let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
         let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
@@ -61,11 +61,11 @@ impl Eagle3Config {
         let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
         let norm = NORMED + bytes;
         // The supervised rows of every step are picked out and normed.
-        let mut kept = tokens * d * bytes * self.target_layer_ids.len() + rows * d * norm;
+        let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
         // Their gradients and the teacher's states.
         let objective = losses::buffer_bytes(vocab, rows, 1, false, bytes, device) + 2 * rows * d * bytes;
         let mut layers = 0;
-        for layer in &self.model.layers {
+        for layer in &self.decoder.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
             let inner = layer.intermediate_size as usize * bytes;

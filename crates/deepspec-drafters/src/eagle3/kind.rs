@@ -1,24 +1,23 @@
 //! Eagle3 as a kind of drafter.
 
+use std::iter;
+
 use deepspec_core::recipe::{LossNormalization, Recipe};
-use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::nn::Builder;
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
 use super::batch::Eagle3Batch;
-use super::config::{CLASS, Eagle3Config};
+use super::config::Eagle3Config;
 use super::metrics::Eagle3Metrics;
 use super::model::{Eagle3, Eagle3Parts};
 use super::objective::Eagle3Objective;
 use super::proposer::Eagle3Proposer;
 use super::recipe::{Eagle3Recipe, Supervise};
 use crate::registry::{Checkpoints, Part, Registration, classes};
-use crate::trained::{DrafterKind, PassBytes, Plan, SampleSize, load};
-use crate::{
-    Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, SlotConvention, TrainSample,
-};
+use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 
 /// Autoregressive drafter, trained on its own outputs.
 pub const KIND: Registration = Registration {
@@ -35,7 +34,7 @@ pub const KIND: Registration = Registration {
         Ok(Box::new(recipe))
     }),
     checkpoints: Some(Checkpoints {
-        classes: || classes(CLASS),
+        classes: || classes(Eagle3Config::CLASS),
         hold: "Eagle3",
         are_language_models: false,
         load: load::<Eagle3Parts>,
@@ -52,11 +51,8 @@ impl Settings for Eagle3Recipe {
 
     fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
         let config = Eagle3Config {
-            model: target
-                .draft_decoder(&vec![None; self.num_draft_layers.min(MAX_LAYERS + 1)])
-                .map_err(|error| ("num_draft_layers", error.to_string()))?,
-            target_layer_ids: recipe.taps(),
-            num_target_layers: target.layers.len(),
+            decoder: DraftDecoder::of_target(target, recipe, iter::repeat_n(None, self.num_draft_layers))
+                .map_err(|(_, problem)| ("num_draft_layers", problem))?,
             ttt_length: self.ttt_length,
             step_loss_decay: self.step_loss_decay,
         };
@@ -117,7 +113,7 @@ impl DrafterKind for Eagle3Parts {
         Box::new(Eagle3Proposer::new(model, slots))
     }
 
-    fn predict<'a>(model: &'a Eagle3, samples: &[TrainSample], _: SlotConvention) -> Option<Predictions<'a>> {
+    fn predict<'a>(model: &'a Eagle3, samples: &[TrainSample]) -> Option<Predictions<'a>> {
         let objective = Eagle3Objective {
             supervise: Supervise::Labels,
             step_loss_decay: 1.0,

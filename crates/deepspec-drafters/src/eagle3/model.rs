@@ -25,7 +25,7 @@ impl Eagle3Parts {
     /// # Errors
     /// A tensor is missing or misshapen.
     pub(super) fn build(b: &Builder, config: &Eagle3Config) -> Result<Self, ModelError> {
-        let c = &config.model;
+        let c = &config.decoder.model;
         let layers = c.layers.iter().enumerate();
         Ok(Self {
             layers: layers
@@ -100,7 +100,7 @@ impl Eagle3 {
             }
             let (token, rotations) = (self.embed(&step.tokens), self.rotations(&step.positions));
             for (i, (layer, history)) in self.parts.layers.iter().zip(&mut histories).enumerate() {
-                let spec = &self.config().model.layers[i].attention;
+                let spec = &self.config().decoder.model.layers[i].attention;
                 state = layer.forward(&token, &state, rotations.of(i), |qkv| {
                     history.push(qkv);
                     attend(spec, step, history, &qkv.q)

@@ -97,6 +97,7 @@ impl Eagle3 {
             gamma: 1,
             scale,
             agreement: true,
+            extra: None,
         };
         let alphas = LossAlphas { soft_ce: 1.0, ..LossAlphas::default() };
         losses::accumulate(self.vocabulary(), &supervised, &alphas)

@@ -1,5 +1,6 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
+use deepspec_core::Tap;
 use deepspec_decode::{DraftRequest, Proposal, Proposer, Upload, Uploaded};
 use deepspec_models::kv::{Chunk, KvCache, Sketch, Visibility};
 use deepspec_models::{ModelConfig, ModelError};
@@ -7,7 +8,7 @@ use tch::Tensor;
 
 use super::model::Eagle3;
 use crate::drafter::token_by_token;
-use crate::trained::DrafterConfig;
+
 use crate::{Drafter, ExaminedDrafter};
 
 /// An Eagle3 drafter with histories of committed tokens.
@@ -24,7 +25,7 @@ impl Eagle3Proposer {
     pub fn new(model: Eagle3, slots: usize) -> Self {
         let (kind, device) = (model.kind(), model.device());
         let cache = KvCache::new(&model.attentions(), slots, kind, device);
-        let states = Tensor::zeros([slots as i64, model.config().model.hidden_size], (kind, device));
+        let states = Tensor::zeros([slots as i64, model.config().decoder.model.hidden_size], (kind, device));
         Self { cache, states, block_size: model.config().ttt_length, model }
     }
 
@@ -67,12 +68,12 @@ struct Run {
 }
 
 impl Drafter for Eagle3Proposer {
-    fn taps(&self) -> &[i64] {
-        self.model.config().taps()
+    fn taps(&self) -> &[Tap] {
+        &self.model.config().decoder.taps
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        self.model.config().check_fits(target)
+        self.model.config().decoder.check_fits(target)
     }
 
     fn draft(&mut self, tokens: usize) {

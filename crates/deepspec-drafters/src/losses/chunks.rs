@@ -52,6 +52,29 @@ pub struct Supervised<'a> {
     pub scale: f64,
     /// Whether it is to be found out in which rows drafter and target prefer the same token.
     pub agreement: bool,
+    /// What is learned beside the terms.
+    pub extra: Option<&'a dyn RowObjective>,
+}
+
+/// What a kind of drafter learns of its logits beside the terms.
+pub trait RowObjective {
+    /// Columns that it finds of each row.
+    fn columns(&self) -> i64;
+
+    /// Some rows, which `span` picks of tensors over all rows, with the float32 logits of drafter and target, `[n, V]`.
+    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> RowFindings;
+}
+
+/// What a [`RowObjective`] finds of n rows, float32.
+pub struct RowFindings {
+    /// Its columns, `[n, C]`.
+    pub columns: Tensor,
+    /// Its loss with all its weights but the factor on gradients, `[n, 1]`.
+    pub loss: Tensor,
+    /// Tokens whose logits have a gradient, `[n, k]`, each once in a row.
+    pub tokens: Tensor,
+    /// Their gradients with that factor, `[n, k]`.
+    pub gradient: Tensor,
 }
 
 /// Gradients by the inputs, and what was found about each row.
@@ -75,6 +98,8 @@ pub enum Column {
     Loss,
     /// 1 where drafter and target prefer the same token; 0 where that was not asked for.
     Agreement,
+    /// One of the columns of a [`RowObjective`].
+    Extra(i64),
 }
 
 impl Column {
@@ -90,6 +115,7 @@ impl Column {
             Self::Dpace => TERMS.len() as i64,
             Self::Loss => TERMS.len() as i64 + 1,
             Self::Agreement => TERMS.len() as i64 + 2,
+            Self::Extra(column) => Self::COUNT + column,
         }
     }
 }
@@ -103,7 +129,7 @@ impl LossOutput {
 
 /// Some consecutive blocks and their rows.
 #[derive(Clone, Copy)]
-struct Span {
+pub struct Span {
     first_block: usize,
     blocks: usize,
     first_row: i64,
@@ -112,7 +138,7 @@ struct Span {
 
 impl Span {
     /// Its rows of a tensor.
-    fn of(&self, tensor: &Tensor) -> Tensor {
+    pub fn of(&self, tensor: &Tensor) -> Tensor {
         tensor.narrow(0, self.first_row, self.rows)
     }
 }
@@ -166,10 +192,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let logits = Tensor::empty([2 * largest, vocab], (kind, device));
     let biases = rows.bias.map(|_| Tensor::empty([largest, vocab], (kind, device)));
+    let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
         features: rows.bias.map(|bias| bias.features.empty_like()),
-        rows: Tensor::zeros([rows.labels.size()[0], Column::COUNT], (Kind::Float, device)),
+        rows: Tensor::zeros([rows.labels.size()[0], columns], (Kind::Float, device)),
     };
     for chunk in &chunks {
         let n = chunk.rows;
@@ -237,6 +264,7 @@ impl Logits {
             None => capped,
         };
         let target = vocabulary.cap(target.to_kind(Kind::Float));
+        let extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
         let needs = Needs { agreement: rows.agreement, ..alphas.needs() };
         let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
         let weights = span.of(rows.weights).unsqueeze(1);
@@ -244,9 +272,13 @@ impl Logits {
             let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
             LossAlphas::dpace_weights(dpace, &distances.ce, &slots, span.blocks as i64, rows.gamma)
         });
-        let Evaluated { terms, loss, coeffs } =
+        let Evaluated { terms, mut loss, coeffs } =
             alphas.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
-        let gradient = rows_of.gradient(&coeffs.scaled(rows.scale));
+        let mut gradient = rows_of.gradient(&coeffs.scaled(rows.scale));
+        if let Some(extra) = &extra {
+            let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
+            loss += &extra.loss;
+        }
         if let Some(mut bias) = bias {
             bias.copy_(&gradient);
             if let Some(slope) = slope {
@@ -259,7 +291,8 @@ impl Logits {
         let zero = distances.ce.zeros_like();
         let none = || zero.shallow_clone();
         let columns = terms.into_iter().chain([paced, Some(loss), distances.agreement]);
-        Tensor::cat(&columns.map(|column| column.unwrap_or_else(none)).collect::<Vec<_>>(), 1)
+        let columns = columns.map(|column| column.unwrap_or_else(none));
+        Tensor::cat(&columns.chain(extra.map(|extra| extra.columns)).collect::<Vec<_>>(), 1)
     }
 }
 

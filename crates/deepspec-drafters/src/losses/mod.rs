@@ -8,7 +8,9 @@ mod recipe;
 mod rows;
 mod terms;
 
-pub use chunks::{Bias, Column, LossOutput, Supervised, accumulate, buffer_bytes};
+pub use chunks::{
+    Bias, Column, LossOutput, RowFindings, RowObjective, Span, Supervised, accumulate, buffer_bytes,
+};
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use terms::{LossAlphas, TERMS};
 

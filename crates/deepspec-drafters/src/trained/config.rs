@@ -1,71 +1,112 @@
-//! What all drafters' configs have in common: a decoder like the target's, and where the target is tapped.
+//! What the configs of all trained drafters have in common: a decoder like the target's, and where the target is tapped.
 
+use std::path::Path;
+
+use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
-use deepspec_models::config::MAX_LAYERS;
+use deepspec_core::recipe::Recipe;
+use deepspec_models::config::{Fields, MAX_LAYERS};
 use deepspec_models::{ModelConfig, ModelError, check_taps};
 use serde_json::{Map, Value, json};
 
-/// Checks the decoder and the taps; the error is a key and what is wrong with it.
-pub fn check(
-    model: &ModelConfig,
-    target_layer_ids: &[i64],
-    num_target_layers: usize,
-) -> Result<(), (&'static str, String)> {
-    let layers = model.layers.len();
-    if !(1..=MAX_LAYERS).contains(&layers) {
-        return Err(("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}")));
-    }
-    if target_layer_ids.is_empty() {
-        return Err(("target_layer_ids", "at least one target layer is needed".into()));
-    }
-    check_taps(target_layer_ids, num_target_layers).map_err(|error| ("target_layer_ids", error.to_string()))
+use crate::Misfit;
+
+/// A drafter's decoder and its place at the target.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DraftDecoder {
+    /// The decoder's sizes; its layers are the draft layers.
+    pub model: ModelConfig,
+    /// Where the target is tapped, in order.
+    pub taps: Vec<Tap>,
+    /// Layers of the target.
+    pub num_target_layers: usize,
 }
 
-/// Whether `target` can be drafted for by a decoder made for a target of `num_target_layers` layers.
-///
-/// # Errors
-/// [`ModelError::Mismatch`] naming what differs.
-pub fn check_fits(
-    model: &ModelConfig,
-    num_target_layers: usize,
-    target: &ModelConfig,
-) -> Result<(), ModelError> {
-    let pairs = [
-        ("vocab_size", model.vocab_size, target.vocab_size),
-        ("hidden_size", model.hidden_size, target.hidden_size),
-        ("number of target layers", num_target_layers as i64, target.layers.len() as i64),
-    ];
-    let mut differences: Vec<String> = pairs
-        .iter()
-        .filter(|(_, drafter, target)| drafter != target)
-        .map(|(what, drafter, target)| format!("{what} {target}, the drafter was trained for {drafter}"))
-        .collect();
-    if model.family != target.family {
-        let (target, drafter) = (target.family, model.family);
-        differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
+impl DraftDecoder {
+    /// One with layers like the target's; each has the window that `windows` gives it.
+    ///
+    /// # Errors
+    /// A key of the recipe, and what is wrong with it.
+    pub fn of_target(
+        target: &ModelConfig,
+        recipe: &Recipe,
+        windows: impl Iterator<Item = Option<usize>>,
+    ) -> Result<Self, Misfit> {
+        let model = target
+            .draft_decoder(&windows.take(MAX_LAYERS + 1).collect::<Vec<_>>())
+            .map_err(|error| ("layer_types", error.to_string()))?;
+        let taps = recipe.target.layer_ids.clone();
+        Ok(Self { model, taps, num_target_layers: target.layers.len() })
     }
-    if differences.is_empty() {
-        return Ok(());
-    }
-    Err(ModelError::Mismatch(UsageError(format!(
-        "the drafter does not belong to this target: the target has {}",
-        differences.join("; ")
-    ))))
-}
 
-/// The decoder's config.json with the keys of every drafter on top.
-pub fn to_json(
-    model: &ModelConfig,
-    architecture: &str,
-    target_layer_ids: &[i64],
-    num_target_layers: usize,
-) -> Map<String, Value> {
-    let mut map = model.raw.clone();
-    map.insert("architectures".into(), json!([architecture]));
-    map.insert("num_target_layers".into(), json!(num_target_layers));
-    map.insert("target_layer_ids".into(), json!(target_layer_ids));
-    map.insert("tie_word_embeddings".into(), json!(false));
-    map.insert("dtype".into(), json!("bfloat16"));
-    map.remove("torch_dtype");
-    map
+    /// Reads it from a checkpoint's config.json.
+    ///
+    /// # Errors
+    /// If a key is missing or of a wrong type.
+    pub fn read(path: &Path, map: &Map<String, Value>) -> Result<Self, ModelError> {
+        let fields = Fields::new(path, map);
+        let (key, layers) = ("target_layer_ids", "num_target_layers");
+        let ids = fields.required(key, fields.integers(key)?)?;
+        let taps = Tap::from_layer_ids(ids.iter().copied())
+            .ok_or_else(|| fields.error(key, format!("{ids:?} are no layer ids; expected them from -1")))?;
+        let num_target_layers = fields.required(layers, fields.size(layers)?)? as usize;
+        Ok(Self { model: ModelConfig::parse(path, map.clone())?, taps, num_target_layers })
+    }
+
+    /// Checks the decoder and the taps.
+    ///
+    /// # Errors
+    /// A key and what is wrong with it.
+    pub fn check(&self) -> Result<(), Misfit> {
+        let layers = self.model.layers.len();
+        if !(1..=MAX_LAYERS).contains(&layers) {
+            return Err(("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}")));
+        }
+        if self.taps.is_empty() {
+            return Err(("target_layer_ids", "at least one target layer is needed".into()));
+        }
+        check_taps(&self.taps, self.num_target_layers)
+            .map_err(|error| ("target_layer_ids", error.to_string()))
+    }
+
+    /// Whether a target of this architecture can be drafted for.
+    ///
+    /// # Errors
+    /// [`ModelError::Mismatch`] naming what differs.
+    pub fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
+        let Self { model, num_target_layers, .. } = self;
+        let pairs = [
+            ("vocab_size", model.vocab_size, target.vocab_size),
+            ("hidden_size", model.hidden_size, target.hidden_size),
+            ("number of target layers", *num_target_layers as i64, target.layers.len() as i64),
+        ];
+        let mut differences: Vec<String> = pairs
+            .iter()
+            .filter(|(_, drafter, target)| drafter != target)
+            .map(|(what, drafter, target)| format!("{what} {target}, the drafter was trained for {drafter}"))
+            .collect();
+        if model.family != target.family {
+            let (target, drafter) = (target.family, model.family);
+            differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
+        }
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(ModelError::Mismatch(UsageError(format!(
+            "the drafter does not belong to this target: the target has {}",
+            differences.join("; ")
+        ))))
+    }
+
+    /// The decoder's config.json with the keys of every drafter on top.
+    pub fn to_json(&self, architecture: &str) -> Map<String, Value> {
+        let mut map = self.model.raw.clone();
+        map.insert("architectures".into(), json!([architecture]));
+        map.insert("num_target_layers".into(), json!(self.num_target_layers));
+        map.insert("target_layer_ids".into(), json!(Tap::layer_ids(&self.taps)));
+        map.insert("tie_word_embeddings".into(), json!(false));
+        map.insert("dtype".into(), json!("bfloat16"));
+        map.remove("torch_dtype");
+        map
+    }
 }

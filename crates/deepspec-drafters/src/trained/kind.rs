@@ -3,15 +3,17 @@
 use std::fmt::Debug;
 use std::path::Path;
 
+use deepspec_core::Tap;
 use deepspec_models::nn::{Builder, LayerSpec};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::{PassBytes, SampleSize, Trained, Transfer, config, cost};
+use super::{DraftDecoder, PassBytes, SampleSize, Trained, Transfer, cost};
+use crate::anchored::AnchoredBlocks;
 use crate::{
     Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Metrics, Normaliser, Predictions, Reading,
-    SlotConvention, TrainSample, TrainableDrafter, WeightCounts,
+    TrainSample, TrainableDrafter, WeightCounts,
 };
 
 /// The architecture of a kind of drafter, as a checkpoint's config.json gives it.
@@ -25,31 +27,37 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     /// The checkpoint's config.json.
     fn to_json(&self) -> Map<String, Value>;
 
+    /// Its class behind the prefix of a family.
+    const CLASS: &'static str;
+
     /// The class whose checkpoints these are.
-    fn architecture(&self) -> String;
+    fn architecture(&self) -> String {
+        format!("{}{}", self.model().family.prefix, Self::CLASS)
+    }
+
+    /// Its decoder and where the target is tapped.
+    fn decoder(&self) -> &DraftDecoder;
+
+    /// The same, to change it.
+    fn decoder_mut(&mut self) -> &mut DraftDecoder;
 
     /// Its decoder's sizes.
-    fn model(&self) -> &ModelConfig;
-
-    /// The same, to change them.
-    fn model_mut(&mut self) -> &mut ModelConfig;
-
-    /// Target layers whose states it reads, increasing; −1 is the embedding.
-    fn taps(&self) -> &[i64];
-
-    /// Layers of the target.
-    fn num_target_layers(&self) -> usize;
+    fn model(&self) -> &ModelConfig {
+        &self.decoder().model
+    }
 
     /// γ, drafted tokens per block.
     fn block_size(&self) -> usize;
 
-    /// Stands for the tokens to be predicted, where there is such a token.
-    fn mask_token_id(&self) -> Option<i64> {
+    /// Its blocks, where it drafts whole ones behind anchors.
+    fn anchored(&self) -> Option<&AnchoredBlocks> {
         None
     }
 
-    /// Takes another mask token.
-    fn set_mask_token_id(&mut self, _id: i64) {}
+    /// The same, to change them.
+    fn anchored_mut(&mut self) -> Option<&mut AnchoredBlocks> {
+        None
+    }
 
     /// Makes its own parts as small as they can be.
     fn shrink(&mut self) {}
@@ -57,14 +65,6 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     /// Adds what decides whether a drafter like this can take over the weights of one `from` another checkpoint, beside decoder,
     /// taps and target.
     fn transfer(&self, _from: &Self, _transfer: &mut Transfer) {}
-
-    /// Whether a target of this architecture can be drafted for.
-    ///
-    /// # Errors
-    /// [`ModelError::Mismatch`] naming what differs.
-    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        config::check_fits(self.model(), self.num_target_layers(), target)
-    }
 }
 
 /// A kind of drafter that is trained on a target's states. The type itself holds the weights that it has beside the fusion of the
@@ -118,17 +118,8 @@ pub trait DrafterKind: Sized + 'static {
     /// A drafter for `slots` sequences.
     fn drafter(model: Trained<Self>, slots: usize) -> Box<dyn Drafter>;
 
-    /// γ where blocks are drafted whole, behind anchors.
-    fn anchored_block_size(_config: &Self::Config) -> Option<usize> {
-        None
-    }
-
     /// See [`ExaminedDrafter::predict`].
-    fn predict<'a>(
-        model: &'a Trained<Self>,
-        samples: &[TrainSample],
-        slots: SlotConvention,
-    ) -> Option<Predictions<'a>>;
+    fn predict<'a>(model: &'a Trained<Self>, samples: &[TrainSample]) -> Option<Predictions<'a>>;
 }
 
 /// Loads a drafter of one kind.
@@ -164,7 +155,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig) {
         let mut config = self.config.clone();
         config.shrink();
-        let model = config.model_mut();
+        let model = &mut config.decoder_mut().model;
         (model.hidden_size, model.vocab_size) = (64, 64);
         for layer in &mut model.layers {
             (layer.hidden_size, layer.intermediate_size) = (64, 64);
@@ -269,16 +260,12 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
         self.config().model()
     }
 
-    fn taps(&self) -> &[i64] {
-        self.config().taps()
+    fn taps(&self) -> &[Tap] {
+        &self.config().decoder().taps
     }
 
-    fn mask_token_id(&self) -> Option<i64> {
-        self.config().mask_token_id()
-    }
-
-    fn anchored_block_size(&self) -> Option<usize> {
-        K::anchored_block_size(self.config())
+    fn anchored(&self) -> Option<&AnchoredBlocks> {
+        self.config().anchored()
     }
 
     fn ends(&self) -> (&Tensor, &Tensor) {
@@ -286,23 +273,24 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        self.config().check_fits(target)
+        self.config().decoder().check_fits(target)
     }
 
     fn read_as(&self, reading: &Reading) -> Result<Box<dyn ExaminedDrafter>, ModelError> {
         let mut config = self.config().clone();
         if let Some(like) = reading.rope_of {
             let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;
-            config.model_mut().layers.iter_mut().zip(&like.layers).for_each(turn);
+            config.decoder_mut().model.layers.iter_mut().zip(&like.layers).for_each(turn);
         }
-        if let Some(id) = reading.mask_token_id {
-            config.set_mask_token_id(id);
+        if let Some(blocks) = config.anchored_mut() {
+            blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
+            blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }
         let (embed, head) = reading.ends.unwrap_or_else(|| Trained::ends(self));
         Ok(Box::new(self.share_as(config, embed, head)?))
     }
 
-    fn predict(&self, samples: &[TrainSample], slots: SlotConvention) -> Option<Predictions<'_>> {
-        K::predict(self, samples, slots)
+    fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>> {
+        K::predict(self, samples)
     }
 }

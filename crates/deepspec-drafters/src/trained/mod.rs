@@ -16,11 +16,11 @@ use tch::{Device, Kind, Tensor};
 
 use checkpoint::Tensors;
 
+pub use config::DraftDecoder;
 pub use cost::{PassBytes, SampleSize};
 pub use kind::{DrafterConfig, DrafterKind, Plan, load};
 pub use transfer::Transfer;
 
-pub(crate) use config::{check, to_json};
 pub(crate) use cost::{DIRECTIONS, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, family_norms, layer_shapes};
 pub(crate) use upload::joined;
 
@@ -73,7 +73,7 @@ impl<K: DrafterKind> Trained<K> {
     ) -> Result<Self, ModelError> {
         let (model, device) = (config.model(), embed_tokens.device());
         let vocabulary = Vocabulary::new(embed_tokens, lm_head, model.embed_scale, model.logit_softcap);
-        let width = config.taps().len() as i64 * model.hidden_size;
+        let width = config.decoder().taps.len() as i64 * model.hidden_size;
         Ok(Self {
             fc: Linear::new(&b, "fc", width, model.hidden_size)?,
             parts: K::new(&b, &config)?,

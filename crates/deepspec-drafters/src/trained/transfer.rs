@@ -3,6 +3,7 @@
 use std::fmt::Debug;
 use std::path::Path;
 
+use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_models::{ModelConfig, ModelError, Weights};
 use tch::Kind;
@@ -66,8 +67,9 @@ impl<K: DrafterKind> Trained<K> {
         let there = K::Config::load(dir)?;
         let mut transfer = Transfer::default();
         transfer.decoders(there.model(), here.model());
-        transfer.compare("target_layer_ids", &there.taps(), &here.taps());
-        transfer.compare("num_target_layers", &there.num_target_layers(), &here.num_target_layers());
+        let (theirs, own) = (there.decoder(), here.decoder());
+        transfer.compare("target_layer_ids", &Tap::layer_ids(&theirs.taps), &Tap::layer_ids(&own.taps));
+        transfer.compare("num_target_layers", &theirs.num_target_layers, &own.num_target_layers);
         here.transfer(&there, &mut transfer);
         let differing = transfer.differences();
         if !differing.is_empty() {

@@ -26,9 +26,9 @@ pub fn objective(
 ) -> (Tensor, Vec<(&'static str, f64)>) {
     let hidden = block.hidden(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());
-    let features = block.markov_features(&hidden, batch.previous());
+    let features = block.features(&hidden, batch.previous());
     let (e, features) = features.map_or((None, None), |(e, f)| (Some(rows(&e)), Some(rows(&f))));
-    let logits = block.corrected_logits(&rows(&hidden), features.as_ref());
+    let logits = block.slot_logits(&rows(&hidden), features.as_ref());
     let (p, log_p) = (logits.softmax(-1, Kind::Float), logits.log_softmax(-1, Kind::Float));
     let teacher = block.base_logits(batch.teacher()).detach();
     let (q, log_q) = (teacher.softmax(-1, Kind::Float), teacher.log_softmax(-1, Kind::Float));
@@ -48,7 +48,7 @@ pub fn objective(
     });
     let paced = alphas.dpace.map(|dpace| {
         let rows = Vec::<i64>::try_from(batch.rows()).unwrap();
-        (&ce * paces(dpace, &ce.detach(), &rows, block.config().block_size as i64)).sum(Kind::Float)
+        (&ce * paces(dpace, &ce.detach(), &rows, block.config().blocks.drafted() as i64)).sum(Kind::Float)
     });
     let dpace = paced.as_ref().map(|paced| ("dpace", paced.detach()));
     let mut loss = paced.unwrap_or_else(|| weighted(&ce)) * alphas.ce

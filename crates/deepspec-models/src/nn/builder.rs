@@ -18,6 +18,8 @@ pub enum Init {
     Ones,
     /// All zeros, for biases.
     Zeros,
+    /// Of each matrix `[K, d]` ones in the first row and zeros below, for a convolution that gives back what it reads.
+    Identity,
 }
 
 enum Source<'a> {
@@ -109,6 +111,11 @@ impl<'a> Builder<'a> {
             &Source::Fresh { seed, std, device, kind } => match init {
                 Init::Ones => Tensor::ones(shape, (kind, device)),
                 Init::Zeros => Tensor::zeros(shape, (kind, device)),
+                Init::Identity => {
+                    let kernel = Tensor::zeros(shape, (kind, device));
+                    let _ = kernel.narrow(-2, 0, 1).fill_(1.0);
+                    kernel
+                }
                 Init::Normal => {
                     let seed = Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64;
                     (normal(shape, seed) * std).to_kind(kind).to_device(device)

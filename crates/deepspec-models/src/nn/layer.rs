@@ -162,6 +162,20 @@ struct Wrap {
     after: Option<RmsNorm>,
 }
 
+/// One of the two halves of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Half {
+    /// Attention.
+    Attention,
+    /// The MLP.
+    Mlp,
+}
+
+/// Nothing around a half.
+fn plainly(_: Half, normed: &Tensor, run: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
+    run(normed)
+}
+
 /// Attention and MLP, each between its norms and beside a residual.
 pub struct DecoderLayer {
     /// The attention projections.
@@ -203,8 +217,23 @@ impl DecoderLayer {
     }
 
     /// `x [N, d] -> [N, d]`; `attend` turns queries, keys and values into `[N, H·D]`.
-    pub fn forward(&self, x: &Tensor, rotation: &Rotation, attend: impl FnOnce(&Qkv) -> Tensor) -> Tensor {
-        self.forward_reading(&self.input_norm(x), x, rotation, attend)
+    pub fn forward(&self, x: &Tensor, rotation: &Rotation, attend: impl FnMut(&Qkv) -> Tensor) -> Tensor {
+        self.forward_around(x, rotation, attend, plainly)
+    }
+
+    /// The same with something around attention and MLP, between them and their norms or the residual: `around(half, normed, run)` is
+    /// called in place of `run(normed)`, all `[N, d]`.
+    pub fn forward_around(
+        &self,
+        x: &Tensor,
+        rotation: &Rotation,
+        mut attend: impl FnMut(&Qkv) -> Tensor,
+        around: impl Fn(Half, &Tensor, &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor,
+    ) -> Tensor {
+        let y = around(Half::Attention, &self.input_norm(x), &mut |read| {
+            self.attention.o_proj.forward(&attend(&self.attention.project(read, rotation)))
+        });
+        self.close(x, y, around)
     }
 
     /// `input_layernorm`, over `[N, d]`.
@@ -221,8 +250,19 @@ impl DecoderLayer {
         attend: impl FnOnce(&Qkv) -> Tensor,
     ) -> Tensor {
         let y = self.attention.o_proj.forward(&attend(&self.attention.project(read, rotation)));
+        self.close(x, y, plainly)
+    }
+
+    /// What follows the attention, which gave `y`.
+    fn close(
+        &self,
+        x: &Tensor,
+        y: Tensor,
+        around: impl Fn(Half, &Tensor, &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor,
+    ) -> Tensor {
         let x = self.attention_norms.close(x, y);
-        let x = self.mlp_norms.close(&x, self.mlp.forward(&self.mlp_norms.before.forward(&x)));
+        let y = around(Half::Mlp, &self.mlp_norms.before.forward(&x), &mut |read| self.mlp.forward(read));
+        let x = self.mlp_norms.close(&x, y);
         self.layer_scalar.as_ref().map_or_else(|| x.shallow_clone(), |scalar| &x * scalar)
     }
 }

@@ -1,5 +1,6 @@
 //! The target's states of its own answers, of all layers that a suspicion may want.
 
+use deepspec_core::Tap;
 use deepspec_decode::{Feed, Target};
 use deepspec_models::{ModelConfig, TargetModel};
 use tch::Tensor;
@@ -7,10 +8,10 @@ use tch::Tensor;
 use super::decode::Asked;
 
 /// The drafter's layers and their neighbours, as far as the target has them.
-pub fn layers(taps: &[i64], config: &ModelConfig) -> Vec<i64> {
-    let last = config.layers.len() as i64 - 1;
-    let mut layers: Vec<i64> = taps.iter().flat_map(|tap| [tap - 1, *tap, tap + 1]).collect();
-    layers.retain(|layer| (-1..=last).contains(layer));
+pub fn layers(taps: &[Tap], config: &ModelConfig) -> Vec<Tap> {
+    let mut layers: Vec<Tap> =
+        taps.iter().flat_map(|tap| [-1, 0, 1].map(|by| tap.moved(by))).flatten().collect();
+    layers.retain(|layer| layer.is_within(config.layers.len()));
     layers.sort_unstable();
     layers.dedup();
     layers
@@ -30,18 +31,18 @@ pub struct Answer {
 
 /// All answers.
 pub struct Captured {
-    layers: Vec<i64>,
+    layers: Vec<Tap>,
     width: i64,
     /// The last decoder layer.
-    top: i64,
+    top: Tap,
     /// The answers.
     pub answers: Vec<Answer>,
 }
 
 impl Captured {
     /// Runs the target over what it answered; it captures these layers.
-    pub fn new(target: &mut TargetModel, layers: &[i64], asked: &Asked) -> Self {
-        let (width, top) = (target.config().hidden_size, target.config().layers.len() as i64 - 1);
+    pub fn new(target: &mut TargetModel, layers: &[Tap], asked: &Asked) -> Self {
+        let (width, top) = (target.config().hidden_size, Tap::Layer(target.config().layers.len() as u32 - 1));
         let answers = asked.answers.iter().map(|(ids, prompt)| {
             let tokens = Tensor::from_slice(ids).to_device(target.device());
             let forwarded = target.forward(&Feed { chunks: &[(0, ids.len())], tokens });
@@ -54,18 +55,18 @@ impl Captured {
     }
 
     /// Whether these layers were captured.
-    pub fn has(&self, taps: &[i64]) -> bool {
+    pub fn has(&self, taps: &[Tap]) -> bool {
         taps.iter().all(|tap| self.layers.contains(tap))
     }
 
     /// Whether the last decoder layer is among them.
-    pub fn is_top_among(&self, taps: &[i64]) -> bool {
+    pub fn is_top_among(&self, taps: &[Tap]) -> bool {
         taps.contains(&self.top)
     }
 
     /// What a drafter with these taps reads of an answer, `[T, m·d]`; the last layer's state after the final norm if `normed`.
-    pub fn taps(&self, answer: &Answer, taps: &[i64], normed: bool) -> Tensor {
-        let of = |tap: &i64| {
+    pub fn taps(&self, answer: &Answer, taps: &[Tap], normed: bool) -> Tensor {
+        let of = |tap: &Tap| {
             if normed && *tap == self.top {
                 return answer.last.shallow_clone();
             }

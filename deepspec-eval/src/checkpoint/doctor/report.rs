@@ -74,7 +74,8 @@ impl Cause {
             }
             Self::MaskToken => "correct mask_token_id in its config.json",
             Self::Slots => {
-                "it has z-lab's slots and cannot be used here; train it anew, or serve it as DFlashDraftModel"
+                "name the other convention in its config.json: sample_from_anchor false for z-lab's (slot k predicts anchor+k), true \
+                 or nothing for the other"
             }
             Self::Rope => "give its config.json the target's RoPE settings",
             Self::Template => "evaluate as it was trained, or regenerate and train on prompts like these",

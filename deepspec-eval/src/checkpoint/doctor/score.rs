@@ -5,8 +5,9 @@
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
+use deepspec_core::{Slots, Tap};
 use deepspec_decode::Target;
-use deepspec_drafters::{DrafterOptions, ExaminedDrafter, Predictions, Reading, SlotConvention, TrainSample};
+use deepspec_drafters::{DrafterOptions, ExaminedDrafter, Predictions, Reading, TrainSample};
 use deepspec_models::{ModelError, TargetModel};
 use serde::Serialize;
 use tch::{Kind, Tensor};
@@ -29,13 +30,13 @@ pub enum Change {
     /// Nothing.
     None,
     /// Its taps are other layers.
-    Taps(Vec<i64>),
+    Taps(Vec<Tap>),
     /// The last layer's state is taken after the final norm.
     FinalNorm,
     /// Another mask token.
     Mask(i64),
-    /// Slot k predicts the token at anchor + k.
-    Slots,
+    /// Its slots predict what those of the other convention do.
+    Slots(Slots),
     /// The target's rotary settings.
     Rope,
     /// The target's embedding and head.
@@ -170,21 +171,19 @@ pub fn score(
     let changed = drafter.read_as(&match change {
         Change::Rope => Reading { rope_of: Some(&like), ..Reading::default() },
         Change::Mask(id) => Reading { mask_token_id: Some(*id), ..Reading::default() },
+        Change::Slots(slots) => Reading { slots: Some(*slots), ..Reading::default() },
         Change::Ends => Reading { ends: Some((&ends.0, &ends.1)), ..Reading::default() },
         _ => Reading::default(),
     })?;
-    let slots = match change {
-        Change::Slots => SlotConvention::FillIn,
-        _ => SlotConvention::AnchorPredicts,
-    };
     let judge = Judge { target, temperature };
     let parts = (0..PARTS).filter_map(|part| {
         let answers = captured.answers.iter().skip(part).step_by(PARTS);
         let samples = answers.map(|answer| {
-            let anchors = changed.anchored_block_size().map_or_else(Vec::new, |gamma| anchors(answer, gamma));
+            let anchors =
+                changed.anchored().map_or_else(Vec::new, |blocks| anchors(answer, blocks.block_size));
             sample(answer, captured.taps(answer, taps, *change == Change::FinalNorm), anchors)
         });
-        let predictions = changed.predict(&samples.collect::<Vec<_>>(), slots)?;
+        let predictions = changed.predict(&samples.collect::<Vec<_>>())?;
         let mut part = Part { confidence: predictions.confidence, ..Part::default() };
         let judged = judge.accept(&predictions);
         let mut first = 0;
@@ -239,9 +238,9 @@ fn sample(answer: &Answer, taps: Tensor, anchors: Vec<usize>) -> TrainSample {
     }
 }
 
-/// Anchors of whole blocks, spread evenly over the answer.
-fn anchors(answer: &Answer, gamma: usize) -> Vec<usize> {
-    let end = answer.ids.len().saturating_sub(gamma);
+/// Anchors of whole blocks, whose slots all have a token behind them, spread evenly over the answer.
+fn anchors(answer: &Answer, block_size: usize) -> Vec<usize> {
+    let end = answer.ids.len().saturating_sub(block_size);
     let count = end.saturating_sub(answer.prompt);
     let stride = count.div_ceil(ANCHORS).max(1);
     (answer.prompt..end).step_by(stride).collect()

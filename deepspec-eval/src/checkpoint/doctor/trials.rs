@@ -1,5 +1,6 @@
 //! Suspicions, each tried on the captured answers.
 
+use deepspec_core::Tap;
 use deepspec_drafters::ExaminedDrafter;
 use deepspec_models::{ModelConfig, TargetModel};
 use deepspec_text::ChatTokenizer;
@@ -85,9 +86,10 @@ fn suspicions(
     let mut found = vec![];
     let taps = drafter.taps();
     for by in [-1, 1] {
-        let shifted: Vec<i64> = taps.iter().map(|tap| tap + by).collect();
-        if captured.has(&shifted) {
-            let what = format!("target_layer_ids {shifted:?} instead of {taps:?}");
+        let shifted: Option<Vec<Tap>> = taps.iter().map(|tap| tap.moved(by)).collect();
+        if let Some(shifted) = shifted.filter(|shifted| captured.has(shifted)) {
+            let ids = Tap::layer_ids;
+            let what = format!("target_layer_ids {:?} instead of {:?}", ids(&shifted), ids(taps));
             found.push((Cause::Taps, what, Change::Taps(shifted)));
         }
     }
@@ -95,15 +97,13 @@ fn suspicions(
         let what = "the last layer's state taken after the final norm".into();
         found.push((Cause::FinalNorm, what, Change::FinalNorm));
     }
-    if let Some(own) = drafter.mask_token_id() {
+    if let Some(blocks) = drafter.anchored() {
+        let own = blocks.mask_token_id;
         for id in masks(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
             found.push((Cause::MaskToken, format!("mask_token_id {id} instead of {own}"), Change::Mask(id)));
         }
-        found.push((
-            Cause::Slots,
-            "slot k predicting the token at anchor+k (z-lab's convention)".into(),
-            Change::Slots,
-        ));
+        let other = blocks.slots.other();
+        found.push((Cause::Slots, format!("the other convention: {other}"), Change::Slots(other)));
     }
     if differing_rope(drafter, target.config()) {
         found.push((Cause::Rope, "the target's RoPE settings".into(), Change::Rope));

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
 
 /// Which of N addends belong to which of U tokens.
-pub(super) struct TokenSums {
+pub(crate) struct TokenSums {
     /// The tokens, each once: `[U]`.
     tokens: Tensor,
     /// Token after token, the row that it has and its addends: `[U + N]`, counted in U rows and then N addends.
@@ -19,7 +19,7 @@ pub(super) struct TokenSums {
 }
 
 /// The lists of [`TokenSums`] on their way.
-pub(super) struct TokenPlaces {
+pub(crate) struct TokenPlaces {
     tokens: Part,
     order: Part,
     counts: Part,

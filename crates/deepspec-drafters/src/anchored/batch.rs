@@ -3,7 +3,7 @@
 use deepspec_decode::{Part, Upload};
 use tch::{Device, Kind, Tensor};
 
-use super::config::BlockConfig;
+use super::AnchoredBlocks;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
 use crate::trained::joined;
@@ -13,9 +13,9 @@ pub fn anchor_candidates(loss_mask: &[bool]) -> Vec<usize> {
     loss_mask.windows(2).enumerate().filter(|(_, pair)| pair[0] && pair[1]).map(|(i, _)| i).collect()
 }
 
-/// How many leading slots of the block at `anchor` are supervised: the run of set mask flags behind it, at most γ.
-pub fn eval_mask(loss_mask: &[bool], anchor: usize, block_size: usize) -> usize {
-    loss_mask.iter().skip(anchor + 1).take(block_size).take_while(|&&supervised| supervised).count()
+/// How many tokens drafted behind `anchor` are supervised: the run of set mask flags behind it, at most γ.
+pub fn eval_mask(loss_mask: &[bool], anchor: usize, gamma: usize) -> usize {
+    loss_mask.iter().skip(anchor + 1).take(gamma).take_while(|&&supervised| supervised).count()
 }
 
 /// Loss weight of position k of a block: exp(−k / γ_decay).
@@ -36,17 +36,17 @@ pub struct SequenceSpan {
 }
 
 impl SequenceSpan {
-    /// −∞ for the keys that a window puts out of a slot's sight, 0 for the others: context `[A, γ, T]` and own block `[γ, γ]`.
-    pub(super) fn outside(&self, gamma: i64, window: i64) -> (Tensor, Tensor) {
+    /// −∞ for the keys that a window puts out of a slot's sight, 0 for the others: context `[A, B, T]` and own block `[B, B]`.
+    pub(super) fn outside(&self, size: i64, window: i64) -> (Tensor, Tensor) {
         let options = (Kind::Int64, self.mask.device());
-        let slots = Tensor::arange(gamma, options).unsqueeze(1); // [γ, 1]
+        let slots = Tensor::arange(size, options).unsqueeze(1); // [B, 1]
         let far = |keys: Tensor, own: &Tensor| {
             let hidden = keys.le_tensor(&(own - window));
             Tensor::zeros(hidden.size(), (self.mask.kind(), self.mask.device()))
                 .masked_fill(&hidden, f64::NEG_INFINITY)
         };
         let context = far(Tensor::arange(self.token_count, options), &(&self.anchors + &slots));
-        (context, far(Tensor::arange(gamma, options), &slots))
+        (context, far(Tensor::arange(size, options), &slots))
     }
 }
 
@@ -55,24 +55,24 @@ pub struct BlockBatch {
     pub(super) spans: Vec<SequenceSpan>,
     pub(super) taps: Tensor,              // [ΣT, m·d]
     pub(super) context_positions: Tensor, // [ΣT]
-    pub(super) block_tokens: Tensor,      // [A, γ]: anchor, mask, …
-    pub(super) block_positions: Tensor,   // [A·γ]
+    pub(super) block_tokens: Tensor,      // [A, B]: anchor, mask, …
+    pub(super) block_positions: Tensor,   // [A·B]
     /// Token before each label, `[A, γ]`: the anchor, then the labels.
-    pub(super) previous: Tensor,
-    /// How the gradients by the embeddings of `previous` are added up; None without a Markov head.
-    pub(super) previous_sums: Option<TokenSums>,
-    /// Supervised slots as indices into A·γ, `[R]`.
-    pub(super) rows: Tensor,
+    pub(crate) previous: Tensor,
+    /// How the gradients by embeddings of `previous` are added up; None where nothing embeds them.
+    pub(crate) previous_sums: Option<TokenSums>,
+    /// Supervised drafts as indices into A·γ, `[R]`.
+    pub(crate) rows: Tensor,
     /// Their labels, `[R]`.
-    pub(super) labels: Tensor,
+    pub(crate) labels: Tensor,
     /// Their loss weights exp(−k/γ_decay), `[R]` float32.
-    pub(super) weights: Tensor,
+    pub(crate) weights: Tensor,
     /// Target states that predict the labels, `[R, d]`.
-    pub(super) teacher: Tensor,
+    pub(crate) teacher: Tensor,
     /// Supervised slots of each block.
-    pub(super) counts: Vec<usize>,
+    pub(crate) counts: Vec<usize>,
     /// A, number of blocks.
-    pub(super) blocks: usize,
+    pub(crate) blocks: usize,
 }
 
 /// Lists of a batch that have one entry per token, slot, supervised slot or block.
@@ -90,17 +90,17 @@ struct Lists {
 
 impl Lists {
     /// Adds a sample; gives the rows of its last states that predict its labels.
-    fn add(&mut self, sample: &TrainSample, config: &BlockConfig, decay_gamma: f64) -> Vec<i64> {
-        let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), config.block_size);
+    fn add(&mut self, sample: &TrainSample, shape: &AnchoredBlocks, decay_gamma: f64) -> Vec<i64> {
+        let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), shape.drafted());
         self.context_positions.extend(0..length as i64);
         let mut teacher_rows = vec![];
         for &anchor in &sample.anchors {
-            let first = self.block_tokens.len();
-            for k in 0..gamma {
-                self.block_tokens.push(if k == 0 { ids[anchor] } else { config.mask_token_id });
-                self.block_positions.push((anchor + k) as i64);
-                self.previous.push(ids[(anchor + k).min(length - 1)]);
+            let first = self.previous.len();
+            for slot in 0..shape.block_size {
+                self.block_tokens.push(if slot == 0 { ids[anchor] } else { shape.mask_token_id });
+                self.block_positions.push((anchor + slot) as i64);
             }
+            self.previous.extend((0..gamma).map(|k| ids[(anchor + k).min(length - 1)]));
             let supervised = eval_mask(&sample.loss_mask, anchor, gamma);
             self.counts.push(supervised);
             for k in 0..supervised {
@@ -116,14 +116,15 @@ impl Lists {
 
 impl BlockBatch {
     /// Lays out the samples' anchors. None if no sample has any. All samples' states lie on one device, which may be another than
-    /// `device`.
+    /// `device`. `embeds_previous` says whether the drafter embeds the tokens before its slots.
     ///
     /// # Panics
     /// If the state of a supervised label's predecessor is not among a sample's `last_positions`; a cache that keeps
     /// supervised rows has them all.
     pub fn new(
         samples: &[TrainSample],
-        config: &BlockConfig,
+        shape: &AnchoredBlocks,
+        embeds_previous: bool,
         decay_gamma: f64,
         device: Device,
         kind: Kind,
@@ -133,11 +134,11 @@ impl BlockBatch {
         let (mut lists, mut indices) = (Lists::default(), Upload::default());
         let mut of_samples: Vec<(Part, Part)> = vec![]; // anchors, teacher's rows
         for sample in &used {
-            let teacher_rows = lists.add(sample, config, decay_gamma);
+            let teacher_rows = lists.add(sample, shape, decay_gamma);
             let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);
             of_samples.push((indices.push(anchors), indices.push(teacher_rows)));
         }
-        let sums = config.markov.map(|_| TokenSums::plan(&lists.previous, &mut indices));
+        let sums = embeds_previous.then(|| TokenSums::plan(&lists.previous, &mut indices));
         let Lists {
             context_positions,
             block_tokens,
@@ -177,14 +178,14 @@ impl BlockBatch {
         let teacher = used.iter().zip(&of_samples);
         let teacher: Vec<Tensor> =
             teacher.map(|(sample, (_, rows))| sample.last.index_select(0, &there.of(*rows))).collect();
-        let by_block = [blocks as i64, config.block_size as i64];
+        let by_block = |size: usize| [blocks as i64, size as i64];
         Some(Self {
             spans,
             taps: joined(&taps, from, device, kind),
             context_positions,
-            block_tokens: block_tokens.view(by_block),
+            block_tokens: block_tokens.view(by_block(shape.block_size)),
             block_positions,
-            previous: previous.view(by_block),
+            previous: previous.view(by_block(shape.drafted())),
             previous_sums: sums.map(|places| TokenSums::new(&places, &here)),
             rows,
             labels,

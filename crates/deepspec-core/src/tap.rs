@@ -28,6 +28,26 @@ impl Tap {
         }
     }
 
+    /// The taps of a checkpoint's layer ids; `None` if one is none.
+    pub fn from_layer_ids(ids: impl IntoIterator<Item = i64>) -> Option<Vec<Self>> {
+        ids.into_iter().map(Self::from_layer_id).collect()
+    }
+
+    /// The ids that checkpoints use for these.
+    pub fn layer_ids(taps: &[Self]) -> Vec<i64> {
+        taps.iter().map(|tap| tap.layer_id()).collect()
+    }
+
+    /// Whether a target of so many layers has it.
+    pub fn is_within(self, layers: usize) -> bool {
+        self.layer_id() < layers as i64
+    }
+
+    /// The tap so many layers further up.
+    pub fn moved(self, by: i64) -> Option<Self> {
+        Self::from_layer_id(self.layer_id() + by)
+    }
+
     /// The tap of a checkpoint's layer id; `None` below −1 or past 32 bits.
     pub fn from_layer_id(id: i64) -> Option<Self> {
         match id {

@@ -1,0 +1,48 @@
+//! Which token a slot of a draft block predicts.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Which token slot k of a block predicts. Weights of one convention draft nonsense in the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Slots {
+    /// The one at anchor + 1 + k: every slot drafts.
+    #[default]
+    AnchorPredicts,
+    /// The one at anchor + k: slot 0, which holds the anchor, is idle (z-lab's convention).
+    FillIn,
+}
+
+impl Slots {
+    /// The first slot that drafts.
+    pub fn first(self) -> usize {
+        match self {
+            Self::AnchorPredicts => 0,
+            Self::FillIn => 1,
+        }
+    }
+
+    /// γ, tokens drafted by a block of so many slots.
+    pub fn drafted(self, block_size: usize) -> usize {
+        block_size.saturating_sub(self.first())
+    }
+
+    /// The other convention.
+    pub fn other(self) -> Self {
+        match self {
+            Self::AnchorPredicts => Self::FillIn,
+            Self::FillIn => Self::AnchorPredicts,
+        }
+    }
+}
+
+impl fmt::Display for Slots {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::AnchorPredicts => "slot k predicts anchor+1+k (all slots draft)",
+            Self::FillIn => "slot k predicts anchor+k (slot 0 is idle; z-lab)",
+        })
+    }
+}

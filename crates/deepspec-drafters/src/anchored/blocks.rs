@@ -1,0 +1,90 @@
+//! What the blocks of a drafter look like, read from and written to its checkpoint's config.json.
+
+use deepspec_core::Slots;
+use deepspec_models::ModelError;
+use deepspec_models::config::Fields;
+use serde_json::{Map, Value, json};
+
+use crate::{Misfit, Transfer};
+
+/// More slots are a mistake; refused here, they cannot exhaust the memory.
+const MAX_BLOCK: usize = 1024;
+/// Anchors per sequence where a config does not say.
+const NUM_ANCHORS: i64 = 512;
+/// Whether the anchor's own slot drafts, as vLLM and SGLang know it.
+const SAMPLE_FROM_ANCHOR: &str = "sample_from_anchor";
+
+/// Blocks `[anchor, mask, …]` behind anchors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AnchoredBlocks {
+    /// B, slots of a block, the anchor's included.
+    pub block_size: usize,
+    /// What the slots predict.
+    pub slots: Slots,
+    /// Stands for the tokens to be predicted.
+    pub mask_token_id: i64,
+    /// Anchors per training sequence, kept for information.
+    pub num_anchors: usize,
+}
+
+impl AnchoredBlocks {
+    /// γ, tokens drafted per block.
+    pub fn drafted(&self) -> usize {
+        self.slots.drafted(self.block_size)
+    }
+
+    /// Reads them.
+    ///
+    /// # Errors
+    /// If a key is missing or of a wrong type.
+    pub fn read(fields: &Fields) -> Result<Self, ModelError> {
+        let (size, mask) = ("block_size", "mask_token_id");
+        let from_anchor = fields.flag(SAMPLE_FROM_ANCHOR)?.unwrap_or(true);
+        Ok(Self {
+            block_size: fields.required(size, fields.size(size)?)? as usize,
+            slots: if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn },
+            mask_token_id: fields.required(mask, fields.map.get(mask).and_then(Value::as_i64))?,
+            num_anchors: fields.size("num_anchors")?.unwrap_or(NUM_ANCHORS) as usize,
+        })
+    }
+
+    /// Writes them. Without the flag for slots, every slot drafts.
+    pub fn write(&self, map: &mut Map<String, Value>) {
+        map.insert("block_size".into(), json!(self.block_size));
+        map.insert("mask_token_id".into(), json!(self.mask_token_id));
+        map.insert("num_anchors".into(), json!(self.num_anchors));
+        if self.slots == Slots::FillIn {
+            map.insert(SAMPLE_FROM_ANCHOR.into(), json!(false));
+        }
+    }
+
+    /// Checks them for a vocabulary of so many tokens.
+    ///
+    /// # Errors
+    /// A key and what is wrong with it.
+    pub fn check(&self, vocab_size: i64) -> Result<(), Misfit> {
+        let least = self.slots.first() + 1;
+        if !(least..=MAX_BLOCK).contains(&self.block_size) {
+            let problem = format!("{} is not between {least} and {MAX_BLOCK}", self.block_size);
+            return Err(("block_size", problem));
+        }
+        if !(0..vocab_size).contains(&self.mask_token_id) {
+            let (id, last) = (self.mask_token_id, vocab_size - 1);
+            let problem = format!("{id} is outside the vocabulary, which ends at {last}");
+            return Err(("mask_token_id", problem));
+        }
+        Ok(())
+    }
+
+    /// As small as they can be.
+    pub fn shrink(&mut self) {
+        (self.mask_token_id, self.num_anchors) = (0, 1);
+    }
+
+    /// See [`crate::DrafterConfig::transfer`].
+    pub fn transfer(&self, from: &Self, transfer: &mut Transfer) {
+        transfer.compare("block_size", &from.block_size, &self.block_size);
+        transfer.compare("slots", &from.slots, &self.slots);
+        transfer.compare("mask_token_id", &from.mask_token_id, &self.mask_token_id);
+    }
+}

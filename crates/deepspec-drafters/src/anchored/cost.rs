@@ -1,0 +1,83 @@
+//! What the backbone costs in arithmetic and in memory.
+
+use deepspec_models::nn::Heads;
+
+use super::AnchoredBlocks;
+use crate::TrainSample;
+use crate::trained::{
+    DIRECTIONS, DraftDecoder, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, PassBytes, SampleSize, family_norms,
+    layer_shapes,
+};
+
+/// Score tensors that the backward of one sequence's attention has at a time beside the kept weights.
+const SCORES_AT_WORK: usize = 3;
+
+/// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, but for the
+/// losses.
+///
+/// Counted are the tensors that autograd keeps for the backward and, on top of them, what the backward of a layer's MLP works with,
+/// or that of its attention to one sequence, before which the layer's MLP is freed.
+pub fn backbone_pass_bytes(
+    decoder: &DraftDecoder,
+    blocks: &AnchoredBlocks,
+    samples: &[SampleSize],
+    bytes: usize,
+) -> PassBytes {
+    let (d, size, taps) = (decoder.model.hidden_size as usize, blocks.block_size, decoder.taps.len());
+    let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
+    let slots: usize = samples.iter().map(|sample| sample.anchors * size).sum();
+    // A norm's output is kept where a product reads it.
+    let norm = NORMED + bytes;
+    let masks: usize = samples.iter().map(|sample| sample.anchors * sample.tokens * bytes).sum();
+    let mut kept = masks + tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
+    let mut layers = 0;
+    for layer in &decoder.model.layers {
+        let Heads { query, key_value, dim } = layer.attention.heads;
+        let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
+        // Queries are normed, scaled, and come out of the attention; keys are normed and rotated; values are themselves.
+        let head_norm = if layer.qk_norm { NORMED } else { 0 };
+        let projected = |width: usize| width * (head_norm + 2 * bytes);
+        kept += slots * (2 * d * norm + projected(queries) + projected(keys));
+        let inner = slots * layer.intermediate_size as usize * bytes;
+        kept += MLP * inner + tokens * projected(keys);
+        kept += family_norms(layer, slots, slots + tokens);
+        let scores =
+            |sample: &SampleSize| query as usize * sample.anchors * size * (sample.tokens + 2 * size) * bytes;
+        kept += samples.iter().map(scores).sum::<usize>();
+        let attention = SCORES_AT_WORK * samples.iter().map(scores).max().unwrap_or(0);
+        layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(MLP * inner));
+    }
+    PassBytes { kept, layers, objective: 0 }
+}
+
+/// Shapes of matrix products in passes over micro-batches of one size.
+pub fn backbone_product_shapes(decoder: &DraftDecoder) -> usize {
+    // Scores and outputs, by context and by block.
+    const ATTENTION: usize = 4;
+    // The context is projected apart.
+    let layer = DIRECTIONS * (PROJECTIONS + 1 + ATTENTION);
+    // The taps need no gradient.
+    2 + layer_shapes(&decoder.model.layers) * layer
+}
+
+/// Floating-point operations of the backbone's forward and backward over a sample with anchors: two per multiplication in the matrix
+/// products that the architecture asks for, masked attention not counted, nothing counted twice that is computed twice.
+///
+/// A trainable product counts three times (itself, the gradients of its input and of its weights), one whose input is constant or
+/// whose weights are frozen twice.
+pub fn backbone_flops(decoder: &DraftDecoder, blocks: &AnchoredBlocks, sample: &TrainSample) -> f64 {
+    let (d, size, taps) = (decoder.model.hidden_size as f64, blocks.block_size, decoder.taps.len() as f64);
+    let tokens = sample.input_ids.len() as f64;
+    let slots = (sample.anchors.len() * size) as f64;
+    // Each slot sees the context before its anchor and its own block.
+    let seen: usize = sample.anchors.iter().map(|&anchor| size * (anchor + size)).sum();
+    let mut products = 2.0 * tokens * taps * d * d;
+    for layer in &decoder.model.layers {
+        let Heads { query, key_value, dim } = layer.attention.heads;
+        let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
+        let context = tokens * d * 2.0 * keys;
+        let block = slots * d * (2.0 * queries + 2.0 * keys + 3.0 * layer.intermediate_size as f64);
+        products += 3.0 * (context + block + 2.0 * seen as f64 * queries);
+    }
+    2.0 * products
+}

@@ -1,0 +1,54 @@
+//! Which draft layers a recipe asks for.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Misfit;
+
+/// What a draft layer sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerType {
+    /// Everything.
+    FullAttention,
+    /// The last tokens.
+    SlidingAttention,
+}
+
+/// Draft layers and their windows.
+pub struct DraftLayers<'a> {
+    /// How many there are.
+    pub count: usize,
+    /// Tokens that a layer with a window sees, itself included.
+    pub sliding_window: Option<usize>,
+    /// The kind of each; none means a window in all of them where there is one, and in none elsewhere.
+    pub types: &'a [LayerType],
+}
+
+impl DraftLayers<'_> {
+    /// The window of each.
+    pub fn windows(&self) -> impl Iterator<Item = Option<usize>> {
+        (0..self.count).map(|layer| match self.types.get(layer) {
+            Some(LayerType::FullAttention) => None,
+            Some(LayerType::SlidingAttention) | None => self.sliding_window,
+        })
+    }
+
+    /// Checks types and window against each other.
+    ///
+    /// # Errors
+    /// A key and what is wrong with it.
+    pub fn check(&self) -> Result<(), Misfit> {
+        let (layers, types) = (self.count, self.types.len());
+        if types > 0 && types != layers {
+            return Err(("layer_types", format!("{types} types for {layers} draft layers")));
+        }
+        let slides = self.types.contains(&LayerType::SlidingAttention);
+        match self.sliding_window {
+            None if slides => Err(("sliding_window", "missing, though a layer is sliding_attention".into())),
+            Some(_) if types > 0 && !slides => {
+                Err(("sliding_window", "no layer is sliding_attention; leave it out".into()))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! What a micro-batch leaves behind of any drafter of anchored blocks, and what it means.
+
+use serde_json::{Map, Value, json};
+use tch::{Kind, Tensor};
+
+use super::BlockBatch;
+use crate::losses::{Column, LossAlphas, LossOutput, TERMS};
+
+/// Sums that add over micro-batches and ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AnchoredSum {
+    /// Σ of the position weights.
+    Weight,
+    /// The numerator of all that is learned.
+    Loss,
+    /// A row loss with position weights only: one of the table of terms.
+    Term(usize),
+    /// The label's cross entropy with D-PACE's weights.
+    Dpace,
+    /// Σ 1 + Π accept rate over the blocks.
+    Tau,
+    /// Blocks.
+    Blocks,
+    /// Supervised drafts.
+    Drafts,
+    /// Σ accept rate at a position.
+    Accept(usize),
+    /// Supervised drafts at a position.
+    Count(usize),
+}
+
+impl AnchoredSum {
+    /// The label's cross entropy.
+    pub const CE: Self = Self::Term(0);
+    /// ‖p^d − p^t‖₁.
+    pub const L1: Self = Self::Term(1);
+
+    /// All of them for blocks of γ drafts, in the order in which they stand.
+    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
+        let terms = (0..TERMS.len()).map(Self::Term);
+        [Self::Weight, Self::Loss]
+            .into_iter()
+            .chain(terms)
+            .chain([Self::Dpace, Self::Tau, Self::Blocks, Self::Drafts])
+            .chain((0..gamma).map(Self::Accept))
+            .chain((0..gamma).map(Self::Count))
+    }
+
+    /// Its name, for messages and tests.
+    pub fn name(self) -> String {
+        match self {
+            Self::Weight => "weight".into(),
+            Self::Loss => "loss".into(),
+            Self::Term(term) => TERMS[term].name().into(),
+            Self::Dpace => "dpace".into(),
+            Self::Tau => "tau".into(),
+            Self::Blocks => "blocks".into(),
+            Self::Drafts => "drafts".into(),
+            Self::Accept(position) => format!("accept@{position}"),
+            Self::Count(position) => format!("count@{position}"),
+        }
+    }
+}
+
+impl BlockBatch {
+    /// Values of the supervised drafts `[R]` where they stand in their blocks, `[A, γ]`, and 0 elsewhere.
+    pub(crate) fn by_block(&self, rows: &Tensor) -> Tensor {
+        let all = Tensor::zeros([self.previous.numel() as i64], (Kind::Float, rows.device()));
+        all.index_add(0, &self.rows, rows).view_as(&self.previous)
+    }
+
+    /// Σ of values of the supervised drafts `[R]` with their position weights.
+    pub(crate) fn weighted(&self, values: &Tensor) -> Tensor {
+        (values * &self.weights).sum(Kind::Float)
+    }
+
+    /// Every [`AnchoredSum`], `[K]` float64: `loss` is the numerator of what is learned, `accept [R]` are the accept rates.
+    pub(crate) fn sums(&self, output: &LossOutput, loss: &Tensor, accept: &Tensor) -> Tensor {
+        let (device, count) = (accept.device(), accept.size()[0] as f64);
+        let accepted = self.by_block(accept);
+        let survival = accepted.cumprod(1, Kind::Float); // Π accept rate, 0 behind the supervised drafts
+        let accepted_at = accepted.sum_dim_intlist(0, false, Kind::Double);
+        let supervised_at = self.by_block(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
+        // Filled where it is needed: a number of the host's would have to travel.
+        let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
+        let value = |sum: AnchoredSum| match sum {
+            AnchoredSum::Weight => self.weights.sum(Kind::Float),
+            AnchoredSum::Loss => loss.shallow_clone(),
+            AnchoredSum::Term(term) => self.weighted(&output.column(Column::Term(term))),
+            AnchoredSum::Dpace => output.column(Column::Dpace).sum(Kind::Float),
+            AnchoredSum::Tau => survival.sum(Kind::Double) + self.blocks as f64,
+            AnchoredSum::Blocks => number(self.blocks as f64),
+            AnchoredSum::Drafts => number(count),
+            AnchoredSum::Accept(position) => accepted_at.get(position as i64),
+            AnchoredSum::Count(position) => supervised_at.get(position as i64),
+        };
+        joined(AnchoredSum::all(self.previous.size()[1] as usize).map(value))
+    }
+}
+
+/// Sums side by side, `[K]` float64.
+pub(crate) fn joined(sums: impl Iterator<Item = Tensor>) -> Tensor {
+    Tensor::cat(&sums.map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect::<Vec<_>>(), 0)
+}
+
+/// The sums of a window, to be asked for by what they are.
+pub(crate) struct Window<'a> {
+    /// γ.
+    pub gamma: usize,
+    /// Those of [`AnchoredSum::all`], and then the kind's own.
+    pub sums: &'a [f64],
+}
+
+impl Window<'_> {
+    /// One of them.
+    pub fn of(&self, sum: AnchoredSum) -> f64 {
+        self.sums[AnchoredSum::all(self.gamma).take_while(|other| *other != sum).count()]
+    }
+
+    /// One of the kind's own.
+    pub fn own(&self, place: usize) -> f64 {
+        self.sums[AnchoredSum::all(self.gamma).count() + place]
+    }
+
+    /// A sum with position weights as their mean.
+    pub fn mean(&self, weighted: f64) -> f64 {
+        ratio(weighted, self.of(AnchoredSum::Weight))
+    }
+
+    /// The metrics that all kinds have; `own` are the kind's, under their names. Every mean is divided once, here.
+    pub fn metrics(&self, alphas: &LossAlphas, samples: usize, own: &[(&str, f64)]) -> Map<String, Value> {
+        let mean = |sum| self.mean(self.of(sum));
+        let rate = |k| ratio(self.of(AnchoredSum::Accept(k)), self.of(AnchoredSum::Count(k)));
+        let (blocks, drafts) = (self.of(AnchoredSum::Blocks), self.of(AnchoredSum::Drafts));
+        let mut metrics = Map::new();
+        let mut put = |name: &str, value: Value| metrics.insert(name.to_string(), value);
+        put("loss", json!(mean(AnchoredSum::Loss)));
+        for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(alphas)) {
+            put(&format!("{}_loss", term.name()), json!(mean(AnchoredSum::Term(place))));
+        }
+        if alphas.dpace.is_some() {
+            put("dpace_loss", json!(mean(AnchoredSum::Dpace)));
+        }
+        put("tau_probabilistic", json!(ratio(self.of(AnchoredSum::Tau), blocks)));
+        put("accept_rate", json!((0..self.gamma).map(rate).collect::<Vec<_>>()));
+        for (name, value) in own {
+            put(name, json!(value));
+        }
+        put("anchors_per_sample", json!(blocks / samples.max(1) as f64));
+        put("supervised_per_block", json!(ratio(drafts, blocks)));
+        metrics
+    }
+}
+
+/// `numerator` over `denominator`, 0 where there is nothing.
+pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
+    if denominator > 0.0 { numerator / denominator } else { 0.0 }
+}
