@@ -80,8 +80,8 @@ impl<T: Target> Target for Recorded<T> {
 }
 
 impl<P: Proposer> Proposer for Recorded<P> {
-    fn block_size(&self) -> usize {
-        self.model.block_size()
+    fn draft_len(&self) -> usize {
+        self.model.draft_len()
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
@@ -250,7 +250,7 @@ impl Bench {
                 round.push(("transformers, batch 1", found.tokens as f64 / found.seconds));
                 let equal =
                     answers.iter().filter(|answer| found.outputs.get(&answer.id) == Some(&answer.tokens));
-                let mut tally = Tally::new(models.1.block_size());
+                let mut tally = Tally::new(models.1.draft_len());
                 answers.iter().for_each(|answer| tally.add(answer));
                 println!(
                     "  {} of {} answers equal; τ {:.3} here, {:.3} there",

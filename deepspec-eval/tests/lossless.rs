@@ -389,8 +389,8 @@ impl Target for Recorded<TargetModel, Tensor> {
 }
 
 impl Proposer for Recorded<Box<dyn Drafter>, Drafted> {
-    fn block_size(&self) -> usize {
-        self.inner.block_size()
+    fn draft_len(&self) -> usize {
+        self.inner.draft_len()
     }
     fn ends_at_stop_tokens(&self) -> bool {
         self.inner.ends_at_stop_tokens()

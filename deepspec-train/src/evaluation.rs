@@ -127,11 +127,11 @@ impl Evaluation {
         let mut engine = Engine::new(&mut self.target, Some(drafter), self.options);
         let mut suites = vec![];
         for suite in &self.suites {
-            let mut tally = Tally::new(engine.block_size());
+            let mut tally = Tally::new(engine.draft_len());
             let mine = suite.requests.iter().skip(group.rank()).step_by(group.world_size());
             engine.run(mine.cloned().collect(), |completion| tally.add(completion))?;
             let tallies = group.all_gather("adding up accepted lengths", &serde_json::to_vec(&tally)?)?;
-            let tally = tallies.iter().try_fold(Tally::new(engine.block_size()), |mut sum, bytes| {
+            let tally = tallies.iter().try_fold(Tally::new(engine.draft_len()), |mut sum, bytes| {
                 sum.merge(&serde_json::from_slice(bytes)?);
                 anyhow::Ok(sum)
             })?;

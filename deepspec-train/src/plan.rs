@@ -158,7 +158,7 @@ impl Plan<'_> {
     fn drafter(&self) -> String {
         let title = deepspec_drafters::title(&self.recipe().drafter.kind);
         let (gamma, WeightCounts { trained, frozen }) =
-            (self.costs.drafter_plan.block_size(), self.costs.weights);
+            (self.costs.drafter_plan.draft_len(), self.costs.weights);
         let frozen = if frozen > 0 { format!(", {frozen} frozen") } else { String::new() };
         format!("{}: {title}, γ = {gamma}, {trained} trainable weights{frozen}", self.recipe().name)
     }

@@ -219,7 +219,7 @@ fn drafters_learn_to_fill_in() {
         assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
         assert_eq!(last_metrics(&bench)["accept_rate"].as_array().map(Vec::len), Some(4));
         let (target, drafter) = (common::workspace().join("assets/tiny-target"), loads(&bench));
-        assert_eq!((drafter.block_size(), drafter.has_confidence()), (4, heads));
+        assert_eq!((drafter.draft_len(), drafter.has_confidence()), (4, heads));
         assert_eq!(greedy(&target, None), greedy(&target, Some(drafter)), "{changes}");
         let other = ["--set", changes, "--set", "train.max_train_steps=1", "--overwrite"];
         let from = format!("train.init_from={}", step(&bench, STEPS).display());

@@ -112,7 +112,7 @@ pub struct Proposal {
 /// A drafter with one context history per slot.
 pub trait Proposer {
     /// γ, the number of tokens per proposal.
-    fn block_size(&self) -> usize;
+    fn draft_len(&self) -> usize;
     /// Whether a block is said to end with the first stop token in it. The tail behind one is thrown away in any case.
     fn ends_at_stop_tokens(&self) -> bool {
         false
@@ -130,8 +130,8 @@ pub trait Proposer {
 }
 
 impl<P: Proposer + ?Sized> Proposer for Box<P> {
-    fn block_size(&self) -> usize {
-        (**self).block_size()
+    fn draft_len(&self) -> usize {
+        (**self).draft_len()
     }
 
     fn ends_at_stop_tokens(&self) -> bool {

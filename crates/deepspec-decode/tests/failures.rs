@@ -93,8 +93,8 @@ struct Faltering {
 }
 
 impl Proposer for Faltering {
-    fn block_size(&self) -> usize {
-        self.toy.block_size()
+    fn draft_len(&self) -> usize {
+        self.toy.draft_len()
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {

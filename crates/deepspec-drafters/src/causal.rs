@@ -103,7 +103,7 @@ impl Drafter for CausalProposer {
 }
 
 impl Proposer for CausalProposer {
-    fn block_size(&self) -> usize {
+    fn draft_len(&self) -> usize {
         self.block_size
     }
 

@@ -78,7 +78,7 @@ pub type Misfit = (&'static str, String);
 /// Architecture and objective of a drafter, fitted to a target, before any weight is there.
 pub trait DrafterPlan: Send + Sync {
     /// γ, drafted tokens per block.
-    fn block_size(&self) -> usize;
+    fn draft_len(&self) -> usize;
 
     /// A drafter of the same parts at sizes whose weights and states count for nothing, and its model's sizes.
     fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig);

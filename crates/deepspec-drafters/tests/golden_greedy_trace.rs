@@ -36,7 +36,7 @@ fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool,
         })
         .collect();
     let completions = engine.run(requests, |_| {}).unwrap();
-    let mut tally = Tally::new(engine.block_size());
+    let mut tally = Tally::new(engine.draft_len());
     for (i, completion) in completions.iter().enumerate() {
         let expected = |what: &str| case.expected(&format!("{name}.{what}")).ragged_row(i);
         let ids: Vec<i64> =

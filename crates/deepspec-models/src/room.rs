@@ -14,7 +14,7 @@ const PARTS: u64 = 9;
 /// with. None where the device does not say what is free.
 pub fn room(target: &TargetModel, drafter: Option<&dyn Proposer>, slots: usize) -> Option<u64> {
     let free = deepspec_dist::free_memory(target.device())?;
-    let judged = slots * (1 + drafter.map_or(0, |drafter| drafter.block_size()));
+    let judged = slots * (1 + drafter.map_or(0, |drafter| drafter.draft_len()));
     let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
     let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);
     let left = (free / 10 * PARTS).saturating_sub(working).saturating_sub(kept);
@@ -24,7 +24,7 @@ pub fn room(target: &TargetModel, drafter: Option<&dyn Proposer>, slots: usize) 
 
 /// Bytes that the histories of a sequence of `tokens` take in both models, with a drafted block behind it.
 pub fn history_bytes(target: &TargetModel, drafter: Option<&dyn Proposer>, tokens: usize) -> u64 {
-    let tokens = tokens + drafter.map_or(0, |drafter| drafter.block_size());
+    let tokens = tokens + drafter.map_or(0, |drafter| drafter.draft_len());
     target.history_bytes(tokens) + drafter.map_or(0, |drafter| drafter.history_bytes(tokens))
 }
 

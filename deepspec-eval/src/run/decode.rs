@@ -86,14 +86,14 @@ pub fn decode<T: Target, P: Proposer>(
     journal: &mut Journal,
     verbosity: Verbosity,
 ) -> anyhow::Result<Vec<Pass>> {
-    let drafting = engine.block_size() > 0;
+    let drafting = engine.draft_len() > 0;
     warm_up(engine, plan.suites)?;
     let mine = |suite: &Prepared| (0..suite.requests.len()).filter(|&sample| plan.owns(sample)).count();
     let total = plan.suites.iter().map(|suite| (mine(suite) * plan.seeds.len()) as u64).sum();
     let mut progress = Progress::new(verbosity, if drafting { "drafted" } else { "plain" }, total, 0);
     let mut passes = Vec::with_capacity(plan.suites.len());
     for suite in plan.suites {
-        let tally = Tally::new(engine.block_size());
+        let tally = Tally::new(engine.draft_len());
         let clock = Clock { times: engine.times(), instant: Instant::now() };
         let pass = Pass { answers: vec![], unasked: 0, timing: Timing::ZERO };
         let (running, engine, journal, progress) =
@@ -173,7 +173,7 @@ impl<T: Target, P: Proposer> Decoding<'_, T, P> {
             let prompt_tokens = request.prompt.len();
             let question = plausible::Asked {
                 request: &request,
-                block_size: self.engine.block_size(),
+                block_size: self.engine.draft_len(),
                 vocab_size: self.engine.vocab_size(),
             };
             let Some(entry) = self.journal.take(&self.key(&asked), &question) else {

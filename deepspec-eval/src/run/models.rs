@@ -160,7 +160,7 @@ fn drafter_identity(name: &str, dir: &Path, drafter: &dyn Drafter) -> Result<Dra
         hub_id: hub_id(name),
         config_digest: config_digest(dir)?,
         weights_digest: weights_digest(dir)?,
-        block_size: drafter.block_size(),
+        block_size: drafter.draft_len(),
         taps: Tap::layer_ids(drafter.taps()),
     })
 }

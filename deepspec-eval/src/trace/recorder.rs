@@ -24,8 +24,8 @@ impl<P> Recorder<P> {
 }
 
 impl<P: Proposer> Proposer for Recorder<P> {
-    fn block_size(&self) -> usize {
-        self.drafter.block_size()
+    fn draft_len(&self) -> usize {
+        self.drafter.draft_len()
     }
 
     fn ends_at_stop_tokens(&self) -> bool {

@@ -8,12 +8,12 @@ use crate::{DraftRequest, Proposal, Proposer, Target};
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft.
     pub(super) fn draft(&mut self, decoding: &[usize], numbers: &Numbers) -> Option<(Proposal, Vec<usize>)> {
-        let block = self.block_size();
+        let block = self.draft_len();
         if decoding.is_empty() || block == 0 {
             return None;
         }
         let proposer = self.proposer.as_mut()?;
-        let full_block = proposer.block_size();
+        let full_block = proposer.draft_len();
         let mut proposal = proposer.propose(&DraftRequest {
             context: &self.context,
             slots: decoding,

@@ -26,7 +26,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let prompts = upload.push(prompts.copied());
         let ends = upload.push(step.prompt_ends());
         let ragged = padding(&step.lens, step.longest()).map(|padding| {
-            let width = self.block_size() as i64 + 1;
+            let width = self.draft_len() as i64 + 1;
             let rows = |(s, &len): (usize, &usize)| (0..=len as i64).map(move |k| s as i64 * width + k);
             let lens = upload.push(step.lens.iter().map(|&len| len as i64));
             (lens, upload.push(step.lens.iter().enumerate().flat_map(rows)), upload.push(padding))

@@ -25,7 +25,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// Tokens that a request may come to hold: prompt, answer, and a block behind it; and the bytes that they take.
     pub(super) fn need(&self, request: &Request) -> (usize, u64) {
-        let block = self.proposer.as_ref().map_or(0, Proposer::block_size);
+        let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
         let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(block);
         let drafter = self.proposer.as_ref().map_or(0, |proposer| proposer.history_bytes(tokens));
         (tokens, self.target.history_bytes(tokens).saturating_add(drafter))

@@ -157,8 +157,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// γ of the drafter, 0 without one.
-    pub fn block_size(&self) -> usize {
-        let block = self.proposer.as_ref().map_or(0, Proposer::block_size);
+    pub fn draft_len(&self) -> usize {
+        let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
         self.options.max_draft_tokens.map_or(block, |limit| block.min(limit))
     }
 

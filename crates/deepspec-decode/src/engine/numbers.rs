@@ -36,8 +36,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         };
         let settings =
             |slots: &[usize]| self.sequences(slots).map(|s| s.request.sampling).collect::<Vec<_>>();
-        let proposer = self.proposer.as_ref().filter(|_| self.block_size() > 0);
-        let (full_block, block) = (proposer.map_or(0, Proposer::block_size), self.block_size());
+        let proposer = self.proposer.as_ref().filter(|_| self.draft_len() > 0);
+        let (full_block, block) = (proposer.map_or(0, Proposer::draft_len), self.draft_len());
         let (ours, theirs) = (settings(decoding), settings(prefilling));
 
         let mut upload = Upload::default();

@@ -98,7 +98,7 @@ impl ToyDrafter {
 }
 
 impl Proposer for ToyDrafter {
-    fn block_size(&self) -> usize {
+    fn draft_len(&self) -> usize {
         GAMMA
     }
 

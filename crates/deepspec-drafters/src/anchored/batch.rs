@@ -23,6 +23,12 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
     (-(k as f64) / decay_gamma).exp() as f32
 }
 
+/// What blocks behind these anchors add to the denominator of the loss: Σ of the weights of their supervised drafts.
+pub fn block_weight(blocks: &AnchoredBlocks, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+    let drafts = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, blocks.drafted()));
+    drafts.map(|k| f64::from(slot_weight(k, decay_gamma))).sum()
+}
+
 /// One sequence inside a batch.
 pub struct SequenceSpan {
     pub(super) first_token: i64,

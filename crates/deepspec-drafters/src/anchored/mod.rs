@@ -16,7 +16,7 @@ pub(crate) mod sums;
 mod token_sums;
 
 pub use backbone::Backbone;
-pub use batch::{BlockBatch, anchor_candidates, eval_mask, slot_weight};
+pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
 pub use blocks::AnchoredBlocks;
 pub use cost::{backbone_flops, backbone_pass_bytes, backbone_product_shapes};
 pub use examined::predict;

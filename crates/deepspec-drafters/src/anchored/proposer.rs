@@ -59,7 +59,7 @@ impl<K: Anchored> AnchoredProposer<K> {
         let base = self.model.base_logits(&hidden); // [S, γ, V]
         let (mut previous, mut state, mut embeddings) =
             (anchors.shallow_clone(), K::State::default(), vec![]);
-        for k in 0..self.block_size() as i64 {
+        for k in 0..self.draft_len() as i64 {
             let (base, own) = (base.select(1, k), hidden.select(1, k));
             let (logits, embedding) = K::step(&self.model, base, &own, &previous, &mut state);
             embeddings.extend(embedding);
@@ -137,7 +137,7 @@ impl<K: Anchored> Drafter for AnchoredProposer<K> {
 }
 
 impl<K: Anchored> Proposer for AnchoredProposer<K> {
-    fn block_size(&self) -> usize {
+    fn draft_len(&self) -> usize {
         K::blocks(self.model.config()).drafted()
     }
 

@@ -74,7 +74,7 @@ impl DrafterConfig for BlockConfig {
         &mut self.decoder
     }
 
-    fn block_size(&self) -> usize {
+    fn draft_len(&self) -> usize {
         self.blocks.drafted()
     }
 

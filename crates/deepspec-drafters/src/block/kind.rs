@@ -11,7 +11,7 @@ use super::config::{BlockConfig, Confidence};
 use super::metrics::BlockMetrics;
 use super::model::{Block, BlockParts};
 use super::recipe::BlockRecipe;
-use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates, eval_mask, slot_weight};
+use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates, block_weight};
 use crate::losses::{LossAlphas, LossRecipe};
 use crate::registry::{Checkpoints, Part, Registration, Section, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
@@ -135,9 +135,7 @@ impl DrafterKind for BlockParts {
     }
 
     fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        let gamma = plan.config.blocks.drafted();
-        let slots = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, gamma));
-        slots.map(|k| f64::from(slot_weight(k, plan.objective.decay_gamma))).sum()
+        block_weight(&plan.config.blocks, plan.objective.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(

@@ -53,7 +53,7 @@ impl DrafterConfig for Eagle3Config {
         &mut self.decoder
     }
 
-    fn block_size(&self) -> usize {
+    fn draft_len(&self) -> usize {
         self.ttt_length
     }
 

@@ -86,7 +86,7 @@ impl Drafter for Eagle3Proposer {
 }
 
 impl Proposer for Eagle3Proposer {
-    fn block_size(&self) -> usize {
+    fn draft_len(&self) -> usize {
         self.block_size
     }
 

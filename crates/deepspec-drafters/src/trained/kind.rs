@@ -47,7 +47,7 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     }
 
     /// γ, drafted tokens per block.
-    fn block_size(&self) -> usize;
+    fn draft_len(&self) -> usize;
 
     /// Its blocks, where it drafts whole ones behind anchors.
     fn anchored(&self) -> Option<&AnchoredBlocks> {
@@ -148,8 +148,8 @@ impl<K: DrafterKind> Plan<K> {
 }
 
 impl<K: DrafterKind> DrafterPlan for Plan<K> {
-    fn block_size(&self) -> usize {
-        self.config.block_size()
+    fn draft_len(&self) -> usize {
+        self.config.draft_len()
     }
 
     fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig) {

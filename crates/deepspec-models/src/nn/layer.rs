@@ -18,6 +18,11 @@ impl Linear {
         Ok(Self { weight: b.product(&format!("{name}.weight"), &[output, input])?, bias: None })
     }
 
+    /// The same, giving zeros while it is fresh.
+    pub fn starting_at_zero(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
+        Ok(Self { weight: b.get(&format!("{name}.weight"), &[output, input], Init::Zeros)?, bias: None })
+    }
+
     /// `[.., input] -> [.., output]` with bias.
     pub fn with_bias(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
         let bias = Some(b.get(&format!("{name}.bias"), &[output], Init::Zeros)?);
