@@ -15,6 +15,7 @@ use deepspec_decode::{
     Completion, Engine, EngineOptions, Feed, Forwarded, Request, Sampling, SamplingBatch, Target, Verdict,
     draw, verify,
 };
+use deepspec_testkit::law::{Counts, count, misfit};
 use tch::{Device, Kind, Tensor};
 
 /// Tokens whose joint law is checked: V³ outcomes at most.
@@ -47,15 +48,6 @@ fn requests(count: usize, sampling: Sampling, max_new_tokens: usize, stop_ids: &
     (0..count).map(request).collect()
 }
 
-/// How often each output came.
-type Counts = BTreeMap<Vec<i64>, u64>;
-
-fn count(outputs: impl Iterator<Item = Vec<i64>>) -> Counts {
-    let mut counts = Counts::new();
-    outputs.for_each(|output| *counts.entry(output).or_default() += 1);
-    counts
-}
-
 /// The probability of every output of up to [`LENGTH`] tokens by the target alone.
 fn exact_law(sampling: Sampling, stop_ids: &[i64]) -> BTreeMap<Vec<i64>, f64> {
     let mut law = BTreeMap::new();
@@ -73,26 +65,6 @@ fn exact_law(sampling: Sampling, stop_ids: &[i64]) -> BTreeMap<Vec<i64>, f64> {
         }
     }
     law
-}
-
-/// χ² of the counts against the law, in units of its 99.9 % quantile: above 1 the counts follow another law.
-/// Outputs expected fewer than five times share one cell.
-fn misfit(counts: &Counts, law: &BTreeMap<Vec<i64>, f64>) -> f64 {
-    let total = counts.values().sum::<u64>() as f64;
-    assert!(
-        counts.keys().all(|output| law.get(output).is_some_and(|&p| p > 0.0)),
-        "an output of probability 0 came"
-    );
-    let cells = law.iter().map(|(output, p)| (counts.get(output).copied().unwrap_or(0) as f64, p * total));
-    let (common, rare): (Vec<_>, Vec<_>) = cells.partition(|&(_, expected)| expected >= 5.0);
-    let rare = rare.into_iter().fold((0.0, 0.0), |(o, e), (observed, expected)| (o + observed, e + expected));
-    let cells: Vec<(f64, f64)> = common.into_iter().chain((rare.1 >= 5.0).then_some(rare)).collect();
-    assert!(cells.len() > 8, "too few outcomes to tell laws apart");
-    let chi2: f64 = cells.iter().map(|(observed, expected)| (observed - expected).powi(2) / expected).sum();
-    // Wilson & Hilferty (1931): the cube root of χ² per degree of freedom is nearly normal.
-    let freedom = (cells.len() - 1) as f64;
-    let spread = 2.0 / (9.0 * freedom);
-    chi2 / (freedom * (1.0 - spread + 3.090 * spread.sqrt()).powi(3))
 }
 
 fn samples() -> usize {

@@ -1,11 +1,12 @@
 //! Helpers for tests: golden cases and tolerances, files of a folder, small random targets, damaged JSON, a server that misbehaves, a hub on
-//! loopback, a GPU that is none, and an account of tests that do not run here.
+//! loopback, a GPU that is none, laws of outputs, and an account of tests that do not run here.
 //!
 //! Meant as a dev-dependency; a broken fixture panics with its name.
 
 pub mod folder;
 pub mod golden;
 pub mod hub;
+pub mod law;
 pub mod machine;
 pub mod mutate;
 mod noise;

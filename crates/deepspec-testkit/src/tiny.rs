@@ -74,13 +74,45 @@ pub fn gemma4(dir: &Path, longest: usize) {
 /// tokenizer and template. It takes 2,048 tokens.
 pub fn llama(dir: &Path) {
     const TOKENS: usize = 1024;
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": TOKENS, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": false, "eos_token_id": [1, 6],
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256},
+    });
+    write(dir, &config, &pre_norm(4, TOKENS, false));
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
+    for (name, bytes) in folder::files(&target) {
+        if name.starts_with("tokenizer") || name.contains("template") {
+            fs::write(dir.join(&name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+    }
+}
+
+/// Writes a random Qwen3 of two layers and so few tokens to `dir` that laws of its outputs can be written down; it has no tokenizer.
+pub fn qwen3(dir: &Path, tokens: usize) {
+    let config = json!({
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": tokens, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+        "tie_word_embeddings": false,
+    });
+    write(dir, &config, &pre_norm(2, tokens, true));
+}
+
+/// Tensors of layers with 4 heads of 16 on 2 keys, embedding and head.
+fn pre_norm(layers: usize, tokens: usize, qk_norm: bool) -> Vec<(String, Vec<usize>)> {
     let (dim, queries, keys) = (16, 4 * 16, 2 * 16);
     let mut tensors = vec![
-        ("model.embed_tokens.weight".to_string(), vec![TOKENS, WIDTH]),
+        ("model.embed_tokens.weight".to_string(), vec![tokens, WIDTH]),
         ("model.norm.weight".into(), vec![WIDTH]),
-        ("lm_head.weight".into(), vec![TOKENS, WIDTH]),
+        ("lm_head.weight".into(), vec![tokens, WIDTH]),
     ];
-    for layer in 0..4 {
+    for layer in 0..layers {
         let parts = [
             ("self_attn.q_proj", vec![queries, WIDTH]),
             ("self_attn.k_proj", vec![keys, WIDTH]),
@@ -92,24 +124,11 @@ pub fn llama(dir: &Path) {
             ("input_layernorm", vec![WIDTH]),
             ("post_attention_layernorm", vec![WIDTH]),
         ];
+        let norms = ["self_attn.q_norm", "self_attn.k_norm"].map(|name| (name, vec![dim]));
+        let parts = parts.into_iter().chain(norms.into_iter().filter(|_| qk_norm));
         tensors.extend(parts.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)));
     }
-    let config = json!({
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": TOKENS, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": dim, "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": false, "eos_token_id": [1, 6],
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 256},
-    });
-    write(dir, &config, &tensors);
-    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
-    for (name, bytes) in folder::files(&target) {
-        if name.starts_with("tokenizer") || name.contains("template") {
-            fs::write(dir.join(&name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
-        }
-    }
+    tensors
 }
 
 /// Writes the model in `from` to `dir`, a folder, with its tokens for `<think>` and `</think>` made special ones, as other
