@@ -18,6 +18,7 @@ use tch::{Device, Kind};
 const EAGLE3: &str = "drafter={eagle3: {ttt_length: 3}}";
 const DFLASH: &str =
     "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}";
+const DFLASH2: &str = "drafter={dflash2: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, selector: {rank: 8}}}";
 
 fn set<'a>(changes: &[&'a str]) -> Vec<&'a str> {
     changes.iter().flat_map(|change| ["--set", change]).collect()
@@ -235,6 +236,45 @@ fn drafters_learn_to_fill_in() {
     bench.fails(&["--set", &one], 2, &["drafter.dflash.block_size", "at least 2"]);
 }
 
+#[test]
+fn dflash2_learns_drafts_and_goes_on_after_a_kill() {
+    let bench = trained(&[DFLASH2]);
+    let losses = bench.losses();
+    assert!(losses[STEPS - 1] < 0.95 * losses[0], "the loss does not fall: {losses:?}");
+    let metrics = last_metrics(&bench);
+    let recall = metrics["candidate_recall"].as_f64().unwrap();
+    assert!(recall > 16.0 / 1024.0 && recall <= 1.0, "{metrics}");
+    assert!(
+        metrics["selector_loss"].as_f64().unwrap() > 0.0
+            && metrics["loss"].as_f64() > metrics["ce_loss"].as_f64()
+    );
+    let config = config(&bench, STEPS);
+    assert_eq!(config["architectures"], json!(["Qwen3DFlash2Model"]));
+    assert_eq!((&config["selector_top_k"], &config["conv_group_size"]), (&json!(16), &json!(16)));
+    let (target, drafter) = (common::workspace().join("assets/tiny-target"), loads(&bench));
+    assert_eq!(drafter.draft_len(), 4);
+    assert_eq!(greedy(&target, None), greedy(&target, Some(drafter)));
+    let killed = Bench::new();
+    let mut child = common::start_until(&killed, 4, &set(&[DFLASH2]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    killed.succeeds(&set(&[DFLASH2]));
+    assert!(killed.result() == bench.result());
+    let wrong = |change: &str, hints: &[&str]| {
+        Bench::new().fails(&set(&[DFLASH2, change]), 2, hints);
+    };
+    wrong(
+        "drafter.dflash2.convolution.group_size=17",
+        &["drafter.dflash2.convolution.group_size", "17 does not divide"],
+    );
+    wrong(
+        "drafter.dflash2.selector.top_k=5000",
+        &["drafter.dflash2.selector.top_k", "5000 is not between 1 and 1024"],
+    );
+    wrong("drafter.dflash2.block_size=1", &["drafter.dflash2.block_size", "at least 2"]);
+    wrong("drafter.dflash2.slots=anchor_predicts", &["drafter.dflash2.slots"]);
+}
+
 /// With a chat format that the recipe brings along, and the accepted length measured as they learn. What they draft changes no token.
 #[test]
 fn llama_targets_have_drafters() {
@@ -318,13 +358,15 @@ fn frozen_parts_stay_and_the_others_learn() {
     let heads = ["markov_head.", "confidence_head."];
     let block = trained(&["train.max_train_steps=6"]);
     let eagle3 = trained(&[EAGLE3, "train.max_train_steps=6"]);
+    let dflash2 = trained(&[DFLASH2, "train.max_train_steps=6"]);
     type Case<'a> = (&'a Bench, &'a [&'a str], &'a str, &'a [&'a str]);
-    let cases: [Case; 5] = [
+    let cases: [Case; 6] = [
         (&block, &[], "backbone", &heads),
         (&block, &["train.precision=bf16"], "backbone", &heads),
         (&block, &[], "backbone, markov", &["confidence_head."]),
         (&block, &[], "backbone, confidence", &["markov_head."]),
         (&eagle3, &[EAGLE3], "fusion, layers", &["norm."]),
+        (&dflash2, &[DFLASH2], "backbone", &["candidate_selector."]),
     ];
     for (from, more, frozen, learns) in cases {
         let given = parameters(from, 6);

@@ -10,6 +10,7 @@
 mod anchored;
 mod block;
 mod causal;
+mod dflash2;
 mod drafter;
 mod eagle3;
 mod losses;
@@ -24,6 +25,10 @@ pub use anchored::{
 pub use block::{
     Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum, Confidence,
     ConfidenceRecipe, Markov, MarkovKind,
+};
+pub use dflash2::{
+    Convolution, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Recipe,
+    DFlash2Sum, Selector,
 };
 pub use drafter::{
     Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Metrics, Misfit, Predictions, Reading, Settings,

@@ -9,10 +9,11 @@ use deepspec_models::config::{Fields, read_json};
 use deepspec_models::{ModelConfig, ModelError, families};
 use serde::de::DeserializeOwned;
 
-use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, eagle3};
+use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, dflash2, eagle3};
 
 /// All kinds, in the order in which messages name them.
-const KINDS: [&Registration; 4] = [&block::DSPARK, &block::DFLASH, &eagle3::KIND, &causal::KIND];
+const KINDS: [&Registration; 5] =
+    [&block::DSPARK, &block::DFLASH, &dflash2::KIND, &eagle3::KIND, &causal::KIND];
 
 /// Reads and checks the settings of a kind.
 type ReadSettings = fn(&Section<'_>) -> Result<Box<dyn Settings>, ConfigError>;

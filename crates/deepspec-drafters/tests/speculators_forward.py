@@ -33,6 +33,10 @@ def block(model, given):
         previous = ids[0, places].view(len(anchors), model.block_size)
         embedding = head.prev_embeddings(previous)
         logits = logits + head.block_bias(prev_token_ids=previous, hidden_states=hidden, prev_emb=embedding)
+    selector = getattr(model, "candidate_selector", None)
+    if selector is not None:
+        previous = model._predecessor_ids(ids, places).view(len(anchors), model.block_size)
+        out["candidates"], out["scores"] = selector.select(logits, hidden, previous)
     if getattr(model, "confidence_head", None) is not None:
         features = torch.cat([hidden, embedding], -1) if model.config.confidence_head_with_markov else hidden
         out["confidence"] = model.confidence_head(features)

@@ -1,0 +1,58 @@
+//! What a training pass of DFlash 2 costs in arithmetic and in memory.
+
+use tch::Device;
+
+use super::config::DFlash2Config;
+use crate::anchored::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
+use crate::trained::{DIRECTIONS, PassBytes, SampleSize};
+use crate::{TrainSample, losses};
+
+/// Halves of a layer, each with a convolution before it and one behind it.
+const HALVES: usize = 2;
+/// Values per slot and channel that autograd keeps of a half's convolutions: what each reads, and it once more moved by a slot.
+const CONVOLVED: usize = 4;
+
+impl DFlash2Config {
+    /// Outputs of a half's projection to coefficients.
+    fn coefficients(&self) -> usize {
+        let channels = self.decoder.model.hidden_size / self.convolution.group_size;
+        (2 * self.convolution.kernel_size * channels) as usize
+    }
+
+    /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
+    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
+        let (model, rank) = (&self.decoder.model, self.selector_rank as usize);
+        let (d, vocab, layers) = (model.hidden_size as usize, model.vocab_size, model.layers.len());
+        let gamma = self.blocks.drafted();
+        let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
+        let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
+        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes);
+        let convolved = layers * HALVES * slots * (CONVOLVED * d + self.coefficients()) * bytes;
+        let objective = losses::buffer_bytes(vocab, rows, gamma as i64, false, bytes, device)
+            + rows * (3 * d + 3 * rank) * bytes
+            + vocab as usize * rank * size_of::<f32>();
+        PassBytes { kept: backbone.kept + convolved, objective, ..backbone }
+    }
+
+    /// Shapes of matrix products in passes over micro-batches of one size.
+    pub fn product_shapes(&self) -> usize {
+        // Both halves' coefficients have one shape; then the selector's projection, and logits with their gradient.
+        backbone_product_shapes(&self.decoder) + 2 * DIRECTIONS + 2 * 2
+    }
+
+    /// Floating-point operations of forward and backward over `samples`, counted as [`backbone_flops`] does.
+    pub fn flops(&self, samples: &[TrainSample]) -> f64 {
+        let (model, rank) = (&self.decoder.model, self.selector_rank as f64);
+        let (d, vocab, gamma) = (model.hidden_size as f64, model.vocab_size as f64, self.blocks.drafted());
+        let coefficients = (HALVES * model.layers.len() * self.coefficients()) as f64;
+        let of_sample = |sample: &TrainSample| {
+            let supervised = sample.anchors.iter().map(|&anchor| eval_mask(&sample.loss_mask, anchor, gamma));
+            let rows = supervised.sum::<usize>() as f64;
+            let slots = (sample.anchors.len() * self.blocks.block_size) as f64;
+            let pairs = rows * self.selector_top_k as f64 * rank;
+            let products = rows * d * vocab + slots * d * coefficients + rows * d * rank + pairs;
+            backbone_flops(&self.decoder, &self.blocks, sample) + 2.0 * 3.0 * products
+        };
+        samples.iter().filter(|sample| !sample.anchors.is_empty()).map(of_sample).sum()
+    }
+}

@@ -1,0 +1,163 @@
+//! DFlash 2 as a kind of drafter.
+
+use deepspec_core::Slots;
+use deepspec_core::recipe::Recipe;
+use deepspec_models::nn::Builder;
+use deepspec_models::{ModelConfig, ModelError};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::config::DFlash2Config;
+use super::metrics::DFlash2Metrics;
+use super::model::{DFlash2, DFlash2Parts};
+use super::recipe::DFlash2Recipe;
+use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, BlockBatch, anchor_candidates, block_weight};
+use crate::losses::{LossAlphas, LossRecipe};
+use crate::registry::{Checkpoints, Part, Registration, classes};
+use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
+
+/// Parallel block drafter with convolutions and a path selector.
+pub const KIND: Registration = Registration {
+    name: "dflash2",
+    title: "DFlash 2",
+    parts: &[
+        Part { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] },
+        Part { name: "selector", prefixes: &["candidate_selector."] },
+    ],
+    settings: Some(|section| {
+        let recipe: DFlash2Recipe = section.read()?;
+        let loss = recipe.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE });
+        let checked = recipe.check().and_then(|()| loss.check());
+        checked.map_err(|(key, problem)| section.error(key, problem))?;
+        Ok(Box::new(recipe))
+    }),
+    checkpoints: Some(Checkpoints {
+        classes: || classes(DFlash2Config::CLASS),
+        hold: "DFlash 2",
+        are_language_models: false,
+        load: load::<DFlash2Parts>,
+    }),
+};
+
+/// A DFlash 2 drafter with context histories.
+pub type DFlash2Proposer = AnchoredProposer<DFlash2Parts>;
+
+/// A DFlash 2 drafter before any weight is there.
+pub type DFlash2Plan = Plan<DFlash2Parts>;
+
+/// How a DFlash 2 drafter is trained.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DFlash2Objective {
+    /// Weights of the losses of all logits.
+    pub alphas: LossAlphas,
+    /// Weight of the selector's loss.
+    pub selector_alpha: f64,
+    /// Draft k of a block weighs exp(−k / this).
+    pub decay_gamma: f64,
+}
+
+impl Settings for DFlash2Recipe {
+    fn to_json(&self) -> Value {
+        json!(self)
+    }
+
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
+        let config = DFlash2Config {
+            decoder: DraftDecoder::of_target(target, recipe, self.layers().windows())?,
+            blocks: AnchoredBlocks {
+                block_size: self.block_size,
+                slots: Slots::FillIn,
+                mask_token_id: self.mask_token_id,
+                num_anchors: self.num_anchors,
+            },
+            convolution: self.convolution,
+            selector_rank: self.selector.rank,
+            selector_top_k: self.selector.top_k,
+        };
+        config.validate().map_err(|(key, problem)| match key {
+            "num_hidden_layers" => ("num_draft_layers", problem),
+            "conv_kernel_size" => ("convolution.kernel_size", problem),
+            "conv_group_size" => ("convolution.group_size", problem),
+            "selector_rank" => ("selector.rank", problem),
+            "selector_top_k" => ("selector.top_k", problem),
+            other => (other, problem),
+        })?;
+        let loss = self.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE });
+        let objective = DFlash2Objective {
+            alphas: LossAlphas::new(&loss, 0.0),
+            selector_alpha: self.selector.alpha,
+            decay_gamma: loss.decay_gamma,
+        };
+        Ok(Box::new(DFlash2Plan::new(config, objective)))
+    }
+}
+
+impl DrafterKind for DFlash2Parts {
+    type Config = DFlash2Config;
+    type Objective = DFlash2Objective;
+
+    fn new(b: &Builder, config: &DFlash2Config) -> Result<Self, ModelError> {
+        Self::build(b, config)
+    }
+
+    fn anchors(
+        plan: &DFlash2Plan,
+        loss_mask: &[bool],
+        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        choose(&anchor_candidates(loss_mask), plan.config.blocks.num_anchors)
+    }
+
+    fn loss_weight(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        block_weight(&plan.config.blocks, plan.objective.decay_gamma, loss_mask, anchors)
+    }
+
+    fn accumulate(
+        model: &DFlash2,
+        objective: &DFlash2Objective,
+        samples: &[TrainSample],
+        normaliser: Normaliser,
+    ) -> Option<Tensor> {
+        let DFlash2Objective { alphas, selector_alpha, decay_gamma } = objective;
+        let batch = model.config().batch(samples, *decay_gamma, model.device(), model.kind())?;
+        Some(model.accumulate(&batch, alphas, *selector_alpha, normaliser))
+    }
+
+    fn metrics(plan: &DFlash2Plan) -> Box<dyn Metrics> {
+        Box::new(DFlash2Metrics { alphas: plan.objective.alphas, gamma: plan.config.blocks.drafted() })
+    }
+
+    fn flops(plan: &DFlash2Plan, samples: &[TrainSample]) -> f64 {
+        plan.config.flops(samples)
+    }
+
+    fn pass_bytes(config: &DFlash2Config, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
+        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
+    }
+
+    fn product_shapes(config: &DFlash2Config) -> usize {
+        config.product_shapes()
+    }
+
+    fn drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
+        Box::new(AnchoredProposer::new(model, slots))
+    }
+
+    fn predict<'a>(model: &'a DFlash2, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+        anchored::predict(model, samples)
+    }
+}
+
+impl DFlash2Config {
+    /// The tensors of one pass over samples; see [`BlockBatch::new`].
+    pub fn batch(
+        &self,
+        samples: &[TrainSample],
+        decay_gamma: f64,
+        device: Device,
+        kind: Kind,
+    ) -> Option<BlockBatch> {
+        BlockBatch::new(samples, &self.blocks, true, decay_gamma, device, kind)
+    }
+}

@@ -1,0 +1,60 @@
+//! From the sums of a logging window to DFlash 2's metrics.
+
+use serde_json::{Map, Value};
+
+use crate::Metrics;
+use crate::anchored::AnchoredSum;
+use crate::anchored::sums::{Window, ratio};
+use crate::losses::LossAlphas;
+
+/// What a micro-batch leaves behind. Accept rates are those of the selector behind the true previous tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DFlash2Sum {
+    /// What all drafters of anchored blocks have.
+    Shared(AnchoredSum),
+    /// The selector's cross entropy with position weights.
+    Selector,
+    /// Labels that were among the candidates.
+    Recalled,
+}
+
+impl DFlash2Sum {
+    /// Those of this kind alone, in the order in which they stand.
+    pub const OWN: [Self; 2] = [Self::Selector, Self::Recalled];
+
+    /// All of them for blocks of γ drafts, in the order in which they stand.
+    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
+        AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
+    }
+}
+
+/// What the sums of a DFlash 2 drafter's micro-batches mean.
+#[derive(Debug, Clone, Copy)]
+pub struct DFlash2Metrics {
+    /// Weights of the losses.
+    pub alphas: LossAlphas,
+    /// γ.
+    pub gamma: usize,
+}
+
+impl Metrics for DFlash2Metrics {
+    fn count(&self) -> usize {
+        DFlash2Sum::all(self.gamma).count()
+    }
+
+    fn headline(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("ce", "ce_loss"),
+            ("selector", "selector_loss"),
+            ("recall", "candidate_recall"),
+            ("τ", "tau_probabilistic"),
+        ]
+    }
+
+    fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
+        let window = Window { gamma: self.gamma, sums };
+        let recall = ratio(window.own(1), window.of(AnchoredSum::Drafts));
+        let own = [("selector_loss", window.mean(window.own(0))), ("candidate_recall", recall)];
+        window.metrics(&self.alphas, samples, &own)
+    }
+}

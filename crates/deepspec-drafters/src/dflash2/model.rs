@@ -1,0 +1,97 @@
+//! DFlash 2: a backbone with convolutions in its layers, and the selector behind it.
+
+use deepspec_models::ModelError;
+use deepspec_models::nn::{Builder, Half};
+use tch::Tensor;
+
+use super::config::DFlash2Config;
+use super::convolution::Convolutions;
+use super::selector::PathSelector;
+use crate::anchored::{Anchored, AnchoredBlocks, Backbone};
+use crate::trained::Trained;
+
+/// A DFlash 2 drafter.
+pub type DFlash2 = Trained<DFlash2Parts>;
+
+/// Backbone, convolutions and selector.
+pub struct DFlash2Parts {
+    backbone: Backbone,
+    /// Those of each layer, around attention and MLP.
+    convolutions: Vec<[Convolutions; 2]>,
+    pub(super) selector: PathSelector,
+}
+
+impl DFlash2Parts {
+    /// Asks for the tensors in the order in which they are trained.
+    ///
+    /// # Errors
+    /// A tensor is missing or misshapen.
+    pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Result<Self, ModelError> {
+        let (model, size) = (&config.decoder.model, config.blocks.block_size);
+        let convolutions = |layer: usize| {
+            let of = |half: &str| {
+                let name = format!("layers.{layer}.{half}_conv");
+                Convolutions::new(b, &name, model.hidden_size, config.convolution, size)
+            };
+            Ok([of("attention")?, of("mlp")?])
+        };
+        Ok(Self {
+            backbone: Backbone::new(b, model)?,
+            convolutions: (0..model.layers.len()).map(convolutions).collect::<Result<_, ModelError>>()?,
+            selector: PathSelector::new(b, config)?,
+        })
+    }
+}
+
+impl Anchored for DFlash2Parts {
+    type State = ();
+
+    fn backbone(&self) -> &Backbone {
+        &self.backbone
+    }
+
+    fn around(
+        &self,
+        layer: usize,
+        half: Half,
+        normed: &Tensor,
+        run: &mut dyn FnMut(&Tensor) -> Tensor,
+    ) -> Tensor {
+        let [attention, mlp] = &self.convolutions[layer];
+        match half {
+            Half::Attention => attention.around(normed, run),
+            Half::Mlp => mlp.around(normed, run),
+        }
+    }
+
+    fn blocks(config: &DFlash2Config) -> &AnchoredBlocks {
+        &config.blocks
+    }
+
+    fn step(
+        model: &DFlash2,
+        base: Tensor,
+        hidden: &Tensor,
+        previous: &Tensor,
+        (): &mut (),
+    ) -> (Tensor, Option<Tensor>) {
+        let selector = &model.parts.selector;
+        let features = selector.features(hidden, &selector.embed(previous));
+        (selector.restrict(&base, &features), None)
+    }
+
+    fn features(model: &DFlash2, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
+        let selector = &model.parts.selector;
+        let embeddings = selector.embed(previous);
+        let features = selector.features(hidden, &embeddings);
+        Some((embeddings, features))
+    }
+
+    fn slot_logits(model: &DFlash2, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
+        let base = model.base_logits(hidden);
+        match features {
+            Some(features) => model.parts.selector.restrict(&base, features),
+            None => base,
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! DFlash 2 changes no law: what a target says with it is what it says alone, though tokens outside of a slot's candidates are never
+//! drafted.
+
+use std::collections::BTreeMap;
+
+use deepspec_core::{Slots, Tap};
+use deepspec_decode::{
+    DraftRequest, Engine, EngineOptions, Feed, Proposal, Proposer, Request, Sampling, SamplingBatch, Target,
+};
+use deepspec_drafters::{AnchoredBlocks, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends};
+use deepspec_testkit::law::{count, misfit};
+use deepspec_testkit::{noise, tiny};
+use tch::{Device, Kind, Tensor};
+
+const VOCAB: usize = 10;
+/// Tokens whose joint law is checked.
+const LENGTH: usize = 3;
+const SLOTS: usize = 64;
+const PROMPT: [i64; 3] = [1, 4, 7];
+const TEMPERATURE: f64 = 0.8;
+
+/// A proposer that may lie about the distributions from which it drew.
+struct Told<P> {
+    inner: P,
+    lies: bool,
+}
+
+impl<P: Proposer> Proposer for Told<P> {
+    fn draft_len(&self) -> usize {
+        self.inner.draft_len()
+    }
+
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let proposal = self.inner.propose(request);
+        let probs = match self.lies {
+            // As though all tokens could have been drawn.
+            true => (&proposal.probs + 0.1) / (1.0 + 0.1 * VOCAB as f64),
+            false => proposal.probs,
+        };
+        Proposal { probs, ..proposal }
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.inner.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.inner.history_bytes(tokens)
+    }
+}
+
+fn target(dir: &std::path::Path, taps: &[Tap]) -> TargetModel {
+    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: SLOTS, taps: taps.to_vec() };
+    TargetModel::load(dir, &options).unwrap()
+}
+
+/// The probability of every output by the target alone.
+fn law(target: &mut TargetModel) -> BTreeMap<Vec<i64>, f64> {
+    let mut law = BTreeMap::from([(vec![], 1.0)]);
+    for _ in 0..LENGTH {
+        let mut longer = BTreeMap::new();
+        for (output, probability) in law {
+            let ids: Vec<i64> = PROMPT.iter().chain(&output).copied().collect();
+            let feed = Feed { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) };
+            let hidden = target.forward(&feed).hidden;
+            target.truncate(0, 0);
+            let logits = target.logits(&hidden.narrow(0, ids.len() as i64 - 1, 1));
+            let next =
+                SamplingBatch::new(vec![Sampling::new(TEMPERATURE, 0)], Device::Cpu).distributions(&logits);
+            for token in 0..VOCAB as i64 {
+                let output: Vec<i64> = output.iter().copied().chain([token]).collect();
+                longer.insert(output, probability * next.double_value(&[0, token]));
+            }
+        }
+        law = longer;
+    }
+    law
+}
+
+#[test]
+fn the_first_tokens_have_the_targets_joint_law() {
+    let _guard = tch::no_grad_guard();
+    let dir = tempfile::tempdir().unwrap();
+    tiny::qwen3(dir.path(), VOCAB);
+    let model = ModelConfig::load(dir.path()).unwrap();
+    let taps = Tap::from_layer_ids([0, 1]).unwrap();
+    let law = law(&mut target(dir.path(), &[]));
+    let (embed, head) = load_ends(dir.path(), &model, Device::Cpu, Kind::Float).unwrap();
+    let config = DFlash2Config {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: taps.clone(),
+            num_target_layers: 2,
+        },
+        blocks: AnchoredBlocks { block_size: 4, slots: Slots::FillIn, mask_token_id: 9, num_anchors: 4 },
+        convolution: Convolution::default(),
+        selector_rank: 8,
+        selector_top_k: 4,
+    };
+    let misfit = |lies: bool| {
+        let drafter = DFlash2::fresh(config.clone(), &embed, &head, 5, Kind::Float).unwrap();
+        for (i, (_, parameter)) in drafter.parameters().iter().enumerate() {
+            let _ = parameter.shallow_clone().g_add_(&(noise_like(parameter, i as u64) * 0.2));
+        }
+        let options = EngineOptions {
+            slots: SLOTS,
+            context: 64,
+            confidence_threshold: 0.0,
+            max_draft_tokens: None,
+            counts_overrun: false,
+        };
+        let proposer = Told { inner: DFlash2Proposer::new(drafter, SLOTS), lies };
+        let request = |i: usize| Request {
+            id: i.to_string(),
+            prompt: PROMPT.to_vec(),
+            sampling: Sampling::new(TEMPERATURE, 3),
+            max_new_tokens: LENGTH + 2,
+            stop_ids: vec![],
+        };
+        let mut engine = Engine::new(target(dir.path(), &taps), Some(proposer), options);
+        let outputs = engine.run((0..10_000).map(request).collect(), |_| {}).unwrap();
+        let accepted: u32 = outputs.iter().flat_map(|done| &done.cycles).map(|cycle| cycle.accepted).sum();
+        assert!(accepted as usize > outputs.len() / 4, "{accepted} drafts were accepted");
+        misfit(&count(outputs.into_iter().map(|done| done.tokens[..LENGTH].to_vec())), &law)
+    };
+    let (told, lied) = (misfit(false), misfit(true));
+    assert!(told < 1.0, "χ² is {told:.2} times its 99.9 % quantile");
+    assert!(lied > 1.5, "a drafter that lies about its distributions is not noticed: {lied:.2}");
+}
+
+fn noise_like(parameter: &Tensor, seed: u64) -> Tensor {
+    Tensor::from_slice(&noise(seed, parameter.numel())).view_as(parameter)
+}
