@@ -2,7 +2,7 @@
 
 mod cache;
 mod chat;
-mod dataset;
+
 mod inspect;
 mod places;
 mod regenerate;

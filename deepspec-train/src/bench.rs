@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
-use deepspec_core::rng::{Purpose, Stream};
 use deepspec_dist::{DeviceMemory, ProcessGroup, device_memory, restart_device_peak};
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
@@ -16,15 +15,14 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
+use crate::invented::random_samples;
 use crate::loader::HELD;
 use crate::optimizer::AdamW;
-use crate::run::{kind, schedule};
+use crate::schedule;
 use crate::schedule::anchors;
+use crate::setup::kind;
 use crate::shape::Shape;
 use crate::{gpu, memory};
-
-/// A turn of a random conversation in tokens; a quarter of it is the user's.
-const TURN: usize = 512;
 
 /// Where the time of all timed steps went.
 #[derive(Default)]
@@ -63,7 +61,7 @@ pub fn run(
     let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let train = &recipe.train;
     // The data of the run is not there, and one step's samples are all it takes.
-    let passes = schedule(recipe, train.global_batch_size, processes)?.gradient_accumulation_steps;
+    let passes = schedule::of_recipe(recipe, train.global_batch_size, processes)?.gradient_accumulation_steps;
     let kind = kind(train.precision);
     if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
         return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
@@ -71,7 +69,7 @@ pub fn run(
     let name = gpu::name(device);
     let peak_tflops = args.peak_tflops.or_else(|| gpu::peak_tflops(name.as_deref()?, kind));
 
-    let (embed, head) = random_ends(&shape.config, device, kind);
+    let (embed, head) = random_embed_and_head(&shape.config, device, kind);
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind)?;
     let optimizer = AdamW::new(trainee.parameters(), train.weight_decay, train.max_grad_norm);
     let weights = optimizer.weights();
@@ -125,14 +123,14 @@ pub fn run(
 ///
 /// # Errors
 /// If the step fails, as the run's own would.
-pub fn rehearse(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyhow::Result<Option<u64>> {
+pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyhow::Result<Option<u64>> {
     const TOKENS: usize = 32;
     let (drafter_plan, model) = drafter_plan.smallest();
     let mut recipe = recipe.clone();
     (recipe.data.max_length, recipe.train.local_batch_size) = (TOKENS, 1);
     // Whether the run's own rate is a sane one is for the run to find.
     recipe.train.lr = 0.0;
-    let (embed, head) = random_ends(&model, Device::Cpu, Kind::Float);
+    let (embed, head) = random_embed_and_head(&model, Device::Cpu, Kind::Float);
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float)?;
     let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, 0);
@@ -216,7 +214,7 @@ impl Bench<'_> {
 }
 
 /// An embedding and a head of the target's sizes; one tensor where they are tied.
-fn random_ends(config: &ModelConfig, device: Device, kind: Kind) -> (Tensor, Tensor) {
+fn random_embed_and_head(config: &ModelConfig, device: Device, kind: Kind) -> (Tensor, Tensor) {
     let fresh = || {
         let size = [config.vocab_size, config.hidden_size];
         Tensor::empty(size, (kind, device)).normal_(0.0, config.initializer_range)
@@ -224,41 +222,6 @@ fn random_ends(config: &ModelConfig, device: Device, kind: Kind) -> (Tensor, Ten
     let embed = fresh();
     let head = if config.tie_word_embeddings { embed.shallow_clone() } else { fresh() };
     (embed, head)
-}
-
-/// Which tokens of a random conversation are supervised: all but the first quarter of every turn.
-pub fn loss_mask(length: usize) -> Vec<bool> {
-    let turn = TURN.min(length);
-    (0..length).map(|position| position % turn >= turn / 4).collect()
-}
-
-/// The samples of forward number `number`: conversations of `data.max_length` tokens, three quarters of them supervised, in bfloat16 as a cache
-/// holds their states.
-fn random_samples(recipe: &Recipe, config: &ModelConfig, number: usize) -> Vec<TrainSample> {
-    let (length, d) = (recipe.data.max_length, config.hidden_size);
-    let states = |rows: usize, width: i64| {
-        Tensor::empty([rows as i64, width], (Kind::BFloat16, Device::Cpu)).normal_(0.0, 1.0)
-    };
-    let sample = |index: usize| {
-        let stream = Stream::new(recipe.seed, &format!("bench-{number}-{index}"));
-        let id = |lane| (stream.uniform(0, Purpose::Init, lane) * config.vocab_size as f64) as i64;
-        let loss_mask = loss_mask(length);
-        let supervised = |position: usize| loss_mask.get(position) == Some(&true);
-        // As a cache keeps them: whoever stands beside a supervised token.
-        let last_positions: Vec<u32> = (0..length)
-            .filter(|&position| supervised(position.wrapping_sub(1)) || supervised(position + 1))
-            .map(|position| position as u32)
-            .collect();
-        TrainSample {
-            input_ids: (0..length as u64).map(id).collect(),
-            taps: states(length, d * recipe.target.layer_ids.len() as i64),
-            last: states(last_positions.len(), d),
-            last_positions,
-            loss_mask,
-            anchors: vec![],
-        }
-    };
-    (0..recipe.train.local_batch_size).map(sample).collect()
 }
 
 fn render(found: &Value) -> String {

@@ -8,9 +8,10 @@ use deepspec_states::Dataset;
 use serde::Serialize;
 use tch::{Device, Kind};
 
+use crate::invented;
 use crate::loader::{HELD, mask};
 use crate::schedule::{Order, Schedule, shuffled};
-use crate::{bench, run};
+use crate::setup::kind;
 
 /// Bytes of one process by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -87,7 +88,7 @@ impl Costs<'_> {
     /// The memory of a run whose largest micro-batch is `largest`; `target` bytes go to a resident target, `cache` bytes lie on disk.
     pub fn memory(&self, largest: &[SampleSize], target: u64, cache: u64) -> Memory {
         let train = &self.recipe.train;
-        let kind = run::kind(train.precision);
+        let kind = kind(train.precision);
         let WeightCounts { trained, frozen } = self.weights;
         let (weights, bytes) = (trained as u64, kind.elt_size_in_bytes() as u64);
         let (gradients, optimizer) = match train.precision {
@@ -136,7 +137,7 @@ impl Costs<'_> {
     /// The samples of the first epoch's micro-batch that takes the most memory.
     pub fn largest(&self, dataset: &Dataset, schedule: Schedule) -> Vec<SampleSize> {
         let Schedule { samples_per_epoch, .. } = schedule;
-        let kind = run::kind(self.recipe.train.precision);
+        let kind = kind(self.recipe.train.precision);
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
         let mut size = |position| self.size(&mask(&dataset.facts(order.at(position).sample)));
         let peak = |samples: &Vec<SampleSize>| {
@@ -151,7 +152,7 @@ impl Costs<'_> {
 
     /// A micro-batch of samples as long as the recipe lets them be, supervised as those of a bench are.
     pub fn longest(&self) -> Vec<SampleSize> {
-        vec![self.size(&bench::loss_mask(self.recipe.data.max_length)); self.recipe.train.local_batch_size]
+        vec![self.size(&invented::loss_mask(self.recipe.data.max_length)); self.recipe.train.local_batch_size]
     }
 }
 

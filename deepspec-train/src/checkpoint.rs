@@ -69,12 +69,14 @@ impl TrainState {
 /// The checkpoints of one experiment.
 pub struct Checkpoints {
     dir: PathBuf,
+    /// Held while this process writes here.
+    claim: Option<fs::File>,
 }
 
 impl Checkpoints {
     /// The checkpoints in `dir`, which is created by the first save.
     pub fn new(dir: PathBuf) -> Self {
-        Self { dir }
+        Self { dir, claim: None }
     }
 
     /// The experiment's folder.
@@ -82,16 +84,19 @@ impl Checkpoints {
         &self.dir
     }
 
-    /// Claims the experiment for this process until the returned file is dropped.
+    /// Claims the experiment for this process, as long as this lives.
     ///
     /// # Errors
     /// A usage error if another process has claimed it.
-    pub fn lock(&self) -> anyhow::Result<fs::File> {
+    pub fn claim(&mut self) -> anyhow::Result<()> {
         atomic::create_dir(&self.dir)?;
         let path = self.dir.join(".lock");
         let file = fs::File::create(&path).map_err(FileError::at("opening", &path))?;
         match file.try_lock() {
-            Ok(()) => Ok(file),
+            Ok(()) => {
+                self.claim = Some(file);
+                Ok(())
+            }
             Err(fs::TryLockError::WouldBlock) => {
                 usage!("{}: another training run is writing here", self.dir.display())
             }

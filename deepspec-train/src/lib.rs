@@ -1,23 +1,25 @@
 //! Trains drafters for speculative decoding: one recipe, any number of processes, exact resume.
 //!
 //! [`schedule`] settles what happens when, [`loader`] brings the samples, [`trainer`] is the loop. [`launch`] starts the
-//! processes, [`agreement`] makes sure that they do the same, [`sync`] adds up what they have found.
+//! processes, [`rank_check`] makes sure that they do the same, [`sync`] adds up what they have found.
 
-mod agreement;
 mod args;
 mod bench;
 mod budget;
 pub mod checkpoint;
 mod evaluation;
 mod gpu;
+mod invented;
 mod launch;
 pub mod loader;
 pub mod lr;
 mod memory;
 pub mod optimizer;
 mod plan;
+mod rank_check;
 mod run;
 pub mod schedule;
+mod setup;
 mod shape;
 mod signals;
 mod sinks;

@@ -8,7 +8,7 @@ use deepspec_core::recipe::{Recipe, States};
 use deepspec_dist::Seat;
 use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
-use deepspec_states::{Budget, Dataset, Running, Source, StatesError, batches, check_fit};
+use deepspec_states::{Budget, Dataset, Source, StatesError, TargetRuntime, batches, check_fit};
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -17,8 +17,9 @@ use crate::budget::{Costs, Memory, bytes_of};
 use crate::checkpoint::Checkpoints;
 use crate::evaluation::Questions;
 use crate::schedule::{Order, Schedule, shuffled};
+use crate::setup::{kind, open_data, target_runtime};
 use crate::shape::Shape;
-use crate::{bench, run};
+use crate::{bench, schedule};
 
 /// Prints the plan of `recipe`: with its data where that is there, else as far as the target's sizes tell.
 ///
@@ -28,17 +29,17 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow:
     let processes = seat.processes;
     let shape = Shape::of(&recipe.target, args.verbosity())?;
     let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
-    let running = run::running(recipe, device, seat)?;
+    let runtime = target_runtime(recipe, device, seat)?;
     let missing = missing(recipe, &shape);
     let source =
         missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
-    let dataset = source.as_ref().map(|source| run::open_data(recipe, source)).transpose()?;
+    let dataset = source.as_ref().map(|source| open_data(recipe, source)).transpose()?;
     let questions = source.as_ref().map(|source| Questions::read(recipe, source)).transpose()?.flatten();
-    let program = bench::rehearse(recipe, drafter_plan.as_ref())?.unwrap_or(0);
+    let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {
-            let schedule = run::schedule(recipe, dataset.len(), processes)?;
+            let schedule = schedule::of_recipe(recipe, dataset.len(), processes)?;
             Ok(Data { source, dataset, schedule, questions: questions.as_ref() })
         }
         _ => Err(missing.unwrap_or_default()),
@@ -46,7 +47,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow:
     let weights = drafter_plan.weights()?;
     let (target, drafter_plan) = (&shape.config, drafter_plan.as_ref());
     let costs = Costs { recipe, target, drafter_plan, weights, processes, program, device };
-    let plan = Plan { costs, running, origin: shape.origin.clone(), data };
+    let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
     let latest = Checkpoints::new(recipe.output_dir()).latest()?;
     let resumes = latest.map(|path| path.display().to_string());
     let text = if args.json {
@@ -75,7 +76,7 @@ fn missing(recipe: &Recipe, shape: &Shape) -> Option<String> {
 /// Everything that is said.
 pub struct Plan<'a> {
     pub costs: Costs<'a>,
-    pub running: Running,
+    pub runtime: TargetRuntime,
     /// Where the target's sizes come from.
     pub origin: String,
     /// The samples and what they make of the schedule, once they are there.
@@ -185,7 +186,7 @@ impl Plan<'_> {
     }
 
     fn target(&self, data: &Data) -> Result<String, ModelError> {
-        let Running { device, kind, .. } = self.running;
+        let TargetRuntime { device, kind, .. } = self.runtime;
         let Passes { tokens, forwards } = self.passes(data);
         let per_step = forwards as f64 / data.schedule.steps_per_epoch as f64;
         Ok(format!(
@@ -196,13 +197,13 @@ impl Plan<'_> {
     }
 
     fn target_weights(&self, data: &Data) -> Result<usize, ModelError> {
-        Ok(Weights::open(&data.source.dir, "the target", self.running.device, self.running.kind)?.values())
+        Ok(Weights::open(&data.source.dir, "the target", self.runtime.device, self.runtime.kind)?.values())
     }
 
     /// The first epoch's; later ones have other neighbours and about as many forwards.
     fn passes(&self, data: &Data) -> Passes {
         let Schedule { samples_per_epoch, steps_per_epoch, .. } = data.schedule;
-        let per_step = self.running.per_step;
+        let per_step = self.runtime.per_step;
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe().seed, data.dataset.len()));
         let budget = self.budget(data);
         let mut passes = Passes { tokens: 0, forwards: 0 };
@@ -222,7 +223,7 @@ impl Plan<'_> {
     }
 
     fn budget(&self, data: &Data) -> Budget {
-        Budget::new(data.dataset.longest(), self.running.device)
+        Budget::new(data.dataset.longest(), self.runtime.device)
     }
 
     fn schedule(&self) -> String {
@@ -252,10 +253,10 @@ impl Plan<'_> {
             return Ok(self.costs.memory(&self.costs.longest(), target, cache));
         };
         let target = match data.dataset.needs_target() {
-            true => bytes_of(self.target_weights(data)? + self.histories(data), self.running.kind),
+            true => bytes_of(self.target_weights(data)? + self.histories(data), self.runtime.kind),
             false => 0,
         };
-        let kind = run::kind(self.recipe().train.precision);
+        let kind = kind(self.recipe().train.precision);
         let asking =
             data.questions.map(|asked| asked.bytes(data.source, self.costs.device, kind)).transpose()?;
         let target = target + asking.unwrap_or(0);
@@ -267,8 +268,8 @@ impl Plan<'_> {
     /// Bytes of a target of which only the sizes are known, with samples as long as the recipe lets them be.
     fn resident(&self) -> u64 {
         let (target, longest) = (self.costs.target, self.recipe().data.max_length);
-        let sequences = Budget::new(longest, self.running.device).sequences;
-        bytes_of(target.weights() + target.history(sequences, longest), self.running.kind)
+        let sequences = Budget::new(longest, self.runtime.device).sequences;
+        bytes_of(target.weights() + target.history(sequences, longest), self.runtime.kind)
     }
 
     /// Whether the drafter's memory is not the host's.

@@ -1,18 +1,19 @@
 //! From the command line to the loop: everything that can be wrong is found here, before the first forward.
 
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Context;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
-use deepspec_core::recipe::{Backend, Precision, Recipe, ShardingStrategy, States};
+use deepspec_core::recipe::{Backend, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
 use deepspec_dist::{Carrier, DeviceError, GroupError, ProcessGroup, Seat};
-use deepspec_drafters::TrainableDrafter;
+use deepspec_drafters::{DrafterPlan, TrainableDrafter};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_ends};
-use deepspec_states::{Dataset, Running, Source, StateSource, StatesError};
+use deepspec_states::{Dataset, Source, StateSource, StatesError, TargetRuntime};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
@@ -24,13 +25,11 @@ use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
 use crate::plan::{self, Data, Plan};
-use crate::schedule::{Schedule, Sizes, shuffled};
+use crate::schedule::{self, Schedule};
+use crate::setup::{kind, open_data, target_runtime};
 use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
-use crate::{agreement, launch, signals};
-
-/// Unusable rows that are named one by one.
-const REJECTED_SHOWN: usize = 5;
+use crate::{launch, rank_check, signals};
 
 /// Runs `deepspec-train`: as one process, as one of many, or as the launcher of many.
 ///
@@ -126,142 +125,206 @@ fn train(
     device: Device,
     seat: Seat,
 ) -> anyhow::Result<()> {
-    let processes = seat.processes;
-    let kind = kind(recipe.train.precision);
-    let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
-    let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
-    let dataset = open_data(recipe, &source)?;
-    let questions = Questions::read(recipe, &source)?;
-    let program = bench::rehearse(recipe, drafter_plan.as_ref())?.unwrap_or(0);
-    check_writer(recipe, &dataset, group)?;
-    let schedule = schedule(recipe, dataset.len(), processes)?;
-    let running = running(recipe, device, seat)?;
-    let checkpoints = Checkpoints::new(recipe.output_dir());
-    let _claim = group.is_leader().then(|| checkpoints.lock()).transpose()?;
-    let latest = if args.overwrite { None } else { checkpoints.latest()? };
-    agreement::check(group, recipe, dataset.digest(), latest.as_deref())?;
-    let states = match args.init_only {
-        true => None,
-        false => {
-            Some(StateSource::open(&dataset, &source, recipe, running).map_err(StatesError::report_data)?)
-        }
-    };
-    let (embed, head) = ends(states.as_ref(), &source, device, kind)?;
-    let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind)?;
-    // What is frozen is in no state of the optimiser.
-    if latest.is_none() || !recipe.train.freeze.is_empty() {
-        start_from(recipe, trainee.as_ref(), args.verbosity())?;
-    }
-    let share = match recipe.train.sharding_strategy {
-        ShardingStrategy::NoShard => (0, 1),
-        ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
-    };
-    let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
-    let optimizer = AdamW::sharded(trainee.parameters(), weight_decay, max_grad_norm, share);
-    let weights = drafter_plan.weights()?;
-    let plan = Plan {
-        costs: Costs {
-            recipe,
-            target: &source.config,
-            drafter_plan: drafter_plan.as_ref(),
-            weights,
-            processes,
-            program,
-            device,
-        },
-        running,
-        origin: source.dir.display().to_string(),
-        data: Ok(Data { source: &source, dataset: &dataset, schedule, questions: questions.as_ref() }),
-    };
-    plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
-    let evaluation = questions
-        .filter(|_| !args.init_only)
-        .map(|questions| Evaluation::open(questions, recipe.target.layer_ids.clone(), &source, device, kind))
-        .transpose()?;
-    if args.overwrite && group.is_leader() {
-        checkpoints.clear()?;
-    }
-    let stop = signals::stop_flag()?;
-    let mut trainer = Trainer {
-        lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
-        data: DataId { digest: dataset.digest().to_string(), rounding: dataset.rounding() },
-        recipe,
-        group,
-        trainee,
-        metrics: drafter_plan.metrics(),
-        optimizer,
-        schedule,
-        checkpoints,
-        evaluation,
-        stop,
-    };
-    let first = match &latest {
-        Some(path) => {
-            let state = restore(path, recipe, &trainer.data, &mut trainer.optimizer)?;
-            tracing::info!("resuming from {}", path.display());
-            if group.is_leader() {
-                trainer.checkpoints.settle(&state)?;
-            }
-            state.step
-        }
-        None => 0,
-    };
+    let job = Job { args, recipe, group, device, seat, kind: kind(recipe.train.precision) };
+    let (inputs, questions) = Inputs::open(&job)?;
+    let run_dir = RunDir::claim(&job)?;
+    rank_check::check(group, recipe, inputs.dataset.digest(), run_dir.latest.as_deref())?;
+    let states = (!args.init_only).then(|| inputs.states(recipe)).transpose()?;
+    let trainee = inputs.build(&job, &run_dir, states.as_ref())?;
+    let (mut trainer, latest) = inputs.trainer(&job, run_dir, trainee, questions)?;
+    let first = resume(&mut trainer, latest.as_deref())?;
     if args.init_only {
-        match (latest, first) {
-            (None, _) => trainer.save(0, None)?,
-            (Some(_), 0) => tracing::info!("the untrained drafter is there already"),
-            (Some(_), _) => {
-                usage!("{} is already trained for {first} steps; --init-only wants a fresh one", recipe.name)
-            }
+        return keep_untrained(&mut trainer, latest.is_some(), first);
+    }
+    match states.filter(|_| first < inputs.schedule.max_train_steps) {
+        Some(states) => inputs.run(trainer, states, first),
+        None => {
+            tracing::info!("{} is complete at step {first}; nothing to do", recipe.name);
+            Ok(())
         }
-        return Ok(());
-    }
-    let Some(states) = states.filter(|_| first < schedule.max_train_steps) else {
-        tracing::info!("{} is complete at step {first}; nothing to do", recipe.name);
-        return Ok(());
-    };
-    let options = LoaderOptions {
-        schedule,
-        seed: recipe.seed,
-        drafter_plan: drafter_plan.as_ref(),
-        local_batch_size: recipe.train.local_batch_size,
-        normalization: recipe.train.loss_normalization,
-        rank: group.rank(),
-        world_size: group.world_size(),
-    };
-    let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
-    let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());
-    let shown = Shown { schedule, metrics: trainer.metrics.as_ref(), tensorboard };
-    let open = || Report::open(trainer.checkpoints.dir(), first, &shown);
-    let report = group.is_leader().then(open).transpose()?;
-    thread::scope(|scope| {
-        let loader = Loader::start(scope, &dataset, states, options, first);
-        trainer.run(first, loader, report)
-    })
-}
-
-/// The kind of working weights.
-pub fn kind(precision: Precision) -> Kind {
-    match precision {
-        Precision::Bf16 => Kind::BFloat16,
-        Precision::Fp32 => Kind::Float,
     }
 }
 
-/// The schedule of `recipe` over so many samples.
-///
-/// # Errors
-/// A usage error if the sizes do not fit together.
-pub fn schedule(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::Result<Schedule> {
-    let sizes = Sizes {
-        world_size: processes,
-        dataset_size: samples,
-        local_batch_size: recipe.train.local_batch_size,
-        global_batch_size: recipe.train.global_batch_size,
-        num_train_epochs: recipe.train.num_train_epochs,
-        max_train_steps: recipe.train.max_train_steps,
-    };
-    Ok(Schedule::new(sizes).map_err(|error| UsageError(error.to_string()))?)
+/// One process of a job.
+struct Job<'a> {
+    args: &'a Args,
+    recipe: &'a Recipe,
+    group: &'a ProcessGroup,
+    device: Device,
+    seat: Seat,
+    /// Kind of working weights.
+    kind: Kind,
+}
+
+/// All that is read before anything is made.
+struct Inputs {
+    source: Source,
+    drafter_plan: Box<dyn DrafterPlan>,
+    dataset: Dataset,
+    /// Bytes of the program and its libraries.
+    program: u64,
+    schedule: Schedule,
+    runtime: TargetRuntime,
+}
+
+impl Inputs {
+    /// Also the questions that are asked while it trains.
+    fn open(job: &Job) -> anyhow::Result<(Self, Option<Questions>)> {
+        let Job { args, recipe, group, device, seat, .. } = *job;
+        let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
+        let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
+        let dataset = open_data(recipe, &source)?;
+        let questions = Questions::read(recipe, &source)?;
+        let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
+        check_writer(recipe, &dataset, group)?;
+        let schedule = schedule::of_recipe(recipe, dataset.len(), seat.processes)?;
+        let runtime = target_runtime(recipe, device, seat)?;
+        Ok((Self { source, drafter_plan, dataset, program, schedule, runtime }, questions))
+    }
+
+    fn states<'a>(&'a self, recipe: &'a Recipe) -> anyhow::Result<StateSource<'a>> {
+        StateSource::open(&self.dataset, &self.source, recipe, self.runtime).map_err(StatesError::report_data)
+    }
+
+    /// The drafter with its first weights; those of a checkpoint come later.
+    fn build(
+        &self,
+        job: &Job,
+        run_dir: &RunDir,
+        states: Option<&StateSource>,
+    ) -> anyhow::Result<Box<dyn TrainableDrafter>> {
+        let Job { args, recipe, device, kind, .. } = *job;
+        let (embed, head) = embed_and_head(states, &self.source, device, kind)?;
+        let trainee = self.drafter_plan.build(&embed, &head, recipe.seed, kind)?;
+        // What is frozen is in no state of the optimiser.
+        if run_dir.latest.is_none() || !recipe.train.freeze.is_empty() {
+            start_from(recipe, trainee.as_ref(), args.verbosity())?;
+        }
+        Ok(trainee)
+    }
+
+    /// Says what will run, and puts together what runs it; also the checkpoint to resume from.
+    fn trainer<'a>(
+        &self,
+        job: &Job<'a>,
+        run_dir: RunDir,
+        trainee: Box<dyn TrainableDrafter>,
+        questions: Option<Questions>,
+    ) -> anyhow::Result<(Trainer<'a>, Option<PathBuf>)> {
+        let Job { args, recipe, group, device, seat, kind } = *job;
+        let share = match recipe.train.sharding_strategy {
+            ShardingStrategy::NoShard => (0, 1),
+            ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
+        };
+        let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
+        let optimizer = AdamW::sharded(trainee.parameters(), weight_decay, max_grad_norm, share);
+        let Self { source, drafter_plan, dataset, program, schedule, runtime } = self;
+        let plan = Plan {
+            costs: Costs {
+                recipe,
+                target: &source.config,
+                drafter_plan: drafter_plan.as_ref(),
+                weights: drafter_plan.weights()?,
+                processes: seat.processes,
+                program: *program,
+                device,
+            },
+            runtime: *runtime,
+            origin: source.dir.display().to_string(),
+            data: Ok(Data { source, dataset, schedule: *schedule, questions: questions.as_ref() }),
+        };
+        plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
+        let taps = || recipe.target.layer_ids.clone();
+        let evaluation = questions
+            .filter(|_| !args.init_only)
+            .map(|questions| Evaluation::open(questions, taps(), source, device, kind))
+            .transpose()?;
+        let RunDir { checkpoints, latest } = run_dir;
+        if args.overwrite && group.is_leader() {
+            checkpoints.clear()?;
+        }
+        let trainer = Trainer {
+            lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
+            data: DataId { digest: dataset.digest().to_string(), rounding: dataset.rounding() },
+            recipe,
+            group,
+            trainee,
+            metrics: drafter_plan.metrics(),
+            optimizer,
+            schedule: *schedule,
+            checkpoints,
+            evaluation,
+            stop: signals::stop_flag()?,
+        };
+        Ok((trainer, latest))
+    }
+
+    /// Trains from step `first` on.
+    fn run(&self, mut trainer: Trainer, states: StateSource, first: usize) -> anyhow::Result<()> {
+        let (recipe, group) = (trainer.recipe, trainer.group);
+        let options = LoaderOptions {
+            schedule: self.schedule,
+            seed: recipe.seed,
+            drafter_plan: self.drafter_plan.as_ref(),
+            local_batch_size: recipe.train.local_batch_size,
+            normalization: recipe.train.loss_normalization,
+            rank: group.rank(),
+            world_size: group.world_size(),
+        };
+        let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
+        let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());
+        let shown = Shown { schedule: self.schedule, metrics: trainer.metrics.as_ref(), tensorboard };
+        let open = || Report::open(trainer.checkpoints.dir(), first, &shown);
+        let report = group.is_leader().then(open).transpose()?;
+        thread::scope(|scope| {
+            let loader = Loader::start(scope, &self.dataset, states, options, first);
+            trainer.run(first, loader, report)
+        })
+    }
+}
+
+/// The folder of a run, which belongs to its leader.
+struct RunDir {
+    checkpoints: Checkpoints,
+    /// The newest checkpoint, unless it is to be replaced.
+    latest: Option<PathBuf>,
+}
+
+impl RunDir {
+    fn claim(job: &Job) -> anyhow::Result<Self> {
+        let mut checkpoints = Checkpoints::new(job.recipe.output_dir());
+        if job.group.is_leader() {
+            checkpoints.claim()?;
+        }
+        let latest = if job.args.overwrite { None } else { checkpoints.latest()? };
+        Ok(Self { checkpoints, latest })
+    }
+}
+
+/// Takes up the newest checkpoint; gives the step at which it was made.
+fn resume(trainer: &mut Trainer, latest: Option<&Path>) -> anyhow::Result<usize> {
+    let Some(path) = latest else { return Ok(0) };
+    let state = restore(path, trainer.recipe, &trainer.data, &mut trainer.optimizer)?;
+    tracing::info!("resuming from {}", path.display());
+    if trainer.group.is_leader() {
+        trainer.checkpoints.settle(&state)?;
+    }
+    Ok(state.step)
+}
+
+/// Saves the drafter before its first step, unless that was done before.
+fn keep_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow::Result<()> {
+    match (resumed, first) {
+        (false, _) => trainer.save(0, None),
+        (true, 0) => {
+            tracing::info!("the untrained drafter is there already");
+            Ok(())
+        }
+        (true, _) => {
+            let name = &trainer.recipe.name;
+            usage!("{name} is already trained for {first} steps; --init-only wants a fresh one")
+        }
+    }
 }
 
 /// Gives a fresh run the weights that its recipe names.
@@ -272,36 +335,6 @@ fn start_from(recipe: &Recipe, trainee: &dyn TrainableDrafter, verbosity: Verbos
     let parts = if fresh.is_empty() { "all of it".into() } else { format!("fresh: {}", fresh.join(", ")) };
     tracing::info!("starting from {} ({parts})", dir.display());
     Ok(())
-}
-
-/// Where and in what the target of this process runs, where it runs: just as it does for a cache.
-pub fn running(recipe: &Recipe, trainer: Device, seat: Seat) -> anyhow::Result<Running> {
-    let device = match &recipe.data.target_device {
-        // Targets tell each other nothing: they may share a GPU.
-        Some(name) => deepspec_dist::rank_device(name, Seat { shares: true, ..seat })
-            .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
-        None => trainer,
-    };
-    let kind = deepspec_dist::default_kind(device);
-    Ok(Running { device, kind, per_step: recipe.train.global_batch_size })
-}
-
-/// The data set of a recipe, with a word on the rows that are left out.
-pub fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
-    let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
-    let place = env::cache_dir().map(|dir| dir.join("samples"));
-    let dataset =
-        Dataset::open(recipe, source, place.as_deref(), first_epoch).map_err(StatesError::report_data)?;
-    if let Some(report) = dataset.report() {
-        tracing::info!("{report}");
-        for rejected in report.rejected.iter().take(REJECTED_SHOWN) {
-            tracing::warn!("{}:{}: {}", rejected.file.display(), rejected.line, rejected.reason);
-        }
-        if let Some(more) = report.rejected().checked_sub(REJECTED_SHOWN).filter(|&more| more > 0) {
-            tracing::warn!("{more} more rows cannot be used");
-        }
-    }
-    Ok(dataset)
 }
 
 /// A cache that the first epoch writes has one writer.
@@ -315,7 +348,7 @@ fn check_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> any
 }
 
 /// The target's embedding and head: the resident target's own where they fit, so that they are held once.
-fn ends(
+fn embed_and_head(
     states: Option<&StateSource<'_>>,
     source: &Source,
     device: Device,

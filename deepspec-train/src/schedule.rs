@@ -1,5 +1,7 @@
 //! Batch arithmetic: steps, epochs, and which sample comes when. Pure numbers.
 
+use deepspec_core::cli::UsageError;
+use deepspec_core::recipe::Recipe;
 use deepspec_core::rng::{Purpose, Stream};
 
 /// What the arithmetic starts from.
@@ -44,6 +46,22 @@ pub enum SizeError {
         /// Global batch.
         global: usize,
     },
+}
+
+/// The schedule of `recipe` over so many samples.
+///
+/// # Errors
+/// A usage error if the sizes do not fit together.
+pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::Result<Schedule> {
+    let sizes = Sizes {
+        world_size: processes,
+        dataset_size: samples,
+        local_batch_size: recipe.train.local_batch_size,
+        global_batch_size: recipe.train.global_batch_size,
+        num_train_epochs: recipe.train.num_train_epochs,
+        max_train_steps: recipe.train.max_train_steps,
+    };
+    Ok(Schedule::new(sizes).map_err(|error| UsageError(error.to_string()))?)
 }
 
 /// How long training takes. An incomplete last batch of an epoch is dropped.

@@ -13,7 +13,6 @@ pub mod recipe;
 pub mod rng;
 pub mod row;
 mod slots;
-pub mod suite;
 mod tap;
 
 pub use slots::Slots;

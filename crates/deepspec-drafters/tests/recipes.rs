@@ -48,7 +48,10 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     wrong("drafter.dspark.blok_size=3", "did you mean `block_size`?");
     let kind = read(&MINIMAL.replace("dspark:", "dspork:"), &[]).unwrap_err();
     assert!(kind.contains("recipe.yaml:5: `drafter.dspork`: no drafter is called `dspork`"), "{kind}");
-    assert!(kind.contains("expected one of `dspark`, `dflash`, `eagle3`; did you mean `dspark`?"), "{kind}");
+    assert!(
+        kind.contains("expected one of `dspark`, `dflash`, `dflash2`, `eagle3`; did you mean `dspark`?"),
+        "{kind}"
+    );
     wrong("drafter.dspark.markov.rank=0", "leave `markov` out");
     wrong(
         "drafter.dspark.loss={ce_alpha: 0.1, kl_alpha: -1}",

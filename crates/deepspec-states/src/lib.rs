@@ -30,4 +30,4 @@ pub use fill::fill;
 pub use online::SampleStates;
 pub use rows::{Rejected, Report, Tokenised, tokenise};
 pub use source::{Source, chat_template, check_fit, identity, mask_rules};
-pub use states::{Running, StateSource};
+pub use states::{StateSource, TargetRuntime};

@@ -28,7 +28,7 @@ pub enum StateSource<'d> {
 
 /// How the target runs, and what is taken from it at once.
 #[derive(Debug, Clone, Copy)]
-pub struct Running {
+pub struct TargetRuntime {
     /// Where the target runs.
     pub device: Device,
     /// Kind that it computes in.
@@ -46,9 +46,9 @@ impl<'d> StateSource<'d> {
         dataset: &'d Dataset,
         source: &Source,
         recipe: &Recipe,
-        running: Running,
+        runtime: TargetRuntime,
     ) -> Result<Self, StatesError> {
-        let Running { device, kind, per_step } = running;
+        let TargetRuntime { device, kind, per_step } = runtime;
         let online = || -> Result<Online, StatesError> {
             let capture = Capture::load(&source.dir, recipe, dataset.longest(), device, kind)?;
             Ok(Online::new(capture, source.identity.taps.clone()))

@@ -8,7 +8,7 @@ use std::path::Path;
 use common::Bench;
 use deepspec_cache::{Builder, Encoding, Last, Plan, verify};
 use deepspec_core::recipe::Recipe;
-use deepspec_states::{Capture, Dataset, Running, SampleStates, Source, StateSource, fill, tokenise};
+use deepspec_states::{Capture, Dataset, SampleStates, Source, StateSource, TargetRuntime, fill, tokenise};
 use deepspec_testkit::folder::files;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 const PER_STEP: usize = 4;
 const SAMPLES: usize = 23;
 const STEPS: usize = SAMPLES / PER_STEP;
-const RUNNING: Running = Running { device: Device::Cpu, kind: Kind::Float, per_step: PER_STEP };
+const RUNNING: TargetRuntime = TargetRuntime { device: Device::Cpu, kind: Kind::Float, per_step: PER_STEP };
 
 /// A bench with conversations of many lengths in `rows.jsonl`.
 fn bench() -> Bench {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_core::suite::{Class, Domain, Suite};
+use crate::suite::{Class, Domain, Suite};
 use deepspec_core::{env, usage};
 
 /// What a name ends with that is a file's.
@@ -30,7 +30,7 @@ pub fn suite(name: &str) -> anyhow::Result<Suite> {
     if stem.trim().is_empty() || stem.contains(char::is_control) {
         usage!("{}: `{}` is no name for a suite; rename the file", path.display(), stem.escape_debug());
     }
-    Ok(Suite { name: stem.to_string().into(), domain: Domain::Own, class: Class::File(path) })
+    Ok(Suite { name: stem.to_string(), domain: Domain::Own, class: Class::File(path) })
 }
 
 /// Whether two paths lead to one file.

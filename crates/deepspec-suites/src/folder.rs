@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use crate::record::{self, Record};
+use crate::suite::{Class, Domain, SUITES, Suite};
 use deepspec_core::jsonl::{Line, Reader, kind_of};
-use deepspec_core::suite::record::{self, Record};
-use deepspec_core::suite::{Class, Domain, SUITES, Suite};
 use deepspec_core::{digest, row, usage};
 use serde_json::{Map, Value};
 
@@ -43,7 +43,7 @@ impl<'a> Folder<'a> {
         }
         let own: Vec<Suite> = self.record.user_suites().collect();
         if let Some(unknown) = wanted.iter().find(|name| self.record.suite(name).is_none()) {
-            let known: Vec<&str> = SUITES.iter().chain(&own).map(|suite| suite.name.as_ref()).collect();
+            let known: Vec<&str> = SUITES.iter().chain(&own).map(|suite| suite.name.as_str()).collect();
             usage!(
                 "`{unknown}` is no suite; the suites are {}; a JSONL file of your own is one too if you name it with its \
                  ending, and `deepspec-data suites --description` makes one of other data",
@@ -61,9 +61,9 @@ impl<'a> Folder<'a> {
         let files = files.into_iter().map(|name| self.file(name)).collect::<anyhow::Result<Vec<Suite>>>()?;
         // A file may be that of a suite that is known.
         wanted.extend(
-            files.iter().map(|suite| suite.name.as_ref()).filter(|name| self.record.suite(name).is_some()),
+            files.iter().map(|suite| suite.name.as_str()).filter(|name| self.record.suite(name).is_some()),
         );
-        let asked = SUITES.iter().chain(&own).filter(|suite| wanted.contains(&suite.name.as_ref()));
+        let asked = SUITES.iter().chain(&own).filter(|suite| wanted.contains(&suite.name.as_str()));
         let mut selected: Vec<Suite> = asked.cloned().collect();
         if let Some(missing) = selected.iter().find(|suite| !suite.path(self.dir).is_file()) {
             usage!(
@@ -112,7 +112,7 @@ fn stand_ins(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
         SUITES.iter().filter(move |suite| domains.contains(&suite.domain) && wanted(suite))
     };
     let names =
-        |suites: &[&'static Suite]| suites.iter().map(|suite| suite.name.as_ref()).collect::<Vec<_>>();
+        |suites: &[&'static Suite]| suites.iter().map(|suite| suite.name.as_str()).collect::<Vec<_>>();
     let (there, missing): (Vec<_>, Vec<_>) =
         of(|suite| matches!(suite.class, Class::Published(_))).partition(|suite| suite.path(dir).is_file());
     if there.is_empty() {
@@ -176,7 +176,7 @@ impl Folder<'_> {
         samples.truncate(limit.unwrap_or(usize::MAX));
         let digest = digest::file(&path)?;
         if let Some(entry) =
-            self.record.suites.get(suite.name.as_ref()).filter(|entry| entry.sha256 != digest)
+            self.record.suites.get(suite.name.as_str()).filter(|entry| entry.sha256 != digest)
         {
             let (found, recorded) = (digest::short(&digest), digest::short(&entry.sha256));
             tracing::warn!(
@@ -264,7 +264,7 @@ mod tests {
         // Suites of the folder come first, and the file of one is that suite.
         let found = select(&suites, &[&mine, &smoke, &"smoke-math".into()]).unwrap();
         assert_eq!(
-            found.iter().map(|suite| suite.name.as_ref()).collect::<Vec<_>>(),
+            found.iter().map(|suite| suite.name.as_str()).collect::<Vec<_>>(),
             ["smoke-math", "My Prompts"]
         );
         assert_eq!(found[0].class, Class::Smoke);

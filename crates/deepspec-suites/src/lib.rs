@@ -1,14 +1,32 @@
-//! Prompt suites: which are asked for, their rows, and what the engine is asked.
+//! Prompt suites: which there are, how they are made from datasets, their rows, and what the engine is asked.
 //!
-//! Evaluation scores them with a drafter that is done, training with one that is not.
+//! `deepspec-data suites` makes them. Evaluation scores them with a drafter that is done, training with one that is not.
 
+mod convert;
+mod description;
+mod fetch;
 mod file;
 mod folder;
+mod list;
 mod mersenne;
 #[cfg(test)]
 mod mutated;
+mod plan;
+mod record;
 mod requests;
+mod store;
+mod suite;
+mod turns;
+#[cfg(test)]
+mod turns_mutated;
 
+pub use fetch::Fetcher;
 pub use file::is_file;
 pub use folder::{Folder, Rows, Sample};
+pub use list::list;
+pub use plan::{Asked, Place, Plan, Wanted, plans};
+pub use record::Origin;
 pub use requests::{Asking, Prepared};
+pub use store::{Outcome, Store, shown};
+pub use suite::{Class, Domain, SUITES, Suite};
+pub use turns::{Form, RowError, Templates};

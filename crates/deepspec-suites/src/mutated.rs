@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::record::{self, Entry, Origin, Record};
+use crate::suite::Domain;
 use deepspec_core::cli::one_line;
-use deepspec_core::suite::Domain;
-use deepspec_core::suite::record::{self, Entry, Origin, Record};
 use deepspec_decode::Sampling;
 use deepspec_testkit::mutate::Dice;
 use deepspec_text::ChatTokenizer;

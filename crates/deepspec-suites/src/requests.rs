@@ -48,7 +48,7 @@ impl Asking<'_> {
     /// If the template refuses a prompt, or no prompt fits.
     pub fn prepare(&self, rows: Rows) -> anyhow::Result<Prepared> {
         let (mut ids, mut requests, mut turns, mut skipped) = (vec![], vec![], vec![], vec![]);
-        let name = rows.suite.name.as_ref();
+        let name = rows.suite.name.as_str();
         for sample in &rows.samples {
             let id = format!("{name}/{}", sample.id);
             match self.request(id, &[Message::new(Role::User, sample.turns[0].as_str())])? {

@@ -12,7 +12,7 @@ use arrow::datatypes::DataType;
 use super::conversation::{Conversation, Id, Kind, Problem, Said, calls_in_text};
 use super::json_rows;
 use super::roles::{Roles, Shape};
-use crate::dataset::{MESSAGE_KEYS, Table, json_lines, objects};
+use deepspec_rows::{MESSAGE_KEYS, Table, json_lines, objects};
 
 /// Checks that a table has messages in a form that we know.
 ///

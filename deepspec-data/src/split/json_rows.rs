@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::conversation::{Conversation, Id, Kind, Problem, Said, calls_in_text};
 use super::roles::{Roles, Shape};
-use crate::dataset::MESSAGE_KEYS;
+use deepspec_rows::MESSAGE_KEYS;
 
 /// Turns a row into a conversation; fields that we do not know travel along.
 ///

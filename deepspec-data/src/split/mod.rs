@@ -28,10 +28,10 @@ use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::{atomic, usage};
 
-use crate::dataset::{Format, Table};
 use crate::rejects::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
+use deepspec_rows::{Format, Table};
 use input::Input;
 use output::Outputs;
 use passes::{Bet, Drawn};

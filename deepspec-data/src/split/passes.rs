@@ -17,7 +17,7 @@ use super::output::{Lines, Outputs, Writer};
 use super::pipeline;
 use super::survey::{Found, Ids, Judge, Judged, Survey};
 use super::unit::each_row;
-use crate::dataset::Unit;
+use deepspec_rows::Unit;
 
 /// Consecutive rows with the sides that they have been dealt.
 struct Piece {

@@ -136,7 +136,7 @@ pub struct FileDigest {
 /// # Errors
 /// If a file cannot be read.
 pub fn digests(input: &Input) -> anyhow::Result<Vec<FileDigest>> {
-    let one = |file: &crate::dataset::DataFile| {
+    let one = |file: &deepspec_rows::DataFile| {
         let (bytes, sha256) = (file.bytes()?, digest::file(file.path())?);
         Ok(FileDigest { path: file.path().to_path_buf(), bytes, sha256 })
     };

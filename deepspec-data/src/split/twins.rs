@@ -17,7 +17,7 @@ use super::conversation::{Conversation, Name, Problem};
 use super::roles::{Roles, Target};
 use super::unit::each_row;
 use super::{arrow_rows, json_rows};
-use crate::dataset::{Source, Unit, objects};
+use deepspec_rows::{Source, Unit, objects};
 
 /// What comes of a row: its two lines as they are read, or why there are none.
 type Outcome = Result<[Value; 2], String>;

@@ -6,7 +6,7 @@ use deepspec_core::jsonl::Line;
 use super::conversation::{Conversation, Kind, Problem};
 use super::roles::Roles;
 use super::{arrow_rows, json_rows};
-use crate::dataset::{Unit, decode};
+use deepspec_rows::{Unit, decode};
 
 /// Where a row stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

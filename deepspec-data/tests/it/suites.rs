@@ -152,7 +152,7 @@ fn one_bad_suite_does_not_lose_the_others() {
     assert!(ended.stdout.ends_with("4 suites = 1 written + 0 there already + 3 failed\n"), "{ended:?}");
     for words in [
         "parquet:2: column `prompt`: text 2 of the list is blank",
-        "parquet:3: column `problem`: expected a text, found nothing",
+        "parquet:3: column `problem`: expected a text or a number, found nothing",
         "there is no column `question`; expected `question`, found `input`, `instruction`, `output`, `text`",
         "3 of 4 suites failed, as told above: gsm8k, aime24, mt-bench",
     ] {
@@ -182,7 +182,7 @@ fn suites_of_ones_own_are_described() {
         ];
         text(&lines(dir.path(), "mine.yaml", &said))
     };
-    let description = describe("[\"{n}. {q} {hint?}\", \"Sure {{yes}}?\"]", 1);
+    let description = describe("[\"{{ n }}. {{ q }} {{ hint|optional }}\", \"Sure {yes}?\"]", 1);
     let ended = suites(&out, &["--description", &description]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert!(ended.stdout.starts_with("mine: 2 rows from "), "only what is described is written: {ended:?}");
@@ -197,7 +197,7 @@ fn suites_of_ones_own_are_described() {
     let line = list.stdout.lines().find(|line| line.starts_with("mine ")).unwrap();
     assert!(["code", "2", "1", "present"].iter().all(|word| line.contains(word)), "{line}");
 
-    let changed = describe("[\"{q}\"]", 1);
+    let changed = describe("[\"{{ q }}\"]", 1);
     suites(&out, &["--description", &changed]).fails_with(1, &["mine.jsonl was made by another conversion"]);
     assert_eq!(suites(&out, &["--description", &changed, "--overwrite"]).code, Some(0));
     assert_eq!(rows(&out.join("mine.jsonl"))[1]["turns"], json!(["How?"]));

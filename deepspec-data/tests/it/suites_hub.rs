@@ -116,7 +116,7 @@ fn suites_of_ones_own_come_from_the_hub_too() {
             "dataset: livecodebench/code_generation_lite",
             "revision: v1",
             files,
-            "turns: [\"{question_title}: {question_content}\"]",
+            "turns: [\"{{ question_title }}: {{ question_content }}\"]",
         ];
         text(&lines(bench.dir.path(), "mine.yaml", &said.map(String::from)))
     };

@@ -1,6 +1,6 @@
 //! How much longer one result's accepted lengths are than another's, prompt by prompt.
 
-use deepspec_core::suite::Domain;
+use deepspec_suites::Domain;
 use serde::Serialize;
 
 use super::{Labelled, differences};

@@ -1,10 +1,10 @@
 //! The plots of a report.
 
 use anyhow::Result;
-use deepspec_core::suite::Domain;
 use deepspec_plot::palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
 use deepspec_plot::{Axis, Canvas, Chart, Look, Marker, Plot, chart, heading, px, series, stroke};
 use deepspec_schedule::reliability::PositionReliability;
+use deepspec_suites::Domain;
 use plotters::prelude::*;
 
 use super::published::Published;

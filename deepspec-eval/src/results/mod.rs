@@ -8,9 +8,9 @@ mod settings;
 use std::path::Path;
 
 use anyhow::Context;
-use deepspec_core::suite::Domain;
 use deepspec_core::{atomic, usage};
 use deepspec_decode::Tally;
+use deepspec_suites::Domain;
 use serde::{Deserialize, Serialize};
 
 use crate::confidence::ConfidenceResult;

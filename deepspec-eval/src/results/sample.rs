@@ -1,7 +1,7 @@
 //! Results for tests.
 
-use deepspec_core::suite::Domain;
 use deepspec_decode::{Completion, Cycle, Finish, Tally};
+use deepspec_suites::Domain;
 use serde_json::json;
 
 use super::{Baseline, Metrics, Results, Scored, SuiteResult, Timing};

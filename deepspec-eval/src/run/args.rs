@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use deepspec_core::suite::Domain;
 use deepspec_core::usage;
+use deepspec_suites::Domain;
 
 use crate::results::{self, Turns};
 

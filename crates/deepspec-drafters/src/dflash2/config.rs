@@ -12,8 +12,7 @@ use crate::Misfit;
 use crate::anchored::AnchoredBlocks;
 use crate::trained::{DraftDecoder, DrafterConfig, Transfer};
 
-/// Larger sizes are mistakes; refused here, they cannot exhaust the memory.
-const MAX_KERNEL: i64 = 64;
+/// A larger rank is a mistake; refused here, it cannot exhaust the memory.
 const MAX_RANK: i64 = 1 << 20;
 
 /// A DFlash 2 drafter's architecture.
@@ -108,7 +107,7 @@ impl DFlash2Config {
             found if (1..=most).contains(&found) => Ok(()),
             found => Err((key, format!("{found} is not between 1 and {most}"))),
         };
-        within("conv_kernel_size", self.convolution.kernel_size, MAX_KERNEL)?;
+        within("conv_kernel_size", self.convolution.kernel_size, self.blocks.block_size as i64)?;
         within("selector_rank", self.selector_rank, MAX_RANK)?;
         within("selector_top_k", self.selector_top_k, vocab)?;
         let group = self.convolution.group_size;

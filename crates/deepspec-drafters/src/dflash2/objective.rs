@@ -1,6 +1,6 @@
 //! The training objective: losses of all logits, and the selector's among each slot's candidates.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::metrics::DFlash2Sum;
 use super::model::DFlash2;
@@ -56,9 +56,12 @@ impl RowObjective for SelectorLoss<'_> {
         span.of(&self.by_features).copy_(&by_pairs.bmm(&successors).squeeze_dim(1));
         if let Some(sum) = &self.by_successors {
             let by_rows = gradient.unsqueeze(2) * features.to_kind(Kind::Float).unsqueeze(1); // [n, k, r]
-            // In a fixed order on every device.
-            let _ =
-                sum.shallow_clone().index_put_(&[Some(tokens.flatten(0, 1))], &by_rows.flatten(0, 1), true);
+            let (mut sum, at, rows) = (sum.shallow_clone(), tokens.flatten(0, 1), by_rows.flatten(0, 1));
+            // Each adds up in a fixed order on its own kind of device, and not on the other.
+            let _ = match sum.device() {
+                Device::Cpu => sum.index_add_(0, &at, &rows),
+                _ => sum.index_put_(&[Some(at)], &rows, true),
+            };
         }
         RowFindings {
             columns: Tensor::cat(&[&ce, &recalled, &accept], 1),

@@ -4,15 +4,15 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use crate::record::{Entry, FILE, Origin, Record, SourceFile};
+use crate::suite;
 use anyhow::bail;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::{self, short};
-use deepspec_core::suite;
-use deepspec_core::suite::record::{Entry, FILE, Origin, Record, SourceFile};
 
-use super::convert::convert;
-use super::fetch::Fetcher;
-use super::plan::{Plan, Wanted};
+use crate::convert::convert;
+use crate::fetch::Fetcher;
+use crate::plan::{Plan, Wanted};
 
 /// A folder that suites are written into.
 pub struct Store<'a> {

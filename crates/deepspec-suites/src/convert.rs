@@ -1,16 +1,13 @@
 //! A dataset's files become a suite's text, or nothing does: a suite without some of its rows is another suite.
 
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use deepspec_core::atomic::FileError;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use deepspec_rows::{Source, Table};
 use serde_json::Value;
 
-use super::form::Form;
-use crate::dataset::Source;
+use crate::turns::Form;
 
 /// A suite as it stands in its file.
 #[derive(Debug)]
@@ -39,7 +36,9 @@ pub fn convert(form: &Form, files: &[PathBuf]) -> anyhow::Result<Converted> {
 
 fn one_file(form: &Form, path: &Path, text: &mut String) -> anyhow::Result<usize> {
     let source = source(path)?;
-    let schema = if kind(path).ends_with(".parquet") { Some(parquet_columns(path)?) } else { None };
+    let columns = |table: Table| table.schema().fields().iter().map(|field| field.name().clone()).collect();
+    let schema: Option<BTreeSet<String>> =
+        kind(path).ends_with(".parquet").then(|| Table::open(path.into()).map(columns)).transpose()?;
     if let Some(columns) = &schema {
         check_columns(form, columns).with_context(|| path.display().to_string())?;
     }
@@ -55,7 +54,7 @@ fn one_file(form: &Form, path: &Path, text: &mut String) -> anyhow::Result<usize
             if rows == 0 {
                 check_columns(form, &row.keys().cloned().collect()).with_context(place)?;
             }
-            seen.extend(form.optional().into_iter().filter(|&name| row.contains_key(name)).map(String::from));
+            seen.extend(form.optional().iter().filter(|&name| row.contains_key(name)).cloned());
         }
         match form.turns(row) {
             Ok(turns) => push_line(text, &turns),
@@ -63,7 +62,7 @@ fn one_file(form: &Form, path: &Path, text: &mut String) -> anyhow::Result<usize
         }
         rows += 1;
     }
-    if let Some(absent) = form.optional().into_iter().find(|&name| rows > 0 && !seen.contains(name)) {
+    if let Some(absent) = form.optional().iter().find(|&name| rows > 0 && !seen.contains(name)) {
         bail!("{}: no row has the column `{absent}`", path.display());
     }
     Ok(rows)
@@ -85,21 +84,14 @@ fn source(path: &Path) -> anyhow::Result<Source> {
     }
 }
 
-fn parquet_columns(path: &Path) -> anyhow::Result<BTreeSet<String>> {
-    let file = File::open(path).map_err(FileError::at("reading", path))?;
-    let reader = ParquetRecordBatchReaderBuilder::try_new(file)
-        .with_context(|| format!("{}: not a readable parquet file", path.display()))?;
-    Ok(reader.schema().fields().iter().map(|field| field.name().clone()).collect())
-}
-
 /// Refuses a dataset of another shape before its first row is blamed for it.
 fn check_columns(form: &Form, found: &BTreeSet<String>) -> anyhow::Result<()> {
     let expected = form.required();
-    match expected.iter().find(|&&name| !found.contains(name)) {
+    match expected.iter().find(|&name| !found.contains(name)) {
         None => Ok(()),
         Some(absent) => bail!(
             "there is no column `{absent}`; expected {}, found {}",
-            quoted(expected.iter().copied()),
+            quoted(expected.iter().map(String::as_str)),
             if found.is_empty() { "no columns".into() } else { quoted(found.iter().map(String::as_str)) }
         ),
     }
@@ -121,12 +113,13 @@ fn push_line(text: &mut String, turns: &[String]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::public::Public;
     use super::*;
+    use crate::description::public;
+    use crate::turns::Templates;
 
     fn form(suite: &str) -> Form {
-        let suite = Public::find(suite).unwrap();
-        Form::Code(suite.columns, suite.turns)
+        let suite = public().iter().find(|public| public.name == suite).unwrap();
+        suite.turns.form().unwrap()
     }
 
     fn converted(form: &Form, text: &str) -> Result<String, String> {
@@ -153,15 +146,12 @@ mod tests {
     #[test]
     fn another_shape_shows_the_columns() {
         let error = converted(&form("alpaca"), "{\"question\": \"?\", \"answer\": 1}\n").unwrap_err();
-        let words = [
-            "rows.jsonl:1",
-            "no column `instruction`",
-            "expected `instruction`, `input`, found `answer`, `question`",
-        ];
+        let words =
+            ["rows.jsonl:1", "no column `instruction`", "expected `instruction`, found `answer`, `question`"];
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
         assert!(converted(&form("alpaca"), "{}").unwrap_err().contains("found no columns"));
         assert!(converted(&form("alpaca"), "").unwrap_err().contains("rows.jsonl: the file has no rows"));
-        let optional = Form::Templates(vec![super::super::template::Template::parse("{a}{b?}").unwrap()]);
+        let optional = Form::Templates(Templates::new(&["{{ a }}{{ b|optional }}".into()]).unwrap());
         assert!(
             converted(&optional, "{\"a\": 1}\n{\"a\": 2}\n")
                 .unwrap_err()
@@ -180,12 +170,12 @@ mod tests {
         says(
             "alpaca",
             &format!("{good}{{\"input\": \"\"}}"),
-            "rows.jsonl:2: column `instruction`: expected a text, found nothing",
+            "rows.jsonl:2: column `instruction`: expected a text or a number, found nothing",
         );
         says(
             "alpaca",
-            &format!("{good}\n{{\"instruction\": \"a\", \"input\": 3}}"),
-            "rows.jsonl:3: column `input`: expected a text, found a number",
+            &format!("{good}\n{{\"instruction\": \"a\", \"input\": [3]}}"),
+            "rows.jsonl:3: column `input`: expected a text or a number, found an array",
         );
         says(
             "alpaca",

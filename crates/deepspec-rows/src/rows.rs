@@ -7,9 +7,9 @@ use arrow::array::RecordBatch;
 use deepspec_core::jsonl::Line;
 use serde_json::{Map, Value};
 
-use super::Item;
-use super::table::json_lines;
-use super::units::{Unit, Units, decode};
+use crate::Item;
+use crate::table::json_lines;
+use crate::units::{Unit, Units, decode};
 
 /// Iterates over parsed rows.
 pub struct Rows {

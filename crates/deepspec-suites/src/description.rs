@@ -1,82 +1,69 @@
-//! Suites of the user's own, each described by a small YAML file.
+//! What a suite is made from, as YAML says it: the public suites that are built in, and the user's own.
 
-use std::fmt;
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::LazyLock;
 
-use deepspec_core::suite::{self, Domain, Suite};
 use deepspec_core::{config, digest, env, usage};
-use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
-use super::form::Form;
-use super::plan::{Place, Plan, Wanted};
-use super::template::Template;
+use crate::plan::{Place, Plan, Wanted};
+use crate::suite::{self, Domain, Suite};
+use crate::turns::{Form, Templates};
 
-/// What the file says.
-#[derive(Debug, Serialize, Deserialize)]
+/// A key of a description and what is wrong with it.
+type Wrong = (&'static str, String);
+
+/// What is said of a suite.
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Description {
+pub struct Description {
     /// The suite's name.
-    name: String,
+    pub name: String,
     /// Its domain.
-    domain: Domain,
+    pub domain: Domain,
     /// A dataset's id on the hub, or a file.
-    dataset: String,
+    pub dataset: String,
     /// Branch, tag or commit on the hub.
-    revision: Option<String>,
+    pub revision: Option<String>,
     /// Configuration of the dataset.
-    config_name: Option<String>,
+    pub config_name: Option<String>,
     /// Split of the dataset.
-    split: Option<String>,
+    pub split: Option<String>,
     /// Files of the dataset, in place of configuration and split; `*` stands for any part of a name.
-    files: Option<Vec<String>>,
+    pub files: Option<Vec<String>>,
     /// What the user says.
-    turns: Turns,
+    pub turns: Turns,
     /// Rows that are scored, if there are more.
-    limit: Option<NonZeroUsize>,
+    pub limit: Option<NonZeroUsize>,
 }
 
 /// Templates, or the column that holds the turns.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
-enum Turns {
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected a list of templates such as [\"{{ question }}\"], or the name of a column that holds the turns"
+)]
+pub enum Turns {
+    /// One template per turn.
     Templates(Vec<String>),
+    /// A column.
     Column(String),
 }
 
-impl<'de> Deserialize<'de> for Turns {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(TurnsVisitor)
-    }
+/// The public suites, in the order of tables.
+///
+/// # Panics
+/// Never: what is built in is tested.
+pub fn public() -> &'static [Description] {
+    static PUBLIC: LazyLock<Vec<Description>> = LazyLock::new(|| {
+        serde_yaml::from_str(include_str!("public.yaml")).expect("the descriptions that are built in")
+    });
+    &PUBLIC
 }
 
-struct TurnsVisitor;
-
-impl<'de> Visitor<'de> for TurnsVisitor {
-    type Value = Turns;
-
-    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(
-            "a list of templates such as [\"{question}\"], or the name of a column that holds the turns",
-        )
-    }
-
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Turns, E> {
-        if text.contains(['{', '}']) {
-            return Err(E::custom("a template must stand in a list, such as [\"{question}\"]"));
-        }
-        Ok(Turns::Column(text.into()))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Turns, A::Error> {
-        let mut templates = vec![];
-        while let Some(template) = list.next_element()? {
-            templates.push(template);
-        }
-        Ok(Turns::Templates(templates))
-    }
-}
+/// Version of their conversion; recorded with what it wrote.
+const VERSION: &str = "1";
 
 /// Reads the description of a suite.
 ///
@@ -85,35 +72,39 @@ impl<'de> Visitor<'de> for TurnsVisitor {
 pub fn read(path: &Path) -> anyhow::Result<Plan> {
     let description: Description = config::load(path, &[])?;
     let said = serde_json::to_string(&description)?;
-    match description.plan(&digest::bytes(said.as_bytes())) {
+    if Suite::known(&description.name).is_some() {
+        let name = description.name;
+        usage!(
+            "{}: `name`: {name} is a suite that needs no description; choose another name",
+            path.display()
+        );
+    }
+    let digest = digest::bytes(said.as_bytes());
+    match description.plan(format!("description {}", &digest[..16])) {
         Ok(plan) => Ok(plan),
         Err((key, problem)) => usage!("{}: `{key}`: {problem}", path.display()),
     }
 }
 
 impl Description {
-    /// What it asks for, or the key that is wrong and why.
-    fn plan(self, digest: &str) -> Result<Plan, (&'static str, String)> {
-        suite::check_name(&self.name).map_err(|problem| ("name", problem))?;
-        if Suite::known(&self.name).is_some() {
-            return Err((
-                "name",
-                format!("{} is a suite that needs no description; choose another name", self.name),
-            ));
-        }
-        let form = self.turns.form().map_err(|problem| ("turns", problem))?;
-        let wanted = self.wanted()?;
-        Ok(Plan {
-            name: self.name,
-            domain: self.domain,
-            cap: self.limit.map(NonZeroUsize::get),
-            converter: format!("description {}", &digest[..16]),
-            form,
-            wanted,
-        })
+    /// The plan of a public suite.
+    ///
+    /// # Errors
+    /// The key that is wrong and why; none of those that are built in is.
+    pub fn public_plan(&self) -> Result<Plan, Wrong> {
+        self.clone().plan(VERSION.into())
     }
 
-    fn wanted(&self) -> Result<Wanted, (&'static str, String)> {
+    /// What it asks for, or the key that is wrong and why.
+    fn plan(self, converter: String) -> Result<Plan, Wrong> {
+        suite::check_name(&self.name).map_err(|problem| ("name", problem))?;
+        let form = self.turns.form().map_err(|problem| ("turns", problem))?;
+        let wanted = self.wanted()?;
+        let cap = self.limit.map(NonZeroUsize::get);
+        Ok(Plan { name: self.name, domain: self.domain, cap, converter, form, wanted })
+    }
+
+    fn wanted(&self) -> Result<Wanted, Wrong> {
         let hub_keys = [
             ("revision", self.revision.is_some()),
             ("config_name", self.config_name.is_some()),
@@ -151,20 +142,15 @@ impl Description {
 }
 
 impl Turns {
-    fn form(&self) -> Result<Form, String> {
+    /// What turns rows into prompts, or what is wrong with it.
+    pub(crate) fn form(&self) -> Result<Form, String> {
         match self {
             Self::Column(column) if column.trim().is_empty() => Err("the column's name is empty".into()),
-            Self::Column(column) => Ok(Form::List(column.clone())),
-            Self::Templates(templates) => {
-                let templates: Vec<Template> =
-                    templates.iter().map(|text| Template::parse(text)).collect::<Result<_, _>>()?;
-                if templates.iter().all(|one| one.columns(false).chain(one.columns(true)).next().is_none()) {
-                    return Err(
-                        "no template names a column, so that all rows would be the same prompt".into()
-                    );
-                }
-                Ok(Form::Templates(templates))
+            Self::Column(text) if text.contains(['{', '}']) => {
+                Err("a template must stand in a list, such as [\"{{ question }}\"]".into())
             }
+            Self::Column(column) => Ok(Form::Column(column.clone())),
+            Self::Templates(templates) => Templates::new(templates).map(Form::Templates),
         }
     }
 }
@@ -191,7 +177,7 @@ mod tests {
     #[test]
     fn a_description_says_what_to_fetch() {
         let text = format!(
-            "{HUB}revision: v1\nconfig_name: small\nsplit: test\nlimit: 5\nturns: [\"{{q}}\", \"Sure?\"]\n"
+            "{HUB}revision: v1\nconfig_name: small\nsplit: test\nlimit: 5\nturns: [\"{{{{ q }}}}\", \"Sure?\"]\n"
         );
         let described = plan(&text).unwrap();
         assert_eq!(
@@ -209,10 +195,17 @@ mod tests {
         assert_ne!(plan(&text.replace("Sure", "Really")).unwrap().converter, described.converter);
 
         let files = plan(&format!("{HUB}files: [\"data/*.jsonl\"]\nturns: prompt\n")).unwrap();
-        assert!(matches!(files.form, Form::List(column) if column == "prompt"));
+        assert!(matches!(files.form, Form::Column(column) if column == "prompt"));
         assert!(
             matches!(files.wanted, Wanted::Hub { place: Place::Files(files), .. } if files == ["data/*.jsonl"])
         );
+    }
+
+    #[test]
+    fn the_public_suites_are_well_described() {
+        let plans: Vec<Plan> = public().iter().map(|suite| suite.public_plan().unwrap()).collect();
+        assert_eq!(plans.len(), 12);
+        assert!(plans.iter().all(|plan| plan.domain != Domain::Own && plan.converter == VERSION));
     }
 
     #[test]
@@ -222,16 +215,16 @@ mod tests {
             assert!(words.iter().all(|word| error.contains(word)), "{words:?} not in: {error}");
         };
         let split = format!("{HUB}split: test\n");
-        let both = format!("{split}turns: [\"{{q}}\"]\n");
+        let both = format!("{split}turns: [\"{{{{ q }}}}\"]\n");
         says(
             &format!("{split}turn: [a]\n"),
             &["mine.yaml:5", "unknown field `turn`", "did you mean `turns`?"],
         );
         says(&both.replace("code", "cod"), &["mine.yaml:2: `domain", "did you mean `code`?"]);
-        says(&format!("{split}turns: \"{{q}}\"\n"), &["mine.yaml:5: `turns`", "must stand in a list"]);
+        says(&format!("{split}turns: \"{{{{ q }}}}\"\n"), &["mine.yaml: `turns`", "must stand in a list"]);
         says(&format!("{split}turns: 3\n"), &["mine.yaml:5: `turns`", "expected a list of templates"]);
         says(&format!("{split}turns: []\n"), &["`turns`: no template names a column"]);
-        says(&format!("{split}turns: [\"{{q\"]\n"), &["`turns`: a `{` without its partner"]);
+        says(&format!("{split}turns: [\"{{{{ q\"]\n"), &["`turns`: \"{{ q\" is no Jinja template"]);
         says(&format!("{HUB}turns: q\n"), &["`split`: give the name of a split, or `files`"]);
         says(&format!("{both}files: [a]\n"), &["`split`: give either"]);
         says(

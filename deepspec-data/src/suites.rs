@@ -1,25 +1,12 @@
 //! `suites`: public datasets, and the user's own, become files of prompts for `deepspec-eval`.
 
-mod convert;
-mod description;
-mod fetch;
-mod form;
-mod list;
-#[cfg(test)]
-mod mutated;
-mod plan;
-mod public;
-mod store;
-mod template;
-
 use std::io::{self, Write};
 use std::path::PathBuf;
 
 use deepspec_core::cli::{ExitWith, Verbosity, one_line};
 use deepspec_core::{atomic, digest};
 
-use fetch::Fetcher;
-use store::{Outcome, Store};
+use deepspec_suites::{Asked, Fetcher, Outcome, Store};
 
 /// Which suites to write, from what, and where to.
 #[derive(clap::Args)]
@@ -55,9 +42,10 @@ pub struct Args {
 /// the other suites are written all the same, and then the exit code is 1.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.list {
-        return list::run(&args.output_dir, args.json);
+        return deepspec_suites::list(&args.output_dir, args.json);
     }
-    let plans = plan::plans(args)?;
+    let (suites, descriptions, sources) = (&args.suites, &args.descriptions, &args.sources);
+    let plans = deepspec_suites::plans(&Asked { suites, descriptions, sources })?;
     atomic::create_dir(&args.output_dir)?;
     let store = Store::open(&args.output_dir, args.overwrite)?;
     let mut fetcher = Fetcher::new(verbosity);
@@ -68,7 +56,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
                 *(if new { &mut written } else { &mut kept }) += 1;
                 let what = if new { "rows" } else { "rows, there already," };
                 let (name, rows, digest) = (&plan.name, entry.rows, digest::short(&entry.sha256));
-                let origin = store::shown(&entry.source);
+                let origin = deepspec_suites::shown(&entry.source);
                 writeln!(io::stdout(), "{name}: {rows} {what} from {origin}, sha256 {digest}")?;
             }
             Err(error) if plans.len() == 1 => return Err(error.context(plan.name.clone())),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use deepspec_core::atomic::FileError;
 use deepspec_core::{jsonl, usage};
 
-use super::table::Table;
+use crate::table::Table;
 
 /// The kinds of files we read, for messages.
 pub const KNOWN: &str =

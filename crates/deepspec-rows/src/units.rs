@@ -8,9 +8,9 @@ use arrow::array::RecordBatch;
 use deepspec_core::atomic::FileError;
 use deepspec_core::jsonl::{RawLine, RawLines};
 
-use super::array::Elements;
-use super::files::{DataFile, Format};
-use super::table::{BATCH_BYTES, Batches, Table};
+use crate::array::Elements;
+use crate::files::{DataFile, Format};
+use crate::table::{BATCH_BYTES, Batches, Table};
 
 /// A row group up to this many bytes is decoded whole, by the worker that needs it; a larger one is read in batches.
 const GROUP_BYTES: usize = 4 * BATCH_BYTES;

@@ -2,14 +2,14 @@
 //!
 //! `deepspec-data suites` writes them and `deepspec-eval run` scores them; this table is what both go by.
 
-pub mod record;
-
-use std::borrow::Cow;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
+
+use crate::description::public;
 
 /// What a suite's prompts are about; scores are averaged over the suites of a domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -78,35 +78,26 @@ pub enum Class {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Suite {
     /// Its name; in a folder of suites the file is `NAME.jsonl`.
-    pub name: Cow<'static, str>,
+    pub name: String,
     /// Its domain.
     pub domain: Domain,
     /// Why it is known.
     pub class: Class,
 }
 
-const fn suite(name: &'static str, domain: Domain, class: Class) -> Suite {
-    Suite { name: Cow::Borrowed(name), domain, class }
-}
-
-/// The suites that need no description, in the order of tables.
-pub static SUITES: [Suite; 15] = [
-    suite("gsm8k", Domain::Math, Class::Published(500)),
-    suite("math500", Domain::Math, Class::Published(500)),
-    suite("aime25", Domain::Math, Class::Published(30)),
-    suite("aime24", Domain::Math, Class::Extra),
-    suite("smoke-math", Domain::Math, Class::Smoke),
-    suite("mbpp", Domain::Code, Class::Published(256)),
-    suite("humaneval", Domain::Code, Class::Published(164)),
-    suite("livecodebench", Domain::Code, Class::Published(500)),
-    suite("lbpp", Domain::Code, Class::Extra),
-    suite("swe-bench", Domain::Code, Class::Extra),
-    suite("smoke-code", Domain::Code, Class::Smoke),
-    suite("mt-bench", Domain::Chat, Class::Published(80)),
-    suite("alpaca", Domain::Chat, Class::Published(500)),
-    suite("arena-hard-v2", Domain::Chat, Class::Published(500)),
-    suite("smoke-chat", Domain::Chat, Class::Smoke),
-];
+/// The suites that need no description, in the order of tables: the public ones of each domain, and our own behind them.
+pub static SUITES: LazyLock<Vec<Suite>> = LazyLock::new(|| {
+    let of_domain = |domain: Domain| {
+        let described = public().iter().filter(move |suite| suite.domain == domain);
+        let public = described.map(move |suite| Suite {
+            name: suite.name.clone(),
+            domain,
+            class: suite.limit.map_or(Class::Extra, |limit| Class::Published(limit.get())),
+        });
+        public.chain([Suite { name: format!("smoke-{domain}"), domain, class: Class::Smoke }])
+    };
+    Domain::KNOWN.into_iter().flat_map(of_domain).collect()
+});
 
 impl Suite {
     /// The known suite of this name.

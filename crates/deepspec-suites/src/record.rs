@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::usage;
 use serde::{Deserialize, Serialize};
 
-use super::{Class, Domain, Suite, check_name};
-use crate::atomic::{self, FileError};
-use crate::usage;
+use crate::suite::{Class, Domain, Suite, check_name};
 
 /// Name of the file.
 pub const FILE: &str = "suites.json";
@@ -118,7 +118,7 @@ impl Record {
     /// The suite `name`, if it is known or recorded. What is known wins: the caps of published suites are fixed.
     pub fn suite(&self, name: &str) -> Option<Suite> {
         let described = |entry: &Entry| Suite {
-            name: name.to_string().into(),
+            name: name.to_string(),
             domain: entry.domain,
             class: Class::User(entry.cap),
         };

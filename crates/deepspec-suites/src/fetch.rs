@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
+use crate::record::Origin;
 use deepspec_core::cli::{UsageError, Verbosity, one_line};
-use deepspec_core::suite::record::Origin;
 use deepspec_hub::{Glob, Hub, HubError, Kind, Repo};
 
-use super::plan::{Place, Plan, Wanted};
-use super::store;
+use crate::plan::{Place, Plan, Wanted};
+use crate::store;
 
 /// Gets files, from the hub or from disk.
 pub struct Fetcher {

@@ -3,14 +3,14 @@
 use std::io::{self, Write};
 use std::path::Path;
 
+use crate::record::{Origin, Record};
+use crate::suite::{Class, Domain, SUITES, Suite};
 use deepspec_core::digest::{self, short};
 use deepspec_core::jsonl::RawLines;
-use deepspec_core::suite::record::{Origin, Record};
-use deepspec_core::suite::{Class, Domain, SUITES, Suite};
 use serde::Serialize;
 
-use super::public::Public;
-use super::store::shown;
+use crate::description::public;
+use crate::store::shown;
 
 /// A line of the list.
 #[derive(Serialize)]
@@ -50,11 +50,11 @@ impl State {
     }
 }
 
-/// Prints the list.
+/// Prints which suites there are in a folder, as a table or as JSON.
 ///
 /// # Errors
 /// An unreadable record or suite.
-pub fn run(dir: &Path, json: bool) -> anyhow::Result<()> {
+pub fn list(dir: &Path, json: bool) -> anyhow::Result<()> {
     let record = Record::read(dir)?;
     let suites = SUITES.iter().cloned().chain(record.user_suites());
     let listed: Vec<Listed> = suites.map(|suite| look(suite, dir, &record)).collect::<anyhow::Result<_>>()?;
@@ -66,7 +66,7 @@ pub fn run(dir: &Path, json: bool) -> anyhow::Result<()> {
 }
 
 fn look(suite: Suite, dir: &Path, record: &Record) -> anyhow::Result<Listed> {
-    let (path, entry) = (suite.path(dir), record.suites.get(suite.name.as_ref()));
+    let (path, entry) = (suite.path(dir), record.suites.get(&suite.name));
     let there = path.is_file();
     let sha256 = if there { Some(digest::file(&path)?) } else { None };
     let state = match (&sha256, entry) {
@@ -80,23 +80,16 @@ fn look(suite: Suite, dir: &Path, record: &Record) -> anyhow::Result<Listed> {
     if there {
         rows = Some(RawLines::open(&path)?.try_fold(0, |count, line| line.map(|_| count + 1))?);
     }
-    let source = match (entry.map(|entry| &entry.source), Public::find(&suite.name)) {
-        (Some(Origin::Files(files)), _) if files.len() > 1 => {
-            format!("{} and {} more", files[0].path.display(), files.len() - 1)
-        }
-        (Some(origin), _) => shown(origin),
-        (None, Some(public)) => public.dataset.into(),
-        (None, None) => "DeepSpec's own".into(),
-    };
-    Ok(Listed {
-        cap: suite.cap(),
-        name: suite.name.into(),
-        domain: suite.domain,
-        rows,
-        source,
-        state,
-        sha256,
-    })
+    let source =
+        match (entry.map(|entry| &entry.source), public().iter().find(|public| public.name == suite.name)) {
+            (Some(Origin::Files(files)), _) if files.len() > 1 => {
+                format!("{} and {} more", files[0].path.display(), files.len() - 1)
+            }
+            (Some(origin), _) => shown(origin),
+            (None, Some(public)) => public.dataset.clone(),
+            (None, None) => "DeepSpec's own".into(),
+        };
+    Ok(Listed { cap: suite.cap(), name: suite.name, domain: suite.domain, rows, source, state, sha256 })
 }
 
 fn table(listed: &[Listed]) -> String {

@@ -5,20 +5,21 @@ use std::path::Path;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
-use super::convert::convert;
-use super::form::Form;
-use super::public::PUBLIC;
-use super::template::Template;
+use crate::convert::convert;
+use crate::description::public;
+use crate::turns::{Form, Templates};
 
 /// The forms of the public suites and of described ones.
 fn forms() -> Vec<Form> {
-    let templates =
-        |texts: &[&str]| Form::Templates(texts.iter().map(|text| Template::parse(text).unwrap()).collect());
-    let mut forms: Vec<Form> = PUBLIC.iter().map(|suite| Form::Code(suite.columns, suite.turns)).collect();
+    let templates = |texts: &[&str]| {
+        let texts: Vec<String> = texts.iter().map(ToString::to_string).collect();
+        Form::Templates(Templates::new(&texts).unwrap())
+    };
+    let mut forms: Vec<Form> = public().iter().map(|suite| suite.turns.form().unwrap()).collect();
     forms.extend([
-        templates(&["{a}: {b}", "{b} {c?}"]),
-        templates(&["{c?}{a?}"]),
-        Form::List("turns".into()),
+        templates(&["{{ a }}: {{ b }}", "{{ b }} {{ c|optional }}"]),
+        templates(&["{{ c|optional }}{{ a|optional }}"]),
+        Form::Column("turns".into()),
     ]);
     forms
 }
@@ -67,15 +68,11 @@ fn mutation() -> impl Strategy<Value = Mutation> {
 
 /// A row that makes a prompt.
 fn good(form: &Form, number: usize) -> Map<String, Value> {
-    let list = |name: &str| matches!(form, Form::List(column) if column == name);
-    let columns = form.required().into_iter().chain(form.optional());
-    let value = |name: &str| if list(name) { json!(["one", "two"]) } else { json!(format!("text {number}")) };
-    let mut row: Map<String, Value> = columns.map(|name| (name.to_string(), value(name))).collect();
-    if form.turns(&row).is_err() {
-        // The one public suite whose column is a list.
-        row.insert("prompt".into(), json!(["one", "two"]));
-    }
-    row
+    let value = match form {
+        Form::Column(_) => json!(["one", "two"]),
+        Form::Templates(_) => json!(format!("text {number}")),
+    };
+    form.required().iter().chain(form.optional()).map(|name| (name.clone(), value.clone())).collect()
 }
 
 fn mutate(row: &Map<String, Value>, mutation: &Mutation) -> String {
@@ -111,7 +108,7 @@ fn check(form: &Form, path: &Path, line: usize) -> Result<(), TestCaseError> {
             prop_assert!(told.starts_with(&place), "{told} does not begin with {place}");
             let named = form
                 .required()
-                .into_iter()
+                .iter()
                 .chain(form.optional())
                 .any(|name| told.contains(&format!("column `{name}`")));
             prop_assert!(

@@ -1,0 +1,274 @@
+//! How a row of a dataset becomes the turns of a prompt: a column that holds them, or Jinja templates over its columns.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use deepspec_core::jsonl::kind_of;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Object, Serde, Value, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior};
+use serde_json::{Map, Value as Json};
+
+/// Why a row makes no prompt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowError {
+    /// The column at fault.
+    pub column: String,
+    /// A phrase that says what was found there and what was expected.
+    pub problem: String,
+}
+
+impl fmt::Display for RowError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "column `{}`: {}", self.column, self.problem)
+    }
+}
+
+fn row_error(column: &str, problem: impl Into<String>) -> RowError {
+    RowError { column: column.into(), problem: problem.into() }
+}
+
+/// What turns rows into prompts.
+pub enum Form {
+    /// A column that holds a list of turns.
+    Column(String),
+    /// One template per turn.
+    Templates(Templates),
+}
+
+/// Templates, and the columns that they name.
+pub struct Templates {
+    environment: Environment<'static>,
+    names: Vec<String>,
+    required: Vec<String>,
+    optional: Vec<String>,
+}
+
+impl Form {
+    /// The columns without which no row makes a prompt.
+    pub fn required(&self) -> &[String] {
+        match self {
+            Self::Column(column) => std::slice::from_ref(column),
+            Self::Templates(templates) => &templates.required,
+        }
+    }
+
+    /// Columns that are read where a row has them.
+    pub fn optional(&self) -> &[String] {
+        match self {
+            Self::Column(_) => &[],
+            Self::Templates(templates) => &templates.optional,
+        }
+    }
+
+    /// The turns of a row, none of them blank.
+    ///
+    /// # Errors
+    /// Which column has no value that makes a turn.
+    pub fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
+        match self {
+            Self::Column(column) => texts(row, column),
+            Self::Templates(templates) => templates.turns(row),
+        }
+    }
+}
+
+/// A column's list of texts.
+fn texts(row: &Map<String, Json>, column: &str) -> Result<Vec<String>, RowError> {
+    let wrong = |problem: String| row_error(column, problem);
+    let list = match row.get(column) {
+        Some(Json::Array(list)) if list.is_empty() => return Err(wrong("the list is empty".into())),
+        Some(Json::Array(list)) => list,
+        other => {
+            // Parquet rows leave nulls out, so that a missing value and a null look the same.
+            let found = other.filter(|value| !value.is_null()).map_or("nothing", kind_of);
+            return Err(wrong(format!("expected a list of texts, found {found}")));
+        }
+    };
+    let text = |(index, value): (usize, &Json)| match value {
+        Json::String(text) if text.trim().is_empty() => {
+            Err(wrong(format!("text {} of the list is blank", index + 1)))
+        }
+        Json::String(text) => Ok(text.clone()),
+        other => Err(wrong(format!("expected a list of texts, item {} is {}", index + 1, kind_of(other)))),
+    };
+    list.iter().enumerate().map(text).collect()
+}
+
+/// All columns of a row by name, for those whose names are no words: `{{ row["a b"] }}`.
+const ROW: &str = "row";
+
+/// A row, asked for its columns by templates; it remembers which was asked for last.
+#[derive(Debug)]
+struct Asked {
+    row: Map<String, Json>,
+    last: Mutex<String>,
+}
+
+impl Asked {
+    fn last(&self) -> String {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Object for Asked {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let key = key.as_str()?;
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = key.into();
+        let whole = || (key == ROW).then(|| Value::from(Serde(&self.row)));
+        self.row.get(key).map(|value| Value::from(Serde(value))).or_else(whole)
+    }
+}
+
+impl Templates {
+    /// Reads Jinja templates. `{{ column }}` must have a text or a number, `{{ column|optional }}` may be missing or blank.
+    ///
+    /// # Errors
+    /// A phrase that says which template is wrong; no template that names a column.
+    pub fn new(texts: &[String]) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
+        environment.set_syntax(syntax.map_err(|error| error.to_string())?);
+        environment.set_auto_escape_callback(|_| AutoEscape::None);
+        environment.set_undefined_behavior(UndefinedBehavior::SemiStrict);
+        environment.set_formatter(|out, state, value| shown(out, state, value));
+        environment.add_filter("optional", optional);
+        let mut columns = BTreeSet::new();
+        let names: Vec<String> = (1..=texts.len()).map(|turn| format!("turn {turn}")).collect();
+        for (name, text) in names.iter().zip(texts) {
+            let added = environment.add_template_owned(name.clone(), text.clone());
+            added.map_err(|error| format!("{text:?} is no Jinja template: {error:#}"))?;
+            let template = environment.get_template(name).map_err(|error| error.to_string())?;
+            columns.extend(template.undeclared_variables(false));
+        }
+        if !columns.remove(ROW) && columns.is_empty() {
+            let problem = "no template names a column, so that all rows would be the same prompt; a column is named by {{ column }}";
+            return Err(problem.into());
+        }
+        let mut templates = Self { environment, names, required: vec![], optional: vec![] };
+        let fills = |without: Option<&String>| {
+            let present = columns.iter().filter(|&column| Some(column) != without);
+            templates.turns(&present.map(|column| (column.clone(), Json::from("x"))).collect()).is_ok()
+        };
+        let whole = fills(None);
+        let (required, optional) = columns.iter().cloned().partition(|column| whole && !fills(Some(column)));
+        (templates.required, templates.optional) = (required, optional);
+        Ok(templates)
+    }
+
+    fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
+        let turn = |name: &String| {
+            let asked = Arc::new(Asked { row: row.clone(), last: Mutex::default() });
+            let template = self.environment.get_template(name);
+            let filled = template.and_then(|one| one.render(Value::from_dyn_object(Arc::clone(&asked))));
+            match filled {
+                Ok(turn) if turn.trim().is_empty() => Err(row_error(&asked.last(), "the turn is blank")),
+                Ok(turn) => Ok(turn),
+                Err(error) => {
+                    let problem = match error.kind() {
+                        ErrorKind::UndefinedError => NOTHING.into(),
+                        _ => error.detail().map_or_else(|| error.kind().to_string(), String::from),
+                    };
+                    Err(row_error(&asked.last(), problem))
+                }
+            }
+        };
+        self.names.iter().map(turn).collect()
+    }
+}
+
+const NOTHING: &str = "expected a text or a number, found nothing";
+
+fn refused(problem: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, problem.into())
+}
+
+/// Whether a value has a text of its own; the error says what it is instead.
+fn check(value: &Value) -> Result<(), Error> {
+    let found = match value.kind() {
+        ValueKind::String | ValueKind::Number | ValueKind::Bool => return Ok(()),
+        ValueKind::Undefined | ValueKind::None => return Err(refused(NOTHING)),
+        ValueKind::Seq | ValueKind::Iterable => "an array",
+        _ => "an object",
+    };
+    Err(refused(format!("expected a text or a number, found {found}")))
+}
+
+/// Writes what `{{ … }}` stands for. What went through [`optional`] has been checked.
+fn shown(out: &mut minijinja::Output, _: &State, value: &Value) -> Result<(), Error> {
+    if !value.is_safe() {
+        check(value)?;
+        if value.as_str().is_some_and(|text| text.trim().is_empty()) {
+            return Err(refused("the text is blank"));
+        }
+    }
+    write!(out, "{value}").map_err(|error| refused(error.to_string()))
+}
+
+/// A column that may be missing or blank.
+fn optional(value: &Value) -> Result<Value, Error> {
+    if value.is_undefined() || value.is_none() {
+        return Ok(Value::from_safe_string(String::new()));
+    }
+    check(value)?;
+    Ok(Value::from_safe_string(value.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn fill(template: &str) -> Result<String, String> {
+        let row =
+            json!({"q": "Why?", "n": 3, "empty": " ", "list": [], "a b": "x", "none": null, "some": "y"});
+        let form = Form::Templates(Templates::new(&[template.to_string()])?);
+        let turns = form.turns(row.as_object().unwrap()).map_err(|error| error.to_string())?;
+        Ok(turns.concat())
+    }
+
+    #[test]
+    fn columns_are_filled_in_and_braces_kept() {
+        assert_eq!(fill("{{ q }}").unwrap(), "Why?");
+        assert_eq!(fill("{{ n }}. {{ q }}\n\\boxed{} {q}\n").unwrap(), "3. Why?\n\\boxed{} {q}\n");
+        assert_eq!(fill("{{ row[\"a b\"] }}{{ row.q }}").unwrap(), "xWhy?");
+        assert_eq!(
+            fill("{{ q }}{{ empty|optional }}{{ none|optional }}{{ absent|optional }}!").unwrap(),
+            "Why? !"
+        );
+        assert_eq!(
+            fill("{{ q }}{% if absent %} {{ absent }}{% endif %}{% if some %} <y>{% endif %}").unwrap(),
+            "Why? <y>"
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_filled_names_its_column() {
+        let says = |template: &str, words: &str| assert_eq!(fill(template).unwrap_err(), words);
+        says("{{ absent }}", "column `absent`: expected a text or a number, found nothing");
+        says("Q: {{ empty }}", "column `empty`: the text is blank");
+        says("{{ empty|optional }}", "column `empty`: the turn is blank");
+        says("{{ list|optional }}", "column `list`: expected a text or a number, found an array");
+    }
+
+    #[test]
+    fn columns_that_a_row_must_have_are_told_from_the_others() {
+        let of = |templates: &[&str]| {
+            let texts: Vec<String> = templates.iter().map(ToString::to_string).collect();
+            let form = Form::Templates(Templates::new(&texts).unwrap());
+            (form.required().join(" "), form.optional().join(" "))
+        };
+        let found = of(&["{{ a }}{{ b|optional }}{% if c %}{{ c }}{% endif %}", "{{ d }}"]);
+        assert_eq!(found, ("a d".into(), "b c".into()));
+        assert_eq!(of(&["{% for turn in history %}{{ turn.text }}{% endfor %}"]).1, "history");
+    }
+
+    #[test]
+    fn what_is_no_template_is_refused() {
+        assert!(fill("{{ q").unwrap_err().contains("is no Jinja template"));
+        assert!(fill("{% if q %}").unwrap_err().contains("is no Jinja template"));
+        assert!(fill("{q}").unwrap_err().contains("named by {{ column }}"));
+    }
+}

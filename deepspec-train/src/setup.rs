@@ -1,0 +1,57 @@
+//! What a recipe comes to on this machine, for training as for planning: kinds, devices, data.
+
+use deepspec_core::cli::UsageError;
+use deepspec_core::env;
+use deepspec_core::recipe::{Precision, Recipe};
+use deepspec_dist::Seat;
+use deepspec_states::{Dataset, Source, StatesError, TargetRuntime};
+use tch::{Device, Kind};
+
+use crate::schedule::shuffled;
+
+/// Unusable rows that are named one by one.
+const REJECTED_SHOWN: usize = 5;
+
+/// The kind of working weights.
+pub fn kind(precision: Precision) -> Kind {
+    match precision {
+        Precision::Bf16 => Kind::BFloat16,
+        Precision::Fp32 => Kind::Float,
+    }
+}
+
+/// Where and in what the target of this process runs, where it runs: just as it does for a cache.
+///
+/// # Errors
+/// A usage error if there is no such device.
+pub fn target_runtime(recipe: &Recipe, trainer: Device, seat: Seat) -> anyhow::Result<TargetRuntime> {
+    let device = match &recipe.data.target_device {
+        // Targets tell each other nothing: they may share a GPU.
+        Some(name) => deepspec_dist::rank_device(name, Seat { shares: true, ..seat })
+            .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
+        None => trainer,
+    };
+    let kind = deepspec_dist::default_kind(device);
+    Ok(TargetRuntime { device, kind, per_step: recipe.train.global_batch_size })
+}
+
+/// The data set of a recipe, with a word on the rows that are left out.
+///
+/// # Errors
+/// If an input or the cache cannot be read, or has no usable rows.
+pub fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
+    let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
+    let place = env::cache_dir().map(|dir| dir.join("samples"));
+    let dataset =
+        Dataset::open(recipe, source, place.as_deref(), first_epoch).map_err(StatesError::report_data)?;
+    if let Some(report) = dataset.report() {
+        tracing::info!("{report}");
+        for rejected in report.rejected.iter().take(REJECTED_SHOWN) {
+            tracing::warn!("{}:{}: {}", rejected.file.display(), rejected.line, rejected.reason);
+        }
+        if let Some(more) = report.rejected().checked_sub(REJECTED_SHOWN).filter(|&more| more > 0) {
+            tracing::warn!("{more} more rows cannot be used");
+        }
+    }
+    Ok(dataset)
+}
