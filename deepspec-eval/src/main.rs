@@ -4,6 +4,7 @@ mod calibration;
 mod checkpoint;
 mod compare;
 mod confidence;
+mod output;
 mod report;
 mod results;
 mod run;
@@ -13,7 +14,6 @@ mod trace;
 mod traces;
 mod versioned;
 
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -41,7 +41,7 @@ enum Command {
     Compare(compare::Args),
     /// Print one generation cycle by cycle: what was accepted, rejected and added
     Trace(Box<trace::Args>),
-    /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
+    /// SeriesStyle into drafter checkpoints of any tool, convert them, and find out what is wrong with one
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
     /// Find temperatures that make a drafter's confidences say what happens
@@ -60,13 +60,4 @@ fn main() -> ExitCode {
         Command::Checkpoint(command) => checkpoint::run(&command, verbosity),
         Command::Calibrate(args) => calibration::run(&args),
     })
-}
-
-/// Results go to standard output; a reader that stops reading (`| head`) has seen enough.
-fn print(text: &str) -> io::Result<()> {
-    let mut stdout = io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        written => written,
-    }
 }

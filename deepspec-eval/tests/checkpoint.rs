@@ -11,7 +11,7 @@ use common::{
 };
 use deepspec_core::Tap;
 use deepspec_drafters::Block;
-use deepspec_models::{ModelConfig, load_ends, save_checkpoint};
+use deepspec_models::{ModelConfig, load_embed_and_head, save_checkpoint};
 use serde_json::Value;
 use tch::{Device, Kind};
 
@@ -19,7 +19,7 @@ use tch::{Device, Kind};
 fn drafter(root: &Path) -> PathBuf {
     let dir = root.join("drafter");
     let model = ModelConfig::load(&target_dir()).unwrap();
-    let (embed, head) = load_ends(&target_dir(), &model, Device::Cpu, Kind::Float).unwrap();
+    let (embed, head) = load_embed_and_head(&target_dir(), &model, Device::Cpu, Kind::Float).unwrap();
     let mut config = drafter_config();
     config.decoder.taps = Tap::from_layer_ids([0, 2, 4]).unwrap();
     write_drafter(&dir, config, |name, tensor| match name {

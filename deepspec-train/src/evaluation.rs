@@ -9,7 +9,7 @@ use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::TrainableDrafter;
 use deepspec_models::{TargetModel, TargetOptions, Weights};
-use deepspec_states::Source;
+use deepspec_states::TargetBundle;
 use deepspec_suites::{Asking, Folder, Prepared, is_file};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -51,7 +51,7 @@ impl Questions {
     ///
     /// # Errors
     /// Usage errors for suites that are not there or do not fit.
-    pub fn read(recipe: &Recipe, source: &Source) -> anyhow::Result<Option<Self>> {
+    pub fn read(recipe: &Recipe, source: &TargetBundle) -> anyhow::Result<Option<Self>> {
         if recipe.logging.eval_every.is_none() {
             return Ok(None);
         }
@@ -81,7 +81,7 @@ impl Questions {
     ///
     /// # Errors
     /// If the target's weights cannot be opened.
-    pub fn bytes(&self, source: &Source, device: Device, kind: Kind) -> anyhow::Result<u64> {
+    pub fn bytes(&self, source: &TargetBundle, device: Device, kind: Kind) -> anyhow::Result<u64> {
         let requests = self.suites.iter().flat_map(|suite| &suite.requests);
         let longest =
             requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
@@ -98,7 +98,7 @@ impl Evaluation {
     pub fn open(
         questions: Questions,
         taps: Vec<Tap>,
-        source: &Source,
+        source: &TargetBundle,
         device: Device,
         kind: Kind,
     ) -> anyhow::Result<Self> {

@@ -8,7 +8,7 @@ use anyhow::Context;
 use deepspec_cache::loss_mask;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
-use deepspec_states::{Dataset, Facts, StateSource, StatesError};
+use deepspec_states::{Dataset, SampleMeta, StateSource, StatesError};
 use tch::Tensor;
 
 use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
@@ -195,7 +195,7 @@ struct Planned {
 }
 
 /// Anchors and loss weight of a sample: they depend on its mask only, not on its states.
-fn plan(facts: &Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
+fn plan(facts: &SampleMeta<'_>, options: LoaderOptions, draw: Draw) -> Planned {
     let mask = mask(facts);
     let mut choose =
         |candidates: &[usize], count| anchors(candidates, count, options.seed, draw.epoch, &facts.id);
@@ -205,6 +205,6 @@ fn plan(facts: &Facts<'_>, options: LoaderOptions, draw: Draw) -> Planned {
 }
 
 /// One flag per token. A sample's length fits 32 bits: no longer one is planned or read.
-pub(crate) fn mask(facts: &Facts<'_>) -> Vec<bool> {
+pub(crate) fn mask(facts: &SampleMeta<'_>) -> Vec<bool> {
     loss_mask(facts.input_ids.len() as u32, &facts.spans)
 }

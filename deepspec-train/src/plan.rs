@@ -8,7 +8,7 @@ use deepspec_core::recipe::{Recipe, States};
 use deepspec_dist::Seat;
 use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
-use deepspec_states::{Budget, Dataset, Source, StatesError, TargetRuntime, batches, check_fit};
+use deepspec_states::{Budget, Dataset, StatesError, TargetBundle, TargetRuntime, batches, check_fit};
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -32,7 +32,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow:
     let runtime = target_runtime(recipe, device, seat)?;
     let missing = missing(recipe, &shape);
     let source =
-        missing.is_none().then(|| Source::open(recipe, args.verbosity()).map_err(StatesError::report));
+        missing.is_none().then(|| TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| open_data(recipe, source)).transpose()?;
     let questions = source.as_ref().map(|source| Questions::read(recipe, source)).transpose()?.flatten();
@@ -85,7 +85,7 @@ pub struct Plan<'a> {
 
 /// What the samples are, and in which steps they come.
 pub struct Data<'a> {
-    pub source: &'a Source,
+    pub source: &'a TargetBundle,
     pub dataset: &'a Dataset,
     pub schedule: Schedule,
     /// What its evaluations ask, where it has any.

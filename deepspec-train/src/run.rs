@@ -12,8 +12,8 @@ use deepspec_core::{config, usage};
 use deepspec_dist::{Carrier, DeviceError, GroupError, ProcessGroup, Seat};
 use deepspec_drafters::{DrafterPlan, TrainableDrafter};
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{ModelError, TargetModel, load_ends};
-use deepspec_states::{Dataset, Source, StateSource, StatesError, TargetRuntime};
+use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
+use deepspec_states::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
@@ -158,7 +158,7 @@ struct Job<'a> {
 
 /// All that is read before anything is made.
 struct Inputs {
-    source: Source,
+    source: TargetBundle,
     drafter_plan: Box<dyn DrafterPlan>,
     dataset: Dataset,
     /// Bytes of the program and its libraries.
@@ -171,7 +171,7 @@ impl Inputs {
     /// Also the questions that are asked while it trains.
     fn open(job: &Job) -> anyhow::Result<(Self, Option<Questions>)> {
         let Job { args, recipe, group, device, seat, .. } = *job;
-        let source = Source::open(recipe, args.verbosity()).map_err(StatesError::report)?;
+        let source = TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report)?;
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
         let dataset = open_data(recipe, &source)?;
         let questions = Questions::read(recipe, &source)?;
@@ -350,13 +350,13 @@ fn check_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> any
 /// The target's embedding and head: the resident target's own where they fit, so that they are held once.
 fn embed_and_head(
     states: Option<&StateSource<'_>>,
-    source: &Source,
+    source: &TargetBundle,
     device: Device,
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {
-    let resident = states.and_then(StateSource::target).map(TargetModel::ends);
+    let resident = states.and_then(StateSource::target).map(TargetModel::embed_and_head);
     match resident.filter(|(embed, _)| embed.device() == device && embed.kind() == kind) {
         Some(ends) => Ok(ends),
-        None => load_ends(&source.dir, &source.config, device, kind),
+        None => load_embed_and_head(&source.dir, &source.config, device, kind),
     }
 }

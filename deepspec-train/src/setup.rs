@@ -4,7 +4,7 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_core::recipe::{Precision, Recipe};
 use deepspec_dist::Seat;
-use deepspec_states::{Dataset, Source, StatesError, TargetRuntime};
+use deepspec_states::{Dataset, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind};
 
 use crate::schedule::shuffled;
@@ -39,7 +39,7 @@ pub fn target_runtime(recipe: &Recipe, trainer: Device, seat: Seat) -> anyhow::R
 ///
 /// # Errors
 /// If an input or the cache cannot be read, or has no usable rows.
-pub fn open_data(recipe: &Recipe, source: &Source) -> anyhow::Result<Dataset> {
+pub fn open_data(recipe: &Recipe, source: &TargetBundle) -> anyhow::Result<Dataset> {
     let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
     let place = env::cache_dir().map(|dir| dir.join("samples"));
     let dataset =

@@ -16,10 +16,12 @@ use std::path::{Path, PathBuf};
 use deepspec_core::atomic::{self, FileError};
 
 use crate::error::CacheError;
+use crate::files::parts_dir;
 use crate::identity::Identity;
+use crate::identity::Recipe;
 use crate::manifest::{Manifest, is_absent};
-use crate::parts::{CLAIM_FILE, Claim, Worker, leftovers, lock, parts, parts_dir, remove_if_present};
-use crate::plan::{Plan, Recipe};
+use crate::parts::{CLAIM_FILE, Claim, Worker, leftovers, lock, parts, remove_if_present};
+use crate::plan::Plan;
 use crate::samples::{self, Written};
 use crate::shard;
 use crate::writer::{ShardWriter, Sidecar};

@@ -2,6 +2,10 @@
 
 use std::fmt::Display;
 
+use serde_json::Value;
+
+use crate::files::Counts;
+use crate::layout::{Encoding, Last};
 use serde::{Deserialize, Serialize};
 
 use deepspec_core::Tap;
@@ -95,4 +99,36 @@ fn quoted(text: &Option<String>) -> String {
 fn listed(taps: &[Tap]) -> String {
     let names: Vec<String> = taps.iter().map(Tap::to_string).collect();
     format!("[{}]", names.join(", "))
+}
+
+/// Everything that decides the bytes of a cache: two builds with equal recipes may share shards.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Recipe {
+    pub identity: Identity,
+    pub encoding: Encoding,
+    pub last: Last,
+    pub shard_bytes: u64,
+    pub counts: Counts,
+    pub input: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<Value>,
+}
+
+impl Recipe {
+    /// Names each field that differs, with the value there (`self`) and the wanted one.
+    pub fn differences(&self, wanted: &Self) -> Vec<String> {
+        let mut found = Differences(self.identity.differences(&wanted.identity));
+        found.compare("encoding", self.encoding, wanted.encoding);
+        found.compare("last", self.last, wanted.last);
+        found.compare("shard_bytes", self.shard_bytes, wanted.shard_bytes);
+        found.compare("samples", self.counts.samples, wanted.counts.samples);
+        found.compare("tokens", self.counts.tokens, wanted.counts.tokens);
+        found.compare("supervised tokens", self.counts.supervised_tokens, wanted.counts.supervised_tokens);
+        let reference =
+            |recipe: &Self| recipe.reference.as_ref().map_or("none".to_string(), Value::to_string);
+        found.compare("manifest of its origin", reference(self), reference(wanted));
+        found.compare("input digest", self.input.as_str(), wanted.input.as_str());
+        found.0
+    }
 }

@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::CacheError;
-use crate::identity::Identity;
+use crate::files::{Counts, SamplesEntry, ShardEntry, parts_dir};
+use crate::identity::{Identity, Recipe};
 use crate::layout::{Encoding, Last, Layout};
-use crate::parts::parts_dir;
-use crate::plan::Recipe;
-use crate::samples::SAMPLES_FILE;
+use crate::plan::{Plan, PlannedShard};
+use crate::samples::{self, SAMPLES_FILE};
 use crate::shard::{self, Geometry};
 
 /// Name of the manifest.
@@ -22,46 +22,6 @@ pub const MANIFEST_FILE: &str = "manifest.json";
 const FORMAT: &str = "deepspec-cache";
 const VERSION: u64 = 1;
 const TOOL: &str = concat!("deepspec ", env!("CARGO_PKG_VERSION"));
-
-/// Sums over all samples.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Counts {
-    /// Samples.
-    pub samples: u64,
-    /// Tokens.
-    pub tokens: u64,
-    /// Supervised tokens.
-    pub supervised_tokens: u64,
-}
-
-/// The samples' table.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SamplesEntry {
-    /// File name.
-    pub file: String,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Digest of the file.
-    pub sha256: String,
-}
-
-/// One shard.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ShardEntry {
-    /// File name.
-    pub file: String,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Rows of `taps`: tokens.
-    pub rows: u64,
-    /// Rows of `last`: kept positions.
-    pub last_rows: u64,
-    /// Digest of the file.
-    pub sha256: String,
-}
 
 /// The content of `manifest.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -239,4 +199,30 @@ pub(crate) fn path(dir: &Path) -> PathBuf {
 /// Whether an error says that a file is not there.
 pub(crate) fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+impl Plan {
+    /// Bytes of the finished cache, all files; the most, where an encoding compresses. Exact but for the samples' table, whose checksums are not known yet and
+    /// which is written to nowhere for this, and for digits of the manifest.
+    ///
+    /// # Errors
+    /// A plan that does not fit the identity; a table that cannot be written.
+    pub fn cache_bytes(&self, identity: &Identity) -> Result<u64, CacheError> {
+        let table = samples::size(self)?;
+        let shard = |(index, shard): (usize, &PlannedShard)| {
+            let bytes = shard.geometry(self.layout())?.bytes();
+            let (file, sha256) = (shard::file_name(index), hex_like());
+            Ok(ShardEntry { file, bytes, rows: shard.rows, last_rows: shard.last_rows, sha256 })
+        };
+        let shards: Vec<ShardEntry> =
+            self.shards().iter().enumerate().map(shard).collect::<Result<_, CacheError>>()?;
+        let entry = SamplesEntry { file: SAMPLES_FILE.to_string(), bytes: table, sha256: hex_like() };
+        let manifest = Manifest::new(&self.recipe(identity)?, entry, shards).file_bytes();
+        Ok(self.bytes().saturating_add(table).saturating_add(manifest))
+    }
+}
+
+/// Stands for a digest that is not known yet.
+fn hex_like() -> String {
+    "0".repeat(64)
 }

@@ -10,10 +10,12 @@ use rayon::prelude::*;
 
 use crate::builder::{Finished, commit, finished};
 use crate::error::CacheError;
+use crate::files::parts_dir;
+use crate::identity::Recipe;
 use crate::layout::Layout;
 use crate::manifest::Manifest;
-use crate::parts::{Claim, Worker, lock, parts, parts_dir, remove_if_present};
-use crate::plan::{Plan, Recipe};
+use crate::parts::{Claim, Worker, lock, parts, remove_if_present};
+use crate::plan::Plan;
 use crate::sample::PlannedSample;
 use crate::shard;
 use crate::writer::Sidecar;

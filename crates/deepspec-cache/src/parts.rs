@@ -9,18 +9,14 @@ use fs4::fs_std::FileExt;
 use serde::{Deserialize, Serialize};
 
 use crate::error::CacheError;
+use crate::files::parts_dir;
+use crate::identity::Recipe;
 use crate::manifest::{self, is_absent};
-use crate::plan::Recipe;
 use crate::samples::SAMPLES_FILE;
 use crate::shard;
 
 /// What a worker's folder says about the build that it belongs to.
 pub(crate) const CLAIM_FILE: &str = "build.json";
-
-/// The folder of unfinished builds in `dir`.
-pub(crate) fn parts_dir(dir: &Path) -> PathBuf {
-    dir.join("parts")
-}
 
 /// One of several processes that build a cache together without talking to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

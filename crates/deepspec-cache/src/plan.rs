@@ -4,16 +4,15 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use deepspec_core::digest::Hasher;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::CacheError;
-use crate::identity::{Differences, Identity};
-use crate::layout::{Encoding, Last, Layout};
-use crate::manifest::{Counts, Manifest, SamplesEntry, ShardEntry};
+use crate::files::Counts;
+use crate::identity::Identity;
+use crate::identity::Recipe;
+use crate::layout::Layout;
 use crate::sample::{PlannedSample, outside};
-use crate::samples::{self, SAMPLES_FILE};
-use crate::shard::{self, Geometry};
+use crate::shard::Geometry;
 
 /// A run of samples that share a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -135,25 +134,6 @@ impl Plan {
         Self::new(self.samples, layout, self.shard_bytes)
     }
 
-    /// Bytes of the finished cache, all files; the most, where an encoding compresses. Exact but for the samples' table, whose checksums are not known yet and
-    /// which is written to nowhere for this, and for digits of the manifest.
-    ///
-    /// # Errors
-    /// A plan that does not fit the identity; a table that cannot be written.
-    pub fn cache_bytes(&self, identity: &Identity) -> Result<u64, CacheError> {
-        let table = samples::size(self)?;
-        let shard = |(index, shard): (usize, &PlannedShard)| {
-            let bytes = shard.geometry(&self.layout)?.bytes();
-            let (file, sha256) = (shard::file_name(index), hex_like());
-            Ok(ShardEntry { file, bytes, rows: shard.rows, last_rows: shard.last_rows, sha256 })
-        };
-        let shards: Vec<ShardEntry> =
-            self.shards.iter().enumerate().map(shard).collect::<Result<_, CacheError>>()?;
-        let entry = SamplesEntry { file: SAMPLES_FILE.to_string(), bytes: table, sha256: hex_like() };
-        let manifest = Manifest::new(&self.recipe(identity)?, entry, shards).file_bytes();
-        Ok(self.bytes.saturating_add(table).saturating_add(manifest))
-    }
-
     /// The samples, in input order.
     pub fn samples(&self) -> &[PlannedSample] {
         &self.samples
@@ -224,43 +204,6 @@ impl Plan {
             reference: self.reference.clone(),
         })
     }
-}
-
-/// Everything that decides the bytes of a cache: two builds with equal recipes may share shards.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Recipe {
-    pub identity: Identity,
-    pub encoding: Encoding,
-    pub last: Last,
-    pub shard_bytes: u64,
-    pub counts: Counts,
-    pub input: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reference: Option<Value>,
-}
-
-impl Recipe {
-    /// Names each field that differs, with the value there (`self`) and the wanted one.
-    pub fn differences(&self, wanted: &Self) -> Vec<String> {
-        let mut found = Differences(self.identity.differences(&wanted.identity));
-        found.compare("encoding", self.encoding, wanted.encoding);
-        found.compare("last", self.last, wanted.last);
-        found.compare("shard_bytes", self.shard_bytes, wanted.shard_bytes);
-        found.compare("samples", self.counts.samples, wanted.counts.samples);
-        found.compare("tokens", self.counts.tokens, wanted.counts.tokens);
-        found.compare("supervised tokens", self.counts.supervised_tokens, wanted.counts.supervised_tokens);
-        let reference =
-            |recipe: &Self| recipe.reference.as_ref().map_or("none".to_string(), Value::to_string);
-        found.compare("manifest of its origin", reference(self), reference(wanted));
-        found.compare("input digest", self.input.as_str(), wanted.input.as_str());
-        found.0
-    }
-}
-
-/// Stands for a digest that is not known yet.
-fn hex_like() -> String {
-    "0".repeat(64)
 }
 
 fn bad_layout(layout: &Layout, rows: u64) -> CacheError {

@@ -24,13 +24,13 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 
 use crate::error::CacheError;
+use crate::files::SamplesEntry;
 use crate::layout::Encoding;
-use crate::manifest::SamplesEntry;
 use crate::plan::Plan;
 use crate::sample::PlannedSample;
 
-mod door;
 mod table;
+mod validate;
 
 pub(crate) use table::{Row, Table};
 

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use crate::error::CacheError;
+use crate::files::ShardEntry;
 use crate::layout::{Encoding, Layout};
-use crate::manifest::ShardEntry;
 
 /// The data starts at a multiple of this, so that rows keep the alignment that their size gives them.
 const ALIGNMENT: usize = 64;

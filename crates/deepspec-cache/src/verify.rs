@@ -8,8 +8,9 @@ use rayon::prelude::*;
 
 use crate::codec;
 use crate::error::CacheError;
+use crate::files::ShardEntry;
 use crate::layout::Layout;
-use crate::manifest::{Manifest, ShardEntry};
+use crate::manifest::Manifest;
 use crate::reader::checked;
 use crate::reader::map::MappedShard;
 use crate::samples::{Row, SAMPLES_FILE, Table};

@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::codec;
 use crate::error::{CacheError, Part};
+use crate::files::ShardEntry;
 use crate::layout::{Encoding, Layout};
-use crate::manifest::{ShardEntry, is_absent};
+use crate::manifest::is_absent;
 use crate::pieces::Pieces;
 use crate::plan::{Plan, PlannedShard};
 use crate::sample::PlannedSample;

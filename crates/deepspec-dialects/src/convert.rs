@@ -64,13 +64,13 @@ pub fn convert<'a>(
             })?;
         }
         match own {
-            Some((name, facts)) if to.has_ends() => {
+            Some((name, facts)) if to.has_embed_and_head() => {
                 let shape = facts.shape.clone();
                 let source = Source::Copy(source.tensors(), name);
                 tensors.push(Written { name: end.into(), dtype: facts.dtype, shape, source });
             }
             Some((name, _)) => dropped.push(name),
-            None if to.has_ends() => {
+            None if to.has_embed_and_head() => {
                 tensors.push(from_target(target, &theirs, end, source.dtype())?);
                 taken.push(end.to_string());
             }

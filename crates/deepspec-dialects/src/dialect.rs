@@ -50,7 +50,7 @@ impl Dialect {
     }
 
     /// Whether its checkpoints hold the target's embedding and head.
-    pub fn has_ends(self) -> bool {
+    pub fn has_embed_and_head(self) -> bool {
         matches!(self, Self::Reference | Self::Speculators)
     }
 

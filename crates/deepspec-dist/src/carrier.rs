@@ -8,7 +8,7 @@ use deepspec_core::recipe::Backend;
 use tch::Device;
 
 use crate::GroupError;
-use crate::meeting::Meeting;
+use crate::rendezvous::Rendezvous;
 
 /// How often a rank whose GPU is being connected looks whether another has ended.
 const LOOK: Duration = Duration::from_millis(500);
@@ -53,7 +53,7 @@ fn nccl() -> Result<(), GroupError> {
 /// # Errors
 /// What went wrong, in a line.
 pub fn watched<T: Send + 'static>(
-    meeting: &Meeting,
+    meeting: &Rendezvous,
     timeout: Duration,
     connect: impl FnOnce() -> Result<T, String> + Send + 'static,
     abandon: impl FnOnce(),

@@ -6,8 +6,8 @@ use std::time::Duration;
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum GroupError {
     /// The meeting place cannot be reached or held.
-    #[error("rank {rank} of {world_size}: no meeting at {host}:{port} within {} s: {problem}", timeout.as_secs())]
-    Meeting {
+    #[error("rank {rank} of {world_size}: no rendezvous at {host}:{port} within {} s: {problem}", timeout.as_secs())]
+    Rendezvous {
         /// This rank.
         rank: usize,
         /// All ranks.

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use crate::GroupError;
 use crate::carrier::{Carrier, watched};
 use crate::ffi;
-use crate::meeting::{Fate, Meeting, one_line};
+use crate::rendezvous::{PeerStatus, Rendezvous, one_line};
 
 /// The processes of a job. All ranks call the same operations in the same order; each fails if a rank has failed, is gone,
 /// or takes longer than the timeout.
@@ -24,7 +24,7 @@ pub struct ProcessGroup {
 struct Link {
     // Dropped before the meeting place that it was made at.
     group: ffi::Group,
-    meeting: Meeting,
+    meeting: Rendezvous,
     timeout: Duration,
     /// Whether tensors of a GPU go through host memory.
     is_staged: bool,
@@ -56,7 +56,7 @@ impl ProcessGroup {
                 problem: one_line(&problem),
             })?;
         }
-        let meeting = Meeting::open(ranks, timeout)?;
+        let meeting = Rendezvous::open(ranks, timeout)?;
         let member = ffi::Member { rank, world_size, timeout };
         let group = match ffi::Group::open(&meeting.store, &meeting.address(), member) {
             Ok(group) => group,
@@ -232,16 +232,16 @@ impl Link {
 /// Why a collective failed.
 fn explain(
     rank: usize,
-    meeting: &Meeting,
+    meeting: &Rendezvous,
     timeout: Duration,
     operation: &'static str,
     problem: &str,
 ) -> GroupError {
     let problem = one_line(problem);
     match meeting.ask() {
-        Fate::Failed(peer, cause) => GroupError::Peer { rank, operation, peer, cause },
-        Fate::Silent(silent) => GroupError::Silent { rank, operation, timeout, silent, problem },
-        Fate::Alive => GroupError::Collective { rank, operation, problem },
+        PeerStatus::Failed(peer, cause) => GroupError::Peer { rank, operation, peer, cause },
+        PeerStatus::Silent(silent) => GroupError::Silent { rank, operation, timeout, silent, problem },
+        PeerStatus::Alive => GroupError::Collective { rank, operation, problem },
     }
 }
 

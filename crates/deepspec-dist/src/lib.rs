@@ -6,7 +6,7 @@ mod error;
 mod ffi;
 mod free_memory;
 mod group;
-mod meeting;
+mod rendezvous;
 mod unused;
 
 pub use carrier::Carrier;
@@ -18,7 +18,7 @@ pub use ffi::{
 };
 pub use free_memory::free_memory;
 pub use group::ProcessGroup;
-pub use meeting::Host;
+pub use rendezvous::Host;
 
 /// Settings of the whole process that libtorch profits from; to be called first in `main`.
 ///

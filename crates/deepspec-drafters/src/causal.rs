@@ -36,7 +36,7 @@ pub struct CausalProposer {
     model: TargetModel,
     block_size: usize,
     /// Committed tokens in each slot's history; the anchor is none of them.
-    held: Vec<usize>,
+    past_len: Vec<usize>,
 }
 
 impl CausalProposer {
@@ -47,7 +47,7 @@ impl CausalProposer {
     pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
         let DrafterOptions { device, kind, slots } = *options;
         let model = TargetModel::load(dir, &TargetOptions { device, kind, slots, taps: vec![] })?;
-        Ok(Self { model, block_size: BLOCK_SIZE, held: vec![0; slots] })
+        Ok(Self { model, block_size: BLOCK_SIZE, past_len: vec![0; slots] })
     }
 
     /// What is run of the tokens that were committed since the last proposal and of the anchors behind them.
@@ -57,7 +57,7 @@ impl CausalProposer {
         let (mut chunks, mut rows, mut ends) = (vec![], vec![], vec![]);
         for (i, &slot) in slots.iter().enumerate() {
             let new = new.get(&slot).cloned().unwrap_or_default();
-            chunks.push(Chunk { slot, held: self.held[slot], len: new.len() + 1 });
+            chunks.push(Chunk { slot, past_len: self.past_len[slot], len: new.len() + 1 });
             rows.extend(new.map(|row| row as i64).chain([(committed + i) as i64]));
             ends.push(rows.len() as i64 - 1);
         }
@@ -118,7 +118,7 @@ impl Proposer for CausalProposer {
         let drafted = |k: usize| {
             news.chunks
                 .iter()
-                .map(|chunk| Chunk { held: chunk.held + chunk.len + k, len: 1, ..*chunk })
+                .map(|chunk| Chunk { past_len: chunk.past_len + chunk.len + k, len: 1, ..*chunk })
                 .collect()
         };
         let mut feeds: Vec<Vec<Chunk>> = vec![news.chunks.clone()];
@@ -141,15 +141,15 @@ impl Proposer for CausalProposer {
             model.logits(&states)
         });
         for chunk in &news.chunks {
-            self.held[chunk.slot] = chunk.held + chunk.len - 1;
+            self.past_len[chunk.slot] = chunk.past_len + chunk.len - 1;
         }
         // The anchor and what was drafted come back once the target has judged them.
-        slots.iter().for_each(|&slot| self.model.truncate(slot, self.held[slot]));
+        slots.iter().for_each(|&slot| self.model.truncate(slot, self.past_len[slot]));
         proposal
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {
-        self.held[slot] = self.held[slot].min(len);
+        self.past_len[slot] = self.past_len[slot].min(len);
         self.model.truncate(slot, len);
     }
 

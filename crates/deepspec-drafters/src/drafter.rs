@@ -193,7 +193,7 @@ pub trait ExaminedDrafter {
     fn anchored(&self) -> Option<&AnchoredBlocks>;
 
     /// Its embedding and head, both `[V, d]`.
-    fn ends(&self) -> (&Tensor, &Tensor);
+    fn embed_and_head(&self) -> (&Tensor, &Tensor);
 
     /// Whether it can draft for this target at all.
     ///

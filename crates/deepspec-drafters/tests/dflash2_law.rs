@@ -8,7 +8,7 @@ use deepspec_decode::{
     DraftRequest, Engine, EngineOptions, Feed, Proposal, Proposer, Request, Sampling, SamplingBatch, Target,
 };
 use deepspec_drafters::{AnchoredBlocks, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head};
 use deepspec_testkit::law::{count, misfit};
 use deepspec_testkit::{noise, tiny};
 use tch::{Device, Kind, Tensor};
@@ -86,7 +86,7 @@ fn the_first_tokens_have_the_targets_joint_law() {
     let model = ModelConfig::load(dir.path()).unwrap();
     let taps = Tap::from_layer_ids([0, 1]).unwrap();
     let law = law(&mut target(dir.path(), &[]));
-    let (embed, head) = load_ends(dir.path(), &model, Device::Cpu, Kind::Float).unwrap();
+    let (embed, head) = load_embed_and_head(dir.path(), &model, Device::Cpu, Kind::Float).unwrap();
     let config = DFlash2Config {
         decoder: DraftDecoder {
             model: model.draft_decoder(&[None]).unwrap(),

@@ -1,12 +1,12 @@
 //! `config.json` of a Hugging Face model: typed fields, and the architecture that a family reads from them.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
-use crate::families::{Family, TargetFamily};
 use crate::kv;
 use crate::nn::{self, Heads, LayerSpec};
 
@@ -202,22 +202,79 @@ impl ModelConfig {
         let layers: i64 = self.layers.iter().map(projections).sum();
         (layers + ends * self.vocab_size * self.hidden_size) as usize
     }
+}
 
-    /// Reads `dir/config.json` of a target, or of a drafter built like one.
-    ///
-    /// # Errors
-    /// If the family is unknown, a key is missing or has a wrong type, or names a feature that is not supported.
-    pub fn load(dir: &Path) -> Result<Self, ModelError> {
-        let (path, raw) = read_json(dir)?;
-        Self::parse(&path, raw)
+/// `layer_types` of layers with a window.
+pub const SLIDING: &str = "sliding_attention";
+/// `layer_types` of layers that see everything.
+pub const FULL: &str = "full_attention";
+
+/// Which layers have a window by `layer_types`; None without that key.
+///
+/// # Errors
+/// If the key holds another number of types, or an unknown one.
+pub(crate) fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
+    let Some(types) = fields.texts("layer_types")? else { return Ok(None) };
+    if types.len() != layers {
+        let problem = format!("{} types for {layers} layers", types.len());
+        return Err(fields.error("layer_types", problem));
     }
+    let sliding = |name: &String| match name.as_str() {
+        FULL => Ok(false),
+        SLIDING => Ok(true),
+        other => {
+            let problem = format!("\"{other}\" is unknown; expected \"{SLIDING}\" or \"{FULL}\"");
+            Err(fields.error("layer_types", problem))
+        }
+    };
+    types.iter().map(sliding).collect::<Result<_, _>>().map(Some)
+}
 
-    /// The same from an object that was read; `path` is for errors.
-    ///
-    /// # Errors
-    /// As [`ModelConfig::load`].
-    pub fn parse(path: &Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
-        let config = TargetFamily::read_any(&Fields::new(path, &raw))?;
-        Ok(Self { raw, ..config })
+/// A config.json.
+pub(crate) type RawConfig = Map<String, Value>;
+
+/// A family of causal language models, as its file announces it.
+pub struct TargetFamily {
+    /// Names it to people.
+    pub name: &'static str,
+    /// Begins the classes of drafters whose layers are like its own, as in `Qwen3DSparkModel`.
+    pub prefix: &'static str,
+    /// What `model_type` of its configs says.
+    pub model_types: &'static [&'static str],
+    /// Classes of its checkpoints, as `architectures` names them.
+    pub classes: &'static [&'static str],
+    /// Reads a config.json.
+    pub(crate) read: fn(&Fields) -> Result<ModelConfig, ModelError>,
+    /// The config.json of a decoder of these layers, from a target's.
+    pub(crate) draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
+    /// Why a decoder cannot have draft layers with these windows; None where it can.
+    pub(crate) refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
+}
+
+/// One of [`crate::families`].
+pub type Family = &'static TargetFamily;
+
+impl TargetFamily {
+    /// The classes whose checkpoints are read, for messages.
+    pub fn class(&self) -> String {
+        self.classes.join(" or ")
+    }
+}
+
+impl PartialEq for TargetFamily {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl fmt::Debug for TargetFamily {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+impl fmt::Display for TargetFamily {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name)
     }
 }

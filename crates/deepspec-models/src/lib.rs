@@ -13,11 +13,11 @@ mod room;
 mod target;
 mod weights;
 
-pub use config::ModelConfig;
+pub use config::{Family, ModelConfig, TargetFamily};
 pub use deepspec_dialects::MAX_SHARD_BYTES;
 pub use error::ModelError;
-pub use families::{Family, TargetFamily, families};
+pub use families::families;
 pub use identity::{config_digest, stop_ids, weights_digest};
 pub use room::{Fit, fit, history_bytes, room};
-pub use target::{Prepared, TargetModel, TargetOptions, check_taps, load_ends};
+pub use target::{Prepared, TargetModel, TargetOptions, check_taps, load_embed_and_head};
 pub use weights::{Weights, save, save_checkpoint};

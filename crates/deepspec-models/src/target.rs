@@ -8,7 +8,7 @@ use deepspec_decode::{Feed, Forwarded, Part, Target, Upload, Uploaded};
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
-use crate::kv::{Chunk, KvCache, Sketch, Visibility};
+use crate::kv::{Chunk, KvCache, MaskKind, PendingPlan};
 use crate::nn::{AttentionSpec, Builder, DecoderLayer, RmsNorm, Ropes, Vocabulary};
 use crate::{ModelConfig, ModelError, Weights};
 
@@ -85,8 +85,8 @@ impl TargetModel {
         &self.config
     }
 
-    /// Its embedding and head as [`load_ends`] gives them, sharing storage with the model.
-    pub fn ends(&self) -> (Tensor, Tensor) {
+    /// Its embedding and head as [`load_embed_and_head`] gives them, sharing storage with the model.
+    pub fn embed_and_head(&self) -> (Tensor, Tensor) {
         (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().shallow_clone())
     }
 }
@@ -102,7 +102,7 @@ struct PassSketch {
     chunks: Vec<Chunk>,
     /// Its rows of the feed; None where it has all of them.
     rows: Option<Part>,
-    plan: Sketch,
+    plan: PendingPlan,
 }
 
 impl TargetModel {
@@ -122,7 +122,7 @@ impl TargetModel {
     fn sketch(&self, chunks: &[Chunk], upload: &mut Upload<i64>) -> Prepared {
         let passes = passes(chunks);
         if passes.len() <= 1 {
-            let plan = self.cache.plan(chunks, Visibility::Causal, upload);
+            let plan = self.cache.plan(chunks, MaskKind::Causal, upload);
             let pass = PassSketch { chunks: chunks.to_vec(), rows: None, plan };
             return Prepared { passes: vec![pass], back: None };
         }
@@ -131,7 +131,7 @@ impl TargetModel {
             let rows: Vec<i64> =
                 pass.iter().flat_map(|part| part.first..part.first + part.chunk.len as i64).collect();
             let chunks: Vec<Chunk> = pass.into_iter().map(|part| part.chunk).collect();
-            let plan = self.cache.plan(&chunks, Visibility::Causal, upload);
+            let plan = self.cache.plan(&chunks, MaskKind::Causal, upload);
             sketches.push(PassSketch { chunks, rows: Some(upload.push(rows.iter().copied())), plan });
             order.extend(rows);
         }
@@ -247,12 +247,12 @@ struct PassPart {
 fn passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
     let mut passes: Vec<Vec<PassPart>> = vec![];
     let mut first = 0;
-    for &Chunk { slot, held, len } in chunks {
+    for &Chunk { slot, past_len, len } in chunks {
         for (pass, start) in (0..len).step_by(PASS_TOKENS).enumerate() {
             if pass == passes.len() {
                 passes.push(vec![]);
             }
-            let chunk = Chunk { slot, held: held + start, len: (len - start).min(PASS_TOKENS) };
+            let chunk = Chunk { slot, past_len: past_len + start, len: (len - start).min(PASS_TOKENS) };
             passes[pass].push(PassPart { chunk, first: (first + start) as i64 });
         }
         first += len;
@@ -265,7 +265,7 @@ fn passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
 ///
 /// # Errors
 /// If the folder lacks these tensors.
-pub fn load_ends(
+pub fn load_embed_and_head(
     dir: &Path,
     config: &ModelConfig,
     device: Device,

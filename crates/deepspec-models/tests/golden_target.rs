@@ -227,7 +227,8 @@ fn shards_an_untied_head_and_multimodal_names_are_the_same_model() {
         let dir = sharded(&case, names, others);
         assert!(logits_of(&case, &case.dir).equal(&logits_of(&case, dir.path())), "{name}: {names:?}");
         let config = deepspec_models::ModelConfig::load(dir.path()).unwrap();
-        let (embed, head) = deepspec_models::load_ends(dir.path(), &config, device(), Kind::Float).unwrap();
+        let (embed, head) =
+            deepspec_models::load_embed_and_head(dir.path(), &config, device(), Kind::Float).unwrap();
         assert_eq!(embed.size(), [config.vocab_size, config.hidden_size]);
         assert_eq!(head.size(), embed.size());
     }

@@ -6,7 +6,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::look::{LARGE, SMALL, letters};
 use crate::palette::{FAINT, GREY, INK};
-use crate::{Axis, Canvas, Look, px, stroke};
+use crate::{Axis, Canvas, SeriesStyle, px, stroke};
 
 /// Axes with what is drawn between them.
 pub type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
@@ -15,7 +15,7 @@ pub type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
 ///
 /// # Errors
 /// Drawing fails.
-pub fn heading<'a>(area: &Canvas<'a>, title: &str, keys: &[(&str, Look)]) -> Result<Canvas<'a>> {
+pub fn heading<'a>(area: &Canvas<'a>, title: &str, keys: &[(&str, SeriesStyle)]) -> Result<Canvas<'a>> {
     area.draw_text(title, &letters(LARGE, INK), (0, 0))?;
     let style = letters(SMALL, INK);
     let (mut x, y) = (0, px(29.0));
@@ -58,7 +58,11 @@ pub fn chart<'a>(area: &Canvas<'a>, x: Axis, y: Axis) -> Result<Chart<'a>> {
 ///
 /// # Errors
 /// Drawing fails.
-pub fn series(chart: &mut Chart, values: impl IntoIterator<Item = (f64, f64)>, look: Look) -> Result<()> {
+pub fn series(
+    chart: &mut Chart,
+    values: impl IntoIterator<Item = (f64, f64)>,
+    look: SeriesStyle,
+) -> Result<()> {
     let values: Vec<_> = values.into_iter().filter(|(x, y)| x.is_finite() && y.is_finite()).collect();
     chart.draw_series(LineSeries::new(values.iter().copied(), stroke(look.0, 1.8)))?;
     values.into_iter().try_for_each(|value| look.mark(chart.plotting_area(), value, 3.5))

@@ -10,5 +10,5 @@ mod plot;
 
 pub use axis::Axis;
 pub use chart::{Chart, chart, heading, series};
-pub use look::{Look, Marker, palette, stroke};
+pub use look::{Marker, SeriesStyle, palette, stroke};
 pub use plot::{Canvas, Plot, px};

@@ -70,9 +70,9 @@ pub enum Marker {
 
 /// How values of one kind are shown.
 #[derive(Debug, Clone, Copy)]
-pub struct Look(pub RGBColor, pub Marker);
+pub struct SeriesStyle(pub RGBColor, pub Marker);
 
-impl Look {
+impl SeriesStyle {
     /// Marks a value at `place`; the radius is in pixels.
     ///
     /// # Errors

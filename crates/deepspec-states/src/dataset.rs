@@ -11,7 +11,7 @@ use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
 
 use crate::samples::{Samples, shared};
-use crate::{Report, Source, StatesError};
+use crate::{Report, StatesError, TargetBundle};
 
 /// Which last states an own capture keeps: what a cache keeps by default, and all that a drafter asks for.
 pub(crate) const LAST: Last = Last::Supervised;
@@ -52,7 +52,7 @@ pub(crate) struct Recording {
 
 /// What is known of a sample without its states.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Facts<'d> {
+pub struct SampleMeta<'d> {
     /// The input row's id.
     pub id: Cow<'d, str>,
     /// Token ids.
@@ -71,7 +71,7 @@ impl Dataset {
     /// is tokenised.
     pub fn open(
         recipe: &Recipe,
-        source: &Source,
+        source: &TargetBundle,
         place: Option<&Path>,
         first_epoch: impl FnOnce(usize) -> Vec<usize>,
     ) -> Result<Self, StatesError> {
@@ -113,7 +113,7 @@ impl Dataset {
         Ok(Self::new(origin, counts, Some(report), source))
     }
 
-    fn new(origin: Origin, counts: Counts, report: Option<Report>, source: &Source) -> Self {
+    fn new(origin: Origin, counts: Counts, report: Option<Report>, source: &TargetBundle) -> Self {
         let mut dataset = Self { origin, counts, digest: String::new(), report };
         dataset.digest = dataset.fingerprint(source);
         dataset
@@ -130,11 +130,11 @@ impl Dataset {
     }
 
     /// What is known of sample `index`, which is below [`Self::len`].
-    pub fn facts(&self, index: usize) -> Facts<'_> {
+    pub fn facts(&self, index: usize) -> SampleMeta<'_> {
         match &self.origin {
             Origin::Cache(stored) => stored.facts(index),
             Origin::Online(samples) => samples.facts(index),
-            Origin::Hybrid(recording) => Facts::of(recording.sample(index)),
+            Origin::Hybrid(recording) => SampleMeta::of(recording.sample(index)),
         }
     }
 
@@ -207,7 +207,7 @@ impl Dataset {
         }
     }
 
-    fn fingerprint(&self, source: &Source) -> String {
+    fn fingerprint(&self, source: &TargetBundle) -> String {
         let mut hasher = Hasher::default();
         // An identity is plain data, which always has a JSON form.
         hasher.part(&serde_json::to_vec(&source.identity).unwrap_or_default());
@@ -224,7 +224,7 @@ impl Dataset {
     }
 }
 
-impl<'d> Facts<'d> {
+impl<'d> SampleMeta<'d> {
     fn of(sample: &'d PlannedSample) -> Self {
         Self {
             id: Cow::Borrowed(&sample.id),
@@ -235,7 +235,7 @@ impl<'d> Facts<'d> {
 }
 
 impl Stored {
-    fn open(dir: &Path, source: &Source) -> Result<Self, StatesError> {
+    fn open(dir: &Path, source: &TargetBundle) -> Result<Self, StatesError> {
         if !dir.is_dir() {
             return Err(StatesError::NoCache { dir: dir.to_path_buf() });
         }
@@ -245,7 +245,7 @@ impl Stored {
     }
 
     /// The cache in `dir` of just these samples, in whatever order it has them.
-    fn of_samples(dir: &Path, samples: &Samples, source: &Source) -> Result<Self, StatesError> {
+    fn of_samples(dir: &Path, samples: &Samples, source: &TargetBundle) -> Result<Self, StatesError> {
         let stored = Self::open(dir, source)?;
         let reader = &stored.reader;
         let by_id: HashMap<&str, usize> =
@@ -268,9 +268,9 @@ impl Stored {
         self.rows.as_ref().map_or(index, |rows| rows[index])
     }
 
-    fn facts(&self, index: usize) -> Facts<'_> {
+    fn facts(&self, index: usize) -> SampleMeta<'_> {
         let (reader, row) = (&self.reader, self.row(index));
-        Facts {
+        SampleMeta {
             id: Cow::Borrowed(reader.id(row).unwrap_or_default()),
             input_ids: Cow::Borrowed(reader.input_ids(row).unwrap_or_default()),
             spans: Cow::Borrowed(reader.spans(row).unwrap_or_default()),
@@ -279,7 +279,12 @@ impl Stored {
 }
 
 impl Recording {
-    fn new(dir: PathBuf, samples: &Samples, order: Vec<usize>, source: &Source) -> Result<Self, StatesError> {
+    fn new(
+        dir: PathBuf,
+        samples: &Samples,
+        order: Vec<usize>,
+        source: &TargetBundle,
+    ) -> Result<Self, StatesError> {
         let mut places = vec![0; samples.len()];
         for (place, &sample) in order.iter().enumerate() {
             places[sample] = place;

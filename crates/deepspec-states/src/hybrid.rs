@@ -11,8 +11,8 @@ use deepspec_cache::{Builder, Plan, PlannedSample, Reader, ShardWriter};
 use crate::capture::bytes;
 use crate::dataset::{Recording, Stored};
 use crate::online::{Online, SampleStates};
-use crate::stored::Shelf;
-use crate::{Source, StatesError};
+use crate::stored::CachedStates;
+use crate::{StatesError, TargetBundle};
 
 /// Writing while training, then reading.
 pub struct Hybrid<'d> {
@@ -26,7 +26,7 @@ pub struct Hybrid<'d> {
 
 enum Phase<'d> {
     First { online: Box<Online>, recorder: Box<Recorder<'d>> },
-    Later(Shelf),
+    Later(CachedStates),
 }
 
 impl<'d> Hybrid<'d> {
@@ -34,7 +34,7 @@ impl<'d> Hybrid<'d> {
     pub(crate) fn begin_first(
         recording: &'d Recording,
         online: Online,
-        source: &Source,
+        source: &TargetBundle,
         per_step: usize,
     ) -> Result<Self, StatesError> {
         let builder = Builder::open(&recording.dir, &recording.plan, &source.identity)?;
@@ -108,7 +108,7 @@ impl<'d> Hybrid<'d> {
         let read = || -> Result<Phase<'d>, StatesError> {
             let reader = Arc::new(Reader::open(&self.recording.dir)?);
             let rows = Some(Arc::clone(&self.recording.places));
-            Ok(Phase::Later(Shelf::new(Stored { reader, rows })))
+            Ok(Phase::Later(CachedStates::new(Stored { reader, rows })))
         };
         if let Phase::First { recorder, .. } = &mut self.phase
             && let Some(builder) = recorder.builder.take()

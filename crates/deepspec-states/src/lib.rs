@@ -1,6 +1,6 @@
 //! From conversations to target states.
 //!
-//! A [`Source`] is what a recipe says about them: tokenizer, mask rules, target, and the identity that a cache carries.
+//! A [`TargetBundle`] is what a recipe says about them: tokenizer, mask rules, target, and the identity that a cache carries.
 //! [`tokenise`] turns JSONL rows into samples whose sizes are known, [`Capture`] runs the target over them, and [`fill`]
 //! writes what it captured into the shards of a cache.
 //!
@@ -24,10 +24,10 @@ mod stored;
 
 pub use batch::{Budget, batches, windows};
 pub use capture::{Capture, Captured};
-pub use dataset::{Dataset, Facts};
+pub use dataset::{Dataset, SampleMeta};
 pub use error::StatesError;
 pub use fill::fill;
 pub use online::SampleStates;
 pub use rows::{Rejected, Report, Tokenised, tokenise};
-pub use source::{Source, chat_template, check_fit, identity, mask_rules};
+pub use source::{TargetBundle, chat_template, check_fit, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};

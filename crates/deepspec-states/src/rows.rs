@@ -12,7 +12,7 @@ use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, supervise};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
-use crate::{Source, StatesError};
+use crate::{StatesError, TargetBundle};
 
 /// Rows tokenised between two reports of progress; bounds the text held at once.
 const BATCH: usize = 4096;
@@ -104,7 +104,7 @@ pub struct Tokenised {
 /// If a file cannot be read; bad rows are [`Report::rejected`].
 pub fn tokenise(
     files: &[PathBuf],
-    source: &Source,
+    source: &TargetBundle,
     progress: impl FnMut(usize),
 ) -> Result<Tokenised, StatesError> {
     let mut samples = Vec::new();
@@ -118,7 +118,7 @@ pub fn tokenise(
 /// As [`tokenise`], but `keep` gets the samples, in input order: of those before nothing is held but 16 bytes each.
 pub(crate) fn for_each_sample(
     files: &[PathBuf],
-    source: &Source,
+    source: &TargetBundle,
     mut progress: impl FnMut(usize),
     mut keep: impl FnMut(PlannedSample) -> Result<(), StatesError>,
 ) -> Result<Report, StatesError> {
@@ -179,7 +179,7 @@ fn usable(fields: &Map<String, Value>) -> Result<(String, Conversation), String>
     Ok((id, conversation))
 }
 
-fn sample(row: Parsed, source: &Source) -> Outcome {
+fn sample(row: Parsed, source: &TargetBundle) -> Outcome {
     let (id, conversation) = match row {
         Parsed::Row(id, conversation) => (id, conversation),
         Parsed::Failed => return Outcome::Failed,
@@ -194,7 +194,7 @@ fn sample(row: Parsed, source: &Source) -> Outcome {
             sample: PlannedSample {
                 id,
                 spans: found.spans(),
-                // The tokenizer's ids are 32-bit numbers below the target's vocabulary: `Source::open` has compared them.
+                // The tokenizer's ids are 32-bit numbers below the target's vocabulary: `TargetBundle::open` has compared them.
                 input_ids: found.input_ids.iter().map(|&id| id as i32).collect(),
             },
         },

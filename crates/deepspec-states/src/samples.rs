@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use deepspec_cache::{MappedFile, PlannedSample, faulted};
 use serde::{Deserialize, Serialize};
 
-use crate::dataset::Facts;
+use crate::dataset::SampleMeta;
 use crate::{Rejected, Report, StatesError};
 
 mod entry;
@@ -127,9 +127,9 @@ impl Samples {
     }
 
     /// What is known of sample `index`, which is below [`Self::len`].
-    pub fn facts(&self, index: usize) -> Facts<'static> {
+    pub fn facts(&self, index: usize) -> SampleMeta<'static> {
         let PlannedSample { id, input_ids, spans } = self.planned(index);
-        Facts { id: Cow::Owned(id), input_ids: Cow::Owned(input_ids), spans: Cow::Owned(spans) }
+        SampleMeta { id: Cow::Owned(id), input_ids: Cow::Owned(input_ids), spans: Cow::Owned(spans) }
     }
 
     /// Sample `index`, which is below [`Self::len`].

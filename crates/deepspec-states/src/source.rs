@@ -13,7 +13,7 @@ use deepspec_text::{ChatTemplate, ChatTokenizer};
 use crate::StatesError;
 
 /// The source of a recipe's states, checked: everything but the target's weights.
-pub struct Source {
+pub struct TargetBundle {
     /// The target's folder.
     pub dir: PathBuf,
     /// The target's tokenizer.
@@ -26,7 +26,7 @@ pub struct Source {
     pub identity: Identity,
 }
 
-impl Source {
+impl TargetBundle {
     /// Reads what `recipe` names, fetching a target that is a hub id, and checks that it fits together.
     ///
     /// # Errors

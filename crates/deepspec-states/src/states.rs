@@ -8,13 +8,13 @@ use crate::dataset::{Dataset, Origin};
 use crate::hybrid::Hybrid;
 use crate::online::{Online, SampleStates};
 use crate::samples::Samples;
-use crate::stored::Shelf;
-use crate::{Capture, Source, StatesError};
+use crate::stored::CachedStates;
+use crate::{Capture, StatesError, TargetBundle};
 
 /// A source of states, read step by step. Whoever reads cannot tell which one it is.
 pub enum StateSource<'d> {
     /// A finished cache.
-    Cache(Shelf),
+    Cache(CachedStates),
     /// The target, over samples of which nothing is kept.
     Online {
         /// The target.
@@ -44,7 +44,7 @@ impl<'d> StateSource<'d> {
     /// A target that cannot be loaded; a folder where another cache is being built.
     pub fn open(
         dataset: &'d Dataset,
-        source: &Source,
+        source: &TargetBundle,
         recipe: &Recipe,
         runtime: TargetRuntime,
     ) -> Result<Self, StatesError> {
@@ -54,7 +54,7 @@ impl<'d> StateSource<'d> {
             Ok(Online::new(capture, source.identity.taps.clone()))
         };
         Ok(match &dataset.origin {
-            Origin::Cache(stored) => Self::Cache(Shelf::new(stored.clone())),
+            Origin::Cache(stored) => Self::Cache(CachedStates::new(stored.clone())),
             Origin::Online(samples) => Self::Online { online: Box::new(online()?), samples },
             Origin::Hybrid(recording) => {
                 Self::Hybrid(Hybrid::begin_first(recording, online()?, source, per_step)?)

@@ -10,13 +10,13 @@ use crate::dataset::Stored;
 use crate::online::SampleStates;
 
 /// A cache that is read in the order of training.
-pub struct Shelf {
+pub struct CachedStates {
     stored: Stored,
     /// Rows that are still to be taken.
     rows: VecDeque<usize>,
 }
 
-impl Shelf {
+impl CachedStates {
     pub(crate) fn new(stored: Stored) -> Self {
         Self { stored, rows: VecDeque::new() }
     }

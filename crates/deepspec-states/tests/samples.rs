@@ -10,7 +10,7 @@ use std::thread;
 use common::Bench;
 use deepspec_cache::PlannedSample;
 use deepspec_core::recipe::Recipe;
-use deepspec_states::{Dataset, Source, tokenise};
+use deepspec_states::{Dataset, TargetBundle, tokenise};
 use serde_json::json;
 
 const SAMPLES: usize = 40;
@@ -37,7 +37,7 @@ fn online(bench: &Bench, file: &str) -> Recipe {
     bench.recipe(&["data.states=online", &input])
 }
 
-fn open(bench: &Bench, recipe: &Recipe, source: &Source) -> Dataset {
+fn open(bench: &Bench, recipe: &Recipe, source: &TargetBundle) -> Dataset {
     Dataset::open(recipe, source, Some(&bench.path("kept")), |_| vec![]).unwrap()
 }
 

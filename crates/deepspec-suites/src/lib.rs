@@ -7,10 +7,10 @@ mod description;
 mod fetch;
 mod file;
 mod folder;
+#[cfg(test)]
+mod fuzz;
 mod list;
 mod mersenne;
-#[cfg(test)]
-mod mutated;
 mod plan;
 mod record;
 mod requests;
@@ -18,7 +18,7 @@ mod store;
 mod suite;
 mod turns;
 #[cfg(test)]
-mod turns_mutated;
+mod turns_fuzz;
 
 pub use fetch::Fetcher;
 pub use file::is_file;

@@ -12,7 +12,7 @@ use deepspec_core::cli::{ExitWith, UsageError, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
-use deepspec_states::{Capture, Rejected, Report, Source, StatesError, Tokenised, fill, tokenise};
+use deepspec_states::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
 use tch::Device;
 
 use super::{Job, mib, refusal};
@@ -69,7 +69,7 @@ pub(super) enum LastArg {
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
     let device = deepspec_dist::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    let source = Source::open(&recipe, verbosity).map_err(StatesError::report)?;
+    let source = TargetBundle::open(&recipe, verbosity).map_err(StatesError::report)?;
 
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     check_rows(args, &report, &dir)?;

@@ -7,7 +7,7 @@ use deepspec_cache::{Encoding, Last, Plan, PlannedSample, stored_bytes};
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
-use deepspec_states::{Capture, Source, StatesError, Tokenised, batches, tokenise};
+use deepspec_states::{Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
 use serde_json::{Value, json};
 
 use super::build::{accounts, free_space};
@@ -59,7 +59,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         usage!("--rate must be a number of tokens per second above 0");
     }
     let (recipe, dir) = args.job.open()?;
-    let source = Source::open(&recipe, verbosity).map_err(StatesError::report)?;
+    let source = TargetBundle::open(&recipe, verbosity).map_err(StatesError::report)?;
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     if samples.is_empty() {
         anyhow::bail!("no row can be used: {}", accounts(&report, &recipe).replace('\n', "; "));
@@ -122,7 +122,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 fn choices(
     args: &Args,
     samples: Vec<PlannedSample>,
-    source: &Source,
+    source: &TargetBundle,
     compressed: Option<f64>,
 ) -> anyhow::Result<Vec<Choice>> {
     let shard_bytes = args.job.shard_bytes();
@@ -145,7 +145,7 @@ fn choices(
 fn measured(
     args: &Args,
     recipe: &Recipe,
-    source: &Source,
+    source: &TargetBundle,
     samples: &[PlannedSample],
 ) -> anyhow::Result<Trial> {
     let device = deepspec_dist::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;

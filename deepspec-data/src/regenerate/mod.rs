@@ -1,16 +1,16 @@
 //! `regenerate`: the target's own answers in place of the assistant's, keyed by id and resumable at any moment.
 
 mod answer;
-mod asker;
+mod backend;
 mod ids;
-mod ledger;
+mod index;
 mod overrides;
 mod pool;
 mod report;
 mod reuse;
 mod rows;
 mod settings;
-mod survey;
+mod store;
 mod wire;
 mod work;
 
@@ -28,13 +28,13 @@ use tokio::runtime::Runtime;
 
 use crate::chat::{ChatModel, EngineArgs};
 use crate::{places, rejects};
-use asker::{Asker, Embedded};
+use backend::{Backend, Embedded};
 use ids::IdSet;
-use ledger::{Done, Ledger};
+use index::InputIndex;
 use pool::{Options, Pool};
-use report::{Accounts, DryRun};
+use report::{DryRun, RunStats};
 use settings::{Sampling, Settings};
-use survey::Survey;
+use store::{Done, ResultStore};
 use work::{Ending, Work};
 
 /// Exit code of a run that was stopped and goes on when it is started again.
@@ -44,13 +44,13 @@ const MOST_CONCURRENT: usize = 65_536;
 /// Requests that a dry run shows.
 const SHOWN: usize = 3;
 
-/// What to ask, whom and how.
+/// What to ask, backend and how.
 #[derive(clap::Args)]
 pub struct Args {
     /// JSONL rows with `id` and `conversations`, plain, .gz or .zst; `tools` and `sampling` of a row are respected
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
     input: Vec<PathBuf>,
-    /// Where answered rows go, F.jsonl; failed ones go to F_error.jsonl, settings and accounts to F.jsonl.*.json
+    /// Where answered rows go, F.jsonl; failed ones go to F_error.jsonl, settings and stats to F.jsonl.*.json
     #[arg(long, value_name = "F")]
     output: PathBuf,
     /// Name of the model, as the servers know it
@@ -101,48 +101,81 @@ pub struct Args {
 /// Usage errors; exit code 1 if rows failed or were malformed or no server answers, 75 if a signal stopped the run.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
-    let embedded = args.embedded.as_deref().filter(|_| !args.dry_run);
-    let embedded = embedded.map(|model| args.engine.resolve("--embedded", model, verbosity)).transpose()?;
-    let settings = Arc::new(Settings::new(&args.input, &args.model, &args.sampling)?);
-    reuse::check(&args.reuse, &settings)?;
-    let survey = survey::survey(&args.input, &settings)?;
+    let inputs = Inputs::open(args, verbosity)?;
     if args.dry_run {
-        return dry_run(args, &settings, &survey);
+        return dry_run(args, &inputs);
     }
-    let mut ledger = Ledger::open(&args.output, &settings, &survey, args.overwrite)?;
-    rejects::report(&survey.rejected, &args.output)?;
-    if args.retry_failed {
-        ledger.forget_failed()?;
+    let (mut store, mut stats) = inputs.resume(args)?;
+    let (ending, backend) = match store.pending() {
+        0 => (Ending::Finished, None),
+        _ => inputs.ask(args, verbosity, &mut store, &mut stats)?,
+    };
+    store.sync()?;
+    stats.write(&store, backend.as_deref())?;
+    stats.print(&store, backend.as_deref())?;
+    conclude(ending, &store)
+}
+
+/// All that is read before anything is asked or written.
+struct Inputs {
+    /// The model of this process, if it answers.
+    embedded: Option<(PathBuf, EngineArgs)>,
+    settings: Arc<Settings>,
+    index: Arc<InputIndex>,
+}
+
+impl Inputs {
+    fn open(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
+        let embedded = args.embedded.as_deref().filter(|_| !args.dry_run);
+        let embedded =
+            embedded.map(|model| args.engine.resolve("--embedded", model, verbosity)).transpose()?;
+        let settings = Arc::new(Settings::new(&args.input, &args.model, &args.sampling)?);
+        reuse::check(&args.reuse, &settings)?;
+        let index = Arc::new(index::index(&args.input, &settings)?);
+        Ok(Self { embedded, settings, index })
     }
-    let mut accounts = Accounts::new();
-    if !args.reuse.is_empty() && ledger.pending(&survey) > 0 {
-        accounts.reused = reuse::take_over(&args.reuse, &args.input, &settings, &mut ledger)?;
-        tracing::info!("{} rows taken over from earlier outputs", accounts.reused);
+
+    /// Opens the output, with what earlier runs and `--reuse` know.
+    fn resume(&self, args: &Args) -> anyhow::Result<(ResultStore, RunStats)> {
+        let Self { settings, index, .. } = self;
+        let mut store = ResultStore::open(&args.output, settings, Arc::clone(index), args.overwrite)?;
+        rejects::report(&index.rejected, &args.output)?;
+        if args.retry_failed {
+            store.forget_failed()?;
+        }
+        let mut stats = RunStats::new();
+        if !args.reuse.is_empty() && store.pending() > 0 {
+            stats.reused = reuse::take_over(&args.reuse, &args.input, settings, &mut store)?;
+            tracing::info!("{} rows taken over from earlier outputs", stats.reused);
+        }
+        Ok((store, stats))
     }
-    let (mut ending, mut asker) = (Ending::Finished, None);
-    if ledger.pending(&survey) > 0 {
+
+    /// Has the pending rows answered.
+    fn ask(
+        self,
+        args: &Args,
+        verbosity: Verbosity,
+        store: &mut ResultStore,
+        stats: &mut RunStats,
+    ) -> anyhow::Result<(Ending, Option<Arc<Backend>>)> {
         let runtime = Runtime::new().context("starting the client's threads")?;
-        let whom = Arc::new(whom(args, embedded)?);
-        asker = Some(Arc::clone(&whom));
-        let (total, pending) = (survey.ids.len() as u64, ledger.pending(&survey) as u64);
+        let backend = Arc::new(open_backend(args, self.embedded)?);
+        let (total, pending) = (self.index.ids.len() as u64, store.pending() as u64);
         let work = Work {
             inputs: args.input.clone(),
-            settings,
-            workers: workers(&whom, args.concurrency),
-            asker: whom,
-            survey: &survey,
-            ledger: &mut ledger,
-            accounts: &mut accounts,
+            settings: self.settings,
+            workers: workers(&backend, args.concurrency),
+            backend: Arc::clone(&backend),
+            store,
+            stats,
             progress: Progress::new(verbosity, "rows", total, total - pending),
         };
-        ending = runtime.block_on(work.run())?;
+        let ending = runtime.block_on(work.run())?;
         // Requests that are still under way must not keep a stopped run alive.
         runtime.shutdown_background();
+        Ok((ending, Some(backend)))
     }
-    ledger.sync()?;
-    accounts.write(&survey, &ledger, asker.as_deref())?;
-    accounts.print(&survey, &ledger, asker.as_deref())?;
-    conclude(ending, &survey, &ledger)
 }
 
 fn check(args: &Args) -> anyhow::Result<()> {
@@ -165,7 +198,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
         usage!("--output {}: rows are appended one by one and not compressed", args.output.display());
     }
     // Not the spelling of the names but the files: starting anew empties or removes them.
-    for written in ledger::files(&args.output) {
+    for written in store::files(&args.output) {
         for read in args.input.iter().chain(&args.reuse) {
             if places::same(&written, read) {
                 usage!(
@@ -185,10 +218,10 @@ fn check(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Loads the model of this process, or sets up the client of the servers.
-fn whom(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow::Result<Asker> {
+fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow::Result<Backend> {
     if let Some((dir, engine)) = embedded {
         let model = Box::new(ChatModel::load(&dir, &engine)?);
-        return Ok(Asker::Embedded(Embedded {
+        return Ok(Backend::Embedded(Embedded {
             model,
             name: args.model.clone(),
             in_flight: AtomicUsize::new(0),
@@ -201,19 +234,20 @@ fn whom(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow::Result<
         patience: Duration::from_secs(args.patience),
         api_key: env::secret(&args.api_key_env),
     };
-    Ok(Asker::Servers(Arc::new(Pool::new(&args.server, options)?)))
+    Ok(Backend::Servers(Arc::new(Pool::new(&args.server, options)?)))
 }
 
-/// Rows that are worked on at once: more than fit in at the servers, so that a seat never waits for a row.
-fn workers(asker: &Asker, concurrency: usize) -> usize {
-    match asker {
-        Asker::Servers(pool) => 2 * pool.capacity(),
-        Asker::Embedded(_) => concurrency,
+/// Rows that are worked on at once: more than fit in at the servers, so that a slot never waits for a row.
+fn workers(backend: &Backend, concurrency: usize) -> usize {
+    match backend {
+        Backend::Servers(pool) => 2 * pool.capacity(),
+        Backend::Embedded(_) => concurrency,
     }
 }
 
-fn dry_run(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<()> {
-    let mut done = if args.overwrite { Done::default() } else { Done::read(&args.output, settings, survey)? };
+fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
+    let (settings, index) = (&*inputs.settings, &*inputs.index);
+    let mut done = if args.overwrite { Done::default() } else { Done::read(&args.output, settings, index)? };
     if args.retry_failed {
         done.failed.clear();
     }
@@ -227,7 +261,7 @@ fn dry_run(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<
         })?;
     }
     let (mut first, mut asked, mut requests): (Vec<Value>, usize, u64) = (vec![], 0, 0);
-    for row in survey::select(&args.input, settings, |id| done.lacks(id) && !taken.contains(id)) {
+    for row in index::select(&args.input, settings, |id| done.lacks(id) && !taken.contains(id)) {
         let row = row?;
         (asked, requests) = (asked + 1, requests + row.turns() as u64);
         if first.len() < SHOWN {
@@ -235,15 +269,15 @@ fn dry_run(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<
             first.push(json!({"id": id, "requests": turns, "first": row.first_request(settings)}));
         }
     }
-    let malformed = survey.rejected.len();
+    let malformed = index.rejected.len();
     DryRun { output: &args.output, ok, failed, reused, asked, requests, malformed, first }.print()?;
     Ok(())
 }
 
 /// Turns the end of the run into the exit code.
-fn conclude(ending: Ending, survey: &Survey, ledger: &Ledger) -> anyhow::Result<()> {
+fn conclude(ending: Ending, store: &ResultStore) -> anyhow::Result<()> {
     let (malformed, failed, pending) =
-        (survey.rejected.len(), ledger.done().failed.len(), ledger.pending(survey));
+        (store.index.rejected.len(), store.done().failed.len(), store.pending());
     match ending {
         Ending::Broken(error) => Err(error),
         Ending::Interrupted => {
@@ -259,10 +293,10 @@ fn conclude(ending: Ending, survey: &Survey, ledger: &Ledger) -> anyhow::Result<
         Ending::Finished if failed + malformed > 0 => {
             let mut reasons = vec![];
             if failed > 0 {
-                reasons.push(format!("{failed} rows failed (see {})", ledger.failed_path().display()));
+                reasons.push(format!("{failed} rows failed (see {})", store.failed_path().display()));
             }
             if malformed > 0 {
-                let rejects = rejects::path(ledger.output());
+                let rejects = rejects::path(store.output());
                 reasons.push(format!("{malformed} lines were malformed (see {})", rejects.display()));
             }
             Err(ExitWith { code: 1, reason: reasons.join(", ") }.into())

@@ -1,4 +1,4 @@
-//! The accounts of a run: printed at its end and kept beside the output.
+//! What a run did: printed at its end and kept beside the output.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -8,12 +8,11 @@ use deepspec_core::atomic::{self, FileError};
 use serde_json::{Value, json};
 
 use super::answer::Tokens;
-use super::asker::Asker;
-use super::ledger::{Ledger, report_path};
-use super::survey::Survey;
+use super::backend::Backend;
+use super::store::{ResultStore, report_path};
 
 /// What a run has done so far.
-pub struct Accounts {
+pub struct RunStats {
     started: Instant,
     /// Rows answered by this run.
     pub rows: u64,
@@ -23,41 +22,41 @@ pub struct Accounts {
     pub tokens: Tokens,
 }
 
-impl Accounts {
+impl RunStats {
     /// Nothing yet.
     pub fn new() -> Self {
         Self { started: Instant::now(), rows: 0, reused: 0, tokens: Tokens::default() }
     }
 
     /// What progress says beside the count of rows.
-    pub fn note(&self, asker: &Asker) -> String {
+    pub fn note(&self, backend: &Backend) -> String {
         let rate = self.tokens.completion as f64 / self.started.elapsed().as_secs_f64().max(1e-9);
-        let shares = match asker {
-            Asker::Servers(pool) => pool.shares(),
-            Asker::Embedded(_) => String::new(),
+        let shares = match backend {
+            Backend::Servers(pool) => pool.shares(),
+            Backend::Embedded(_) => String::new(),
         };
-        format!("{rate:.0} tokens/s, {} in flight{shares}", asker.in_flight())
+        format!("{rate:.0} tokens/s, {} in flight{shares}", backend.in_flight())
     }
 
     /// Writes the account of the whole output and of this run's requests beside the output.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn write(&self, survey: &Survey, ledger: &Ledger, asker: Option<&Asker>) -> Result<(), FileError> {
-        let servers: Vec<Value> = match asker {
-            Some(Asker::Servers(pool)) => pool.record(),
-            Some(Asker::Embedded(_)) | None => vec![],
+    pub fn write(&self, store: &ResultStore, backend: Option<&Backend>) -> Result<(), FileError> {
+        let servers: Vec<Value> = match backend {
+            Some(Backend::Servers(pool)) => pool.record(),
+            Some(Backend::Embedded(_)) | None => vec![],
         };
-        let done = ledger.done();
+        let done = store.done();
         let seconds = self.started.elapsed().as_secs_f64();
         let report = json!({
             "format": 1,
             "rows": {
-                "total": survey.ids.len(),
+                "total": store.index.ids.len(),
                 "ok": done.ok.len(),
                 "failed": done.failed.len(),
-                "pending": ledger.pending(survey),
-                "malformed_lines": survey.rejected.len(),
+                "pending": store.pending(),
+                "malformed_lines": store.index.rejected.len(),
                 "truncated": done.truncated,
             },
             "this_run": {
@@ -69,15 +68,15 @@ impl Accounts {
                 "servers": servers,
             },
         });
-        atomic::write_json(&report_path(ledger.output()), &report)
+        atomic::write_json(&report_path(store.output()), &report)
     }
 
     /// Says what the servers did, and prints the account of the rows.
     ///
     /// # Errors
     /// If standard output is closed.
-    pub fn print(&self, survey: &Survey, ledger: &Ledger, asker: Option<&Asker>) -> io::Result<()> {
-        if let Some(Asker::Servers(pool)) = asker {
+    pub fn print(&self, store: &ResultStore, backend: Option<&Backend>) -> io::Result<()> {
+        if let Some(Backend::Servers(pool)) = backend {
             pool.troubles().iter().for_each(|line| tracing::info!("{line}"));
         }
         if self.rows > 0 {
@@ -90,22 +89,22 @@ impl Accounts {
                 completion as f64 / seconds
             );
         }
-        let done = ledger.done();
+        let done = store.done();
         if done.truncated > 0 {
             tracing::info!(
                 "{} rows have answers cut at the limit of tokens (finish_reason \"length\")",
                 done.truncated
             );
         }
-        tracing::info!("accounts in {}", report_path(ledger.output()).display());
+        tracing::info!("accounts in {}", report_path(store.output()).display());
         writeln!(
             io::stdout(),
             "{} rows = {} ok + {} failed + {} pending; {} malformed lines",
-            survey.ids.len(),
+            store.index.ids.len(),
             done.ok.len(),
             done.failed.len(),
-            ledger.pending(survey),
-            survey.rejected.len()
+            store.pending(),
+            store.index.rejected.len()
         )
     }
 }

@@ -10,10 +10,10 @@ use deepspec_core::atomic::FileError;
 use deepspec_core::{atomic, digest, row, usage};
 use serde_json::{Map, Value};
 
-use super::ledger::Ledger;
+use super::index;
 use super::rows::Row;
 use super::settings::Settings;
-use super::survey;
+use super::store::ResultStore;
 use crate::rejects::beside;
 
 /// Settings that may differ: where the prompts come from does not change an answer.
@@ -88,7 +88,7 @@ impl Earlier {
         mut take: impl FnMut(&str, Map<String, Value>) -> anyhow::Result<()>,
     ) -> anyhow::Result<usize> {
         let mut taken = 0;
-        for row in survey::select(inputs, settings, lacks) {
+        for row in index::select(inputs, settings, lacks) {
             let row = row?;
             if let Some(fields) = self.answers(&row, settings)? {
                 take(&row.id, fields)?;
@@ -130,16 +130,16 @@ pub fn take_over(
     earlier: &[PathBuf],
     inputs: &[PathBuf],
     settings: &Settings,
-    ledger: &mut Ledger,
+    store: &mut ResultStore,
 ) -> anyhow::Result<usize> {
-    let done = ledger.done().clone();
+    let done = store.done().clone();
     Earlier::read(earlier)?.take(
         inputs,
         settings,
         |id| done.lacks(id),
         |id, fields| {
             let truncated = fields.get("finish_reason").is_some_and(|why| why == "length");
-            Ok(ledger.record_ok(id, &fields, truncated)?)
+            Ok(store.record_ok(id, &fields, truncated)?)
         },
     )
 }

@@ -5,7 +5,7 @@ use deepspec_text::{Conversation, Message, Role};
 use serde_json::{Map, Value, json};
 
 use super::answer::{AskError, Tokens};
-use super::asker::Asker;
+use super::backend::Backend;
 use super::overrides::Overrides;
 use super::settings::{Asked, Settings};
 use super::wire;
@@ -82,7 +82,7 @@ impl Row {
     ///
     /// # Errors
     /// See [`AskError`].
-    pub async fn answered(&self, asker: &Asker, settings: &Settings) -> Result<Answered, AskError> {
+    pub async fn answered(&self, backend: &Backend, settings: &Settings) -> Result<Answered, AskError> {
         let (mut said, mut tokens, mut finish, mut turn) = (vec![], Tokens::default(), None, 0);
         let mut truncated = false;
         // Answers of one conversation come from one server as long as it can: it still has the beginning in its cache.
@@ -92,7 +92,7 @@ impl Row {
                 Step::Say(message) => said.push(message.clone()),
                 Step::Ask => {
                     let body = settings.body(&said, &self.asked(turn));
-                    let answer = asker.ask(body, &mut home).await?;
+                    let answer = backend.ask(body, &mut home).await?;
                     tokens += answer.tokens;
                     truncated |= answer.finish.as_deref() == Some("length");
                     finish = answer.finish.clone();

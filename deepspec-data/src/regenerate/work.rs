@@ -11,12 +11,12 @@ use tokio::sync::mpsc::{self, Receiver, Sender};
 use tokio::task::JoinSet;
 
 use super::answer::AskError;
-use super::asker::Asker;
-use super::ledger::Ledger;
-use super::report::Accounts;
+use super::backend::Backend;
+use super::index;
+use super::report::RunStats;
 use super::rows::{Answered, Row};
 use super::settings::Settings;
-use super::survey::{self, Survey};
+use super::store::ResultStore;
 
 /// How often what has been done is secured against a crash of the machine, and accounted for.
 const SECURE_EVERY: Duration = Duration::from_secs(10);
@@ -38,15 +38,13 @@ pub struct Work<'a> {
     /// How they are asked.
     pub settings: Arc<Settings>,
     /// Who is asked.
-    pub asker: Arc<Asker>,
+    pub backend: Arc<Backend>,
     /// Rows that are worked on at once.
     pub workers: usize,
-    /// What the inputs hold.
-    pub survey: &'a Survey,
     /// Where the answers go.
-    pub ledger: &'a mut Ledger,
+    pub store: &'a mut ResultStore,
     /// What was done.
-    pub accounts: &'a mut Accounts,
+    pub stats: &'a mut RunStats,
     /// For the user.
     pub progress: Progress,
 }
@@ -62,7 +60,7 @@ impl Work<'_> {
     pub async fn run(mut self) -> anyhow::Result<Ending> {
         let (mut interrupt, mut terminate) =
             (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        if let Asker::Servers(pool) = &*self.asker {
+        if let Backend::Servers(pool) = &*self.backend {
             tokio::select! {
                 _ = interrupt.recv() => return Ok(Ending::Interrupted),
                 _ = terminate.recv() => return Ok(Ending::Interrupted),
@@ -82,8 +80,8 @@ impl Work<'_> {
                 break Ending::Broken(error);
             }
             if secured.elapsed() >= SECURE_EVERY {
-                self.ledger.sync()?;
-                self.accounts.write(self.survey, self.ledger, Some(&self.asker))?;
+                self.store.sync()?;
+                self.stats.write(self.store, Some(&self.backend))?;
                 secured = Instant::now();
             }
         };
@@ -95,12 +93,12 @@ impl Work<'_> {
     fn start(&self) -> (Receiver<anyhow::Result<Outcome>>, JoinSet<()>) {
         let (row_sender, rows) = mpsc::channel(self.workers.max(64));
         let (sender, outcomes) = mpsc::channel(self.workers.max(64));
-        // Rows that were not there when the inputs were surveyed are left for the next run.
-        let (surveyed, done) = (self.survey.ids.clone(), self.ledger.done().clone());
+        // Rows that were not there when the inputs were indexed are left for the next run.
+        let (indexed, done) = (Arc::clone(&self.store.index), self.store.done().clone());
         let (inputs, settings) = (self.inputs.clone(), Arc::clone(&self.settings));
         let errors = sender.clone();
         tokio::task::spawn_blocking(move || {
-            for row in survey::select(&inputs, &settings, |id| surveyed.contains(id) && done.lacks(id)) {
+            for row in index::select(&inputs, &settings, |id| indexed.ids.contains(id) && done.lacks(id)) {
                 // Whoever does not listen any more has ended.
                 let sent = match row {
                     Ok(row) => row_sender.blocking_send(row).is_ok(),
@@ -117,8 +115,8 @@ impl Work<'_> {
         let (rows, mut workers) = (Arc::new(Mutex::new(rows)), JoinSet::new());
         for _ in 0..self.workers {
             let (rows, sender) = (Arc::clone(&rows), sender.clone());
-            let (settings, asker) = (Arc::clone(&self.settings), Arc::clone(&self.asker));
-            workers.spawn(async move { work(&rows, &sender, &settings, &asker).await });
+            let (settings, backend) = (Arc::clone(&self.settings), Arc::clone(&self.backend));
+            workers.spawn(async move { work(&rows, &sender, &settings, &backend).await });
         }
         (outcomes, workers)
     }
@@ -127,18 +125,18 @@ impl Work<'_> {
     fn record(&mut self, (row, answered): Outcome) -> anyhow::Result<Option<anyhow::Error>> {
         match answered {
             Ok(answered) => {
-                self.accounts.rows += 1;
-                self.accounts.tokens += answered.tokens;
-                self.ledger.record_ok(&row.id, &answered.fields, answered.truncated)?;
+                self.stats.rows += 1;
+                self.stats.tokens += answered.tokens;
+                self.store.record_ok(&row.id, &answered.fields, answered.truncated)?;
             }
             Err(AskError::Row(problem)) => {
                 tracing::debug!("row {}: {problem}", row.id);
-                self.ledger.record_failed(row, &problem)?;
+                self.store.record_failed(row, &problem)?;
             }
             Err(AskError::Run(error)) => return Ok(Some(error)),
         }
-        let (accounts, asker) = (&*self.accounts, &self.asker);
-        self.progress.add(1, || accounts.note(asker));
+        let (stats, backend) = (&*self.stats, &self.backend);
+        self.progress.add(1, || stats.note(backend));
         Ok(None)
     }
 }
@@ -148,13 +146,13 @@ async fn work(
     rows: &Mutex<Receiver<Row>>,
     outcomes: &Sender<anyhow::Result<Outcome>>,
     settings: &Settings,
-    asker: &Asker,
+    backend: &Backend,
 ) {
     loop {
         // Bound to a name: in a `while let` the lock would be held until the row is answered.
         let row = rows.lock().await.recv().await;
         let Some(row) = row else { return };
-        let answered = row.answered(asker, settings).await;
+        let answered = row.answered(backend, settings).await;
         if outcomes.send(Ok((row, answered))).await.is_err() {
             return;
         }

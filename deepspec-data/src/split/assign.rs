@@ -26,14 +26,14 @@ pub struct Quota {
 /// Deals out sides by selection sampling (Knuth, volume 2, algorithm S): each row is given a side with the probability
 /// that what is still missing has among the rows that are still to come, so the numbers come out exactly, every
 /// assignment is equally likely, and nothing is kept but three counters.
-pub struct Dealer {
+pub struct SplitAssigner {
     stream: Stream,
     step: u64,
     rows: usize,
     quota: Quota,
 }
 
-impl Dealer {
+impl SplitAssigner {
     /// Deals `quota` to `rows` rows; the sides depend on the seed, the source's name and these numbers alone.
     pub fn new(seed: u64, source: Option<&str>, rows: usize, quota: Quota) -> Self {
         let name = source.map_or_else(|| "split".to_owned(), |source| format!("split/{source}"));
@@ -144,8 +144,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn sides(seed: u64, rows: usize, train: usize, eval: usize) -> Vec<Side> {
-        let mut dealer = Dealer::new(seed, None, rows, Quota { train, eval });
-        (0..rows).map(|_| dealer.next()).collect()
+        let mut assigner = SplitAssigner::new(seed, None, rows, Quota { train, eval });
+        (0..rows).map(|_| assigner.next()).collect()
     }
 
     #[test]

@@ -8,6 +8,8 @@ mod assign;
 mod clashes;
 mod contamination;
 mod conversation;
+#[cfg(test)]
+mod equivalence;
 mod input;
 mod json_rows;
 mod output;
@@ -17,8 +19,6 @@ mod report;
 mod roles;
 mod seen;
 mod survey;
-#[cfg(test)]
-mod twins;
 mod unit;
 
 use std::io::{self, Write};
@@ -34,7 +34,7 @@ use contamination::Suites;
 use deepspec_rows::{Format, Table};
 use input::Input;
 use output::Outputs;
-use passes::{Bet, Drawn};
+use passes::{Drawn, OptimisticPass};
 use report::Sum;
 use roles::RoleArg;
 use survey::{Example, Found, Judge, Survey};
@@ -136,7 +136,7 @@ fn split(
     let mut recorder = Recorder::new(&args.train_output);
     let mut survey = Survey::new(&judge, &mut recorder);
     let mut progress = Progress::new(verbosity, "reading", total, 0);
-    let bet = Bet { outputs, seed: args.seed, hands: &hands };
+    let bet = OptimisticPass { outputs, seed: args.seed, hands: &hands };
     let (found, written) = passes::first(inputs, &bet, judge, &mut survey, &mut progress)?;
     progress.finish();
     let examples = survey.examples;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use deepspec_core::progress::Progress;
 
-use super::assign::{Dealer, Quota, Side};
+use super::assign::{Quota, Side, SplitAssigner};
 use super::conversation::Name;
 use super::input::Input;
 use super::output::{Lines, Outputs, Writer};
@@ -28,7 +28,7 @@ struct Piece {
 }
 
 /// What a first pass writes and where, if it turns out that all rows are usable.
-pub struct Bet<'a> {
+pub struct OptimisticPass<'a> {
     /// Where to.
     pub outputs: &'a Outputs<'a>,
     /// Decides who goes where.
@@ -43,7 +43,7 @@ pub struct Bet<'a> {
 /// Unreadable or unwritable files.
 pub fn first(
     inputs: &[Input],
-    bet: &Bet<'_>,
+    bet: &OptimisticPass<'_>,
     judge: Judge<'_>,
     survey: &mut Survey<'_>,
     progress: &mut Progress,
@@ -51,9 +51,9 @@ pub fn first(
     let (mut all, lost) = (vec![], AtomicBool::new(false));
     let written = bet.outputs.write(|writer| {
         for (input, (rows, quota)) in inputs.iter().zip(bet.hands) {
-            let dealer = Dealer::new(bet.seed, input.name.as_deref(), *rows, *quota);
+            let assigner = SplitAssigner::new(bet.seed, input.name.as_deref(), *rows, *quota);
             let mut found = Found::new(judge.suites.suites().len());
-            first_of(input, dealer, judge, &lost, |file, judged, lines, ids| {
+            first_of(input, assigner, judge, &lost, |file, judged, lines, ids| {
                 progress.add(judged.len() as u64, String::new);
                 for row in judged {
                     if !survey.settle(&file, row, ids, &mut found)? {
@@ -75,7 +75,7 @@ pub fn first(
 
 fn first_of(
     input: &Input,
-    mut dealer: Dealer,
+    mut assigner: SplitAssigner,
     judge: Judge<'_>,
     lost: &AtomicBool,
     mut deliver: impl FnMut(Arc<Path>, Vec<Judged>, Lines, &mut Ids) -> anyhow::Result<()> + Send,
@@ -85,7 +85,7 @@ fn first_of(
         let Some(unit) = units.next().transpose()? else { return Ok(None) };
         let first = next;
         next += unit.rows();
-        Ok(Some(Piece { sides: (0..unit.rows()).map(|_| dealer.next()).collect(), unit, first }))
+        Ok(Some(Piece { sides: (0..unit.rows()).map(|_| assigner.next()).collect(), unit, first }))
     };
     let work = |piece: Piece| {
         let Piece { unit, sides, first } = piece;
@@ -152,7 +152,7 @@ fn second_of(
 ) -> anyhow::Result<()> {
     let Drawn { input, found, quota } = source;
     let mut units = input.source.units();
-    let mut dealer = Dealer::new(seed, input.name.as_deref(), found.usable_rows, *quota);
+    let mut assigner = SplitAssigner::new(seed, input.name.as_deref(), found.usable_rows, *quota);
     let mut next = 0;
     let changed = || anyhow::anyhow!("{}: the rows changed while they were read", input.origin.dataset);
     let read = || -> anyhow::Result<Option<Piece>> {
@@ -161,7 +161,7 @@ fn second_of(
         };
         let first = next;
         next += unit.rows();
-        let side = |row| found.usable.get(row).map(|usable| if usable { dealer.next() } else { Side::Out });
+        let side = |row| found.usable.get(row).map(|usable| if usable { assigner.next() } else { Side::Out });
         let sides: Option<Vec<Side>> = (first..next).map(side).collect();
         Ok(Some(Piece { unit, sides: sides.ok_or_else(changed)?, first }))
     };

@@ -7,7 +7,7 @@ use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, DraftDecoder, DrafterConfig, Markov, MarkovKind,
 };
-use deepspec_models::{ModelConfig, load_ends, save};
+use deepspec_models::{ModelConfig, load_embed_and_head, save};
 use deepspec_testkit::noise;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -33,7 +33,7 @@ fn untrained(dir: &Path) {
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 16 }),
         confidence: None,
     };
-    let (embed, head) = load_ends(tiny().as_ref(), &target, Device::Cpu, Kind::Float).unwrap();
+    let (embed, head) = load_embed_and_head(tiny().as_ref(), &target, Device::Cpu, Kind::Float).unwrap();
     let json = serde_json::to_string(&config.to_json()).unwrap();
     let block = Block::fresh(config, &embed, &head, 1, Kind::Float).unwrap();
     save(&dir.join("model.safetensors"), &block.checkpoint(), Kind::BFloat16).unwrap();

@@ -80,7 +80,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     } else {
         shown::render(&calibration)
     };
-    Ok(crate::print(&text)?)
+    Ok(crate::output::print(&text)?)
 }
 
 /// A prompt and the blocks that were drafted for it, of all turns and seeds.

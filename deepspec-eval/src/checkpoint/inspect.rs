@@ -32,7 +32,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     } else {
         as_text(&checkpoint)
     };
-    Ok(crate::print(&text)?)
+    Ok(crate::output::print(&text)?)
 }
 
 /// Values of the trained tensors, and of those that are the target's.

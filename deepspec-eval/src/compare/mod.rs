@@ -3,7 +3,7 @@
 mod deltas;
 mod differences;
 #[cfg(test)]
-mod mutated;
+mod fuzz;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let text =
         if args.json { serde_json::to_string_pretty(&comparison)? + "\n" } else { comparison.render() };
-    Ok(crate::print(&text)?)
+    Ok(crate::output::print(&text)?)
 }
 
 impl Comparison {

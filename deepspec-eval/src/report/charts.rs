@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use deepspec_plot::palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
-use deepspec_plot::{Axis, Canvas, Chart, Look, Marker, Plot, chart, heading, px, series, stroke};
+use deepspec_plot::{Axis, Canvas, Chart, Marker, Plot, SeriesStyle, chart, heading, px, series, stroke};
 use deepspec_schedule::reliability::PositionReliability;
 use deepspec_suites::Domain;
 use plotters::prelude::*;
@@ -15,17 +15,17 @@ const WIDTH: u32 = 720;
 /// Positions whose reliability is drawn.
 const DIAGRAMS: usize = 8;
 
-fn look(domain: Domain) -> Look {
+fn look(domain: Domain) -> SeriesStyle {
     match domain {
-        Domain::Math => Look(BLUE, Marker::Disc),
-        Domain::Code => Look(VERMILION, Marker::Square),
-        Domain::Chat => Look(GREEN, Marker::Triangle),
-        Domain::Own => Look(PURPLE, Marker::Disc),
+        Domain::Math => SeriesStyle(BLUE, Marker::Disc),
+        Domain::Code => SeriesStyle(VERMILION, Marker::Square),
+        Domain::Chat => SeriesStyle(GREEN, Marker::Triangle),
+        Domain::Own => SeriesStyle(PURPLE, Marker::Disc),
     }
 }
 
 /// Keys of the domains that the results have.
-fn domains(results: &Results) -> Vec<(&'static str, Look)> {
+fn domains(results: &Results) -> Vec<(&'static str, SeriesStyle)> {
     results.domains.iter().map(|found| (found.domain.name(), look(found.domain))).collect()
 }
 
@@ -46,14 +46,14 @@ pub fn lengths(results: &Results, published: Option<Published>) -> Result<Plot> 
         let known = published.and_then(|published| published.suite(&suite.name));
         (suite.name.as_str(), (&suite.metrics, look(suite.domain), known))
     });
-    let overall = ("overall", (&results.overall, Look(INK, Marker::Disc), None));
+    let overall = ("overall", (&results.overall, SeriesStyle(INK, Marker::Disc), None));
     let (names, entries): (Vec<_>, Vec<_>) = suites.chain([overall]).unzip();
     let shown = entries.iter().flat_map(|(metrics, _, known)| {
         [metrics.accepted_length, metrics.accepted_length_interval.map(|interval| interval.high), *known]
     });
     let highest = shown.flatten().fold(1.5, f64::max);
     let mut keys = domains(results);
-    let as_published = Look(GREY, Marker::Diamond);
+    let as_published = SeriesStyle(GREY, Marker::Diamond);
     keys.extend(published.map(|_| ("published", as_published)));
     row_plot("Accepted length by suite", &names, |canvas, rows| {
         let area = heading(canvas, "Accepted length by suite, with 95 % intervals", &keys)?;
@@ -69,7 +69,7 @@ pub fn lengths(results: &Results, published: Option<Published>) -> Result<Plot> 
     })
 }
 
-fn length(chart: &mut Chart, y: f64, metrics: &Metrics, look: Look) -> Result<()> {
+fn length(chart: &mut Chart, y: f64, metrics: &Metrics, look: SeriesStyle) -> Result<()> {
     let line = stroke(look.0, 2.0);
     if let Some(interval) = metrics.accepted_length_interval {
         let ends = [(interval.low, y), (interval.high, y)];
@@ -103,7 +103,7 @@ pub fn reliability(confidence: &ConfidenceResult) -> Result<Plot> {
     let count = confidence.reliability.positions.len().min(DIAGRAMS);
     let (columns, lines) = (count.clamp(2, 4), count.div_ceil(4).max(1));
     let size = (PANEL.0 * columns as u32 + 32, PANEL.1 * lines as u32 + 80);
-    let (before, after) = (Look(ORANGE, Marker::Disc), Look(BLUE, Marker::Disc));
+    let (before, after) = (SeriesStyle(ORANGE, Marker::Disc), SeriesStyle(BLUE, Marker::Disc));
     let (keys, reports) = match &confidence.uncalibrated {
         Some(raw) => (
             vec![("before calibration", before), ("calibrated", after)],
@@ -129,7 +129,7 @@ pub fn reliability(confidence: &ConfidenceResult) -> Result<Plot> {
 }
 
 /// Bins as discs whose area is their share of the observations.
-fn diagram(chart: &Chart, position: &PositionReliability, look: Look) -> Result<()> {
+fn diagram(chart: &Chart, position: &PositionReliability, look: SeriesStyle) -> Result<()> {
     position.bins.iter().try_for_each(|bin| {
         let share = bin.count as f64 / position.count.max(1) as f64;
         let place = (bin.predicted_mean, bin.accepted_mean);
@@ -145,12 +145,15 @@ pub fn sweep(confidence: &ConfidenceResult) -> Result<Plot> {
     let per_cycle =
         |count: fn(&SweepPoint) -> u64| by_threshold(&|point| count(point) as f64 / point.cycles as f64);
     let tokens = [
-        ("proposed", Look(ORANGE, Marker::Square), per_cycle(|point| point.proposed)),
-        ("accepted", Look(GREEN, Marker::Triangle), per_cycle(|point| point.accepted)),
-        ("τ", Look(BLUE, Marker::Disc), per_cycle(|point| point.committed)),
+        ("proposed", SeriesStyle(ORANGE, Marker::Square), per_cycle(|point| point.proposed)),
+        ("accepted", SeriesStyle(GREEN, Marker::Triangle), per_cycle(|point| point.accepted)),
+        ("τ", SeriesStyle(BLUE, Marker::Disc), per_cycle(|point| point.committed)),
     ];
-    let costs =
-        [("verified tokens", Look(PURPLE, Marker::Disc), by_threshold(&SweepPoint::verified_per_committed))];
+    let costs = [(
+        "verified tokens",
+        SeriesStyle(PURPLE, Marker::Disc),
+        by_threshold(&SweepPoint::verified_per_committed),
+    )];
     Plot::draw("Thresholds on the confidence", (WIDTH, 340), |canvas| {
         let halves = canvas.split_evenly((1, 2));
         let (left, right) = (halves[0].margin(0, 0, 0, px(16.0)), halves[1].margin(0, 0, px(16.0), 0));
@@ -159,7 +162,7 @@ pub fn sweep(confidence: &ConfidenceResult) -> Result<Plot> {
     })
 }
 
-type Sweep = (&'static str, Look, Vec<(f64, f64)>);
+type Sweep = (&'static str, SeriesStyle, Vec<(f64, f64)>);
 
 fn thresholds(area: &Canvas, title: &str, label: &'static str, lines: &[Sweep]) -> Result<()> {
     let keys: Vec<_> = lines.iter().map(|(name, look, _)| (*name, *look)).collect();
@@ -176,7 +179,7 @@ pub fn times(results: &Results) -> Result<Plot> {
     let parts = [("draft", BLUE), ("target", ORANGE), ("host", GREY)];
     let highest = bars.iter().map(|times| times.iter().sum()).fold(0.0, f64::max);
     row_plot("Time of a generated token", &names, |canvas, rows| {
-        let keys = parts.map(|(name, color)| (name, Look(color, Marker::Square)));
+        let keys = parts.map(|(name, color)| (name, SeriesStyle(color, Marker::Square)));
         let area = heading(canvas, "Where the time goes", &keys)?;
         let x = Axis::values("milliseconds per generated token", 0.0..1.05 * highest, 9);
         let mut chart = chart(&area, x, rows)?;

@@ -2,10 +2,10 @@
 
 mod args;
 mod decode;
+#[cfg(test)]
+mod fuzz;
 mod journal;
 pub mod models;
-#[cfg(test)]
-mod mutated;
 mod outputs;
 mod plausible;
 mod score;
@@ -107,7 +107,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     outputs::write(&args.output_dir, &tokenizer, &suites, &drafted, &results)?;
     journal.remove()?;
     let text = if args.json { results.to_json()? } else { report::terminal(&results) };
-    Ok(crate::print(&text)?)
+    Ok(crate::output::print(&text)?)
 }
 
 fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Settings> {

@@ -100,7 +100,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Colour::Never => false,
     };
     let text = if args.json { serde_json::to_string_pretty(&trace)? + "\n" } else { trace.render(colour) };
-    Ok(crate::print(&text)?)
+    Ok(crate::output::print(&text)?)
 }
 
 impl Args {

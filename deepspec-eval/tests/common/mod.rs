@@ -13,7 +13,7 @@ use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, DrafterConfig, Eagle3, Eagle3Config,
     Markov, MarkovKind,
 };
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends, save};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -128,7 +128,7 @@ pub fn write_eagle3(dir: &Path) {
         ttt_length: 4,
         step_loss_decay: 0.8,
     };
-    let (embed, head) = load_ends(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
+    let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
     let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float).unwrap();
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();

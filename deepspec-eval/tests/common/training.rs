@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use deepspec_core::Tap;
 use deepspec_decode::{Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
 use deepspec_drafters::{BlockProposer, DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_ends, stop_ids};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
 use deepspec_suites::{Asking, Folder};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind, Tensor};
@@ -110,7 +110,7 @@ pub fn train(
     mut all: Vec<TrainSample>,
 ) -> Box<dyn TrainableDrafter> {
     let model = ModelConfig::load(target).unwrap();
-    let (embed, head) = load_ends(target, &model, Device::Cpu, Kind::Float).unwrap();
+    let (embed, head) = load_embed_and_head(target, &model, Device::Cpu, Kind::Float).unwrap();
     let trainee = plan.build(&embed, &head, 1, Kind::Float).unwrap();
     let mut moments: Vec<(Tensor, Tensor)> = vec![];
     for (_, parameter) in trainee.parameters() {

@@ -9,8 +9,8 @@ use deepspec_core::atomic::FileError;
 use memmap2::{Mmap, UncheckedAdvice};
 
 use crate::error::CacheError;
+use crate::files::ShardEntry;
 use crate::layout::Layout;
-use crate::manifest::ShardEntry;
 use crate::shard::{self, Geometry, Parts, Rows};
 
 /// Characters of a wrong header that a message shows.

@@ -15,7 +15,7 @@ use deepspec_core::digest;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::errors::ParquetError;
 
-use super::door::{Claim, Door, Place};
+use super::validate::{Claim, Place, RowValidator};
 use super::{BATCH_SAMPLES, SAMPLES_FILE, schema};
 use crate::error::CacheError;
 use crate::manifest::Manifest;
@@ -60,7 +60,7 @@ impl Table {
             return Err(CacheError::Digest { path, found, expected: manifest.samples.sha256.clone() });
         }
         let mut table = Self::default();
-        let mut door = Door::new(&path, manifest)?;
+        let mut door = RowValidator::new(&path, manifest)?;
         let schema = schema(manifest.encoding);
         for_each_batch(&path, schema, |batch| table.add(batch, &mut door))?;
         door.close(table.rows.len())?;
@@ -82,7 +82,7 @@ impl Table {
         &self.spans[row.spans.clone()]
     }
 
-    fn add(&mut self, batch: &RecordBatch, door: &mut Door<'_>) -> Result<(), CacheError> {
+    fn add(&mut self, batch: &RecordBatch, door: &mut RowValidator<'_>) -> Result<(), CacheError> {
         let path = door.path;
         let ids: &StringArray = typed(path, batch, 0)?;
         let shards: &UInt32Array = typed(path, batch, 1)?;

@@ -2,7 +2,7 @@
 
 use deepspec_core::Tap;
 use deepspec_decode::{Context, DraftRequest, Proposal, Proposer, Upload};
-use deepspec_models::kv::{Chunk, KvCache, Ragged, Rows, Visibility};
+use deepspec_models::kv::{BatchPlan, Chunk, KvCache, MaskKind, Rows};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::Tensor;
 
@@ -50,10 +50,10 @@ impl<K: Anchored> AnchoredProposer<K> {
         self.cache.reserve(&[taken.as_slice(), &blocks].concat());
         let mut upload = Upload::default();
         let rows = (!taken.is_empty()).then(|| self.cache.place(&taken, &mut upload));
-        let plan = self.cache.plan(&blocks, Visibility::Block, &mut upload);
+        let plan = self.cache.plan(&blocks, MaskKind::Block, &mut upload);
         let sent = upload.send(self.model.device());
         if let Some(rows) = rows {
-            self.take_in(context, &taken, &rows.on(&sent));
+            self.append_context(context, &taken, &rows.on(&sent));
         }
         let hidden = self.hidden(&self.cache.ready(&plan, &sent), anchors); // [S, γ, d]
         let base = self.model.base_logits(&hidden); // [S, γ, V]
@@ -76,7 +76,7 @@ impl<K: Anchored> AnchoredProposer<K> {
             let taken = taken.iter().find(|chunk| chunk.slot == slot);
             Chunk {
                 slot,
-                held: taken.map_or_else(|| self.cache.held(slot), |chunk| chunk.held + chunk.len),
+                past_len: taken.map_or_else(|| self.cache.len(slot), |chunk| chunk.past_len + chunk.len),
                 len,
             }
         };
@@ -84,7 +84,7 @@ impl<K: Anchored> AnchoredProposer<K> {
     }
 
     /// Appends newly verified states to the histories.
-    fn take_in(&mut self, context: &Context, chunks: &[Chunk], rows: &Rows) {
+    fn append_context(&mut self, context: &Context, chunks: &[Chunk], rows: &Rows) {
         let rotations = self.model.rotations(rows.positions());
         let hidden = self.model.context(&context.taps);
         for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
@@ -96,7 +96,7 @@ impl<K: Anchored> AnchoredProposer<K> {
 
     /// Backbone states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The blocks' own keys stand behind the context
     /// for this pass only: the history does not advance over them.
-    fn hidden(&mut self, plan: &Ragged, anchors: &Tensor) -> Tensor {
+    fn hidden(&mut self, plan: &BatchPlan, anchors: &Tensor) -> Tensor {
         let rotations = self.model.rotations(plan.positions());
         let mask = K::blocks(self.model.config()).mask_token_id;
         let masks = anchors.unsqueeze(1).full_like(mask).repeat([1, self.slots() as i64 - 1]);

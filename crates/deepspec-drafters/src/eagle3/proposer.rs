@@ -2,7 +2,7 @@
 
 use deepspec_core::Tap;
 use deepspec_decode::{DraftRequest, Proposal, Proposer, Upload, Uploaded};
-use deepspec_models::kv::{Chunk, KvCache, Sketch, Visibility};
+use deepspec_models::kv::{Chunk, KvCache, MaskKind, PendingPlan};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::Tensor;
 
@@ -52,7 +52,7 @@ impl Eagle3Proposer {
         let drafted = |k: usize| {
             let chunk = |&slot: &usize| {
                 let rows = taken.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
-                Chunk { slot, held: self.cache.held(slot) + rows + k, len: 1 }
+                Chunk { slot, past_len: self.cache.len(slot) + rows + k, len: 1 }
             };
             request.slots.iter().map(chunk).collect()
         };
@@ -64,7 +64,7 @@ impl Eagle3Proposer {
 /// Chunks that run together.
 struct Run {
     chunks: Vec<Chunk>,
-    plan: Sketch,
+    plan: PendingPlan,
 }
 
 impl Drafter for Eagle3Proposer {
@@ -100,7 +100,7 @@ impl Proposer for Eagle3Proposer {
         let (context, slots) = (request.context, request.slots);
         let mut upload = Upload::default();
         let mut run = |chunks: Vec<Chunk>| {
-            let plan = self.cache.plan(&chunks, Visibility::Causal, &mut upload);
+            let plan = self.cache.plan(&chunks, MaskKind::Causal, &mut upload);
             Run { chunks, plan }
         };
         let taken = (!taken.is_empty()).then(|| run(taken));
@@ -118,7 +118,7 @@ impl Proposer for Eagle3Proposer {
             let states = self.extend(taken, &sent, &context.next, self.model.fuse(&context.taps));
             let _ = self.states.index_copy_(0, &sent.of(new), &states.index_select(0, &sent.of(ends)));
         }
-        let held: Vec<usize> = slots.iter().map(|&slot| self.cache.held(slot)).collect();
+        let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
         let mut states = self.states.index_select(0, &sent.of(rows)); // [S, d]
         let mut drafted = drafted.iter();
         let proposal = token_by_token(request, self.block_size, |last| {
@@ -130,7 +130,7 @@ impl Proposer for Eagle3Proposer {
             self.model.draft_logits(&states)
         });
         // What was drafted is forgotten; what of it is accepted comes back with the target's states.
-        slots.iter().zip(held).for_each(|(&slot, held)| self.cache.truncate(slot, held));
+        slots.iter().zip(past_len).for_each(|(&slot, past_len)| self.cache.truncate(slot, past_len));
         proposal
     }
 

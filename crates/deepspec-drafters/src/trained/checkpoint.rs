@@ -10,7 +10,7 @@ const EMBED: &str = "embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
 /// Whether this is the target's embedding or head, of which every checkpoint holds a copy.
-pub fn is_frozen_end(name: &str) -> bool {
+pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
 

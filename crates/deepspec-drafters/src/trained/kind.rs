@@ -268,8 +268,8 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
         self.config().anchored()
     }
 
-    fn ends(&self) -> (&Tensor, &Tensor) {
-        Trained::ends(self)
+    fn embed_and_head(&self) -> (&Tensor, &Tensor) {
+        Trained::embed_and_head(self)
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
@@ -286,7 +286,7 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }
-        let (embed, head) = reading.ends.unwrap_or_else(|| Trained::ends(self));
+        let (embed, head) = reading.ends.unwrap_or_else(|| Trained::embed_and_head(self));
         Ok(Box::new(self.share_as(config, embed, head)?))
     }
 

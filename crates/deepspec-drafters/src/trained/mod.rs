@@ -101,7 +101,7 @@ impl<K: DrafterKind> Trained<K> {
     /// # Errors
     /// None; the signature is shared with loading.
     pub fn share(&self) -> Result<Self, ModelError> {
-        let (embed, head) = self.ends();
+        let (embed, head) = self.embed_and_head();
         self.share_as(self.config.clone(), embed, head)
     }
 
@@ -121,7 +121,7 @@ impl<K: DrafterKind> Trained<K> {
     }
 
     /// Its embedding and head, both `[V, d]`.
-    pub fn ends(&self) -> (&Tensor, &Tensor) {
+    pub fn embed_and_head(&self) -> (&Tensor, &Tensor) {
         (self.vocabulary.embed_tokens(), self.vocabulary.lm_head())
     }
 

@@ -8,7 +8,7 @@ use deepspec_core::cli::UsageError;
 use deepspec_models::{ModelConfig, ModelError, Weights};
 use tch::Kind;
 
-use super::checkpoint::is_frozen_end;
+use super::checkpoint::is_embed_or_head;
 use super::{DrafterConfig, DrafterKind, Trained};
 use crate::registry::checkpoints_like;
 
@@ -82,7 +82,7 @@ impl<K: DrafterKind> Trained<K> {
         let weights = Weights::open(dir, "drafter", self.device(), Kind::Float)?;
         let mut fresh = vec![];
         for (name, mut tensor) in self.checkpoint() {
-            if is_frozen_end(&name) {
+            if is_embed_or_head(&name) {
                 continue;
             }
             if !weights.contains(&name) && transfer.may_be_fresh.iter().any(|part| name.starts_with(part)) {
@@ -91,7 +91,8 @@ impl<K: DrafterKind> Trained<K> {
             }
             tensor.copy_(&weights.get(&name, &tensor.size())?);
         }
-        let unread: Vec<String> = weights.unread().into_iter().filter(|name| !is_frozen_end(name)).collect();
+        let unread: Vec<String> =
+            weights.unread().into_iter().filter(|name| !is_embed_or_head(name)).collect();
         if unread.is_empty() {
             return Ok(fresh);
         }

@@ -3,7 +3,7 @@
 use deepspec_core::cli::UsageError;
 use serde_json::{Map, Value, json};
 
-use super::{FULL, SLIDING};
+use crate::config::{FULL, SLIDING};
 use crate::nn::{AttentionSpec, LayerSpec};
 use crate::{ModelConfig, ModelError};
 

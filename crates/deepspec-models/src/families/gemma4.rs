@@ -2,9 +2,10 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::{TargetFamily, draft, rope, sliding_layers};
+use super::{draft, rope};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig};
+use crate::config::{TargetFamily, sliding_layers};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
 
 /// Without `layer_types`, every layer of this number is a full one.

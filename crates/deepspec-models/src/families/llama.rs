@@ -2,9 +2,10 @@
 
 use serde_json::{Map, Value as Json, json};
 
+use super::draft;
 use super::pre_norm::{self, Differences};
-use super::{TargetFamily, draft};
 use crate::ModelError;
+use crate::config::TargetFamily;
 use crate::config::{Fields, ModelConfig};
 use crate::nn::LayerSpec;
 

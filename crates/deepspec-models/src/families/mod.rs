@@ -7,63 +7,12 @@ mod pre_norm;
 mod qwen3;
 mod rope;
 
-use std::fmt;
+use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::config::{Fields, ModelConfig};
-use crate::nn::LayerSpec;
+use crate::config::{Family, Fields, ModelConfig, read_json};
 use crate::{ModelError, Weights};
-
-/// `layer_types` of layers with a window.
-pub const SLIDING: &str = "sliding_attention";
-/// `layer_types` of layers that see everything.
-pub const FULL: &str = "full_attention";
-
-/// Which layers have a window by `layer_types`; None without that key.
-///
-/// # Errors
-/// If the key holds another number of types, or an unknown one.
-fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
-    let Some(types) = fields.texts("layer_types")? else { return Ok(None) };
-    if types.len() != layers {
-        let problem = format!("{} types for {layers} layers", types.len());
-        return Err(fields.error("layer_types", problem));
-    }
-    let sliding = |name: &String| match name.as_str() {
-        FULL => Ok(false),
-        SLIDING => Ok(true),
-        other => {
-            let problem = format!("\"{other}\" is unknown; expected \"{SLIDING}\" or \"{FULL}\"");
-            Err(fields.error("layer_types", problem))
-        }
-    };
-    types.iter().map(sliding).collect::<Result<_, _>>().map(Some)
-}
-
-/// A config.json.
-type RawConfig = Map<String, Value>;
-
-/// A family of causal language models, as its file announces it.
-pub struct TargetFamily {
-    /// Names it to people.
-    pub name: &'static str,
-    /// Begins the classes of drafters whose layers are like its own, as in `Qwen3DSparkModel`.
-    pub prefix: &'static str,
-    /// What `model_type` of its configs says.
-    pub model_types: &'static [&'static str],
-    /// Classes of its checkpoints, as `architectures` names them.
-    pub classes: &'static [&'static str],
-    /// Reads a config.json.
-    read: fn(&Fields) -> Result<ModelConfig, ModelError>,
-    /// The config.json of a decoder of these layers, from a target's.
-    draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
-    /// Why a decoder cannot have draft layers with these windows; None where it can.
-    refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
-}
-
-/// One of [`families`].
-pub type Family = &'static TargetFamily;
 
 const FAMILIES: [Family; 3] = [&qwen3::FAMILY, &gemma4::FAMILY, &llama::FAMILY];
 
@@ -72,48 +21,39 @@ pub fn families() -> impl Iterator<Item = Family> {
     FAMILIES.into_iter()
 }
 
-impl TargetFamily {
-    /// Reads a config.json of any known family.
+impl ModelConfig {
+    /// Reads `dir/config.json` of a target, or of a drafter built like one.
     ///
     /// # Errors
     /// If the family is unknown, a key is missing or has a wrong type, or names a feature that is not supported.
-    pub(crate) fn read_any(fields: &Fields) -> Result<ModelConfig, ModelError> {
-        let found = fields.text("model_type")?;
-        let is_meant =
-            |family: &Family| found.as_deref().is_some_and(|found| family.model_types.contains(&found));
-        if let Some(family) = families().find(is_meant) {
-            return (family.read)(fields);
-        }
-        let found =
-            found.map_or_else(|| "missing".to_string(), |other| format!("\"{other}\" is not supported"));
-        let known: Vec<String> =
-            families().flat_map(|family| family.model_types).map(|name| format!("\"{name}\"")).collect();
-        let (last, others) = known.split_last().map_or(("", &known[..]), |(last, others)| (last, others));
-        Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))))
+    pub fn load(dir: &Path) -> Result<Self, ModelError> {
+        let (path, raw) = read_json(dir)?;
+        Self::parse(&path, raw)
     }
 
-    /// The classes whose checkpoints are read, for messages.
-    pub fn class(&self) -> String {
-        self.classes.join(" or ")
+    /// The same from an object that was read; `path` is for errors.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::load`].
+    pub fn parse(path: &Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
+        let config = read(&Fields::new(path, &raw))?;
+        Ok(Self { raw, ..config })
     }
 }
 
-impl PartialEq for TargetFamily {
-    fn eq(&self, other: &Self) -> bool {
-        self.name == other.name
+/// Reads a config.json of any known family.
+fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
+    let found = fields.text("model_type")?;
+    let is_meant =
+        |family: &Family| found.as_deref().is_some_and(|found| family.model_types.contains(&found));
+    if let Some(family) = families().find(is_meant) {
+        return (family.read)(fields);
     }
-}
-
-impl fmt::Debug for TargetFamily {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(self.name)
-    }
-}
-
-impl fmt::Display for TargetFamily {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(self.name)
-    }
+    let found = found.map_or_else(|| "missing".to_string(), |other| format!("\"{other}\" is not supported"));
+    let known: Vec<String> =
+        families().flat_map(|family| family.model_types).map(|name| format!("\"{name}\"")).collect();
+    let (last, others) = known.split_last().map_or(("", &known[..]), |(last, others)| (last, others));
+    Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))))
 }
 
 /// What a checkpoint calls the language model's tensors.

@@ -2,10 +2,11 @@
 
 use serde_json::{Map, Value as Json, json};
 
+use super::draft;
 use super::pre_norm::{self, Differences};
-use super::{TargetFamily, draft, sliding_layers};
 use crate::ModelError;
 use crate::config::{Fields, ModelConfig};
+use crate::config::{TargetFamily, sliding_layers};
 use crate::nn::LayerSpec;
 
 /// Qwen3, dense.

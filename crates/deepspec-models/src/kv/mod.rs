@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 
 use crate::nn::{AttentionSpec, Heads, Qkv};
-use piece::{Piece, View};
+use piece::{AttentionCall, MaskShape};
+pub use plan::{BatchPlan, MaskKind, PendingPlan, Rows};
 use plan::{Group, Slots};
-pub use plan::{Ragged, Rows, Sketch, Visibility};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
 
@@ -28,7 +28,7 @@ const SPAN: usize = 256;
 /// A history takes memory for its own length, and gives it back when it is forgotten.
 pub struct KvCache {
     layers: Vec<Layer>,
-    views: Vec<View>,
+    views: Vec<MaskShape>,
     layout: Layout,
     /// By the capacity of their rows.
     pools: BTreeMap<usize, Pool>,
@@ -60,7 +60,7 @@ pub struct Chunk {
     /// The slot.
     pub slot: usize,
     /// Tokens before these.
-    pub held: usize,
+    pub past_len: usize,
     /// Tokens, one or more.
     pub len: usize,
 }
@@ -68,12 +68,12 @@ pub struct Chunk {
 impl KvCache {
     /// Empty histories of layers that attend like this.
     pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
-        let mut views: Vec<View> = vec![];
+        let mut views: Vec<MaskShape> = vec![];
         let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
         let layers = layers
             .iter()
             .map(|&AttentionSpec { heads, scale, window }| {
-                let view = View { repeats: heads.repeats() as usize, window };
+                let view = MaskShape { repeats: heads.repeats() as usize, window };
                 let number = views.iter().position(|known| *known == view).unwrap_or_else(|| {
                     views.push(view);
                     views.len() - 1
@@ -89,18 +89,18 @@ impl KvCache {
         self.options.0
     }
 
-    fn views(&self) -> &[View] {
+    fn views(&self) -> &[MaskShape] {
         &self.views
     }
 
     /// Tokens in the history of `slot`.
-    pub fn held(&self, slot: usize) -> usize {
+    pub fn len(&self, slot: usize) -> usize {
         self.slots[slot].len
     }
 
     /// Chunks `(slot, tokens)` behind what their slots hold.
     pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
-        let chunk = |&(slot, len): &(usize, usize)| Chunk { slot, held: self.held(slot), len };
+        let chunk = |&(slot, len): &(usize, usize)| Chunk { slot, past_len: self.len(slot), len };
         chunks.iter().map(chunk).collect()
     }
 
@@ -167,7 +167,7 @@ impl KvCache {
     pub fn reserve(&mut self, chunks: &[Chunk]) {
         let mut moving: BTreeMap<usize, usize> = BTreeMap::new(); // slot to capacity
         for chunk in chunks {
-            let needed = chunk.held + chunk.len;
+            let needed = chunk.past_len + chunk.len;
             let slot = &mut self.slots[chunk.slot];
             if slot.place.is_none_or(|(capacity, _)| capacity < needed) {
                 let capacity = moving.entry(chunk.slot).or_default();
@@ -192,7 +192,7 @@ impl KvCache {
         }
         for chunk in chunks {
             let slot = &mut self.slots[chunk.slot];
-            slot.written = slot.written.max(chunk.held + chunk.len);
+            slot.written = slot.written.max(chunk.past_len + chunk.len);
         }
     }
 
@@ -231,7 +231,7 @@ impl KvCache {
     }
 
     /// Stores the planned rows and lets their queries attend to their slots' histories: `[N, H·D]`.
-    pub fn attend(&mut self, layer: usize, plan: &Ragged, qkv: &Qkv) -> Tensor {
+    pub fn attend(&mut self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
         self.write(layer, &plan.rows, &qkv.k, &qkv.v);
         let q = ordered(&qkv.q, plan.order.as_ref());
         let (mut outputs, mut row) = (Vec::with_capacity(plan.groups.len()), 0);
@@ -245,12 +245,12 @@ impl KvCache {
     }
 
     /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.
-    fn attend_group(&self, layer: usize, group: &Group, visibility: Visibility, q: &Tensor) -> Tensor {
+    fn attend_group(&self, layer: usize, group: &Group, visibility: MaskKind, q: &Tensor) -> Tensor {
         let Layer { heads: Heads { query, key_value, dim }, scale, view } = self.layers[layer];
         let Some(pool) = self.pools.get(&group.capacity) else { return q.flatten(1, 2) };
         let ([keys, values], repeats) = (pool.layer(layer), query / key_value);
         let q = q.view([-1, group.width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]);
-        let attend = |piece: &Piece| {
+        let attend = |piece: &AttentionCall| {
             let rows = (piece.rows.end - piece.rows.start) as i64;
             // The query heads that share keys become further queries: [S, G, repeats·L, D].
             let q = q.narrow(3, piece.rows.start as i64, rows).reshape([-1, key_value, repeats * rows, dim]);
@@ -275,7 +275,7 @@ impl KvCache {
     /// Keeps chunks that were written: their slots' histories end with them.
     pub fn advance(&mut self, chunks: &[Chunk]) {
         for chunk in chunks {
-            self.slots[chunk.slot].len = chunk.held + chunk.len;
+            self.slots[chunk.slot].len = chunk.past_len + chunk.len;
         }
     }
 }
@@ -304,7 +304,7 @@ mod tests {
         let chunks = cache.behind(&[(slot, states.size()[0] as usize)]);
         cache.reserve(&chunks);
         let mut upload = Upload::default();
-        let plan = cache.plan(&chunks, Visibility::Causal, &mut upload);
+        let plan = cache.plan(&chunks, MaskKind::Causal, &mut upload);
         let plan = cache.ready(&plan, &upload.send(Device::Cpu));
         let [q, k, v] = [0.1, 0.2, 0.3].map(|scale| states * scale);
         let y = cache.attend(0, &plan, &Qkv { q, k, v });
@@ -318,31 +318,31 @@ mod tests {
 
     #[test]
     fn memory_follows_what_is_held_and_is_given_back() {
-        let mut held = cache(16);
-        let chunk = |slot, len| Chunk { slot, held: 0, len };
-        held.reserve(&(1..16).map(|slot| chunk(slot, 100)).collect::<Vec<_>>());
-        let short = held.bytes();
-        assert!(short <= 16 * held.history_bytes(100), "{short}");
+        let mut used = cache(16);
+        let chunk = |slot, len| Chunk { slot, past_len: 0, len };
+        used.reserve(&(1..16).map(|slot| chunk(slot, 100)).collect::<Vec<_>>());
+        let short = used.bytes();
+        assert!(short <= 16 * used.history_bytes(100), "{short}");
         // As long as this one, all would take 2 GB.
-        held.reserve(&[chunk(0, 16_000)]);
-        assert_eq!(held.bytes(), short + held.history_bytes(16_000));
-        held.truncate(0, 0);
-        assert_eq!(held.bytes(), short);
+        used.reserve(&[chunk(0, 16_000)]);
+        assert_eq!(used.bytes(), short + used.history_bytes(16_000));
+        used.truncate(0, 0);
+        assert_eq!(used.bytes(), short);
         // The pool of what is left closes up, and its history keeps what it holds.
         let mut lone = cache(1);
-        assert_eq!(attend(&mut held, 15, &states(4)), attend(&mut lone, 0, &states(4)));
-        (1..15).for_each(|slot| held.truncate(slot, 0));
-        assert!(held.bytes() <= short / 15 + KEPT, "{}", held.bytes());
-        assert_eq!(attend(&mut held, 15, &states(3)), attend(&mut lone, 0, &states(3)));
-        held.truncate(15, 0);
-        assert!(held.bytes() <= KEPT);
+        assert_eq!(attend(&mut used, 15, &states(4)), attend(&mut lone, 0, &states(4)));
+        (1..15).for_each(|slot| used.truncate(slot, 0));
+        assert!(used.bytes() <= short / 15 + KEPT, "{}", used.bytes());
+        assert_eq!(attend(&mut used, 15, &states(3)), attend(&mut lone, 0, &states(3)));
+        used.truncate(15, 0);
+        assert!(used.bytes() <= KEPT);
     }
 
     #[test]
     fn rows_that_were_outgrown_are_given_back() {
         let mut growing = cache(8);
         for len in [200, 400, 700, 1000, 1500] {
-            growing.reserve(&(0..8).map(|slot| Chunk { slot, held: 0, len }).collect::<Vec<_>>());
+            growing.reserve(&(0..8).map(|slot| Chunk { slot, past_len: 0, len }).collect::<Vec<_>>());
             let live = 8 * growing.history_bytes(len);
             assert!(growing.bytes() <= live + KEPT, "{len} tokens: {} of {live}", growing.bytes());
         }
@@ -364,7 +364,7 @@ mod tests {
             })
             .collect();
         assert!(Tensor::cat(&parts, 0).allclose(&whole, 1e-6, 1e-6, false));
-        assert_eq!(cache.held(1), 1300);
+        assert_eq!(cache.len(1), 1300);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use super::{SPAN, Visibility};
+use super::{MaskKind, SPAN};
 
 /// Scores of one head and sequence up to which a chunk attends in one call.
 const WHOLE: usize = 1 << 27;
@@ -13,7 +13,7 @@ const PIECE: usize = 1 << 25;
 
 /// What decides a layer's masks.
 #[derive(PartialEq)]
-pub struct View {
+pub struct MaskShape {
     /// Query heads per key/value head.
     pub repeats: usize,
     /// Tokens that a query sees; None for all before it.
@@ -21,19 +21,19 @@ pub struct View {
 }
 
 /// Queries of a group that attend in one call.
-pub struct Piece {
+pub struct AttentionCall {
     /// Rows within every chunk.
     pub rows: Range<usize>,
     /// Positions handed to the attention.
     pub keys: Range<usize>,
-    /// [`Piece::mask`], where it is worth keeping for all layers.
+    /// [`AttentionCall::mask`], where it is worth keeping for all layers.
     pub mask: Option<Tensor>,
 }
 
-impl View {
+impl MaskShape {
     /// Cuts chunks of `width` tokens whose histories then need `span` into calls. What each call reads follows from these two
     /// numbers alone.
-    pub fn cut(&self, width: usize, span: usize, visibility: Visibility) -> Vec<Piece> {
+    pub fn cut(&self, width: usize, span: usize, visibility: MaskKind) -> Vec<AttentionCall> {
         let scores = self.repeats * span;
         let most = if scores * width <= WHOLE { width } else { (PIECE / scores).max(1) };
         let most = self.window.map_or(most, |window| most.min(window.max(SPAN)));
@@ -42,26 +42,33 @@ impl View {
         let piece = |start: usize| {
             let rows = start..width.min(start + most);
             let end = match visibility {
-                Visibility::Causal => (most_held + rows.end).next_multiple_of(SPAN),
-                Visibility::Block => span,
+                MaskKind::Causal => (most_held + rows.end).next_multiple_of(SPAN),
+                MaskKind::Block => span,
             };
             let first = self.window.map_or(0, |window| (least_held + start + 1).saturating_sub(window));
-            Piece { rows, keys: first / SPAN * SPAN..end, mask: None }
+            AttentionCall { rows, keys: first / SPAN * SPAN..end, mask: None }
         };
         (0..width).step_by(most).map(piece).collect()
     }
 }
 
-impl Piece {
-    /// 0 where visible, −∞ elsewhere: `[S, 1, repeats·rows, keys]`, for slots that hold `held [S, 1, 1]`.
-    pub fn mask(&self, view: &View, held: &Tensor, width: i64, visibility: Visibility, kind: Kind) -> Tensor {
+impl AttentionCall {
+    /// 0 where visible, −∞ elsewhere: `[S, 1, repeats·rows, keys]`, for slots that hold `past_len [S, 1, 1]`.
+    pub fn mask(
+        &self,
+        view: &MaskShape,
+        past_len: &Tensor,
+        width: i64,
+        visibility: MaskKind,
+        kind: Kind,
+    ) -> Tensor {
         let range = |range: &Range<usize>| {
-            Tensor::arange_start(range.start as i64, range.end as i64, (Kind::Int64, held.device()))
+            Tensor::arange_start(range.start as i64, range.end as i64, (Kind::Int64, past_len.device()))
         };
-        let (keys, own) = (range(&self.keys), held + range(&self.rows).unsqueeze(1)); // [T], [S, L, 1]
+        let (keys, own) = (range(&self.keys), past_len + range(&self.rows).unsqueeze(1)); // [T], [S, L, 1]
         let mut hidden = match visibility {
-            Visibility::Causal => keys.gt_tensor(&own),
-            Visibility::Block => keys.gt_tensor(&(held + (width - 1)).expand_as(&own)),
+            MaskKind::Causal => keys.gt_tensor(&own),
+            MaskKind::Block => keys.gt_tensor(&(past_len + (width - 1)).expand_as(&own)),
         }; // [S, L, T]
         if let Some(window) = view.window {
             hidden = hidden.logical_or(&keys.le_tensor(&(own - window as i64)));

@@ -3,12 +3,12 @@
 use deepspec_decode::{Part, Upload, Uploaded};
 use tch::{Kind, Tensor};
 
-use super::piece::{Piece, View};
+use super::piece::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
 
 /// What a fed token sees of its own chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Visibility {
+pub enum MaskKind {
     /// Itself and what came before.
     Causal,
     /// The whole chunk.
@@ -35,14 +35,14 @@ pub(super) struct PoolRows {
 }
 
 /// The same for an attention; the same for all layers.
-pub struct Ragged {
+pub struct BatchPlan {
     pub(super) rows: Rows,
     /// The feed's rows group after group; None where that is their own order.
     pub(super) order: Option<Tensor>,
     /// Brings ordered rows back into the order of the feed.
     pub(super) back: Option<Tensor>,
     pub(super) groups: Vec<Group>,
-    pub(super) visibility: Visibility,
+    pub(super) visibility: MaskKind,
 }
 
 /// Chunks of one length in one pool whose histories need the same span.
@@ -53,9 +53,9 @@ pub(super) struct Group {
     /// L, the length of every chunk.
     pub width: i64,
     /// Tokens that the slots held before, `[S, 1, 1]` int64.
-    pub held: Tensor,
+    pub past_len: Tensor,
     /// The calls that make up the attention, for each of the cache's views.
-    pub views: Vec<Vec<Piece>>,
+    pub views: Vec<Vec<AttentionCall>>,
 }
 
 /// Rows of a pool.
@@ -71,12 +71,12 @@ pub struct RowsSketch {
     pools: Vec<(usize, i64, i64, Part, Part)>,
 }
 
-/// [`Ragged`] whose numbers are on their way.
-pub struct Sketch {
+/// [`BatchPlan`] whose numbers are on their way.
+pub struct PendingPlan {
     rows: RowsSketch,
     order: Option<(Part, Part)>,
     groups: Vec<GroupSketch>,
-    visibility: Visibility,
+    visibility: MaskKind,
 }
 
 struct GroupSketch {
@@ -87,7 +87,7 @@ struct GroupSketch {
     picked: Option<Part>,
     width: usize,
     span: usize,
-    held: Part,
+    past_len: Part,
 }
 
 impl Rows {
@@ -97,7 +97,7 @@ impl Rows {
     }
 }
 
-impl Ragged {
+impl BatchPlan {
     /// Absolute position of every row, `[N]` int64.
     pub fn positions(&self) -> &Tensor {
         &self.rows.positions
@@ -136,13 +136,13 @@ impl Placed {
     }
 
     fn positions(&self) -> impl Iterator<Item = i64> {
-        (self.chunk.held..self.chunk.held + self.chunk.len).map(|position| position as i64)
+        (self.chunk.past_len..self.chunk.past_len + self.chunk.len).map(|position| position as i64)
     }
 
     /// Pool, width and span: what chunks of a group have in common.
     fn kind(&self) -> (usize, usize, usize) {
-        let Chunk { held, len, .. } = self.chunk;
-        (self.capacity, len, (held + len).next_multiple_of(SPAN))
+        let Chunk { past_len, len, .. } = self.chunk;
+        (self.capacity, len, (past_len + len).next_multiple_of(SPAN))
     }
 }
 
@@ -156,7 +156,7 @@ impl KvCache {
     }
 
     /// [`KvCache::place`] and what the chunks' queries see.
-    pub fn plan(&self, chunks: &[Chunk], visibility: Visibility, upload: &mut Upload<i64>) -> Sketch {
+    pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind, upload: &mut Upload<i64>) -> PendingPlan {
         let mut placed = self.placed(chunks);
         // Pool after pool, and in a group row after row: rows that lie side by side are read without copying them.
         placed.sort_by_key(|placed| (placed.kind(), placed.row));
@@ -180,11 +180,11 @@ impl KvCache {
                 picked: (!consecutive).then(|| upload.push(rows)),
                 width,
                 span,
-                held: upload.push(group.iter().map(|placed| placed.chunk.held as i64)),
+                past_len: upload.push(group.iter().map(|placed| placed.chunk.past_len as i64)),
             }
         };
         let groups = placed.chunk_by(|a, b| a.kind() == b.kind()).map(group).collect();
-        Sketch { rows, order, groups, visibility }
+        PendingPlan { rows, order, groups, visibility }
     }
 
     fn placed(&self, chunks: &[Chunk]) -> Vec<Placed> {
@@ -198,14 +198,14 @@ impl KvCache {
     }
 
     /// The plan, now that the numbers are there.
-    pub fn ready(&self, sketch: &Sketch, sent: &Uploaded) -> Ragged {
+    pub fn ready(&self, sketch: &PendingPlan, sent: &Uploaded) -> BatchPlan {
         let (kind, visibility) = (self.kind(), sketch.visibility);
         let group = |group: &GroupSketch| {
-            let held = sent.of(group.held).view([-1, 1, 1]);
-            let pieces = |view: &View| {
+            let past_len = sent.of(group.past_len).view([-1, 1, 1]);
+            let pieces = |view: &MaskShape| {
                 let mut pieces = view.cut(group.width, group.span, visibility);
                 if let [only] = pieces.as_mut_slice() {
-                    only.mask = Some(only.mask(view, &held, group.width as i64, visibility, kind));
+                    only.mask = Some(only.mask(view, &past_len, group.width as i64, visibility, kind));
                 }
                 pieces
             };
@@ -218,10 +218,10 @@ impl KvCache {
                 },
                 width: group.width as i64,
                 views: self.views().iter().map(pieces).collect(),
-                held,
+                past_len,
             }
         };
-        Ragged {
+        BatchPlan {
             rows: sketch.rows.on(sent),
             order: sketch.order.map(|(order, _)| sent.of(order)),
             back: sketch.order.map(|(_, back)| sent.of(back)),
@@ -259,16 +259,23 @@ fn rows_sketch(
         return RowsSketch { positions: only.4, order: None, pools: vec![only] };
     }
     let pools = all.chunk_by(|a, b| a.capacity == b.capacity).map(pool).collect();
-    let positions = feed.iter().flat_map(|chunk| (chunk.held..chunk.held + chunk.len).map(|p| p as i64));
+    let positions =
+        feed.iter().flat_map(|chunk| (chunk.past_len..chunk.past_len + chunk.len).map(|p| p as i64));
     RowsSketch { positions: upload.push(positions), order, pools }
 }
 
 /// What a piece's mask takes from its group.
 impl Group {
-    pub(super) fn mask(&self, piece: &Piece, view: &View, visibility: Visibility, kind: Kind) -> Tensor {
+    pub(super) fn mask(
+        &self,
+        piece: &AttentionCall,
+        view: &MaskShape,
+        visibility: MaskKind,
+        kind: Kind,
+    ) -> Tensor {
         match &piece.mask {
             Some(mask) => mask.shallow_clone(),
-            None => piece.mask(view, &self.held, self.width, visibility, kind),
+            None => piece.mask(view, &self.past_len, self.width, visibility, kind),
         }
     }
 }

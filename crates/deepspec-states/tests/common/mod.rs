@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::config;
 use deepspec_core::recipe::Recipe;
-use deepspec_states::{Source, StatesError};
+use deepspec_states::{StatesError, TargetBundle};
 use tempfile::TempDir;
 
 /// A folder of its own with a copy of the tiny target, so that a test may change it.
@@ -44,8 +44,8 @@ impl Bench {
         config::parse(Path::new("recipe.yaml"), &text, &overrides).unwrap()
     }
 
-    pub fn source(&self, overrides: &[&str]) -> Result<Source, StatesError> {
-        Source::open(&self.recipe(overrides), Verbosity::Quiet)
+    pub fn source(&self, overrides: &[&str]) -> Result<TargetBundle, StatesError> {
+        TargetBundle::open(&self.recipe(overrides), Verbosity::Quiet)
     }
 
     pub fn write(&self, name: &str, text: &str) -> PathBuf {

@@ -1,15 +1,15 @@
-//! Many servers as one: a request goes to whichever has a seat free, and elsewhere when that fails.
+//! Many servers as one: a request goes to whichever has a slot free, and elsewhere when that fails.
 //!
 //! There is one queue for all servers and none behind any of them, so a fast server takes from a slow one what it would
 //! have got. A server that is given up loses what it was working on as well.
 
-mod accounts;
+mod admission;
+mod circuit;
 mod extensions;
 mod failure;
-mod health;
-mod lease;
-mod seats;
+mod permit;
 mod server;
+mod stats;
 mod watch;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,11 +20,11 @@ use serde_json::{Map, Value};
 
 use super::answer::{Answer, AskError};
 use crate::chat::fresh_number;
+use admission::Admission;
+use circuit::Change;
 use extensions::{Extensions, Fields, Refusal};
 use failure::{Class, Failure};
-use health::Change;
-use lease::Lease;
-use seats::Seats;
+use permit::Permit;
 pub use server::check_urls;
 use server::{Server, client};
 
@@ -55,7 +55,7 @@ pub struct Options {
 pub struct Pool {
     servers: Vec<Server>,
     options: Options,
-    seats: Mutex<Seats>,
+    admission: Mutex<Admission>,
 }
 
 impl Pool {
@@ -66,7 +66,7 @@ impl Pool {
     pub fn new(urls: &[String], options: Options) -> anyhow::Result<Self> {
         let http = client(urls, options.timeout, options.concurrency)?;
         let servers = urls.iter().map(|url| Server::new(&http, url, options.api_key.clone())).collect();
-        Ok(Self { seats: Mutex::new(Seats::new(urls.len(), options.concurrency)), servers, options })
+        Ok(Self { admission: Mutex::new(Admission::new(urls.len(), options.concurrency)), servers, options })
     }
 
     /// Checks that at least one server is there, and looks after those that are not.
@@ -102,8 +102,8 @@ impl Pool {
     ) -> Result<Answer, AskError> {
         let (mut attempts, mut waits, mut avoid) = (0, 0, None);
         loop {
-            let lease = Lease::take(self, *home, avoid).await?;
-            let index = lease.server();
+            let permit = Permit::take(self, *home, avoid).await?;
+            let index = permit.server();
             let server = &self.servers[index];
             let failure = match self.attempt(index, body).await {
                 Ok(answer) => {
@@ -118,7 +118,7 @@ impl Pool {
             let problem = format!("{}: {failure}", server.url());
             tracing::debug!("{problem}");
             self.settle(index, &failure, &problem)?;
-            drop(lease);
+            drop(permit);
             avoid = Some(index);
             match failure.class {
                 Class::Unreachable | Class::Recalled => {}
@@ -161,7 +161,7 @@ impl Pool {
 
     /// Share of the answers that each server gave, in percent, where there are several.
     pub fn shares(&self) -> String {
-        let counts: Vec<u64> = self.lock().accounts().map(|account| account.answered).collect();
+        let counts: Vec<u64> = self.lock().stats().map(|stats| stats.answered).collect();
         let total: u64 = counts.iter().sum::<u64>().max(1);
         let shares: Vec<String> = counts.iter().map(|count| format!("{}", 100 * count / total)).collect();
         if shares.len() > 1 { format!(", servers {} %", shares.join("/")) } else { String::new() }
@@ -169,27 +169,27 @@ impl Pool {
 
     /// The accounts of all servers.
     pub fn record(&self) -> Vec<Value> {
-        let seats = self.lock();
-        let accounts = seats.accounts().zip(&self.servers);
-        accounts
-            .map(|(account, server)| account.record(server.url(), &server.extensions.dropped().names()))
+        let admission = self.lock();
+        let stats = admission.stats().zip(&self.servers);
+        stats
+            .map(|(stats, server)| stats.record(server.url(), &server.extensions.dropped().names()))
             .collect()
     }
 
     /// A line for every server that had trouble.
     pub fn troubles(&self) -> Vec<String> {
-        let seats = self.lock();
-        let line = |(account, server): (&accounts::Account, &Server)| {
-            let (answered, failures) = (account.answered, account.failures());
+        let admission = self.lock();
+        let line = |(stats, server): (&stats::ServerStats, &Server)| {
+            let (answered, failures) = (stats.answered, stats.failures());
             (failures > 0).then(|| {
                 format!(
                     "{}: {answered} requests answered, {failures} not ({})",
                     server.url(),
-                    account.classes()
+                    stats.classes()
                 )
             })
         };
-        seats.accounts().zip(&self.servers).filter_map(line).collect()
+        admission.stats().zip(&self.servers).filter_map(line).collect()
     }
 
     /// One attempt, again without a field that the server turns out not to know.
@@ -259,24 +259,24 @@ impl Pool {
     /// Lets a failure count for the server.
     fn settle(self: &Arc<Self>, index: usize, failure: &Failure, problem: &str) -> Result<(), AskError> {
         let change = {
-            let mut seats = self.lock();
-            seats.count(index, failure.class);
+            let mut admission = self.lock();
+            admission.count(index, failure.class);
             match failure.class {
-                Class::Unreachable => seats.unreachable(index, problem),
-                Class::RateLimited => seats.limit(index, failure.retry_after, problem),
-                Class::Denied if !seats.answered(index) => {
-                    let dismissed = seats.deny(index, problem);
-                    if seats.all_dismissed() {
-                        let all = seats.problems(&self.urls());
+                Class::Unreachable => admission.unreachable(index, problem),
+                Class::RateLimited => admission.limit(index, failure.retry_after, problem),
+                Class::Denied if !admission.answered(index) => {
+                    let disabled = admission.deny(index, problem);
+                    if admission.all_disabled() {
+                        let all = admission.problems(&self.urls());
                         return Err(AskError::Run(anyhow!("no server answers: {all}")));
                     }
-                    if dismissed {
+                    if disabled {
                         tracing::warn!("{problem}; this server is not asked again");
                     }
                     Change::None
                 }
                 Class::ServerError | Class::Timeout | Class::Broken | Class::Garbage | Class::Denied => {
-                    seats.failure(index, problem)
+                    admission.failure(index, problem)
                 }
                 Class::Refused | Class::Recalled => Change::None,
             }
@@ -290,9 +290,9 @@ impl Pool {
         self.servers.iter().map(Server::url).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Seats> {
+    fn lock(&self) -> MutexGuard<'_, Admission> {
         // Nothing panics while it holds the lock; should it, the process ends.
-        self.seats.lock().unwrap_or_else(PoisonError::into_inner)
+        self.admission.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

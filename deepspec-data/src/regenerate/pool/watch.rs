@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::health::Change;
+use super::circuit::Change;
 use super::{Pool, fraction, jittered};
 
 impl Pool {
-    /// Does what a change of a server's standing asks for.
+    /// Does what a change of a server's state asks for.
     pub(super) fn follow(self: &Arc<Self>, index: usize, change: Change) {
         let server = &self.servers[index];
         match change {
@@ -63,14 +63,14 @@ impl Pool {
             let mut pause = patience;
             loop {
                 tokio::time::sleep(pause).await;
-                let mut seats = pool.lock();
+                let mut admission = pool.lock();
                 // Another moment means that some server has served in between.
-                if seats.none_serves_since() != Some(since) {
+                if admission.none_serves_since() != Some(since) {
                     return;
                 }
-                if !seats.may_hope() {
-                    let all = seats.problems(&pool.urls());
-                    return seats
+                if !admission.may_hope() {
+                    let all = admission.problems(&pool.urls());
+                    return admission
                         .close(format!("no server has answered for {} s: {all}", patience.as_secs()));
                 }
                 pause = patience.min(Duration::from_secs(1));

@@ -115,7 +115,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         (dir("--target", &args.target, verbosity)?, dir("--draft", &args.draft, verbosity)?);
     let report = examine(args, &target, &draft, place)?;
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.render() };
-    Ok(crate::print(&text)?)
+    Ok(crate::output::print(&text)?)
 }
 
 fn examine(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Result<Report> {

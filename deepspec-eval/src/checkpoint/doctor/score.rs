@@ -163,7 +163,7 @@ pub fn score(
         Change::Taps(taps) => taps.as_slice(),
         _ => drafter.taps(),
     };
-    let ends = target.ends();
+    let ends = target.embed_and_head();
     // The target's rotary settings, for layers like the drafter's.
     let windows: Vec<Option<usize>> =
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();

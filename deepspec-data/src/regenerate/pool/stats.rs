@@ -7,7 +7,7 @@ use super::failure::Class;
 
 /// One server's account.
 #[derive(Debug, Clone, Default)]
-pub struct Account {
+pub struct ServerStats {
     /// Requests answered.
     pub answered: u64,
     /// Their tokens.
@@ -17,7 +17,7 @@ pub struct Account {
     pub given_up: u64,
 }
 
-impl Account {
+impl ServerStats {
     /// Counts a failure.
     pub fn fail(&mut self, class: Class) {
         self.failures[class as usize] += 1;

@@ -6,24 +6,24 @@ use anyhow::anyhow;
 
 use super::super::answer::AskError;
 use super::Pool;
-use super::seats::{Taken, Turn};
+use super::admission::{Acquired, Slot};
 
-/// The right to have one request at a server. Dropping it gives the seat to the next in line.
-pub struct Lease {
+/// The right to have one request at a server. Dropping it gives the slot to the next in line.
+pub struct Permit {
     pool: Arc<Pool>,
-    taken: Taken,
+    taken: Slot,
 }
 
-impl Lease {
-    /// Waits for a seat, at `home` if it has one free, at `avoid` only if no other server serves.
+impl Permit {
+    /// Waits for a slot, at `home` if it has one free, at `avoid` only if no other server serves.
     ///
     /// # Errors
     /// If the run has ended.
     pub async fn take(pool: &Arc<Pool>, home: Option<usize>, avoid: Option<usize>) -> Result<Self, AskError> {
         let turn = pool.lock().take(home, avoid);
         let taken = match turn.map_err(|problem| AskError::Run(anyhow!(problem)))? {
-            Turn::Now(taken) => taken,
-            Turn::Later(turn) => turn.await.map_err(|_| {
+            Acquired::Now(taken) => taken,
+            Acquired::Later(turn) => turn.await.map_err(|_| {
                 let problem = pool.lock().closed().unwrap_or("the run has ended").to_string();
                 AskError::Run(anyhow!(problem))
             })?,
@@ -37,8 +37,8 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.pool.lock().give_back(self.taken);
+        self.pool.lock().release(self.taken);
     }
 }

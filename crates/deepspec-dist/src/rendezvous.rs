@@ -28,12 +28,19 @@ impl Host {
     /// Holds a meeting place at a free local port until it is dropped.
     ///
     /// # Errors
-    /// [`GroupError::Meeting`] if no port can be bound.
+    /// [`GroupError::Rendezvous`] if no port can be bound.
     pub fn open(world_size: usize, timeout: Duration) -> Result<Self, GroupError> {
         let (host, port) = (Self::ADDRESS.to_string(), 0);
         let (store, port) =
             Store::open(&host, port, true, timeout, &prefix(JOB, ATTEMPT)).map_err(|problem| {
-                GroupError::Meeting { rank: 0, world_size, host, port, timeout, problem: one_line(&problem) }
+                GroupError::Rendezvous {
+                    rank: 0,
+                    world_size,
+                    host,
+                    port,
+                    timeout,
+                    problem: one_line(&problem),
+                }
             })?;
         Ok(Self { store, port })
     }
@@ -61,13 +68,13 @@ impl Host {
 }
 
 /// A rank at the meeting place.
-pub(crate) struct Meeting {
+pub(crate) struct Rendezvous {
     pub store: Store,
     ranks: Ranks,
 }
 
 /// What became of the other ranks.
-pub(crate) enum Fate {
+pub(crate) enum PeerStatus {
     /// The first that failed, and its error.
     Failed(usize, String),
     /// Those that did not answer.
@@ -76,7 +83,7 @@ pub(crate) enum Fate {
     Alive,
 }
 
-impl Meeting {
+impl Rendezvous {
     /// Waits until all ranks have come.
     pub fn open(ranks: &Ranks, timeout: Duration) -> Result<Self, GroupError> {
         let begun = Instant::now();
@@ -85,7 +92,7 @@ impl Meeting {
         let prefix = prefix(&ranks.job, ranks.attempt);
         let (store, _) =
             Store::open(&ranks.host, ranks.port, is_host, timeout, &prefix).map_err(|problem| {
-                GroupError::Meeting {
+                GroupError::Rendezvous {
                     rank,
                     world_size,
                     host: ranks.host.clone(),
@@ -140,7 +147,7 @@ impl Meeting {
     }
 
     /// Asks what became of the others when a collective has failed.
-    pub fn ask(&self) -> Fate {
+    pub fn ask(&self) -> PeerStatus {
         self.say("end", "");
         let (deadline, mut silent) = (Instant::now() + LAST_WORDS, vec![]);
         let mut failed = None;
@@ -158,9 +165,9 @@ impl Meeting {
             self.missing("bye", LAST_WORDS);
         }
         match failed {
-            Some((peer, cause)) => Fate::Failed(peer, cause),
-            None if silent.is_empty() => Fate::Alive,
-            None => Fate::Silent(silent),
+            Some((peer, cause)) => PeerStatus::Failed(peer, cause),
+            None if silent.is_empty() => PeerStatus::Alive,
+            None => PeerStatus::Silent(silent),
         }
     }
 

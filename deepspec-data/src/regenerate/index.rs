@@ -17,7 +17,7 @@ const BATCH: usize = 1024;
 
 /// What a first pass over the inputs found.
 #[derive(Default)]
-pub struct Survey {
+pub struct InputIndex {
     /// Ids of the output rows: one per usable input row and sample.
     pub ids: IdSet,
     /// The lines that are no usable rows.
@@ -31,22 +31,22 @@ type Parsed = (usize, Result<Row, String>);
 ///
 /// # Errors
 /// If a file cannot be read; bad lines are no error.
-pub fn survey(inputs: &[PathBuf], settings: &Settings) -> Result<Survey, FileError> {
-    let mut survey = Survey::default();
+pub fn index(inputs: &[PathBuf], settings: &Settings) -> Result<InputIndex, FileError> {
+    let mut index = InputIndex::default();
     for file in inputs {
         for batch in jsonl::batches(file, BATCH)? {
             for (line, row) in parse(file, batch?, settings) {
-                match row.and_then(|row| survey.add(&row, settings)) {
+                match row.and_then(|row| index.add(&row, settings)) {
                     Ok(()) => {}
-                    Err(reason) => survey.rejected.push(Reject { file: file.clone(), line, reason }),
+                    Err(reason) => index.rejected.push(Reject { file: file.clone(), line, reason }),
                 }
             }
         }
     }
-    Ok(survey)
+    Ok(index)
 }
 
-impl Survey {
+impl InputIndex {
     fn add(&mut self, row: &Row, settings: &Settings) -> Result<(), String> {
         let ids = Row::sample_ids(&row.id, settings.samples);
         if let Some(known) = ids.iter().find(|id| self.ids.contains(id)) {
@@ -69,7 +69,7 @@ pub fn select<'a>(
     rows(inputs, settings).flat_map(move |row| match row {
         Err(error) => vec![Err(error)],
         Ok(row) => {
-            // A second row of the same id was rejected by the survey.
+            // A second row of the same id was rejected by the index.
             if !given.insert(&row.id) {
                 return vec![];
             }

@@ -47,7 +47,7 @@ impl Place {
 }
 
 /// Recomputes where each row must lie, so that nothing read later depends on a number that the file merely claims.
-pub(super) struct Door<'m> {
+pub(super) struct RowValidator<'m> {
     pub path: &'m Path,
     manifest: &'m Manifest,
     shard: usize,
@@ -59,7 +59,7 @@ pub(super) struct Door<'m> {
     exponent_bytes: Vec<u64>,
 }
 
-impl<'m> Door<'m> {
+impl<'m> RowValidator<'m> {
     pub fn new(path: &'m Path, manifest: &'m Manifest) -> Result<Self, CacheError> {
         let layout = manifest.layout();
         // A manifest that was read has sizes that can be.

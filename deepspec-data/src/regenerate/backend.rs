@@ -12,7 +12,7 @@ use super::pool::Pool;
 use crate::chat::{self, ChatError, ChatModel, finish_name};
 
 /// Who answers.
-pub enum Asker {
+pub enum Backend {
     /// OpenAI-compatible servers.
     Servers(Arc<Pool>),
     /// A model in this process.
@@ -29,7 +29,7 @@ pub struct Embedded {
     pub in_flight: AtomicUsize,
 }
 
-impl Asker {
+impl Backend {
     /// Asks with the body of a chat completion request. `home` is the server that answered the conversation's last turn.
     ///
     /// # Errors

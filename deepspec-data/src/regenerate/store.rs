@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
@@ -11,9 +12,9 @@ use fs4::fs_std::FileExt;
 use serde_json::{Map, Value};
 
 use super::ids::IdSet;
+use super::index::InputIndex;
 use super::rows::Row;
 use super::settings::Settings;
-use super::survey::Survey;
 use crate::rejects::{self, beside};
 
 /// The rows that need no asking.
@@ -32,15 +33,15 @@ impl Done {
     ///
     /// # Errors
     /// Usage errors if the output belongs to other inputs or settings.
-    pub fn read(output: &Path, settings: &Settings, survey: &Survey) -> anyhow::Result<Self> {
+    pub fn read(output: &Path, settings: &Settings, index: &InputIndex) -> anyhow::Result<Self> {
         let (failed_path, mut done, mut both) = (failed_path(output), Self::default(), None);
         if output.exists() {
-            read_rows(output, survey, &mut done.ok, |_, row| {
+            read_rows(output, index, &mut done.ok, |_, row| {
                 done.truncated += usize::from(row.get("finish_reason").is_some_and(|why| why == "length"));
             })?;
         }
         if failed_path.exists() {
-            read_rows(&failed_path, survey, &mut done.failed, |id, _| {
+            read_rows(&failed_path, index, &mut done.failed, |id, _| {
                 if done.ok.contains(id) {
                     both = Some(id.to_string());
                 }
@@ -63,7 +64,9 @@ impl Done {
 }
 
 /// The outputs of a run: an id stands in at most one of the two files, at most once.
-pub struct Ledger {
+pub struct ResultStore {
+    /// What the inputs hold.
+    pub index: Arc<InputIndex>,
     output: PathBuf,
     failed_path: PathBuf,
     answered: Appender,
@@ -74,7 +77,7 @@ pub struct Ledger {
     _lock: File,
 }
 
-impl Ledger {
+impl ResultStore {
     /// Opens the outputs, drops torn last lines and finds out what is done.
     ///
     /// # Errors
@@ -82,7 +85,7 @@ impl Ledger {
     pub fn open(
         output: &Path,
         settings: &Settings,
-        survey: &Survey,
+        index: Arc<InputIndex>,
         overwrite: bool,
     ) -> anyhow::Result<Self> {
         if let Some(parent) = output.parent().filter(|parent| !parent.as_os_str().is_empty()) {
@@ -98,9 +101,9 @@ impl Ledger {
         }
         let answered = Appender::open(output)?;
         let failures = if failed_path.exists() { Some(Appender::open(&failed_path)?) } else { None };
-        let done = Done::read(output, settings, survey)?;
+        let done = Done::read(output, settings, &index)?;
         atomic::write_json(&beside(output, ".run.json"), &settings.record())?;
-        Ok(Self { output: output.into(), failed_path, answered, failures, done, _lock: lock })
+        Ok(Self { index, output: output.into(), failed_path, answered, failures, done, _lock: lock })
     }
 
     /// What is done.
@@ -160,8 +163,8 @@ impl Ledger {
     }
 
     /// How many ids have neither been answered nor failed.
-    pub fn pending(&self, survey: &Survey) -> usize {
-        survey.ids.len().saturating_sub(self.done.ok.len() + self.done.failed.len())
+    pub fn pending(&self) -> usize {
+        self.index.ids.len().saturating_sub(self.done.ok.len() + self.done.failed.len())
     }
 
     /// Where answered rows are.
@@ -211,7 +214,7 @@ fn remove(path: &Path) -> Result<(), FileError> {
 /// Reads an output's ids, all of which must be the inputs'.
 fn read_rows(
     path: &Path,
-    survey: &Survey,
+    index: &InputIndex,
     ids: &mut IdSet,
     mut each: impl FnMut(&str, &Map<String, Value>),
 ) -> anyhow::Result<()> {
@@ -228,7 +231,7 @@ fn read_rows(
         let place = format!("{}:{line}", path.display());
         match row::id_of(&row) {
             Err(problem) => bail!("{place}: {problem}; repair the line, or --overwrite to start anew"),
-            Ok(id) if !survey.ids.contains(&id) => {
+            Ok(id) if !index.ids.contains(&id) => {
                 usage!(
                     "{place}: id `{id}` is in none of the inputs; give another --output, or --overwrite to start anew"
                 )

@@ -11,23 +11,23 @@ const LIMITED: (Duration, Duration) = (Duration::from_millis(250), Duration::fro
 /// Longest pause that a server may ask for.
 const LONGEST_WISH: Duration = Duration::from_secs(600);
 /// Denials after which a server that never answered is given up for good.
-const DISMISSED_AFTER: u32 = 3;
+const DISABLED_AFTER: u32 = 3;
 /// Answers after which a server's earlier troubles are forgotten.
 const FORGOTTEN_AFTER: u32 = 20;
 
 /// Where a server stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum CircuitState {
     /// It is asked.
-    Serving,
+    Closed,
     /// It asked to be left alone; it is asked again after a while.
     Paused,
     /// It was given up; it is looked after until it answers again.
-    Out,
+    Open,
     /// It answers again and is tried with one request.
-    OnTrial,
+    HalfOpen,
     /// It refuses everything and never answered: it is not asked again.
-    Dismissed,
+    Disabled,
 }
 
 /// What a server's caller has to do.
@@ -43,10 +43,10 @@ pub enum Change {
     Back,
 }
 
-/// A server's standing and what it depends on.
+/// A server's state and what it depends on.
 #[derive(Debug)]
-pub struct Health {
-    standing: Standing,
+pub struct CircuitBreaker {
+    state: CircuitState,
     /// Failures since the last answer.
     failures: u32,
     /// Answers since the last trouble.
@@ -61,16 +61,16 @@ pub struct Health {
     pub answered: bool,
 }
 
-impl Health {
+impl CircuitBreaker {
     /// A server of which nothing is known.
     pub fn new() -> Self {
-        let standing = Standing::Serving;
-        Self { standing, failures: 0, answers: 0, given_up: 0, limited: 0, denials: 0, answered: false }
+        let state = CircuitState::Closed;
+        Self { state, failures: 0, answers: 0, given_up: 0, limited: 0, denials: 0, answered: false }
     }
 
     /// Where it stands.
-    pub fn standing(&self) -> Standing {
-        self.standing
+    pub fn state(&self) -> CircuitState {
+        self.state
     }
 
     /// It answered a request.
@@ -81,32 +81,32 @@ impl Health {
         if self.answers >= FORGOTTEN_AFTER {
             self.given_up = 0;
         }
-        match self.standing {
-            Standing::OnTrial | Standing::Dismissed => {
-                self.standing = Standing::Serving;
+        match self.state {
+            CircuitState::HalfOpen | CircuitState::Disabled => {
+                self.state = CircuitState::Closed;
                 Change::Back
             }
             // The answer to a request from before.
-            Standing::Serving | Standing::Paused | Standing::Out => Change::None,
+            CircuitState::Closed | CircuitState::Paused | CircuitState::Open => Change::None,
         }
     }
 
     /// A request failed for a reason that may be the request's own.
     pub fn failure(&mut self) -> Change {
         self.failures += 1;
-        match self.standing {
-            Standing::OnTrial => self.unreachable(),
-            Standing::Serving if self.failures >= GIVEN_UP_AFTER => self.unreachable(),
+        match self.state {
+            CircuitState::HalfOpen => self.unreachable(),
+            CircuitState::Closed if self.failures >= GIVEN_UP_AFTER => self.unreachable(),
             _ => Change::None,
         }
     }
 
     /// It cannot be reached, or has failed too often.
     pub fn unreachable(&mut self) -> Change {
-        if matches!(self.standing, Standing::Out | Standing::Dismissed) {
+        if matches!(self.state, CircuitState::Open | CircuitState::Disabled) {
             return Change::None;
         }
-        self.standing = Standing::Out;
+        self.state = CircuitState::Open;
         (self.failures, self.answers) = (0, 0);
         self.given_up += 1;
         Change::Look(doubled(PAUSE, self.given_up))
@@ -120,10 +120,10 @@ impl Health {
 
     /// It asks to be left alone, for a time if it says so.
     pub fn limit(&mut self, wish: Option<Duration>) -> Change {
-        if !matches!(self.standing, Standing::Serving | Standing::OnTrial) {
+        if !matches!(self.state, CircuitState::Closed | CircuitState::HalfOpen) {
             return Change::None;
         }
-        self.standing = Standing::Paused;
+        self.state = CircuitState::Paused;
         self.limited += 1;
         let own = doubled(LIMITED, self.limited);
         // A wish for no time at all would have us back at once, again and again.
@@ -132,15 +132,15 @@ impl Health {
 
     /// The time that it asked for is over.
     pub fn resume(&mut self) {
-        if self.standing == Standing::Paused {
-            self.standing = Standing::Serving;
+        if self.state == CircuitState::Paused {
+            self.state = CircuitState::Closed;
         }
     }
 
     /// It answers again.
     pub fn try_again(&mut self) {
-        if self.standing == Standing::Out {
-            self.standing = Standing::OnTrial;
+        if self.state == CircuitState::Open {
+            self.state = CircuitState::HalfOpen;
         }
     }
 
@@ -148,9 +148,9 @@ impl Health {
     /// those and no answer ever.
     pub fn deny(&mut self) -> bool {
         self.denials += 1;
-        let now = !self.answered && self.denials >= DISMISSED_AFTER && self.standing != Standing::Dismissed;
+        let now = !self.answered && self.denials >= DISABLED_AFTER && self.state != CircuitState::Disabled;
         if now {
-            self.standing = Standing::Dismissed;
+            self.state = CircuitState::Disabled;
         }
         now
     }
@@ -166,58 +166,65 @@ mod tests {
 
     #[test]
     fn a_server_falls_out_is_tried_and_comes_back() {
-        let mut health = Health::new();
+        let mut circuit = CircuitBreaker::new();
         for _ in 1..GIVEN_UP_AFTER {
-            assert_eq!(health.failure(), Change::None);
+            assert_eq!(circuit.failure(), Change::None);
         }
-        assert_eq!(health.answer(), Change::None);
+        assert_eq!(circuit.answer(), Change::None);
         for _ in 1..GIVEN_UP_AFTER {
-            assert_eq!(health.failure(), Change::None);
+            assert_eq!(circuit.failure(), Change::None);
         }
-        assert_eq!(health.failure(), Change::Look(PAUSE.0));
+        assert_eq!(circuit.failure(), Change::Look(PAUSE.0));
         assert_eq!(
-            (health.failure(), health.unreachable()),
+            (circuit.failure(), circuit.unreachable()),
             (Change::None, Change::None),
             "it is out already"
         );
-        assert_eq!(health.still_out(), Change::Look(2 * PAUSE.0));
-        health.try_again();
-        assert_eq!(health.standing(), Standing::OnTrial);
-        assert_eq!(health.failure(), Change::Look(4 * PAUSE.0));
-        health.try_again();
-        assert_eq!(health.answer(), Change::Back);
-        assert_eq!(health.standing(), Standing::Serving);
-        assert_eq!(health.unreachable(), Change::Look(8 * PAUSE.0), "its troubles are not forgotten at once");
-        health.try_again();
+        assert_eq!(circuit.still_out(), Change::Look(2 * PAUSE.0));
+        circuit.try_again();
+        assert_eq!(circuit.state(), CircuitState::HalfOpen);
+        assert_eq!(circuit.failure(), Change::Look(4 * PAUSE.0));
+        circuit.try_again();
+        assert_eq!(circuit.answer(), Change::Back);
+        assert_eq!(circuit.state(), CircuitState::Closed);
+        assert_eq!(
+            circuit.unreachable(),
+            Change::Look(8 * PAUSE.0),
+            "its troubles are not forgotten at once"
+        );
+        circuit.try_again();
         for _ in 0..FORGOTTEN_AFTER {
-            health.answer();
+            circuit.answer();
         }
-        assert_eq!(health.unreachable(), Change::Look(PAUSE.0));
+        assert_eq!(circuit.unreachable(), Change::Look(PAUSE.0));
     }
 
     #[test]
     fn wishes_are_respected_within_reason() {
-        let mut health = Health::new();
-        assert_eq!(health.limit(Some(Duration::from_secs(7))), Change::Resume(Duration::from_secs(7)));
-        assert_eq!(health.limit(None), Change::None, "it is paused already");
-        health.resume();
-        assert_eq!(health.limit(Some(Duration::MAX)), Change::Resume(LONGEST_WISH));
-        health.resume();
-        assert_eq!(health.limit(None), Change::Resume(4 * LIMITED.0));
-        health.resume();
-        assert_eq!(health.limit(Some(Duration::ZERO)), Change::Resume(8 * LIMITED.0), "no time is no pause");
-        health.resume();
-        health.answer();
-        assert_eq!(health.limit(None), Change::Resume(LIMITED.0));
+        let mut circuit = CircuitBreaker::new();
+        assert_eq!(circuit.limit(Some(Duration::from_secs(7))), Change::Resume(Duration::from_secs(7)));
+        assert_eq!(circuit.limit(None), Change::None, "it is paused already");
+        circuit.resume();
+        assert_eq!(circuit.limit(Some(Duration::MAX)), Change::Resume(LONGEST_WISH));
+        circuit.resume();
+        assert_eq!(circuit.limit(None), Change::Resume(4 * LIMITED.0));
+        circuit.resume();
+        assert_eq!(circuit.limit(Some(Duration::ZERO)), Change::Resume(8 * LIMITED.0), "no time is no pause");
+        circuit.resume();
+        circuit.answer();
+        assert_eq!(circuit.limit(None), Change::Resume(LIMITED.0));
     }
 
     #[test]
     fn a_server_that_refuses_everything_is_dismissed_unless_it_answers_after_all() {
-        let mut health = Health::new();
-        assert_eq!((health.deny(), health.deny(), health.deny(), health.deny()), (false, false, true, false));
-        assert_eq!(health.standing(), Standing::Dismissed);
-        assert_eq!(health.answer(), Change::Back);
-        assert_eq!((health.standing(), health.deny()), (Standing::Serving, false));
+        let mut circuit = CircuitBreaker::new();
+        assert_eq!(
+            (circuit.deny(), circuit.deny(), circuit.deny(), circuit.deny()),
+            (false, false, true, false)
+        );
+        assert_eq!(circuit.state(), CircuitState::Disabled);
+        assert_eq!(circuit.answer(), Change::Back);
+        assert_eq!((circuit.state(), circuit.deny()), (CircuitState::Closed, false));
     }
 
     #[test]

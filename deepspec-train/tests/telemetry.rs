@@ -10,7 +10,7 @@ use deepspec_core::cli::Verbosity;
 use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
 use deepspec_drafters::DrafterOptions;
 use deepspec_models::{TargetModel, TargetOptions};
-use deepspec_states::Source;
+use deepspec_states::TargetBundle;
 use deepspec_suites::{Asking, Folder};
 use serde_json::Value;
 use tch::{Device, Kind};
@@ -109,7 +109,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
 
     let overrides: Vec<String> = args.chunks(2).map(|pair| pair[1].clone()).collect();
     let recipe = deepspec_drafters::load_recipe(&bench.path("recipe.yaml"), &overrides).unwrap();
-    let source = Source::open(&recipe, Verbosity::Quiet).unwrap();
+    let source = TargetBundle::open(&recipe, Verbosity::Quiet).unwrap();
     let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id()).unwrap();
     let context = source.config.max_position_embeddings;
     let asking = Asking {
