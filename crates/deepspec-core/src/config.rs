@@ -219,25 +219,10 @@ fn nearest(unknown: &str, message: &str) -> Option<String> {
         .split('`')
         .skip(1)
         .step_by(2)
-        .map(|name| (edit_distance(unknown, name), name))
+        .map(|name| (strsim::levenshtein(unknown, name), name))
         .min()
         .filter(|&(distance, name)| distance * 2 <= name.len().max(2))
         .map(|(_, name)| name.to_string())
-}
-
-/// Levenshtein's distance.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.iter().enumerate() {
-            let substituted = diagonal + usize::from(x != *y);
-            let best = substituted.min(row[j] + 1).min(row[j + 1] + 1);
-            diagonal = std::mem::replace(&mut row[j + 1], best);
-        }
-    }
-    row[b.len()]
 }
 
 /// The line where the keys of a dotted path appear in this order, in block or flow style.

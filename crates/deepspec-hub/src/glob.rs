@@ -1,100 +1,48 @@
 //! The path patterns of dataset cards: `*` and `?` within a folder, `**` across folders, `[a-z]` and `[!a-z]`.
 
-enum Token {
-    Char(char),
-    /// `?`
-    One,
-    /// `*`
-    Within,
-    /// `**`
-    Across,
-    /// `**/`: any folders, or none.
-    Folders,
-    Class {
-        negated: bool,
-        ranges: Vec<(char, char)>,
-    },
-}
+use globset::{GlobBuilder, GlobMatcher};
 
 /// A pattern to match whole paths with.
-pub struct Glob(Vec<Token>);
+pub struct Glob(Option<GlobMatcher>, String);
 
 impl Glob {
-    /// Reads a pattern; what has no special meaning stands for itself.
+    /// Reads a pattern; one that cannot be read stands for itself.
     pub fn new(pattern: &str) -> Self {
-        let text: Vec<char> = pattern.trim_start_matches("./").chars().collect();
-        let (mut tokens, mut at) = (vec![], 0);
-        while at < text.len() {
-            let (token, length) = match &text[at..] {
-                ['*', '*', '/', ..] => (Token::Folders, 3),
-                ['*', '*', ..] => (Token::Across, 2),
-                ['*', ..] => (Token::Within, 1),
-                ['?', ..] => (Token::One, 1),
-                ['[', rest @ ..] => class(rest).unwrap_or((Token::Char('['), 1)),
-                [c, ..] => (Token::Char(*c), 1),
-                [] => break,
-            };
-            tokens.push(token);
-            at += length;
-        }
-        Self(tokens)
+        let pattern = pattern.trim_start_matches("./");
+        let glob = GlobBuilder::new(&spelled(pattern)).literal_separator(true).build();
+        Self(glob.ok().map(|glob| glob.compile_matcher()), pattern.into())
     }
 
-    /// Whether the pattern describes all of `path`; takes steps in proportion to both lengths at worst.
+    /// Whether the pattern describes all of `path`.
     pub fn matches(&self, path: &str) -> bool {
-        // `at[i]`: the first i tokens describe what was read so far.
-        let mut at = vec![false; self.0.len() + 1];
-        at[0] = true;
-        self.skip_empty(&mut at, true);
-        for c in path.chars() {
-            let mut next = vec![false; at.len()];
-            for (i, token) in self.0.iter().enumerate().filter(|(i, _)| at[*i]) {
-                match token {
-                    Token::Char(expected) => next[i + 1] |= c == *expected,
-                    Token::One => next[i + 1] |= c != '/',
-                    Token::Class { negated, ranges } => {
-                        let inside = ranges.iter().any(|(low, high)| (*low..=*high).contains(&c));
-                        next[i + 1] |= c != '/' && inside != *negated;
-                    }
-                    Token::Within => next[i] |= c != '/',
-                    Token::Across | Token::Folders => next[i] = true,
-                }
-            }
-            self.skip_empty(&mut next, c == '/');
-            at = next;
-        }
-        at[self.0.len()]
-    }
-
-    /// Passes over tokens that may describe nothing; `**/` ends only at the start of a name.
-    fn skip_empty(&self, at: &mut [bool], at_name: bool) {
-        for (i, token) in self.0.iter().enumerate() {
-            let skips = match token {
-                Token::Within | Token::Across => true,
-                Token::Folders => at_name,
-                _ => false,
-            };
-            at[i + 1] |= at[i] && skips;
-        }
+        self.0.as_ref().map_or(self.1 == path, |matcher| matcher.is_match(path))
     }
 }
 
-/// Reads what follows `[`; nothing if the bracket is never closed.
-fn class(rest: &[char]) -> Option<(Token, usize)> {
-    let negated = matches!(rest.first(), Some('!' | '^'));
-    let start = usize::from(negated);
-    // A bracket in first place stands for itself.
-    let end = rest.iter().skip(start + 1).position(|c| *c == ']')? + start + 1;
-    let (mut ranges, mut members) = (vec![], &rest[start..end]);
-    while let [first, more @ ..] = members {
-        let (last, after) = match more {
-            ['-', last, after @ ..] => (last, after),
-            _ => (first, more),
+/// A pattern as `globset` spells it, for which braces and backslashes are special and `**` only between slashes.
+fn spelled(pattern: &str) -> String {
+    let text: Vec<char> = pattern.chars().collect();
+    let (mut out, mut at, mut class) = (String::new(), 0, false);
+    while let Some(&c) = text.get(at) {
+        let is_part = |at: Option<usize>| at.and_then(|at| text.get(at)).is_none_or(|&c| c == '/');
+        match c {
+            '*' if !class && text.get(at + 1) == Some(&'*') => {
+                let whole = is_part(at.checked_sub(1)) && is_part(Some(at + 2));
+                out.push_str(if whole { "**" } else { "{*,*/**/*}" });
+                at += 1;
+            }
+            '{' | '}' | ',' | '\\' if !class => out.extend(['[', c, ']']),
+            _ => out.push(c),
+        }
+        class = match c {
+            '[' => true,
+            // A bracket in first place stands for itself.
+            ']' => class && matches!(text[..at], [.., '['] | [.., '[', '!' | '^']),
+            _ => class,
         };
-        ranges.push((*first, *last));
-        members = after;
+        at += 1;
     }
-    Some((Token::Class { negated, ranges }, end + 2))
+    out
 }
 
 #[cfg(test)]
@@ -122,6 +70,11 @@ mod tests {
             ("[", "[", true),
             ("a[]]b", "a]b", true),
             ("data", "data/x", false),
+            ("data/**.jsonl", "data/a/b.jsonl", true),
+            ("data/**.jsonl", "data/b.jsonl", true),
+            ("a{b},c", "a{b},c", true),
+            ("a{b,c}", "ab", false),
+            ("x[,]y", "x,y", true),
         ];
         for (pattern, path, expected) in cases {
             assert_eq!(Glob::new(pattern).matches(path), expected, "{pattern} {path}");

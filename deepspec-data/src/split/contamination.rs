@@ -125,7 +125,7 @@ impl Suites {
     }
 
     /// The first place where a user turn of `row` meets a suite.
-    pub fn find(&self, row: &Conversation<'_>, scratch: &mut Vec<u8>) -> Option<Hit> {
+    pub fn find(&self, row: &Conversation, scratch: &mut Vec<u8>) -> Option<Hit> {
         if self.suites.is_empty() {
             return None;
         }
@@ -211,13 +211,10 @@ mod tests {
     }
 
     fn find(suites: &Suites, turns: &[&str]) -> Option<(usize, usize, Shared)> {
-        let mut row = Conversation::new(Id::Index, [][..].into());
+        let mut row = Conversation::new(Id::Index, vec![]);
         for turn in turns {
-            let turn = super::super::conversation::Turn {
-                role: Role::User,
-                text: (*turn).into(),
-                rest: [][..].into(),
-            };
+            let turn =
+                super::super::conversation::Turn { role: Role::User, text: (*turn).into(), rest: vec![] };
             row.turns.push(turn);
         }
         suites.find(&row, &mut vec![]).map(|hit| (hit.suite, hit.line, hit.shared))

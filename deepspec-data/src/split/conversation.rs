@@ -1,6 +1,5 @@
 //! A dataset row on its way out: messages with roles, and the lines that are written of them.
 
-use std::borrow::Cow;
 use std::fmt;
 
 use deepspec_text::{MessageError, Role};
@@ -64,16 +63,16 @@ impl fmt::Display for Problem {
 
 /// What a row is called.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Id<'a> {
+pub enum Id {
     /// A string of its own.
-    Text(Cow<'a, str>),
+    Text(String),
     /// A number of its own, as it is written.
-    Number(Cow<'a, str>),
+    Number(String),
     /// None of its own: its 0-based place in the dataset.
     Index,
 }
 
-impl Id<'_> {
+impl Id {
     /// The id that the row brings along, as text: `1` and `"1"` are the same one.
     pub fn own(&self) -> Option<&str> {
         match self {
@@ -85,13 +84,13 @@ impl Id<'_> {
 
 /// One message.
 #[derive(Debug, PartialEq)]
-pub struct Turn<'a> {
+pub struct Turn {
     /// Who speaks.
     pub role: Role,
     /// What is said; empty only where an assistant calls tools, or a tool returns nothing.
-    pub text: Cow<'a, str>,
+    pub text: String,
     /// The message's other fields as the inside of a JSON object.
-    pub rest: Cow<'a, [u8]>,
+    pub rest: Vec<u8>,
 }
 
 /// Whether tool calls that are given as a JSON text call anything.
@@ -108,34 +107,34 @@ pub fn calls_in_text(text: &str) -> Result<bool, Problem> {
 
 /// A usable row.
 #[derive(Debug, PartialEq)]
-pub struct Conversation<'a> {
+pub struct Conversation {
     /// What it is called.
-    pub id: Id<'a>,
+    pub id: Id,
     /// What is said; after system messages, the user begins.
-    pub turns: Vec<Turn<'a>>,
+    pub turns: Vec<Turn>,
     /// The row's other fields as the inside of a JSON object.
-    pub rest: Cow<'a, [u8]>,
+    pub rest: Vec<u8>,
     /// Speakers whose messages were dropped, one entry a message.
     pub dropped: Vec<String>,
 }
 
 /// One message as the dataset has it.
-pub struct Said<'a> {
+pub struct Said {
     /// How the dataset writes messages.
     pub shape: Shape,
     /// Who speaks, in the dataset's words.
-    pub speaker: Cow<'a, str>,
+    pub speaker: String,
     /// What is said; None where the dataset says so.
-    pub text: Option<Cow<'a, str>>,
+    pub text: Option<String>,
     /// Whether the message calls tools.
     pub calls: bool,
     /// Its other fields as the inside of a JSON object.
-    pub rest: Cow<'a, [u8]>,
+    pub rest: Vec<u8>,
 }
 
-impl<'a> Conversation<'a> {
+impl Conversation {
     /// A row without messages, to be filled by [`Conversation::say`] and checked by [`Conversation::check`].
-    pub fn new(id: Id<'a>, rest: Cow<'a, [u8]>) -> Self {
+    pub fn new(id: Id, rest: Vec<u8>) -> Self {
         Self { id, turns: Vec::with_capacity(8), rest, dropped: vec![] }
     }
 
@@ -143,9 +142,9 @@ impl<'a> Conversation<'a> {
     ///
     /// # Errors
     /// If a user or an assistant says nothing.
-    pub fn say(&mut self, said: Said<'a>, roles: &Roles) -> Result<(), Problem> {
+    pub fn say(&mut self, said: Said, roles: &Roles) -> Result<(), Problem> {
         let Some(role) = roles.role(said.shape, &said.speaker) else {
-            self.dropped.push(said.speaker.into_owned());
+            self.dropped.push(said.speaker);
             return Ok(());
         };
         let text = said.text.unwrap_or_default();
@@ -241,7 +240,7 @@ pub struct Name<'a> {
 }
 
 impl Name<'_> {
-    fn write(&self, id: &Id<'_>, out: &mut Vec<u8>) {
+    fn write(&self, id: &Id, out: &mut Vec<u8>) {
         out.extend_from_slice(b"{\"id\":");
         match (self.source, id) {
             (Some(source), id) => {

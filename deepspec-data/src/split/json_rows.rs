@@ -1,7 +1,5 @@
 //! Rows that come as JSON objects, in ShareGPT's or OpenAI's shape.
 
-use std::borrow::Cow;
-
 use deepspec_core::jsonl::kind_of;
 use deepspec_core::row;
 use serde_json::{Map, Value};
@@ -14,7 +12,7 @@ use deepspec_rows::MESSAGE_KEYS;
 ///
 /// # Errors
 /// Why the row is unusable.
-pub fn conversation(mut row: Map<String, Value>, roles: &Roles) -> Result<Conversation<'static>, Problem> {
+pub fn conversation(mut row: Map<String, Value>, roles: &Roles) -> Result<Conversation, Problem> {
     let (key, messages) = MESSAGE_KEYS
         .iter()
         .find_map(|&key| row.shift_remove(key).filter(|found| !found.is_null()).map(|found| (key, found)))
@@ -24,7 +22,7 @@ pub fn conversation(mut row: Map<String, Value>, roles: &Roles) -> Result<Conver
         return Err(Kind::NoMessages.because(format!("`{key}` must be a list, found {found}")));
     };
     let id = row.shift_remove("id").map_or(Ok(Id::Index), id);
-    let mut out = Conversation::new(id?, inside(row).into());
+    let mut out = Conversation::new(id?, inside(row));
     for (position, value) in messages.into_iter().enumerate() {
         message(value, roles, &mut out).map_err(|problem| at(key, position, problem))?;
     }
@@ -32,7 +30,7 @@ pub fn conversation(mut row: Map<String, Value>, roles: &Roles) -> Result<Conver
 }
 
 /// Says which message a problem is about.
-pub fn at(key: &str, position: usize, problem: Problem) -> Problem {
+fn at(key: &str, position: usize, problem: Problem) -> Problem {
     problem.kind.because(format!("`{key}[{position}]`: {}", problem.text))
 }
 
@@ -40,19 +38,19 @@ pub fn at(key: &str, position: usize, problem: Problem) -> Problem {
 ///
 /// # Errors
 /// If it is neither text nor an integer of 64 bits.
-pub fn id(value: Value) -> Result<Id<'static>, Problem> {
+fn id(value: Value) -> Result<Id, Problem> {
     match value {
         Value::Null => Ok(Id::Index),
-        Value::String(id) if !id.is_empty() => Ok(Id::Text(id.into())),
-        Value::Number(id) => row::id_of_number(&id)
-            .map(|id| Id::Number(id.into()))
-            .map_err(|problem| Kind::Id.because(problem)),
+        Value::String(id) if !id.is_empty() => Ok(Id::Text(id)),
+        Value::Number(id) => {
+            row::id_of_number(&id).map(Id::Number).map_err(|problem| Kind::Id.because(problem))
+        }
         other => Err(Kind::Id
             .because(format!("`id` must be a non-empty string or an integer, found {}", kind_of(&other)))),
     }
 }
 
-fn message(message: Value, roles: &Roles, out: &mut Conversation<'static>) -> Result<(), Problem> {
+fn message(message: Value, roles: &Roles, out: &mut Conversation) -> Result<(), Problem> {
     let Value::Object(mut message) = message else {
         return Err(Kind::Message.because(format!("expected an object, found {}", kind_of(&message))));
     };
@@ -73,8 +71,7 @@ fn message(message: Value, roles: &Roles, out: &mut Conversation<'static>) -> Re
     };
     // ShareGPT's text goes out under this name.
     message.shift_remove("content");
-    let (rest, text) = (inside(message), text.map(Cow::Owned));
-    out.say(Said { shape, speaker: speaker.into(), text, calls, rest: rest.into() }, roles)
+    out.say(Said { shape, speaker, text, calls, rest: inside(message) }, roles)
 }
 
 /// Whether a message calls tools.

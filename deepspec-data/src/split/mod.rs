@@ -1,15 +1,15 @@
 //! `split`: datasets become training conversations and held-out prompts.
 //!
-//! The files are read at most twice and never held (see [`passes`]). Memory holds a few batches of rows, one bit a row, and at most 16 bytes for each prompt that is compared with others and each id that
+//! The files are read at most twice and never held (see [`passes`]). Memory holds a few batches of rows, one bit a row, and about 20 bytes for each prompt that is compared with others and each id that
 //! the rows bring along.
 
-mod arrow_rows;
 mod assign;
 mod clashes;
+mod columns;
 mod contamination;
 mod conversation;
 #[cfg(test)]
-mod equivalence;
+mod fuzz;
 mod input;
 mod json_rows;
 mod output;
@@ -171,7 +171,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
 fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     for file in inputs.iter().flat_map(|input| input.source.files()) {
         match file.format() {
-            Format::Parquet => arrow_rows::check(&Table::open(file.shared_path())?)?,
+            Format::Parquet => columns::check(&Table::open(file.shared_path())?)?,
             _ => file.check()?,
         }
     }

@@ -31,7 +31,7 @@ pub struct Lines {
 
 impl Lines {
     /// Adds a row to its side.
-    pub fn add(&mut self, side: Side, row: &Conversation<'_>, name: &Name<'_>) {
+    pub fn add(&mut self, side: Side, row: &Conversation, name: &Name<'_>) {
         match side {
             Side::Train => row.write_train(name, &mut self.train),
             Side::Eval => row.write_eval(name, &mut self.eval),

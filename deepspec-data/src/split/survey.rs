@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use deepspec_core::atomic::FileError;
+use fixedbitset::FixedBitSet;
 
 use super::contamination::{Hit, Suites};
 use super::conversation::{Conversation, Kind, Problem};
@@ -22,28 +23,24 @@ const EXAMPLES: usize = 10;
 
 /// One bit a row: whether it is usable.
 #[derive(Default)]
-pub struct Bits {
-    words: Vec<u64>,
-    len: usize,
-}
+pub struct Bits(FixedBitSet);
 
 impl Bits {
     fn push(&mut self, bit: bool) {
-        if self.len.is_multiple_of(64) {
-            self.words.push(0);
-        }
-        self.words[self.len / 64] |= u64::from(bit) << (self.len % 64);
-        self.len += 1;
+        let at = self.0.len();
+        // Grows by more than a bit at a time.
+        self.0.grow(at + 1);
+        self.0.set(at, bit);
     }
 
     /// The bit of a row; None behind the last one.
     pub fn get(&self, at: usize) -> Option<bool> {
-        (at < self.len).then(|| self.words[at / 64] >> (at % 64) & 1 == 1)
+        (at < self.0.len()).then(|| self.0.contains(at))
     }
 
     /// How many there are.
     pub fn len(&self) -> usize {
-        self.len
+        self.0.len()
     }
 }
 
@@ -128,7 +125,7 @@ impl Judge<'_> {
     pub fn judge(
         &self,
         line: usize,
-        row: &mut Result<Conversation<'_>, Problem>,
+        row: &mut Result<Conversation, Problem>,
         scratch: &mut Vec<u8>,
     ) -> Judged {
         let row = match row {

@@ -4,9 +4,9 @@ use anyhow::Context;
 use deepspec_core::jsonl::Line;
 
 use super::conversation::{Conversation, Kind, Problem};
+use super::json_rows;
 use super::roles::Roles;
-use super::{arrow_rows, json_rows};
-use deepspec_rows::{Unit, decode};
+use deepspec_rows::{Unit, decode, objects};
 
 /// Where a row stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub fn each_row(
     unit: Unit,
     roles: &Roles,
     wanted: impl Fn(usize) -> bool,
-    mut each: impl FnMut(Place, Result<Conversation<'_>, Problem>),
+    mut each: impl FnMut(Place, Result<Conversation, Problem>),
 ) -> anyhow::Result<()> {
     let (file, first, batches) = match unit {
         Unit::Lines { file, lines } => {
@@ -47,12 +47,13 @@ pub fn each_row(
         }
     };
     for (at, batch) in batches {
-        let wanted = |index: usize| wanted(at - first + index);
-        let each = |index: usize, row: Result<Conversation<'_>, Problem>| {
-            each(Place { index: at - first + index, line: at + index }, row);
-        };
-        arrow_rows::each_row(&batch, roles, wanted, each)
-            .with_context(|| format!("{}: from row {at}", file.display()))?;
+        let rows = objects(&batch).with_context(|| format!("{}: from row {at}", file.display()))?;
+        for (index, row) in rows.into_iter().enumerate() {
+            let place = Place { index: at - first + index, line: at + index };
+            if wanted(place.index) {
+                each(place, json_rows::conversation(row, roles));
+            }
+        }
     }
     Ok(())
 }

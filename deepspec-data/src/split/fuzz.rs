@@ -1,4 +1,4 @@
-//! Columns read where they lie against their slow twin, the same rows through JSON; and columns that are damaged.
+//! Columns that are damaged.
 
 use std::fs::{self, File};
 use std::sync::Arc;
@@ -11,25 +11,10 @@ use arrow::datatypes::{DataType, Field};
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 use proptest::prelude::*;
-use serde_json::Value;
 
-use super::conversation::{Conversation, Name, Problem};
 use super::roles::{Roles, Target};
 use super::unit::each_row;
-use super::{arrow_rows, json_rows};
-use deepspec_rows::{Source, Unit, objects};
-
-/// What comes of a row: its two lines as they are read, or why there are none.
-type Outcome = Result<[Value; 2], String>;
-
-fn outcome(index: usize, row: Result<Conversation<'_>, Problem>) -> Outcome {
-    let row = row.map_err(|problem| format!("{:?} {problem}", problem.kind))?;
-    let name = Name { source: None, index };
-    let (mut train, mut eval) = (vec![], vec![]);
-    row.write_train(&name, &mut train);
-    row.write_eval(&name, &mut eval);
-    Ok([&train, &eval].map(|line| serde_json::from_slice(line).unwrap()))
-}
+use deepspec_rows::{Source, Unit};
 
 /// A message's speaker, text, weight and calls; None where the message itself is null.
 type Said = Option<(Option<&'static str>, Option<String>, Option<i64>, Option<Vec<String>>)>;
@@ -119,15 +104,6 @@ fn roles() -> Roles {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
-
-    #[test]
-    fn columns_and_json_give_the_same_lines(batch in batch()) {
-        let mut fast: Vec<Outcome> = vec![];
-        arrow_rows::each_row(&batch, &roles(), |_| true, |index, row| fast.push(outcome(index, row))).unwrap();
-        let slow = objects(&batch).unwrap().into_iter().enumerate();
-        let slow: Vec<Outcome> = slow.map(|(index, row)| outcome(index, json_rows::conversation(row, &roles()))).collect();
-        prop_assert_eq!(fast, slow);
-    }
 
     /// Whatever a file holds, reading it ends in rows or in an error that names it.
     #[test]
