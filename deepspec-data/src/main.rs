@@ -52,7 +52,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    deepspec_dist::prepare_process();
+    deepspec_native::prepare_process();
     let cli = Cli::parse();
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);

@@ -289,7 +289,7 @@ fn tokens(completions: &[Completion]) -> usize {
 }
 
 fn main() -> anyhow::Result<()> {
-    deepspec_dist::prepare_process();
+    deepspec_native::prepare_process();
     tch::set_num_threads(1);
     let limit = std::env::args().skip(1).find_map(|argument| argument.parse().ok());
     let python = std::env::var("DEEPSPEC_TEST_PYTHON").ok();

@@ -5,6 +5,7 @@ mod checkpoint;
 mod compare;
 mod confidence;
 mod output;
+mod plot;
 mod report;
 mod results;
 mod run;
@@ -49,7 +50,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    deepspec_dist::prepare_process();
+    deepspec_native::prepare_process();
     let cli = Cli::parse();
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);

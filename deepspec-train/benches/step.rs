@@ -92,7 +92,7 @@ fn measure() {
     optimizer.restore(0, |name, _| part(name).ok_or(())).expect("it is its own state");
     drop(state);
     // Not before: memory that making the weights left behind would be kept, and used without being counted.
-    deepspec_dist::prepare_process();
+    deepspec_native::prepare_process();
     let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
     let mut step = || {
         let batch = block.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).expect("anchors");

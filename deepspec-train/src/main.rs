@@ -8,7 +8,7 @@ use deepspec_core::env;
 use deepspec_train::{Args, run};
 
 fn main() -> ExitCode {
-    deepspec_dist::prepare_process();
+    deepspec_native::prepare_process();
     let args = Args::parse();
     // The leader speaks for all; the others only when something is wrong.
     let follows = env::ranks().is_ok_and(|place| place.is_some_and(|place| place.rank > 0));

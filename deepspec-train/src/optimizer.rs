@@ -1,6 +1,7 @@
 //! AdamW (Loshchilov & Hutter 2019) on float32 masters of working weights of any kind.
 
-use deepspec_dist::{AdamWSettings, AdamWTensors, GroupError, ProcessGroup, adamw};
+use deepspec_dist::{GroupError, ProcessGroup};
+use deepspec_native::{AdamWSettings, AdamWTensors, adamw};
 use tch::{Device, Kind, Tensor};
 
 use crate::sync;

@@ -9,10 +9,11 @@ use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Backend, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
-use deepspec_dist::{Carrier, DeviceError, GroupError, ProcessGroup, Seat};
+use deepspec_dist::{Carrier, GroupError, ProcessGroup};
 use deepspec_drafters::{DrafterPlan, TrainableDrafter};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
+use deepspec_native::{DeviceError, Seat};
 use deepspec_states::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind, Tensor};
 
@@ -45,7 +46,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
     let seat = Seat { local_rank, processes, shares: backend == Backend::Gloo };
     let device =
-        deepspec_dist::rank_device(&args.device, seat).map_err(|error| UsageError(error.to_string()))?;
+        deepspec_native::rank_device(&args.device, seat).map_err(|error| UsageError(error.to_string()))?;
     if trains && processes > 1 {
         check_carrier(args, backend, device, place.as_ref(), processes)?;
     }
@@ -85,9 +86,9 @@ fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Re
         }
         (Some(asked), _) => asked,
         (None, Some(place)) => place.world_size,
-        (None, None) => deepspec_dist::gpus(&args.device).max(1),
+        (None, None) => deepspec_native::gpus(&args.device).max(1),
     };
-    if processes > 1 && deepspec_dist::is_one_gpu(&args.device) && backend != Backend::Gloo {
+    if processes > 1 && deepspec_native::is_one_gpu(&args.device) && backend != Backend::Gloo {
         usage!(
             "--device {} is one device for {processes} processes; use --device cuda, or let them share it with --set train.backend=gloo, which is slow",
             args.device
@@ -109,7 +110,7 @@ fn check_carrier(
         return Ok(());
     }
     // Under another launcher each process may be shown its own GPU only.
-    let gpus = deepspec_dist::gpus(&args.device);
+    let gpus = deepspec_native::gpus(&args.device);
     if place.is_none() && (1..processes).contains(&gpus) {
         let error = DeviceError::NoneLeft { local_rank: gpus, count: gpus };
         return Err(UsageError(error.to_string()).into());

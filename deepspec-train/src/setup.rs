@@ -3,7 +3,7 @@
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_core::recipe::{Precision, Recipe};
-use deepspec_dist::Seat;
+use deepspec_native::Seat;
 use deepspec_states::{Dataset, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind};
 
@@ -27,11 +27,11 @@ pub fn kind(precision: Precision) -> Kind {
 pub fn target_runtime(recipe: &Recipe, trainer: Device, seat: Seat) -> anyhow::Result<TargetRuntime> {
     let device = match &recipe.data.target_device {
         // Targets tell each other nothing: they may share a GPU.
-        Some(name) => deepspec_dist::rank_device(name, Seat { shares: true, ..seat })
+        Some(name) => deepspec_native::rank_device(name, Seat { shares: true, ..seat })
             .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
         None => trainer,
     };
-    let kind = deepspec_dist::default_kind(device);
+    let kind = deepspec_native::default_kind(device);
     Ok(TargetRuntime { device, kind, per_step: recipe.train.global_batch_size })
 }
 

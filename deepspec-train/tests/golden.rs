@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 /// Where parameters and gradients live: `DEEPSPEC_TEST_DEVICE`, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    deepspec_dist::device(&name).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_native::device(&name).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn tensor(array: &Array) -> Tensor {

@@ -41,7 +41,7 @@ impl Carrier {
 
 /// Whether the build has NCCL, which carries tensors among GPUs.
 fn nccl() -> Result<(), GroupError> {
-    match env!("DEEPSPEC_NCCL_MISSING") {
+    match deepspec_native::NCCL_MISSING {
         "" => Ok(()),
         missing => Err(GroupError::NoNccl(missing.into())),
     }

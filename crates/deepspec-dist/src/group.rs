@@ -9,8 +9,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::GroupError;
 use crate::carrier::{Carrier, watched};
-use crate::ffi;
 use crate::rendezvous::{PeerStatus, Rendezvous, one_line};
+use deepspec_native::c10d;
 
 /// The processes of a job. All ranks call the same operations in the same order; each fails if a rank has failed, is gone,
 /// or takes longer than the timeout.
@@ -23,7 +23,7 @@ pub struct ProcessGroup {
 
 struct Link {
     // Dropped before the meeting place that it was made at.
-    group: ffi::Group,
+    group: c10d::Group,
     meeting: Rendezvous,
     timeout: Duration,
     /// Whether tensors of a GPU go through host memory.
@@ -50,23 +50,23 @@ impl ProcessGroup {
         let (rank, world_size) = (ranks.rank, ranks.world_size);
         let carrier = Carrier::new(backend, device)?;
         if let Device::Cuda(index) = device {
-            ffi::set_device(index).map_err(|problem| GroupError::Collective {
+            c10d::set_device(index).map_err(|problem| GroupError::Collective {
                 rank,
                 operation: "taking its GPU",
                 problem: one_line(&problem),
             })?;
         }
         let meeting = Rendezvous::open(ranks, timeout)?;
-        let member = ffi::Member { rank, world_size, timeout };
-        let group = match ffi::Group::open(&meeting.store, &meeting.address(), member) {
+        let member = c10d::Member { rank, world_size, timeout };
+        let group = match c10d::Group::open(&meeting.store, &meeting.address(), member) {
             Ok(group) => group,
             Err(problem) => return Err(explain(rank, &meeting, timeout, "connecting", &problem)),
         };
         let link = Link { group, meeting, timeout, is_staged: carrier == Carrier::Staged };
         let mut group = Self { rank, world_size, link: Some(link) };
         if let Carrier::Nccl(device) = carrier {
-            let open = move |store: ffi::Store| ffi::Nccl::open(&store, member, device);
-            let nccl = group.connect_gpus(timeout, open, ffi::leave_at_exit)?;
+            let open = move |store: c10d::Store| c10d::Nccl::open(&store, member, device);
+            let nccl = group.connect_gpus(timeout, open, deepspec_native::leave_at_exit)?;
             if let (Some(link), Some(nccl)) = (&mut group.link, nccl) {
                 link.group.take_nccl(nccl);
             }
@@ -79,7 +79,7 @@ impl ProcessGroup {
     fn connect_gpus<T: Send + 'static>(
         &self,
         timeout: Duration,
-        open: impl FnOnce(ffi::Store) -> Result<T, String> + Send + 'static,
+        open: impl FnOnce(c10d::Store) -> Result<T, String> + Send + 'static,
         abandon: impl FnOnce(),
     ) -> Result<Option<T>, GroupError> {
         self.barrier("meeting before the GPUs are connected")?;

@@ -1,36 +1,11 @@
-//! Devices and processes behind a safe interface; the home of foreign code.
+//! Process groups: how the processes of a job meet, what carries their tensors, and how one learns that another has failed.
 
 mod carrier;
-mod device;
 mod error;
-mod ffi;
-mod free_memory;
 mod group;
 mod rendezvous;
-mod unused;
 
 pub use carrier::Carrier;
-pub use device::{DeviceError, Seat, default_kind, device, gpus, is_one_gpu, rank_device};
 pub use error::GroupError;
-pub use ffi::{
-    AdamWSettings, AdamWTensors, DeviceMemory, Filling, adamw, device_memory, die_with_parent,
-    restart_device_peak, rms_norm, rotate, signal,
-};
-pub use free_memory::free_memory;
 pub use group::ProcessGroup;
 pub use rendezvous::Host;
-
-/// Settings of the whole process that libtorch profits from; to be called first in `main`.
-///
-/// Every operator allocates its result. glibc tends to hand large blocks back at once and to take every new one page by page
-/// from the system, which can cost more than the arithmetic. A training pass of the tiny recipe took 97.7 ms so and 89.2 ms with
-/// the memory kept (`cargo bench -p deepspec-drafters`, one thread).
-///
-/// Kept large blocks would leave gaps in its heap, though: a DSpark step with 0.66 GB of tensors at most took 1.09 GB. Those come
-/// from a pool that keeps them as well, but never holds more than was needed at once: 0.83 GB, with more states held ready. It
-/// costs time: the step of `cargo bench --bench step` took 768 ms with it and 641 ms without.
-pub fn prepare_process() {
-    ffi::wait_asleep();
-    ffi::keep_freed_memory();
-    ffi::pool_large_blocks();
-}

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use deepspec_core::env::Ranks;
 
 use crate::GroupError;
-use crate::ffi::Store;
+use deepspec_native::c10d::Store;
 
 /// How long a rank that has lost others waits for their last words.
 const LAST_WORDS: Duration = Duration::from_secs(5);

@@ -14,7 +14,7 @@ const GLOO: Backend = Backend::Gloo;
 /// Where tensors are passed around: DEEPSPEC_TEST_DEVICE, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    deepspec_dist::device(&name).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_native::device(&name).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Runs `work` as each of `ranks` ranks and returns what they return.

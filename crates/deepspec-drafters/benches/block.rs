@@ -107,7 +107,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
 
 fn benches(criterion: &mut Criterion) {
     measure(criterion, "memory handed back");
-    deepspec_dist::prepare_process();
+    deepspec_native::prepare_process();
     measure(criterion, "memory kept");
 }
 

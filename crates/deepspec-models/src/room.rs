@@ -13,7 +13,7 @@ const PARTS: u64 = 9;
 /// Bytes that the histories of all sequences may take where these models run: what is free now, less what the largest step works
 /// with. None where the device does not say what is free.
 pub fn room(target: &TargetModel, drafter: Option<&dyn Proposer>, slots: usize) -> Option<u64> {
-    let free = deepspec_dist::free_memory(target.device())?;
+    let free = deepspec_native::free_memory(target.device())?;
     let judged = slots * (1 + drafter.map_or(0, |drafter| drafter.draft_len()));
     let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
     let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use deepspec_dist::Filling;
+use deepspec_native::Filling;
 use tch::Kind;
 
 use crate::StatesError;

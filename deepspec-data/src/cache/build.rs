@@ -68,7 +68,7 @@ pub(super) enum LastArg {
 /// Usage errors, I/O failures, and, after the work is done, exit code 1 if lines were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
-    let device = deepspec_dist::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     let source = TargetBundle::open(&recipe, verbosity).map_err(StatesError::report)?;
 
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
@@ -214,7 +214,7 @@ impl Build<'_> {
 
     /// Fills the pending shards; how many tokens ran through the target.
     fn capture(&self, builder: &mut Builder) -> Result<u64, StatesError> {
-        let (samples, kind) = (self.plan.samples(), deepspec_dist::default_kind(self.device));
+        let (samples, kind) = (self.plan.samples(), deepspec_native::default_kind(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
         let mut capture = Capture::load(self.target, self.recipe, longest, self.device, kind)?;
         let (count, size) = (builder.samples() as u64, mib(self.missing));

@@ -148,8 +148,8 @@ fn measured(
     source: &TargetBundle,
     samples: &[PlannedSample],
 ) -> anyhow::Result<Trial> {
-    let device = deepspec_dist::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    let kind = deepspec_dist::default_kind(device);
+    let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let kind = deepspec_native::default_kind(device);
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
     let mut capture = Capture::load(&source.dir, recipe, longest, device, kind)?;
     let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), capture.budget());

@@ -82,7 +82,7 @@ impl EngineArgs {
         if self.slots == 0 || self.max_context == Some(0) {
             usage!("--slots and --max-context must be at least 1");
         }
-        if let Err(error) = deepspec_dist::device(&self.device) {
+        if let Err(error) = deepspec_native::device(&self.device) {
             usage!("--device: {error}");
         }
         Ok(())
@@ -188,8 +188,8 @@ impl Drop for EngineThread {
 type ChatEngine = Engine<TargetModel, Box<dyn Drafter>>;
 
 fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
-    let device = deepspec_dist::device(&args.device)?;
-    let (kind, slots) = (deepspec_dist::default_kind(device), args.slots);
+    let device = deepspec_native::device(&args.device)?;
+    let (kind, slots) = (deepspec_native::default_kind(device), args.slots);
     let drafter = match &args.draft {
         Some(dir) => Some(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?),
         None => None,

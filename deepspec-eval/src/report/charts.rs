@@ -1,8 +1,8 @@
 //! The plots of a report.
 
+use crate::plot::palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
+use crate::plot::{Axis, Canvas, Chart, Marker, Plot, SeriesStyle, chart, heading, px, series, stroke};
 use anyhow::Result;
-use deepspec_plot::palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
-use deepspec_plot::{Axis, Canvas, Chart, Marker, Plot, SeriesStyle, chart, heading, px, series, stroke};
 use deepspec_schedule::reliability::PositionReliability;
 use deepspec_suites::Domain;
 use plotters::prelude::*;

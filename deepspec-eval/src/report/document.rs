@@ -1,6 +1,6 @@
 //! A report's text, written as Markdown or as a page of HTML that needs nothing else.
 
-use deepspec_plot::Plot;
+use crate::plot::Plot;
 
 /// A part of a report.
 pub enum Block {

@@ -44,12 +44,12 @@ impl Place {
 
 /// Resolves `--device` and `--dtype`.
 pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<Place> {
-    let device = match deepspec_dist::device(device) {
+    let device = match deepspec_native::device(device) {
         Ok(device) => device,
         Err(error) => usage!("--device: {error}"),
     };
     let kind = match dtype {
-        Dtype::Auto => deepspec_dist::default_kind(device),
+        Dtype::Auto => deepspec_native::default_kind(device),
         Dtype::Float32 => Kind::Float,
         Dtype::Bfloat16 => Kind::BFloat16,
     };

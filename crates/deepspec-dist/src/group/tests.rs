@@ -103,7 +103,7 @@ fn what_is_connected_is_handed_on_with_keys_of_its_own() {
             scope.spawn(|| {
                 let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
                 let rank = group.rank();
-                let open = move |store: ffi::Store| {
+                let open = move |store: c10d::Store| {
                     store.set(&format!("met/{rank}"), &[7])?;
                     store.get(&format!("met/{}", 1 - rank), PATIENCE)
                 };

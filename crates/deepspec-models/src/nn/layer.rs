@@ -49,7 +49,7 @@ impl RmsNorm {
 
     /// Norms the last dimension.
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        deepspec_dist::rms_norm(x, &self.weight, self.eps)
+        deepspec_native::rms_norm(x, &self.weight, self.eps)
             .unwrap_or_else(|| x.rms_norm(self.weight.size(), Some(&self.weight), self.eps))
     }
 }

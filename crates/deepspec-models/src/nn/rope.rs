@@ -145,7 +145,7 @@ fn ramp(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
 impl Rotation {
     /// Rotates `x [N, heads, D]`, whose halves are the two coordinates of each plane.
     pub fn rotate(&self, x: &Tensor) -> Tensor {
-        if let Some(rotated) = deepspec_dist::rotate(x, &self.cos, &self.sin) {
+        if let Some(rotated) = deepspec_native::rotate(x, &self.cos, &self.sin) {
             return rotated;
         }
         let half = x.size()[2] / 2;

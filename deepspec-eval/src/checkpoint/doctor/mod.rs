@@ -106,11 +106,11 @@ type Place = (Device, Kind);
 /// Usage errors, and models that cannot be loaded for another reason than those that are diagnosed.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
-    let device = match deepspec_dist::device(&args.device) {
+    let device = match deepspec_native::device(&args.device) {
         Ok(device) => device,
         Err(error) => usage!("--device: {error}"),
     };
-    let place = (device, deepspec_dist::default_kind(device));
+    let place = (device, deepspec_native::default_kind(device));
     let (target, draft) =
         (dir("--target", &args.target, verbosity)?, dir("--draft", &args.draft, verbosity)?);
     let report = examine(args, &target, &draft, place)?;

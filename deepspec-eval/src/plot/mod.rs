@@ -4,11 +4,11 @@
 //! it, and a chart's values are plotters' own elements, or [`series`] of marked ones.
 
 mod axis;
+mod canvas;
 mod chart;
-mod look;
-mod plot;
+mod theme;
 
 pub use axis::Axis;
+pub use canvas::{Canvas, Plot, px};
 pub use chart::{Chart, chart, heading, series};
-pub use look::{Marker, SeriesStyle, palette, stroke};
-pub use plot::{Canvas, Plot, px};
+pub use theme::{Marker, SeriesStyle, palette, stroke};

@@ -5,7 +5,7 @@
 )]
 
 mod adamw;
-mod c10d;
+pub mod c10d;
 mod filling;
 mod memory;
 mod rows;
@@ -17,7 +17,6 @@ use std::process::{Child, Command};
 use libloading::Library;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
-pub use c10d::{Group, Member, Nccl, Store, set_device};
 pub use filling::Filling;
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
 pub use rows::{rms_norm, rotate};

@@ -4,9 +4,9 @@ use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use crate::look::{LARGE, SMALL, letters};
-use crate::palette::{FAINT, GREY, INK};
-use crate::{Axis, Canvas, SeriesStyle, px, stroke};
+use super::palette::{FAINT, GREY, INK};
+use super::theme::{LARGE, SMALL, letters};
+use super::{Axis, Canvas, SeriesStyle, px, stroke};
 
 /// Axes with what is drawn between them.
 pub type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;

@@ -6,7 +6,7 @@ use plotters::prelude::*;
 use resvg::tiny_skia::{Pixmap, Transform};
 use resvg::usvg::{Options, Tree};
 
-use crate::look::FONT;
+use super::theme::FONT;
 
 /// Units per pixel. Plotters counts in whole units: were they pixels, curves would have steps and discs few sizes.
 pub(crate) const UNITS: u32 = 10;
@@ -99,8 +99,8 @@ fn draw(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::palette::BLUE;
-    use crate::{Axis, chart, heading};
+    use crate::plot::palette::BLUE;
+    use crate::plot::{Axis, chart, heading};
 
     fn pixels(plot: &Plot) -> Pixmap {
         Pixmap::decode_png(&plot.png(2.0).unwrap()).unwrap()

@@ -4,7 +4,7 @@
 use std::env;
 use std::process::Command;
 
-use deepspec_dist::{device, device_memory, restart_device_peak};
+use deepspec_native::{device, device_memory, restart_device_peak};
 use deepspec_testkit::standin::{Report, Standin};
 use tch::{Device, Kind, TchError, Tensor};
 
