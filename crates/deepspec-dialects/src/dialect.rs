@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::drafter::{Drafter, NOTES, Obstacle};
 use crate::fields::Fields;
-use crate::{DialectError, Family, Target, Tensors};
+use crate::{DialectError, FAMILIES, Family, Target, Tensors};
 
 /// A layout of checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -171,14 +171,12 @@ const MAX_LAYERS: u64 = 1024;
 
 /// Reads the decoder from `fields`, leaving out the keys that only their dialect knows.
 fn decoder(fields: &Fields, foreign: &[&str]) -> Result<Decoder, DialectError> {
-    let family = match fields.text("model_type")? {
-        Some("qwen3") => Family::Qwen3,
-        Some("llama") => Family::Llama,
-        Some("gemma4" | "gemma4_text" | "gemma4_unified" | "gemma4_unified_text") => Family::Gemma4,
-        other => {
-            let problem = format!("{other:?} is no known decoder; expected \"qwen3\", \"llama\" or Gemma 4");
-            return Err(fields.error("model_type", problem));
-        }
+    let found = fields.text("model_type")?;
+    let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
+    let Some(&family) = FAMILIES.iter().find(is_meant) else {
+        let names = FAMILIES.map(|family| family.name).join(", ");
+        let problem = format!("{found:?} is no known decoder; known are {names}");
+        return Err(fields.error("model_type", problem));
     };
     let layers = fields.required_size("num_hidden_layers")?;
     if layers > MAX_LAYERS {

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::Dialect;
+use crate::families::{Family, QWEN3};
 
 /// Kinds of drafters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -26,28 +27,6 @@ impl fmt::Display for Algorithm {
             Self::Dspark => "DSpark",
             Self::Dflash => "DFlash",
             Self::Eagle3 => "Eagle3",
-        })
-    }
-}
-
-/// The decoder layers that a drafter is made of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Family {
-    /// With norms on queries and keys.
-    Qwen3,
-    /// Sandwich norms, and a scalar per layer.
-    Gemma4,
-    /// Without norms on queries and keys.
-    Llama,
-}
-
-impl fmt::Display for Family {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Qwen3 => "Qwen3",
-            Self::Gemma4 => "Gemma 4",
-            Self::Llama => "Llama",
         })
     }
 }
@@ -197,7 +176,7 @@ impl Drafter {
         if let Some(Obstacle { key, reason }) = self.obstacles.first() {
             return Some(format!("`{key}`: {reason}"));
         }
-        if self.family != Family::Qwen3 {
+        if self.family != &QWEN3 {
             let family = self.family;
             return Some(format!(
                 "its layers are {family}'s; only Qwen3 draft layers mean the same in all dialects"

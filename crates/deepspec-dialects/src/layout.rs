@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::DialectError;
-use crate::drafter::{Design, Drafter, Family, MarkovKind};
+use crate::drafter::{Design, Drafter, MarkovKind};
 use crate::fields::Fields;
 
 pub const EMBED: &str = "embed_tokens.weight";
@@ -23,7 +23,7 @@ pub fn is_end(name: &str) -> bool {
 
 /// Names and shapes of everything but the ends; None for layers of another family. `path` is for errors.
 pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, DialectError> {
-    if drafter.family == Family::Gemma4 {
+    if !drafter.family.pre_norm {
         return Ok(None);
     }
     let fields = Fields::new(path, &drafter.decoder);
@@ -46,7 +46,7 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Dialect
         put("self_attn.k_proj", vec![groups * dim, read]);
         put("self_attn.v_proj", vec![groups * dim, read]);
         put("self_attn.o_proj", vec![width, heads * dim]);
-        if drafter.family == Family::Qwen3 {
+        if drafter.family.qk_norm {
             put("self_attn.q_norm", vec![dim]);
             put("self_attn.k_norm", vec![dim]);
         }

@@ -3,7 +3,8 @@
 use deepspec_core::Slots;
 use serde::Serialize;
 
-use crate::drafter::{Algorithm, Drafter, Family, MarkovKind};
+use crate::drafter::{Algorithm, Drafter, MarkovKind};
+use crate::families::{GEMMA4, LLAMA};
 use crate::{Checkpoint, Dialect};
 
 /// What one engine makes of a checkpoint.
@@ -36,18 +37,15 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
 /// others.
 fn blocked(loader: Loader, drafter: &Drafter, dialect: Dialect) -> Loader {
     let fills_in = drafter.block().is_some_and(|block| block.slots == Slots::FillIn);
-    match (drafter.family, dialect) {
-        (Family::Gemma4, _) => {
-            Loader { loads: false, note: "no engine's drafter has Gemma 4 layers", ..loader }
+    let stops = |note| Loader { loads: false, note, ..loader };
+    match dialect {
+        _ if drafter.family == &GEMMA4 => stops("no engine's drafter has Gemma 4 layers"),
+        Dialect::Reference if drafter.family == &LLAMA => {
+            stops("no engine knows this class with Llama layers")
         }
-        (Family::Llama, Dialect::Reference) => {
-            Loader { loads: false, note: "no engine knows this class with Llama layers", ..loader }
+        Dialect::Reference if fills_in => {
+            stops("in this layout engines take every slot to draft; convert to z-lab")
         }
-        (_, Dialect::Reference) if fills_in => Loader {
-            loads: false,
-            note: "in this layout engines take every slot to draft; convert to z-lab",
-            ..loader
-        },
         _ => loader,
     }
 }

@@ -79,7 +79,7 @@ impl Section<'_> {
 
 /// Classes of drafters with layers like those of any known family.
 pub fn classes(behind_prefix: &str) -> Vec<String> {
-    families().map(|family| format!("{}{behind_prefix}", family.prefix)).collect()
+    families().map(|family| format!("{}{behind_prefix}", family.decoder.prefix)).collect()
 }
 
 /// Reads and checks a recipe with its drafter, with `key=value` overrides. Defaults of the drafter's settings are filled in.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic;
+use deepspec_dialects::DecoderFamily;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
@@ -235,12 +236,8 @@ pub(crate) type RawConfig = Map<String, Value>;
 
 /// A family of causal language models, as its file announces it.
 pub struct TargetFamily {
-    /// Names it to people.
-    pub name: &'static str,
-    /// Begins the classes of drafters whose layers are like its own, as in `Qwen3DSparkModel`.
-    pub prefix: &'static str,
-    /// What `model_type` of its configs says.
-    pub model_types: &'static [&'static str],
+    /// Its names and the form of its layers.
+    pub decoder: &'static DecoderFamily,
     /// Classes of its checkpoints, as `architectures` names them.
     pub classes: &'static [&'static str],
     /// Reads a config.json.
@@ -263,18 +260,18 @@ impl TargetFamily {
 
 impl PartialEq for TargetFamily {
     fn eq(&self, other: &Self) -> bool {
-        self.name == other.name
+        self.decoder == other.decoder
     }
 }
 
 impl fmt::Debug for TargetFamily {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(self.name)
+        f.write_str(self.decoder.name)
     }
 }
 
 impl fmt::Display for TargetFamily {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(self.name)
+        f.write_str(self.decoder.name)
     }
 }

@@ -35,7 +35,7 @@ fn gemma_12b() -> Value {
 fn gemma4_in_all_its_spellings() {
     let flat = gemma_12b();
     let expected = architecture(&flat);
-    assert_eq!(expected.family.name, "Gemma 4");
+    assert_eq!(expected.family.decoder.name, "Gemma 4");
     assert_eq!(
         (expected.layers.len(), expected.logit_softcap, expected.tie_word_embeddings),
         (48, Some(30.0), true)
@@ -216,7 +216,7 @@ fn llama_configs_are_read_as_transformers_reads_them() {
         "rope_theta": 5e5, "rope_scaling": scaling});
     let found = parse(&raw).unwrap();
     let heads = found.layers[0].attention.heads;
-    assert_eq!((found.family.name, heads.key_value, heads.dim), ("Llama", 4, 16));
+    assert_eq!((found.family.decoder.name, heads.key_value, heads.dim), ("Llama", 4, 16));
     // The config's own length holds: 8,192 · 32 is more than the model was made for.
     assert_eq!((found.max_position_embeddings, found.tie_word_embeddings), (131_072, false));
     assert!(!found.layers[0].qk_norm);

@@ -1,4 +1,4 @@
-//! What is in the inputs: a first pass over them, and a second one that reads what is to be asked.
+//! Index of the inputs: a first pass that collects ids and bad lines, and a second one that reads the rows to be asked.
 
 use std::path::{Path, PathBuf};
 use std::vec;
@@ -15,7 +15,7 @@ use crate::rejects::Reject;
 /// Lines that are parsed together on all cores; with the longest lines this bounds the memory.
 const BATCH: usize = 1024;
 
-/// What a first pass over the inputs found.
+/// Ids and bad lines of the inputs.
 #[derive(Default)]
 pub struct InputIndex {
     /// Ids of the output rows: one per usable input row and sample.

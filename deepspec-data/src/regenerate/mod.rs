@@ -44,13 +44,13 @@ const MOST_CONCURRENT: usize = 65_536;
 /// Requests that a dry run shows.
 const SHOWN: usize = 3;
 
-/// What to ask, backend and how.
+/// Arguments of `regenerate`.
 #[derive(clap::Args)]
 pub struct Args {
     /// JSONL rows with `id` and `conversations`, plain, .gz or .zst; `tools` and `sampling` of a row are respected
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
     input: Vec<PathBuf>,
-    /// Where answered rows go, F.jsonl; failed ones go to F_error.jsonl, settings and stats to F.jsonl.*.json
+    /// Where answered rows go, F.jsonl; failed ones go to F_error.jsonl, settings and accounts to F.jsonl.*.json
     #[arg(long, value_name = "F")]
     output: PathBuf,
     /// Name of the model, as the servers know it

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::{confidence, decoder, flat, markov, mask_token, notes, taps};
 use crate::DialectError;
-use crate::drafter::{Block, Design, Drafter, Family};
+use crate::drafter::{Block, Design, Drafter};
 use crate::fields::Fields;
 
 /// Keys that are not the decoder's.
@@ -60,11 +60,7 @@ pub fn read(fields: &Fields, architecture: &str) -> Result<Drafter, DialectError
 }
 
 pub fn config(drafter: &Drafter) -> Map<String, Value> {
-    let family = match drafter.family {
-        Family::Qwen3 => "Qwen3",
-        Family::Gemma4 => "Gemma4",
-        Family::Llama => "Llama",
-    };
+    let family = drafter.family.prefix;
     let mut map = flat(drafter);
     let mut put = |key: &str, value: Value| map.insert(key.into(), value);
     put("target_layer_ids", Tap::layer_ids(&drafter.taps).into());

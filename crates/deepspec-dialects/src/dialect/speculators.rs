@@ -64,7 +64,7 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
                     stops(flag, "a norm that our Eagle3 does not have".into());
                 }
             }
-            if decoder.family == crate::Family::Llama {
+            if decoder.family == &crate::LLAMA {
                 stops(
                     "transformer_layer_config.model_type",
                     "Llama layers have no norms on queries and keys".into(),

@@ -32,7 +32,7 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
 
     /// The class whose checkpoints these are.
     fn architecture(&self) -> String {
-        format!("{}{}", self.model().family.prefix, Self::CLASS)
+        format!("{}{}", self.model().family.decoder.prefix, Self::CLASS)
     }
 
     /// Its decoder and where the target is tapped.

@@ -13,9 +13,7 @@ const PATTERN: usize = 6;
 
 /// The text part of Gemma 4, dense.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
-    name: "Gemma 4",
-    prefix: "Gemma4",
-    model_types: &["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"],
+    decoder: &deepspec_dialects::GEMMA4,
     classes: &[
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",

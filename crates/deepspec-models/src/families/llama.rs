@@ -11,9 +11,7 @@ use crate::nn::LayerSpec;
 
 /// Llama 2 and 3, and what is built like them.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
-    name: "Llama",
-    prefix: "Llama",
-    model_types: &["llama"],
+    decoder: &deepspec_dialects::LLAMA,
     classes: &["LlamaForCausalLM"],
     read,
     draft_config,

@@ -45,13 +45,13 @@ impl ModelConfig {
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     let found = fields.text("model_type")?;
     let is_meant =
-        |family: &Family| found.as_deref().is_some_and(|found| family.model_types.contains(&found));
+        |family: &Family| found.as_deref().is_some_and(|found| family.decoder.model_types.contains(&found));
     if let Some(family) = families().find(is_meant) {
         return (family.read)(fields);
     }
     let found = found.map_or_else(|| "missing".to_string(), |other| format!("\"{other}\" is not supported"));
     let known: Vec<String> =
-        families().flat_map(|family| family.model_types).map(|name| format!("\"{name}\"")).collect();
+        families().flat_map(|family| family.decoder.model_types).map(|name| format!("\"{name}\"")).collect();
     let (last, others) = known.split_last().map_or(("", &known[..]), |(last, others)| (last, others));
     Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))))
 }

@@ -11,9 +11,7 @@ use crate::nn::LayerSpec;
 
 /// Qwen3, dense.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
-    name: "Qwen3",
-    prefix: "Qwen3",
-    model_types: &["qwen3"],
+    decoder: &deepspec_dialects::QWEN3,
     classes: &["Qwen3ForCausalLM"],
     read,
     draft_config,

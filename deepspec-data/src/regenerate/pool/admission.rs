@@ -1,4 +1,5 @@
-//! Who may ask which server now. One lock around plain data; nothing here waits or talks.
+//! Concurrency limits of all servers: which request goes to which of them, and which has to wait. One lock around plain data;
+//! nothing here waits or does I/O.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -19,20 +20,20 @@ pub struct Slot {
     pub trial: bool,
 }
 
-/// What somebody gets who wants a slot.
+/// The result of asking for a slot.
 pub enum Acquired {
     Now(Slot),
-    /// The end of the line; it is broken off when the run ends.
+    /// Resolves when a slot is free; fails when the run ends.
     Later(oneshot::Receiver<Slot>),
 }
 
-/// Somebody in line.
+/// A request that waits for a slot.
 struct Waiting {
     sender: oneshot::Sender<Slot>,
     avoid: Option<usize>,
 }
 
-/// A server's slots.
+/// A server's limit, circuit breaker and statistics.
 struct ServerSlots {
     circuit: CircuitBreaker,
     stats: ServerStats,
@@ -69,13 +70,13 @@ impl ServerSlots {
     }
 }
 
-/// The slots of all servers and those who wait for one.
+/// The slots of all servers and the requests that wait for one.
 pub struct Admission {
     servers: Vec<ServerSlots>,
     allowed: usize,
     waiting: VecDeque<Waiting>,
     none_serves_since: Option<Instant>,
-    /// The moment from which on somebody watches already.
+    /// The moment for which a watch has been started.
     watched: Option<Instant>,
     closed: Option<String>,
 }
@@ -118,7 +119,7 @@ impl Admission {
         Ok(Acquired::Later(turn))
     }
 
-    /// Gives a slot to the next in line.
+    /// Frees a slot; the next waiting request gets it.
     pub fn release(&mut self, taken: Slot) {
         self.servers[taken.server].release(taken.trial);
         self.hand_out();
@@ -215,7 +216,7 @@ impl Admission {
         (0..self.servers.len()).filter(|&server| self.is_out(server)).collect()
     }
 
-    /// Whether anything may still come: requests are under way, or a server asked for time.
+    /// Whether an answer may still come: requests are under way, or a server asked for time.
     pub fn may_hope(&self) -> bool {
         self.servers.iter().any(|slots| slots.taken > 0 || slots.circuit.state() == CircuitState::Paused)
     }
@@ -259,19 +260,19 @@ impl Admission {
         self.none_serves_since
     }
 
-    /// The same, but only to the first who asks: the one who watches.
+    /// The same, but only once for each such moment: its caller watches.
     pub fn watch(&mut self) -> Option<Instant> {
         let since = self.none_serves_since.filter(|_| self.watched != self.none_serves_since)?;
         self.watched = Some(since);
         Some(since)
     }
 
-    /// Why everybody was sent away, if so.
+    /// Why no request is admitted any more, if so.
     pub fn closed(&self) -> Option<&str> {
         self.closed.as_deref()
     }
 
-    /// Sends everybody away.
+    /// Admits no request any more, and fails those that wait.
     pub fn close(&mut self, problem: String) {
         self.closed = Some(problem);
         self.waiting.clear();
@@ -282,7 +283,7 @@ impl Admission {
         self.servers.iter().map(|slots| slots.taken).sum()
     }
 
-    /// The accounts of all servers.
+    /// The statistics of all servers.
     pub fn stats(&self) -> impl Iterator<Item = &ServerStats> {
         self.servers.iter().map(|slots| &slots.stats)
     }
@@ -296,7 +297,7 @@ impl Admission {
         self.hand_out();
     }
 
-    /// Gives free slots to those in line, the first first.
+    /// Gives free slots to waiting requests, in their order.
     fn hand_out(&mut self) {
         let mut place = 0;
         while place < self.waiting.len() && self.servers.iter().any(ServerSlots::has_room) {

@@ -1,4 +1,4 @@
-//! Whether a server is asked: how it falls out, and how it comes back.
+//! The circuit breaker of a server: when it is not asked any more, and when it is asked again.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ const DISABLED_AFTER: u32 = 3;
 /// Answers after which a server's earlier troubles are forgotten.
 const FORGOTTEN_AFTER: u32 = 20;
 
-/// Where a server stands.
+/// Whether a server is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CircuitState {
     /// It is asked.
@@ -30,7 +30,7 @@ pub enum CircuitState {
     Disabled,
 }
 
-/// What a server's caller has to do.
+/// What the caller has to do after a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// Nothing.
@@ -62,13 +62,13 @@ pub struct CircuitBreaker {
 }
 
 impl CircuitBreaker {
-    /// A server of which nothing is known.
+    /// A closed circuit: nothing is known of the server.
     pub fn new() -> Self {
         let state = CircuitState::Closed;
         Self { state, failures: 0, answers: 0, given_up: 0, limited: 0, denials: 0, answered: false }
     }
 
-    /// Where it stands.
+    /// Whether it is asked.
     pub fn state(&self) -> CircuitState {
         self.state
     }

@@ -29,7 +29,7 @@ pub enum Class {
     Refused,
     /// The server refuses every request: wrong address, key or model.
     Denied,
-    /// Slot back from a server that was given up, to be asked elsewhere.
+    /// Taken back from a server whose circuit opened, to be asked elsewhere.
     Recalled,
 }
 
