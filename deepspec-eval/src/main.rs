@@ -42,7 +42,7 @@ enum Command {
     Compare(compare::Args),
     /// Print one generation cycle by cycle: what was accepted, rejected and added
     Trace(Box<trace::Args>),
-    /// SeriesStyle into drafter checkpoints of any tool, convert them, and find out what is wrong with one
+    /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
     /// Find temperatures that make a drafter's confidences say what happens

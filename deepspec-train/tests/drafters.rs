@@ -228,7 +228,11 @@ fn drafters_learn_to_fill_in() {
             .replace("slots: fill_in", "slots: anchor_predicts")
             .replace("=fill_in", "=anchor_predicts");
         let fresh = Bench::new();
-        fresh.fails(&["--set", &anchored, "--set", &from], 2, &["slots FillIn there, AnchorPredicts here"]);
+        fresh.fails(
+            &["--set", &anchored, "--set", &from],
+            2,
+            &["slots \"fill_in\" there, \"anchor_predicts\" here"],
+        );
         fresh.succeeds(&[&other[..], &["--set", &from]].concat());
     }
     let bench = Bench::new();

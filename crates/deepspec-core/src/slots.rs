@@ -29,6 +29,14 @@ impl Slots {
         block_size.saturating_sub(self.first())
     }
 
+    /// Its name in recipes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AnchorPredicts => "anchor_predicts",
+            Self::FillIn => "fill_in",
+        }
+    }
+
     /// The other convention.
     pub fn other(self) -> Self {
         match self {

@@ -52,7 +52,7 @@ impl Checkpoint {
 
     /// Whether the tensor of this name is a copy of the target's, which no training changes.
     pub fn is_targets(&self, name: &str) -> bool {
-        layout::is_end(name) || REBUILT.contains(&name)
+        layout::is_embed_or_head(name) || REBUILT.contains(&name)
     }
 
     /// A tensor by its name in the reference: its name in the files, and what is known of it.

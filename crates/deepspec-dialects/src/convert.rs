@@ -8,7 +8,7 @@ use deepspec_core::atomic::{self, FileError};
 use safetensors::Dtype;
 use serde_json::{Map, Value};
 
-use crate::layout::{EMBED, HEAD, REBUILT, VERIFIER_NORM, is_end};
+use crate::layout::{EMBED, HEAD, REBUILT, VERIFIER_NORM, is_embed_or_head};
 use crate::numbers::{cast, differing_rows};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
 use crate::write::{Source, Written, write};
@@ -133,7 +133,7 @@ fn why_target(from: Dialect, to: Dialect, drafter: &Drafter) -> String {
 fn body(source: &Checkpoint, to: Dialect) -> (Vec<Written<'_>>, Vec<String>) {
     let (mut tensors, mut dropped) = (vec![], vec![]);
     for (name, facts) in source.tensors().iter() {
-        if is_end(name) {
+        if is_embed_or_head(name) {
             continue;
         }
         if REBUILT.contains(&name) {

@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-use deepspec_core::Tap;
+use deepspec_core::{Slots, Tap};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -144,6 +144,10 @@ pub fn read(
             container::read(&fields, found, tensors)
         }
         "LlamaForCausalLMEagle3" => Ok((Dialect::Specforge, container::read_eagle3(&fields)?)),
+        other if other.ends_with("DFlash2Model") => {
+            let problem = "DFlash 2 is neither inspected nor converted; `run`, `trace` and `checkpoint doctor` read it as it is";
+            Err(fields.error("architectures", problem))
+        }
         other => {
             let problem = format!(
                 "\"{other}\" is no drafter of a known dialect; expected Qwen3DSparkModel, Gemma4DSparkModel, \
@@ -261,6 +265,18 @@ fn confidence(fields: &Fields, markov: Option<crate::Markov>) -> Result<Option<b
         return Err(fields.error("confidence_head_with_markov", problem));
     }
     Ok(Some(with_markov))
+}
+
+/// More slots of a block are a mistake.
+const MAX_BLOCK: u64 = 1024;
+
+/// `block_size`, of which at least one slot drafts.
+fn block_size(fields: &Fields, slots: Slots) -> Result<u64, DialectError> {
+    let (key, least) = ("block_size", slots.first() as u64 + 1);
+    match fields.required_size(key)? {
+        size if (least..=MAX_BLOCK).contains(&size) => Ok(size),
+        size => Err(fields.error(key, format!("{size} is not between {least} and {MAX_BLOCK}"))),
+    }
 }
 
 /// `mask_token_id` within the vocabulary.

@@ -17,7 +17,7 @@ pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", VERIFIER_NORM, "t2d",
 pub type Shapes = Vec<(String, Vec<usize>)>;
 
 /// Whether this is the target's embedding or head.
-pub fn is_end(name: &str) -> bool {
+pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
 

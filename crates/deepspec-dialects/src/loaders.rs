@@ -22,15 +22,19 @@ pub struct Loader {
 pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     let drafter = checkpoint.drafter();
     let speculators = checkpoint.dialect() == Dialect::Speculators;
+    let converts = drafter.refusal(checkpoint.dialect(), Dialect::Speculators).is_none();
     let own = Loader {
         engine: "speculators",
         loads: speculators,
-        note: if speculators { "SpeculatorModel.from_pretrained" } else { "convert to speculators" },
+        note: match speculators {
+            true => "SpeculatorModel.from_pretrained",
+            false if converts => "convert to speculators",
+            false => "its layout cannot say this drafter",
+        },
     };
-    vec![vllm(checkpoint), sglang(checkpoint), own]
-        .into_iter()
-        .map(|loader| blocked(loader, drafter, checkpoint.dialect()))
-        .collect()
+    let engines = [vllm(checkpoint), sglang(checkpoint)];
+    let engines = engines.map(|loader| blocked(loader, drafter, checkpoint.dialect()));
+    engines.into_iter().chain([own]).collect()
 }
 
 /// Gemma 4 drafters are loaded by nobody yet; the reference's layout with Llama layers, or with slots that fill in, is not known to
@@ -43,8 +47,11 @@ fn blocked(loader: Loader, drafter: &Drafter, dialect: Dialect) -> Loader {
         Dialect::Reference if drafter.family == &LLAMA => {
             stops("no engine knows this class with Llama layers")
         }
+        Dialect::Reference if fills_in && drafter.algorithm() == Algorithm::Dspark => stops(
+            "released versions take every slot to draft, and no other layout has heads beside such slots",
+        ),
         Dialect::Reference if fills_in => {
-            stops("in this layout engines take every slot to draft; convert to z-lab")
+            stops("released versions take every slot to draft; convert to z-lab")
         }
         _ => loader,
     }

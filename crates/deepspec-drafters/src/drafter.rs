@@ -192,6 +192,9 @@ pub trait ExaminedDrafter {
     /// Its blocks, where it drafts whole ones behind anchors; None for one that goes token by token.
     fn anchored(&self) -> Option<&AnchoredBlocks>;
 
+    /// Whether its checkpoint says what the slots of its blocks predict.
+    fn chooses_slots(&self) -> bool;
+
     /// Its embedding and head, both `[V, d]`.
     fn embed_and_head(&self) -> (&Tensor, &Tensor);
 
@@ -221,7 +224,7 @@ pub struct Reading<'a> {
     /// Another convention of slots.
     pub slots: Option<Slots>,
     /// Another embedding and head, both `[V, d]`.
-    pub ends: Option<(&'a Tensor, &'a Tensor)>,
+    pub embed_and_head: Option<(&'a Tensor, &'a Tensor)>,
 }
 
 /// Teacher-forced predictions, one position of drafted blocks after the other: R rows in all.

@@ -1,48 +1,73 @@
 //! The path patterns of dataset cards: `*` and `?` within a folder, `**` across folders, `[a-z]` and `[!a-z]`.
 
-use globset::{GlobBuilder, GlobMatcher};
+use regex::Regex;
 
 /// A pattern to match whole paths with.
-pub struct Glob(Option<GlobMatcher>, String);
+pub struct Glob(Option<Regex>, String);
 
 impl Glob {
     /// Reads a pattern; one that cannot be read stands for itself.
     pub fn new(pattern: &str) -> Self {
         let pattern = pattern.trim_start_matches("./");
-        let glob = GlobBuilder::new(&spelled(pattern)).literal_separator(true).build();
-        Self(glob.ok().map(|glob| glob.compile_matcher()), pattern.into())
+        Self(Regex::new(&format!("(?s)^{}$", spelled(pattern))).ok(), pattern.into())
     }
 
     /// Whether the pattern describes all of `path`.
     pub fn matches(&self, path: &str) -> bool {
-        self.0.as_ref().map_or(self.1 == path, |matcher| matcher.is_match(path))
+        self.0.as_ref().map_or(self.1 == path, |regex| regex.is_match(path))
     }
 }
 
-/// A pattern as `globset` spells it, for which braces and backslashes are special and `**` only between slashes.
+/// A pattern as a regular expression.
 fn spelled(pattern: &str) -> String {
     let text: Vec<char> = pattern.chars().collect();
-    let (mut out, mut at, mut class) = (String::new(), 0, false);
+    let (mut out, mut at) = (String::new(), 0);
     while let Some(&c) = text.get(at) {
-        let is_part = |at: Option<usize>| at.and_then(|at| text.get(at)).is_none_or(|&c| c == '/');
-        match c {
-            '*' if !class && text.get(at + 1) == Some(&'*') => {
-                let whole = is_part(at.checked_sub(1)) && is_part(Some(at + 2));
-                out.push_str(if whole { "**" } else { "{*,*/**/*}" });
-                at += 1;
-            }
-            '{' | '}' | ',' | '\\' if !class => out.extend(['[', c, ']']),
-            _ => out.push(c),
-        }
-        class = match c {
-            '[' => true,
-            // A bracket in first place stands for itself.
-            ']' => class && matches!(text[..at], [.., '['] | [.., '[', '!' | '^']),
-            _ => class,
+        let rest = &text[at..];
+        let begins = at == 0 || text[at - 1] == '/';
+        let (expression, read) = match (rest, class(rest)) {
+            (['*', '*', '/', ..], _) if begins => ("(?:[^/]+/)*".into(), 3),
+            (['*', '*', ..], _) => (".*".into(), 2),
+            (['*', ..], _) => ("[^/]*".into(), 1),
+            (['?', ..], _) => ("[^/]".into(), 1),
+            (_, Some(class)) => class,
+            _ => (regex::escape(&c.to_string()), 1),
         };
-        at += 1;
+        out += &expression;
+        at += read;
     }
     out
+}
+
+/// The class that a pattern begins with, none of whose characters is a slash, and its length; a bracket in first place stands for itself.
+fn class(pattern: &[char]) -> Option<(String, usize)> {
+    let ['[', inner @ ..] = pattern else { return None };
+    let negated = usize::from(matches!(inner, ['!' | '^', ..]));
+    let len = 1 + inner[negated..].iter().skip(1).position(|&c| c == ']')?;
+    let (mut members, mut at) = (String::new(), 0);
+    let text = &inner[negated..negated + len];
+    let escaped = |c: char| regex::escape(&c.to_string());
+    while let Some(&c) = text.get(at) {
+        match text[at..] {
+            // A range from a later to an earlier character has none.
+            [first, '-', last, ..] => {
+                if first <= last {
+                    members += &format!("{}-{}", escaped(first), escaped(last));
+                }
+                at += 3;
+            }
+            _ => {
+                members += &escaped(c);
+                at += 1;
+            }
+        }
+    }
+    let expression = match (negated, members.as_str()) {
+        (1, members) => format!("[^/{members}]"),
+        (_, "") => r"[^\s\S]".into(),
+        (_, members) => format!("[{members}&&[^/]]"),
+    };
+    Some((expression, 1 + negated + len + 1))
 }
 
 #[cfg(test)]
@@ -75,6 +100,17 @@ mod tests {
             ("a{b},c", "a{b},c", true),
             ("a{b,c}", "ab", false),
             ("x[,]y", "x,y", true),
+            ("test[!0-9].json", "test/.json", false),
+            ("test[.-0].json", "test/.json", false),
+            ("data[1/*.jsonl", "data[1/x.jsonl", true),
+            ("?.jsonl", "é.jsonl", true),
+            ("caf[é].jsonl", "café.jsonl", true),
+            ("x[a-c-e].jsonl", "xd.jsonl", false),
+            ("x[a-c-e].jsonl", "x-.jsonl", true),
+            ("x[[]a**.jsonl", "x[a/b.jsonl", true),
+            ("x[z-a]", "xb", false),
+            ("x[!z-a]", "xb", true),
+            ("x[&&a~]", "x&", true),
         ];
         for (pattern, path, expected) in cases {
             assert_eq!(Glob::new(pattern).matches(path), expected, "{pattern} {path}");

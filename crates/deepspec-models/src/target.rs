@@ -29,7 +29,7 @@ pub struct TargetOptions {
     pub kind: Kind,
     /// Sequences it holds at once.
     pub slots: usize,
-    /// Layers whose raw output is captured, strictly increasing; −1 is the embedding's output.
+    /// Layers whose raw output is captured, strictly increasing.
     pub taps: Vec<Tap>,
 }
 
@@ -58,7 +58,7 @@ impl TargetModel {
         let (kind, device) = (options.kind, options.device);
         let weights = Weights::open(dir, config.family.class(), device, kind)?;
         let names = Names::of(&weights);
-        let (embed, head) = read_ends(&weights, names, &config)?;
+        let (embed, head) = read_embed_and_head(&weights, names, &config)?;
         let b = Builder::from_checkpoint(&weights);
         let layers = config
             .layers
@@ -272,10 +272,14 @@ pub fn load_embed_and_head(
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {
     let weights = Weights::open(dir, config.family.class(), device, kind)?;
-    read_ends(&weights, Names::of(&weights), config)
+    read_embed_and_head(&weights, Names::of(&weights), config)
 }
 
-fn read_ends(weights: &Weights, names: Names, config: &ModelConfig) -> Result<(Tensor, Tensor), ModelError> {
+fn read_embed_and_head(
+    weights: &Weights,
+    names: Names,
+    config: &ModelConfig,
+) -> Result<(Tensor, Tensor), ModelError> {
     let shape = [config.vocab_size, config.hidden_size];
     let embed = weights.get(&format!("{}embed_tokens.weight", names.body), &shape)?;
     let head =

@@ -146,8 +146,11 @@ mod tests {
     #[test]
     fn another_shape_shows_the_columns() {
         let error = converted(&form("alpaca"), "{\"question\": \"?\", \"answer\": 1}\n").unwrap_err();
-        let words =
-            ["rows.jsonl:1", "no column `instruction`", "expected `instruction`, found `answer`, `question`"];
+        let words = [
+            "rows.jsonl:1",
+            "no column `input`",
+            "expected `input`, `instruction`, found `answer`, `question`",
+        ];
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
         assert!(converted(&form("alpaca"), "{}").unwrap_err().contains("found no columns"));
         assert!(converted(&form("alpaca"), "").unwrap_err().contains("rows.jsonl: the file has no rows"));
@@ -170,12 +173,12 @@ mod tests {
         says(
             "alpaca",
             &format!("{good}{{\"input\": \"\"}}"),
-            "rows.jsonl:2: column `instruction`: expected a text or a number, found nothing",
+            "rows.jsonl:2: column `instruction`: expected a text, found nothing",
         );
         says(
             "alpaca",
-            &format!("{good}\n{{\"instruction\": \"a\", \"input\": [3]}}"),
-            "rows.jsonl:3: column `input`: expected a text or a number, found an array",
+            &format!("{good}\n{{\"instruction\": \"a\", \"input\": 3}}"),
+            "rows.jsonl:3: column `input`: expected a text, found a number",
         );
         says(
             "alpaca",

@@ -79,7 +79,9 @@ pub fn read(path: &Path) -> anyhow::Result<Plan> {
             path.display()
         );
     }
-    let digest = digest::bytes(said.as_bytes());
+    // Templates of an earlier language said other prompts with the same words.
+    let language = if matches!(description.turns, Turns::Templates(_)) { "jinja " } else { "" };
+    let digest = digest::bytes(format!("{language}{said}").as_bytes());
     match description.plan(format!("description {}", &digest[..16])) {
         Ok(plan) => Ok(plan),
         Err((key, problem)) => usage!("{}: `{key}`: {problem}", path.display()),

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::mem;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use deepspec_core::jsonl::kind_of;
@@ -13,7 +14,7 @@ use serde_json::{Map, Value as Json};
 /// Why a row makes no prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowError {
-    /// The column at fault.
+    /// The column at fault; empty where none is.
     pub column: String,
     /// A phrase that says what was found there and what was expected.
     pub problem: String,
@@ -21,7 +22,10 @@ pub struct RowError {
 
 impl fmt::Display for RowError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "column `{}`: {}", self.column, self.problem)
+        match self.column.as_str() {
+            "" => f.write_str(&self.problem),
+            column => write!(f, "column `{column}`: {}", self.problem),
+        }
     }
 }
 
@@ -107,22 +111,27 @@ struct Asked {
 }
 
 impl Asked {
-    fn last(&self) -> String {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// The column that was asked for last, which is then forgotten; empty if none was.
+    fn take_last(&self) -> String {
+        mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl Object for Asked {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
         let key = key.as_str()?;
+        let column = self.row.get(key).map(|value| Value::from(Serde(value)));
+        if column.is_none() && key == ROW {
+            return Some(Value::from_dyn_object(Arc::clone(self)));
+        }
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = key.into();
-        let whole = || (key == ROW).then(|| Value::from(Serde(&self.row)));
-        self.row.get(key).map(|value| Value::from(Serde(value))).or_else(whole)
+        column
     }
 }
 
 impl Templates {
-    /// Reads Jinja templates. `{{ column }}` must have a text or a number, `{{ column|optional }}` may be missing or blank.
+    /// Reads Jinja templates. `{{ column }}` must have a text or a number, `{{ column|optional }}` may be missing or blank, and
+    /// `column|text` is a text in every row, which tests may find empty.
     ///
     /// # Errors
     /// A phrase that says which template is wrong; no template that names a column.
@@ -134,6 +143,10 @@ impl Templates {
         environment.set_undefined_behavior(UndefinedBehavior::SemiStrict);
         environment.set_formatter(|out, state, value| shown(out, state, value));
         environment.add_filter("optional", optional);
+        environment.add_filter("text", text);
+        // Prompts are not escaped; a text that says it is would go by unchecked.
+        ["safe", "escape", "e"].into_iter().for_each(|filter| environment.remove_filter(filter));
+        environment.set_fuel(Some(FUEL));
         let mut columns = BTreeSet::new();
         let names: Vec<String> = (1..=texts.len()).map(|turn| format!("turn {turn}")).collect();
         for (name, text) in names.iter().zip(texts) {
@@ -142,6 +155,9 @@ impl Templates {
             let template = environment.get_template(name).map_err(|error| error.to_string())?;
             columns.extend(template.undeclared_variables(false));
         }
+        environment.globals().for_each(|(global, _)| {
+            columns.remove(global);
+        });
         if !columns.remove(ROW) && columns.is_empty() {
             let problem = "no template names a column, so that all rows would be the same prompt; a column is named by {{ column }}";
             return Err(problem.into());
@@ -158,25 +174,31 @@ impl Templates {
     }
 
     fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
+        let asked = Arc::new(Asked { row: row.clone(), last: Mutex::default() });
         let turn = |name: &String| {
-            let asked = Arc::new(Asked { row: row.clone(), last: Mutex::default() });
             let template = self.environment.get_template(name);
             let filled = template.and_then(|one| one.render(Value::from_dyn_object(Arc::clone(&asked))));
             match filled {
-                Ok(turn) if turn.trim().is_empty() => Err(row_error(&asked.last(), "the turn is blank")),
-                Ok(turn) => Ok(turn),
+                Ok(turn) if turn.trim().is_empty() => Err(row_error(&asked.take_last(), "the turn is blank")),
+                Ok(turn) => {
+                    asked.take_last();
+                    Ok(turn)
+                }
                 Err(error) => {
                     let problem = match error.kind() {
                         ErrorKind::UndefinedError => NOTHING.into(),
                         _ => error.detail().map_or_else(|| error.kind().to_string(), String::from),
                     };
-                    Err(row_error(&asked.last(), problem))
+                    Err(row_error(&asked.take_last(), problem))
                 }
             }
         };
         self.names.iter().map(turn).collect()
     }
 }
+
+/// Steps that a template may take, so that one without end comes to one.
+const FUEL: u64 = 10_000_000;
 
 const NOTHING: &str = "expected a text or a number, found nothing";
 
@@ -203,7 +225,31 @@ fn shown(out: &mut minijinja::Output, _: &State, value: &Value) -> Result<(), Er
             return Err(refused("the text is blank"));
         }
     }
-    write!(out, "{value}").map_err(|error| refused(error.to_string()))
+    let written = write!(out, "{}", spelled(value)?);
+    written.map_err(|error| refused(error.to_string()))
+}
+
+/// A value's text: numbers and truth as JSON writes them.
+fn spelled(value: &Value) -> Result<String, Error> {
+    match value.kind() {
+        ValueKind::Number | ValueKind::Bool => {
+            serde_json::to_string(value).map_err(|error| refused(error.to_string()))
+        }
+        _ => Ok(value.to_string()),
+    }
+}
+
+/// A column that has a text in every row, though it may be empty.
+fn text(value: &Value) -> Result<Value, Error> {
+    let found = match value.kind() {
+        ValueKind::String => return Ok(value.clone()),
+        ValueKind::Undefined | ValueKind::None => "nothing",
+        ValueKind::Number => "a number",
+        ValueKind::Bool => "true or false",
+        ValueKind::Seq | ValueKind::Iterable => "an array",
+        _ => "an object",
+    };
+    Err(refused(format!("expected a text, found {found}")))
 }
 
 /// A column that may be missing or blank.
@@ -212,7 +258,7 @@ fn optional(value: &Value) -> Result<Value, Error> {
         return Ok(Value::from_safe_string(String::new()));
     }
     check(value)?;
-    Ok(Value::from_safe_string(value.to_string()))
+    Ok(Value::from_safe_string(spelled(value)?))
 }
 
 #[cfg(test)]
@@ -222,8 +268,8 @@ mod tests {
     use super::*;
 
     fn fill(template: &str) -> Result<String, String> {
-        let row =
-            json!({"q": "Why?", "n": 3, "empty": " ", "list": [], "a b": "x", "none": null, "some": "y"});
+        let row = json!({"q": "Why?", "n": 3, "empty": " ", "list": [], "a b": "x", "void": null, "some": "y",
+                   "yes": true, "large": 1e20});
         let form = Form::Templates(Templates::new(&[template.to_string()])?);
         let turns = form.turns(row.as_object().unwrap()).map_err(|error| error.to_string())?;
         Ok(turns.concat())
@@ -235,13 +281,16 @@ mod tests {
         assert_eq!(fill("{{ n }}. {{ q }}\n\\boxed{} {q}\n").unwrap(), "3. Why?\n\\boxed{} {q}\n");
         assert_eq!(fill("{{ row[\"a b\"] }}{{ row.q }}").unwrap(), "xWhy?");
         assert_eq!(
-            fill("{{ q }}{{ empty|optional }}{{ none|optional }}{{ absent|optional }}!").unwrap(),
+            fill("{{ q }}{{ empty|optional }}{{ void|optional }}{{ absent|optional }}!").unwrap(),
             "Why? !"
         );
         assert_eq!(
             fill("{{ q }}{% if absent %} {{ absent }}{% endif %}{% if some %} <y>{% endif %}").unwrap(),
             "Why? <y>"
         );
+        assert_eq!(fill("{% for i in range(2) %}{{ q }}{% endfor %}").unwrap(), "Why?Why?");
+        assert_eq!(fill("{{ q }}{% if empty|text %}{{ empty|optional }}{% endif %}!").unwrap(), "Why? !");
+        assert_eq!(fill("{{ yes }} {{ large }}").unwrap(), "true 1e+20");
     }
 
     #[test]
@@ -251,6 +300,14 @@ mod tests {
         says("Q: {{ empty }}", "column `empty`: the text is blank");
         says("{{ empty|optional }}", "column `empty`: the turn is blank");
         says("{{ list|optional }}", "column `list`: expected a text or a number, found an array");
+        says("{{ n|text }}", "column `n`: expected a text, found a number");
+        says("{{ q }}{% if void|text %}!{% endif %}", "column `void`: expected a text, found nothing");
+        says("{{ row[\"no column\"] }}", "column `no column`: expected a text or a number, found nothing");
+        says(
+            "{% for i in range(9999) %}{% for j in range(9999) %}{{ q }}{% endfor %}{% endfor %}",
+            "column `q`: engine ran out of fuel",
+        );
+        assert!(fill("{{ list|safe }}").unwrap_err().contains("safe"));
     }
 
     #[test]

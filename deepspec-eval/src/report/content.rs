@@ -201,7 +201,7 @@ fn identity(results: &Results) -> Block {
         ("chat template", short(&target.template_digest).to_string()),
     ];
     if let Some(drafter) = &results.drafter {
-        rows.push(("drafter", format!("{}, blocks of {}", drafter.path, drafter.block_size)));
+        rows.push(("drafter", format!("{}, drafts {} tokens", drafter.path, drafter.block_size)));
         rows.push(("drafter weights", short(&drafter.weights_digest).to_string()));
     }
     let turns = if s.turns == Turns::All { "all" } else { "first" };

@@ -18,7 +18,7 @@ fn heading(results: &Results) -> String {
     let Settings { temperature, slots, device, dtype, .. } = &results.settings;
     let seeds = results.settings.seed_list();
     let drafter = match &results.drafter {
-        Some(drafter) => format!("drafter {} (blocks of {})", drafter.path, drafter.block_size),
+        Some(drafter) => format!("drafter {} (drafts {} tokens)", drafter.path, drafter.block_size),
         None => "no drafter".into(),
     };
     format!(

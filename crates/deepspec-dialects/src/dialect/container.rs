@@ -4,13 +4,14 @@
 use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
 
-use super::{Dialect, confidence, decoder, flat, markov, mask_token, notes, taps};
+use super::{Dialect, block_size, confidence, decoder, flat, markov, mask_token, notes, taps};
 use crate::drafter::{Block, Design, Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::{DialectError, Tensors};
 
 /// Keys that are not the decoder's.
-const OWN: [&str; 5] = ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal"];
+const OWN: [&str; 6] =
+    ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
 
 pub fn read(
     fields: &Fields,
@@ -42,22 +43,21 @@ pub fn read(
             Dialect::Specforge
         }
     };
-    obstacles.extend(switches(&inner)?);
+    obstacles.extend(switches(fields, "")?);
+    obstacles.extend(switches(&inner, "dflash_config.")?);
     let markov = if dialect == Dialect::Zlab { None } else { markov(&inner)? };
-    let shifted = inner.flag("shift_label")?;
-    let slots = match dialect {
-        Dialect::Zlab if !shifted.unwrap_or(false) => Slots::FillIn,
-        _ if shifted == Some(false) => Slots::FillIn,
+    let slots = slots(fields, &inner)?.unwrap_or(match dialect {
+        Dialect::Zlab => Slots::FillIn,
         _ => Slots::AnchorPredicts,
-    };
+    });
     let confidence_with_markov = match dialect {
         Dialect::Modelopt => inner.flag("use_confidence_head")?.unwrap_or(false).then_some(true),
         Dialect::Zlab => None,
         _ => confidence(&inner, markov)?,
     };
-    let block_size = match fields.size("block_size")? {
-        Some(size) => size,
-        None => inner.required_size("block_size")?,
+    let block_size = match fields.map.contains_key("block_size") {
+        true => block_size(fields, slots)?,
+        false => block_size(&inner, slots)?,
     };
     let design = Design::Block(Block {
         block_size,
@@ -83,17 +83,32 @@ pub fn read(
     Ok((dialect, drafter))
 }
 
-/// Switches of the layers that change what the same weights compute.
-fn switches(inner: &Fields) -> Result<Vec<Obstacle>, DialectError> {
+/// What the slots predict, where a key says it: ModelOpt's own, or that of newer engines.
+fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, DialectError> {
+    let flag = "sample_from_anchor";
+    let said = [inner.flag("shift_label")?, inner.flag(flag)?, fields.flag(flag)?];
+    let mut said = said.into_iter().flatten();
+    let Some(from_anchor) = said.next() else { return Ok(None) };
+    if said.any(|other| other != from_anchor) {
+        let problem = "it contradicts the same key, or shift_label, in dflash_config";
+        return Err(fields.error(flag, problem));
+    }
+    Ok(Some(if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn }))
+}
+
+/// Switches of the layers that change what the same weights compute. Tools write them at the top level or `within` an object.
+fn switches(inner: &Fields, within: &str) -> Result<Vec<Obstacle>, DialectError> {
     let mut found = vec![];
     let mut stops = |key: &str, reason: &str| {
-        found.push(Obstacle { key: format!("dflash_config.{key}"), reason: reason.into() });
+        found.push(Obstacle { key: format!("{within}{key}"), reason: reason.into() });
     };
     if inner.flag("use_swa")?.unwrap_or(false) {
         stops("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block");
     }
-    if inner.flag("causal")?.unwrap_or(false) {
-        stops("causal", "slots that see only those before them; elsewhere a block sees all of itself");
+    for key in ["causal", "is_causal"] {
+        if inner.flag(key)?.unwrap_or(false) {
+            stops(key, "slots that see only those before them; elsewhere a block sees all of itself");
+        }
     }
     if inner.flag("attention_sink_bias")?.unwrap_or(false) {
         stops("attention_sink_bias", "attention sinks have no counterpart in the other dialects");

@@ -3,7 +3,7 @@
 use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value};
 
-use super::{confidence, decoder, flat, markov, mask_token, notes, taps};
+use super::{block_size, confidence, decoder, flat, markov, mask_token, notes, taps};
 use crate::DialectError;
 use crate::drafter::{Block, Design, Drafter};
 use crate::fields::Fields;
@@ -32,13 +32,14 @@ pub fn read(fields: &Fields, architecture: &str) -> Result<Drafter, DialectError
         Design::Eagle3 { steps: fields.required_size("ttt_length")? }
     } else {
         let markov = markov(fields)?;
+        let slots = match fields.flag("sample_from_anchor")? {
+            Some(false) => Slots::FillIn,
+            _ => Slots::AnchorPredicts,
+        };
         Design::Block(Block {
-            block_size: fields.required_size("block_size")?,
+            block_size: block_size(fields, slots)?,
             mask_token_id: mask_token(fields, decoder.vocab_size)?,
-            slots: match fields.flag("sample_from_anchor")? {
-                Some(false) => Slots::FillIn,
-                _ => Slots::AnchorPredicts,
-            },
+            slots,
             markov,
             confidence_with_markov: confidence(fields, markov)?,
         })

@@ -3,7 +3,7 @@
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
-use super::{confidence, decoder, markov, mask_token, notes};
+use super::{block_size, confidence, decoder, markov, mask_token, notes};
 use crate::drafter::{Algorithm, Block, Design, Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::{DialectError, Target, Tensors};
@@ -77,11 +77,12 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
             let markov = if model_type == "dspark" { markov(fields)? } else { None };
             let confidence_with_markov =
                 if model_type == "dspark" { confidence(fields, markov)? } else { None };
+            // Checkpoints without the key are older than it and have z-lab's slots.
+            let slots = if from_anchor.unwrap_or(false) { Slots::AnchorPredicts } else { Slots::FillIn };
             Design::Block(Block {
-                block_size: fields.required_size("block_size")?,
+                block_size: block_size(fields, slots)?,
                 mask_token_id: mask_token(fields, decoder.vocab_size)?,
-                // Checkpoints without the key are older than it and have z-lab's slots.
-                slots: if from_anchor.unwrap_or(false) { Slots::AnchorPredicts } else { Slots::FillIn },
+                slots,
                 markov,
                 confidence_with_markov,
             })

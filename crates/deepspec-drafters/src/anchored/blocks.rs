@@ -33,16 +33,20 @@ impl AnchoredBlocks {
         self.slots.drafted(self.block_size)
     }
 
-    /// Reads them.
+    /// Reads them; a config that says nothing of its slots has the `unsaid` ones.
     ///
     /// # Errors
     /// If a key is missing or of a wrong type.
-    pub fn read(fields: &Fields) -> Result<Self, ModelError> {
+    pub fn read(fields: &Fields, unsaid: Slots) -> Result<Self, ModelError> {
         let (size, mask) = ("block_size", "mask_token_id");
-        let from_anchor = fields.flag(SAMPLE_FROM_ANCHOR)?.unwrap_or(true);
+        let slots = match fields.flag(SAMPLE_FROM_ANCHOR)? {
+            Some(true) => Slots::AnchorPredicts,
+            Some(false) => Slots::FillIn,
+            None => unsaid,
+        };
         Ok(Self {
             block_size: fields.required(size, fields.size(size)?)? as usize,
-            slots: if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn },
+            slots,
             mask_token_id: fields.required(mask, fields.map.get(mask).and_then(Value::as_i64))?,
             num_anchors: fields.size("num_anchors")?.unwrap_or(NUM_ANCHORS) as usize,
         })
@@ -84,7 +88,7 @@ impl AnchoredBlocks {
     /// See [`crate::DrafterConfig::transfer`].
     pub fn transfer(&self, from: &Self, transfer: &mut Transfer) {
         transfer.compare("block_size", &from.block_size, &self.block_size);
-        transfer.compare("slots", &from.slots, &self.slots);
+        transfer.compare("slots", &from.slots.name(), &self.slots.name());
         transfer.compare("mask_token_id", &from.mask_token_id, &self.mask_token_id);
     }
 }

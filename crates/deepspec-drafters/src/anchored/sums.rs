@@ -1,4 +1,4 @@
-//! What a micro-batch leaves behind of any drafter of anchored blocks, and what it means.
+//! Sums of a micro-batch that all drafters of anchored blocks have, and the metrics made from them.
 
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
@@ -117,8 +117,9 @@ impl Window<'_> {
         self.sums[AnchoredSum::all(self.gamma).take_while(|other| *other != sum).count()]
     }
 
-    /// One of the kind's own.
-    pub fn own(&self, place: usize) -> f64 {
+    /// One of the kind's `own`, which stand in this order.
+    pub fn own<S: PartialEq>(&self, own: &[S], sum: S) -> f64 {
+        let place = own.iter().take_while(|other| **other != sum).count();
         self.sums[AnchoredSum::all(self.gamma).count() + place]
     }
 
@@ -127,20 +128,24 @@ impl Window<'_> {
         ratio(weighted, self.of(AnchoredSum::Weight))
     }
 
-    /// The metrics that all kinds have; `own` are the kind's, under their names. Every mean is divided once, here.
-    pub fn metrics(&self, alphas: &LossAlphas, samples: usize, own: &[(&str, f64)]) -> Map<String, Value> {
+    /// The metrics that all kinds have; `loss` is the kind's own, and `own` what else it measures, under their names. Every mean is
+    /// divided once, here.
+    pub fn metrics(
+        &self,
+        alphas: &LossAlphas,
+        samples: usize,
+        loss: (&str, f64),
+        own: &[(&str, f64)],
+    ) -> Map<String, Value> {
         let mean = |sum| self.mean(self.of(sum));
         let rate = |k| ratio(self.of(AnchoredSum::Accept(k)), self.of(AnchoredSum::Count(k)));
         let (blocks, drafts) = (self.of(AnchoredSum::Blocks), self.of(AnchoredSum::Drafts));
         let mut metrics = Map::new();
         let mut put = |name: &str, value: Value| metrics.insert(name.to_string(), value);
         put("loss", json!(mean(AnchoredSum::Loss)));
-        for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(alphas)) {
-            put(&format!("{}_loss", term.name()), json!(mean(AnchoredSum::Term(place))));
-        }
-        if alphas.dpace.is_some() {
-            put("dpace_loss", json!(mean(AnchoredSum::Dpace)));
-        }
+        put("ce_loss", json!(mean(AnchoredSum::CE)));
+        put("l1_loss", json!(mean(AnchoredSum::L1)));
+        put(loss.0, json!(loss.1));
         put("tau_probabilistic", json!(ratio(self.of(AnchoredSum::Tau), blocks)));
         put("accept_rate", json!((0..self.gamma).map(rate).collect::<Vec<_>>()));
         for (name, value) in own {
@@ -148,6 +153,13 @@ impl Window<'_> {
         }
         put("anchors_per_sample", json!(blocks / samples.max(1) as f64));
         put("supervised_per_block", json!(ratio(drafts, blocks)));
+        for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(alphas)) {
+            // Those that stand above keep their place.
+            put(&format!("{}_loss", term.name()), json!(mean(AnchoredSum::Term(place))));
+        }
+        if alphas.dpace.is_some() {
+            put("dpace_loss", json!(mean(AnchoredSum::Dpace)));
+        }
         metrics
     }
 }
@@ -155,4 +167,21 @@ impl Window<'_> {
 /// `numerator` over `denominator`, 0 where there is nothing.
 pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     if denominator > 0.0 { numerator / denominator } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_sum_stands_once_and_is_found_there() {
+        let gamma = 3;
+        let all: Vec<AnchoredSum> = AnchoredSum::all(gamma).collect();
+        let sums: Vec<f64> = (0..all.len()).map(|place| place as f64).collect();
+        let window = Window { gamma, sums: &sums };
+        for (place, sum) in all.iter().enumerate() {
+            assert_eq!(window.of(*sum), place as f64, "{}", sum.name());
+        }
+        assert_eq!([AnchoredSum::CE.name(), AnchoredSum::L1.name()], ["ce", "l1"]);
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use deepspec_core::Slots;
 use deepspec_models::ModelError;
 use deepspec_models::config::{Fields, read_json};
 use serde_json::{Map, Value, json};
@@ -58,7 +59,7 @@ impl DrafterConfig for BlockConfig {
         let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
         let config = Self {
             decoder: DraftDecoder::read(&path, &map)?,
-            blocks: AnchoredBlocks::read(&fields)?,
+            blocks: AnchoredBlocks::read(&fields, Slots::AnchorPredicts)?,
             confidence: confidence.map(|()| Confidence { with_markov }),
             markov,
         };

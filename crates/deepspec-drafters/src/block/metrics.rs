@@ -32,10 +32,12 @@ impl Metrics for BlockMetrics {
 
     fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
         let window = Window { gamma: self.gamma, sums };
-        let names = ["confidence_loss", "confidence_abs_error", "confidence_bias", "confidence_prefix_bias"]
-            .into_iter();
-        let own: Vec<_> =
-            names.enumerate().map(|(place, name)| (name, window.mean(window.own(place)))).collect();
-        window.metrics(&self.alphas, samples, &own)
+        let mean = |own| window.mean(window.own(&BlockSum::OWN, own));
+        let own = [
+            ("confidence_abs_error", mean(BlockSum::ConfidenceAbsError)),
+            ("confidence_bias", mean(BlockSum::ConfidenceBias)),
+            ("confidence_prefix_bias", mean(BlockSum::PrefixBias)),
+        ];
+        window.metrics(&self.alphas, samples, ("confidence_loss", mean(BlockSum::Confidence)), &own)
     }
 }

@@ -10,7 +10,7 @@ use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
 /// Added to every denominator.
 const DENOMINATOR_EPS: f64 = 1e-6;
 
-/// What a micro-batch leaves behind beside what all drafters of anchored blocks do.
+/// Sums of a micro-batch: those of all drafters of anchored blocks, and these drafters' own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockSum {
     /// What all have.

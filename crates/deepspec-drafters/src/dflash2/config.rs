@@ -32,6 +32,7 @@ pub struct DFlash2Config {
 
 impl DrafterConfig for DFlash2Config {
     const CLASS: &'static str = "DFlash2Model";
+    const CHOOSES_SLOTS: bool = false;
 
     fn load(dir: &Path) -> Result<Self, ModelError> {
         let (path, map) = read_json(dir)?;
@@ -39,7 +40,7 @@ impl DrafterConfig for DFlash2Config {
         let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
         let config = Self {
             decoder: DraftDecoder::read(&path, &map)?,
-            blocks: AnchoredBlocks { slots: Slots::FillIn, ..AnchoredBlocks::read(&fields)? },
+            blocks: AnchoredBlocks::read(&fields, Slots::FillIn)?,
             convolution: Convolution {
                 kernel_size: size("conv_kernel_size")?,
                 group_size: size("conv_group_size")?,
@@ -73,14 +74,17 @@ impl DrafterConfig for DFlash2Config {
 
     fn shrink(&mut self) {
         self.blocks.shrink();
-        self.selector_rank = 8;
+        (self.selector_rank, self.selector_top_k) = (8, self.selector_top_k.min(8));
+        self.convolution.group_size = 1; // divides any width
     }
 
     fn transfer(&self, from: &Self, transfer: &mut Transfer) {
         self.blocks.transfer(&from.blocks, transfer);
-        transfer.compare("convolution", &from.convolution, &self.convolution);
-        transfer.compare("selector_rank", &from.selector_rank, &self.selector_rank);
-        transfer.compare("selector_top_k", &from.selector_top_k, &self.selector_top_k);
+        let (theirs, own) = (&from.convolution, &self.convolution);
+        transfer.compare("convolution.kernel_size", &theirs.kernel_size, &own.kernel_size);
+        transfer.compare("convolution.group_size", &theirs.group_size, &own.group_size);
+        transfer.compare("selector.rank", &from.selector_rank, &self.selector_rank);
+        transfer.compare("selector.top_k", &from.selector_top_k, &self.selector_top_k);
     }
 
     fn to_json(&self) -> Map<String, Value> {
@@ -103,6 +107,9 @@ impl DFlash2Config {
         self.decoder.check()?;
         let (width, vocab) = (self.decoder.model.hidden_size, self.decoder.model.vocab_size);
         self.blocks.check(vocab)?;
+        if self.blocks.slots != Slots::FillIn {
+            return Err(("sample_from_anchor", "true; the slots of DFlash 2 fill in".into()));
+        }
         let within = |key, found, most: i64| match found {
             found if (1..=most).contains(&found) => Ok(()),
             found => Err((key, format!("{found} is not between 1 and {most}"))),

@@ -62,7 +62,7 @@ impl Convolutions {
             let read = if o == 0 {
                 x.shallow_clone()
             } else {
-                let kept = (size - o).max(0);
+                let kept = size - o;
                 x.narrow(1, 0, kept).constant_pad_nd([0, 0, 0, 0, size - kept, 0])
             };
             let base = self.base.get(side).get(o).view([groups, self.shape.group_size]);

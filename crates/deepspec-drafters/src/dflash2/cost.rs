@@ -9,14 +9,14 @@ use crate::{TrainSample, losses};
 
 /// Halves of a layer, each with a convolution before it and one behind it.
 const HALVES: usize = 2;
-/// Values per slot and channel that autograd keeps of a half's convolutions: what each reads, and it once more moved by a slot.
-const CONVOLVED: usize = 4;
+/// Convolutions of a half.
+const SIDES: usize = 2;
 
 impl DFlash2Config {
     /// Outputs of a half's projection to coefficients.
     fn coefficients(&self) -> usize {
         let channels = self.decoder.model.hidden_size / self.convolution.group_size;
-        (2 * self.convolution.kernel_size * channels) as usize
+        (SIDES as i64 * self.convolution.kernel_size * channels) as usize
     }
 
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
@@ -27,8 +27,14 @@ impl DFlash2Config {
         let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
         let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
         let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes);
-        let convolved = layers * HALVES * slots * (CONVOLVED * d + self.coefficients()) * bytes;
+        // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
+        let read = SIDES * self.convolution.kernel_size as usize * d;
+        let convolved = layers * HALVES * slots * (read + self.coefficients()) * bytes;
+        // The candidates' rows of B as they are, in float32, and as gradients.
+        let tile = losses::tile_rows(vocab, rows, gamma as i64, device);
+        let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
         let objective = losses::buffer_bytes(vocab, rows, gamma as i64, false, bytes, device)
+            + candidates
             + rows * (3 * d + 3 * rank) * bytes
             + vocab as usize * rank * size_of::<f32>();
         PassBytes { kept: backbone.kept + convolved, objective, ..backbone }
@@ -49,8 +55,9 @@ impl DFlash2Config {
             let supervised = sample.anchors.iter().map(|&anchor| eval_mask(&sample.loss_mask, anchor, gamma));
             let rows = supervised.sum::<usize>() as f64;
             let slots = (sample.anchors.len() * self.blocks.block_size) as f64;
+            let drafts = (sample.anchors.len() * gamma) as f64;
             let pairs = rows * self.selector_top_k as f64 * rank;
-            let products = rows * d * vocab + slots * d * coefficients + rows * d * rank + pairs;
+            let products = rows * d * vocab + slots * d * coefficients + drafts * d * rank + pairs;
             backbone_flops(&self.decoder, &self.blocks, sample) + 2.0 * 3.0 * products
         };
         samples.iter().filter(|sample| !sample.anchors.is_empty()).map(of_sample).sum()

@@ -7,7 +7,7 @@ use crate::anchored::AnchoredSum;
 use crate::anchored::sums::{Window, ratio};
 use crate::losses::LossAlphas;
 
-/// What a micro-batch leaves behind. Accept rates are those of the selector behind the true previous tokens.
+/// Sums of a micro-batch. Accept rates are those of the selector behind the true previous tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DFlash2Sum {
     /// What all drafters of anchored blocks have.
@@ -53,8 +53,9 @@ impl Metrics for DFlash2Metrics {
 
     fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
         let window = Window { gamma: self.gamma, sums };
-        let recall = ratio(window.own(1), window.of(AnchoredSum::Drafts));
-        let own = [("selector_loss", window.mean(window.own(0))), ("candidate_recall", recall)];
-        window.metrics(&self.alphas, samples, &own)
+        let own = |sum| window.own(&DFlash2Sum::OWN, sum);
+        let selector = window.mean(own(DFlash2Sum::Selector));
+        let recall = ratio(own(DFlash2Sum::Recalled), window.of(AnchoredSum::Drafts));
+        window.metrics(&self.alphas, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
     }
 }

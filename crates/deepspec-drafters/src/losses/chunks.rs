@@ -175,10 +175,16 @@ fn sizes(vocab: i64, device: Device) -> (i64, i64) {
 /// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: the buffers of a chunk, with the bias
 /// where it is there, in a kind of `value` bytes, and a tile's float32 temporaries.
 pub fn buffer_bytes(vocab: i64, rows: usize, gamma: i64, bias: bool, value: usize, device: Device) -> usize {
-    let (chunk, tile) = sizes(vocab, device);
-    let logits = |most: i64| (most.min(rows as i64).max(gamma) * vocab) as usize;
+    let (chunk, _) = sizes(vocab, device);
     let buffers = LOGITS + usize::from(bias);
-    buffers * logits(chunk) * value + TEMPORARIES * logits(tile) * size_of::<f32>()
+    let (chunk, tile) = (chunk.min(rows as i64).max(gamma) as usize, tile_rows(vocab, rows, gamma, device));
+    (buffers * chunk * value + TEMPORARIES * tile * size_of::<f32>()) * vocab as usize
+}
+
+/// Rows of a tile, of so many rows in blocks of γ.
+pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
+    let (_, tile) = sizes(vocab, device);
+    tile.min(rows as i64).max(gamma) as usize
 }
 
 /// Losses of all rows and their gradients. To be called without a graph.

@@ -10,6 +10,7 @@ mod terms;
 
 pub use chunks::{
     Bias, Column, LossOutput, RowFindings, RowObjective, Span, Supervised, accumulate, buffer_bytes,
+    tile_rows,
 };
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use terms::{LossAlphas, TERMS};

@@ -30,6 +30,9 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     /// Its class behind the prefix of a family.
     const CLASS: &'static str;
 
+    /// Whether a recipe says what the slots of its blocks predict.
+    const CHOOSES_SLOTS: bool = true;
+
     /// The class whose checkpoints these are.
     fn architecture(&self) -> String {
         format!("{}{}", self.model().family.decoder.prefix, Self::CLASS)
@@ -268,6 +271,10 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
         self.config().anchored()
     }
 
+    fn chooses_slots(&self) -> bool {
+        self.config().anchored().is_some() && K::Config::CHOOSES_SLOTS
+    }
+
     fn embed_and_head(&self) -> (&Tensor, &Tensor) {
         Trained::embed_and_head(self)
     }
@@ -286,7 +293,7 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }
-        let (embed, head) = reading.ends.unwrap_or_else(|| Trained::embed_and_head(self));
+        let (embed, head) = reading.embed_and_head.unwrap_or_else(|| Trained::embed_and_head(self));
         Ok(Box::new(self.share_as(config, embed, head)?))
     }
 

@@ -40,7 +40,7 @@ pub enum Change {
     /// The target's rotary settings.
     Rope,
     /// The target's embedding and head.
-    Ends,
+    EmbedAndHead,
 }
 
 /// What was accepted of some answers, position by position.
@@ -172,7 +172,7 @@ pub fn score(
         Change::Rope => Reading { rope_of: Some(&like), ..Reading::default() },
         Change::Mask(id) => Reading { mask_token_id: Some(*id), ..Reading::default() },
         Change::Slots(slots) => Reading { slots: Some(*slots), ..Reading::default() },
-        Change::Ends => Reading { ends: Some((&ends.0, &ends.1)), ..Reading::default() },
+        Change::EmbedAndHead => Reading { embed_and_head: Some((&ends.0, &ends.1)), ..Reading::default() },
         _ => Reading::default(),
     })?;
     let judge = Judge { target, temperature };

@@ -102,14 +102,16 @@ fn suspicions(
         for id in masks(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
             found.push((Cause::MaskToken, format!("mask_token_id {id} instead of {own}"), Change::Mask(id)));
         }
-        let other = blocks.slots.other();
-        found.push((Cause::Slots, format!("the other convention: {other}"), Change::Slots(other)));
+        if drafter.chooses_slots() {
+            let other = blocks.slots.other();
+            found.push((Cause::Slots, format!("the other convention: {other}"), Change::Slots(other)));
+        }
     }
     if differing_rope(drafter, target.config()) {
         found.push((Cause::Rope, "the target's RoPE settings".into(), Change::Rope));
     }
     if ends_differ {
-        found.push((Cause::Ends, "the target's embedding and head".into(), Change::Ends));
+        found.push((Cause::Ends, "the target's embedding and head".into(), Change::EmbedAndHead));
     }
     found
 }
