@@ -147,6 +147,8 @@ impl Templates {
         // Prompts are not escaped; a text that says it is would go by unchecked.
         ["safe", "escape", "e"].into_iter().for_each(|filter| environment.remove_filter(filter));
         environment.set_fuel(Some(FUEL));
+        // It would ask for columns again before an error is told.
+        environment.set_debug(false);
         let mut columns = BTreeSet::new();
         let names: Vec<String> = (1..=texts.len()).map(|turn| format!("turn {turn}")).collect();
         for (name, text) in names.iter().zip(texts) {
