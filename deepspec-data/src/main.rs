@@ -2,7 +2,6 @@
 
 mod cache;
 mod chat;
-
 mod inspect;
 mod places;
 mod regenerate;

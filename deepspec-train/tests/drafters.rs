@@ -277,6 +277,11 @@ fn dflash2_learns_drafts_and_goes_on_after_a_kill() {
     );
     wrong("drafter.dflash2.block_size=1", &["drafter.dflash2.block_size", "at least 2"]);
     wrong("drafter.dflash2.slots=anchor_predicts", &["drafter.dflash2.slots"]);
+    // Planning measures a model of width and vocabulary 64, which has room for neither.
+    for change in ["selector.top_k=100", "convolution.group_size=48"] {
+        let change = format!("drafter.dflash2.{change}");
+        Bench::new().succeeds(&[set(&[DFLASH2, &change]), vec!["--plan"]].concat());
+    }
 }
 
 /// With a chat format that the recipe brings along, and the accepted length measured as they learn. What they draft changes no token.

@@ -206,6 +206,36 @@ fn speculators_without_sample_from_anchor_have_z_labs_slots() {
     }
 }
 
+#[test]
+fn what_a_container_says_of_its_slots_counts() {
+    let (vanilla, zlab) = (golden("dspark_vanilla"), fixture::zlab());
+    let target = target(&vanilla);
+    let specforge = converted(&vanilla, Dialect::Specforge, Some(&target));
+    let flagged = |from: &Folder, flag: bool, inner: bool| {
+        edited(from, |config| {
+            let place = if inner { &mut config["dflash_config"] } else { config };
+            place["sample_from_anchor"] = json!(flag);
+        })
+    };
+    for inner in [false, true] {
+        for (from, flag, drafted) in [(&specforge, false, 4), (&zlab, true, 5)] {
+            let from = flagged(from, flag, inner);
+            assert_eq!(Checkpoint::open(from.path()).unwrap().drafter().drafted(), drafted);
+            let ours = converted(&from, Dialect::Reference, Some(&target));
+            assert_eq!(ours.config()["sample_from_anchor"] == json!(false), !flag);
+            assert_eq!(Checkpoint::open(ours.path()).unwrap().drafter().drafted(), drafted);
+        }
+    }
+    let torn = flagged(&flagged(&zlab, true, true), false, false);
+    let told = Checkpoint::open(torn.path()).err().unwrap().to_string();
+    assert!(told.contains("sample_from_anchor") && told.contains("contradicts"), "{told}");
+    for size in [1, 2000] {
+        let sized = edited(&zlab, |config| config["block_size"] = json!(size));
+        let told = Checkpoint::open(sized.path()).err().unwrap().to_string();
+        assert!(told.contains("block_size") && told.contains("is not between 2 and 1024"), "{told}");
+    }
+}
+
 /// A checkpoint, where to, and the words of the refusal.
 type Refused = (Folder, Dialect, &'static [&'static str]);
 
@@ -262,7 +292,9 @@ fn each_refusal_names_its_reason() {
         (inner("projector_type", json!("domino")), Dialect::Reference, &["projector_type", "Domino"]),
         (inner("projector_type", json!("lilicorr")), Dialect::Reference, &["projector_type", "lilicorr"]),
         (inner("use_swa", json!(true)), Dialect::Reference, &["use_swa"]),
-        (inner("causal", json!(true)), Dialect::Reference, &["causal"]),
+        (inner("causal", json!(true)), Dialect::Reference, &["dflash_config.causal"]),
+        (set(&specforge, "is_causal", json!(true)), Dialect::Reference, &["`is_causal`"]),
+        (set(&specforge, "use_swa", json!(true)), Dialect::Reference, &["`use_swa`"]),
         (inner("attention_mode", json!("causal")), Dialect::Reference, &["attention_mode"]),
         (inner("attention_sink_bias", json!(true)), Dialect::Reference, &["attention_sink_bias"]),
         (fixture::specforge_eagle3(), Dialect::Reference, &["LlamaForCausalLMEagle3", "queries and keys"]),

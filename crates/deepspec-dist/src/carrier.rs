@@ -53,7 +53,7 @@ fn nccl() -> Result<(), GroupError> {
 /// # Errors
 /// What went wrong, in a line.
 pub fn watched<T: Send + 'static>(
-    meeting: &Rendezvous,
+    rendezvous: &Rendezvous,
     timeout: Duration,
     connect: impl FnOnce() -> Result<T, String> + Send + 'static,
     abandon: impl FnOnce(),
@@ -72,7 +72,7 @@ pub fn watched<T: Send + 'static>(
                 let waited = timeout.as_secs();
                 break format!("not connected within {waited} s; NCCL_DEBUG=INFO shows what it waits for");
             }
-            Err(RecvTimeoutError::Timeout) if meeting.has_ended() => {
+            Err(RecvTimeoutError::Timeout) if rendezvous.has_ended() => {
                 break "another rank has ended before it was connected".into();
             }
             Err(RecvTimeoutError::Timeout) => {}

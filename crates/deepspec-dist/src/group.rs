@@ -24,7 +24,7 @@ pub struct ProcessGroup {
 struct Link {
     // Dropped before the meeting place that it was made at.
     group: c10d::Group,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     timeout: Duration,
     /// Whether tensors of a GPU go through host memory.
     is_staged: bool,
@@ -56,13 +56,13 @@ impl ProcessGroup {
                 problem: one_line(&problem),
             })?;
         }
-        let meeting = Rendezvous::open(ranks, timeout)?;
+        let rendezvous = Rendezvous::open(ranks, timeout)?;
         let member = c10d::Member { rank, world_size, timeout };
-        let group = match c10d::Group::open(&meeting.store, &meeting.address(), member) {
+        let group = match c10d::Group::open(&rendezvous.store, &rendezvous.address(), member) {
             Ok(group) => group,
-            Err(problem) => return Err(explain(rank, &meeting, timeout, "connecting", &problem)),
+            Err(problem) => return Err(explain(rank, &rendezvous, timeout, "connecting", &problem)),
         };
-        let link = Link { group, meeting, timeout, is_staged: carrier == Carrier::Staged };
+        let link = Link { group, rendezvous, timeout, is_staged: carrier == Carrier::Staged };
         let mut group = Self { rank, world_size, link: Some(link) };
         if let Carrier::Nccl(device) = carrier {
             let open = move |store: c10d::Store| c10d::Nccl::open(&store, member, device);
@@ -87,17 +87,17 @@ impl ProcessGroup {
         let own_failure = Arc::new(OnceLock::new());
         let noted = Arc::clone(&own_failure);
         let open = move |store| open(store).inspect_err(|problem| drop(noted.set(problem.clone())));
-        let store = link.meeting.store.another();
-        let opened = store.and_then(|store| watched(&link.meeting, timeout, || open(store), abandon));
+        let store = link.rendezvous.store.another();
+        let opened = store.and_then(|store| watched(&link.rendezvous, timeout, || open(store), abandon));
         opened.map(Some).map_err(|problem| {
             let (rank, operation) = (self.rank, "connecting the GPUs");
             if let Some(problem) = own_failure.get().map(|problem| one_line(problem)) {
-                link.meeting.fail(&problem);
+                link.rendezvous.fail(&problem);
                 return GroupError::Collective { rank, operation, problem };
             }
             // Whether that works or not, this rank ends now.
             let _ = link.group.abort();
-            explain(rank, &link.meeting, link.timeout, operation, &problem)
+            explain(rank, &link.rendezvous, link.timeout, operation, &problem)
         })
     }
 
@@ -204,7 +204,7 @@ impl ProcessGroup {
     /// Tells the other ranks which error of its own ends this one.
     pub fn fail(&self, cause: &str) {
         if let Some(link) = &self.link {
-            link.meeting.fail(cause);
+            link.rendezvous.fail(cause);
         }
     }
 
@@ -217,7 +217,7 @@ impl ProcessGroup {
         work(link).map_err(|problem| {
             // Whether that works or not, this rank ends now.
             let _ = link.group.abort();
-            explain(self.rank, &link.meeting, link.timeout, operation, &problem)
+            explain(self.rank, &link.rendezvous, link.timeout, operation, &problem)
         })
     }
 }
@@ -232,13 +232,13 @@ impl Link {
 /// Why a collective failed.
 fn explain(
     rank: usize,
-    meeting: &Rendezvous,
+    rendezvous: &Rendezvous,
     timeout: Duration,
     operation: &'static str,
     problem: &str,
 ) -> GroupError {
     let problem = one_line(problem);
-    match meeting.ask() {
+    match rendezvous.ask() {
         PeerStatus::Failed(peer, cause) => GroupError::Peer { rank, operation, peer, cause },
         PeerStatus::Silent(silent) => GroupError::Silent { rank, operation, timeout, silent, problem },
         PeerStatus::Alive => GroupError::Collective { rank, operation, problem },

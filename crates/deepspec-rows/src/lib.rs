@@ -12,7 +12,7 @@ use deepspec_core::usage;
 use serde_json::{Map, Value};
 
 pub use files::{DataFile, Format};
-pub use rows::objects;
+
 pub use table::{MESSAGE_KEYS, Table, json_lines};
 pub use units::{Unit, Units, decode};
 

@@ -70,7 +70,7 @@ fn of_batch(first: usize, batch: &RecordBatch) -> anyhow::Result<Vec<Item>> {
 ///
 /// # Errors
 /// If a column has a type that JSON has no form for.
-pub fn objects(batch: &RecordBatch) -> anyhow::Result<Vec<Map<String, Value>>> {
+fn objects(batch: &RecordBatch) -> anyhow::Result<Vec<Map<String, Value>>> {
     let text = json_lines(batch)?;
     let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
     Ok(lines.map(serde_json::from_slice).collect::<Result<_, _>>()?)

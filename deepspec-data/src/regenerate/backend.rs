@@ -73,7 +73,7 @@ impl Embedded {
     }
 
     async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
-        // The same door as `serve`'s, so that both give the same answers.
+        // The same checks as `serve`'s, so that both give the same answers.
         let request = chat::parse(body.to_string().as_bytes(), &self.name, chat::fresh_number())?;
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         let answer = self.answer(&request).await;

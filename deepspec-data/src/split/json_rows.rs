@@ -2,9 +2,10 @@
 
 use deepspec_core::jsonl::kind_of;
 use deepspec_core::row;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::conversation::{Conversation, Id, Kind, Problem, Said, calls_in_text};
+use super::fields::{Field, Fields};
 use super::roles::{Roles, Shape};
 use deepspec_rows::MESSAGE_KEYS;
 
@@ -12,17 +13,16 @@ use deepspec_rows::MESSAGE_KEYS;
 ///
 /// # Errors
 /// Why the row is unusable.
-pub fn conversation(mut row: Map<String, Value>, roles: &Roles) -> Result<Conversation, Problem> {
+pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Problem> {
     let (key, messages) = MESSAGE_KEYS
         .iter()
-        .find_map(|&key| row.shift_remove(key).filter(|found| !found.is_null()).map(|found| (key, found)))
+        .find_map(|&key| row.take(key).filter(|found| !found.is_null()).map(|found| (key, found)))
         .ok_or_else(|| Kind::NoMessages.because("no `conversations` or `messages`"))?;
-    let Value::Array(messages) = messages else {
-        let found = kind_of(&messages);
-        return Err(Kind::NoMessages.because(format!("`{key}` must be a list, found {found}")));
-    };
-    let id = row.shift_remove("id").map_or(Ok(Id::Index), id);
-    let mut out = Conversation::new(id?, inside(row));
+    let messages = messages.list()?.map_err(|other| {
+        Kind::NoMessages.because(format!("`{key}` must be a list, found {}", kind_of(&other)))
+    })?;
+    let id = row.take_value("id")?.map_or(Ok(Id::Index), id);
+    let mut out = Conversation::new(id?, row.inside());
     for (position, value) in messages.into_iter().enumerate() {
         message(value, roles, &mut out).map_err(|problem| at(key, position, problem))?;
     }
@@ -50,13 +50,13 @@ fn id(value: Value) -> Result<Id, Problem> {
     }
 }
 
-fn message(message: Value, roles: &Roles, out: &mut Conversation) -> Result<(), Problem> {
-    let Value::Object(mut message) = message else {
-        return Err(Kind::Message.because(format!("expected an object, found {}", kind_of(&message))));
-    };
-    let shape = if message.contains_key("role") { Shape::OpenAi } else { Shape::ShareGpt };
+fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), Problem> {
+    let mut message = message
+        .object()?
+        .map_err(|other| Kind::Message.because(format!("expected an object, found {}", kind_of(&other))))?;
+    let shape = if message.has("role") { Shape::OpenAi } else { Shape::ShareGpt };
     let (speaker_key, text_key) = shape.keys();
-    let speaker = match message.shift_remove(speaker_key) {
+    let speaker = match message.take_value(speaker_key)? {
         Some(Value::String(speaker)) => speaker,
         Some(other) => {
             let found = kind_of(&other);
@@ -66,24 +66,24 @@ fn message(message: Value, roles: &Roles, out: &mut Conversation) -> Result<(), 
     };
     // What nobody will read need not be well-formed.
     let (text, calls) = match roles.role(shape, &speaker) {
-        Some(_) => (text(text_key, message.shift_remove(text_key).unwrap_or(Value::Null))?, calls(&message)?),
+        Some(_) => (text(text_key, message.take_value(text_key)?.unwrap_or(Value::Null))?, calls(&message)?),
         None => (None, false),
     };
     // ShareGPT's text goes out under this name.
-    message.shift_remove("content");
-    out.say(Said { shape, speaker, text, calls, rest: inside(message) }, roles)
+    message.take("content");
+    out.say(Said { shape, speaker, text, calls, rest: message.inside() }, roles)
 }
 
 /// Whether a message calls tools.
-fn calls(message: &Map<String, Value>) -> Result<bool, Problem> {
-    let called = match message.get("tool_calls") {
+fn calls(message: &Fields) -> Result<bool, Problem> {
+    let called = match message.value("tool_calls")? {
         None | Some(Value::Null) => false,
         Some(Value::Array(calls)) => !calls.is_empty(),
-        Some(Value::String(calls)) => calls_in_text(calls)?,
+        Some(Value::String(calls)) => calls_in_text(&calls)?,
         Some(_) => true,
     };
     // The older form: one call.
-    Ok(called || message.get("function_call").is_some_and(|call| !call.is_null() && call != ""))
+    Ok(called || message.value("function_call")?.is_some_and(|call| !call.is_null() && call != ""))
 }
 
 /// A message's text, given as a string or as a list of `{"type": "text"}` parts.
@@ -103,22 +103,32 @@ fn text(key: &str, value: Value) -> Result<Option<String>, Problem> {
     }
 }
 
-/// The inside of an object's text, without fields that are null.
-fn inside(mut fields: Map<String, Value>) -> Vec<u8> {
-    fields.retain(|_, value| !value.is_null());
-    let text = Value::Object(fields).to_string().into_bytes();
-    text[1..text.len() - 1].to_vec()
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::conversation::Name;
     use super::*;
-    use serde_json::json;
+    use serde_json::{Map, json};
+
+    #[test]
+    fn what_travels_along_keeps_its_digits() {
+        let text = r#"{"price":12345678901234567890.123,"messages":[{"role":"user","content":"x","cost":0.100}],"n":1.0e10,"gone":null}"#;
+        let row = conversation(Fields::of_text(text).unwrap(), &Roles::default()).unwrap();
+        let mut line = vec![];
+        row.write_train(&Name { source: None, index: 7 }, &mut line);
+        let expected = r#"{"id":7,"conversations":[{"role":"user","content":"x","cost":0.100}],"price":12345678901234567890.123,"n":1.0e10}"#;
+        assert_eq!(String::from_utf8(line).unwrap().trim_end(), expected);
+    }
+
+    fn row_text(row: &Map<String, Value>) -> String {
+        serde_json::to_string(row).unwrap()
+    }
 
     fn convert(row: Value) -> Result<String, Problem> {
         let Value::Object(row) = row else { unreachable!() };
-        let row = conversation(row, &Roles::default())?;
+        let text = row_text(&row);
+        let read = conversation(row.into(), &Roles::default());
+        assert_eq!(read, conversation(Fields::of_text(&text).unwrap(), &Roles::default()));
+        let row = read?;
         let mut line = vec![];
         row.write_train(&Name { source: None, index: 7 }, &mut line);
         Ok(String::from_utf8(line).unwrap().trim_end().to_string())

@@ -8,6 +8,7 @@ mod clashes;
 mod columns;
 mod contamination;
 mod conversation;
+mod fields;
 #[cfg(test)]
 mod fuzz;
 mod input;
@@ -130,14 +131,14 @@ fn split(
     let total = rows.iter().sum::<usize>() as u64;
     // What does not work out for all rows will not for the usable ones among them.
     let hoped_for = quotas(args, inputs, &rows)?;
-    let hands: Vec<(usize, Quota)> = rows.into_iter().zip(hoped_for.iter().copied()).collect();
+    let hoped: Vec<(usize, Quota)> = rows.into_iter().zip(hoped_for.iter().copied()).collect();
     let judge = Judge { suites, dedup: args.dedup };
 
     let mut recorder = Recorder::new(&args.train_output);
     let mut survey = Survey::new(&judge, &mut recorder);
     let mut progress = Progress::new(verbosity, "reading", total, 0);
-    let bet = OptimisticPass { outputs, seed: args.seed, hands: &hands };
-    let (found, written) = passes::first(inputs, &bet, judge, &mut survey, &mut progress)?;
+    let optimistic = OptimisticPass { outputs, seed: args.seed, quotas: &hoped };
+    let (found, written) = passes::first(inputs, &optimistic, judge, &mut survey, &mut progress)?;
     progress.finish();
     let examples = survey.examples;
     recorder.finish()?;

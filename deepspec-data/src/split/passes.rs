@@ -1,6 +1,6 @@
-//! Reading the datasets: once to judge the rows, and once more if the bet on that first pass is lost.
+//! Reading the datasets: once to judge the rows, and once more if that first pass found one that is not usable.
 //!
-//! Sides can only be dealt when it is known how many rows are usable. Most datasets are clean, so the first pass bets that
+//! Sides can only be assigned when it is known how many rows are usable. Most datasets are clean, so the first pass assumes that
 //! all rows are, and writes as it reads. The first row that is not usable ends the writing; the pass goes on judging, and
 //! a second one writes. Either way the outputs are the same.
 
@@ -19,7 +19,7 @@ use super::survey::{Found, Ids, Judge, Judged, Survey};
 use super::unit::each_row;
 use deepspec_rows::Unit;
 
-/// Consecutive rows with the sides that they have been dealt.
+/// Consecutive rows with the sides that were assigned to them.
 struct Piece {
     unit: Unit,
     sides: Vec<Side>,
@@ -34,24 +34,24 @@ pub struct OptimisticPass<'a> {
     /// Decides who goes where.
     pub seed: u64,
     /// All rows of each source, and how many of them go where.
-    pub hands: &'a [(usize, Quota)],
+    pub quotas: &'a [(usize, Quota)],
 }
 
-/// The first pass: what was found in each source, and whether the bet was won and the outputs are there.
+/// The first pass: what was found in each source, and whether all rows were usable, so that the outputs are there.
 ///
 /// # Errors
 /// Unreadable or unwritable files.
 pub fn first(
     inputs: &[Input],
-    bet: &OptimisticPass<'_>,
+    optimistic: &OptimisticPass<'_>,
     judge: Judge<'_>,
     survey: &mut Survey<'_>,
     progress: &mut Progress,
 ) -> anyhow::Result<(Vec<Found>, bool)> {
     let (mut all, lost) = (vec![], AtomicBool::new(false));
-    let written = bet.outputs.write(|writer| {
-        for (input, (rows, quota)) in inputs.iter().zip(bet.hands) {
-            let assigner = SplitAssigner::new(bet.seed, input.name.as_deref(), *rows, *quota);
+    let written = optimistic.outputs.write(|writer| {
+        for (input, (rows, quota)) in inputs.iter().zip(optimistic.quotas) {
+            let assigner = SplitAssigner::new(optimistic.seed, input.name.as_deref(), *rows, *quota);
             let mut found = Found::new(judge.suites.suites().len());
             first_of(input, assigner, judge, &lost, |file, judged, lines, ids| {
                 progress.add(judged.len() as u64, String::new);
@@ -67,7 +67,7 @@ pub fn first(
             })?;
             all.push(found);
         }
-        let complete = all.iter().zip(bet.hands).all(|(found, (rows, _))| found.rows() == *rows);
+        let complete = all.iter().zip(optimistic.quotas).all(|(found, (rows, _))| found.rows() == *rows);
         Ok(complete && !lost.load(Ordering::Relaxed))
     })?;
     Ok((all, written))

@@ -28,7 +28,6 @@ pub struct Bits(FixedBitSet);
 impl Bits {
     fn push(&mut self, bit: bool) {
         let at = self.0.len();
-        // Grows by more than a bit at a time.
         self.0.grow(at + 1);
         self.0.set(at, bit);
     }

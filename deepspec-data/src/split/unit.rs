@@ -4,9 +4,10 @@ use anyhow::Context;
 use deepspec_core::jsonl::Line;
 
 use super::conversation::{Conversation, Kind, Problem};
+use super::fields::Fields;
 use super::json_rows;
 use super::roles::Roles;
-use deepspec_rows::{Unit, decode, objects};
+use deepspec_rows::{Unit, decode, json_lines};
 
 /// Where a row stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +32,7 @@ pub fn each_row(
         Unit::Lines { file, lines } => {
             for (index, raw) in lines.iter().enumerate().filter(|&(index, _)| wanted(index)) {
                 let row = match raw.parse(&file) {
-                    Line::Row(_, row) => json_rows::conversation(row, roles),
+                    Line::Row(_, row) => json_rows::conversation(row.into(), roles),
                     Line::Bad(bad) => Err(Kind::NotAnObject.because(bad.problem)),
                 };
                 each(Place { index, line: raw.number }, row);
@@ -47,10 +48,12 @@ pub fn each_row(
         }
     };
     for (at, batch) in batches {
-        let rows = objects(&batch).with_context(|| format!("{}: from row {at}", file.display()))?;
-        for (index, row) in rows.into_iter().enumerate() {
+        let within = || format!("{}: from row {at}", file.display());
+        let text = String::from_utf8(json_lines(&batch).with_context(within)?).with_context(within)?;
+        for (index, row) in text.lines().filter(|line| !line.is_empty()).enumerate() {
             let place = Place { index: at - first + index, line: at + index };
             if wanted(place.index) {
+                let row = Fields::of_text(row).with_context(within)?;
                 each(place, json_rows::conversation(row, roles));
             }
         }

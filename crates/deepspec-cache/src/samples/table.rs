@@ -60,10 +60,10 @@ impl Table {
             return Err(CacheError::Digest { path, found, expected: manifest.samples.sha256.clone() });
         }
         let mut table = Self::default();
-        let mut door = RowValidator::new(&path, manifest)?;
+        let mut validator = RowValidator::new(&path, manifest)?;
         let schema = schema(manifest.encoding);
-        for_each_batch(&path, schema, |batch| table.add(batch, &mut door))?;
-        door.close(table.rows.len())?;
+        for_each_batch(&path, schema, |batch| table.add(batch, &mut validator))?;
+        validator.close(table.rows.len())?;
         Ok(table)
     }
 
@@ -82,8 +82,8 @@ impl Table {
         &self.spans[row.spans.clone()]
     }
 
-    fn add(&mut self, batch: &RecordBatch, door: &mut RowValidator<'_>) -> Result<(), CacheError> {
-        let path = door.path;
+    fn add(&mut self, batch: &RecordBatch, validator: &mut RowValidator<'_>) -> Result<(), CacheError> {
+        let path = validator.path;
         let ids: &StringArray = typed(path, batch, 0)?;
         let shards: &UInt32Array = typed(path, batch, 1)?;
         let first_rows: &Int64Array = typed(path, batch, 2)?;
@@ -106,7 +106,7 @@ impl Table {
             let pairs: &StructArray = inner(path, "loss_spans", &*pairs)?;
             let starts: &Int32Array = inner(path, "loss_spans.start", &**pairs.column(0))?;
             let ends: &Int32Array = inner(path, "loss_spans.end", &**pairs.column(1))?;
-            // A negative bound becomes one past every length, which the door refuses.
+            // A negative bound becomes one past every length, which the validator refuses.
             let bound = |value: i32| u32::try_from(value).unwrap_or(u32::MAX);
             let bounds = starts.values().iter().zip(ends.values());
             self.spans.extend(bounds.map(|(&start, &end)| (bound(start), bound(end))));
@@ -122,7 +122,7 @@ impl Table {
                 exponent_bytes,
             };
             let (new_ids, new_spans) = (&self.input_ids[ids_from..], &self.spans[spans_from..]);
-            let place = door.admit(self.rows.len(), &claim, new_ids, new_spans)?;
+            let place = validator.admit(self.rows.len(), &claim, new_ids, new_spans)?;
             let (id, checksum) = (ids.value(index).to_string(), checksums.value(index));
             let (ids, spans) = (ids_from..self.input_ids.len(), spans_from..self.spans.len());
             self.rows.push(Row { id, place, checksum, ids, spans });

@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_on_trial_has_one_slot() {
+    fn a_half_open_server_has_one_slot() {
         let mut admission = Admission::new(1, 8);
         admission.unreachable(0, "x");
         assert_eq!((admission.free(None, None), admission.serving()), (None, 0));

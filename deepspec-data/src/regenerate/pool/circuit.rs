@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_refuses_everything_is_dismissed_unless_it_answers_after_all() {
+    fn a_server_that_refuses_everything_is_disabled_unless_it_answers_after_all() {
         let mut circuit = CircuitBreaker::new();
         assert_eq!(
             (circuit.deny(), circuit.deny(), circuit.deny(), circuit.deny()),

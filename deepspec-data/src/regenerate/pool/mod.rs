@@ -167,7 +167,7 @@ impl Pool {
         if shares.len() > 1 { format!(", servers {} %", shares.join("/")) } else { String::new() }
     }
 
-    /// The accounts of all servers.
+    /// The stats of all servers.
     pub fn record(&self) -> Vec<Value> {
         let admission = self.lock();
         let stats = admission.stats().zip(&self.servers);

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::super::answer::Tokens;
 use super::failure::Class;
 
-/// One server's account.
+/// What was asked of one server, and what came of it.
 #[derive(Debug, Clone, Default)]
 pub struct ServerStats {
     /// Requests answered.
@@ -39,7 +39,7 @@ impl ServerStats {
         counted.map(|(class, count)| format!("{} {count}", class.name())).collect::<Vec<_>>().join(", ")
     }
 
-    /// The account as it is recorded.
+    /// The stats as they are recorded.
     pub fn record(&self, url: &str, dropped: &[&str]) -> Value {
         let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
         let failures: Map<String, Value> =
