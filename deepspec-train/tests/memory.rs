@@ -46,6 +46,13 @@ fn dflash(anchors: usize, block_size: usize) -> Value {
     json!({"dflash": block})
 }
 
+fn dflash2() -> Value {
+    let mut block = block(96, 8, 2);
+    block["convolution"] = json!({"kernel_size": 6, "group_size": 16});
+    block["selector"] = json!({"rank": 64, "top_k": 16});
+    json!({"dflash2": block})
+}
+
 fn eagle3() -> Value {
     json!({"eagle3": {"num_draft_layers": 1, "ttt_length": 7, "step_loss_decay": 0.8}})
 }
@@ -152,6 +159,11 @@ fn dspark_with_many_short_samples() {
 #[test]
 fn dflash_with_long_blocks() {
     Case { drafter: dflash(64, 16), gemma: false, precision: "fp32", samples: 2, tokens: 768 }.check();
+}
+
+#[test]
+fn dflash2_with_six_taps() {
+    Case { drafter: dflash2(), gemma: false, precision: "fp32", samples: 2, tokens: 768 }.check();
 }
 
 #[test]

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use arrow::array::{
-    ArrayRef, Int64Array, LargeListBuilder, ListBuilder, RecordBatch, StringArray, StringBuilder,
-    StructBuilder,
+    ArrayRef, Decimal128Array, Float64Array, Int64Array, LargeListBuilder, ListBuilder, RecordBatch,
+    StringArray, StringBuilder, StructBuilder,
 };
 use arrow::datatypes::{DataType, Field};
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
@@ -125,6 +125,35 @@ fn tool_calls_travel_through_columns() {
     assert_eq!(split(&dataset, &["--test-size", "0"]).code, Some(0));
     let expected = r#"{"id":0,"conversations":[{"role":"user","content":"1+1?"},{"role":"assistant","content":"","tool_calls":["add"]},{"role":"tool","content":"2"}],"tools":"[]"}"#;
     assert_eq!(train(dir.path()), [expected]);
+}
+
+/// Neither a decimal's digits nor a large integer's pass through a float.
+#[test]
+fn typed_columns_travel_along_as_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let dataset = dir.path().join("data.parquet");
+    let price = Decimal128Array::from(vec![12_345_678_901_234_567_890_123, 100]);
+    let price: ArrayRef = Arc::new(price.with_precision_and_scale(30, 3).unwrap());
+    let count: ArrayRef = Arc::new(Int64Array::from(vec![Some(i64::MAX), None]));
+    let rate: ArrayRef = Arc::new(Float64Array::from(vec![0.1, 1e10]));
+    let data: [&[(&str, &str)]; 2] = [&[("user", "hi")], &[("user", "ho")]];
+    let columns = vec![
+        ("messages", messages(["role", "content"], &data)),
+        ("price", price),
+        ("count", count),
+        ("rate", rate),
+    ];
+    write_parquet(&dataset, columns, Codec::SNAPPY, 2);
+    let ended = split(&dataset, &["--test-size", "0"]);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let expected = concat!(
+        r#"{"id":0,"conversations":[{"role":"user","content":"hi"}],"price":12345678901234567890.123,"#,
+        r#""count":9223372036854775807,"rate":0.1}"#,
+        "\n",
+        r#"{"id":1,"conversations":[{"role":"user","content":"ho"}],"price":0.100,"rate":1.0e10}"#,
+        "\n"
+    );
+    assert_eq!(fs::read_to_string(dir.path().join("train.jsonl")).unwrap(), expected);
 }
 
 #[test]

@@ -152,7 +152,7 @@ fn one_bad_suite_does_not_lose_the_others() {
     assert!(ended.stdout.ends_with("4 suites = 1 written + 0 there already + 3 failed\n"), "{ended:?}");
     for words in [
         "parquet:2: column `prompt`: text 2 of the list is blank",
-        "parquet:3: column `problem`: expected a text or a number, found nothing",
+        "parquet:3: column `problem`: expected a text, found nothing",
         "there is no column `question`; expected `question`, found `input`, `instruction`, `output`, `text`",
         "3 of 4 suites failed, as told above: gsm8k, aime24, mt-bench",
     ] {
