@@ -154,7 +154,8 @@ mod tests {
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
         assert!(converted(&form("alpaca"), "{}").unwrap_err().contains("found no columns"));
         assert!(converted(&form("alpaca"), "").unwrap_err().contains("rows.jsonl: the file has no rows"));
-        let optional = Form::Templates(Templates::new(&["{{ a }}{{ b|optional }}".into()]).unwrap());
+        let optional =
+            Form::Templates(Box::new(Templates::new(&["{{ a }}{{ b|optional }}".into()]).unwrap()));
         assert!(
             converted(&optional, "{\"a\": 1}\n{\"a\": 2}\n")
                 .unwrap_err()

@@ -152,7 +152,7 @@ impl Turns {
                 Err("a template must stand in a list, such as [\"{{ question }}\"]".into())
             }
             Self::Column(column) => Ok(Form::Column(column.clone())),
-            Self::Templates(templates) => Templates::new(templates).map(Form::Templates),
+            Self::Templates(templates) => Ok(Form::Templates(Box::new(Templates::new(templates)?))),
         }
     }
 }

@@ -38,7 +38,7 @@ pub enum Form {
     /// A column that holds a list of turns.
     Column(String),
     /// One template per turn.
-    Templates(Templates),
+    Templates(Box<Templates>),
 }
 
 /// Templates, and the columns that they name.
@@ -272,7 +272,7 @@ mod tests {
     fn fill(template: &str) -> Result<String, String> {
         let row = json!({"q": "Why?", "n": 3, "empty": " ", "list": [], "a b": "x", "void": null, "some": "y",
                    "yes": true, "large": 1e20});
-        let form = Form::Templates(Templates::new(&[template.to_string()])?);
+        let form = Form::Templates(Box::new(Templates::new(&[template.to_string()])?));
         let turns = form.turns(row.as_object().unwrap()).map_err(|error| error.to_string())?;
         Ok(turns.concat())
     }
@@ -316,7 +316,7 @@ mod tests {
     fn columns_that_a_row_must_have_are_told_from_the_others() {
         let of = |templates: &[&str]| {
             let texts: Vec<String> = templates.iter().map(ToString::to_string).collect();
-            let form = Form::Templates(Templates::new(&texts).unwrap());
+            let form = Form::Templates(Box::new(Templates::new(&texts).unwrap()));
             (form.required().join(" "), form.optional().join(" "))
         };
         let found = of(&["{{ a }}{{ b|optional }}{% if c %}{{ c }}{% endif %}", "{{ d }}"]);

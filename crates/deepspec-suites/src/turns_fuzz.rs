@@ -13,7 +13,7 @@ use crate::turns::{Form, Templates};
 fn forms() -> Vec<Form> {
     let templates = |texts: &[&str]| {
         let texts: Vec<String> = texts.iter().map(ToString::to_string).collect();
-        Form::Templates(Templates::new(&texts).unwrap())
+        Form::Templates(Box::new(Templates::new(&texts).unwrap()))
     };
     let mut forms: Vec<Form> = public().iter().map(|suite| suite.turns.form().unwrap()).collect();
     forms.extend([
