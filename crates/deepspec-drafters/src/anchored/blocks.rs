@@ -9,10 +9,15 @@ use crate::{Misfit, Transfer};
 
 /// More slots are a mistake; refused here, they cannot exhaust the memory.
 const MAX_BLOCK: usize = 1024;
-/// Anchors per sequence where a config does not say.
-const NUM_ANCHORS: i64 = 512;
+/// A larger rank of a head is a mistake; refused where configs are read, it cannot exhaust the memory.
+pub const MAX_RANK: i64 = 1 << 20;
 /// Whether the anchor's own slot drafts, as vLLM and SGLang know it.
 const SAMPLE_FROM_ANCHOR: &str = "sample_from_anchor";
+
+/// Anchors per sequence where neither recipe nor config says.
+pub fn num_anchors() -> usize {
+    512
+}
 
 /// Blocks `[anchor, mask, …]` behind anchors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +53,7 @@ impl AnchoredBlocks {
             block_size: fields.required(size, fields.size(size)?)? as usize,
             slots,
             mask_token_id: fields.required(mask, fields.map.get(mask).and_then(Value::as_i64))?,
-            num_anchors: fields.size("num_anchors")?.unwrap_or(NUM_ANCHORS) as usize,
+            num_anchors: fields.size("num_anchors")?.map_or_else(num_anchors, |anchors| anchors as usize),
         })
     }
 

@@ -17,7 +17,7 @@ mod token_sums;
 
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
-pub use blocks::AnchoredBlocks;
+pub use blocks::{AnchoredBlocks, MAX_RANK, num_anchors};
 pub use cost::{backbone_flops, backbone_pass_bytes, backbone_product_shapes};
 pub use examined::predict;
 pub use layers::{DraftLayers, LayerType};
@@ -27,7 +27,12 @@ pub use sums::AnchoredSum;
 use deepspec_models::nn::Half;
 use tch::Tensor;
 
+use crate::registry::Part;
 use crate::trained::{DrafterKind, Trained};
+
+/// The backbone as `train.freeze` names it.
+pub(crate) const BACKBONE: Part =
+    Part { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] };
 
 /// A kind of drafter that drafts whole blocks behind anchors.
 pub trait Anchored: DrafterKind {

@@ -9,12 +9,9 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Kind};
 
 use super::recipe::{Markov, MarkovKind};
-use crate::anchored::{AnchoredBlocks, BlockBatch};
+use crate::anchored::{AnchoredBlocks, BlockBatch, MAX_RANK};
 use crate::trained::{DraftDecoder, DrafterConfig, Transfer};
 use crate::{Misfit, TrainSample};
-
-/// A larger rank is a mistake; refused here, it cannot exhaust the memory.
-const MAX_RANK: i64 = 1 << 20;
 
 /// The confidence head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Sett
 
 /// The heads, and all that stands before them.
 const PARTS: &[Part] = &[
-    Part { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] },
+    anchored::BACKBONE,
     Part { name: "markov", prefixes: &["markov_head."] },
     Part { name: "confidence", prefixes: &["confidence_head."] },
 ];

@@ -7,9 +7,6 @@ use crate::Normaliser;
 use crate::anchored::{AnchoredSum, BlockBatch, sums};
 use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
 
-/// Added to every denominator.
-const DENOMINATOR_EPS: f64 = 1e-6;
-
 /// Sums of a micro-batch: those of all drafters of anchored blocks, and these drafters' own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockSum {
@@ -57,7 +54,7 @@ impl Block {
     /// Autograd sees the backbone and the small heads only. What lies behind the final states is differentiated in closed form,
     /// and one backward through Σ state · gradient carries it on.
     pub fn accumulate(&self, batch: &BlockBatch, alphas: &LossAlphas, normaliser: Normaliser) -> Tensor {
-        let scale = 1.0 / (normaliser.0 + DENOMINATOR_EPS);
+        let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let hidden = self.hidden(batch); // [A, γ, d]
         // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.

@@ -5,7 +5,7 @@ use deepspec_core::recipe::at_least_one;
 use serde::{Deserialize, Serialize};
 
 use crate::Misfit;
-use crate::anchored::{DraftLayers, LayerType};
+use crate::anchored::{DraftLayers, LayerType, num_anchors};
 use crate::losses::LossRecipe;
 
 /// A block drafter.
@@ -73,10 +73,6 @@ pub struct ConfidenceRecipe {
     /// Weight of its loss.
     #[serde(default = "one")]
     pub alpha: f64,
-}
-
-fn num_anchors() -> usize {
-    512
 }
 
 fn one() -> f64 {

@@ -9,11 +9,8 @@ use serde_json::{Map, Value, json};
 
 use super::recipe::Convolution;
 use crate::Misfit;
-use crate::anchored::AnchoredBlocks;
+use crate::anchored::{AnchoredBlocks, MAX_RANK};
 use crate::trained::{DraftDecoder, DrafterConfig, Transfer};
-
-/// A larger rank is a mistake; refused here, it cannot exhaust the memory.
-const MAX_RANK: i64 = 1 << 20;
 
 /// A DFlash 2 drafter's architecture.
 #[derive(Debug, Clone, PartialEq)]

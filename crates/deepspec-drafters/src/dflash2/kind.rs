@@ -12,7 +12,7 @@ use super::metrics::DFlash2Metrics;
 use super::model::{DFlash2, DFlash2Parts};
 use super::recipe::DFlash2Recipe;
 use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, BlockBatch, anchor_candidates, block_weight};
-use crate::losses::{LossAlphas, LossRecipe};
+use crate::losses::LossAlphas;
 use crate::registry::{Checkpoints, Part, Registration, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
@@ -21,14 +21,10 @@ use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Sett
 pub const KIND: Registration = Registration {
     name: "dflash2",
     title: "DFlash 2",
-    parts: &[
-        Part { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] },
-        Part { name: "selector", prefixes: &["candidate_selector."] },
-    ],
+    parts: &[anchored::BACKBONE, Part { name: "selector", prefixes: &["candidate_selector."] }],
     settings: Some(|section| {
         let recipe: DFlash2Recipe = section.read()?;
-        let loss = recipe.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE });
-        let checked = recipe.check().and_then(|()| loss.check());
+        let checked = recipe.check().and_then(|()| recipe.loss().check());
         checked.map_err(|(key, problem)| section.error(key, problem))?;
         Ok(Box::new(recipe))
     }),
@@ -83,7 +79,7 @@ impl Settings for DFlash2Recipe {
             "selector_top_k" => ("selector.top_k", problem),
             other => (other, problem),
         })?;
-        let loss = self.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE });
+        let loss = self.loss();
         let objective = DFlash2Objective {
             alphas: LossAlphas::new(&loss, 0.0),
             selector_alpha: self.selector.alpha,

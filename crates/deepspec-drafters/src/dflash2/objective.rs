@@ -9,9 +9,6 @@ use crate::Normaliser;
 use crate::anchored::{BlockBatch, sums};
 use crate::losses::{self, Column, LossAlphas, RowFindings, RowObjective, Span, Supervised};
 
-/// Added to every denominator.
-const DENOMINATOR_EPS: f64 = 1e-6;
-
 /// The cross entropy with the label among the candidates behind the true previous token. A label that is none of them is not learned.
 struct SelectorLoss<'a> {
     selector: &'a PathSelector,
@@ -85,7 +82,7 @@ impl DFlash2 {
         alpha: f64,
         normaliser: Normaliser,
     ) -> Tensor {
-        let scale = 1.0 / (normaliser.0 + DENOMINATOR_EPS);
+        let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let selector = &self.parts.selector;
         let (predecessors, successors) = selector.codebooks();

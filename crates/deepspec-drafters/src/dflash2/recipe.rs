@@ -5,7 +5,7 @@ use deepspec_core::recipe::at_least_one;
 use serde::{Deserialize, Serialize};
 
 use crate::Misfit;
-use crate::anchored::{DraftLayers, LayerType};
+use crate::anchored::{DraftLayers, LayerType, num_anchors};
 use crate::losses::LossRecipe;
 
 /// A DFlash 2 drafter.
@@ -72,15 +72,16 @@ impl Default for Selector {
     }
 }
 
-fn num_anchors() -> usize {
-    512
-}
-
 impl DFlash2Recipe {
     /// Its draft layers.
     pub fn layers(&self) -> DraftLayers<'_> {
         let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
         DraftLayers { count: *count, sliding_window: *sliding_window, types }
+    }
+
+    /// Weights of the losses of all logits.
+    pub fn loss(&self) -> LossRecipe {
+        self.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE })
     }
 
     /// Checks values against their ranges and each other.
