@@ -1,12 +1,10 @@
 //! Prompts, answers and target states for training drafters.
 
 mod cache;
-mod chat;
 mod inspect;
 mod places;
 mod regenerate;
 mod rejects;
-mod serve;
 mod split;
 mod suites;
 
@@ -36,7 +34,7 @@ enum Command {
     /// Write the prompt suites that drafters are scored on
     Suites(suites::Args),
     /// Answer chat requests over HTTP as the OpenAI API does
-    Serve(serve::Args),
+    Serve(deepspec_serve::http::Args),
     /// Replace the assistant's messages by the target's own answers
     Regenerate(Box<regenerate::Args>),
     /// Show what a drafter would learn from, and find rows that would teach it something wrong
@@ -57,7 +55,7 @@ fn main() -> ExitCode {
     cli::start_logging(verbosity);
     cli::run(|| match cli.command {
         Command::Split(args) => split::run(&args, verbosity),
-        Command::Serve(args) => serve::run(&args, verbosity),
+        Command::Serve(args) => deepspec_serve::http::run(&args, verbosity),
         Command::Suites(args) => suites::run(&args, verbosity),
         Command::Regenerate(args) => regenerate::run(&args, verbosity),
         Command::Inspect(args) => inspect::run(&args, verbosity),

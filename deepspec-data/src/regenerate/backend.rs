@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::anyhow;
 use deepspec_decode::EngineError;
+use deepspec_serve::{ChatError, ChatModel, ChatRequest, finish_name, fresh_number, parse};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, AskError, Tokens};
 use super::pool::Pool;
-use crate::chat::{self, ChatError, ChatModel, finish_name};
 
 /// Who answers.
 pub enum Backend {
@@ -74,14 +74,14 @@ impl Embedded {
 
     async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
         // The same checks as `serve`'s, so that both give the same answers.
-        let request = chat::parse(body.to_string().as_bytes(), &self.name, chat::fresh_number())?;
+        let request = parse(body.to_string().as_bytes(), &self.name, fresh_number())?;
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         let answer = self.answer(&request).await;
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
         answer
     }
 
-    async fn answer(&self, request: &chat::ChatRequest) -> Result<Answer, ChatError> {
+    async fn answer(&self, request: &ChatRequest) -> Result<Answer, ChatError> {
         let mut reply = self.model.start(request)?;
         let whole = reply.collect().await?;
         let usage = reply.usage();

@@ -23,10 +23,10 @@ use anyhow::Context;
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::{env, usage};
+use deepspec_serve::{ChatModel, EngineArgs};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::chat::{ChatModel, EngineArgs};
 use crate::{places, rejects};
 use backend::{Backend, Embedded};
 use ids::IdSet;

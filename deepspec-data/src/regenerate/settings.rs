@@ -9,7 +9,6 @@ use serde_json::{Map, Value, json};
 
 use super::overrides::{Overrides, THINKING};
 use super::wire;
-use crate::chat;
 
 /// Sampling as given; what is not given is not sent, so that the server's defaults hold.
 #[derive(clap::Args)]
@@ -149,7 +148,7 @@ impl Settings {
         body.retain(|name, _| !name.ends_with("_penalty"));
         let model = body["model"].as_str().unwrap_or_default().to_string();
         let bytes = Value::Object(body).to_string();
-        chat::parse(bytes.as_bytes(), &model, 0).map(drop).map_err(|error| error.to_string())
+        deepspec_serve::parse(bytes.as_bytes(), &model, 0).map(drop).map_err(|error| error.to_string())
     }
 
     /// The body of a request for the answer to `messages`.

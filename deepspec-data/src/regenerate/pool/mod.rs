@@ -16,10 +16,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
+use deepspec_serve::fresh_number;
 use serde_json::{Map, Value};
 
 use super::answer::{Answer, AskError};
-use crate::chat::fresh_number;
 use admission::Admission;
 use circuit::Change;
 use extensions::{Extensions, Fields, Refusal};

@@ -6,10 +6,10 @@ use deepspec_decode::Finish;
 use deepspec_text::TokenStream;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::engine::Update;
-use super::error::ChatError;
-use super::stop::{Scan, StopFinder};
-use super::thinking::{Delta, ThoughtSplitter};
+use crate::engine::Update;
+use crate::error::ChatError;
+use crate::stop::{Scan, StopFinder};
+use crate::thinking::{Delta, ThoughtSplitter};
 
 /// Token counts of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,13 +1,13 @@
-//! One model that answers conversations: chat template, engine, stop strings and thoughts. `serve` puts HTTP around it,
-//! `regenerate --embedded` asks it directly.
+//! One model that answers conversations: chat template, engine, stop strings and thoughts. [`http`] puts the OpenAI API around
+//! it; within a process [`ChatModel`] is asked directly.
 
 mod body;
 mod engine;
 mod error;
+pub mod http;
 mod reply;
 mod stop;
 mod thinking;
-mod waits;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;

@@ -10,7 +10,7 @@ use futures::stream;
 use serde_json::{Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 
-use crate::chat::{ChatError, Delta, Reply, Usage, finish_name};
+use crate::{ChatError, Delta, Reply, Usage, finish_name};
 
 /// Seconds after which a client may try again when there was no room.
 const RETRY_AFTER: u16 = 1;

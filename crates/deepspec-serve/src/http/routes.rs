@@ -17,7 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::respond::{self, Heading};
-use crate::chat::{self, ChatError, ChatModel, ChatRequest, Reply};
+use crate::{ChatError, ChatModel, ChatRequest, Reply, fresh_number, parse};
 
 /// A request with a body of so many bytes is read before it is turned away: who is cut off while sending may miss the answer.
 const COURTESY: u64 = 1 << 16;
@@ -90,7 +90,7 @@ impl App {
         let app = Arc::clone(self);
         let start = move || {
             let _desk = desk;
-            let request = chat::parse(&body, &app.name, chat::fresh_number())?;
+            let request = parse(&body, &app.name, fresh_number())?;
             let reply = app.model.start(&request)?;
             Ok((request, reply))
         };
@@ -125,7 +125,7 @@ pub fn router(app: Arc<App>) -> Router {
 
 async fn health(State(app): State<Arc<App>>) -> Response {
     let load = app.model.load_now();
-    let waited = |quantile| load.waits.quantile(quantile).map(|wait| wait.as_secs_f64());
+    let waited = |quantile| load.waited(quantile).map(|wait| wait.as_secs_f64());
     let body = json!({
         "status": "ok",
         "slots": app.slots,
@@ -163,11 +163,8 @@ async fn answer(app: &Arc<App>, request: Request) -> Result<Response, Response> 
     };
     let body = app.body(request).await?;
     let (request, mut reply) = app.start(body).await.map_err(refused)?;
-    let heading = Heading {
-        id: format!("chatcmpl-{:016x}", chat::fresh_number()),
-        created: now(),
-        model: app.name.clone(),
-    };
+    let heading =
+        Heading { id: format!("chatcmpl-{:016x}", fresh_number()), created: now(), model: app.name.clone() };
     if request.stream {
         return Ok(respond::stream(heading, reply, place, request.include_usage));
     }

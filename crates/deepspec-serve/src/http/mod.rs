@@ -1,4 +1,4 @@
-//! `serve`: a model behind the OpenAI API's chat completions.
+//! A model behind the OpenAI API's chat completions.
 
 mod connections;
 mod respond;
@@ -16,7 +16,7 @@ use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use crate::chat::{ChatModel, EngineArgs};
+use crate::{ChatModel, EngineArgs};
 use routes::{App, Limits};
 
 /// How long running answers may take to finish once the server was told to stop.
@@ -117,7 +117,12 @@ async fn serve(listener: TcpListener, app: Arc<App>, limits: Limits) -> anyhow::
     // Not a log line: --quiet does not hide it, whoever started us waits for it.
     announce(&format!("listening on http://{address}\n"))?;
     tokio::select! {
-        () = connections::serve(listener, routes::router(app), limits.patience, phase.clone()) => {}
+        () = connections::serve(
+            listener,
+            routes::router(app),
+            limits.patience,
+            reaches(phase.clone(), Phase::Draining),
+        ) => {}
         () = reaches(phase, Phase::Over) => tracing::warn!("abandoned the answers that were still running"),
     }
     Ok(())

@@ -5,7 +5,7 @@ use deepspec_text::Message;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::error::ChatError;
+use crate::error::ChatError;
 
 /// Texts that may end an answer, and bytes of each: they are looked for at every token.
 const MAX_STOPS: usize = 16;

@@ -2,7 +2,7 @@
 
 use deepspec_text::{FENCES, Fence};
 
-use super::stop::overlap;
+use crate::stop::overlap;
 
 /// A piece of an answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

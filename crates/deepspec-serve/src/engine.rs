@@ -2,10 +2,10 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
@@ -14,9 +14,8 @@ use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Propose
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
+use hdrhistogram::Histogram;
 use tokio::sync::{mpsc, oneshot};
-
-use super::waits::Waits;
 
 /// Conversations are not cut to fewer tokens than this unasked.
 const SHORTEST: usize = 1024;
@@ -115,8 +114,31 @@ pub struct Load {
     pub queued: AtomicUsize,
     /// Tokens generated since the start.
     pub generated: AtomicU64,
-    /// How long sequences waited for a slot.
-    pub waits: Waits,
+    waits: Mutex<Waits>,
+}
+
+/// How long sequences waited for a slot, in milliseconds to two digits.
+#[derive(Debug)]
+struct Waits(Histogram<u32>);
+
+impl Default for Waits {
+    fn default() -> Self {
+        // Fails for more than five digits only.
+        Self(Histogram::new(2).expect("two digits are few enough"))
+    }
+}
+
+impl Load {
+    /// What this share of all sequences so far did not exceed in waiting for a slot; None while there are none.
+    pub fn waited(&self, share: f64) -> Option<Duration> {
+        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        (!waits.0.is_empty()).then(|| Duration::from_millis(waits.0.value_at_quantile(share)))
+    }
+
+    fn count_wait(&self, wait: Duration) {
+        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        waits.0.saturating_record(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
+    }
 }
 
 /// The engine's thread. Dropping the handle ends it.
@@ -320,7 +342,7 @@ impl Worker {
     fn count_waits(&mut self, started: Instant) {
         while self.waiting.len() > self.engine.queued() {
             let Some((_, since)) = self.waiting.pop_front() else { return };
-            self.load.waits.add(started.saturating_duration_since(since));
+            self.load.count_wait(started.saturating_duration_since(since));
         }
     }
 

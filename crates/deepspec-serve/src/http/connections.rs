@@ -1,0 +1,69 @@
+//! Connections, none of which may keep the server waiting for ever.
+
+use std::io;
+use std::pin::pin;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use tokio::net::TcpListener;
+use tokio::time::sleep;
+use tokio_io_timeout::TimeoutStream;
+
+/// Pause when no connection can be taken, as for want of file descriptors, which other connections give back.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Answers connections until `stopped`, and then those that are there to their end. A client has `patience` for the head of a
+/// request, and for reading any of an answer that fills the socket.
+pub async fn serve(
+    listener: TcpListener,
+    router: Router,
+    patience: Duration,
+    stopped: impl Future<Output = ()>,
+) {
+    let mut server = http1::Builder::new();
+    server.timer(TokioTimer::new()).header_read_timeout(patience);
+    let connections = GracefulShutdown::new();
+    let mut stopped = pin!(stopped);
+    loop {
+        let accepted = tokio::select! {
+            () = &mut stopped => break,
+            accepted = listener.accept() => accepted,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) if is_the_clients(&error) => continue,
+            Err(error) => {
+                tracing::warn!("cannot take a connection: {error}");
+                sleep(PAUSE).await;
+                continue;
+            }
+        };
+        // Without it a streamed token may wait for the acknowledgement of the one before.
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!("no TCP_NODELAY: {error}");
+        }
+        let mut stream = TimeoutStream::new(stream);
+        stream.set_write_timeout(Some(patience));
+        let service = TowerToHyperService::new(router.clone());
+        let connection = server.serve_connection(Box::pin(TokioIo::new(stream)), service);
+        let connection = connections.watch(connection);
+        tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!("a connection ended: {error}");
+            }
+        });
+    }
+    // From now on nobody connects in vain.
+    drop(listener);
+    connections.shutdown().await;
+}
+
+/// Whether a connection went away before it was taken.
+fn is_the_clients(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+}
