@@ -87,7 +87,7 @@ impl<P: Proposer> Proposer for Recorded<P> {
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
         let [taps, tokens, next] = [&context.taps, &context.tokens, &context.next].map(Tensor::copy);
-        let seen = Context { taps, tokens, next, chunks: context.chunks.clone() };
+        let seen = Context { taps, hidden: None, tokens, next, chunks: context.chunks.clone() };
         let proposal = self.model.propose(request);
         let (slots, anchors, tokens) = (slots.to_vec(), anchors.copy(), proposal.tokens.copy());
         self.calls.borrow_mut().push(Call::Propose { context: seen, slots, anchors, tokens });

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{cpu_seconds, load};
-use deepspec_cache::{Builder, Encoding, Identity, Last, Layout, Plan, PlannedSample, Reader};
+use deepspec_cache::{Builder, Encoding, FinalStates, Identity, Layout, Plan, PlannedSample, Reader};
 use deepspec_core::Tap;
 
 const TAPS: usize = 5;
@@ -86,7 +86,7 @@ fn main() -> io::Result<()> {
 
 fn build(dir: &Path, samples: usize, tokens: usize, encoding: Encoding) {
     let taps: Vec<Tap> = (0..TAPS as u32).map(Tap::Layer).collect();
-    let layout = Layout { taps: taps.clone(), hidden_size: HIDDEN, last: Last::All, encoding };
+    let layout = Layout { taps: taps.clone(), hidden_size: HIDDEN, last: FinalStates::All, encoding };
     let identity = Identity {
         model_type: "bench".into(),
         target_config: String::new(),

@@ -5,10 +5,10 @@ use std::fmt::Display;
 use serde_json::Value;
 
 use crate::files::Counts;
-use crate::layout::{Encoding, Last};
+use crate::layout::Encoding;
 use serde::{Deserialize, Serialize};
 
-use deepspec_core::Tap;
+use deepspec_core::{FinalStates, Tap};
 
 /// Everything that decides the hidden states of a given conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,7 +107,7 @@ fn listed(taps: &[Tap]) -> String {
 pub(crate) struct Recipe {
     pub identity: Identity,
     pub encoding: Encoding,
-    pub last: Last,
+    pub last: FinalStates,
     pub shard_bytes: u64,
     pub counts: Counts,
     pub input: String,

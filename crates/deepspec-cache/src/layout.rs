@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use deepspec_core::Tap;
+use deepspec_core::{FinalStates, Tap};
 
 /// How a hidden state is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,41 +59,6 @@ impl fmt::Display for Encoding {
     }
 }
 
-/// Which positions keep their last (final-normed) hidden state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Last {
-    /// Positions p where token p−1 or p+1 is supervised: what DSpark's and Eagle3's labels need.
-    Supervised,
-    /// Every position.
-    All,
-}
-
-impl Last {
-    /// The kept positions of a sample, ascending.
-    pub fn positions(self, length: u32, spans: &[(u32, u32)]) -> Vec<u32> {
-        match self {
-            Self::All => (0..length).collect(),
-            Self::Supervised => {
-                let mask = loss_mask(length, spans);
-                let supervised = |p: Option<u32>| p.is_some_and(|p| mask.get(p as usize) == Some(&true));
-                (0..length)
-                    .filter(|&p| supervised(p.checked_sub(1)) || supervised(p.checked_add(1)))
-                    .collect()
-            }
-        }
-    }
-}
-
-impl fmt::Display for Last {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Supervised => "supervised",
-            Self::All => "all",
-        })
-    }
-}
-
 /// Marks the supervised tokens: `true` inside one of the half-open `spans`. What lies past `length` is ignored.
 pub fn loss_mask(length: u32, spans: &[(u32, u32)]) -> Vec<bool> {
     let mut mask = vec![false; length as usize];
@@ -113,7 +78,7 @@ pub struct Layout {
     /// Values per hidden state, d.
     pub hidden_size: usize,
     /// Which positions keep their last hidden state.
-    pub last: Last,
+    pub last: FinalStates,
     /// How values are stored.
     pub encoding: Encoding,
 }
@@ -159,19 +124,5 @@ impl Layout {
     /// The same layout in bfloat16: what the target gives and what training takes.
     pub(crate) fn plain(&self) -> Self {
         Self { encoding: Encoding::Bf16, ..self.clone() }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn supervised_keeps_both_neighbours_of_each_supervised_token() {
-        assert_eq!(Last::Supervised.positions(8, &[(3, 4)]), [2, 4]);
-        assert_eq!(Last::Supervised.positions(8, &[(2, 5)]), [1, 2, 3, 4, 5]);
-        assert_eq!(Last::Supervised.positions(8, &[(0, 1), (7, 8)]), [1, 6]);
-        assert!(Last::Supervised.positions(8, &[]).is_empty());
-        assert_eq!(Last::All.positions(3, &[]), [0, 1, 2]);
     }
 }

@@ -7,7 +7,7 @@
 //! - `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]`, one row per (kept) token, in bfloat16; or one
 //!   byte a value, with the scales `taps_scale [N, m]` and `last_scale [M]` or with compressed `exponents` ([`Encoding`]).
 //!
-//! N tokens of a shard, M those whose last hidden state a supervised label needs ([`Last`]), m taps ([`Tap`]),
+//! N tokens of a shard, M those whose last hidden state a supervised label needs ([`FinalStates`]), m taps ([`Tap`]),
 //! d hidden size. A sample's rows are contiguous in both tensors.
 //!
 //! Writing: [`Plan::new`] fixes every size before the target runs, [`Builder`] fills shards and resumes after a kill,
@@ -39,11 +39,12 @@ mod writer;
 
 pub use builder::Builder;
 pub use codec::stored_bytes;
+pub use deepspec_core::FinalStates;
 pub use error::{CacheError, Part};
 pub use files::{Counts, SamplesEntry, ShardEntry};
 pub use identity::Identity;
 pub use inspect::{Inspection, TensorSummary, inspect};
-pub use layout::{Encoding, Last, Layout, loss_mask};
+pub use layout::{Encoding, Layout, loss_mask};
 pub use manifest::{MANIFEST_FILE, Manifest};
 pub use merge::merge;
 pub use parts::{Worker, remove_existing};

@@ -11,10 +11,11 @@ use serde_json::Value;
 use crate::error::CacheError;
 use crate::files::{Counts, SamplesEntry, ShardEntry, parts_dir};
 use crate::identity::{Identity, Recipe};
-use crate::layout::{Encoding, Last, Layout};
+use crate::layout::{Encoding, Layout};
 use crate::plan::{Plan, PlannedShard};
 use crate::samples::{self, SAMPLES_FILE};
 use crate::shard::{self, Geometry};
+use deepspec_core::FinalStates;
 
 /// Name of the manifest.
 pub const MANIFEST_FILE: &str = "manifest.json";
@@ -38,7 +39,7 @@ pub struct Manifest {
     /// How values are stored.
     pub encoding: Encoding,
     /// Which last states are kept.
-    pub last: Last,
+    pub last: FinalStates,
     /// Target size of a shard's hidden states, in bytes.
     pub shard_bytes: u64,
     /// Digest over ids, token ids and spans of all samples.

@@ -9,10 +9,11 @@ use std::sync::{Mutex, PoisonError};
 use crate::codec;
 use crate::error::{CacheError, Part};
 use crate::identity::Identity;
-use crate::layout::{Encoding, Last, Layout, loss_mask};
+use crate::layout::{Encoding, Layout, loss_mask};
 use crate::manifest::Manifest;
 use crate::samples::{Row, Table};
 use crate::shard::Parts;
+use deepspec_core::FinalStates;
 
 pub(crate) mod map;
 
@@ -123,7 +124,7 @@ impl Reader {
     /// No such sample.
     pub fn last_positions(&self, index: usize) -> Result<Vec<u32>, CacheError> {
         let row = self.row(index)?;
-        Ok(self.layout.last.positions(row.place.length, self.table.spans(row)))
+        Ok(self.layout.last.positions(&loss_mask(row.place.length, self.table.spans(row))))
     }
 
     /// Sample `index` in plan order, its bytes checked against its checksum the first time that this reader hands it
@@ -279,7 +280,7 @@ impl<'r> Sample<'r> {
     }
 
     /// Which last states the cache keeps.
-    pub fn kept(&self) -> Last {
+    pub fn kept(&self) -> FinalStates {
         self.layout.last
     }
 

@@ -17,11 +17,11 @@ use serde_json::{Value, json};
 use crate::builder::Builder;
 use crate::error::CacheError;
 use crate::identity::Identity;
-use crate::layout::{Encoding, Last, Layout};
+use crate::layout::{Encoding, Layout};
 use crate::manifest::{MANIFEST_FILE, Manifest};
 use crate::plan::Plan;
 use crate::sample::PlannedSample;
-use deepspec_core::Tap;
+use deepspec_core::{FinalStates, Tap};
 
 mod export;
 mod record;
@@ -167,7 +167,8 @@ impl Reference {
         let starts: HashSet<usize> = (0..self.len())
             .filter(|&index| index == 0 || self.records[index - 1].shard != self.records[index].shard)
             .collect();
-        let layout = Layout { taps: taps.clone(), hidden_size, last: Last::All, encoding: Encoding::Bf16 };
+        let layout =
+            Layout { taps: taps.clone(), hidden_size, last: FinalStates::All, encoding: Encoding::Bf16 };
         let plan = Plan::imported(samples, layout, &starts, self.manifest.clone())?;
         let mut builder = Builder::open(dir, &plan, identity)?;
         while let Some(mut writer) = builder.next_shard()? {

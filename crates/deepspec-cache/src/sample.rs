@@ -4,7 +4,8 @@ use deepspec_core::digest::Hasher;
 use serde::{Deserialize, Serialize};
 
 use crate::error::CacheError;
-use crate::layout::{Last, loss_mask};
+use crate::layout::loss_mask;
+use deepspec_core::FinalStates;
 
 /// A tokenised conversation that waits for its hidden states.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,8 +36,8 @@ impl PlannedSample {
     }
 
     /// Positions whose last hidden state is kept, ascending.
-    pub fn last_positions(&self, last: Last) -> Vec<u32> {
-        last.positions(self.length(), &self.spans)
+    pub fn last_positions(&self, last: FinalStates) -> Vec<u32> {
+        last.positions(&self.loss_mask())
     }
 
     /// Refuses a sample without tokens, with more than 32 bits can count, or with spans that are empty, out of order or outside it.

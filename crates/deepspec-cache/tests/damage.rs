@@ -12,7 +12,7 @@ use arrow::array::{
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field, Schema};
 use common::*;
-use deepspec_cache::{CacheError, Encoding, Last, Layout, Plan, Reader, verify};
+use deepspec_cache::{CacheError, Encoding, FinalStates, Layout, Plan, Reader, verify};
 use parquet::arrow::ArrowWriter;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use proptest::prelude::*;
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 fn small(dir: &Path) -> &'static [(String, Vec<u8>)] {
     static FILES: LazyLock<Vec<(String, Vec<u8>)>> = LazyLock::new(|| {
         let dir = tempfile::tempdir().unwrap();
-        let plan = plan(5, Last::Supervised, 400);
+        let plan = plan(5, FinalStates::Supervised, 400);
         assert_eq!(plan.shards().len(), 3);
         build(dir.path(), &plan, &identity()).unwrap();
         files(dir.path())
@@ -47,7 +47,8 @@ fn read_all_into(dir: &Path) -> Result<(), CacheError> {
 fn every_flipped_byte_is_found_and_none_is_read() {
     for encoding in Encoding::ALL {
         let dir = tempfile::tempdir().unwrap();
-        let plan = Plan::new(samples(5), Layout { encoding, ..layout(Last::Supervised) }, 400).unwrap();
+        let plan =
+            Plan::new(samples(5), Layout { encoding, ..layout(FinalStates::Supervised) }, 400).unwrap();
         assert!(plan.shards().len() > 1);
         build(dir.path(), &plan, &identity()).unwrap();
         for (name, bytes) in files(dir.path()) {

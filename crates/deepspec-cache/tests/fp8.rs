@@ -6,7 +6,7 @@ use std::fs;
 use std::process::Command;
 
 use common::*;
-use deepspec_cache::{Builder, Encoding, Identity, Last, Layout, Plan, Reader, verify};
+use deepspec_cache::{Builder, Encoding, FinalStates, Identity, Layout, Plan, Reader, verify};
 use deepspec_core::Tap;
 use deepspec_testkit::skip;
 use serde_json::Value;
@@ -14,7 +14,7 @@ use serde_json::Value;
 const D: usize = 128;
 
 fn wide() -> (Layout, Identity) {
-    let layout = Layout { hidden_size: D, encoding: Encoding::Fp8, ..layout(Last::Supervised) };
+    let layout = Layout { hidden_size: D, encoding: Encoding::Fp8, ..layout(FinalStates::Supervised) };
     (layout, Identity { hidden_size: D, ..identity() })
 }
 

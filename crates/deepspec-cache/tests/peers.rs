@@ -7,7 +7,7 @@ mod common;
 use std::process::Command;
 
 use common::*;
-use deepspec_cache::{Encoding, Last, Layout, Plan, PlannedSample};
+use deepspec_cache::{Encoding, FinalStates, Layout, Plan, PlannedSample};
 use deepspec_testkit::skip;
 use serde_json::{Value, json};
 
@@ -49,7 +49,7 @@ print(json.dumps(seen))
 fn python_tools_read_what_we_wrote() {
     let Some(python) = skip::python("pyarrow, duckdb, torch and safetensors") else { return };
     let dir = tempfile::tempdir().unwrap();
-    let plan = plan(50, Last::Supervised, 2000);
+    let plan = plan(50, FinalStates::Supervised, 2000);
     build(dir.path(), &plan, &identity()).unwrap();
     let output = Command::new(python).args(["-c", SCRIPT]).arg(dir.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -69,7 +69,7 @@ fn python_tools_read_what_we_wrote() {
                 s.spans,
                 s.supervised(),
                 sum(taps_of(s)),
-                sum(last_of(s, Last::Supervised))
+                sum(last_of(s, FinalStates::Supervised))
             ])
         })
         .collect();
@@ -103,14 +103,14 @@ print(json.dumps(seen))
 fn python_joins_what_we_compressed() {
     let Some(python) = skip::python("numpy, pyarrow and safetensors") else { return };
     let dir = tempfile::tempdir().unwrap();
-    let layout = Layout { encoding: Encoding::Bf16z, ..layout(Last::Supervised) };
+    let layout = Layout { encoding: Encoding::Bf16z, ..layout(FinalStates::Supervised) };
     let plan = Plan::new(samples(50), layout, 2000).unwrap();
     build(dir.path(), &plan, &identity()).unwrap();
     let output = Command::new(python).args(["-c", COMPRESSED]).arg(dir.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let seen: Vec<Vec<u16>> = serde_json::from_slice(&output.stdout).unwrap();
     let given = |sample: &PlannedSample| -> Vec<u16> {
-        let bytes = [taps_of(sample), last_of(sample, Last::Supervised)].concat();
+        let bytes = [taps_of(sample), last_of(sample, FinalStates::Supervised)].concat();
         bytes.as_chunks::<2>().0.iter().map(|&pair| u16::from_le_bytes(pair)).collect()
     };
     assert_eq!(seen, plan.samples().iter().map(given).collect::<Vec<_>>());

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::*;
-use deepspec_cache::{Encoding, Identity, Last, Layout, Plan, Reader, Reference, export};
+use deepspec_cache::{Encoding, FinalStates, Identity, Layout, Plan, Reader, Reference, export};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -84,7 +84,7 @@ fn a_cache_of_ours_goes_out_and_comes_back() {
     let dir = tempfile::tempdir().unwrap();
     let (own, out, again, back) =
         (dir.path().join("own"), dir.path().join("out"), dir.path().join("again"), dir.path().join("back"));
-    build(&own, &plan(20, Last::All, 700), &identity()).unwrap();
+    build(&own, &plan(20, FinalStates::All, 700), &identity()).unwrap();
     export(&own, &out, "some/model", || ()).unwrap();
     assert_eq!(json(&out.join("manifest.json"))["target_model_name_or_path"], "some/model");
     assert!(message(export(&own, &out, "some/model", || ())).contains("holds a cache already"));
@@ -108,17 +108,17 @@ fn a_cache_of_ours_goes_out_and_comes_back() {
 fn what_format_2_cannot_hold_or_is_not_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (own, out) = (dir.path().join("own"), dir.path().join("out"));
-    build(&own, &plan(3, Last::Supervised, 700), &identity()).unwrap();
+    build(&own, &plan(3, FinalStates::Supervised, 700), &identity()).unwrap();
     let text = message(export(&own, &out, "m", || ()));
     assert!(text.contains("build with --encoding bf16 --last all") && !out.exists(), "{text}");
     let eight = dir.path().join("eight");
-    let layout = Layout { encoding: Encoding::Fp8, ..layout(Last::All) };
+    let layout = Layout { encoding: Encoding::Fp8, ..layout(FinalStates::All) };
     let plan_of_eight = Plan::new(samples(3), layout, 700).unwrap();
     build(&eight, &plan_of_eight, &identity()).unwrap();
     assert!(message(export(&eight, &out, "m", || ())).contains("its states are fp8"));
 
     let good = dir.path().join("good");
-    build(&own.join("all"), &plan(6, Last::All, 700), &identity()).unwrap();
+    build(&own.join("all"), &plan(6, FinalStates::All, 700), &identity()).unwrap();
     export(&own.join("all"), &good, "m", || ()).unwrap();
     let whole = files(&good);
     let into = dir.path().join("into");
@@ -149,9 +149,9 @@ fn what_format_2_cannot_hold_or_is_not_is_refused() {
 #[test]
 fn plans_predict_the_size_of_the_cache() {
     for (count, last, encoding) in [
-        (1, Last::All, Encoding::Bf16),
-        (500, Last::Supervised, Encoding::Fp8),
-        (500, Last::All, Encoding::Bf16),
+        (1, FinalStates::All, Encoding::Bf16),
+        (500, FinalStates::Supervised, Encoding::Fp8),
+        (500, FinalStates::All, Encoding::Bf16),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let plan = Plan::new(samples(count), Layout { encoding, ..layout(last) }, 20_000).unwrap();

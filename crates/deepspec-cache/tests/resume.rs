@@ -6,10 +6,10 @@ use std::fs;
 use std::path::Path;
 
 use common::*;
-use deepspec_cache::{Builder, CacheError, Identity, Last, Plan, Reader, remove_existing};
+use deepspec_cache::{Builder, CacheError, FinalStates, Identity, Plan, Reader, remove_existing};
 
 fn ten_shards() -> Plan {
-    let plan = plan(30, Last::Supervised, 500);
+    let plan = plan(30, FinalStates::Supervised, 500);
     assert!(plan.shards().len() >= 10);
     plan
 }
@@ -41,7 +41,7 @@ fn finished_shards_are_kept_and_the_torn_one_starts_again() {
     let mut builder = Builder::open(dir.path(), &plan, &identity()).unwrap();
     fill(&mut builder, &plan, 3);
     let mut torn = builder.next_shard().unwrap().unwrap();
-    torn.push(&taps_of(&torn.samples()[0]), &last_of(&torn.samples()[0], Last::Supervised)).unwrap();
+    torn.push(&taps_of(&torn.samples()[0]), &last_of(&torn.samples()[0], FinalStates::Supervised)).unwrap();
     drop((torn, builder));
     assert!(parts(dir.path()).join("shard-00003.safetensors.partial").exists());
     assert!(matches!(Reader::open(dir.path()), Err(CacheError::NoManifest { unfinished: true, .. })));
@@ -137,15 +137,15 @@ fn another_plan_or_target_is_refused_by_field() {
             text.contains("tokenizer is ") && text.contains("other is wanted") && !text.contains("template"),
             "{text}"
         );
-        let text = refused(&common::plan(30, Last::All, 500), &identity());
+        let text = refused(&common::plan(30, FinalStates::All, 500), &identity());
         assert!(text.contains("last is supervised there, all is wanted"), "{text}");
-        let text = refused(&common::plan(29, Last::Supervised, 500), &identity());
+        let text = refused(&common::plan(29, FinalStates::Supervised, 500), &identity());
         assert!(text.contains("samples is 30 there, 29 is wanted"), "{text}");
-        let text = refused(&common::plan(30, Last::Supervised, 501), &identity());
+        let text = refused(&common::plan(30, FinalStates::Supervised, 501), &identity());
         assert!(text.contains("shard_bytes is 500 there, 501 is wanted"), "{text}");
         let mut changed = samples(30);
         changed[7].input_ids[0] = 99;
-        let text = refused(&Plan::new(changed, layout(Last::Supervised), 500).unwrap(), &identity());
+        let text = refused(&Plan::new(changed, layout(FinalStates::Supervised), 500).unwrap(), &identity());
         assert!(text.contains("input digest is"), "{text}");
         assert_eq!(files(dir.path()), before);
 
@@ -204,7 +204,7 @@ fn shards_may_be_filled_side_by_side() {
         while let Some(mut writer) = builder.next_shard().unwrap() {
             scope.spawn(move || {
                 for sample in writer.samples() {
-                    writer.push(&taps_of(sample), &last_of(sample, Last::Supervised)).unwrap();
+                    writer.push(&taps_of(sample), &last_of(sample, FinalStates::Supervised)).unwrap();
                 }
                 writer.finish().unwrap();
             });

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::*;
 use deepspec_cache::{
-    Builder, CacheError, Encoding, Identity, Last, Layout, Part, Plan, PlannedSample, Reader, ShardWriter,
-    inspect, verify,
+    Builder, CacheError, Encoding, FinalStates, Identity, Layout, Part, Plan, PlannedSample, Reader,
+    ShardWriter, inspect, verify,
 };
 use deepspec_core::Tap;
 use proptest::prelude::*;
@@ -55,8 +55,9 @@ fn assert_reads_back(dir: &Path, plan: &Plan) {
 
 #[test]
 fn what_was_written_is_read_from_one_shard_and_from_many() {
-    for (encoding, last) in
-        [Encoding::Bf16, Encoding::Bf16z].into_iter().flat_map(|e| [(e, Last::Supervised), (e, Last::All)])
+    for (encoding, last) in [Encoding::Bf16, Encoding::Bf16z]
+        .into_iter()
+        .flat_map(|e| [(e, FinalStates::Supervised), (e, FinalStates::All)])
     {
         for shard_bytes in [1, 300, 1 << 30] {
             let dir = tempfile::tempdir().unwrap();
@@ -80,7 +81,7 @@ fn what_was_written_is_read_from_one_shard_and_from_many() {
 #[test]
 fn more_samples_than_a_batch_of_the_table() {
     let dir = tempfile::tempdir().unwrap();
-    let plan = plan(2500, Last::Supervised, 1 << 16);
+    let plan = plan(2500, FinalStates::Supervised, 1 << 16);
     build(dir.path(), &plan, &identity()).unwrap();
     assert_reads_back(dir.path(), &plan);
 }
@@ -90,7 +91,7 @@ fn supervised_keeps_fewer_last_rows_and_a_sample_may_keep_none() {
     let sample = |id: &str, spans| PlannedSample { id: id.into(), input_ids: vec![1; 10], spans };
     let dir = tempfile::tempdir().unwrap();
     let samples = vec![sample("a", vec![(4, 6)]), sample("b", vec![]), sample("c", vec![(9, 10)])];
-    let plan = Plan::new(samples, layout(Last::Supervised), 1 << 20).unwrap();
+    let plan = Plan::new(samples, layout(FinalStates::Supervised), 1 << 20).unwrap();
     let manifest = build(dir.path(), &plan, &identity()).unwrap();
     assert_eq!((manifest.shards[0].rows, manifest.shards[0].last_rows), (30, 5));
     let reader = Reader::open(dir.path()).unwrap();
@@ -102,7 +103,7 @@ fn supervised_keeps_fewer_last_rows_and_a_sample_may_keep_none() {
 #[test]
 fn safetensors_reads_a_shard() {
     let dir = tempfile::tempdir().unwrap();
-    let plan = plan(3, Last::Supervised, 1 << 20);
+    let plan = plan(3, FinalStates::Supervised, 1 << 20);
     build(dir.path(), &plan, &identity()).unwrap();
     let bytes = fs::read(dir.path().join("shard-00000.safetensors")).unwrap();
     let (header, _) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
@@ -120,7 +121,7 @@ fn safetensors_reads_a_shard() {
 #[test]
 fn a_sample_is_summed_up() {
     let dir = tempfile::tempdir().unwrap();
-    let plan = plan(1, Last::Supervised, 1 << 20);
+    let plan = plan(1, FinalStates::Supervised, 1 << 20);
     build(dir.path(), &plan, &identity()).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     let inspection = inspect(&reader.sample(0).unwrap()).unwrap();
@@ -144,21 +145,21 @@ fn plans_that_cannot_be_built_are_refused() {
         input_ids: vec![1; length],
         spans: spans.to_vec(),
     };
-    let new = |samples| Plan::new(samples, layout(Last::Supervised), 1 << 20);
+    let new = |samples| Plan::new(samples, layout(FinalStates::Supervised), 1 << 20);
     assert!(matches!(new(vec![]), Err(CacheError::EmptyPlan)));
     assert!(matches!(new(vec![sample("a", 0, &[])]), Err(CacheError::BadLength { .. })));
     assert!(message(new(vec![sample("a", 5, &[]), sample("a", 5, &[])])).contains("\"a\" occurs twice"));
     for spans in [&[(3, 3)][..], &[(4, 6)], &[(0, 3), (2, 4)], &[(u32::MAX, u32::MAX)], &[(4, 2)]] {
         assert!(matches!(new(vec![sample("a", 5, spans)]), Err(CacheError::BadSpan { .. })), "{spans:?}");
     }
-    let mut none = layout(Last::All);
+    let mut none = layout(FinalStates::All);
     none.taps.clear();
-    let huge = Layout { hidden_size: usize::MAX / 2, ..layout(Last::All) };
+    let huge = Layout { hidden_size: usize::MAX / 2, ..layout(FinalStates::All) };
     for layout in [none, huge] {
         assert!(matches!(Plan::new(vec![sample("a", 5, &[])], layout, 9), Err(CacheError::BadLayout { .. })));
     }
     assert!(matches!(
-        Plan::new(vec![sample("a", 5, &[])], layout(Last::All), 0),
+        Plan::new(vec![sample("a", 5, &[])], layout(FinalStates::All), 0),
         Err(CacheError::ZeroShardBytes)
     ));
 
@@ -166,7 +167,7 @@ fn plans_that_cannot_be_built_are_refused() {
     let open = |plan: &Plan, identity| message(Builder::open(dir.path(), plan, &identity).map(|_| ()));
     let long = new(vec![sample("long", 65, &[])]).unwrap();
     assert_eq!(open(&long, identity()), "sample \"long\" has 65 tokens, past max_length 64");
-    let plan = plan(2, Last::All, 100);
+    let plan = plan(2, FinalStates::All, 100);
     let small = Identity { vocab_size: 18, ..identity() };
     assert!(open(&plan, small).contains("token id 18 at position 1 is outside the vocabulary of 18"));
     let other = Identity { hidden_size: 5, ..identity() };
@@ -177,11 +178,11 @@ fn plans_that_cannot_be_built_are_refused() {
 #[test]
 fn the_writer_refuses_wrong_sizes_and_values() {
     let dir = tempfile::tempdir().unwrap();
-    let plan = plan(2, Last::Supervised, 1 << 20);
+    let plan = plan(2, FinalStates::Supervised, 1 << 20);
     let mut builder = Builder::open(dir.path(), &plan, &identity()).unwrap();
     let mut writer = builder.next_shard().unwrap().unwrap();
     let sample = &plan.samples()[0];
-    let (taps, last) = (taps_of(sample), last_of(sample, Last::Supervised));
+    let (taps, last) = (taps_of(sample), last_of(sample, FinalStates::Supervised));
     assert!(message(writer.push(&taps[1..], &last)).contains("taps has 47 bytes, expected 48"));
     assert!(message(writer.push(&taps, &[])).contains("last hidden state has 0 bytes, expected 24"));
     for (bits, shown) in [(0x7FC0_u16, "NaN"), (0x7F80, "inf"), (0xFF80, "-inf")] {
@@ -206,7 +207,7 @@ fn the_writer_refuses_wrong_sizes_and_values() {
 #[test]
 fn a_cache_of_another_identity_is_refused_by_field() {
     let dir = tempfile::tempdir().unwrap();
-    build(dir.path(), &plan(2, Last::All, 100), &identity()).unwrap();
+    build(dir.path(), &plan(2, FinalStates::All, 100), &identity()).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     reader.require(&identity()).unwrap();
     let mut other = identity();
@@ -234,13 +235,13 @@ proptest! {
     /// Shards partition the samples in order, none is empty, and only a lone sample exceeds the size.
     #[test]
     fn shards_partition_the_samples(count in 1usize..60, shard_bytes in 1u64..2000) {
-        let plan = plan(count, Last::Supervised, shard_bytes);
+        let plan = plan(count, FinalStates::Supervised, shard_bytes);
         let mut next = 0;
         for shard in plan.shards() {
             prop_assert_eq!(shard.samples.start, next);
             prop_assert!(!shard.samples.is_empty());
             next = shard.samples.end;
-            let bytes: usize = plan.samples()[shard.samples.clone()].iter().map(|s| taps_of(s).len() + last_of(s, Last::Supervised).len()).sum();
+            let bytes: usize = plan.samples()[shard.samples.clone()].iter().map(|s| taps_of(s).len() + last_of(s, FinalStates::Supervised).len()).sum();
             prop_assert_eq!(bytes as u64, shard.rows * 16 + shard.last_rows * 8);
             prop_assert!(bytes as u64 <= shard_bytes || shard.samples.len() == 1);
         }

@@ -8,14 +8,14 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use common::*;
-use deepspec_cache::{Builder, Encoding, Last, Layout, Plan, Worker, merge};
+use deepspec_cache::{Builder, Encoding, FinalStates, Layout, Plan, Worker, merge};
 
 const SAMPLES: usize = 60;
 const WORKERS: usize = 3;
 const CHILD: &str = "TEST_WORKER_DIR";
 
 fn the_plan() -> Plan {
-    let layout = Layout { encoding: Encoding::Bf16z, ..layout(Last::Supervised) };
+    let layout = Layout { encoding: Encoding::Bf16z, ..layout(FinalStates::Supervised) };
     Plan::new(samples(SAMPLES), layout, 500).unwrap()
 }
 

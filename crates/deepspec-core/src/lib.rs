@@ -7,6 +7,7 @@ pub mod cli;
 pub mod config;
 pub mod digest;
 pub mod env;
+mod final_states;
 pub mod jsonl;
 pub mod progress;
 pub mod recipe;
@@ -15,5 +16,6 @@ pub mod row;
 mod slots;
 mod tap;
 
+pub use final_states::FinalStates;
 pub use slots::Slots;
 pub use tap::Tap;

@@ -76,6 +76,8 @@ impl<T: Target> Target for &mut T {
 pub struct Context {
     /// Captured states, one row per token: `[C, m·d]`.
     pub taps: Tensor,
+    /// Final-normed states `[C, d]`, where the drafter reads them.
+    pub hidden: Option<Tensor>,
     /// The tokens themselves, `[C]` int64.
     pub tokens: Tensor,
     /// The committed token behind each of them, `[C]` int64; behind a slot's last row stands its anchor.
@@ -117,6 +119,10 @@ pub trait Proposer {
     fn ends_at_stop_tokens(&self) -> bool {
         false
     }
+    /// Whether it reads the final-normed states of what was committed, beside the taps.
+    fn reads_hidden(&self) -> bool {
+        false
+    }
     /// Takes in the states of newly committed tokens, then drafts a block after each slot's anchor.
     fn propose(&mut self, request: &DraftRequest) -> Proposal;
     /// Forgets the slot's context past its first `len` tokens, and whatever was being drafted.
@@ -136,6 +142,10 @@ impl<P: Proposer + ?Sized> Proposer for Box<P> {
 
     fn ends_at_stop_tokens(&self) -> bool {
         (**self).ends_at_stop_tokens()
+    }
+
+    fn reads_hidden(&self) -> bool {
+        (**self).reads_hidden()
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {

@@ -97,6 +97,10 @@ impl Proposer for Faltering {
         self.toy.draft_len()
     }
 
+    fn reads_hidden(&self) -> bool {
+        self.toy.reads_hidden()
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let proposal = self.toy.propose(request);
         self.proposals += 1;

@@ -80,6 +80,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
     let chunks: Vec<(usize, usize)> = (0..SLOTS as usize).map(|slot| (slot, 4)).collect();
     let context = Context {
         taps: Tensor::randn([4 * SLOTS, TAPS * 192], (Kind::Float, Device::Cpu)),
+        hidden: None,
         tokens: Tensor::ones([4 * SLOTS], (Kind::Int64, Device::Cpu)),
         next: Tensor::ones([4 * SLOTS], (Kind::Int64, Device::Cpu)),
         chunks,

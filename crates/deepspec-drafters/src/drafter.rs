@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::recipe::Recipe;
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{FinalStates, Slots, Tap};
 use deepspec_decode::{DraftRequest, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
@@ -103,6 +103,9 @@ pub trait DrafterPlan: Send + Sync {
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize>;
+
+    /// Which final states of the target its samples must come with.
+    fn final_states(&self) -> FinalStates;
 
     /// What the sample adds to the denominator of the loss.
     fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;

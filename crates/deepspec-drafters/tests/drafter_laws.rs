@@ -59,7 +59,13 @@ fn sample(anchors: Vec<usize>) -> TrainSample {
 fn context(sample: &TrainSample, first: usize, rows: usize) -> Context {
     let [tokens, next] =
         [first, first + 1].map(|from| Tensor::from_slice(&sample.input_ids[from..from + rows]));
-    Context { taps: sample.taps.narrow(0, first as i64, rows as i64), tokens, next, chunks: vec![(2, rows)] }
+    Context {
+        taps: sample.taps.narrow(0, first as i64, rows as i64),
+        hidden: None,
+        tokens,
+        next,
+        chunks: vec![(2, rows)],
+    }
 }
 
 fn at_temperature_one() -> SamplingBatch {

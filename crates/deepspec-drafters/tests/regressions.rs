@@ -101,6 +101,7 @@ fn draft(block: Block, anchor: i64) -> Vec<i64> {
     let _guard = tch::no_grad_guard();
     let context = Context {
         taps: Tensor::ones([3, 16], CPU),
+        hidden: None,
         tokens: Tensor::from_slice(&[2, 2, 2]),
         next: Tensor::from_slice(&[2, 2, anchor]),
         chunks: vec![(0, 3)],

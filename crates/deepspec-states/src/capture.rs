@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_cache::{Last, PlannedSample};
+use deepspec_cache::{FinalStates, PlannedSample};
 use deepspec_core::recipe::Recipe;
 use deepspec_decode::{Feed, Target};
 use deepspec_models::{TargetModel, TargetOptions};
@@ -63,7 +63,7 @@ impl Capture {
     }
 
     /// The states of `batch`, which keeps the [`Self::budget`]: rounded to bfloat16, whatever the target computes in.
-    pub fn run(&mut self, batch: &[PlannedSample], last: Last) -> Captured {
+    pub fn run(&mut self, batch: &[PlannedSample], last: FinalStates) -> Captured {
         let _no_grad = tch::no_grad_guard();
         let device = self.target.device();
         let chunks: Vec<(usize, usize)> =
@@ -102,7 +102,7 @@ impl Budget {
 }
 
 /// Rows of the batch whose last state is kept.
-fn kept_rows(batch: &[PlannedSample], last: Last) -> Vec<i64> {
+fn kept_rows(batch: &[PlannedSample], last: FinalStates) -> Vec<i64> {
     let (mut rows, mut first) = (Vec::new(), 0);
     for sample in batch {
         rows.extend(sample.last_positions(last).into_iter().map(|position| first + i64::from(position)));

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use deepspec_cache::{Counts, Encoding, Last, MANIFEST_FILE, Plan, PlannedSample, Reader};
+use deepspec_cache::{Counts, Encoding, MANIFEST_FILE, Plan, PlannedSample, Reader};
 use deepspec_core::digest::Hasher;
 use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
@@ -13,8 +13,6 @@ use deepspec_core::recipe::{Recipe, States};
 use crate::samples::{Samples, shared};
 use crate::{Report, StatesError, TargetBundle};
 
-/// Which last states an own capture keeps: what a cache keeps by default, and all that a drafter asks for.
-pub(crate) const LAST: Last = Last::Supervised;
 /// Hidden states per shard of a cache that training writes, in bytes. A resumed first epoch captures at most so much anew.
 const SHARD_BYTES: u64 = 256 << 20;
 
@@ -241,6 +239,10 @@ impl Stored {
         }
         let reader = Reader::open(dir)?;
         reader.require(&source.identity)?;
+        let (kept, needed) = (reader.layout().last, source.final_states);
+        if !kept.cover(needed) {
+            return Err(StatesError::FinalStates { dir: dir.to_path_buf(), kept, needed });
+        }
         Ok(Self { reader: Arc::new(reader), rows: None })
     }
 
@@ -290,7 +292,7 @@ impl Recording {
             places[sample] = place;
         }
         let samples = order.into_iter().map(|index| samples.planned(index)).collect();
-        let plan = Plan::new(samples, source.layout(LAST, Encoding::Bf16), SHARD_BYTES)?;
+        let plan = Plan::new(samples, source.layout(source.final_states, Encoding::Bf16), SHARD_BYTES)?;
         Ok(Self { dir, plan, places: Arc::new(places) })
     }
 

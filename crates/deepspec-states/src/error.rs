@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use deepspec_cache::CacheError;
+use deepspec_core::FinalStates;
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli::UsageError;
 use deepspec_hub::HubError;
@@ -57,6 +58,16 @@ pub enum StatesError {
         /// Where it was looked for.
         dir: PathBuf,
     },
+    /// A cache lacks final states that the drafter learns from.
+    #[error("{}: this cache keeps the last states of {kept} positions, and the drafter learns from those of {needed}; build one with `deepspec-data cache build --last {needed}`", dir.display())]
+    FinalStates {
+        /// The cache.
+        dir: PathBuf,
+        /// What it keeps.
+        kept: FinalStates,
+        /// What is needed.
+        needed: FinalStates,
+    },
     /// A cache that is finished already has not the samples of the input.
     #[error("{}: this cache has no sample {sample:?} as data.input gives it; name another folder, or the files that it was made from", dir.display())]
     OtherSamples {
@@ -94,6 +105,7 @@ impl StatesError {
             Self::Recipe { .. }
             | Self::NoCache { .. }
             | Self::NoPlace
+            | Self::FinalStates { .. }
             | Self::OtherSamples { .. }
             | Self::Cache(
                 CacheError::Mismatch { .. } | CacheError::BuildDiffers { .. } | CacheError::Leftover { .. },

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
-use deepspec_cache::{Builder, CacheError, Encoding, Last, Layout, PlannedSample, ShardWriter};
+use deepspec_cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSample, ShardWriter};
 
 use crate::capture::Capture;
 use crate::{StatesError, batches, windows};
@@ -102,7 +102,7 @@ fn captured(
 
 /// Runs one batch and cuts its states into those of each sample.
 fn split(batch: &[PlannedSample], capture: &mut Capture, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
-    let last: Last = layout.last;
+    let last: FinalStates = layout.last;
     let [taps, kept] = capture.run(batch, last).bytes();
     let row = layout.hidden_size * Encoding::Bf16.value_bytes();
     let (mut taps, mut kept) = (taps.as_slice(), kept.as_slice());

@@ -3,11 +3,10 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use deepspec_cache::{CacheError, Last, Part, PlannedSample};
+use deepspec_cache::{CacheError, FinalStates, Part, PlannedSample};
 use deepspec_core::Tap;
 use tch::{Device, Kind, Tensor};
 
-use crate::dataset::LAST;
 use crate::{Capture, Captured, StatesError, batches};
 
 /// The states of one sample in bfloat16, as a cache would hold them. L tokens, K kept last states.
@@ -28,6 +27,7 @@ pub struct SampleStates {
 pub struct Online {
     capture: Capture,
     taps: Vec<Tap>,
+    last: FinalStates,
     /// The forwards that the present step still needs.
     runs: VecDeque<Vec<PlannedSample>>,
     /// States of the last forward that were not taken yet.
@@ -35,8 +35,8 @@ pub struct Online {
 }
 
 impl Online {
-    pub(crate) fn new(capture: Capture, taps: Vec<Tap>) -> Self {
-        Self { capture, taps, runs: VecDeque::new(), ready: VecDeque::new() }
+    pub(crate) fn new(capture: Capture, taps: Vec<Tap>, last: FinalStates) -> Self {
+        Self { capture, taps, last, runs: VecDeque::new(), ready: VecDeque::new() }
     }
 
     /// The target that runs.
@@ -69,8 +69,8 @@ impl Online {
 
     /// One forward.
     pub(crate) fn run(&mut self, samples: &[PlannedSample]) -> Result<Vec<SampleStates>, StatesError> {
-        let captured = self.capture.run(samples, LAST);
-        let mut states = split(&captured, samples, LAST);
+        let captured = self.capture.run(samples, self.last);
+        let mut states = split(&captured, samples, self.last);
         if captured.taps.device() != Device::Cpu {
             for states in &mut states {
                 let finite = |tensor: &Tensor| tensor.isfinite().all();
@@ -99,7 +99,7 @@ impl Online {
 }
 
 /// Cuts the states of a batch into those of its samples, which share its memory.
-fn split(captured: &Captured, samples: &[PlannedSample], last: Last) -> Vec<SampleStates> {
+fn split(captured: &Captured, samples: &[PlannedSample], last: FinalStates) -> Vec<SampleStates> {
     let (mut row, mut last_row) = (0, 0);
     let mut split = Vec::with_capacity(samples.len());
     for sample in samples {

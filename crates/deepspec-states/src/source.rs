@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use deepspec_cache::{Encoding, Identity, Last, Layout};
+use deepspec_cache::{Encoding, FinalStates, Identity, Layout};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::recipe::{Recipe, TemplateRecipe};
 use deepspec_drafters::DrafterPlan;
@@ -24,6 +24,8 @@ pub struct TargetBundle {
     pub config: ModelConfig,
     /// What the states are bound to.
     pub identity: Identity,
+    /// The final states that the recipe's drafter learns from.
+    pub final_states: FinalStates,
 }
 
 impl TargetBundle {
@@ -37,7 +39,7 @@ impl TargetBundle {
         let template = chat_template(recipe)?;
         let dir = model_dir(&recipe.target.model, recipe.target.revision.as_deref(), verbosity)?;
         let config = ModelConfig::load(&dir)?;
-        check_fit(recipe, &config)?;
+        let final_states = check_fit(recipe, &config)?.final_states();
         let tokenizer = ChatTokenizer::load(&dir)?;
         template.check_fits(&tokenizer).map_err(|error| wrong("data.chat_template", error.to_string()))?;
         let (ids, vocab_size) = (tokenizer.vocab_size(), config.vocab_size as usize);
@@ -45,11 +47,11 @@ impl TargetBundle {
             return Err(StatesError::Vocabulary { dir, ids, vocab_size });
         }
         let identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
-        Ok(Self { dir, tokenizer, template, config, identity })
+        Ok(Self { dir, tokenizer, template, config, identity, final_states })
     }
 
     /// The rows of a cache of these states.
-    pub fn layout(&self, last: Last, encoding: Encoding) -> Layout {
+    pub fn layout(&self, last: FinalStates, encoding: Encoding) -> Layout {
         Layout { taps: self.identity.taps.clone(), hidden_size: self.identity.hidden_size, last, encoding }
     }
 }

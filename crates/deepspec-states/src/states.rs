@@ -51,7 +51,7 @@ impl<'d> StateSource<'d> {
         let TargetRuntime { device, kind, per_step } = runtime;
         let online = || -> Result<Online, StatesError> {
             let capture = Capture::load(&source.dir, recipe, dataset.longest(), device, kind)?;
-            Ok(Online::new(capture, source.identity.taps.clone()))
+            Ok(Online::new(capture, source.identity.taps.clone(), source.final_states))
         };
         Ok(match &dataset.origin {
             Origin::Cache(stored) => Self::Cache(CachedStates::new(stored.clone())),

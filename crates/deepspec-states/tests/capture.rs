@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::Bench;
-use deepspec_cache::{Builder, Last, Plan, PlannedSample, Reader};
+use deepspec_cache::{Builder, FinalStates, Plan, PlannedSample, Reader};
 use deepspec_core::recipe::Recipe;
 use deepspec_decode::{Feed, Target};
 use deepspec_states::{Capture, fill};
@@ -73,7 +73,7 @@ fn states_do_not_depend_on_the_batch() {
         Capture::load(Path::new(&recipe.target.model), &recipe, 230, Device::Cpu, Kind::Float).unwrap();
     assert!(capture.budget().sequences >= samples.len() && capture.budget().tokens >= 1000);
     for width in [samples.len(), 5, 2, 1] {
-        for last in [Last::Supervised, Last::All] {
+        for last in [FinalStates::Supervised, FinalStates::All] {
             for (batch, exact) in samples.chunks(width).zip(exact.chunks(width)) {
                 let captured = capture.run(batch, last);
                 assert_eq!((captured.taps.kind(), captured.last.kind()), (Kind::BFloat16, Kind::BFloat16));
@@ -83,8 +83,8 @@ fn states_do_not_depend_on_the_batch() {
                     let what = format!("{} among {width}", sample.id);
                     assert_rounded(&what, &captured.taps.narrow(0, row, rows), taps);
                     let kept = match last {
-                        Last::All => (0..rows).collect(),
-                        Last::Supervised => beside_supervised(sample),
+                        FinalStates::All => (0..rows).collect(),
+                        FinalStates::Supervised => beside_supervised(sample),
                     };
                     let expected = hidden.index_select(0, &Tensor::from_slice(&kept));
                     assert_rounded(&what, &captured.last.narrow(0, last_row, kept.len() as i64), &expected);
@@ -106,7 +106,7 @@ fn a_filled_cache_holds_the_states_of_its_samples() {
     let bench = Bench::new();
     let (recipe, samples) = (bench.recipe(&[]), samples());
     let source = bench.source(&[]).unwrap();
-    let layout = source.layout(Last::Supervised, deepspec_cache::Encoding::Bf16);
+    let layout = source.layout(FinalStates::Supervised, deepspec_cache::Encoding::Bf16);
     let plan = Plan::new(samples.clone(), layout, 200_000).unwrap();
     assert!(plan.shards().len() > 3);
     let dir = bench.path("cache");
@@ -165,7 +165,7 @@ fn a_sequence_of_32k_tokens_is_captured_in_little_memory() {
     let short = sample("short", 4096);
     let expected = alone(&recipe, &short);
     let before = peak();
-    let captured = capture.run(&[sample("long", LENGTH)], Last::Supervised);
+    let captured = capture.run(&[sample("long", LENGTH)], FinalStates::Supervised);
     let taken = peak() - before;
     // Its 151 MB of keys and values, 75 MB of taps and last states (twice, once in float32), and the pieces' scores.
     assert!(taken < 1 << 30, "{} MB", taken >> 20);

@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 
 use common::Bench;
-use deepspec_cache::{Encoding, Last};
+use deepspec_cache::{Encoding, FinalStates};
 use deepspec_core::Tap;
 use deepspec_states::identity;
 use deepspec_text::ChatTemplate;
@@ -23,8 +23,8 @@ fn the_identity_is_that_of_target_text_and_taps() {
     assert_eq!(found.taps, [Tap::Embedding, Tap::Layer(1), Tap::Layer(4)]);
     assert_eq!(found.system_prompt.as_deref(), Some("You are a helpful assistant."));
     assert_eq!(source.template.default_system, found.system_prompt);
-    let layout = source.layout(Last::All, Encoding::Bf16);
-    assert_eq!((layout.taps.len(), layout.hidden_size, layout.last), (3, 192, Last::All));
+    let layout = source.layout(FinalStates::All, Encoding::Bf16);
+    assert_eq!((layout.taps.len(), layout.hidden_size, layout.last), (3, 192, FinalStates::All));
     // The same once more, and from a template that knows nothing of the recipe.
     assert_eq!(bench.source(&[]).unwrap().identity, *found);
     let own = ChatTemplate::named("qwen").unwrap();

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use common::Bench;
-use deepspec_cache::{Builder, Encoding, Last, Plan, verify};
+use deepspec_cache::{Builder, Encoding, FinalStates, Plan, verify};
 use deepspec_core::recipe::Recipe;
 use deepspec_states::{
     Capture, Dataset, SampleStates, StateSource, TargetBundle, TargetRuntime, fill, tokenise,
@@ -111,7 +111,7 @@ fn build(recipe: &Recipe, source: &TargetBundle, dir: &Path, rows: &Path) {
 fn build_as(encoding: Encoding, recipe: &Recipe, source: &TargetBundle, dir: &Path, rows: &Path) {
     let samples = tokenise(&[rows.to_path_buf()], source, |_| ()).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
-    let plan = Plan::new(samples, source.layout(Last::Supervised, encoding), 1 << 20).unwrap();
+    let plan = Plan::new(samples, source.layout(FinalStates::Supervised, encoding), 1 << 20).unwrap();
     let mut builder = Builder::open(dir, &plan, &source.identity).unwrap();
     let mut capture = Capture::load(&source.dir, recipe, longest, Device::Cpu, Kind::Float).unwrap();
     fill(&mut builder, &mut capture, |_| ()).unwrap();
@@ -198,6 +198,12 @@ fn a_finished_cache_serves_hybrid_in_any_order() {
     let hybrid = recipe(&bench, &format!("{{hybrid: '{}'}}", dir.display()));
     build(&cached, &source, &dir, &bench.path("rows.jsonl"));
     assert_same("hybrid", &read(&bench, &hybrid, &source, 0..3), &read(&bench, &cached, &source, 0..3));
+
+    // As a drafter would ask that learns from every position.
+    let mut greedy = bench.source(&[]).unwrap();
+    greedy.final_states = FinalStates::All;
+    let error = Dataset::open(&cached, &greedy, None, |_| order(0)).err().unwrap().to_string();
+    assert!(error.contains("supervised positions") && error.contains("--last all"), "{error}");
 
     let text = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     bench.write("rows.jsonl", &text.replace("word 1 of 7.", "word 1 of 8."));

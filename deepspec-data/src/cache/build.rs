@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use deepspec_cache::{Builder, Encoding, Last, MANIFEST_FILE, Manifest, Plan, Worker, remove_existing};
+use deepspec_cache::{
+    Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, remove_existing,
+};
 use deepspec_core::atomic;
 use deepspec_core::cli::{ExitWith, UsageError, Verbosity};
 use deepspec_core::progress::Progress;
@@ -26,9 +28,10 @@ pub struct Args {
     /// How a hidden state is stored
     #[arg(long, value_enum, default_value_t = EncodingArg::Bf16)]
     encoding: EncodingArg,
-    /// Which positions keep their last hidden state: those that a supervised label needs, or all
-    #[arg(long, value_enum, default_value_t = LastArg::Supervised)]
-    last: LastArg,
+    /// Which positions keep their last hidden state: those that a supervised label needs, or all; by default those that the
+    /// recipe's drafter learns from
+    #[arg(long, value_enum)]
+    last: Option<LastArg>,
     /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
     #[arg(long, value_name = "I/N", value_parser = worker)]
     worker: Option<Worker>,
@@ -73,7 +76,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     check_rows(args, &report, &dir)?;
-    let layout = source.layout(args.last(), args.encoding());
+    let layout = source.layout(args.last(source.final_states)?, args.encoding());
     let plan = Plan::new(samples, layout, args.job.shard_bytes())?;
     if args.overwrite {
         remove_existing(&dir)?;
@@ -111,11 +114,16 @@ impl Args {
         }
     }
 
-    fn last(&self) -> Last {
-        match self.last {
-            LastArg::Supervised => Last::Supervised,
-            LastArg::All => Last::All,
+    fn last(&self, needed: FinalStates) -> anyhow::Result<FinalStates> {
+        let kept = match self.last {
+            Some(LastArg::Supervised) => FinalStates::Supervised,
+            Some(LastArg::All) => FinalStates::All,
+            None => needed,
+        };
+        if !kept.cover(needed) {
+            usage!("--last {kept}: the recipe's drafter learns from the states of {needed} positions");
         }
+        Ok(kept)
     }
 }
 

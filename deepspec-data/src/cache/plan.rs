@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
-use deepspec_cache::{Encoding, Last, Plan, PlannedSample, stored_bytes};
+use deepspec_cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
@@ -35,7 +35,7 @@ pub struct Args {
 /// A way to store the states, and what it takes.
 struct Choice {
     encoding: Encoding,
-    last: Last,
+    last: FinalStates,
     shards: usize,
     /// Of all files; the most, where the encoding compresses.
     bytes: u64,
@@ -126,10 +126,13 @@ fn choices(
     compressed: Option<f64>,
 ) -> anyhow::Result<Vec<Choice>> {
     let shard_bytes = args.job.shard_bytes();
-    let mut plan = Plan::new(samples, source.layout(Last::Supervised, Encoding::Bf16), shard_bytes)?;
+    let mut plan = Plan::new(samples, source.layout(source.final_states, Encoding::Bf16), shard_bytes)?;
     let mut choices = Vec::new();
     for encoding in Encoding::ALL {
-        for last in [Last::Supervised, Last::All] {
+        for last in [FinalStates::Supervised, FinalStates::All]
+            .into_iter()
+            .filter(|last| last.cover(source.final_states))
+        {
             plan = plan.in_layout(source.layout(last, encoding))?;
             let (shards, bytes) = (plan.shards().len(), plan.cache_bytes(&source.identity)?);
             let saved =
@@ -154,18 +157,18 @@ fn measured(
     let mut capture = Capture::load(&source.dir, recipe, longest, device, kind)?;
     let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), capture.budget());
     let [plain, compressed] =
-        [Encoding::Bf16, Encoding::Bf16z].map(|encoding| source.layout(Last::All, encoding));
+        [Encoding::Bf16, Encoding::Bf16z].map(|encoding| source.layout(FinalStates::All, encoding));
     let (mut tokens, mut started, mut bytes) = (0, Instant::now(), [0, 0]);
     for (index, run) in runs.into_iter().enumerate() {
         let batch = &samples[run];
         if index == 0 {
-            let [taps, last] = capture.run(batch, Last::All).bytes();
+            let [taps, last] = capture.run(batch, FinalStates::All).bytes();
             bytes = [stored_bytes(&plain, &taps, &last)?, stored_bytes(&compressed, &taps, &last)?];
             // A lone batch is measured by a second run.
             started = Instant::now();
         }
         // Reading a value back waits for the device.
-        capture.run(batch, Last::All).last.sum(None).double_value(&[]);
+        capture.run(batch, FinalStates::All).last.sum(None).double_value(&[]);
         tokens += batch.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
         if started.elapsed() > TRIAL {
             break;

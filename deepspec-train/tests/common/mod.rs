@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::LazyLock;
 
-use deepspec_cache::{Builder, Encoding, Last, Plan};
+use deepspec_cache::{Builder, Encoding, FinalStates, Plan};
 use deepspec_core::cli::Verbosity;
 use deepspec_states::{Capture, TargetBundle, fill, tokenise};
 use deepspec_testkit::standin::{Report, Standin};
@@ -79,7 +79,7 @@ fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
     let source = TargetBundle::open(&recipe, Verbosity::Quiet).unwrap();
     let samples = tokenise(&[dir.join("rows.jsonl")], &source, |_| {}).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
-    let plan = Plan::new(samples, source.layout(Last::Supervised, encoding), 1 << 20).unwrap();
+    let plan = Plan::new(samples, source.layout(FinalStates::Supervised, encoding), 1 << 20).unwrap();
     let mut builder = Builder::open(&dir.join(cache), &plan, &source.identity).unwrap();
     let mut capture = Capture::load(&source.dir, &recipe, longest, Device::Cpu, Kind::Float).unwrap();
     fill(&mut builder, &mut capture, |_| {}).unwrap();

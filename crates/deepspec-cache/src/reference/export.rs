@@ -11,9 +11,10 @@ use super::record::{RECORD, Record};
 use super::{INDEX_FILE, VERSION, file_name, sorted};
 use crate::error::CacheError;
 use crate::identity::Identity;
-use crate::layout::{Encoding, Last};
+use crate::layout::Encoding;
 use crate::manifest::{MANIFEST_FILE, Manifest};
 use crate::reader::Reader;
+use deepspec_core::FinalStates;
 
 /// Writes the cache in `dir` to the folder `to` in format 2. `model` is the target's name where the cache was not imported
 /// from that format. `progress` is called for each sample. The manifest is written last.
@@ -23,7 +24,7 @@ use crate::reader::Reader;
 pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) -> Result<(), CacheError> {
     let reader = Reader::open(dir)?;
     let layout = reader.layout();
-    if (layout.encoding, layout.last) != (Encoding::Bf16, Last::All) {
+    if (layout.encoding, layout.last) != (Encoding::Bf16, FinalStates::All) {
         let problem = format!(
             "its states are {} with the last states of {} tokens; format 2 holds bf16 with all: build with --encoding bf16 --last all",
             layout.encoding, layout.last

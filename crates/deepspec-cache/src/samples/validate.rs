@@ -4,6 +4,7 @@ use std::path::Path;
 
 use crate::error::CacheError;
 use crate::identity::Identity;
+use crate::layout::loss_mask;
 use crate::manifest::Manifest;
 use crate::sample::{bad_span, outside, supervised};
 use crate::shard::{self, Rows};
@@ -102,7 +103,7 @@ impl<'m> RowValidator<'m> {
         self.same(index, "first_row", claim.first_row, self.row)?;
         self.same(index, "first_last_row", claim.first_last_row, self.last_row)?;
         self.same(index, "first_exponent", claim.first_exponent, self.exponent)?;
-        let last_rows = self.manifest.last.positions(length, spans).len() as u64;
+        let last_rows = self.manifest.last.positions(&loss_mask(length, spans)).len() as u64;
         let Some(shard) = self.manifest.shards.get(self.shard) else {
             let shards = self.manifest.shards.len();
             return Err(self.lie(index, "shard", self.shard, format!("one of {shards}")));

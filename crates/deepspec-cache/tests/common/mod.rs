@@ -7,7 +7,8 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_cache::{
-    Builder, CacheError, Encoding, Identity, Last, Layout, Manifest, Plan, PlannedSample, Reader, verify,
+    Builder, CacheError, Encoding, FinalStates, Identity, Layout, Manifest, Plan, PlannedSample, Reader,
+    verify,
 };
 use deepspec_core::Tap;
 use deepspec_core::digest;
@@ -33,7 +34,7 @@ pub fn identity() -> Identity {
     }
 }
 
-pub fn layout(last: Last) -> Layout {
+pub fn layout(last: FinalStates) -> Layout {
     Layout { taps: TAPS.to_vec(), hidden_size: HIDDEN, last, encoding: Encoding::Bf16 }
 }
 
@@ -52,7 +53,7 @@ pub fn samples(count: usize) -> Vec<PlannedSample> {
     (0..count).map(sample).collect()
 }
 
-pub fn plan(count: usize, last: Last, shard_bytes: u64) -> Plan {
+pub fn plan(count: usize, last: FinalStates, shard_bytes: u64) -> Plan {
     Plan::new(samples(count), layout(last), shard_bytes).unwrap()
 }
 
@@ -71,7 +72,7 @@ pub fn taps_of(sample: &PlannedSample) -> Vec<u8> {
     states(sample, &(0..sample.length()).collect::<Vec<_>>(), TAPS.len() * HIDDEN)
 }
 
-pub fn last_of(sample: &PlannedSample, last: Last) -> Vec<u8> {
+pub fn last_of(sample: &PlannedSample, last: FinalStates) -> Vec<u8> {
     states(sample, &sample.last_positions(last), HIDDEN)
 }
 

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::{Engine, Step};
 use crate::outcome::Outcome;
-use crate::{Context, Cycle, EngineError, Event, Finish, Proposer, Target, Upload};
+use crate::{Context, Cycle, EngineError, Event, Finish, Forwarded, Proposer, Target, Upload};
 
 /// What becomes of a slot.
 pub(super) struct Fate {
@@ -41,13 +41,15 @@ impl Kept {
         self.next.extend(tokens.skip(1).take(count));
     }
 
-    /// With the states `taps [N, m·d]` of all rows of the forward.
-    fn into_context(self, taps: &Tensor) -> Context {
+    /// With what the drafter reads of the states of all rows of the forward.
+    fn into_context(self, states: &Forwarded, reads_hidden: bool) -> Context {
         let mut upload = Upload::default();
         let parts = [self.rows, self.tokens, self.next].map(|ids| upload.push(ids));
-        let sent = upload.send(taps.device());
+        let sent = upload.send(states.taps.device());
         let [rows, tokens, next] = parts.map(|part| sent.of(part));
-        Context { taps: taps.index_select(0, &rows), tokens, next, chunks: self.chunks }
+        let kept = |states: &Tensor| states.index_select(0, &rows);
+        let hidden = reads_hidden.then(|| kept(&states.hidden));
+        Context { taps: kept(&states.taps), hidden, tokens, next, chunks: self.chunks }
     }
 }
 
@@ -76,9 +78,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         fates
     }
 
-    /// States of what is committed for the drafter, of sequences that go on; `taps [N, m·d]` are those of the rows that ran.
-    pub(super) fn news(&self, step: &Step, fates: &[Fate], taps: &Tensor) -> Option<Context> {
-        self.proposer.as_ref()?;
+    /// States of what is committed for the drafter, of sequences that go on; `states` are those of the rows that ran.
+    pub(super) fn news(&self, step: &Step, fates: &[Fate], states: &Forwarded) -> Option<Context> {
+        let reads_hidden = self.proposer.as_ref()?.reads_hidden();
         let (mut kept, mut row) = (Kept::default(), 0);
         for (fate, &(slot, fed)) in fates.iter().zip(&step.chunks) {
             let first = row;
@@ -88,7 +90,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let tokens = prompt.iter().chain(&sequence.anchor).chain(&fate.tokens).copied();
             kept.add(slot, first, fate.rows, tokens);
         }
-        Some(kept.into_context(taps))
+        Some(kept.into_context(states, reads_hidden))
     }
 
     /// Commits what was decided.

@@ -79,7 +79,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
         let slots = (0..options.slots.max(1)).map(|_| None).collect();
         let [taps, tokens, next] = [(); 3].map(|()| Tensor::new());
-        let context = Context { taps, tokens, next, chunks: vec![] };
+        let context = Context { taps, hidden: None, tokens, next, chunks: vec![] };
         Self {
             target,
             proposer,
@@ -248,7 +248,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let committing = Instant::now();
 
         let fates = self.fates(&step, &outcome);
-        if let Some(news) = self.news(&step, &fates, &forwarded.taps) {
+        if let Some(news) = self.news(&step, &fates, &forwarded) {
             self.context = news;
         }
         let events = self.commit(fates);
@@ -314,11 +314,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let first: usize = self.context.chunks[..at].iter().map(|&(_, rows)| rows).sum();
         let (_, count) = self.context.chunks.remove(at);
         let (first, end) = (first as i64, (first + count) as i64);
-        for rows in [&mut self.context.taps, &mut self.context.tokens, &mut self.context.next] {
+        let Context { taps, hidden, tokens, next, chunks } = &mut self.context;
+        for rows in [taps, tokens, next].into_iter().chain(hidden) {
             let behind = rows.narrow(0, end, rows.size()[0] - end);
             match Tensor::f_cat(&[rows.narrow(0, 0, first), behind], 0) {
                 Ok(others) => *rows = others,
-                Err(_) => return self.context.chunks.clear(),
+                Err(_) => return chunks.clear(),
             }
         }
     }

@@ -82,7 +82,7 @@ impl Target for ToyTarget {
     }
 }
 
-/// Knows each slot's committed prefix from the taps alone.
+/// Knows each slot's committed prefix from the taps alone; that the final states are of the same tokens it checks.
 pub struct ToyDrafter {
     slots: Vec<i64>,
     /// The prefixes that it went through.
@@ -102,9 +102,14 @@ impl Proposer for ToyDrafter {
         GAMMA
     }
 
+    fn reads_hidden(&self) -> bool {
+        true
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
         if !context.chunks.is_empty() {
+            assert_eq!(context.hidden.as_ref(), Some(&context.taps));
             let mut rows = prefixes(&context.taps).into_iter();
             let mut followers = prefixes(&context.next).into_iter();
             for &(slot, count) in &context.chunks {

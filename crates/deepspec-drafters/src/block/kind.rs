@@ -1,5 +1,6 @@
 //! DSpark and DFlash as kinds of drafters.
 
+use deepspec_core::FinalStates;
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::nn::Builder;
@@ -121,6 +122,7 @@ pub struct BlockObjective {
 impl DrafterKind for BlockParts {
     type Config = BlockConfig;
     type Objective = BlockObjective;
+    const FINAL_STATES: FinalStates = FinalStates::Supervised;
 
     fn new(b: &Builder, config: &BlockConfig) -> Result<Self, ModelError> {
         Self::build(b, config)

@@ -1,7 +1,7 @@
 //! DFlash 2 as a kind of drafter.
 
-use deepspec_core::Slots;
 use deepspec_core::recipe::Recipe;
+use deepspec_core::{FinalStates, Slots};
 use deepspec_models::nn::Builder;
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Value, json};
@@ -92,6 +92,7 @@ impl Settings for DFlash2Recipe {
 impl DrafterKind for DFlash2Parts {
     type Config = DFlash2Config;
     type Objective = DFlash2Objective;
+    const FINAL_STATES: FinalStates = FinalStates::Supervised;
 
     fn new(b: &Builder, config: &DFlash2Config) -> Result<Self, ModelError> {
         Self::build(b, config)

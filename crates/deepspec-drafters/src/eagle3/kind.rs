@@ -2,6 +2,7 @@
 
 use std::iter;
 
+use deepspec_core::FinalStates;
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_models::nn::Builder;
 use deepspec_models::{ModelConfig, ModelError};
@@ -72,6 +73,7 @@ impl Settings for Eagle3Recipe {
 impl DrafterKind for Eagle3Parts {
     type Config = Eagle3Config;
     type Objective = Eagle3Objective;
+    const FINAL_STATES: FinalStates = FinalStates::Supervised;
 
     fn new(b: &Builder, config: &Eagle3Config) -> Result<Self, ModelError> {
         Self::build(b, config)

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_core::Tap;
+use deepspec_core::{FinalStates, Tap};
 use deepspec_models::nn::{Builder, LayerSpec};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
@@ -77,6 +77,9 @@ pub trait DrafterKind: Sized + 'static {
     type Config: DrafterConfig;
     /// How it is trained.
     type Objective: Debug + Clone + Send + Sync + 'static;
+
+    /// See [`DrafterPlan::final_states`].
+    const FINAL_STATES: FinalStates;
 
     /// Asks for the tensors in the order in which they are trained.
     ///
@@ -189,6 +192,10 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize> {
         K::anchors(self, loss_mask, choose)
+    }
+
+    fn final_states(&self) -> FinalStates {
+        K::FINAL_STATES
     }
 
     fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64 {
