@@ -5,20 +5,11 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::{self, FileError};
+use deepspec_states::Rejected;
 use serde_json::json;
 
 /// Lines that are shown one by one; all of them are in the file.
 const SHOWN: usize = 10;
-
-/// An input line that is unusable.
-pub struct Reject {
-    /// The input.
-    pub file: PathBuf,
-    /// 1-based line, or row of a parquet file.
-    pub line: usize,
-    /// A phrase that says what is wrong.
-    pub reason: String,
-}
 
 /// Where the unusable lines of `output`'s inputs are recorded.
 pub fn path(output: &Path) -> PathBuf {
@@ -33,10 +24,7 @@ pub fn beside(path: &Path, suffix: &str) -> PathBuf {
 }
 
 /// Warns of the first rejects and records all of them, or removes an old record when there are none.
-///
-/// # Errors
-/// Any I/O failure, with the path.
-pub fn report(rejects: &[Reject], output: &Path) -> Result<(), FileError> {
+pub fn report(rejects: &[Rejected], output: &Path) -> Result<(), FileError> {
     let mut recorder = Recorder::new(output);
     rejects.iter().try_for_each(|reject| recorder.add(reject))?;
     recorder.finish().map(|_| ())
@@ -56,11 +44,8 @@ impl Recorder {
     }
 
     /// Records a reject, and warns of it if it is one of the first.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
-    pub fn add(&mut self, reject: &Reject) -> Result<(), FileError> {
-        let Reject { file, line, reason } = reject;
+    pub fn add(&mut self, reject: &Rejected) -> Result<(), FileError> {
+        let Rejected { file, line, reason } = reject;
         if self.count < SHOWN {
             tracing::warn!("{}:{line}: {reason}", file.display());
         }
@@ -77,9 +62,6 @@ impl Recorder {
     }
 
     /// Publishes the record, or removes an old one when there is nothing to record; how many there are.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
     pub fn finish(self) -> Result<usize, FileError> {
         let Some(file) = self.file else {
             return match fs::remove_file(&self.path) {

@@ -234,6 +234,20 @@ pub fn batches(
     }))
 }
 
+/// The [`batches`] of several files, each with its file.
+pub fn batches_of(
+    files: &[PathBuf],
+    size: usize,
+) -> impl Iterator<Item = Result<(&Path, Vec<RawLine>), FileError>> {
+    files.iter().flat_map(move |file| {
+        let (batches, error) = match batches(file, size) {
+            Ok(batches) => (Some(batches), None),
+            Err(error) => (None, Some(Err(error))),
+        };
+        error.into_iter().chain(batches.into_iter().flatten().map(move |batch| Ok((file.as_path(), batch?))))
+    })
+}
+
 /// Iterates over the parsed non-empty lines of a JSONL file, plain or compressed.
 pub struct Reader(RawLines);
 

@@ -124,16 +124,15 @@ pub(crate) fn for_each_sample(
 ) -> Result<Report, StatesError> {
     let mut report = Report::default();
     let mut seen = HashSet::new();
-    for file in files {
-        for batch in jsonl::batches(file, BATCH)? {
-            let lines: Vec<Line> = batch?.into_par_iter().map(|line| line.parse(file)).collect();
-            let parsed: Vec<_> = lines.into_iter().map(|line| parse(line, &mut seen)).collect();
-            progress(parsed.len());
-            let outcomes: Vec<_> =
-                parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
-            for (line, outcome) in outcomes {
-                report.add(file, line, outcome).map_or(Ok(()), &mut keep)?;
-            }
+    for batch in jsonl::batches_of(files, BATCH) {
+        let (file, batch) = batch?;
+        let lines: Vec<Line> = batch.into_par_iter().map(|line| line.parse(file)).collect();
+        let parsed: Vec<_> = lines.into_iter().map(|line| parse(line, &mut seen)).collect();
+        progress(parsed.len());
+        let outcomes: Vec<_> =
+            parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
+        for (line, outcome) in outcomes {
+            report.add(file, line, outcome).map_or(Ok(()), &mut keep)?;
         }
     }
     Ok(report)

@@ -18,7 +18,7 @@ use deepspec_states::{Capture, Rejected, Report, StatesError, TargetBundle, Toke
 use tch::Device;
 
 use super::{Job, mib, refusal};
-use crate::rejects::{self, Reject};
+use crate::rejects;
 
 /// What to capture, from where and where to.
 #[derive(clap::Args)]
@@ -163,14 +163,12 @@ fn check_rows(args: &Args, report: &Report, dir: &Path) -> anyhow::Result<()> {
 
 /// Shows the rejected lines and records them beside the cache; returns where.
 fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf> {
-    let reject = |Rejected { file, line, reason }| Reject { file, line, reason };
-    let rejected: Vec<Reject> = rejected.iter().cloned().map(reject).collect();
     // Without a trailing slash, so that the name beside it is not one within it.
     let dir: PathBuf = dir.components().collect();
     if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         atomic::create_dir(parent)?;
     }
-    rejects::report(&rejected, &dir)?;
+    rejects::report(rejected, &dir)?;
     Ok(rejects::path(&dir))
 }
 

@@ -10,7 +10,7 @@ mod survey;
 mod terminal;
 
 use std::io::{self, BufWriter, IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::{atomic, env, usage};
@@ -18,7 +18,7 @@ use serde_json::json;
 
 use crate::places;
 use settings::Settings;
-use shown::Selection;
+use shown::ShownRow;
 use survey::Survey;
 
 /// Problems that are shown one by one; `--json` and `--html` have all.
@@ -112,12 +112,14 @@ fn check(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Args {
-    fn selection(&self) -> Selection<'_> {
-        match (self.all, self.id.as_slice()) {
-            (true, _) => Selection::All,
-            (false, []) => Selection::First(self.limit),
-            (false, ids) => Selection::Ids(ids),
-        }
+    /// Calls `show` with each row that is to be shown.
+    fn each_shown(
+        &self,
+        settings: &Settings,
+        show: impl FnMut(ShownRow) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let most = if self.all || !self.id.is_empty() { usize::MAX } else { self.limit };
+        shown::each(&self.input, settings, &self.id, most, show)
     }
 }
 
@@ -127,7 +129,7 @@ fn print_text(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Resu
     let mut found = Vec::new();
     if args.html.is_none() {
         let colour = io::stdout().is_terminal() && !env::no_color();
-        shown::each(&args.input, settings, &args.selection(), |row| {
+        args.each_shown(settings, |row| {
             found.push(row.id.clone());
             Ok(terminal::write(&mut out, &row, colour)?)
         })?;
@@ -146,8 +148,8 @@ fn print_json(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Resu
     let mut out = BufWriter::new(io::stdout().lock());
     let mut found = Vec::new();
     write!(out, "{{\"rows\": [")?;
-    shown::each(&args.input, settings, &args.selection(), |row| {
-        write!(out, "{}\n  {}", if found.is_empty() { "" } else { "," }, row.to_json())?;
+    args.each_shown(settings, |row| {
+        write!(out, "{}\n  {}", if found.is_empty() { "" } else { "," }, json!(row))?;
         found.push(row.id);
         Ok(())
     })?;
@@ -160,17 +162,12 @@ fn print_json(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Resu
     Ok(found)
 }
 
-fn write_html(
-    path: &std::path::Path,
-    args: &Args,
-    settings: &Settings,
-    survey: &Survey,
-) -> anyhow::Result<()> {
+fn write_html(path: &Path, args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<()> {
     let mut missing: Vec<&String> = args.id.iter().collect();
     // What is no I/O failure travels through one.
     atomic::replace(path, |out| {
         html::begin(out, survey)?;
-        shown::each(&args.input, settings, &args.selection(), |row| {
+        args.each_shown(settings, |row| {
             missing.retain(|id| **id != row.id);
             Ok(html::row(out, &row)?)
         })

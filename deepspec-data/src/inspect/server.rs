@@ -1,12 +1,10 @@
 //! The prompts of a running server, compared with ours.
 
-use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use deepspec_core::env;
-use deepspec_core::usage;
+use deepspec_core::{env, jsonl, usage};
 use deepspec_text::{Conversation, Role, served_prompt};
 use reqwest::{Client, StatusCode, Url};
 use serde_json::{Value, json};
@@ -14,7 +12,7 @@ use tokio::runtime::Builder;
 
 use super::row::{Outcome, examine};
 use super::settings::Settings;
-use super::survey::{Survey, each_batch};
+use super::survey::Survey;
 
 /// Rows whose prompts are compared: the first ones.
 const ROWS: usize = 64;
@@ -28,13 +26,6 @@ struct Probe {
     id: String,
     /// The conversation before its last answer, the default system message included.
     before: Conversation,
-}
-
-/// What a server says.
-enum Said {
-    Tokens(Vec<i64>),
-    /// It cannot say how it renders.
-    CannotTell,
 }
 
 /// Compares the prompt before the last answer of the first rows with the server's and adds what differs to the findings.
@@ -54,8 +45,8 @@ pub fn compare(url: &str, files: &[PathBuf], settings: &Settings, survey: &mut S
     let mut differing = 0;
     for probe in &probes {
         let tokens = match runtime.block_on(ask(&client, base, &probe.before))? {
-            Said::Tokens(tokens) => tokens,
-            Said::CannotTell => {
+            Some(tokens) => tokens,
+            None => {
                 let text = format!(
                     "{base} cannot say how it renders (no POST /tokenize with messages); prompts were not compared with it"
                 );
@@ -79,7 +70,8 @@ pub fn compare(url: &str, files: &[PathBuf], settings: &Settings, survey: &mut S
 
 fn probes(files: &[PathBuf], settings: &Settings) -> anyhow::Result<Vec<Probe>> {
     let mut probes = Vec::new();
-    each_batch(files, ROWS, |file, lines| {
+    for batch in jsonl::batches_of(files, ROWS) {
+        let (file, lines) = batch?;
         for line in lines {
             let Outcome::Row(row) = examine(settings, line.parse(file)) else { continue };
             let mut before = row.conversation;
@@ -88,15 +80,15 @@ fn probes(files: &[PathBuf], settings: &Settings) -> anyhow::Result<Vec<Probe>> 
             before.messages = settings.template.with_system(&before.messages);
             probes.push(Probe { file: file.to_path_buf(), line: line.number, id: row.id, before });
             if probes.len() == ROWS {
-                return Ok(ControlFlow::Break(()));
+                return Ok(probes);
             }
         }
-        Ok(ControlFlow::Continue(()))
-    })?;
+    }
     Ok(probes)
 }
 
-async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Result<Said> {
+/// The tokens of a prompt by the server; None where it cannot say how it renders.
+async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Result<Option<Vec<i64>>> {
     let url = format!("{base}/tokenize");
     let mut body = json!({"messages": before.messages, "add_generation_prompt": true});
     if let Some(tools) = &before.tools {
@@ -115,7 +107,7 @@ async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Resu
             | StatusCode::NOT_IMPLEMENTED
             | StatusCode::UNPROCESSABLE_ENTITY
     ) {
-        return Ok(Said::CannotTell);
+        return Ok(None);
     }
     let text = response.text().await.with_context(|| format!("reading the answer of {url}"))?;
     if !status.is_success() {
@@ -124,10 +116,7 @@ async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Resu
     }
     let answer: Value =
         serde_json::from_str(&text).with_context(|| format!("{url}: the answer is not JSON"))?;
-    let tokens = answer["tokens"]
-        .as_array()
-        .map(|tokens| tokens.iter().map(Value::as_i64).collect::<Option<Vec<i64>>>());
-    Ok(tokens.flatten().map_or(Said::CannotTell, Said::Tokens))
+    Ok(answer["tokens"].as_array().and_then(|tokens| tokens.iter().map(Value::as_i64).collect()))
 }
 
 /// Where two prompts part.

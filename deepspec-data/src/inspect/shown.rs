@@ -1,31 +1,20 @@
 //! Rows as they are shown: text in segments that are supervised or not.
 
-use std::ops::ControlFlow;
 use std::path::PathBuf;
 
+use deepspec_core::jsonl::{self, RawLine};
 use deepspec_text::{ChatTokenizer, Supervised, TextError};
 use rayon::prelude::*;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::row::{Examined, Outcome, examine};
 use super::settings::Settings;
-use super::survey::each_batch;
 
 /// Rows rendered at once.
 const BATCH: usize = 64;
 
-/// Which rows to show.
-pub enum Selection<'a> {
-    /// Every row that can be rendered.
-    All,
-    /// The first ones.
-    First(usize),
-    /// Those with these ids.
-    Ids(&'a [String]),
-}
-
 /// A piece of a row's text.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Serialize)]
 pub struct Segment {
     /// Its text.
     pub text: String,
@@ -38,6 +27,7 @@ pub struct Segment {
 }
 
 /// A row ready to be shown.
+#[derive(Serialize)]
 pub struct ShownRow {
     /// The file.
     pub file: PathBuf,
@@ -45,18 +35,18 @@ pub struct ShownRow {
     pub line: usize,
     /// The row's id.
     pub id: String,
-    /// Tokens before the cut.
-    pub untruncated: usize,
-    /// Tokens after it.
+    /// Tokens after the cut.
     pub tokens: usize,
+    /// Tokens before it.
+    pub untruncated: usize,
     /// Supervised tokens.
     pub supervised: usize,
     /// Runs of supervised tokens, half-open.
     pub spans: Vec<(u32, u32)>,
-    /// The whole text.
-    pub segments: Vec<Segment>,
     /// What is wrong with the row.
     pub problems: Vec<String>,
+    /// The whole text.
+    pub segments: Vec<Segment>,
 }
 
 impl ShownRow {
@@ -84,71 +74,34 @@ impl ShownRow {
         let spans = if spans.is_empty() { "none".into() } else { spans.join(" ") };
         format!("{name}:{line}  id {id:?}  {tokens} tokens{cut}  {supervised} supervised: {spans}")
     }
-
-    /// The row for programs.
-    pub fn to_json(&self) -> Value {
-        let segments: Vec<Value> = self
-            .segments
-            .iter()
-            .map(|segment| {
-                let Segment { text, supervised, special, cut } = segment;
-                json!({"text": text, "supervised": supervised, "special": special, "cut": cut})
-            })
-            .collect();
-        json!({
-            "file": self.file, "line": self.line, "id": self.id, "tokens": self.tokens,
-            "untruncated": self.untruncated, "supervised": self.supervised, "spans": self.spans,
-            "problems": self.problems, "segments": segments,
-        })
-    }
 }
 
-/// Calls `show` with each selected row, in input order.
-///
-/// # Errors
-/// Those of `show`, and if a file cannot be read.
+/// Calls `show` with the rows of these ids, or with all where there are none, in input order and at most so many.
 pub fn each(
     files: &[PathBuf],
     settings: &Settings,
-    selection: &Selection<'_>,
+    ids: &[String],
+    most: usize,
     mut show: impl FnMut(ShownRow) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let mut left = match selection {
-        Selection::All => usize::MAX,
-        Selection::First(count) => *count,
-        Selection::Ids(_) => usize::MAX,
-    };
-    if left == 0 {
-        return Ok(());
-    }
-    each_batch(files, BATCH, |file, lines| {
-        let rows: Vec<Option<ShownRow>> = lines
-            .par_iter()
-            .map(|line| match examine(settings, line.parse(file)) {
-                Outcome::Row(row) if selection.has(&row.id) => {
-                    ShownRow::new(file.to_path_buf(), line.number, *row, &settings.tokenizer).map(Some)
-                }
-                _ => Ok(None),
-            })
-            .collect::<Result<_, _>>()?;
-        for row in rows.into_iter().flatten() {
+    let mut left = most;
+    for batch in jsonl::batches_of(files, BATCH) {
+        let (file, lines) = batch?;
+        let shown = |line: &RawLine| match examine(settings, line.parse(file)) {
+            Outcome::Row(row) if ids.is_empty() || ids.contains(&row.id) => {
+                ShownRow::new(file.to_path_buf(), line.number, *row, &settings.tokenizer).map(Some)
+            }
+            _ => Ok(None),
+        };
+        for row in lines.par_iter().map(shown).collect::<Result<Vec<_>, _>>()?.into_iter().flatten() {
+            if left == 0 {
+                return Ok(());
+            }
             show(row)?;
             left -= 1;
-            if left == 0 {
-                return Ok(ControlFlow::Break(()));
-            }
-        }
-        Ok(ControlFlow::Continue(()))
-    })
-}
-
-impl Selection<'_> {
-    fn has(&self, id: &str) -> bool {
-        match self {
-            Self::All | Self::First(_) => true,
-            Self::Ids(ids) => ids.iter().any(|wanted| wanted == id),
         }
     }
+    Ok(())
 }
 
 /// Cuts the text where the mask or the kind of token changes. A token's text begins where the one before it ends, so that

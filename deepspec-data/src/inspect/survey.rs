@@ -2,11 +2,10 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::Verbosity;
-use deepspec_core::jsonl::{self, RawLine, RawLines};
+use deepspec_core::jsonl::{self, RawLines};
 use deepspec_core::progress::Progress;
 use deepspec_text::Problem;
 use rayon::prelude::*;
@@ -17,7 +16,7 @@ use super::settings::Settings;
 use super::summary::{Lengths, Summary};
 
 /// Rows looked at between two reports of progress; bounds the text held at once.
-const BATCH: usize = 1024;
+const BATCH: usize = 128;
 
 /// Something wrong with a row.
 #[derive(Debug, Clone, Serialize)]
@@ -53,9 +52,6 @@ pub struct Survey {
 
 impl Survey {
     /// Looks at every row of `files`.
-    ///
-    /// # Errors
-    /// If a file cannot be read.
     pub fn of(files: &[PathBuf], settings: &Settings, verbosity: Verbosity) -> anyhow::Result<Self> {
         let mut total = 0;
         for file in files {
@@ -70,17 +66,17 @@ impl Survey {
         survey.summary.max_length = settings.max_length;
         survey.summary.tags_agree = settings.other.as_ref().map(|_| 0);
         let (mut seen, mut lengths) = (HashSet::new(), Vec::new());
-        each_batch(files, BATCH, |file, lines| {
-            let facts: Vec<(usize, Facts)> = lines
-                .par_iter()
-                .map(|line| (line.number, Facts::of(examine(settings, line.parse(file)), settings)))
+        for batch in jsonl::batches_of(files, BATCH) {
+            let (file, batch) = batch?;
+            let outcomes: Vec<(usize, Outcome)> = batch
+                .into_par_iter()
+                .map(|line| (line.number, examine(settings, line.parse(file))))
                 .collect();
-            for (line, facts) in facts {
-                survey.add(file, line, facts, &mut seen, &mut lengths);
+            progress.add(outcomes.len() as u64, String::new);
+            for (line, outcome) in outcomes {
+                survey.add(file, line, outcome, settings, &mut seen, &mut lengths);
             }
-            progress.add(lines.len() as u64, String::new);
-            Ok(ControlFlow::Continue(()))
-        })?;
+        }
         progress.finish();
         survey.summary.lengths = Lengths::of(lengths);
         Ok(survey)
@@ -96,53 +92,55 @@ impl Survey {
         &mut self,
         file: &Path,
         line: usize,
-        facts: Facts,
+        outcome: Outcome,
+        settings: &Settings,
         seen: &mut HashSet<String>,
         lengths: &mut Vec<u32>,
     ) {
         self.summary.rows += 1;
-        let row = match facts {
-            Facts::Failed => {
+        let row = match outcome {
+            Outcome::Failed => {
                 self.summary.status_error += 1;
                 return;
             }
-            Facts::Unusable(id, reason) => {
+            Outcome::Unusable(id, reason) => {
                 self.summary.unusable += 1;
                 return self.find(file, line, id, reason);
             }
-            Facts::Row(row) => row,
+            Outcome::Row(row) => row,
         };
         if !seen.insert(row.id.clone()) {
             self.summary.unusable += 1;
             return self.find(file, line, Some(row.id), "the id was used by an earlier row".into());
         }
-        lengths.push(row.length);
-        self.count(file, line, &row);
-        for problem in row.problems {
+        lengths.push(u32::try_from(row.supervised.untruncated_len).unwrap_or(u32::MAX));
+        self.count(file, line, &row, settings);
+        for problem in &row.checked.problems {
             self.find(file, line, Some(row.id.clone()), problem.to_string());
         }
     }
 
-    fn count(&mut self, file: &Path, line: usize, row: &RowFacts) {
-        let summary = &mut self.summary;
-        let any = |kind: fn(&Problem) -> bool| usize::from(row.problems.iter().any(kind));
+    fn count(&mut self, file: &Path, line: usize, row: &Examined, settings: &Settings) {
+        let (summary, problems) = (&mut self.summary, &row.checked.problems);
+        let any = |kind: fn(&Problem) -> bool| usize::from(problems.iter().any(kind));
         summary.empty_masks += any(|problem| matches!(problem, Problem::Empty { .. }));
         summary.other_words += any(|problem| {
             matches!(problem, Problem::Stray { .. } | Problem::Missing { .. } | Problem::Rewritten { .. })
         });
         summary.other_prompts +=
             any(|problem| matches!(problem, Problem::Served { .. } | Problem::Unservable { .. }));
-        match (row.problems.is_empty(), row.too_short) {
+        match (problems.is_empty(), row.is_too_short()) {
             (false, _) => summary.with_problems += 1,
             (true, true) => summary.too_short += 1,
             (true, false) => summary.good += 1,
         }
-        summary.cut += usize::from(row.cut);
-        summary.tokens += row.tokens;
-        summary.supervised_tokens += row.supervised;
-        summary.default_system += usize::from(row.default_system);
-        summary.thoughts_left_out += row.thoughts_left_out;
-        summary.outside_their_prompt += row.outside_their_prompt;
+        summary.cut += usize::from(row.is_cut());
+        summary.tokens += row.supervised.input_ids.len() as u64;
+        summary.supervised_tokens += row.supervised.supervised_count() as u64;
+        let given = row.lacks_system() && settings.template.default_system.is_some();
+        summary.default_system += usize::from(given);
+        summary.thoughts_left_out += row.checked.thoughts_left_out;
+        summary.outside_their_prompt += row.checked.outside_their_prompt;
         match row.agrees {
             Some(true) => summary.tags_agree = summary.tags_agree.map(|count| count + 1),
             Some(false) if summary.first_disagreement.is_none() => {
@@ -151,70 +149,4 @@ impl Survey {
             _ => {}
         }
     }
-}
-
-/// What is kept of a row, without its text.
-enum Facts {
-    Row(RowFacts),
-    Failed,
-    Unusable(Option<String>, String),
-}
-
-struct RowFacts {
-    id: String,
-    /// Tokens before the cut.
-    length: u32,
-    tokens: u64,
-    supervised: u64,
-    cut: bool,
-    too_short: bool,
-    default_system: bool,
-    problems: Vec<Problem>,
-    thoughts_left_out: usize,
-    outside_their_prompt: usize,
-    agrees: Option<bool>,
-}
-
-impl Facts {
-    fn of(outcome: Outcome, settings: &Settings) -> Self {
-        let row = match outcome {
-            Outcome::Failed => return Self::Failed,
-            Outcome::Unusable(id, reason) => return Self::Unusable(id, reason),
-            Outcome::Row(row) => *row,
-        };
-        let (cut, too_short, lacks_system) = (row.is_cut(), row.is_too_short(), row.lacks_system());
-        let Examined { id, supervised, checked, agrees, .. } = row;
-        Self::Row(RowFacts {
-            id,
-            length: u32::try_from(supervised.untruncated_len).unwrap_or(u32::MAX),
-            tokens: supervised.input_ids.len() as u64,
-            supervised: supervised.supervised_count() as u64,
-            cut,
-            too_short,
-            default_system: lacks_system && settings.template.default_system.is_some(),
-            problems: checked.problems,
-            thoughts_left_out: checked.thoughts_left_out,
-            outside_their_prompt: checked.outside_their_prompt,
-            agrees,
-        })
-    }
-}
-
-/// Calls `visit` with some lines at a time, until it breaks off.
-///
-/// # Errors
-/// Those of `visit`, and if a file cannot be read.
-pub fn each_batch(
-    files: &[PathBuf],
-    size: usize,
-    mut visit: impl FnMut(&Path, &[RawLine]) -> anyhow::Result<ControlFlow<()>>,
-) -> anyhow::Result<()> {
-    for file in files {
-        for batch in jsonl::batches(file, size)? {
-            if visit(file, &batch?)?.is_break() {
-                return Ok(());
-            }
-        }
-    }
-    Ok(())
 }

@@ -17,9 +17,6 @@ const PLAIN: &str = "\x1b[0m";
 const BRACKETS: [&str; 2] = ["⟦", "⟧"];
 
 /// Writes a row, its headline first and an empty line behind it.
-///
-/// # Errors
-/// If it cannot be written.
 pub fn write(out: &mut impl Write, row: &ShownRow, colour: bool) -> io::Result<()> {
     let [bold, red, plain] = if colour { [BOLD, RED, PLAIN] } else { [""; 3] };
     writeln!(out, "{bold}── {}{plain}", visible(&row.headline()))?;

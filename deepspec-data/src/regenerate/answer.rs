@@ -49,9 +49,6 @@ pub enum AskError {
 
 impl Answer {
     /// Reads a chat completion.
-    ///
-    /// # Errors
-    /// What is missing.
     pub fn read(text: &str) -> Result<Self, &'static str> {
         let mut completion: Value = serde_json::from_str(text).map_err(|_| "the answer is not JSON")?;
         let tokens = Tokens {

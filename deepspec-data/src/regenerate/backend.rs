@@ -31,9 +31,6 @@ pub struct Embedded {
 
 impl Backend {
     /// Asks with the body of a chat completion request. `home` is the server that answered the conversation's last turn.
-    ///
-    /// # Errors
-    /// See [`AskError`].
     pub async fn ask(&self, body: Map<String, Value>, home: &mut Option<usize>) -> Result<Answer, AskError> {
         match self {
             Self::Servers(pool) => pool.ask(&body, home).await,

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::ids::IdSet;
 use super::rows::Row;
 use super::settings::Settings;
-use crate::rejects::Reject;
+use deepspec_states::Rejected;
 
 /// Lines that are parsed together on all cores; with the longest lines this bounds the memory.
 const BATCH: usize = 1024;
@@ -21,25 +21,20 @@ pub struct InputIndex {
     /// Ids of the output rows: one per usable input row and sample.
     pub ids: IdSet,
     /// The lines that are no usable rows.
-    pub rejected: Vec<Reject>,
+    pub rejected: Vec<Rejected>,
 }
 
 /// A line: its number and the row on it, or what is wrong.
 type Parsed = (usize, Result<Row, String>);
 
 /// Reads all inputs once.
-///
-/// # Errors
-/// If a file cannot be read; bad lines are no error.
 pub fn index(inputs: &[PathBuf], settings: &Settings) -> Result<InputIndex, FileError> {
     let mut index = InputIndex::default();
-    for file in inputs {
-        for batch in jsonl::batches(file, BATCH)? {
-            for (line, row) in parse(file, batch?, settings) {
-                match row.and_then(|row| index.add(&row, settings)) {
-                    Ok(()) => {}
-                    Err(reason) => index.rejected.push(Reject { file: file.clone(), line, reason }),
-                }
+    for batch in jsonl::batches_of(inputs, BATCH) {
+        let (file, batch) = batch?;
+        for (line, row) in parse(file, batch, settings) {
+            if let Err(reason) = row.and_then(|row| index.add(&row, settings)) {
+                index.rejected.push(Rejected { file: file.to_path_buf(), line, reason });
             }
         }
     }
@@ -83,18 +78,10 @@ pub fn rows<'a>(
     inputs: &'a [PathBuf],
     settings: &'a Settings,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
-    let parsed = |file: &'a PathBuf, batch: Result<Vec<RawLine>, FileError>| -> Vec<Result<Row, FileError>> {
-        match batch {
-            Err(error) => vec![Err(error)],
-            Ok(batch) => {
-                parse(file, batch, settings).into_iter().filter_map(|(_, row)| row.ok().map(Ok)).collect()
-            }
-        }
-    };
-    inputs.iter().flat_map(move |file| -> Box<dyn Iterator<Item = Result<Row, FileError>> + 'a> {
-        match jsonl::batches(file, BATCH) {
-            Err(error) => Box::new(std::iter::once(Err(error))),
-            Ok(batches) => Box::new(batches.flat_map(move |batch| parsed(file, batch))),
+    jsonl::batches_of(inputs, BATCH).flat_map(|batch| match batch {
+        Err(error) => vec![Err(error)],
+        Ok((file, batch)) => {
+            parse(file, batch, settings).into_iter().filter_map(|(_, row)| row.ok().map(Ok)).collect()
         }
     })
 }

@@ -14,15 +14,15 @@ mod store;
 mod wire;
 mod work;
 
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
-use std::time::Duration;
 
 use anyhow::Context;
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
-use deepspec_core::{env, usage};
+use deepspec_core::usage;
 use deepspec_serve::{ChatModel, EngineArgs};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -32,15 +32,13 @@ use backend::{Backend, Embedded};
 use ids::IdSet;
 use index::InputIndex;
 use pool::{Options, Pool};
-use report::{DryRun, RunStats};
+use report::RunStats;
 use settings::{Sampling, Settings};
 use store::{Done, ResultStore};
 use work::{Ending, Work};
 
 /// Exit code of a run that was stopped and goes on when it is started again.
 const TRY_AGAIN: u8 = 75;
-/// Most requests in flight that a server may be given.
-const MOST_CONCURRENT: usize = 65_536;
 /// Requests that a dry run shows.
 const SHOWN: usize = 3;
 
@@ -62,21 +60,8 @@ pub struct Args {
     /// Answer in this process with the model of this folder or hub id, without a server
     #[arg(long, value_name = "M")]
     embedded: Option<String>,
-    /// Requests in flight at once, per server
-    #[arg(long, default_value_t = 32, value_name = "N")]
-    concurrency: usize,
-    /// Seconds after which a server's answer is given up
-    #[arg(long, default_value_t = 1800, value_name = "SECONDS")]
-    timeout: u64,
-    /// Attempts per request, pauses that servers ask for and servers that cannot be reached not counted
-    #[arg(long, default_value_t = 5, value_name = "N")]
-    attempts: u32,
-    /// Seconds to wait when no server answers, before the run ends with the rest of the rows pending
-    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
-    patience: u64,
-    /// Environment variable with the servers' API key
-    #[arg(long, default_value = "OPENAI_API_KEY", value_name = "NAME")]
-    api_key_env: String,
+    #[command(flatten)]
+    asking: Options,
     #[command(flatten)]
     sampling: Sampling,
     /// Take over the answers of an earlier output of the same model and settings, where id and prompt are the same
@@ -165,7 +150,7 @@ impl Inputs {
         let work = Work {
             inputs: args.input.clone(),
             settings: self.settings,
-            workers: workers(&backend, args.concurrency),
+            workers: workers(&backend, args.asking.concurrency),
             backend: Arc::clone(&backend),
             store,
             stats,
@@ -179,12 +164,7 @@ impl Inputs {
 }
 
 fn check(args: &Args) -> anyhow::Result<()> {
-    if args.concurrency == 0 || args.timeout == 0 || args.attempts == 0 || args.patience == 0 {
-        usage!("--concurrency, --timeout, --attempts and --patience must be at least 1");
-    }
-    if args.concurrency > MOST_CONCURRENT {
-        usage!("--concurrency {}: expected at most {MOST_CONCURRENT}", args.concurrency);
-    }
+    args.asking.check()?;
     for input in &args.input {
         match input {
             _ if input.to_str().is_none() => usage!("--input {}: the path is not UTF-8", input.display()),
@@ -209,11 +189,6 @@ fn check(args: &Args) -> anyhow::Result<()> {
             }
         }
     }
-    if let Some(key) = env::secret(&args.api_key_env)
-        && !key.bytes().all(|byte| byte.is_ascii_graphic())
-    {
-        usage!("the API key in {} has characters that no HTTP header may have", args.api_key_env);
-    }
     pool::check_urls(&args.server)
 }
 
@@ -227,14 +202,7 @@ fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow:
             in_flight: AtomicUsize::new(0),
         }));
     }
-    let options = Options {
-        concurrency: args.concurrency,
-        timeout: Duration::from_secs(args.timeout),
-        attempts: args.attempts,
-        patience: Duration::from_secs(args.patience),
-        api_key: env::secret(&args.api_key_env),
-    };
-    Ok(Backend::Servers(Arc::new(Pool::new(&args.server, options)?)))
+    Ok(Backend::Servers(Arc::new(Pool::new(&args.server, args.asking.clone())?)))
 }
 
 /// Rows that are worked on at once: more than fit in at the servers, so that a slot never waits for a row.
@@ -245,6 +213,7 @@ fn workers(backend: &Backend, concurrency: usize) -> usize {
     }
 }
 
+/// Prints what a run would do and the first requests it would send; touches nothing.
 fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
     let (settings, index) = (&*inputs.settings, &*inputs.index);
     let mut done = if args.overwrite { Done::default() } else { Done::read(&args.output, settings, index)? };
@@ -269,9 +238,15 @@ fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
             first.push(json!({"id": id, "requests": turns, "first": row.first_request(settings)}));
         }
     }
-    let malformed = index.rejected.len();
-    DryRun { output: &args.output, ok, failed, reused, asked, requests, malformed, first }.print()?;
-    Ok(())
+    let (rows, malformed) = (ok + failed + reused + asked, index.rejected.len());
+    let mut out = io::stdout().lock();
+    writeln!(
+        out,
+        "{rows} rows = {ok} ok + {failed} failed + {reused} to take over + {asked} to ask ({requests} requests); {malformed} \
+         malformed lines"
+    )?;
+    first.iter().try_for_each(|request| writeln!(out, "{request:#}"))?;
+    Ok(writeln!(out, "nothing was asked and {} was not touched", args.output.display())?)
 }
 
 /// Turns the end of the run into the exit code.

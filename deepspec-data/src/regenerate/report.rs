@@ -1,7 +1,6 @@
 //! What a run did: printed at its end and kept beside the output.
 
 use std::io::{self, Write};
-use std::path::Path;
 use std::time::Instant;
 
 use deepspec_core::atomic::{self, FileError};
@@ -39,9 +38,6 @@ impl RunStats {
     }
 
     /// Writes the account of the whole output and of this run's requests beside the output.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
     pub fn write(&self, store: &ResultStore, backend: Option<&Backend>) -> Result<(), FileError> {
         let servers: Vec<Value> = match backend {
             Some(Backend::Servers(pool)) => pool.record(),
@@ -72,9 +68,6 @@ impl RunStats {
     }
 
     /// Says what the servers did, and prints the account of the rows.
-    ///
-    /// # Errors
-    /// If standard output is closed.
     pub fn print(&self, store: &ResultStore, backend: Option<&Backend>) -> io::Result<()> {
         if let Some(Backend::Servers(pool)) = backend {
             pool.troubles().iter().for_each(|line| tracing::info!("{line}"));
@@ -106,50 +99,5 @@ impl RunStats {
             store.pending(),
             store.index.rejected.len()
         )
-    }
-}
-
-/// Prints what a run would do and the first requests it would send; touches nothing.
-pub struct DryRun<'a> {
-    /// The output that would be written.
-    pub output: &'a Path,
-    /// Rows that are answered already.
-    pub ok: usize,
-    /// Rows that failed and would be left alone.
-    pub failed: usize,
-    /// Rows that would be taken over.
-    pub reused: usize,
-    /// Rows that would be asked.
-    pub asked: usize,
-    /// Requests for them.
-    pub requests: u64,
-    /// Lines that are no rows.
-    pub malformed: usize,
-    /// The first requests.
-    pub first: Vec<Value>,
-}
-
-impl DryRun<'_> {
-    /// Prints it.
-    ///
-    /// # Errors
-    /// If standard output is closed.
-    pub fn print(&self) -> io::Result<()> {
-        let mut out = io::stdout().lock();
-        writeln!(
-            out,
-            "{} rows = {} ok + {} failed + {} to take over + {} to ask ({} requests); {} malformed lines",
-            self.ok + self.failed + self.reused + self.asked,
-            self.ok,
-            self.failed,
-            self.reused,
-            self.asked,
-            self.requests,
-            self.malformed
-        )?;
-        for request in &self.first {
-            writeln!(out, "{request:#}")?;
-        }
-        writeln!(out, "nothing was asked and {} was not touched", self.output.display())
     }
 }

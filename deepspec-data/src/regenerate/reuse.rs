@@ -54,9 +54,6 @@ pub struct Earlier {
 
 impl Earlier {
     /// Reads earlier outputs; of several rows with one id the last counts.
-    ///
-    /// # Errors
-    /// If a file cannot be read.
     pub fn read(earlier: &[PathBuf]) -> Result<Self, FileError> {
         let (mut files, mut places) = (vec![], HashMap::new());
         for (number, path) in earlier.iter().enumerate() {
@@ -77,9 +74,6 @@ impl Earlier {
     }
 
     /// Calls `take` with every row that an earlier one answers, with its answers; returns how many that were.
-    ///
-    /// # Errors
-    /// If a file cannot be read, or what `take` returns.
     pub fn take(
         &mut self,
         inputs: &[PathBuf],
@@ -123,9 +117,6 @@ fn read_row(reader: &mut BufReader<File>) -> io::Result<Option<RowAndLength>> {
 }
 
 /// Takes over what earlier outputs hold; returns how many rows that were.
-///
-/// # Errors
-/// Any I/O failure.
 pub fn take_over(
     earlier: &[PathBuf],
     inputs: &[PathBuf],

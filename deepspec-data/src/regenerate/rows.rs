@@ -43,9 +43,6 @@ pub struct Answered {
 
 impl Row {
     /// Reads a row and plans its conversation.
-    ///
-    /// # Errors
-    /// A phrase to follow file and line.
     pub fn parse(fields: Map<String, Value>, settings: &Settings) -> Result<Self, String> {
         let id = row::id_of(&fields)?;
         let Conversation { messages, tools } =
@@ -79,9 +76,6 @@ impl Row {
     }
 
     /// Asks for an answer wherever the row needs one, with the conversation so far.
-    ///
-    /// # Errors
-    /// See [`AskError`].
     pub async fn answered(&self, backend: &Backend, settings: &Settings) -> Result<Answered, AskError> {
         let (mut said, mut tokens, mut finish, mut turn) = (vec![], Tokens::default(), None, 0);
         let mut truncated = false;

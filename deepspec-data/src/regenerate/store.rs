@@ -112,9 +112,6 @@ impl ResultStore {
     }
 
     /// Makes the failed rows pending again.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
     pub fn forget_failed(&mut self) -> Result<(), FileError> {
         self.failures = None;
         remove(&self.failed_path)?;
@@ -123,9 +120,6 @@ impl ResultStore {
     }
 
     /// Records an answered row.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
     pub fn record_ok(
         &mut self,
         id: &str,
@@ -139,9 +133,6 @@ impl ResultStore {
     }
 
     /// Records a row that could not be answered.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
     pub fn record_failed(&mut self, row: Row, problem: &str) -> Result<(), FileError> {
         let failures = match &mut self.failures {
             Some(failures) => failures,
@@ -154,9 +145,6 @@ impl ResultStore {
     }
 
     /// Waits until all rows are on disk.
-    ///
-    /// # Errors
-    /// Any I/O failure, with the path.
     pub fn sync(&mut self) -> Result<(), FileError> {
         self.answered.sync()?;
         self.failures.as_mut().map_or(Ok(()), Appender::sync)

@@ -54,9 +54,6 @@ type Outcome = (Row, Result<Answered, AskError>);
 impl Work<'_> {
     /// Answers the pending rows until they are done, nobody answers or a signal comes. A row is recorded whole or not at
     /// all, so this may end at any point.
-    ///
-    /// # Errors
-    /// If an input cannot be read or an output cannot be written.
     pub async fn run(mut self) -> anyhow::Result<Ending> {
         let (mut interrupt, mut terminate) =
             (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);

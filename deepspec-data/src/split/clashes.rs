@@ -43,9 +43,6 @@ pub fn check(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Looks whether the outputs would replace what they are made from, or what is there.
-///
-/// # Errors
-/// A usage error if so.
 pub fn check_inputs(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     let given = env::expand_home(&args.dataset);
     let files = inputs.iter().flat_map(|input| input.source.files()).map(|file| file.path());

@@ -161,9 +161,6 @@ impl Conversation {
     }
 
     /// Checks that the user begins.
-    ///
-    /// # Errors
-    /// Who begins instead.
     pub fn check(self) -> Result<Self, Problem> {
         match self.turns.iter().map(|turn| turn.role).find(|&role| role != Role::System) {
             Some(Role::User) => Ok(self),

@@ -26,9 +26,6 @@ impl From<Map<String, Value>> for Fields<'_> {
 
 impl<'a> Fields<'a> {
     /// Those of an object's text.
-    ///
-    /// # Errors
-    /// If it is no object.
     pub fn of_text(text: &'a str) -> serde_json::Result<Self> {
         let fields: IndexMap<String, &RawValue> = serde_json::from_str(text)?;
         Ok(Self(fields.into_iter().map(|(key, value)| (key, Field::Text(value))).collect()))
@@ -45,17 +42,11 @@ impl<'a> Fields<'a> {
     }
 
     /// A field's value.
-    ///
-    /// # Errors
-    /// If it cannot be read.
     pub fn take_value(&mut self, key: &str) -> Result<Option<Value>, Problem> {
         self.take(key).map(Field::value).transpose()
     }
 
     /// A field's value, which stays.
-    ///
-    /// # Errors
-    /// If it cannot be read.
     pub fn value(&self, key: &str) -> Result<Option<Value>, Problem> {
         let field = self.0.get(key).map(|field| match field {
             Field::Value(value) => Field::Value(value.clone()),
@@ -103,9 +94,6 @@ impl<'a> Field<'a> {
     }
 
     /// The items of a list; anything else as its value.
-    ///
-    /// # Errors
-    /// If it cannot be read.
     pub fn list(self) -> Result<Result<Vec<Self>, Value>, Problem> {
         if let Self::Text(text) = self
             && let Ok(items) = serde_json::from_str::<Vec<&'a RawValue>>(text.get())
@@ -119,9 +107,6 @@ impl<'a> Field<'a> {
     }
 
     /// The fields of an object; anything else as its value.
-    ///
-    /// # Errors
-    /// If it cannot be read.
     pub fn object(self) -> Result<Result<Fields<'a>, Value>, Problem> {
         if let Self::Text(text) = self
             && let Ok(fields) = Fields::of_text(text.get())

@@ -72,9 +72,6 @@ pub struct Input {
 }
 
 /// Finds, and where they are on the hub fetches, the datasets that the arguments name.
-///
-/// # Errors
-/// Usage errors; what the hub says.
 pub fn find(args: &Args, verbosity: Verbosity) -> anyhow::Result<Vec<Input>> {
     let given: BTreeMap<String, Target> =
         args.role.iter().map(|arg| (arg.speaker.clone(), arg.target)).collect();

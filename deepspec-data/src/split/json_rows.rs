@@ -10,9 +10,6 @@ use super::roles::{Roles, Shape};
 use deepspec_rows::MESSAGE_KEYS;
 
 /// Turns a row into a conversation; fields that we do not know travel along.
-///
-/// # Errors
-/// Why the row is unusable.
 pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Problem> {
     let (key, messages) = MESSAGE_KEYS
         .iter()

@@ -9,8 +9,6 @@ mod columns;
 mod contamination;
 mod conversation;
 mod fields;
-#[cfg(test)]
-mod fuzz;
 mod input;
 mod json_rows;
 mod output;

@@ -50,9 +50,6 @@ pub struct Writer<'a> {
 
 impl Writer<'_> {
     /// Appends lines to both.
-    ///
-    /// # Errors
-    /// Any I/O failure.
     pub fn write(&mut self, lines: &Lines) -> io::Result<()> {
         self.train.write_all(&lines.train)?;
         self.eval.write_all(&lines.eval)?;
@@ -68,9 +65,6 @@ impl Writer<'_> {
 
 impl Outputs<'_> {
     /// Lets `fill` write both files and, if it says true, publishes them; whether it did.
-    ///
-    /// # Errors
-    /// What `fill` says, and any I/O failure.
     pub fn write(&self, fill: impl FnOnce(&mut Writer<'_>) -> anyhow::Result<bool>) -> anyhow::Result<bool> {
         let (mut train, mut eval) = (create(self.train)?, create(self.eval)?);
         let background = (copy(&train, self.train)?, copy(&eval, self.eval)?);

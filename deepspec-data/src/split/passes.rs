@@ -38,9 +38,6 @@ pub struct OptimisticPass<'a> {
 }
 
 /// The first pass: what was found in each source, and whether all rows were usable, so that the outputs are there.
-///
-/// # Errors
-/// Unreadable or unwritable files.
 pub fn first(
     inputs: &[Input],
     optimistic: &OptimisticPass<'_>,

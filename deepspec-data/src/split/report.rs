@@ -132,9 +132,6 @@ pub struct FileDigest {
 }
 
 /// Digests of all files of a source.
-///
-/// # Errors
-/// If a file cannot be read.
 pub fn digests(input: &Input) -> anyhow::Result<Vec<FileDigest>> {
     let one = |file: &deepspec_rows::DataFile| {
         let (bytes, sha256) = (file.bytes()?, digest::file(file.path())?);

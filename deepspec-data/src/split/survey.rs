@@ -10,7 +10,8 @@ use fixedbitset::FixedBitSet;
 use super::contamination::{Hit, Suites};
 use super::conversation::{Conversation, Kind, Problem};
 use super::seen::{self, Seen};
-use crate::rejects::{Recorder, Reject};
+use crate::rejects::Recorder;
+use deepspec_states::Rejected;
 
 /// Speakers that are counted by name; in a file of garbage they could be as many as the rows.
 const SPEAKERS: usize = 1000;
@@ -151,9 +152,6 @@ impl<'a> Survey<'a> {
     }
 
     /// Decides what becomes of the next row of a source; whether it is usable.
-    ///
-    /// # Errors
-    /// If the record of rejects cannot be written.
     pub fn settle(
         &mut self,
         file: &Arc<Path>,
@@ -165,7 +163,7 @@ impl<'a> Survey<'a> {
         let usable = match verdict.and_then(|good| ids.check(good, &found.usable)) {
             Err(problem) => {
                 *found.rejected.entry(problem.kind).or_default() += 1;
-                self.recorder.add(&Reject { file: file.to_path_buf(), line, reason: problem.text })?;
+                self.recorder.add(&Rejected { file: file.to_path_buf(), line, reason: problem.text })?;
                 false
             }
             Ok((Good { hit: Some(hit), .. }, _)) => {

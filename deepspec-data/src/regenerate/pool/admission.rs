@@ -104,9 +104,6 @@ impl Admission {
     }
 
     /// Takes a slot, at `home` if it has one free, at `avoid` only if no other server serves; or a place in line.
-    ///
-    /// # Errors
-    /// Why the run has ended.
     pub fn take(&mut self, home: Option<usize>, avoid: Option<usize>) -> Result<Acquired, String> {
         if let Some(problem) = &self.closed {
             return Err(problem.clone());

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
+use deepspec_core::{env, usage};
 use deepspec_serve::fresh_number;
 use serde_json::{Map, Value};
 
@@ -28,6 +29,8 @@ use permit::Permit;
 pub use server::check_urls;
 use server::{Server, client};
 
+/// Most requests in flight that a server may be given.
+const MOST_CONCURRENT: usize = 65_536;
 /// Pause before a row's second attempt; it doubles from one to the next and varies by half.
 const BACK_OFF: Duration = Duration::from_millis(250);
 /// How often a request may be told to wait before its row fails.
@@ -37,18 +40,44 @@ const MOST_WAITS: u32 = 100;
 const MOST_REFUSALS: u64 = 100;
 
 /// How a pool asks.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, clap::Args)]
 pub struct Options {
-    /// Requests in flight per server.
+    /// Requests in flight at once, per server
+    #[arg(long, default_value_t = 32, value_name = "N")]
     pub concurrency: usize,
-    /// How long an answer may take.
-    pub timeout: Duration,
-    /// Attempts per request that a server got and did not answer.
+    /// Seconds after which a server's answer is given up
+    #[arg(long, default_value_t = 1800, value_name = "SECONDS")]
+    pub timeout: u64,
+    /// Attempts per request, pauses that servers ask for and servers that cannot be reached not counted
+    #[arg(long, default_value_t = 5, value_name = "N")]
     pub attempts: u32,
-    /// How long to wait when no server answers.
-    pub patience: Duration,
-    /// Sent as a bearer token.
-    pub api_key: Option<String>,
+    /// Seconds to wait when no server answers, before the run ends with the rest of the rows pending
+    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    pub patience: u64,
+    /// Environment variable with the servers' API key
+    #[arg(long, default_value = "OPENAI_API_KEY", value_name = "NAME")]
+    pub api_key_env: String,
+}
+
+impl Options {
+    /// Checks what the types do not say.
+    ///
+    /// # Errors
+    /// Usage errors.
+    pub fn check(&self) -> anyhow::Result<()> {
+        if self.concurrency == 0 || self.timeout == 0 || self.attempts == 0 || self.patience == 0 {
+            usage!("--concurrency, --timeout, --attempts and --patience must be at least 1");
+        }
+        if self.concurrency > MOST_CONCURRENT {
+            usage!("--concurrency {}: expected at most {MOST_CONCURRENT}", self.concurrency);
+        }
+        if let Some(key) = env::secret(&self.api_key_env)
+            && !key.bytes().all(|byte| byte.is_ascii_graphic())
+        {
+            usage!("the API key in {} has characters that no HTTP header may have", self.api_key_env);
+        }
+        Ok(())
+    }
 }
 
 /// Servers that answer.
@@ -60,19 +89,14 @@ pub struct Pool {
 
 impl Pool {
     /// A pool of servers given by base URL.
-    ///
-    /// # Errors
-    /// If TLS cannot be set up.
     pub fn new(urls: &[String], options: Options) -> anyhow::Result<Self> {
-        let http = client(urls, options.timeout, options.concurrency)?;
-        let servers = urls.iter().map(|url| Server::new(&http, url, options.api_key.clone())).collect();
+        let http = client(urls, Duration::from_secs(options.timeout), options.concurrency)?;
+        let servers =
+            urls.iter().map(|url| Server::new(&http, url, env::secret(&options.api_key_env))).collect();
         Ok(Self { admission: Mutex::new(Admission::new(urls.len(), options.concurrency)), servers, options })
     }
 
     /// Checks that at least one server is there, and looks after those that are not.
-    ///
-    /// # Errors
-    /// If none is.
     pub async fn check(self: &Arc<Self>) -> anyhow::Result<()> {
         let found = futures::future::join_all(self.servers.iter().map(Server::look)).await;
         let down: Vec<(usize, String)> =
@@ -92,9 +116,6 @@ impl Pool {
 
     /// Asks until there is an answer or no hope. `home` is the server that is asked first if it is free; it becomes the
     /// one that answered.
-    ///
-    /// # Errors
-    /// See [`AskError`].
     pub async fn ask(
         self: &Arc<Self>,
         body: &Map<String, Value>,

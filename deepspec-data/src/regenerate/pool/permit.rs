@@ -16,9 +16,6 @@ pub struct Permit {
 
 impl Permit {
     /// Waits for a slot, at `home` if it has one free, at `avoid` only if no other server serves.
-    ///
-    /// # Errors
-    /// If the run has ended.
     pub async fn take(pool: &Arc<Pool>, home: Option<usize>, avoid: Option<usize>) -> Result<Self, AskError> {
         let turn = pool.lock().take(home, avoid);
         let taken = match turn.map_err(|problem| AskError::Run(anyhow!(problem)))? {

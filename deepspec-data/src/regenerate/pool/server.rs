@@ -33,9 +33,6 @@ pub struct Server {
 }
 
 /// Checks server URLs before anything is asked.
-///
-/// # Errors
-/// A usage error naming the URL.
 pub fn check_urls(servers: &[String]) -> anyhow::Result<()> {
     for (index, server) in servers.iter().enumerate() {
         match Url::parse(server) {
@@ -51,9 +48,6 @@ pub fn check_urls(servers: &[String]) -> anyhow::Result<()> {
 }
 
 /// The client that all servers share.
-///
-/// # Errors
-/// If TLS cannot be set up.
 pub fn client(servers: &[String], timeout: Duration, connections: usize) -> anyhow::Result<reqwest::Client> {
     let mut http = reqwest::Client::builder()
         .http1_only()
@@ -89,9 +83,6 @@ impl Server {
 
     /// Looks whether it is there. Any HTTP answer will do, because some servers cannot list their models and answer all the
     /// same; but not one that says for a server behind it that it is away.
-    ///
-    /// # Errors
-    /// What happened instead.
     pub async fn look(&self) -> Result<(), String> {
         let url = format!("{}/v1/models", self.base);
         match self.authorised(self.http.get(&url)).timeout(CONNECT).send().await {
@@ -104,9 +95,6 @@ impl Server {
     }
 
     /// Asks once.
-    ///
-    /// # Errors
-    /// See [`Failure`].
     pub async fn ask(&self, body: Vec<u8>) -> Result<Answer, Failure> {
         let request = self.http.post(format!("{}/v1/chat/completions", self.base));
         let request = self.authorised(request).header(CONTENT_TYPE, "application/json").body(body);

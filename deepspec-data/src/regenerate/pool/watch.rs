@@ -59,7 +59,7 @@ impl Pool {
         let Some(since) = self.lock().watch() else { return };
         let pool = Arc::clone(self);
         tokio::spawn(async move {
-            let patience = pool.options.patience;
+            let patience = Duration::from_secs(pool.options.patience);
             let mut pause = patience;
             loop {
                 tokio::time::sleep(pause).await;

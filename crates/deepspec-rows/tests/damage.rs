@@ -1,4 +1,4 @@
-//! Columns that are damaged.
+//! Parquet files that are damaged.
 
 use std::fs::{self, File};
 use std::sync::Arc;
@@ -8,13 +8,10 @@ use arrow::array::{
     StringViewArray, StructBuilder,
 };
 use arrow::datatypes::{DataType, Field};
+use deepspec_rows::Source;
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 use proptest::prelude::*;
-
-use super::roles::{Roles, Target};
-use super::unit::each_row;
-use deepspec_rows::{Source, Unit};
 
 /// A message's speaker, text, weight and calls; None where the message itself is null.
 type Said = Option<(Option<&'static str>, Option<String>, Option<i64>, Option<Vec<String>>)>;
@@ -98,16 +95,12 @@ fn batch() -> impl Strategy<Value = RecordBatch> {
     )
 }
 
-fn roles() -> Roles {
-    Roles::new([("x".to_owned(), Target::Tool)], false)
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     /// Whatever a file holds, reading it ends in rows or in an error that names it.
     #[test]
-    fn damaged_columns_are_errors(batch in batch(), cut in 0.0f64..1.5, damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6)) {
+    fn damaged_files_are_errors(batch in batch(), cut in 0.0f64..1.5, damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6)) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("data.parquet");
         let properties = WriterProperties::builder().set_max_row_group_row_count(Some(3)).build();
@@ -120,11 +113,12 @@ proptest! {
         bytes.truncate(kept);
         fs::write(&path, bytes).unwrap();
         let source = Source::find(path.to_str().unwrap()).unwrap();
-        for unit in source.units() {
-            let read = unit.and_then(|unit: Unit| each_row(unit, &roles(), |_| true, |_, _| {}));
-            if let Err(error) = read {
-                prop_assert!(error.to_string().contains("data.parquet"), "{}", error);
-            }
+        let errors = match source.rows() {
+            Ok(rows) => rows.filter_map(Result::err).collect(),
+            Err(error) => vec![error],
+        };
+        for error in errors {
+            prop_assert!(error.to_string().contains("data.parquet"), "{}", error);
         }
     }
 }
