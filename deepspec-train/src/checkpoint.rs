@@ -19,11 +19,15 @@ use tch::{Device, Kind, Tensor};
 use crate::optimizer::AdamW;
 use crate::sinks::METRICS_FILE;
 use crate::tensorboard;
-use retention::{BEST, BEST_FILE};
 
 /// Layout of the training state; raised when it changes.
 const FORMAT: u32 = 2;
 const LATEST: &str = "step_latest";
+/// The link to the checkpoint with the greatest accepted length on the validation suite.
+const BEST: &str = "step_best";
+/// What is known of it.
+const BEST_FILE: &str = "best.json";
+
 const STATE_JSON: &str = "train_state.json";
 const STATE_TENSORS: &str = "train_state.safetensors";
 

@@ -6,7 +6,8 @@ use std::env::{var, var_os};
 use std::fs;
 use std::path::PathBuf;
 
-pub use ranks::{Ranks, RanksError, THREADS, has_thread_count, ranks_from};
+pub use ranks::{Ranks, RanksError, THREADS, has_thread_count};
+use ranks::{slurm, torchrun};
 
 /// `RUST_LOG`: a log filter that overrides `--quiet` and `-v`.
 pub fn rust_log() -> Option<String> {
@@ -115,6 +116,38 @@ fn expand(path: &str, home: Option<impl Into<PathBuf>>) -> PathBuf {
         (Some(rest), Some(home)) => home.into().join(rest),
         _ => PathBuf::from(path),
     }
+}
+
+/// [`ranks`] with another source of variables than this process, and of the system's range of ports for connections.
+///
+/// torchrun's names come first: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Else the names that `srun` gives its
+/// tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, the first node of SLURM_STEP_NODELIST, and a port by SLURM_JOB_ID
+/// and SLURM_STEP_ID. A batch script, which has SLURM_NTASKS too but is no task of a step, is on its own; so is the only task of
+/// a step without MASTER_ADDR, which may start processes itself.
+///
+/// # Errors
+/// See [`RanksError`].
+pub fn ranks_from(
+    read: impl Fn(&str) -> Option<String>,
+    port_range: impl Fn() -> Option<String>,
+) -> Result<Option<Ranks>, RanksError> {
+    let given = |name: &str| read(name).filter(|text| !text.is_empty());
+    let ranks = if given("RANK").is_some() {
+        Some(torchrun(given)?)
+    } else if given(slurm::PRESENT).is_some() {
+        slurm::place(given, port_range().as_deref())?
+    } else {
+        None
+    };
+    let Some(ranks) = ranks else { return Ok(None) };
+    if ranks.rank >= ranks.world_size {
+        return Err(RanksError::Value {
+            name: "RANK",
+            value: ranks.rank.to_string(),
+            expected: format!("less than the number of processes, {}", ranks.world_size),
+        });
+    }
+    Ok(Some(ranks))
 }
 
 #[cfg(test)]

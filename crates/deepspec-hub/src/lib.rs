@@ -13,6 +13,7 @@ mod glob;
 mod hub;
 mod layout;
 mod model;
+mod parse;
 mod repo;
 mod settings;
 

@@ -5,8 +5,6 @@ use std::path::Path;
 
 use deepspec_core::env;
 
-use crate::HubError;
-
 /// The branch that is meant when no revision is named.
 const MAIN: &str = "main";
 
@@ -50,23 +48,6 @@ impl Repo {
         Self { kind: Kind::Dataset, id: id.into(), revision: revision.map(Into::into) }
     }
 
-    /// Reads `owner/name` or `owner/name@revision`; `revision` is the same said elsewhere, such as by a flag.
-    ///
-    /// # Errors
-    /// If the text has another form, or if the two revisions differ.
-    pub fn parse(kind: Kind, text: &str, revision: Option<&str>) -> Result<Self, HubError> {
-        let (id, own) = split(text);
-        if !is_name(id) {
-            return Err(HubError::NotAnId { kind, text: text.into() });
-        }
-        match (own, revision) {
-            (Some(own), Some(other)) if own != other => {
-                Err(HubError::TwoRevisions { text: text.into(), other: other.into() })
-            }
-            _ => Ok(Self { kind, id: id.into(), revision: own.or(revision).map(Into::into) }),
-        }
-    }
-
     /// The revision, `main` where nothing is said.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)
@@ -75,17 +56,6 @@ impl Repo {
     /// Whether the revision names one commit for good.
     pub(crate) fn is_pinned(&self) -> bool {
         is_commit(self.revision())
-    }
-
-    /// Refuses names that would lead outside the cache or to another address.
-    pub(crate) fn check(&self) -> Result<(), HubError> {
-        if !is_name(&self.id) {
-            return Err(HubError::NotAnId { kind: self.kind, text: self.id.clone() });
-        }
-        if !is_path(self.revision()) || self.revision().contains(['?', '#', '%']) {
-            return Err(HubError::NoRevision { repo: self.clone() });
-        }
-        Ok(())
     }
 
     /// The same repository as the hub client's library names it.
@@ -112,11 +82,11 @@ pub fn is_id(text: &str) -> bool {
     is_name(id) && revision.is_none_or(is_path) && !env::expand_home(text).exists()
 }
 
-fn split(text: &str) -> (&str, Option<&str>) {
+pub(crate) fn split(text: &str) -> (&str, Option<&str>) {
     text.split_once('@').map_or((text, None), |(id, revision)| (id, Some(revision)))
 }
 
-fn is_name(id: &str) -> bool {
+pub(crate) fn is_name(id: &str) -> bool {
     let is_part = |part: &str| {
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         !part.is_empty()

@@ -1,11 +1,13 @@
 //! Foreign code behind a safe interface: kernels and allocator for the CPU, devices, signals, and the shim over libtorch's c10d.
 
 mod device;
+mod error;
 mod ffi;
 mod free_memory;
 mod unused;
 
-pub use device::{DeviceError, Seat, default_kind, device, gpus, is_one_gpu, rank_device};
+pub use device::{Seat, default_kind, device, gpus, is_one_gpu, rank_device};
+pub use error::DeviceError;
 pub use ffi::{
     AdamWSettings, AdamWTensors, DeviceMemory, Filling, adamw, c10d, device_memory, die_with_parent,
     leave_at_exit, restart_device_peak, rms_norm, rotate, signal,

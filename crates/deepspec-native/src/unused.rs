@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use deepspec_core::env;
 
-use crate::DeviceError;
+use crate::error::DeviceError;
 
 /// How long the driver's own program may take to answer; a broken driver can hang.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -9,20 +9,12 @@ mod units;
 use std::path::PathBuf;
 
 use deepspec_core::usage;
-use serde_json::{Map, Value};
 
 pub use files::{DataFile, Format};
 
+pub use rows::Item;
 pub use table::{MESSAGE_KEYS, Table, json_lines};
 pub use units::{Unit, Units, decode};
-
-/// A row, or why there is none, at a 1-based line (JSON Lines) or row (parquet and JSON arrays).
-pub struct Item {
-    /// Where it stands.
-    pub line: usize,
-    /// The row, or a phrase that says what is wrong with it.
-    pub row: Result<Map<String, Value>, String>,
-}
 
 /// A dataset that can be read from its start any number of times.
 pub struct Source {

@@ -7,9 +7,16 @@ use arrow::array::RecordBatch;
 use deepspec_core::jsonl::Line;
 use serde_json::{Map, Value};
 
-use crate::Item;
 use crate::table::json_lines;
 use crate::units::{Unit, Units, decode};
+
+/// A row, or why there is none, at a 1-based line (JSON Lines) or row (parquet and JSON arrays).
+pub struct Item {
+    /// Where it stands.
+    pub line: usize,
+    /// The row, or a phrase that says what is wrong with it.
+    pub row: Result<Map<String, Value>, String>,
+}
 
 /// Iterates over parsed rows.
 pub struct Rows {

@@ -10,7 +10,7 @@ use deepspec_core::digest::Hasher;
 use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
 
-use crate::samples::{Samples, shared};
+use crate::samples::{SampleMeta, Samples, shared};
 use crate::{Report, StatesError, TargetBundle};
 
 /// Hidden states per shard of a cache that training writes, in bytes. A resumed first epoch captures at most so much anew.
@@ -46,17 +46,6 @@ pub(crate) struct Recording {
     pub plan: Plan,
     /// The place of each sample in the plan.
     pub places: Arc<Vec<usize>>,
-}
-
-/// What is known of a sample without its states.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SampleMeta<'d> {
-    /// The input row's id.
-    pub id: Cow<'d, str>,
-    /// Token ids.
-    pub input_ids: Cow<'d, [i32]>,
-    /// Supervised tokens as half-open spans.
-    pub spans: Cow<'d, [(u32, u32)]>,
 }
 
 impl Dataset {
@@ -219,16 +208,6 @@ impl Dataset {
             hasher.part(encoding.to_string().as_bytes());
         }
         hasher.hex()
-    }
-}
-
-impl<'d> SampleMeta<'d> {
-    fn of(sample: &'d PlannedSample) -> Self {
-        Self {
-            id: Cow::Borrowed(&sample.id),
-            input_ids: Cow::Borrowed(&sample.input_ids),
-            spans: Cow::Borrowed(&sample.spans),
-        }
     }
 }
 

@@ -24,10 +24,11 @@ mod stored;
 
 pub use batch::{Budget, batches, windows};
 pub use capture::{Capture, Captured};
-pub use dataset::{Dataset, SampleMeta};
+pub use dataset::Dataset;
 pub use error::StatesError;
 pub use fill::fill;
 pub use online::SampleStates;
 pub use rows::{Rejected, Report, Tokenised, tokenise};
+pub use samples::SampleMeta;
 pub use source::{TargetBundle, chat_template, check_fit, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};

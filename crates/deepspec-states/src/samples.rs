@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use deepspec_cache::{MappedFile, PlannedSample, faulted};
 use serde::{Deserialize, Serialize};
 
-use crate::dataset::SampleMeta;
 use crate::{Rejected, Report, StatesError};
 
 mod entry;
@@ -33,6 +32,27 @@ const TAIL: usize = 24;
 const PAGES_KEPT: u64 = 4 << 20;
 /// Unusable lines that the account names one by one.
 const NAMED: usize = 100;
+
+/// What is known of a sample without its states.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SampleMeta<'d> {
+    /// The input row's id.
+    pub id: Cow<'d, str>,
+    /// Token ids.
+    pub input_ids: Cow<'d, [i32]>,
+    /// Supervised tokens as half-open spans.
+    pub spans: Cow<'d, [(u32, u32)]>,
+}
+
+impl<'d> SampleMeta<'d> {
+    pub(crate) fn of(sample: &'d PlannedSample) -> Self {
+        Self {
+            id: Cow::Borrowed(&sample.id),
+            input_ids: Cow::Borrowed(&sample.input_ids),
+            spans: Cow::Borrowed(&sample.spans),
+        }
+    }
+}
 
 /// The samples of some files, mapped.
 #[derive(Debug)]

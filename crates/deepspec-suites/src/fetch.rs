@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
-use crate::record::Origin;
+use deepspec_core::atomic::FileError;
 use deepspec_core::cli::{UsageError, Verbosity, one_line};
+use deepspec_core::digest;
 use deepspec_hub::{Glob, Hub, HubError, Kind, Repo};
 
 use crate::plan::{Place, Plan, Wanted};
-use crate::store;
+use crate::record::{Origin, SourceFile};
 
 /// Gets files, from the hub or from disk.
 pub struct Fetcher {
@@ -28,7 +29,7 @@ impl Fetcher {
     /// If the hub cannot be reached or refuses, the dataset has no such part, or a file on disk cannot be read.
     pub fn fetch(&mut self, plan: &Plan) -> anyhow::Result<(Vec<PathBuf>, Origin)> {
         match &plan.wanted {
-            Wanted::Files(files) => Ok((files.clone(), store::origin_of(files)?)),
+            Wanted::Files(files) => Ok((files.clone(), origin_of(files)?)),
             Wanted::Hub { dataset, revision, place } => {
                 self.ask_hub(dataset, revision.as_deref(), place).map_err(|error| advise(&error, &plan.name))
             }
@@ -82,4 +83,13 @@ fn matching(hub: &Hub, repo: &Repo, pattern: &str) -> anyhow::Result<Vec<String>
 fn advise(error: &anyhow::Error, suite: &str) -> anyhow::Error {
     let told = format!("{}; --source {suite}=FILE reads the dataset's file from disk", one_line(error));
     if error.is::<UsageError>() { UsageError(told).into() } else { anyhow::anyhow!(told) }
+}
+
+/// The origin of files on disk.
+///
+/// # Errors
+/// If one of them cannot be read.
+fn origin_of(files: &[PathBuf]) -> Result<Origin, FileError> {
+    let one = |path: &PathBuf| Ok(SourceFile { path: path.clone(), sha256: digest::file(path)? });
+    files.iter().map(one).collect::<Result<_, _>>().map(Origin::Files)
 }

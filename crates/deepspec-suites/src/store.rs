@@ -2,9 +2,9 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::record::{Entry, FILE, Origin, Record, SourceFile};
+use crate::record::{Entry, FILE, Origin, Record};
 use crate::suite;
 use anyhow::bail;
 use deepspec_core::atomic::{self, FileError};
@@ -113,15 +113,6 @@ fn check(plan: &Plan, path: &Path, found: &str, entry: &Entry) -> anyhow::Result
         );
     }
     Ok(())
-}
-
-/// The origin of files on disk.
-///
-/// # Errors
-/// If one of them cannot be read.
-pub fn origin_of(files: &[PathBuf]) -> Result<Origin, FileError> {
-    let one = |path: &PathBuf| Ok(SourceFile { path: path.clone(), sha256: digest::file(path)? });
-    files.iter().map(one).collect::<Result<_, _>>().map(Origin::Files)
 }
 
 /// Where rows came from, for people.

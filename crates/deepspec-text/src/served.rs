@@ -1,10 +1,10 @@
 //! Whether a training text continues the prompts that a server renders before each answer.
 
-use crate::check::{Checked, Problem};
 use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::mask::Supervised;
 use crate::message::Role;
+use crate::problem::{Checked, Problem};
 use crate::prompt::prompt_text;
 use crate::rules::ChatTemplate;
 use crate::thoughts;

@@ -7,7 +7,6 @@ use tokenizers::Tokenizer;
 
 use crate::error::TextError;
 use crate::marks::Marks;
-use crate::tokenizer::{as_id, decode};
 
 /// What a decoder writes for bytes that are not (yet) a character.
 const BROKEN: char = '\u{FFFD}';
@@ -107,4 +106,14 @@ impl TokenStream {
 fn is_byte(token: &str) -> bool {
     let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
     digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
+}
+
+pub(crate) fn as_id(id: i64) -> Result<u32, TextError> {
+    u32::try_from(id).map_err(|_| TextError::NotAnId { id })
+}
+
+pub(crate) fn decode(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
+    tokenizer
+        .decode(ids, skip_special)
+        .map_err(|source| TextError::Tokenize { action: "detokenising", source })
 }

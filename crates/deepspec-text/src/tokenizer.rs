@@ -15,7 +15,7 @@ use crate::conversation::for_template;
 use crate::error::TextError;
 use crate::marks::{Marks, SpecialFence};
 use crate::message::{Message, Role};
-use crate::stream::TokenStream;
+use crate::stream::{TokenStream, as_id, decode};
 use crate::template::{Jinja, RenderOptions};
 
 /// The special tokens that transformers gives to chat templates.
@@ -235,16 +235,6 @@ impl ChatTokenizer {
 fn special_texts(tokenizer: &Tokenizer) -> Vec<String> {
     let added = tokenizer.get_added_tokens_decoder().into_values();
     added.filter(|token| token.special && !token.content.is_empty()).map(|token| token.content).collect()
-}
-
-pub(crate) fn as_id(id: i64) -> Result<u32, TextError> {
-    u32::try_from(id).map_err(|_| TextError::NotAnId { id })
-}
-
-pub(crate) fn decode(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
-    tokenizer
-        .decode(ids, skip_special)
-        .map_err(|source| TextError::Tokenize { action: "detokenising", source })
 }
 
 /// `tokenizer_config.json`, as far as we read it.

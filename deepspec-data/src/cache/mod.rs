@@ -1,11 +1,14 @@
 //! `cache`: the target's hidden states on disk, built, checked and looked at.
 
 mod build;
+mod command;
 mod inspect;
 mod merge;
 mod plan;
 mod reference;
 mod verify;
+
+pub use command::{Command, run};
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -15,41 +18,6 @@ use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
-
-/// What to do with a cache.
-#[derive(clap::Subcommand)]
-pub enum Command {
-    /// Say what a build would write and how long it would take, before anything runs
-    Plan(plan::Args),
-    /// Run the target over conversations and keep its hidden states; the same command resumes after a kill
-    Build(build::Args),
-    /// Publish what the workers of a build have finished, after checking that all of it is there
-    Merge(merge::Args),
-    /// Take over a target cache of the reference's format 2
-    Import(reference::ImportArgs),
-    /// Write a cache in the reference's format 2; needs bf16 and all last states
-    Export(reference::ExportArgs),
-    /// Check every byte of a cache
-    Verify(verify::Args),
-    /// Say what a cache holds, or what one sample looks like
-    Inspect(inspect::Args),
-}
-
-/// Runs the command.
-///
-/// # Errors
-/// Usage errors; exit code 1 if rows were rejected or a cache is damaged.
-pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
-    match command {
-        Command::Build(args) => build::run(args, verbosity),
-        Command::Plan(args) => plan::run(args, verbosity),
-        Command::Merge(args) => merge::run(args, verbosity),
-        Command::Import(args) => reference::import(args, verbosity),
-        Command::Export(args) => reference::export(args, verbosity),
-        Command::Verify(args) => verify::run(args, verbosity),
-        Command::Inspect(args) => inspect::run(args),
-    }
-}
 
 /// What the states are captured from, and where they go.
 #[derive(clap::Args)]

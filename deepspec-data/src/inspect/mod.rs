@@ -1,5 +1,6 @@
 //! `inspect`: what a drafter would learn from, row by row, and which rows would teach it something wrong.
 
+mod args;
 mod html;
 mod row;
 mod server;
@@ -10,11 +11,13 @@ mod survey;
 mod terminal;
 
 use std::io::{self, BufWriter, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::{atomic, env, usage};
 use serde_json::json;
+
+pub use args::Args;
 
 use crate::places;
 use settings::Settings;
@@ -23,48 +26,6 @@ use survey::Survey;
 
 /// Problems that are shown one by one; `--json` and `--html` have all.
 const SHOWN_PROBLEMS: usize = 10;
-
-/// What to look at and how to show it.
-#[derive(clap::Args)]
-pub struct Args {
-    /// JSONL rows with `id` and `conversations`, plain or compressed
-    #[arg(long, required = true, num_args = 1.., value_name = "F")]
-    input: Vec<PathBuf>,
-    /// Folder or hub id of the target, for its tokenizer and chat template; by default the recipe's
-    #[arg(long, value_name = "M", required_unless_present = "config")]
-    model: Option<String>,
-    /// Recipe of the run; its chat_template, system_prompt and max_length decide the mask
-    #[arg(long, value_name = "C")]
-    config: Option<PathBuf>,
-    /// Mask rules without a recipe: qwen, gemma4, generation (the template's own tags), or a YAML file with an entry; by
-    /// default those whose marks the template writes
-    #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
-    chat_template: Option<String>,
-    /// Show this many rows, the first ones; all rows are checked
-    #[arg(long, default_value_t = 5, value_name = "N")]
-    limit: usize,
-    /// Show the rows with these ids instead
-    #[arg(long, num_args = 1.., value_name = "ID", conflicts_with = "limit")]
-    id: Vec<String>,
-    /// Show every row
-    #[arg(long, conflicts_with_all = ["limit", "id"])]
-    all: bool,
-    /// Tokens at which a row is cut, by default the recipe's, else 4096
-    #[arg(long, value_name = "N")]
-    max_length: Option<usize>,
-    /// Write the rows and the findings to a page of its own
-    #[arg(long, value_name = "F")]
-    html: Option<PathBuf>,
-    /// Print rows, findings and summary as one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Also compare prompts with those of a running server that can say how it renders them (vLLM's /tokenize)
-    #[arg(long, value_name = "URL")]
-    server: Option<String>,
-    /// Replace an HTML file that is there
-    #[arg(long)]
-    overwrite: bool,
-}
 
 /// Runs the command.
 ///

@@ -8,7 +8,7 @@ use deepspec_hub::{HubError, model_dir};
 use deepspec_states::{StatesError, chat_template, mask_rules};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
-use super::Args;
+use super::args::Args;
 
 /// Everything that decides a row's mask.
 pub struct Settings {

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::{atomic, env, usage};
 
+use super::args::Args;
 use super::input::Input;
-use super::{Args, report};
+use super::report;
 use crate::places::{place, places};
 use crate::rejects;
 

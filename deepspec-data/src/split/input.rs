@@ -8,7 +8,7 @@ use deepspec_core::{config, env, usage};
 use deepspec_hub::{Hub, HubError, Kind, Repo};
 use serde::{Deserialize, Serialize};
 
-use super::Args;
+use super::args::Args;
 use super::roles::{Roles, Target};
 use deepspec_rows::{DataFile, Source};
 

@@ -3,6 +3,7 @@
 //! The files are read at most twice and never held (see [`passes`]). Memory holds a few batches of rows, one bit a row, and about 20 bytes for each prompt that is compared with others and each id that
 //! the rows bring along.
 
+mod args;
 mod assign;
 mod clashes;
 mod columns;
@@ -21,11 +22,12 @@ mod survey;
 mod unit;
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::{atomic, usage};
+
+pub use args::Args;
 
 use crate::rejects::{self, Recorder};
 use assign::{Quota, Share};
@@ -35,56 +37,7 @@ use input::Input;
 use output::Outputs;
 use passes::{Drawn, OptimisticPass};
 use report::Sum;
-use roles::RoleArg;
 use survey::{Example, Found, Judge, Survey};
-
-/// What to split, how and where to.
-#[derive(clap::Args)]
-pub struct Args {
-    /// ShareGPT (`from`/`value`) or OpenAI (`role`/`content`) conversations: a .parquet, .jsonl or .json file (text also
-    /// as .gz or .zst), a folder of them, a dataset's id on the hub, or a mix of several as MIX.yaml
-    #[arg(long, value_name = "ID|FILE|MIX.yaml")]
-    dataset: String,
-    /// Branch, tag or commit of a dataset on the hub
-    #[arg(long, value_name = "R")]
-    revision: Option<String>,
-    /// Configuration of a dataset on the hub
-    #[arg(long, value_name = "C")]
-    config_name: Option<String>,
-    /// Split of a dataset on the hub
-    #[arg(long, value_name = "S")]
-    split: Option<String>,
-    /// Where the training conversations go; rejected rows go beside it, to F.rejected.jsonl, the accounts to F.report.json
-    #[arg(long, value_name = "F")]
-    train_output: PathBuf,
-    /// Where the held-out prompts go, as lists of the user's turns
-    #[arg(long, value_name = "F")]
-    eval_output: PathBuf,
-    /// Fraction of the rows that is held out
-    #[arg(long, value_name = "FRACTION", default_value_t = 0.05)]
-    test_size: f64,
-    /// Decides which rows are drawn and which are held out
-    #[arg(long, default_value_t = 42)]
-    seed: u64,
-    /// Draw this many rows first and leave the others out
-    #[arg(long, value_name = "N")]
-    sample_size: Option<usize>,
-    /// What a speaker's messages become: system, user, assistant, tool or drop; give it again for more speakers
-    #[arg(long, value_name = "SPEAKER=ROLE")]
-    role: Vec<RoleArg>,
-    /// Leave out system messages
-    #[arg(long)]
-    drop_system: bool,
-    /// Keep only the first of the rows in which system and user say the same, blanks aside
-    #[arg(long)]
-    dedup: bool,
-    /// Leave out rows in which the user says what an evaluation suite ({"turns"} JSONL) asks: a whole turn, or 13 words in a row
-    #[arg(long, num_args = 1.., value_name = "FILE")]
-    decontaminate: Vec<PathBuf>,
-    /// Replace outputs that exist
-    #[arg(long)]
-    overwrite: bool,
-}
 
 /// Runs the command.
 ///

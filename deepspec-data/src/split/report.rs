@@ -8,7 +8,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::Args;
+use super::args::Args;
 use super::contamination::Suites;
 use super::input::{Input, Origin};
 use super::passes::Drawn;

@@ -9,8 +9,18 @@ use deepspec_schedule::ScheduleError;
 use deepspec_schedule::calibrate::Calibration;
 use deepspec_schedule::reliability::{Binning, Reliability};
 
-use super::Prompt;
+use crate::confidence::Observed;
 use crate::statistics::{Estimate, RESAMPLES, quantiles, weights};
+
+/// A prompt and the blocks that were drafted for it, of all turns and seeds.
+pub struct Prompt {
+    /// Its suite.
+    pub suite: String,
+    /// Its id.
+    pub sample: String,
+    /// What was drafted and what became of it.
+    pub blocks: Vec<Observed>,
+}
 
 /// A mean calibration error over prompts.
 pub struct PromptError {

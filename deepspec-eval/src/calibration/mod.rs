@@ -16,7 +16,7 @@ use crate::confidence::{self, Observed};
 use crate::results::Results;
 use crate::statistics::Interval;
 use crate::traces;
-use bootstrap::PromptError;
+use bootstrap::{Prompt, PromptError};
 pub use file::Calibration;
 use file::{Bootstrap, Fit, HeldOut, Sureness};
 
@@ -81,13 +81,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         shown::render(&calibration)
     };
     Ok(crate::output::print(&text)?)
-}
-
-/// A prompt and the blocks that were drafted for it, of all turns and seeds.
-struct Prompt {
-    suite: String,
-    sample: String,
-    blocks: Vec<Observed>,
 }
 
 /// Some of the prompts.

@@ -3,7 +3,8 @@
 use deepspec_suites::Domain;
 use serde::Serialize;
 
-use super::{Labelled, differences};
+use super::differences;
+use super::labelled::{Labelled, Suite};
 use crate::results::SuiteResult;
 use crate::statistics::{Estimate, Interval};
 use crate::table::{Table, number};
@@ -84,7 +85,7 @@ fn resample(one: &Labelled, other: &Labelled, name: &String) -> Option<Resampled
     let prompts = one.prompts.get(name).zip(other.prompts.get(name)).filter(|_| pairs);
     let (estimate, count) = match prompts {
         Some((mine, theirs)) => {
-            let length = |prompts: &super::Suite, also: &super::Suite| {
+            let length = |prompts: &Suite, also: &Suite| {
                 let both = prompts.iter().filter(|(id, _)| also.contains_key(*id));
                 Estimate::accepted_length(name, both.map(|(id, counts)| (id.as_str(), *counts)))
             };

@@ -3,7 +3,7 @@
 use deepspec_core::digest::short;
 use serde_json::{Value, json};
 
-use super::Labelled;
+use super::labelled::Labelled;
 use crate::results::{Results, SuiteResult};
 
 /// What keeps the results from being comparable, a sentence each.

@@ -4,18 +4,18 @@ mod deltas;
 mod differences;
 #[cfg(test)]
 mod fuzz;
+mod labelled;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::usage;
 use serde::Serialize;
 
 use crate::results::{DomainResult, Metrics, Results, Scored, SuiteResult, averages};
-use crate::statistics::{Counts, Estimate};
 use crate::table::{Table, factor, number};
 use crate::traces;
 use deltas::Deltas;
+use labelled::{Labelled, Prompts};
 
 /// Which results to compare.
 #[derive(clap::Args)]
@@ -30,20 +30,6 @@ pub struct Args {
     #[arg(long)]
     json: bool,
 }
-
-/// A result and its name.
-struct Labelled {
-    label: String,
-    path: PathBuf,
-    results: Results,
-    /// What every prompt gave, by suite and sample.
-    prompts: Prompts,
-}
-
-/// By suite.
-type Prompts = BTreeMap<String, Suite>;
-/// By sample.
-type Suite = BTreeMap<String, Counts>;
 
 /// Runs the command.
 ///
@@ -119,25 +105,6 @@ fn prompts(path: &Path, results: &Results) -> Prompts {
     };
     tracing::warn!("{problem}; its accepted lengths have no intervals here");
     Prompts::new()
-}
-
-impl Labelled {
-    /// Which suites it has, as a phrase.
-    fn suites(&self) -> String {
-        let names: Vec<&str> = self.results.suites.iter().map(|suite| suite.name.as_str()).collect();
-        let names = if names.is_empty() { "none".into() } else { names.join(", ") };
-        format!("{} has {names}", self.path.display())
-    }
-
-    /// τ of a suite over resampled prompts.
-    fn length(&self, suite: &SuiteResult) -> Estimate {
-        match self.prompts.get(&suite.name) {
-            Some(prompts) => {
-                Estimate::accepted_length(&suite.name, prompts.iter().map(|(id, c)| (id.as_str(), *c)))
-            }
-            None => Estimate::bare(suite.metrics.accepted_length),
-        }
-    }
 }
 
 /// The suites that all results have, in the order of the first.

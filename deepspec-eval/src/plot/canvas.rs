@@ -6,10 +6,11 @@ use plotters::prelude::*;
 use resvg::tiny_skia::{Pixmap, Transform};
 use resvg::usvg::{Options, Tree};
 
-use super::theme::FONT;
-
 /// Units per pixel. Plotters counts in whole units: were they pixels, curves would have steps and discs few sizes.
 pub(crate) const UNITS: u32 = 10;
+/// Our letters, whatever fonts are installed. See `assets/LICENSE-DejaVu.txt`.
+pub(crate) static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-subset.ttf");
+
 /// Pixels left free at each edge.
 const MARGIN: f64 = 16.0;
 

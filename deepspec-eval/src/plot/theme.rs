@@ -6,6 +6,7 @@ use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::register_font;
 
+use super::canvas::FONT;
 use super::px;
 
 /// Colours that are told apart in colour-blind vision (Okabe & Ito 2008).
@@ -30,8 +31,6 @@ pub mod palette {
     pub const FAINT: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 }
 
-/// Our letters, whatever fonts are installed. See `assets/LICENSE-DejaVu.txt`.
-pub(crate) static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-subset.ttf");
 /// Where our own font is not installed, a browser takes a like one.
 const FAMILIES: &str = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif";
 /// Pixels of the letters at ticks, axes and keys.

@@ -13,7 +13,8 @@ use deepspec_suites::{Asking, Prepared};
 use deepspec_text::{Message, Role, without_thoughts};
 
 use super::args::Shard;
-use super::journal::{Arm, Entry, Journal, Key};
+use super::entry::{Arm, Entry, Key};
+use super::journal::Journal;
 use super::plausible;
 use crate::results::{Timing, Turns};
 

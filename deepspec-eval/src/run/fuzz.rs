@@ -8,7 +8,8 @@ use deepspec_decode::{Cycle, Finish, Request, Sampling, Tally};
 use deepspec_testkit::mutate::Dice;
 use serde_json::{Map, Value, json};
 
-use super::journal::{Arm, Entry, Journal, Key};
+use super::entry::{Arm, Entry, Key};
+use super::journal::Journal;
 use super::plausible::Asked;
 use crate::results::Timing;
 

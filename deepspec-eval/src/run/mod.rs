@@ -2,6 +2,7 @@
 
 mod args;
 mod decode;
+mod entry;
 #[cfg(test)]
 mod fuzz;
 mod journal;
@@ -27,7 +28,8 @@ use crate::report;
 use crate::results::{Results, Settings};
 pub use args::{Args, Dtype, Switch};
 use decode::Plan;
-use journal::{Arm, Journal};
+use entry::Arm;
+use journal::Journal;
 use models::Models;
 
 /// Folders of target and drafter.

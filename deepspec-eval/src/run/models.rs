@@ -15,7 +15,8 @@ use tch::{Device, Kind};
 
 use super::args::Dtype;
 use super::decode::{Pass, Plan, decode};
-use super::journal::{Arm, Journal};
+use super::entry::Arm;
+use super::journal::Journal;
 use crate::results::{DrafterIdentity, Settings, TargetIdentity};
 
 /// Where tensors live, and of which kind they are.

@@ -3,7 +3,7 @@
 
 use deepspec_decode::{Cycle, Finish, Request};
 
-use super::journal::Entry;
+use super::entry::Entry;
 
 /// What an answer is checked against.
 pub struct Asked<'a> {

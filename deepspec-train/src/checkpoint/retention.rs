@@ -8,12 +8,7 @@ use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
 use serde::{Deserialize, Serialize};
 
-use super::{Checkpoints, LATEST, STATE_JSON, TrainState};
-
-/// The link to the checkpoint with the greatest accepted length on the validation suite.
-pub(super) const BEST: &str = "step_best";
-/// What is known of it.
-pub(super) const BEST_FILE: &str = "best.json";
+use super::{BEST, BEST_FILE, Checkpoints, LATEST, STATE_JSON, TrainState};
 
 /// The best checkpoint so far.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

@@ -1,6 +1,6 @@
 //! A process's place among those of a job, as torchrun or Slurm tell it.
 
-mod slurm;
+pub(super) mod slurm;
 
 use std::env::var_os;
 use std::str::FromStr;
@@ -76,39 +76,7 @@ pub const THREADS: &str = "OMP_NUM_THREADS";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// [`super::ranks`] with another source of variables than this process, and of the system's range of ports for connections.
-///
-/// torchrun's names come first: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Else the names that `srun` gives its
-/// tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, the first node of SLURM_STEP_NODELIST, and a port by SLURM_JOB_ID
-/// and SLURM_STEP_ID. A batch script, which has SLURM_NTASKS too but is no task of a step, is on its own; so is the only task of
-/// a step without MASTER_ADDR, which may start processes itself.
-///
-/// # Errors
-/// See [`RanksError`].
-pub fn ranks_from(
-    read: impl Fn(&str) -> Option<String>,
-    port_range: impl Fn() -> Option<String>,
-) -> Result<Option<Ranks>, RanksError> {
-    let given = |name: &str| read(name).filter(|text| !text.is_empty());
-    let ranks = if given("RANK").is_some() {
-        Some(torchrun(given)?)
-    } else if given(slurm::PRESENT).is_some() {
-        slurm::place(given, port_range().as_deref())?
-    } else {
-        None
-    };
-    let Some(ranks) = ranks else { return Ok(None) };
-    if ranks.rank >= ranks.world_size {
-        return Err(RanksError::Value {
-            name: "RANK",
-            value: ranks.rank.to_string(),
-            expected: format!("less than the number of processes, {}", ranks.world_size),
-        });
-    }
-    Ok(Some(ranks))
-}
-
-fn torchrun(given: impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
+pub(super) fn torchrun(given: impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
     let need = |name| given(name).ok_or(RanksError::Incomplete { present: "RANK", absent: name });
     Ok(Ranks {
         rank: number("RANK", &need("RANK")?)?,
@@ -130,6 +98,7 @@ fn number<T: FromStr>(name: &'static str, value: &str) -> Result<T, RanksError> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::env::ranks_from;
 
     fn with(variables: &[(&str, &str)]) -> Result<Option<Ranks>, RanksError> {
         let read =

@@ -3,6 +3,7 @@
 mod commit;
 mod draft;
 mod forward;
+mod guard;
 mod memory;
 mod numbers;
 mod sequence;
@@ -214,7 +215,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.admit();
         let mut events = vec![];
         while !self.is_idle() {
-            match memory::guarded(|| self.attempt()) {
+            match guard::guarded(|| self.attempt()) {
                 Ok(more) => {
                     events.extend(more);
                     return events;

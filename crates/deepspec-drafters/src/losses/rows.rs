@@ -2,21 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::terms::{GradCoeffs, Needs};
-
-/// Distances of some rows, `[n, 1]` float32 each.
-pub struct RowDistances {
-    /// −log p^d(x*).
-    pub ce: Tensor,
-    /// ‖p^d − p^t‖₁.
-    pub l1: Tensor,
-    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where a loss needs them.
-    pub soft: Option<(Tensor, Tensor)>,
-    /// Σ min(p^d, p^t), where a loss needs it.
-    pub overlap: Option<Tensor>,
-    /// 1 where both prefer the same token, where that is asked for.
-    pub agreement: Option<Tensor>,
-}
+use super::terms::{GradCoeffs, Needs, RowDistances};
 
 /// p^d and p^t of some rows, `[n, V]` float32.
 pub(super) struct Rows {

@@ -3,13 +3,26 @@
 use tch::{Kind, Tensor};
 
 use super::recipe::{Dpace, Lk, LkForm, LossRecipe};
-use super::rows::RowDistances;
 
 /// Below this an overlap counts as this, so that its logarithm stays finite.
 const LEAST_OVERLAP: f64 = 1e-8;
 
 /// All terms, in the order of their columns and sums.
 pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &Divergence, &Overlap];
+
+/// Distances of some rows, `[n, 1]` float32 each.
+pub struct RowDistances {
+    /// −log p^d(x*).
+    pub ce: Tensor,
+    /// ‖p^d − p^t‖₁.
+    pub l1: Tensor,
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where a loss needs them.
+    pub soft: Option<(Tensor, Tensor)>,
+    /// Σ min(p^d, p^t), where a loss needs it.
+    pub overlap: Option<Tensor>,
+    /// 1 where both prefer the same token, where that is asked for.
+    pub agreement: Option<Tensor>,
+}
 
 /// A loss of a row with label x*, drafter p^d and target p^t.
 pub trait LossTerm: Sync {

@@ -7,7 +7,6 @@ mod admission;
 mod circuit;
 mod extensions;
 mod failure;
-mod permit;
 mod server;
 mod stats;
 mod watch;
@@ -21,11 +20,10 @@ use deepspec_serve::fresh_number;
 use serde_json::{Map, Value};
 
 use super::answer::{Answer, AskError};
-use admission::Admission;
+use admission::{Acquired, Admission, Slot};
 use circuit::Change;
 use extensions::{Extensions, Fields, Refusal};
 use failure::{Class, Failure};
-use permit::Permit;
 pub use server::check_urls;
 use server::{Server, client};
 
@@ -314,6 +312,38 @@ impl Pool {
     fn lock(&self) -> MutexGuard<'_, Admission> {
         // Nothing panics while it holds the lock; should it, the process ends.
         self.admission.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The right to have one request at a server. Dropping it gives the slot to the next in line.
+struct Permit {
+    pool: Arc<Pool>,
+    taken: Slot,
+}
+
+impl Permit {
+    /// Waits for a slot, at `home` if it has one free, at `avoid` only if no other server serves.
+    async fn take(pool: &Arc<Pool>, home: Option<usize>, avoid: Option<usize>) -> Result<Self, AskError> {
+        let turn = pool.lock().take(home, avoid);
+        let taken = match turn.map_err(|problem| AskError::Run(anyhow!(problem)))? {
+            Acquired::Now(taken) => taken,
+            Acquired::Later(turn) => turn.await.map_err(|_| {
+                let problem = pool.lock().closed().unwrap_or("the run has ended").to_string();
+                AskError::Run(anyhow!(problem))
+            })?,
+        };
+        Ok(Self { pool: Arc::clone(pool), taken })
+    }
+
+    /// The server's number.
+    fn server(&self) -> usize {
+        self.taken.server
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.pool.lock().release(self.taken);
     }
 }
 

@@ -1,0 +1,34 @@
+//! Names of repositories as people and files give them.
+
+use crate::HubError;
+use crate::repo::{Kind, Repo, is_name, is_path, split};
+
+impl Repo {
+    /// Reads `owner/name` or `owner/name@revision`; `revision` is the same said elsewhere, such as by a flag.
+    ///
+    /// # Errors
+    /// If the text has another form, or if the two revisions differ.
+    pub fn parse(kind: Kind, text: &str, revision: Option<&str>) -> Result<Self, HubError> {
+        let (id, own) = split(text);
+        if !is_name(id) {
+            return Err(HubError::NotAnId { kind, text: text.into() });
+        }
+        match (own, revision) {
+            (Some(own), Some(other)) if own != other => {
+                Err(HubError::TwoRevisions { text: text.into(), other: other.into() })
+            }
+            _ => Ok(Self { kind, id: id.into(), revision: own.or(revision).map(Into::into) }),
+        }
+    }
+
+    /// Refuses names that would lead outside the cache or to another address.
+    pub(crate) fn check(&self) -> Result<(), HubError> {
+        if !is_name(&self.id) {
+            return Err(HubError::NotAnId { kind: self.kind, text: self.id.clone() });
+        }
+        if !is_path(self.revision()) || self.revision().contains(['?', '#', '%']) {
+            return Err(HubError::NoRevision { repo: self.clone() });
+        }
+        Ok(())
+    }
+}

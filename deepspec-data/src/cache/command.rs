@@ -1,0 +1,40 @@
+//! Which work on a cache is asked for.
+
+use deepspec_core::cli::Verbosity;
+
+use super::{build, inspect, merge, plan, reference, verify};
+
+/// What to do with a cache.
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Say what a build would write and how long it would take, before anything runs
+    Plan(plan::Args),
+    /// Run the target over conversations and keep its hidden states; the same command resumes after a kill
+    Build(build::Args),
+    /// Publish what the workers of a build have finished, after checking that all of it is there
+    Merge(merge::Args),
+    /// Take over a target cache of the reference's format 2
+    Import(reference::ImportArgs),
+    /// Write a cache in the reference's format 2; needs bf16 and all last states
+    Export(reference::ExportArgs),
+    /// Check every byte of a cache
+    Verify(verify::Args),
+    /// Say what a cache holds, or what one sample looks like
+    Inspect(inspect::Args),
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors; exit code 1 if rows were rejected or a cache is damaged.
+pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
+    match command {
+        Command::Build(args) => build::run(args, verbosity),
+        Command::Plan(args) => plan::run(args, verbosity),
+        Command::Merge(args) => merge::run(args, verbosity),
+        Command::Import(args) => reference::import(args, verbosity),
+        Command::Export(args) => reference::export(args, verbosity),
+        Command::Verify(args) => verify::run(args, verbosity),
+        Command::Inspect(args) => inspect::run(args),
+    }
+}

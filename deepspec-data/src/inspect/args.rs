@@ -1,0 +1,45 @@
+//! What `inspect` is asked for.
+
+use std::path::PathBuf;
+
+/// What to look at and how to show it.
+#[derive(clap::Args)]
+pub struct Args {
+    /// JSONL rows with `id` and `conversations`, plain or compressed
+    #[arg(long, required = true, num_args = 1.., value_name = "F")]
+    pub input: Vec<PathBuf>,
+    /// Folder or hub id of the target, for its tokenizer and chat template; by default the recipe's
+    #[arg(long, value_name = "M", required_unless_present = "config")]
+    pub model: Option<String>,
+    /// Recipe of the run; its chat_template, system_prompt and max_length decide the mask
+    #[arg(long, value_name = "C")]
+    pub config: Option<PathBuf>,
+    /// Mask rules without a recipe: qwen, gemma4, generation (the template's own tags), or a YAML file with an entry; by
+    /// default those whose marks the template writes
+    #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
+    pub chat_template: Option<String>,
+    /// Show this many rows, the first ones; all rows are checked
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    pub limit: usize,
+    /// Show the rows with these ids instead
+    #[arg(long, num_args = 1.., value_name = "ID", conflicts_with = "limit")]
+    pub id: Vec<String>,
+    /// Show every row
+    #[arg(long, conflicts_with_all = ["limit", "id"])]
+    pub all: bool,
+    /// Tokens at which a row is cut, by default the recipe's, else 4096
+    #[arg(long, value_name = "N")]
+    pub max_length: Option<usize>,
+    /// Write the rows and the findings to a page of its own
+    #[arg(long, value_name = "F")]
+    pub html: Option<PathBuf>,
+    /// Print rows, findings and summary as one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Also compare prompts with those of a running server that can say how it renders them (vLLM's /tokenize)
+    #[arg(long, value_name = "URL")]
+    pub server: Option<String>,
+    /// Replace an HTML file that is there
+    #[arg(long)]
+    pub overwrite: bool,
+}

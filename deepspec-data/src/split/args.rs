@@ -1,0 +1,53 @@
+//! What `split` is asked for.
+
+use std::path::PathBuf;
+
+use super::roles::RoleArg;
+
+/// What to split, how and where to.
+#[derive(clap::Args)]
+pub struct Args {
+    /// ShareGPT (`from`/`value`) or OpenAI (`role`/`content`) conversations: a .parquet, .jsonl or .json file (text also
+    /// as .gz or .zst), a folder of them, a dataset's id on the hub, or a mix of several as MIX.yaml
+    #[arg(long, value_name = "ID|FILE|MIX.yaml")]
+    pub dataset: String,
+    /// Branch, tag or commit of a dataset on the hub
+    #[arg(long, value_name = "R")]
+    pub revision: Option<String>,
+    /// Configuration of a dataset on the hub
+    #[arg(long, value_name = "C")]
+    pub config_name: Option<String>,
+    /// Split of a dataset on the hub
+    #[arg(long, value_name = "S")]
+    pub split: Option<String>,
+    /// Where the training conversations go; rejected rows go beside it, to F.rejected.jsonl, the accounts to F.report.json
+    #[arg(long, value_name = "F")]
+    pub train_output: PathBuf,
+    /// Where the held-out prompts go, as lists of the user's turns
+    #[arg(long, value_name = "F")]
+    pub eval_output: PathBuf,
+    /// Fraction of the rows that is held out
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.05)]
+    pub test_size: f64,
+    /// Decides which rows are drawn and which are held out
+    #[arg(long, default_value_t = 42)]
+    pub seed: u64,
+    /// Draw this many rows first and leave the others out
+    #[arg(long, value_name = "N")]
+    pub sample_size: Option<usize>,
+    /// What a speaker's messages become: system, user, assistant, tool or drop; give it again for more speakers
+    #[arg(long, value_name = "SPEAKER=ROLE")]
+    pub role: Vec<RoleArg>,
+    /// Leave out system messages
+    #[arg(long)]
+    pub drop_system: bool,
+    /// Keep only the first of the rows in which system and user say the same, blanks aside
+    #[arg(long)]
+    pub dedup: bool,
+    /// Leave out rows in which the user says what an evaluation suite ({"turns"} JSONL) asks: a whole turn, or 13 words in a row
+    #[arg(long, num_args = 1.., value_name = "FILE")]
+    pub decontaminate: Vec<PathBuf>,
+    /// Replace outputs that exist
+    #[arg(long)]
+    pub overwrite: bool,
+}
