@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use safetensors::Dtype;
 
 use crate::fields::read_object;
-use crate::layout::{self, REBUILT};
-use crate::{Dialect, DialectError, Drafter, TensorFacts, Tensors, dialect};
+use crate::shapes::{self, REBUILT};
+use crate::{Dialect, DialectError, Drafter, TensorFacts, Tensors, layouts};
 
 /// A drafter checkpoint of any known dialect.
 pub struct Checkpoint {
@@ -26,7 +26,7 @@ impl Checkpoint {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
         let tensors = Tensors::open(dir)?;
-        let (dialect, drafter) = dialect::read(&path, &map, &tensors)?;
+        let (dialect, drafter) = layouts::read(&path, &map, &tensors)?;
         Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors })
     }
 
@@ -52,7 +52,7 @@ impl Checkpoint {
 
     /// Whether the tensor of this name is a copy of the target's, which no training changes.
     pub fn is_targets(&self, name: &str) -> bool {
-        layout::is_embed_or_head(name) || REBUILT.contains(&name)
+        shapes::is_embed_or_head(name) || REBUILT.contains(&name)
     }
 
     /// A tensor by its name in the reference: its name in the files, and what is known of it.
@@ -71,10 +71,10 @@ impl Checkpoint {
     /// # Errors
     /// [`DialectError::Tensor`] naming the first that is missing, misshapen or of no use.
     pub fn check(&self) -> Result<(), DialectError> {
-        let Some(wanted) = layout::tensors(&self.dir.join("config.json"), &self.drafter)? else {
+        let Some(wanted) = shapes::tensors(&self.dir.join("config.json"), &self.drafter)? else {
             return Ok(());
         };
-        let ends = [(layout::EMBED, self.drafter.vocab_size), (layout::HEAD, self.drafter.draft_vocab_size)];
+        let ends = [(shapes::EMBED, self.drafter.vocab_size), (shapes::HEAD, self.drafter.draft_vocab_size)];
         let shape = |rows: u64| vec![rows as usize, self.drafter.hidden_size as usize];
         let ends: Vec<(String, Vec<usize>)> = ends
             .iter()
@@ -108,11 +108,11 @@ impl Checkpoint {
 /// What to do with a folder whose dialect is not the reference's, in one sentence; None where it is none that is known.
 pub fn advice(dir: &Path) -> Option<String> {
     let checkpoint = Checkpoint::open(dir).ok()?;
-    let (dialect, algorithm) = (checkpoint.dialect, checkpoint.drafter.algorithm());
+    let (dialect, kind) = (checkpoint.dialect, checkpoint.drafter.kind.title());
     if dialect == Dialect::Reference {
         return None;
     }
-    let what = format!("it is a {algorithm} checkpoint of the dialect {dialect}");
+    let what = format!("it is a {kind} checkpoint of the dialect {dialect}");
     Some(match checkpoint.drafter.refusal(dialect, Dialect::Reference) {
         Some(reason) => format!("{what}, which cannot be converted: {reason}"),
         None => {

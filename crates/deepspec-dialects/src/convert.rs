@@ -8,11 +8,11 @@ use deepspec_core::atomic::{self, FileError};
 use safetensors::Dtype;
 use serde_json::{Map, Value};
 
-use crate::layout::{EMBED, HEAD, REBUILT, VERIFIER_NORM, is_embed_or_head};
 use crate::numbers::{cast, differing_rows};
+use crate::shapes::{EMBED, HEAD, REBUILT, VERIFIER_NORM, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
 use crate::write::{Source, Written, write};
-use crate::{Checkpoint, Dialect, DialectError, Drafter, Target};
+use crate::{Checkpoint, Dialect, DialectError, Drafter, Target, layouts};
 
 const CONFIG: &str = "config.json";
 
@@ -82,7 +82,7 @@ pub fn convert<'a>(
         taken.push(VERIFIER_NORM.into());
     }
     Ok(Converted {
-        config: to.config(&drafter, Some(target), dtype_name(source.dtype())),
+        config: layouts::config(&drafter, to, Some(target), dtype_name(source.dtype())),
         tensors,
         dropped,
         taken,
@@ -113,7 +113,7 @@ fn without_target<'a>(source: &'a Checkpoint, to: Dialect, drafter: &Drafter) ->
             source: Source::Copy(source.tensors(), name),
         });
     }
-    let config = to.config(drafter, None, dtype_name(source.dtype()));
+    let config = layouts::config(drafter, to, None, dtype_name(source.dtype()));
     Some(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }
 

@@ -178,7 +178,7 @@ fn fill_in_slots_go_where_they_are_known_and_back() {
     assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
     assert_eq!(config["architectures"], json!(["Qwen3DSparkModel"]));
     for folder in [&there, &ours] {
-        assert_eq!(Checkpoint::open(folder.path()).unwrap().drafter().drafted(), 4);
+        assert_eq!(Checkpoint::open(folder.path()).unwrap().drafter().kind.drafted(), 4);
         assert_eq!(bytes(&converted(folder, Dialect::Zlab, Some(&target))), bytes(&zlab));
     }
     assert_eq!(bytes(&converted(&there, Dialect::Reference, Some(&target))), bytes(&ours));
@@ -220,10 +220,10 @@ fn what_a_container_says_of_its_slots_counts() {
     for inner in [false, true] {
         for (from, flag, drafted) in [(&specforge, false, 4), (&zlab, true, 5)] {
             let from = flagged(from, flag, inner);
-            assert_eq!(Checkpoint::open(from.path()).unwrap().drafter().drafted(), drafted);
+            assert_eq!(Checkpoint::open(from.path()).unwrap().drafter().kind.drafted(), drafted);
             let ours = converted(&from, Dialect::Reference, Some(&target));
             assert_eq!(ours.config()["sample_from_anchor"] == json!(false), !flag);
-            assert_eq!(Checkpoint::open(ours.path()).unwrap().drafter().drafted(), drafted);
+            assert_eq!(Checkpoint::open(ours.path()).unwrap().drafter().kind.drafted(), drafted);
         }
     }
     let torn = flagged(&flagged(&zlab, true, true), false, false);

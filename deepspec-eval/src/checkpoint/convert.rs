@@ -51,7 +51,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     told("taken from the target", &converted.taken);
     told("left to the target", &converted.dropped);
     converted.write(&args.output_dir, args.overwrite).map_err(report)?;
-    let (algorithm, from, to) = (source.drafter().algorithm(), source.dialect(), args.to);
+    let (algorithm, from, to) = (source.drafter().kind.title(), source.dialect(), args.to);
     tracing::info!("{algorithm} converted from {from} to {to}: {}", args.output_dir.display());
     Ok(())
 }

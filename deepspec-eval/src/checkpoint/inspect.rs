@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
-use deepspec_dialects::{Checkpoint, Design, Dialect, Drafter, loaders};
+use deepspec_dialects::{Checkpoint, Dialect, loaders};
 use serde_json::{Value, json};
 
 use super::{dir, report};
@@ -67,10 +67,10 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
     json!({
         "dialect": checkpoint.dialect(),
         "architecture": drafter.architecture,
-        "algorithm": drafter.algorithm(),
+        "algorithm": drafter.kind.name(),
         "family": drafter.family,
-        "design": drafter.design,
-        "drafted_tokens": drafter.drafted(),
+        "design": drafter.kind.to_json(),
+        "drafted_tokens": drafter.kind.drafted(),
         "layers": drafter.layers,
         "hidden_size": drafter.hidden_size,
         "vocab_size": drafter.vocab_size,
@@ -94,14 +94,14 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         let _ = writeln!(text, "{what:<12}{value}");
     };
     line("dialect", format!("{} ({})", checkpoint.dialect(), drafter.architecture));
-    let (algorithm, layers, family) = (drafter.algorithm(), drafter.layers, drafter.family);
+    let (algorithm, layers, family) = (drafter.kind.title(), drafter.layers, drafter.family);
     let (width, vocab) = (drafter.hidden_size, drafter.vocab_size);
     let layers = if layers == 1 { format!("1 {family} layer") } else { format!("{layers} {family} layers") };
     line("drafter", format!("{algorithm}, {layers}, hidden size {width}, vocabulary {vocab}"));
     if drafter.draft_vocab_size != vocab {
         line("vocabulary", format!("pruned to {} tokens", drafter.draft_vocab_size));
     }
-    drafts(drafter).into_iter().for_each(|(what, value)| line(what, value));
+    drafter.kind.lines().into_iter().for_each(|(what, value)| line(what, value));
     let of = drafter.num_target_layers.map_or_else(String::new, |layers| format!(" of {layers}"));
     line(
         "taps",
@@ -133,29 +133,4 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         line("tensor", format!("{name} {:?} {:?}", facts.shape, facts.dtype));
     }
     text
-}
-
-/// What is drafted, and with which heads.
-fn drafts(drafter: &Drafter) -> Vec<(&'static str, String)> {
-    let block = match drafter.design {
-        Design::Eagle3 { steps } => return vec![("drafts", format!("{steps} tokens, one after the other"))],
-        Design::Block(block) => block,
-    };
-    let markov = block.markov.map_or_else(
-        || "no Markov head".into(),
-        |markov| format!("Markov head {} of rank {}", markov.kind.name(), markov.rank),
-    );
-    let confidence = match block.confidence_with_markov {
-        None => "no confidence head",
-        Some(true) => "confidence head on state and Markov embedding",
-        Some(false) => "confidence head on the state",
-    };
-    vec![
-        (
-            "drafts",
-            format!("{} tokens in blocks of {}; {}", drafter.drafted(), block.block_size, block.slots),
-        ),
-        ("mask token", block.mask_token_id.to_string()),
-        ("heads", format!("{markov}, {confidence}")),
-    ]
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::DialectError;
-use crate::drafter::{Design, Drafter, MarkovKind};
+use crate::drafter::Drafter;
 use crate::fields::Fields;
 
 pub const EMBED: &str = "embed_tokens.weight";
@@ -32,8 +32,7 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Dialect
     let heads = fields.required_size("num_attention_heads")? as usize;
     let groups = fields.size("num_key_value_heads")?.map_or(heads, |groups| groups as usize);
     let dim = fields.size("head_dim")?.map_or(width / heads, |dim| dim as usize);
-    let is_eagle3 = matches!(drafter.design, Design::Eagle3 { .. });
-    let read = if is_eagle3 { 2 * width } else { width };
+    let read = drafter.kind.layer_inputs() * width;
 
     let mut found = vec![
         ("fc.weight".to_string(), vec![width, width * drafter.taps.len()]),
@@ -55,32 +54,7 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Dialect
         put("mlp.down_proj", vec![width, inner]);
         put("input_layernorm", vec![width]);
         put("post_attention_layernorm", vec![width]);
-        if is_eagle3 {
-            put("hidden_norm", vec![width]);
-        }
     }
-    let Some(block) = drafter.block() else { return Ok(Some(found)) };
-    let mut put = |name: &str, shape: Vec<usize>| found.push((name.into(), shape));
-    put("hidden_norm.weight", vec![width]);
-    let (vocab, drafts) = (drafter.vocab_size as usize, drafter.draft_vocab_size as usize);
-    if let Some(markov) = block.markov {
-        let rank = markov.rank as usize;
-        put("markov_head.markov_w1.weight", vec![vocab, rank]);
-        put("markov_head.markov_w2.weight", vec![drafts, rank]);
-        let extra = match markov.kind {
-            MarkovKind::Vanilla => None,
-            MarkovKind::Gated => Some(("gate_proj", rank, width + rank)),
-            MarkovKind::Rnn => Some(("joint_proj", 3 * rank, 2 * rank + width)),
-        };
-        if let Some((name, out, read)) = extra {
-            put(&format!("markov_head.{name}.weight"), vec![out, read]);
-            put(&format!("markov_head.{name}.bias"), vec![out]);
-        }
-    }
-    if let Some(with_markov) = block.confidence_with_markov {
-        let rank = block.markov.filter(|_| with_markov).map_or(0, |markov| markov.rank as usize);
-        put("confidence_head.proj.weight", vec![1, width + rank]);
-        put("confidence_head.proj.bias", vec![1]);
-    }
+    drafter.kind.tensors(drafter, &mut found);
     Ok(Some(found))
 }

@@ -1,13 +1,16 @@
 //! The container of z-lab's DFlash: decoder at the top level, `dflash_config` beside it, no embedding and no head. SpecForge
 //! and ModelOpt put DSpark into it, each in its own way.
 
+use std::sync::Arc;
+
 use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
 
-use super::{Dialect, block_size, confidence, decoder, flat, markov, mask_token, notes, taps};
-use crate::drafter::{Block, Design, Drafter, Obstacle};
+use super::common::{decoder, flat, notes, taps};
+use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
-use crate::{DialectError, Tensors};
+use crate::kinds::{Block, DFlash2, Eagle3, Settings, block_size, confidence, markov, mask_token};
+use crate::{Dialect, DialectError, Tensors};
 
 /// Keys that are not the decoder's.
 const OWN: [&str; 6] =
@@ -28,6 +31,7 @@ pub fn read(
     // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
     let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
+    let is_dflash2 = architecture == "DFlash2DraftModel";
     let decoder = decoder(fields, &OWN)?;
     let mut obstacles = decoder.obstacles;
     let dialect = match projector.unwrap_or(default) {
@@ -59,13 +63,15 @@ pub fn read(
         true => block_size(fields, slots)?,
         false => block_size(&inner, slots)?,
     };
-    let design = Design::Block(Block {
-        block_size,
-        mask_token_id: mask_token(&inner, decoder.vocab_size)?,
-        slots,
-        markov,
-        confidence_with_markov,
-    });
+    let mask_token_id = mask_token(&inner, decoder.vocab_size)?;
+    if is_dflash2 && slots != Slots::FillIn {
+        return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
+    }
+    let kind: Settings = if is_dflash2 {
+        Arc::new(DFlash2::read(&inner, decoder.vocab_size)?)
+    } else {
+        Arc::new(Block { block_size, mask_token_id, slots, markov, confidence_with_markov })
+    };
     let drafter = Drafter {
         architecture: architecture.into(),
         family: decoder.family,
@@ -75,7 +81,7 @@ pub fn read(
         layers: decoder.layers,
         taps: taps(&inner, "target_layer_ids", -1)?,
         num_target_layers: fields.size("num_target_layers")?,
-        design,
+        kind,
         notes: notes(fields),
         obstacles,
         decoder: decoder.map,
@@ -145,7 +151,7 @@ pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
         taps: found,
         num_target_layers: fields.size("num_target_layers")?,
         // The config does not tell how far it drafts.
-        design: Design::Eagle3 { steps: fields.size("ttt_length")?.unwrap_or(7) },
+        kind: Arc::new(Eagle3 { steps: fields.size("ttt_length")?.unwrap_or(7) }),
         notes: notes(fields),
         obstacles: vec![obstacle],
         decoder: decoder.map,
@@ -154,35 +160,10 @@ pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
 
 pub fn config(drafter: &Drafter, dialect: Dialect) -> Map<String, Value> {
     let mut map = flat(drafter);
-    let Some(block) = drafter.block() else { return map };
-    let mut inner = Map::new();
-    let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
-    put("mask_token_id", block.mask_token_id.into());
-    put("target_layer_ids", Tap::layer_ids(&drafter.taps).into());
-    let rank = block.markov.map_or(0, |markov| markov.rank);
-    let kind = block.markov.map_or("vanilla", |markov| markov.kind.name());
-    let architecture = match dialect {
-        Dialect::Specforge => {
-            put("projector_type", "dspark".into());
-            put("markov_rank", rank.into());
-            put("markov_head_type", kind.into());
-            put("enable_confidence_head", block.confidence_with_markov.is_some().into());
-            put("confidence_head_with_markov", block.confidence_with_markov.unwrap_or(false).into());
-            "DSparkDraftModel"
-        }
-        Dialect::Modelopt => {
-            put("projector_type", "dspark".into());
-            put("shift_label", true.into());
-            put("causal", false.into());
-            put("markov_rank", rank.into());
-            put("markov_head_type", kind.into());
-            put("use_confidence_head", block.confidence_with_markov.is_some().into());
-            "DFlashDraftModel"
-        }
-        _ => "DFlashDraftModel",
-    };
-    map.insert("architectures".into(), json!([architecture]));
-    map.insert("block_size".into(), block.block_size.into());
+    let Some((class, top, mut inner)) = drafter.kind.container(dialect) else { return map };
+    inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
+    map.insert("architectures".into(), json!([class]));
+    map.extend(top);
     map.insert("dflash_config".into(), inner.into());
     map
 }

@@ -1,0 +1,376 @@
+//! Block drafters: DSpark, and DFlash, which is one without heads.
+
+use std::sync::Arc;
+
+use deepspec_core::Slots;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::{KindSettings, Reader, Settings, Speculators, keys};
+use crate::drafter::Drafter;
+use crate::fields::Fields;
+use crate::layouts::Decoder;
+use crate::shapes::Shapes;
+use crate::{Dialect, DialectError};
+
+/// How block drafters are read.
+pub static READER: Reader =
+    Reader { class: "DSparkModel", reference: read, model_types: &["dspark", "dflash"], speculators };
+
+/// Forms of the Markov head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MarkovKind {
+    /// The previous token's embedding as it is.
+    Vanilla,
+    /// The same, gated by the hidden state.
+    Gated,
+    /// With a recurrent state.
+    Rnn,
+}
+
+impl MarkovKind {
+    /// The kind of this name in config files.
+    pub fn parse(name: &str) -> Option<Self> {
+        [Self::Vanilla, Self::Gated, Self::Rnn].into_iter().find(|kind| kind.name() == name)
+    }
+
+    /// Its name in config files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Vanilla => "vanilla",
+            Self::Gated => "gated",
+            Self::Rnn => "rnn",
+        }
+    }
+}
+
+/// The Markov head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Markov {
+    /// Its form.
+    pub kind: MarkovKind,
+    /// r, width of its embeddings.
+    pub rank: u64,
+}
+
+/// A block drafter's own settings: DSpark with heads, DFlash without.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Block {
+    /// B, slots of a block.
+    pub block_size: u64,
+    /// Stands for the tokens to be predicted.
+    pub mask_token_id: u64,
+    /// What its slots predict.
+    pub slots: Slots,
+    /// Markov head, if any.
+    pub markov: Option<Markov>,
+    /// Whether the confidence head reads the Markov embedding; None without that head.
+    pub confidence_with_markov: Option<bool>,
+}
+
+fn read(fields: &Fields, vocab: u64) -> Result<Settings, DialectError> {
+    let slots = match fields.flag("sample_from_anchor")? {
+        Some(false) => Slots::FillIn,
+        _ => Slots::AnchorPredicts,
+    };
+    let markov = markov(fields)?;
+    Ok(Arc::new(Block {
+        block_size: block_size(fields, slots)?,
+        mask_token_id: mask_token(fields, vocab)?,
+        slots,
+        markov,
+        confidence_with_markov: confidence(fields, markov)?,
+    }))
+}
+
+fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
+    let has_heads = fields.text("speculators_model_type")? == Some("dspark");
+    let markov = if has_heads { markov(fields)? } else { None };
+    let confidence_with_markov = if has_heads { confidence(fields, markov)? } else { None };
+    // Checkpoints without the key are older than it and have z-lab's slots.
+    let from_anchor = fields.flag("sample_from_anchor")?.unwrap_or(false);
+    let slots = if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn };
+    Ok(Arc::new(Block {
+        block_size: block_size(fields, slots)?,
+        mask_token_id: mask_token(fields, decoder.vocab_size)?,
+        slots,
+        markov,
+        confidence_with_markov,
+    }))
+}
+
+impl Block {
+    /// Tokens that it drafts.
+    pub fn drafted(&self) -> u64 {
+        self.block_size.saturating_sub(self.slots.first() as u64)
+    }
+
+    fn fills_in(&self) -> bool {
+        self.slots == Slots::FillIn
+    }
+
+    fn has_heads(&self) -> bool {
+        self.markov.is_some() || self.confidence_with_markov.is_some()
+    }
+
+    /// Rank and name of the Markov head, and its name where there is none.
+    fn markov_keys(&self) -> (Value, Value) {
+        let rank = self.markov.map_or(0, |markov| markov.rank);
+        (rank.into(), self.markov.map_or("vanilla", |markov| markov.kind.name()).into())
+    }
+}
+
+impl KindSettings for Block {
+    fn name(&self) -> &'static str {
+        if self.has_heads() { "dspark" } else { "dflash" }
+    }
+
+    fn title(&self) -> &'static str {
+        if self.has_heads() { "DSpark" } else { "DFlash" }
+    }
+
+    fn drafted(&self) -> u64 {
+        Self::drafted(self)
+    }
+
+    fn block(&self) -> Option<&Self> {
+        Some(self)
+    }
+
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let markov = self.markov.map_or_else(
+            || "no Markov head".into(),
+            |markov| format!("Markov head {} of rank {}", markov.kind.name(), markov.rank),
+        );
+        let confidence = match self.confidence_with_markov {
+            None => "no confidence head",
+            Some(true) => "confidence head on state and Markov embedding",
+            Some(false) => "confidence head on the state",
+        };
+        vec![
+            ("drafts", format!("{} tokens in blocks of {}; {}", self.drafted(), self.block_size, self.slots)),
+            ("mask token", self.mask_token_id.to_string()),
+            ("heads", format!("{markov}, {confidence}")),
+        ]
+    }
+
+    fn to_json(&self) -> Value {
+        json!({"block": self})
+    }
+
+    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes) {
+        let mut put = |name: &str, shape: Vec<usize>| shapes.push((name.into(), shape));
+        let width = drafter.hidden_size as usize;
+        put("hidden_norm.weight", vec![width]);
+        let (vocab, drafts) = (drafter.vocab_size as usize, drafter.draft_vocab_size as usize);
+        if let Some(markov) = self.markov {
+            let rank = markov.rank as usize;
+            put("markov_head.markov_w1.weight", vec![vocab, rank]);
+            put("markov_head.markov_w2.weight", vec![drafts, rank]);
+            let extra = match markov.kind {
+                MarkovKind::Vanilla => None,
+                MarkovKind::Gated => Some(("gate_proj", rank, width + rank)),
+                MarkovKind::Rnn => Some(("joint_proj", 3 * rank, 2 * rank + width)),
+            };
+            if let Some((name, out, read)) = extra {
+                put(&format!("markov_head.{name}.weight"), vec![out, read]);
+                put(&format!("markov_head.{name}.bias"), vec![out]);
+            }
+        }
+        if let Some(with_markov) = self.confidence_with_markov {
+            let rank = self.markov.filter(|_| with_markov).map_or(0, |markov| markov.rank as usize);
+            put("confidence_head.proj.weight", vec![1, width + rank]);
+            put("confidence_head.proj.bias", vec![1]);
+        }
+    }
+
+    fn refusal(&self, _: &Drafter, to: Dialect) -> Option<String> {
+        let needs = match to {
+            // Each of the two model types of speculators has its own convention.
+            Dialect::Reference | Dialect::Speculators => self.slots,
+            Dialect::Zlab => Slots::FillIn,
+            Dialect::Specforge | Dialect::Modelopt => Slots::AnchorPredicts,
+        };
+        if self.slots != needs {
+            return Some(format!(
+                "the weights are not interchangeable, only the container is: in this checkpoint {}, in {to} {needs}; it has to be \
+                 trained anew",
+                self.slots
+            ));
+        }
+        match to {
+            Dialect::Zlab if self.has_heads() => Some("z-lab's DFlash has no heads".into()),
+            Dialect::Speculators if self.fills_in() && self.has_heads() => {
+                Some("heads beside z-lab's slots: no tool serves this".into())
+            }
+            Dialect::Modelopt if self.markov.is_none() => {
+                Some("ModelOpt's DSpark needs a Markov head, and its plain DFlash has z-lab's slots".into())
+            }
+            Dialect::Modelopt if self.confidence_with_markov == Some(false) => {
+                Some("ModelOpt's confidence head always reads the Markov embedding, this one does not".into())
+            }
+            _ => None,
+        }
+    }
+
+    fn reference(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
+        let mut map =
+            keys([("block_size", json!(self.block_size)), ("mask_token_id", json!(self.mask_token_id))]);
+        let mut put = |key: &str, value: Value| map.insert(key.into(), value);
+        if self.fills_in() {
+            put("sample_from_anchor", false.into());
+        }
+        let (rank, kind) = self.markov_keys();
+        put("markov_rank", rank);
+        if self.markov.is_some() {
+            put("markov_head_type", kind);
+        }
+        put("enable_confidence_head", self.confidence_with_markov.is_some().into());
+        if let Some(with_markov) = self.confidence_with_markov {
+            put("confidence_head_with_markov", with_markov.into());
+        }
+        (READER.class, map)
+    }
+
+    fn speculators(&self) -> Speculators {
+        // A DFlash with our slots goes as a DSpark without heads: that type's default is our convention, so that even a reader
+        // that overlooks `sample_from_anchor` is right.
+        let is_dflash = !self.has_heads() && self.fills_in();
+        let mut keys = keys([
+            ("block_size", json!(self.block_size)),
+            ("mask_token_id", json!(self.mask_token_id)),
+            ("sample_from_anchor", json!(!self.fills_in())),
+        ]);
+        if !is_dflash {
+            let (rank, kind) = self.markov_keys();
+            keys.insert("markov_rank".into(), rank);
+            keys.insert("markov_head_type".into(), kind);
+            keys.insert("enable_confidence_head".into(), self.confidence_with_markov.is_some().into());
+            let with_markov = self.confidence_with_markov.unwrap_or(false);
+            keys.insert("confidence_head_with_markov".into(), with_markov.into());
+        }
+        let (model_type, class) =
+            if is_dflash { ("dflash", "DFlashSpeculator") } else { ("dspark", "DSparkSpeculator") };
+        Speculators { model_type, class, taps: "aux_hidden_state_layer_ids", keys }
+    }
+
+    fn container(&self, to: Dialect) -> Option<(&'static str, Map<String, Value>, Map<String, Value>)> {
+        let top = keys([("block_size", json!(self.block_size))]);
+        let mut inner = keys([("mask_token_id", json!(self.mask_token_id))]);
+        let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
+        let (rank, kind) = self.markov_keys();
+        let class = match to {
+            Dialect::Specforge => {
+                put("projector_type", "dspark".into());
+                put("markov_rank", rank);
+                put("markov_head_type", kind);
+                put("enable_confidence_head", self.confidence_with_markov.is_some().into());
+                put("confidence_head_with_markov", self.confidence_with_markov.unwrap_or(false).into());
+                "DSparkDraftModel"
+            }
+            Dialect::Modelopt => {
+                put("projector_type", "dspark".into());
+                put("shift_label", true.into());
+                put("causal", false.into());
+                put("markov_rank", rank);
+                put("markov_head_type", kind);
+                put("use_confidence_head", self.confidence_with_markov.is_some().into());
+                "DFlashDraftModel"
+            }
+            _ => "DFlashDraftModel",
+        };
+        Some((class, top, inner))
+    }
+
+    fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
+        let kind = self.markov.map(|markov| markov.kind);
+        match dialect {
+            _ if self.has_heads() && !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
+                (false, "its DSpark is documented for the vanilla Markov head only")
+            }
+            Dialect::Reference if self.fills_in() && self.has_heads() => (
+                false,
+                "released versions take every slot to draft, and no other layout has heads beside such slots",
+            ),
+            Dialect::Reference if self.fills_in() => {
+                (false, "released versions take every slot to draft; convert to z-lab")
+            }
+            Dialect::Reference if self.has_heads() => (true, "method dspark (its native layout)"),
+            Dialect::Reference => (false, "method dflash crashes on it; PR 49646 routes it to method dspark"),
+            Dialect::Speculators => (true, "from the config's own method"),
+            Dialect::Specforge => {
+                (false, "before PR 52197 DSparkDraftModel means DeepSeek-V4 there; convert to reference")
+            }
+            Dialect::Zlab => (true, "method dflash"),
+            Dialect::Modelopt => (false, "it knows the heads by the reference's names; convert to reference"),
+        }
+    }
+
+    fn sglang(&self, dialect: Dialect) -> (bool, &'static str) {
+        match dialect {
+            Dialect::Speculators => {
+                (false, "speculators_model_type was refused when read (issues 30982, 34734)")
+            }
+            Dialect::Reference if self.fills_in() && self.has_heads() => (
+                false,
+                "released versions take every slot to draft, and no other layout has heads beside such slots",
+            ),
+            Dialect::Reference if self.fills_in() => {
+                (false, "released versions take every slot to draft; convert to z-lab")
+            }
+            Dialect::Modelopt => (false, "it knows the heads by the reference's names; convert to reference"),
+            Dialect::Zlab => (true, "--speculative-algorithm DFLASH"),
+            _ if self.markov.is_some() => (true, "--speculative-algorithm DSPARK"),
+            _ => (false, "DSPARK needs markov_rank > 0"),
+        }
+    }
+}
+
+/// The Markov head of `markov_rank` and `markov_head_type`.
+pub fn markov(fields: &Fields) -> Result<Option<Markov>, DialectError> {
+    let rank = fields.count("markov_rank")?.unwrap_or(0);
+    let name = fields.text("markov_head_type")?.unwrap_or("vanilla");
+    if rank == 0 {
+        return Ok(None);
+    }
+    let kind = MarkovKind::parse(name).ok_or_else(|| {
+        fields.error("markov_head_type", format!("\"{name}\" is unknown; expected vanilla, gated or rnn"))
+    })?;
+    Ok(Some(Markov { kind, rank }))
+}
+
+/// The confidence head of `enable_confidence_head` and `confidence_head_with_markov`.
+pub fn confidence(fields: &Fields, markov: Option<Markov>) -> Result<Option<bool>, DialectError> {
+    let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
+    if !fields.flag("enable_confidence_head")?.unwrap_or(false) {
+        return Ok(None);
+    }
+    if with_markov && markov.is_none() {
+        let problem = "the confidence head wants the Markov embedding, but there is no Markov head";
+        return Err(fields.error("confidence_head_with_markov", problem));
+    }
+    Ok(Some(with_markov))
+}
+
+/// More slots of a block are a mistake.
+const MAX_BLOCK: u64 = 1024;
+
+/// `block_size`, of which at least one slot drafts.
+pub fn block_size(fields: &Fields, slots: Slots) -> Result<u64, DialectError> {
+    let (key, least) = ("block_size", slots.first() as u64 + 1);
+    match fields.required_size(key)? {
+        size if (least..=MAX_BLOCK).contains(&size) => Ok(size),
+        size => Err(fields.error(key, format!("{size} is not between {least} and {MAX_BLOCK}"))),
+    }
+}
+
+/// `mask_token_id` within the vocabulary.
+pub fn mask_token(fields: &Fields, vocab: u64) -> Result<u64, DialectError> {
+    let key = "mask_token_id";
+    let id = fields.required(key, fields.count(key)?)?;
+    if id < vocab {
+        return Ok(id);
+    }
+    Err(fields.error(key, format!("{id} is outside of the vocabulary of {vocab}")))
+}

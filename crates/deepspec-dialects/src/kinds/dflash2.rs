@@ -1,0 +1,174 @@
+//! DFlash 2: DFlash with convolutions around its sub-layers and a selector of paths; its slots fill in.
+
+use std::sync::Arc;
+
+use deepspec_core::Slots;
+use serde_json::{Map, Value, json};
+
+use super::{Block, KindSettings, Reader, Settings, Speculators, block_size, keys, mask_token};
+use crate::drafter::Drafter;
+use crate::fields::Fields;
+use crate::layouts::Decoder;
+use crate::shapes::Shapes;
+use crate::{Dialect, DialectError};
+
+/// How DFlash 2 is read.
+pub static READER: Reader = Reader {
+    class: "DFlash2Model",
+    reference: |fields, vocab| Ok(Arc::new(DFlash2::read(fields, vocab)?)),
+    model_types: &["dflash2"],
+    speculators,
+};
+
+/// DFlash 2's own settings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DFlash2 {
+    /// Its blocks, without heads.
+    pub block: Block,
+    /// Taps of a convolution.
+    pub conv_kernel_size: u64,
+    /// Channels that share a dynamic kernel.
+    pub conv_group_size: u64,
+    /// Rank of the selector.
+    pub selector_rank: u64,
+    /// Candidates of a slot.
+    pub selector_top_k: u64,
+}
+
+fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
+    Ok(Arc::new(DFlash2::read(fields, decoder.vocab_size)?))
+}
+
+impl DFlash2 {
+    /// Reads the settings where all of them stand together.
+    ///
+    /// # Errors
+    /// A key that is missing or wrong.
+    pub fn read(fields: &Fields, vocab: u64) -> Result<Self, DialectError> {
+        if fields.flag("sample_from_anchor")?.unwrap_or(false) {
+            return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
+        }
+        let group = fields.required_size("conv_group_size")?;
+        Ok(Self {
+            block: Block {
+                block_size: block_size(fields, Slots::FillIn)?,
+                mask_token_id: mask_token(fields, vocab)?,
+                slots: Slots::FillIn,
+                markov: None,
+                confidence_with_markov: None,
+            },
+            conv_kernel_size: fields.required_size("conv_kernel_size")?,
+            conv_group_size: group,
+            selector_rank: fields.required_size("selector_rank")?,
+            selector_top_k: fields.required_size("selector_top_k")?,
+        })
+    }
+
+    fn keys(&self) -> Map<String, Value> {
+        keys([
+            ("block_size", json!(self.block.block_size)),
+            ("mask_token_id", json!(self.block.mask_token_id)),
+            ("conv_kernel_size", json!(self.conv_kernel_size)),
+            ("conv_group_size", json!(self.conv_group_size)),
+            ("selector_rank", json!(self.selector_rank)),
+            ("selector_top_k", json!(self.selector_top_k)),
+        ])
+    }
+}
+
+impl KindSettings for DFlash2 {
+    fn name(&self) -> &'static str {
+        "dflash2"
+    }
+
+    fn title(&self) -> &'static str {
+        "DFlash 2"
+    }
+
+    fn drafted(&self) -> u64 {
+        self.block.drafted()
+    }
+
+    fn block(&self) -> Option<&Block> {
+        Some(&self.block)
+    }
+
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let Self { block, conv_kernel_size, conv_group_size, selector_rank, selector_top_k } = self;
+        vec![
+            (
+                "drafts",
+                format!("{} tokens in blocks of {}; {}", block.drafted(), block.block_size, block.slots),
+            ),
+            ("mask token", block.mask_token_id.to_string()),
+            ("convolution", format!("{conv_kernel_size} taps, groups of {conv_group_size} channels")),
+            ("selector", format!("of rank {selector_rank} over {selector_top_k} candidates a slot")),
+        ]
+    }
+
+    fn to_json(&self) -> Value {
+        json!({"dflash2": self.keys()})
+    }
+
+    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes) {
+        let [width, vocab] = [drafter.hidden_size, drafter.vocab_size].map(|size| size as usize);
+        let [taps, group, rank] =
+            [self.conv_kernel_size, self.conv_group_size, self.selector_rank].map(|size| size as usize);
+        let mut put = |name: String, shape: Vec<usize>| shapes.push((name, shape));
+        put("hidden_norm.weight".into(), vec![width]);
+        for (layer, half) in (0..drafter.layers).flat_map(|layer| [(layer, "attention"), (layer, "mlp")]) {
+            let conv = format!("layers.{layer}.{half}_conv");
+            put(format!("{conv}.base_kernel"), vec![2, taps, width]);
+            put(format!("{conv}.kernel_projection.weight"), vec![2 * taps * (width / group), width]);
+        }
+        put("candidate_selector.predecessor_codebook".into(), vec![vocab, rank]);
+        put("candidate_selector.successor_codebook".into(), vec![vocab, rank]);
+        put("candidate_selector.hidden_projection.weight".into(), vec![rank, width]);
+    }
+
+    fn refusal(&self, _: &Drafter, to: Dialect) -> Option<String> {
+        match to {
+            Dialect::Reference | Dialect::Speculators | Dialect::Zlab => None,
+            Dialect::Specforge | Dialect::Modelopt => Some("this dialect has no DFlash 2".into()),
+        }
+    }
+
+    fn reference(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
+        let mut map = self.keys();
+        map.insert("sample_from_anchor".into(), false.into());
+        (READER.class, map)
+    }
+
+    fn speculators(&self) -> Speculators {
+        let mut keys = self.keys();
+        keys.insert("sample_from_anchor".into(), false.into());
+        Speculators {
+            model_type: "dflash2",
+            class: "DFlash2DraftModel",
+            taps: "aux_hidden_state_layer_ids",
+            keys,
+        }
+    }
+
+    fn container(&self, _: Dialect) -> Option<(&'static str, Map<String, Value>, Map<String, Value>)> {
+        Some(("DFlash2DraftModel", Map::new(), self.keys()))
+    }
+
+    fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
+        match dialect {
+            Dialect::Zlab => (true, "method dflash, with PR 52816"),
+            Dialect::Speculators => (true, "from the config's own method, with PR 52816"),
+            _ => (false, "the class is not registered; convert to z-lab"),
+        }
+    }
+
+    fn sglang(&self, dialect: Dialect) -> (bool, &'static str) {
+        match dialect {
+            Dialect::Zlab => (true, "--speculative-algorithm DFLASH, with PR 35371"),
+            Dialect::Speculators => {
+                (false, "speculators_model_type was refused when read (issues 30982, 34734)")
+            }
+            _ => (false, "the class is not registered; convert to z-lab"),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Eagle3, which drafts token by token.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::{KindSettings, Reader, Settings, Speculators, keys};
+use crate::drafter::{Drafter, Obstacle};
+use crate::fields::Fields;
+use crate::layouts::Decoder;
+use crate::shapes::Shapes;
+use crate::{Dialect, DialectError, LLAMA};
+
+/// How Eagle3 is read.
+pub static READER: Reader =
+    Reader { class: "Eagle3Model", reference: read, model_types: &["eagle3"], speculators };
+
+/// Norms that other Eagle3 have, and this one has not.
+const FOREIGN_NORMS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
+
+/// Eagle3's own settings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Eagle3 {
+    /// Drafted tokens.
+    pub steps: u64,
+}
+
+fn read(fields: &Fields, _: u64) -> Result<Settings, DialectError> {
+    Ok(Arc::new(Eagle3 { steps: fields.required_size("ttt_length")? }))
+}
+
+fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
+    let mut stops =
+        |key: &str, reason: &str| decoder.obstacles.push(Obstacle { key: key.into(), reason: reason.into() });
+    for flag in FOREIGN_NORMS {
+        if fields.flag(flag)?.unwrap_or(false) {
+            stops(flag, "a norm that our Eagle3 does not have");
+        }
+    }
+    if decoder.family == &LLAMA {
+        stops("transformer_layer_config.model_type", "Llama layers have no norms on queries and keys");
+    }
+    // Drafted tokens of the first proposal method.
+    let outer = fields.required_object("speculators_config")?;
+    let methods = outer.map.get("proposal_methods").and_then(Value::as_array);
+    let first = methods.and_then(|methods| methods.first()).and_then(Value::as_object);
+    let tokens = first.and_then(|method| method.get("speculative_tokens")).and_then(Value::as_u64);
+    let tokens = tokens.filter(|tokens| (1..1 << 31).contains(tokens));
+    Ok(Arc::new(Eagle3 { steps: outer.required("proposal_methods", tokens)? }))
+}
+
+impl KindSettings for Eagle3 {
+    fn name(&self) -> &'static str {
+        "eagle3"
+    }
+
+    fn title(&self) -> &'static str {
+        "Eagle3"
+    }
+
+    fn drafted(&self) -> u64 {
+        self.steps
+    }
+
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        vec![("drafts", format!("{} tokens, one after the other", self.steps))]
+    }
+
+    fn to_json(&self) -> Value {
+        json!({"eagle3": {"steps": self.steps}})
+    }
+
+    fn layer_inputs(&self) -> usize {
+        2
+    }
+
+    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes) {
+        let norm = |layer| (format!("layers.{layer}.hidden_norm.weight"), vec![drafter.hidden_size as usize]);
+        shapes.extend((0..drafter.layers).map(norm));
+    }
+
+    fn refusal(&self, drafter: &Drafter, to: Dialect) -> Option<String> {
+        if drafter.layers > 1 {
+            let layers = drafter.layers;
+            return Some(format!(
+                "it has {layers} layers; ours all read [embedding; state], those of other tools only the first"
+            ));
+        }
+        match to {
+            Dialect::Reference | Dialect::Speculators => None,
+            Dialect::Specforge => Some(
+                "LlamaForCausalLMEagle3 has no norms on queries and keys, and its loader would skip these weights silently"
+                    .into(),
+            ),
+            Dialect::Zlab | Dialect::Modelopt => Some("this dialect has no Eagle3 with Qwen3 layers".into()),
+        }
+    }
+
+    fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>) {
+        let layers = ("draft_num_hidden_layers", json!(drafter.layers));
+        (READER.class, keys([("ttt_length", json!(self.steps)), layers]))
+    }
+
+    fn speculators(&self) -> Speculators {
+        Speculators {
+            model_type: "eagle3",
+            class: "Eagle3Speculator",
+            taps: "eagle_aux_hidden_state_layer_ids",
+            keys: keys(FOREIGN_NORMS.map(|flag| (flag, json!(false)))),
+        }
+    }
+
+    fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
+        match dialect {
+            Dialect::Reference => (false, "the class is not registered; convert to speculators"),
+            Dialect::Speculators => (true, "from the config's own method"),
+            Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => (true, "method eagle3"),
+        }
+    }
+
+    fn sglang(&self, dialect: Dialect) -> (bool, &'static str) {
+        match dialect {
+            Dialect::Speculators => {
+                (false, "speculators_model_type was refused when read (issues 30982, 34734)")
+            }
+            Dialect::Reference => (false, "its Eagle3 has no norms on queries and keys"),
+            Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => {
+                (true, "--speculative-algorithm EAGLE3")
+            }
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Kinds of drafters, as checkpoints say them in any layout: a file each, and a line in [`KINDS`].
+
+mod block;
+mod dflash2;
+mod eagle3;
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+pub use block::{Block, Markov, MarkovKind, block_size, confidence, markov, mask_token};
+pub use dflash2::DFlash2;
+pub use eagle3::Eagle3;
+
+use crate::drafter::Drafter;
+use crate::fields::Fields;
+use crate::layouts::Decoder;
+use crate::shapes::Shapes;
+use crate::{Dialect, DialectError};
+
+/// All kinds, in the order in which messages name them.
+pub static KINDS: [&Reader; 3] = [&block::READER, &eagle3::READER, &dflash2::READER];
+
+/// How a kind's settings are read.
+pub struct Reader {
+    /// Its classes in the reference's layout, behind a family's prefix.
+    pub class: &'static str,
+    /// Its settings in that layout, for a target of so many tokens.
+    pub reference: fn(&Fields, u64) -> Result<Settings, DialectError>,
+    /// Its model types in the speculators package.
+    pub model_types: &'static [&'static str],
+    /// Its settings there. What no other layout can say is added to the decoder's obstacles.
+    pub speculators: fn(&Fields, &mut Decoder) -> Result<Settings, DialectError>,
+}
+
+/// The settings of a drafter that its kind has and others have not.
+pub type Settings = Arc<dyn KindSettings>;
+
+/// What layouts, engines and people are told of a kind.
+pub trait KindSettings: fmt::Debug + Send + Sync {
+    /// Names the kind to programs.
+    fn name(&self) -> &'static str;
+
+    /// Names the kind to people.
+    fn title(&self) -> &'static str;
+
+    /// Drafted tokens per cycle.
+    fn drafted(&self) -> u64;
+
+    /// The blocks behind anchors that it drafts; None if it goes token by token.
+    fn block(&self) -> Option<&Block> {
+        None
+    }
+
+    /// What is drafted and by which parts, for people.
+    fn lines(&self) -> Vec<(&'static str, String)>;
+
+    /// The settings, for programs.
+    fn to_json(&self) -> Value;
+
+    /// Width of what a layer's attention reads, in hidden sizes.
+    fn layer_inputs(&self) -> usize {
+        1
+    }
+
+    /// Adds the tensors that the kind has beside fusion, final norm and what all layers have.
+    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes);
+
+    /// Why this drafter cannot be said in `to`.
+    fn refusal(&self, drafter: &Drafter, to: Dialect) -> Option<String>;
+
+    /// Its class in the reference's layout, behind the family's prefix, and its keys there.
+    fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>);
+
+    /// How the speculators package says it.
+    fn speculators(&self) -> Speculators;
+
+    /// Its class in the container of z-lab, SpecForge and ModelOpt, and the keys there: at the top, and within `dflash_config`. Only
+    /// for dialects that [`KindSettings::refusal`] lets pass.
+    fn container(&self, _to: Dialect) -> Option<(&'static str, Map<String, Value>, Map<String, Value>)> {
+        None
+    }
+
+    /// Whether vLLM loads it in this dialect, and how, or why not.
+    fn vllm(&self, dialect: Dialect) -> (bool, &'static str);
+
+    /// Whether SGLang loads it in this dialect, and how, or why not.
+    fn sglang(&self, dialect: Dialect) -> (bool, &'static str);
+}
+
+/// What the speculators package says of a kind.
+pub struct Speculators {
+    /// Its model type.
+    pub model_type: &'static str,
+    /// Its class.
+    pub class: &'static str,
+    /// The key of its taps.
+    pub taps: &'static str,
+    /// Its own keys.
+    pub keys: Map<String, Value>,
+}
+
+/// A map of these keys.
+fn keys<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
+    pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+}

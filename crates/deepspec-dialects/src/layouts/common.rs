@@ -1,0 +1,89 @@
+//! What several layouts have in common.
+
+use deepspec_core::Tap;
+use serde_json::{Map, Value};
+
+use crate::drafter::{Drafter, NOTES, Obstacle};
+use crate::fields::Fields;
+use crate::{DialectError, FAMILIES, Family};
+
+/// The parts of a decoder's config that all dialects share.
+pub struct Decoder {
+    pub family: Family,
+    pub map: Map<String, Value>,
+    pub hidden_size: u64,
+    pub vocab_size: u64,
+    pub layers: u64,
+    pub obstacles: Vec<Obstacle>,
+}
+
+/// More draft layers are a mistake.
+const MAX_LAYERS: u64 = 1024;
+
+/// Reads the decoder from `fields`, leaving out the keys that only their dialect knows.
+pub fn decoder(fields: &Fields, foreign: &[&str]) -> Result<Decoder, DialectError> {
+    let found = fields.text("model_type")?;
+    let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
+    let Some(&family) = FAMILIES.iter().find(is_meant) else {
+        let names = FAMILIES.map(|family| family.name).join(", ");
+        let problem = format!("{found:?} is no known decoder; known are {names}");
+        return Err(fields.error("model_type", problem));
+    };
+    let layers = fields.required_size("num_hidden_layers")?;
+    if layers > MAX_LAYERS {
+        return Err(fields.error("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}")));
+    }
+    let shared = ["architectures", "tie_word_embeddings", "dtype", "torch_dtype", "auto_map"];
+    let mut map = fields.map.clone();
+    map.retain(|key, _| {
+        !shared.contains(&key.as_str()) && !foreign.contains(&key.as_str()) && !NOTES.contains(&key.as_str())
+    });
+    let slides = fields.texts("layer_types")?.is_some_and(|types| types.contains(&"sliding_attention"));
+    let mut obstacles = vec![];
+    if slides || fields.flag("use_sliding_window")?.unwrap_or(false) {
+        obstacles.push(Obstacle {
+            key: "layer_types".into(),
+            reason: "draft layers with a sliding window: tools differ in who sees what within a block".into(),
+        });
+    }
+    Ok(Decoder {
+        family,
+        hidden_size: fields.required_size("hidden_size")?,
+        vocab_size: fields.required_size("vocab_size")?,
+        layers,
+        obstacles,
+        map,
+    })
+}
+
+/// The decoder of a flat config as other tools expect it.
+pub fn flat(drafter: &Drafter) -> Map<String, Value> {
+    let mut map = drafter.decoder.clone();
+    let types = vec!["full_attention"; drafter.layers as usize];
+    map.insert("layer_types".into(), types.into());
+    map.insert("tie_word_embeddings".into(), false.into());
+    if let Some(layers) = drafter.num_target_layers {
+        map.insert("num_target_layers".into(), layers.into());
+    }
+    map.extend(drafter.notes.clone());
+    map
+}
+
+/// Strictly increasing taps; `embedding` is what stands for the embedding's output.
+pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, DialectError> {
+    let ids = fields.required(key, fields.integers(key)?)?;
+    // Past 32 bits no sum overflows, and no tap is found.
+    let taps = Tap::from_layer_ids(ids.iter().map(|id| id.saturating_sub(embedding + 1)));
+    taps.filter(|taps| !taps.is_empty() && taps.windows(2).all(|pair| pair[0] < pair[1])).ok_or_else(|| {
+        let problem = format!("expected strictly increasing layer ids from {embedding}, found {ids:?}");
+        fields.error(key, problem)
+    })
+}
+
+/// The keys that only inform.
+pub fn notes(fields: &Fields) -> Map<String, Value> {
+    NOTES
+        .iter()
+        .filter_map(|&key| fields.map.get(key).map(|value| (key.to_string(), value.clone())))
+        .collect()
+}

@@ -1,0 +1,77 @@
+//! Layouts: how each dialect spells a drafter's config.json.
+
+mod common;
+mod container;
+mod reference;
+mod speculators;
+
+pub use common::Decoder;
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::drafter::Drafter;
+use crate::fields::Fields;
+use crate::kinds::{KINDS, Reader};
+use crate::{Dialect, DialectError, FAMILIES, Target, Tensors};
+
+/// Tells the dialect of a config and its tensors, and reads the drafter.
+///
+/// # Errors
+/// If it is no drafter of a known dialect, or a key is missing or wrong.
+pub fn read(
+    path: &Path,
+    map: &Map<String, Value>,
+    tensors: &Tensors,
+) -> Result<(Dialect, Drafter), DialectError> {
+    let fields = Fields::new(path, map);
+    if map.contains_key("speculators_model_type") || map.contains_key("speculators_config") {
+        return Ok((Dialect::Speculators, speculators::read(&fields, tensors)?));
+    }
+    if map.keys().any(|key| key.starts_with("dspark_")) {
+        let problem = "the drafter lies within its target's checkpoint (SGLang's DeepSeek-V4 bundle), with layers of another \
+                       architecture; there is nothing to convert";
+        return Err(fields.error("dspark_block_size", problem));
+    }
+    let found = fields.required("architectures", fields.architecture()?)?;
+    let of_family = |kind: &&&Reader| {
+        let prefix = found.strip_suffix(kind.class);
+        prefix.is_some_and(|prefix| FAMILIES.iter().any(|family| family.prefix == prefix))
+    };
+    if let Some(kind) = KINDS.iter().find(of_family) {
+        return Ok((Dialect::Reference, reference::read(&fields, found, kind)?));
+    }
+    match found {
+        "DSparkDraftModel" | "DFlashDraftModel" | "DominoDraftModel" | "DFlash2DraftModel" => {
+            container::read(&fields, found, tensors)
+        }
+        "LlamaForCausalLMEagle3" => Ok((Dialect::Specforge, container::read_eagle3(&fields)?)),
+        other => {
+            let [prefixes, classes] =
+                [FAMILIES.map(|family| family.prefix).join(", "), KINDS.map(|kind| kind.class).join(", ")];
+            let problem = format!(
+                "\"{other}\" is no drafter of a known dialect; expected one of {classes} behind one of {prefixes}, as in \
+                 Qwen3DSparkModel (reference), DSparkDraftModel (SpecForge), DFlashDraftModel (z-lab, SpecForge, ModelOpt), \
+                 DFlash2DraftModel (z-lab), LlamaForCausalLMEagle3 (SpecForge), or a speculators_model_type"
+            );
+            Err(fields.error("architectures", problem))
+        }
+    }
+}
+
+/// The config.json of a drafter in a dialect that can say it.
+pub fn config(
+    drafter: &Drafter,
+    dialect: Dialect,
+    target: Option<&Target>,
+    dtype: &str,
+) -> Map<String, Value> {
+    let mut map = match dialect {
+        Dialect::Reference => reference::config(drafter),
+        Dialect::Speculators => speculators::config(drafter, target),
+        Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => container::config(drafter, dialect),
+    };
+    map.insert("dtype".into(), dtype.into());
+    map
+}

@@ -1,0 +1,129 @@
+//! speculators: the decoder in `transformer_layer_config`, layer ids counted from the embedding, the verifier named.
+
+use serde_json::{Map, Value, json};
+
+use super::common::{decoder, notes, taps};
+use crate::drafter::{Drafter, Obstacle};
+use crate::fields::Fields;
+use crate::kinds::{KINDS, Speculators};
+use crate::{DialectError, Target, Tensors};
+
+/// The version whose layout is written.
+const VERSION: &str = "0.9.0";
+
+/// What `Qwen3Config` of transformers stands in for a missing key: speculators stores only what differs from it.
+fn defaults() -> [(&'static str, Value); 9] {
+    [
+        ("vocab_size", json!(151_936)),
+        ("hidden_size", json!(4096)),
+        ("intermediate_size", json!(22_016)),
+        ("num_hidden_layers", json!(32)),
+        ("num_attention_heads", json!(32)),
+        ("num_key_value_heads", json!(32)),
+        ("head_dim", json!(128)),
+        ("max_position_embeddings", json!(32_768)),
+        ("rms_norm_eps", json!(1e-6)),
+    ]
+}
+
+pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError> {
+    let key = "speculators_model_type";
+    let model_type = fields.required(key, fields.text(key)?)?;
+    let Some(kind) = KINDS.into_iter().find(|kind| kind.model_types.contains(&model_type)) else {
+        let known = KINDS.iter().flat_map(|kind| kind.model_types).copied().collect::<Vec<_>>().join(", ");
+        return Err(fields.error(key, format!("\"{model_type}\" is not known; expected one of {known}")));
+    };
+    let nested = fields.required_object("transformer_layer_config")?;
+    let mut map = nested.map.clone();
+    map.entry("model_type").or_insert("qwen3".into());
+    if map.get("model_type").and_then(Value::as_str) == Some("qwen3") {
+        for (key, value) in defaults() {
+            map.entry(key).or_insert(value);
+        }
+    }
+    let nested = nested.with(&map);
+    let mut decoder = decoder(&nested, &[])?;
+    let mut stops = |key: &str, reason: String| decoder.obstacles.push(Obstacle { key: key.into(), reason });
+
+    let draft_vocab_size = fields.required_size("draft_vocab_size")?;
+    if draft_vocab_size != decoder.vocab_size {
+        let vocab = decoder.vocab_size;
+        stops(
+            "draft_vocab_size",
+            format!(
+                "the vocabulary is pruned to {draft_vocab_size} of {vocab} tokens (t2d, d2t); other layouts have only whole ones"
+            ),
+        );
+    } else if let Some(name) = pruning(tensors)? {
+        stops(name, "it maps a pruned vocabulary, which other layouts cannot say".into());
+    }
+    if let Some(width) = fields.size("target_hidden_size")?.filter(|&width| width != decoder.hidden_size) {
+        stops("target_hidden_size", format!("{width} is not the drafter's {}", decoder.hidden_size));
+    }
+    let kind = (kind.speculators)(fields, &mut decoder)?;
+    let ids = kind.speculators().taps;
+    Ok(Drafter {
+        architecture: fields.architecture()?.unwrap_or(model_type).into(),
+        family: decoder.family,
+        hidden_size: decoder.hidden_size,
+        vocab_size: decoder.vocab_size,
+        draft_vocab_size,
+        layers: decoder.layers,
+        // Their id i is the input of layer i, the output of the layer before it.
+        taps: taps(fields, ids, 0)?,
+        num_target_layers: fields.size("num_target_layers")?,
+        kind,
+        notes: notes(fields),
+        obstacles: decoder.obstacles,
+        decoder: decoder.map,
+    })
+}
+
+/// The vocabulary map that is not the identity, if any. Maps of whole vocabularies may lie in a checkpoint to no effect.
+fn pruning(tensors: &Tensors) -> Result<Option<&'static str>, DialectError> {
+    for (name, identity) in [("t2d", 1), ("d2t", 0)] {
+        if tensors.get(name).is_some() {
+            let bytes = tensors.bytes(name)?;
+            if bytes.iter().any(|&byte| byte != identity) {
+                return Ok(Some(name));
+            }
+        }
+    }
+    Ok(None)
+}
+
+pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> {
+    let Speculators { model_type, class, taps, keys } = drafter.kind.speculators();
+    let mut layer = drafter.decoder.clone();
+    layer.insert("layer_types".into(), vec!["full_attention"; drafter.layers as usize].into());
+    layer.insert("tie_word_embeddings".into(), false.into());
+    let verifier = target.map_or_else(
+        || json!({"name_or_path": null, "architectures": []}),
+        |target| json!({"name_or_path": target.name(), "architectures": target.architectures()}),
+    );
+    let proposal = json!({
+        "proposal_type": "greedy", "speculative_tokens": drafter.kind.drafted(), "verifier_accept_k": 1, "accept_tolerance": 0.0,
+    });
+    let mut map = Map::new();
+    let mut put = |key: &str, value: Value| map.insert(key.into(), value);
+    put("architectures", json!([class]));
+    put("speculators_model_type", model_type.into());
+    put("speculators_version", VERSION.into());
+    put("transformer_layer_config", layer.into());
+    put("draft_vocab_size", drafter.draft_vocab_size.into());
+    put("tie_word_embeddings", false.into());
+    put(
+        "speculators_config",
+        json!({
+            "algorithm": model_type, "proposal_methods": [proposal], "default_proposal_method": "greedy", "verifier": verifier,
+        }),
+    );
+    put(taps, drafter.aux_layer_ids().into());
+    // Not theirs, but let alone by them: with these the way back needs no guesses.
+    if let Some(layers) = drafter.num_target_layers {
+        put("num_target_layers", layers.into());
+    }
+    map.extend(keys);
+    map.extend(drafter.notes.clone());
+    map
+}
