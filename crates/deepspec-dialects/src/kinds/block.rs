@@ -6,7 +6,7 @@ use deepspec_core::Slots;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::{KindSettings, Reader, Settings, Speculators, keys};
+use super::{Container, KindSettings, Reader, Settings, Speculators, keys};
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -255,7 +255,7 @@ impl KindSettings for Block {
         Speculators { model_type, class, taps: "aux_hidden_state_layer_ids", keys }
     }
 
-    fn container(&self, to: Dialect) -> Option<(&'static str, Map<String, Value>, Map<String, Value>)> {
+    fn container(&self, to: Dialect) -> Option<Container> {
         let top = keys([("block_size", json!(self.block_size))]);
         let mut inner = keys([("mask_token_id", json!(self.mask_token_id))]);
         let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
@@ -280,7 +280,7 @@ impl KindSettings for Block {
             }
             _ => "DFlashDraftModel",
         };
-        Some((class, top, inner))
+        Some(Container { class, top, inner })
     }
 
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
-use super::{Block, KindSettings, Reader, Settings, Speculators, block_size, keys, mask_token};
+use super::{Block, Container, KindSettings, Reader, Settings, Speculators, block_size, keys, mask_token};
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -150,8 +150,8 @@ impl KindSettings for DFlash2 {
         }
     }
 
-    fn container(&self, _: Dialect) -> Option<(&'static str, Map<String, Value>, Map<String, Value>)> {
-        Some(("DFlash2DraftModel", Map::new(), self.keys()))
+    fn container(&self, _: Dialect) -> Option<Container> {
+        Some(Container { class: "DFlash2DraftModel", top: Map::new(), inner: self.keys() })
     }
 
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {

@@ -76,9 +76,8 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// How the speculators package says it.
     fn speculators(&self) -> Speculators;
 
-    /// Its class in the container of z-lab, SpecForge and ModelOpt, and the keys there: at the top, and within `dflash_config`. Only
-    /// for dialects that [`KindSettings::refusal`] lets pass.
-    fn container(&self, _to: Dialect) -> Option<(&'static str, Map<String, Value>, Map<String, Value>)> {
+    /// How the container of z-lab, SpecForge and ModelOpt says it; only for dialects that [`KindSettings::refusal`] lets pass.
+    fn container(&self, _to: Dialect) -> Option<Container> {
         None
     }
 
@@ -99,6 +98,16 @@ pub struct Speculators {
     pub taps: &'static str,
     /// Its own keys.
     pub keys: Map<String, Value>,
+}
+
+/// What the container of z-lab, SpecForge and ModelOpt says of a kind.
+pub struct Container {
+    /// Its class.
+    pub class: &'static str,
+    /// Its keys at the top.
+    pub top: Map<String, Value>,
+    /// Its keys within `dflash_config`.
+    pub inner: Map<String, Value>,
 }
 
 /// A map of these keys.

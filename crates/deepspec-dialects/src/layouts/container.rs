@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::common::{decoder, flat, notes, taps};
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
-use crate::kinds::{Block, DFlash2, Eagle3, Settings, block_size, confidence, markov, mask_token};
+use crate::kinds::{Block, Container, DFlash2, Eagle3, Settings, block_size, confidence, markov, mask_token};
 use crate::{Dialect, DialectError, Tensors};
 
 /// Keys that are not the decoder's.
@@ -160,7 +160,7 @@ pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
 
 pub fn config(drafter: &Drafter, dialect: Dialect) -> Map<String, Value> {
     let mut map = flat(drafter);
-    let Some((class, top, mut inner)) = drafter.kind.container(dialect) else { return map };
+    let Some(Container { class, top, mut inner }) = drafter.kind.container(dialect) else { return map };
     inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
     map.insert("architectures".into(), json!([class]));
     map.extend(top);
