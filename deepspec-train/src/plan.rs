@@ -7,7 +7,7 @@ use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
 use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
-use deepspec_native::Seat;
+use deepspec_native::LocalRank;
 use deepspec_states::{Budget, Dataset, StatesError, TargetBundle, TargetRuntime, batches, check_fit};
 use serde_json::{Value, json};
 use tch::Device;
@@ -25,11 +25,11 @@ use crate::{bench, schedule};
 ///
 /// # Errors
 /// Usage errors for a recipe that does not fit its target or its data; damaged data.
-pub fn show(args: &Args, recipe: &Recipe, device: Device, seat: Seat) -> anyhow::Result<()> {
-    let processes = seat.processes;
+pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> anyhow::Result<()> {
+    let processes = local.processes;
     let shape = Shape::of(&recipe.target, args.verbosity())?;
     let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
-    let runtime = target_runtime(recipe, device, seat)?;
+    let runtime = target_runtime(recipe, device, local)?;
     let missing = missing(recipe, &shape);
     let source =
         missing.is_none().then(|| TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report));

@@ -13,7 +13,7 @@ use deepspec_dist::{Carrier, GroupError, ProcessGroup};
 use deepspec_drafters::{DrafterPlan, TrainableDrafter};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
-use deepspec_native::{DeviceError, Seat};
+use deepspec_native::{DeviceError, LocalRank};
 use deepspec_states::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind, Tensor};
 
@@ -44,9 +44,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let trains = !args.plan && args.bench.is_none() && !args.init_only;
     let timeout = Duration::from_secs(recipe.train.timeout_s);
     let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
-    let seat = Seat { local_rank, processes, shares: backend == Backend::Gloo };
+    let local = LocalRank { local_rank, processes, shares: backend == Backend::Gloo };
     let device =
-        deepspec_native::rank_device(&args.device, seat).map_err(|error| UsageError(error.to_string()))?;
+        deepspec_native::rank_device(&args.device, local).map_err(|error| UsageError(error.to_string()))?;
     if trains && processes > 1 {
         check_carrier(args, backend, device, place.as_ref(), processes)?;
     }
@@ -61,13 +61,13 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         return bench::run(args, &recipe, steps, device, processes);
     }
     if args.plan {
-        return plan::show(args, &recipe, device, seat);
+        return plan::show(args, &recipe, device, local);
     }
     let group = match &place {
         Some(place) => ProcessGroup::connect(place, device, backend, timeout)?,
         None => ProcessGroup::alone(),
     };
-    let result = train(args, &recipe, &group, device, seat);
+    let result = train(args, &recipe, &group, device, local);
     if let Err(error) = &result
         && !error.chain().any(|cause| cause.is::<GroupError>() || cause.is::<ExitWith>())
     {
@@ -124,9 +124,9 @@ fn train(
     recipe: &Recipe,
     group: &ProcessGroup,
     device: Device,
-    seat: Seat,
+    local: LocalRank,
 ) -> anyhow::Result<()> {
-    let job = Job { args, recipe, group, device, seat, kind: kind(recipe.train.precision) };
+    let job = Job { args, recipe, group, device, local, kind: kind(recipe.train.precision) };
     let (inputs, questions) = Inputs::open(&job)?;
     let run_dir = RunDir::claim(&job)?;
     rank_check::check(group, recipe, inputs.dataset.digest(), run_dir.latest.as_deref())?;
@@ -152,7 +152,7 @@ struct Job<'a> {
     recipe: &'a Recipe,
     group: &'a ProcessGroup,
     device: Device,
-    seat: Seat,
+    local: LocalRank,
     /// Kind of working weights.
     kind: Kind,
 }
@@ -171,15 +171,15 @@ struct Inputs {
 impl Inputs {
     /// Also the questions that are asked while it trains.
     fn open(job: &Job) -> anyhow::Result<(Self, Option<Questions>)> {
-        let Job { args, recipe, group, device, seat, .. } = *job;
+        let Job { args, recipe, group, device, local, .. } = *job;
         let source = TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report)?;
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
         let dataset = open_data(recipe, &source)?;
         let questions = Questions::read(recipe, &source)?;
         let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
         check_writer(recipe, &dataset, group)?;
-        let schedule = schedule::of_recipe(recipe, dataset.len(), seat.processes)?;
-        let runtime = target_runtime(recipe, device, seat)?;
+        let schedule = schedule::of_recipe(recipe, dataset.len(), local.processes)?;
+        let runtime = target_runtime(recipe, device, local)?;
         Ok((Self { source, drafter_plan, dataset, program, schedule, runtime }, questions))
     }
 
@@ -212,7 +212,7 @@ impl Inputs {
         trainee: Box<dyn TrainableDrafter>,
         questions: Option<Questions>,
     ) -> anyhow::Result<(Trainer<'a>, Option<PathBuf>)> {
-        let Job { args, recipe, group, device, seat, kind } = *job;
+        let Job { args, recipe, group, device, local, kind } = *job;
         let share = match recipe.train.sharding_strategy {
             ShardingStrategy::NoShard => (0, 1),
             ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
@@ -226,7 +226,7 @@ impl Inputs {
                 target: &source.config,
                 drafter_plan: drafter_plan.as_ref(),
                 weights: drafter_plan.weights()?,
-                processes: seat.processes,
+                processes: local.processes,
                 program: *program,
                 device,
             },

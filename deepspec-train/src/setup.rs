@@ -3,7 +3,7 @@
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_core::recipe::{Precision, Recipe};
-use deepspec_native::Seat;
+use deepspec_native::LocalRank;
 use deepspec_states::{Dataset, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind};
 
@@ -24,10 +24,10 @@ pub fn kind(precision: Precision) -> Kind {
 ///
 /// # Errors
 /// A usage error if there is no such device.
-pub fn target_runtime(recipe: &Recipe, trainer: Device, seat: Seat) -> anyhow::Result<TargetRuntime> {
+pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> anyhow::Result<TargetRuntime> {
     let device = match &recipe.data.target_device {
         // Targets tell each other nothing: they may share a GPU.
-        Some(name) => deepspec_native::rank_device(name, Seat { shares: true, ..seat })
+        Some(name) => deepspec_native::rank_device(name, LocalRank { shares: true, ..local })
             .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
         None => trainer,
     };

@@ -10,7 +10,7 @@ use crate::unused::{self, Absence};
 
 /// A process among those of a job on its machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seat {
+pub struct LocalRank {
     /// This process, from 0.
     pub local_rank: usize,
     /// Processes of the whole job.
@@ -19,7 +19,7 @@ pub struct Seat {
     pub shares: bool,
 }
 
-impl Seat {
+impl LocalRank {
     /// A process on its own.
     pub const ALONE: Self = Self { local_rank: 0, processes: 1, shares: true };
 }
@@ -30,7 +30,7 @@ impl Seat {
 /// # Errors
 /// See [`DeviceError`]; [`DeviceError::Unused`] for `auto` under torchrun or srun, which start several processes.
 pub fn device(name: &str) -> Result<Device, DeviceError> {
-    rank_device(name, Seat::ALONE)
+    rank_device(name, LocalRank::ALONE)
 }
 
 /// The device of a process: `auto` and `cuda` mean its own GPU, or the only one that it is shown; `cuda:{local_rank+N}` the one that
@@ -38,16 +38,16 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
 ///
 /// # Errors
 /// See [`DeviceError`].
-pub fn rank_device(name: &str, seat: Seat) -> Result<Device, DeviceError> {
+pub fn rank_device(name: &str, local: LocalRank) -> Result<Device, DeviceError> {
     match name {
         "cpu" => Ok(Device::Cpu),
         "auto" => match cuda() {
-            Ok(count) => own_gpu(count, seat),
-            Err(absence) => unused::fall_back(&absence, seat.processes).map(|()| Device::Cpu),
+            Ok(count) => own_gpu(count, local),
+            Err(absence) => unused::fall_back(&absence, local.processes).map(|()| Device::Cpu),
         },
-        "cuda" => own_gpu(usable()?, seat),
+        "cuda" => own_gpu(usable()?, local),
         _ => {
-            let index = gpu_index(name, seat.local_rank).ok_or_else(|| DeviceError::Unknown(name.into()))?;
+            let index = gpu_index(name, local.local_rank).ok_or_else(|| DeviceError::Unknown(name.into()))?;
             let count = usable()?;
             if index < count {
                 Ok(Device::Cuda(index))
@@ -58,12 +58,12 @@ pub fn rank_device(name: &str, seat: Seat) -> Result<Device, DeviceError> {
     }
 }
 
-fn own_gpu(count: usize, seat: Seat) -> Result<Device, DeviceError> {
-    let local_rank = seat.local_rank;
+fn own_gpu(count: usize, local: LocalRank) -> Result<Device, DeviceError> {
+    let local_rank = local.local_rank;
     match count {
         1 => Ok(Device::Cuda(0)),
         count if local_rank < count => Ok(Device::Cuda(local_rank)),
-        count if seat.shares => Ok(Device::Cuda(local_rank % count)),
+        count if local.shares => Ok(Device::Cuda(local_rank % count)),
         count => Err(DeviceError::NoneLeft { local_rank, count }),
     }
 }
@@ -121,8 +121,8 @@ pub fn default_kind(device: Device) -> Kind {
 mod tests {
     use super::*;
 
-    fn seat(local_rank: usize, shares: bool) -> Seat {
-        Seat { local_rank, processes: 8, shares }
+    fn local(local_rank: usize, shares: bool) -> LocalRank {
+        LocalRank { local_rank, processes: 8, shares }
     }
 
     #[test]
@@ -132,20 +132,20 @@ mod tests {
             assert_eq!(device(name), Err(DeviceError::Unknown(name.into())));
         }
         assert_eq!(
-            (rank_device("cpu", seat(3, false)), gpus("cpu"), gpus("cuda:0")),
+            (rank_device("cpu", local(3, false)), gpus("cpu"), gpus("cuda:0")),
             (Ok(Device::Cpu), 0, 0)
         );
     }
 
     #[test]
     fn a_process_takes_the_gpu_of_its_place() {
-        assert_eq!(own_gpu(8, seat(3, false)), Ok(Device::Cuda(3)));
+        assert_eq!(own_gpu(8, local(3, false)), Ok(Device::Cuda(3)));
         // Slurm may show each task its own only.
-        assert_eq!(own_gpu(1, seat(3, false)), Ok(Device::Cuda(0)));
-        let error = own_gpu(2, seat(3, false)).unwrap_err();
+        assert_eq!(own_gpu(1, local(3, false)), Ok(Device::Cuda(0)));
+        let error = own_gpu(2, local(3, false)).unwrap_err();
         assert_eq!(error, DeviceError::NoneLeft { local_rank: 3, count: 2 });
         assert!(error.to_string().contains("train.backend=gloo"));
-        assert_eq!(own_gpu(2, seat(3, true)), Ok(Device::Cuda(1)));
+        assert_eq!(own_gpu(2, local(3, true)), Ok(Device::Cuda(1)));
     }
 
     #[test]

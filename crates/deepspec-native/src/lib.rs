@@ -6,7 +6,7 @@ mod ffi;
 mod free_memory;
 mod unused;
 
-pub use device::{Seat, default_kind, device, gpus, is_one_gpu, rank_device};
+pub use device::{LocalRank, default_kind, device, gpus, is_one_gpu, rank_device};
 pub use error::DeviceError;
 pub use ffi::{
     AdamWSettings, AdamWTensors, DeviceMemory, Filling, adamw, c10d, device_memory, die_with_parent,

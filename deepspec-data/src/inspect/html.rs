@@ -2,8 +2,8 @@
 
 use std::io::{self, Write};
 
+use super::inspection::Inspection;
 use super::shown::{Segment, ShownRow, visible};
-use super::survey::Survey;
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --quiet: #8a8a8a; --line: #ddd; --learnt: #c9efc9; --wrong: #b00020 }
@@ -16,7 +16,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--li
 ";
 
 /// Writes everything above the rows: legend, summary and findings.
-pub fn begin(out: &mut impl Write, survey: &Survey) -> io::Result<()> {
+pub fn begin(out: &mut impl Write, inspection: &Inspection) -> io::Result<()> {
     write!(
         out,
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -25,20 +25,20 @@ pub fn begin(out: &mut impl Write, survey: &Survey) -> io::Result<()> {
          <h1>Loss masks</h1>\n<p><span class=\"learnt\">supervised text</span>, <span class=\"special\">special tokens</span>, \
          <span class=\"learnt special\">supervised special tokens</span>, <span class=\"cut\">behind the maximal length</span></p>\n<table>\n"
     )?;
-    for (name, value) in survey.summary.lines() {
+    for (name, value) in inspection.summary.lines() {
         writeln!(out, "<tr><th>{}</th><td>{}</td></tr>", escaped(name), escaped(&value))?;
     }
     writeln!(out, "</table>")?;
-    if !survey.findings.is_empty() {
-        writeln!(out, "<h2 class=\"wrong\">{} problems</h2>\n<table>", survey.findings.len())?;
+    if !inspection.findings.is_empty() {
+        writeln!(out, "<h2 class=\"wrong\">{} problems</h2>\n<table>", inspection.findings.len())?;
         writeln!(out, "<tr><th>line</th><th>id</th><th>problem</th></tr>")?;
     }
-    for finding in &survey.findings {
+    for finding in &inspection.findings {
         let (file, id) = (finding.file.display().to_string(), finding.id.as_deref().unwrap_or_default());
         let (file, id, reason) = (escaped(&file), escaped(id), escaped(&finding.reason));
         writeln!(out, "<tr><td>{file}:{}</td><td>{id}</td><td>{reason}</td></tr>", finding.line)?;
     }
-    if !survey.findings.is_empty() {
+    if !inspection.findings.is_empty() {
         writeln!(out, "</table>")?;
     }
     Ok(())

@@ -2,12 +2,12 @@
 
 mod args;
 mod html;
+mod inspection;
 mod row;
 mod server;
 mod settings;
 mod shown;
 mod summary;
-mod survey;
 mod terminal;
 
 use std::io::{self, BufWriter, IsTerminal, Write};
@@ -20,9 +20,9 @@ use serde_json::json;
 pub use args::Args;
 
 use crate::places;
+use inspection::Inspection;
 use settings::Settings;
 use shown::ShownRow;
-use survey::Survey;
 
 /// Problems that are shown one by one; `--json` and `--html` have all.
 const SHOWN_PROBLEMS: usize = 10;
@@ -35,23 +35,26 @@ const SHOWN_PROBLEMS: usize = 10;
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
     let settings = Settings::new(args, verbosity)?;
-    let mut survey = Survey::of(&args.input, &settings, verbosity)?;
-    if survey.summary.rows == 0 {
+    let mut inspection = Inspection::of(&args.input, &settings, verbosity)?;
+    if inspection.summary.rows == 0 {
         let files: Vec<String> = args.input.iter().map(|input| input.display().to_string()).collect();
         usage!("--input {}: no rows", files.join(" "));
     }
     if let Some(url) = &args.server {
-        server::compare(url, &args.input, &settings, &mut survey)?;
+        server::compare(url, &args.input, &settings, &mut inspection)?;
     }
     if let Some(path) = &args.html {
-        write_html(path, args, &settings, &survey)?;
+        write_html(path, args, &settings, &inspection)?;
     }
-    let found =
-        if args.json { print_json(args, &settings, &survey)? } else { print_text(args, &settings, &survey)? };
+    let found = if args.json {
+        print_json(args, &settings, &inspection)?
+    } else {
+        print_text(args, &settings, &inspection)?
+    };
     if let Some(missing) = args.id.iter().find(|id| !found.contains(id)) {
         usage!("--id {missing}: no usable row has it");
     }
-    report(&survey)
+    report(&inspection)
 }
 
 fn check(args: &Args) -> anyhow::Result<()> {
@@ -85,7 +88,7 @@ impl Args {
 }
 
 /// Prints the selected rows and the summary; returns the ids of the rows.
-fn print_text(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<Vec<String>> {
+fn print_text(args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
     let mut out = BufWriter::new(io::stdout().lock());
     let mut found = Vec::new();
     if args.html.is_none() {
@@ -97,7 +100,7 @@ fn print_text(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Resu
     } else {
         found.extend(args.id.iter().cloned());
     }
-    for (name, value) in survey.summary.lines() {
+    for (name, value) in inspection.summary.lines() {
         writeln!(out, "{name:<13} {value}")?;
     }
     out.flush()?;
@@ -105,7 +108,7 @@ fn print_text(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Resu
 }
 
 /// Prints one JSON object, row by row; returns the ids of the rows.
-fn print_json(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<Vec<String>> {
+fn print_json(args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
     let mut out = BufWriter::new(io::stdout().lock());
     let mut found = Vec::new();
     write!(out, "{{\"rows\": [")?;
@@ -115,19 +118,19 @@ fn print_json(args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Resu
         Ok(())
     })?;
     write!(out, "\n], \"problems\": [")?;
-    for (index, finding) in survey.findings.iter().enumerate() {
+    for (index, finding) in inspection.findings.iter().enumerate() {
         write!(out, "{}\n  {}", if index == 0 { "" } else { "," }, json!(finding))?;
     }
-    writeln!(out, "\n], \"summary\": {}}}", json!(survey.summary))?;
+    writeln!(out, "\n], \"summary\": {}}}", json!(inspection.summary))?;
     out.flush()?;
     Ok(found)
 }
 
-fn write_html(path: &Path, args: &Args, settings: &Settings, survey: &Survey) -> anyhow::Result<()> {
+fn write_html(path: &Path, args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<()> {
     let mut missing: Vec<&String> = args.id.iter().collect();
     // What is no I/O failure travels through one.
     atomic::replace(path, |out| {
-        html::begin(out, survey)?;
+        html::begin(out, inspection)?;
         args.each_shown(settings, |row| {
             missing.retain(|id| **id != row.id);
             Ok(html::row(out, &row)?)
@@ -142,16 +145,16 @@ fn write_html(path: &Path, args: &Args, settings: &Settings, survey: &Survey) ->
 }
 
 /// Shows the first findings and turns them into the exit code.
-fn report(survey: &Survey) -> anyhow::Result<()> {
-    for finding in survey.findings.iter().take(SHOWN_PROBLEMS) {
+fn report(inspection: &Inspection) -> anyhow::Result<()> {
+    for finding in inspection.findings.iter().take(SHOWN_PROBLEMS) {
         tracing::warn!("{finding}");
     }
-    let count = survey.findings.len();
+    let count = inspection.findings.len();
     if count > SHOWN_PROBLEMS {
         tracing::warn!("and {} more; --json and --html have all", count - SHOWN_PROBLEMS);
     }
-    if survey.findings.is_empty() {
+    if inspection.findings.is_empty() {
         return Ok(());
     }
-    Err(ExitWith { code: 1, reason: survey.summary.verdict() }.into())
+    Err(ExitWith { code: 1, reason: inspection.summary.verdict() }.into())
 }

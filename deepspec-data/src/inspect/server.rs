@@ -10,9 +10,9 @@ use reqwest::{Client, StatusCode, Url};
 use serde_json::{Value, json};
 use tokio::runtime::Builder;
 
+use super::inspection::Inspection;
 use super::row::{Outcome, examine};
 use super::settings::Settings;
-use super::survey::Survey;
 
 /// Rows whose prompts are compared: the first ones.
 const ROWS: usize = 64;
@@ -32,7 +32,12 @@ struct Probe {
 ///
 /// # Errors
 /// A usage error for a URL that is none; failures of the connection; what the server refuses.
-pub fn compare(url: &str, files: &[PathBuf], settings: &Settings, survey: &mut Survey) -> anyhow::Result<()> {
+pub fn compare(
+    url: &str,
+    files: &[PathBuf],
+    settings: &Settings,
+    inspection: &mut Inspection,
+) -> anyhow::Result<()> {
     match Url::parse(url) {
         Ok(parsed) if matches!(parsed.scheme(), "http" | "https") => {}
         _ => usage!("--server {url}: expected a URL such as http://127.0.0.1:8000"),
@@ -51,7 +56,7 @@ pub fn compare(url: &str, files: &[PathBuf], settings: &Settings, survey: &mut S
                     "{base} cannot say how it renders (no POST /tokenize with messages); prompts were not compared with it"
                 );
                 tracing::warn!("{text}");
-                survey.summary.server = Some(text);
+                inspection.summary.server = Some(text);
                 return Ok(());
             }
         };
@@ -59,11 +64,11 @@ pub fn compare(url: &str, files: &[PathBuf], settings: &Settings, survey: &mut S
         if ours != tokens {
             differing += 1;
             let reason = difference(settings, &ours, &tokens)?;
-            survey.find(&probe.file, probe.line, Some(probe.id.clone()), reason);
+            inspection.find(&probe.file, probe.line, Some(probe.id.clone()), reason);
         }
     }
-    survey.summary.server_differs = differing;
-    survey.summary.server =
+    inspection.summary.server_differs = differing;
+    inspection.summary.server =
         Some(format!("{base} renders {} of {} prompts as we do", probes.len() - differing, probes.len()));
     Ok(())
 }

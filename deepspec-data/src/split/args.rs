@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::roles::RoleArg;
+use super::roles::{self, Target};
 
 /// What to split, how and where to.
 #[derive(clap::Args)]
@@ -36,8 +36,8 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub sample_size: Option<usize>,
     /// What a speaker's messages become: system, user, assistant, tool or drop; give it again for more speakers
-    #[arg(long, value_name = "SPEAKER=ROLE")]
-    pub role: Vec<RoleArg>,
+    #[arg(long, value_name = "SPEAKER=ROLE", value_parser = roles::parse)]
+    pub role: Vec<(String, Target)>,
     /// Leave out system messages
     #[arg(long)]
     pub drop_system: bool,

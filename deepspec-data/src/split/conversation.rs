@@ -1,7 +1,5 @@
 //! A dataset row on its way out: messages with roles, and the lines that are written of them.
 
-use std::fmt;
-
 use deepspec_text::{MessageError, Role};
 use serde::de::IgnoredAny;
 
@@ -52,12 +50,6 @@ impl Kind {
     /// A problem of this kind.
     pub fn because(self, text: impl Into<String>) -> Problem {
         Problem { kind: self, text: text.into() }
-    }
-}
-
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
     }
 }
 

@@ -73,8 +73,7 @@ pub struct Input {
 
 /// Finds, and where they are on the hub fetches, the datasets that the arguments name.
 pub fn find(args: &Args, verbosity: Verbosity) -> anyhow::Result<Vec<Input>> {
-    let given: BTreeMap<String, Target> =
-        args.role.iter().map(|arg| (arg.speaker.clone(), arg.target)).collect();
+    let given: BTreeMap<String, Target> = args.role.iter().cloned().collect();
     let path = env::expand_home(&args.dataset);
     let is_mix = path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
     if !is_mix {

@@ -10,6 +10,7 @@ mod columns;
 mod contamination;
 mod conversation;
 mod fields;
+mod filter;
 mod input;
 mod json_rows;
 mod output;
@@ -18,7 +19,6 @@ mod pipeline;
 mod report;
 mod roles;
 mod seen;
-mod survey;
 mod unit;
 
 use std::io::{self, Write};
@@ -33,11 +33,11 @@ use crate::rejects::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
 use deepspec_rows::{Format, Table};
+use filter::{Example, Found, Judge, RowFilter};
 use input::Input;
 use output::Outputs;
 use passes::{Drawn, OptimisticPass};
 use report::Sum;
-use survey::{Example, Found, Judge, Survey};
 
 /// Runs the command.
 ///
@@ -86,12 +86,12 @@ fn split(
     let judge = Judge { suites, dedup: args.dedup };
 
     let mut recorder = Recorder::new(&args.train_output);
-    let mut survey = Survey::new(&judge, &mut recorder);
+    let mut row_filter = RowFilter::new(&judge, &mut recorder);
     let mut progress = Progress::new(verbosity, "reading", total, 0);
     let optimistic = OptimisticPass { outputs, seed: args.seed, quotas: &hoped };
-    let (found, written) = passes::first(inputs, &optimistic, judge, &mut survey, &mut progress)?;
+    let (found, written) = passes::first(inputs, &optimistic, judge, &mut row_filter, &mut progress)?;
     progress.finish();
-    let examples = survey.examples;
+    let examples = row_filter.examples;
     recorder.finish()?;
     if written {
         return Ok(Split { found, quotas: hoped_for, examples });

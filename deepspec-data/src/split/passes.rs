@@ -12,10 +12,10 @@ use deepspec_core::progress::Progress;
 
 use super::assign::{Quota, Side, SplitAssigner};
 use super::conversation::Name;
+use super::filter::{Found, Ids, Judge, Judged, RowFilter};
 use super::input::Input;
 use super::output::{Lines, Outputs, Writer};
 use super::pipeline;
-use super::survey::{Found, Ids, Judge, Judged, Survey};
 use super::unit::each_row;
 use deepspec_rows::Unit;
 
@@ -42,7 +42,7 @@ pub fn first(
     inputs: &[Input],
     optimistic: &OptimisticPass<'_>,
     judge: Judge<'_>,
-    survey: &mut Survey<'_>,
+    row_filter: &mut RowFilter<'_>,
     progress: &mut Progress,
 ) -> anyhow::Result<(Vec<Found>, bool)> {
     let (mut all, lost) = (vec![], AtomicBool::new(false));
@@ -53,7 +53,7 @@ pub fn first(
             first_of(input, assigner, judge, &lost, |file, judged, lines, ids| {
                 progress.add(judged.len() as u64, String::new);
                 for row in judged {
-                    if !survey.settle(&file, row, ids, &mut found)? {
+                    if !row_filter.settle(&file, row, ids, &mut found)? {
                         lost.store(true, Ordering::Relaxed);
                     }
                 }

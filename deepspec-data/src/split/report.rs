@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 
 use super::args::Args;
 use super::contamination::Suites;
+use super::filter::{Example, Found};
 use super::input::{Input, Origin};
 use super::passes::Drawn;
 use super::roles::Target;
-use super::survey::{Example, Found};
 use crate::rejects;
 
 /// The report's layout.

@@ -51,27 +51,15 @@ impl Target {
     }
 }
 
-/// `SPEAKER=ROLE` as given on the command line.
-#[derive(Debug, Clone)]
-pub struct RoleArg {
-    /// The name in the dataset.
-    pub speaker: String,
-    /// What it becomes.
-    pub target: Target,
-}
-
-impl std::str::FromStr for RoleArg {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (speaker, role) = text.split_once('=').ok_or("expected SPEAKER=ROLE")?;
-        if speaker.is_empty() {
-            return Err("the speaker is empty; expected SPEAKER=ROLE".into());
-        }
-        let target = serde_json::from_value(serde_json::json!(role))
-            .map_err(|_| format!("unknown role `{role}` (known: system, user, assistant, tool, drop)"))?;
-        Ok(Self { speaker: speaker.into(), target })
+/// Reads `SPEAKER=ROLE` as given on the command line.
+pub fn parse(text: &str) -> Result<(String, Target), String> {
+    let (speaker, role) = text.split_once('=').ok_or("expected SPEAKER=ROLE")?;
+    if speaker.is_empty() {
+        return Err("the speaker is empty; expected SPEAKER=ROLE".into());
     }
+    let target = serde_json::from_value(role.into())
+        .map_err(|_| format!("unknown role `{role}` (known: system, user, assistant, tool, drop)"))?;
+    Ok((speaker.into(), target))
 }
 
 /// What each speaker's messages become.
@@ -115,17 +103,17 @@ mod tests {
         assert_eq!(usual.role(Shape::ShareGpt, "tool"), None);
         assert_eq!(usual.role(Shape::OpenAi, "tool"), Some(Role::Tool));
         assert_eq!(usual.role(Shape::OpenAi, "system"), Some(Role::System));
-        let given = ["observation=tool", "bard=drop", "a=b=user"].map(|text| text.parse::<RoleArg>());
+        let given = ["observation=tool", "bard=drop", "a=b=user"].map(parse);
         assert_eq!(
             given[2].as_ref().unwrap_err(),
             "unknown role `b=user` (known: system, user, assistant, tool, drop)"
         );
-        let given = given.into_iter().flatten().map(|arg| (arg.speaker, arg.target));
+        let given = given.into_iter().flatten();
         let roles = Roles::new(given, true);
         assert_eq!(roles.role(Shape::ShareGpt, "observation"), Some(Role::Tool));
         assert_eq!(roles.role(Shape::ShareGpt, "bard"), None);
         assert_eq!(roles.role(Shape::ShareGpt, "bing"), Some(Role::Assistant));
         assert_eq!(roles.role(Shape::OpenAi, "system"), None);
-        assert!("=user".parse::<RoleArg>().is_err() && "user".parse::<RoleArg>().is_err());
+        assert!(parse("=user").is_err() && parse("user").is_err());
     }
 }

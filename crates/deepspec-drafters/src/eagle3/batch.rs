@@ -14,7 +14,7 @@ use crate::trained::joined;
 pub(super) const PIECE: usize = 256;
 
 /// Some columns of a step, all of one sequence; C says where its list is, or holds it.
-pub(super) struct AttentionCall<C = Tensor> {
+pub(super) struct TttCall<C = Tensor> {
     /// The first among the step's n, and how many.
     pub first: i64,
     pub rows: i64,
@@ -34,7 +34,7 @@ pub(super) struct Step {
     /// Rotary position of each column, `[n]`.
     pub positions: Tensor,
     /// All columns, in order.
-    pub pieces: Vec<AttentionCall>,
+    pub pieces: Vec<TttCall>,
     /// Supervised columns among the n, `[R]`.
     pub rows: Tensor,
     /// The first of all steps' supervised columns that is its own, and how many.
@@ -53,7 +53,7 @@ struct StepPlan {
     kept: Option<Part>,
     tokens: Part,
     positions: Part,
-    pieces: Vec<AttentionCall<Part>>,
+    pieces: Vec<TttCall<Part>>,
     rows: Part,
     /// Rows of each sample's last states.
     predicting: Vec<Part>,
@@ -62,9 +62,9 @@ struct StepPlan {
 
 impl StepPlan {
     fn on_device(self, lists: &Uploaded) -> Step {
-        let piece = |AttentionCall { first, rows, first_key, keys, columns }: AttentionCall<Part>| {
+        let piece = |TttCall { first, rows, first_key, keys, columns }: TttCall<Part>| {
             let columns = lists.of(columns);
-            AttentionCall { first, rows, first_key, keys, columns }
+            TttCall { first, rows, first_key, keys, columns }
         };
         Step {
             kept: self.kept.map(|kept| lists.of(kept)),
@@ -156,7 +156,7 @@ impl Eagle3Batch {
                 let own = needed(supervise, &sample.loss_mask, s, steps);
                 let earlier = needed(supervise, &sample.loss_mask, s.saturating_sub(1), steps);
                 for (number, part) in own.chunks(PIECE).enumerate() {
-                    pieces.push(AttentionCall {
+                    pieces.push(TttCall {
                         first: (tokens.len() + number * PIECE) as i64,
                         rows: part.len() as i64,
                         first_key,

@@ -6,7 +6,7 @@ use deepspec_models::ModelError;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerSpec, Qkv, RmsNorm, Rotation};
 use tch::{Kind, Tensor};
 
-use super::batch::{AttentionCall, Eagle3Batch, Step};
+use super::batch::{Eagle3Batch, Step, TttCall};
 use super::config::Eagle3Config;
 use crate::trained::Trained;
 
@@ -133,7 +133,7 @@ fn attend(spec: &AttentionSpec, step: &Step, history: &History, q: &Tensor) -> T
     let Heads { query, key_value, dim } = spec.heads;
     let repeats = query / key_value;
     let Some((keys, values)) = &history.context else { return q.flatten(1, 2) };
-    let piece = |piece: &AttentionCall| {
+    let piece = |piece: &TttCall| {
         let own = |t: &Tensor| t.narrow(0, piece.first, piece.rows);
         // What the piece sees of step 0, then its own columns of each later step: [1, G, K, D].
         let seen = |context: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {

@@ -1,6 +1,6 @@
 //! Key/value histories of many slots, and attention of ragged batches over them.
 
-mod piece;
+mod calls;
 mod plan;
 mod pool;
 
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 
 use crate::nn::{AttentionSpec, Heads, Qkv};
-use piece::{AttentionCall, MaskShape};
+use calls::{AttentionCall, MaskShape};
 pub use plan::{BatchPlan, MaskKind, PendingPlan, Rows};
 use plan::{Group, Slots};
 pub use pool::{KEPT, capacity};

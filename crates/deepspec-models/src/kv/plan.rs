@@ -3,7 +3,7 @@
 use deepspec_decode::{Part, Upload, Uploaded};
 use tch::{Kind, Tensor};
 
-use super::piece::{AttentionCall, MaskShape};
+use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
 
 /// What a fed token sees of its own chunk.

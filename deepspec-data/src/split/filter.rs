@@ -89,7 +89,7 @@ pub struct Example {
 }
 
 /// What decides about rows, one at a time and in their order.
-pub struct Survey<'a> {
+pub struct RowFilter<'a> {
     prompts: Option<Seen>,
     recorder: &'a mut Recorder,
     /// The first contaminated rows of each suite.
@@ -144,7 +144,7 @@ impl Judge<'_> {
     }
 }
 
-impl<'a> Survey<'a> {
+impl<'a> RowFilter<'a> {
     /// Nothing was seen yet.
     pub fn new(judge: &Judge<'_>, recorder: &'a mut Recorder) -> Self {
         let examples = judge.suites.suites().iter().map(|_| vec![]).collect();

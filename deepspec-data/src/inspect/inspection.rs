@@ -43,14 +43,14 @@ impl fmt::Display for Finding {
 
 /// What was found in all rows.
 #[derive(Debug, Default)]
-pub struct Survey {
+pub struct Inspection {
     /// Counts.
     pub summary: Summary,
     /// Every problem, in input order.
     pub findings: Vec<Finding>,
 }
 
-impl Survey {
+impl Inspection {
     /// Looks at every row of `files`.
     pub fn of(files: &[PathBuf], settings: &Settings, verbosity: Verbosity) -> anyhow::Result<Self> {
         let mut total = 0;
@@ -61,10 +61,10 @@ impl Survey {
             }
         }
         let mut progress = Progress::new(verbosity, "rows", total, 0);
-        let mut survey = Self::default();
-        survey.summary.chat_template = settings.template.name.clone();
-        survey.summary.max_length = settings.max_length;
-        survey.summary.tags_agree = settings.other.as_ref().map(|_| 0);
+        let mut inspection = Self::default();
+        inspection.summary.chat_template = settings.template.name.clone();
+        inspection.summary.max_length = settings.max_length;
+        inspection.summary.tags_agree = settings.other.as_ref().map(|_| 0);
         let (mut seen, mut lengths) = (HashSet::new(), Vec::new());
         for batch in jsonl::batches_of(files, BATCH) {
             let (file, batch) = batch?;
@@ -74,12 +74,12 @@ impl Survey {
                 .collect();
             progress.add(outcomes.len() as u64, String::new);
             for (line, outcome) in outcomes {
-                survey.add(file, line, outcome, settings, &mut seen, &mut lengths);
+                inspection.add(file, line, outcome, settings, &mut seen, &mut lengths);
             }
         }
         progress.finish();
-        survey.summary.lengths = Lengths::of(lengths);
-        Ok(survey)
+        inspection.summary.lengths = Lengths::of(lengths);
+        Ok(inspection)
     }
 
     /// Adds a problem.
