@@ -84,10 +84,15 @@ impl<P: Proposer> Proposer for Recorded<P> {
         self.model.draft_len()
     }
 
+    fn reads_hidden(&self) -> bool {
+        self.model.reads_hidden()
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
         let [taps, tokens, next] = [&context.taps, &context.tokens, &context.next].map(Tensor::copy);
-        let seen = Context { taps, hidden: None, tokens, next, chunks: context.chunks.clone() };
+        let hidden = context.hidden.as_ref().map(Tensor::copy);
+        let seen = Context { taps, hidden, tokens, next, chunks: context.chunks.clone() };
         let proposal = self.model.propose(request);
         let (slots, anchors, tokens) = (slots.to_vec(), anchors.copy(), proposal.tokens.copy());
         self.calls.borrow_mut().push(Call::Propose { context: seen, slots, anchors, tokens });

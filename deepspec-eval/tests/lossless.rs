@@ -395,6 +395,10 @@ impl Proposer for Recorded<Box<dyn Drafter>, Drafted> {
     fn ends_at_stop_tokens(&self) -> bool {
         self.inner.ends_at_stop_tokens()
     }
+    fn reads_hidden(&self) -> bool {
+        self.inner.reads_hidden()
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let proposal = self.inner.propose(request);
         self.tape.borrow_mut().push(Drafted {

@@ -74,9 +74,11 @@ pub fn run(
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind)?;
     let optimizer = AdamW::new(trainee.parameters(), train.weight_decay, train.max_grad_norm);
     let weights = optimizer.weights();
+    let last = drafter_plan.final_states();
     let bench = Bench { recipe, drafter_plan, trainee, optimizer, passes, device };
     // As many as a loader holds at once.
-    let batches: Vec<_> = (0..HELD).map(|number| random_samples(recipe, &shape.config, number)).collect();
+    let batches: Vec<_> =
+        (0..HELD).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
     let measured = bench.measure(steps.get(), &batches)?;
 
     let step_s = measured.total.as_secs_f64() / steps.get() as f64;
@@ -134,7 +136,7 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     let (embed, head) = random_embed_and_head(&model, Device::Cpu, Kind::Float);
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float)?;
     let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
-    let batch = random_samples(&recipe, &model, 0);
+    let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
     Bench { recipe: &recipe, drafter_plan, trainee, optimizer, passes: 1, device: Device::Cpu }
         .measure(1, &[batch])?;
     Ok(memory::resident())

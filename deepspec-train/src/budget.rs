@@ -1,6 +1,7 @@
 //! What a run holds in memory, worked out before it does.
 
 use deepspec_cache::PAGES_KEPT;
+use deepspec_core::FinalStates;
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy};
 use deepspec_drafters::{DrafterPlan, PassBytes, SampleSize, WeightCounts};
 use deepspec_models::ModelConfig;
@@ -118,10 +119,14 @@ impl Costs<'_> {
         }
     }
 
-    /// Bytes of a micro-batch's states, as a cache holds them: taps of all tokens, last states of the supervised.
+    /// Bytes of a micro-batch's states, as a cache holds them: taps of all tokens, and the final states that the drafter asks for.
     fn states(&self, samples: &[SampleSize]) -> u64 {
         let taps = self.recipe.target.layer_ids.len();
-        let rows: usize = samples.iter().map(|sample| taps * sample.tokens + sample.supervised).sum();
+        let last = |sample: &SampleSize| match self.drafter_plan.final_states() {
+            FinalStates::Supervised => sample.supervised,
+            FinalStates::All => sample.tokens,
+        };
+        let rows: usize = samples.iter().map(|sample| taps * sample.tokens + last(sample)).sum();
         rows as u64 * self.target.hidden_size as u64 * 2
     }
 

@@ -1,5 +1,6 @@
 //! Samples that stand for those of a run whose data is not there.
 
+use deepspec_core::FinalStates;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_drafters::TrainSample;
@@ -16,8 +17,13 @@ pub fn loss_mask(length: usize) -> Vec<bool> {
 }
 
 /// The samples of forward number `number`: conversations of `data.max_length` tokens, three quarters of them supervised, in bfloat16 as a cache
-/// holds their states.
-pub fn random_samples(recipe: &Recipe, config: &ModelConfig, number: usize) -> Vec<TrainSample> {
+/// holds their states, of which `last` is asked for.
+pub fn random_samples(
+    recipe: &Recipe,
+    config: &ModelConfig,
+    last: FinalStates,
+    number: usize,
+) -> Vec<TrainSample> {
     let (length, d) = (recipe.data.max_length, config.hidden_size);
     let states = |rows: usize, width: i64| {
         Tensor::empty([rows as i64, width], (Kind::BFloat16, Device::Cpu)).normal_(0.0, 1.0)
@@ -26,12 +32,7 @@ pub fn random_samples(recipe: &Recipe, config: &ModelConfig, number: usize) -> V
         let stream = Stream::new(recipe.seed, &format!("bench-{number}-{index}"));
         let id = |lane| (stream.uniform(0, Purpose::Init, lane) * config.vocab_size as f64) as i64;
         let loss_mask = loss_mask(length);
-        let supervised = |position: usize| loss_mask.get(position) == Some(&true);
-        // As a cache keeps them: whoever stands beside a supervised token.
-        let last_positions: Vec<u32> = (0..length)
-            .filter(|&position| supervised(position.wrapping_sub(1)) || supervised(position + 1))
-            .map(|position| position as u32)
-            .collect();
+        let last_positions = last.positions(&loss_mask);
         TrainSample {
             input_ids: (0..length as u64).map(id).collect(),
             taps: states(length, d * recipe.target.layer_ids.len() as i64),

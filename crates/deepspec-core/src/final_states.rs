@@ -23,7 +23,7 @@ impl FinalStates {
     }
 
     /// Whether all that `needed` asks for is kept.
-    pub fn cover(self, needed: Self) -> bool {
+    pub fn covers(self, needed: Self) -> bool {
         self == Self::All || self == needed
     }
 }
@@ -54,8 +54,8 @@ mod tests {
         assert!(positions(&[]).is_empty());
         assert_eq!(FinalStates::All.positions(&[false; 3]), [0, 1, 2]);
         assert!(
-            FinalStates::All.cover(FinalStates::Supervised)
-                && !FinalStates::Supervised.cover(FinalStates::All)
+            FinalStates::All.covers(FinalStates::Supervised)
+                && !FinalStates::Supervised.covers(FinalStates::All)
         );
     }
 }

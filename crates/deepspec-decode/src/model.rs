@@ -76,7 +76,7 @@ impl<T: Target> Target for &mut T {
 pub struct Context {
     /// Captured states, one row per token: `[C, m·d]`.
     pub taps: Tensor,
-    /// Final-normed states `[C, d]`, where the drafter reads them.
+    /// Final-normed states `[C, d]`, where the drafter reads them and there are any.
     pub hidden: Option<Tensor>,
     /// The tokens themselves, `[C]` int64.
     pub tokens: Tensor,
@@ -120,9 +120,7 @@ pub trait Proposer {
         false
     }
     /// Whether it reads the final-normed states of what was committed, beside the taps.
-    fn reads_hidden(&self) -> bool {
-        false
-    }
+    fn reads_hidden(&self) -> bool;
     /// Takes in the states of newly committed tokens, then drafts a block after each slot's anchor.
     fn propose(&mut self, request: &DraftRequest) -> Proposal;
     /// Forgets the slot's context past its first `len` tokens, and whatever was being drafted.

@@ -32,7 +32,7 @@ pub use dialect::Dialect;
 pub use drafter::{Drafter, Obstacle};
 pub use error::DialectError;
 pub use families::{DecoderFamily, FAMILIES, Family, GEMMA4, LLAMA, QWEN3};
-pub use kinds::{Block, KindSettings, Markov, MarkovKind};
+pub use kinds::KindSettings;
 pub use loaders::{Loader, loaders};
 pub use shards::{MAX_SHARD_BYTES, Shard, cut, write_index};
 pub use target::Target;

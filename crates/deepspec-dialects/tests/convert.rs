@@ -27,11 +27,13 @@ fn refusal(from: &Folder, to: Dialect, target: Option<&Folder>) -> String {
     }
 }
 
-const DRAFTERS: [&str; 5] = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "eagle3_qwen3"];
+const DRAFTERS: [&str; 6] =
+    ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "dflash2", "eagle3_qwen3"];
 
 fn allowed(case: &str) -> &'static [Dialect] {
     match case {
         "eagle3_qwen3" => &[Dialect::Speculators],
+        "dflash2" => &[Dialect::Speculators, Dialect::Zlab],
         // Its confidence head reads the state alone, as ModelOpt's cannot.
         "dspark_rnn" | "dflash" => &[Dialect::Speculators, Dialect::Specforge],
         _ => &[Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt],
@@ -58,6 +60,44 @@ fn round_trips_keep_every_byte() {
                 assert_eq!(as_is(&by), as_is(&direct), "{case} by {there} to {next}");
             }
         }
+    }
+}
+
+#[test]
+fn a_container_of_dflash_2_is_read_whole_or_refused() {
+    let (reference, target) = (golden("dflash2"), target(&golden("dflash2")));
+    let edited = |edit: fn(&mut Value)| {
+        let folder = converted(&reference, Dialect::Zlab, Some(&target));
+        let mut config = folder.config();
+        edit(&mut config);
+        folder.put(&config);
+        folder
+    };
+    let outside = edited(|config| {
+        config["block_size"] = config["dflash_config"]["block_size"].take();
+        config["dflash_config"].as_object_mut().unwrap().remove("block_size");
+        config["dflash_config"]["projector_type"] = json!("dflash2");
+        config["dflash_config"]["final_logit_softcapping"] = json!(null);
+        config["dflash_config"]["output_multiplier"] = json!(1.0);
+    });
+    assert_eq!(as_is(&converted(&outside, Dialect::Reference, Some(&target))), as_is(&reference));
+    let scaled = edited(|config| config["dflash_config"]["input_embedding_scale"] = json!(2.0));
+    let told = refusal(&scaled, Dialect::Reference, Some(&target));
+    assert!(told.contains("`dflash_config.input_embedding_scale`: a scale"), "{told}");
+    type Edit = fn(&mut Value);
+    let broken: [(Edit, &str); 5] = [
+        (|config| config["block_size"] = json!(16), "block_size: 16, and in dflash_config 5"),
+        (|config| config["dflash_config"]["sample_from_anchor"] = json!(true), "sample_from_anchor: true"),
+        (
+            |config| config["dflash_config"]["conv_group_size"] = json!(60),
+            "60 does not divide the hidden size",
+        ),
+        (|config| config["dflash_config"]["conv_kernel_size"] = json!(6), "6 is not between 1 and 5"),
+        (|config| config["dflash_config"]["selector_top_k"] = json!(513), "513 is not between 1 and 512"),
+    ];
+    for (edit, words) in broken {
+        let told = Checkpoint::open(edited(edit).path()).err().unwrap().to_string();
+        assert!(told.replace('`', "").contains(words), "{words} in {told}");
     }
 }
 

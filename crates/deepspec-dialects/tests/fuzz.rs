@@ -9,7 +9,7 @@ use deepspec_dialects::{Checkpoint, Dialect, DialectError, Target, convert};
 use deepspec_testkit::mutate::Dice;
 use serde_json::Value;
 
-const WORDS: [&str; 14] = [
+const WORDS: [&str; 17] = [
     "architectures",
     "dflash_config",
     "transformer_layer_config",
@@ -24,6 +24,9 @@ const WORDS: [&str; 14] = [
     "sliding_attention",
     "dspark_block_size",
     "eagle3",
+    "DFlash2DraftModel",
+    "selector_rank",
+    "conv_group_size",
 ];
 
 fn every_dialect() -> Vec<Folder> {
@@ -35,8 +38,13 @@ fn every_dialect() -> Vec<Folder> {
         convert(&source, to, Some(&target)).unwrap().write(&folder.path().join("out"), false).unwrap();
         folder.within("out")
     });
-    let others =
-        [golden("eagle3_qwen3"), golden("dspark_gated"), fixture::zlab(), fixture::specforge_eagle3()];
+    let others = [
+        golden("eagle3_qwen3"),
+        golden("dspark_gated"),
+        golden("dflash2"),
+        fixture::zlab(),
+        fixture::specforge_eagle3(),
+    ];
     away.into_iter().chain(others).collect()
 }
 

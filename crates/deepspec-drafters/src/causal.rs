@@ -111,6 +111,10 @@ impl Proposer for CausalProposer {
         true
     }
 
+    fn reads_hidden(&self) -> bool {
+        false
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
         let mut upload = Upload::default();

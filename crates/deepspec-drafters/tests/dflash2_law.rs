@@ -31,6 +31,10 @@ impl<P: Proposer> Proposer for Told<P> {
         self.inner.draft_len()
     }
 
+    fn reads_hidden(&self) -> bool {
+        self.inner.reads_hidden()
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let proposal = self.inner.propose(request);
         let probs = match self.lies {

@@ -11,7 +11,6 @@ use std::path::PathBuf;
 use deepspec_core::usage;
 
 pub use files::{DataFile, Format};
-
 pub use rows::Item;
 pub use table::{MESSAGE_KEYS, Table, json_lines};
 pub use units::{Unit, Units, decode};

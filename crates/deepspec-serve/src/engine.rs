@@ -117,14 +117,17 @@ pub struct Load {
     waits: Mutex<Waits>,
 }
 
+/// The longest wait that is told apart from longer ones, in milliseconds: a day.
+const LONGEST_WAIT: u64 = 86_400_000;
+
 /// How long sequences waited for a slot, in milliseconds to two digits.
 #[derive(Debug)]
 struct Waits(Histogram<u32>);
 
 impl Default for Waits {
     fn default() -> Self {
-        // Fails for more than five digits only.
-        Self(Histogram::new(2).expect("two digits are few enough"))
+        // Fails for more than five digits, or a bound below two.
+        Self(Histogram::new_with_max(LONGEST_WAIT, 2).expect("two digits up to a day"))
     }
 }
 
@@ -372,5 +375,23 @@ impl Worker {
         let queued = self.engine.queued();
         self.load.queued.store(queued, Ordering::Relaxed);
         self.load.running.store(self.live.len().saturating_sub(queued), Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_waits_are_right_to_two_digits() {
+        let load = Load::default();
+        assert_eq!(load.waited(0.99), None);
+        (1..=1000).for_each(|millis| load.count_wait(Duration::from_millis(millis)));
+        for (share, exact) in [(0.5, 0.5), (0.99, 0.99), (1.0, 1.0)] {
+            let found = load.waited(share).unwrap().as_secs_f64();
+            assert!((found - exact).abs() <= 0.01 * exact, "{share}: {found}");
+        }
+        load.count_wait(Duration::MAX);
+        assert!(load.waited(1.0).unwrap() >= Duration::from_millis(LONGEST_WAIT));
     }
 }

@@ -219,7 +219,7 @@ impl Stored {
         let reader = Reader::open(dir)?;
         reader.require(&source.identity)?;
         let (kept, needed) = (reader.layout().last, source.final_states);
-        if !kept.cover(needed) {
+        if !kept.covers(needed) {
             return Err(StatesError::FinalStates { dir: dir.to_path_buf(), kept, needed });
         }
         Ok(Self { reader: Arc::new(reader), rows: None })

@@ -22,7 +22,7 @@ const BATCH: usize = 4096;
 pub struct Rejected {
     /// The file.
     pub file: PathBuf,
-    /// 1-based line number.
+    /// 1-based line, or row of a parquet file.
     pub line: usize,
     /// What is wrong with it.
     pub reason: String,

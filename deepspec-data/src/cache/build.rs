@@ -73,10 +73,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
     let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     let source = TargetBundle::open(&recipe, verbosity).map_err(StatesError::report)?;
+    let layout = source.layout(args.last(source.final_states)?, args.encoding());
 
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     check_rows(args, &report, &dir)?;
-    let layout = source.layout(args.last(source.final_states)?, args.encoding());
     let plan = Plan::new(samples, layout, args.job.shard_bytes())?;
     if args.overwrite {
         remove_existing(&dir)?;
@@ -120,7 +120,7 @@ impl Args {
             Some(LastArg::All) => FinalStates::All,
             None => needed,
         };
-        if !kept.cover(needed) {
+        if !kept.covers(needed) {
             usage!("--last {kept}: the recipe's drafter learns from the states of {needed} positions");
         }
         Ok(kept)

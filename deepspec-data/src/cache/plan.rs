@@ -131,7 +131,7 @@ fn choices(
     for encoding in Encoding::ALL {
         for last in [FinalStates::Supervised, FinalStates::All]
             .into_iter()
-            .filter(|last| last.cover(source.final_states))
+            .filter(|last| last.covers(source.final_states))
         {
             plan = plan.in_layout(source.layout(last, encoding))?;
             let (shards, bytes) = (plan.shards().len(), plan.cache_bytes(&source.identity)?);

@@ -32,6 +32,10 @@ impl<P: Proposer> Proposer for Recorder<P> {
         self.drafter.ends_at_stop_tokens()
     }
 
+    fn reads_hidden(&self) -> bool {
+        self.drafter.reads_hidden()
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let proposal = self.drafter.propose(request);
         let first = proposal.tokens.get(0);

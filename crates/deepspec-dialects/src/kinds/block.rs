@@ -69,7 +69,7 @@ pub struct Block {
     pub confidence_with_markov: Option<bool>,
 }
 
-fn read(fields: &Fields, vocab: u64) -> Result<Settings, DialectError> {
+fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, DialectError> {
     let slots = match fields.flag("sample_from_anchor")? {
         Some(false) => Slots::FillIn,
         _ => Slots::AnchorPredicts,
@@ -77,7 +77,7 @@ fn read(fields: &Fields, vocab: u64) -> Result<Settings, DialectError> {
     let markov = markov(fields)?;
     Ok(Arc::new(Block {
         block_size: block_size(fields, slots)?,
-        mask_token_id: mask_token(fields, vocab)?,
+        mask_token_id: mask_token(fields, decoder.vocab_size)?,
         slots,
         markov,
         confidence_with_markov: confidence(fields, markov)?,
@@ -132,10 +132,6 @@ impl KindSettings for Block {
 
     fn drafted(&self) -> u64 {
         Self::drafted(self)
-    }
-
-    fn block(&self) -> Option<&Self> {
-        Some(self)
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
@@ -286,15 +282,15 @@ impl KindSettings for Block {
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
         let kind = self.markov.map(|markov| markov.kind);
         match dialect {
-            _ if self.has_heads() && !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
-                (false, "its DSpark is documented for the vanilla Markov head only")
-            }
             Dialect::Reference if self.fills_in() && self.has_heads() => (
                 false,
                 "released versions take every slot to draft, and no other layout has heads beside such slots",
             ),
             Dialect::Reference if self.fills_in() => {
                 (false, "released versions take every slot to draft; convert to z-lab")
+            }
+            _ if self.has_heads() && !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
+                (false, "its DSpark is documented for the vanilla Markov head only")
             }
             Dialect::Reference if self.has_heads() => (true, "method dspark (its native layout)"),
             Dialect::Reference => (false, "method dflash crashes on it; PR 49646 routes it to method dspark"),

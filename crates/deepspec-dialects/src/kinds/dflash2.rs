@@ -15,10 +15,13 @@ use crate::{Dialect, DialectError};
 /// How DFlash 2 is read.
 pub static READER: Reader = Reader {
     class: "DFlash2Model",
-    reference: |fields, vocab| Ok(Arc::new(DFlash2::read(fields, vocab)?)),
+    reference: |fields, decoder| Ok(Arc::new(DFlash2::read(fields, decoder)?)),
     model_types: &["dflash2"],
     speculators,
 };
+
+/// More ranks of a selector are a mistake.
+const MAX_RANK: u64 = 1 << 20;
 
 /// DFlash 2's own settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +39,7 @@ pub struct DFlash2 {
 }
 
 fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
-    Ok(Arc::new(DFlash2::read(fields, decoder.vocab_size)?))
+    Ok(Arc::new(DFlash2::read(fields, decoder)?))
 }
 
 impl DFlash2 {
@@ -44,23 +47,33 @@ impl DFlash2 {
     ///
     /// # Errors
     /// A key that is missing or wrong.
-    pub fn read(fields: &Fields, vocab: u64) -> Result<Self, DialectError> {
+    pub fn read(fields: &Fields, decoder: &Decoder) -> Result<Self, DialectError> {
         if fields.flag("sample_from_anchor")?.unwrap_or(false) {
             return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
         }
+        let block = Block {
+            block_size: block_size(fields, Slots::FillIn)?,
+            mask_token_id: mask_token(fields, decoder.vocab_size)?,
+            slots: Slots::FillIn,
+            markov: None,
+            confidence_with_markov: None,
+        };
+        let within = |key: &str, most: u64| match fields.required_size(key)? {
+            found if found <= most => Ok(found),
+            found => Err(fields.error(key, format!("{found} is not between 1 and {most}"))),
+        };
         let group = fields.required_size("conv_group_size")?;
+        if !decoder.hidden_size.is_multiple_of(group) {
+            let width = decoder.hidden_size;
+            let problem = format!("{group} does not divide the hidden size {width}");
+            return Err(fields.error("conv_group_size", problem));
+        }
         Ok(Self {
-            block: Block {
-                block_size: block_size(fields, Slots::FillIn)?,
-                mask_token_id: mask_token(fields, vocab)?,
-                slots: Slots::FillIn,
-                markov: None,
-                confidence_with_markov: None,
-            },
-            conv_kernel_size: fields.required_size("conv_kernel_size")?,
+            block,
+            conv_kernel_size: within("conv_kernel_size", block.block_size)?,
             conv_group_size: group,
-            selector_rank: fields.required_size("selector_rank")?,
-            selector_top_k: fields.required_size("selector_top_k")?,
+            selector_rank: within("selector_rank", MAX_RANK)?,
+            selector_top_k: within("selector_top_k", decoder.vocab_size)?,
         })
     }
 
@@ -87,10 +100,6 @@ impl KindSettings for DFlash2 {
 
     fn drafted(&self) -> u64 {
         self.block.drafted()
-    }
-
-    fn block(&self) -> Option<&Block> {
-        Some(&self.block)
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
@@ -157,7 +166,7 @@ impl KindSettings for DFlash2 {
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
         match dialect {
             Dialect::Zlab => (true, "method dflash, with PR 52816"),
-            Dialect::Speculators => (true, "from the config's own method, with PR 52816"),
+            Dialect::Speculators => (true, "from the config's own method, with PR 53797"),
             _ => (false, "the class is not registered; convert to z-lab"),
         }
     }

@@ -25,7 +25,7 @@ pub struct Eagle3 {
     pub steps: u64,
 }
 
-fn read(fields: &Fields, _: u64) -> Result<Settings, DialectError> {
+fn read(fields: &Fields, _: &Decoder) -> Result<Settings, DialectError> {
     Ok(Arc::new(Eagle3 { steps: fields.required_size("ttt_length")? }))
 }
 

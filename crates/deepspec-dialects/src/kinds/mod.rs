@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-pub use block::{Block, Markov, MarkovKind, block_size, confidence, markov, mask_token};
+pub use block::{Block, block_size, confidence, markov, mask_token};
 pub use dflash2::DFlash2;
 pub use eagle3::Eagle3;
 
@@ -26,8 +26,8 @@ pub static KINDS: [&Reader; 3] = [&block::READER, &eagle3::READER, &dflash2::REA
 pub struct Reader {
     /// Its classes in the reference's layout, behind a family's prefix.
     pub class: &'static str,
-    /// Its settings in that layout, for a target of so many tokens.
-    pub reference: fn(&Fields, u64) -> Result<Settings, DialectError>,
+    /// Its settings in that layout.
+    pub reference: fn(&Fields, &Decoder) -> Result<Settings, DialectError>,
     /// Its model types in the speculators package.
     pub model_types: &'static [&'static str],
     /// Its settings there. What no other layout can say is added to the decoder's obstacles.
@@ -47,11 +47,6 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
 
     /// Drafted tokens per cycle.
     fn drafted(&self) -> u64;
-
-    /// The blocks behind anchors that it drafts; None if it goes token by token.
-    fn block(&self) -> Option<&Block> {
-        None
-    }
 
     /// What is drafted and by which parts, for people.
     fn lines(&self) -> Vec<(&'static str, String)>;

@@ -1,5 +1,5 @@
 //! The container of z-lab's DFlash: decoder at the top level, `dflash_config` beside it, no embedding and no head. SpecForge
-//! and ModelOpt put DSpark into it, each in its own way.
+//! and ModelOpt put DSpark into it, each in its own way; z-lab's DFlash 2 has all of its keys within.
 
 use std::sync::Arc;
 
@@ -9,12 +9,16 @@ use serde_json::{Map, Value, json};
 use super::common::{decoder, flat, notes, taps};
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
-use crate::kinds::{Block, Container, DFlash2, Eagle3, Settings, block_size, confidence, markov, mask_token};
+use crate::kinds::{Block, Container, DFlash2, Eagle3, block_size, confidence, markov, mask_token};
 use crate::{Dialect, DialectError, Tensors};
 
 /// Keys that are not the decoder's.
 const OWN: [&str; 6] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
+
+/// Scales of a DFlash 2, and what they are where nothing is scaled; a soft cap of 0 is none.
+const SCALES: [(&str, f64); 3] =
+    [("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)];
 
 pub fn read(
     fields: &Fields,
@@ -22,6 +26,9 @@ pub fn read(
     tensors: &Tensors,
 ) -> Result<(Dialect, Drafter), DialectError> {
     let inner = fields.required_object("dflash_config")?;
+    if architecture == "DFlash2DraftModel" {
+        return Ok((Dialect::Zlab, read_dflash2(fields, &inner)?));
+    }
     let projector = inner.text("projector_type")?;
     let default = match architecture {
         "DSparkDraftModel" => "dspark",
@@ -31,7 +38,6 @@ pub fn read(
     // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
     let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
-    let is_dflash2 = architecture == "DFlash2DraftModel";
     let decoder = decoder(fields, &OWN)?;
     let mut obstacles = decoder.obstacles;
     let dialect = match projector.unwrap_or(default) {
@@ -64,14 +70,7 @@ pub fn read(
         false => block_size(&inner, slots)?,
     };
     let mask_token_id = mask_token(&inner, decoder.vocab_size)?;
-    if is_dflash2 && slots != Slots::FillIn {
-        return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
-    }
-    let kind: Settings = if is_dflash2 {
-        Arc::new(DFlash2::read(&inner, decoder.vocab_size)?)
-    } else {
-        Arc::new(Block { block_size, mask_token_id, slots, markov, confidence_with_markov })
-    };
+    let kind = Arc::new(Block { block_size, mask_token_id, slots, markov, confidence_with_markov });
     let drafter = Drafter {
         architecture: architecture.into(),
         family: decoder.family,
@@ -87,6 +86,46 @@ pub fn read(
         decoder: decoder.map,
     };
     Ok((dialect, drafter))
+}
+
+/// z-lab's DFlash 2, whose keys stand within `dflash_config`.
+fn read_dflash2(fields: &Fields, inner: &Fields) -> Result<Drafter, DialectError> {
+    let mut decoder = decoder(fields, &OWN)?;
+    decoder.obstacles.extend(switches(fields, "")?);
+    decoder.obstacles.extend(switches(inner, "dflash_config.")?);
+    for (key, plain) in SCALES {
+        let said = inner.map.get(key).or(fields.map.get(key)).and_then(Value::as_f64);
+        if said.is_some_and(|said| said != plain) {
+            let reason = "a scale that the other layouts cannot say".into();
+            decoder.obstacles.push(Obstacle { key: format!("dflash_config.{key}"), reason });
+        }
+    }
+    if slots(fields, inner)? == Some(Slots::AnchorPredicts) {
+        return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
+    }
+    // As with DFlash, the block size may stand outside.
+    let mut keys = inner.map.clone();
+    if let Some(outside) = fields.size("block_size")? {
+        let inside = keys.entry("block_size").or_insert(outside.into());
+        if *inside != outside {
+            return Err(fields.error("block_size", format!("{outside}, and in dflash_config {inside}")));
+        }
+    }
+    let kind = Arc::new(DFlash2::read(&inner.with(&keys), &decoder)?);
+    Ok(Drafter {
+        architecture: "DFlash2DraftModel".into(),
+        family: decoder.family,
+        hidden_size: decoder.hidden_size,
+        vocab_size: decoder.vocab_size,
+        draft_vocab_size: decoder.vocab_size,
+        layers: decoder.layers,
+        taps: taps(inner, "target_layer_ids", -1)?,
+        num_target_layers: fields.size("num_target_layers")?,
+        kind,
+        notes: notes(fields),
+        obstacles: decoder.obstacles,
+        decoder: decoder.map,
+    })
 }
 
 /// What the slots predict, where a key says it: ModelOpt's own, or that of newer engines.

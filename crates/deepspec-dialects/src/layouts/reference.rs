@@ -33,7 +33,7 @@ const OWN: [&str; 18] = [
 
 pub fn read(fields: &Fields, architecture: &str, kind: &Reader) -> Result<Drafter, DialectError> {
     let decoder = decoder(fields, &OWN)?;
-    let kind = (kind.reference)(fields, decoder.vocab_size)?;
+    let kind = (kind.reference)(fields, &decoder)?;
     Ok(Drafter {
         architecture: architecture.into(),
         family: decoder.family,

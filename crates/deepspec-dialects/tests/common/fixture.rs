@@ -1,5 +1,6 @@
 //! Checkpoints as other tools write them.
 
+use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 
 use super::{Folder, bytes, golden, write};
@@ -33,6 +34,36 @@ pub fn specforge_eagle3() -> Folder {
     folder.put(&config);
     let renamed = |name: String| name.replace("layers.0.", "midlayer.");
     let tensors = bytes(&from).into_iter().map(|(name, tensor)| (renamed(name), tensor)).collect();
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
+/// A DFlash 2 in the reference's layout: the golden DFlash with the parts of DFlash 2, all zeros.
+pub fn dflash2() -> Folder {
+    let (folder, from) = (Folder::new(), golden("dflash"));
+    let mut config = from.config();
+    let map = config.as_object_mut().unwrap();
+    map.retain(|key, _| !["markov_rank", "enable_confidence_head"].contains(&key.as_str()));
+    let own = json!({
+        "architectures": ["Qwen3DFlash2Model"], "sample_from_anchor": false, "conv_kernel_size": 2, "conv_group_size": 16,
+        "selector_rank": 8, "selector_top_k": 4,
+    });
+    map.extend(own.as_object().unwrap().clone());
+    folder.put(&config);
+    let mut tensors = bytes(&from);
+    let [width, vocab, layers] =
+        ["hidden_size", "vocab_size", "num_hidden_layers"].map(|key| config[key].as_u64().unwrap() as usize);
+    let mut put = |name: String, shape: Vec<usize>| {
+        let data = vec![0; 4 * shape.iter().product::<usize>()];
+        tensors.insert(name, (Dtype::F32, shape, data));
+    };
+    for (layer, half) in (0..layers).flat_map(|layer| ["attention", "mlp"].map(|half| (layer, half))) {
+        put(format!("layers.{layer}.{half}_conv.base_kernel"), vec![2, 2, width]);
+        put(format!("layers.{layer}.{half}_conv.kernel_projection.weight"), vec![2 * 2 * width / 16, width]);
+    }
+    put("candidate_selector.predecessor_codebook".into(), vec![vocab, 8]);
+    put("candidate_selector.successor_codebook".into(), vec![vocab, 8]);
+    put("candidate_selector.hidden_projection.weight".into(), vec![8, width]);
     write(&folder.path().join("model.safetensors"), &tensors);
     folder
 }

@@ -141,6 +141,10 @@ impl<K: Anchored> Proposer for AnchoredProposer<K> {
         K::blocks(self.model.config()).drafted()
     }
 
+    fn reads_hidden(&self) -> bool {
+        false
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
         let (mut tokens, mut probs) = (vec![], vec![]);

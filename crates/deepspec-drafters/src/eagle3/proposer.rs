@@ -94,6 +94,10 @@ impl Proposer for Eagle3Proposer {
         true
     }
 
+    fn reads_hidden(&self) -> bool {
+        false
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let (taken, drafted) = self.chunks(request);
         self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
