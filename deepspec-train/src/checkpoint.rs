@@ -29,7 +29,10 @@ const BEST: &str = "step_best";
 const BEST_FILE: &str = "best.json";
 
 const STATE_JSON: &str = "train_state.json";
-const STATE_TENSORS: &str = "train_state.safetensors";
+/// In a folder of its own: engines read every safetensors file beside config.json.
+const STATE_TENSORS: &str = "train_state/optimizer.safetensors";
+/// Where earlier versions wrote them.
+const EARLIER_STATE_TENSORS: &str = "train_state.safetensors";
 
 /// What a run learns from, as its checkpoints know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -174,7 +177,9 @@ impl Checkpoints {
         atomic::create_dir(&partial)?;
         atomic::write_json(&partial.join("config.json"), &trainee.config_json())?;
         save_checkpoint(&partial, &trainee.checkpoint(), Kind::BFloat16, MAX_SHARD_BYTES)?;
-        save(&partial.join(STATE_TENSORS), tensors, Kind::Float)?;
+        let file = partial.join(STATE_TENSORS);
+        file.parent().map_or(Ok(()), atomic::create_dir)?;
+        save(&file, tensors, Kind::Float)?;
         let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         atomic::replace(&partial.join("config.yaml"), |file| {
             std::io::Write::write_all(file, yaml.as_bytes())
@@ -243,7 +248,9 @@ pub fn restore(
             path.display()
         );
     }
-    let tensors = Weights::open_file(&path.join(STATE_TENSORS), "training state", Device::Cpu, Kind::Float)?;
+    let files = [STATE_TENSORS, EARLIER_STATE_TENSORS].map(|name| path.join(name));
+    let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
+    let tensors = Weights::open_file(file, "training state", Device::Cpu, Kind::Float)?;
     optimizer.restore(state.step as i64, |name, shape| tensors.get(name, shape))?;
     Ok(state)
 }

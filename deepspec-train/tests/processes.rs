@@ -97,7 +97,7 @@ fn assert_same_curve(bench: &Bench, single: &Bench, tolerance: f64) {
 }
 
 fn masters(bench: &Bench, steps: usize) -> BTreeMap<String, Tensor> {
-    let file = bench.path(&format!("out/t/step_{steps}/train_state.safetensors"));
+    let file = bench.path(&format!("out/t/step_{steps}/train_state/optimizer.safetensors"));
     let tensors = Tensor::read_safetensors(file).unwrap();
     tensors.into_iter().filter(|(name, _)| name.starts_with("master.")).collect()
 }

@@ -40,6 +40,24 @@ fn a_killed_run_resumes_to_the_same_bytes() {
 }
 
 #[test]
+fn engines_find_nothing_but_the_drafter_and_earlier_folders_resume() {
+    let whole = undisturbed();
+    let bench = Bench::new();
+    let mut child = start_until(&bench, 4, &[]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let step = bench.path("out/t/step_3");
+    let names = fs::read_dir(&step).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let weights: Vec<String> = names.filter(|name| name.ends_with(".safetensors")).collect();
+    assert_eq!(weights, ["model.safetensors"]);
+    // As earlier versions wrote it.
+    fs::rename(step.join("train_state/optimizer.safetensors"), step.join("train_state.safetensors")).unwrap();
+    fs::remove_dir(step.join("train_state")).unwrap();
+    bench.succeeds(&[]);
+    assert!(bench.result() == whole.result());
+}
+
+#[test]
 fn whatever_a_kill_leaves_of_a_save_is_no_obstacle() {
     let whole = undisturbed();
     let bench = Bench::new();

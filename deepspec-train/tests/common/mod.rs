@@ -174,7 +174,7 @@ impl Bench {
             fs::read_link(self.path("out/t/step_latest")).unwrap(),
             Path::new(&format!("step_{steps}"))
         );
-        ["model.safetensors", "train_state.safetensors", "config.json"]
+        ["model.safetensors", "train_state/optimizer.safetensors", "config.json"]
             .map(|name| fs::read(step.join(name)).unwrap())
             .to_vec()
     }
