@@ -39,7 +39,8 @@ pub fn convert<'a>(
     to: Dialect,
     target: Option<&'a Target>,
 ) -> Result<Converted<'a>, DialectError> {
-    let refused = |reason: String| DialectError::Refused { path: source.dir().to_path_buf(), to, reason };
+    let refused =
+        |reason: String| DialectError::Refused { path: source.dir().to_path_buf(), to: to.name(), reason };
     let drafter = complete(source, target)?;
     if let Some(reason) = drafter.refusal(source.dialect(), to) {
         return Err(refused(reason));
@@ -168,7 +169,7 @@ fn from_target<'a>(
     Ok(Written { name: name.into(), dtype, shape, source })
 }
 
-enum Compared {
+pub enum Compared {
     Differs(String),
     Failed(DialectError),
 }
@@ -180,7 +181,7 @@ impl From<DialectError> for Compared {
 }
 
 /// Whether the checkpoint's end is the target's, byte for byte in the checkpoint's type.
-fn compare(source: &Checkpoint, end: &str, target: &Target, theirs: &str) -> Result<(), Compared> {
+pub fn compare(source: &Checkpoint, end: &str, target: &Target, theirs: &str) -> Result<(), Compared> {
     let Some((name, own)) = source.find(end) else { return Ok(()) };
     let other = target
         .tensors()

@@ -60,6 +60,11 @@ impl Drafter {
         if own == to {
             return Some(format!("it is a checkpoint of {own} already"));
         }
+        self.refusal_anywhere().or_else(|| self.kind.refusal(self, to))
+    }
+
+    /// Why this drafter can be said in no layout but its own, if so.
+    pub(crate) fn refusal_anywhere(&self) -> Option<String> {
         if let Some(Obstacle { key, reason }) = self.obstacles.first() {
             return Some(format!("`{key}`: {reason}"));
         }
@@ -79,7 +84,7 @@ impl Drafter {
                 tap.layer_id()
             ));
         }
-        self.kind.refusal(self, to)
+        None
     }
 
     /// Whether this layer's state is not the same for all tools.

@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
-
-use crate::Dialect;
+use deepspec_gguf::TokenizerError;
 
 /// A checkpoint that cannot be read or converted.
 #[derive(Debug, thiserror::Error)]
@@ -45,9 +44,15 @@ pub enum DialectError {
     Refused {
         /// The checkpoint.
         path: PathBuf,
-        /// The dialect asked for.
-        to: Dialect,
+        /// The layout asked for.
+        to: &'static str,
         /// Why.
         reason: String,
     },
+}
+
+impl From<TokenizerError> for DialectError {
+    fn from(TokenizerError { path, problem }: TokenizerError) -> Self {
+        Self::NotADrafter { path, problem }
+    }
 }

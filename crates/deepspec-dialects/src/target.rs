@@ -7,6 +7,10 @@ use serde_json::{Map, Value};
 use crate::fields::{Fields, read_object};
 use crate::{DialectError, Drafter, Tensors};
 
+/// What special tokens are for, and the keys of their ids.
+const SPECIAL: [(&str, &str); 3] =
+    [("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")];
+
 /// A target's folder.
 pub struct Target {
     name: String,
@@ -18,6 +22,7 @@ pub struct Target {
     layers: u64,
     is_tied: bool,
     tensors: Tensors,
+    special_ids: Vec<(&'static str, u32)>,
     /// What stands before `embed_tokens` and `norm`.
     body: &'static str,
     head: &'static str,
@@ -39,6 +44,15 @@ impl Target {
             Some(text) => text.flag("tie_word_embeddings")?.or(outer.flag("tie_word_embeddings")?),
             None => outer.flag("tie_word_embeddings")?,
         };
+        let special_ids = SPECIAL
+            .iter()
+            .filter_map(|&(name, key)| {
+                let said = text.as_ref().and_then(|text| text.map.get(key)).or(map.get(key))?;
+                // Of several ends the first one.
+                let id = said.as_array().map_or(Some(said), |ids| ids.first())?.as_u64()?;
+                Some((name, u32::try_from(id).ok()?))
+            })
+            .collect();
         let text = text.unwrap_or(outer);
         let tensors = Tensors::open(dir)?;
         let known = [
@@ -59,6 +73,7 @@ impl Target {
             layers: text.required_size("num_hidden_layers")?,
             is_tied: is_tied.unwrap_or(false),
             tensors,
+            special_ids,
             body,
             head,
             config: path.clone(),
@@ -83,6 +98,11 @@ impl Target {
     /// Its folder.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// Ids of its special tokens, by what they are for.
+    pub(crate) fn special_ids(&self) -> &[(&'static str, u32)] {
+        &self.special_ids
     }
 
     /// Its tensors.

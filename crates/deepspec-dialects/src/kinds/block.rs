@@ -6,7 +6,7 @@ use deepspec_core::Slots;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::{Container, KindSettings, Reader, Settings, Speculators, keys};
+use super::{Container, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators, keys};
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -132,6 +132,10 @@ impl KindSettings for Block {
 
     fn drafted(&self) -> u64 {
         Self::drafted(self)
+    }
+
+    fn mask_token_id(&self) -> Option<u64> {
+        Some(self.mask_token_id)
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
@@ -277,6 +281,52 @@ impl KindSettings for Block {
             _ => "DFlashDraftModel",
         };
         Some(Container { class, top, inner })
+    }
+
+    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+        let mut parts = GgufParts {
+            keys: vec![("block_size", GgufValue::U32(self.block_size as u32))],
+            spec_type: "draft-dflash",
+            ..GgufParts::default()
+        };
+        match (self.fills_in(), self.has_heads()) {
+            (true, false) => return Ok(parts),
+            (true, true) => return Err("llama.cpp's DSpark takes every slot to draft".into()),
+            (false, _) => {}
+        }
+        parts.spec_type = "draft-dspark";
+        parts.keys.push(("sample_from_anchor", GgufValue::Bool(true)));
+        parts.keys.push(("has_confidence_head", GgufValue::Bool(self.confidence_with_markov.is_some())));
+        match self.markov.map(|markov| markov.kind) {
+            Some(MarkovKind::Vanilla) => {
+                parts.names.push(("markov_head.markov_w1.weight", "markov_w1.weight"));
+                parts.names.push(("markov_head.markov_w2.weight", "markov_w2.weight"));
+            }
+            // By this head llama.cpp knows that the first slot drafts.
+            None => {
+                let shape = vec![drafter.vocab_size as usize, 1];
+                parts.zeros.extend([("markov_w1.weight", shape.clone()), ("markov_w2.weight", shape)]);
+            }
+            Some(kind) => {
+                return Err(format!(
+                    "llama.cpp knows the vanilla Markov head, and not one that is {}",
+                    kind.name()
+                ));
+            }
+        }
+        match self.confidence_with_markov {
+            Some(true) => {
+                parts.names.push(("confidence_head.proj.weight", "conf_proj.weight"));
+                parts.names.push(("confidence_head.proj.bias", "conf_proj.bias"));
+            }
+            Some(false) => {
+                return Err(
+                    "llama.cpp's confidence head reads the Markov embedding too, this one does not".into()
+                );
+            }
+            None => {}
+        }
+        Ok(parts)
     }
 
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
-use super::{Block, Container, KindSettings, Reader, Settings, Speculators, block_size, keys, mask_token};
+use super::{
+    Block, Container, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators, block_size, keys,
+    mask_token,
+};
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -102,6 +105,10 @@ impl KindSettings for DFlash2 {
         self.block.drafted()
     }
 
+    fn mask_token_id(&self) -> Option<u64> {
+        Some(self.block.mask_token_id)
+    }
+
     fn lines(&self) -> Vec<(&'static str, String)> {
         let Self { block, conv_kernel_size, conv_group_size, selector_rank, selector_top_k } = self;
         vec![
@@ -161,6 +168,39 @@ impl KindSettings for DFlash2 {
 
     fn container(&self, _: Dialect) -> Option<Container> {
         Some(Container { class: "DFlash2DraftModel", top: Map::new(), inner: self.keys() })
+    }
+
+    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+        let (width, candidates) = (drafter.hidden_size, self.selector_top_k);
+        if width < candidates * (candidates + 1) {
+            return Err(format!(
+                "llama.cpp lays k (k + 1) scores of a selector into a hidden state, and {candidates} candidates are too many for \
+                 {width} values"
+            ));
+        }
+        let sizes = [
+            ("block_size", self.block.block_size),
+            ("conv_kernel_size", self.conv_kernel_size),
+            ("conv_group_size", self.conv_group_size),
+            ("selector_rank", self.selector_rank),
+            ("selector_top_k", self.selector_top_k),
+        ];
+        Ok(GgufParts {
+            keys: sizes.map(|(key, size)| (key, GgufValue::U32(size as u32))).to_vec(),
+            names: vec![
+                ("candidate_selector.predecessor_codebook", "selector_predecessor.weight"),
+                ("candidate_selector.successor_codebook", "selector_successor.weight"),
+                ("candidate_selector.hidden_projection.weight", "selector_hidden.weight"),
+            ],
+            layer_names: vec![
+                ("attention_conv.base_kernel", "attn_conv_base"),
+                ("attention_conv.kernel_projection.weight", "attn_conv_proj.weight"),
+                ("mlp_conv.base_kernel", "ffn_conv_base"),
+                ("mlp_conv.kernel_projection.weight", "ffn_conv_proj.weight"),
+            ],
+            zeros: vec![],
+            spec_type: "draft-dflash",
+        })
     }
 
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::{KindSettings, Reader, Settings, Speculators, keys};
+use super::{GgufParts, KindSettings, Reader, Settings, Speculators, keys};
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -108,6 +108,11 @@ impl KindSettings for Eagle3 {
             taps: "eagle_aux_hidden_state_layer_ids",
             keys: keys(FOREIGN_NORMS.map(|flag| (flag, json!(false)))),
         }
+    }
+
+    fn gguf(&self, _: &Drafter) -> Result<GgufParts, String> {
+        Err("llama.cpp's Eagle3 has three taps and no norms on queries and keys, which these layers have"
+            .into())
     }
 
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {

@@ -7,6 +7,7 @@ mod eagle3;
 use std::fmt;
 use std::sync::Arc;
 
+use deepspec_gguf::Value as GgufValue;
 use serde_json::{Map, Value};
 
 pub use block::{Block, block_size, confidence, markov, mask_token};
@@ -48,6 +49,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// Drafted tokens per cycle.
     fn drafted(&self) -> u64;
 
+    /// What stands for tokens that are to be predicted, where something does.
+    fn mask_token_id(&self) -> Option<u64> {
+        None
+    }
+
     /// What is drafted and by which parts, for people.
     fn lines(&self) -> Vec<(&'static str, String)>;
 
@@ -76,6 +82,12 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         None
     }
 
+    /// How llama.cpp's GGUF says it.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
+
     /// Whether vLLM loads it in this dialect, and how, or why not.
     fn vllm(&self, dialect: Dialect) -> (bool, &'static str);
 
@@ -103,6 +115,21 @@ pub struct Container {
     pub top: Map<String, Value>,
     /// Its keys within `dflash_config`.
     pub inner: Map<String, Value>,
+}
+
+/// What a GGUF of llama.cpp says of a drafter behind anchors (`general.architecture` is `dflash`).
+#[derive(Debug, Default)]
+pub struct GgufParts {
+    /// Its own keys, behind `dflash.`.
+    pub keys: Vec<(&'static str, GgufValue)>,
+    /// Names of its own tensors here and there.
+    pub names: Vec<(&'static str, &'static str)>,
+    /// The same of each layer's, behind `layers.i.` and `blk.i.`.
+    pub layer_names: Vec<(&'static str, &'static str)>,
+    /// Tensors of zeros that it needs beside its own.
+    pub zeros: Vec<(&'static str, Vec<usize>)>,
+    /// What llama.cpp's `--spec-type` is to be.
+    pub spec_type: &'static str,
 }
 
 /// A map of these keys.

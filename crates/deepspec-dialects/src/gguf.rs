@@ -1,0 +1,200 @@
+//! Drafters as GGUF files, for llama.cpp (read of its sources of September 2026, `src/models/dflash.cpp`).
+
+use std::io;
+use std::path::Path;
+
+use deepspec_core::atomic;
+use deepspec_gguf::{Tensor, TensorType, Tokenizer, Value, Writer};
+use safetensors::Dtype;
+
+use crate::convert::{Compared, compare};
+use crate::fields::Fields;
+use crate::kinds::GgufParts;
+use crate::numbers::cast;
+use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
+use crate::{Checkpoint, DialectError, Drafter, Target};
+use serde_json::Value as Json;
+
+/// What refusals call it.
+const NAME: &str = "gguf";
+
+/// Tensors of all drafters behind anchors.
+const NAMES: [(&str, &str); 3] = [
+    ("fc.weight", "fc.weight"),
+    ("hidden_norm.weight", "enc.output_norm.weight"),
+    ("norm.weight", "output_norm.weight"),
+];
+/// Those of each of their layers.
+const LAYER_NAMES: [(&str, &str); 11] = [
+    ("input_layernorm.weight", "attn_norm.weight"),
+    ("self_attn.q_proj.weight", "attn_q.weight"),
+    ("self_attn.k_proj.weight", "attn_k.weight"),
+    ("self_attn.v_proj.weight", "attn_v.weight"),
+    ("self_attn.o_proj.weight", "attn_output.weight"),
+    ("self_attn.q_norm.weight", "attn_q_norm.weight"),
+    ("self_attn.k_norm.weight", "attn_k_norm.weight"),
+    ("post_attention_layernorm.weight", "ffn_norm.weight"),
+    ("mlp.gate_proj.weight", "ffn_gate.weight"),
+    ("mlp.up_proj.weight", "ffn_up.weight"),
+    ("mlp.down_proj.weight", "ffn_down.weight"),
+];
+
+/// A drafter ready to be written as GGUF.
+pub struct Gguf<'a> {
+    source: &'a Checkpoint,
+    writer: Writer,
+    /// For each tensor its name in the checkpoint; None for one of zeros.
+    tensors: Vec<Option<String>>,
+    /// What llama.cpp's `--spec-type` is to be.
+    pub spec_type: &'static str,
+    /// Whether llama.cpp has a name for how the target's tokenizer splits texts.
+    pub splits_as_known: bool,
+}
+
+impl<'a> Gguf<'a> {
+    /// Plans the drafter of `source` as GGUF. Embedding and head are left to the target, which has to be the same; matrices are of the
+    /// type `matrices`, by default as they are stored, and all else is float32.
+    ///
+    /// # Errors
+    /// [`DialectError::Refused`] with the reason where llama.cpp cannot run the drafter; any other error if the checkpoint or the target
+    /// is broken.
+    pub fn plan(
+        source: &'a Checkpoint,
+        target: &Target,
+        matrices: Option<TensorType>,
+    ) -> Result<Self, DialectError> {
+        let refused =
+            |reason: String| DialectError::Refused { path: source.dir().to_path_buf(), to: NAME, reason };
+        let mut drafter = source.drafter().clone();
+        drafter.num_target_layers = drafter.num_target_layers.or(Some(target.layers()));
+        let parts = match drafter.refusal_anywhere() {
+            Some(reason) => Err(reason),
+            None => drafter.kind.gguf(&drafter),
+        }
+        .map_err(refused)?;
+        source.check()?;
+        target.check_fits(&drafter)?;
+        for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
+            compare(source, end, target, &theirs).map_err(|error| match error {
+                Compared::Differs(reason) => refused(reason),
+                Compared::Failed(error) => error,
+            })?;
+        }
+        let matrices = matrices.unwrap_or_else(|| kind_of(source.dtype()));
+        let tokenizer = Tokenizer::read(target.dir(), drafter.vocab_size as usize)?;
+        let splits_as_known = tokenizer.is_known();
+
+        let mut writer = Writer::default();
+        writer.put("general.architecture", Value::Text("dflash".into()));
+        writer.put("general.file_type", Value::U32(matrices.file_type()));
+        writer.extend(decoder(source, &drafter)?);
+        let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();
+        writer.put("dflash.target_layers", Value::Integers(taps));
+        writer.extend(parts.keys.iter().map(|(key, value)| (format!("dflash.{key}"), value.clone())));
+        writer.extend(tokenizer.entries());
+        let special = target.special_ids().iter();
+        writer.extend(special.map(|(name, id)| (format!("tokenizer.ggml.{name}_token_id"), Value::U32(*id))));
+        if let Some(mask) = drafter.kind.mask_token_id() {
+            writer.put("tokenizer.ggml.mask_token_id", Value::U32(mask as u32));
+        }
+
+        let mut tensors = vec![];
+        for (name, facts) in source.tensors().iter() {
+            if is_embed_or_head(name) || REBUILT.contains(&name) {
+                continue;
+            }
+            let canonical = source.dialect().canonical(name);
+            let spelled = spelled(&canonical, &parts)
+                .ok_or_else(|| source.tensors().error(name, "llama.cpp has no tensor for it"))?;
+            // Kernels and heads of few values are computed with as they are.
+            let is_matrix = facts.shape.len() == 2 && spelled != "conf_proj.weight";
+            let kind = if is_matrix { matrices } else { TensorType::F32 };
+            writer.tensor(Tensor { name: spelled, kind, shape: facts.shape.clone() });
+            tensors.push(Some(name.to_string()));
+        }
+        for (name, shape) in parts.zeros {
+            writer.tensor(Tensor { name: name.into(), kind: TensorType::F32, shape });
+            tensors.push(None);
+        }
+        Ok(Self { source, writer, tensors, spec_type: parts.spec_type, splits_as_known })
+    }
+
+    /// Writes the file, which appears when it is whole.
+    ///
+    /// # Errors
+    /// Any I/O failure, and tensors whose values are no floats.
+    pub fn write(&self, path: &Path) -> Result<(), DialectError> {
+        let data = |number, tensor: &Tensor| self.data(number, tensor).map_err(io::Error::other);
+        Ok(atomic::replace(path, |out| self.writer.write(out, data))?)
+    }
+
+    fn data(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, DialectError> {
+        let Some(name) = &self.tensors[number] else { return Ok(vec![0; tensor.bytes()]) };
+        let tensors = self.source.tensors();
+        let facts = tensors.get(name).ok_or_else(|| tensors.error(name, "missing"))?;
+        let wanted = match tensor.kind {
+            TensorType::F32 => Dtype::F32,
+            TensorType::F16 => Dtype::F16,
+            TensorType::Bf16 => Dtype::BF16,
+        };
+        cast(tensors.bytes(name)?, facts.dtype, wanted)
+            .ok_or_else(|| tensors.error(name, format!("{:?} cannot be written as {wanted:?}", facts.dtype)))
+    }
+}
+
+fn kind_of(dtype: Dtype) -> TensorType {
+    match dtype {
+        Dtype::F32 => TensorType::F32,
+        Dtype::F16 => TensorType::F16,
+        _ => TensorType::Bf16,
+    }
+}
+
+/// What the layers are like.
+fn decoder(source: &Checkpoint, drafter: &Drafter) -> Result<Vec<(String, Value)>, DialectError> {
+    let path = source.dir().join("config.json");
+    let fields = Fields::new(&path, &drafter.decoder);
+    let heads = fields.required_size("num_attention_heads")?;
+    let groups = fields.size("num_key_value_heads")?.unwrap_or(heads);
+    let dim = fields.size("head_dim")?.unwrap_or(drafter.hidden_size / heads);
+    let rope = fields.object("rope_parameters")?;
+    let scaling = match &rope {
+        Some(rope) => rope.text("rope_type")?.unwrap_or("default") != "default",
+        None => fields.map.get("rope_scaling").is_some_and(|scaling| !scaling.is_null()),
+    };
+    if scaling {
+        let reason = "rotary embeddings that are scaled are not written".into();
+        return Err(DialectError::Refused { path: source.dir().to_path_buf(), to: NAME, reason });
+    }
+    let number = |fields: &Fields, key: &str| fields.map.get(key).and_then(Json::as_f64);
+    let theta = rope.as_ref().and_then(|rope| number(rope, "rope_theta")).or(number(&fields, "rope_theta"));
+    let theta = fields.required("rope_theta", theta)?;
+    let eps = fields.required("rms_norm_eps", number(&fields, "rms_norm_eps"))?;
+    let sizes = [
+        ("block_count", drafter.layers),
+        ("context_length", fields.required_size("max_position_embeddings")?),
+        ("embedding_length", drafter.hidden_size),
+        ("feed_forward_length", fields.required_size("intermediate_size")?),
+        ("attention.head_count", heads),
+        ("attention.head_count_kv", groups),
+        ("attention.key_length", dim),
+        ("attention.value_length", dim),
+    ];
+    let sizes = sizes.map(|(key, size)| (key, Value::U32(size as u32)));
+    let floats = [("attention.layer_norm_rms_epsilon", eps), ("rope.freq_base", theta)];
+    let floats = floats.map(|(key, value)| (key, Value::F32(value as f32)));
+    let entries = sizes.into_iter().chain(floats);
+    Ok(entries.map(|(key, value)| (format!("dflash.{key}"), value)).collect())
+}
+
+/// llama.cpp's name of a tensor; None if it has none.
+fn spelled(canonical: &str, parts: &GgufParts) -> Option<String> {
+    let renamed = |name: &str, known: &[(&str, &str)], own: &[(&'static str, &'static str)]| {
+        known.iter().chain(own).find(|(ours, _)| *ours == name).map(|(_, theirs)| theirs.to_string())
+    };
+    let Some(rest) = canonical.strip_prefix("layers.") else {
+        return renamed(canonical, &NAMES, &parts.names);
+    };
+    let (layer, name) = rest.split_once('.')?;
+    Some(format!("blk.{layer}.{}", renamed(name, &LAYER_NAMES, &parts.layer_names)?))
+}

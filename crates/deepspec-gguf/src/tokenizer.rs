@@ -1,0 +1,127 @@
+//! The vocabulary of a byte-level BPE tokenizer, from tokenizer.json to a GGUF's metadata.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value as Json;
+
+use crate::Value;
+
+/// A tokenizer that cannot be put into a GGUF.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {problem}", path.display())]
+pub struct TokenizerError {
+    /// The file.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub problem: String,
+}
+
+/// How llama.cpp calls the splits of texts that come before byte-level BPE, by the pattern of the split.
+const SPLITS: [(&str, &str); 2] = [
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "qwen2",
+    ),
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "llama-bpe",
+    ),
+];
+
+/// Kinds of tokens.
+const NORMAL: i32 = 1;
+const CONTROL: i32 = 3;
+const USER_DEFINED: i32 = 4;
+const UNUSED: i32 = 5;
+
+/// A byte-level BPE tokenizer.
+pub struct Tokenizer {
+    split: Option<&'static str>,
+    tokens: Vec<String>,
+    kinds: Vec<i32>,
+    merges: Vec<String>,
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer.json in `dir` of a model whose vocabulary has `vocab_size` places.
+    ///
+    /// # Errors
+    /// If it cannot be read, is no byte-level BPE, or has an id past the vocabulary.
+    pub fn read(dir: &Path, vocab_size: usize) -> Result<Self, TokenizerError> {
+        let path = dir.join("tokenizer.json");
+        let bad = |problem: String| TokenizerError { path: path.clone(), problem };
+        let text = fs::read_to_string(&path).map_err(|error| bad(format!("reading it: {error}")))?;
+        let json: Json =
+            serde_json::from_str(&text).map_err(|error| bad(format!("not valid JSON: {error}")))?;
+        let model = &json["model"];
+        if model["type"].as_str().unwrap_or("BPE") != "BPE" {
+            return Err(bad(format!(
+                "a tokenizer of type {}; a GGUF is written of byte-level BPE only",
+                model["type"]
+            )));
+        }
+        let (Some(vocab), Some(merges)) = (model["vocab"].as_object(), model["merges"].as_array()) else {
+            return Err(bad("`model` has no vocab and merges".into()));
+        };
+        if ![&json["pre_tokenizer"], &json["decoder"]]
+            .iter()
+            .any(|step| step.to_string().contains("\"ByteLevel\""))
+        {
+            return Err(bad("it has no byte-level step; a GGUF is written of byte-level BPE only".into()));
+        }
+        let mut tokens: Vec<String> = (0..vocab_size).map(|id| format!("[PAD{id}]")).collect();
+        let mut kinds = vec![UNUSED; vocab_size];
+        let mut set = |id: &Json, token: &str, kind: i32| {
+            let place = id.as_u64().and_then(|id| usize::try_from(id).ok()).filter(|&id| id < vocab_size);
+            let place =
+                place.ok_or_else(|| bad(format!("{token:?} has id {id} of a vocabulary of {vocab_size}")))?;
+            (tokens[place], kinds[place]) = (token.to_string(), kind);
+            Ok(())
+        };
+        for (token, id) in vocab {
+            set(id, token, NORMAL)?;
+        }
+        for token in json["added_tokens"].as_array().into_iter().flatten() {
+            let content = token["content"].as_str().unwrap_or_default();
+            let control = token["special"].as_bool().unwrap_or(false) || is_mark(content);
+            set(&token["id"], content, if control { CONTROL } else { USER_DEFINED })?;
+        }
+        let merge = |merge: &Json| match merge {
+            Json::String(pair) => Some(pair.clone()),
+            Json::Array(pair) => Some(format!("{} {}", pair.first()?.as_str()?, pair.get(1)?.as_str()?)),
+            _ => None,
+        };
+        let merges = merges.iter().map(merge).collect::<Option<_>>();
+        let merges = merges.ok_or_else(|| bad("a merge is no pair of tokens".into()))?;
+        Ok(Self { split: split(&json["pre_tokenizer"]), tokens, kinds, merges })
+    }
+
+    /// Whether llama.cpp has a name for how this tokenizer splits texts. A drafter needs none: it is given tokens.
+    pub fn is_known(&self) -> bool {
+        self.split.is_some()
+    }
+
+    /// The metadata.
+    pub fn entries(self) -> Vec<(String, Value)> {
+        let entries = [
+            ("model", Value::Text("gpt2".into())),
+            ("pre", Value::Text(self.split.unwrap_or("default").into())),
+            ("tokens", Value::Texts(self.tokens)),
+            ("token_type", Value::Integers(self.kinds)),
+            ("merges", Value::Texts(self.merges)),
+        ];
+        entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect()
+    }
+}
+
+/// Whether an added token is a mark of a template, such as `<|im_start|>`, though nothing calls it special.
+fn is_mark(token: &str) -> bool {
+    token.starts_with("<|") && token.ends_with("|>")
+}
+
+fn split(pre: &Json) -> Option<&'static str> {
+    let steps = pre["pretokenizers"].as_array().map_or(std::slice::from_ref(pre), Vec::as_slice);
+    let pattern = steps.iter().find_map(|step| step["pattern"]["Regex"].as_str())?;
+    SPLITS.iter().find(|(known, _)| *known == pattern).map(|(_, name)| *name)
+}
