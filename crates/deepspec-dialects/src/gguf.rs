@@ -80,6 +80,7 @@ impl<'a> Gguf<'a> {
                 Compared::Failed(error) => error,
             })?;
         }
+        let layers = decoder(source, &drafter)?;
         let matrices = matrices.unwrap_or_else(|| kind_of(source.dtype()));
         let tokenizer = Tokenizer::read(target.dir(), drafter.vocab_size as usize)?;
         let splits_as_known = tokenizer.is_known();
@@ -87,7 +88,7 @@ impl<'a> Gguf<'a> {
         let mut writer = Writer::default();
         writer.put("general.architecture", Value::Text("dflash".into()));
         writer.put("general.file_type", Value::U32(matrices.file_type()));
-        writer.extend(decoder(source, &drafter)?);
+        writer.extend(layers);
         let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();
         writer.put("dflash.target_layers", Value::Integers(taps));
         writer.extend(parts.keys.iter().map(|(key, value)| (format!("dflash.{key}"), value.clone())));
