@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Installs what the tests need, builds, and runs every test of the workspace.
 #
-#   scripts/test.sh [--full] [ARGUMENT of cargo test]...      --full: the long tests do many kills and seeds
+#   scripts/test.sh [--full] [--engines] [ARGUMENT of cargo test]...
+#
+# --full: the long tests do many kills and seeds. --engines: drafters are also run in llama.cpp, which is built first (a quarter of an hour).
 #
 # DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
 # that has scripts/requirements-speculators.txt besides. DEEPSPEC_SUITES_REFERENCE names a folder with the reference's files of the public suites.
@@ -10,10 +12,15 @@
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [ "${1:-}" = --full ]; then
-    export DEEPSPEC_TEST_FULL=1
+engines=
+while true; do
+    case "${1:-}" in
+        --full) export DEEPSPEC_TEST_FULL=1 ;;
+        --engines) engines=1 ;;
+        *) break ;;
+    esac
     shift
-fi
+done
 
 scripts/setup.sh
 # Tests on a GPU that is none take it from there.
@@ -52,6 +59,11 @@ if [ -z "${DEEPSPEC_SPECULATORS_PYTHON:-}" ]; then
 fi
 export DEEPSPEC_SPECULATORS_PYTHON
 
+if [ -n "$engines" ]; then
+    found=$(scripts/engines.sh)
+    export "${found?}"
+fi
+
 # As many tests as cores, each on one thread: libtorch would otherwise start one per core in every test and in every process
 # that a test starts.
 cores=$(nproc)
@@ -72,7 +84,7 @@ summary() {
         case $kind in
             missing) words="left out, though this could be installed or set" ;;
             absent) words="left out, because this machine does not have it" ;;
-            long) words="left to --full" ;;
+            long) words="left to --full or --engines" ;;
         esac
         awk -F '\t' -v kind="$kind" -v words="$words" '
             $1 == kind { count++; lines = lines "  " $2 ": " $3 "\n" }

@@ -2,16 +2,14 @@
 
 mod common;
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
-use arrow::array::AsArray;
-use arrow::datatypes::{Float32Type, Int32Type};
 use common::{
-    answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
-    write_bigram_drafter, write_drafter,
+    Trace, answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok,
+    target_dir, traces, write_bigram_drafter, write_drafter,
 };
 use deepspec_core::Tap;
 use deepspec_drafters::BlockConfig;
@@ -19,7 +17,6 @@ use deepspec_models::ModelConfig;
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
 use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -103,45 +100,6 @@ fn a_run_leaves_counts_traces_and_answers_that_agree() {
         ["outputs.jsonl", "plots", "report.html", "report.md", "results.json", "traces.parquet"],
         "nothing else stays, the journal neither"
     );
-}
-
-/// A row of `traces.parquet`.
-struct Trace {
-    suite: String,
-    proposed: i32,
-    accepted: i32,
-    committed: i32,
-    /// How many confidences there are.
-    confidences: i32,
-    usable: i32,
-}
-
-fn traces(path: &Path) -> Vec<Trace> {
-    let reader =
-        ParquetRecordBatchReaderBuilder::try_new(File::open(path).unwrap()).unwrap().build().unwrap();
-    let mut rows = vec![];
-    for batch in reader {
-        let batch = batch.unwrap();
-        let column = |name: &str| batch.column_by_name(name).unwrap_or_else(|| panic!("no column {name}"));
-        let integer = |name: &str, row: usize| column(name).as_primitive::<Int32Type>().value(row);
-        for row in 0..batch.num_rows() {
-            let confidences = column("confidences").as_list::<i32>().value(row);
-            let confidences = confidences.as_primitive::<Float32Type>();
-            assert!(confidences.values().iter().all(|c| (0.0..=1.0).contains(c)));
-            let previous = (row > 0).then(|| integer("cycle", row - 1));
-            assert!(integer("cycle", row) == 0 || Some(integer("cycle", row) - 1) == previous);
-            assert!(!column("sample").as_string::<i32>().value(row).is_empty());
-            rows.push(Trace {
-                suite: column("suite").as_string::<i32>().value(row).into(),
-                proposed: integer("proposed", row),
-                accepted: integer("accepted", row),
-                committed: integer("committed", row),
-                confidences: confidences.len() as i32,
-                usable: integer("usable", row),
-            });
-        }
-    }
-    rows
 }
 
 #[test]

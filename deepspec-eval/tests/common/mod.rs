@@ -4,10 +4,12 @@
 pub mod training;
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use arrow::array::AsArray;
+use arrow::datatypes::{Float32Type, Int32Type};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, DrafterConfig, Eagle3, Eagle3Config,
@@ -15,6 +17,7 @@ use deepspec_drafters::{
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -165,4 +168,47 @@ pub fn write_confident_drafter<'a>(
             None => tensor,
         },
     });
+}
+
+/// A row of `traces.parquet`.
+pub struct Trace {
+    pub suite: String,
+    pub sample: String,
+    pub proposed: i32,
+    pub accepted: i32,
+    pub committed: i32,
+    /// How many confidences there are.
+    pub confidences: i32,
+    pub usable: i32,
+}
+
+/// The rows of a `traces.parquet`, checked.
+pub fn traces(path: &Path) -> Vec<Trace> {
+    let reader =
+        ParquetRecordBatchReaderBuilder::try_new(File::open(path).unwrap()).unwrap().build().unwrap();
+    let (mut rows, mut previous) = (vec![], None);
+    for batch in reader {
+        let batch = batch.unwrap();
+        let column = |name: &str| batch.column_by_name(name).unwrap_or_else(|| panic!("no column {name}"));
+        let integer = |name: &str, row: usize| column(name).as_primitive::<Int32Type>().value(row);
+        for row in 0..batch.num_rows() {
+            let confidences = column("confidences").as_list::<i32>().value(row);
+            let confidences = confidences.as_primitive::<Float32Type>();
+            assert!(confidences.values().iter().all(|c| (0.0..=1.0).contains(c)));
+            let cycle = integer("cycle", row);
+            assert!(cycle == 0 || Some(cycle - 1) == previous);
+            previous = Some(cycle);
+            assert!(!column("sample").as_string::<i32>().value(row).is_empty());
+            rows.push(Trace {
+                sample: column("sample").as_string::<i32>().value(row).into(),
+                suite: column("suite").as_string::<i32>().value(row).into(),
+                proposed: integer("proposed", row),
+                accepted: integer("accepted", row),
+                committed: integer("committed", row),
+                confidences: confidences.len() as i32,
+                usable: integer("usable", row),
+            });
+        }
+    }
+    rows
 }

@@ -1,0 +1,283 @@
+//! Drafters in engines that nobody here wrote: the same answers, token for token, in the same cycles.
+//!
+//! `scripts/test.sh --engines` builds them and says where they are.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::env;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use common::training::smoke;
+use common::{deepspec_eval, repository, run_ok, target_dir, traces};
+use deepspec_gguf::{Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer};
+use deepspec_models::save;
+use deepspec_testkit::skip::{Kind as Skipped, skip};
+use serde_json::{Value, json};
+use tch::{Kind, Tensor};
+use tempfile::TempDir;
+
+/// Prompts of each suite.
+const LIMIT: usize = 12;
+/// Tokens of an answer at most.
+const ANSWER: usize = 128;
+
+/// llama.cpp's server; None leaves the test out.
+fn llama_server() -> Option<PathBuf> {
+    let server = env::var_os("DEEPSPEC_LLAMA_SERVER").map(PathBuf::from);
+    if server.is_none() {
+        skip(Skipped::Long, "it needs llama.cpp: scripts/test.sh --engines");
+    }
+    server
+}
+
+/// The tiny target in float32, as llama.cpp reads it.
+fn target_gguf(file: &Path) {
+    let dir = target_dir();
+    let config: Value = serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
+    let mut writer = Writer::default();
+    writer.put("general.architecture", Entry::Text("qwen3".into()));
+    let size = |key: &str| Entry::U32(config[key].as_u64().unwrap() as u32);
+    for (theirs, ours) in [
+        ("block_count", "num_hidden_layers"),
+        ("context_length", "max_position_embeddings"),
+        ("embedding_length", "hidden_size"),
+        ("feed_forward_length", "intermediate_size"),
+        ("attention.head_count", "num_attention_heads"),
+        ("attention.head_count_kv", "num_key_value_heads"),
+        ("attention.key_length", "head_dim"),
+        ("attention.value_length", "head_dim"),
+    ] {
+        writer.put(&format!("qwen3.{theirs}"), size(ours));
+    }
+    let rope = config["rope_parameters"]["rope_theta"].as_f64().or(config["rope_theta"].as_f64()).unwrap();
+    writer.put("qwen3.rope.freq_base", Entry::F32(rope as f32));
+    let eps = config["rms_norm_eps"].as_f64().unwrap();
+    writer.put("qwen3.attention.layer_norm_rms_epsilon", Entry::F32(eps as f32));
+    let tokenizer = Tokenizer::read(&dir, config["vocab_size"].as_u64().unwrap() as usize).unwrap();
+    assert!(tokenizer.is_known());
+    writer.extend(tokenizer.entries());
+    for (theirs, ours) in [("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")] {
+        let id = config[ours].get(0).unwrap_or(&config[ours]).as_u64().unwrap();
+        writer.put(&format!("tokenizer.ggml.{theirs}_token_id"), Entry::U32(id as u32));
+    }
+    writer.put("tokenizer.ggml.add_bos_token", Entry::Bool(false));
+    let template = fs::read_to_string(dir.join("chat_template.jinja")).unwrap();
+    writer.put("tokenizer.chat_template", Entry::Text(template));
+    let tensors = Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+    let spelled = |name: &str| {
+        let known = [
+            ("model.embed_tokens.", "token_embd."),
+            ("lm_head.", "output."),
+            ("model.norm.", "output_norm."),
+            ("model.layers.", "blk."),
+            (".input_layernorm.", ".attn_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            (".self_attn.o_proj.", ".attn_output."),
+            (".self_attn.", ".attn_"),
+            (".mlp.", ".ffn_"),
+            ("_proj.", "."),
+        ];
+        known.iter().fold(name.to_string(), |name, (ours, theirs)| name.replace(ours, theirs))
+    };
+    for (name, tensor) in &tensors {
+        let shape = tensor.size().into_iter().map(|size| size as usize).collect();
+        writer.tensor(Written { name: spelled(name), kind: TensorType::F32, shape });
+    }
+    let mut out = fs::File::create(file).unwrap();
+    let data = |number: usize, _: &Written| {
+        let values = Vec::<f32>::try_from(tensors[number].1.to_kind(Kind::Float).flatten(0, -1)).unwrap();
+        Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect())
+    };
+    writer.write(&mut out, data).unwrap();
+}
+
+/// A running llama-server. It goes away with this.
+struct Llama {
+    child: Child,
+    url: String,
+}
+
+impl Drop for Llama {
+    fn drop(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Llama {
+    /// Starts it with these arguments and waits until it listens.
+    fn start(server: &Path, args: &[&str]) -> Self {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+        let mut command = Command::new(server);
+        command.args(["-t", "1", "-tb", "1", "-np", "1", "-c", "2048", "--metrics", "--jinja", "--offline"]);
+        command.args(["--no-webui", "--port", &port]).args(args);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
+        let mut told = vec![];
+        loop {
+            let line = log.next().unwrap_or_else(|| panic!("it ended: {}", told.join("\n"))).unwrap();
+            let listens = line.contains("listening on");
+            told.push(line);
+            if listens {
+                break;
+            }
+        }
+        // Nobody reads on; a full pipe would stop it.
+        std::thread::spawn(move || log.for_each(drop));
+        Self { child, url: format!("http://127.0.0.1:{port}") }
+    }
+
+    fn post(&self, path: &str, body: &Value) -> Value {
+        let mut response = ureq::post(format!("{}{path}", self.url))
+            .header("Content-Type", "application/json")
+            .send(body.to_string())
+            .unwrap();
+        serde_json::from_str(&response.body_mut().read_to_string().unwrap()).unwrap()
+    }
+
+    /// Drafts so far: cycles with a drafter.
+    fn drafts(&self) -> usize {
+        let text =
+            ureq::get(format!("{}/metrics", self.url)).call().unwrap().body_mut().read_to_string().unwrap();
+        let count = text.lines().find_map(|line| line.strip_prefix("llamacpp:spec_decode_num_drafts_total "));
+        count.map_or(0, |count| count.trim().parse::<f64>().unwrap() as usize)
+    }
+
+    /// The likeliest answer to a prompt, its tokens, and its cycles.
+    fn answer(&self, prompt: &str) -> (String, Vec<i64>, usize) {
+        let messages = json!({
+            "messages": [{"role": "user", "content": prompt}], "chat_template_kwargs": {"enable_thinking": false},
+        });
+        let rendered = self.post("/apply-template", &messages)["prompt"].clone();
+        let before = self.drafts();
+        let asked = json!({
+            "prompt": rendered, "n_predict": ANSWER, "temperature": 0, "return_tokens": true, "cache_prompt": false,
+        });
+        let answer = self.post("/completion", &asked);
+        let tokens = answer["tokens"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect();
+        (answer["content"].as_str().unwrap().to_string(), tokens, self.drafts() - before)
+    }
+}
+
+/// Prompts of the smoke suites, by suite and id.
+fn prompts() -> BTreeMap<(String, String), String> {
+    let mut prompts = BTreeMap::new();
+    for suite in smoke() {
+        let text = fs::read_to_string(repository("eval_datasets").join(format!("{suite}.jsonl"))).unwrap();
+        for line in text.lines().take(LIMIT) {
+            let row: Value = serde_json::from_str(line).unwrap();
+            let id = row["id"].as_str().unwrap().to_string();
+            prompts.insert((suite.clone(), id), row["turns"][0].as_str().unwrap().to_string());
+        }
+    }
+    prompts
+}
+
+/// A drafter of `assets` with something changed.
+fn edited(name: &str, edit: impl FnOnce(&mut Value, &mut Vec<(String, Tensor)>)) -> TempDir {
+    let (root, from) = (tempfile::tempdir().unwrap(), repository("assets").join(name));
+    let mut config = serde_json::from_str(&fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
+    let mut tensors = Tensor::read_safetensors(from.join("model.safetensors")).unwrap();
+    edit(&mut config, &mut tensors);
+    fs::write(root.path().join("config.json"), config.to_string()).unwrap();
+    save(&root.path().join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
+    root
+}
+
+/// What this project makes of the prompts: answers and cycles.
+fn ours(drafter: &Path, dir: &Path) -> BTreeMap<(String, String), (Vec<i64>, usize)> {
+    let (limit, most) = (LIMIT.to_string(), ANSWER.to_string());
+    let mut args = vec!["--limit", &limit, "--max-new-tokens", &most, "--temperature", "0", "--no-baseline"];
+    let suites = smoke();
+    args.extend(suites.iter().flat_map(|suite| ["--suite", suite.as_str()]));
+    run_ok(drafter.to_str().unwrap(), dir, &args);
+    let mut cycles: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for row in traces(&dir.join("traces.parquet")) {
+        *cycles.entry((row.suite, row.sample)).or_default() += 1;
+    }
+    let outputs = fs::read_to_string(dir.join("outputs.jsonl")).unwrap();
+    let of = |line: &str| {
+        let row: Value = serde_json::from_str(line).unwrap();
+        let key = (row["suite"].as_str().unwrap().to_string(), row["id"].as_str().unwrap().to_string());
+        let ids = row["token_ids"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect();
+        let count = cycles.get(&key).copied().unwrap_or(0);
+        (key, (ids, count))
+    };
+    outputs.lines().map(of).collect()
+}
+
+/// Converts the drafter, has llama.cpp serve it as the conversion says, and compares answers and cycles, of which as many samples may
+/// differ as two programs' float32 sums differ about two candidates that are all but equal.
+fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
+    let root = tempfile::tempdir().unwrap();
+    let [target, out] = ["target.gguf", "gguf"].map(|name| root.path().join(name));
+    target_gguf(&target);
+    let told = deepspec_eval(&[
+        "checkpoint",
+        "convert",
+        "--to",
+        "gguf",
+        "--matrices",
+        "f32",
+        "--from",
+        drafter.to_str().unwrap(),
+        "--target",
+        target_dir().to_str().unwrap(),
+        "--output-dir",
+        out.to_str().unwrap(),
+    ]);
+    let told = String::from_utf8_lossy(&told.stderr).into_owned();
+    // Served by the very flags that it names.
+    let flags: Vec<&str> = told.split_whitespace().skip_while(|word| *word != "--model-draft").collect();
+    assert!(flags.len() >= 6, "{told}");
+    let llama = Llama::start(server, &[&["--model", target.to_str().unwrap()], &flags[..6]].concat());
+
+    let ours = ours(drafter, &root.path().join("run"));
+    let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
+    for (key, prompt) in prompts() {
+        let (text, ids, drafts) = llama.answer(&prompt);
+        let (own_ids, own_cycles) = &ours[&key];
+        // Theirs may leave out the token that ends an answer.
+        assert!(own_ids.starts_with(&ids) && own_ids.len() <= ids.len() + 1, "{key:?}: {text}");
+        cycles += own_cycles;
+        tokens += own_ids.len();
+        if drafts != *own_cycles {
+            differing.push(format!("{key:?}: {drafts} cycles there, {own_cycles} here"));
+        }
+    }
+    // Enough was accepted, or equal cycles would say nothing.
+    assert!(tokens as f64 > 1.15 * cycles as f64, "{tokens} tokens in {cycles} cycles");
+    assert!(differing.len() <= near_ties, "{}", differing.join("\n"));
+}
+
+#[test]
+fn llama_cpp_runs_dspark_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    agrees(&server, &repository("assets/tiny-dspark"), 0);
+}
+
+#[test]
+fn llama_cpp_runs_dflash_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    // The trained DSpark without its heads is a DFlash, if none that learned to do without them.
+    let bare = edited("tiny-dspark", |config, tensors| {
+        (config["markov_rank"], config["enable_confidence_head"]) = (json!(0), json!(false));
+        config["confidence_head_with_markov"] = json!(false);
+        tensors
+            .retain(|(name, _)| !name.starts_with("markov_head.") && !name.starts_with("confidence_head."));
+    });
+    agrees(&server, bare.path(), 1);
+}
+
+#[test]
+fn llama_cpp_runs_dflash_2_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    // llama.cpp lays k (k + 1) scores into a hidden state, of 192 values here.
+    let fewer = edited("tiny-dflash2", |config, _| config["selector_top_k"] = json!(12));
+    agrees(&server, fewer.path(), 1);
+}
