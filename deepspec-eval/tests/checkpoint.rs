@@ -57,7 +57,6 @@ fn a_checkpoint_goes_there_and_back_and_is_described() {
         "to reference: yes",
         "to z-lab: no, the weights are not interchangeable",
         "speculators loads it",
-        "verifier_norm.weight [192] BF16",
     ] {
         assert!(text.contains(line), "{line:?} not in:\n{text}");
     }

@@ -9,7 +9,7 @@ use safetensors::Dtype;
 use serde_json::{Map, Value};
 
 use crate::numbers::{cast, differing_rows};
-use crate::shapes::{EMBED, HEAD, REBUILT, VERIFIER_NORM, is_embed_or_head};
+use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
 use crate::write::{Source, Written, write};
 use crate::{Checkpoint, Dialect, DialectError, Drafter, Target, layouts};
@@ -78,10 +78,6 @@ pub fn convert<'a>(
             None => {}
         }
     }
-    if to == Dialect::Speculators {
-        tensors.push(from_target(target, &target.norm(), VERIFIER_NORM, source.dtype())?);
-        taken.push(VERIFIER_NORM.into());
-    }
     Ok(Converted {
         config: layouts::config(&drafter, to, Some(target), dtype_name(source.dtype())),
         tensors,
@@ -124,7 +120,7 @@ fn why_target(from: Dialect, to: Dialect, drafter: &Drafter) -> String {
             "`num_target_layers` is not in config.json, and the target's layers have to be counted".into()
         }
         Dialect::Reference => format!("{to} holds embedding and head, which {from} leaves to the target"),
-        Dialect::Speculators => format!("{to} names its verifier and holds its final norm"),
+        Dialect::Speculators => format!("{to} names its verifier"),
         _ => format!("{to} leaves embedding and head to the target, which therefore has to be the same"),
     };
     format!("the target is needed: {what}; give it with --target")

@@ -8,10 +8,8 @@ use crate::fields::Fields;
 
 pub const EMBED: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";
-/// The target's final norm, which speculators keeps beside the drafter.
-pub const VERIFIER_NORM: &str = "verifier_norm.weight";
 /// What speculators may add and rebuilds itself.
-pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", VERIFIER_NORM, "t2d", "d2t"];
+pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"];
 
 /// Tensors by name, with their shapes.
 pub type Shapes = Vec<(String, Vec<usize>)>;

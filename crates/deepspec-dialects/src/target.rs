@@ -1,4 +1,4 @@
-//! The target's embedding, head and final norm, as far as checkpoints hold copies of them.
+//! The target's embedding and head, as far as checkpoints hold copies of them.
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +23,7 @@ pub struct Target {
     is_tied: bool,
     tensors: Tensors,
     special_ids: Vec<(&'static str, u32)>,
-    /// What stands before `embed_tokens` and `norm`.
+    /// What stands before `embed_tokens`.
     body: &'static str,
     head: &'static str,
 }
@@ -118,11 +118,6 @@ impl Target {
     /// The name of its head, which may be the embedding.
     pub(crate) fn head(&self) -> String {
         if self.is_tied { self.embed() } else { self.head.into() }
-    }
-
-    /// The name of its final norm.
-    pub(crate) fn norm(&self) -> String {
-        format!("{}norm.weight", self.body)
     }
 
     /// Whether the drafter can be one for this target.

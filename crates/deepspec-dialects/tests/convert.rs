@@ -135,9 +135,11 @@ fn names_and_ends_are_each_dialects_own() {
         );
     }
     let speculators = names(Dialect::Speculators);
-    for name in ["embed_tokens.weight", "lm_head.weight", "verifier_norm.weight"] {
+    for name in ["embed_tokens.weight", "lm_head.weight"] {
         assert!(speculators.iter().any(|known| known == name), "{name} not in {speculators:?}");
     }
+    // speculators itself saves nothing else of its verifier, and vLLM refuses what it does not know.
+    assert!(!speculators.iter().any(|name| name.starts_with("verifier")), "{speculators:?}");
 }
 
 #[test]

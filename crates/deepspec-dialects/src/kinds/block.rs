@@ -256,17 +256,22 @@ impl KindSettings for Block {
     }
 
     fn container(&self, to: Dialect) -> Option<Container> {
-        let top = keys([("block_size", json!(self.block_size))]);
+        let mut top = keys([("block_size", json!(self.block_size))]);
         let mut inner = keys([("mask_token_id", json!(self.mask_token_id))]);
         let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
         let (rank, kind) = self.markov_keys();
         let class = match to {
             Dialect::Specforge => {
                 put("projector_type", "dspark".into());
-                put("markov_rank", rank);
-                put("markov_head_type", kind);
-                put("enable_confidence_head", self.confidence_with_markov.is_some().into());
-                put("confidence_head_with_markov", self.confidence_with_markov.unwrap_or(false).into());
+                let heads = keys([
+                    ("markov_rank", rank),
+                    ("markov_head_type", kind),
+                    ("enable_confidence_head", self.confidence_with_markov.is_some().into()),
+                    ("confidence_head_with_markov", self.confidence_with_markov.unwrap_or(false).into()),
+                ]);
+                // vLLM looks for them at the top.
+                top.extend(heads.clone());
+                inner.extend(heads);
                 "DSparkDraftModel"
             }
             Dialect::Modelopt => {

@@ -13,8 +13,18 @@ use crate::kinds::{Block, Container, DFlash2, Eagle3, block_size, confidence, ma
 use crate::{Dialect, DialectError, Tensors};
 
 /// Keys that are not the decoder's.
-const OWN: [&str; 6] =
-    ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
+const OWN: [&str; 10] = [
+    "num_target_layers",
+    "block_size",
+    "dflash_config",
+    "emb_dim",
+    "is_causal",
+    "sample_from_anchor",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+];
 
 /// Scales of a DFlash 2, and what they are where nothing is scaled; a soft cap of 0 is none.
 const SCALES: [(&str, f64); 3] =
