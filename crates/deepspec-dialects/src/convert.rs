@@ -8,6 +8,7 @@ use deepspec_core::atomic::{self, FileError};
 use safetensors::Dtype;
 use serde_json::{Map, Value};
 
+use crate::kinds::{Engine, EngineLayout};
 use crate::numbers::{cast, differing_rows};
 use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
@@ -86,6 +87,70 @@ pub fn convert<'a>(
         max_shard_bytes: MAX_SHARD_BYTES,
     })
 }
+
+/// Plans the drafter of `source` in the layout that `engine` loads. Embedding and head are left to the target.
+///
+/// # Errors
+/// [`DialectError::Refused`] with the reason where the engine cannot run the drafter; any other error if the checkpoint or the target
+/// is broken.
+pub fn for_engine<'a>(
+    source: &'a Checkpoint,
+    engine: Engine,
+    target: &'a Target,
+) -> Result<Converted<'a>, DialectError> {
+    let to = engine.title();
+    let refused = |reason: String| DialectError::Refused { path: source.dir().to_path_buf(), to, reason };
+    let drafter = complete(source, Some(target))?;
+    let layout = drafter
+        .refusal_anywhere()
+        .map_or_else(|| drafter.kind.engine_layout(engine), Err)
+        .map_err(refused)?;
+    match layout {
+        EngineLayout::Dialect(dialect) if dialect == source.dialect() => {
+            Err(refused(format!("it loads the checkpoint as it is, in the layout of {dialect}")))
+        }
+        EngineLayout::Dialect(dialect) => convert(source, dialect, Some(target)),
+        EngineLayout::Anchored => {
+            source.check()?;
+            target.check_fits(&drafter)?;
+            for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
+                compare(source, end, target, &theirs).map_err(|error| match error {
+                    Compared::Differs(reason) => refused(reason),
+                    Compared::Failed(error) => error,
+                })?;
+            }
+            let (mut tensors, mut dropped) = body(source, Dialect::Reference);
+            dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));
+            let mut config =
+                layouts::config(&drafter, Dialect::Reference, Some(target), dtype_name(source.dtype()));
+            if source.find(MARKOV[0]).is_none() {
+                // SGLang asks for such a head, and to the others it says that all slots draft: one of zeros changes nothing.
+                let shape = vec![drafter.vocab_size as usize, ZERO_RANK];
+                let zeros = || vec![0; 4 * shape.iter().product::<usize>()];
+                for name in MARKOV {
+                    let bytes = cast(zeros(), Dtype::F32, source.dtype()).unwrap_or_default();
+                    let source_of = Source::Bytes(bytes);
+                    let written = Written {
+                        name: name.into(),
+                        dtype: source.dtype(),
+                        shape: shape.clone(),
+                        source: source_of,
+                    };
+                    tensors.push(written);
+                }
+                config.insert("markov_rank".into(), ZERO_RANK.into());
+                config.insert("markov_head_type".into(), "vanilla".into());
+            }
+            layouts::for_engines(&mut config);
+            Ok(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
+        }
+    }
+}
+
+/// The vanilla Markov head.
+const MARKOV: [&str; 2] = ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"];
+/// Rank of a Markov head of zeros: vLLM's products on CPUs fail with smaller ones.
+const ZERO_RANK: usize = 16;
 
 /// The drafter with what its config leaves to the target.
 fn complete(source: &Checkpoint, target: Option<&Target>) -> Result<Drafter, DialectError> {

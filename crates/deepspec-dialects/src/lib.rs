@@ -28,14 +28,14 @@ mod tensors;
 mod write;
 
 pub use checkpoint::{Checkpoint, advice};
-pub use convert::{Converted, convert};
+pub use convert::{Converted, convert, for_engine};
 pub use deepspec_gguf::TensorType;
 pub use dialect::Dialect;
 pub use drafter::{Drafter, Obstacle};
 pub use error::DialectError;
 pub use families::{DecoderFamily, FAMILIES, Family, GEMMA4, LLAMA, QWEN3};
 pub use gguf::Gguf;
-pub use kinds::KindSettings;
+pub use kinds::{Engine, KindSettings};
 pub use loaders::{Loader, loaders};
 pub use shards::{MAX_SHARD_BYTES, Shard, cut, write_index};
 pub use target::Target;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{atomic, usage};
-use deepspec_dialects::{Checkpoint, Dialect, Gguf, Target, TensorType, convert};
+use deepspec_dialects::{Checkpoint, Dialect, Engine, Gguf, Target, TensorType, convert, for_engine};
 
 use super::{dir, report};
 
@@ -15,7 +15,8 @@ pub struct Args {
     /// Folder or hub id of the drafter checkpoint
     #[arg(long, value_name = "D")]
     from: String,
-    /// Layout to write: reference, speculators, specforge, z-lab or modelopt; or gguf, the file that llama.cpp loads
+    /// Layout to write: that of a tool, reference, speculators, specforge, z-lab or modelopt; that of an engine, vllm or sglang; or
+    /// gguf, the file that llama.cpp loads
     #[arg(long, value_name = "LAYOUT")]
     to: Layout,
     /// Folder to write; of gguf the file model.gguf in it
@@ -36,6 +37,7 @@ pub struct Args {
 #[derive(Debug, Clone, Copy)]
 enum Layout {
     Dialect(Dialect),
+    Engine(Engine),
     Gguf,
 }
 
@@ -44,8 +46,10 @@ impl FromStr for Layout {
 
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
+            "vllm" => Ok(Self::Engine(Engine::Vllm)),
+            "sglang" => Ok(Self::Engine(Engine::Sglang)),
             "gguf" => Ok(Self::Gguf),
-            name => name.parse().map(Self::Dialect).map_err(|error| format!("{error} or gguf")),
+            name => name.parse().map(Self::Dialect).map_err(|error| format!("{error}, vllm, sglang or gguf")),
         }
     }
 }
@@ -64,14 +68,20 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Some(name) => Some(Target::open(&dir("--target", name, verbosity)?, name).map_err(report)?),
         None => None,
     };
-    let to = match args.to {
-        Layout::Dialect(to) => to,
-        Layout::Gguf => return to_gguf(args, &source, target.as_ref()),
-    };
-    if args.matrices.is_some() {
-        usage!("--matrices is for --to gguf; {to} keeps every byte");
+    if args.matrices.is_some() && !matches!(args.to, Layout::Gguf) {
+        usage!("--matrices is for --to gguf; the other layouts keep every byte");
     }
-    let converted = convert(&source, to, target.as_ref()).map_err(report)?;
+    let (to, converted) = match (args.to, &target) {
+        (Layout::Dialect(to), target) => (to.to_string(), convert(&source, to, target.as_ref())),
+        (Layout::Gguf, _) => return to_gguf(args, &source, target.as_ref()),
+        (Layout::Engine(_), None) => {
+            usage!("--to vllm or sglang needs --target, whose embedding and head the engine will use")
+        }
+        (Layout::Engine(engine), Some(target)) => {
+            (format!("the layout of {}", engine.title()), for_engine(&source, engine, target))
+        }
+    };
+    let converted = converted.map_err(report)?;
     let told = |what: &str, names: &[String]| {
         if !names.is_empty() {
             tracing::info!("{what}: {}", names.join(", "));

@@ -6,7 +6,9 @@ use deepspec_core::Slots;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::{Container, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators, keys};
+use super::{
+    Container, Engine, EngineLayout, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators, keys,
+};
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -286,6 +288,18 @@ impl KindSettings for Block {
             _ => "DFlashDraftModel",
         };
         Some(Container { class, top, inner })
+    }
+
+    fn engine_layout(&self, _: Engine) -> Result<EngineLayout, String> {
+        match (self.fills_in(), self.markov.map(|markov| markov.kind)) {
+            (true, _) if self.has_heads() => Err("no engine has heads beside slots that fill in".into()),
+            (true, _) => Ok(EngineLayout::Dialect(Dialect::Zlab)),
+            (false, None | Some(MarkovKind::Vanilla)) => Ok(EngineLayout::Anchored),
+            (false, Some(kind)) => Err(format!(
+                "this layout is for the vanilla Markov head, and not for one that is {}; SGLang reads that in the reference's layout",
+                kind.name()
+            )),
+        }
     }
 
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {

@@ -6,8 +6,8 @@ use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
 use super::{
-    Block, Container, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators, block_size, keys,
-    mask_token,
+    Block, Container, Engine, EngineLayout, GgufParts, GgufValue, KindSettings, Reader, Settings,
+    Speculators, block_size, keys, mask_token,
 };
 use crate::drafter::Drafter;
 use crate::fields::Fields;
@@ -168,6 +168,10 @@ impl KindSettings for DFlash2 {
 
     fn container(&self, _: Dialect) -> Option<Container> {
         Some(Container { class: "DFlash2DraftModel", top: Map::new(), inner: self.keys() })
+    }
+
+    fn engine_layout(&self, _: Engine) -> Result<EngineLayout, String> {
+        Ok(EngineLayout::Dialect(Dialect::Zlab))
     }
 
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::{GgufParts, KindSettings, Reader, Settings, Speculators, keys};
+use super::{Engine, EngineLayout, GgufParts, KindSettings, Reader, Settings, Speculators, keys};
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -107,6 +107,15 @@ impl KindSettings for Eagle3 {
             class: "Eagle3Speculator",
             taps: "eagle_aux_hidden_state_layer_ids",
             keys: keys(FOREIGN_NORMS.map(|flag| (flag, json!(false)))),
+        }
+    }
+
+    fn engine_layout(&self, engine: Engine) -> Result<EngineLayout, String> {
+        match engine {
+            Engine::Vllm => Ok(EngineLayout::Dialect(Dialect::Speculators)),
+            Engine::Sglang => {
+                Err("SGLang's Eagle3 has no norms on queries and keys, which these layers have".into())
+            }
         }
     }
 

@@ -82,6 +82,12 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         None
     }
 
+    /// In which layout vLLM and SGLang load it.
+    ///
+    /// # Errors
+    /// Why they do not.
+    fn engine_layout(&self, engine: Engine) -> Result<EngineLayout, String>;
+
     /// How llama.cpp's GGUF says it.
     ///
     /// # Errors
@@ -115,6 +121,34 @@ pub struct Container {
     pub top: Map<String, Value>,
     /// Its keys within `dflash_config`.
     pub inner: Map<String, Value>,
+}
+
+/// An engine that loads checkpoint folders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+}
+
+impl Engine {
+    /// Its name.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Vllm => "vLLM",
+            Self::Sglang => "SGLang",
+        }
+    }
+}
+
+/// The layout in which an engine loads a drafter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineLayout {
+    /// That of a dialect.
+    Dialect(Dialect),
+    /// The one for blocks whose slots all draft, which vLLM, SGLang and llama.cpp's converter read alike.
+    Anchored,
 }
 
 /// What a GGUF of llama.cpp says of a drafter behind anchors (`general.architecture` is `dflash`).

@@ -75,3 +75,33 @@ pub fn config(
     map.insert("dtype".into(), dtype.into());
     map
 }
+
+/// Turns a config of the reference's layout into the one that vLLM, SGLang and llama.cpp's converter read alike: what some of them look
+/// for at the top and others in `dflash_config` stands in both, and nothing is left to defaults that differ.
+pub fn for_engines(map: &mut Map<String, Value>) {
+    map.insert("sample_from_anchor".into(), true.into());
+    // llama.cpp's converter would take a drafter's embedding for its head.
+    map.insert("has_embed_tokens".into(), false.into());
+    let theta = map.get("rope_parameters").and_then(|rope| rope.get("rope_theta")).cloned();
+    match (theta, map.get("rope_theta").cloned()) {
+        (Some(theta), None) => drop(map.insert("rope_theta".into(), theta)),
+        (None, Some(theta)) => {
+            let rope = serde_json::json!({"rope_theta": theta, "rope_type": "default"});
+            map.insert("rope_parameters".into(), rope);
+        }
+        _ => {}
+    }
+    let both = [
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "sample_from_anchor",
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+    ];
+    let inner: Map<String, Value> =
+        both.iter().filter_map(|&key| Some((key.to_string(), map.get(key)?.clone()))).collect();
+    map.insert("dflash_config".into(), inner.into());
+}
