@@ -91,11 +91,11 @@ pub fn for_engines(map: &mut Map<String, Value>) {
         }
         _ => {}
     }
+    // Not sample_from_anchor: vLLM 0.32 takes it within for one that its DFlash cannot have, whatever the class.
     let both = [
         "block_size",
         "mask_token_id",
         "target_layer_ids",
-        "sample_from_anchor",
         "markov_rank",
         "markov_head_type",
         "enable_confidence_head",
