@@ -56,7 +56,10 @@ fn a_checkpoint_goes_there_and_back_and_is_described() {
         "Markov head vanilla of rank 1024",
         "to reference: yes",
         "to z-lab: no, the weights are not interchangeable",
-        "speculators loads it",
+        "vLLM (0.32.0, tried) loads it: method dspark",
+        "SGLang (by its sources) does not load it",
+        "llama.cpp (of llama-cpp-python 0.3.36, tried) does not load it: convert to gguf",
+        "speculators (0.9.0, tried) loads it",
     ] {
         assert!(text.contains(line), "{line:?} not in:\n{text}");
     }

@@ -1,44 +1,59 @@
-//! Which engines load a checkpoint as it is, as far as their sources told (vLLM after PR 46995, SGLang as read in August 2026).
+//! Which engines load a checkpoint as it is: as far as it was tried with them, by their versions, and otherwise as their sources say.
 
 use serde::Serialize;
 
 use crate::families::{GEMMA4, LLAMA};
+use crate::kinds::Verdict;
 use crate::{Checkpoint, Dialect};
 
+/// The versions that were tried.
+const SPECULATORS: &str = "0.9.0";
+const VLLM: &str = "0.32.0";
+const LLAMA_CPP: &str = "of llama-cpp-python 0.3.36";
+
 /// What one engine makes of a checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Loader {
     /// The engine.
     pub engine: &'static str,
+    /// The version with which this was tried; None where it was read of the engine's sources.
+    pub tried: Option<&'static str>,
     /// Whether it loads the checkpoint as it is.
     pub loads: bool,
     /// How, or why not.
-    pub note: &'static str,
+    pub note: String,
 }
 
-/// What vLLM, SGLang and speculators make of a checkpoint.
+/// What vLLM, SGLang, llama.cpp and speculators make of a checkpoint.
 pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
-    let drafter = checkpoint.drafter();
-    let speculators = checkpoint.dialect() == Dialect::Speculators;
-    let converts = drafter.refusal(checkpoint.dialect(), Dialect::Speculators).is_none();
-    let own = Loader {
-        engine: "speculators",
-        loads: speculators,
-        note: match speculators {
-            true => "SpeculatorModel.from_pretrained",
-            false if converts => "convert to speculators",
-            false => "its layout cannot say this drafter",
-        },
+    let (drafter, dialect) = (checkpoint.drafter(), checkpoint.dialect());
+    let known = |engine, version: Option<&'static str>, verdict: Verdict| match of_layers(checkpoint) {
+        Some(note) => Loader { engine, tried: None, loads: false, note: note.into() },
+        None => {
+            let tried = version.filter(|_| verdict.tried);
+            Loader { engine, tried, loads: verdict.loads, note: verdict.note.into() }
+        }
     };
-    let [vllm, sglang] = [drafter.kind.vllm(checkpoint.dialect()), drafter.kind.sglang(checkpoint.dialect())];
-    [("vLLM", vllm), ("SGLang", sglang)]
-        .map(|(engine, (loads, note))| match of_layers(checkpoint) {
-            Some(note) => Loader { engine, loads: false, note },
-            None => Loader { engine, loads, note },
-        })
-        .into_iter()
-        .chain([own])
-        .collect()
+    let gguf = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
+    let note = gguf.as_ref().map_or_else(String::clone, |()| "convert to gguf".into());
+    let is_speculators = dialect == Dialect::Speculators;
+    let converts = drafter.refusal(dialect, Dialect::Speculators).is_none();
+    let own = match is_speculators {
+        true => "SpeculatorModel.from_pretrained",
+        false if converts => "convert to speculators",
+        false => "its layout cannot say this drafter",
+    };
+    vec![
+        known("vLLM", Some(VLLM), drafter.kind.vllm(dialect)),
+        known("SGLang", None, drafter.kind.sglang(dialect)),
+        Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP), loads: false, note },
+        Loader {
+            engine: "speculators",
+            tried: is_speculators.then_some(SPECULATORS),
+            loads: is_speculators,
+            note: own.into(),
+        },
+    ]
 }
 
 /// Why no engine loads a drafter with such layers, if so: Gemma 4 drafters are loaded by nobody yet, and the reference's classes with

@@ -127,7 +127,8 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     }
     for loader in loaders(checkpoint) {
         let loads = if loader.loads { "loads it" } else { "does not load it" };
-        line("engine", format!("{} {loads}: {}", loader.engine, loader.note));
+        let how = loader.tried.map_or("by its sources".into(), |version| format!("{version}, tried"));
+        line("engine", format!("{} ({how}) {loads}: {}", loader.engine, loader.note));
     }
     for (name, facts) in checkpoint.tensors().iter() {
         line("tensor", format!("{name} {:?} {:?}", facts.shape, facts.dtype));

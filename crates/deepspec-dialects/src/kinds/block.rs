@@ -7,7 +7,8 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::{
-    Container, Engine, EngineLayout, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators, keys,
+    Container, Engine, EngineLayout, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators,
+    Verdict, keys,
 };
 use crate::drafter::Drafter;
 use crate::fields::Fields;
@@ -348,46 +349,58 @@ impl KindSettings for Block {
         Ok(parts)
     }
 
-    fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
+    fn vllm(&self, dialect: Dialect) -> Verdict {
         let kind = self.markov.map(|markov| markov.kind);
         match dialect {
-            Dialect::Reference if self.fills_in() && self.has_heads() => (
+            Dialect::Reference if self.fills_in() && self.has_heads() => Verdict::read(
                 false,
-                "released versions take every slot to draft, and no other layout has heads beside such slots",
+                "every slot drafts there, and no layout has heads beside slots that fill in",
             ),
             Dialect::Reference if self.fills_in() => {
-                (false, "released versions take every slot to draft; convert to z-lab")
+                Verdict::read(false, "every slot drafts there; convert to vllm")
             }
             _ if self.has_heads() && !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
-                (false, "its DSpark is documented for the vanilla Markov head only")
+                Verdict::read(false, "its DSpark knows the vanilla Markov head only")
             }
-            Dialect::Reference if self.has_heads() => (true, "method dspark (its native layout)"),
-            Dialect::Reference => (false, "method dflash crashes on it; PR 49646 routes it to method dspark"),
-            Dialect::Speculators => (true, "from the config's own method"),
+            Dialect::Reference if self.markov.is_some() => Verdict::tried(true, "method dspark"),
+            Dialect::Reference => Verdict::tried(
+                false,
+                "it stops without a Markov head; convert to vllm, which adds one of zeros",
+            ),
+            Dialect::Speculators if self.fills_in() => Verdict::read(true, "method dflash"),
+            Dialect::Speculators => Verdict::tried(true, "method dspark"),
             Dialect::Specforge => {
-                (false, "before PR 52197 DSparkDraftModel means DeepSeek-V4 there; convert to reference")
+                Verdict::read(false, "the class may mean DeepSeek-V4's there; convert to vllm")
             }
-            Dialect::Zlab => (true, "method dflash"),
-            Dialect::Modelopt => (false, "it knows the heads by the reference's names; convert to reference"),
+            Dialect::Zlab => Verdict::read(true, "method dflash"),
+            Dialect::Modelopt => {
+                Verdict::read(false, "it knows the heads by the reference's names; convert to vllm")
+            }
         }
     }
 
-    fn sglang(&self, dialect: Dialect) -> (bool, &'static str) {
+    fn sglang(&self, dialect: Dialect) -> Verdict {
         match dialect {
-            Dialect::Speculators => {
-                (false, "speculators_model_type was refused when read (issues 30982, 34734)")
-            }
-            Dialect::Reference if self.fills_in() && self.has_heads() => (
+            Dialect::Speculators => Verdict::read(
                 false,
-                "released versions take every slot to draft, and no other layout has heads beside such slots",
+                "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
+            ),
+            Dialect::Reference if self.fills_in() && self.has_heads() => Verdict::read(
+                false,
+                "every slot drafts there, and no layout has heads beside slots that fill in",
             ),
             Dialect::Reference if self.fills_in() => {
-                (false, "released versions take every slot to draft; convert to z-lab")
+                Verdict::read(false, "every slot drafts there; convert to sglang")
             }
-            Dialect::Modelopt => (false, "it knows the heads by the reference's names; convert to reference"),
-            Dialect::Zlab => (true, "--speculative-algorithm DFLASH"),
-            _ if self.markov.is_some() => (true, "--speculative-algorithm DSPARK"),
-            _ => (false, "DSPARK needs markov_rank > 0"),
+            Dialect::Modelopt => {
+                Verdict::read(false, "it knows the heads by the reference's names; convert to sglang")
+            }
+            Dialect::Zlab => Verdict::read(true, "--speculative-algorithm DFLASH"),
+            _ if self.markov.is_some() => Verdict::read(true, "--speculative-algorithm DSPARK"),
+            _ => Verdict::read(
+                false,
+                "DSPARK needs markov_rank > 0; convert to sglang, which adds a head of zeros",
+            ),
         }
     }
 }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     Block, Container, Engine, EngineLayout, GgufParts, GgufValue, KindSettings, Reader, Settings,
-    Speculators, block_size, keys, mask_token,
+    Speculators, Verdict, block_size, keys, mask_token,
 };
 use crate::drafter::Drafter;
 use crate::fields::Fields;
@@ -207,21 +207,22 @@ impl KindSettings for DFlash2 {
         })
     }
 
-    fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
+    fn vllm(&self, dialect: Dialect) -> Verdict {
         match dialect {
-            Dialect::Zlab => (true, "method dflash, with PR 52816"),
-            Dialect::Speculators => (true, "from the config's own method, with PR 53797"),
-            _ => (false, "the class is not registered; convert to z-lab"),
+            Dialect::Zlab => Verdict::tried(true, "method dflash"),
+            Dialect::Speculators => Verdict::read(true, "method dflash, with PR 53797"),
+            _ => Verdict::read(false, "the class is not registered; convert to vllm"),
         }
     }
 
-    fn sglang(&self, dialect: Dialect) -> (bool, &'static str) {
+    fn sglang(&self, dialect: Dialect) -> Verdict {
         match dialect {
-            Dialect::Zlab => (true, "--speculative-algorithm DFLASH, with PR 35371"),
-            Dialect::Speculators => {
-                (false, "speculators_model_type was refused when read (issues 30982, 34734)")
-            }
-            _ => (false, "the class is not registered; convert to z-lab"),
+            Dialect::Zlab => Verdict::read(true, "--speculative-algorithm DFLASH, with PR 35371"),
+            Dialect::Speculators => Verdict::read(
+                false,
+                "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
+            ),
+            _ => Verdict::read(false, "the class is not registered; convert to sglang"),
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::{Engine, EngineLayout, GgufParts, KindSettings, Reader, Settings, Speculators, keys};
+use super::{Engine, EngineLayout, GgufParts, KindSettings, Reader, Settings, Speculators, Verdict, keys};
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::layouts::Decoder;
@@ -124,22 +124,22 @@ impl KindSettings for Eagle3 {
             .into())
     }
 
-    fn vllm(&self, dialect: Dialect) -> (bool, &'static str) {
+    fn vllm(&self, dialect: Dialect) -> Verdict {
         match dialect {
-            Dialect::Reference => (false, "the class is not registered; convert to speculators"),
-            Dialect::Speculators => (true, "from the config's own method"),
-            Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => (true, "method eagle3"),
+            Dialect::Reference => Verdict::read(false, "the class is not registered; convert to vllm"),
+            Dialect::Speculators => Verdict::tried(true, "method eagle3"),
+            Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => Verdict::read(true, "method eagle3"),
         }
     }
 
-    fn sglang(&self, dialect: Dialect) -> (bool, &'static str) {
+    fn sglang(&self, dialect: Dialect) -> Verdict {
         match dialect {
             Dialect::Speculators => {
-                (false, "speculators_model_type was refused when read (issues 30982, 34734)")
+                Verdict::read(false, "speculators_model_type was refused when read (issues 30982, 34734)")
             }
-            Dialect::Reference => (false, "its Eagle3 has no norms on queries and keys"),
+            Dialect::Reference => Verdict::read(false, "its Eagle3 has no norms on queries and keys"),
             Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => {
-                (true, "--speculative-algorithm EAGLE3")
+                Verdict::read(true, "--speculative-algorithm EAGLE3")
             }
         }
     }

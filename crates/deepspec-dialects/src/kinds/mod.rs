@@ -95,10 +95,10 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
     /// Whether vLLM loads it in this dialect, and how, or why not.
-    fn vllm(&self, dialect: Dialect) -> (bool, &'static str);
+    fn vllm(&self, dialect: Dialect) -> Verdict;
 
     /// Whether SGLang loads it in this dialect, and how, or why not.
-    fn sglang(&self, dialect: Dialect) -> (bool, &'static str);
+    fn sglang(&self, dialect: Dialect) -> Verdict;
 }
 
 /// What the speculators package says of a kind.
@@ -121,6 +121,29 @@ pub struct Container {
     pub top: Map<String, Value>,
     /// Its keys within `dflash_config`.
     pub inner: Map<String, Value>,
+}
+
+/// Whether an engine loads a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Verdict {
+    /// Whether it does.
+    pub loads: bool,
+    /// How, or why not.
+    pub note: &'static str,
+    /// Whether that was tried; else its sources say so.
+    pub tried: bool,
+}
+
+impl Verdict {
+    /// By trial with the version that [`crate::loaders`] names.
+    const fn tried(loads: bool, note: &'static str) -> Self {
+        Self { loads, note, tried: true }
+    }
+
+    /// By the engine's sources.
+    const fn read(loads: bool, note: &'static str) -> Self {
+        Self { loads, note, tried: false }
+    }
 }
 
 /// An engine that loads checkpoint folders.
