@@ -165,10 +165,7 @@ impl Writer {
     /// Writes the file. `data` gives the bytes of the tensor of this number, little-endian and row-major.
     ///
     /// # Errors
-    /// What writing says, or `data`.
-    ///
-    /// # Panics
-    /// If `data` gives another number of bytes than the tensor has.
+    /// What writing says, or `data`, or that it gives another number of bytes than the tensor has.
     pub fn write(
         &self,
         out: &mut impl Write,
@@ -197,7 +194,15 @@ impl Writer {
         out.write_all(&head)?;
         for (number, tensor) in self.tensors.iter().enumerate() {
             let mut bytes = data(number, tensor)?;
-            assert_eq!(bytes.len(), tensor.bytes(), "the data of {}", tensor.name);
+            if bytes.len() != tensor.bytes() {
+                let told = format!(
+                    "{} has {} bytes of data instead of {}",
+                    tensor.name,
+                    bytes.len(),
+                    tensor.bytes()
+                );
+                return Err(io::Error::new(io::ErrorKind::InvalidData, told));
+            }
             bytes.resize(bytes.len().next_multiple_of(ALIGNMENT as usize), 0);
             out.write_all(&bytes)?;
         }
