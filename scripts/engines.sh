@@ -32,4 +32,4 @@ if [ ! -x "$server" ]; then
     rm -rf "${engines:?}/$version"
     mv "$work/done" "$engines/$version"
 fi
-echo "DEEPSPEC_LLAMA_SERVER=$server"
+printf "export DEEPSPEC_LLAMA_SERVER=%q\n" "$server"

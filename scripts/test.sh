@@ -60,8 +60,8 @@ fi
 export DEEPSPEC_SPECULATORS_PYTHON
 
 if [ -n "$engines" ]; then
-    found=$(scripts/engines.sh)
-    export "${found?}"
+    engines=$(scripts/engines.sh)
+    eval "$engines"
 fi
 
 # As many tests as cores, each on one thread: libtorch would otherwise start one per core in every test and in every process

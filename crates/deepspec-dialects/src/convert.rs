@@ -8,8 +8,10 @@ use deepspec_core::atomic::{self, FileError};
 use safetensors::Dtype;
 use serde_json::{Map, Value};
 
+use crate::fields::Fields;
 use crate::kinds::{Engine, EngineLayout};
 use crate::numbers::{cast, differing_rows};
+use crate::rope::{Rope, rope};
 use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
 use crate::write::{Source, Written, write};
@@ -112,6 +114,15 @@ pub fn for_engine<'a>(
         EngineLayout::Dialect(dialect) => convert(source, dialect, Some(target)),
         EngineLayout::Anchored => {
             source.check()?;
+            let path = source.dir().join(CONFIG);
+            let theta = match rope(&Fields::new(&path, &drafter.decoder))? {
+                Rope::Plain(theta) => theta,
+                Rope::Scaled(kind) => {
+                    return Err(refused(format!(
+                        "rotary embeddings that are scaled ({kind}) are read differently"
+                    )));
+                }
+            };
             target.check_fits(&drafter)?;
             for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
                 compare(source, end, target, &theirs).map_err(|error| match error {
@@ -126,9 +137,13 @@ pub fn for_engine<'a>(
             if source.find(MARKOV[0]).is_none() {
                 // SGLang asks for such a head, and to the others it says that all slots draft: one of zeros changes nothing.
                 let shape = vec![drafter.vocab_size as usize, ZERO_RANK];
-                let zeros = || vec![0; 4 * shape.iter().product::<usize>()];
+                // Zeros are zeros in every type of floats.
+                let width = if source.dtype() == Dtype::F32 { 4 } else { 2 };
+                if !matches!(source.dtype(), Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+                    return Err(refused(format!("its weights are {:?}", source.dtype())));
+                }
                 for name in MARKOV {
-                    let bytes = cast(zeros(), Dtype::F32, source.dtype()).unwrap_or_default();
+                    let bytes = vec![0; width * shape.iter().product::<usize>()];
                     let source_of = Source::Bytes(bytes);
                     let written = Written {
                         name: name.into(),
@@ -141,7 +156,7 @@ pub fn for_engine<'a>(
                 config.insert("markov_rank".into(), ZERO_RANK.into());
                 config.insert("markov_head_type".into(), "vanilla".into());
             }
-            layouts::for_engines(&mut config);
+            layouts::for_engines(&mut config, theta);
             Ok(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
         }
     }
@@ -230,7 +245,7 @@ fn from_target<'a>(
     Ok(Written { name: name.into(), dtype, shape, source })
 }
 
-pub enum Compared {
+pub(crate) enum Compared {
     Differs(String),
     Failed(DialectError),
 }
@@ -242,7 +257,7 @@ impl From<DialectError> for Compared {
 }
 
 /// Whether the checkpoint's end is the target's, byte for byte in the checkpoint's type.
-pub fn compare(source: &Checkpoint, end: &str, target: &Target, theirs: &str) -> Result<(), Compared> {
+pub(crate) fn compare(source: &Checkpoint, end: &str, target: &Target, theirs: &str) -> Result<(), Compared> {
     let Some((name, own)) = source.find(end) else { return Ok(()) };
     let other = target
         .tensors()

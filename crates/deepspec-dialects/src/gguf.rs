@@ -11,6 +11,7 @@ use crate::convert::{Compared, compare};
 use crate::fields::Fields;
 use crate::kinds::GgufParts;
 use crate::numbers::cast;
+use crate::rope::{Rope, rope};
 use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
 use crate::{Checkpoint, DialectError, Drafter, Target};
 use serde_json::Value as Json;
@@ -158,18 +159,14 @@ fn decoder(source: &Checkpoint, drafter: &Drafter) -> Result<Vec<(String, Value)
     let heads = fields.required_size("num_attention_heads")?;
     let groups = fields.size("num_key_value_heads")?.unwrap_or(heads);
     let dim = fields.size("head_dim")?.unwrap_or(drafter.hidden_size / heads);
-    let rope = fields.object("rope_parameters")?;
-    let scaling = match &rope {
-        Some(rope) => rope.text("rope_type")?.unwrap_or("default") != "default",
-        None => fields.map.get("rope_scaling").is_some_and(|scaling| !scaling.is_null()),
+    let theta = match rope(&fields)? {
+        Rope::Plain(theta) => theta,
+        Rope::Scaled(kind) => {
+            let reason = format!("rotary embeddings that are scaled ({kind}) are not written");
+            return Err(DialectError::Refused { path: source.dir().to_path_buf(), to: NAME, reason });
+        }
     };
-    if scaling {
-        let reason = "rotary embeddings that are scaled are not written".into();
-        return Err(DialectError::Refused { path: source.dir().to_path_buf(), to: NAME, reason });
-    }
     let number = |fields: &Fields, key: &str| fields.map.get(key).and_then(Json::as_f64);
-    let theta = rope.as_ref().and_then(|rope| number(rope, "rope_theta")).or(number(&fields, "rope_theta"));
-    let theta = fields.required("rope_theta", theta)?;
     let eps = fields.required("rms_norm_eps", number(&fields, "rms_norm_eps"))?;
     let sizes = [
         ("block_count", drafter.layers),

@@ -21,6 +21,7 @@ mod kinds;
 mod layouts;
 mod loaders;
 mod numbers;
+mod rope;
 mod shapes;
 mod shards;
 mod target;

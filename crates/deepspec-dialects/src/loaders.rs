@@ -9,7 +9,6 @@ use crate::{Checkpoint, Dialect};
 /// The versions that were tried.
 const SPECULATORS: &str = "0.9.0";
 const VLLM: &str = "0.32.0";
-const LLAMA_CPP: &str = "of llama-cpp-python 0.3.36";
 
 /// What one engine makes of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -35,7 +34,7 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
         }
     };
     let gguf = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
-    let note = gguf.as_ref().map_or_else(String::clone, |()| "convert to gguf".into());
+    let note = gguf.as_ref().map_or_else(String::clone, |()| "it loads GGUF files; convert to gguf".into());
     let is_speculators = dialect == Dialect::Speculators;
     let converts = drafter.refusal(dialect, Dialect::Speculators).is_none();
     let own = match is_speculators {
@@ -46,7 +45,7 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     vec![
         known("vLLM", Some(VLLM), drafter.kind.vllm(dialect)),
         known("SGLang", None, drafter.kind.sglang(dialect)),
-        Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP), loads: false, note },
+        Loader { engine: "llama.cpp", tried: None, loads: false, note },
         Loader {
             engine: "speculators",
             tried: is_speculators.then_some(SPECULATORS),

@@ -47,7 +47,11 @@ impl Target {
         let special_ids = SPECIAL
             .iter()
             .filter_map(|&(name, key)| {
-                let said = text.as_ref().and_then(|text| text.map.get(key)).or(map.get(key))?;
+                let said = text
+                    .as_ref()
+                    .and_then(|text| text.map.get(key))
+                    .filter(|id| !id.is_null())
+                    .or(map.get(key))?;
                 // Of several ends the first one.
                 let id = said.as_array().map_or(Some(said), |ids| ids.first())?.as_u64()?;
                 Some((name, u32::try_from(id).ok()?))

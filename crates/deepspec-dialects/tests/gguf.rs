@@ -165,18 +165,25 @@ fn what_llama_cpp_cannot_run_is_refused_with_the_reason() {
     };
     type Edit = fn(&mut Value);
     let same: Edit = |_| {};
-    let cases: [(&str, Edit, &str); 7] = [
+    let cases: [(&str, Edit, &str); 10] = [
         ("dspark_gated", same, "vanilla Markov head, and not one that is gated"),
         ("dspark_rnn", same, "vanilla Markov head, and not one that is rnn"),
         ("eagle3_qwen3", same, "three taps and no norms"),
-        ("dspark_vanilla", |config| config["sample_from_anchor"] = json!(false), "takes every slot to draft"),
-        ("dspark_vanilla", |config| config["model_type"] = json!("llama"), "its layers are Llama's"),
-        ("dflash2", |config| config["selector_top_k"] = json!(8), "8 candidates are too many for 64 values"),
         (
             "dspark_vanilla",
-            |config| config["rope_parameters"]["rope_type"] = json!("yarn"),
-            "rotary embeddings that are scaled",
+            |config| config["sample_from_anchor"] = json!(false),
+            "heads beside slots that fill in are not written",
         ),
+        ("dspark_vanilla", |config| config["model_type"] = json!("llama"), "its layers are Llama's"),
+        ("dflash2", |config| config["selector_top_k"] = json!(8), "8 candidates are too many for 64 values"),
+        ("dspark_vanilla", |config| config["rope_parameters"]["rope_type"] = json!("yarn"), "scaled (yarn)"),
+        (
+            "dspark_vanilla",
+            |config| config["rope_scaling"] = json!({"type": "linear", "factor": 2.0}),
+            "scaled (linear)",
+        ),
+        ("dspark_vanilla", |config| config["hidden_act"] = json!("gelu"), "`hidden_act`: gelu"),
+        ("dflash2", |config| config["hidden_act"] = json!("gelu"), "`hidden_act`: gelu"),
     ];
     for (case, edit, words) in cases {
         let told = refusal(&edited(case, edit));

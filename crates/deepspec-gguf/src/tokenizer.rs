@@ -1,5 +1,6 @@
 //! The vocabulary of a byte-level BPE tokenizer, from tokenizer.json to a GGUF's metadata.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -83,9 +84,14 @@ impl Tokenizer {
             set(id, token, NORMAL)?;
         }
         for token in json["added_tokens"].as_array().into_iter().flatten() {
-            let content = token["content"].as_str().unwrap_or_default();
+            let content =
+                token["content"].as_str().ok_or_else(|| bad("an added token has no content".into()))?;
             let control = token["special"].as_bool().unwrap_or(false) || is_mark(content);
             set(&token["id"], content, if control { CONTROL } else { USER_DEFINED })?;
+        }
+        let mut seen = HashSet::new();
+        if let Some(twice) = tokens.iter().find(|token| !seen.insert(token.as_str())) {
+            return Err(bad(format!("{twice:?} stands for two ids, which llama.cpp does not take")));
         }
         let merge = |merge: &Json| match merge {
             Json::String(pair) => Some(pair.clone()),

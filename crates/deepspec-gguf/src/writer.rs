@@ -12,8 +12,6 @@ const ALIGNMENT: u64 = 32;
 pub enum Value {
     /// Unsigned, 32 bits.
     U32(u32),
-    /// Signed, 32 bits.
-    I32(i32),
     /// A float of 32 bits.
     F32(f32),
     /// True or false.
@@ -31,7 +29,6 @@ impl Value {
     fn kind(&self) -> u32 {
         match self {
             Self::U32(_) => 4,
-            Self::I32(_) => 5,
             Self::F32(_) => 6,
             Self::Bool(_) => 7,
             Self::Text(_) => 8,
@@ -42,7 +39,6 @@ impl Value {
     fn write(&self, out: &mut Vec<u8>) {
         match self {
             Self::U32(value) => out.extend(value.to_le_bytes()),
-            Self::I32(value) => out.extend(value.to_le_bytes()),
             Self::F32(value) => out.extend(value.to_le_bytes()),
             Self::Bool(value) => out.push(u8::from(*value)),
             Self::Text(value) => text(out, value),

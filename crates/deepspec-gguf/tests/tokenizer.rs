@@ -47,12 +47,14 @@ fn every_place_of_the_vocabulary_is_filled() {
 #[test]
 fn other_tokenizers_are_refused_by_what_is_wrong() {
     type Edit = fn(&mut Json);
-    let cases: [(Edit, &str); 7] = [
+    let cases: [(Edit, &str); 9] = [
         (|json| json["model"]["type"] = json!("Unigram"), "byte-level BPE only"),
         (|json| json["pre_tokenizer"] = json!({"type": "Metaspace"}), "no byte-level step"),
         (|json| json["model"]["vocab"]["c"] = json!(8), "\"c\" has id 8 of a vocabulary of 8"),
         (|json| json["model"]["vocab"]["c"] = json!(-1), "\"c\" has id -1"),
         (|json| json["added_tokens"][0]["id"] = json!(1_u64 << 40), "of a vocabulary of 8"),
+        (|json| json["added_tokens"][0]["content"] = json!("ab"), "\"ab\" stands for two ids"),
+        (|json| json["added_tokens"][0]["content"] = json!(7), "no content"),
         (|json| json["model"]["merges"] = json!([["a"]]), "a merge is no pair"),
         (|json| drop(json["model"].as_object_mut().unwrap().remove("merges")), "no vocab and merges"),
     ];

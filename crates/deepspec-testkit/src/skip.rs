@@ -14,7 +14,7 @@ pub enum Kind {
     Missing,
     /// No set-up of this machine brings it: a kind of processor, or files that may not be handed on.
     Absent,
-    /// It takes long and belongs to `scripts/test.sh --full`.
+    /// It takes long, or an engine that takes long to build, and belongs to `scripts/test.sh --full` or `--engines`.
     Long,
 }
 

@@ -293,7 +293,9 @@ impl KindSettings for Block {
 
     fn engine_layout(&self, _: Engine) -> Result<EngineLayout, String> {
         match (self.fills_in(), self.markov.map(|markov| markov.kind)) {
-            (true, _) if self.has_heads() => Err("no engine has heads beside slots that fill in".into()),
+            (true, _) if self.has_heads() => {
+                Err("heads beside slots that fill in are not written: no engine was tried with them".into())
+            }
             (true, _) => Ok(EngineLayout::Dialect(Dialect::Zlab)),
             (false, None | Some(MarkovKind::Vanilla)) => Ok(EngineLayout::Anchored),
             (false, Some(kind)) => Err(format!(
@@ -311,7 +313,11 @@ impl KindSettings for Block {
         };
         match (self.fills_in(), self.has_heads()) {
             (true, false) => return Ok(parts),
-            (true, true) => return Err("llama.cpp's DSpark takes every slot to draft".into()),
+            (true, true) => {
+                return Err(
+                    "heads beside slots that fill in are not written: no engine was tried with them".into()
+                );
+            }
             (false, _) => {}
         }
         parts.spec_type = "draft-dspark";
@@ -351,31 +357,27 @@ impl KindSettings for Block {
 
     fn vllm(&self, dialect: Dialect) -> Verdict {
         let kind = self.markov.map(|markov| markov.kind);
+        let without_head =
+            Verdict::read(false, "it stops without a Markov head; convert to vllm, which adds one of zeros");
         match dialect {
-            Dialect::Reference if self.fills_in() && self.has_heads() => Verdict::read(
-                false,
-                "every slot drafts there, and no layout has heads beside slots that fill in",
-            ),
-            Dialect::Reference if self.fills_in() => {
-                Verdict::read(false, "every slot drafts there; convert to vllm")
+            Dialect::Zlab => Verdict::read(true, "method dflash"),
+            Dialect::Speculators if self.fills_in() && !self.has_heads() => {
+                Verdict::read(true, "method dflash")
             }
-            _ if self.has_heads() && !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
+            _ if !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
                 Verdict::read(false, "its DSpark knows the vanilla Markov head only")
             }
-            Dialect::Reference if self.markov.is_some() => Verdict::tried(true, "method dspark"),
-            Dialect::Reference => Verdict::tried(
-                false,
-                "it stops without a Markov head; convert to vllm, which adds one of zeros",
-            ),
-            Dialect::Speculators if self.fills_in() => Verdict::read(true, "method dflash"),
-            Dialect::Speculators => Verdict::tried(true, "method dspark"),
-            Dialect::Specforge => {
-                Verdict::read(false, "the class may mean DeepSeek-V4's there; convert to vllm")
-            }
-            Dialect::Zlab => Verdict::read(true, "method dflash"),
             Dialect::Modelopt => {
                 Verdict::read(false, "it knows the heads by the reference's names; convert to vllm")
             }
+            Dialect::Reference if kind.is_none() && !self.fills_in() => {
+                Verdict { tried: true, ..without_head }
+            }
+            _ if kind.is_none() => without_head,
+            Dialect::Reference | Dialect::Speculators if !self.fills_in() => {
+                Verdict::tried(true, "method dspark")
+            }
+            _ => Verdict::read(true, "method dspark"),
         }
     }
 

@@ -46,6 +46,10 @@ pub fn decoder(fields: &Fields, foreign: &[&str]) -> Result<Decoder, DialectErro
             reason: "draft layers with a sliding window: tools differ in who sees what within a block".into(),
         });
     }
+    if let Some(activation) = fields.text("hidden_act")?.filter(|&name| family.pre_norm && name != "silu") {
+        let reason = format!("{activation}: draft layers of other tools have SiLU");
+        obstacles.push(Obstacle { key: "hidden_act".into(), reason });
+    }
     Ok(Decoder {
         family,
         hidden_size: fields.required_size("hidden_size")?,

@@ -26,9 +26,13 @@ const OWN: [&str; 10] = [
     "confidence_head_with_markov",
 ];
 
-/// Scales of a DFlash 2, and what they are where nothing is scaled; a soft cap of 0 is none.
-const SCALES: [(&str, f64); 3] =
-    [("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)];
+/// Scales of z-lab's drafters, and what they are where nothing is scaled; a soft cap of 0 is none.
+const SCALES: [(&str, f64); 4] = [
+    ("input_embedding_scale", 1.0),
+    ("output_multiplier", 1.0),
+    ("attention_value_scale", 1.0),
+    ("final_logit_softcapping", 0.0),
+];
 
 pub fn read(
     fields: &Fields,
@@ -65,6 +69,7 @@ pub fn read(
     };
     obstacles.extend(switches(fields, "")?);
     obstacles.extend(switches(&inner, "dflash_config.")?);
+    obstacles.extend(scales(fields, &inner));
     let markov = if dialect == Dialect::Zlab { None } else { markov(&inner)? };
     let slots = slots(fields, &inner)?.unwrap_or(match dialect {
         Dialect::Zlab => Slots::FillIn,
@@ -98,18 +103,22 @@ pub fn read(
     Ok((dialect, drafter))
 }
 
+/// Scales that change what the same weights compute.
+fn scales(fields: &Fields, inner: &Fields) -> Vec<Obstacle> {
+    let scaled = |&(key, plain): &(&str, f64)| {
+        let said = inner.map.get(key).or(fields.map.get(key)).and_then(Value::as_f64);
+        let reason = "a scale that the other layouts cannot say".into();
+        said.filter(|&said| said != plain).map(|_| Obstacle { key: format!("dflash_config.{key}"), reason })
+    };
+    SCALES.iter().filter_map(scaled).collect()
+}
+
 /// z-lab's DFlash 2, whose keys stand within `dflash_config`.
 fn read_dflash2(fields: &Fields, inner: &Fields) -> Result<Drafter, DialectError> {
     let mut decoder = decoder(fields, &OWN)?;
     decoder.obstacles.extend(switches(fields, "")?);
     decoder.obstacles.extend(switches(inner, "dflash_config.")?);
-    for (key, plain) in SCALES {
-        let said = inner.map.get(key).or(fields.map.get(key)).and_then(Value::as_f64);
-        if said.is_some_and(|said| said != plain) {
-            let reason = "a scale that the other layouts cannot say".into();
-            decoder.obstacles.push(Obstacle { key: format!("dflash_config.{key}"), reason });
-        }
-    }
+    decoder.obstacles.extend(scales(fields, inner));
     if slots(fields, inner)? == Some(Slots::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }

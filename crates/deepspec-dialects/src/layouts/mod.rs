@@ -77,20 +77,14 @@ pub fn config(
 }
 
 /// Turns a config of the reference's layout into the one that vLLM, SGLang and llama.cpp's converter read alike: what some of them look
-/// for at the top and others in `dflash_config` stands in both, and nothing is left to defaults that differ.
-pub fn for_engines(map: &mut Map<String, Value>) {
+/// for at the top and others in `dflash_config` stands in both, and nothing is left to defaults that differ. `theta` is the base of its rotary embeddings, which are not scaled.
+pub fn for_engines(map: &mut Map<String, Value>, theta: f64) {
     map.insert("sample_from_anchor".into(), true.into());
     // llama.cpp's converter would take a drafter's embedding for its head.
     map.insert("has_embed_tokens".into(), false.into());
-    let theta = map.get("rope_parameters").and_then(|rope| rope.get("rope_theta")).cloned();
-    match (theta, map.get("rope_theta").cloned()) {
-        (Some(theta), None) => drop(map.insert("rope_theta".into(), theta)),
-        (None, Some(theta)) => {
-            let rope = serde_json::json!({"rope_theta": theta, "rope_type": "default"});
-            map.insert("rope_parameters".into(), rope);
-        }
-        _ => {}
-    }
+    map.insert("rope_theta".into(), theta.into());
+    map.insert("rope_parameters".into(), serde_json::json!({"rope_theta": theta, "rope_type": "default"}));
+    map.remove("rope_scaling");
     // Not sample_from_anchor: vLLM 0.32 takes it within for one that its DFlash cannot have, whatever the class.
     let both = [
         "block_size",

@@ -10,7 +10,7 @@ use crate::fields::Fields;
 use crate::kinds::Reader;
 
 /// Keys that are not the decoder's.
-const OWN: [&str; 18] = [
+const OWN: [&str; 20] = [
     "num_target_layers",
     "target_layer_ids",
     "block_size",
@@ -21,6 +21,8 @@ const OWN: [&str; 18] = [
     "enable_confidence_head",
     "confidence_head_with_markov",
     "ttt_length",
+    "dflash_config",
+    "has_embed_tokens",
     "conv_kernel_size",
     "conv_group_size",
     "selector_rank",
