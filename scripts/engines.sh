@@ -3,7 +3,7 @@
 #
 #   eval "$(scripts/engines.sh)"
 #
-# llama.cpp comes with its sources in the source package of llama-cpp-python on PyPI; building it takes about a quarter of an hour of one
+# llama.cpp comes with its sources in the source package of llama-cpp-python on PyPI; building it takes about twelve minutes of one
 # core's time, once.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
