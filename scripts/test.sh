@@ -60,8 +60,8 @@ fi
 export DEEPSPEC_SPECULATORS_PYTHON
 
 if [ -n "$engines" ]; then
-    engines=$(scripts/engines.sh)
-    eval "$engines"
+    found=$(scripts/engines.sh)
+    eval "$found"
 fi
 
 # As many tests as cores, each on one thread: libtorch would otherwise start one per core in every test and in every process

@@ -55,6 +55,11 @@ impl Checkpoint {
         shapes::is_embed_or_head(name) || REBUILT.contains(&name)
     }
 
+    /// A refusal to say it in the layout `to`.
+    pub(crate) fn refused(&self, to: &'static str, reason: String) -> DialectError {
+        DialectError::Refused { path: self.dir.clone(), to, reason }
+    }
+
     /// A tensor by its name in the reference: its name in the files, and what is known of it.
     pub(crate) fn find(&self, canonical: &str) -> Option<(String, &TensorFacts)> {
         let name = self.dialect.spelled(canonical);

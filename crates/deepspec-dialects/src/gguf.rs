@@ -6,15 +6,14 @@ use std::path::Path;
 use deepspec_core::atomic;
 use deepspec_gguf::{Tensor, TensorType, Tokenizer, Value, Writer};
 use safetensors::Dtype;
+use serde_json::Value as Json;
 
-use crate::convert::{Compared, compare};
+use crate::convert::{check_pair, complete};
 use crate::fields::Fields;
 use crate::kinds::GgufParts;
 use crate::numbers::cast;
-use crate::rope::{Rope, rope};
-use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
-use crate::{Checkpoint, DialectError, Drafter, Target};
-use serde_json::Value as Json;
+use crate::shapes::{REBUILT, is_embed_or_head};
+use crate::{Checkpoint, DialectError, Drafter, Target, folder, rope};
 
 /// What refusals call it.
 const NAME: &str = "gguf";
@@ -53,6 +52,9 @@ pub struct Gguf<'a> {
 }
 
 impl<'a> Gguf<'a> {
+    /// The name of the file.
+    pub const FILE: &'static str = "model.gguf";
+
     /// Plans the drafter of `source` as GGUF. Embedding and head are left to the target, which has to be the same; matrices are of the
     /// type `matrices`, by default as they are stored, and all else is float32.
     ///
@@ -64,24 +66,11 @@ impl<'a> Gguf<'a> {
         target: &Target,
         matrices: Option<TensorType>,
     ) -> Result<Self, DialectError> {
-        let refused =
-            |reason: String| DialectError::Refused { path: source.dir().to_path_buf(), to: NAME, reason };
-        let mut drafter = source.drafter().clone();
-        drafter.num_target_layers = drafter.num_target_layers.or(Some(target.layers()));
-        let parts = match drafter.refusal_anywhere() {
-            Some(reason) => Err(reason),
-            None => drafter.kind.gguf(&drafter),
-        }
-        .map_err(refused)?;
-        source.check()?;
-        target.check_fits(&drafter)?;
-        for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
-            compare(source, end, target, &theirs).map_err(|error| match error {
-                Compared::Differs(reason) => refused(reason),
-                Compared::Failed(error) => error,
-            })?;
-        }
+        let drafter = complete(source, Some(target));
+        let parts = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(&drafter), Err);
+        let parts = parts.map_err(|reason| source.refused(NAME, reason))?;
         let layers = decoder(source, &drafter)?;
+        check_pair(source, &drafter, target, NAME)?;
         let matrices = matrices.unwrap_or_else(|| kind_of(source.dtype()));
         let tokenizer = Tokenizer::read(target.dir(), drafter.vocab_size as usize)?;
         let splits_as_known = tokenizer.is_known();
@@ -121,13 +110,19 @@ impl<'a> Gguf<'a> {
         Ok(Self { source, writer, tensors, spec_type: parts.spec_type, splits_as_known })
     }
 
-    /// Writes the file, which appears when it is whole.
+    /// Writes [`Gguf::FILE`] into a folder that appears when it is whole. `overwrite` replaces a folder that holds such a file and
+    /// nothing else.
     ///
     /// # Errors
-    /// Any I/O failure, and tensors whose values are no floats.
-    pub fn write(&self, path: &Path) -> Result<(), DialectError> {
+    /// If the folder exists and may not be replaced, any I/O failure, and tensors whose values are no floats.
+    pub fn write(&self, dir: &Path, overwrite: bool) -> Result<(), DialectError> {
         let data = |number, tensor: &Tensor| self.data(number, tensor).map_err(io::Error::other);
-        Ok(atomic::replace(path, |out| self.writer.write(out, data))?)
+        folder::replace(
+            dir,
+            overwrite,
+            |name| name == Self::FILE,
+            |partial| Ok(atomic::replace(&partial.join(Self::FILE), |out| self.writer.write(out, data))?),
+        )
     }
 
     fn data(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, DialectError> {
@@ -159,15 +154,8 @@ fn decoder(source: &Checkpoint, drafter: &Drafter) -> Result<Vec<(String, Value)
     let heads = fields.required_size("num_attention_heads")?;
     let groups = fields.size("num_key_value_heads")?.unwrap_or(heads);
     let dim = fields.size("head_dim")?.unwrap_or(drafter.hidden_size / heads);
-    let theta = match rope(&fields)? {
-        Rope::Plain(theta) => theta,
-        Rope::Scaled(kind) => {
-            let reason = format!("rotary embeddings that are scaled ({kind}) are not written");
-            return Err(DialectError::Refused { path: source.dir().to_path_buf(), to: NAME, reason });
-        }
-    };
-    let number = |fields: &Fields, key: &str| fields.map.get(key).and_then(Json::as_f64);
-    let eps = fields.required("rms_norm_eps", number(&fields, "rms_norm_eps"))?;
+    let theta = rope::unscaled(source, NAME)?;
+    let eps = fields.required("rms_norm_eps", fields.map.get("rms_norm_eps").and_then(Json::as_f64))?;
     let sizes = [
         ("block_count", drafter.layers),
         ("context_length", fields.required_size("max_position_embeddings")?),

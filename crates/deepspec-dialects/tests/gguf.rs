@@ -42,8 +42,9 @@ fn read(
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
     );
     let gguf = Gguf::plan(&source, &target, Some(matrices)).unwrap();
-    let [file, list] = ["model.gguf", "names.json"].map(|name| drafter.path().join(name));
-    gguf.write(&file).unwrap();
+    let [out, list] = ["gguf", "names.json"].map(|name| drafter.path().join(name));
+    gguf.write(&out, true).unwrap();
+    let file = out.join(Gguf::FILE);
     let shared = [
         ("fc.weight", "fc.weight"),
         ("enc.output_norm.weight", "hidden_norm.weight"),

@@ -1,12 +1,10 @@
 //! `checkpoint convert`.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
-use deepspec_core::atomic::FileError;
 use deepspec_core::cli::Verbosity;
-use deepspec_core::{atomic, usage};
+use deepspec_core::usage;
 use deepspec_dialects::{Checkpoint, Dialect, Engine, Gguf, Target, TensorType, convert, for_engine};
 
 use super::{dir, report};
@@ -104,19 +102,8 @@ fn to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow:
         );
     };
     let gguf = Gguf::plan(source, target, args.matrices).map_err(report)?;
-    let file = args.output_dir.join("model.gguf");
-    let is_new = !args.output_dir.exists();
-    if !is_new && let Some(other) = others(&args.output_dir)? {
-        usage!("{} holds {other} too and is not replaced; choose another folder", args.output_dir.display());
-    }
-    atomic::create_dir(&args.output_dir)?;
-    if let Err(error) = gguf.write(&file) {
-        // Or the same command would find a folder and stop.
-        if is_new {
-            let _ = fs::remove_dir_all(&args.output_dir);
-        }
-        return Err(report(error));
-    }
+    gguf.write(&args.output_dir, args.overwrite).map_err(report)?;
+    let file = args.output_dir.join(Gguf::FILE);
     if !gguf.splits_as_known {
         tracing::info!(
             "llama.cpp has no name for how the target's tokenizer splits texts; that matters to the target's own file, not to this one"
@@ -132,11 +119,4 @@ fn to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow:
         source.drafter().kind.drafted()
     );
     Ok(())
-}
-
-/// A file of the folder that is no GGUF.
-fn others(dir: &Path) -> anyhow::Result<Option<String>> {
-    let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
-    let mut names = entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
-    Ok(names.find(|name| !name.starts_with("model.gguf")))
 }

@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 
 use crate::drafter::{Drafter, NOTES, Obstacle};
 use crate::fields::Fields;
+use crate::kinds::Settings;
 use crate::{DialectError, FAMILIES, Family};
 
 /// The parts of a decoder's config that all dialects share.
@@ -15,6 +16,32 @@ pub struct Decoder {
     pub vocab_size: u64,
     pub layers: u64,
     pub obstacles: Vec<Obstacle>,
+}
+
+impl Decoder {
+    /// The drafter of these layers, its vocabulary whole; what else its config says at the usual places is read of `fields`.
+    pub fn drafter(
+        self,
+        fields: &Fields,
+        architecture: &str,
+        taps: Vec<Tap>,
+        kind: Settings,
+    ) -> Result<Drafter, DialectError> {
+        Ok(Drafter {
+            architecture: architecture.into(),
+            family: self.family,
+            hidden_size: self.hidden_size,
+            vocab_size: self.vocab_size,
+            draft_vocab_size: self.vocab_size,
+            layers: self.layers,
+            taps,
+            num_target_layers: fields.size("num_target_layers")?,
+            kind,
+            notes: notes(fields),
+            obstacles: self.obstacles,
+            decoder: self.map,
+        })
+    }
 }
 
 /// More draft layers are a mistake.
@@ -85,7 +112,7 @@ pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, Dial
 }
 
 /// The keys that only inform.
-pub fn notes(fields: &Fields) -> Map<String, Value> {
+fn notes(fields: &Fields) -> Map<String, Value> {
     NOTES
         .iter()
         .filter_map(|&key| fields.map.get(key).map(|value| (key.to_string(), value.clone())))

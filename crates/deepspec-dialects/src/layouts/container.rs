@@ -6,7 +6,7 @@ use std::sync::Arc;
 use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
 
-use super::common::{decoder, flat, notes, taps};
+use super::common::{decoder, flat, taps};
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::kinds::{Block, Container, DFlash2, Eagle3, block_size, confidence, markov, mask_token};
@@ -52,8 +52,8 @@ pub fn read(
     // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
     let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
-    let decoder = decoder(fields, &OWN)?;
-    let mut obstacles = decoder.obstacles;
+    let mut decoder = decoder(fields, &OWN)?;
+    let mut obstacles = std::mem::take(&mut decoder.obstacles);
     let dialect = match projector.unwrap_or(default) {
         "dflash" => Dialect::Zlab,
         "dspark" if is_modelopt => Dialect::Modelopt,
@@ -86,21 +86,9 @@ pub fn read(
     };
     let mask_token_id = mask_token(&inner, decoder.vocab_size)?;
     let kind = Arc::new(Block { block_size, mask_token_id, slots, markov, confidence_with_markov });
-    let drafter = Drafter {
-        architecture: architecture.into(),
-        family: decoder.family,
-        hidden_size: decoder.hidden_size,
-        vocab_size: decoder.vocab_size,
-        draft_vocab_size: decoder.vocab_size,
-        layers: decoder.layers,
-        taps: taps(&inner, "target_layer_ids", -1)?,
-        num_target_layers: fields.size("num_target_layers")?,
-        kind,
-        notes: notes(fields),
-        obstacles,
-        decoder: decoder.map,
-    };
-    Ok((dialect, drafter))
+    decoder.obstacles = obstacles;
+    let taps = taps(&inner, "target_layer_ids", -1)?;
+    Ok((dialect, decoder.drafter(fields, architecture, taps, kind)?))
 }
 
 /// Scales that change what the same weights compute.
@@ -131,20 +119,8 @@ fn read_dflash2(fields: &Fields, inner: &Fields) -> Result<Drafter, DialectError
         }
     }
     let kind = Arc::new(DFlash2::read(&inner.with(&keys), &decoder)?);
-    Ok(Drafter {
-        architecture: "DFlash2DraftModel".into(),
-        family: decoder.family,
-        hidden_size: decoder.hidden_size,
-        vocab_size: decoder.vocab_size,
-        draft_vocab_size: decoder.vocab_size,
-        layers: decoder.layers,
-        taps: taps(inner, "target_layer_ids", -1)?,
-        num_target_layers: fields.size("num_target_layers")?,
-        kind,
-        notes: notes(fields),
-        obstacles: decoder.obstacles,
-        decoder: decoder.map,
-    })
+    let taps = taps(inner, "target_layer_ids", -1)?;
+    decoder.drafter(fields, "DFlash2DraftModel", taps, kind)
 }
 
 /// What the slots predict, where a key says it: ModelOpt's own, or that of newer engines.
@@ -185,7 +161,7 @@ fn switches(inner: &Fields, within: &str) -> Result<Vec<Obstacle>, DialectError>
 
 /// SpecForge's Eagle3, whose Llama layers have no counterpart here.
 pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
-    let decoder = decoder(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"])?;
+    let mut decoder = decoder(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"])?;
     let inner = fields.object("eagle_config")?;
     let key = "eagle_aux_hidden_state_layer_ids";
     let found = match &inner {
@@ -199,21 +175,12 @@ pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
                  `speculators convert` reads it"
             .into(),
     };
-    Ok(Drafter {
-        architecture: "LlamaForCausalLMEagle3".into(),
-        family: decoder.family,
-        hidden_size: decoder.hidden_size,
-        vocab_size: decoder.vocab_size,
-        draft_vocab_size: fields.size("draft_vocab_size")?.unwrap_or(decoder.vocab_size),
-        layers: decoder.layers,
-        taps: found,
-        num_target_layers: fields.size("num_target_layers")?,
-        // The config does not tell how far it drafts.
-        kind: Arc::new(Eagle3 { steps: fields.size("ttt_length")?.unwrap_or(7) }),
-        notes: notes(fields),
-        obstacles: vec![obstacle],
-        decoder: decoder.map,
-    })
+    decoder.obstacles = vec![obstacle];
+    // The config does not tell how far it drafts.
+    let kind = Arc::new(Eagle3 { steps: fields.size("ttt_length")?.unwrap_or(7) });
+    let draft_vocab_size = fields.size("draft_vocab_size")?.unwrap_or(decoder.vocab_size);
+    let drafter = decoder.drafter(fields, "LlamaForCausalLMEagle3", found, kind)?;
+    Ok(Drafter { draft_vocab_size, ..drafter })
 }
 
 pub fn config(drafter: &Drafter, dialect: Dialect) -> Map<String, Value> {

@@ -3,7 +3,7 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
-use super::common::{decoder, flat, notes, taps};
+use super::common::{decoder, flat, taps};
 use crate::DialectError;
 use crate::drafter::Drafter;
 use crate::fields::Fields;
@@ -36,20 +36,9 @@ const OWN: [&str; 20] = [
 pub fn read(fields: &Fields, architecture: &str, kind: &Reader) -> Result<Drafter, DialectError> {
     let decoder = decoder(fields, &OWN)?;
     let kind = (kind.reference)(fields, &decoder)?;
-    Ok(Drafter {
-        architecture: architecture.into(),
-        family: decoder.family,
-        hidden_size: decoder.hidden_size,
-        vocab_size: decoder.vocab_size,
-        draft_vocab_size: decoder.vocab_size,
-        layers: decoder.layers,
-        taps: taps(fields, "target_layer_ids", -1)?,
-        num_target_layers: Some(fields.required_size("num_target_layers")?),
-        kind,
-        notes: notes(fields),
-        obstacles: decoder.obstacles,
-        decoder: decoder.map,
-    })
+    fields.required_size("num_target_layers")?;
+    let taps = taps(fields, "target_layer_ids", -1)?;
+    decoder.drafter(fields, architecture, taps, kind)
 }
 
 pub fn config(drafter: &Drafter) -> Map<String, Value> {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::common::{decoder, notes, taps};
+use super::common::{decoder, taps};
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::kinds::{KINDS, Speculators};
@@ -62,21 +62,10 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
     }
     let kind = (kind.speculators)(fields, &mut decoder)?;
     let ids = kind.speculators().taps;
-    Ok(Drafter {
-        architecture: fields.architecture()?.unwrap_or(model_type).into(),
-        family: decoder.family,
-        hidden_size: decoder.hidden_size,
-        vocab_size: decoder.vocab_size,
-        draft_vocab_size,
-        layers: decoder.layers,
-        // Their id i is the input of layer i, the output of the layer before it.
-        taps: taps(fields, ids, 0)?,
-        num_target_layers: fields.size("num_target_layers")?,
-        kind,
-        notes: notes(fields),
-        obstacles: decoder.obstacles,
-        decoder: decoder.map,
-    })
+    // Their id i is the input of layer i, the output of the layer before it.
+    let taps = taps(fields, ids, 0)?;
+    let drafter = decoder.drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)?;
+    Ok(Drafter { draft_vocab_size, ..drafter })
 }
 
 /// The vocabulary map that is not the identity, if any. Maps of whole vocabularies may lie in a checkpoint to no effect.

@@ -1,0 +1,72 @@
+//! Checkpoint folders as vLLM and SGLang load them.
+
+use safetensors::Dtype;
+
+use crate::convert::{Converted, body, check_pair, complete, convert, dtype_name};
+use crate::kinds::{Engine, EngineLayout};
+use crate::shapes::{EMBED, HEAD};
+use crate::shards::MAX_SHARD_BYTES;
+use crate::write::{Source, Written};
+use crate::{Checkpoint, Dialect, DialectError, Drafter, Target, layouts, rope};
+
+/// The vanilla Markov head.
+const MARKOV: [&str; 2] = ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"];
+/// Rank of a Markov head of zeros: vLLM's products on CPUs fail with smaller ones.
+const ZERO_RANK: usize = 16;
+
+/// Plans the drafter of `source` in the layout that `engine` loads. Embedding and head are left to the target.
+///
+/// # Errors
+/// [`DialectError::Refused`] with the reason where the engine cannot run the drafter; any other error if the checkpoint or the target
+/// is broken.
+pub fn for_engine<'a>(
+    source: &'a Checkpoint,
+    engine: Engine,
+    target: &'a Target,
+) -> Result<Converted<'a>, DialectError> {
+    let to = engine.title();
+    let drafter = complete(source, Some(target));
+    let layout = drafter.refusal_anywhere().map_or_else(|| drafter.kind.engine_layout(engine), Err);
+    match layout.map_err(|reason| source.refused(to, reason))? {
+        EngineLayout::Dialect(dialect) if dialect == source.dialect() => {
+            source.check()?;
+            let reason = format!("it loads the checkpoint as it is, in the layout of {dialect}");
+            Err(source.refused(to, reason))
+        }
+        EngineLayout::Dialect(dialect) => convert(source, dialect, Some(target)),
+        EngineLayout::Anchored => anchored(source, &drafter, target, to),
+    }
+}
+
+/// The layout for blocks whose slots all draft.
+fn anchored<'a>(
+    source: &'a Checkpoint,
+    drafter: &Drafter,
+    target: &'a Target,
+    to: &'static str,
+) -> Result<Converted<'a>, DialectError> {
+    let theta = rope::unscaled(source, to)?;
+    check_pair(source, drafter, target, to)?;
+    let (mut tensors, mut dropped) = body(source, Dialect::Reference);
+    dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));
+    let mut config = layouts::config(drafter, Dialect::Reference, Some(target), dtype_name(source.dtype()));
+    if source.find(MARKOV[0]).is_none() {
+        // SGLang asks for such a head, and to the others it says that all slots draft: one of zeros changes nothing.
+        let width = match source.dtype() {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::BF16 => 2,
+            other => return Err(source.refused(to, format!("its weights are {other:?}"))),
+        };
+        let shape = [drafter.vocab_size as usize, ZERO_RANK];
+        tensors.extend(MARKOV.map(|name| Written {
+            name: name.into(),
+            dtype: source.dtype(),
+            shape: shape.to_vec(),
+            source: Source::Bytes(vec![0; width * shape[0] * shape[1]]),
+        }));
+        config.insert("markov_rank".into(), ZERO_RANK.into());
+        config.insert("markov_head_type".into(), "vanilla".into());
+    }
+    layouts::for_engines(&mut config, theta);
+    Ok(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
+}
