@@ -148,6 +148,25 @@ fn a_dflash_whose_slots_all_draft_has_a_markov_head_of_zeros() {
 }
 
 #[test]
+fn only_a_folder_of_such_a_file_is_replaced() {
+    let drafter = edited(|_| {}, |_| true);
+    let (source, target) = (
+        Checkpoint::open(drafter.path()).unwrap(),
+        Target::open(&asset("tiny-target"), "owner/target").unwrap(),
+    );
+    let gguf = Gguf::plan(&source, &target, None).unwrap();
+    let out = drafter.path().join("out");
+    gguf.write(&out, false).unwrap();
+    let told = gguf.write(&out, false).unwrap_err().to_string();
+    assert!(told.contains("exists already"), "{told}");
+    gguf.write(&out, true).unwrap();
+    fs::write(out.join("notes.txt"), "mine").unwrap();
+    let told = gguf.write(&out, true).unwrap_err().to_string();
+    assert!(told.contains("it holds notes.txt too"), "{told}");
+    assert!(out.join(Gguf::FILE).is_file() && !drafter.path().join("out.partial").exists());
+}
+
+#[test]
 fn what_llama_cpp_cannot_run_is_refused_with_the_reason() {
     let refusal = |folder: &Folder| {
         let (target, source) = (common::target(folder), Checkpoint::open(folder.path()).unwrap());
