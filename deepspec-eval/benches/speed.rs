@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use anyhow::{Context as _, bail};
 use deepspec_decode::{
-    Completion, Context, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request,
-    Sampling, Tally, Target,
+    Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Proposal,
+    Proposer, Request, Sampling, Tally, Target,
 };
 use deepspec_drafters::{Block, BlockProposer};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, stop_ids};
@@ -193,6 +193,7 @@ impl Bench {
             context: self.context,
             confidence_threshold: 0.0,
             max_draft_tokens: None,
+            draft_sampling: DraftSampling::default(),
             counts_overrun: true,
         };
         let ask = |request: &Request| Request { sampling: Sampling::new(temperature, 0), ..request.clone() };

@@ -12,8 +12,8 @@ use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter,
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_decode::{
-    Completion, Cycle, DraftRequest, Engine, EngineOptions, Feed, Forwarded, Proposal, Proposer, Request,
-    Sampling, SamplingBatch, Target,
+    Completion, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Proposal,
+    Proposer, Request, Sampling, SamplingBatch, Target,
 };
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::TargetModel;
@@ -45,6 +45,7 @@ fn variants() -> Vec<(Vec<&'static str>, EngineOptions)> {
         context: 2048,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: true,
     };
     let mut variants = vec![

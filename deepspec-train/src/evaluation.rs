@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_core::{Tap, env, usage};
-use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::TrainableDrafter;
 use deepspec_models::{TargetModel, TargetOptions, Weights};
@@ -111,6 +111,7 @@ impl Evaluation {
                 context: source.config.max_position_embeddings,
                 confidence_threshold: 0.0,
                 max_draft_tokens: None,
+                draft_sampling: DraftSampling::default(),
                 counts_overrun: true,
             },
         })

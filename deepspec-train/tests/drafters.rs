@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use common::{Bench, STEPS};
 use deepspec_core::Tap;
-use deepspec_decode::{Engine, EngineOptions, Request, Sampling};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{TargetModel, TargetOptions, Weights};
 use deepspec_testkit::golden::{Values, arrays};
@@ -340,6 +340,7 @@ fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
         context: 256,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: false,
     };
     let request = |number: i64| Request {

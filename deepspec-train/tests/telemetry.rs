@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use deepspec_core::cli::Verbosity;
-use deepspec_decode::{Engine, EngineOptions, Sampling, Tally};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
 use deepspec_drafters::DrafterOptions;
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_states::TargetBundle;
@@ -138,6 +138,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
                 context,
                 confidence_threshold: 0.0,
                 max_draft_tokens: None,
+                draft_sampling: DraftSampling::default(),
                 counts_overrun: true,
             };
             let mut tally = Tally::new(5);

@@ -17,7 +17,9 @@ mod verify;
 
 pub use engine::{Engine, kept_lengths};
 pub use model::{Context, DraftRequest, Feed, Forwarded, Proposal, Proposer, Target};
-pub use request::{Completion, Cycle, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket};
+pub use request::{
+    Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket,
+};
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
 pub use upload::{Part, Upload, Uploaded};

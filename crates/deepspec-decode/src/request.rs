@@ -144,6 +144,19 @@ pub enum Event {
     Failed(Ticket, EngineError),
 }
 
+/// How the drafter chooses tokens. Answers follow the target's law either way; how much is accepted differs at temperatures above 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DraftSampling {
+    /// Drawn from its distribution q as the sequence is sampled: a token is accepted with probability Σ min(p, q), the most there is.
+    /// vLLM's `draft_sample_method: probabilistic`.
+    #[default]
+    Probabilistic,
+    /// The likeliest token: it is accepted with the target's probability of it, p(argmax q). llama.cpp's rule, and vLLM's unless told
+    /// otherwise.
+    Greedy,
+}
+
 /// How the engine runs.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineOptions {
@@ -155,6 +168,8 @@ pub struct EngineOptions {
     pub confidence_threshold: f64,
     /// Verifies at most this many drafted tokens per cycle.
     pub max_draft_tokens: Option<usize>,
+    /// How drafted tokens are chosen.
+    pub draft_sampling: DraftSampling,
     /// Runs one more cycle when exactly `max_new_tokens` are out, as the reference's loop does and counts.
     pub counts_overrun: bool,
 }

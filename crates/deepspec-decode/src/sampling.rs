@@ -70,6 +70,12 @@ impl SamplingBatch {
         Self { rows, numbers: numbers.view([-1, NUMBERS as i64]) }
     }
 
+    /// The same sequences where the largest logit wins in every row.
+    pub(crate) fn greedy(&self) -> Self {
+        let rows = self.rows.iter().map(|row| Sampling { temperature: 0.0, ..*row }).collect();
+        Self { rows, numbers: self.numbers.shallow_clone() }
+    }
+
     /// Number of sequences S.
     pub fn len(&self) -> usize {
         self.rows.len()

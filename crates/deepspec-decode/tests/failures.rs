@@ -8,8 +8,8 @@ use std::rc::Rc;
 
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_decode::{
-    Completion, DraftRequest, Engine, EngineError, EngineOptions, Event, Feed, Forwarded, Proposal, Proposer,
-    Request, Sampling, Target,
+    Completion, DraftRequest, DraftSampling, Engine, EngineError, EngineOptions, Event, Feed, Forwarded,
+    Proposal, Proposer, Request, Sampling, Target,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -121,6 +121,7 @@ fn options(slots: usize) -> EngineOptions {
         context: 64,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: false,
     }
 }

@@ -12,8 +12,8 @@ use common::{
 };
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_decode::{
-    Completion, Engine, EngineOptions, Feed, Forwarded, Request, Sampling, SamplingBatch, Target, Verdict,
-    draw, verify,
+    Completion, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Request, Sampling, SamplingBatch,
+    Target, Verdict, draw, verify,
 };
 use deepspec_testkit::law::{Counts, count, misfit};
 use tch::{Device, Kind, Tensor};
@@ -27,6 +27,7 @@ fn options(slots: usize) -> EngineOptions {
         context: 64,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: true,
     }
 }
@@ -84,13 +85,16 @@ fn the_first_tokens_have_the_targets_joint_law() {
     let plain = Sampling::new(1.0, 11);
     let cut = EngineOptions { confidence_threshold: 0.4, ..options(64) };
     let short = EngineOptions { max_draft_tokens: Some(2), ..options(64) };
-    let settings: [(&str, EngineOptions, Sampling, &[i64]); 6] = [
+    let greedy = EngineOptions { draft_sampling: DraftSampling::Greedy, ..options(64) };
+    let settings: [(&str, EngineOptions, Sampling, &[i64]); 8] = [
         ("temperature 1", options(64), plain, &[]),
         ("temperature 0.6", options(64), Sampling::new(0.6, 12), &[]),
         ("top-p and min-p", options(64), Sampling { top_p: 0.9, min_p: 0.05, ..Sampling::new(1.0, 13) }, &[]),
         ("stop token", options(64), Sampling::new(1.0, 14), &[3]),
         ("blocks cut by confidence", cut, Sampling::new(1.0, 15), &[]),
         ("shorter blocks", short, Sampling::new(1.0, 16), &[]),
+        ("greedy drafts", greedy, Sampling::new(1.0, 17), &[]),
+        ("greedy drafts, top-k", greedy, Sampling { top_k: 3, ..Sampling::new(0.8, 18) }, &[3]),
     ];
     for (what, options, sampling, stop_ids) in settings {
         let misfit = engine_misfit(options, sampling, stop_ids);

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
-use deepspec_gguf::TokenizerError;
+use deepspec_gguf::GgufError;
 
 /// A checkpoint that cannot be read or converted.
 #[derive(Debug, thiserror::Error)]
@@ -51,8 +51,8 @@ pub enum DialectError {
     },
 }
 
-impl From<TokenizerError> for DialectError {
-    fn from(TokenizerError { path, problem }: TokenizerError) -> Self {
+impl From<GgufError> for DialectError {
+    fn from(GgufError { path, problem }: GgufError) -> Self {
         Self::NotADrafter { path, problem }
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use deepspec_core::atomic;
-use deepspec_gguf::{Tensor, TensorType, Tokenizer, Value, Writer};
+use deepspec_gguf::{LAYER_NAMES, Tensor, TensorType, Tokenizer, Value, Writer};
 use safetensors::Dtype;
 use serde_json::Value as Json;
 
@@ -24,21 +24,6 @@ const NAMES: [(&str, &str); 3] = [
     ("hidden_norm.weight", "enc.output_norm.weight"),
     ("norm.weight", "output_norm.weight"),
 ];
-/// Those of each of their layers.
-const LAYER_NAMES: [(&str, &str); 11] = [
-    ("input_layernorm.weight", "attn_norm.weight"),
-    ("self_attn.q_proj.weight", "attn_q.weight"),
-    ("self_attn.k_proj.weight", "attn_k.weight"),
-    ("self_attn.v_proj.weight", "attn_v.weight"),
-    ("self_attn.o_proj.weight", "attn_output.weight"),
-    ("self_attn.q_norm.weight", "attn_q_norm.weight"),
-    ("self_attn.k_norm.weight", "attn_k_norm.weight"),
-    ("post_attention_layernorm.weight", "ffn_norm.weight"),
-    ("mlp.gate_proj.weight", "ffn_gate.weight"),
-    ("mlp.up_proj.weight", "ffn_up.weight"),
-    ("mlp.down_proj.weight", "ffn_down.weight"),
-];
-
 /// A drafter ready to be written as GGUF.
 pub struct Gguf<'a> {
     source: &'a Checkpoint,

@@ -1,4 +1,4 @@
-//! Tensors as bytes, from one safetensors file or several.
+//! Tensors as bytes, from one safetensors file or several, or from the GGUF of a language model.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -7,6 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::FileError;
+use deepspec_gguf::{LINK, Model, TensorType};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
@@ -28,26 +29,44 @@ pub struct TensorFacts {
     pub bytes: usize,
 }
 
-pub(crate) struct Place {
-    shard: usize,
-    start: u64,
-    pub facts: TensorFacts,
-}
-
 /// The tensors of a folder, whose values are read when they are asked for.
 pub struct Tensors {
     dir: PathBuf,
-    shards: Vec<(PathBuf, File)>,
-    places: BTreeMap<String, Place>,
+    store: Store,
+    facts: BTreeMap<String, TensorFacts>,
+}
+
+enum Store {
+    /// safetensors files, and which of them a tensor is in, from which byte on.
+    Shards { files: Vec<(PathBuf, File)>, places: BTreeMap<String, (usize, u64)> },
+    /// A language model, whose values may be packed.
+    Gguf(Model),
 }
 
 impl Tensors {
-    /// Opens `dir/model.safetensors`, or the shards that its index names.
+    /// Opens `dir/model.safetensors`, or the shards that its index names, or `dir/model.gguf`.
     ///
     /// # Errors
-    /// If no weights are there, or a file is truncated or no safetensors file.
+    /// If no weights are there, or a file is truncated or not what its name says.
     pub fn open(dir: &Path) -> Result<Self, DialectError> {
+        let gguf = dir.join(LINK);
+        if gguf.is_file() {
+            return Ok(Self::of_gguf(dir, Model::open(&gguf)?));
+        }
         Self::of_files(dir, shards::paths(dir)?)
+    }
+
+    fn of_gguf(dir: &Path, model: Model) -> Self {
+        let facts = model.tensors().map(|(name, stored)| {
+            let dtype = match stored.kind.read_as() {
+                TensorType::F32 => Dtype::F32,
+                TensorType::F16 => Dtype::F16,
+                TensorType::Bf16 => Dtype::BF16,
+            };
+            let bytes = stored.values() * stored.kind.read_as().bytes();
+            (name.to_string(), TensorFacts { dtype, shape: stored.shape.clone(), bytes })
+        });
+        Self { dir: dir.to_path_buf(), facts: facts.collect(), store: Store::Gguf(model) }
     }
 
     /// Opens one safetensors file of any name.
@@ -59,22 +78,22 @@ impl Tensors {
     }
 
     fn of_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, DialectError> {
-        let (mut shards, mut places) = (vec![], BTreeMap::new());
+        let (mut files, mut places, mut facts) = (vec![], BTreeMap::new(), BTreeMap::new());
         for path in paths {
             let (file, data, header) = open_shard(&path)?;
             for (name, info) in header.tensors() {
                 let (start, end) = info.data_offsets;
-                let facts = TensorFacts { dtype: info.dtype, shape: info.shape.clone(), bytes: end - start };
-                let place = Place { shard: shards.len(), start: data + start as u64, facts };
-                if let Some(twin) = places.insert(name.clone(), place) {
-                    let (first, _): &(PathBuf, File) = &shards[twin.shard];
+                if let Some((twin, _)) = places.insert(name.clone(), (files.len(), data + start as u64)) {
+                    let (first, _): &(PathBuf, File) = &files[twin];
                     let problem = format!("it is also in {}", first.display());
                     return Err(DialectError::Tensor { path, name, problem });
                 }
+                let shape = info.shape.clone();
+                facts.insert(name, TensorFacts { dtype: info.dtype, shape, bytes: end - start });
             }
-            shards.push((path, file));
+            files.push((path, file));
         }
-        Ok(Self { dir: dir.to_path_buf(), shards, places })
+        Ok(Self { dir: dir.to_path_buf(), store: Store::Shards { files, places }, facts })
     }
 
     /// What was opened: the folder, or the one file.
@@ -84,12 +103,12 @@ impl Tensors {
 
     /// Names and facts, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorFacts)> {
-        self.places.iter().map(|(name, place)| (name.as_str(), &place.facts))
+        self.facts.iter().map(|(name, facts)| (name.as_str(), facts))
     }
 
     /// What is known of a tensor; None if there is none of this name.
     pub fn get(&self, name: &str) -> Option<&TensorFacts> {
-        self.places.get(name).map(|place| &place.facts)
+        self.facts.get(name)
     }
 
     /// An error about a tensor.
@@ -97,31 +116,39 @@ impl Tensors {
         DialectError::Tensor { path: self.dir.clone(), name: name.into(), problem: problem.into() }
     }
 
-    pub(crate) fn place(&self, name: &str) -> Result<&Place, DialectError> {
-        self.places.get(name).ok_or_else(|| self.error(name, "missing"))
+    /// What is known of a tensor that must be there.
+    pub(crate) fn facts(&self, name: &str) -> Result<&TensorFacts, DialectError> {
+        self.get(name).ok_or_else(|| self.error(name, "missing"))
     }
 
-    /// All bytes of a tensor, little-endian and row-major as they are stored.
+    /// All bytes of a tensor, little-endian and row-major, of its facts' type.
     ///
     /// # Errors
     /// If there is no such tensor, or its file cannot be read.
     pub fn bytes(&self, name: &str) -> Result<Vec<u8>, DialectError> {
-        let place = self.place(name)?;
-        let (path, file) = &self.shards[place.shard];
-        let mut bytes = vec![0; place.facts.bytes];
-        file.read_exact_at(&mut bytes, place.start).map_err(FileError::at("reading", path))?;
+        let mut bytes = Vec::with_capacity(self.facts(name)?.bytes);
+        self.copy(name, &mut bytes)?;
         Ok(bytes)
     }
 
     /// Writes the bytes of a tensor, a part at a time.
     pub(crate) fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), DialectError> {
-        let place = self.place(name)?;
-        let (path, file) = &self.shards[place.shard];
-        let mut buffer = vec![0; place.facts.bytes.min(CHUNK)];
+        let bytes = self.facts(name)?.bytes;
+        let (path, file, start) = match &self.store {
+            Store::Gguf(model) => {
+                let values = model.values(name)?;
+                return Ok(out.write_all(&values).map_err(FileError::at("copying", &self.dir))?);
+            }
+            Store::Shards { files, places } => {
+                let (file, start) = places[name];
+                (&files[file].0, &files[file].1, start)
+            }
+        };
+        let mut buffer = vec![0; bytes.min(CHUNK)];
         let mut done = 0;
-        while done < place.facts.bytes {
-            let part = (place.facts.bytes - done).min(CHUNK);
-            file.read_exact_at(&mut buffer[..part], place.start + done as u64)
+        while done < bytes {
+            let part = (bytes - done).min(CHUNK);
+            file.read_exact_at(&mut buffer[..part], start + done as u64)
                 .map_err(FileError::at("reading", path))?;
             out.write_all(&buffer[..part]).map_err(FileError::at("copying", path))?;
             done += part;

@@ -30,7 +30,7 @@ pub struct Written<'a> {
 impl Written<'_> {
     fn len(&self) -> Result<usize, DialectError> {
         match &self.source {
-            Source::Copy(tensors, name) => Ok(tensors.place(name)?.facts.bytes),
+            Source::Copy(tensors, name) => Ok(tensors.facts(name)?.bytes),
             Source::Bytes(bytes) => Ok(bytes.len()),
         }
     }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use deepspec_decode::{Completion, Engine, EngineOptions, Request, Sampling};
+use deepspec_decode::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{TargetModel, TargetOptions};
 use serde_json::Value;
@@ -48,6 +48,7 @@ fn decode(draft: Option<&Path>, slots: usize, temperature: f64) -> Vec<Completio
         context: 256,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: false,
     };
     let request = |i: usize| Request {

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_decode::{
-    DraftRequest, Engine, EngineOptions, Feed, Proposal, Proposer, Request, Sampling, SamplingBatch, Target,
+    DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Proposal, Proposer, Request, Sampling,
+    SamplingBatch, Target,
 };
 use deepspec_drafters::{AnchoredBlocks, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head};
@@ -112,6 +113,7 @@ fn the_first_tokens_have_the_targets_joint_law() {
             context: 64,
             confidence_threshold: 0.0,
             max_draft_tokens: None,
+            draft_sampling: DraftSampling::default(),
             counts_overrun: false,
         };
         let proposer = Told { inner: DFlash2Proposer::new(drafter, SLOTS), lies };

@@ -3,7 +3,7 @@
 mod common;
 
 use common::device;
-use deepspec_decode::{Engine, EngineOptions, Request, Sampling, Tally};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Request, Sampling, Tally};
 use deepspec_drafters::DrafterOptions;
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
@@ -21,6 +21,7 @@ fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool,
         context: 256,
         confidence_threshold: threshold,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: true,
     };
     let mut engine = Engine::new(target, Some(drafter), options);

@@ -2,43 +2,22 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::Value as Json;
 
-use crate::Value;
-
-/// A tokenizer that cannot be put into a GGUF.
-#[derive(Debug, thiserror::Error)]
-#[error("{}: {problem}", path.display())]
-pub struct TokenizerError {
-    /// The file.
-    pub path: PathBuf,
-    /// What is wrong with it.
-    pub problem: String,
-}
-
-/// How llama.cpp calls the splits of texts that come before byte-level BPE, by the pattern of the split.
-const SPLITS: [(&str, &str); 2] = [
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        "qwen2",
-    ),
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        "llama-bpe",
-    ),
-];
+use crate::splits::Split;
+use crate::{GgufError, Value};
 
 /// Kinds of tokens.
-const NORMAL: i32 = 1;
-const CONTROL: i32 = 3;
-const USER_DEFINED: i32 = 4;
-const UNUSED: i32 = 5;
+pub(crate) const NORMAL: i32 = 1;
+pub(crate) const CONTROL: i32 = 3;
+pub(crate) const USER_DEFINED: i32 = 4;
+pub(crate) const UNUSED: i32 = 5;
 
 /// A byte-level BPE tokenizer.
 pub struct Tokenizer {
-    split: Option<&'static str>,
+    split: Option<&'static Split>,
     tokens: Vec<String>,
     kinds: Vec<i32>,
     merges: Vec<String>,
@@ -49,9 +28,9 @@ impl Tokenizer {
     ///
     /// # Errors
     /// If it cannot be read, is no byte-level BPE, or has an id past the vocabulary.
-    pub fn read(dir: &Path, vocab_size: usize) -> Result<Self, TokenizerError> {
+    pub fn read(dir: &Path, vocab_size: usize) -> Result<Self, GgufError> {
         let path = dir.join("tokenizer.json");
-        let bad = |problem: String| TokenizerError { path: path.clone(), problem };
+        let bad = |problem: String| GgufError { path: path.clone(), problem };
         let text = fs::read_to_string(&path).map_err(|error| bad(format!("reading it: {error}")))?;
         let json: Json =
             serde_json::from_str(&text).map_err(|error| bad(format!("not valid JSON: {error}")))?;
@@ -100,7 +79,7 @@ impl Tokenizer {
         };
         let merges = merges.iter().map(merge).collect::<Option<_>>();
         let merges = merges.ok_or_else(|| bad("a merge is no pair of tokens".into()))?;
-        Ok(Self { split: split(&json["pre_tokenizer"]), tokens, kinds, merges })
+        Ok(Self { split: Split::of(&json["pre_tokenizer"]), tokens, kinds, merges })
     }
 
     /// Whether llama.cpp has a name for how this tokenizer splits texts. A drafter needs none: it is given tokens.
@@ -112,7 +91,7 @@ impl Tokenizer {
     pub fn entries(self) -> Vec<(String, Value)> {
         let entries = [
             ("model", Value::Text("gpt2".into())),
-            ("pre", Value::Text(self.split.unwrap_or("default").into())),
+            ("pre", Value::Text(self.split.map_or("default", Split::name).into())),
             ("tokens", Value::Texts(self.tokens)),
             ("token_type", Value::Integers(self.kinds)),
             ("merges", Value::Texts(self.merges)),
@@ -124,10 +103,4 @@ impl Tokenizer {
 /// Whether an added token is a mark of a template, such as `<|im_start|>`, though nothing calls it special.
 fn is_mark(token: &str) -> bool {
     token.starts_with("<|") && token.ends_with("|>")
-}
-
-fn split(pre: &Json) -> Option<&'static str> {
-    let steps = pre["pretokenizers"].as_array().map_or(std::slice::from_ref(pre), Vec::as_slice);
-    let pattern = steps.iter().find_map(|step| step["pattern"]["Regex"].as_str())?;
-    SPLITS.iter().find(|(known, _)| *known == pattern).map(|(_, name)| *name)
 }

@@ -2,10 +2,9 @@
 
 use std::io::{self, Write};
 
-const MAGIC: &[u8; 4] = b"GGUF";
+use crate::{ALIGNMENT, MAGIC};
+
 const VERSION: u32 = 3;
-/// Where data begin, in bytes.
-const ALIGNMENT: u64 = 32;
 
 /// A metadata value.
 #[derive(Debug, Clone, PartialEq)]

@@ -29,7 +29,7 @@ fn every_place_of_the_vocabulary_is_filled() {
         let mut json = tokenizer();
         json["model"]["merges"] = merges;
         let read = read(&json.to_string()).unwrap();
-        assert!(!read.is_known());
+        assert!(read.is_known());
         let entries = read.entries();
         let entry = |key: &str| {
             entries.iter().find(|(name, _)| name == &format!("tokenizer.ggml.{key}")).unwrap().1.clone()
@@ -40,8 +40,13 @@ fn every_place_of_the_vocabulary_is_filled() {
         // Normal, unused, control, user-defined.
         assert_eq!(entry("token_type"), Value::Integers(vec![1, 1, 1, 5, 3, 4, 3, 5]));
         assert_eq!(entry("merges"), Value::Texts(vec!["a b".into()]));
-        assert_eq!(entry("pre"), Value::Text("default".into()));
+        assert_eq!(entry("pre"), Value::Text("gpt-2".into()));
     }
+    let mut json = tokenizer();
+    json["pre_tokenizer"] = json!({"pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": "x"}}, {"type": "ByteLevel", "use_regex": false},
+    ]});
+    assert!(!read(&json.to_string()).unwrap().is_known());
 }
 
 #[test]

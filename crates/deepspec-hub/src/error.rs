@@ -42,6 +42,14 @@ pub enum HubError {
     /// Nowhere to keep files.
     #[error("no folder for downloads: neither HOME nor HF_HOME is set; set HF_HUB_CACHE to a folder")]
     NoCacheFolder,
+    /// Nowhere to keep what a GGUF is unpacked to.
+    #[error(
+        "no folder to unpack a GGUF into: neither HOME nor XDG_CACHE_HOME is set; set DEEPSPEC_CACHE to a folder"
+    )]
+    NowhereToUnpack,
+    /// A file that is no GGUF of a model that is read.
+    #[error(transparent)]
+    Gguf(#[from] deepspec_gguf::GgufError),
     /// No answer.
     #[error(
         "fetching {what}: {url} cannot be reached ({problem}; {attempts} attempts); give a local path instead of the hub id, \
@@ -316,6 +324,8 @@ impl HubError {
                 | Self::RevisionOfFolder { .. }
                 | Self::TwoRevisions { .. }
                 | Self::NoCacheFolder
+                | Self::NowhereToUnpack
+                | Self::Gguf(_)
                 | Self::NoRepository { .. }
                 | Self::NoRevision { .. }
                 | Self::NoFile { .. }

@@ -58,18 +58,23 @@ impl Hub {
     }
 }
 
-/// A local folder as it is, else the model of that hub id (`owner/name` or `owner/name@revision`), fetched.
+/// A local folder as it is; a local GGUF file unpacked into the cache; else the model of that hub id (`owner/name` or
+/// `owner/name@revision`), fetched.
 ///
 /// # Errors
-/// As [`Hub::model`], and if `model` is neither a folder nor an id, or a revision is asked of a folder.
+/// As [`Hub::model`], and if `model` is none of these, a revision is asked of what lies here, or the file is no model that is read.
 pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> Result<PathBuf, HubError> {
-    let dir = env::expand_home(model);
-    if dir.is_dir() {
+    let place = env::expand_home(model);
+    if place.is_dir() || place.is_file() {
         return match revision {
             Some(revision) => {
                 Err(HubError::RevisionOfFolder { path: model.into(), revision: revision.into() })
             }
-            None => Ok(dir),
+            None if place.is_file() => {
+                let cache = env::cache_dir().ok_or(HubError::NowhereToUnpack)?;
+                Ok(deepspec_gguf::unpack(&place, &cache)?)
+            }
+            None => Ok(place),
         };
     }
     let repo = Repo::parse(Kind::Model, model, revision)?;

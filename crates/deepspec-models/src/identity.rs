@@ -44,18 +44,18 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
 /// changed byte need not.
 ///
 /// # Errors
-/// If the folder cannot be read or holds no safetensors.
+/// If the folder cannot be read or holds no weights.
 pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
     let mut paths: Vec<_> = fs::read_dir(dir)
         .map_err(FileError::at("reading", dir))?
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
-        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+        .filter(|path| path.extension().is_some_and(|kind| kind == "safetensors" || kind == "gguf"))
         .collect();
     paths.sort();
     if paths.is_empty() {
         return Err(ModelError::NotAModel {
             path: dir.to_path_buf(),
-            problem: "the folder has no safetensors files".into(),
+            problem: "the folder has no safetensors files and no GGUF".into(),
         });
     }
     let mut hasher = Hasher::default();

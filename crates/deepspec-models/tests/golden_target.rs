@@ -6,7 +6,7 @@ use std::path::Path;
 
 use common::{assert_close, device, tensor};
 use deepspec_core::Tap;
-use deepspec_decode::{Engine, EngineOptions, Feed, Proposer, Request, Sampling, Target};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Feed, Proposer, Request, Sampling, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::{Kind, Tensor};
@@ -120,6 +120,7 @@ fn golden_target_gemma4_in_the_engine() {
         context: 256,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: true,
     };
     let mut engine = Engine::new(load(&case, vec![], 3), None::<Box<dyn Proposer>>, options);

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Ticket};
+use deepspec_decode::{
+    DraftSampling, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Ticket,
+};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
@@ -233,6 +235,7 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)>
         context,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: false,
     };
     let engine = Engine::new(target, drafter, options);

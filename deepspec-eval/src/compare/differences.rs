@@ -86,6 +86,7 @@ fn drafting_facts(results: &Results) -> Vec<(String, Value)> {
         ("calibration", json!(s.calibration)),
         ("no_markov", json!(s.no_markov)),
         ("max_draft_tokens", json!(s.max_draft_tokens)),
+        ("draft_sampling", json!(s.draft_sampling)),
     ];
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
 }

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use deepspec_core::digest::short;
+use deepspec_decode::DraftSampling;
 use deepspec_schedule::reliability::{Metrics as Reliability, ReliabilityReport};
 
 use super::charts;
@@ -41,6 +42,14 @@ pub fn document(results: &Results) -> Result<Document> {
     blocks.extend([Block::Heading("Notes"), Block::List(notes(results))]);
     blocks.extend([Block::Heading("What was run"), identity(results)]);
     Ok(Document { title, blocks })
+}
+
+/// How drafted tokens were chosen.
+fn drafted(rule: DraftSampling) -> &'static str {
+    match rule {
+        DraftSampling::Probabilistic => "drawn from the drafter's distribution",
+        DraftSampling::Greedy => "the likeliest",
+    }
 }
 
 /// The hub id, or the folder's name; that of a training step says little without its run's.
@@ -216,6 +225,7 @@ fn identity(results: &Results) -> Block {
         ("calibration", or_none(s.calibration.as_ref().map(|t| format!("{t:.2?}")))),
         ("Markov head", if s.no_markov { "left out" } else { "as trained" }.to_string()),
         ("limit of drafted tokens", or_none(s.max_draft_tokens.map(|n| n.to_string()))),
+        ("drafted tokens", drafted(s.draft_sampling).into()),
         ("slots", s.slots.to_string()),
         ("device", format!("{}, {}, {} threads", s.device, s.dtype, s.threads)),
         ("deepspec-eval", results.tool_version.clone()),

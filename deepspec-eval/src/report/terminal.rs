@@ -1,5 +1,7 @@
 //! Results as tables for people.
 
+use deepspec_decode::{DraftSampling, Sampling};
+
 use crate::results::{Metrics, Results, Settings, Timing};
 use crate::table::{Table, factor, number, range, rate};
 
@@ -86,12 +88,27 @@ fn positions(results: &Results) -> Vec<Table> {
     }
 }
 
+/// Under which rule the accepted lengths stand. At temperature 0, and without a drafter, there is one.
+fn rule(results: &Results) -> Option<&'static str> {
+    let one = results.drafter.is_none() || Sampling::new(results.settings.temperature, 0).is_greedy();
+    (!one).then_some(match results.settings.draft_sampling {
+        DraftSampling::Probabilistic => {
+            "Drafted tokens are drawn: accepted with probability Σ min(p, q), as by vLLM's probabilistic drafts. \
+             llama.cpp and vLLM's default take the likeliest and accept less: --draft-sampling greedy."
+        }
+        DraftSampling::Greedy => {
+            "Drafted tokens are the likeliest ones: accepted with the target's probability of them, as by llama.cpp and by vLLM's default."
+        }
+    })
+}
+
 /// What else there is to say, a sentence each.
 pub fn notes(results: &Results) -> Vec<String> {
     let mut notes = vec![
         "Domains and overall are means over suites; intervals hold 95 % of 2000 bootstrap resamples of prompts."
             .to_string(),
     ];
+    notes.extend(rule(results).map(String::from));
     let sum = |part: fn(&Timing) -> f64| results.suites.iter().map(|suite| part(&suite.timing)).sum::<f64>();
     let wall = sum(|timing| timing.wall_s);
     let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);

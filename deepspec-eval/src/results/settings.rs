@@ -1,5 +1,6 @@
 //! How a run was made, and with what.
 
+use deepspec_decode::DraftSampling;
 use serde::{Deserialize, Serialize};
 
 /// How a run was made.
@@ -32,6 +33,9 @@ pub struct Settings {
     pub no_markov: bool,
     /// Blocks are cut to this length.
     pub max_draft_tokens: Option<usize>,
+    /// How drafted tokens were chosen; results of earlier versions drew them.
+    #[serde(default)]
+    pub draft_sampling: DraftSampling,
     /// Samples decoded at once.
     pub slots: usize,
     /// Where the models ran.

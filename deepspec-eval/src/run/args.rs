@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use deepspec_core::usage;
+use deepspec_decode::DraftSampling;
 use deepspec_suites::Domain;
 
 use crate::results::{self, Turns};
@@ -55,6 +56,10 @@ pub struct Args {
     /// Verify at most this many drafted tokens per cycle; of a language model as drafter just so many (else 7)
     #[arg(long, value_name = "N")]
     pub max_draft_tokens: Option<usize>,
+    /// How drafted tokens are chosen at temperatures above 0: drawn from the drafter's distribution, which accepts most, or its likeliest
+    /// one, as llama.cpp does and vLLM unless told otherwise. Answers follow the target's law either way
+    #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftRule::Probabilistic)]
+    pub draft_sampling: DraftRule,
     /// Draft without the drafter's Markov head, to see what it contributes
     #[arg(long)]
     pub no_markov: bool,
@@ -99,6 +104,24 @@ pub enum Switch {
     On,
     /// Off.
     Off,
+}
+
+/// How drafted tokens are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum DraftRule {
+    /// Drawn.
+    Probabilistic,
+    /// The likeliest.
+    Greedy,
+}
+
+impl From<DraftRule> for DraftSampling {
+    fn from(rule: DraftRule) -> Self {
+        match rule {
+            DraftRule::Probabilistic => Self::Probabilistic,
+            DraftRule::Greedy => Self::Greedy,
+        }
+    }
 }
 
 /// Kind of the weights.
@@ -182,6 +205,7 @@ impl Args {
             ("--calibration", self.calibration.is_some()),
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--no-markov", self.no_markov),
+            ("--draft-sampling greedy", self.draft_sampling == DraftRule::Greedy),
         ];
         if let Some((flag, _)) = needs_drafter.iter().find(|(_, given)| *given && self.draft().is_none()) {
             usage!("{flag} needs a drafter, but --draft is none");

@@ -130,6 +130,7 @@ fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Se
         calibration,
         no_markov: args.no_markov,
         max_draft_tokens: args.max_draft_tokens,
+        draft_sampling: args.draft_sampling.into(),
         slots: args.slots,
         device: place.device_name(),
         dtype: place.kind_name().into(),

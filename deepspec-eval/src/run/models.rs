@@ -129,6 +129,7 @@ impl Models<'_> {
             context: self.context,
             confidence_threshold: self.settings.confidence_threshold.unwrap_or(0.0),
             max_draft_tokens: self.settings.max_draft_tokens,
+            draft_sampling: self.settings.draft_sampling,
             counts_overrun: true,
         };
         let temperatures = self.settings.calibration.clone().unwrap_or_default();

@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{env, usage};
-use deepspec_decode::{Completion, Engine, EngineOptions, Request, Sampling};
+use deepspec_decode::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::DrafterOptions;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{TargetModel, TargetOptions};
@@ -143,6 +143,7 @@ impl Args {
             context,
             confidence_threshold: self.confidence_threshold.unwrap_or(0.0),
             max_draft_tokens: self.max_draft_tokens,
+            draft_sampling: DraftSampling::default(),
             counts_overrun: false,
         };
         let recorder = Recorder::new(drafter);

@@ -1,6 +1,7 @@
 //! What the tests share: the built binary, the tiny target, and drafters that need no training.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod gguf;
 pub mod training;
 
 use std::collections::BTreeMap;
@@ -32,8 +33,14 @@ pub fn target_dir() -> PathBuf {
 
 /// Runs the built binary on one thread.
 pub fn deepspec_eval(args: &[&str]) -> Output {
+    deepspec_eval_in(args, &[])
+}
+
+/// As [`deepspec_eval`], with these variables in its environment.
+pub fn deepspec_eval_in(args: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-eval"));
-    command.env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG").args(args).output().unwrap()
+    command.envs(variables.iter().copied()).env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
+    command.args(args).output().unwrap()
 }
 
 /// `run` on the tiny target and our suites, with these further arguments.

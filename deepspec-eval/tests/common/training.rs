@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::Tap;
-use deepspec_decode::{Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
 use deepspec_drafters::{BlockProposer, DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
 use deepspec_suites::{Asking, Folder};
@@ -57,6 +57,7 @@ impl Lessons {
             context,
             confidence_threshold: 0.0,
             max_draft_tokens: None,
+            draft_sampling: DraftSampling::default(),
             counts_overrun: false,
         };
         let mut engine: Engine<TargetModel, BlockProposer> =

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::{Engine, Numbers, to_host};
-use crate::{DraftRequest, Proposal, Proposer, Target};
+use crate::{DraftRequest, DraftSampling, Proposal, Proposer, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft.
@@ -14,12 +14,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         let proposer = self.proposer.as_mut()?;
         let full_block = proposer.draft_len();
+        let greedy = match self.options.draft_sampling {
+            DraftSampling::Greedy => Some(numbers.decoding.greedy()),
+            DraftSampling::Probabilistic => None,
+        };
         let mut proposal = proposer.propose(&DraftRequest {
             context: &self.context,
             slots: decoding,
             anchors: &numbers.anchors,
             uniforms: &numbers.draft,
-            sampling: &numbers.decoding,
+            sampling: greedy.as_ref().unwrap_or(&numbers.decoding),
         });
         for (slot, rows) in self.context.chunks.drain(..) {
             if let Some(sequence) = &mut self.slots[slot] {

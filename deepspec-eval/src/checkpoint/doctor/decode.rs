@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::usage;
-use deepspec_decode::{Engine, EngineOptions, Sampling};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_suites::Asking;
@@ -94,6 +94,7 @@ pub fn engine(
         context,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
         counts_overrun: true,
     };
     Ok(Engine::new(target, Some(drafter), options))

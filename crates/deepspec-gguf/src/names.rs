@@ -1,0 +1,34 @@
+//! What llama.cpp and transformers call the tensors of decoders.
+
+/// Tensors of each layer: what transformers calls them behind `layers.N.`, llama.cpp behind `blk.N.`.
+pub const LAYER_NAMES: [(&str, &str); 11] = [
+    ("input_layernorm.weight", "attn_norm.weight"),
+    ("self_attn.q_proj.weight", "attn_q.weight"),
+    ("self_attn.k_proj.weight", "attn_k.weight"),
+    ("self_attn.v_proj.weight", "attn_v.weight"),
+    ("self_attn.o_proj.weight", "attn_output.weight"),
+    ("self_attn.q_norm.weight", "attn_q_norm.weight"),
+    ("self_attn.k_norm.weight", "attn_k_norm.weight"),
+    ("post_attention_layernorm.weight", "ffn_norm.weight"),
+    ("mlp.gate_proj.weight", "ffn_gate.weight"),
+    ("mlp.up_proj.weight", "ffn_up.weight"),
+    ("mlp.down_proj.weight", "ffn_down.weight"),
+];
+
+/// Those of a whole model besides its layers.
+const NAMES: [(&str, &str); 3] = [
+    ("model.embed_tokens.weight", "token_embd.weight"),
+    ("model.norm.weight", "output_norm.weight"),
+    ("lm_head.weight", "output.weight"),
+];
+
+/// What transformers calls a language model's tensor that llama.cpp calls `name`.
+pub(crate) fn of_model(name: &str) -> Option<String> {
+    let Some(rest) = name.strip_prefix("blk.") else {
+        return NAMES.iter().find(|(_, theirs)| *theirs == name).map(|(ours, _)| ours.to_string());
+    };
+    let (layer, part) = rest.split_once('.')?;
+    let layer: usize = layer.parse().ok()?;
+    let (ours, _) = LAYER_NAMES.iter().find(|(_, theirs)| *theirs == part)?;
+    Some(format!("model.layers.{layer}.{ours}"))
+}

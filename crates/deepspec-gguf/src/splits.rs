@@ -1,0 +1,110 @@
+//! How texts are split before byte-level BPE merges. llama.cpp knows the ways by name, tokenizer.json by their patterns.
+
+use serde_json::{Value as Json, json};
+
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// A way to split texts.
+#[derive(Debug)]
+pub(crate) struct Split {
+    /// What llama.cpp calls it; files of other models may say the others.
+    names: &'static [&'static str],
+    pattern: &'static str,
+    /// Whether each digit stands alone, before the pattern is applied.
+    single_digits: bool,
+    /// Whether a word that is a token is that token, whatever merges say.
+    ignores_merges: bool,
+    /// Whether texts are brought into Unicode's form C first. llama.cpp does not do it: texts in another form come out otherwise there.
+    form_c: bool,
+}
+
+static SPLITS: [Split; 5] = [
+    Split {
+        names: &["qwen2", "deepseek-r1-qwen"],
+        pattern: QWEN2,
+        single_digits: false,
+        ignores_merges: false,
+        form_c: true,
+    },
+    Split {
+        names: &["llama-bpe", "llama3", "llama-v3"],
+        pattern: LLAMA3,
+        single_digits: false,
+        ignores_merges: true,
+        form_c: false,
+    },
+    Split {
+        names: &["smaug-bpe", "dbrx"],
+        pattern: LLAMA3,
+        single_digits: false,
+        ignores_merges: false,
+        form_c: false,
+    },
+    Split {
+        names: &["smollm", "starcoder", "refact"],
+        pattern: GPT2,
+        single_digits: true,
+        ignores_merges: false,
+        form_c: false,
+    },
+    Split {
+        names: &["gpt-2", "phi-2"],
+        pattern: GPT2,
+        single_digits: false,
+        ignores_merges: false,
+        form_c: false,
+    },
+];
+
+impl Split {
+    /// The one that llama.cpp calls so.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        SPLITS.iter().find(|split| split.names.contains(&name))
+    }
+
+    /// All names.
+    pub fn known() -> Vec<&'static str> {
+        SPLITS.iter().flat_map(|split| split.names).copied().collect()
+    }
+
+    /// The one of a tokenizer.json's `pre_tokenizer`.
+    pub fn of(pre: &Json) -> Option<&'static Self> {
+        let steps = pre["pretokenizers"].as_array().map_or(std::slice::from_ref(pre), Vec::as_slice);
+        let said = |step: &&Json| step["type"] == "ByteLevel" && step["use_regex"].as_bool().unwrap_or(true);
+        let pattern = steps.iter().find_map(|step| step["pattern"]["Regex"].as_str());
+        let pattern = pattern.or_else(|| steps.iter().find(said).map(|_| GPT2))?;
+        let digits = |step: &Json| step["type"] == "Digits" && step["individual_digits"] == true;
+        let single_digits = steps.iter().any(digits);
+        SPLITS.iter().find(|split| split.pattern == pattern && split.single_digits == single_digits)
+    }
+
+    /// What llama.cpp calls it.
+    pub fn name(&self) -> &'static str {
+        self.names[0]
+    }
+
+    /// Its part of a tokenizer.json's `model`.
+    pub fn ignores_merges(&self) -> bool {
+        self.ignores_merges
+    }
+
+    /// The tokenizer.json's `normalizer`.
+    pub fn normalizer(&self) -> Json {
+        if self.form_c { json!({"type": "NFC"}) } else { Json::Null }
+    }
+
+    /// The tokenizer.json's `pre_tokenizer`.
+    pub fn pre_tokenizer(&self) -> Json {
+        let digits = self.single_digits.then(|| json!({"type": "Digits", "individual_digits": true}));
+        let split = json!({
+            "type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": false,
+        });
+        let bytes = json!({
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false,
+        });
+        let steps: Vec<Json> = digits.into_iter().chain([split, bytes]).collect();
+        json!({"type": "Sequence", "pretokenizers": steps})
+    }
+}
