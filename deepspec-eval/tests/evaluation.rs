@@ -247,7 +247,7 @@ fn later_turns_follow_the_models_own_answers() {
             context: 2048,
             confidence_threshold: 0.0,
             max_draft_tokens: None,
-            draft_sampling: DraftSampling::default(),
+            draft_sampling: deepspec_decode::DraftSampling::default(),
             counts_overrun: true,
         },
     );

@@ -109,6 +109,11 @@ impl Target {
         &self.special_ids
     }
 
+    /// Places of its vocabulary.
+    pub(crate) fn vocab_size(&self) -> u64 {
+        self.vocab_size
+    }
+
     /// Its tensors.
     pub(crate) fn tensors(&self) -> &Tensors {
         &self.tensors

@@ -9,6 +9,9 @@ use crate::TensorType;
 /// Longest block, in values.
 const LONGEST: usize = 256;
 
+/// Turns a block into its values.
+type Expand = fn(&[u8], &mut [f32]);
+
 /// How a tensor's values are stored.
 #[derive(Debug)]
 pub struct BlockType {
@@ -21,20 +24,14 @@ pub struct BlockType {
     /// Bytes of a block.
     pub bytes: usize,
     /// Turns a block into values; None where these are stored as they are.
-    expand: Option<fn(&[u8], &mut [f32])>,
+    expand: Option<Expand>,
 }
 
 const fn plain(name: &'static str, id: u32, bytes: usize) -> BlockType {
     BlockType { name, id, values: 1, bytes, expand: None }
 }
 
-const fn packed(
-    name: &'static str,
-    id: u32,
-    values: usize,
-    bytes: usize,
-    expand: fn(&[u8], &mut [f32]),
-) -> BlockType {
+const fn packed(name: &'static str, id: u32, values: usize, bytes: usize, expand: Expand) -> BlockType {
     BlockType { name, id, values, bytes, expand: Some(expand) }
 }
 

@@ -278,7 +278,7 @@ impl Reader<'_> {
             };
             if let Some(heads) = paired {
                 let rows = facts.shape.first().copied().unwrap_or(0) as u64;
-                if rows == 0 || rows % (2 * heads) != 0 {
+                if rows == 0 || !rows.is_multiple_of(2 * heads) {
                     let problem = format!("tensor `{stored}`: {rows} rows are no pairs of {heads} heads");
                     return Err(self.file.error(problem));
                 }

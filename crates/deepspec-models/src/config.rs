@@ -244,6 +244,8 @@ pub struct TargetFamily {
     pub(crate) read: fn(&Fields) -> Result<ModelConfig, ModelError>,
     /// The config.json of a decoder of these layers, from a target's.
     pub(crate) draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
+    /// Whose layers drafters behind anchors have; None where it is their own.
+    pub(crate) behind_anchors: Option<Family>,
     /// Why a decoder cannot have draft layers with these windows; None where it can.
     pub(crate) refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
 }

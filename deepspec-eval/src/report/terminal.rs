@@ -93,11 +93,10 @@ fn rule(results: &Results) -> Option<&'static str> {
     let one = results.drafter.is_none() || Sampling::new(results.settings.temperature, 0).is_greedy();
     (!one).then_some(match results.settings.draft_sampling {
         DraftSampling::Probabilistic => {
-            "Drafted tokens are drawn: accepted with probability Σ min(p, q), as by vLLM's probabilistic drafts. \
-             llama.cpp and vLLM's default take the likeliest and accept less: --draft-sampling greedy."
+            "Drafted tokens are drawn and accepted at Σ min(p, q); llama.cpp's rule and vLLM's default: --draft-sampling greedy."
         }
         DraftSampling::Greedy => {
-            "Drafted tokens are the likeliest ones: accepted with the target's probability of them, as by llama.cpp and by vLLM's default."
+            "Drafted tokens are the likeliest, accepted at the target's probability of them: llama.cpp's rule, vLLM's default."
         }
     })
 }

@@ -141,6 +141,10 @@ impl KindSettings for Block {
         Some(self.mask_token_id)
     }
 
+    fn fills_in(&self) -> bool {
+        Self::fills_in(self)
+    }
+
     fn lines(&self) -> Vec<(&'static str, String)> {
         let markov = self.markov.map_or_else(
             || "no Markov head".into(),

@@ -109,6 +109,10 @@ impl KindSettings for DFlash2 {
         Some(self.block.mask_token_id)
     }
 
+    fn fills_in(&self) -> bool {
+        true
+    }
+
     fn lines(&self) -> Vec<(&'static str, String)> {
         let Self { block, conv_kernel_size, conv_group_size, selector_rank, selector_top_k } = self;
         vec![

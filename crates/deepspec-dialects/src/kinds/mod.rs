@@ -54,6 +54,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether slots of a block say what stands in them, the anchor's own drafting nothing.
+    fn fills_in(&self) -> bool {
+        false
+    }
+
     /// What is drafted and by which parts, for people.
     fn lines(&self) -> Vec<(&'static str, String)>;
 

@@ -82,7 +82,7 @@ impl Settings for BlockSettings {
     fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
         let Self { recipe: block, loss } = self;
         let config = BlockConfig {
-            decoder: DraftDecoder::of_target(target, recipe, block.layers().windows())?,
+            decoder: DraftDecoder::behind_anchors(target, recipe, block.layers().windows())?,
             blocks: AnchoredBlocks {
                 block_size: block.block_size,
                 slots: block.slots,

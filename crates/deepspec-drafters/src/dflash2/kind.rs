@@ -60,7 +60,7 @@ impl Settings for DFlash2Recipe {
 
     fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
         let config = DFlash2Config {
-            decoder: DraftDecoder::of_target(target, recipe, self.layers().windows())?,
+            decoder: DraftDecoder::behind_anchors(target, recipe, self.layers().windows())?,
             blocks: AnchoredBlocks {
                 block_size: self.block_size,
                 slots: Slots::FillIn,

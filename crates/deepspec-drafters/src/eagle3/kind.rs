@@ -1,7 +1,5 @@
 //! Eagle3 as a kind of drafter.
 
-use std::iter;
-
 use deepspec_core::FinalStates;
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_models::nn::Builder;
@@ -52,7 +50,7 @@ impl Settings for Eagle3Recipe {
 
     fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
         let config = Eagle3Config {
-            decoder: DraftDecoder::of_target(target, recipe, iter::repeat_n(None, self.num_draft_layers))
+            decoder: DraftDecoder::like_target(target, recipe, self.num_draft_layers)
                 .map_err(|(_, problem)| ("num_draft_layers", problem))?,
             ttt_length: self.ttt_length,
             step_loss_decay: self.step_loss_decay,

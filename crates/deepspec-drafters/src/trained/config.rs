@@ -23,18 +23,32 @@ pub struct DraftDecoder {
 }
 
 impl DraftDecoder {
-    /// One with layers like the target's; each has the window that `windows` gives it.
+    /// One of a drafter behind anchors; each of its layers has the window that `windows` gives it.
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
-    pub fn of_target(
+    pub fn behind_anchors(
         target: &ModelConfig,
         recipe: &Recipe,
         windows: impl Iterator<Item = Option<usize>>,
     ) -> Result<Self, Misfit> {
-        let model = target
-            .draft_decoder(&windows.take(MAX_LAYERS + 1).collect::<Vec<_>>())
-            .map_err(|error| ("layer_types", error.to_string()))?;
+        Self::of(target, recipe, target.anchored_decoder(&windows.take(MAX_LAYERS + 1).collect::<Vec<_>>()))
+    }
+
+    /// One with so many layers like the target's.
+    ///
+    /// # Errors
+    /// A key of the recipe, and what is wrong with it.
+    pub fn like_target(target: &ModelConfig, recipe: &Recipe, layers: usize) -> Result<Self, Misfit> {
+        Self::of(target, recipe, target.draft_decoder(&vec![None; layers.min(MAX_LAYERS + 1)]))
+    }
+
+    fn of(
+        target: &ModelConfig,
+        recipe: &Recipe,
+        model: Result<ModelConfig, ModelError>,
+    ) -> Result<Self, Misfit> {
+        let model = model.map_err(|error| ("layer_types", error.to_string()))?;
         let taps = recipe.target.layer_ids.clone();
         Ok(Self { model, taps, num_target_layers: target.layers.len() })
     }

@@ -8,6 +8,18 @@ use crate::nn::{AttentionSpec, LayerSpec};
 use crate::{ModelConfig, ModelError};
 
 impl ModelConfig {
+    /// The decoder of a drafter behind anchors, as [`ModelConfig::draft_decoder`]. A family whose layers no engine runs there has those of
+    /// another one, of the same sizes and rotary settings.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::draft_decoder`].
+    pub fn anchored_decoder(&self, windows: &[Option<usize>]) -> Result<Self, ModelError> {
+        let Some(family) = self.family.behind_anchors else { return self.draft_decoder(windows) };
+        let qk_norm = family.decoder.qk_norm;
+        let layers = self.layers.iter().map(|own| LayerSpec { qk_norm, ..own.clone() }).collect();
+        Self { family, layers, ..self.clone() }.draft_decoder(windows)
+    }
+
     /// The decoder of a drafter for this target, one layer per entry of `windows`: built like the target's layers that see
     /// everything, or, where a window is given, like those that have one.
     ///

@@ -21,6 +21,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     ],
     read,
     draft_config,
+    behind_anchors: None,
     refuse_windows: |windows| {
         let last = windows.last().is_some_and(Option::is_some);
         last.then_some(

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::draft;
 use super::pre_norm::{self, Differences};
+use super::{draft, qwen3};
 use crate::ModelError;
 use crate::config::TargetFamily;
 use crate::config::{Fields, ModelConfig};
@@ -15,6 +15,8 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     classes: &["LlamaForCausalLM"],
     read,
     draft_config,
+    // The engines that run such drafters know them with norms on queries and keys only.
+    behind_anchors: Some(&qwen3::FAMILY),
     refuse_windows: |windows| {
         let any = windows.iter().any(Option::is_some);
         any.then_some("sliding_window: a Llama layer has no window; leave it out")

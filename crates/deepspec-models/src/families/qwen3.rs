@@ -15,6 +15,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     classes: &["Qwen3ForCausalLM"],
     read,
     draft_config,
+    behind_anchors: None,
     refuse_windows: |_| None,
 };
 

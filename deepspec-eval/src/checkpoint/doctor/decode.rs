@@ -85,6 +85,7 @@ pub fn engine(
     draft: &Path,
     (device, kind): Place,
     context: usize,
+    draft_sampling: DraftSampling,
 ) -> anyhow::Result<Engine<TargetModel, Box<dyn Drafter>>> {
     let drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
     let taps = drafter.taps().to_vec();
@@ -94,7 +95,7 @@ pub fn engine(
         context,
         confidence_threshold: 0.0,
         max_draft_tokens: None,
-        draft_sampling: DraftSampling::default(),
+        draft_sampling,
         counts_overrun: true,
     };
     Ok(Engine::new(target, Some(drafter), options))

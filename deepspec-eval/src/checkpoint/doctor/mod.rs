@@ -15,6 +15,8 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
+use deepspec_decode::DraftSampling;
+use deepspec_dialects::Server;
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_suites::{Folder, Rows};
 use deepspec_text::ChatTokenizer;
@@ -23,7 +25,7 @@ use tch::{Device, Kind};
 use super::dir;
 use capture::Captured;
 use decode::{Asked, Manner, Prompts};
-use report::{Cause, Finding, Report};
+use report::{Cause, Finding, Report, Serving};
 
 /// What to examine.
 #[derive(clap::Args)]
@@ -59,6 +61,10 @@ pub struct Args {
     /// System message of the evaluation that came out low
     #[arg(long, value_name = "TEXT")]
     system_prompt: Option<String>,
+    /// Also say what this engine, vllm, sglang or llama.cpp, would misread of the checkpoint as it is, and measure under the engine's rule:
+    /// the likeliest token is drafted
+    #[arg(long, value_name = "ENGINE")]
+    engine: Option<Server>,
     /// Where the models run: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
@@ -113,7 +119,12 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let place = (device, deepspec_native::default_kind(device));
     let (target, draft) =
         (dir("--target", &args.target, verbosity)?, dir("--draft", &args.draft, verbosity)?);
-    let report = examine(args, &target, &draft, place)?;
+    let serving = match args.engine {
+        Some(server) => Some(Serving::examine(server, &draft, &target, &args.target)?),
+        None => None,
+    };
+    let mut report = examine(args, &target, &draft, place)?;
+    report.serving = serving;
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.render() };
     Ok(crate::output::print(&text)?)
 }
@@ -170,7 +181,9 @@ fn decode_all(
 ) -> anyhow::Result<Vec<Asked>> {
     let own = args.manner();
     let manners = own.others();
-    let mut engine = decode::engine(target, draft, place, prompts.config.max_position_embeddings)?;
+    // Engines draft the likeliest token unless they are told otherwise.
+    let rule = if args.engine.is_some() { DraftSampling::Greedy } else { DraftSampling::Probabilistic };
+    let mut engine = decode::engine(target, draft, place, prompts.config.max_position_embeddings, rule)?;
     std::iter::once(own).chain(manners).map(|manner| prompts.decode(&mut engine, manner)).collect()
 }
 

@@ -1,7 +1,9 @@
 //! What was measured, what it points to, and what to do.
 
 use std::fmt::Write;
+use std::path::Path;
 
+use deepspec_dialects::{Checkpoint, Risk, Server, Target, risks};
 use serde::Serialize;
 
 use super::decode::Asked;
@@ -145,7 +147,41 @@ pub struct Report {
     pub verdict: String,
     /// What to do about it.
     pub advice: String,
+    /// What an engine would make of the checkpoint.
+    pub serving: Option<Serving>,
     notes: Vec<String>,
+}
+
+/// A checkpoint as an engine would read it.
+#[derive(Debug, Serialize)]
+pub struct Serving {
+    engine: Server,
+    risks: Vec<Risk>,
+}
+
+impl Serving {
+    /// Compares the folder with what `server` reads; `name` is what the target is called.
+    ///
+    /// # Errors
+    /// If the checkpoint or the target is broken.
+    pub fn examine(server: Server, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
+        let checkpoint = Checkpoint::open(draft).map_err(super::super::report)?;
+        let target = Target::open(target, name).map_err(super::super::report)?;
+        Ok(Self { engine: server, risks: risks(&checkpoint, server, &target) })
+    }
+
+    fn render(&self, text: &mut String, expected: Option<f64>) {
+        for Risk { about, told, cure } in &self.risks {
+            let _ = writeln!(text, "{}: {about}: {told}\n  -> {cure}", self.engine);
+        }
+        if let Some(expected) = expected {
+            let _ = writeln!(
+                text,
+                "{}: expect an accepted length of {expected:.2} on such prompts; much less means that something is misread",
+                self.engine
+            );
+        }
+    }
 }
 
 impl Report {
@@ -249,6 +285,9 @@ impl Report {
             let _ = writeln!(text, "{}", self.verdict);
         }
         let _ = writeln!(text, "advice: {}", self.advice);
+        if let Some(serving) = &self.serving {
+            serving.render(&mut text, self.accepted_length);
+        }
         text
     }
 }

@@ -167,7 +167,7 @@ pub fn score(
     // The target's rotary settings, for layers like the drafter's.
     let windows: Vec<Option<usize>> =
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
-    let like = target.config().draft_decoder(&windows)?;
+    let like = target.config().anchored_decoder(&windows)?;
     let changed = drafter.read_as(&match change {
         Change::Rope => Reading { rope_of: Some(&like), ..Reading::default() },
         Change::Mask(id) => Reading { mask_token_id: Some(*id), ..Reading::default() },

@@ -72,7 +72,7 @@ pub fn estimate(
 fn differing_rope(drafter: &dyn ExaminedDrafter, target: &ModelConfig) -> bool {
     let windows: Vec<Option<usize>> =
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
-    let like = target.draft_decoder(&windows).map(|like| like.layers).unwrap_or_default();
+    let like = target.anchored_decoder(&windows).map(|like| like.layers).unwrap_or_default();
     drafter.model().layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
 }
 

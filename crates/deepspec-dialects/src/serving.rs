@@ -1,0 +1,280 @@
+//! What an engine would misread in a checkpoint's folder, if it is served as it is.
+//!
+//! By the engines' sources of September 2026, and by trials with the versions that [`crate::loaders`] names. Nearly all of it happens without a
+//! word: the drafter runs, and little of what it drafts is accepted.
+
+use std::fmt;
+use std::fs;
+use std::str::FromStr;
+
+use deepspec_gguf::Tokenizer;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::fields::read_object;
+use crate::shapes::EMBED;
+use crate::shards::is_weights;
+use crate::{Checkpoint, Target, loaders, rope};
+
+/// An engine that serves drafters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum Server {
+    /// vLLM.
+    #[serde(rename = "vLLM")]
+    Vllm,
+    /// SGLang.
+    #[serde(rename = "SGLang")]
+    Sglang,
+    /// llama.cpp.
+    #[serde(rename = "llama.cpp")]
+    LlamaCpp,
+}
+
+impl Server {
+    /// What `--to` of a conversion is for it.
+    fn layout(self) -> &'static str {
+        match self {
+            Self::Vllm => "vllm",
+            Self::Sglang => "sglang",
+            Self::LlamaCpp => "gguf",
+        }
+    }
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Vllm => "vLLM",
+            Self::Sglang => "SGLang",
+            Self::LlamaCpp => "llama.cpp",
+        })
+    }
+}
+
+impl FromStr for Server {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "vllm" => Ok(Self::Vllm),
+            "sglang" => Ok(Self::Sglang),
+            "llama.cpp" => Ok(Self::LlamaCpp),
+            other => Err(format!("unknown engine `{other}`; known are vllm, sglang and llama.cpp")),
+        }
+    }
+}
+
+/// Something to mend or to mind before serving.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Risk {
+    /// What it is about.
+    pub about: &'static str,
+    /// What is there, and what becomes of it.
+    pub told: String,
+    /// What to do.
+    pub cure: String,
+}
+
+/// What `server` would misread of `checkpoint` beside `target`, and what it has to be told.
+pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Risk> {
+    let found = Examined { checkpoint, server, target };
+    let all = [
+        found.drafter(),
+        found.layout(),
+        found.files(),
+        found.verifier_norm(),
+        found.target(),
+        found.mask_token(),
+        found.rotation(),
+        found.target_tokenizer(),
+        found.head(),
+        found.slots(),
+        found.length(),
+    ];
+    all.into_iter().flatten().collect()
+}
+
+struct Examined<'a> {
+    checkpoint: &'a Checkpoint,
+    server: Server,
+    target: &'a Target,
+}
+
+impl Examined<'_> {
+    fn converted(&self) -> String {
+        format!("deepspec-eval checkpoint convert --to {}", self.server.layout())
+    }
+
+    /// Layers, windows and layer ids that tools do not read alike.
+    fn drafter(&self) -> Option<Risk> {
+        let told = self.checkpoint.drafter().refusal_anywhere()?;
+        Some(Risk { about: "drafter", told, cure: "none by conversion: train it without".into() })
+    }
+
+    /// Whether the engine takes the folder at all.
+    fn layout(&self) -> Option<Risk> {
+        if self.server == Server::LlamaCpp {
+            let drafter = self.checkpoint.drafter();
+            let gguf = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
+            return Some(match gguf {
+                Ok(()) => Risk {
+                    about: "layout",
+                    told:
+                        "it loads GGUF files; its converter tells drafters apart by what their folders hold"
+                            .into(),
+                    cure: format!("{} says in the file what they are", self.converted()),
+                },
+                Err(told) => Risk { about: "layout", told, cure: "none: it cannot run this drafter".into() },
+            });
+        }
+        let name = self.server.to_string();
+        let loader = loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)?;
+        let cure = self.converted();
+        (!loader.loads).then(|| Risk {
+            about: "layout",
+            told: format!("it does not load: {}", loader.note),
+            cure,
+        })
+    }
+
+    /// vLLM reads every safetensors file of a folder without an index.
+    fn files(&self) -> Option<Risk> {
+        let dir = self.checkpoint.dir();
+        if self.server != Server::Vllm || dir.join("model.safetensors.index.json").is_file() {
+            return None;
+        }
+        let entries = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let mut strange: Vec<String> =
+            entries.filter(|name| name.ends_with(".safetensors") && !is_weights(name)).collect();
+        strange.sort();
+        (!strange.is_empty()).then(|| Risk {
+            about: "files",
+            told: format!("{} is read as weights too and stops the load", strange.join(", ")),
+            cure: format!("move it away, or {}", self.converted()),
+        })
+    }
+
+    fn verifier_norm(&self) -> Option<Risk> {
+        let name = "verifier_norm.weight";
+        let there = self.server == Server::Vllm && self.checkpoint.tensors().get(name).is_some();
+        there.then(|| Risk {
+            about: "tensors",
+            told: format!("`{name}` is unknown there and stops the load"),
+            cure: self.converted(),
+        })
+    }
+
+    fn target(&self) -> Option<Risk> {
+        let error = self.target.check_fits(self.checkpoint.drafter()).err()?;
+        let cure = "name the target that it was trained for; the engine does not compare them".into();
+        Some(Risk { about: "vocabulary and sizes", told: error.to_string(), cure })
+    }
+
+    fn mask_token(&self) -> Option<Risk> {
+        let drafter = self.checkpoint.drafter();
+        let mask = drafter.kind.mask_token_id().filter(|&mask| mask >= drafter.vocab_size)?;
+        Some(Risk {
+            about: "mask token",
+            told: format!(
+                "{mask} is outside the vocabulary of {}: its embedding is whatever lies there",
+                drafter.vocab_size
+            ),
+            cure: "correct mask_token_id in config.json".into(),
+        })
+    }
+
+    /// A scaled rotation, or a base that newer and older keys would say differently.
+    fn rotation(&self) -> Option<Risk> {
+        let config = self.checkpoint.drafter();
+        if let Err(error) = rope::unscaled(self.checkpoint, self.server.layout()) {
+            let cure = "compare the accepted length there with the one measured here".into();
+            return Some(Risk { about: "RoPE", told: error.to_string(), cure });
+        }
+        let base = |value: Option<&Value>| value.and_then(Value::as_f64);
+        let (older, newer) = (
+            base(config.decoder.get("rope_theta")),
+            base(config.decoder.get("rope_parameters")?.get("rope_theta")),
+        );
+        let (older, newer) = (older?, newer?);
+        (older != newer).then(|| Risk {
+            about: "RoPE",
+            told: format!(
+                "rope_theta is {older}, within rope_parameters {newer}; versions differ in which they read"
+            ),
+            cure: self.converted(),
+        })
+    }
+
+    /// llama.cpp's converter has to know the target's tokenizer.
+    fn target_tokenizer(&self) -> Option<Risk> {
+        if self.server != Server::LlamaCpp {
+            return None;
+        }
+        let known = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize);
+        let told = match known {
+            Err(error) => error.to_string(),
+            Ok(tokenizer) if !tokenizer.is_known() => {
+                "it has no name for how the target's tokenizer splits texts".into()
+            }
+            Ok(_) => {
+                let config = read_object(&self.target.dir().join("tokenizer_config.json")).ok()?;
+                let class = config.get("tokenizer_class").and_then(Value::as_str)?;
+                (class == "TokenizersBackend").then(|| {
+                    format!("its converter does not know the tokenizer_class {class} of the target")
+                })?
+            }
+        };
+        let cure = "write PreTrainedTokenizerFast there, or take the target's own GGUF".into();
+        Some(Risk { about: "target's tokenizer", told, cure })
+    }
+
+    /// Of an own embedding without the head beside it, llama.cpp makes the head.
+    fn head(&self) -> Option<Risk> {
+        let own = self.checkpoint.find(EMBED).is_some();
+        let untied = self.target.head() != self.target.embed();
+        (self.server == Server::LlamaCpp && own && untied).then(|| Risk {
+            about: "head",
+            told: "its converter keeps the folder's embedding and drops its head; the embedding is then taken as head".into(),
+            cure: format!("{}, which leaves both to the target", self.converted()),
+        })
+    }
+
+    /// Engines are told, and do not check, what a slot predicts.
+    fn slots(&self) -> Option<Risk> {
+        let kind = &self.checkpoint.drafter().kind;
+        // Only blocks behind anchors have slots.
+        kind.mask_token_id()?;
+        let flag = match self.server {
+            Server::LlamaCpp => {
+                let flag = kind.gguf(self.checkpoint.drafter()).ok()?.spec_type;
+                format!("--spec-type {flag}")
+            }
+            Server::Vllm => format!("\"method\": \"{}\"", if kind.fills_in() { "dflash" } else { "dspark" }),
+            Server::Sglang => {
+                format!("--speculative-algorithm {}", if kind.fills_in() { "DFLASH" } else { "DSPARK" })
+            }
+        };
+        let told = match kind.fills_in() {
+            true => "slot k says what stands in it (1 + N slots for N tokens)",
+            false => "every slot drafts, the anchor's too (N slots for N tokens)",
+        };
+        Some(Risk {
+            about: "slots",
+            told: format!("{told}; read the other way the accepted length is 1.0, without a word"),
+            cure: format!("serve it with {flag}"),
+        })
+    }
+
+    /// How many tokens to draft is not asked of the drafter.
+    fn length(&self) -> Option<Risk> {
+        let drafted = self.checkpoint.drafter().kind.drafted();
+        let (told, cure) = match self.server {
+            Server::LlamaCpp => ("3 unless it is told", format!("--spec-draft-n-max {drafted}")),
+            Server::Vllm => {
+                ("any number is taken, unchecked", format!("\"num_speculative_tokens\": {drafted}"))
+            }
+            Server::Sglang => return None,
+        };
+        Some(Risk { about: "drafted tokens", told: format!("{told}; this drafter drafts {drafted}"), cure })
+    }
+}

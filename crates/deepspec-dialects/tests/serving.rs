@@ -1,0 +1,111 @@
+//! What engines would misread, each fault made in a folder that is otherwise sound.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::{Folder, golden};
+use deepspec_dialects::{Checkpoint, Dialect, Server, Target, convert, risks};
+use serde_json::json;
+
+fn asset(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets").join(name)
+}
+
+fn dspark() -> Folder {
+    let (folder, from) = (Folder::new(), asset("tiny-dspark"));
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(from.join(file), folder.path().join(file)).unwrap();
+    }
+    folder
+}
+
+/// What is told of a folder, by what it is about.
+fn told(folder: &Path, server: Server) -> Vec<(&'static str, String)> {
+    let (checkpoint, target) =
+        (Checkpoint::open(folder).unwrap(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
+    let found = risks(&checkpoint, server, &target);
+    found.into_iter().map(|risk| (risk.about, format!("{} -> {}", risk.told, risk.cure))).collect()
+}
+
+fn about(folder: &Path, server: Server) -> Vec<&'static str> {
+    told(folder, server).into_iter().map(|(about, _)| about).collect()
+}
+
+fn says(folder: &Path, server: Server, about: &str, words: &str) {
+    let told = told(folder, server);
+    let found = told.iter().any(|(of, text)| *of == about && text.contains(words));
+    assert!(found, "{about}: {words:?} not in {told:?}");
+}
+
+#[test]
+fn a_sound_drafter_has_to_be_served_by_the_right_flags() {
+    let folder = dspark();
+    assert_eq!(about(folder.path(), Server::Vllm), ["slots", "drafted tokens"]);
+    assert_eq!(about(folder.path(), Server::Sglang), ["slots"]);
+    says(folder.path(), Server::Vllm, "slots", "\"method\": \"dspark\"");
+    says(folder.path(), Server::Vllm, "drafted tokens", "\"num_speculative_tokens\": 7");
+    says(folder.path(), Server::Sglang, "slots", "--speculative-algorithm DSPARK");
+    says(folder.path(), Server::LlamaCpp, "slots", "--spec-type draft-dspark");
+    says(folder.path(), Server::LlamaCpp, "drafted tokens", "--spec-draft-n-max 7");
+    says(folder.path(), Server::LlamaCpp, "layout", "convert --to gguf");
+    let filled = common::fixture::zlab();
+    says(filled.path(), Server::Vllm, "slots", "\"method\": \"dflash\"");
+    says(filled.path(), Server::Sglang, "slots", "--speculative-algorithm DFLASH");
+}
+
+#[test]
+fn what_stands_beside_the_weights_is_named() {
+    let folder = dspark();
+    fs::write(folder.path().join("train_state.safetensors"), "").unwrap();
+    says(folder.path(), Server::Vllm, "files", "train_state.safetensors");
+    assert_eq!(about(folder.path(), Server::Sglang), ["slots"]);
+
+    let (source, target) = (dspark(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
+    let checkpoint = Checkpoint::open(source.path()).unwrap();
+    let out = Folder::new().within("out");
+    convert(&checkpoint, Dialect::Speculators, Some(&target)).unwrap().write(out.path(), true).unwrap();
+    assert!(!about(out.path(), Server::Vllm).contains(&"tensors"));
+    let mut tensors = common::bytes(&out);
+    let norm = tensors["norm.weight"].clone();
+    tensors.insert("verifier_norm.weight".into(), norm);
+    common::write(&out.path().join("model.safetensors"), &tensors);
+    says(out.path(), Server::Vllm, "tensors", "verifier_norm.weight");
+}
+
+#[test]
+fn keys_that_are_read_otherwise_are_named() {
+    let change = |edit: &dyn Fn(&mut serde_json::Value)| {
+        let folder = dspark();
+        let mut config = folder.config();
+        edit(&mut config);
+        folder.put(&config);
+        folder
+    };
+    let scaled = change(&|config| config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 2.0}));
+    says(scaled.path(), Server::Vllm, "RoPE", "yarn");
+    let twice = change(&|config| {
+        config["rope_theta"] = json!(1e4);
+        config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 5e5});
+    });
+    says(twice.path(), Server::Sglang, "RoPE", "500000");
+    let other = change(&|config| config["num_target_layers"] = json!(9));
+    says(other.path(), Server::LlamaCpp, "vocabulary and sizes", "num_hidden_layers");
+    let edge = change(&|config| config["target_layer_ids"] = json!([-1, 2, 4]));
+    says(edge.path(), Server::Vllm, "drafter", "layer id -1");
+    let headless = change(&|config| {
+        (config["markov_rank"], config["enable_confidence_head"]) = (json!(0), json!(false));
+        config["confidence_head_with_markov"] = json!(false);
+    });
+    says(headless.path(), Server::Vllm, "layout", "without a Markov head");
+    says(golden("dspark_gated").path(), Server::LlamaCpp, "layout", "gated");
+
+    // A target whose head is a matrix of its own, and a drafter with copies of both.
+    let drafter = golden("dspark_vanilla");
+    let target = common::target(&drafter);
+    let (checkpoint, target) =
+        (Checkpoint::open(drafter.path()).unwrap(), Target::open(target.path(), "owner/target").unwrap());
+    let found = risks(&checkpoint, Server::LlamaCpp, &target);
+    assert!(found.iter().any(|risk| risk.about == "head"), "{found:?}");
+}
