@@ -5,7 +5,7 @@ use std::path::Path;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
 use deepspec_core::recipe::TargetRecipe;
-use deepspec_hub::{Hub, HubError, Kind, Repo, Settings};
+use deepspec_hub::{Hub, HubError, Kind, Repo, Settings, model_dir};
 use deepspec_models::{ModelConfig, ModelError, weights_digest};
 
 /// The targets of the recipes in `configs/`, as `configs/shapes/README.md` describes.
@@ -33,9 +33,10 @@ impl Shape {
     /// # Errors
     /// If there is none, or it describes no target that is known.
     pub fn of(target: &TargetRecipe, verbosity: Verbosity) -> anyhow::Result<Self> {
-        let dir = env::expand_home(&target.model);
-        if dir.is_dir() {
-            return Ok(Self::in_folder(&dir)?);
+        let place = env::expand_home(&target.model);
+        if place.is_dir() || place.is_file() {
+            let dir = model_dir(&target.model, target.revision.as_deref(), verbosity);
+            return Ok(Self::in_folder(&dir.map_err(HubError::report)?)?);
         }
         let repo =
             Repo::parse(Kind::Model, &target.model, target.revision.as_deref()).map_err(HubError::report)?;

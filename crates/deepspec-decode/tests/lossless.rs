@@ -102,6 +102,35 @@ fn the_first_tokens_have_the_targets_joint_law() {
     }
 }
 
+/// How often the first drafted token of an answer is accepted, by what target and drafter say.
+fn first_acceptance(by: impl Fn(&[f64], &[f64]) -> f64) -> f64 {
+    let law = |logits: [f32; V as usize]| -> Vec<f64> {
+        Vec::try_from(Tensor::from_slice(&logits).softmax(-1, Kind::Double)).unwrap()
+    };
+    let firsts = law(target_logits(prompt_prefix()));
+    let of = |(token, first): (usize, &f64)| {
+        let prefix = extended(prompt_prefix(), token as i64);
+        first * by(&law(target_logits(prefix)), &law(common::draft_logits(prefix)))
+    };
+    firsts.iter().enumerate().map(of).sum()
+}
+
+#[test]
+fn greedy_drafts_are_accepted_with_the_targets_probability_of_them() {
+    let most = |q: &[f64]| (0..q.len()).max_by(|&a, &b| q[a].total_cmp(&q[b])).unwrap();
+    let drawn = first_acceptance(|p, q| p.iter().zip(q).map(|(p, q)| p.min(*q)).sum());
+    let greedy = first_acceptance(|p, q| p[most(q)]);
+    assert!((drawn - greedy).abs() > 0.1, "{drawn} and {greedy} could not be told apart");
+    for (rule, expected) in [(DraftSampling::Probabilistic, drawn), (DraftSampling::Greedy, greedy)] {
+        let options = EngineOptions { draft_sampling: rule, ..options(64) };
+        let done = run(options, true, requests(samples(), Sampling::new(1.0, 19), 3, &[]));
+        let accepted = done.iter().filter(|done| done.cycles[0].accepted > 0).count();
+        let (found, count) = (accepted as f64 / samples() as f64, samples() as f64);
+        let error = (expected * (1.0 - expected) / count).sqrt();
+        assert!((found - expected).abs() < 4.0 * error, "{rule:?}: {found} instead of {expected} ± {error}");
+    }
+}
+
 type Verify = fn(&Tensor, &Tensor, &Tensor, &Tensor, &Tensor, &Tensor) -> Verdict;
 
 /// The engine's loop in a few lines, around any way to verify: all sequences at once, every block whole.

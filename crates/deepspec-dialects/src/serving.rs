@@ -78,13 +78,14 @@ pub struct Risk {
 /// What `server` would misread of `checkpoint` beside `target`, and what it has to be told.
 pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Risk> {
     let found = Examined { checkpoint, server, target };
+    if let Some(risk) = found.drafter() {
+        return vec![risk];
+    }
     let all = [
-        found.drafter(),
         found.layout(),
         found.files(),
         found.verifier_norm(),
         found.target(),
-        found.mask_token(),
         found.rotation(),
         found.target_tokenizer(),
         found.head(),
@@ -108,23 +109,26 @@ impl Examined<'_> {
     /// Layers, windows and layer ids that tools do not read alike.
     fn drafter(&self) -> Option<Risk> {
         let told = self.checkpoint.drafter().refusal_anywhere()?;
-        Some(Risk { about: "drafter", told, cure: "none by conversion: train it without".into() })
+        Some(Risk { about: "drafter", told, cure: "no conversion mends that: train it without".into() })
     }
 
     /// Whether the engine takes the folder at all.
     fn layout(&self) -> Option<Risk> {
         if self.server == Server::LlamaCpp {
             let drafter = self.checkpoint.drafter();
-            let gguf = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
-            return Some(match gguf {
-                Ok(()) => Risk {
+            return Some(match drafter.kind.gguf(drafter) {
+                Ok(_) => Risk {
                     about: "layout",
                     told:
                         "it loads GGUF files; its converter tells drafters apart by what their folders hold"
                             .into(),
                     cure: format!("{} says in the file what they are", self.converted()),
                 },
-                Err(told) => Risk { about: "layout", told, cure: "none: it cannot run this drafter".into() },
+                Err(told) => Risk {
+                    about: "layout",
+                    told,
+                    cure: "it cannot run this drafter: take another engine, or train it without".into(),
+                },
             });
         }
         let name = self.server.to_string();
@@ -170,19 +174,6 @@ impl Examined<'_> {
         Some(Risk { about: "vocabulary and sizes", told: error.to_string(), cure })
     }
 
-    fn mask_token(&self) -> Option<Risk> {
-        let drafter = self.checkpoint.drafter();
-        let mask = drafter.kind.mask_token_id().filter(|&mask| mask >= drafter.vocab_size)?;
-        Some(Risk {
-            about: "mask token",
-            told: format!(
-                "{mask} is outside the vocabulary of {}: its embedding is whatever lies there",
-                drafter.vocab_size
-            ),
-            cure: "correct mask_token_id in config.json".into(),
-        })
-    }
-
     /// A scaled rotation, or a base that newer and older keys would say differently.
     fn rotation(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
@@ -211,21 +202,21 @@ impl Examined<'_> {
             return None;
         }
         let known = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize);
-        let told = match known {
-            Err(error) => error.to_string(),
+        let own = "take the GGUF that the target's own makers or llama.cpp's converter wrote";
+        let (told, cure) = match known {
+            Err(error) => (error.to_string(), own),
             Ok(tokenizer) if !tokenizer.is_known() => {
-                "it has no name for how the target's tokenizer splits texts".into()
+                ("it has no name for how the target's tokenizer splits texts".into(), own)
             }
             Ok(_) => {
                 let config = read_object(&self.target.dir().join("tokenizer_config.json")).ok()?;
                 let class = config.get("tokenizer_class").and_then(Value::as_str)?;
-                (class == "TokenizersBackend").then(|| {
-                    format!("its converter does not know the tokenizer_class {class} of the target")
-                })?
+                let told = format!("its converter does not know the tokenizer_class {class} of the target");
+                let cure = "write PreTrainedTokenizerFast in the target's tokenizer_config.json";
+                (class == "TokenizersBackend").then_some((told, cure))?
             }
         };
-        let cure = "write PreTrainedTokenizerFast there, or take the target's own GGUF".into();
-        Some(Risk { about: "target's tokenizer", told, cure })
+        Some(Risk { about: "target's tokenizer", told, cure: cure.into() })
     }
 
     /// Of an own embedding without the head beside it, llama.cpp makes the head.

@@ -49,11 +49,10 @@ impl Tensors {
     /// # Errors
     /// If no weights are there, or a file is truncated or not what its name says.
     pub fn open(dir: &Path) -> Result<Self, DialectError> {
-        let gguf = dir.join(LINK);
-        if gguf.is_file() {
-            return Ok(Self::of_gguf(dir, Model::open(&gguf)?));
+        match shards::paths(dir) {
+            Err(_) if dir.join(LINK).is_file() => Ok(Self::of_gguf(dir, Model::open(&dir.join(LINK))?)),
+            paths => Self::of_files(dir, paths?),
         }
-        Self::of_files(dir, shards::paths(dir)?)
     }
 
     fn of_gguf(dir: &Path, model: Model) -> Self {
@@ -126,7 +125,11 @@ impl Tensors {
     /// # Errors
     /// If there is no such tensor, or its file cannot be read.
     pub fn bytes(&self, name: &str) -> Result<Vec<u8>, DialectError> {
-        let mut bytes = Vec::with_capacity(self.facts(name)?.bytes);
+        let size = self.facts(name)?.bytes;
+        if let Store::Gguf(model) = &self.store {
+            return Ok(model.values(name)?);
+        }
+        let mut bytes = Vec::with_capacity(size);
         self.copy(name, &mut bytes)?;
         Ok(bytes)
     }

@@ -74,7 +74,8 @@ impl Model {
         })?;
         let reader = Reader { file: &file, architecture };
         let (config, heads) = reader.config()?;
-        let tensors = reader.tensors(&heads)?;
+        let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
+        let tensors = reader.tensors(&heads, layers)?;
         Ok(Self { file, config, tensors })
     }
 
@@ -218,7 +219,14 @@ impl Reader<'_> {
     /// config.json's `rope_scaling`.
     fn scaling(&self, theta: f64, dim: u64) -> Result<Json, GgufError> {
         let (kind, factor) = (self.key("rope.scaling.type"), self.key("rope.scaling.factor"));
-        let said = self.file.text(&kind)?.filter(|said| said != "none");
+        let older = self.key("rope.scale_linear");
+        if let Some(found) = self.file.float(&older)?.filter(|&found| found != 1.0) {
+            return Err(self.file.error(format!("`{older}`: {found}; expected rope.scaling in its place")));
+        }
+        let stretched = self.file.float(&factor)?.is_some_and(|factor| factor != 1.0);
+        // A factor alone is llama.cpp's linear one.
+        let said =
+            self.file.text(&kind)?.or(stretched.then(|| "linear".into())).filter(|said| said != "none");
         let factors = self.factors()?;
         match (said.as_deref(), factors) {
             (None, None) => Ok(Json::Null),
@@ -260,13 +268,13 @@ impl Reader<'_> {
         Ok(Some(values.map(|&value| f64::from(f32::from_le_bytes(value))).collect()))
     }
 
-    fn tensors(&self, heads: &Heads) -> Result<BTreeMap<String, Named>, GgufError> {
+    fn tensors(&self, heads: &Heads, layers: u64) -> Result<BTreeMap<String, Named>, GgufError> {
         let mut tensors = BTreeMap::new();
         for (stored, facts) in self.file.tensors() {
             if stored == ROPE_FACTORS {
                 continue;
             }
-            let name = names::of_model(stored).ok_or_else(|| {
+            let name = names::of_model(stored, layers).ok_or_else(|| {
                 let class = self.architecture.class;
                 self.file.error(format!("tensor `{stored}` is none of a {class} as it is read; without it the model would be another"))
             })?;

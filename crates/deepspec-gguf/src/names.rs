@@ -22,13 +22,14 @@ const NAMES: [(&str, &str); 3] = [
     ("lm_head.weight", "output.weight"),
 ];
 
-/// What transformers calls a language model's tensor that llama.cpp calls `name`.
-pub(crate) fn of_model(name: &str) -> Option<String> {
+/// What transformers calls a tensor, that llama.cpp calls `name`, of a language model of so many layers.
+pub(crate) fn of_model(name: &str, layers: u64) -> Option<String> {
     let Some(rest) = name.strip_prefix("blk.") else {
         return NAMES.iter().find(|(_, theirs)| *theirs == name).map(|(ours, _)| ours.to_string());
     };
     let (layer, part) = rest.split_once('.')?;
-    let layer: usize = layer.parse().ok()?;
+    // Spelled in one way only: `blk.01` would be a second `blk.1`.
+    layer.parse::<u64>().ok().filter(|number| *number < layers && number.to_string() == layer)?;
     let (ours, _) = LAYER_NAMES.iter().find(|(_, theirs)| *theirs == part)?;
     Some(format!("model.layers.{layer}.{ours}"))
 }

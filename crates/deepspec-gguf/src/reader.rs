@@ -11,8 +11,8 @@ use crate::{ALIGNMENT, GgufError, MAGIC};
 
 /// Most dimensions of a tensor.
 const MAX_DIMENSIONS: u32 = 4;
-/// Most values of a list; vocabularies have a few hundred thousand.
-const MAX_LIST: usize = 1 << 24;
+/// Most values of all lists together; a vocabulary, its kinds, scores and merges have a million or two.
+const MAX_VALUES: usize = 1 << 23;
 /// Largest alignment.
 const MAX_ALIGNMENT: i64 = 1 << 20;
 /// Bytes that a metadata entry has at least: length of its key, its type, a value.
@@ -40,13 +40,13 @@ impl Entry {
         if let Self::Text(text) = self { Some(text) } else { None }
     }
 
-    fn kind(&self) -> &'static str {
+    fn told(&self) -> String {
         match self {
-            Self::Integer(_) => "an integer",
-            Self::Float(_) => "a float",
-            Self::Bool(_) => "true or false",
-            Self::Text(_) => "a text",
-            Self::List(_) => "a list",
+            Self::Integer(value) => value.to_string(),
+            Self::Float(value) => value.to_string(),
+            Self::Bool(value) => value.to_string(),
+            Self::Text(_) => "a text".into(),
+            Self::List(_) => "a list".into(),
         }
     }
 }
@@ -88,7 +88,7 @@ impl Gguf {
             |error: std::io::Error| GgufError { path: path.into(), problem: format!("reading it: {error}") };
         let file = File::open(path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
-        let mut head = Head { path, input: BufReader::new(&file), read: 0, size };
+        let mut head = Head { path, input: BufReader::new(&file), read: 0, size, values: 0 };
         let (entries, mut tensors) = head.read()?;
         let alignment = match entries.get("general.alignment") {
             None => ALIGNMENT,
@@ -153,7 +153,7 @@ impl Gguf {
         read: impl Fn(&Entry) -> Option<T>,
     ) -> Result<Option<T>, GgufError> {
         let Some(entry) = self.entries.get(key) else { return Ok(None) };
-        let wrong = || self.error(format!("`{key}`: {}; expected {expected}", entry.kind()));
+        let wrong = || self.error(format!("`{key}`: {}; expected {expected}", entry.told()));
         read(entry).ok_or_else(wrong).map(Some)
     }
 
@@ -167,7 +167,7 @@ impl Gguf {
 
     /// A float, if the key is there.
     pub fn float(&self, key: &str) -> Result<Option<f64>, GgufError> {
-        self.typed(key, "a float", |entry| match entry {
+        self.typed(key, "a finite float", |entry| match entry {
             Entry::Float(value) if value.is_finite() => Some(*value),
             _ => None,
         })
@@ -236,6 +236,8 @@ struct Head<'a> {
     input: BufReader<&'a File>,
     read: u64,
     size: u64,
+    /// Of lists so far.
+    values: usize,
 }
 
 type Parts = (BTreeMap<String, Entry>, BTreeMap<String, Stored>);
@@ -298,6 +300,9 @@ impl Head<'_> {
                 self.bad(format!("tensor `{name}` is of type {id}; what is read: {}", known.join(", ")))
             );
         };
+        if shape.contains(&0) {
+            return Err(self.bad(format!("tensor `{name}` has a dimension of 0")));
+        }
         let row = *shape.first().unwrap_or(&1);
         if row % kind.values as u64 != 0 {
             return Err(self
@@ -338,8 +343,9 @@ impl Head<'_> {
                     _ => 8,
                 };
                 let length = self.length(key, shortest)?;
-                if length > MAX_LIST {
-                    return Err(self.bad(format!("`{key}` has {length} values; at most {MAX_LIST} are read")));
+                self.values += length;
+                if self.values > MAX_VALUES {
+                    return Err(self.bad(format!("`{key}`: lists of more than {MAX_VALUES} values together")));
                 }
                 let values = (0..length).map(|_| self.value(key, kind, false));
                 Entry::List(values.collect::<Result<_, _>>()?)

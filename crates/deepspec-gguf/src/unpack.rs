@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process;
 use std::time::UNIX_EPOCH;
 
 use deepspec_core::atomic;
@@ -35,8 +36,20 @@ pub fn unpack(path: &Path, cache: &Path) -> Result<PathBuf, GgufError> {
     if dir.join(LINK).exists() {
         return Ok(dir);
     }
-    write(&Model::open(path)?, &place, &dir)?;
-    Ok(dir)
+    let model = Model::open(path)?;
+    // Whole and at once: other processes may be doing the same.
+    let unwritable =
+        |error: std::io::Error| GgufError { path: dir.clone(), problem: format!("creating it: {error}") };
+    let parent = cache.join("gguf");
+    fs::create_dir_all(&parent).map_err(unwritable)?;
+    let partial = parent.join(format!(".{name}-{}-{}", &digest[..16], process::id()));
+    let _ = fs::remove_dir_all(&partial);
+    let written = write(&model, &place, &partial).and_then(|()| match fs::rename(&partial, &dir) {
+        Err(_) if dir.join(LINK).exists() => Ok(()),
+        renamed => renamed.map_err(unwritable),
+    });
+    let _ = fs::remove_dir_all(&partial);
+    written.map(|()| dir)
 }
 
 fn write(model: &Model, place: &Path, dir: &Path) -> Result<(), GgufError> {
@@ -48,10 +61,10 @@ fn write(model: &Model, place: &Path, dir: &Path) -> Result<(), GgufError> {
         return Err(GgufError { path: place.into(), problem });
     }
     config.insert("eos_token_id".into(), json!(vocabulary.ends));
+    config.extend(vocabulary.special.iter().map(|(name, id)| (name.to_string(), json!(id))));
     let generation = json!({"eos_token_id": vocabulary.ends});
     let unwritable = |problem: String| GgufError { path: dir.into(), problem };
     fs::create_dir_all(dir).map_err(|error| unwritable(format!("creating it: {error}")))?;
-    // Each file appears whole and the link last; whoever does the same at this moment writes the same.
     for (name, json) in [
         ("config.json", &Json::Object(config)),
         ("generation_config.json", &generation),
@@ -60,10 +73,6 @@ fn write(model: &Model, place: &Path, dir: &Path) -> Result<(), GgufError> {
     ] {
         atomic::write_json(&dir.join(name), json).map_err(|error| unwritable(error.to_string()))?;
     }
-    match symlink(place, dir.join(LINK)) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-            Err(unwritable(format!("linking {LINK} to {}: {error}", place.display())))
-        }
-        _ => Ok(()),
-    }
+    let unlinked = |error| unwritable(format!("linking {LINK} to {}: {error}", place.display()));
+    symlink(place, dir.join(LINK)).map_err(unlinked)
 }

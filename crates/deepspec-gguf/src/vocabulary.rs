@@ -8,11 +8,27 @@ use crate::splits::Split;
 use crate::tokenizer::{CONTROL, NORMAL, UNUSED, USER_DEFINED};
 use crate::{Gguf, GgufError};
 
-/// Special tokens that transformers knows, and what llama.cpp calls them.
-const SPECIAL: [(&str, &str); 4] =
-    [("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")];
-/// Tokens that end an answer.
+/// Special tokens that transformers knows, their ids in config.json, and what llama.cpp calls them.
+const SPECIAL: [(&str, &str, &str); 4] = [
+    ("bos_token", "bos_token_id", "bos"),
+    ("eos_token", "eos_token_id", "eos"),
+    ("unk_token", "unk_token_id", "unknown"),
+    ("pad_token", "pad_token_id", "padding"),
+];
+/// Tokens that end an answer, by what the metadata say.
 const ENDS: [&str; 3] = ["eos", "eot", "eom"];
+/// Tokens that llama.cpp ends answers at whatever the metadata say, where they are special (`llama-vocab.cpp`).
+const END_TEXTS: [&str; 9] = [
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<|eot|>",
+];
 const TEMPLATE: &str = "tokenizer.chat_template";
 
 /// The tokenizer's two files, and the ids of its special tokens.
@@ -23,6 +39,8 @@ pub(crate) struct Vocabulary {
     pub size: usize,
     /// Ids that end an answer.
     pub ends: Vec<u64>,
+    /// Ids of special tokens but for the ends, by config.json's keys.
+    pub special: Vec<(&'static str, u64)>,
 }
 
 impl Vocabulary {
@@ -98,9 +116,11 @@ impl Vocabulary {
         let mut config = Map::new();
         config.insert("tokenizer_class".into(), json!("PreTrainedTokenizerFast"));
         config.insert("clean_up_tokenization_spaces".into(), json!(false));
-        for (name, what) in SPECIAL {
+        let mut special = vec![];
+        for (name, key, what) in SPECIAL {
             if let Some(id) = id(what)? {
                 config.insert(name.into(), json!(tokens[id as usize]));
+                special.extend((what != "eos").then_some((key, id)));
             }
         }
         config.insert("chat_template".into(), templates(file)?);
@@ -109,7 +129,16 @@ impl Vocabulary {
             let end = id(what)?.filter(|id| !ends.contains(id));
             ends.extend(end);
         }
-        Ok(Self { tokenizer, config: Json::Object(config), size: tokens.len(), ends })
+        let by_text = tokens
+            .iter()
+            .zip(&kinds)
+            .enumerate()
+            .filter(|(_, (token, kind))| **kind == i64::from(CONTROL) && END_TEXTS.contains(token));
+        for (id, _) in by_text {
+            let end = Some(id as u64).filter(|id| !ends.contains(id));
+            ends.extend(end);
+        }
+        Ok(Self { tokenizer, config: Json::Object(config), size: tokens.len(), ends, special })
     }
 }
 

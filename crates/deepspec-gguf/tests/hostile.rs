@@ -1,4 +1,4 @@
-//! Damaged files: never a panic, never more memory than the file is long, and every refusal names the file and what of it is wrong.
+//! Damaged files: never a panic, and every refusal names the file and what of it is wrong.
 
 use std::fs;
 use std::path::Path;
@@ -127,6 +127,7 @@ fn what_cannot_be_read_is_named() {
         ("llama.block_count", Value::U32(4_000_000_000), "4000000000 layers in 11 tensors"),
         ("llama.expert_count", Value::U32(8), "8; such models are not read"),
         ("llama.feed_forward_length", text("x"), "a text; expected an integer"),
+        ("llama.rope.scale_linear", Value::F32(2.0), "2; expected rope.scaling"),
         ("split.count", Value::U32(2), "one part of several"),
         ("general.alignment", Value::U32(12), "no multiple of 8"),
     ] {

@@ -171,7 +171,7 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
     let path = dir.join("config.json");
     if !path.is_file() {
         let problem = if dir.is_dir() {
-            "the folder has no config.json; a model folder holds config.json and safetensors"
+            "the folder has no config.json; a model is a folder of config.json and safetensors, or a GGUF file, which is named itself"
         } else {
             "no such folder; models are read from local folders"
         };

@@ -46,11 +46,18 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
 /// # Errors
 /// If the folder cannot be read or holds no weights.
 pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
-    let mut paths: Vec<_> = fs::read_dir(dir)
+    let all: Vec<_> = fs::read_dir(dir)
         .map_err(FileError::at("reading", dir))?
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
-        .filter(|path| path.extension().is_some_and(|kind| kind == "safetensors" || kind == "gguf"))
         .collect();
+    let of = |kind: &str| -> Vec<_> {
+        all.iter().filter(|path| path.extension().is_some_and(|found| found == kind)).collect()
+    };
+    // A GGUF beside safetensors is not what is read.
+    let mut paths = of("safetensors");
+    if paths.is_empty() {
+        paths = of("gguf");
+    }
     paths.sort();
     if paths.is_empty() {
         return Err(ModelError::NotAModel {
@@ -61,7 +68,7 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
     let mut hasher = Hasher::default();
     for path in paths {
         let probe = || -> std::io::Result<Vec<u8>> {
-            let file = File::open(&path)?;
+            let file = File::open(path)?;
             let len = file.metadata()?.len();
             let mut bytes = len.to_le_bytes().to_vec();
             let (size, probes) = if len <= WHOLE { (len, 1) } else { (PROBE, PROBES) };
@@ -72,7 +79,7 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
             }
             Ok(bytes)
         };
-        let bytes = probe().map_err(FileError::at("reading", &path))?;
+        let bytes = probe().map_err(FileError::at("reading", path))?;
         hasher.part(path.file_name().unwrap_or_default().as_encoded_bytes()).part(&bytes);
     }
     Ok(hasher.hex())

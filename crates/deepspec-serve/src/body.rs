@@ -32,6 +32,8 @@ pub struct ChatRequest {
     pub stream: bool,
     /// Sends the token counts behind the last piece.
     pub include_usage: bool,
+    /// Sends the ids of prompt and answer with a whole answer.
+    pub return_token_ids: bool,
 }
 
 /// The JSON object as sent. Unknown fields are ignored.
@@ -52,6 +54,7 @@ struct Body {
     chat_template_kwargs: Option<Map<String, Value>>,
     tools: Option<Vec<Value>>,
     ignore_eos: Option<bool>,
+    return_token_ids: Option<bool>,
     n: Option<u64>,
     logprobs: Option<bool>,
     presence_penalty: Option<f64>,
@@ -98,6 +101,7 @@ pub fn parse(bytes: &[u8], served: &str, fresh_seed: u64) -> Result<ChatRequest,
         tools: body.tools.unwrap_or_default(),
         template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         ignore_eos: body.ignore_eos.unwrap_or(false),
+        return_token_ids: body.return_token_ids.unwrap_or(false),
         stream: body.stream.unwrap_or(false),
         include_usage: body.stream_options.and_then(|options| options.include_usage).unwrap_or(false),
     })

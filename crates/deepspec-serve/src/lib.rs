@@ -71,12 +71,12 @@ impl ChatModel {
         let stop_ids: Arc<[i64]> = if request.ignore_eos { Arc::new([]) } else { Arc::clone(&self.stop_ids) };
         let news = self.engine.submit(Request {
             id: REQUEST_ID.into(),
-            prompt,
+            prompt: prompt.clone(),
             sampling: request.sampling,
             max_new_tokens: request.max_tokens.map_or(room, |limit| limit.min(room)),
             stop_ids: stop_ids.to_vec(),
         });
-        Ok(Reply::new(news, self.tokenizer.stream(&text), &text, length, stop_ids, &request.stop))
+        Ok(Reply::new(news, self.tokenizer.stream(&text), &text, prompt, stop_ids, &request.stop))
     }
 
     /// What the engine is doing.

@@ -36,7 +36,8 @@ pub struct Reply {
     stops: StopFinder,
     thoughts: ThoughtSplitter,
     stop_ids: Arc<[i64]>,
-    usage: Usage,
+    prompt: Vec<i64>,
+    generated: Vec<i64>,
     finish: Option<Finish>,
 }
 
@@ -44,8 +45,8 @@ impl Reply {
     pub(super) fn new(
         news: UnboundedReceiver<Update>,
         tokens: TokenStream,
-        prompt: &str,
-        prompt_tokens: usize,
+        text: &str,
+        prompt: Vec<i64>,
         stop_ids: Arc<[i64]>,
         stops: &[String],
     ) -> Self {
@@ -53,9 +54,10 @@ impl Reply {
             news,
             tokens: Some(tokens),
             stops: StopFinder::new(stops),
-            thoughts: ThoughtSplitter::after(prompt),
+            thoughts: ThoughtSplitter::after(text),
             stop_ids,
-            usage: Usage { prompt: prompt_tokens, completion: 0 },
+            prompt,
+            generated: vec![],
             finish: None,
         }
     }
@@ -98,14 +100,24 @@ impl Reply {
 
     /// Tokens so far.
     pub fn usage(&self) -> Usage {
-        self.usage
+        Usage { prompt: self.prompt.len(), completion: self.generated.len() }
+    }
+
+    /// The tokens of the rendered conversation.
+    pub fn prompt_token_ids(&self) -> &[i64] {
+        &self.prompt
+    }
+
+    /// The tokens generated so far, an end-of-turn token included.
+    pub fn token_ids(&self) -> &[i64] {
+        &self.generated
     }
 
     /// Takes tokens one by one, so that the result does not depend on how many came at once.
     fn take(&mut self, tokens: &[i64]) -> Result<Delta, ChatError> {
         let mut delta = Delta::default();
         for token in tokens {
-            self.usage.completion += 1;
+            self.generated.push(*token);
             if self.stop_ids.contains(token) {
                 continue;
             }

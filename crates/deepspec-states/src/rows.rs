@@ -8,7 +8,7 @@ use deepspec_cache::PlannedSample;
 use deepspec_core::digest;
 use deepspec_core::jsonl::{self, Line};
 use deepspec_core::row;
-use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, supervise};
+use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, Served, supervise};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
@@ -49,6 +49,10 @@ pub struct Report {
     pub tokens: u64,
     /// Supervised tokens of the kept rows.
     pub supervised_tokens: u64,
+    /// Kept rows whose tokens are those that a server generated.
+    pub served: usize,
+    /// Of these, the ones whose text comes apart into other tokens.
+    pub served_otherwise: usize,
 }
 
 /// What became of the rows, as a sum.
@@ -59,7 +63,15 @@ impl fmt::Display for Report {
             f,
             "{read} rows = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
             self.rejected()
-        )
+        )?;
+        match self.served {
+            0 => Ok(()),
+            served => write!(
+                f,
+                "; {served} keep the tokens that were served, in {} of them other ones than their text's",
+                self.served_otherwise
+            ),
+        }
     }
 }
 
@@ -76,9 +88,11 @@ impl Report {
             Outcome::Failed => self.failed += 1,
             Outcome::TooShort => self.too_short += 1,
             Outcome::Bad(reason) => self.rejected.push(Rejected { file: file.to_path_buf(), line, reason }),
-            Outcome::Kept { sample, cut } => {
+            Outcome::Kept { sample, cut, served } => {
                 self.kept += 1;
                 self.cut += usize::from(cut);
+                self.served += usize::from(served != Served::Unknown);
+                self.served_otherwise += usize::from(served == Served::Otherwise);
                 self.tokens += u64::from(sample.length());
                 self.supervised_tokens += u64::from(sample.supervised());
                 return Some(sample);
@@ -147,7 +161,7 @@ enum Parsed {
 
 /// What a row gave.
 enum Outcome {
-    Kept { sample: PlannedSample, cut: bool },
+    Kept { sample: PlannedSample, cut: bool, served: Served },
     Failed,
     TooShort,
     Bad(String),
@@ -190,6 +204,7 @@ fn sample(row: Parsed, source: &TargetBundle) -> Outcome {
         Ok(found) if found.supervised_count() < MIN_SUPERVISED_TOKENS => Outcome::TooShort,
         Ok(found) => Outcome::Kept {
             cut: found.untruncated_len > found.input_ids.len(),
+            served: found.served,
             sample: PlannedSample {
                 id,
                 spans: found.spans(),

@@ -100,6 +100,10 @@ struct Rows {
     cut: usize,
     tokens: u64,
     supervised_tokens: u64,
+    #[serde(default)]
+    served: usize,
+    #[serde(default)]
+    served_otherwise: usize,
     /// File, line and reason of the first unusable lines.
     named: Vec<(usize, usize, String)>,
 }
@@ -227,6 +231,8 @@ impl Rows {
             cut: report.cut,
             tokens: report.tokens,
             supervised_tokens: report.supervised_tokens,
+            served: report.served,
+            served_otherwise: report.served_otherwise,
             named: named.collect(),
         }
     }
@@ -248,6 +254,8 @@ impl Rows {
             cut: self.cut,
             tokens: self.tokens,
             supervised_tokens: self.supervised_tokens,
+            served: self.served,
+            served_otherwise: self.served_otherwise,
         }
     }
 }

@@ -7,8 +7,14 @@ use serde_json::{Map, Value};
 
 use crate::message::{Message, Role, RowError, check_starts_with_user, conversation};
 
-/// Why an answer ended, as `regenerate` notes it on a message. It is not for the template's eyes.
+/// Why an answer ended, as `regenerate` notes it on a message.
 const FINISH_REASON: &str = "finish_reason";
+/// The tokens that an answer was served as, where the server told them.
+pub const TOKEN_IDS: &str = "token_ids";
+/// The tokens of the prompt that it was given to; only of a conversation's last answer.
+pub const PROMPT_TOKEN_IDS: &str = "prompt_token_ids";
+/// What `regenerate` notes on messages. It is not for the template's eyes.
+const NOTES: [&str; 3] = [FINISH_REASON, TOKEN_IDS, PROMPT_TOKEN_IDS];
 
 /// What a chat template is given.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -73,7 +79,7 @@ impl Message {
 /// our own notes are gone.
 pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
     let ready = |message: &Message| {
-        !message.extra.contains_key(FINISH_REASON)
+        !NOTES.iter().any(|note| message.extra.contains_key(*note))
             && message.tool_calls().iter().all(|call| arguments(call).is_none())
     };
     if messages.iter().all(ready) {
@@ -81,7 +87,7 @@ pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
     }
     let mut messages = messages.to_vec();
     for message in &mut messages {
-        message.extra.shift_remove(FINISH_REASON);
+        NOTES.iter().for_each(|note| drop(message.extra.shift_remove(*note)));
         if let Some(Value::Array(calls)) = message.extra.get_mut("tool_calls") {
             for call in calls {
                 if let Some(parsed) = arguments(call) {
@@ -132,6 +138,7 @@ mod tests {
         let message = |value: Value| Message::try_from(value).unwrap();
         let mut noted = call(json!("{\"b\": 1, \"a\": [2]}"));
         noted["finish_reason"] = json!("length");
+        noted["token_ids"] = json!([1, 2]);
         let noted = [message(noted)];
         assert!(noted[0].was_cut());
         let seen = for_template(&noted);

@@ -9,6 +9,16 @@ use crate::message::RowError;
 /// A tokenizer, template or conversation that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
+    /// Ids beside an answer that are none.
+    #[error(
+        "`{name}` of the last answer: {found}; expected ids of the tokenizer. Were these answers made by another model?"
+    )]
+    ServedIds {
+        /// The field.
+        name: &'static str,
+        /// What it holds.
+        found: String,
+    },
     /// A file of the tokenizer cannot be read.
     #[error(transparent)]
     File(#[from] FileError),

@@ -6,6 +6,7 @@
 mod check;
 mod conversation;
 mod error;
+mod exact;
 mod generation;
 mod json;
 mod marks;
@@ -21,9 +22,9 @@ mod thoughts;
 mod tokenizer;
 
 pub use check::check;
-pub use conversation::Conversation;
+pub use conversation::{Conversation, PROMPT_TOKEN_IDS, TOKEN_IDS};
 pub use error::TextError;
-pub use mask::{MIN_SUPERVISED_TOKENS, Supervised, supervise};
+pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
 pub use message::{Message, MessageError, Role, RowError, check_starts_with_user, conversation};
 pub use problem::{Checked, Problem};
 pub use prompt::{generation_prompt, served_prompt};

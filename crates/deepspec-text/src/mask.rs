@@ -23,6 +23,20 @@ pub struct Supervised {
     pub loss_mask: Vec<bool>,
     /// How many ids there were before the cut.
     pub untruncated_len: usize,
+    /// Whether these are the ids that were served.
+    pub served: Served,
+}
+
+/// Whether ids are those that a server generated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Served {
+    /// The row does not keep them; these are its text's.
+    #[default]
+    Unknown,
+    /// They are, and its text's are the same.
+    Alike,
+    /// They are, and its text comes apart otherwise.
+    Otherwise,
 }
 
 impl Supervised {
@@ -46,7 +60,8 @@ impl Supervised {
     }
 }
 
-/// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens.
+/// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens. Where its last answer keeps the ids that were served, they
+/// take the place of its text's.
 ///
 /// An answer that was cut at the limit of tokens is supervised up to its last word: the model never said the mark that
 /// the template puts behind it. (The reference supervises the mark, on rows that do not say how an answer ended.)
@@ -63,7 +78,7 @@ pub fn supervise(
     check_starts_with_user(&conversation.messages)?;
     let messages = template.complete(&conversation.messages);
     let options = RenderOptions { tools: conversation.tools.clone(), ..RenderOptions::default() };
-    match &template.rule {
+    let supervised = match &template.rule {
         MaskRule::Marks(marks) => {
             if marks.assistant_header.is_empty() || marks.end_of_turn.is_empty() {
                 return Err(TextError::EmptyMark { name: template.name.clone() });
@@ -78,7 +93,8 @@ pub fn supervise(
             end_at_last_words(&text, &mut places, &conversation.messages, "");
             by_offsets(tokenizer, text, places, max_length)
         }
-    }
+    }?;
+    supervised.with_served_ids(tokenizer, template, conversation, max_length)
 }
 
 /// Takes from the places of cut answers what the model did not say.
@@ -148,7 +164,7 @@ fn by_prefixes(
         // Merging may leave fewer tokens up to the end than up to the start: then nothing is supervised.
         loss_mask[start..end.max(start)].fill(true);
     }
-    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len })
+    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
 }
 
 /// The mask as transformers makes it from a template's tags: from the first token that holds the first character to the
@@ -175,7 +191,7 @@ fn by_offsets(
         }
     }
     loss_mask.truncate(max_length);
-    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len })
+    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
 }
 
 #[cfg(test)]
@@ -186,7 +202,7 @@ mod tests {
     proptest! {
         #[test]
         fn spans_say_what_the_mask_says(loss_mask in prop::collection::vec(any::<bool>(), 0..60)) {
-            let supervised = Supervised { text: String::new(), places: vec![], input_ids: vec![], loss_mask: loss_mask.clone(), untruncated_len: 0 };
+            let supervised = Supervised { text: String::new(), places: vec![], input_ids: vec![], loss_mask: loss_mask.clone(), untruncated_len: 0, served: Served::Unknown };
             let spans = supervised.spans();
             let mut rebuilt = vec![false; loss_mask.len()];
             for &(start, end) in &spans { rebuilt[start as usize..end as usize].fill(true); }

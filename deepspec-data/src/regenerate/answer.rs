@@ -2,7 +2,7 @@
 
 use std::ops::AddAssign;
 
-use deepspec_text::{Message, Role, without_thoughts};
+use deepspec_text::{Message, PROMPT_TOKEN_IDS, Role, TOKEN_IDS, without_thoughts};
 use serde_json::{Map, Value, json};
 
 use super::settings::Reasoning;
@@ -36,6 +36,10 @@ pub struct Answer {
     pub finish: Option<String>,
     /// What it cost.
     pub tokens: Tokens,
+    /// The tokens that it was generated as, where the server tells.
+    pub token_ids: Option<Value>,
+    /// Those of what was asked, where the server tells.
+    pub prompt_token_ids: Option<Value>,
 }
 
 /// Why there is no answer.
@@ -56,6 +60,13 @@ impl Answer {
             completion: completion["usage"]["completion_tokens"].as_u64().unwrap_or(0),
         };
         let finish = completion["choices"][0]["finish_reason"].as_str().map(str::to_owned);
+        let ids = |place: &str| {
+            let ids = completion.pointer(place)?.as_array()?;
+            (!ids.is_empty() && ids.iter().all(Value::is_u64)).then(|| json!(ids))
+        };
+        // As vLLM and our own server say it; as llama.cpp does.
+        let token_ids = ids("/choices/0/token_ids").or_else(|| ids("/__verbose/tokens"));
+        let prompt_token_ids = ids("/prompt_token_ids");
         // Reading by index gives null for what is not there; taking out by index would panic.
         let message = completion.pointer_mut("/choices/0/message").ok_or("the answer has no choices")?.take();
         let thoughts = ["reasoning_content", "reasoning"].iter().find_map(|&field| message[field].as_str());
@@ -68,7 +79,7 @@ impl Answer {
             Value::Null if thoughts.is_some() || tool_calls.is_some() => String::new(),
             _ => return Err("the answer has no text"),
         };
-        Ok(Self { content, thoughts, tool_calls, finish, tokens })
+        Ok(Self { content, thoughts, tool_calls, finish, tokens, token_ids, prompt_token_ids })
     }
 
     /// The message that the conversation goes on with.
@@ -79,6 +90,11 @@ impl Answer {
         }
         if let Some(finish) = self.finish {
             extra.insert("finish_reason".into(), json!(finish));
+        }
+        // Where thoughts are left out of the row, the tokens that were served are not what is to be learnt.
+        if reasoning == Reasoning::Keep {
+            let ids = [(TOKEN_IDS, self.token_ids), (PROMPT_TOKEN_IDS, self.prompt_token_ids)];
+            extra.extend(ids.into_iter().filter_map(|(name, ids)| Some((name.to_string(), ids?))));
         }
         let content = match (reasoning, &self.thoughts) {
             // Only a server that does not part thoughts from text leaves them in it.
@@ -110,7 +126,8 @@ mod tests {
                 thoughts: Some("b".into()),
                 tool_calls: None,
                 finish: Some("stop".into()),
-                tokens: Tokens { prompt: 5, completion: 3 }
+                tokens: Tokens { prompt: 5, completion: 3 },
+                ..Answer::default()
             }
         );
         let thoughts = Answer::read(&completion(json!({"content": null, "reasoning_content": "b"}))).unwrap();

@@ -1,7 +1,7 @@
 //! Input rows: what is asked of each, and what comes out.
 
 use deepspec_core::row;
-use deepspec_text::{Conversation, Message, Role};
+use deepspec_text::{Conversation, Message, PROMPT_TOKEN_IDS, Role};
 use serde_json::{Map, Value, json};
 
 use super::answer::{AskError, Tokens};
@@ -90,6 +90,8 @@ impl Row {
                     tokens += answer.tokens;
                     truncated |= answer.finish.as_deref() == Some("length");
                     finish = answer.finish.clone();
+                    // Of prompts the last one holds the others.
+                    said.iter_mut().for_each(|message| drop(message.extra.shift_remove(PROMPT_TOKEN_IDS)));
                     said.push(answer.message(settings.reasoning));
                     turn += 1;
                     // Nothing is executed: what the row says next does not follow from a call that it did not record.

@@ -66,6 +66,9 @@ pub struct Settings {
     pub reasoning: Reasoning,
 }
 
+/// What asks for the tokens beside the text: the first one vLLM and our own server, the others llama.cpp.
+pub const TOKEN_ID_FIELDS: [&str; 3] = ["return_token_ids", "return_tokens", "verbose"];
+
 /// Which answer of which row a request is for.
 pub struct Asked<'a> {
     /// The output row's id.
@@ -164,6 +167,7 @@ impl Settings {
             body.insert("seed".into(), json!(bits));
         }
         body.insert("messages".into(), wire::messages(messages));
+        body.extend(TOKEN_ID_FIELDS.map(|name| (name.to_string(), json!(true))));
         body
     }
 

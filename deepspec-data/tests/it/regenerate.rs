@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use deepspec_text::ChatTokenizer;
 use serde_json::{Value, json};
 
 use crate::process::{Ended, Row, Server, lines, rows, run, text, tiny};
@@ -66,6 +67,14 @@ fn prompts_and_unknown_fields_stay_and_answers_are_new() {
     assert_eq!((&row["status"], &row["lang"], row.get("error")), (&json!("success"), &json!("en"), None));
     assert_eq!(row["conversations"][1], json!({"role": "user", "content": "Hello?", "time": 1}));
     assert!(answers(row).iter().all(|answer| !answer.is_empty() && *answer != "to be replaced"), "{row:?}");
+    // The tokens that were served are kept; of prompts, the last one's.
+    let tokenizer = ChatTokenizer::load(Path::new(&tiny())).unwrap();
+    for (place, has_prompt) in [(2, false), (4, true)] {
+        let message = &row["conversations"][place];
+        assert_eq!(message.get("prompt_token_ids").is_some(), has_prompt, "{message}");
+        let ids: Vec<i64> = serde_json::from_value(message["token_ids"].clone()).unwrap();
+        assert_eq!(tokenizer.decode(&ids, true).unwrap().trim_start(), message["content"], "{message}");
+    }
     assert!(!dir.path().join("served_error.jsonl").exists());
     let record: Value =
         serde_json::from_slice(&fs::read(dir.path().join("served.jsonl.run.json")).unwrap()).unwrap();

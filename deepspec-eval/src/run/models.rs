@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::cli::Verbosity;
-use deepspec_core::{Tap, usage};
+use deepspec_core::{Tap, env, usage};
 use deepspec_decode::{Engine, EngineOptions, Proposer};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{
@@ -180,9 +180,9 @@ pub fn check_tokens(draft: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(
     Ok(())
 }
 
-/// The hub id behind a model's name, unless it is a folder.
+/// The hub id behind a model's name, unless it lies here.
 fn hub_id(name: &str) -> Option<String> {
-    (!Path::new(name).is_dir()).then(|| name.to_string())
+    (!env::expand_home(name).exists()).then(|| name.to_string())
 }
 
 /// What the results say about the target.

@@ -99,7 +99,8 @@ impl DraftDecoder {
             .filter(|(_, drafter, target)| drafter != target)
             .map(|(what, drafter, target)| format!("{what} {target}, the drafter was trained for {drafter}"))
             .collect();
-        if model.family != target.family {
+        // Which families' layers go with it is for the target to say; what a kind of drafter makes of them, for its checkpoint.
+        if !target.has_drafters_of(model.family) {
             let (target, drafter) = (target.family, model.family);
             differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
         }

@@ -3,11 +3,16 @@
 use deepspec_core::cli::UsageError;
 use serde_json::{Map, Value, json};
 
-use crate::config::{FULL, SLIDING};
+use crate::config::{FULL, Family, SLIDING};
 use crate::nn::{AttentionSpec, LayerSpec};
 use crate::{ModelConfig, ModelError};
 
 impl ModelConfig {
+    /// Whether drafters with layers of `family` can be this target's: its own, or those that its drafters behind anchors have.
+    pub fn has_drafters_of(&self, family: Family) -> bool {
+        self.family == family || self.family.behind_anchors.is_some_and(|others| others == family)
+    }
+
     /// The decoder of a drafter behind anchors, as [`ModelConfig::draft_decoder`]. A family whose layers no engine runs there has those of
     /// another one, of the same sizes and rotary settings.
     ///
@@ -17,7 +22,14 @@ impl ModelConfig {
         let Some(family) = self.family.behind_anchors else { return self.draft_decoder(windows) };
         let qk_norm = family.decoder.qk_norm;
         let layers = self.layers.iter().map(|own| LayerSpec { qk_norm, ..own.clone() }).collect();
-        Self { family, layers, ..self.clone() }.draft_decoder(windows)
+        let mut decoder = Self { family, layers, ..self.clone() }.draft_decoder(windows)?;
+        // What one family's config may leave out another one's takes for something else.
+        if let Some(layer) = decoder.layers.first() {
+            let heads = layer.attention.heads;
+            decoder.raw.insert("head_dim".into(), json!(heads.dim));
+            decoder.raw.insert("num_key_value_heads".into(), json!(heads.key_value));
+        }
+        Ok(decoder)
     }
 
     /// The decoder of a drafter for this target, one layer per entry of `windows`: built like the target's layers that see

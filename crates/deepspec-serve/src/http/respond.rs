@@ -36,8 +36,8 @@ impl Heading {
     }
 }
 
-/// A finished answer.
-pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply) -> Value {
+/// A finished answer, with the ids of prompt and answer as vLLM names them if they are wanted.
+pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply, with_ids: bool) -> Value {
     let mut message = json!({"role": "assistant", "content": whole.content});
     if !whole.reasoning.is_empty() {
         message["reasoning_content"] = json!(whole.reasoning);
@@ -46,6 +46,10 @@ pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply) -> Value {
     let choice = json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish});
     let mut object = heading.object("chat.completion", json!([choice]));
     object["usage"] = usage(reply.usage());
+    if with_ids {
+        object["prompt_token_ids"] = json!(reply.prompt_token_ids());
+        object["choices"][0]["token_ids"] = json!(reply.token_ids());
+    }
     object
 }
 

@@ -169,5 +169,5 @@ async fn answer(app: &Arc<App>, request: Request) -> Result<Response, Response> 
         return Ok(respond::stream(heading, reply, place, request.include_usage));
     }
     let whole = reply.collect().await.map_err(refused)?;
-    Ok(Json(respond::completion(&heading, &whole, &reply)).into_response())
+    Ok(Json(respond::completion(&heading, &whole, &reply, request.return_token_ids)).into_response())
 }

@@ -5,10 +5,19 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use serde_json::{Map, Value};
 
 use super::super::overrides::THINKING;
+use super::super::settings::TOKEN_ID_FIELDS;
 use super::failure::{Class, Failure};
 
-/// Fields without which a server still answers the question that was asked, if with other luck.
-pub const SAMPLING: [&str; 4] = ["top_k", "min_p", "repetition_penalty", "seed"];
+/// Fields without which a server still answers the question that was asked, if with other luck, or without the answer's token ids.
+pub const OPTIONAL: [&str; 7] = [
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    TOKEN_ID_FIELDS[0],
+    TOKEN_ID_FIELDS[1],
+    TOKEN_ID_FIELDS[2],
+];
 
 /// What a refusal means for the fields of a request.
 #[derive(Debug, PartialEq, Eq)]
@@ -23,7 +32,7 @@ pub enum Refusal {
     Other,
 }
 
-/// A set of [`SAMPLING`] fields.
+/// A set of [`OPTIONAL`] fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Fields(u8);
 
@@ -35,7 +44,7 @@ impl Fields {
 
     fn those(mut wanted: impl FnMut(&str) -> bool) -> Self {
         let bit = |(place, name): (usize, &&str)| u8::from(wanted(name)) << place;
-        Self(SAMPLING.iter().enumerate().map(bit).sum())
+        Self(OPTIONAL.iter().enumerate().map(bit).sum())
     }
 
     /// Whether there are none.
@@ -49,7 +58,7 @@ impl Fields {
 
     /// Their names.
     pub fn names(self) -> Vec<&'static str> {
-        (0..SAMPLING.len()).filter(|place| self.0 & (1 << place) != 0).map(|place| SAMPLING[place]).collect()
+        (0..OPTIONAL.len()).filter(|place| self.0 & (1 << place) != 0).map(|place| OPTIONAL[place]).collect()
     }
 }
 
@@ -72,7 +81,7 @@ impl Extensions {
         Fields(self.dropped.load(Ordering::Relaxed))
     }
 
-    /// The request as this server gets it, with these fields of [`SAMPLING`] only.
+    /// The request as this server gets it, with these fields of [`OPTIONAL`] only.
     pub fn trim(body: &Map<String, Value>, sent: Fields) -> Vec<u8> {
         let unwanted = Fields::of(body).without(sent);
         if unwanted.is_empty() {

@@ -61,8 +61,8 @@ pub struct Args {
     /// System message of the evaluation that came out low
     #[arg(long, value_name = "TEXT")]
     system_prompt: Option<String>,
-    /// Also say what this engine, vllm, sglang or llama.cpp, would misread of the checkpoint as it is, and measure under the engine's rule:
-    /// the likeliest token is drafted
+    /// Also say what this engine, vllm, sglang or llama.cpp, would misread of the checkpoint as it is, and which accepted length to expect
+    /// there, where the likeliest token is drafted
     #[arg(long, value_name = "ENGINE")]
     engine: Option<Server>,
     /// Where the models run: auto, cpu, cuda or cuda:N
@@ -124,7 +124,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         None => None,
     };
     let mut report = examine(args, &target, &draft, place)?;
-    report.serving = serving;
+    if let Some(mut serving) = serving {
+        // A drafter that cannot draft for the target was not decoded with.
+        if report.accepted_length.is_some() {
+            serving.expected = Some(expected(args, &target, &draft, place)?);
+        }
+        report.serving = Some(serving);
+    }
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.render() };
     Ok(crate::output::print(&text)?)
 }
@@ -171,6 +177,17 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Re
     Ok(report)
 }
 
+/// The accepted length where the likeliest token is drafted, as engines do unless they are told otherwise.
+fn expected(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Result<f64> {
+    let _no_grad = tch::no_grad_guard();
+    let (config, tokenizer) = (ModelConfig::load(target)?, ChatTokenizer::load(target)?);
+    let stop_ids = deepspec_models::stop_ids(target, tokenizer.eos_token_id())?;
+    let prompts = Prompts { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
+    let mut engine =
+        decode::engine(target, draft, place, config.max_position_embeddings, DraftSampling::Greedy)?;
+    Ok(prompts.decode(&mut engine, args.manner())?.accepted_length().0)
+}
+
 /// Real decoding as the user asks, then in the other manners.
 fn decode_all(
     prompts: &Prompts,
@@ -181,9 +198,8 @@ fn decode_all(
 ) -> anyhow::Result<Vec<Asked>> {
     let own = args.manner();
     let manners = own.others();
-    // Engines draft the likeliest token unless they are told otherwise.
-    let rule = if args.engine.is_some() { DraftSampling::Greedy } else { DraftSampling::Probabilistic };
-    let mut engine = decode::engine(target, draft, place, prompts.config.max_position_embeddings, rule)?;
+    let context = prompts.config.max_position_embeddings;
+    let mut engine = decode::engine(target, draft, place, context, DraftSampling::Probabilistic)?;
     std::iter::once(own).chain(manners).map(|manner| prompts.decode(&mut engine, manner)).collect()
 }
 

@@ -157,6 +157,8 @@ pub struct Report {
 pub struct Serving {
     engine: Server,
     risks: Vec<Risk>,
+    /// The accepted length there, if nothing is misread.
+    pub expected: Option<f64>,
 }
 
 impl Serving {
@@ -167,17 +169,18 @@ impl Serving {
     pub fn examine(server: Server, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
         let checkpoint = Checkpoint::open(draft).map_err(super::super::report)?;
         let target = Target::open(target, name).map_err(super::super::report)?;
-        Ok(Self { engine: server, risks: risks(&checkpoint, server, &target) })
+        Ok(Self { engine: server, risks: risks(&checkpoint, server, &target), expected: None })
     }
 
-    fn render(&self, text: &mut String, expected: Option<f64>) {
+    fn render(&self, text: &mut String) {
         for Risk { about, told, cure } in &self.risks {
             let _ = writeln!(text, "{}: {about}: {told}\n  -> {cure}", self.engine);
         }
-        if let Some(expected) = expected {
+        if let Some(expected) = self.expected {
             let _ = writeln!(
                 text,
-                "{}: expect an accepted length of {expected:.2} on such prompts; much less means that something is misread",
+                "{}: expect an accepted length of {expected:.2} on such prompts at this temperature, where the likeliest token is \
+                 drafted; much less means that something is misread",
                 self.engine
             );
         }
@@ -286,7 +289,7 @@ impl Report {
         }
         let _ = writeln!(text, "advice: {}", self.advice);
         if let Some(serving) = &self.serving {
-            serving.render(&mut text, self.accepted_length);
+            serving.render(&mut text);
         }
         text
     }

@@ -1,0 +1,123 @@
+//! Training on the tokens that were served, where a row keeps them.
+//!
+//! Text that a target wrote need not come apart into the tokens that it generated: an answer that begins with a line break merges with the one
+//! before it in the template, and sampled tokens are not always those that a tokenizer would choose. What a drafter is asked for is
+//! the target's tokens, so they are taken over its text's.
+
+use deepspec_core::jsonl::kind_of;
+use serde_json::Value;
+
+use crate::conversation::{Conversation, PROMPT_TOKEN_IDS, TOKEN_IDS};
+use crate::error::TextError;
+use crate::mask::{Served, Supervised};
+use crate::message::{Message, Role};
+use crate::prompt::prompt_text;
+use crate::rules::{ChatTemplate, MaskRule};
+use crate::tokenizer::ChatTokenizer;
+
+/// What the last answer was asked with, and what it is.
+struct Exchange {
+    prompt: Vec<i64>,
+    answer: Vec<i64>,
+}
+
+impl Supervised {
+    /// The same conversation by the tokens that were served, as far as its last message keeps them. Earlier answers are in that message's prompt, as it was
+    /// tokenised there; they stay supervised where this is how their text comes apart.
+    ///
+    /// # Errors
+    /// If the ids are no ids, or the template refuses the conversation.
+    pub(crate) fn with_served_ids(
+        self,
+        tokenizer: &ChatTokenizer,
+        template: &ChatTemplate,
+        conversation: &Conversation,
+        max_length: usize,
+    ) -> Result<Self, TextError> {
+        let Some(exchange) = exchange(tokenizer, template, conversation, &self.text)? else {
+            return Ok(self);
+        };
+        let Exchange { prompt, answer } = exchange;
+        let border = prompt.len();
+        let mut ids = prompt;
+        ids.extend(answer);
+        let untruncated_len = ids.len();
+        ids.truncate(max_length);
+        // Behind the answer the template may write more.
+        let same = ids.iter().zip(&self.input_ids).take_while(|(a, b)| a == b).count();
+        if same == ids.len() {
+            return Ok(Self { served: Served::Alike, ..self });
+        }
+        let mask = |place: usize| place >= border || (place < same && self.loss_mask[place]);
+        let loss_mask = (0..ids.len()).map(mask).collect();
+        Ok(Self { input_ids: ids, loss_mask, untruncated_len, served: Served::Otherwise, ..self })
+    }
+}
+
+fn exchange(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    conversation: &Conversation,
+    text: &str,
+) -> Result<Option<Exchange>, TextError> {
+    let Some((last, before)) = conversation.messages.split_last() else { return Ok(None) };
+    if last.role != Role::Assistant {
+        return Ok(None);
+    }
+    let Some(mut answer) = ids(tokenizer, last, TOKEN_IDS)? else { return Ok(None) };
+    let prompt = match ids(tokenizer, last, PROMPT_TOKEN_IDS)? {
+        Some(prompt) => Some(prompt),
+        None => prompt(tokenizer, template, conversation, before, &answer, text)?,
+    };
+    let Some(prompt) = prompt else { return Ok(None) };
+    // Some engines leave out the token that ends an answer.
+    let end = match &template.rule {
+        MaskRule::Marks(marks) => tokenizer.encode(&marks.end_of_turn)?.first().copied(),
+        MaskRule::Generation => tokenizer.eos_token_id(),
+    };
+    if !last.was_cut() && answer.last().copied() != end {
+        answer.extend(end);
+    }
+    Ok(Some(Exchange { prompt, answer }))
+}
+
+/// The prompt of an answer whose server did not tell it: of those that the template writes with and without thinking, the one that the training text
+/// goes on from as the answer does.
+fn prompt(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    conversation: &Conversation,
+    before: &[Message],
+    answer: &[i64],
+    text: &str,
+) -> Result<Option<Vec<i64>>, TextError> {
+    let said = tokenizer.decode(answer, true)?;
+    let messages = template.complete(before);
+    for thinking in [None, Some(false), Some(true)] {
+        let prompt = prompt_text(tokenizer, &messages, conversation.tools.as_ref(), thinking)?;
+        let rest = text.strip_prefix(prompt.as_str());
+        if rest.is_some_and(|rest| rest.trim_start().starts_with(said.trim())) {
+            return tokenizer.encode(&prompt).map(Some);
+        }
+    }
+    Ok(None)
+}
+
+/// The ids that a message keeps under this name.
+fn ids(
+    tokenizer: &ChatTokenizer,
+    message: &Message,
+    name: &'static str,
+) -> Result<Option<Vec<i64>>, TextError> {
+    let wrong = |found: String| TextError::ServedIds { name, found };
+    let list = match message.extra.get(name) {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(list)) => list,
+        Some(other) => return Err(wrong(kind_of(other).into())),
+    };
+    let vocab_size = tokenizer.vocab_size() as i64;
+    let id = |value: &Value| value.as_i64().filter(|id| (0..vocab_size).contains(id));
+    let ids = list.iter().map(|value| id(value).ok_or_else(|| wrong(value.to_string())));
+    let ids: Vec<i64> = ids.collect::<Result<_, _>>()?;
+    Ok((!ids.is_empty()).then_some(ids))
+}

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""The table that scripts/real.sh ends with, in Markdown.
+
+usage: table.py OUTPUT_DIR DRAFTER...
+
+Reads eval-DRAFTER/results.json, llama-DRAFTER.jsonl and llama-plain.jsonl of OUTPUT_DIR, and vllm-*.jsonl where they are.
+"""
+
+import json
+import os
+import random
+import sys
+
+folder, *drafters = sys.argv[1:]
+RESAMPLES = 2000
+
+
+def rows(name):
+    path = os.path.join(folder, name + ".jsonl")
+    if not os.path.exists(path):
+        return None
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def length(samples):
+    """Accepted length: tokens behind the first one by cycles."""
+    cycles = sum(row["cycles"] for row in samples)
+    return (sum(row["tokens"] for row in samples) - len(samples)) / cycles if cycles else None
+
+
+def interval(samples):
+    """95 % of what resamples of the prompts give."""
+    dice = random.Random(1)
+    with_cycles = [row for row in samples if row["cycles"]]
+    found = sorted(length(dice.choices(with_cycles, k=len(with_cycles))) for _ in range(RESAMPLES)) if with_cycles else [0]
+    return found[len(found) // 40], found[-len(found) // 40 - 1]
+
+
+def cell(value, between):
+    return "–" if value is None else f"{value:.2f} ({between[0]:.2f} … {between[1]:.2f})"
+
+
+results = {}
+for drafter in drafters:
+    with open(os.path.join(folder, f"eval-{drafter}", "results.json")) as file:
+        results[drafter] = json.load(file)
+engines = [engine for engine in ("llama", "vllm") if any(rows(f"{engine}-{drafter}") for drafter in drafters)]
+titles = {"llama": "llama.cpp", "vllm": "vLLM"}
+header = ["suite", "prompts"]
+for drafter in drafters:
+    header += [f"{drafter}, here"] + [f"{drafter}, {titles[engine]}" for engine in engines]
+print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+means = {}
+first = results[drafters[0]]["suites"]
+for place, suite in enumerate(first):
+    cells = [suite["name"], str(suite["counts"]["samples"])]
+    for drafter in drafters:
+        metrics = results[drafter]["suites"][place]["metrics"]
+        cells.append(cell(metrics["accepted_length"], metrics["accepted_length_interval"]))
+        means.setdefault((drafter, "here"), []).append(metrics["accepted_length"])
+        for engine in engines:
+            samples = [row for row in rows(f"{engine}-{drafter}") or [] if row["suite"] == suite["name"]]
+            found = length(samples) if samples else None
+            cells.append(cell(found, interval(samples) if samples else None))
+            means.setdefault((drafter, engine), []).append(found)
+    print("| " + " | ".join(cells) + " |")
+mean = lambda values: f"{sum(values) / len(values):.2f}" if values and None not in values else "–"
+cells = ["mean", ""]
+for drafter in drafters:
+    cells += [mean(means[drafter, "here"])] + [mean(means[drafter, engine]) for engine in engines]
+print("| " + " | ".join(cells) + " |\n")
+
+print("| tokens/s of one request | plain | " + " | ".join(drafters) + " |\n|---|---|" + "---|" * len(drafters))
+for engine in engines:
+    speeds = []
+    for name in ["plain", *drafters]:
+        samples = rows(f"{engine}-{name}")
+        speeds.append(sum(row["decoded"] for row in samples) / sum(row["ms"] for row in samples) * 1000 if samples else None)
+    print(f"| {titles[engine]} | " + " | ".join("–" if speed is None else f"{speed:.1f}" for speed in speeds) + " |")
+print()
+for engine in engines:
+    for drafter in drafters:
+        samples = rows(f"{engine}-{drafter}")
+        if samples:
+            same = sum(row["same"] for row in samples)
+            print(f"{titles[engine]}, {drafter}: {same} of {len(samples)} answers are those of the evaluation, token for token.")
