@@ -59,6 +59,9 @@ if [ -z "${DEEPSPEC_SPECULATORS_PYTHON:-}" ]; then
 fi
 export DEEPSPEC_SPECULATORS_PYTHON
 
+found=$(scripts/tokenizers.sh)
+eval "$found"
+
 if [ -n "$engines" ]; then
     found=$(scripts/engines.sh)
     eval "$found"

