@@ -17,6 +17,7 @@ use common::training::smoke;
 use common::{deepspec_eval, repository, run_ok, target_dir, traces};
 use deepspec_models::save;
 use deepspec_testkit::skip::{Kind as Skipped, skip};
+use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 use tempfile::TempDir;
@@ -89,14 +90,20 @@ impl Llama {
 
     /// The likeliest answer to a prompt, its tokens, and its cycles.
     fn answer(&self, prompt: &str) -> (String, Vec<i64>, usize) {
+        self.sampled(prompt, json!({"temperature": 0}))
+    }
+
+    /// An answer by these settings.
+    fn sampled(&self, prompt: &str, settings: Value) -> (String, Vec<i64>, usize) {
         let messages = json!({
             "messages": [{"role": "user", "content": prompt}], "chat_template_kwargs": {"enable_thinking": false},
         });
         let rendered = self.post("/apply-template", &messages)["prompt"].clone();
         let before = self.drafts();
-        let asked = json!({
-            "prompt": rendered, "n_predict": ANSWER, "temperature": 0, "return_tokens": true, "cache_prompt": false,
+        let mut asked = json!({
+            "prompt": rendered, "n_predict": ANSWER, "return_tokens": true, "cache_prompt": false,
         });
+        asked.as_object_mut().unwrap().extend(settings.as_object().unwrap().clone());
         let answer = self.post("/completion", &asked);
         let tokens = answer["tokens"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect();
         (answer["content"].as_str().unwrap().to_string(), tokens, self.drafts() - before)
@@ -150,11 +157,9 @@ fn ours(drafter: &Path, dir: &Path) -> BTreeMap<(String, String), (Vec<i64>, usi
     outputs.lines().map(of).collect()
 }
 
-/// Converts the drafter, has llama.cpp serve it as the conversion says, and compares answers and cycles, of which as many samples may
-/// differ as two programs' float32 sums differ about two candidates that are all but equal.
-fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
-    let root = tempfile::tempdir().unwrap();
-    let [target, out] = ["target.gguf", "gguf"].map(|name| root.path().join(name));
+/// Converts the drafter and has llama.cpp serve it as the conversion says.
+fn served(server: &Path, drafter: &Path, root: &Path) -> Llama {
+    let [target, out] = ["target.gguf", "gguf"].map(|name| root.join(name));
     target_gguf(&target);
     let told = deepspec_eval(&[
         "checkpoint",
@@ -174,8 +179,14 @@ fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
     // Served by the very flags that it names.
     let flags: Vec<&str> = told.split_whitespace().skip_while(|word| *word != "--model-draft").collect();
     assert!(flags.len() >= 6, "{told}");
-    let llama = Llama::start(server, &[&["--model", target.to_str().unwrap()], &flags[..6]].concat());
+    Llama::start(server, &[&["--model", target.to_str().unwrap()], &flags[..6]].concat())
+}
 
+/// Compares answers and cycles, of which as many samples may differ as two programs' float32 sums differ about two candidates that are all but
+/// equal.
+fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
+    let root = tempfile::tempdir().unwrap();
+    let llama = served(server, drafter, root.path());
     let ours = ours(drafter, &root.path().join("run"));
     let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
     for (key, prompt) in prompts() {
@@ -219,4 +230,96 @@ fn llama_cpp_runs_dflash_2_cycle_by_cycle() {
     // llama.cpp lays k (k + 1) scores into a hidden state, of 192 values here.
     let fewer = edited("tiny-dflash2", |config, _| config["selector_top_k"] = json!(12));
     agrees(&server, fewer.path(), 1);
+}
+
+/// Tokens per cycle of samples `(tokens, cycles)`, and its standard error.
+fn ratio(samples: &[(f64, f64)]) -> (f64, f64) {
+    let (tokens, cycles): (f64, f64) =
+        samples.iter().fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+    let ratio = tokens / cycles;
+    let spread: f64 = samples.iter().map(|(tokens, cycles)| (tokens - ratio * cycles).powi(2)).sum();
+    (ratio, spread.sqrt() / cycles)
+}
+
+/// At temperature 1 llama.cpp's rule is the one of `--draft-sampling greedy`.
+#[test]
+fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
+    let Some(server) = llama_server() else { return };
+    let (root, drafter) = (tempfile::tempdir().unwrap(), repository("assets/tiny-dspark"));
+    let llama = served(&server, &drafter, root.path());
+    let plain = json!({"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "samplers": ["temperature"]});
+    let mut theirs = vec![];
+    for prompt in prompts().values() {
+        let mut sum = (0.0, 0.0);
+        for seed in 1..=3 {
+            let mut settings = plain.clone();
+            settings["seed"] = json!(seed);
+            let (_, ids, cycles) = llama.sampled(prompt, settings);
+            sum = (sum.0 + ids.len() as f64, sum.1 + cycles as f64);
+        }
+        theirs.push(sum);
+    }
+    let ours = |rule: &str| {
+        let (limit, most) = (LIMIT.to_string(), ANSWER.to_string());
+        let mut args =
+            vec!["--limit", &limit, "--max-new-tokens", &most, "--temperature", "1", "--no-baseline"];
+        args.extend(["--seed", "1,2,3", "--draft-sampling", rule]);
+        let suites = smoke();
+        args.extend(suites.iter().flat_map(|suite| ["--suite", suite.as_str()]));
+        let dir = root.path().join(rule);
+        let table = run_ok(drafter.to_str().unwrap(), &dir, &args);
+        assert_eq!(table.contains("Drafted tokens are the likeliest"), rule == "greedy", "{table}");
+        // A prompt's answers together: they resemble each other.
+        let mut samples: BTreeMap<(String, String), (f64, f64)> = BTreeMap::new();
+        for row in traces(&dir.join("traces.parquet")) {
+            samples.entry((row.suite, row.sample)).or_default().1 += 1.0;
+        }
+        for line in fs::read_to_string(dir.join("outputs.jsonl")).unwrap().lines() {
+            let row: Value = serde_json::from_str(line).unwrap();
+            let text = |key: &str| row[key].as_str().unwrap().to_string();
+            let end = f64::from(u8::from(row["finish"] == "stop"));
+            samples.entry((text("suite"), text("id"))).or_default().0 +=
+                row["tokens"].as_f64().unwrap() - end;
+        }
+        let samples: Vec<(f64, f64)> = samples.into_values().collect();
+        ratio(&samples)
+    };
+    let (there, error) = ratio(&theirs);
+    let (greedy, drawn) = (ours("greedy"), ours("probabilistic"));
+    let apart = |(here, own): (f64, f64)| (here - there).abs() / error.hypot(own);
+    assert!(apart(greedy) < 3.0, "{there} ± {error} there, {greedy:?} by greedy drafts");
+    eprintln!("llama.cpp {there:.3} ± {error:.3}, greedy {greedy:.3?}, probabilistic {drawn:.3?}");
+}
+
+/// The tokenizer and the template of a real model's GGUF are read as llama.cpp reads them.
+#[test]
+fn llama_cpp_tokenises_a_real_model_as_here() {
+    let Some(server) = llama_server() else { return };
+    let Some(folder) = env::var_os("DEEPSPEC_TOKENIZERS").map(PathBuf::from) else {
+        return skip(
+            Skipped::Absent,
+            "DEEPSPEC_TOKENIZERS names no folder: scripts/test.sh fetches it with npm",
+        );
+    };
+    let (root, file) = (tempfile::tempdir().unwrap(), folder.join("smollm2.gguf"));
+    let tokenizer = ChatTokenizer::load(&deepspec_gguf::unpack(&file, root.path()).unwrap()).unwrap();
+    let llama = Llama::start(&server, &["--model", file.to_str().unwrap()]);
+    let texts = [
+        "What is 12345 + 678.90?",
+        "def f(x):\n    return x ** 2  # squared\n\n\n",
+        " it's we'LL they'd\tI'M  a   b ",
+        "你好，世界。こんにちは 안녕하세요 مرحبا",
+        "👩‍👩‍👧‍👦 🙂 é e\u{301} ﬁ \u{a0}\u{200b}",
+        "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><|im_end",
+    ];
+    for text in texts.into_iter().chain(prompts().values().map(String::as_str)) {
+        let found =
+            llama.post("/tokenize", &json!({"content": text, "add_special": false, "parse_special": true}));
+        let found: Vec<i64> = serde_json::from_value(found["tokens"].clone()).unwrap();
+        assert_eq!(tokenizer.encode(text).unwrap(), found, "{text:?}");
+        let asked = json!({"messages": [{"role": "user", "content": text}]});
+        let rendered = llama.post("/apply-template", &asked)["prompt"].as_str().unwrap().to_string();
+        let prompt = generation_prompt(&tokenizer, &[Message::new(Role::User, text)], None, None).unwrap();
+        assert_eq!(tokenizer.decode(&prompt, false).unwrap(), rendered);
+    }
 }
