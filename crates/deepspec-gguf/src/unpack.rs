@@ -1,9 +1,10 @@
 //! The folder of a model in a GGUF: small files written anew, and a link to the weights.
 
+use std::collections::hash_map::RandomState;
 use std::fs;
+use std::hash::{BuildHasher, Hasher as _};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process;
 use std::time::UNIX_EPOCH;
 
 use deepspec_core::atomic;
@@ -15,7 +16,7 @@ use crate::{GgufError, Model};
 /// What the folder calls the weights.
 pub const LINK: &str = "model.gguf";
 /// Changes when what is written does.
-const FORM: &[u8] = b"1";
+const FORM: &[u8] = b"2";
 
 /// The folder of the model in `path`, made under `cache` unless it is there: config.json, generation_config.json, tokenizer.json,
 /// tokenizer_config.json, and [`LINK`]. A file that has changed gets another folder.
@@ -42,8 +43,8 @@ pub fn unpack(path: &Path, cache: &Path) -> Result<PathBuf, GgufError> {
         |error: std::io::Error| GgufError { path: dir.clone(), problem: format!("creating it: {error}") };
     let parent = cache.join("gguf");
     fs::create_dir_all(&parent).map_err(unwritable)?;
-    let partial = parent.join(format!(".{name}-{}-{}", &digest[..16], process::id()));
-    let _ = fs::remove_dir_all(&partial);
+    let unique = RandomState::new().build_hasher().finish();
+    let partial = parent.join(format!(".{name}-{unique:016x}"));
     let written = write(&model, &place, &partial).and_then(|()| match fs::rename(&partial, &dir) {
         Err(_) if dir.join(LINK).exists() => Ok(()),
         renamed => renamed.map_err(unwritable),

@@ -24,6 +24,7 @@ pub fn check(
     conversation: &Conversation,
     supervised: &Supervised,
 ) -> Result<Checked, TextError> {
+    let template = &*template.of(conversation);
     let mut checked = Checked::default();
     if supervised.supervised_count() == 0 {
         checked.problems.push(Problem::Empty { why: why_empty(template, conversation, supervised) });

@@ -43,6 +43,14 @@ impl Conversation {
     }
 }
 
+impl Conversation {
+    /// Whether its last message keeps the tokens that it was served as.
+    pub(crate) fn was_served(&self) -> bool {
+        let last = self.messages.last().filter(|last| last.role == Role::Assistant);
+        last.is_some_and(|last| last.extra.contains_key(TOKEN_IDS))
+    }
+}
+
 /// The tools of a row: an array, or its JSON text as columnar files keep it. An empty array is none.
 fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
     let parsed = match value {

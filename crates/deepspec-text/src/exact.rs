@@ -65,36 +65,46 @@ fn exchange(
         return Ok(None);
     }
     let Some(mut answer) = ids(tokenizer, last, TOKEN_IDS)? else { return Ok(None) };
+    if !reads_as(tokenizer, &answer, last)? {
+        return Ok(None);
+    }
     let prompt = match ids(tokenizer, last, PROMPT_TOKEN_IDS)? {
         Some(prompt) => Some(prompt),
-        None => prompt(tokenizer, template, conversation, before, &answer, text)?,
+        None => prompt(tokenizer, conversation, before, &answer, text)?,
     };
     let Some(prompt) = prompt else { return Ok(None) };
+    let question = before.iter().rfind(|message| message.role == Role::User);
+    if question.is_some_and(|question| !matches!(reads_as(tokenizer, &prompt, question), Ok(true))) {
+        return Ok(None);
+    }
     // Some engines leave out the token that ends an answer.
     let end = match &template.rule {
         MaskRule::Marks(marks) => tokenizer.encode(&marks.end_of_turn)?.first().copied(),
         MaskRule::Generation => tokenizer.eos_token_id(),
     };
-    if !last.was_cut() && answer.last().copied() != end {
+    if !last.was_cut() && !answer.last().is_some_and(|&last| tokenizer.is_special(last)) {
         answer.extend(end);
     }
     Ok(Some(Exchange { prompt, answer }))
+}
+
+/// Whether ids are those of a message's text: it may have been edited since, or be another model's.
+fn reads_as(tokenizer: &ChatTokenizer, ids: &[i64], message: &Message) -> Result<bool, TextError> {
+    Ok(tokenizer.decode(ids, true)?.contains(message.content.trim()))
 }
 
 /// The prompt of an answer whose server did not tell it: of those that the template writes with and without thinking, the one that the training text
 /// goes on from as the answer does.
 fn prompt(
     tokenizer: &ChatTokenizer,
-    template: &ChatTemplate,
     conversation: &Conversation,
     before: &[Message],
     answer: &[i64],
     text: &str,
 ) -> Result<Option<Vec<i64>>, TextError> {
     let said = tokenizer.decode(answer, true)?;
-    let messages = template.complete(before);
     for thinking in [None, Some(false), Some(true)] {
-        let prompt = prompt_text(tokenizer, &messages, conversation.tools.as_ref(), thinking)?;
+        let prompt = prompt_text(tokenizer, before, conversation.tools.as_ref(), thinking)?;
         let rest = text.strip_prefix(prompt.as_str());
         if rest.is_some_and(|rest| rest.trim_start().starts_with(said.trim())) {
             return tokenizer.encode(&prompt).map(Some);

@@ -76,6 +76,7 @@ pub fn supervise(
     max_length: usize,
 ) -> Result<Supervised, TextError> {
     check_starts_with_user(&conversation.messages)?;
+    let template = &*template.of(conversation);
     let messages = template.complete(&conversation.messages);
     let options = RenderOptions { tools: conversation.tools.clone(), ..RenderOptions::default() };
     let supervised = match &template.rule {

@@ -1,8 +1,11 @@
 //! Mask rules: how the assistant's words are found in a rendered conversation.
 
+use std::borrow::Cow;
+
 use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::{GENERATION, TemplateEntry};
 
+use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::message::{Message, Role};
 use crate::prompt::with_system;
@@ -120,6 +123,14 @@ impl ChatTemplate {
     /// The conversation with the default system message, unless it has one of its own.
     pub fn with_system(&self, conversation: &[Message]) -> Vec<Message> {
         with_system(conversation, self.default_system.as_deref())
+    }
+
+    /// The rules for this conversation: what was served opens as it was served, without a system message that its row does not have.
+    pub(crate) fn of(&self, conversation: &Conversation) -> Cow<'_, Self> {
+        match self.default_system.is_some() && conversation.was_served() {
+            true => Cow::Owned(Self { default_system: None, ..self.clone() }),
+            false => Cow::Borrowed(self),
+        }
     }
 
     /// The conversation with the default system message and the assistant's prefix.

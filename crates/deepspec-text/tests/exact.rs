@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_text::{
-    ChatTemplate, ChatTokenizer, Conversation, Message, Role, Served, Supervised, TextError, supervise,
+    ChatTemplate, ChatTokenizer, Conversation, Message, Role, Served, Supervised, TextError, check, supervise,
 };
 use serde_json::{Value, json};
 
@@ -66,9 +66,43 @@ fn tokens_that_the_text_has_otherwise_are_trained_as_served() {
         assert_eq!(served.untruncated_len, served.input_ids.len());
     }
     // An answer that was cut has no end, and a prompt that is another one is taken as told.
-    let fields = json!({"token_ids": spelled, "prompt_token_ids": [5, 6], "finish_reason": "length"});
+    let other = [vec![5, 6], prompt.clone()].concat();
+    let fields = json!({"token_ids": spelled, "prompt_token_ids": other, "finish_reason": "length"});
     let cut = trained(fields, "Two.").unwrap();
-    assert_eq!(cut.input_ids, [vec![5, 6], spelled].concat());
+    assert_eq!(cut.input_ids, [other, spelled].concat());
+}
+
+#[test]
+fn tokens_of_another_text_are_left_aside() {
+    let (tokenizer, prompt) = (tokenizer(), prompt());
+    let ids = |text: &str| tokenizer.encode(text).unwrap();
+    let plain = trained(json!({}), "Two.").unwrap();
+    for (answer, asked) in [(ids("Three."), prompt.clone()), (ids("Two."), ids("One?"))] {
+        let stale = trained(json!({"token_ids": answer, "prompt_token_ids": asked}), "Two.").unwrap();
+        assert_eq!(stale, plain);
+    }
+}
+
+/// What was served had no system message but its own, whatever the rules put before other rows.
+#[test]
+fn a_default_system_message_is_not_put_before_what_was_served() {
+    let (tokenizer, template) = (tokenizer(), ChatTemplate::named("qwen").unwrap());
+    assert!(template.default_system.is_some());
+    let prompt = prompt();
+    let answer = [tokenizer.encode("Two.").unwrap(), vec![end()]].concat();
+    let mut said = Message::new(Role::Assistant, "Two.");
+    said.extra.insert("token_ids".into(), json!(answer));
+    said.extra.insert("prompt_token_ids".into(), json!(prompt));
+    let messages = [(Role::User, "One?"), (Role::Assistant, "One."), (Role::User, "Two?")];
+    let mut messages: Vec<Message> =
+        messages.into_iter().map(|(role, text)| Message::new(role, text)).collect();
+    messages.push(said);
+    let conversation = Conversation::from(messages);
+    let served = supervise(&tokenizer, &template, &conversation, 512).unwrap();
+    assert_eq!(served.served, Served::Alike);
+    assert!(served.input_ids.starts_with(&prompt) && served.loss_mask[..prompt.len()].contains(&true));
+    let checked = check(&tokenizer, &template, &conversation, &served).unwrap();
+    assert!(checked.problems.is_empty(), "{:?}", checked.problems);
 }
 
 #[test]

@@ -13,6 +13,7 @@ use tokio::runtime::Builder;
 use super::inspection::Inspection;
 use super::row::{Outcome, examine};
 use super::settings::Settings;
+use crate::regenerate::wire;
 
 /// Rows whose prompts are compared: the first ones.
 const ROWS: usize = 64;
@@ -95,7 +96,7 @@ fn probes(files: &[PathBuf], settings: &Settings) -> anyhow::Result<Vec<Probe>> 
 /// The tokens of a prompt by the server; None where it cannot say how it renders.
 async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Result<Option<Vec<i64>>> {
     let url = format!("{base}/tokenize");
-    let mut body = json!({"messages": before.messages, "add_generation_prompt": true});
+    let mut body = json!({"messages": wire::messages(&before.messages), "add_generation_prompt": true});
     if let Some(tools) = &before.tools {
         body["tools"] = tools.clone();
     }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use deepspec_core::jsonl::{self, RawLine};
-use deepspec_text::{ChatTokenizer, Supervised, TextError};
+use deepspec_text::{ChatTokenizer, Served, Supervised, TextError};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -108,6 +108,9 @@ pub fn each(
 /// blanks which a tokenizer leaves out of its offsets are shown with the word behind them.
 fn segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Segment>, TextError> {
     let Supervised { text, loss_mask, input_ids, .. } = supervised;
+    if supervised.served == Served::Otherwise {
+        return served_segments(tokenizer, supervised);
+    }
     let offsets = tokenizer.encode_with_offsets(text)?.offsets;
     let (mut segments, mut at): (Vec<Segment>, usize) = (Vec::new(), 0);
     for ((&id, &supervised), &(_, end)) in input_ids.iter().zip(loss_mask).zip(&offsets) {
@@ -128,6 +131,25 @@ fn segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Se
         segments.push(Segment { text: text[at..].to_owned(), supervised: false, special: false, cut });
     }
     segments.retain(|segment| !segment.text.is_empty());
+    Ok(segments)
+}
+
+/// The same where the tokens are those that were served and not the text's: each run as it reads by itself.
+fn served_segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Segment>, TextError> {
+    let kinds: Vec<(bool, bool)> = supervised
+        .input_ids
+        .iter()
+        .zip(&supervised.loss_mask)
+        .map(|(&id, &supervised)| (supervised, tokenizer.is_special(id)))
+        .collect();
+    let (mut segments, mut at) = (vec![], 0);
+    for run in kinds.chunk_by(|a, b| a == b) {
+        let (supervised_here, special) = run[0];
+        let text = tokenizer.decode(&supervised.input_ids[at..at + run.len()], false)?;
+        segments.push(Segment { text, supervised: supervised_here, special, cut: false });
+        at += run.len();
+    }
+    segments.retain(|segment: &Segment| !segment.text.is_empty());
     Ok(segments)
 }
 

@@ -89,8 +89,8 @@ impl Embedded {
             tool_calls: None,
             finish: reply.finish().map(finish_name).map(str::to_owned),
             tokens: Tokens { prompt: usage.prompt as u64, completion: usage.completion as u64 },
-            token_ids: Some(json!(reply.token_ids())),
-            prompt_token_ids: Some(json!(reply.prompt_token_ids())),
+            token_ids: request.return_token_ids.then(|| json!(reply.token_ids())),
+            prompt_token_ids: request.return_token_ids.then(|| json!(reply.prompt_token_ids())),
         })
     }
 }

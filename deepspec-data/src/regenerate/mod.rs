@@ -11,7 +11,7 @@ mod reuse;
 mod rows;
 mod settings;
 mod store;
-mod wire;
+pub mod wire;
 mod work;
 
 use std::io::{self, Write};

@@ -167,7 +167,10 @@ impl Settings {
             body.insert("seed".into(), json!(bits));
         }
         body.insert("messages".into(), wire::messages(messages));
-        body.extend(TOKEN_ID_FIELDS.map(|name| (name.to_string(), json!(true))));
+        // Where a text ends an answer, its tokens say more than the answer does.
+        if !body.contains_key("stop") {
+            body.extend(TOKEN_ID_FIELDS.map(|name| (name.to_string(), json!(true))));
+        }
         body
     }
 

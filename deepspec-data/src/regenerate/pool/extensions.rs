@@ -52,7 +52,19 @@ impl Fields {
         self.0 == 0
     }
 
-    fn without(self, others: Self) -> Self {
+    /// These without [`TOKEN_ID_FIELDS`].
+    fn of_answers(self) -> Self {
+        self.without(Self::those(|name| TOKEN_ID_FIELDS.contains(&name)))
+    }
+
+    /// Which of these a refusal that names none may be about, in the order in which to try: what changes no answer first.
+    pub fn suspects(self) -> impl Iterator<Item = Self> {
+        let ids = self.without(self.of_answers());
+        [ids, self].into_iter().filter(|fields| !fields.is_empty()).take(if ids == self { 1 } else { 2 })
+    }
+
+    /// These without others.
+    pub fn without(self, others: Self) -> Self {
         Self(self.0 & !others.0)
     }
 
@@ -169,6 +181,17 @@ mod tests {
         // A field that was not sent is not what the refusal is about.
         let again = server.read(&refused("top_k"), &body, server.sent(&body));
         assert!(matches!(again, Refusal::Perhaps(_)));
+    }
+
+    #[test]
+    fn fields_that_change_no_answer_are_suspected_first() {
+        let mut body = body();
+        body.extend(TOKEN_ID_FIELDS.map(|name| (name.to_string(), json!(true))));
+        let names = |fields: Fields| fields.suspects().map(Fields::names).collect::<Vec<_>>();
+        let all = Fields::of(&body);
+        assert_eq!(names(all), [TOKEN_ID_FIELDS.to_vec(), all.names()]);
+        assert_eq!(names(all.of_answers()), [["top_k", "seed"]]);
+        assert_eq!(names(all.without(all.of_answers())), [TOKEN_ID_FIELDS]);
     }
 
     #[test]

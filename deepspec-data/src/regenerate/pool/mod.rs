@@ -233,16 +233,21 @@ impl Pool {
                     )));
                 }
                 Refusal::Of(fields) => self.drop_fields(server, fields, &failure),
-                Refusal::Perhaps(fields) => match self.ask_once(index, body, Fields::default()).await {
-                    Ok(answer) => {
-                        self.drop_fields(server, fields, &failure);
-                        return Ok(answer);
+                Refusal::Perhaps(fields) => {
+                    for suspected in fields.suspects() {
+                        match self.ask_once(index, body, sent.without(suspected)).await {
+                            Ok(answer) => {
+                                self.drop_fields(server, suspected, &failure);
+                                return Ok(answer);
+                            }
+                            // It is refused without them as well.
+                            Err(again) if again.class == Class::Refused => {}
+                            // Nothing was learned.
+                            Err(again) => return Err(Attempt::Failed(again)),
+                        }
                     }
-                    // It is refused without them as well.
-                    Err(again) if again.class == Class::Refused => return Err(Attempt::Failed(failure)),
-                    // Nothing was learned.
-                    Err(again) => return Err(Attempt::Failed(again)),
-                },
+                    return Err(Attempt::Failed(failure));
+                }
                 Refusal::Other => return Err(Attempt::Failed(failure)),
             }
         }
