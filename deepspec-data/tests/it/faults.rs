@@ -33,13 +33,18 @@ fn only_what_was_given_is_sent() {
     assert_eq!(regenerate(&input, &dir.path().join("b.jsonl"), &[&full[..], &server].concat()).code, Some(0));
     let bodies = fake.bodies.lock().unwrap();
     let messages = json!([{"role": "user", "content": "Hello?"}]);
-    assert_eq!(bodies[0], json!({"model": "tiny", "max_tokens": 4096, "messages": messages}));
+    assert_eq!(
+        bodies[0],
+        json!({"model": "tiny", "max_tokens": 4096, "messages": messages,
+            "return_token_ids": true, "return_tokens": true, "verbose": true})
+    );
     let seed = &bodies[1]["seed"];
     assert!(seed.as_u64().unwrap() < 1 << 31);
     assert_eq!(
         bodies[1],
         json!({"model": "tiny", "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "max_tokens": 4096, "seed": seed,
-            "chat_template_kwargs": {"enable_thinking": false}, "messages": messages})
+            "chat_template_kwargs": {"enable_thinking": false}, "messages": messages,
+            "return_token_ids": true, "return_tokens": true, "verbose": true})
     );
     assert_eq!(rows(&dir.path().join("a.jsonl"))[0]["conversations"][1]["reasoning_content"], "hm");
 }
