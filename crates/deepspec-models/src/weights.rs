@@ -23,7 +23,7 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Opens `dir/model.safetensors`, or the shards named by `dir/model.safetensors.index.json`. Floats are converted to `kind` on reading.
+    /// Opens `dir/model.safetensors`, or the shards named by `dir/model.safetensors.index.json`, or `dir/model.gguf`. Floats are converted to `kind` on reading.
     ///
     /// # Errors
     /// If no weights are there, or a file is truncated or no safetensors file.

@@ -41,9 +41,7 @@ impl Conversation {
         check_starts_with_user(&messages)?;
         Ok(Self { messages, tools: tools(row.get("tools"))? })
     }
-}
 
-impl Conversation {
     /// Whether its last message keeps the tokens that it was served as.
     pub(crate) fn was_served(&self) -> bool {
         let last = self.messages.last().filter(|last| last.role == Role::Assistant);

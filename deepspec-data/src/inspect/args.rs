@@ -8,7 +8,7 @@ pub struct Args {
     /// JSONL rows with `id` and `conversations`, plain or compressed
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
     pub input: Vec<PathBuf>,
-    /// Folder or hub id of the target, for its tokenizer and chat template; by default the recipe's
+    /// Folder, GGUF file or hub id of the target, for its tokenizer and chat template; by default the recipe's
     #[arg(long, value_name = "M", required_unless_present = "config")]
     pub model: Option<String>,
     /// Recipe of the run; its chat_template, system_prompt and max_length decide the mask

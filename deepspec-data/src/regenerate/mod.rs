@@ -57,7 +57,7 @@ pub struct Args {
     /// Base URL of an OpenAI-compatible server; give it again for more servers
     #[arg(long, num_args = 1.., value_name = "URL", required_unless_present = "embedded", conflicts_with = "embedded")]
     server: Vec<String>,
-    /// Answer in this process with the model of this folder or hub id, without a server
+    /// Answer in this process with the model of this folder, GGUF file or hub id, without a server
     #[arg(long, value_name = "M")]
     embedded: Option<String>,
     #[command(flatten)]

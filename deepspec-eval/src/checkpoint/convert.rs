@@ -25,7 +25,7 @@ pub struct Args {
     /// With --to gguf, the type of matrices: f32, f16 or bf16; by default as they are stored
     #[arg(long, value_name = "TYPE")]
     matrices: Option<TensorType>,
-    /// Folder or hub id of the target, where embedding and head are taken from and compared with
+    /// Folder, GGUF file or hub id of the target, where embedding and head are taken from and compared with
     #[arg(long, value_name = "M")]
     target: Option<String>,
     /// Replace a converted checkpoint that exists

@@ -14,7 +14,7 @@ use crate::results::{self, Turns};
 /// What to decode with what, and how.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder or hub id (owner/name, owner/name@revision) of the Hugging Face model whose answers are generated
+    /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the model whose answers are generated
     #[arg(long, value_name = "M")]
     pub target: String,
     /// Folder or hub id of a drafter checkpoint, or of a smaller language model of the same tokenizer, or `none` for plain

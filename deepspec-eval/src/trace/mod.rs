@@ -24,7 +24,7 @@ use shown::Trace;
 pub struct Args {
     /// The user's message
     prompt: String,
-    /// Folder or hub id (owner/name, owner/name@revision) of the Hugging Face model that answers
+    /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the model that answers
     #[arg(long, value_name = "M")]
     target: String,
     /// Folder or hub id of a drafter checkpoint, or of a smaller model of the same tokenizer

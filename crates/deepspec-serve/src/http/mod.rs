@@ -25,7 +25,7 @@ const GRACE: Duration = Duration::from_secs(30);
 /// What to serve and where.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder or hub id (owner/name, owner/name@revision) of the Hugging Face model that answers
+    /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the model that answers
     #[arg(long, value_name = "M")]
     model: String,
     /// Address to listen on

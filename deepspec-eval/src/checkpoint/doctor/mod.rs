@@ -30,7 +30,7 @@ use report::{Cause, Finding, Report, Serving};
 /// What to examine.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder or hub id of the target
+    /// Folder, GGUF file or hub id of the target
     #[arg(long, value_name = "M")]
     target: String,
     /// Folder or hub id of the drafter checkpoint
