@@ -8,26 +8,30 @@ use std::fs;
 use std::str::FromStr;
 
 use deepspec_gguf::Tokenizer;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use crate::fields::read_object;
+use crate::kinds::Engine;
 use crate::shapes::EMBED;
 use crate::shards::is_weights;
 use crate::{Checkpoint, Target, loaders, rope};
 
-/// An engine that serves drafters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+/// An engine that serves drafters: an [`Engine`], which loads folders, or llama.cpp, which loads a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Server {
     /// vLLM.
-    #[serde(rename = "vLLM")]
     Vllm,
     /// SGLang.
-    #[serde(rename = "SGLang")]
     Sglang,
     /// llama.cpp.
-    #[serde(rename = "llama.cpp")]
     LlamaCpp,
+}
+
+impl Serialize for Server {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
 }
 
 impl Server {
@@ -44,8 +48,8 @@ impl Server {
 impl fmt::Display for Server {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(match self {
-            Self::Vllm => "vLLM",
-            Self::Sglang => "SGLang",
+            Self::Vllm => Engine::Vllm.title(),
+            Self::Sglang => Engine::Sglang.title(),
             Self::LlamaCpp => "llama.cpp",
         })
     }

@@ -158,6 +158,9 @@ impl Gguf {
     }
 
     /// A number that is not negative, if the key is there.
+    ///
+    /// # Errors
+    /// If it holds something else.
     pub fn count(&self, key: &str) -> Result<Option<u64>, GgufError> {
         self.typed(key, "an integer of 0 or more", |entry| match entry {
             Entry::Integer(value) => u64::try_from(*value).ok(),
@@ -166,6 +169,9 @@ impl Gguf {
     }
 
     /// A float, if the key is there.
+    ///
+    /// # Errors
+    /// If it holds something else.
     pub fn float(&self, key: &str) -> Result<Option<f64>, GgufError> {
         self.typed(key, "a finite float", |entry| match entry {
             Entry::Float(value) if value.is_finite() => Some(*value),
@@ -174,6 +180,9 @@ impl Gguf {
     }
 
     /// True or false, if the key is there.
+    ///
+    /// # Errors
+    /// If it holds something else.
     pub fn flag(&self, key: &str) -> Result<Option<bool>, GgufError> {
         self.typed(key, "true or false", |entry| match entry {
             Entry::Bool(value) => Some(*value),
@@ -182,6 +191,9 @@ impl Gguf {
     }
 
     /// A text, if the key is there.
+    ///
+    /// # Errors
+    /// If it holds something else.
     pub fn text(&self, key: &str) -> Result<Option<String>, GgufError> {
         self.typed(key, "a text", |entry| match entry {
             Entry::Text(text) => Some(text.clone()),
@@ -190,6 +202,9 @@ impl Gguf {
     }
 
     /// A list of texts, if the key is there.
+    ///
+    /// # Errors
+    /// If it holds something else.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<&str>>, GgufError> {
         let Some(entry) = self.entries.get(key) else { return Ok(None) };
         let wrong = || self.error(format!("`{key}`: expected a list of texts"));
@@ -198,6 +213,9 @@ impl Gguf {
     }
 
     /// A list of integers, if the key is there.
+    ///
+    /// # Errors
+    /// If it holds something else.
     pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, GgufError> {
         self.typed(key, "a list of integers", |entry| match entry {
             Entry::List(list) => list
