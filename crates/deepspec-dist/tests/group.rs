@@ -1,5 +1,6 @@
 //! Ranks as threads of one process: what the operations do, and what is said when a rank fails.
 
+use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
@@ -21,12 +22,18 @@ fn device() -> Device {
 fn ranks<T: Send>(ranks: usize, work: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let host = Host::open(ranks, PATIENCE).unwrap();
     let places: Vec<_> = (0..ranks).map(|rank| host.place(rank, ranks)).collect();
+    // A rank that leaves while another still shakes hands is missed there already.
+    let met = Barrier::new(ranks);
     thread::scope(|scope| {
-        let work = &work;
+        let (work, met) = (&work, &met);
         let threads: Vec<_> = places
             .iter()
             .map(|place| {
-                scope.spawn(move || work(ProcessGroup::connect(place, device(), GLOO, PATIENCE).unwrap()))
+                scope.spawn(move || {
+                    let group = ProcessGroup::connect(place, device(), GLOO, PATIENCE);
+                    met.wait();
+                    work(group.unwrap())
+                })
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()

@@ -1,7 +1,7 @@
 //! GPUs that are connected, by something else than NCCL: who is named when that does not come to an end.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{Barrier, mpsc};
 use std::thread;
 
 use super::*;
@@ -20,10 +20,16 @@ fn stuck(
     let host = Host::open(2, PATIENCE).unwrap();
     let places = [0, 1].map(|rank| host.place(rank, 2));
     let abandoned = AtomicUsize::new(0);
+    // A rank that leaves while another still shakes hands is missed there already.
+    let met = Barrier::new(2);
     let (done, rank_0_is_done) = mpsc::channel::<()>();
+    let connect = |place| {
+        let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE);
+        met.wait();
+        group.unwrap()
+    };
     let error = thread::scope(|scope| {
-        let connect = |place| ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
-        let other = &other;
+        let (connect, other) = (&connect, &other);
         let second = &places[1];
         scope.spawn(move || {
             let _stays = other(connect(second));
