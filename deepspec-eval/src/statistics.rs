@@ -33,6 +33,34 @@ pub struct Interval {
     pub high: f64,
 }
 
+/// Mean, middle and far ends of measured values.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Percentiles {
+    /// Mean.
+    pub mean: f64,
+    /// Half of them are no larger.
+    pub p50: f64,
+    /// All but one in twenty.
+    pub p95: f64,
+    /// All but one in a hundred.
+    pub p99: f64,
+}
+
+impl Percentiles {
+    /// Of these values; None without any.
+    pub fn of(mut values: Vec<f64>) -> Option<Self> {
+        if values.is_empty() {
+            return None;
+        }
+        values.sort_by(f64::total_cmp);
+        let count = values.len();
+        // The least value that this share of all does not exceed.
+        let at = |share: f64| values[((count as f64 * share).ceil() as usize).clamp(1, count) - 1];
+        let mean = values.iter().sum::<f64>() / count as f64;
+        Some(Self { mean, p50: at(0.5), p95: at(0.95), p99: at(0.99) })
+    }
+}
+
 /// A value, and the values it takes over resampled prompts.
 #[derive(Debug, Clone)]
 pub struct Estimate {

@@ -140,7 +140,7 @@ fn a_calibrated_run_cuts_by_calibrated_confidences() {
     let other = dir.path().join("other.json").display().to_string();
     calibrate(&[&path("corpus"), "--output", &other], &["plain decoding"]);
     let cut = dir.path().join("cut").display().to_string();
-    calibrate(&[&cut, "--output", &other], &["--confidence-threshold"]);
+    calibrate(&[&cut, "--output", &other], &["--schedule threshold:0.1"]);
     calibrate(&[&path("modest-run"), "--output", file], &["--overwrite"]);
 }
 

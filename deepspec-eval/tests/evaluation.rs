@@ -245,7 +245,6 @@ fn later_turns_follow_the_models_own_answers() {
         deepspec_decode::EngineOptions {
             slots: 1,
             context: 2048,
-            confidence_threshold: 0.0,
             max_draft_tokens: None,
             draft_sampling: deepspec_decode::DraftSampling::default(),
             counts_overrun: true,

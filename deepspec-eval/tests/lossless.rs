@@ -17,6 +17,8 @@ use deepspec_decode::{
 };
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::TargetModel;
+use deepspec_schedule::planner::Planner;
+use deepspec_schedule::policy::Policy;
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
@@ -38,20 +40,23 @@ fn drafter() -> &'static Path {
     dir.path()
 }
 
-/// Variants of drafting, as arguments and as the engine's options; all of them only with `DEEPSPEC_TEST_FULL`.
-fn variants() -> Vec<(Vec<&'static str>, EngineOptions)> {
+/// Variants of drafting, as arguments, and as the engine's options and policy; all of them only with `DEEPSPEC_TEST_FULL`.
+fn variants() -> Vec<(Vec<&'static str>, EngineOptions, Policy)> {
     let whole = EngineOptions {
         slots: 1,
         context: 2048,
-        confidence_threshold: 0.0,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: true,
     };
     let mut variants = vec![
-        (vec![], whole),
-        (vec!["--confidence-threshold", "0.5"], EngineOptions { confidence_threshold: 0.5, ..whole }),
-        (vec!["--max-draft-tokens", "2"], EngineOptions { max_draft_tokens: Some(2), ..whole }),
+        (vec![], whole, Policy::Whole),
+        (vec!["--schedule", "threshold:0.5"], whole, Policy::Threshold(0.5)),
+        (
+            vec!["--max-draft-tokens", "2"],
+            EngineOptions { max_draft_tokens: Some(2), ..whole },
+            Policy::Whole,
+        ),
     ];
     if std::env::var_os("DEEPSPEC_TEST_FULL").is_none() {
         variants.truncate(1);
@@ -136,7 +141,7 @@ fn at_temperature_0_drafting_changes_no_token() {
         }
     };
     compare("plain, 16 slots".into(), &generate(None, 16, "0", &[]));
-    for (args, _) in variants() {
+    for (args, ..) in variants() {
         for &slots in slots() {
             compare(format!("{args:?}, {slots} slots"), &generate(Some(drafter()), slots, "0", &args));
         }
@@ -202,7 +207,7 @@ fn at_temperature_1_a_sample_does_not_depend_on_its_batch() {
     let (mut compared, mut ties) = (0, 0);
     let plain = generate(None, 1, "1", &[]);
     let batched = generate(None, 16, "1", &[]);
-    for (args, options) in variants() {
+    for (args, options, policy) in variants() {
         let alone = generate(Some(drafter()), 1, "1", &args);
         assert_ne!(
             alone, plain,
@@ -213,7 +218,7 @@ fn at_temperature_1_a_sample_does_not_depend_on_its_batch() {
             compared += alone.len();
             for id in parted(&alone, &together) {
                 let at = parting(&alone[id], &together[id]);
-                let margin = Replay::new(Some(drafter()), options, id).margin_at(at);
+                let margin = Replay::new(Some(drafter()), options, policy, id).margin_at(at);
                 assert!(
                     margin < TIE,
                     "{args:?}, {slots} slots: {id} parts at token {at}, {margin:.2e} from a tie"
@@ -225,7 +230,7 @@ fn at_temperature_1_a_sample_does_not_depend_on_its_batch() {
     compared += plain.len();
     for id in parted(&plain, &batched) {
         let at = parting(&plain[id], &batched[id]);
-        let margin = Replay::new(None, variants()[0].1, id).margin_at(at);
+        let margin = Replay::new(None, variants()[0].1, Policy::Whole, id).margin_at(at);
         assert!(margin < TIE, "plain: {id} parts at token {at}, {margin:.2e} from a tie");
         ties += 1;
     }
@@ -237,7 +242,7 @@ fn at_temperature_1_a_sample_does_not_depend_on_its_batch() {
 fn replayed_decisions_are_the_engines() {
     let id = "smoke-code/smoke-code-03";
     let alone = generate(Some(drafter()), 1, "1", &["--suite", "smoke-code", "--limit", "4"]);
-    let replay = Replay::new(Some(drafter()), variants()[0].1, id);
+    let replay = Replay::new(Some(drafter()), variants()[0].1, Policy::Whole, id);
     assert_eq!(replay.completion.tokens, alone[id]);
     let accepted: u32 = replay.completion.cycles.iter().map(|cycle| cycle.accepted).sum();
     assert!(accepted > 10, "the drafter is too bad to show anything: {accepted} tokens accepted");
@@ -262,11 +267,11 @@ struct Replay {
     logits: Vec<Tensor>,
     /// What was drafted in every cycle.
     blocks: Vec<Drafted>,
-    confidence_threshold: f64,
+    policy: Policy,
 }
 
 impl Replay {
-    fn new(draft: Option<&Path>, options: EngineOptions, id: &str) -> Self {
+    fn new(draft: Option<&Path>, options: EngineOptions, policy: Policy, id: &str) -> Self {
         let dir = common::target_dir();
         let tokenizer = ChatTokenizer::load(&dir).unwrap();
         let load = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
@@ -284,17 +289,12 @@ impl Replay {
             prompt,
             stop_ids: deepspec_models::stop_ids(&dir, None).unwrap(),
         };
-        let completion = Engine::new(target, drafter, options).run(vec![request], |_| {}).unwrap().remove(0);
+        let planner = Planner::new(policy, None).unwrap();
+        let mut engine = Engine::new(target, drafter, options).with_planner(planner);
+        let completion = engine.run(vec![request], |_| {}).unwrap().remove(0);
         let stream = Stream::new(SEED, id);
         let (logits, blocks) = (logits.take(), blocks.take());
-        Self {
-            completion,
-            stream,
-            sampling,
-            logits,
-            blocks,
-            confidence_threshold: options.confidence_threshold,
-        }
+        Self { completion, stream, sampling, logits, blocks, policy }
     }
 
     /// How close the decisions that gave token `at` came to falling otherwise, in probability.
@@ -326,8 +326,8 @@ impl Replay {
         let verified = p.size()[0] - 1;
         let mut accepted = 0;
         if let Some(Drafted { tokens, probs: q, confidence }) = self.blocks.get(index) {
-            if self.confidence_threshold > 0.0 {
-                margins.push((confidence - self.confidence_threshold).abs().min().double_value(&[]));
+            if let Policy::Threshold(threshold) = self.policy {
+                margins.push((confidence - threshold).abs().min().double_value(&[]));
             }
             for k in 0..verified {
                 margins

@@ -109,7 +109,6 @@ impl Evaluation {
             options: EngineOptions {
                 slots,
                 context: source.config.max_position_embeddings,
-                confidence_threshold: 0.0,
                 max_draft_tokens: None,
                 draft_sampling: DraftSampling::default(),
                 counts_overrun: true,

@@ -339,7 +339,6 @@ fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
     let options = EngineOptions {
         slots: 1,
         context: 256,
-        confidence_threshold: 0.0,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: false,

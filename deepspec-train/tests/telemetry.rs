@@ -136,7 +136,6 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
             let options = EngineOptions {
                 slots: 1,
                 context,
-                confidence_threshold: 0.0,
                 max_draft_tokens: None,
                 draft_sampling: DraftSampling::default(),
                 counts_overrun: true,

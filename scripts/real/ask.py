@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Asks llama-server what an evaluation asked, and counts cycles and seconds.
+"""Has llama-server answer prompts, and counts cycles and seconds.
 
-usage: ask.py URL EVALUATION SUITES MAX_TOKENS OUT.jsonl
+usage: ask.py URL PROMPTS.jsonl MAX_TOKENS OUT.jsonl
 
-EVALUATION is a folder of `deepspec-eval run`, SUITES that of the suites' files. Answers are the likeliest ones, one at a time. A line goes to OUT for
+A line of PROMPTS has `suite`, `id` and `prompt`, the one turn of the user. Answers are the likeliest ones, one at a time. A line goes to OUT for
 each; lines that are there already are not asked again.
 """
 
@@ -12,7 +12,7 @@ import os
 import sys
 import urllib.request
 
-url, evaluation, suites, most, out = sys.argv[1:]
+url, prompts, most, out = sys.argv[1:]
 
 
 def post(path, body):
@@ -30,36 +30,29 @@ def drafts():
     return 0
 
 
-def prompts(suite):
-    with open(os.path.join(suites, suite + ".jsonl")) as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    return {str(row.get("id", place)): row["turns"][0] for place, row in enumerate(rows)}
-
-
 done = set()
 if os.path.exists(out):
     with open(out) as file:
-        done = {(row["suite"], row["id"]) for row in map(json.loads, file)}
-with open(os.path.join(evaluation, "outputs.jsonl")) as file:
-    asked = [row for row in map(json.loads, file) if row["turn"] == 0 and (row["suite"], row["id"]) not in done]
-known = {}
+        whole = [line for line in file if line.endswith("\n")]
+    # What a kill cut off is asked again.
+    with open(out + ".partial", "w") as file:
+        file.writelines(whole)
+    os.replace(out + ".partial", out)
+    done = {(row["suite"], row["id"]) for row in map(json.loads, whole)}
+with open(prompts) as file:
+    asked = [row for row in map(json.loads, file) if (row["suite"], row["id"]) not in done]
 with open(out, "a") as file:
     for number, row in enumerate(asked, 1):
-        suite = row["suite"]
-        known.setdefault(suite, prompts(suite))
-        messages = {"messages": [{"role": "user", "content": known[suite][row["id"]]}]}
         before = drafts()
+        messages = {"messages": [{"role": "user", "content": row["prompt"]}]}
         answer = post("/completion", {
             "prompt": post("/apply-template", messages)["prompt"], "n_predict": int(most), "temperature": 0,
             "return_tokens": True, "cache_prompt": False,
         })
-        ids, timings = answer["tokens"], answer["timings"]
-        # The token that ends an answer is among its tokens here and not there.
-        tokens = len(ids) + (answer["stop_type"] == "eos" and ids == row["token_ids"][: len(ids)] and len(ids) < row["tokens"])
         file.write(json.dumps({
-            "suite": suite, "id": row["id"], "tokens": tokens, "cycles": drafts() - before,
-            "same": ids == row["token_ids"][: len(ids)] and tokens == row["tokens"],
-            "decoded": timings["predicted_n"], "ms": timings["predicted_ms"],
+            "suite": row["suite"], "id": row["id"], "token_ids": answer["tokens"], "cycles": drafts() - before,
+            "ended": answer["stop_type"] == "eos", "decoded": answer["timings"]["predicted_n"],
+            "seconds": answer["timings"]["predicted_ms"] / 1000,
         }) + "\n")
         file.flush()
         print(f"\r{number}/{len(asked)}", end="", file=sys.stderr)

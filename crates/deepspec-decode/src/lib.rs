@@ -15,7 +15,7 @@ mod tally;
 mod upload;
 mod verify;
 
-pub use engine::{Engine, kept_lengths};
+pub use engine::Engine;
 pub use model::{Context, DraftRequest, Feed, Forwarded, Proposal, Proposer, Target};
 pub use request::{
     Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket,

@@ -86,6 +86,24 @@ pub struct Context {
     pub chunks: Vec<(usize, usize)>,
 }
 
+impl Context {
+    /// Drops the rows of `slot`. Where there is no memory to keep the others' apart from them, those go as well.
+    pub(crate) fn forget(&mut self, slot: usize) {
+        let Some(at) = self.chunks.iter().position(|&(s, _)| s == slot) else { return };
+        let first: usize = self.chunks[..at].iter().map(|&(_, rows)| rows).sum();
+        let (_, count) = self.chunks.remove(at);
+        let (first, end) = (first as i64, (first + count) as i64);
+        let Self { taps, hidden, tokens, next, chunks } = self;
+        for rows in [taps, tokens, next].into_iter().chain(hidden) {
+            let behind = rows.narrow(0, end, rows.size()[0] - end);
+            match Tensor::f_cat(&[rows.narrow(0, 0, first), behind], 0) {
+                Ok(others) => *rows = others,
+                Err(_) => return chunks.clear(),
+            }
+        }
+    }
+}
+
 /// What a drafter is asked for: a block for each of S slots.
 #[derive(Clone, Copy)]
 pub struct DraftRequest<'a> {

@@ -164,8 +164,6 @@ pub struct EngineOptions {
     pub slots: usize,
     /// Tokens (prompt and answer) that one slot may hold.
     pub context: usize,
-    /// Cuts each block before the first token whose confidence is below this; 0 keeps whole blocks.
-    pub confidence_threshold: f64,
     /// Verifies at most this many drafted tokens per cycle.
     pub max_draft_tokens: Option<usize>,
     /// How drafted tokens are chosen.

@@ -43,7 +43,8 @@ impl Tally {
         }
     }
 
-    fn add_cycle(&mut self, cycle: &Cycle) {
+    /// Adds a cycle of a sequence that may still go on.
+    pub fn add_cycle(&mut self, cycle: &Cycle) {
         let (proposed, accepted) = (cycle.proposed as usize, cycle.accepted as usize);
         self.cycles += 1;
         self.committed += u64::from(cycle.committed);

@@ -119,7 +119,6 @@ fn options(slots: usize) -> EngineOptions {
     EngineOptions {
         slots,
         context: 64,
-        confidence_threshold: 0.0,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: false,

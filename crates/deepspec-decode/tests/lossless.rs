@@ -5,6 +5,7 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use common::{
     GAMMA, PROMPT, ToyDrafter, ToyTarget, V, extended, logits_of, prefixes, prompt_prefix, propose,
@@ -15,6 +16,9 @@ use deepspec_decode::{
     Completion, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Request, Sampling, SamplingBatch,
     Target, Verdict, draw, verify,
 };
+use deepspec_schedule::cost::StepCost;
+use deepspec_schedule::curve::CostCurve;
+use deepspec_schedule::planner::Planner;
 use deepspec_testkit::law::{Counts, count, misfit};
 use tch::{Device, Kind, Tensor};
 
@@ -25,7 +29,6 @@ fn options(slots: usize) -> EngineOptions {
     EngineOptions {
         slots,
         context: 64,
-        confidence_threshold: 0.0,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: true,
@@ -33,9 +36,22 @@ fn options(slots: usize) -> EngineOptions {
 }
 
 fn run(options: EngineOptions, drafted: bool, requests: Vec<Request>) -> Vec<Completion> {
+    run_planned(options, drafted.then(Planner::default), requests)
+}
+
+fn run_planned(options: EngineOptions, planner: Option<Planner>, requests: Vec<Request>) -> Vec<Completion> {
     let target = ToyTarget::new(options.slots);
-    let drafter = drafted.then(|| ToyDrafter::new(options.slots));
-    Engine::new(target, drafter, options).run(requests, |_| {}).unwrap()
+    let drafter = planner.is_some().then(|| ToyDrafter::new(options.slots));
+    let engine = Engine::new(target, drafter, options).with_planner(planner.unwrap_or_default());
+    { engine }.run(requests, |_| {}).unwrap()
+}
+
+/// A planner for a machine whose steps take longer by `slope` for every token behind the first 64.
+fn planner(policy: &str, slope: f64) -> Planner {
+    let seconds = |batch: usize| 1.0 + slope * batch.saturating_sub(64) as f64;
+    let curve = CostCurve::new((1..=64 * (GAMMA + 1)).map(|batch| 1.0 / seconds(batch)).collect()).unwrap();
+    let cost = StepCost::new(vec![(1, curve)], vec![(1, 0.0)]).unwrap();
+    Planner::new(policy.parse().unwrap(), Some(Arc::new(cost))).unwrap()
 }
 
 fn requests(count: usize, sampling: Sampling, max_new_tokens: usize, stop_ids: &[i64]) -> Vec<Request> {
@@ -75,7 +91,11 @@ fn samples() -> usize {
 /// Of the engine's outputs, for a setting.
 fn engine_misfit(options: EngineOptions, sampling: Sampling, stop_ids: &[i64]) -> f64 {
     // Longer than the law looks, so that the last of its tokens may come from any place of a block.
-    let outputs = run(options, true, requests(samples(), sampling, LENGTH + 2, stop_ids));
+    planned_misfit(options, Planner::default(), sampling, stop_ids)
+}
+
+fn planned_misfit(options: EngineOptions, planner: Planner, sampling: Sampling, stop_ids: &[i64]) -> f64 {
+    let outputs = run_planned(options, Some(planner), requests(samples(), sampling, LENGTH + 2, stop_ids));
     let counts = count(outputs.into_iter().map(|done| done.tokens.into_iter().take(LENGTH).collect()));
     misfit(&counts, &exact_law(sampling, stop_ids))
 }
@@ -83,15 +103,13 @@ fn engine_misfit(options: EngineOptions, sampling: Sampling, stop_ids: &[i64]) -
 #[test]
 fn the_first_tokens_have_the_targets_joint_law() {
     let plain = Sampling::new(1.0, 11);
-    let cut = EngineOptions { confidence_threshold: 0.4, ..options(64) };
     let short = EngineOptions { max_draft_tokens: Some(2), ..options(64) };
     let greedy = EngineOptions { draft_sampling: DraftSampling::Greedy, ..options(64) };
-    let settings: [(&str, EngineOptions, Sampling, &[i64]); 8] = [
+    let settings: [(&str, EngineOptions, Sampling, &[i64]); 7] = [
         ("temperature 1", options(64), plain, &[]),
         ("temperature 0.6", options(64), Sampling::new(0.6, 12), &[]),
         ("top-p and min-p", options(64), Sampling { top_p: 0.9, min_p: 0.05, ..Sampling::new(1.0, 13) }, &[]),
         ("stop token", options(64), Sampling::new(1.0, 14), &[3]),
-        ("blocks cut by confidence", cut, Sampling::new(1.0, 15), &[]),
         ("shorter blocks", short, Sampling::new(1.0, 16), &[]),
         ("greedy drafts", greedy, Sampling::new(1.0, 17), &[]),
         ("greedy drafts, top-k", greedy, Sampling { top_k: 3, ..Sampling::new(0.8, 18) }, &[3]),
@@ -99,6 +117,63 @@ fn the_first_tokens_have_the_targets_joint_law() {
     for (what, options, sampling, stop_ids) in settings {
         let misfit = engine_misfit(options, sampling, stop_ids);
         assert!(misfit < 1.0, "{what}: χ² is {misfit:.2} times its 99.9 % quantile");
+    }
+}
+
+#[test]
+fn under_every_schedule_the_first_tokens_have_the_targets_joint_law() {
+    let policies = [
+        ("plain", 0.0),
+        ("fixed:2", 0.0),
+        ("threshold:0.4", 0.0),
+        ("prefix", 0.0),
+        ("prefix", 0.006),
+        ("prefix-async", 0.006),
+        // Drafting pays at times.
+        ("prefix", 0.02),
+    ];
+    for (seed, (policy, slope)) in (30..).zip(policies) {
+        for stop_ids in [&[][..], &[3]] {
+            let planner = planner(policy, slope);
+            let misfit = planned_misfit(options(64), planner, Sampling::new(1.0, seed), stop_ids);
+            assert!(misfit < 1.0, "{policy}, {slope}: χ² is {misfit:.2} times its 99.9 % quantile");
+        }
+    }
+}
+
+#[test]
+fn schedules_cut_blocks_and_leave_them_out() {
+    let asked = requests(2000, Sampling::new(1.0, 41), 16, &[]);
+    let counts = |policy: &str, slope: f64| {
+        let done = run_planned(options(64), Some(planner(policy, slope)), asked.clone());
+        let cycles: Vec<_> = done.iter().flat_map(|done| &done.cycles).collect();
+        let of = |proposed: fn(u32) -> bool| cycles.iter().filter(|cycle| proposed(cycle.proposed)).count();
+        (of(|n| n == 0), of(|n| n == GAMMA as u32), cycles.len())
+    };
+    assert_eq!(counts("plain", 0.0).1, 0);
+    let (_, whole, cycles) = counts("prefix", 0.0);
+    assert_eq!(whole, cycles, "tokens are free");
+    for policy in ["prefix", "prefix-async"] {
+        let (none, whole, cycles) = counts(policy, 0.006);
+        assert!(none > 0 && whole > 0 && none + whole < cycles, "{policy}: {none} and {whole} of {cycles}");
+    }
+    let (none, _, cycles) = counts("prefix", 1.0);
+    assert!(none > cycles * 9 / 10 && none < cycles, "no token is worth a second: {none} of {cycles}");
+}
+
+/// What was committed while nothing was drafted reaches the drafter afterwards, in order: the toy checks every state. Sequences that end
+/// meanwhile take theirs with them.
+#[test]
+fn the_drafter_catches_up_after_steps_without_it() {
+    for (slots, policy) in [(1, "prefix"), (3, "prefix"), (3, "prefix-async")] {
+        let asked = requests(40, Sampling::new(1.0, 43), 90, &[3]);
+        // Nothing pays, but for the probes.
+        let table = (0..64).map(|batch| if batch < slots { 1e3 } else { 1.0 }).collect();
+        let cost = StepCost::new(vec![(1, CostCurve::new(table).unwrap())], vec![]).unwrap();
+        let planner = Planner::new(policy.parse().unwrap(), Some(Arc::new(cost))).unwrap();
+        let options = EngineOptions { context: 128, ..options(slots) };
+        let done = run_planned(options, Some(planner), asked);
+        assert_eq!(done.len(), 40);
     }
 }
 

@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::Dialect;
-use crate::families::{Family, QWEN3};
+use crate::families::{FAMILIES, Family};
 use crate::kinds::Settings;
 
 /// Something that only this checkpoint's own dialect can say.
@@ -68,10 +68,12 @@ impl Drafter {
         if let Some(Obstacle { key, reason }) = self.obstacles.first() {
             return Some(format!("`{key}`: {reason}"));
         }
-        if self.family != &QWEN3 {
+        if !self.kind.has_layers_of(self.family) {
             let family = self.family;
+            let known = FAMILIES.into_iter().filter(|known| self.kind.has_layers_of(known));
+            let known = known.map(|family| family.name).collect::<Vec<_>>().join(" and ");
             return Some(format!(
-                "its layers are {family}'s; only Qwen3 draft layers mean the same in all dialects"
+                "its layers are {family}'s; only {known} draft layers mean the same in all dialects"
             ));
         }
         if let (Some(layers), Some(tap)) =

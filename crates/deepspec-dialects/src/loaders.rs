@@ -29,7 +29,8 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     let known = |engine, version: Option<&'static str>, verdict: Verdict| match of_layers(checkpoint) {
         Some(note) => Loader { engine, tried: None, loads: false, note: note.into() },
         None => {
-            let tried = version.filter(|_| verdict.tried);
+            // Neither vLLM nor speculators was tried with Llama layers.
+            let tried = version.filter(|_| verdict.tried && drafter.family != &LLAMA);
             Loader { engine, tried, loads: verdict.loads, note: verdict.note.into() }
         }
     };
@@ -48,7 +49,7 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
         Loader { engine: "llama.cpp", tried: None, loads: false, note },
         Loader {
             engine: "speculators",
-            tried: is_speculators.then_some(SPECULATORS),
+            tried: (is_speculators && drafter.family != &LLAMA).then_some(SPECULATORS),
             loads: is_speculators,
             note: own.into(),
         },

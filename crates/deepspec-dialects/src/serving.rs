@@ -15,7 +15,7 @@ use crate::fields::read_object;
 use crate::kinds::Engine;
 use crate::shapes::EMBED;
 use crate::shards::is_weights;
-use crate::{Checkpoint, Target, loaders, rope};
+use crate::{Checkpoint, Drafter, Target, loaders, rope};
 
 /// An engine that serves drafters: an [`Engine`], which loads folders, or llama.cpp, which loads a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,12 +35,38 @@ impl Serialize for Server {
 }
 
 impl Server {
+    /// The arguments that serve `drafter`, converted to `path`.
+    pub fn arguments(self, drafter: &Drafter, path: &str) -> String {
+        let (method, drafted) = (drafter.kind.method(), drafter.kind.drafted());
+        match self {
+            Self::Vllm => format!(
+                "--speculative-config '{{\"method\": \"{method}\", \"model\": \"{path}\", \"num_speculative_tokens\": {drafted}}}'"
+            ),
+            Self::Sglang => format!(
+                "--speculative-algorithm {} --speculative-draft-model-path {path}",
+                method.to_uppercase()
+            ),
+            Self::LlamaCpp => {
+                format!("--model-draft {path} --spec-type draft-{method} --spec-draft-n-max {drafted}")
+            }
+        }
+    }
+
     /// What `--to` of a conversion is for it.
     fn layout(self) -> &'static str {
         match self {
             Self::Vllm => "vllm",
             Self::Sglang => "sglang",
             Self::LlamaCpp => "gguf",
+        }
+    }
+}
+
+impl From<Engine> for Server {
+    fn from(engine: Engine) -> Self {
+        match engine {
+            Engine::Vllm => Self::Vllm,
+            Engine::Sglang => Self::Sglang,
         }
     }
 }
@@ -239,15 +265,14 @@ impl Examined<'_> {
         let kind = &self.checkpoint.drafter().kind;
         // Only blocks behind anchors have slots.
         kind.mask_token_id()?;
+        let method = kind.method();
         let flag = match self.server {
             Server::LlamaCpp => {
-                let flag = kind.gguf(self.checkpoint.drafter()).ok()?.spec_type;
-                format!("--spec-type {flag}")
+                kind.gguf(self.checkpoint.drafter()).ok()?;
+                format!("--spec-type draft-{method}")
             }
-            Server::Vllm => format!("\"method\": \"{}\"", if kind.fills_in() { "dflash" } else { "dspark" }),
-            Server::Sglang => {
-                format!("--speculative-algorithm {}", if kind.fills_in() { "DFLASH" } else { "DSPARK" })
-            }
+            Server::Vllm => format!("\"method\": \"{method}\""),
+            Server::Sglang => format!("--speculative-algorithm {}", method.to_uppercase()),
         };
         let told = match kind.fills_in() {
             true => "slot k says what stands in it (1 + N slots for N tokens)",
@@ -262,14 +287,14 @@ impl Examined<'_> {
 
     /// How many tokens to draft is not asked of the drafter.
     fn length(&self) -> Option<Risk> {
-        let drafted = self.checkpoint.drafter().kind.drafted();
-        let (told, cure) = match self.server {
-            Server::LlamaCpp => ("3 unless it is told", format!("--spec-draft-n-max {drafted}")),
-            Server::Vllm => {
-                ("any number is taken, unchecked", format!("\"num_speculative_tokens\": {drafted}"))
-            }
+        let drafter = self.checkpoint.drafter();
+        let drafted = drafter.kind.drafted();
+        let told = match self.server {
+            Server::LlamaCpp => "3 unless it is told",
+            Server::Vllm => "any number is taken, unchecked",
             Server::Sglang => return None,
         };
+        let cure = self.server.arguments(drafter, "DRAFTER");
         Some(Risk { about: "drafted tokens", told: format!("{told}; this drafter drafts {drafted}"), cure })
     }
 }

@@ -14,6 +14,23 @@ pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", "verifier_norm.weight
 /// Tensors by name, with their shapes.
 pub type Shapes = Vec<(String, Vec<usize>)>;
 
+/// Heads of a layer, and the values of each.
+pub struct Heads {
+    pub query: u64,
+    pub key_value: u64,
+    pub dim: u64,
+}
+
+impl Heads {
+    /// Reads them, `fields` being those of the drafter's decoder; what is left out is as transformers takes it.
+    pub fn of(fields: &Fields, drafter: &Drafter) -> Result<Self, DialectError> {
+        let query = fields.required_size("num_attention_heads")?;
+        let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
+        let dim = fields.size("head_dim")?.unwrap_or(drafter.hidden_size / query);
+        Ok(Self { query, key_value, dim })
+    }
+}
+
 /// Whether this is the target's embedding or head.
 pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
@@ -27,9 +44,8 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Dialect
     let fields = Fields::new(path, &drafter.decoder);
     let width = drafter.hidden_size as usize;
     let inner = fields.required_size("intermediate_size")? as usize;
-    let heads = fields.required_size("num_attention_heads")? as usize;
-    let groups = fields.size("num_key_value_heads")?.map_or(heads, |groups| groups as usize);
-    let dim = fields.size("head_dim")?.map_or(width / heads, |dim| dim as usize);
+    let heads = Heads::of(&fields, drafter)?;
+    let [heads, groups, dim] = [heads.query, heads.key_value, heads.dim].map(|size| size as usize);
     let read = drafter.kind.layer_inputs() * width;
 
     let mut found = vec![

@@ -167,7 +167,21 @@ fn each_engine_gets_the_layout_that_it_loads() {
     let (_, eagle3) = written("eagle3_qwen3", Engine::Vllm).unwrap();
     assert_eq!(Checkpoint::open(eagle3.path()).unwrap().dialect(), Dialect::Speculators);
     let told = written("eagle3_qwen3", Engine::Sglang).err().unwrap().to_string();
-    assert!(told.contains("no norms on queries and keys"), "{told}");
+    assert!(told.contains("without norms on queries and keys"), "{told}");
+}
+
+/// Llama's layers have no norms on queries and keys, and of Eagle3 there are such.
+#[test]
+fn an_eagle3_with_llama_layers_goes_to_speculators_and_back() {
+    let llama = fixture::llama_eagle3();
+    let target = target(&golden("eagle3_qwen3"));
+    let there = converted(&llama, Dialect::Speculators, Some(&target));
+    let layer = &there.config()["transformer_layer_config"];
+    assert_eq!(layer["model_type"], "llama");
+    assert!(Checkpoint::open(there.path()).unwrap().check().is_ok());
+    let back = converted(&there, Dialect::Reference, Some(&target));
+    assert_eq!(back.config()["architectures"], json!(["LlamaEagle3Model"]));
+    assert_eq!(bytes(&back), bytes(&llama));
 }
 
 #[test]
@@ -371,9 +385,9 @@ fn each_refusal_names_its_reason() {
             &["norm_before_residual"],
         ),
         (
-            edited(&spec_eagle3, |config| config["transformer_layer_config"]["model_type"] = json!("llama")),
+            edited(&spec_eagle3, |config| config["transformer_layer_config"]["model_type"] = json!("gemma4")),
             Dialect::Reference,
-            &["no norms on queries and keys"],
+            &["Gemma 4", "only Qwen3 and Llama draft layers"],
         ),
         (eagle3, Dialect::Specforge, &["LlamaForCausalLMEagle3", "norms on queries and keys"]),
         (golden("eagle3_qwen3"), Dialect::Zlab, &["no Eagle3"]),
@@ -394,7 +408,7 @@ fn each_refusal_names_its_reason() {
         (set(&specforge, "use_swa", json!(true)), Dialect::Reference, &["`use_swa`"]),
         (inner("attention_mode", json!("causal")), Dialect::Reference, &["attention_mode"]),
         (inner("attention_sink_bias", json!(true)), Dialect::Reference, &["attention_sink_bias"]),
-        (fixture::specforge_eagle3(), Dialect::Reference, &["LlamaForCausalLMEagle3", "queries and keys"]),
+        (fixture::specforge_eagle3(), Dialect::Reference, &["`architectures`", "speculators convert"]),
     ];
     for (from, to, words) in cases {
         let told = refusal(&from, to, Some(&target));

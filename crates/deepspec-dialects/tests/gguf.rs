@@ -8,7 +8,8 @@ use std::process::Command;
 
 use common::{Folder, golden};
 use deepspec_dialects::{Checkpoint, DialectError, Gguf, Target, TensorType};
-use deepspec_testkit::skip;
+use deepspec_testkit::{noise, skip};
+use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 fn asset(name: &str) -> PathBuf {
@@ -36,6 +37,26 @@ fn read(
     matrices: TensorType,
     names: &[(&str, Option<&str>)],
 ) -> Option<(Value, &'static str)> {
+    let names = names.iter().map(|(there, here)| (there.to_string(), json!(here)));
+    let mut map: Map<String, Value> = [
+        ("fc.weight", "fc.weight"),
+        ("enc.output_norm.weight", "hidden_norm.weight"),
+        ("output_norm.weight", "norm.weight"),
+    ]
+    .iter()
+    .map(|(there, here)| (there.to_string(), json!(here)))
+    .collect();
+    map.extend(names);
+    read_all(drafter, matrices, &["self_attn.q_norm", "self_attn.k_norm"], map)
+}
+
+/// As [`read`], of layers with these tensors too, and all others by name.
+fn read_all(
+    drafter: &Folder,
+    matrices: TensorType,
+    of_layers: &[&str],
+    mut map: Map<String, Value>,
+) -> Option<(Value, &'static str)> {
     let python = skip::python("gguf")?;
     let (source, target) = (
         Checkpoint::open(drafter.path()).unwrap(),
@@ -45,13 +66,6 @@ fn read(
     let [out, list] = ["gguf", "names.json"].map(|name| drafter.path().join(name));
     gguf.write(&out, true).unwrap();
     let file = out.join(Gguf::FILE);
-    let shared = [
-        ("fc.weight", "fc.weight"),
-        ("enc.output_norm.weight", "hidden_norm.weight"),
-        ("output_norm.weight", "norm.weight"),
-    ];
-    let mut map: Map<String, Value> =
-        shared.iter().map(|(there, here)| (there.to_string(), json!(here))).collect();
     for layer in 0..source.drafter().layers {
         for (there, here) in [
             ("attn_norm", "input_layernorm"),
@@ -66,16 +80,18 @@ fn read(
             ("ffn_up", "mlp.up_proj"),
             ("ffn_down", "mlp.down_proj"),
         ] {
-            map.insert(format!("blk.{layer}.{there}.weight"), json!(format!("layers.{layer}.{here}.weight")));
+            if !here.ends_with("_norm") || of_layers.contains(&here) {
+                map.entry(format!("blk.{layer}.{there}.weight"))
+                    .or_insert(json!(format!("layers.{layer}.{here}.weight")));
+            }
         }
     }
-    map.extend(names.iter().map(|(there, here)| (there.to_string(), json!(here))));
     fs::write(&list, json!(map).to_string()).unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gguf_read.py");
     let weights = drafter.path().join("model.safetensors");
     let run = Command::new(python).arg(script).args([&file, &weights, &list]).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
-    Some((serde_json::from_slice(&run.stdout).unwrap(), gguf.spec_type))
+    Some((serde_json::from_slice(&run.stdout).unwrap(), source.drafter().kind.method()))
 }
 
 #[test]
@@ -87,8 +103,8 @@ fn llama_cpps_package_reads_what_was_written() {
         ("conf_proj.bias", Some("confidence_head.proj.bias")),
     ];
     let whole = edited(|_| {}, |_| true);
-    let Some((read_f32, spec_type)) = read(&whole, TensorType::F32, &heads) else { return };
-    assert_eq!(spec_type, "draft-dspark");
+    let Some((read_f32, method)) = read(&whole, TensorType::F32, &heads) else { return };
+    assert_eq!(method, "dspark");
     let (fields, config) = (&read_f32["fields"], whole.config());
     let tokenizer: Value =
         serde_json::from_str(&fs::read_to_string(asset("tiny-target").join("tokenizer.json")).unwrap())
@@ -125,6 +141,96 @@ fn llama_cpps_package_reads_what_was_written() {
     assert_eq!(kinds("conf_proj.weight"), ("F32".into(), "F32".into()));
 }
 
+fn config_of(dir: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap()
+}
+
+/// An Eagle3 with Llama layers for the tiny target, its rotation stretched as Llama 3's is.
+fn llama_eagle3() -> Folder {
+    let (folder, mut config) = (Folder::new(), config_of(&asset("tiny-dspark")));
+    let size = |key: &str| config[key].as_u64().unwrap() as usize;
+    let [width, inner, heads, groups, dim] =
+        ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+            .map(size);
+    let part = |name: &str| format!("layers.0.{name}.weight");
+    let shapes = [
+        ("fc.weight".to_string(), vec![width, 3 * width]),
+        ("norm.weight".into(), vec![width]),
+        (part("self_attn.q_proj"), vec![heads * dim, 2 * width]),
+        (part("self_attn.k_proj"), vec![groups * dim, 2 * width]),
+        (part("self_attn.v_proj"), vec![groups * dim, 2 * width]),
+        (part("self_attn.o_proj"), vec![width, heads * dim]),
+        (part("mlp.gate_proj"), vec![inner, width]),
+        (part("mlp.up_proj"), vec![inner, width]),
+        (part("mlp.down_proj"), vec![width, inner]),
+        (part("input_layernorm"), vec![width]),
+        (part("post_attention_layernorm"), vec![width]),
+        (part("hidden_norm"), vec![width]),
+    ];
+    let tensor = |(name, shape): (String, Vec<usize>)| {
+        let values = noise(shape.iter().sum::<usize>() as u64, shape.iter().product());
+        let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        (name, (Dtype::F32, shape, data))
+    };
+    let mut tensors: common::Bytes = shapes.into_iter().map(tensor).collect();
+    let ends =
+        common::bytes(&edited(|_| {}, |name| ["embed_tokens.weight", "lm_head.weight"].contains(&name)));
+    tensors.extend(ends);
+    common::write(&folder.path().join("model.safetensors"), &tensors);
+    let scaling = json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512, "rope_theta": 10000.0,
+    });
+    let map = config.as_object_mut().unwrap();
+    map.retain(|key, _| !["rope_scaling", "rope_theta", "layer_types"].contains(&key.as_str()));
+    let own = json!({
+        "architectures": ["LlamaEagle3Model"], "model_type": "llama", "num_hidden_layers": 1, "ttt_length": 4,
+        "target_layer_ids": [0, 2, 4], "rope_parameters": scaling, "dtype": "float32",
+    });
+    map.extend(own.as_object().unwrap().clone());
+    folder.put(&config);
+    folder
+}
+
+#[test]
+fn llama_cpps_package_reads_an_eagle3() {
+    let drafter = llama_eagle3();
+    let config = drafter.config();
+    let paired =
+        |name: &str, heads: &str| json!({"pairs": config[heads], "of": format!("layers.0.{name}.weight")});
+    let names = [
+        ("fc.weight", json!("fc.weight")),
+        ("output_norm.weight", json!("norm.weight")),
+        ("blk.0.attn_norm_2.weight", json!("layers.0.hidden_norm.weight")),
+        ("blk.0.attn_q.weight", paired("self_attn.q_proj", "num_attention_heads")),
+        ("blk.0.attn_k.weight", paired("self_attn.k_proj", "num_key_value_heads")),
+        ("rope_freqs.weight", json!({"config": drafter.path().join("config.json")})),
+    ];
+    let names = names.map(|(there, here)| (there.to_string(), here)).into_iter().collect();
+    let Some((told, method)) = read_all(&drafter, TensorType::F32, &[], names) else { return };
+    let fields = &told["fields"];
+    assert_eq!((method, &fields["general.architecture"]), ("eagle3", &json!("eagle3")));
+    assert_eq!(fields["eagle3.target_layers"], json!([1, 3, 5]));
+    assert_eq!(fields["eagle3.target_hidden_size"], config["hidden_size"]);
+    assert_eq!(fields["eagle3.rope.freq_base"], 10000.0);
+    assert_eq!(fields["eagle3.attention.head_count_kv"], config["num_key_value_heads"]);
+    let wider = llama_eagle3();
+    let mut config = wider.config();
+    config["target_layer_ids"] = json!([0, 1, 2, 4]);
+    wider.put(&config);
+    let mut tensors = common::bytes(&wider);
+    let (_, shape, data) = tensors.get_mut("fc.weight").unwrap();
+    shape[1] = shape[1] / 3 * 4;
+    data.resize(data.len() / 3 * 4, 0);
+    common::write(&wider.path().join("model.safetensors"), &tensors);
+    let (source, target) = (
+        Checkpoint::open(wider.path()).unwrap(),
+        Target::open(&asset("tiny-target"), "owner/target").unwrap(),
+    );
+    let refused = Gguf::plan(&source, &target, None).err().unwrap().to_string();
+    assert!(refused.contains("1 layer and 3 taps, and not 1 and 4"), "{refused}");
+}
+
 #[test]
 fn a_dflash_whose_slots_all_draft_has_a_markov_head_of_zeros() {
     let bare = |config: &mut Value| {
@@ -134,8 +240,8 @@ fn a_dflash_whose_slots_all_draft_has_a_markov_head_of_zeros() {
     let has_no_head = |name: &str| !name.contains("_head.") || name == "lm_head.weight";
     let dflash = edited(bare, has_no_head);
     let zeros = [("markov_w1.weight", None), ("markov_w2.weight", None)];
-    let Some((told, spec_type)) = read(&dflash, TensorType::F32, &zeros) else { return };
-    assert_eq!((spec_type, &told["fields"]["dflash.has_confidence_head"]), ("draft-dspark", &false.into()));
+    let Some((told, method)) = read(&dflash, TensorType::F32, &zeros) else { return };
+    assert_eq!((method, &told["fields"]["dflash.has_confidence_head"]), ("dspark", &false.into()));
     let fills_in = edited(
         |config| {
             bare(config);
@@ -143,8 +249,8 @@ fn a_dflash_whose_slots_all_draft_has_a_markov_head_of_zeros() {
         },
         has_no_head,
     );
-    let (told, spec_type) = read(&fills_in, TensorType::F32, &[]).unwrap();
-    assert_eq!((spec_type, told["fields"].get("dflash.sample_from_anchor")), ("draft-dflash", None));
+    let (told, method) = read(&fills_in, TensorType::F32, &[]).unwrap();
+    assert_eq!((method, told["fields"].get("dflash.sample_from_anchor")), ("dflash", None));
 }
 
 #[test]
@@ -188,7 +294,7 @@ fn what_llama_cpp_cannot_run_is_refused_with_the_reason() {
     let cases: [(&str, Edit, &str); 10] = [
         ("dspark_gated", same, "vanilla Markov head, and not one that is gated"),
         ("dspark_rnn", same, "vanilla Markov head, and not one that is rnn"),
-        ("eagle3_qwen3", same, "three taps and no norms"),
+        ("eagle3_qwen3", same, "no norms on queries and keys, which Qwen3 layers have"),
         (
             "dspark_vanilla",
             |config| config["sample_from_anchor"] = json!(false),

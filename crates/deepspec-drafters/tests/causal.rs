@@ -46,7 +46,6 @@ fn decode(draft: Option<&Path>, slots: usize, temperature: f64) -> Vec<Completio
     let options = EngineOptions {
         slots,
         context: 256,
-        confidence_threshold: 0.0,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: false,

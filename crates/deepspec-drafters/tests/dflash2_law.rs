@@ -111,7 +111,6 @@ fn the_first_tokens_have_the_targets_joint_law() {
         let options = EngineOptions {
             slots: SLOTS,
             context: 64,
-            confidence_threshold: 0.0,
             max_draft_tokens: None,
             draft_sampling: DraftSampling::default(),
             counts_overrun: false,

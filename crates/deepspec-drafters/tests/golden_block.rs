@@ -3,10 +3,12 @@
 mod common;
 
 use common::{assert_close, device, tensor};
-use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch, kept_lengths};
+use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
     Block, BlockProposer, BlockSum, LossAlphas, Normaliser, TrainSample, anchor_candidates, eval_mask,
 };
+use deepspec_schedule::planner::{Planner, StepLoad};
+use deepspec_schedule::policy::Policy;
 use deepspec_testkit::golden::Case;
 use tch::{Device, Kind, Tensor};
 
@@ -155,8 +157,12 @@ fn check_inference(name: &str) {
             assert_close("confidence", &confidence.to_device(Device::Cpu), &expected.sigmoid(), FORWARD);
             let thresholds = case.scalar(&format!("infer_{round}_draft_token_count_by_threshold"));
             let thresholds = thresholds.as_object().filter(|thresholds| !thresholds.is_empty()).unwrap();
+            let row = Vec::<f64>::try_from(confidence.to_kind(Kind::Double).reshape([-1])).unwrap();
             for (threshold, count) in thresholds {
-                let kept = kept_lengths(&confidence, threshold.parse().unwrap());
+                let policy = Policy::Threshold(threshold.parse().unwrap());
+                let mut planner = Planner::new(policy, None).unwrap();
+                let load = StepLoad { requests: 1, context: 1 };
+                let kept = planner.lengths(load, row.len(), vec![row.clone()]);
                 assert_eq!(kept, [count.as_u64().unwrap() as usize], "{name} {round} at {threshold}");
             }
         }

@@ -6,6 +6,8 @@ use common::device;
 use deepspec_decode::{DraftSampling, Engine, EngineOptions, Request, Sampling, Tally};
 use deepspec_drafters::DrafterOptions;
 use deepspec_models::{TargetModel, TargetOptions};
+use deepspec_schedule::planner::Planner;
+use deepspec_schedule::policy::Policy;
 use deepspec_testkit::golden::Case;
 use tch::Kind;
 
@@ -19,12 +21,12 @@ fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool,
     let options = EngineOptions {
         slots,
         context: 256,
-        confidence_threshold: threshold,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: true,
     };
-    let mut engine = Engine::new(target, Some(drafter), options);
+    let planner = Planner::new(Policy::Threshold(threshold), None).unwrap();
+    let mut engine = Engine::new(target, Some(drafter), options).with_planner(planner);
     let prompts = case.input("prompts");
     let max_new_tokens = case.hyper("max_new_tokens").as_u64().unwrap() as usize;
     let requests: Vec<Request> = (0..prompts.shape[0] as usize)

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value as Json, json};
 
+use crate::rotation::halves;
 use crate::vocabulary::Vocabulary;
 use crate::{Gguf, GgufError, Stored, names};
 
@@ -23,21 +24,26 @@ static ARCHITECTURES: [Architecture; 2] = [
 ];
 
 /// What stretches the rotation of Llama 3's slow planes, a factor for each plane.
-const ROPE_FACTORS: &str = "rope_freqs.weight";
+pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// The settings that all of Llama 3's models with such factors have.
 const LLAMA3: Llama3 = Llama3 { slow: 1.0, fast: 4.0, original: 8192.0 };
 /// How far stored factors, which are float32, may be from those of the settings.
 const FACTOR_TOLERANCE: f64 = 1e-4;
 
-struct Llama3 {
-    slow: f64,
-    fast: f64,
-    original: f64,
+/// How Llama 3 stretches its rotation.
+#[derive(Debug, Clone, Copy)]
+pub struct Llama3 {
+    /// Planes that turn less often than this within the original context are stretched whole.
+    pub slow: f64,
+    /// Those that turn more often than this are not.
+    pub fast: f64,
+    /// The original context, in tokens.
+    pub original: f64,
 }
 
 impl Llama3 {
     /// The factor of a plane that turns by `frequency` per token, if the slow ones have `most`.
-    fn factor(&self, frequency: f64, most: f64) -> f64 {
+    pub fn factor(&self, frequency: f64, most: f64) -> f64 {
         let turns = self.original * frequency / std::f64::consts::TAU;
         let part = ((turns - self.slow) / (self.fast - self.slow)).clamp(0.0, 1.0);
         1.0 / ((1.0 - part) / most + part)
@@ -108,19 +114,6 @@ impl Model {
     pub(crate) fn vocabulary(&self) -> Result<Vocabulary, GgufError> {
         Vocabulary::read(&self.file)
     }
-}
-
-/// `rows` rows of `heads` heads that lie in pairs, as two halves.
-fn halves(values: &[u8], heads: usize, rows: usize) -> Vec<u8> {
-    let (dim, width) = (rows / heads, values.len() / rows.max(1));
-    let mut ordered = Vec::with_capacity(values.len());
-    for head in values.chunks_exact((dim * width).max(1)) {
-        for half in 0..2 {
-            let rows = (0..dim / 2).map(|pair| 2 * pair + half);
-            rows.for_each(|row| ordered.extend(&head[row * width..(row + 1) * width]));
-        }
-    }
-    ordered
 }
 
 /// Query heads and key heads.

@@ -141,6 +141,11 @@ impl Gguf {
         &self.tensors
     }
 
+    /// Metadata by key.
+    pub fn entries(&self) -> &BTreeMap<String, Entry> {
+        &self.entries
+    }
+
     /// A metadata value.
     pub fn entry(&self, key: &str) -> Option<&Entry> {
         self.entries.get(key)

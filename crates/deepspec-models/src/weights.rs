@@ -1,7 +1,7 @@
 //! Tensors of a checkpoint by name, from one safetensors file or several.
 
 use std::cell::RefCell;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::Path;
 
 use deepspec_core::atomic;
@@ -11,6 +11,9 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};
 
 use crate::ModelError;
+
+/// Values written at once.
+const PIECE: usize = 4 << 20;
 
 /// The tensors of a checkpoint, read one at a time when asked for.
 pub struct Weights {
@@ -168,13 +171,18 @@ fn write(path: &Path, tensors: &[&(String, Tensor)], kind: Kind) -> Result<(), M
     Ok(atomic::replace(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        tensors.iter().try_for_each(|(_, tensor)| file.write_all(&bytes(tensor, kind)))
+        tensors.iter().try_for_each(|(_, tensor)| write_values(file, tensor, kind))
     })?)
 }
 
-fn bytes(tensor: &Tensor, kind: Kind) -> Vec<u8> {
-    let tensor = tensor.detach().to_device(Device::Cpu).to_kind(kind).contiguous();
-    let mut data = vec![0; size(&tensor, kind)];
-    tensor.copy_data_u8(&mut data, tensor.numel());
-    data
+/// Writes the values a piece at a time: an embedding would otherwise be held once more.
+fn write_values(file: &mut impl Write, tensor: &Tensor, kind: Kind) -> io::Result<()> {
+    let flat = tensor.detach().contiguous().view(-1);
+    (0..flat.numel()).step_by(PIECE).try_for_each(|first| {
+        let length = PIECE.min(flat.numel() - first);
+        let piece = flat.narrow(0, first as i64, length as i64).to_device(Device::Cpu).to_kind(kind);
+        let mut data = vec![0; size(&piece, kind)];
+        piece.copy_data_u8(&mut data, length);
+        file.write_all(&data)
+    })
 }

@@ -118,7 +118,6 @@ fn golden_target_gemma4_in_the_engine() {
     let options = EngineOptions {
         slots: 3,
         context: 256,
-        confidence_threshold: 0.0,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: true,

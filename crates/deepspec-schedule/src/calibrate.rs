@@ -66,14 +66,7 @@ pub fn fit(
     positions: usize,
     search: &GridSearch,
 ) -> Result<Vec<Option<PositionFit>>, ScheduleError> {
-    check_temperatures(&search.grid)?;
-    if search.grid.is_empty() || search.bins == 0 {
-        return Err(ScheduleError::Empty { what: "temperature grid or bins" });
-    }
-    for proposal in proposals {
-        check_outcome(proposal.accepted, proposal.logits.len(), positions)?;
-        check_logits(proposal.logits)?;
-    }
+    check(proposals, positions, search)?;
     let mut raw = vec![1.0; proposals.len()]; // a_{k−1} of each proposal, uncalibrated
     let mut calibrated = raw.clone();
     let mut fits = Vec::with_capacity(positions);
@@ -119,6 +112,69 @@ fn advance(survival: &mut [f64], proposals: &[Proposal<'_>], k: usize, temperatu
     }
 }
 
+/// One temperature for all positions: the one of the grid with the least mean calibration error, the first of equals. What an engine profits
+/// from that reads raw confidences: it can be folded into the head's weights.
+///
+/// # Errors
+/// As [`fit`].
+pub fn fit_pooled(
+    proposals: &[Proposal<'_>],
+    positions: usize,
+    search: &GridSearch,
+) -> Result<f64, ScheduleError> {
+    check(proposals, positions, search)?;
+    let error = |&temperature: &f64| mean_error(proposals, &vec![temperature; positions], search.bins);
+    Ok(least(&search.grid, error))
+}
+
+/// A temperature per position, found together: from one for all on, each in turn becomes the one with the least mean calibration error
+/// beside the others', until none changes or `sweeps` are over.
+///
+/// # Errors
+/// As [`fit`].
+pub fn fit_joint(
+    proposals: &[Proposal<'_>],
+    positions: usize,
+    search: &GridSearch,
+    sweeps: usize,
+) -> Result<Calibration, ScheduleError> {
+    let mut temperatures = vec![fit_pooled(proposals, positions, search)?; positions];
+    for _ in 0..sweeps {
+        let before = temperatures.clone();
+        for k in 0..positions {
+            let error = |&temperature: &f64| {
+                let mut tried = temperatures.clone();
+                tried[k] = temperature;
+                mean_error(proposals, &tried, search.bins)
+            };
+            temperatures[k] = least(&search.grid, error);
+        }
+        if temperatures == before {
+            break;
+        }
+    }
+    Calibration::new(temperatures)
+}
+
+fn least(grid: &[f64], error: impl Fn(&f64) -> f64) -> f64 {
+    let errors = grid.iter().map(|temperature| (*temperature, error(temperature)));
+    errors.min_by(|(_, a), (_, b)| a.total_cmp(b)).map_or(1.0, |(temperature, _)| temperature)
+}
+
+/// The calibration error over all positions, each weighted by its observations.
+fn mean_error(proposals: &[Proposal<'_>], temperatures: &[f64], bins: usize) -> f64 {
+    let mut sums = vec![BinSums::default(); bins * temperatures.len()];
+    for proposal in proposals {
+        let mut a = 1.0;
+        for (k, (logit, temperature)) in proposal.logits.iter().zip(temperatures).enumerate() {
+            a *= sigmoid(f64::from(*logit) / temperature);
+            let clamped = bins::clamped(a);
+            sums[k * bins + bins::index(clamped, bins)].add(clamped, k < proposal.accepted);
+        }
+    }
+    bins::calibration_error(&sums).unwrap_or(f64::INFINITY)
+}
+
 /// Temperatures in use, one per position.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calibration {
@@ -154,6 +210,18 @@ impl Calibration {
         check_logits(logits)?;
         Ok(logits.iter().zip(&self.temperatures).map(|(&logit, t)| sigmoid(f64::from(logit) / t)).collect())
     }
+}
+
+fn check(proposals: &[Proposal<'_>], positions: usize, search: &GridSearch) -> Result<(), ScheduleError> {
+    check_temperatures(&search.grid)?;
+    if search.grid.is_empty() || search.bins == 0 {
+        return Err(ScheduleError::Empty { what: "temperature grid or bins" });
+    }
+    for proposal in proposals {
+        check_outcome(proposal.accepted, proposal.logits.len(), positions)?;
+        check_logits(proposal.logits)?;
+    }
+    Ok(())
 }
 
 fn check_temperatures(temperatures: &[f64]) -> Result<(), ScheduleError> {

@@ -3,7 +3,7 @@
 use crate::ScheduleError;
 
 /// No verification batch comes near so many tokens; a larger number is a mistake that would only eat memory.
-const MAX_BATCH: usize = 1 << 20;
+pub(crate) const MAX_BATCH: usize = 1 << 20;
 
 /// Target forward passes per second for every batch size from 1 token to the largest that was profiled.
 ///
@@ -67,4 +67,37 @@ impl CostCurve {
     pub fn steps_per_second(&self, batch: usize) -> f64 {
         batch.checked_sub(1).and_then(|index| self.table.get(index)).copied().unwrap_or(0.0)
     }
+
+    /// Seconds of a step of `batch` tokens. Past [`Self::max_batch`] they grow as between its half and its end, at least not falling: a
+    /// forecast, no measurement.
+    pub fn step_seconds(&self, batch: usize) -> f64 {
+        let (batch, end) = (batch.max(1), self.table.len());
+        let at = |batch: usize| 1.0 / self.table[batch - 1];
+        if batch <= end {
+            return at(batch);
+        }
+        let half = end.div_ceil(2);
+        let slope = if half < end {
+            (at(end) - at(half)).max(0.0) / (end - half) as f64
+        } else {
+            at(end) / end as f64
+        };
+        at(end) + slope * (batch - end) as f64
+    }
+}
+
+/// The step times nearest to those measured (by squares) that never fall as batches grow: pool-adjacent-violators. A larger batch that
+/// seemed faster was noise, and a scheduler would chase it.
+pub fn never_falling(seconds: &[f64]) -> Vec<f64> {
+    let mut pools: Vec<(f64, usize)> = vec![];
+    for &value in seconds {
+        let mut pool = (value, 1);
+        while let Some(&(before, count)) = pools.last().filter(|(before, _)| *before > pool.0) {
+            pool =
+                ((before * count as f64 + pool.0 * pool.1 as f64) / (count + pool.1) as f64, count + pool.1);
+            pools.pop();
+        }
+        pools.push(pool);
+    }
+    pools.into_iter().flat_map(|(value, count)| std::iter::repeat_n(value, count)).collect()
 }

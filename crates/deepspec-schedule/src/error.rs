@@ -87,18 +87,18 @@ impl fmt::Display for ScheduleError {
                 write!(f, "proposal of {proposed} tokens, but there are only {positions} positions")
             }
             Self::Mismatch { what, left, right } => {
-                write!(f, "cannot merge: {left} {what} on the left, {right} on the right")
+                write!(f, "{left} {what} on the left, {right} on the right: they must be as many")
             }
             Self::Temperature { index, value } => {
                 write!(f, "temperature {value} at index {index} is not finite and positive")
             }
             Self::Cost { batch, value } => {
-                write!(f, "cost {value} of a batch of {batch} tokens is not finite and positive")
+                write!(f, "cost {value} of {batch} tokens or requests is not finite and positive")
             }
             Self::Order { batch } => {
                 write!(
                     f,
-                    "batch {batch} is out of order: measured batches must ascend, from 1 token at least to 2^20 at most"
+                    "{batch} is out of order: measured batches, requests and contexts must ascend, from 1 at least to 2^20 at most"
                 )
             }
             Self::BeyondCurve { requests, max_batch } => write!(

@@ -8,6 +8,8 @@
 //! - [`calibrate`]: which temperatures t_k make it say so? Sequential temperature scaling (STS).
 //! - [`scheduler`]: how much of each proposal is worth verifying, given what a larger batch costs ([`curve`])?
 //!
+//! An engine asks a [`planner`] that follows a [`policy`], step by step; so does a simulation of one.
+//!
 //! ```
 //! use deepspec_schedule::{curve::CostCurve, scheduler};
 //!
@@ -20,10 +22,16 @@
 
 mod bins;
 pub mod calibrate;
+pub mod cost;
+pub mod cost_file;
 pub mod curve;
+pub mod economics;
 mod error;
+pub mod planner;
+pub mod policy;
 pub mod reliability;
 pub mod scheduler;
 pub mod survival;
+pub mod temperatures;
 
 pub use error::ScheduleError;

@@ -36,7 +36,8 @@ pub fn prefix_lengths<C: AsRef<[f64]>>(
     confidences: &[C],
     curve: &CostCurve,
 ) -> Result<Schedule, ScheduleError> {
-    search(confidences, curve, Stop::FirstDrop)
+    check(confidences, curve)?;
+    Ok(search(confidences, Price { curve, fixed_seconds: 0.0 }, Stop::FirstDrop))
 }
 
 /// The plan of highest Θ over all prefixes of tokens that can survive (a > 0). Not lossless when applied to the very tokens whose confidences it saw: use its
@@ -48,7 +49,8 @@ pub fn global_prefix_lengths<C: AsRef<[f64]>>(
     confidences: &[C],
     curve: &CostCurve,
 ) -> Result<Schedule, ScheduleError> {
-    search(confidences, curve, Stop::Never)
+    check(confidences, curve)?;
+    Ok(search(confidences, Price { curve, fixed_seconds: 0.0 }, Stop::Never))
 }
 
 /// Asynchronous form: spends a budget of drafted tokens, fixed by [`Schedule::budget`] of the step before last, on the best
@@ -57,11 +59,8 @@ pub fn global_prefix_lengths<C: AsRef<[f64]>>(
 /// # Errors
 /// A confidence is no probability.
 pub fn fill<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Result<Vec<usize>, ScheduleError> {
-    let mut lengths = vec![0; confidences.len()];
-    for candidate in candidates(confidences)?.iter().take(budget) {
-        lengths[candidate.request] = candidate.position + 1;
-    }
-    Ok(lengths)
+    confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))?;
+    Ok(filled(confidences, budget))
 }
 
 impl Schedule {
@@ -71,63 +70,141 @@ impl Schedule {
     }
 }
 
+/// What a step costs.
+#[derive(Clone, Copy)]
+pub(crate) struct Price<'a> {
+    /// Of the verification.
+    pub curve: &'a CostCurve,
+    /// Of what is the same however much is verified, drafting above all.
+    pub fixed_seconds: f64,
+}
+
+impl Price<'_> {
+    /// Θ of a batch that yields so many tokens.
+    pub fn throughput(&self, batch: usize, tokens: f64) -> f64 {
+        let rate = self.curve.steps_per_second(batch);
+        tokens * rate / (1.0 + self.fixed_seconds * rate)
+    }
+
+    /// Θ of a batch of a fraction of a token more than a whole number, whose time lies between those of its neighbours; 0 past the curve.
+    pub fn throughput_between(&self, batch: f64, tokens: f64) -> f64 {
+        let (below, above) = (batch.floor(), batch.ceil());
+        let [fast, slow] = [below, above].map(|batch| self.curve.steps_per_second(batch as usize));
+        if slow == 0.0 {
+            return 0.0;
+        }
+        let seconds = 1.0 / fast + (1.0 / slow - 1.0 / fast) * (batch - below);
+        tokens / (seconds + self.fixed_seconds)
+    }
+}
+
 #[derive(Clone, Copy, PartialEq)]
-enum Stop {
+pub(crate) enum Stop {
     FirstDrop,
     Never,
 }
 
+#[derive(Clone, Copy)]
 struct Candidate {
     survival: f64,
-    request: usize,
-    position: usize,
+    request: u32,
+    position: u32,
+}
+
+/// Bits of a survival's fraction that its bucket tells apart.
+const FRACTION_BITS: u32 = 7;
+/// Buckets of the sort: survivals below 2⁻²⁴ share the last one.
+const BUCKETS: usize = (24 << FRACTION_BITS) + 1;
+
+/// The bucket of a survival in (0, 1]; larger ones come first.
+fn bucket(survival: f64) -> usize {
+    const ONE: u64 = 1f64.to_bits();
+    // The bits of positive numbers are in the order of the numbers.
+    (((ONE - survival.to_bits()) >> (52 - FRACTION_BITS)) as usize).min(BUCKETS - 1)
 }
 
 /// All drafted tokens that can survive, by descending a_{r,j}, ties by request and then by position: every prefix of this
-/// list is a set of prefixes.
-fn candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Result<Vec<Candidate>, ScheduleError> {
-    let mut candidates = Vec::new();
-    for (request, row) in confidences.iter().map(AsRef::as_ref).enumerate() {
-        check_confidences(row)?;
-        let alive = survival(row).take_while(|&a| a > 0.0).enumerate();
-        candidates.extend(alive.map(|(position, survival)| Candidate { survival, request, position }));
+/// list is a set of prefixes. In time linear in the tokens, but for those that fall into one bucket.
+fn candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Vec<Candidate> {
+    let mut found = Vec::with_capacity(confidences.iter().map(|row| row.as_ref().len()).sum());
+    let mut starts = vec![0u32; BUCKETS + 1];
+    for (request, row) in confidences.iter().enumerate() {
+        for (position, survival) in survival(row.as_ref()).take_while(|&a| a > 0.0).enumerate() {
+            starts[bucket(survival) + 1] += 1;
+            found.push(Candidate { survival, request: request as u32, position: position as u32 });
+        }
     }
-    candidates.sort_by(|a, b| b.survival.total_cmp(&a.survival)); // stable, so ties keep the order above
-    Ok(candidates)
+    let mut sum = 0;
+    for start in &mut starts {
+        sum += *start;
+        *start = sum;
+    }
+    let mut sorted = found.clone();
+    for &candidate in &found {
+        let next = &mut starts[bucket(candidate.survival)];
+        sorted[*next as usize] = candidate;
+        *next += 1;
+    }
+    // Buckets hold few; the sort is stable and finds runs, so that ties keep the order above.
+    let mut begin = 0;
+    for &end in &starts[..BUCKETS] {
+        let (first, last) = (begin as usize, end as usize);
+        if last - first > 1 {
+            sorted[first..last].sort_by(|a, b| b.survival.total_cmp(&a.survival));
+        }
+        begin = end;
+    }
+    sorted
 }
 
-fn search<C: AsRef<[f64]>>(
-    confidences: &[C],
-    curve: &CostCurve,
-    stop: Stop,
-) -> Result<Schedule, ScheduleError> {
-    let requests = confidences.len();
-    if requests > curve.max_batch() {
-        return Err(ScheduleError::BeyondCurve { requests, max_batch: curve.max_batch() });
+/// The survivals of all candidates, descending.
+pub(crate) fn survivals<C: AsRef<[f64]>>(confidences: &[C]) -> impl Iterator<Item = f64> {
+    candidates(confidences).into_iter().map(|candidate| candidate.survival)
+}
+
+fn check<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), ScheduleError> {
+    let (requests, max_batch) = (confidences.len(), curve.max_batch());
+    if requests > max_batch {
+        return Err(ScheduleError::BeyondCurve { requests, max_batch });
     }
-    let candidates = candidates(confidences)?;
+    confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))
+}
+
+/// [`fill`] of probabilities.
+pub(crate) fn filled<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Vec<usize> {
+    let mut lengths = vec![0; confidences.len()];
+    for candidate in candidates(confidences).iter().take(budget) {
+        lengths[candidate.request as usize] = candidate.position as usize + 1;
+    }
+    lengths
+}
+
+/// The prefixes of probabilities; none where the curve ends before there is a token for each request.
+pub(crate) fn search<C: AsRef<[f64]>>(confidences: &[C], price: Price, stop: Stop) -> Schedule {
+    let requests = confidences.len();
+    let candidates = candidates(confidences);
     let (mut batch, mut expected_tokens) = (requests, requests as f64); // the pass yields a token per request anyway
     let mut best = Schedule {
         lengths: vec![0; requests],
         batch,
         expected_tokens,
-        throughput: expected_tokens * curve.steps_per_second(batch),
+        throughput: price.throughput(batch, expected_tokens),
         evaluated: 0,
         stopped_early: false,
     };
     for candidate in &candidates {
         (batch, expected_tokens) = (batch + 1, expected_tokens + candidate.survival);
         best.evaluated += 1;
-        let throughput = expected_tokens * curve.steps_per_second(batch);
+        let throughput = price.throughput(batch, expected_tokens);
         if throughput > best.throughput {
-            best = Schedule { batch, expected_tokens, throughput, ..best };
+            (best.batch, best.expected_tokens, best.throughput) = (batch, expected_tokens, throughput);
         } else if stop == Stop::FirstDrop {
             best.stopped_early = true;
             break;
         }
     }
     for candidate in &candidates[..best.budget()] {
-        best.lengths[candidate.request] = candidate.position + 1;
+        best.lengths[candidate.request as usize] = candidate.position as usize + 1;
     }
-    Ok(best)
+    best
 }

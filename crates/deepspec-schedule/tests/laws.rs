@@ -189,7 +189,7 @@ fn a_refusal_changes_nothing_and_says_why() {
         (all.update(&[0.5, 1.5], 1), "confidence 1.5 at position 1 is not a probability in [0, 1]"),
         (all.update(&[0.5], 2), "2 tokens accepted of only 1 proposed"),
         (all.update(&[0.5; 3], 0), "proposal of 3 tokens, but there are only 2 positions"),
-        (all.merge(&Reliability::new(3)), "cannot merge: 2 positions on the left, 3 on the right"),
+        (all.merge(&Reliability::new(3)), "2 positions on the left, 3 on the right: they must be as many"),
     ];
     for (result, message) in refused {
         assert_eq!(result.unwrap_err().to_string(), message);

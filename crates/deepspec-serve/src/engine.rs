@@ -11,13 +11,17 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_decode::{
-    DraftSampling, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Ticket,
+    DraftSampling, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket,
 };
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
+use deepspec_schedule::policy::Policy;
 use hdrhistogram::Histogram;
 use tokio::sync::{mpsc, oneshot};
+
+use crate::metrics::Metrics;
+use crate::schedule::{planner, temperatures};
 
 /// Conversations are not cut to fewer tokens than this unasked.
 const SHORTEST: usize = 1024;
@@ -28,6 +32,16 @@ pub struct EngineArgs {
     /// Folder or hub id of a drafter for the model; answers stay the model's own, they come faster
     #[arg(long, value_name = "D")]
     pub draft: Option<PathBuf>,
+    /// How much of each drafted block to verify: whole; fixed:K tokens; threshold:T, up to the first token of lower confidence; prefix, what
+    /// pays at the --cost of a step; prefix-async, the same with a budget that is two steps old; plain leaves the drafter out
+    #[arg(long, default_value = "whole", value_name = "S", requires = "draft")]
+    pub schedule: Policy,
+    /// Divide the drafter's confidence logits by the temperatures in this file, which `deepspec-eval calibrate` or SGLang wrote
+    #[arg(long, value_name = "FILE", requires = "draft")]
+    pub calibration: Option<PathBuf>,
+    /// What steps cost: a file that `deepspec-eval profile` wrote, one of SGLang's, or a table (.csv)
+    #[arg(long, value_name = "FILE", requires = "draft")]
+    pub cost: Option<PathBuf>,
     /// Conversations answered at once
     #[arg(long, default_value_t = 16, value_name = "N")]
     pub slots: usize,
@@ -83,6 +97,16 @@ impl EngineArgs {
         if self.slots == 0 || self.max_context == Some(0) {
             usage!("--slots and --max-context must be at least 1");
         }
+        match (self.schedule, &self.cost) {
+            (policy, None) if policy.reads_cost() => usage!(
+                "--schedule {policy} weighs tokens against the time they take: give --cost FILE, which `deepspec-eval profile` writes"
+            ),
+            (policy, Some(_)) if !policy.reads_cost() => usage!("--cost: --schedule {policy} reads no costs"),
+            _ => {}
+        }
+        if self.calibration.is_some() && !self.schedule.reads_confidence() {
+            usage!("--calibration: --schedule {} reads no confidences", self.schedule);
+        }
         if let Err(error) = deepspec_native::device(&self.device) {
             usage!("--device: {error}");
         }
@@ -108,7 +132,7 @@ struct Job {
 }
 
 /// What the engine is doing, readable from any thread.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Load {
     /// Sequences being decoded.
     pub running: AtomicUsize,
@@ -117,6 +141,8 @@ pub struct Load {
     /// Tokens generated since the start.
     pub generated: AtomicU64,
     waits: Mutex<Waits>,
+    /// The same and more for monitors.
+    pub metrics: Metrics,
 }
 
 /// The longest wait that is told apart from longer ones, in milliseconds: a day.
@@ -134,6 +160,16 @@ impl Default for Waits {
 }
 
 impl Load {
+    fn new(slots: usize) -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            running: AtomicUsize::default(),
+            queued: AtomicUsize::default(),
+            generated: AtomicU64::default(),
+            waits: Mutex::default(),
+            metrics: Metrics::new(slots)?,
+        })
+    }
+
     /// What this share of all sequences so far did not exceed in waiting for a slot; None while there are none.
     pub fn waited(&self, share: f64) -> Option<Duration> {
         let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
@@ -141,6 +177,7 @@ impl Load {
     }
 
     fn count_wait(&self, wait: Duration) {
+        self.metrics.count_wait(wait);
         let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         waits.0.saturating_record(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
     }
@@ -162,13 +199,15 @@ impl EngineThread {
     pub fn start(model: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let (jobs, incoming) = mpsc::unbounded_channel();
         let (ready, loaded) = oneshot::channel();
-        let load = Arc::new(Load::default());
+        let load = Arc::new(Load::new(args.slots)?);
         let (model, args, gauge) = (model.to_path_buf(), args.clone(), Arc::clone(&load));
         let work = move || match build(&model, &args) {
             Ok((engine, context)) => {
                 // Nobody waits only if the starting thread is gone, and then the channel of jobs is closed too.
                 let _ = ready.send(Ok(context));
-                Worker { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge }.run(incoming);
+                let counted = Tally::default();
+                Worker { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge, counted }
+                    .run(incoming);
             }
             Err(error) => drop(ready.send(Err(error))),
         };
@@ -217,10 +256,18 @@ type ChatEngine = Engine<TargetModel, Box<dyn Drafter>>;
 fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
     let device = deepspec_native::device(&args.device)?;
     let (kind, slots) = (deepspec_native::default_kind(device), args.slots);
-    let drafter = match &args.draft {
+    let dir = args.draft.as_ref().filter(|_| args.schedule != Policy::Plain);
+    let drafter = match dir {
         Some(dir) => Some(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?),
         None => None,
     };
+    if let Some(drafter) = drafter.as_ref().filter(|_| args.schedule.reads_confidence())
+        && !drafter.has_confidence()
+    {
+        usage!("--schedule {}: the drafter has no confidence head", args.schedule);
+    }
+    let block = drafter.as_ref().map_or(0, |drafter| drafter.draft_len());
+    let (planner, temperatures) = (planner(model, args)?, temperatures(args, dir, block)?);
     let taps = drafter.as_ref().map(|drafter| drafter.taps().to_vec()).unwrap_or_default();
     let target = TargetModel::load(model, &TargetOptions { device, kind, slots, taps })?;
     if let Some(drafter) = &drafter {
@@ -233,12 +280,11 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)>
     let options = EngineOptions {
         slots,
         context,
-        confidence_threshold: 0.0,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
         counts_overrun: false,
     };
-    let engine = Engine::new(target, drafter, options);
+    let engine = Engine::new(target, drafter, options).with_temperatures(temperatures).with_planner(planner);
     Ok((
         match memory {
             Some(bytes) => engine.with_memory(bytes),
@@ -286,10 +332,20 @@ fn fitting(
 
 struct Worker {
     engine: ChatEngine,
-    live: HashMap<Ticket, mpsc::UnboundedSender<Update>>,
+    live: HashMap<Ticket, Live>,
     /// Those that wait for a slot, in the order in which they get one, and since when.
     waiting: VecDeque<(Ticket, Instant)>,
     load: Arc<Load>,
+    /// Cycles that are in the metrics.
+    counted: Tally,
+}
+
+/// A request that is not finished.
+struct Live {
+    updates: mpsc::UnboundedSender<Update>,
+    /// When it came, and when its last tokens did.
+    since: Instant,
+    last: Option<Instant>,
 }
 
 impl Worker {
@@ -322,10 +378,12 @@ impl Worker {
     }
 
     fn accept(&mut self, job: Job) {
+        let prompt = job.request.prompt.len() as u64;
         match self.engine.submit(job.request) {
             Ok(ticket) => {
+                self.load.metrics.prompts.inc_by(prompt);
                 self.waiting.push_back((ticket, job.since));
-                self.live.insert(ticket, job.updates);
+                self.live.insert(ticket, Live { updates: job.updates, since: job.since, last: None });
             }
             // The caller may have gone; then nobody needs the news. The same holds below.
             Err(error) => drop(job.updates.send(Update::Refused(error))),
@@ -334,8 +392,8 @@ impl Worker {
 
     fn cancel_abandoned(&mut self) {
         let engine = &mut self.engine;
-        self.live.retain(|&ticket, updates| {
-            let abandoned = updates.is_closed();
+        self.live.retain(|&ticket, live| {
+            let abandoned = live.updates.is_closed();
             if abandoned {
                 engine.cancel(ticket);
             }
@@ -355,29 +413,39 @@ impl Worker {
     fn report(&mut self, event: Event) {
         match event {
             Event::Tokens(ticket, tokens) => {
+                let (metrics, now) = (&self.load.metrics, Instant::now());
                 self.load.generated.fetch_add(tokens.len() as u64, Ordering::Relaxed);
-                if let Some(updates) = self.live.get(&ticket) {
-                    let _ = updates.send(Update::Tokens(tokens));
+                metrics.generated.inc_by(tokens.len() as u64);
+                if let Some(live) = self.live.get_mut(&ticket) {
+                    match live.last.replace(now) {
+                        Some(last) => metrics.count_tokens(now - last, tokens.len()),
+                        None => metrics.count_first(now - live.since),
+                    }
+                    let _ = live.updates.send(Update::Tokens(tokens));
                 }
             }
             Event::Done(ticket, completion) => {
-                if let Some(updates) = self.live.remove(&ticket) {
-                    let _ = updates.send(Update::Done(completion.finish));
+                if let Some(live) = self.live.remove(&ticket) {
+                    let _ = live.updates.send(Update::Done(completion.finish));
                 }
             }
             Event::Failed(ticket, error) => {
                 tracing::warn!("an answer cannot be finished: {error}");
-                if let Some(updates) = self.live.remove(&ticket) {
-                    let _ = updates.send(Update::Refused(error));
+                if let Some(live) = self.live.remove(&ticket) {
+                    let _ = live.updates.send(Update::Refused(error));
                 }
             }
         }
     }
 
-    fn publish(&self) {
+    fn publish(&mut self) {
         let queued = self.engine.queued();
+        let running = self.live.len().saturating_sub(queued);
         self.load.queued.store(queued, Ordering::Relaxed);
-        self.load.running.store(self.live.len().saturating_sub(queued), Ordering::Relaxed);
+        self.load.running.store(running, Ordering::Relaxed);
+        self.load.metrics.set_load(running, queued);
+        self.load.metrics.count_cycles(&self.counted, self.engine.counts());
+        self.counted = self.engine.counts().clone();
     }
 }
 
@@ -387,7 +455,7 @@ mod tests {
 
     #[test]
     fn quantiles_of_waits_are_right_to_two_digits() {
-        let load = Load::default();
+        let load = Load::new(1).unwrap();
         assert_eq!(load.waited(0.99), None);
         (1..=1000).for_each(|millis| load.count_wait(Duration::from_millis(millis)));
         for (share, exact) in [(0.5, 0.5), (0.99, 0.99), (1.0, 1.0)] {

@@ -5,7 +5,9 @@ mod body;
 mod engine;
 mod error;
 pub mod http;
+mod metrics;
 mod reply;
+mod schedule;
 mod stop;
 mod thinking;
 

@@ -1,8 +1,9 @@
-//! Helpers for tests: golden cases and tolerances, files of a folder, small random targets, damaged JSON, a server that misbehaves, a hub on
+//! Helpers for tests: golden cases and tolerances, conversations, files of a folder, small random targets, damaged JSON, a server that misbehaves, a hub on
 //! loopback, a GPU that is none, laws of outputs, and an account of tests that do not run here.
 //!
 //! Meant as a dev-dependency; a broken fixture panics with its name.
 
+pub mod conversations;
 pub mod folder;
 pub mod golden;
 pub mod hub;

@@ -58,12 +58,25 @@ pub fn speculators_python(packages: &str) -> Option<String> {
     interpreter("DEEPSPEC_SPECULATORS_PYTHON", packages)
 }
 
+/// The Python that `DEEPSPEC_VLLM_PYTHON` names, which has vLLM; `None` leaves the test out.
+pub fn vllm_python() -> Option<String> {
+    let python = named("DEEPSPEC_VLLM_PYTHON");
+    if python.is_none() {
+        skip(Kind::Long, "it needs vLLM: scripts/test.sh --engines");
+    }
+    python
+}
+
 fn interpreter(variable: &str, packages: &str) -> Option<String> {
-    let python = env::var(variable).ok().filter(|python| !python.is_empty());
+    let python = named(variable);
     if python.is_none() {
         skip(Kind::Missing, &format!("{variable} names no Python with {packages}"));
     }
     python
+}
+
+fn named(variable: &str) -> Option<String> {
+    env::var(variable).ok().filter(|python| !python.is_empty())
 }
 
 fn is_permitted(kind: Kind, forbidden: bool) -> bool {

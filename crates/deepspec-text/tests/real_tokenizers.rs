@@ -3,14 +3,13 @@
 //!
 //! `scripts/test.sh` fetches the tokenizers and says where they are in `DEEPSPEC_TOKENIZERS`.
 
-use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use deepspec_core::rng::{Purpose, Stream};
 use deepspec_gguf::unpack;
-use deepspec_testkit::skip::{self, Kind};
+use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
+use deepspec_testkit::skip;
 use deepspec_text::{
     ChatTemplate, ChatTokenizer, Conversation, MaskRule, RenderOptions, TextError, supervise,
 };
@@ -18,101 +17,6 @@ use serde_json::{Map, Value, json};
 
 /// Conversations of each tokenizer.
 const CONVERSATIONS: u64 = 520;
-
-/// A folder under `DEEPSPEC_TOKENIZERS`, and the marks around what its model says.
-const TOKENIZERS: [(&str, &str, &str); 4] = [
-    ("qwen3", "<|im_start|>assistant\n", "<|im_end|>\n"),
-    ("llama3_1", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-    ("gemma3", "<start_of_turn>model\n", "<end_of_turn>\n"),
-    ("smollm2", "<|im_start|>assistant\n", "<|im_end|>\n"),
-];
-
-const PIECES: [&str; 26] = [
-    "What is 3 + 4?",
-    "Sure! The answer is 1234567.89",
-    " leading and trailing ",
-    "\n\n",
-    "\n",
-    "\t",
-    "def f(x):\n    return x ** 2  # squared\n",
-    "```rust\nfn main() { println!(\"{:?}\", [1, 2]); }\n```",
-    "👩‍👩‍👧‍👦 🙂🏳️‍🌈",
-    "你好，世界。这是一个测试",
-    "こんにちは、元気ですか？",
-    "안녕하세요",
-    "Ünïcödé é e\u{301} ﬁ ①",
-    "مرحبا بالعالم",
-    "<|im_end|>",
-    "<|im_start|>user",
-    "<|eot_id|>",
-    "<end_of_turn>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "\u{200b}\u{feff}\u{a0}",
-    "it's we'LL they'd I'M",
-    "a  b   c    d",
-    "{\"key\": [1, null, \"<b>\"]}",
-    "$\\frac{1}{2}$ \\(x\\)",
-];
-
-struct Writer {
-    stream: Stream,
-    at: u64,
-}
-
-impl Writer {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.at += 1;
-        self.stream.below(sides as u64, self.at, Purpose::Shuffle, 0) as usize
-    }
-
-    fn text(&mut self) -> String {
-        let pieces = 1 + self.roll(4);
-        (0..pieces).map(|_| PIECES[self.roll(PIECES.len())]).collect()
-    }
-
-    fn conversation(&mut self) -> (Vec<Value>, Value) {
-        let mut said = vec![];
-        if self.roll(4) == 0 {
-            said.push(json!({"role": "system", "content": self.text()}));
-        }
-        let tools = match self.roll(6) {
-            0 => {
-                json!([{"type": "function", "function": {"name": "add", "description": "Adds <b>two</b> numbers: é.",
-                "parameters": {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "number"}}, "required": ["b", "a"]}}}])
-            }
-            _ => Value::Null,
-        };
-        for _ in 0..=self.roll(3) {
-            said.push(json!({"role": "user", "content": self.text()}));
-            if !tools.is_null() {
-                let call =
-                    json!({"type": "function", "function": {"name": "add", "arguments": {"b": 2, "a": 1.5}}});
-                said.push(json!({"role": "assistant", "content": "", "tool_calls": [call]}));
-                said.push(json!({"role": "tool", "name": "add", "content": "3.5"}));
-            }
-            let mut answer = json!({"role": "assistant", "content": self.text()});
-            if self.roll(5) == 0 {
-                answer["reasoning_content"] = json!(self.text());
-            }
-            said.push(answer);
-        }
-        (said, tools)
-    }
-}
-
-/// The tokenizers' folders; None leaves the test out.
-fn folders() -> Option<PathBuf> {
-    let folder = env::var_os("DEEPSPEC_TOKENIZERS").map(PathBuf::from);
-    if folder.is_none() {
-        skip::skip(
-            Kind::Absent,
-            "DEEPSPEC_TOKENIZERS names no folder of tokenizers: scripts/test.sh fetches them with npm",
-        );
-    }
-    folder
-}
 
 /// A tokenizer's folder; that of a GGUF is made.
 fn folder(all: &Path, name: &str, scratch: &Path) -> PathBuf {
@@ -127,15 +31,15 @@ fn rendered(tokenizer: &ChatTokenizer, conversation: &Conversation) -> Result<St
 
 #[test]
 fn real_tokenizers_do_as_in_transformers() {
-    let (Some(all), Some(python)) = (folders(), skip::python("transformers")) else { return };
+    let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
     let scratch = tempfile::tempdir().unwrap();
     let mut cases = vec![];
     for (name, header, end) in TOKENIZERS {
         let dir = folder(&all, name, scratch.path());
-        let mut writer = Writer { stream: Stream::new(3, name), at: 0 };
+        let mut random = Conversations::new(name);
         for _ in 0..CONVERSATIONS {
-            let (messages, tools) = writer.conversation();
-            let thinking = [json!(null), json!(true), json!(false)][writer.roll(3)].clone();
+            let (messages, tools) = random.conversation();
+            let thinking = [json!(null), json!(true), json!(false)][random.roll(3)].clone();
             cases.push(json!({
                 "dir": dir, "header": header, "end": end, "messages": messages, "tools": tools, "thinking": thinking,
             }));

@@ -23,6 +23,7 @@ use anyhow::Context;
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::usage;
+use deepspec_models::weights_digest;
 use deepspec_serve::{ChatModel, EngineArgs};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -114,7 +115,8 @@ impl Inputs {
         let embedded = args.embedded.as_deref().filter(|_| !args.dry_run);
         let embedded =
             embedded.map(|model| args.engine.resolve("--embedded", model, verbosity)).transpose()?;
-        let settings = Arc::new(Settings::new(&args.input, &args.model, &args.sampling)?);
+        let weights = embedded.as_ref().map(|(dir, _)| weights_digest(dir)).transpose()?;
+        let settings = Arc::new(Settings::new(&args.input, &args.model, weights, &args.sampling)?);
         reuse::check(&args.reuse, &settings)?;
         let index = Arc::new(index::index(&args.input, &settings)?);
         Ok(Self { embedded, settings, index })

@@ -222,7 +222,7 @@ mod tests {
     fn parse(row: Value) -> Result<Row, String> {
         let Value::Object(row) = row else { unreachable!() };
         let sampling = Line::try_parse_from(["x", "--temperature", "1"]).unwrap().sampling;
-        Row::parse(row, &Settings::new(&[], "m", &sampling).unwrap())
+        Row::parse(row, &Settings::new(&[], "m", None, &sampling).unwrap())
     }
 
     /// The plan in short: what is said, and `?` for what is asked.

@@ -13,7 +13,7 @@ use super::wire;
 /// Sampling as given; what is not given is not sent, so that the server's defaults hold.
 #[derive(clap::Args)]
 pub struct Sampling {
-    /// Sampling temperature, 0 for the most likely token
+    /// Sampling temperature, 0 for the most likely token; by default the server's, with --embedded 1
     #[arg(long)]
     temperature: Option<f64>,
     /// Sample from the smallest set of tokens with this mass
@@ -69,6 +69,9 @@ pub struct Settings {
 /// What asks for the tokens beside the text: the first one vLLM and our own server, the others llama.cpp.
 pub const TOKEN_ID_FIELDS: [&str; 3] = ["return_token_ids", "return_tokens", "verbose"];
 
+/// What the record calls the weights of this process's own model.
+const WEIGHTS: &str = "weights of --embedded";
+
 /// Which answer of which row a request is for.
 pub struct Asked<'a> {
     /// The output row's id.
@@ -82,11 +85,16 @@ pub struct Asked<'a> {
 }
 
 impl Settings {
-    /// Joins the settings of a run.
+    /// Joins the settings of a run. `weights` is the digest of those of this process's own model.
     ///
     /// # Errors
     /// A usage error if a sampling value is out of range.
-    pub fn new(inputs: &[PathBuf], model: &str, sampling: &Sampling) -> anyhow::Result<Self> {
+    pub fn new(
+        inputs: &[PathBuf],
+        model: &str,
+        weights: Option<String>,
+        sampling: &Sampling,
+    ) -> anyhow::Result<Self> {
         let thinking = match (sampling.enable_thinking, sampling.disable_thinking) {
             (true, _) => Some(true),
             (_, true) => Some(false),
@@ -118,6 +126,9 @@ impl Settings {
         let mut record = shared.clone();
         record.insert("inputs".into(), json!(inputs));
         record.insert("seed".into(), json!(sampling.seed));
+        if let Some(weights) = weights {
+            record.insert(WEIGHTS.into(), json!(weights));
+        }
         // Absent stands for the default, so that older records still hold.
         if sampling.samples != 1 {
             record.insert("samples".into(), json!(sampling.samples));
@@ -186,6 +197,10 @@ impl Settings {
         let mut keys: Vec<&String> = self.record.keys().chain(earlier.keys()).collect();
         keys.sort();
         keys.dedup();
-        keys.into_iter().filter(|&key| self.record.get(key) != earlier.get(key)).cloned().collect()
+        // Neither servers nor a dry run know their model's weights.
+        let unknown =
+            |key: &String| key == WEIGHTS && self.record.contains_key(key) != earlier.contains_key(key);
+        let differs = |key: &&String| self.record.get(*key) != earlier.get(*key) && !unknown(key);
+        keys.into_iter().filter(differs).cloned().collect()
     }
 }

@@ -7,7 +7,7 @@ use crate::process::{lines, text, tiny};
 use crate::regenerate::{question, regenerate};
 
 /// A copy of the embedded target whose last tensor is NaN.
-fn broken(dir: &Path) -> String {
+pub(crate) fn broken(dir: &Path) -> String {
     let model = dir.join("model");
     fs::create_dir(&model).unwrap();
     for file in fs::read_dir(tiny()).unwrap().map(|entry| entry.unwrap().path()) {

@@ -1,11 +1,14 @@
 //! `inspect` on rows good and bad, as text, JSON and HTML.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
 use std::thread;
 
+use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
+use deepspec_testkit::skip;
 use serde_json::{Value, json};
 
 use crate::process::{Ended, command, full, lines, run, text, tiny};
@@ -378,4 +381,83 @@ fn a_reader_that_is_gone_is_no_panic() {
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     assert!(stderr.contains("roken pipe") && !stderr.contains("panicked"), "{stderr}");
+}
+
+/// Tokens, masks and text of real tokenizers' conversations, as transformers has them.
+#[test]
+fn real_tokenizers_are_inspected_as_transformers_reads_them() {
+    let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    for (name, header, end) in TOKENIZERS {
+        let mut random = Conversations::new(name);
+        let mut conversations = vec![];
+        let mut row = |at: usize| {
+            let (messages, tools) = random.conversation();
+            conversations.push((messages.clone(), tools.clone()));
+            let mut row = json!({"id": format!("{name}-{at}"), "conversations": messages});
+            if !tools.is_null() {
+                row["tools"] = tools;
+            }
+            row.to_string()
+        };
+        let rows: Vec<String> = (0..520).map(&mut row).collect();
+        let input = lines(dir.path(), &format!("{name}.jsonl"), &rows);
+        let entry =
+            format!("name: {name}\nassistant_header: {}\nend_of_turn: {}\n", json!(header), json!(end));
+        let rules = lines(dir.path(), &format!("{name}.yaml"), &[entry]);
+        let (gguf, cache) = (all.join(format!("{name}.gguf")), dir.path().join(format!("{name}-cache")));
+        let model = if gguf.is_file() { gguf } else { all.join(name) };
+        let told = command(&["inspect", "--all", "--json", "--quiet"])
+            .args(["--input", &text(&input), "--model", &text(&model), "--chat-template", &text(&rules)])
+            .env("DEEPSPEC_CACHE", &cache)
+            .output()
+            .unwrap();
+        let found: Value = serde_json::from_slice(&told.stdout).unwrap();
+        let unpacked = fs::read_dir(cache.join("gguf")).ok().and_then(|mut made| made.next());
+        let folder = unpacked.map_or(model, |made| made.unwrap().path());
+
+        let cases = conversations.iter().map(|(messages, tools)| {
+            json!({"dir": folder, "header": header, "end": end, "messages": messages, "tools": tools, "thinking": null})
+        });
+        let [asked, answered] = ["cases.json", "answers.json"].map(|name| dir.path().join(name));
+        fs::write(&asked, json!(cases.collect::<Vec<_>>()).to_string()).unwrap();
+        let script =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/deepspec-text/tests/real_tokenizers.py");
+        let mut peer = std::process::Command::new(&python);
+        let peer = peer.arg(script).args([&asked, &answered]).env("HF_HUB_OFFLINE", "1").output().unwrap();
+        assert!(peer.status.success(), "{}", String::from_utf8_lossy(&peer.stderr));
+        let answers: Vec<Value> = serde_json::from_slice(&fs::read(&answered).unwrap()).unwrap();
+        let mut compared = 0;
+        for row in found["rows"].as_array().unwrap() {
+            let at = row["line"].as_u64().unwrap() as usize - 1;
+            let answer = &answers[at];
+            let Some(ids) = answer["ids"].as_array() else {
+                panic!("{name}: transformers refuses {row}");
+            };
+            assert_eq!(row["untruncated"], ids.len(), "{name}: {row}");
+            let mask = answer["mask"].as_array().unwrap().iter().map(|bit| *bit == 1);
+            let mut spans: Vec<[usize; 2]> = vec![];
+            for at in mask.enumerate().filter_map(|(at, supervised)| supervised.then_some(at)) {
+                match spans.last_mut() {
+                    Some([_, end]) if *end == at => *end += 1,
+                    _ => spans.push([at, at + 1]),
+                }
+            }
+            assert_eq!(row["spans"], json!(spans), "{name}: {row}");
+            let shown = row["segments"].as_array().unwrap().iter();
+            let shown: String = shown.map(|segment| segment["text"].as_str().unwrap()).collect();
+            assert_eq!(shown, answer["text"], "{name}");
+            compared += 1;
+        }
+        // What is not shown is accounted for, and what transformers cannot render is not shown.
+        let problems = found["problems"].as_array().unwrap().iter();
+        let told: BTreeSet<u64> = problems.filter_map(|problem| problem["line"].as_u64()).collect();
+        let shown: BTreeSet<u64> =
+            found["rows"].as_array().unwrap().iter().filter_map(|row| row["line"].as_u64()).collect();
+        for at in 0..answers.len() {
+            let line = at as u64 + 1;
+            assert!(shown.contains(&line) || told.contains(&line), "{name}: nothing is said of line {line}");
+        }
+        assert_eq!(compared, answers.iter().filter(|answer| !answer.is_null()).count(), "{name}");
+    }
 }

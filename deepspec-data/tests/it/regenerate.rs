@@ -7,6 +7,7 @@ use std::path::Path;
 use deepspec_text::ChatTokenizer;
 use serde_json::{Value, json};
 
+use crate::broken_model::broken;
 use crate::process::{Ended, Row, Server, lines, rows, run, text, tiny};
 
 /// Arguments of a short run, whoever answers.
@@ -166,6 +167,10 @@ fn another_run_s_output_is_not_continued() {
     let tiny = tiny();
     let embedded = ["--embedded", &tiny, "--device", "cpu", "--disable-thinking", "--max-tokens"];
     assert_eq!(regenerate(&input, &output, &[&embedded[..], &["4"]].concat()).code, Some(0));
+    // Two models of one name are told apart by their weights.
+    let other = broken(dir.path());
+    let same = ["--embedded", &other, "--device", "cpu", "--disable-thinking", "--max-tokens", "4"];
+    regenerate(&input, &output, &same).fails_with(2, &["out.jsonl", "weights of --embedded", "--overwrite"]);
     let hot = [&embedded[..], &["5", "--temperature", "0.5"]].concat();
     regenerate(&input, &output, &hot)
         .fails_with(2, &["out.jsonl", "(max_tokens, temperature)", "--overwrite"]);

@@ -186,13 +186,28 @@ fn resident(pid: u32) -> u64 {
 
 #[test]
 fn nothing_is_left_behind_by_hours_of_mixed_load() {
-    let (dir, twin) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    tiny_for(dir.path(), POSITIONS);
+    let twin = tempfile::tempdir().unwrap();
     noisy_twin(twin.path());
-    let (context, draft) = (CONTEXT.to_string(), text(twin.path()));
+    soak("whole blocks", &["--draft", &text(twin.path())]);
+}
+
+/// Steps grow longer from the fifth token on: a crowd is decoded plainly, one or two speculate.
+#[test]
+fn nothing_is_left_behind_under_a_schedule() {
+    let dir = tempfile::tempdir().unwrap();
+    let cost = dir.path().join("cost.csv");
+    fs::write(&cost, "batch_tokens,seconds\n1,0.001\n4,0.001\n64,0.016\n").unwrap();
+    let drafter = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-dspark");
+    soak("prefix", &["--draft", &text(&drafter), "--schedule", "prefix", "--cost", &text(&cost)]);
+}
+
+fn soak(what: &str, drafting: &[&str]) {
+    let dir = tempfile::tempdir().unwrap();
+    tiny_for(dir.path(), POSITIONS);
+    let context = CONTEXT.to_string();
     let limits = ["--slots", "4", "--queue", "24", "--max-body", "1", "--client-timeout", "5"];
-    let more = ["--max-context", &context, "--draft", &draft];
-    let server = Server::of(&text(dir.path()), &[&limits[..], &more].concat());
+    let server =
+        Server::of(&text(dir.path()), &[&limits[..], &["--max-context", &context], drafting].concat());
     let http = Http::new();
     // A connection for each request, so that none is lost to the server's closing an idle one.
     let client = Client::builder().no_proxy().timeout(DEADLINE).pool_max_idle_per_host(0).build().unwrap();
@@ -250,7 +265,7 @@ fn nothing_is_left_behind_by_hours_of_mixed_load() {
     }
     let health = health();
     let line = format!(
-        "soak: {rounds} rounds in {:.0} s, {counts:?}; {} tokens; waited for a slot: p50 ≤ {} s, p99 ≤ {} s; resident {} MB when warm, {} MB at the end",
+        "soak, {what}: {rounds} rounds in {:.0} s, {counts:?}; {} tokens; waited for a slot: p50 ≤ {} s, p99 ≤ {} s; resident {} MB when warm, {} MB at the end",
         started.elapsed().as_secs_f64(),
         health["generated_tokens"],
         health["queue_seconds"]["p50"],
@@ -260,7 +275,11 @@ fn nothing_is_left_behind_by_hours_of_mixed_load() {
     );
     eprintln!("{line}");
     // Where scripts/test.sh finds it: what a test that passes says is not shown.
-    fs::write(Path::new(env!("CARGO_TARGET_TMPDIR")).join("soak.txt"), line + "\n").unwrap();
+    fs::write(
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("soak-{}.txt", what.replace(' ', "-"))),
+        line + "\n",
+    )
+    .unwrap();
     assert!(counts["answered"] >= rounds && counts["streamed"] >= rounds, "{counts:?}");
     server.process.signal("TERM");
     let ended = server.process.end();

@@ -65,10 +65,22 @@ pub fn error(
     positions: usize,
     temperatures: &Calibration,
 ) -> Result<Option<PromptError>, ScheduleError> {
+    error_by_prompt(prompts, positions, |_| temperatures)
+}
+
+/// As [`error`], where each prompt has temperatures of its own.
+///
+/// # Errors
+/// As there.
+pub fn error_by_prompt<'t>(
+    prompts: &[Prompt],
+    positions: usize,
+    temperatures: impl Fn(&Prompt) -> &'t Calibration,
+) -> Result<Option<PromptError>, ScheduleError> {
     let sums = |prompt: &Prompt| {
         let mut own = Reliability::with_binning(positions, Binning { fine: 1, ..Binning::default() })?;
         for block in &prompt.blocks {
-            own.update(&temperatures.confidences(&block.logits)?, block.accepted)?;
+            own.update(&temperatures(prompt).confidences(&block.logits)?, block.accepted)?;
         }
         Ok(Sums { observations: own.observations() as f64, gaps: own.gaps().collect() })
     };

@@ -1,5 +1,6 @@
 //! `calibration.json`.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use deepspec_core::digest::short;
@@ -36,6 +37,22 @@ pub struct Calibration {
     pub fit_prompts: usize,
     /// What they are worth on other prompts.
     pub held_out: HeldOut,
+    /// Other ways to fit the same prompts, judged by the same others; absent from files of earlier versions.
+    #[serde(default)]
+    pub alternatives: Vec<Alternative>,
+}
+
+/// Temperatures that were found another way.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Alternative {
+    /// How: `pooled` (one for all positions), `joint` (all positions together), or `by domain` (as `temperatures`, for each domain).
+    pub method: String,
+    /// t_1, t_2, … by domain; under `all` where one is for all.
+    pub temperatures: BTreeMap<String, Vec<f64>>,
+    /// Mean calibration error on the held-out prompts.
+    pub ece: Option<f64>,
+    /// 95 % interval of how much it adds to the error of `temperatures`, over resampled prompts: below 0 it is better.
+    pub change: Option<Interval>,
 }
 
 /// The temperature of a position on the prompts it was fitted to.
@@ -99,6 +116,7 @@ impl Calibration {
         fit: Vec<Option<Fit>>,
         fit_prompts: usize,
         held_out: HeldOut,
+        alternatives: Vec<Alternative>,
     ) -> Self {
         let (format, tool_version) = (FORMAT.into(), env!("CARGO_PKG_VERSION").into());
         Self {
@@ -112,6 +130,7 @@ impl Calibration {
             fit,
             fit_prompts,
             held_out,
+            alternatives,
         }
     }
 

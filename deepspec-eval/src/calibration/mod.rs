@@ -2,15 +2,19 @@
 
 mod bootstrap;
 mod file;
+mod fold;
 mod shown;
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::{atomic, usage};
-use deepspec_schedule::calibrate::{Calibration as Temperatures, GridSearch, Proposal, fit};
+use deepspec_schedule::calibrate::{
+    Calibration as Temperatures, GridSearch, Proposal, fit, fit_joint, fit_pooled, logarithmic,
+};
+use deepspec_suites::Domain;
 
 use crate::confidence::{self, Observed};
 use crate::results::Results;
@@ -18,17 +22,21 @@ use crate::statistics::Interval;
 use crate::traces;
 use bootstrap::{Prompt, PromptError};
 pub use file::Calibration;
-use file::{Bootstrap, Fit, HeldOut, Sureness};
+use file::{Alternative, Bootstrap, Fit, HeldOut, Sureness};
 
 /// Which run, and where the temperatures go.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Output folder of a `deepspec-eval run` of the drafter, without --confidence-threshold
+    /// Output folder of a `deepspec-eval run` of the drafter with whole blocks
     #[arg(value_name = "DIR")]
     results: PathBuf,
     /// Where to write the temperatures, for `deepspec-eval run --calibration`
     #[arg(long, value_name = "FILE", default_value = "calibration.json")]
     output: PathBuf,
+    /// Also write the drafter into this folder with its confidence head divided by one temperature for all positions, for engines that read
+    /// raw confidences (llama.cpp's --spec-draft-p-min, vLLM)
+    #[arg(long, value_name = "DIR")]
+    fold: Option<PathBuf>,
     /// Replace a file that exists
     #[arg(long)]
     overwrite: bool,
@@ -46,15 +54,19 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         usage!("{} exists; --overwrite replaces it", args.output.display());
     }
     let results = Results::read(&args.results)?;
-    if results.settings.confidence_threshold.is_some_and(|threshold| threshold > 0.0) {
+    let policy = results.settings.policy();
+    if policy.cuts() {
         usage!(
-            "{} is of a run with --confidence-threshold, which never saw what it cut; run it without",
+            "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
             args.results.display()
         );
     }
     let Some(drafter) = results.drafter else {
         usage!("{} is of plain decoding; there is no confidence to calibrate", args.results.display());
     };
+    if let Some(dir) = &args.fold {
+        fold::check(&drafter, dir)?;
+    }
     let [fitted, held_out] = Side::read(args)?;
     let positions = fitted.positions().max(held_out.positions());
     let traces = || format!("the traces of {}", args.results.display());
@@ -63,6 +75,19 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let fits = found.iter().map(|fit| {
         fit.map(|fit| Fit { count: fit.count, ece_before: fit.ece_before, ece_after: fit.ece_after })
     });
+    let domains: BTreeMap<String, Domain> =
+        results.suites.iter().map(|suite| (suite.name.clone(), suite.domain)).collect();
+    let alternatives =
+        alternatives(&fitted, &held_out, positions, &temperatures, &domains).with_context(traces)?;
+    if let Some(dir) = &args.fold {
+        let pooled = alternatives.iter().find(|other| other.method == POOLED);
+        let temperature = pooled.and_then(|pooled| pooled.temperatures[ALL].first().copied()).unwrap_or(1.0);
+        fold::write(Path::new(&drafter.path), dir, temperature)?;
+        tracing::info!(
+            "{}: the drafter with its confidence logits divided by {temperature:.3}",
+            dir.display()
+        );
+    }
     let calibration = Calibration::new(
         (drafter, results.target),
         results.settings.temperature,
@@ -70,6 +95,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         fits.collect(),
         fitted.prompts.len(),
         held_out.judge(positions, &temperatures).with_context(traces)?,
+        alternatives,
     );
     if let Some(dir) = args.output.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         atomic::create_dir(dir)?;
@@ -81,6 +107,62 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         shown::render(&calibration)
     };
     Ok(crate::output::print(&text)?)
+}
+
+/// The way to fit that finds one temperature for all positions.
+const POOLED: &str = "pooled";
+/// What temperatures for all domains stand under.
+const ALL: &str = "all";
+/// Temperatures that joint fits try for each position, and times that they go over all positions.
+const JOINT_GRID: usize = 81;
+const JOINT_SWEEPS: usize = 4;
+
+/// Other ways to fit, beside the sequential one.
+fn alternatives(
+    fitted: &Side,
+    held_out: &Side,
+    positions: usize,
+    sequential: &Temperatures,
+    domains: &BTreeMap<String, Domain>,
+) -> anyhow::Result<Vec<Alternative>> {
+    let of_sequential = bootstrap::error(&held_out.prompts, positions, sequential)?;
+    let domain = |prompt: &Prompt| domains.get(&prompt.suite).map_or("", |domain| domain.name()).to_string();
+    let judged = |method: &str, by_domain: BTreeMap<String, Temperatures>| -> anyhow::Result<Alternative> {
+        // A domain that only the held-out prompts have goes by what was found for all.
+        let of =
+            |prompt: &Prompt| by_domain.get(&domain(prompt)).or(by_domain.get(ALL)).unwrap_or(sequential);
+        let error = bootstrap::error_by_prompt(&held_out.prompts, positions, of)?;
+        let change = error.as_ref().zip(of_sequential.as_ref());
+        Ok(Alternative {
+            method: method.into(),
+            ece: error.as_ref().and_then(|error| error.estimate.value),
+            change: change.and_then(|(other, own)| other.estimate.minus(&own.estimate).centred_interval()),
+            temperatures: by_domain
+                .into_iter()
+                .map(|(name, found)| (name, found.temperatures().to_vec()))
+                .collect(),
+        })
+    };
+    let for_all = |found: Temperatures| BTreeMap::from([(ALL.to_string(), found)]);
+    let proposals = fitted.proposals();
+    let pooled = fit_pooled(&proposals, positions, &GridSearch::default())?;
+    let coarse = GridSearch { grid: logarithmic(0.1, 10.0, JOINT_GRID), ..GridSearch::default() };
+    let joint = fit_joint(&proposals, positions, &coarse, JOINT_SWEEPS)?;
+    let mut by_domain = for_all(sequential.clone());
+    let names: BTreeSet<String> = fitted.prompts.iter().map(domain).collect();
+    for name in names {
+        let prompts = fitted.prompts.iter().filter(|prompt| domain(prompt) == name);
+        let blocks = prompts.flat_map(|prompt| &prompt.blocks);
+        let own: Vec<_> =
+            blocks.map(|block| Proposal { logits: &block.logits, accepted: block.accepted }).collect();
+        let found = Temperatures::from_fits(&fit(&own, positions, &GridSearch::default())?);
+        by_domain.insert(name, found);
+    }
+    Ok(vec![
+        judged(POOLED, for_all(Temperatures::new(vec![pooled; positions])?))?,
+        judged("joint", for_all(joint))?,
+        judged("by domain", by_domain)?,
+    ])
 }
 
 /// Some of the prompts.

@@ -2,7 +2,7 @@
 
 use deepspec_schedule::reliability::{PositionReliability, ReliabilityReport};
 
-use super::file::{Bootstrap, Calibration, HeldOut, Sureness};
+use super::file::{Alternative, Bootstrap, Calibration, HeldOut, Sureness};
 use crate::statistics::Interval;
 use crate::table::{Table, number};
 
@@ -11,13 +11,31 @@ pub fn render(calibration: &Calibration) -> String {
     let held_out = &calibration.held_out;
     let bootstrap = held_out.bootstrap.as_ref();
     format!(
-        "{}\nFitted to {} prompts, judged by {} others. Over all positions:\n\n{}\n{}\n",
+        "{}\nFitted to {} prompts, judged by {} others. Over all positions:\n\n{}\n{}{}\n",
         positions(calibration),
         calibration.fit_prompts,
         held_out.prompts,
         bootstrap.map(|bootstrap| errors(held_out, bootstrap)).unwrap_or_default(),
+        others(&calibration.alternatives),
         verdict(bootstrap.and_then(|bootstrap| bootstrap.change))
     )
+}
+
+/// Other ways to fit beside the one that is written.
+fn others(alternatives: &[Alternative]) -> String {
+    if alternatives.is_empty() {
+        return String::new();
+    }
+    let header = ["fitted otherwise", "temperatures", "ECE", "less that of above"];
+    let mut table = Table::new(header.map(String::from).to_vec());
+    for other in alternatives {
+        let found: Vec<f64> = other.temperatures.values().flatten().copied().collect();
+        let ends =
+            [found.iter().copied().fold(f64::INFINITY, f64::min), found.iter().copied().fold(0.0, f64::max)];
+        let temperatures = format!("{:.2} … {:.2}", ends[0], ends[1]);
+        table.row(vec![other.method.clone(), temperatures, number(other.ece, 3), range(other.change)]);
+    }
+    table.render() + "\n"
 }
 
 fn positions(calibration: &Calibration) -> String {

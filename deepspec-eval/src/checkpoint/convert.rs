@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_dialects::{Checkpoint, Dialect, Engine, Gguf, Target, TensorType, convert, for_engine};
+use deepspec_dialects::{Checkpoint, Dialect, Engine, Gguf, Server, Target, TensorType, convert, for_engine};
 
 use super::{dir, report};
 
@@ -91,7 +91,17 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     told("left to the target", &converted.dropped);
     converted.write(&args.output_dir, args.overwrite).map_err(report)?;
     let (algorithm, from) = (source.drafter().kind.title(), source.dialect());
-    tracing::info!("{algorithm} converted from {from} to {to}: {}", args.output_dir.display());
+    let place = args.output_dir.display();
+    match args.to {
+        Layout::Engine(engine) => {
+            let server = Server::from(engine);
+            let arguments = server.arguments(source.drafter(), &place.to_string());
+            tracing::info!(
+                "{algorithm} converted from {from} to {to}: {place}; serve it by {server} with {arguments}"
+            );
+        }
+        _ => tracing::info!("{algorithm} converted from {from} to {to}: {place}"),
+    }
     Ok(())
 }
 
@@ -111,12 +121,9 @@ fn to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow:
     }
     let (kind, from) = (source.drafter().kind.title(), source.dialect());
     tracing::info!(
-        "{kind} converted from {from} to gguf: {}; serve it by llama-server --model TARGET.gguf --model-draft {} --spec-type {} \
-         --spec-draft-n-max {}",
+        "{kind} converted from {from} to gguf: {}; serve it by llama-server --model TARGET.gguf {}",
         file.display(),
-        file.display(),
-        gguf.spec_type,
-        source.drafter().kind.drafted()
+        Server::LlamaCpp.arguments(source.drafter(), &file.display().to_string())
     );
     Ok(())
 }

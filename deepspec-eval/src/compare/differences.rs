@@ -82,7 +82,8 @@ fn asked_facts(results: &Results) -> Vec<(String, Value)> {
 fn drafting_facts(results: &Results) -> Vec<(String, Value)> {
     let s = &results.settings;
     let facts = [
-        ("confidence_threshold", json!(s.confidence_threshold)),
+        ("schedule", json!(s.policy())),
+        ("cost", json!(s.cost)),
         ("calibration", json!(s.calibration)),
         ("no_markov", json!(s.no_markov)),
         ("max_draft_tokens", json!(s.max_draft_tokens)),

@@ -33,6 +33,12 @@ impl Axis {
         Self { label, scale, ticks }
     }
 
+    /// Base-2 logarithms of counts from 1 to `most`, with a tick for every doubling.
+    pub fn doublings(label: &'static str, most: f64) -> Self {
+        let most = most.max(2.0).log2().ceil();
+        Self::values(label, 0.0..most, most as usize + 1)
+    }
+
     /// The integers from 1 to `count`, each in the middle of its place.
     pub fn steps(label: &'static str, count: usize) -> Self {
         let ticks = (1..=count).step_by(count / 16 + 1).map(|k| (k as f64, k.to_string())).collect();

@@ -72,6 +72,14 @@ pub enum Marker {
 pub struct SeriesStyle(pub RGBColor, pub Marker);
 
 impl SeriesStyle {
+    /// One of many: colours first, then markers.
+    pub fn nth(index: usize) -> Self {
+        use palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
+        const COLOURS: [RGBColor; 7] = [INK, VERMILION, BLUE, GREEN, ORANGE, PURPLE, GREY];
+        const MARKERS: [Marker; 4] = [Marker::Disc, Marker::Square, Marker::Triangle, Marker::Diamond];
+        Self(COLOURS[index % COLOURS.len()], MARKERS[index / COLOURS.len() % MARKERS.len()])
+    }
+
     /// Marks a value at `place`; the radius is in pixels.
     ///
     /// # Errors

@@ -221,7 +221,7 @@ fn identity(results: &Results) -> Block {
         ("new tokens", format!("at most {}", s.max_new_tokens)),
         ("turns", turns.to_string()),
         ("thinking", if s.thinking { "on" } else { "off" }.to_string()),
-        ("confidence threshold", or_none(s.confidence_threshold.map(|t| t.to_string()))),
+        ("schedule", s.policy().to_string()),
         ("calibration", or_none(s.calibration.as_ref().map(|t| format!("{t:.2?}")))),
         ("Markov head", if s.no_markov { "left out" } else { "as trained" }.to_string()),
         ("limit of drafted tokens", or_none(s.max_draft_tokens.map(|n| n.to_string()))),

@@ -9,10 +9,12 @@ mod terminal;
 use std::io::Write;
 use std::path::Path;
 
-use deepspec_core::atomic;
+use deepspec_core::atomic::{self, FileError};
 
+use crate::plot::Plot;
 use crate::results::Results;
-use document::{Block, PLOTS};
+use document::PLOTS;
+pub use document::{Block, Document};
 pub use terminal::render as terminal;
 
 /// Pixels of a PNG plot per pixel of its SVG.
@@ -23,17 +25,35 @@ const SCALE: f32 = 2.0;
 /// # Errors
 /// Any I/O failure, with the path; a plot cannot be drawn.
 pub fn write(dir: &Path, results: &Results) -> anyhow::Result<()> {
-    let document = content::document(results)?;
+    write_document(dir, &content::document(results)?)
+}
+
+/// Writes a document as `report.md` and `report.html`, and its plots.
+///
+/// # Errors
+/// As [`write`].
+pub fn write_document(dir: &Path, document: &Document) -> anyhow::Result<()> {
     let plots = dir.join(PLOTS);
     atomic::create_dir(&plots)?;
-    let put = |path: &Path, bytes: &[u8]| atomic::replace(path, |file| file.write_all(bytes));
     for block in &document.blocks {
         if let Block::Plot(name, plot) = block {
-            put(&plots.join(format!("{name}.svg")), plot.svg().as_bytes())?;
-            put(&plots.join(format!("{name}.png")), &plot.png(SCALE)?)?;
+            write_plot(&plots, name, plot)?;
         }
     }
     put(&dir.join("report.md"), document.markdown().as_bytes())?;
     put(&dir.join("report.html"), document.html().as_bytes())?;
     Ok(())
+}
+
+/// Writes a plot as SVG and PNG into `dir`.
+///
+/// # Errors
+/// As [`write`].
+pub fn write_plot(dir: &Path, name: &str, plot: &Plot) -> anyhow::Result<()> {
+    put(&dir.join(format!("{name}.svg")), plot.svg().as_bytes())?;
+    Ok(put(&dir.join(format!("{name}.png")), &plot.png(SCALE)?)?)
+}
+
+fn put(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+    atomic::replace(path, |file| file.write_all(bytes))
 }

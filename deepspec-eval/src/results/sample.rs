@@ -43,7 +43,7 @@ pub fn results() -> Results {
     let target = json!({"path": "t", "config_digest": "", "weights_digest": "", "tokenizer_digest": "",
         "template_digest": "", "stop_ids": [1]});
     let settings = json!({"seed": 1, "temperature": 1.0, "max_new_tokens": 4, "limit": null, "turns": "first",
-        "thinking": false, "system_prompt": null, "confidence_threshold": null, "max_draft_tokens": null, "slots": 1,
+        "thinking": false, "system_prompt": null, "schedule": "whole", "confidence_threshold": null, "cost": null, "max_draft_tokens": null, "slots": 1,
         "device": "cpu", "dtype": "float32", "threads": 1});
     let [target, settings] = [target, settings].map(|value| value.to_string());
     let suites = vec![suite("a", Domain::Math, &[2]), suite("b", Domain::Chat, &[1, 0])];

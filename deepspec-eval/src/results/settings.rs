@@ -1,6 +1,7 @@
 //! How a run was made, and with what.
 
 use deepspec_decode::DraftSampling;
+use deepspec_schedule::policy::Policy;
 use serde::{Deserialize, Serialize};
 
 /// How a run was made.
@@ -23,8 +24,14 @@ pub struct Settings {
     pub thinking: bool,
     /// System message before every prompt.
     pub system_prompt: Option<String>,
-    /// Blocks are cut before the first token of lower confidence.
+    /// How much of each block is verified. Results of earlier versions say `confidence_threshold` instead; see [`Settings::policy`].
+    #[serde(default)]
+    pub schedule: Policy,
+    /// The threshold, where that is the schedule.
     pub confidence_threshold: Option<f64>,
+    /// What the schedule weighed tokens against: the file's name.
+    #[serde(default)]
+    pub cost: Option<String>,
     /// Temperatures that divide the confidence logits, position by position.
     #[serde(default)]
     pub calibration: Option<Vec<f64>>,
@@ -47,6 +54,14 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// How much of each block was verified.
+    pub fn policy(&self) -> Policy {
+        match (self.schedule, self.confidence_threshold) {
+            (Policy::Whole, Some(threshold)) => Policy::Threshold(threshold),
+            (schedule, _) => schedule,
+        }
+    }
+
     /// The seeds as a phrase.
     pub fn seed_list(&self) -> String {
         match self.seeds.as_slice() {

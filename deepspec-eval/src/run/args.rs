@@ -7,6 +7,7 @@ use std::str::FromStr;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use deepspec_core::usage;
 use deepspec_decode::DraftSampling;
+use deepspec_schedule::policy::Policy;
 use deepspec_suites::Domain;
 
 use crate::results::{self, Turns};
@@ -47,9 +48,16 @@ pub struct Args {
     /// first one also decides which rows of a suite with more rows than published are scored
     #[arg(long = "seed", value_name = "SEED", value_delimiter = ',', default_values_t = [980_406])]
     pub seeds: Vec<u64>,
-    /// Cut each block before the first token of lower confidence
-    #[arg(long, value_name = "T")]
+    /// How much of each drafted block to verify: whole; fixed:K tokens; threshold:T, up to the first token of lower confidence; prefix, what
+    /// pays at the --cost of a step; prefix-async, the same with a budget that is two steps old
+    #[arg(long, value_name = "S", default_value = "whole")]
+    pub schedule: Policy,
+    /// The same as --schedule threshold:T
+    #[arg(long, value_name = "T", conflicts_with = "schedule")]
     pub confidence_threshold: Option<f64>,
+    /// What steps cost: a file that `deepspec-eval profile` wrote, one of SGLang's, or a table (.csv)
+    #[arg(long, value_name = "FILE")]
+    pub cost: Option<PathBuf>,
     /// Divide the confidence logits by the temperatures that `deepspec-eval calibrate` found for this drafter
     #[arg(long, value_name = "FILE")]
     pub calibration: Option<PathBuf>,
@@ -173,6 +181,11 @@ impl Args {
         (self.draft != "none").then_some(self.draft.as_str())
     }
 
+    /// How much of each block is verified.
+    pub fn policy(&self) -> Policy {
+        self.confidence_threshold.map_or(self.schedule, Policy::Threshold)
+    }
+
     /// Checks what can be checked before anything is read.
     ///
     /// # Errors
@@ -202,6 +215,7 @@ impl Args {
         }
         let needs_drafter = [
             ("--confidence-threshold", self.confidence_threshold.is_some()),
+            ("--schedule", self.schedule != Policy::Whole),
             ("--calibration", self.calibration.is_some()),
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--no-markov", self.no_markov),
@@ -209,6 +223,14 @@ impl Args {
         ];
         if let Some((flag, _)) = needs_drafter.iter().find(|(_, given)| *given && self.draft().is_none()) {
             usage!("{flag} needs a drafter, but --draft is none");
+        }
+        match (self.policy(), &self.cost) {
+            (Policy::Plain, _) => usage!("--schedule plain drafts nothing; --draft none measures that"),
+            (policy, None) if policy.reads_cost() => usage!(
+                "--schedule {policy} weighs tokens against the time they take: give --cost FILE, which `deepspec-eval profile` writes"
+            ),
+            (policy, Some(_)) if !policy.reads_cost() => usage!("--cost: --schedule {policy} reads no costs"),
+            _ => {}
         }
         if let Some(shard) = self.shard.filter(|_| self.overwrite) {
             usage!(

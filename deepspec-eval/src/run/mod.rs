@@ -19,6 +19,7 @@ use deepspec_core::cli::Verbosity;
 use deepspec_decode::Sampling;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{config_digest, weights_digest};
+use deepspec_schedule::policy::Policy;
 use deepspec_suites::{Asking, Folder, Prepared};
 use deepspec_text::ChatTokenizer;
 use serde_json::{Map, Value, json};
@@ -126,7 +127,12 @@ fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Se
         turns: args.turns,
         thinking: args.thinking == Switch::On,
         system_prompt: args.system_prompt.clone(),
-        confidence_threshold: args.confidence_threshold,
+        schedule: args.policy(),
+        confidence_threshold: match args.policy() {
+            Policy::Threshold(threshold) => Some(threshold),
+            _ => None,
+        },
+        cost: args.cost.as_ref().map(|file| file.display().to_string()),
         calibration,
         no_markov: args.no_markov,
         max_draft_tokens: args.max_draft_tokens,
@@ -159,6 +165,12 @@ fn facts(
     if let Some(dir) = draft {
         facts.insert("drafter config_digest".into(), json!(config_digest(dir)?));
         facts.insert("drafter weights_digest".into(), json!(weights_digest(dir)?));
+    }
+    if let Some(file) = &settings.cost {
+        facts.insert(
+            "cost".into(),
+            json!(std::fs::read(file).map(|bytes| deepspec_core::digest::bytes(&bytes)).unwrap_or_default()),
+        );
     }
     for suite in suites {
         facts.insert(format!("suite {}", suite.rows.suite.name), json!(suite.rows.digest));

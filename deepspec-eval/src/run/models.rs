@@ -1,6 +1,7 @@
 //! Target and drafter: where they run, whether they fit, and what they are.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{Tap, env, usage};
@@ -10,6 +11,8 @@ use deepspec_models::{
     Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
     weights_digest,
 };
+use deepspec_schedule::cost_file::{self, Weights};
+use deepspec_schedule::planner::Planner;
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
@@ -120,14 +123,14 @@ impl Models<'_> {
             if self.settings.no_markov && !drafter.ignore_markov() {
                 usage!("--no-markov: the drafter has no Markov head");
             }
-            if self.settings.confidence_threshold.is_some() && !drafter.has_confidence() {
-                usage!("--confidence-threshold: the drafter has no confidence head");
+            let policy = self.settings.policy();
+            if policy.reads_confidence() && !drafter.has_confidence() {
+                usage!("--schedule {policy}: the drafter has no confidence head");
             }
         }
         let options = EngineOptions {
             slots,
             context: self.context,
-            confidence_threshold: self.settings.confidence_threshold.unwrap_or(0.0),
             max_draft_tokens: self.settings.max_draft_tokens,
             draft_sampling: self.settings.draft_sampling,
             counts_overrun: true,
@@ -138,12 +141,30 @@ impl Models<'_> {
         if let Some(memory) = memory {
             tell_room(slots, plan, memory, &target, proposer);
         }
-        let mut engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
+        let weights = Weights {
+            target: &weights_digest(self.target)?,
+            drafter: identity.as_ref().map(|identity| identity.weights_digest.as_str()),
+        };
+        let planner = planner(self.settings, weights)?;
+        let mut engine =
+            Engine::new(target, drafter, options).with_temperatures(temperatures).with_planner(planner);
         if let Some(bytes) = memory {
             engine = engine.with_memory(bytes);
         }
         let passes = decode(&mut engine, plan, arm, journal, verbosity)?;
         Ok((passes, identity))
+    }
+}
+
+/// What says how much of each block is verified.
+fn planner(settings: &Settings, weights: Weights) -> anyhow::Result<Planner> {
+    let Some(file) = &settings.cost else { return Ok(Planner::new(settings.policy(), None)?) };
+    match cost_file::read_for(Path::new(file), weights, settings.slots) {
+        Ok((cost, told)) => {
+            told.iter().for_each(|words| tracing::warn!("--cost {words}"));
+            Ok(Planner::new(settings.policy(), Some(Arc::new(cost)))?)
+        }
+        Err(problem) => usage!("--cost {problem}"),
     }
 }
 
@@ -156,7 +177,12 @@ fn tell_room(slots: usize, plan: &Plan, memory: u64, target: &TargetModel, draft
     }
 }
 
-fn drafter_identity(name: &str, dir: &Path, drafter: &dyn Drafter) -> Result<DrafterIdentity, ModelError> {
+/// What the results say about the drafter.
+pub fn drafter_identity(
+    name: &str,
+    dir: &Path,
+    drafter: &dyn Drafter,
+) -> Result<DrafterIdentity, ModelError> {
     Ok(DrafterIdentity {
         path: dir.display().to_string(),
         hub_id: hub_id(name),

@@ -56,7 +56,7 @@ fn tally(answers: &[Answer], block_size: usize) -> Tally {
 pub fn confidence(passes: &[Pass], block_size: usize, settings: &Settings) -> Option<ConfidenceResult> {
     let answers = passes.iter().flat_map(|pass| &pass.answers);
     let cycles = answers.flat_map(|answer| &answer.completion.cycles);
-    let cut = settings.confidence_threshold.is_some_and(|threshold| threshold > 0.0);
+    let cut = settings.policy().cuts();
     confidence::measure(cycles, block_size, settings.calibration.as_deref(), cut).unwrap_or_else(|problem| {
         tracing::warn!("the confidences are not judged: {problem}");
         None

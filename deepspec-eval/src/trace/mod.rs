@@ -13,6 +13,8 @@ use deepspec_decode::{Completion, DraftSampling, Engine, EngineOptions, Request,
 use deepspec_drafters::DrafterOptions;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{TargetModel, TargetOptions};
+use deepspec_schedule::planner::Planner;
+use deepspec_schedule::policy::Policy;
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
 use crate::run::{Dtype, Switch, models};
@@ -141,14 +143,15 @@ impl Args {
         let options = EngineOptions {
             slots: 1,
             context,
-            confidence_threshold: self.confidence_threshold.unwrap_or(0.0),
             max_draft_tokens: self.max_draft_tokens,
             draft_sampling: DraftSampling::default(),
             counts_overrun: false,
         };
         let recorder = Recorder::new(drafter);
         let blocks = recorder.blocks();
-        let mut completions = Engine::new(target, Some(recorder), options).run(vec![request], |_| {})?;
+        let policy = self.confidence_threshold.map_or(Policy::Whole, Policy::Threshold);
+        let engine = Engine::new(target, Some(recorder), options).with_planner(Planner::new(policy, None)?);
+        let mut completions = { engine }.run(vec![request], |_| {})?;
         let completion = completions.pop().context("the engine answers every request")?;
         Ok((completion, blocks.take()))
     }

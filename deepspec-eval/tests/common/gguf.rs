@@ -1,9 +1,11 @@
-//! The tiny target as a GGUF.
+//! The tiny target as a GGUF, a Llama made of it, and a packed model unpacked.
 
 use std::fs;
 use std::path::Path;
 
-use deepspec_gguf::{Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer};
+use deepspec_gguf::{
+    Entry as Found, Gguf, Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer, pairs,
+};
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
@@ -11,10 +13,19 @@ use super::target_dir;
 
 /// The tiny target in float32, as llama.cpp reads it.
 pub fn target_gguf(file: &Path) {
+    write(file, "qwen3");
+}
+
+/// The tiny target without the norms of its queries and keys: a Llama, if one that learned to be another model.
+pub fn llama_gguf(file: &Path) {
+    write(file, "llama");
+}
+
+fn write(file: &Path, architecture: &str) {
     let dir = target_dir();
     let config: Value = serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
     let mut writer = Writer::default();
-    writer.put("general.architecture", Entry::Text("qwen3".into()));
+    writer.put("general.architecture", Entry::Text(architecture.into()));
     let size = |key: &str| Entry::U32(config[key].as_u64().unwrap() as u32);
     for (theirs, ours) in [
         ("block_count", "num_hidden_layers"),
@@ -26,12 +37,12 @@ pub fn target_gguf(file: &Path) {
         ("attention.key_length", "head_dim"),
         ("attention.value_length", "head_dim"),
     ] {
-        writer.put(&format!("qwen3.{theirs}"), size(ours));
+        writer.put(&format!("{architecture}.{theirs}"), size(ours));
     }
     let rope = config["rope_parameters"]["rope_theta"].as_f64().or(config["rope_theta"].as_f64()).unwrap();
-    writer.put("qwen3.rope.freq_base", Entry::F32(rope as f32));
+    writer.put(&format!("{architecture}.rope.freq_base"), Entry::F32(rope as f32));
     let eps = config["rms_norm_eps"].as_f64().unwrap();
-    writer.put("qwen3.attention.layer_norm_rms_epsilon", Entry::F32(eps as f32));
+    writer.put(&format!("{architecture}.attention.layer_norm_rms_epsilon"), Entry::F32(eps as f32));
     let tokenizer = Tokenizer::read(&dir, config["vocab_size"].as_u64().unwrap() as usize).unwrap();
     assert!(tokenizer.is_known());
     writer.extend(tokenizer.entries());
@@ -42,7 +53,9 @@ pub fn target_gguf(file: &Path) {
     writer.put("tokenizer.ggml.add_bos_token", Entry::Bool(false));
     let template = fs::read_to_string(dir.join("chat_template.jinja")).unwrap();
     writer.put("tokenizer.chat_template", Entry::Text(template));
-    let tensors = Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+    let is_llama = architecture == "llama";
+    let mut tensors = Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+    tensors.retain(|(name, _)| !is_llama || !(name.contains("q_norm") || name.contains("k_norm")));
     let spelled = |name: &str| {
         let known = [
             ("model.embed_tokens.", "token_embd."),
@@ -64,8 +77,48 @@ pub fn target_gguf(file: &Path) {
     }
     let mut out = fs::File::create(file).unwrap();
     let data = |number: usize, _: &Written| {
-        let values = Vec::<f32>::try_from(tensors[number].1.to_kind(Kind::Float).flatten(0, -1)).unwrap();
-        Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect())
+        let (name, tensor) = &tensors[number];
+        let values = Vec::<f32>::try_from(tensor.to_kind(Kind::Float).flatten(0, -1)).unwrap();
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let heads = [("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")];
+        let heads = heads.into_iter().find(|(part, _)| is_llama && name.contains(part));
+        Ok(match heads {
+            Some((_, key)) => {
+                pairs(&bytes, config[key].as_u64().unwrap() as usize, tensor.size()[0] as usize)
+            }
+            None => bytes,
+        })
     };
     writer.write(&mut out, data).unwrap();
+}
+
+/// The same model with all its tensors in float32.
+pub fn dequantised(packed: &Path, file: &Path) {
+    let packed = Gguf::open(packed).unwrap();
+    let mut writer = Writer::default();
+    for (key, value) in packed.entries() {
+        let value = match value {
+            Found::Integer(value) => Entry::U32(*value as u32),
+            Found::Float(value) => Entry::F32(*value as f32),
+            Found::Bool(value) => Entry::Bool(*value),
+            Found::Text(text) => Entry::Text(text.clone()),
+            Found::List(list) if matches!(list[..], [Found::Text(_), ..]) => {
+                Entry::Texts(packed.texts(key).unwrap().unwrap().into_iter().map(String::from).collect())
+            }
+            Found::List(_) => {
+                let list = packed.integers(key).unwrap().unwrap();
+                Entry::Integers(list.into_iter().map(|value| value as i32).collect())
+            }
+        };
+        if key != "general.file_type" {
+            writer.put(key, value);
+        }
+    }
+    let tensors: Vec<_> = packed.tensors().iter().collect();
+    for (name, stored) in &tensors {
+        assert_eq!(stored.kind.read_as(), TensorType::F32, "{name}");
+        writer.tensor(Written { name: name.to_string(), kind: TensorType::F32, shape: stored.shape.clone() });
+    }
+    let data = |number: usize, _: &Written| Ok(packed.values(tensors[number].0).unwrap());
+    writer.write(&mut fs::File::create(file).unwrap(), data).unwrap();
 }

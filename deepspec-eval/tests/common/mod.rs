@@ -45,7 +45,12 @@ pub fn deepspec_eval_in(args: &[&str], variables: &[(&str, &str)]) -> Output {
 
 /// `run` on the tiny target and our suites, with these further arguments.
 pub fn run(draft: &str, output_dir: &Path, args: &[&str]) -> Output {
-    let (target, suites) = (target_dir(), repository("eval_datasets"));
+    run_on(&target_dir(), draft, output_dir, args)
+}
+
+/// As [`run`], on another target.
+pub fn run_on(target: &Path, draft: &str, output_dir: &Path, args: &[&str]) -> Output {
+    let suites = repository("eval_datasets");
     let mut all = vec!["run", "--quiet", "--device", "cpu", "--dtype", "float32"];
     all.extend(["--target", target.to_str().unwrap(), "--suites-dir", suites.to_str().unwrap()]);
     all.extend(["--draft", draft, "--output-dir", output_dir.to_str().unwrap()]);

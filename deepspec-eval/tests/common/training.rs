@@ -55,7 +55,6 @@ impl Lessons {
         let options = EngineOptions {
             slots: SLOTS,
             context,
-            confidence_threshold: 0.0,
             max_draft_tokens: None,
             draft_sampling: DraftSampling::default(),
             counts_overrun: false,

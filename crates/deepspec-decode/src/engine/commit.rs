@@ -103,7 +103,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 self.vacate(slot);
                 continue;
             }
-            cycle.into_iter().for_each(|cycle| sequence.record(cycle));
+            if let Some(cycle) = cycle {
+                self.counts.add_cycle(&cycle);
+                sequence.record(cycle);
+            }
             let visible = sequence.commit(&tokens);
             if !visible.is_empty() {
                 events.push(Event::Tokens(sequence.ticket, visible));

@@ -1,17 +1,28 @@
 //! What the drafter proposes, and how much of it is verified.
 
+use deepspec_schedule::planner::StepLoad;
 use tch::{Kind, Tensor};
 
-use super::{Engine, Numbers, to_host};
-use crate::{DraftRequest, DraftSampling, Proposal, Proposer, Target};
+use super::{Engine, Numbers, PREFILL_TOKENS, to_host};
+use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft.
+    /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft, and where the planner
+    /// says that drafting does not pay.
     pub(super) fn draft(&mut self, decoding: &[usize], numbers: &Numbers) -> Option<(Proposal, Vec<usize>)> {
         let block = self.draft_len();
         if decoding.is_empty() || block == 0 {
             return None;
         }
+        let load = self.load(decoding);
+        // What waits for the drafter takes memory that nobody planned for: no more of it than a step may take in of prompts.
+        let waiting: usize =
+            self.pending.iter().flat_map(|context| &context.chunks).map(|&(_, rows)| rows).sum();
+        if !self.planner.drafts(load) && waiting <= PREFILL_TOKENS {
+            return None;
+        }
+        self.pending = vec![joined(&self.pending)];
+        let context = self.pending.first()?;
         let proposer = self.proposer.as_mut()?;
         let full_block = proposer.draft_len();
         let greedy = match self.options.draft_sampling {
@@ -19,13 +30,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             DraftSampling::Probabilistic => None,
         };
         let mut proposal = proposer.propose(&DraftRequest {
-            context: &self.context,
+            context,
             slots: decoding,
             anchors: &numbers.anchors,
             uniforms: &numbers.draft,
             sampling: greedy.as_ref().unwrap_or(&numbers.decoding),
         });
-        for (slot, rows) in self.context.chunks.drain(..) {
+        for (slot, rows) in self.pending.drain(..).flat_map(|context| context.chunks) {
             if let Some(sequence) = &mut self.slots[slot] {
                 sequence.seen += rows;
             }
@@ -35,14 +46,29 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             proposal.probs = proposal.probs.narrow(1, 0, block as i64);
             proposal.confidence = proposal.confidence.map(|c| c.narrow(1, 0, block as i64));
         }
-        let lens = match &proposal.confidence {
-            // The target runs no more than this, so that the host has to know it before: one more transfer.
-            Some(logits) if self.options.confidence_threshold > 0.0 => {
-                kept_lengths(&self.calibrated(logits), self.options.confidence_threshold)
-            }
-            _ => vec![block; decoding.len()],
-        };
+        let lens = self.planner.lengths(load, block, self.confidences(&proposal, block));
         Some((proposal, lens))
+    }
+
+    /// Calibrated confidences of the blocks, where the policy reads them: the target runs no more than it says, so that the host has to know
+    /// before. Without a confidence head every token is sure.
+    fn confidences(&self, proposal: &Proposal, block: usize) -> Vec<Vec<f64>> {
+        if !self.planner.policy().reads_confidence() {
+            return vec![];
+        }
+        match &proposal.confidence {
+            Some(logits) => {
+                let values = to_host(&self.calibrated(logits).to_kind(Kind::Double));
+                values.chunks(block).map(<[f64]>::to_vec).collect()
+            }
+            None => vec![vec![1.0; block]; proposal.tokens.size()[0] as usize],
+        }
+    }
+
+    /// What a step on these slots works on.
+    pub(super) fn load(&self, decoding: &[usize]) -> StepLoad {
+        let held: usize = self.sequences(decoding).map(|sequence| sequence.held).sum();
+        StepLoad { requests: decoding.len(), context: held / decoding.len().max(1) }
     }
 
     /// Confidence logits `[S, γ]` as probabilities.
@@ -56,11 +82,33 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 }
 
-/// How many tokens of each block stand before the first whose confidence is below the threshold; `confidence [S, γ]`.
-pub fn kept_lengths(confidence: &Tensor, threshold: f64) -> Vec<usize> {
-    let keeps = confidence.to_kind(Kind::Double).ge(threshold).to_kind(Kind::Int64);
-    to_host(&keeps.cumprod(1, Kind::Int64).sum_dim_intlist(1, false, Kind::Double))
-        .iter()
-        .map(|&n| n as usize)
-        .collect()
+/// What several steps left for the drafter, as if one had: all rows of a slot together, in their order.
+fn joined(pending: &[Context]) -> Context {
+    let pending: Vec<&Context> = pending.iter().filter(|context| !context.chunks.is_empty()).collect();
+    let mut rows: Vec<(usize, i64)> = vec![];
+    for &(slot, count) in pending.iter().flat_map(|context| &context.chunks) {
+        rows.extend((rows.len()..rows.len() + count).map(|row| (slot, row as i64)));
+    }
+    rows.sort_by_key(|&(slot, _)| slot); // stable
+    let order: Vec<i64> = rows.iter().map(|&(_, row)| row).collect();
+    let of = |part: fn(&Context) -> &Tensor| match pending.as_slice() {
+        [] => Tensor::new(),
+        [one] => part(one).shallow_clone(),
+        several => {
+            let parts: Vec<&Tensor> = several.iter().map(|context| part(context)).collect();
+            let order = Tensor::from_slice(&order).to_device(parts[0].device());
+            Tensor::cat(&parts, 0).index_select(0, &order)
+        }
+    };
+    let hidden = pending.first().is_some_and(|context| context.hidden.is_some());
+    Context {
+        taps: of(|context| &context.taps),
+        hidden: hidden.then(|| of(|context| context.hidden.as_ref().unwrap_or(&context.taps))),
+        tokens: of(|context| &context.tokens),
+        next: of(|context| &context.next),
+        chunks: match pending.as_slice() {
+            [one] => one.chunks.clone(),
+            _ => rows.chunk_by(|a, b| a.0 == b.0).map(|chunk| (chunk[0].0, chunk.len())).collect(),
+        },
+    }
 }

@@ -11,13 +11,14 @@ mod sequence;
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use tch::Tensor;
+use deepspec_schedule::planner::Planner;
+use deepspec_schedule::policy::Policy;
+use tch::{Device, Tensor};
 
 use crate::{
     Completion, Context, EngineError, EngineOptions, Event, Feed, Proposal, Proposer, Request, StepTimes,
-    Target, Ticket,
+    Tally, Target, Ticket,
 };
-pub use draft::kept_lengths;
 use numbers::Numbers;
 use sequence::Sequence;
 
@@ -32,9 +33,15 @@ pub struct Engine<T, P> {
     slots: Vec<Option<Sequence>>,
     queue: VecDeque<(Ticket, Request)>,
     next_ticket: u64,
-    /// States of committed tokens that the drafter has not seen.
-    context: Context,
+    /// States of committed tokens that the drafter has not seen, by the steps that committed them.
+    pending: Vec<Context>,
+    /// Says when to draft, and how much of it to verify.
+    planner: Planner,
     times: StepTimes,
+    /// Cycles since the start, of sequences that are not finished too.
+    counts: Tally,
+    /// Whether drafting is waited for before the target runs, so that times are told apart on a GPU too.
+    exact_times: bool,
     /// Divide the confidence logits, position by position; empty leaves them.
     temperatures: Vec<f64>,
     /// Bytes that the histories of all sequences may take; None where nobody said.
@@ -79,8 +86,6 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// An engine with all slots empty. Target and drafter must hold at least `options.slots` sequences.
     pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
         let slots = (0..options.slots.max(1)).map(|_| None).collect();
-        let [taps, tokens, next] = [(); 3].map(|()| Tensor::new());
-        let context = Context { taps, hidden: None, tokens, next, chunks: vec![] };
         Self {
             target,
             proposer,
@@ -88,8 +93,11 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             slots,
             queue: VecDeque::new(),
             next_ticket: 0,
-            context,
+            pending: vec![],
+            planner: Planner::default(),
             times: StepTimes::default(),
+            counts: Tally::default(),
+            exact_times: false,
             temperatures: vec![],
             memory: None,
         }
@@ -100,6 +108,24 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     #[must_use]
     pub fn with_temperatures(mut self, temperatures: Vec<f64>) -> Self {
         self.temperatures = temperatures;
+        self
+    }
+
+    /// Waits for every block before the target runs: a GPU's time of drafting is otherwise counted as verification's. It costs speed.
+    #[must_use]
+    pub fn with_exact_times(mut self) -> Self {
+        self.exact_times = true;
+        self
+    }
+
+    /// Has the planner say when to draft and how much of each block to verify; without it whole blocks are. One that never drafts lets the
+    /// drafter go.
+    #[must_use]
+    pub fn with_planner(mut self, planner: Planner) -> Self {
+        if planner.policy() == Policy::Plain {
+            self.proposer = None;
+        }
+        self.planner = planner;
         self
     }
 
@@ -155,6 +181,11 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Where the time went so far.
     pub fn times(&self) -> StepTimes {
         self.times
+    }
+
+    /// Cycles since the start, of sequences that are not finished too; samples and output tokens are not counted.
+    pub fn counts(&self) -> &Tally {
+        &self.counts
     }
 
     /// γ of the drafter, 0 without one.
@@ -239,8 +270,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let numbers = self.numbers(&decoding, &prefilling);
         let drafting = Instant::now();
         let drafted = self.draft(&decoding, &numbers);
+        if let (true, Device::Cuda(index)) = (self.exact_times, self.target.device()) {
+            tch::Cuda::synchronize(index as i64);
+        }
         let verifying = Instant::now();
 
+        let load = self.load(&decoding);
         let step = self.plan(decoding, prefilling, drafted);
         let lengths = self.lengths(&step, &numbers);
         let tokens = self.feed(&step, &numbers, &lengths);
@@ -250,9 +285,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
         let fates = self.fates(&step, &outcome);
         if let Some(news) = self.news(&step, &fates, &forwarded) {
-            self.context = news;
+            self.pending.push(news);
         }
         let events = self.commit(fates);
+        if step.prefilling.is_empty() {
+            let seconds = started.elapsed().as_secs_f64();
+            self.planner.observe(load, step.verified(), step.proposal.is_some(), seconds);
+        }
         self.times.draft += verifying - drafting;
         self.times.verify += committing - verifying;
         self.times.host += (drafting - started) + committing.elapsed();
@@ -311,17 +350,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Drops states that a sequence left for the drafter. Where there is no memory to keep the others' apart from them, the drafter
     /// does without those as well: it guesses worse then, and the answers stay what they are.
     fn forget(&mut self, slot: usize) {
-        let Some(at) = self.context.chunks.iter().position(|&(s, _)| s == slot) else { return };
-        let first: usize = self.context.chunks[..at].iter().map(|&(_, rows)| rows).sum();
-        let (_, count) = self.context.chunks.remove(at);
-        let (first, end) = (first as i64, (first + count) as i64);
-        let Context { taps, hidden, tokens, next, chunks } = &mut self.context;
-        for rows in [taps, tokens, next].into_iter().chain(hidden) {
-            let behind = rows.narrow(0, end, rows.size()[0] - end);
-            match Tensor::f_cat(&[rows.narrow(0, 0, first), behind], 0) {
-                Ok(others) => *rows = others,
-                Err(_) => return chunks.clear(),
-            }
+        for context in &mut self.pending {
+            context.forget(slot);
         }
     }
 

@@ -145,6 +145,10 @@ impl KindSettings for Block {
         Self::fills_in(self)
     }
 
+    fn method(&self) -> &'static str {
+        if self.fills_in() { "dflash" } else { "dspark" }
+    }
+
     fn lines(&self) -> Vec<(&'static str, String)> {
         let markov = self.markov.map_or_else(
             || "no Markov head".into(),
@@ -312,8 +316,7 @@ impl KindSettings for Block {
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
         let mut parts = GgufParts {
             keys: vec![("block_size", GgufValue::U32(self.block_size as u32))],
-            spec_type: "draft-dflash",
-            ..GgufParts::default()
+            ..GgufParts::behind_anchors()
         };
         match (self.fills_in(), self.has_heads()) {
             (true, false) => return Ok(parts),
@@ -324,7 +327,6 @@ impl KindSettings for Block {
             }
             (false, _) => {}
         }
-        parts.spec_type = "draft-dspark";
         parts.keys.push(("sample_from_anchor", GgufValue::Bool(true)));
         parts.keys.push(("has_confidence_head", GgufValue::Bool(self.confidence_with_markov.is_some())));
         match self.markov.map(|markov| markov.kind) {

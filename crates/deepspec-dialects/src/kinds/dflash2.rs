@@ -113,6 +113,10 @@ impl KindSettings for DFlash2 {
         true
     }
 
+    fn method(&self) -> &'static str {
+        "dflash"
+    }
+
     fn lines(&self) -> Vec<(&'static str, String)> {
         let Self { block, conv_kernel_size, conv_group_size, selector_rank, selector_top_k } = self;
         vec![
@@ -206,8 +210,7 @@ impl KindSettings for DFlash2 {
                 ("mlp_conv.base_kernel", "ffn_conv_base"),
                 ("mlp_conv.kernel_projection.weight", "ffn_conv_proj.weight"),
             ],
-            zeros: vec![],
-            spec_type: "draft-dflash",
+            ..GgufParts::behind_anchors()
         })
     }
 

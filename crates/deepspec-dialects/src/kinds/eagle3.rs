@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
+use deepspec_gguf::Value as GgufValue;
 use serde_json::{Map, Value, json};
 
 use super::{Engine, EngineLayout, GgufParts, KindSettings, Reader, Settings, Speculators, Verdict, keys};
 use crate::drafter::{Drafter, Obstacle};
+use crate::families::QWEN3;
 use crate::fields::Fields;
 use crate::layouts::Decoder;
 use crate::shapes::Shapes;
-use crate::{Dialect, DialectError, LLAMA};
+use crate::{Dialect, DialectError, Family, LLAMA};
 
 /// How Eagle3 is read.
 pub static READER: Reader =
@@ -37,9 +39,6 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
             stops(flag, "a norm that our Eagle3 does not have");
         }
     }
-    if decoder.family == &LLAMA {
-        stops("transformer_layer_config.model_type", "Llama layers have no norms on queries and keys");
-    }
     // Drafted tokens of the first proposal method.
     let outer = fields.required_object("speculators_config")?;
     let methods = outer.map.get("proposal_methods").and_then(Value::as_array);
@@ -62,12 +61,20 @@ impl KindSettings for Eagle3 {
         self.steps
     }
 
+    fn method(&self) -> &'static str {
+        "eagle3"
+    }
+
     fn lines(&self) -> Vec<(&'static str, String)> {
         vec![("drafts", format!("{} tokens, one after the other", self.steps))]
     }
 
     fn to_json(&self) -> Value {
         json!({"eagle3": {"steps": self.steps}})
+    }
+
+    fn has_layers_of(&self, family: Family) -> bool {
+        family == &QWEN3 || family == &LLAMA
     }
 
     fn layer_inputs(&self) -> usize {
@@ -88,11 +95,14 @@ impl KindSettings for Eagle3 {
         }
         match to {
             Dialect::Reference | Dialect::Speculators => None,
+            Dialect::Specforge if drafter.family == &LLAMA => {
+                Some("SpecForge's Eagle3 is not written here; speculators' is, and vLLM loads that".into())
+            }
             Dialect::Specforge => Some(
                 "LlamaForCausalLMEagle3 has no norms on queries and keys, and its loader would skip these weights silently"
                     .into(),
             ),
-            Dialect::Zlab | Dialect::Modelopt => Some("this dialect has no Eagle3 with Qwen3 layers".into()),
+            Dialect::Zlab | Dialect::Modelopt => Some("this dialect has no Eagle3 of ours".into()),
         }
     }
 
@@ -114,14 +124,32 @@ impl KindSettings for Eagle3 {
         match engine {
             Engine::Vllm => Ok(EngineLayout::Dialect(Dialect::Speculators)),
             Engine::Sglang => {
-                Err("SGLang's Eagle3 has no norms on queries and keys, which these layers have".into())
+                Err("SGLang loads Eagle3 as SpecForge writes it, without norms on queries and keys, and that is not written here".into())
             }
         }
     }
 
-    fn gguf(&self, _: &Drafter) -> Result<GgufParts, String> {
-        Err("llama.cpp's Eagle3 has three taps and no norms on queries and keys, which these layers have"
-            .into())
+    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+        if drafter.family != &LLAMA {
+            return Err(format!(
+                "llama.cpp's Eagle3 has no norms on queries and keys, which {} layers have: it serves Eagle3 with Llama layers",
+                drafter.family
+            ));
+        }
+        if drafter.layers != 1 || drafter.taps.len() != 3 {
+            return Err(format!(
+                "llama.cpp's Eagle3 has 1 layer and 3 taps, and not {} and {}",
+                drafter.layers,
+                drafter.taps.len()
+            ));
+        }
+        Ok(GgufParts {
+            architecture: "eagle3",
+            keys: vec![("target_hidden_size", GgufValue::U32(drafter.hidden_size as u32))],
+            layer_names: vec![("hidden_norm.weight", "attn_norm_2.weight")],
+            in_pairs: true,
+            ..GgufParts::default()
+        })
     }
 
     fn vllm(&self, dialect: Dialect) -> Verdict {

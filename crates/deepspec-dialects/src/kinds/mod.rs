@@ -15,10 +15,11 @@ pub use dflash2::DFlash2;
 pub use eagle3::Eagle3;
 
 use crate::drafter::Drafter;
+use crate::families::QWEN3;
 use crate::fields::Fields;
 use crate::layouts::Decoder;
 use crate::shapes::Shapes;
-use crate::{Dialect, DialectError};
+use crate::{Dialect, DialectError, Family};
 
 /// All kinds, in the order in which messages name them.
 pub static KINDS: [&Reader; 3] = [&block::READER, &eagle3::READER, &dflash2::READER];
@@ -59,11 +60,19 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         false
     }
 
+    /// What vLLM calls its way of drafting; SGLang writes it in capitals, llama.cpp behind `draft-`.
+    fn method(&self) -> &'static str;
+
     /// What is drafted and by which parts, for people.
     fn lines(&self) -> Vec<(&'static str, String)>;
 
     /// The settings, for programs.
     fn to_json(&self) -> Value;
+
+    /// Whether such layers mean the same in other tools as here.
+    fn has_layers_of(&self, family: Family) -> bool {
+        family == &QWEN3
+    }
 
     /// Width of what a layer's attention reads, in hidden sizes.
     fn layer_inputs(&self) -> usize {
@@ -179,10 +188,12 @@ pub enum EngineLayout {
     Anchored,
 }
 
-/// What a GGUF of llama.cpp says of a drafter behind anchors (`general.architecture` is `dflash`).
+/// What a GGUF of llama.cpp says of a drafter.
 #[derive(Debug, Default)]
 pub struct GgufParts {
-    /// Its own keys, behind `dflash.`.
+    /// Its `general.architecture`.
+    pub architecture: &'static str,
+    /// Its own keys, behind the architecture.
     pub keys: Vec<(&'static str, GgufValue)>,
     /// Names of its own tensors here and there.
     pub names: Vec<(&'static str, &'static str)>,
@@ -190,8 +201,15 @@ pub struct GgufParts {
     pub layer_names: Vec<(&'static str, &'static str)>,
     /// Tensors of zeros that it needs beside its own.
     pub zeros: Vec<(&'static str, Vec<usize>)>,
-    /// What llama.cpp's `--spec-type` is to be.
-    pub spec_type: &'static str,
+    /// Whether rows of queries and keys that turn together are beside each other there.
+    pub in_pairs: bool,
+}
+
+impl GgufParts {
+    /// Those of a drafter behind anchors, which has nothing of its own yet.
+    fn behind_anchors() -> Self {
+        Self { architecture: "dflash", ..Self::default() }
+    }
 }
 
 /// A map of these keys.

@@ -159,7 +159,7 @@ fn switches(inner: &Fields, within: &str) -> Result<Vec<Obstacle>, DialectError>
     Ok(found)
 }
 
-/// SpecForge's Eagle3, whose Llama layers have no counterpart here.
+/// SpecForge's Eagle3, which can be told but not converted.
 pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
     let mut decoder = decoder(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"])?;
     let inner = fields.object("eagle_config")?;
@@ -171,9 +171,7 @@ pub fn read_eagle3(fields: &Fields) -> Result<Drafter, DialectError> {
     };
     let obstacle = Obstacle {
         key: "architectures".into(),
-        reason: "LlamaForCausalLMEagle3 has no norms on queries and keys, which the other layouts' Qwen3 layers need; \
-                 `speculators convert` reads it"
-            .into(),
+        reason: "SpecForge's Eagle3 is not converted here; `speculators convert` reads it, and what that writes is".into(),
     };
     decoder.obstacles = vec![obstacle];
     // The config does not tell how far it drafts.

@@ -11,9 +11,29 @@ use crate::{DialectError, Target, Tensors};
 /// The version whose layout is written.
 const VERSION: &str = "0.9.0";
 
-/// What `Qwen3Config` of transformers stands in for a missing key: speculators stores only what differs from it.
-fn defaults() -> [(&'static str, Value); 9] {
-    [
+/// What the configs of transformers stand in for a missing key: speculators stores only what differs from it.
+fn defaults(model_type: &str) -> Vec<(&'static str, Value)> {
+    match model_type {
+        "qwen3" => qwen3(),
+        "llama" => llama(),
+        _ => vec![],
+    }
+}
+
+fn llama() -> Vec<(&'static str, Value)> {
+    vec![
+        ("vocab_size", json!(32_000)),
+        ("hidden_size", json!(4096)),
+        ("intermediate_size", json!(11_008)),
+        ("num_hidden_layers", json!(32)),
+        ("num_attention_heads", json!(32)),
+        ("max_position_embeddings", json!(2048)),
+        ("rms_norm_eps", json!(1e-6)),
+    ]
+}
+
+fn qwen3() -> Vec<(&'static str, Value)> {
+    vec![
         ("vocab_size", json!(151_936)),
         ("hidden_size", json!(4096)),
         ("intermediate_size", json!(22_016)),
@@ -36,10 +56,9 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
     let nested = fields.required_object("transformer_layer_config")?;
     let mut map = nested.map.clone();
     map.entry("model_type").or_insert("qwen3".into());
-    if map.get("model_type").and_then(Value::as_str) == Some("qwen3") {
-        for (key, value) in defaults() {
-            map.entry(key).or_insert(value);
-        }
+    let layers = map.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    for (key, value) in defaults(layers) {
+        map.entry(key).or_insert(value);
     }
     let nested = nested.with(&map);
     let mut decoder = decoder(&nested, &[])?;

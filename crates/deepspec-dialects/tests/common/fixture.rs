@@ -38,6 +38,18 @@ pub fn specforge_eagle3() -> Folder {
     folder
 }
 
+/// The golden Eagle3 without norms on queries and keys, as Llama's layers are.
+pub fn llama_eagle3() -> Folder {
+    let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));
+    let mut config = from.config();
+    (config["architectures"], config["model_type"]) = (json!(["LlamaEagle3Model"]), json!("llama"));
+    folder.put(&config);
+    let mut tensors = bytes(&from);
+    tensors.retain(|name, _| !name.contains("q_norm") && !name.contains("k_norm"));
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
 /// A DFlash 2 in the reference's layout: the golden DFlash with the parts of DFlash 2, all zeros.
 pub fn dflash2() -> Folder {
     let (folder, from) = (Folder::new(), golden("dflash"));

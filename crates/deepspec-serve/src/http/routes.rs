@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::body::{Bytes, HttpBody};
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
 use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -108,12 +109,13 @@ pub fn router(app: Arc<App>) -> Router {
     let limit = DefaultBodyLimit::max(app.limits.body);
     Router::new()
         .route("/health", get(health))
+        .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
         .route("/v1/chat/completions", post(chat_completions))
         .fallback(async || {
             respond::failure(
                 StatusCode::NOT_FOUND,
-                "no such path; this server has /v1/chat/completions, /v1/models and /health",
+                "no such path; this server has /v1/chat/completions, /v1/models, /health and /metrics",
             )
         })
         .method_not_allowed_fallback(async || {
@@ -135,6 +137,14 @@ async fn health(State(app): State<Arc<App>>) -> Response {
         "queue_seconds": {"p50": waited(0.5), "p99": waited(0.99)},
     });
     Json(body).into_response()
+}
+
+/// The page that Prometheus asks for.
+async fn metrics(State(app): State<Arc<App>>) -> Response {
+    match app.model.load_now().metrics.page() {
+        Ok(page) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], page).into_response(),
+        Err(error) => respond::failure(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+    }
 }
 
 async fn models(State(app): State<Arc<App>>) -> Response {

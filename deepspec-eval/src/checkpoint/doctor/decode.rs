@@ -90,14 +90,8 @@ pub fn engine(
     let drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
     let taps = drafter.taps().to_vec();
     let target = TargetModel::load(target, &TargetOptions { device, kind, slots: SLOTS, taps })?;
-    let options = EngineOptions {
-        slots: SLOTS,
-        context,
-        confidence_threshold: 0.0,
-        max_draft_tokens: None,
-        draft_sampling,
-        counts_overrun: true,
-    };
+    let options =
+        EngineOptions { slots: SLOTS, context, max_draft_tokens: None, draft_sampling, counts_overrun: true };
     Ok(Engine::new(target, Some(drafter), options))
 }
 

@@ -1,8 +1,4 @@
-//! Drafters in engines that nobody here wrote: the same answers, token for token, in the same cycles.
-//!
-//! `scripts/test.sh --engines` builds them and says where they are.
-
-mod common;
+//! In llama.cpp.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -12,20 +8,16 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use common::gguf::target_gguf;
-use common::training::smoke;
-use common::{deepspec_eval, repository, run_ok, target_dir, traces};
-use deepspec_models::save;
+use deepspec_testkit::conversations::tokenizers;
 use deepspec_testkit::skip::{Kind as Skipped, skip};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::{Value, json};
-use tch::{Kind, Tensor};
-use tempfile::TempDir;
 
-/// Prompts of each suite.
-const LIMIT: usize = 12;
-/// Tokens of an answer at most.
-const ANSWER: usize = 128;
+use crate::common::gguf::{llama_gguf, target_gguf};
+use crate::common::training::smoke;
+use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
+use crate::drafters::{REAL_TAPS, RealModel, dflash, eagle3, edited};
+use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
 
 /// llama.cpp's server; None leaves the test out.
 fn llama_server() -> Option<PathBuf> {
@@ -54,7 +46,8 @@ impl Llama {
     fn start(server: &Path, args: &[&str]) -> Self {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
         let mut command = Command::new(server);
-        command.args(["-t", "1", "-tb", "1", "-np", "1", "-c", "2048", "--metrics", "--jinja", "--offline"]);
+        command.args(["-t", "1", "-tb", "1", "-np", "1", "-c", "2048", "-ctk", "f32", "-ctv", "f32"]);
+        command.args(["--metrics", "--jinja", "--offline"]);
         command.args(["--no-webui", "--port", &port]).args(args);
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
@@ -110,57 +103,9 @@ impl Llama {
     }
 }
 
-/// Prompts of the smoke suites, by suite and id.
-fn prompts() -> BTreeMap<(String, String), String> {
-    let mut prompts = BTreeMap::new();
-    for suite in smoke() {
-        let text = fs::read_to_string(repository("eval_datasets").join(format!("{suite}.jsonl"))).unwrap();
-        for line in text.lines().take(LIMIT) {
-            let row: Value = serde_json::from_str(line).unwrap();
-            let id = row["id"].as_str().unwrap().to_string();
-            prompts.insert((suite.clone(), id), row["turns"][0].as_str().unwrap().to_string());
-        }
-    }
-    prompts
-}
-
-/// A drafter of `assets` with something changed.
-fn edited(name: &str, edit: impl FnOnce(&mut Value, &mut Vec<(String, Tensor)>)) -> TempDir {
-    let (root, from) = (tempfile::tempdir().unwrap(), repository("assets").join(name));
-    let mut config = serde_json::from_str(&fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
-    let mut tensors = Tensor::read_safetensors(from.join("model.safetensors")).unwrap();
-    edit(&mut config, &mut tensors);
-    fs::write(root.path().join("config.json"), config.to_string()).unwrap();
-    save(&root.path().join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
-    root
-}
-
-/// What this project makes of the prompts: answers and cycles.
-fn ours(drafter: &Path, dir: &Path) -> BTreeMap<(String, String), (Vec<i64>, usize)> {
-    let (limit, most) = (LIMIT.to_string(), ANSWER.to_string());
-    let mut args = vec!["--limit", &limit, "--max-new-tokens", &most, "--temperature", "0", "--no-baseline"];
-    let suites = smoke();
-    args.extend(suites.iter().flat_map(|suite| ["--suite", suite.as_str()]));
-    run_ok(drafter.to_str().unwrap(), dir, &args);
-    let mut cycles: BTreeMap<(String, String), usize> = BTreeMap::new();
-    for row in traces(&dir.join("traces.parquet")) {
-        *cycles.entry((row.suite, row.sample)).or_default() += 1;
-    }
-    let outputs = fs::read_to_string(dir.join("outputs.jsonl")).unwrap();
-    let of = |line: &str| {
-        let row: Value = serde_json::from_str(line).unwrap();
-        let key = (row["suite"].as_str().unwrap().to_string(), row["id"].as_str().unwrap().to_string());
-        let ids = row["token_ids"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect();
-        let count = cycles.get(&key).copied().unwrap_or(0);
-        (key, (ids, count))
-    };
-    outputs.lines().map(of).collect()
-}
-
-/// Converts the drafter and has llama.cpp serve it as the conversion says.
-fn served(server: &Path, drafter: &Path, root: &Path) -> Llama {
-    let [target, out] = ["target.gguf", "gguf"].map(|name| root.join(name));
-    target_gguf(&target);
+/// Converts the drafter and has llama.cpp serve it, beside a target that it reads from a file, as the conversion says.
+fn served(server: &Path, [target, file]: [&Path; 2], drafter: &Path, root: &Path) -> Llama {
+    let out = root.join("gguf");
     let told = deepspec_eval(&[
         "checkpoint",
         "convert",
@@ -171,7 +116,7 @@ fn served(server: &Path, drafter: &Path, root: &Path) -> Llama {
         "--from",
         drafter.to_str().unwrap(),
         "--target",
-        target_dir().to_str().unwrap(),
+        target.to_str().unwrap(),
         "--output-dir",
         out.to_str().unwrap(),
     ]);
@@ -179,29 +124,39 @@ fn served(server: &Path, drafter: &Path, root: &Path) -> Llama {
     // Served by the very flags that it names.
     let flags: Vec<&str> = told.split_whitespace().skip_while(|word| *word != "--model-draft").collect();
     assert!(flags.len() >= 6, "{told}");
-    Llama::start(server, &[&["--model", target.to_str().unwrap()], &flags[..6]].concat())
+    Llama::start(server, &[&["--model", file.to_str().unwrap()], &flags[..6]].concat())
+}
+
+/// Compares answers and cycles beside the tiny target.
+fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
+    let root = tempfile::tempdir().unwrap();
+    let (target, file) = (target_dir(), root.path().join("target.gguf"));
+    target_gguf(&file);
+    agrees_on(server, [&target, &file], drafter, LIMIT, near_ties);
 }
 
 /// Compares answers and cycles, of which as many samples may differ as two programs' float32 sums differ about two candidates that are all but
 /// equal.
-fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
+fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
-    let llama = served(server, drafter, root.path());
-    let ours = ours(drafter, &root.path().join("run"));
+    let llama = served(server, target, drafter, root.path());
+    let ours = ours(target[0], drafter, limit, &root.path().join("run"));
     let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
-    for (key, prompt) in prompts() {
-        let (text, ids, drafts) = llama.answer(&prompt);
+    for (key, prompt) in prompts(limit) {
+        let (_, ids, drafts) = llama.answer(&prompt);
         let (own_ids, own_cycles) = &ours[&key];
         // Theirs may leave out the token that ends an answer.
-        assert!(own_ids.starts_with(&ids) && own_ids.len() <= ids.len() + 1, "{key:?}: {text}");
+        if !own_ids.starts_with(&ids) || own_ids.len() > ids.len() + 1 {
+            differing.push(format!("{key:?}: {}", near_tie(target[0], &prompt, own_ids, &ids)));
+            continue;
+        }
         cycles += own_cycles;
         tokens += own_ids.len();
         if drafts != *own_cycles {
             differing.push(format!("{key:?}: {drafts} cycles there, {own_cycles} here"));
         }
     }
-    // Enough was accepted, or equal cycles would say nothing.
-    assert!(tokens as f64 > 1.15 * cycles as f64, "{tokens} tokens in {cycles} cycles");
+    assert!(tokens > cycles + ENOUGH, "{tokens} tokens in {cycles} cycles");
     assert!(differing.len() <= near_ties, "{}", differing.join("\n"));
 }
 
@@ -214,14 +169,7 @@ fn llama_cpp_runs_dspark_cycle_by_cycle() {
 #[test]
 fn llama_cpp_runs_dflash_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
-    // The trained DSpark without its heads is a DFlash, if none that learned to do without them.
-    let bare = edited("tiny-dspark", |config, tensors| {
-        (config["markov_rank"], config["enable_confidence_head"]) = (json!(0), json!(false));
-        config["confidence_head_with_markov"] = json!(false);
-        tensors
-            .retain(|(name, _)| !name.starts_with("markov_head.") && !name.starts_with("confidence_head."));
-    });
-    agrees(&server, bare.path(), 1);
+    agrees(&server, dflash().path(), 1);
 }
 
 #[test]
@@ -230,6 +178,36 @@ fn llama_cpp_runs_dflash_2_cycle_by_cycle() {
     // llama.cpp lays k (k + 1) scores into a hidden state, of 192 values here.
     let fewer = edited("tiny-dflash2", |config, _| config["selector_top_k"] = json!(12));
     agrees(&server, fewer.path(), 1);
+}
+
+/// llama.cpp's Eagle3 has Llama layers, so the target is a Llama too: read here and there from the same file.
+#[test]
+fn llama_cpp_runs_eagle3_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    let root = tempfile::tempdir().unwrap();
+    let [file, cache] = ["target.gguf", "unpacked"].map(|name| root.path().join(name));
+    llama_gguf(&file);
+    let target = deepspec_gguf::unpack(&file, &cache).unwrap();
+    agrees_on(&server, [&target, &file], eagle3(&target, [0, 2, 4], 60).path(), LIMIT, 1);
+}
+
+#[test]
+fn llama_cpp_runs_eagle3_of_a_real_model_cycle_by_cycle() {
+    let (Some(server), Some(real)) = (llama_server(), RealModel::new()) else { return };
+    let drafter = eagle3(&real.folder, REAL_TAPS, 150);
+    agrees_on(&server, [&real.folder, &real.file], drafter.path(), FEWER, 1);
+}
+
+#[test]
+fn llama_cpp_runs_dspark_of_a_real_model_cycle_by_cycle() {
+    let (Some(server), Some(real)) = (llama_server(), RealModel::new()) else { return };
+    agrees_on(&server, [&real.folder, &real.file], real.block(Some(32)).path(), FEWER, 1);
+}
+
+#[test]
+fn llama_cpp_runs_dflash_of_a_real_model_cycle_by_cycle() {
+    let (Some(server), Some(real)) = (llama_server(), RealModel::new()) else { return };
+    agrees_on(&server, [&real.folder, &real.file], real.block(None).path(), FEWER, 1);
 }
 
 /// Tokens per cycle of samples `(tokens, cycles)`, and its standard error.
@@ -246,13 +224,15 @@ fn ratio(samples: &[(f64, f64)]) -> (f64, f64) {
 fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
     let Some(server) = llama_server() else { return };
     let (root, drafter) = (tempfile::tempdir().unwrap(), repository("assets/tiny-dspark"));
-    let llama = served(&server, &drafter, root.path());
+    let (target, file) = (target_dir(), root.path().join("target.gguf"));
+    target_gguf(&file);
+    let llama = served(&server, [&target, &file], &drafter, root.path());
     let plain = json!({"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "samplers": ["temperature"]});
     // The token that ends an answer is counted on neither side.
     let tokenizer = ChatTokenizer::load(&target_dir()).unwrap();
     let stops = deepspec_models::stop_ids(&target_dir(), tokenizer.eos_token_id()).unwrap();
     let mut theirs = vec![];
-    for prompt in prompts().values() {
+    for prompt in prompts(LIMIT).values() {
         let mut sum = (0.0, 0.0);
         for seed in 1..=3 {
             let mut settings = plain.clone();
@@ -299,12 +279,7 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
 #[test]
 fn llama_cpp_tokenises_a_real_model_as_here() {
     let Some(server) = llama_server() else { return };
-    let Some(folder) = env::var_os("DEEPSPEC_TOKENIZERS").map(PathBuf::from) else {
-        return skip(
-            Skipped::Absent,
-            "DEEPSPEC_TOKENIZERS names no folder: scripts/test.sh fetches it with npm",
-        );
-    };
+    let Some(folder) = tokenizers() else { return };
     let (root, file) = (tempfile::tempdir().unwrap(), folder.join("smollm2.gguf"));
     let tokenizer = ChatTokenizer::load(&deepspec_gguf::unpack(&file, root.path()).unwrap()).unwrap();
     let llama = Llama::start(&server, &["--model", file.to_str().unwrap()]);
@@ -316,7 +291,7 @@ fn llama_cpp_tokenises_a_real_model_as_here() {
         "👩‍👩‍👧‍👦 🙂 é e\u{301} ﬁ \u{a0}\u{200b}",
         "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><|im_end",
     ];
-    for text in texts.into_iter().chain(prompts().values().map(String::as_str)) {
+    for text in texts.into_iter().chain(prompts(LIMIT).values().map(String::as_str)) {
         let found =
             llama.post("/tokenize", &json!({"content": text, "add_special": false, "parse_special": true}));
         let found: Vec<i64> = serde_json::from_value(found["tokens"].clone()).unwrap();

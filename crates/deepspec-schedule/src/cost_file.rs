@@ -1,0 +1,360 @@
+//! Files that say what steps cost: what `deepspec-eval profile` writes, both of SGLang's formats, and tables (CSV).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::ScheduleError;
+use crate::cost::StepCost;
+use crate::curve::CostCurve;
+
+/// Value of `format` in files of `deepspec-eval profile`.
+pub const FORMAT: &str = "deepspec-step-cost";
+/// Value of `format_version` there.
+pub const VERSION: u64 = 1;
+
+/// Measured verification behind contexts of one length.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct VerifyCost {
+    /// Tokens of history per request.
+    pub context: usize,
+    /// Tokens in the batch, ascending.
+    pub batch_tokens: Vec<usize>,
+    /// Seconds of a step.
+    pub seconds: Vec<f64>,
+}
+
+/// Measured times by requests.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct RequestCost {
+    /// Requests, ascending.
+    pub requests: Vec<usize>,
+    /// Seconds.
+    pub seconds: Vec<f64>,
+}
+
+/// What of a profile costs follow from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MeasuredCost {
+    /// One table per context, ascending.
+    pub verify: Vec<VerifyCost>,
+    /// Drafting; empty without a drafter.
+    #[serde(default)]
+    pub draft: RequestCost,
+    /// What a step takes longer for its requests, whether they draft or not.
+    #[serde(default)]
+    pub requests: RequestCost,
+    /// Seconds per token of a prompt.
+    #[serde(default)]
+    pub prefill_seconds_per_token: f64,
+}
+
+impl MeasuredCost {
+    /// As costs.
+    ///
+    /// # Errors
+    /// Lists of different lengths, or what [`CostCurve::from_step_seconds`] and [`StepCost::new`] refuse.
+    pub fn cost(&self) -> Result<StepCost, ScheduleError> {
+        let curve = |table: &VerifyCost| {
+            let points = paired(&table.batch_tokens, &table.seconds, "batch_tokens and seconds")?;
+            Ok((table.context, CostCurve::from_step_seconds(&points)?))
+        };
+        let curves = self.verify.iter().map(curve).collect::<Result<_, ScheduleError>>()?;
+        let draft = paired(&self.draft.requests, &self.draft.seconds, "requests and seconds")?;
+        let prefill = self.prefill_seconds_per_token;
+        if !(prefill.is_finite() && prefill >= 0.0) {
+            return Err(ScheduleError::Cost { batch: 1, value: prefill });
+        }
+        let requests = paired(&self.requests.requests, &self.requests.seconds, "requests and seconds")?;
+        Ok(StepCost::new(curves, draft)?.with_requests(requests)?.with_prefill(prefill))
+    }
+}
+
+fn paired(counts: &[usize], values: &[f64], what: &'static str) -> Result<Vec<(usize, f64)>, ScheduleError> {
+    if counts.len() != values.len() {
+        return Err(ScheduleError::Mismatch { what, left: counts.len(), right: values.len() });
+    }
+    Ok(counts.iter().copied().zip(values.iter().copied()).collect())
+}
+
+/// SGLang's table of rates.
+#[derive(Deserialize)]
+struct Rates {
+    sample_batch_tokens: Vec<usize>,
+    sample_steps_per_sec: Vec<f64>,
+    max_batch_tokens: usize,
+}
+
+impl Rates {
+    /// A batch has the rate of the largest sample that is not larger, the first one below it.
+    fn cost(&self) -> Result<StepCost, ScheduleError> {
+        let samples = paired(&self.sample_batch_tokens, &self.sample_steps_per_sec, "samples")?;
+        let (Some(&(_, first)), Some(&(last, _))) = (samples.first(), samples.last()) else {
+            return Err(ScheduleError::Empty { what: "sample_batch_tokens" });
+        };
+        if let Some(pair) = samples.windows(2).find(|pair| pair[1].0 <= pair[0].0) {
+            return Err(ScheduleError::Order { batch: pair[1].0 });
+        }
+        if self.max_batch_tokens < last || self.max_batch_tokens > crate::curve::MAX_BATCH {
+            return Err(ScheduleError::Order { batch: self.max_batch_tokens });
+        }
+        let rate = |batch: usize| {
+            let at = samples.partition_point(|&(of, _)| of <= batch);
+            at.checked_sub(1).map_or(first, |at| samples[at].1)
+        };
+        let curve = CostCurve::new((1..=self.max_batch_tokens).map(rate).collect())?;
+        StepCost::new(vec![(1, curve)], vec![])
+    }
+}
+
+/// SGLang's sum of a constant, a part by requests and a part by tokens.
+#[derive(Deserialize)]
+struct Additive {
+    bias_seconds: f64,
+    bs_probes: Vec<usize>,
+    alpha_seconds: Vec<f64>,
+    m_probes: Vec<usize>,
+    theta_seconds: Vec<f64>,
+}
+
+impl Additive {
+    /// The part by requests is spent whether anything is drafted or not: the engine always drafts. Its profiler rounds tokens to multiples of
+    /// 64, so that the first may be 0, and least squares may leave a part below 0; those count as 1 and as nothing.
+    fn cost(&self) -> Result<StepCost, ScheduleError> {
+        let tokens = paired(&self.m_probes, &self.theta_seconds, "m_probes and theta_seconds")?;
+        let points: Vec<_> =
+            tokens.into_iter().map(|(batch, theta)| (batch.max(1), self.bias_seconds + theta)).collect();
+        let requests = paired(&self.bs_probes, &self.alpha_seconds, "bs_probes and alpha_seconds")?;
+        let mut requests: Vec<_> =
+            requests.into_iter().map(|(requests, alpha)| (requests, alpha.max(0.0))).collect();
+        // Past the last probe nothing is added there.
+        if let Some(&(_, alpha)) = requests.last().filter(|(last, _)| *last < crate::curve::MAX_BATCH) {
+            requests.push((crate::curve::MAX_BATCH, alpha));
+        }
+        StepCost::new(vec![(1, CostCurve::from_step_seconds(&points)?)], vec![])?.with_requests(requests)
+    }
+}
+
+/// Whose steps are meant: digests of the weights.
+#[derive(Debug, Clone, Copy)]
+pub struct Weights<'a> {
+    /// The target's.
+    pub target: &'a str,
+    /// The drafter's, where there is one.
+    pub drafter: Option<&'a str>,
+}
+
+/// Reads a file of costs. A name that ends in `.csv` is of a table with the columns `batch_tokens` and either `seconds` or
+/// `steps_per_second`, and with `context` where there are several; everything else is JSON.
+///
+/// # Errors
+/// What is wrong, with the file's name.
+pub fn read(file: &Path) -> Result<StepCost, String> {
+    Ok(parse(file)?.0)
+}
+
+/// Reads the costs of an engine with so many slots and these weights; beside them, what of the file speaks of other weights. Files of other
+/// tools say nothing of that.
+///
+/// # Errors
+/// As [`read`], and batches that end before there is a token for each slot.
+pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost, Vec<String>), String> {
+    let (cost, json) = parse(file)?;
+    let (name, known) = (file.display(), cost.max_batch());
+    if known < slots {
+        return Err(format!(
+            "{name} knows steps of up to {known} tokens, --slots {slots} asks for one each; profile further"
+        ));
+    }
+    let of = |whose: &str| json[whose]["weights_digest"].as_str();
+    let mut told = vec![];
+    if json["format"] == FORMAT {
+        if of("target") != Some(weights.target) {
+            told.push(format!("{name} was measured with another target; its steps may cost more or less"));
+        }
+        match (of("drafter"), weights.drafter) {
+            (None, Some(_)) => {
+                told.push(format!("{name} was measured without a drafter: drafting counts as free"));
+            }
+            (Some(other), Some(drafter)) if other != drafter => {
+                told.push(format!(
+                    "{name} was measured with another drafter, whose blocks may cost more or less"
+                ));
+            }
+            _ => {}
+        }
+    }
+    Ok((cost, told))
+}
+
+/// The costs, and the JSON that they stand in; null for a table.
+fn parse(file: &Path) -> Result<(StepCost, Value), String> {
+    let name = file.display();
+    let bytes = fs::read(file)
+        .map_err(|error| format!("{name}: {error}; `deepspec-eval profile` writes such a file"))?;
+    let csv = file.extension().is_some_and(|extension| extension == "csv");
+    let read = if csv { from_csv(&bytes).map(|cost| (cost, Value::Null)) } else { from_json(&bytes) };
+    read.map_err(|problem| format!("{name}: {problem}"))
+}
+
+fn from_json(bytes: &[u8]) -> Result<(StepCost, Value), String> {
+    fn parsed<T: DeserializeOwned>(value: &Value) -> Result<T, String> {
+        serde_path_to_error::deserialize(value).map_err(|error| match error.path().to_string().as_str() {
+            "." => error.inner().to_string(),
+            key => format!("`{key}`: {}", error.inner()),
+        })
+    }
+    let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let cost = if value.get("format").is_some_and(|format| format == FORMAT) {
+        if value["format_version"] != VERSION {
+            return Err(format!(
+                "`format_version` is {}; this version reads {VERSION}",
+                value["format_version"]
+            ));
+        }
+        parsed::<MeasuredCost>(&value)?.cost()
+    } else if value.get("bias_seconds").is_some() {
+        parsed::<Additive>(&value)?.cost()
+    } else if value.get("sample_batch_tokens").is_some() {
+        parsed::<Rates>(&value)?.cost()
+    } else {
+        return Err(format!(
+            "has neither `format`: \"{FORMAT}\" nor SGLang's `bias_seconds` or `sample_batch_tokens`; `deepspec-eval profile` writes such a file"
+        ));
+    };
+    Ok((cost.map_err(|error| error.to_string())?, value))
+}
+
+/// A row of a table.
+#[derive(Deserialize)]
+struct Row {
+    context: Option<usize>,
+    batch_tokens: usize,
+    seconds: Option<f64>,
+    steps_per_second: Option<f64>,
+}
+
+fn from_csv(bytes: &[u8]) -> Result<StepCost, String> {
+    let mut contexts = BTreeMap::<usize, Vec<(usize, f64)>>::new();
+    for row in csv::Reader::from_reader(bytes).deserialize() {
+        let row: Row = row.map_err(|error| error.to_string())?;
+        let seconds = match (row.seconds, row.steps_per_second) {
+            (Some(seconds), None) => seconds,
+            (None, Some(rate)) if rate <= 0.0 => {
+                return Err(format!(
+                    "batch_tokens {}: `steps_per_second` is {rate}; expected a positive number",
+                    row.batch_tokens
+                ));
+            }
+            (None, Some(rate)) => 1.0 / rate,
+            _ => {
+                return Err(format!(
+                    "batch_tokens {}: wants one of the columns `seconds` and `steps_per_second`",
+                    row.batch_tokens
+                ));
+            }
+        };
+        contexts.entry(row.context.unwrap_or(1)).or_default().push((row.batch_tokens, seconds));
+    }
+    let curve = |(context, mut points): (usize, Vec<(usize, f64)>)| {
+        points.sort_by_key(|&(batch, _)| batch);
+        Ok((context, CostCurve::from_step_seconds(&points)?))
+    };
+    let curves: Result<Vec<_>, ScheduleError> = contexts.into_iter().map(curve).collect();
+    curves.and_then(|curves| StepCost::new(curves, vec![])).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(name: &str, text: &str) -> Result<StepCost, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join(name);
+        fs::write(&file, text).unwrap();
+        read(&file)
+    }
+
+    #[test]
+    fn sglangs_rates_are_looked_up_as_there() {
+        let text = r#"{"sample_batch_tokens": [8, 16, 32, 64], "sample_steps_per_sec": [1000.0, 950, 500, 480], "max_batch_tokens": 80}"#;
+        let cost = of("a.json", text).unwrap();
+        let rate = |batch| cost.curve(1).steps_per_second(batch);
+        assert_eq!(
+            [1, 7, 8, 31, 63, 65, 80, 81].map(rate),
+            [1000.0, 1000.0, 1000.0, 950.0, 500.0, 480.0, 480.0, 0.0]
+        );
+        assert_eq!(cost.draft_seconds(9), 0.0);
+    }
+
+    #[test]
+    fn sglangs_sums_are_interpolated_as_there() {
+        let text = r#"{"bias_seconds": 0.1, "bs_probes": [128, 192, 256], "alpha_seconds": [0.0, 0.008, 0.016],
+            "m_probes": [384, 512, 1024], "theta_seconds": [0.0, 0.02, 0.1]}"#;
+        let cost = of("b.json", text).unwrap();
+        assert!((cost.seconds(160, 448, 1, true) - 0.114).abs() < 1e-12);
+        assert!((cost.seconds(64, 100, 1, true) - 0.1).abs() < 1e-12);
+    }
+
+    #[test]
+    fn tables_have_one_curve_per_context() {
+        let cost =
+            of("c.csv", "context,batch_tokens,steps_per_second\n1000,4,5\n10,4,20\n10,1,40\n").unwrap();
+        assert_eq!((cost.curve(20).step_seconds(1), cost.curve(900).step_seconds(2)), (0.025, 0.2));
+        assert_eq!(of("c.csv", "batch_tokens,seconds\n1,0.5\n").unwrap().curve(7).step_seconds(1), 0.5);
+        assert_eq!(cost.max_batch(), 4);
+    }
+
+    #[test]
+    fn files_that_are_none_are_refused_by_name() {
+        for (name, text, words) in [
+            ("x.json", "{", "x.json: EOF"),
+            ("x.json", "{}", "has neither `format`"),
+            ("x.json", r#"{"bias_seconds": 1}"#, "missing field `bs_probes`"),
+            (
+                "x.json",
+                r#"{"sample_batch_tokens": [2, 1], "sample_steps_per_sec": [1.0, 1], "max_batch_tokens": 2}"#,
+                "1 is out of order",
+            ),
+            (
+                "x.json",
+                r#"{"sample_batch_tokens": [2], "sample_steps_per_sec": [], "max_batch_tokens": 2}"#,
+                "1 samples on the left, 0 on the right",
+            ),
+            (
+                "x.json",
+                r#"{"sample_batch_tokens": [1], "sample_steps_per_sec": [1], "max_batch_tokens": 1e18}"#,
+                "x.json: ",
+            ),
+            (
+                "x.json",
+                r#"{"format": "deepspec-step-cost", "format_version": 1, "verify": []}"#,
+                "no cost curve",
+            ),
+            ("x.json", r#"{"format": "deepspec-step-cost", "format_version": 9}"#, "`format_version` is 9"),
+            (
+                "x.json",
+                r#"{"format": "deepspec-step-cost", "format_version": 1, "verify": [{"context": "a"}]}"#,
+                "`verify[0].context`: invalid type",
+            ),
+            (
+                "x.json",
+                r#"{"format": "deepspec-step-cost", "format_version": 1, "verify": [{"context": 1, "batch_tokens": [1],
+                    "seconds": [1]}], "draft": {"requests": [0], "seconds": [1]}}"#,
+                "0 is out of order",
+            ),
+            ("x.csv", "batch_tokens,steps_per_second\n1,0\n", "`steps_per_second` is 0"),
+            ("x.csv", "batch_tokens,seconds\n1,-1\n", "cost -1 of 1 tokens"),
+            ("x.csv", "batch_tokens\n1\n", "wants one of the columns"),
+            ("x.csv", "batch_tokens,seconds\nmany,1\n", "x.csv: "),
+        ] {
+            let told = of(name, text).unwrap_err();
+            assert!(told.contains(words), "{text}: {told}");
+        }
+        assert!(read(Path::new("absent.json")).unwrap_err().contains("absent.json: No such file"));
+    }
+}

@@ -1,0 +1,84 @@
+//! Accelerators, and what weights are stored as on them.
+
+use serde::{Deserialize, Serialize};
+
+use super::{endless, wrong};
+
+/// An accelerator.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Hardware {
+    /// Bytes per second from its memory.
+    pub bandwidth: f64,
+    /// Operations per second on bfloat16.
+    pub bf16: f64,
+    /// On 8-bit floats; where there are none, as bfloat16.
+    pub fp8: f64,
+    /// On 4-bit floats; where there are none, as 8-bit ones.
+    pub fp4: f64,
+    /// Bytes per second to other accelerators, each way.
+    #[serde(default = "endless")]
+    pub link: f64,
+}
+
+impl Hardware {
+    /// What is no accelerator about it: the key, what it is, and what it has to be.
+    pub fn problem(&self) -> Option<String> {
+        let Self { bandwidth, bf16, fp8, fp4, link } = *self;
+        let rates = [("bandwidth", bandwidth), ("bf16", bf16), ("fp8", fp8), ("fp4", fp4), ("link", link)];
+        wrong(&rates, |value| value > 0.0, "a positive number per second")
+    }
+}
+
+/// Accelerators by name: dense peaks, memory and links as their makers state them.
+pub const HARDWARE: [(&str, Hardware); 6] = {
+    const fn of(bandwidth: f64, bf16: f64, fp8: f64, fp4: f64, link: f64) -> Hardware {
+        Hardware {
+            bandwidth: bandwidth * 1e12,
+            bf16: bf16 * 1e15,
+            fp8: fp8 * 1e15,
+            fp4: fp4 * 1e15,
+            link: link * 1e9,
+        }
+    }
+    [
+        ("b200", of(8.0, 2.25, 4.5, 9.0, 900.0)),
+        ("h200", of(4.8, 0.989, 1.979, 1.979, 450.0)),
+        ("h100", of(3.35, 0.989, 1.979, 1.979, 450.0)),
+        ("a100", of(2.039, 0.312, 0.312, 0.312, 300.0)),
+        ("mi300x", of(5.3, 1.307, 2.615, 2.615, 448.0)),
+        ("l40s", of(0.864, 0.362, 0.733, 0.733, 32.0)),
+    ]
+};
+
+/// What a part's weights are stored and multiplied as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// 16 bits.
+    Bf16,
+    /// 8 bits.
+    Fp8,
+    /// 4 bits in blocks of 32 with a scale of 8 (MXFP4): 0.53 bytes.
+    Fp4,
+}
+
+impl Precision {
+    /// Bytes of a weight.
+    pub fn bytes(self) -> f64 {
+        match self {
+            Self::Bf16 => 2.0,
+            Self::Fp8 => 1.0,
+            Self::Fp4 => 0.53,
+        }
+    }
+
+    /// Operations per second.
+    pub fn peak(self, hardware: &Hardware) -> f64 {
+        match self {
+            Self::Bf16 => hardware.bf16,
+            Self::Fp8 => hardware.fp8,
+            Self::Fp4 => hardware.fp4,
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! The figures that the article publishes.
+
+use super::*;
+
+/// The accelerator of the article.
+fn b200() -> Hardware {
+    HARDWARE[0].1
+}
+
+/// DeepSeek-V4-Flash's attention as the article has it.
+fn latent(compression: f64) -> Attention {
+    Attention::Latent {
+        heads: 64.0,
+        latent: 512.0,
+        rope: 64.0,
+        kv_bytes: 1.0,
+        query_bytes: 2.0,
+        compression,
+        top: f64::INFINITY,
+        index: 0.0,
+        index_heads: 0.0,
+    }
+}
+
+/// A layer of the article's charts: what it charges attention's queries for is left out there.
+fn article() -> Target {
+    Target {
+        layers: vec![Layer {
+            count: 1.0,
+            projections: 107e6,
+            projection_precision: Precision::Fp8,
+            attention: Attention::Latent {
+                heads: 64.0,
+                latent: 512.0,
+                rope: 64.0,
+                kv_bytes: 1.0,
+                query_bytes: 0.0,
+                compression: 1.0,
+                top: f64::INFINITY,
+                index: 0.0,
+                index_heads: 0.0,
+            },
+            feed_forward: FeedForward::Experts { weights: 25.2e6, experts: 256.0, active: 6.0, shared: 1.0 },
+            feed_forward_precision: Precision::Fp4,
+        }],
+        head: 0.0,
+        head_precision: Precision::Bf16,
+        hidden: 0.0,
+        expert_parallel: 1.0,
+    }
+}
+
+/// The least whole number from which on this holds.
+fn from_where(holds: impl Fn(f64) -> bool) -> f64 {
+    (1..10_000_000).map(f64::from).find(|&at| holds(at)).unwrap()
+}
+
+#[test]
+fn ridges_are_the_published_ones() {
+    let ridges =
+        [Precision::Bf16, Precision::Fp8, Precision::Fp4].map(|kind| kind.peak(&b200()) / b200().bandwidth);
+    assert_eq!(ridges.map(f64::round), [281.0, 563.0, 1125.0]);
+}
+
+#[test]
+fn intensities_of_latent_attention_are_the_published_ones() {
+    for (context, expected) in [
+        (512.0, [193.0, 322.0, 484.0, 645.0]),
+        (1024.0, [215.0, 387.0, 645.0, 967.0]),
+        (8192.0, [238.0, 469.0, 910.0, 1719.0]),
+        (16384.0, [240.0, 476.0, 938.0, 1820.0]),
+        (1048576.0, [242.0, 483.0, 967.0, 1932.0]),
+    ] {
+        let found =
+            [1.0, 2.0, 4.0, 8.0].map(|queries| latent(1.0).work(queries, context).intensity().round());
+        assert_eq!(found, expected, "{context}");
+    }
+}
+
+#[test]
+fn crossovers_of_attention_are_the_published_ones() {
+    let ridge = b200().bf16 / b200().bandwidth;
+    // Where operations take as long as reading a long context does: T = m_c · 281 / f.
+    let at = (1..1000).map(|i| f64::from(i) / 100.0).find(|&t| latent(1.0).work(t, 1e12).intensity() > ridge);
+    assert!((at.unwrap() - 1.16).abs() < 0.015, "{at:?}");
+    let heavily = from_where(|context| latent(128.0).work(2.0, context).intensity() > ridge);
+    assert!((44_000.0..47_000.0).contains(&heavily), "about 45k tokens, not {heavily}");
+    let work = latent(1.0).work(1.0, 1.0);
+    assert_eq!((work.operations, work.bytes), (139_264.0, 576.0 + 73_728.0));
+    assert_eq!(expanding_pays_from(512.0, 128.0, 128.0).round(), 171.0, "published: past about 170");
+    // An indexer with 64 heads, before any vector is picked.
+    let indexer = Attention::Latent {
+        heads: 0.0,
+        latent: 512.0,
+        rope: 64.0,
+        kv_bytes: 0.0,
+        query_bytes: 0.0,
+        compression: 1.0,
+        top: 512.0,
+        index: 128.0,
+        index_heads: 64.0,
+    };
+    assert_eq!(indexer.work(3.0, 1e5).intensity(), 3.0 * 128.0);
+    // Seventy billion parameters of Llama 3: eight query heads to a key head.
+    let grouped = Attention::Grouped {
+        heads: 64.0,
+        kv_heads: 8.0,
+        head_dim: 128.0,
+        kv_bytes: 2.0,
+        window: f64::INFINITY,
+    };
+    for queries in [1.0, 2.0, 4.0] {
+        assert!((grouped.work(queries, 1e9).intensity() / (8.0 * queries) - 1.0).abs() < 1e-3);
+    }
+}
+
+#[test]
+fn experts_are_touched_as_published() {
+    let (experts, active): (f64, f64) = (256.0, 6.0);
+    assert_eq!((experts / active).round(), 43.0);
+    let layer = article().layers[0].feed_forward;
+    assert!((layer.marginal(1.0) - 0.85).abs() < 0.005, "{}", layer.marginal(1.0));
+    assert_eq!(FeedForward::Dense { weights: 1.0 }.marginal(9.0), 0.0);
+    assert!((experts_touched(experts, active, 1.0) - active).abs() < 1e-9);
+    // E/k tokens touch all but a share 1/e of the experts.
+    let untouched = 1.0 - experts_touched(experts, active, experts / active) / experts;
+    assert!((untouched - (-1f64).exp()).abs() < 0.01, "{untouched}");
+    let slope = |tokens: f64| {
+        experts_touched(experts, active, tokens + 0.5) - experts_touched(experts, active, tokens - 0.5)
+    };
+    assert!((slope(20.0) / experts_touched_by_another(experts, active, 20.0) - 1.0).abs() < 1e-3);
+}
+
+#[test]
+fn knees_of_the_feed_forward_part_are_the_published_ones() {
+    let fp4 = b200().fp4 / b200().bandwidth;
+    let bytes = Precision::Fp4.bytes();
+    let experts = article().layers[0].feed_forward;
+    let knee = from_where(|tokens| experts.work(tokens, bytes).intensity() > fp4);
+    assert!((10_900.0..11_000.0).contains(&knee), "about 10,950, not {knee}");
+    let dense = FeedForward::Dense { weights: 1e6 };
+    let slope = experts.work(1e6, bytes).intensity() / dense.work(1e6, bytes).intensity();
+    assert!((slope / (7.0 / 257.0) - 1.0).abs() < 1e-9, "(k + 1) / (E + 1) once every expert is touched");
+    assert_eq!(
+        from_where(|tokens| dense.work(tokens, bytes).intensity() > fp4).round(),
+        299.0,
+        "published: about 298"
+    );
+    let fp8 = b200().fp8 / b200().bandwidth;
+    assert_eq!(from_where(|tokens| dense.work(tokens, 1.0).intensity() > fp8), 282.0, "published: about 281");
+}
+
+/// The article prints no best lengths; that few requests speculate, some do not, and many do again it says in words.
+#[test]
+fn the_best_length_has_a_gutter_between_few_and_many_requests() {
+    let best = |requests: f64| {
+        let load = Load { requests, context: 4096.0, acceptance: 0.75 };
+        article().best_length(&b200(), Draft::PerToken(0.1), load, 64)
+    };
+    assert!(best(1.0).0 > 0);
+    assert_eq!([4.0, 8.0, 12.0].map(|requests| best(requests).0), [0; 3]);
+    let (length, gain) = best(64.0);
+    assert!(length >= 3 && gain > 1.5, "{length}, {gain}");
+    assert_eq!(best(10_000.0).0, 0, "everything computes");
+}
+
+#[test]
+fn what_is_free_is_taken_and_what_is_not_costs() {
+    let dense = Target {
+        layers: vec![Layer {
+            feed_forward: FeedForward::Dense { weights: 176e6 },
+            feed_forward_precision: Precision::Bf16,
+            projection_precision: Precision::Bf16,
+            ..article().layers[0].clone()
+        }],
+        ..article()
+    };
+    let load = Load { requests: 1.0, context: 1.0, acceptance: 0.9 };
+    assert!(dense.marginal(&b200(), load, 1.0) < 0.01, "one request's weights are read anyway");
+    let many = Load { requests: 4096.0, ..load };
+    assert!((dense.marginal(&b200(), many, 1.0) - 1.0).abs() < 0.05);
+    let block = Draft::PerBlock { weights: 0.0, precision: Precision::Bf16 };
+    let (length, gain) = dense.best_length(&b200(), block, load, 16);
+    assert_eq!(length, 16);
+    assert!((gain / committed(0.9, 16.0) - 1.0).abs() < 0.05);
+    assert_eq!((committed(1.0, 3.0), committed(0.0, 3.0)), (4.0, 1.0));
+    let spread = Target { expert_parallel: 8.0, hidden: 4096.0, ..article() };
+    assert!(spread.step_seconds(&b200(), 256.0, 1.0, 1.0) < article().step_seconds(&b200(), 256.0, 1.0, 1.0));
+}

@@ -1,0 +1,319 @@
+//! A policy at work: asked before every step whether to draft, and after drafting how much of each block to verify.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::ScheduleError;
+use crate::cost::StepCost;
+use crate::policy::Policy;
+use crate::scheduler::{Stop, filled, search, survivals};
+
+/// Blocks whose confidences say whether drafting pays.
+const REMEMBERED: usize = 64;
+/// After so many steps without drafting one is drafted again, to see whether that still does not pay; after twice as many where it did not,
+/// and so on up to [`LONGEST`]: a step of drafting may take as long as several without.
+const PROBE: usize = 32;
+/// Steps between probes at most.
+const LONGEST: usize = 512;
+/// Share of the newest step in what steps are held to take.
+const NEW: f64 = 0.05;
+/// Steps between the confidences that decide on a budget and the step that spends it.
+const LAG: usize = 2;
+
+/// What a step works on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepLoad {
+    /// R: sequences that are decoded.
+    pub requests: usize,
+    /// Mean tokens of their histories.
+    pub context: usize,
+}
+
+/// A policy with what it remembers of earlier steps. By default whole blocks are verified.
+#[derive(Debug, Clone, Default)]
+pub struct Planner {
+    policy: Policy,
+    cost: Option<Arc<StepCost>>,
+    /// Confidences of the blocks drafted last, one row each.
+    blocks: VecDeque<Vec<f64>>,
+    /// Those of all blocks of the steps drafted last, the newest behind.
+    steps: VecDeque<Vec<Vec<f64>>>,
+    /// Steps since one was drafted.
+    idle: usize,
+    /// Probes since drafting paid.
+    probes: u32,
+    /// Whether the drafter had to catch up in the last step that was drafted.
+    catches_up: bool,
+    /// What plain steps and drafting ones took of late over what the cost curve says.
+    drift: [Drift; 2],
+}
+
+/// A running mean of measured over expected time.
+#[derive(Debug, Clone, Copy)]
+struct Drift(f64);
+
+impl Default for Drift {
+    fn default() -> Self {
+        Self(1.0)
+    }
+}
+
+impl Planner {
+    /// A planner that remembers nothing yet.
+    ///
+    /// # Errors
+    /// The policy needs to know what steps cost, and nobody says.
+    pub fn new(policy: Policy, cost: Option<Arc<StepCost>>) -> Result<Self, ScheduleError> {
+        if policy.reads_cost() && cost.is_none() {
+            return Err(ScheduleError::Empty {
+                what: "cost of steps, which the policy weighs tokens against",
+            });
+        }
+        Ok(Self { policy, cost, ..Self::default() })
+    }
+
+    /// The policy.
+    pub fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    /// Whether to draft in this step. Of policies that know costs: unless the blocks drafted last say that plain decoding is faster.
+    pub fn drafts(&mut self, load: StepLoad) -> bool {
+        let pays = match (self.policy, &self.cost) {
+            (Policy::Plain, _) => false,
+            (policy, Some(cost)) if policy.reads_cost() => {
+                load.requests <= cost.curve(load.context).max_batch()
+                    && (self.blocks.is_empty() || self.gain(cost, load) > 1.0)
+            }
+            _ => true,
+        };
+        let wait = (PROBE << self.probes.min(8)).min(LONGEST);
+        let probes = self.policy.reads_cost() && !pays && self.idle >= wait;
+        self.probes = if pays { 0 } else { self.probes + u32::from(probes) };
+        if probes {
+            // What was remembered that long counts for less, so that a drafter that became better is noticed after a few probes.
+            self.blocks.drain(..self.blocks.len() / 2);
+        }
+        self.catches_up = self.idle > 0;
+        self.idle = if pays || probes { 0 } else { self.idle + 1 };
+        pays || probes
+    }
+
+    /// Takes note of how long a step took that decoded `load` and nothing else, `tokens` of it verified. A curve that was measured elsewhere,
+    /// or under other load, is wrong in one way for steps that draft and in another for those that do not: that decides whether to draft.
+    pub fn observe(&mut self, load: StepLoad, tokens: usize, drafted: bool, seconds: f64) {
+        let Some(cost) = self.cost.as_ref().filter(|_| self.policy.reads_cost()) else { return };
+        // The first one after some without drafts takes in what they left, which the next will not have.
+        if drafted && self.catches_up {
+            return;
+        }
+        // A step that was interrupted says nothing of the next.
+        let ratio = (seconds / cost.seconds(load.requests, tokens, load.context, drafted)).clamp(0.5, 2.0);
+        let Drift(mean) = &mut self.drift[usize::from(drafted)];
+        *mean += (ratio - *mean) * NEW;
+    }
+
+    /// Throughput with blocks like those drafted last over that without drafting.
+    fn gain(&self, cost: &StepCost, load: StepLoad) -> f64 {
+        let plain = cost.plain_throughput(load.requests, load.context);
+        let rows: Vec<&[f64]> = self.blocks.iter().map(Vec::as_slice).collect();
+        // What the policy will find, not what there is: on a stepped curve it may stop before the step.
+        let stop = if self.policy == Policy::Prefix { Stop::FirstDrop } else { Stop::Never };
+        let (_, throughput) = best_budget(&rows, cost, load, stop);
+        throughput / plain * self.drift[0].0 / self.drift[1].0
+    }
+
+    /// Drafted tokens to verify of each of the blocks, `block` tokens long. Their `confidences`, one row each, may be left out where the
+    /// policy does not read them.
+    pub fn lengths(&mut self, load: StepLoad, block: usize, confidences: Vec<Vec<f64>>) -> Vec<usize> {
+        match self.policy {
+            Policy::Plain => vec![0; load.requests],
+            Policy::Whole => vec![block; load.requests],
+            Policy::Fixed(count) => vec![count.min(block); load.requests],
+            Policy::Threshold(least) => {
+                let kept = |row: Vec<f64>| row.into_iter().take_while(|&c| c >= least).count();
+                confidences.into_iter().map(kept).collect()
+            }
+            Policy::Prefix | Policy::PrefixAsync => self.scheduled(load, confidences),
+        }
+    }
+
+    fn scheduled(&mut self, load: StepLoad, mut confidences: Vec<Vec<f64>>) -> Vec<usize> {
+        let Some(cost) = self.cost.clone() else { return vec![0; load.requests] };
+        // What is no probability promises nothing.
+        let sound = |c: &mut f64| *c = if c.is_nan() { 0.0 } else { c.clamp(0.0, 1.0) };
+        confidences.iter_mut().flatten().for_each(sound);
+        let lengths = match self.policy {
+            Policy::PrefixAsync => {
+                let stale = self.steps.len().checked_sub(LAG).and_then(|at| self.steps.get(at));
+                let all = cost.curve(load.context).max_batch().saturating_sub(load.requests);
+                let budget = stale.map_or(all, |rows| {
+                    let rows: Vec<&[f64]> = rows.iter().map(Vec::as_slice).collect();
+                    best_budget(&rows, &cost, load, Stop::Never).0
+                });
+                filled(&confidences, budget)
+            }
+            _ => search(&confidences, cost.price(load.requests, load.context), Stop::FirstDrop).lengths,
+        };
+        self.remember(confidences);
+        lengths
+    }
+
+    fn remember(&mut self, confidences: Vec<Vec<f64>>) {
+        // Of many blocks an even choice.
+        let every = confidences.len().div_ceil(REMEMBERED).max(1);
+        self.blocks.extend(confidences.iter().step_by(every).cloned());
+        let surplus = self.blocks.len().saturating_sub(REMEMBERED);
+        self.blocks.drain(..surplus);
+        if self.policy == Policy::PrefixAsync {
+            self.steps.push_back(confidences);
+            let surplus = self.steps.len().saturating_sub(LAG);
+            self.steps.drain(..surplus);
+        }
+    }
+}
+
+/// The number of drafted tokens that promises the highest throughput for a step, were its blocks as these `rows` of confidences, and that
+/// throughput; found as `stop` says. A search over all of them may not be spent on these very blocks.
+fn best_budget(rows: &[&[f64]], cost: &StepCost, load: StepLoad, stop: Stop) -> (usize, f64) {
+    let price = cost.price(load.requests, load.context);
+    let requests = load.requests as f64;
+    // As many blocks as there are requests, in the proportions of the rows: tokens come in fractions.
+    let scale = requests / rows.len().max(1) as f64;
+    let (mut best, mut sum) = ((0, price.throughput(load.requests, requests)), 0.0);
+    for (taken, a) in survivals(rows).enumerate() {
+        sum += a;
+        let budget = (taken + 1) as f64 * scale;
+        let throughput = price.throughput_between(requests + budget, requests + sum * scale);
+        if throughput > best.1 {
+            best = (budget.round() as usize, throughput);
+        } else if stop == Stop::FirstDrop {
+            break;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::curve::CostCurve;
+
+    fn load(requests: usize) -> StepLoad {
+        StepLoad { requests, context: 100 }
+    }
+
+    /// A machine on which a step takes 1 ms up to 4 tokens, and so much more of it per token behind them.
+    fn cost(slope: f64, draft: f64) -> Option<Arc<StepCost>> {
+        let seconds = |batch: usize| 1e-3 * (1.0 + slope * batch.saturating_sub(4) as f64);
+        let table = (1..=512).map(|batch| 1.0 / seconds(batch)).collect();
+        let curve = CostCurve::new(table).unwrap();
+        Some(Arc::new(StepCost::new(vec![(100, curve)], vec![(1, draft)]).unwrap()))
+    }
+
+    fn lengths(planner: &mut Planner, rows: &[Vec<f64>]) -> Vec<usize> {
+        planner.lengths(load(rows.len()), 3, rows.to_vec())
+    }
+
+    #[test]
+    fn names_come_back_and_others_are_refused() {
+        for name in ["plain", "whole", "fixed:3", "threshold:0.25", "prefix", "prefix-async"] {
+            assert_eq!(name.parse::<Policy>().unwrap().to_string(), name);
+        }
+        for wrong in
+            ["", "fixed", "fixed:0", "fixed:-1", "threshold:1.5", "threshold:nan", "prefix:2", "none"]
+        {
+            assert!(wrong.parse::<Policy>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn every_policy_cuts_where_it_says() {
+        let rows = [vec![0.9, 0.9, 0.2], vec![0.3, 0.9, 0.9]];
+        let cut = |policy, cost| lengths(&mut Planner::new(policy, cost).unwrap(), &rows);
+        assert_eq!(cut(Policy::Whole, None), [3, 3]);
+        assert_eq!(cut(Policy::Fixed(2), None), [2, 2]);
+        assert_eq!(cut(Policy::Fixed(9), None), [3, 3]);
+        assert_eq!(cut(Policy::Threshold(0.5), None), [2, 0]);
+        assert_eq!(cut(Policy::Prefix, cost(0.0, 0.0)), [3, 3], "what is free is taken");
+        assert_eq!(cut(Policy::Prefix, cost(0.25, 0.0)), [2, 0], "two tokens fill the free room");
+        assert!(Planner::new(Policy::Prefix, None).is_err());
+    }
+
+    #[test]
+    fn a_budget_is_two_steps_old() {
+        let mut planner = Planner::new(Policy::PrefixAsync, cost(0.1, 0.0)).unwrap();
+        let [sure, unsure] = [0.99, 0.01].map(|c| [vec![c; 3], vec![c; 3]]);
+        assert_eq!(lengths(&mut planner, &unsure), [3, 3], "nothing is known yet");
+        assert_eq!(lengths(&mut planner, &sure), [3, 3]);
+        // Two free places are all that unsure tokens are worth, and the best of the present ones have them.
+        assert_eq!(lengths(&mut planner, &[vec![0.5; 3], vec![0.99; 3]]), [0, 2]);
+        assert_eq!(lengths(&mut planner, &unsure), [3, 3], "those of two steps before were sure");
+    }
+
+    #[test]
+    fn fractions_of_tokens_and_steps_of_the_curve_are_paid_for() {
+        let drafted = |table: Vec<f64>, draft: f64, requests: usize| {
+            let curve = CostCurve::new(table.iter().map(|seconds| 1.0 / seconds).collect()).unwrap();
+            let cost = StepCost::new(vec![(100, curve)], vec![(1, draft)]).unwrap();
+            let mut planner = Planner::new(Policy::Prefix, Some(Arc::new(cost))).unwrap();
+            let mut count = 0;
+            for _ in 0..165 {
+                if planner.drafts(load(requests)) {
+                    lengths(&mut planner, &vec![vec![0.9; 3]; requests]);
+                    count += 1;
+                }
+            }
+            count
+        };
+        // Every token takes as long as the first one: nothing is worth drafting for.
+        assert_eq!(drafted((1..64).map(|tokens| 0.01 * f64::from(tokens)).collect(), 0.003, 1), 3);
+        // The step from four tokens to five costs half as much again, all behind it nothing: admission stops before it.
+        let stepped = (1..64).map(|tokens| if tokens <= 4 { 0.001 } else { 0.0015 }).collect();
+        assert_eq!(drafted(stepped, 0.0002, 4), 3);
+    }
+
+    #[test]
+    fn a_curve_that_does_not_hold_is_corrected_by_what_steps_take() {
+        // By the curve drafting pays; drafting steps take twice as long.
+        let mut planner = Planner::new(Policy::Prefix, cost(0.25, 0.5e-3)).unwrap();
+        let mut drafted = 0;
+        for _ in 0..400 {
+            let drafts = planner.drafts(load(1));
+            let lengths = if drafts { lengths(&mut planner, &[vec![0.6; 3]]) } else { vec![0] };
+            let expected = planner.cost.as_ref().unwrap().seconds(1, 1 + lengths[0], 100, drafts);
+            planner.observe(load(1), 1 + lengths[0], drafts, expected * if drafts { 2.0 } else { 1.0 });
+            drafted += usize::from(drafts);
+        }
+        assert!((12..60).contains(&drafted), "{drafted} of 400");
+        assert!(planner.drift[1].0 > 1.2 && planner.drift[0].0 == 1.0);
+    }
+
+    #[test]
+    fn nothing_is_drafted_where_it_does_not_pay_but_for_probes() {
+        let mut planner = Planner::new(Policy::Prefix, cost(0.25, 0.5e-3)).unwrap();
+        let mut drafted = |requests: usize, confidence: f64| {
+            let mut count = 0;
+            for _ in 0..198 {
+                if planner.drafts(load(requests)) {
+                    lengths(&mut planner, &vec![vec![confidence; 3]; requests]);
+                    count += 1;
+                }
+            }
+            count
+        };
+        assert_eq!(drafted(1, 0.9), 198, "three more tokens for half a step more");
+        assert_eq!(drafted(4, 0.9), 2, "no room behind four tokens: probes alone, ever fewer");
+        assert_eq!(drafted(1, 0.9), 198, "what was drafted then is weighed at what it is worth now");
+        let spoilt = drafted(1, 0.1);
+        assert!((6..90).contains(&spoilt), "a drafter that became bad is noticed: {spoilt} of 198");
+        assert!(drafted(1, 0.1) <= 3);
+        let mended = (0..30).position(|_| drafted(1, 0.9) == 198);
+        assert!(
+            mended.is_some_and(|after| after > 0),
+            "and one that recovers, after some probes: {mended:?}"
+        );
+        let mut plain = Planner::new(Policy::Plain, None).unwrap();
+        assert!((0..99).all(|_| !plain.drafts(load(1))));
+    }
+}

@@ -1,0 +1,99 @@
+//! How much of each drafted block an engine verifies.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A rule for the lengths of verified prefixes. None of them lets what stands behind a token decide on it, so that answers keep the target's
+/// law under each.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Policy {
+    /// Nothing is drafted.
+    Plain,
+    /// Whole blocks.
+    #[default]
+    Whole,
+    /// At most so many tokens of each block.
+    Fixed(usize),
+    /// Up to the first token whose confidence is below.
+    Threshold(f64),
+    /// The prefix scheduler: best tokens first, while throughput rises (Algorithm 1). Drafts nothing while that would not pay.
+    Prefix,
+    /// The same with a budget of tokens that follows from the confidences of two steps before, as engines need it whose host runs ahead of
+    /// the device.
+    PrefixAsync,
+}
+
+impl Policy {
+    /// Whether it reads confidences.
+    pub fn reads_confidence(self) -> bool {
+        matches!(self, Self::Threshold(_) | Self::Prefix | Self::PrefixAsync)
+    }
+
+    /// Whether it leaves out tokens by what confidences say, so that a run of it never sees what became of them.
+    pub fn cuts(self) -> bool {
+        self.reads_confidence() && self != Self::Threshold(0.0)
+    }
+
+    /// Whether it must know what steps cost.
+    pub fn reads_cost(self) -> bool {
+        matches!(self, Self::Prefix | Self::PrefixAsync)
+    }
+}
+
+/// How the names are written.
+const SPELT: &str = "plain, whole, fixed:K, threshold:t, prefix or prefix-async";
+
+impl FromStr for Policy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None => match text {
+                "plain" => Ok(Self::Plain),
+                "whole" => Ok(Self::Whole),
+                "prefix" => Ok(Self::Prefix),
+                "prefix-async" => Ok(Self::PrefixAsync),
+                _ => Err(format!("expected {SPELT}")),
+            },
+            Some(("fixed", count)) => match count.parse() {
+                Ok(count) if count > 0 => Ok(Self::Fixed(count)),
+                _ => Err("expected fixed:K with K of at least 1 token; nothing is drafted by plain".into()),
+            },
+            Some(("threshold", value)) => match value.parse() {
+                Ok(value) if (0.0..=1.0).contains(&value) => Ok(Self::Threshold(value)),
+                _ => Err("expected threshold:t with t between 0 and 1".into()),
+            },
+            Some(_) => Err(format!("expected {SPELT}")),
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Plain => write!(f, "plain"),
+            Self::Whole => write!(f, "whole"),
+            Self::Fixed(count) => write!(f, "fixed:{count}"),
+            Self::Threshold(value) => write!(f, "threshold:{value}"),
+            Self::Prefix => write!(f, "prefix"),
+            Self::PrefixAsync => write!(f, "prefix-async"),
+        }
+    }
+}
+
+impl TryFrom<String> for Policy {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Policy> for String {
+    fn from(policy: Policy) -> Self {
+        policy.to_string()
+    }
+}

@@ -1,0 +1,161 @@
+//! What a monitor may know of the engine, as Prometheus counts it. Counters of speculation have the names that vLLM and llama.cpp share,
+//! behind a prefix of our own.
+
+use std::time::Duration;
+
+use deepspec_decode::Tally;
+use prometheus::{
+    Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
+    TextEncoder,
+};
+
+/// Upper ends of what is told apart, in seconds: from a millisecond to about nine minutes, each twice the one before.
+fn seconds() -> Vec<f64> {
+    (0..20).map(|power| 0.001 * f64::from(1u32 << power)).collect()
+}
+
+/// Everything that is counted.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    drafts: IntCounter,
+    draft_tokens: IntCounter,
+    accepted_tokens: IntCounter,
+    accepted_at: IntCounterVec,
+    cycles: IntCounter,
+    wasted: Gauge,
+    budget: Gauge,
+    running: IntGauge,
+    waiting: IntGauge,
+    occupancy: Gauge,
+    /// Tokens of answers.
+    pub generated: IntCounter,
+    /// Tokens of prompts.
+    pub prompts: IntCounter,
+    first_token: Histogram,
+    between_tokens: Histogram,
+    queue: Histogram,
+    slots: usize,
+}
+
+impl Metrics {
+    /// Nothing counted yet, of an engine with so many slots.
+    ///
+    /// # Errors
+    /// A name is given twice.
+    pub fn new(slots: usize) -> Result<Self, prometheus::Error> {
+        let registry = Registry::new();
+        let counter = |name: &str, help: &str| -> Result<IntCounter, prometheus::Error> {
+            let counter = IntCounter::with_opts(Opts::new(format!("deepspec:{name}_total"), help))?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok(counter)
+        };
+        let gauge = |name: &str, help: &str| -> Result<Gauge, prometheus::Error> {
+            let gauge = Gauge::with_opts(Opts::new(format!("deepspec:{name}"), help))?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        let whole = |name: &str, help: &str| -> Result<IntGauge, prometheus::Error> {
+            let gauge = IntGauge::with_opts(Opts::new(format!("deepspec:{name}"), help))?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        let histogram = |name: &str, help: &str| -> Result<Histogram, prometheus::Error> {
+            let options = HistogramOpts::new(format!("deepspec:{name}_seconds"), help).buckets(seconds());
+            let histogram = Histogram::with_opts(options)?;
+            registry.register(Box::new(histogram.clone()))?;
+            Ok(histogram)
+        };
+        let accepted_at = IntCounterVec::new(
+            Opts::new(
+                "deepspec:spec_decode_num_accepted_tokens_per_pos_total",
+                "Drafted tokens that were accepted, by position in the block from 0.",
+            ),
+            &["position"],
+        )?;
+        registry.register(Box::new(accepted_at.clone()))?;
+        Ok(Self {
+            drafts: counter("spec_decode_num_drafts", "Blocks of which tokens were verified.")?,
+            draft_tokens: counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")?,
+            accepted_tokens: counter(
+                "spec_decode_num_accepted_tokens",
+                "Drafted tokens that were accepted.",
+            )?,
+            accepted_at,
+            cycles: counter("decode_cycles", "Steps of sequences, whether anything was drafted or not.")?,
+            wasted: gauge(
+                "spec_decode_wasted_fraction",
+                "Share of verified drafts that were rejected, since the start.",
+            )?,
+            budget: gauge(
+                "verify_budget_per_request",
+                "Drafted tokens verified per sequence in the last step.",
+            )?,
+            running: whole("num_requests_running", "Sequences that hold a slot.")?,
+            waiting: whole("num_requests_waiting", "Sequences that wait for a slot.")?,
+            occupancy: gauge("occupancy", "Share of slots that are held.")?,
+            generated: counter("generation_tokens", "Tokens of answers.")?,
+            prompts: counter("prompt_tokens", "Tokens of prompts.")?,
+            first_token: histogram("time_to_first_token", "From a request's arrival to its first token.")?,
+            between_tokens: histogram(
+                "inter_token_latency",
+                "Time of a step over the tokens that it committed, once for each of them.",
+            )?,
+            queue: histogram("request_queue_time", "From a request's arrival to its slot.")?,
+            slots,
+            registry,
+        })
+    }
+
+    /// Brings the counters of cycles from what they were to what they are.
+    pub fn count_cycles(&self, before: &Tally, now: &Tally) {
+        let drafts = |tally: &Tally| tally.proposed_at.first().copied().unwrap_or(0);
+        let (cycles, proposed) = (now.cycles - before.cycles, now.proposed - before.proposed);
+        self.cycles.inc_by(cycles);
+        self.drafts.inc_by(drafts(now) - drafts(before));
+        self.draft_tokens.inc_by(proposed);
+        self.accepted_tokens.inc_by(now.accepted - before.accepted);
+        for (position, accepted) in now.accepted_at.iter().enumerate() {
+            let more = accepted - before.accepted_at.get(position).copied().unwrap_or(0);
+            self.accepted_at.with_label_values(&[&position.to_string()]).inc_by(more);
+        }
+        if now.proposed > 0 {
+            self.wasted.set((now.proposed - now.accepted) as f64 / now.proposed as f64);
+        }
+        if cycles > 0 {
+            self.budget.set(proposed as f64 / cycles as f64);
+        }
+    }
+
+    /// Who holds slots and who waits for one.
+    pub fn set_load(&self, running: usize, waiting: usize) {
+        self.running.set(running as i64);
+        self.waiting.set(waiting as i64);
+        self.occupancy.set(running as f64 / self.slots.max(1) as f64);
+    }
+
+    /// A request got its slot.
+    pub fn count_wait(&self, wait: Duration) {
+        self.queue.observe(wait.as_secs_f64());
+    }
+
+    /// A request's first token.
+    pub fn count_first(&self, since: Duration) {
+        self.first_token.observe(since.as_secs_f64());
+    }
+
+    /// So many tokens after a pause.
+    pub fn count_tokens(&self, pause: Duration, tokens: usize) {
+        (0..tokens).for_each(|_| self.between_tokens.observe(pause.as_secs_f64() / tokens as f64));
+    }
+
+    /// The page.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn page(&self) -> Result<String, prometheus::Error> {
+        let mut text = vec![];
+        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+}

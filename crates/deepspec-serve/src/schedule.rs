@@ -1,0 +1,43 @@
+//! How much of each drafted block is verified, from what was asked for.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use deepspec_core::usage;
+use deepspec_models::{config_digest, weights_digest};
+use deepspec_schedule::cost_file::{self, Weights};
+use deepspec_schedule::planner::Planner;
+use deepspec_schedule::temperatures::Temperatures;
+
+use crate::EngineArgs;
+
+/// What says how much of each block is verified of the drafter beside `model`.
+///
+/// # Errors
+/// A usage error: the costs cannot be read, or end before there is a token for each slot.
+pub fn planner(model: &Path, args: &EngineArgs) -> anyhow::Result<Planner> {
+    let Some(file) = &args.cost else { return Ok(Planner::new(args.schedule, None)?) };
+    let (target, drafter) = (weights_digest(model)?, args.draft.as_deref().map(weights_digest).transpose()?);
+    let weights = Weights { target: &target, drafter: drafter.as_deref() };
+    match cost_file::read_for(file, weights, args.slots) {
+        Ok((cost, told)) => {
+            told.iter().for_each(|words| tracing::warn!("--cost {words}"));
+            Ok(Planner::new(args.schedule, Some(Arc::new(cost)))?)
+        }
+        Err(problem) => usage!("--cost {problem}"),
+    }
+}
+
+/// Temperatures for the confidences of the drafter in `dir`, whose blocks are so many tokens long; none without a file of them.
+///
+/// # Errors
+/// A usage error: they cannot be read, or are another drafter's.
+pub fn temperatures(args: &EngineArgs, dir: Option<&PathBuf>, block: usize) -> anyhow::Result<Vec<f64>> {
+    let (Some(file), Some(dir)) = (&args.calibration, dir) else { return Ok(vec![]) };
+    let (config, weights) = (config_digest(dir)?, weights_digest(dir)?);
+    let read = Temperatures::read(file);
+    match read.and_then(|read| read.for_drafter(file, [&config, &weights], block)) {
+        Ok(temperatures) => Ok(temperatures),
+        Err(problem) => usage!("--calibration {problem}"),
+    }
+}

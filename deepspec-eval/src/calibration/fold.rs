@@ -1,0 +1,61 @@
+//! A drafter whose confidence head has a temperature folded in.
+
+use std::fs;
+use std::path::Path;
+
+use deepspec_core::usage;
+use deepspec_models::{save, weights_digest};
+use tch::{Kind, Tensor};
+
+use crate::results::DrafterIdentity;
+
+const WEIGHTS: &str = "model.safetensors";
+/// The projection whose output is the confidence logit: σ((w·x + b) / t) is σ of the projection with w / t and b / t.
+const PROJECTION: &str = "confidence_head.proj.";
+
+/// Checks that a drafter can be folded, before anything is fitted.
+///
+/// # Errors
+/// Usage errors: there is no such drafter any more or another stands in its place, its weights are in several files, or `to` exists.
+pub fn check(drafter: &DrafterIdentity, to: &Path) -> anyhow::Result<()> {
+    let weights = Path::new(&drafter.path).join(WEIGHTS);
+    if !weights.is_file() {
+        usage!(
+            "--fold: {} does not exist; the drafter of the run has to be there, with its weights in one file",
+            weights.display()
+        );
+    }
+    if weights_digest(Path::new(&drafter.path))? != drafter.weights_digest {
+        usage!("--fold: {} is another drafter than the run's by now; run the evaluation again", drafter.path);
+    }
+    if to.exists() {
+        usage!("--fold: {} exists; name another folder", to.display());
+    }
+    Ok(())
+}
+
+/// Writes the drafter in `from` into the fresh folder `to`, its confidence logits divided by `temperature`.
+///
+/// # Errors
+/// It has no confidence head, or weights of several kinds. Any I/O failure.
+pub fn write(from: &Path, to: &Path, temperature: f64) -> anyhow::Result<()> {
+    let weights = from.join(WEIGHTS);
+    let mut tensors = Tensor::read_safetensors(&weights)?;
+    let kind = tensors.iter().find(|(name, _)| name.starts_with(PROJECTION)).map(|(_, tensor)| tensor.kind());
+    let Some(kind) = kind else { usage!("--fold: {} has no {PROJECTION}weight", weights.display()) };
+    if tensors.iter().any(|(_, tensor)| tensor.kind() != kind) {
+        usage!("--fold: {} has weights of several kinds", weights.display());
+    }
+    for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.starts_with(PROJECTION)) {
+        *tensor = tensor.to_kind(Kind::Double) / temperature;
+    }
+    deepspec_core::atomic::create_dir(to)?;
+    for entry in fs::read_dir(from)? {
+        let path = entry?.path();
+        if let Some(name) = path.file_name().filter(|name| path.is_file() && *name != WEIGHTS) {
+            fs::copy(&path, to.join(name))?;
+        }
+    }
+    // Last, so that a folder with weights is a whole one.
+    Ok(save(&to.join(WEIGHTS), &tensors, kind)?)
+}

@@ -1,0 +1,166 @@
+//! A model's config.json as layers that cost something.
+
+use deepspec_schedule::economics::{Attention, FeedForward, Layer, Precision, Target};
+use serde_json::Value;
+
+/// Reads the keys that transformers' families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE, DeepSeek and their like.
+///
+/// # Errors
+/// The key that is missing or no number.
+pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<Target, String> {
+    // Models with eyes keep what counts here one level down.
+    let json = json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json);
+    let find = |keys: &[&str]| keys.iter().find_map(|key| json.get(*key).and_then(Value::as_f64));
+    let need = |keys: &[&str]| match find(keys) {
+        Some(value) if value.is_finite() && value >= 1.0 => Ok(value),
+        Some(value) => Err(format!("`{}` is {value}; expected at least 1", keys[0])),
+        None => Err(format!("has no number `{}`; describe the layers in a .yaml instead", keys[0])),
+    };
+    for key in ["compress_ratios", "hc_mult", "layers_block_type", "linear_num_value_heads"] {
+        if json.get(key).is_some_and(|value| !value.is_null()) {
+            return Err(format!(
+                "`{key}` speaks of layers that are not known here; describe them in a .yaml instead"
+            ));
+        }
+    }
+    let (hidden, count) = (need(&["hidden_size"])?, need(&["num_hidden_layers"])?);
+    let heads = need(&["num_attention_heads"])?;
+    let (attention, projections) = match find(&["kv_lora_rank"]) {
+        Some(latent) => {
+            let [rope, nope, value] =
+                [need(&["qk_rope_head_dim"])?, need(&["qk_nope_head_dim"])?, need(&["v_head_dim"])?];
+            let queries = match find(&["q_lora_rank"]) {
+                Some(rank) => hidden * rank + rank * heads * (nope + rope),
+                None => hidden * heads * (nope + rope),
+            };
+            let keys = hidden * (latent + rope) + latent * heads * (nope + value);
+            let attention = Attention::Latent {
+                heads,
+                latent,
+                rope,
+                kv_bytes: 2.0,
+                query_bytes: 2.0,
+                compression: 1.0,
+                top: find(&["index_topk"]).unwrap_or(f64::INFINITY),
+                index: find(&["index_head_dim"]).unwrap_or(0.0),
+                index_heads: find(&["index_n_heads"]).unwrap_or(0.0),
+            };
+            (attention, queries + keys + heads * value * hidden)
+        }
+        None => {
+            let kv_heads = find(&["num_key_value_heads"]).unwrap_or(heads);
+            let head_dim = find(&["head_dim"]).unwrap_or(hidden / heads);
+            let attention =
+                Attention::Grouped { heads, kv_heads, head_dim, kv_bytes: 2.0, window: f64::INFINITY };
+            (attention, 2.0 * hidden * head_dim * (heads + kv_heads))
+        }
+    };
+    let dense = |width: f64| FeedForward::Dense { weights: 3.0 * hidden * width };
+    let layer = |count: f64, attention: Attention, feed_forward: FeedForward| Layer {
+        count,
+        projections,
+        projection_precision: weights,
+        attention,
+        feed_forward,
+        feed_forward_precision: weights,
+    };
+    let experts =
+        find(&["num_experts", "n_routed_experts", "num_local_experts"]).filter(|&experts| experts > 1.0);
+    let feed_forward = match experts {
+        Some(experts) => FeedForward::Experts {
+            weights: 3.0 * hidden * need(&["moe_intermediate_size", "intermediate_size"])?,
+            experts,
+            active: need(&["num_experts_per_tok", "moe_topk"])?,
+            shared: match find(&["shared_expert_intermediate_size"]) {
+                Some(width) => width / need(&["moe_intermediate_size"])?,
+                None => find(&["n_shared_experts"]).unwrap_or(0.0),
+            },
+        },
+        None => dense(need(&["intermediate_size"])?),
+    };
+    if let FeedForward::Experts { experts, active, .. } = feed_forward
+        && active > experts
+    {
+        return Err(format!("`num_experts_per_tok` is {active} of {experts} experts"));
+    }
+    let windowed = windowed(json, attention);
+    let first = find(&["first_k_dense_replace"]).filter(|_| experts.is_some()).unwrap_or(0.0).min(count);
+    let mut layers = vec![];
+    if first > 0.0 {
+        layers.push(layer(first, attention, dense(need(&["intermediate_size"])?)));
+    }
+    let local = windowed.as_ref().map_or(0.0, |&(count, _)| count).min(count - first);
+    if count - first - local > 0.0 {
+        layers.push(layer(count - first - local, attention, feed_forward));
+    }
+    if let Some((_, attention)) = windowed.filter(|_| local > 0.0) {
+        layers.push(layer(local, attention, feed_forward));
+    }
+    let head = need(&["vocab_size"])? * hidden;
+    Ok(Target { layers, head, head_precision: Precision::Bf16, hidden, expert_parallel })
+}
+
+/// How many layers see a window only, and what their attention does.
+fn windowed(json: &Value, attention: Attention) -> Option<(f64, Attention)> {
+    let window = json.get("sliding_window").and_then(Value::as_f64)?;
+    let count = match json.get("layer_types").and_then(Value::as_array) {
+        Some(kinds) => kinds.iter().filter(|kind| kind.as_str() == Some("sliding_attention")).count(),
+        // Mistral's layers all have one; Qwen2's none unless they say so.
+        None if json.get("use_sliding_window").and_then(Value::as_bool) == Some(false) => 0,
+        None => usize::MAX,
+    };
+    match attention {
+        Attention::Grouped { heads, kv_heads, head_dim, kv_bytes, .. } => {
+            Some((count as f64, Attention::Grouped { heads, kv_heads, head_dim, kv_bytes, window }))
+        }
+        Attention::Latent { .. } => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn weights_are_counted_as_the_models_have_them() {
+        let weights = |target: &Target| -> f64 {
+            let of = |layer: &Layer| {
+                let fed = match layer.feed_forward {
+                    FeedForward::Dense { weights } => weights,
+                    FeedForward::Experts { weights, experts, shared, .. } => weights * (experts + shared),
+                };
+                layer.count * (layer.projections + fed)
+            };
+            target.layers.iter().map(of).sum::<f64>() + target.head
+        };
+        let of = |json| target(&json, Precision::Bf16, 1.0).unwrap();
+        // Qwen3-4B has 4.02 billion weights; a head that is tied to the embedding is counted once.
+        let qwen = json!({"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936});
+        assert!((weights(&of(qwen)) / 4.02e9 - 1.0).abs() < 0.01);
+        // DeepSeek-V3: 671 billion with an embedding of 0.93 that no step reads whole.
+        let deepseek = json!({"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512,
+            "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "first_k_dense_replace": 3, "vocab_size": 129280});
+        let found = weights(&of(deepseek));
+        assert!((found / 670.1e9 - 1.0).abs() < 0.005, "{found:e}");
+    }
+
+    #[test]
+    fn windows_have_their_own_layers_and_gaps_are_named() {
+        let mut json = json!({"text_config": {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "intermediate_size": 128, "vocab_size": 100, "sliding_window": 512,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention",
+                "sliding_attention"]}});
+        let found = target(&json, Precision::Fp8, 1.0).unwrap();
+        assert_eq!(found.layers.iter().map(|layer| layer.count).collect::<Vec<_>>(), [2.0, 4.0]);
+        assert!(matches!(found.layers[1].attention, Attention::Grouped { window: 512.0, .. }));
+        json["text_config"]["intermediate_size"] = json!(null);
+        assert!(target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`intermediate_size`"));
+        json["text_config"]["hidden_size"] = json!(0);
+        assert!(target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`hidden_size` is 0"));
+    }
+}

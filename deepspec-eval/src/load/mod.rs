@@ -1,0 +1,261 @@
+//! `load`: asks a server as many users would, and says how fast answers come to each of them and to all.
+
+mod client;
+mod shown;
+mod summary;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use deepspec_core::cli::Verbosity;
+use deepspec_core::{atomic, usage};
+use deepspec_suites::Folder;
+use serde::Serialize;
+use tokio::runtime::Runtime;
+
+use client::{Arrivals, Asking, Client, Prompt};
+use summary::Summary;
+
+/// Whom to ask what, and how often. A key for the server is taken from OPENAI_API_KEY.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Server that speaks the OpenAI API, with a name for it in front where there are several: plain=http://127.0.0.1:30000
+    #[arg(long = "server", value_name = "[NAME=]URL", required = true)]
+    servers: Vec<Server>,
+    /// The model's name there; without it the first that the server lists
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Suite whose prompts are asked; may be repeated
+    #[arg(long = "suite", value_name = "NAME", required = true)]
+    suites: Vec<String>,
+    /// Folder of the suites' files
+    #[arg(long, value_name = "DIR", default_value = "eval_datasets")]
+    suites_dir: PathBuf,
+    /// Users who each ask again as soon as they are answered, by commas: one run each
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 4, 16], conflicts_with = "rate")]
+    concurrency: Vec<usize>,
+    /// Requests per second that arrive by chance (Poisson), whether others are answered or not, by commas: one run each
+    #[arg(long, value_name = "R", value_delimiter = ',')]
+    rate: Vec<f64>,
+    /// Seconds of each run that count
+    #[arg(long, value_name = "S", default_value_t = 30.0)]
+    seconds: f64,
+    /// Seconds before them that do not
+    #[arg(long, value_name = "S", default_value_t = 5.0)]
+    warm_up: f64,
+    /// Tokens of an answer at most
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    max_new_tokens: u32,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f64,
+    /// What is said to chat templates as `enable_thinking`; `unsaid` for servers that know no `chat_template_kwargs`
+    #[arg(long, value_enum, default_value_t = Thinking::Off)]
+    thinking: Thinking,
+    /// Folder for load.json, requests.parquet, report.html and plots
+    #[arg(long, value_name = "D")]
+    output_dir: PathBuf,
+    /// Replace what exists
+    #[arg(long)]
+    overwrite: bool,
+    /// Print load.json instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// What chat templates are told of thinking.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Thinking {
+    /// To think.
+    On,
+    /// Not to.
+    Off,
+    /// Nothing.
+    Unsaid,
+}
+
+/// A server and what it is called in tables.
+#[derive(Debug, Clone)]
+struct Server {
+    name: String,
+    url: String,
+}
+
+impl FromStr for Server {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, url) = match text.split_once('=') {
+            Some((name, url)) if !name.contains('/') => (name, url),
+            _ => ("server", text),
+        };
+        if !(url.starts_with("http://") || url.starts_with("https://")) {
+            return Err(
+                "expected an address such as http://127.0.0.1:30000, with NAME= before it or without".into(),
+            );
+        }
+        let url = url.trim_end_matches('/').trim_end_matches("/v1").to_string();
+        Ok(Self { name: name.into(), url })
+    }
+}
+
+/// How many ask.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// So many users, each with one request at a time.
+    Concurrency(usize),
+    /// So many requests per second.
+    Rate(f64),
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Concurrency(users) => write!(f, "{users}"),
+            Self::Rate(rate) => write!(f, "{rate}/s"),
+        }
+    }
+}
+
+/// Everything that was measured.
+#[derive(Serialize)]
+pub struct Report {
+    format: &'static str,
+    format_version: u64,
+    tool_version: &'static str,
+    suites: Vec<String>,
+    seconds: f64,
+    warm_up: f64,
+    max_new_tokens: u32,
+    temperature: f64,
+    /// One run each, by server and then by level.
+    pub runs: Vec<Summary>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors, a server that cannot be reached or whose every answer fails, an unwritable output.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let file = args.output_dir.join("load.json");
+    let others = ["report.md", "report.html", "requests.parquet"];
+    crate::output::check_fresh(&args.output_dir, "load.json", &others, args.overwrite)?;
+    let levels = args.levels()?;
+    let folder = Folder::open(&args.suites_dir)?;
+    let mut prompts = vec![];
+    for suite in folder.select(&args.suites, &[])? {
+        let name = suite.name.to_string();
+        let rows = folder.load(suite, 0, None)?;
+        let prompt = |sample: deepspec_suites::Sample| {
+            let text = sample.turns.into_iter().next().unwrap_or_default();
+            Prompt { suite: name.clone(), sample: sample.id, text }
+        };
+        prompts.push(rows.samples.into_iter().map(prompt).collect());
+    }
+    let prompts = Arc::new(alternating(prompts));
+    atomic::create_dir(&args.output_dir)?;
+    let runtime = Runtime::new().context("starting threads")?;
+    let (mut runs, mut requests) = (vec![], vec![]);
+    let asking = Asking {
+        max_tokens: args.max_new_tokens,
+        temperature: args.temperature,
+        thinking: match args.thinking {
+            Thinking::On => Some(true),
+            Thinking::Off => Some(false),
+            Thinking::Unsaid => None,
+        },
+    };
+    // All of them, before the first is measured for long.
+    let connect = |server: &Server| Client::connect(&runtime, &server.url, args.model.as_deref(), asking);
+    let clients = args.servers.iter().map(connect).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut hopeless = None;
+    for (server, client) in args.servers.iter().zip(&clients) {
+        for &level in &levels {
+            let arrivals = Arrivals {
+                level,
+                warm_up: Duration::from_secs_f64(args.warm_up),
+                seconds: Duration::from_secs_f64(args.seconds),
+            };
+            let asked = runtime.block_on(client.ask(Arc::clone(&prompts), arrivals));
+            let summary = Summary::new(&server.name, level, arrivals, &asked);
+            if verbosity != Verbosity::Quiet {
+                tracing::info!("{}", summary.line());
+            }
+            if let Some(problem) = summary.hopeless(&asked) {
+                tracing::warn!("{} at {level}: no request was answered: {problem}", server.name);
+                hopeless = Some(format!("{}: no request was answered: {problem}", server.url));
+            }
+            requests.extend(asked.into_iter().map(|request| (server.name.clone(), level, request)));
+            runs.push(summary);
+        }
+    }
+    if let Some(problem) = hopeless.filter(|_| runs.iter().all(|run| run.requests == run.failed)) {
+        anyhow::bail!(problem);
+    }
+    let report = Report {
+        format: "deepspec-load",
+        format_version: 1,
+        tool_version: env!("CARGO_PKG_VERSION"),
+        suites: args.suites.clone(),
+        seconds: args.seconds,
+        warm_up: args.warm_up,
+        max_new_tokens: args.max_new_tokens,
+        temperature: args.temperature,
+        runs,
+    };
+    shown::write_requests(&args.output_dir, &requests)?;
+    shown::write_report(&args.output_dir, &report)?;
+    atomic::write_json(&file, &report)?;
+    let text = if args.json {
+        serde_json::to_string_pretty(&report)? + "\n"
+    } else {
+        shown::table(&report).render()
+    };
+    Ok(crate::output::print(&text)?)
+}
+
+impl Args {
+    fn levels(&self) -> anyhow::Result<Vec<Level>> {
+        // A day is more than anybody measures, and times stay within what clocks can add.
+        let lasts = |seconds: f64| (0.0..=86_400.0).contains(&seconds);
+        if !lasts(self.seconds) || self.seconds == 0.0 || !lasts(self.warm_up) {
+            usage!("--seconds must be positive, --warm-up at least 0, and both a day (86400) at most");
+        }
+        if self.max_new_tokens == 0 || self.concurrency.contains(&0) {
+            usage!("--max-new-tokens and --concurrency must be at least 1");
+        }
+        if let Some(rate) = self.rate.iter().find(|rate| !(1e-4..=1e6).contains(*rate)) {
+            usage!("--rate {rate}: expected between 0.0001 and 1000000 requests per second");
+        }
+        if let Some((i, server)) = self
+            .servers
+            .iter()
+            .enumerate()
+            .find(|(i, server)| self.servers[..*i].iter().any(|other| other.name == server.name))
+        {
+            usage!("--server {} is given twice; name each: --server NAME{i}={}", server.name, server.url);
+        }
+        Ok(match self.rate.is_empty() {
+            true => self.concurrency.iter().map(|&users| Level::Concurrency(users)).collect(),
+            false => self.rate.iter().map(|&rate| Level::Rate(rate)).collect(),
+        })
+    }
+}
+
+/// One prompt of each suite after the other, so that every stretch of a run has all of them.
+fn alternating(suites: Vec<Vec<Prompt>>) -> Vec<Prompt> {
+    let mut queues: Vec<_> = suites.into_iter().map(Vec::into_iter).collect();
+    let mut prompts = vec![];
+    loop {
+        let before = prompts.len();
+        prompts.extend(queues.iter_mut().filter_map(Iterator::next));
+        if prompts.len() == before {
+            return prompts;
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! `profile`: seconds of a step of our engine by tokens in the batch and by context, and of drafting by requests.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use deepspec_core::cli::Verbosity;
+use deepspec_core::progress::Progress;
+use deepspec_core::rng::{Purpose, Stream};
+use deepspec_core::{atomic, usage};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Event, Proposer, Request, Sampling, Target};
+use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_hub::{HubError, model_dir};
+use deepspec_models::{TargetModel, TargetOptions};
+use deepspec_schedule::cost_file::{self, MeasuredCost, RequestCost, VerifyCost};
+use deepspec_schedule::curve::never_falling;
+use deepspec_schedule::planner::Planner;
+use deepspec_schedule::policy::Policy;
+use deepspec_text::ChatTokenizer;
+use serde::Serialize;
+
+use crate::results::{DrafterIdentity, TargetIdentity};
+use crate::run::{Dtype, models};
+use crate::table::Table;
+
+/// Steps of a cell that are not timed.
+const WARM: u32 = 2;
+/// Steps that are timed at least, unless they take as long as [`MOST`].
+const TIMED: u32 = 8;
+/// Turns in which the parts of a cost are fitted.
+const TURNS: usize = 50;
+/// How long steps of a cell are timed at least.
+const LEAST: Duration = Duration::from_millis(150);
+/// Times that all cells are gone over: what disturbs a cell adds to it, and the least of its medians counts.
+const ROUNDS: usize = 3;
+/// How long they are at most.
+const MOST: Duration = Duration::from_secs(5);
+
+/// What to measure on what.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the target
+    #[arg(long, value_name = "M")]
+    target: String,
+    /// Folder or hub id of the drafter that will draft for it; without one batches are as large as there are requests
+    #[arg(long, value_name = "D")]
+    draft: Option<String>,
+    /// Requests that are decoded at once, by commas
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32])]
+    requests: Vec<usize>,
+    /// Tokens of history of each request, by commas
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [128])]
+    contexts: Vec<usize>,
+    /// Where the models run: auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: String,
+    /// Kind of the weights
+    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
+    dtype: Dtype,
+    /// Where to write the costs, for --cost and `deepspec-eval simulate`
+    #[arg(long, value_name = "FILE", default_value = "cost.json")]
+    output: PathBuf,
+    /// Replace a file that exists
+    #[arg(long)]
+    overwrite: bool,
+    /// Print what was written instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Steps of one kind.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct Cell {
+    context: usize,
+    requests: usize,
+    /// Verified tokens of the batch, anchors included.
+    batch_tokens: usize,
+    steps: u32,
+    /// Median seconds of verification, and of what the host does around it.
+    verify_seconds: f64,
+    /// Median seconds of drafting.
+    draft_seconds: f64,
+}
+
+/// Where it was measured.
+#[derive(Serialize)]
+struct Machine {
+    processor: String,
+    device: String,
+    dtype: String,
+    threads: i32,
+}
+
+/// What is written.
+#[derive(Serialize)]
+struct Profile {
+    format: &'static str,
+    format_version: u64,
+    tool_version: &'static str,
+    machine: Machine,
+    target: TargetIdentity,
+    drafter: Option<DrafterIdentity>,
+    #[serde(flatten)]
+    cost: MeasuredCost,
+    /// What was measured: `verify` and `requests` are fitted to it as a sum.
+    measured: Vec<Cell>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors, models that cannot be loaded, an unwritable output.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let (requests, contexts) =
+        (ascending("--requests", &args.requests)?, ascending("--contexts", &args.contexts)?);
+    if args.output.exists() && !args.overwrite {
+        usage!("{} exists; --overwrite replaces it", args.output.display());
+    }
+    let place = models::place(&args.device, args.dtype)?;
+    let fetch = |flag: &'static str, model: &str| {
+        model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
+    };
+    let target_dir = fetch("--target", &args.target)?;
+    let draft = args.draft.as_ref().map(|draft| Ok::<_, anyhow::Error>((draft, fetch("--draft", draft)?)));
+    let draft = draft.transpose()?;
+    let tokenizer = ChatTokenizer::load(&target_dir)?;
+    let stop_ids = deepspec_models::stop_ids(&target_dir, tokenizer.eos_token_id())?;
+    let identity = models::target_identity(&args.target, &target_dir, &tokenizer, stop_ids)?;
+
+    let (models::Place { device, kind }, slots) = (place, requests.iter().copied().max().unwrap_or(1));
+    let load = |(_, dir): &(&String, PathBuf)| -> anyhow::Result<Box<dyn Drafter>> {
+        models::check_tokens(dir, &tokenizer)?;
+        Ok(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?)
+    };
+    let drafter = draft.as_ref().map(load).transpose()?;
+    let drafter_identity = match (&draft, &drafter) {
+        (Some((name, dir)), Some(drafter)) => Some(models::drafter_identity(name, dir, drafter.as_ref())?),
+        _ => None,
+    };
+    let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
+    let target = TargetModel::load(&target_dir, &TargetOptions { device, kind, slots, taps })?;
+    if let Some(drafter) = &drafter {
+        drafter.check_fits(target.config())?;
+    }
+    let longest = target.config().max_position_embeddings;
+    let answer = answer_tokens(drafter.as_ref().map_or(0, |drafter| drafter.draft_len())) + slots;
+    if let Some(context) = contexts.iter().find(|&&context| context.saturating_add(answer) > longest) {
+        usage!(
+            "--contexts {context}: with the {answer} tokens of timed steps more than the {longest} that the target holds"
+        );
+    }
+    let options = EngineOptions {
+        slots,
+        context: longest,
+        max_draft_tokens: None,
+        draft_sampling: DraftSampling::default(),
+        counts_overrun: false,
+    };
+    let engine = Engine::new(target, drafter, options).with_exact_times();
+    let (cells, prefill) = measure(engine, &requests, &contexts, verbosity)?;
+    let profile = Profile {
+        format: cost_file::FORMAT,
+        format_version: cost_file::VERSION,
+        tool_version: env!("CARGO_PKG_VERSION"),
+        machine: Machine {
+            processor: processor(),
+            device: place.device_name(),
+            dtype: place.kind_name().into(),
+            threads: tch::get_num_threads(),
+        },
+        target: identity,
+        drafter: drafter_identity,
+        cost: cost(&cells, prefill),
+        measured: cells,
+    };
+    profile.cost.cost().context("the measured times")?;
+    write(&args.output, &profile)?;
+    let text = if args.json { serde_json::to_string_pretty(&profile)? + "\n" } else { table(&profile.cost) };
+    Ok(crate::output::print(&text)?)
+}
+
+fn write(file: &Path, profile: &Profile) -> anyhow::Result<()> {
+    if let Some(dir) = file.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+        atomic::create_dir(dir)?;
+    }
+    Ok(atomic::write_json(file, profile)?)
+}
+
+fn ascending(flag: &str, counts: &[usize]) -> anyhow::Result<Vec<usize>> {
+    if counts.contains(&0) {
+        usage!("{flag} must be at least 1");
+    }
+    let mut counts = counts.to_vec();
+    counts.sort_unstable();
+    counts.dedup();
+    Ok(counts)
+}
+
+/// The processor's name, where the system says it.
+fn processor() -> String {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("model name"));
+    line.and_then(|line| line.split_once(": ")).map_or_else(|| "unknown".into(), |(_, name)| name.into())
+}
+
+/// The lengths of verified prefixes to measure, beside none: powers of two less one, and whole blocks.
+fn lengths(block: usize) -> Vec<usize> {
+    let mut lengths: Vec<usize> = std::iter::successors(Some(0), |length| Some(2 * length + 1))
+        .take_while(|&length| length < block)
+        .collect();
+    lengths.push(block);
+    lengths
+}
+
+/// Tokens that an answer may grow by while its steps are timed.
+fn answer_tokens(block: usize) -> usize {
+    // Fast steps are timed for as long as [`LEAST`]; more than that many of them tell nothing more.
+    lengths(block).len() * (WARM + 4 * TIMED) as usize * (block + 1)
+}
+
+/// Times the steps of all cells, and seconds per token of prompts.
+fn measure<T: Target, P: Proposer>(
+    mut engine: Engine<T, P>,
+    requests: &[usize],
+    contexts: &[usize],
+    verbosity: Verbosity,
+) -> anyhow::Result<(Vec<Cell>, f64)> {
+    let (block, vocab) = (engine.draft_len(), engine.vocab_size() as u64);
+    let lengths = lengths(block);
+    let total = (ROUNDS * requests.len() * contexts.len() * lengths.len()) as u64;
+    let mut progress = Progress::new(verbosity, "profile", total, 0);
+    let (mut cells, mut prompts, mut prefill) = (BTreeMap::<_, Cell>::new(), 0, 0.0);
+    for (&context, &count) in
+        (0..ROUNDS).flat_map(|_| contexts.iter().flat_map(|c| requests.iter().map(move |r| (c, r))))
+    {
+        let mut tickets = vec![];
+        for index in 0..count {
+            let stream = Stream::new(context as u64, &format!("prompt {index}"));
+            let token = |k: usize| (stream.bits(k as u64, Purpose::Init, 0) % vocab) as i64;
+            tickets.push(engine.submit(Request {
+                id: index.to_string(),
+                prompt: (0..context).map(token).collect(),
+                sampling: Sampling::new(1.0, 0),
+                // A token for each step in which others' prompts are taken in.
+                max_new_tokens: answer_tokens(block) + count,
+                stop_ids: vec![],
+            })?);
+        }
+        // Prompts are taken in within as many steps as they need; those already there are decoded meanwhile.
+        engine = engine.with_planner(Planner::new(Policy::Fixed(0), None)?);
+        while engine.queued() > 0 {
+            let (before, waiting) = (engine.times(), engine.queued());
+            unbroken(engine.step(), context, count)?;
+            prompts += (waiting - engine.queued()) * context;
+            prefill += (engine.times().verify - before.verify).as_secs_f64();
+        }
+        for &length in &lengths {
+            engine = engine.with_planner(Planner::new(Policy::Fixed(length), None)?);
+            let found = time(&mut engine, context, count, length)?;
+            let cell = cells.entry((context, count, length)).or_insert(found);
+            cell.verify_seconds = cell.verify_seconds.min(found.verify_seconds);
+            cell.draft_seconds = cell.draft_seconds.min(found.draft_seconds);
+            progress.add(1, || format!("{count} requests, {} tokens", count * (1 + length)));
+        }
+        tickets.into_iter().for_each(|ticket| engine.cancel(ticket));
+    }
+    progress.finish();
+    Ok((cells.into_values().collect(), prefill / prompts.max(1) as f64))
+}
+
+/// Every request must be there in every step that is timed.
+fn unbroken(events: Vec<Event>, context: usize, requests: usize) -> anyhow::Result<()> {
+    for event in events {
+        match event {
+            Event::Tokens(..) => {}
+            Event::Failed(_, error) => {
+                return Err(error).with_context(|| format!("{requests} requests behind {context} tokens"));
+            }
+            Event::Done(..) => {
+                anyhow::bail!("{requests} requests behind {context} tokens: one ended while steps were timed")
+            }
+        }
+    }
+    Ok(())
+}
+
+fn time<T: Target, P: Proposer>(
+    engine: &mut Engine<T, P>,
+    context: usize,
+    requests: usize,
+    length: usize,
+) -> anyhow::Result<Cell> {
+    let (mut verify, mut draft) = (vec![], vec![]);
+    let mut started = Instant::now();
+    for step in 0..WARM + 4 * TIMED {
+        if step == WARM {
+            started = Instant::now();
+        }
+        let before = engine.times();
+        unbroken(engine.step(), context, requests)?;
+        let after = engine.times();
+        if step >= WARM {
+            verify.push(((after.verify - before.verify) + (after.host - before.host)).as_secs_f64());
+            draft.push((after.draft - before.draft).as_secs_f64());
+        }
+        let (timed, spent) = (step.saturating_sub(WARM) + 1, started.elapsed());
+        if step >= WARM && (spent > MOST || (timed >= TIMED && spent > LEAST)) {
+            break;
+        }
+    }
+    Ok(Cell {
+        context,
+        requests,
+        batch_tokens: requests * (1 + length),
+        steps: verify.len() as u32,
+        verify_seconds: median(verify),
+        draft_seconds: median(draft),
+    })
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// The cells as a part by tokens, one by requests, and one of drafting; larger ones are never cheaper.
+fn cost(cells: &[Cell], prefill: f64) -> MeasuredCost {
+    let drafted = cells.iter().any(|cell| cell.batch_tokens > cell.requests);
+    let of_requests = if drafted { by_requests(cells) } else { BTreeMap::new() };
+    let rest = |cell: &Cell| cell.verify_seconds - of_requests.get(&cell.requests).copied().unwrap_or(0.0);
+    let mut contexts: Vec<usize> = cells.iter().map(|cell| cell.context).collect();
+    contexts.dedup();
+    let verify = |context: usize| {
+        let of = cells.iter().filter(|cell| cell.context == context);
+        let (batch_tokens, seconds) = means(of.map(|cell| (cell.batch_tokens, rest(cell))));
+        VerifyCost { context, batch_tokens, seconds }
+    };
+    let (requests, seconds) =
+        means(cells.iter().filter(|_| drafted).map(|cell| (cell.requests, cell.draft_seconds)));
+    MeasuredCost {
+        verify: contexts.into_iter().map(verify).collect(),
+        draft: RequestCost { requests, seconds },
+        requests: RequestCost {
+            requests: of_requests.keys().copied().collect(),
+            seconds: of_requests.into_values().collect(),
+        },
+        prefill_seconds_per_token: prefill,
+    }
+}
+
+/// Means of values by key, in its order, never falling.
+fn means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Vec<f64>) {
+    let mut groups = BTreeMap::<usize, Vec<f64>>::new();
+    values.for_each(|(key, value)| groups.entry(key).or_default().push(value));
+    let mean = |values: &Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
+    let seconds: Vec<f64> = groups.values().map(mean).collect();
+    (groups.into_keys().collect(), never_falling(&seconds))
+}
+
+/// What steps take longer for their requests: the mean by which those of as many tokens take longer than with the fewest requests. Sums of
+/// two parts are fitted to the cells in turns.
+fn by_requests(cells: &[Cell]) -> BTreeMap<usize, f64> {
+    let key = |cell: &Cell| (cell.context, cell.batch_tokens);
+    let mut of_requests: BTreeMap<usize, f64> = cells.iter().map(|cell| (cell.requests, 0.0)).collect();
+    for _ in 0..TURNS {
+        let mut of_tokens = BTreeMap::<_, Vec<f64>>::new();
+        for cell in cells {
+            of_tokens.entry(key(cell)).or_default().push(cell.verify_seconds - of_requests[&cell.requests]);
+        }
+        let mean = |values: &Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
+        let (requests, seconds) = means(
+            cells.iter().map(|cell| (cell.requests, cell.verify_seconds - mean(&of_tokens[&key(cell)]))),
+        );
+        let first = seconds.first().copied().unwrap_or(0.0);
+        of_requests = requests.into_iter().zip(seconds.into_iter().map(|value| value - first)).collect();
+    }
+    of_requests
+}
+
+fn table(cost: &MeasuredCost) -> String {
+    let mut text = String::new();
+    for of in &cost.verify {
+        let mut table =
+            Table::new(["tokens", "ms per step", "steps/s", "tokens/s"].map(String::from).to_vec());
+        for (&tokens, &seconds) in of.batch_tokens.iter().zip(&of.seconds) {
+            let cells =
+                [1e3 * seconds, 1.0 / seconds, tokens as f64 / seconds].map(|value| format!("{value:.1}"));
+            table.row([vec![tokens.to_string()], cells.to_vec()].concat());
+        }
+        text += &format!("verification behind {} tokens of history\n{}\n", of.context, table.render());
+    }
+    if !cost.draft.requests.is_empty() {
+        let mut table =
+            Table::new(["requests", "ms more per step", "ms of drafting"].map(String::from).to_vec());
+        let more = cost.requests.seconds.iter();
+        for ((requests, seconds), more) in cost.draft.requests.iter().zip(&cost.draft.seconds).zip(more) {
+            table.row(vec![
+                requests.to_string(),
+                format!("{:.1}", 1e3 * more),
+                format!("{:.1}", 1e3 * seconds),
+            ]);
+        }
+        text += &format!("by requests\n{}\n", table.render());
+    }
+    text + &format!("prompts: {:.2} ms per token\n", 1e3 * cost.prefill_seconds_per_token)
+}

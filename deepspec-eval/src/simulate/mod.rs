@@ -1,0 +1,273 @@
+//! `simulate`: what schedules would earn at which load, from a recorded run and a cost curve.
+
+mod emit;
+mod replay;
+mod shown;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use deepspec_core::cli::Verbosity;
+use deepspec_core::progress::Progress;
+use deepspec_core::{atomic, usage};
+use deepspec_schedule::cost::StepCost;
+use deepspec_schedule::cost_file;
+use deepspec_schedule::policy::Policy;
+use deepspec_schedule::temperatures::Temperatures;
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::results::Results;
+use replay::{Outcome, Recording, Replay};
+
+/// Factors on the confidences' logits under which the prefix scheduler is tried.
+const SHARPNESS: [f64; 4] = [0.25, 0.5, 2.0, 4.0];
+
+/// What to replay under which schedules.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Output folder of a `deepspec-eval run` of the drafter that verified whole blocks
+    #[arg(value_name = "DIR")]
+    results: PathBuf,
+    /// What steps cost: a file that `deepspec-eval profile` wrote, one of SGLang's, or a table (.csv)
+    #[arg(long, value_name = "FILE")]
+    cost: PathBuf,
+    /// Temperatures for the confidence logits, which `deepspec-eval calibrate` or SGLang wrote; else confidences are as the run used them
+    #[arg(long, value_name = "FILE")]
+    calibration: Option<PathBuf>,
+    /// Schedules to compare, by commas: plain, whole, fixed:K, threshold:T, prefix, prefix-async; by default these with some K and T
+    #[arg(long = "schedule", value_name = "S", value_delimiter = ',')]
+    schedules: Vec<Policy>,
+    /// Sequences decoded at once, by commas
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32])]
+    concurrency: Vec<usize>,
+    /// Cycles to replay for each schedule and concurrency
+    #[arg(long, value_name = "N", default_value_t = 20_000)]
+    cycles: u64,
+    /// Milliseconds that scheduling itself takes in each step of the engine that is meant, where the schedule weighs costs
+    #[arg(long, value_name = "MS", default_value_t = 0.0)]
+    overhead_ms: f64,
+    /// Folder for simulation.json and the plots
+    #[arg(long, value_name = "D")]
+    output_dir: PathBuf,
+    /// Also write the files that SGLang reads there, and the settings of vLLM and llama.cpp, each with its command line
+    #[arg(long)]
+    emit: bool,
+    /// Replace what exists
+    #[arg(long)]
+    overwrite: bool,
+    /// Print simulation.json instead of tables
+    #[arg(long)]
+    json: bool,
+}
+
+/// A schedule at every load.
+#[derive(Debug, Serialize)]
+pub struct Course {
+    /// Which.
+    pub schedule: Policy,
+    /// Factor on the confidences' logits.
+    pub sharpness: f64,
+    /// One outcome per concurrency.
+    pub outcomes: Vec<Outcome>,
+}
+
+/// Everything that was found.
+#[derive(Debug, Serialize)]
+pub struct Simulation {
+    format: &'static str,
+    format_version: u64,
+    tool_version: &'static str,
+    results: String,
+    cost: String,
+    recorded_cycles: usize,
+    /// The schedules.
+    pub courses: Vec<Course>,
+    /// The prefix scheduler with confidences that are surer of themselves than they should be, or less.
+    pub miscalibrated: Vec<Course>,
+    /// Mean tokens of history, at which costs were read.
+    pub context: usize,
+    /// The lowest concurrency at which whole blocks are larger batches than were measured: their times are a forecast from there on.
+    pub forecast_from: Option<usize>,
+    /// What follows for the concurrencies.
+    pub advice: Vec<Advice>,
+    /// The lowest concurrency at which whole blocks are slower than plain decoding.
+    pub crossover: Option<usize>,
+}
+
+/// The best schedule at a load.
+#[derive(Debug, Clone, Serialize)]
+pub struct Advice {
+    /// Sequences decoded at once.
+    pub concurrency: usize,
+    /// The schedule of highest throughput.
+    pub best: Policy,
+    /// Its throughput over that of plain decoding.
+    pub over_plain: f64,
+    /// The best number of tokens to verify of each block, 0 for plain decoding.
+    pub fixed: usize,
+    /// Throughput of that over plain decoding.
+    pub fixed_over_plain: f64,
+    /// The best threshold and its throughput over plain decoding, where one was tried.
+    pub threshold: Option<(f64, f64)>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors: no such run, one that cannot be replayed, costs that end too early. An unwritable output.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let file = args.output_dir.join("simulation.json");
+    let others = ["engines.md", "throughput.svg", "frontier.svg", "sglang-cost.json", "vllm-adaptive.json"];
+    crate::output::check_fresh(&args.output_dir, "simulation.json", &others, args.overwrite)?;
+    if args.concurrency.is_empty() || args.concurrency.contains(&0) || args.cycles == 0 {
+        usage!("--concurrency and --cycles must be at least 1");
+    }
+    if !(args.overhead_ms >= 0.0 && args.overhead_ms.is_finite()) {
+        usage!("--overhead-ms must be at least 0");
+    }
+    let results = Results::read(&args.results)?;
+    let Some(drafter) = &results.drafter else {
+        usage!("{} is of plain decoding; there are no blocks to replay", args.results.display());
+    };
+    let temperatures = match &args.calibration {
+        Some(file) => {
+            let read = Temperatures::read(file);
+            let identity = [&drafter.config_digest[..], &drafter.weights_digest];
+            match read.and_then(|read| read.for_drafter(file, identity, drafter.block_size)) {
+                Ok(temperatures) => Some(temperatures),
+                Err(problem) => usage!("--calibration {problem}"),
+            }
+        }
+        None => None,
+    };
+    let cost = match cost_file::read(&args.cost) {
+        Ok(cost) => Arc::new(cost),
+        Err(problem) => usage!("--cost {problem}"),
+    };
+    let recording = Recording::read(&args.results, &results, temperatures.as_deref())?;
+    let schedules = schedules(args, &recording)?;
+    if let Some(&most) = args.concurrency.iter().max().filter(|&&most| most > cost.max_batch()) {
+        usage!(
+            "--concurrency {most}: {} knows steps of up to {} tokens; profile further",
+            args.cost.display(),
+            cost.max_batch()
+        );
+    }
+    let simulation = simulate(args, &recording, &cost, &schedules, verbosity)?;
+    atomic::create_dir(&args.output_dir)?;
+    shown::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
+    if args.emit {
+        emit::write(&args.output_dir, &simulation, &cost, drafter, temperatures.as_deref())?;
+    }
+    atomic::write_json(&file, &simulation)?;
+    let text = if args.json {
+        serde_json::to_string_pretty(&simulation)? + "\n"
+    } else {
+        shown::render(&simulation, &args.concurrency)
+    };
+    Ok(crate::output::print(&text)?)
+}
+
+/// The schedules that are asked for, or those that suit the drafter.
+fn schedules(args: &Args, recording: &Recording) -> anyhow::Result<Vec<Policy>> {
+    let mut schedules = args.schedules.clone();
+    if schedules.is_empty() {
+        let block = recording.block;
+        let lengths =
+            std::iter::successors(Some(1), |length| Some(length * 2)).take_while(|&length| length < block);
+        schedules.extend(lengths.map(Policy::Fixed));
+        if recording.confident {
+            schedules.extend([0.5, 0.8].map(Policy::Threshold));
+            schedules.extend([Policy::Prefix, Policy::PrefixAsync]);
+        }
+    }
+    if let Some(policy) = schedules.iter().find(|policy| policy.reads_confidence() && !recording.confident) {
+        usage!("--schedule {policy}: the drafter has no confidence head");
+    }
+    // Both ends are what everything else is compared to.
+    schedules.retain(|policy| ![Policy::Plain, Policy::Whole].contains(policy));
+    schedules.splice(0..0, [Policy::Plain, Policy::Whole]);
+    Ok(schedules)
+}
+
+fn simulate(
+    args: &Args,
+    recording: &Recording,
+    cost: &Arc<StepCost>,
+    schedules: &[Policy],
+    verbosity: Verbosity,
+) -> anyhow::Result<Simulation> {
+    let sharper = SHARPNESS.iter().filter(|_| recording.confident).map(|&factor| (Policy::Prefix, factor));
+    let wanted: Vec<(Policy, f64)> = schedules.iter().map(|&policy| (policy, 1.0)).chain(sharper).collect();
+    let mut progress =
+        Progress::new(verbosity, "simulate", (wanted.len() * args.concurrency.len()) as u64, 0);
+    let mut courses = vec![];
+    for (schedule, sharpness) in wanted {
+        let overhead = 1e-3 * args.overhead_ms;
+        let replay = Replay { recording, cost, sharpness, overhead, cycles: args.cycles };
+        let outcomes: Result<Vec<_>, _> =
+            args.concurrency.par_iter().map(|&concurrency| replay.run(schedule, concurrency)).collect();
+        courses.push(Course { schedule, sharpness, outcomes: outcomes? });
+        progress.add(args.concurrency.len() as u64, || schedule.to_string());
+    }
+    progress.finish();
+    let miscalibrated = courses.split_off(schedules.len());
+    let advice = (0..args.concurrency.len()).filter_map(|load| advice(&courses, load)).collect();
+    let slower = |load: &usize| {
+        let [plain, whole] = [0, 1].map(|course: usize| courses[course].outcomes[*load].throughput());
+        whole < plain
+    };
+    let crossover = (0..args.concurrency.len()).filter(slower).map(|load| args.concurrency[load]).min();
+    Ok(Simulation {
+        format: "deepspec-simulation",
+        format_version: 1,
+        tool_version: env!("CARGO_PKG_VERSION"),
+        results: args.results.display().to_string(),
+        cost: args.cost.display().to_string(),
+        recorded_cycles: recording.cycles(),
+        courses,
+        miscalibrated,
+        context: recording.context(),
+        forecast_from: args
+            .concurrency
+            .iter()
+            .copied()
+            .filter(|concurrency| concurrency * (1 + recording.block) > cost.max_batch())
+            .min(),
+        advice,
+        crossover,
+    })
+}
+
+fn advice(courses: &[Course], load: usize) -> Option<Advice> {
+    let of = |course: &Course| course.outcomes[load].throughput();
+    let plain = of(courses.first()?);
+    let best = courses.iter().max_by(|a, b| of(a).total_cmp(&of(b)))?;
+    let fixed = courses.iter().filter_map(|course| {
+        let tokens = match course.schedule {
+            Policy::Plain => 0,
+            Policy::Fixed(tokens) => tokens,
+            Policy::Whole => {
+                course.outcomes[load].verified.div_ceil(course.outcomes[load].cycles.max(1)) as usize
+            }
+            _ => return None,
+        };
+        Some((tokens, of(course) / plain))
+    });
+    let (fixed, fixed_over_plain) = fixed.max_by(|a, b| a.1.total_cmp(&b.1))?;
+    let thresholds = courses.iter().filter_map(|course| match course.schedule {
+        Policy::Threshold(threshold) => Some((threshold, of(course) / plain)),
+        _ => None,
+    });
+    let threshold = thresholds.max_by(|a, b| a.1.total_cmp(&b.1));
+    let concurrency = courses[0].outcomes[load].concurrency;
+    Some(Advice {
+        concurrency,
+        best: best.schedule,
+        over_plain: of(best) / plain,
+        fixed,
+        fixed_over_plain,
+        threshold,
+    })
+}

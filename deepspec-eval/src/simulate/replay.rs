@@ -1,0 +1,426 @@
+//! Recorded answers and an engine that replays them: what it verifies is counted, what it takes is read off a cost curve.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use deepspec_core::rng::{Purpose, Stream};
+use deepspec_core::usage;
+use deepspec_schedule::ScheduleError;
+use deepspec_schedule::cost::StepCost;
+use deepspec_schedule::planner::{Planner, StepLoad};
+use deepspec_schedule::policy::Policy;
+use deepspec_schedule::survival::sigmoid;
+use serde::Serialize;
+
+use crate::results::Results;
+use crate::traces;
+
+/// A block that was drafted and verified whole.
+#[derive(Debug, Clone)]
+struct Recorded {
+    /// Tokens of the answer before it.
+    start: usize,
+    /// Confidences of its tokens, as the run used them; 1 without a confidence head.
+    confidences: Vec<f64>,
+    /// Tokens that were accepted.
+    accepted: usize,
+    /// Whether the last of them ended the answer, without a token behind it.
+    stopped: bool,
+}
+
+/// An answer as it was generated.
+#[derive(Debug, Clone)]
+struct Answer {
+    prompt: usize,
+    /// Tokens of the answer, the first one from the prompt's step.
+    tokens: usize,
+    blocks: Vec<Recorded>,
+}
+
+/// The answers of a run.
+#[derive(Debug)]
+pub struct Recording {
+    answers: Vec<Answer>,
+    /// γ.
+    pub block: usize,
+    /// Whether the drafter has a confidence head.
+    pub confident: bool,
+}
+
+impl Recording {
+    /// Reads the traces of a run that verified whole blocks; `temperatures` divide the confidence logits where they are given, else
+    /// confidences are what the run used.
+    ///
+    /// # Errors
+    /// Usage errors: no such run, one that cut its blocks or drafted nothing.
+    pub fn read(dir: &Path, results: &Results, temperatures: Option<&[f64]>) -> anyhow::Result<Self> {
+        let policy = results.settings.policy();
+        if policy.cuts() {
+            usage!(
+                "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
+                dir.display()
+            );
+        }
+        let prompt_of = |suite: &str| {
+            let found = results.suites.iter().find(|found| found.name == suite);
+            found.map_or(0, |found| (found.prompt_tokens / found.counts.samples.max(1)) as usize)
+        };
+        let mut answers: BTreeMap<(String, String, u64, u32), Answer> = BTreeMap::new();
+        let (mut block, mut confident) = (0, false);
+        traces::read(dir, |trace| {
+            let key = (trace.suite.to_string(), trace.sample.to_string(), trace.seed, trace.turn);
+            let answer = answers.entry(key).or_insert_with(|| Answer {
+                prompt: prompt_of(trace.suite),
+                tokens: 1,
+                blocks: vec![],
+            });
+            let proposed = trace.proposed as usize;
+            block = block.max(proposed);
+            confident |= !trace.logits.is_empty();
+            let calibrated = |(k, logit): (usize, &f32)| {
+                sigmoid(f64::from(*logit) / temperatures.and_then(|t| t.get(k)).copied().unwrap_or(1.0))
+            };
+            let confidences = match (temperatures, trace.logits.is_empty()) {
+                (_, true) => vec![1.0; proposed],
+                (None, false) => trace.confidences.iter().map(|&c| f64::from(c)).collect(),
+                (Some(_), false) => trace.logits.iter().enumerate().map(calibrated).collect(),
+            };
+            answer.blocks.push(Recorded {
+                start: answer.tokens,
+                confidences,
+                accepted: trace.accepted as usize,
+                stopped: trace.committed == trace.accepted,
+            });
+            answer.tokens += trace.committed as usize;
+        })?;
+        // A block that ends with an accepted stop token was longer: what would stand behind it is never accepted.
+        let mut answers: Vec<Answer> = answers.into_values().collect();
+        let blocks = answers.iter_mut().flat_map(|answer| &mut answer.blocks);
+        blocks.for_each(|recorded| recorded.confidences.resize(block, 0.5));
+        let whole = results.drafter.as_ref().map_or(0, |drafter| drafter.block_size);
+        if block == 0 {
+            usage!("{} drafted nothing; there is nothing to replay", dir.display());
+        }
+        if block < whole {
+            usage!(
+                "{} verified {block} tokens of each block at most, the drafter drafts {whole}: run it with whole blocks",
+                dir.display()
+            );
+        }
+        Ok(Self { answers, block, confident })
+    }
+
+    /// Mean tokens of history of a block.
+    pub fn context(&self) -> usize {
+        let tokens: usize = self
+            .answers
+            .iter()
+            .flat_map(|answer| answer.blocks.iter().map(|block| answer.prompt + block.start))
+            .sum();
+        tokens / self.cycles().max(1)
+    }
+
+    /// Recorded blocks.
+    pub fn cycles(&self) -> usize {
+        self.answers.iter().map(|answer| answer.blocks.len()).sum()
+    }
+}
+
+/// What came of replaying.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Outcome {
+    /// Sequences decoded at once.
+    pub concurrency: usize,
+    /// Cycles: a step of a sequence each.
+    pub cycles: u64,
+    /// Tokens committed by cycles.
+    pub tokens: u64,
+    /// First tokens of answers, which prompts bring.
+    pub first_tokens: u64,
+    /// Drafted tokens that were verified.
+    pub verified: u64,
+    /// Of these, accepted ones.
+    pub accepted: u64,
+    /// Steps of the engine, and those of them that drafted.
+    pub steps: u64,
+    /// Steps with drafting.
+    pub drafted_steps: u64,
+    /// Time by the cost curve.
+    pub seconds: f64,
+}
+
+impl Outcome {
+    /// Tokens per second of all sequences together.
+    pub fn throughput(&self) -> f64 {
+        (self.tokens + self.first_tokens) as f64 / self.seconds
+    }
+
+    /// Tokens committed per cycle.
+    pub fn accepted_length(&self) -> f64 {
+        self.tokens as f64 / self.cycles as f64
+    }
+
+    /// Share of steps that drafted.
+    pub fn drafting(&self) -> f64 {
+        self.drafted_steps as f64 / self.steps as f64
+    }
+
+    /// Share of verified drafts that were rejected.
+    pub fn wasted(&self) -> f64 {
+        (self.verified - self.accepted) as f64 / self.verified.max(1) as f64
+    }
+}
+
+/// A sequence that is replayed.
+struct Playing {
+    answer: usize,
+    /// Tokens of the answer so far.
+    at: usize,
+}
+
+/// How to replay.
+pub struct Replay<'a> {
+    /// What.
+    pub recording: &'a Recording,
+    /// What steps cost.
+    pub cost: &'a Arc<StepCost>,
+    /// Multiplies the confidences' logits before the policy sees them: 1 leaves them, 2 makes the drafter surer of itself.
+    pub sharpness: f64,
+    /// Seconds that a step takes longer where the policy weighs costs: what scheduling itself takes in the engine that is meant.
+    pub overhead: f64,
+    /// Cycles after which it is over.
+    pub cycles: u64,
+}
+
+impl Replay<'_> {
+    /// Replays answers in a random order, so many at once, the next one as soon as one has ended.
+    ///
+    /// # Errors
+    /// The costs do not suit the policy.
+    pub fn run(&self, policy: Policy, concurrency: usize) -> Result<Outcome, ScheduleError> {
+        let mut planner = Planner::new(policy, policy.reads_cost().then(|| Arc::clone(self.cost)))?;
+        let stream = Stream::new(concurrency as u64, "replay");
+        let mut drawn = 0;
+        let mut next = || {
+            drawn += 1;
+            (stream.bits(drawn, Purpose::Split, 0) % self.recording.answers.len() as u64) as usize
+        };
+        let mut outcome = Outcome { concurrency, ..Outcome::default() };
+        let mut slots: Vec<Option<Playing>> = (0..concurrency).map(|_| None).collect();
+        // Sequences begin at different places of their answers, as they stand in an engine that has run for long.
+        let spread = |slot: usize, tokens: usize| {
+            1 + (stream.uniform(slot as u64, Purpose::Init, 0) * (tokens - 1) as f64) as usize
+        };
+        for (slot, playing) in slots.iter_mut().enumerate() {
+            let answer = next();
+            let tokens = self.recording.answers[answer].tokens;
+            *playing = (tokens > 1).then(|| Playing { answer, at: spread(slot, tokens) });
+        }
+        while outcome.cycles < self.cycles {
+            let decoding: Vec<usize> = (0..concurrency).filter(|&slot| slots[slot].is_some()).collect();
+            // Free slots take in a prompt beside the others' blocks; its answer begins with the token that follows.
+            let (mut prompts, mut fresh) = (0, vec![]);
+            for playing in &slots {
+                let begun = playing.is_none().then(|| {
+                    let answer = next();
+                    let Answer { prompt, tokens, .. } = self.recording.answers[answer];
+                    prompts += prompt;
+                    outcome.first_tokens += 1;
+                    (tokens > 1).then_some(Playing { answer, at: 1 })
+                });
+                fresh.push(begun.flatten());
+            }
+            let context: usize = slots.iter().flatten().map(|playing| self.context(playing)).sum();
+            let load = StepLoad { requests: decoding.len(), context: context / decoding.len().max(1) };
+            let mut verified = decoding.len();
+            let mut drafted = false;
+            if !decoding.is_empty() {
+                drafted = planner.drafts(load);
+                let blocks: Vec<&Recorded> =
+                    slots.iter().flatten().map(|playing| self.recorded(playing)).collect();
+                let lengths = if drafted {
+                    let rows = if policy.reads_confidence() {
+                        blocks.iter().map(|block| self.seen(block)).collect()
+                    } else {
+                        vec![]
+                    };
+                    planner.lengths(load, self.recording.block, rows)
+                } else {
+                    vec![0; decoding.len()]
+                };
+                verified += lengths.iter().sum::<usize>();
+                let committed: Vec<usize> = blocks
+                    .iter()
+                    .zip(&lengths)
+                    .map(|(block, &length)| {
+                        let accepted = block.accepted.min(length);
+                        outcome.accepted += accepted as u64;
+                        accepted + usize::from(!(block.stopped && accepted == block.accepted))
+                    })
+                    .collect();
+                outcome.cycles += decoding.len() as u64;
+                outcome.verified += (verified - decoding.len()) as u64;
+                for (&slot, committed) in decoding.iter().zip(committed) {
+                    let Some(playing) = &mut slots[slot] else { continue };
+                    playing.at += committed;
+                    outcome.tokens += committed as u64;
+                    if playing.at >= self.recording.answers[playing.answer].tokens {
+                        slots[slot] = None;
+                    }
+                }
+            }
+            slots
+                .iter_mut()
+                .zip(fresh)
+                .filter(|(playing, _)| playing.is_none())
+                .for_each(|(slot, new)| *slot = new);
+            outcome.seconds += self.cost.seconds(load.requests, verified, load.context, drafted)
+                + self.cost.prefill_seconds(prompts)
+                + if policy.reads_cost() { self.overhead } else { 0.0 };
+            outcome.steps += 1;
+            outcome.drafted_steps += u64::from(drafted);
+        }
+        Ok(outcome)
+    }
+
+    fn context(&self, playing: &Playing) -> usize {
+        self.recording.answers[playing.answer].prompt + playing.at
+    }
+
+    /// The block that was drafted nearest to where the sequence stands: under another policy it comes to stand between those recorded.
+    fn recorded(&self, playing: &Playing) -> &Recorded {
+        let blocks = &self.recording.answers[playing.answer].blocks;
+        let behind = blocks.partition_point(|block| block.start < playing.at).min(blocks.len() - 1);
+        let before = behind.saturating_sub(1);
+        let apart = |at: usize| blocks[at].start.abs_diff(playing.at);
+        &blocks[if apart(before) < apart(behind) { before } else { behind }]
+    }
+
+    /// Its confidences as the policy sees them.
+    fn seen(&self, block: &Recorded) -> Vec<f64> {
+        if self.sharpness == 1.0 {
+            return block.confidences.clone();
+        }
+        let sharpened = |&c: &f64| {
+            sigmoid(self.sharpness * (c.clamp(1e-6, 1.0 - 1e-6) / (1.0 - c.clamp(1e-6, 1.0 - 1e-6))).ln())
+        };
+        block.confidences.iter().map(sharpened).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use deepspec_schedule::curve::{CostCurve, never_falling};
+
+    use super::*;
+
+    /// Blocks of seven tokens, three in ten of them easy, that commit 3 tokens on average, with confidences that are right.
+    fn recording() -> Recording {
+        let stream = Stream::new(1, "recording");
+        let answer = |index: u64| {
+            let mut answer = Answer { prompt: 0, tokens: 1, blocks: vec![] };
+            for block in 0..40 {
+                let uniform = |lane| stream.uniform(40 * index + block, Purpose::Accept, lane);
+                let confidence = if uniform(99) < 0.3 { 0.95 } else { 0.3 };
+                let accepted = (0..7).take_while(|&k| uniform(k) < confidence).count();
+                let start = answer.tokens;
+                answer.blocks.push(Recorded {
+                    start,
+                    confidences: vec![confidence; 7],
+                    accepted,
+                    stopped: false,
+                });
+                answer.tokens += accepted + 1;
+            }
+            answer
+        };
+        Recording { answers: (0..200).map(answer).collect(), block: 7, confident: true }
+    }
+
+    /// What DeepSeek-V4-Flash was published to make in vLLM (#52362): requests at once, and tokens per second without drafts, with all seven
+    /// verified, and with as many as its scheduler chose.
+    const PUBLISHED: [(usize, f64, f64, f64); 5] = [
+        (4, 382.0, 970.0, 902.0),
+        (16, 1343.0, 2910.0, 2774.0),
+        (64, 4095.0, 6712.0, 7144.0),
+        (128, 6341.0, 8779.0, 10356.0),
+        (256, 8879.0, 7852.0, 13325.0),
+    ];
+
+    /// The costs that follow from the first two columns: what a step takes by tokens is read off them once the parts by requests and of
+    /// drafting are set as straight lines through the first four rows say.
+    fn published_cost(tau: f64) -> Arc<StepCost> {
+        const PER_REQUEST: f64 = 0.047e-3;
+        const DRAFT: f64 = 1.2e-3;
+        let mut points: Vec<(usize, f64)> = vec![];
+        for (requests, plain, whole, _) in PUBLISHED {
+            let count = requests as f64;
+            points.push((requests, count / plain - PER_REQUEST * count));
+            points.push((8 * requests, tau * count / whole - DRAFT - PER_REQUEST * count));
+        }
+        points.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
+        points.dedup_by_key(|(tokens, _)| *tokens);
+        let seconds = never_falling(&points.iter().map(|point| point.1).collect::<Vec<_>>());
+        let points: Vec<_> = points.iter().map(|point| point.0).zip(seconds).collect();
+        let curve = CostCurve::from_step_seconds(&points).unwrap();
+        let requests = vec![(1, PER_REQUEST), (256, 256.0 * PER_REQUEST)];
+        let cost = StepCost::new(vec![(1, curve)], vec![(1, DRAFT), (256, DRAFT)]).unwrap();
+        Arc::new(cost.with_requests(requests).unwrap())
+    }
+
+    #[test]
+    fn published_figures_of_adaptive_verification_come_out_with_their_signs() {
+        let recording = recording();
+        let blocks = recording.answers.iter().flat_map(|answer| &answer.blocks);
+        let tau = 1.0 + blocks.map(|block| block.accepted as f64).sum::<f64>() / recording.cycles() as f64;
+        assert!((tau - 3.0).abs() < 0.1, "{tau}");
+        let cost = published_cost(tau);
+        let rate = |policy: Policy, requests: usize, overhead: f64| {
+            let replay =
+                Replay { recording: &recording, cost: &cost, sharpness: 1.0, overhead, cycles: 30_000 };
+            replay.run(policy, requests).unwrap().throughput()
+        };
+        // What scheduling takes there follows from the first row alone.
+        let (first, _, whole, adaptive) = PUBLISHED[0];
+        let free = rate(Policy::PrefixAsync, first, 0.0) / rate(Policy::Whole, first, 0.0);
+        let step = cost.seconds(first, 8 * first, 1, true);
+        let overhead = step * (free * whole / adaptive - 1.0);
+        assert!((0.0..2e-3).contains(&overhead), "{overhead}");
+        for (index, (requests, plain, whole, adaptive)) in PUBLISHED.into_iter().enumerate() {
+            let found = [Policy::Plain, Policy::Whole, Policy::PrefixAsync]
+                .map(|policy| rate(policy, requests, overhead));
+            for (found, published) in found[..2].iter().zip([plain, whole]) {
+                assert!((found / published - 1.0).abs() < 0.12, "{requests}: {found} for {published}");
+            }
+            let [ours, theirs] = [found[2] / found[1] - 1.0, adaptive / whole - 1.0];
+            // The first row is what the overhead was found from.
+            assert_eq!(ours > 0.0, theirs > 0.0, "{requests}: {ours:+.3} where {theirs:+.3} is published");
+            assert!(index != 1 || ours > -0.1, "{requests}: {ours:+.3} where {theirs:+.3} is published");
+        }
+        // Between the rows that are published it loses too.
+        assert!(rate(Policy::PrefixAsync, 32, overhead) < rate(Policy::Whole, 32, overhead));
+    }
+
+    #[test]
+    fn whole_blocks_are_replayed_as_they_were_recorded() {
+        let recording = recording();
+        let flat = CostCurve::new(vec![100.0; 64]).unwrap();
+        let cost = Arc::new(StepCost::new(vec![(1, flat)], vec![]).unwrap());
+        let replay =
+            Replay { recording: &recording, cost: &cost, sharpness: 1.0, overhead: 0.0, cycles: 50_000 };
+        let found = replay.run(Policy::Whole, 4).unwrap();
+        let (cycles, accepted) = recording
+            .answers
+            .iter()
+            .flat_map(|answer| &answer.blocks)
+            .fold((0, 0), |(cycles, accepted), block| (cycles + 1, accepted + block.accepted));
+        let recorded = accepted as f64 / cycles as f64;
+        let replayed = found.accepted as f64 / found.cycles as f64;
+        assert!((replayed / recorded - 1.0).abs() < 0.03, "{replayed} for {recorded}");
+        assert_eq!(found.verified, 7 * found.cycles);
+        let plain = replay.run(Policy::Plain, 4).unwrap();
+        assert_eq!((plain.verified, plain.drafted_steps), (0, 0));
+        assert!((plain.throughput() / 400.0 - 1.0).abs() < 0.01, "{}", plain.throughput());
+    }
+}

@@ -1,0 +1,113 @@
+//! A simulation as tables and plots.
+
+use std::path::Path;
+
+use anyhow::Result;
+use deepspec_schedule::policy::Policy;
+
+use super::{Course, Outcome, Simulation};
+use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
+use crate::report::write_plot;
+use crate::table::Table;
+
+/// Tables of throughput, and what follows from them.
+pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
+    let mut text = format!(
+        "tokens/s by sequences decoded at once, from {} recorded blocks\n\n",
+        simulation.recorded_cycles
+    );
+    let header =
+        |first: &str| [vec![first.into()], concurrency.iter().map(usize::to_string).collect()].concat();
+    let mut table = Table::new(header("schedule"));
+    for course in &simulation.courses {
+        let cells = course.outcomes.iter().map(|outcome| format!("{:.0}", outcome.throughput()));
+        table.row([vec![course.schedule.to_string()], cells.collect()].concat());
+    }
+    if let Some(prefix) = simulation.courses.iter().find(|course| course.schedule == Policy::Prefix) {
+        table.rule();
+        let mut row = |what: &str, of: fn(&Outcome) -> f64| {
+            let cells = prefix.outcomes.iter().map(|outcome| format!("{:.2}", of(outcome)));
+            table.row([vec![what.into()], cells.collect()].concat());
+        };
+        row("prefix: τ", Outcome::accepted_length);
+        row("prefix: wasted", Outcome::wasted);
+        row("prefix: steps that draft", Outcome::drafting);
+    }
+    if !simulation.miscalibrated.is_empty() {
+        table.rule();
+    }
+    for Course { schedule, sharpness, outcomes } in &simulation.miscalibrated {
+        let cells = outcomes.iter().map(|outcome| format!("{:.0}", outcome.throughput()));
+        table.row([vec![format!("{schedule}, logits × {sharpness}")], cells.collect()].concat());
+    }
+    text += &table.render();
+    text += "\n";
+    for advice in &simulation.advice {
+        let fixed = match advice.fixed {
+            0 => "plain decoding".to_string(),
+            tokens => format!("{tokens} tokens ({:.2} × plain)", advice.fixed_over_plain),
+        };
+        text += &format!(
+            "at {}: {} ({:.2} × plain); of fixed lengths {fixed}\n",
+            advice.concurrency, advice.best, advice.over_plain
+        );
+    }
+    text += &match simulation.crossover {
+        Some(at) => format!("whole blocks are slower than plain decoding from {at} sequences on\n"),
+        None => "whole blocks are never slower than plain decoding here\n".into(),
+    };
+    if let Some(from) = simulation.forecast_from {
+        text += &format!(
+            "from {from} sequences on whole blocks are larger batches than were measured: their times are a forecast\n"
+        );
+    }
+    text
+}
+
+/// Throughput over that of plain decoding, and tokens/s of each user against those of all.
+pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -> Result<()> {
+    let names: Vec<String> = simulation.courses.iter().map(|course| course.schedule.to_string()).collect();
+    let keys: Vec<(&str, SeriesStyle)> =
+        names.iter().enumerate().map(|(index, name)| (name.as_str(), SeriesStyle::nth(index))).collect();
+    let throughputs =
+        |course: &Course| -> Vec<f64> { course.outcomes.iter().map(Outcome::throughput).collect() };
+    let plain = throughputs(&simulation.courses[0]);
+    let highest = |values: &dyn Fn(&Course) -> Vec<f64>| {
+        simulation.courses.iter().flat_map(values).fold(0.0, f64::max) * 1.05
+    };
+    let over = |course: &Course| -> Vec<f64> {
+        throughputs(course).iter().zip(&plain).map(|(value, plain)| value / plain).collect()
+    };
+    let width = 240 + 100 * keys.len() as u32;
+    let speed_ups = Plot::draw("Throughput by load", (width, 360), |canvas| {
+        let area = heading(canvas, "Throughput over plain decoding, by sequences decoded at once", &keys)?;
+        let most = concurrency.iter().copied().max().unwrap_or(1);
+        let x = Axis::doublings("log2 of sequences decoded at once", most as f64);
+        let mut chart = chart(&area, x, Axis::values("throughput over plain", 0.0..highest(&over), 7))?;
+        for (index, course) in simulation.courses.iter().enumerate() {
+            let values = concurrency.iter().map(|&count| (count as f64).log2()).zip(over(course));
+            series(&mut chart, values, SeriesStyle::nth(index))?;
+        }
+        Ok(())
+    })?;
+    let per_user = |course: &Course| -> Vec<f64> {
+        throughputs(course).iter().zip(concurrency).map(|(value, &count)| value / count as f64).collect()
+    };
+    let frontier = Plot::draw("Frontier", (width, 360), |canvas| {
+        let area = heading(canvas, "Tokens/s of all against tokens/s of each, by load", &keys)?;
+        let x = Axis::values("tokens/s of each sequence", 0.0..highest(&per_user), 7);
+        let mut chart = chart(&area, x, Axis::values("tokens/s of all", 0.0..highest(&throughputs), 7))?;
+        for (index, course) in simulation.courses.iter().enumerate() {
+            series(
+                &mut chart,
+                per_user(course).into_iter().zip(throughputs(course)),
+                SeriesStyle::nth(index),
+            )?;
+        }
+        Ok(())
+    })?;
+    for (name, plot) in [("throughput", speed_ups), ("frontier", frontier)] {
+        write_plot(dir, name, &plot)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,343 @@
+//! `watch`: reads the metrics page of a running engine over time: what speculation earns at which load.
+
+mod page;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use deepspec_core::cli::Verbosity;
+use deepspec_core::{atomic, usage};
+use serde::Serialize;
+use tokio::runtime::Runtime;
+use tokio::time::{self, MissedTickBehavior};
+
+use crate::plot::palette::{BLUE, GREEN, VERMILION};
+use crate::plot::{Axis, Marker, Plot, SeriesStyle, chart, heading, series};
+use crate::report::{Block, Document, write_document};
+use crate::statistics::Percentiles;
+use crate::table::Table;
+use page::Page;
+
+/// How long a page may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Which engine, for how long.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Address of vLLM, SGLang, llama.cpp (with --metrics) or `deepspec-data serve`; /metrics is asked there
+    #[arg(value_name = "URL")]
+    url: String,
+    /// Seconds between two looks
+    #[arg(long, value_name = "S", default_value_t = 1.0)]
+    every: f64,
+    /// Seconds after which it is over
+    #[arg(long, value_name = "S", default_value_t = 60.0)]
+    seconds: f64,
+    /// Folder for watch.json, report.md, report.html and plots
+    #[arg(long, value_name = "D")]
+    output_dir: Option<PathBuf>,
+    /// Replace what exists
+    #[arg(long)]
+    overwrite: bool,
+    /// Print watch.json instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Between two looks.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+struct Interval {
+    /// Seconds since the first look, at its end.
+    at: f64,
+    /// Requests that were decoded, at its end.
+    running: f64,
+    /// Requests that waited.
+    waiting: f64,
+    /// Tokens per second.
+    tokens_per_second: Option<f64>,
+    /// τ: tokens committed per verified block.
+    accepted_length: Option<f64>,
+    /// Share of verified drafts that were rejected.
+    wasted: Option<f64>,
+    /// Drafted tokens verified per block.
+    budget: Option<f64>,
+}
+
+impl Interval {
+    /// What happened between two pages; None where the engine was started anew.
+    fn between(before: &Page, after: &Page, at: f64, seconds: f64) -> Option<Self> {
+        let more = |of: fn(&Page) -> Option<f64>| Some(of(after)? - of(before)?);
+        let counts = [more(|page| page.drafts), more(|page| page.accepted), more(|page| page.generated)];
+        if counts.iter().flatten().any(|&more| more < 0.0) {
+            return None;
+        }
+        let [drafts, accepted, generated] = counts;
+        let tokens = more(|page| page.draft_tokens);
+        let ratio = |a: Option<f64>, b: Option<f64>| a.zip(b).filter(|(_, b)| *b > 0.0).map(|(a, b)| a / b);
+        // SGLang counts verifications when requests end; what it says itself is of now, and stays when nothing runs.
+        let of_verifications = ratio(generated, more(|page| page.verifications));
+        let busy = after.running.is_none_or(|running| running > 0.0);
+        let said = |of: Option<f64>| of.filter(|_| busy);
+        Some(Self {
+            at,
+            running: after.running.unwrap_or(0.0),
+            waiting: after.waiting.unwrap_or(0.0),
+            tokens_per_second: generated.map(|generated| generated / seconds),
+            accepted_length: ratio(accepted, drafts)
+                .map(|accepted| 1.0 + accepted)
+                .or(said(after.accepted_length))
+                .or(of_verifications),
+            wasted: ratio(accepted, tokens).or(said(after.accept_rate)).map(|share| 1.0 - share),
+            budget: ratio(tokens, drafts),
+        })
+    }
+}
+
+/// All intervals with about as many requests.
+#[derive(Debug, Clone, Serialize)]
+struct Occupancy {
+    /// Requests that were decoded, from and to.
+    running: [u64; 2],
+    intervals: usize,
+    accepted_length: Option<Percentiles>,
+    wasted: Option<Percentiles>,
+    tokens_per_second: Option<Percentiles>,
+    waiting: Option<Percentiles>,
+}
+
+#[derive(Serialize)]
+struct Watched<'a> {
+    format: &'static str,
+    format_version: u64,
+    tool_version: &'static str,
+    url: &'a str,
+    occupancy: Vec<Occupancy>,
+    intervals: Vec<Interval>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Usage errors, an engine that cannot be reached or counts nothing, an unwritable output.
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    if !((0.01..=86_400.0).contains(&args.every) && args.seconds >= args.every && args.seconds <= 1e7) {
+        usage!(
+            "--every must be between 0.01 and 86400 seconds, and --seconds at least as long and 10000000 at most"
+        );
+    }
+    if let Some(dir) = &args.output_dir {
+        crate::output::check_fresh(dir, "watch.json", &["report.md", "report.html"], args.overwrite)?;
+    }
+    let base = args.url.trim_end_matches('/').trim_end_matches("/metrics");
+    let intervals = Runtime::new().context("starting threads")?.block_on(look(args, base, verbosity))?;
+    let watched = Watched {
+        format: "deepspec-watch",
+        format_version: 1,
+        tool_version: env!("CARGO_PKG_VERSION"),
+        url: base,
+        occupancy: occupancies(&intervals),
+        intervals,
+    };
+    if let Some(dir) = &args.output_dir {
+        atomic::create_dir(dir)?;
+        write_document(dir, &document(&watched)?)?;
+        atomic::replace(&dir.join("watch.json"), |file| {
+            file.write_all(&serde_json::to_vec_pretty(&watched)?)
+        })?;
+    }
+    let text = if args.json {
+        serde_json::to_string_pretty(&watched)? + "\n"
+    } else {
+        let mut table = Table::new(COLUMNS.map(String::from).to_vec());
+        rows(&watched.occupancy).into_iter().for_each(|row| table.row(row));
+        table.render()
+    };
+    Ok(crate::output::print(&text)?)
+}
+
+async fn look(args: &Args, base: &str, verbosity: Verbosity) -> anyhow::Result<Vec<Interval>> {
+    let http = reqwest::Client::builder().timeout(PATIENCE).build()?;
+    let page = async || -> anyhow::Result<Page> {
+        let text = http.get(format!("{base}/metrics")).send().await?.error_for_status()?.text().await?;
+        Page::parse(&text).map_err(|problem| anyhow::anyhow!("no page of metrics: {problem}"))
+    };
+    let asking = || format!("asking {base}/metrics");
+    let (begun, mut before) = (Instant::now(), page().await.with_context(asking)?);
+    if before == Page::default() {
+        usage!(
+            "{base}/metrics says nothing of requests or drafts; is it vLLM, SGLang, llama.cpp or `deepspec-data serve`?"
+        );
+    }
+    let (mut last, mut intervals) = (begun, vec![]);
+    let mut ticks = time::interval(Duration::from_secs_f64(args.every));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks.tick().await;
+    while begun.elapsed().as_secs_f64() + 0.5 * args.every < args.seconds {
+        ticks.tick().await;
+        // An engine that is started anew does not end the watch.
+        let after = match page().await {
+            Ok(after) => after,
+            Err(error) => {
+                tracing::warn!("asking {base}/metrics: {error:#}");
+                continue;
+            }
+        };
+        let now = Instant::now();
+        let at = (now - begun).as_secs_f64();
+        let found = Interval::between(&before, &after, at, (now - last).as_secs_f64());
+        if let Some(found) = found {
+            if verbosity != Verbosity::Quiet {
+                tracing::info!("{}", line(&found));
+            }
+            intervals.push(found);
+        }
+        (before, last) = (after, now);
+    }
+    Ok(intervals)
+}
+
+fn line(of: &Interval) -> String {
+    let shown =
+        |value: Option<f64>, digits: usize| value.map_or("–".into(), |value| format!("{value:.digits$}"));
+    format!(
+        "{:.0} running, {:.0} waiting, {} tokens/s, accepted length {}, wasted {}, verified per block {}",
+        of.running,
+        of.waiting,
+        shown(of.tokens_per_second, 0),
+        shown(of.accepted_length, 2),
+        shown(of.wasted, 2),
+        shown(of.budget, 1)
+    )
+}
+
+/// Intervals by the power of two that their running requests come up to.
+fn occupancies(intervals: &[Interval]) -> Vec<Occupancy> {
+    let mut groups = BTreeMap::<u32, Vec<&Interval>>::new();
+    for interval in intervals {
+        let running = interval.running.max(0.0).round() as u64;
+        groups.entry(if running == 0 { 0 } else { 1 + running.ilog2() }).or_default().push(interval);
+    }
+    let occupancy = |(group, of): (u32, Vec<&Interval>)| {
+        let spread = |value: fn(&Interval) -> Option<f64>| {
+            Percentiles::of(of.iter().filter_map(|interval| value(interval)).collect())
+        };
+        Occupancy {
+            running: if group == 0 { [0, 0] } else { [1 << (group - 1), (1 << group) - 1] },
+            intervals: of.len(),
+            accepted_length: spread(|interval| interval.accepted_length),
+            wasted: spread(|interval| interval.wasted),
+            tokens_per_second: spread(|interval| interval.tokens_per_second),
+            waiting: spread(|interval| Some(interval.waiting)),
+        }
+    };
+    groups.into_iter().map(occupancy).collect()
+}
+
+const COLUMNS: [&str; 6] =
+    ["running", "looks", "τ mean/p50/p95", "wasted mean/p50/p95", "tokens/s mean/p50/p95", "waiting p95"];
+
+fn rows(occupancy: &[Occupancy]) -> Vec<Vec<String>> {
+    let shown = |spread: Option<Percentiles>, digits: usize| {
+        spread.map_or("–".into(), |s| {
+            [s.mean, s.p50, s.p95].map(|value| format!("{value:.digits$}")).join(" / ")
+        })
+    };
+    let row = |of: &Occupancy| {
+        let [from, to] = of.running;
+        vec![
+            if from == to { from.to_string() } else { format!("{from}–{to}") },
+            of.intervals.to_string(),
+            shown(of.accepted_length, 2),
+            shown(of.wasted, 2),
+            shown(of.tokens_per_second, 0),
+            of.waiting.map_or("–".into(), |spread| format!("{:.0}", spread.p95)),
+        ]
+    };
+    occupancy.iter().map(row).collect()
+}
+
+/// One of the values of an occupancy.
+type Value = fn(&Occupancy) -> Option<Percentiles>;
+
+fn document(watched: &Watched) -> anyhow::Result<Document> {
+    let plots: [(_, _, _, Value); 3] = [
+        ("accepted-length", "Accepted length by running requests", "tokens per block", |of| {
+            of.accepted_length
+        }),
+        ("wasted", "Share of verified drafts that were rejected", "share", |of| of.wasted),
+        ("throughput", "Tokens per second", "tokens/s", |of| of.tokens_per_second),
+    ];
+    let mut blocks = vec![
+        Block::Paragraph(format!("{}, {} looks.", watched.url, watched.intervals.len())),
+        Block::Table(COLUMNS.map(String::from).to_vec(), rows(&watched.occupancy)),
+    ];
+    for (name, title, label, of) in plots {
+        blocks.push(Block::Plot(name, plot(title, label, &watched.occupancy, of)?));
+    }
+    Ok(Document { title: "Speculation under load".into(), blocks })
+}
+
+fn plot(
+    title: &'static str,
+    label: &'static str,
+    occupancy: &[Occupancy],
+    of: Value,
+) -> anyhow::Result<Plot> {
+    let looks = [BLUE, GREEN, VERMILION].map(|colour| SeriesStyle(colour, Marker::Disc));
+    let keys = [("mean", looks[0]), ("p50", looks[1]), ("p95", looks[2])];
+    let point = |occupancy: &Occupancy| Some((occupancy.running[0].max(1) as f64, of(occupancy)?));
+    let points: Vec<(f64, Percentiles)> = occupancy.iter().filter_map(point).collect();
+    let most = points.iter().map(|(running, _)| *running).fold(1.0, f64::max);
+    let highest = points.iter().flat_map(|(_, s)| [s.mean, s.p95]).fold(0.01, f64::max) * 1.05;
+    Plot::draw(title, (560, 300), |canvas| {
+        let area = heading(canvas, title, &keys)?;
+        let x = Axis::doublings("log2 of running requests", most);
+        let mut chart = chart(&area, x, Axis::values(label, 0.0..highest, 6))?;
+        let values: [fn(&Percentiles) -> f64; 3] = [|s| s.mean, |s| s.p50, |s| s.p95];
+        for (value, look) in values.into_iter().zip(looks) {
+            series(&mut chart, points.iter().map(|(running, spread)| (running.log2(), value(spread))), look)?;
+        }
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_become_rates_and_a_restart_is_left_out() {
+        let page = |drafts: f64, tokens: f64, accepted: f64, generated: f64| Page {
+            drafts: Some(drafts),
+            draft_tokens: Some(tokens),
+            accepted: Some(accepted),
+            generated: Some(generated),
+            running: Some(5.0),
+            ..Page::default()
+        };
+        let found =
+            Interval::between(&page(10.0, 70.0, 20.0, 30.0), &page(20.0, 140.0, 55.0, 75.0), 2.0, 0.5)
+                .unwrap();
+        assert_eq!((found.accepted_length, found.tokens_per_second), (Some(4.5), Some(90.0)));
+        assert_eq!((found.wasted, found.budget), (Some(0.5), Some(7.0)));
+        assert_eq!(Interval::between(&page(20.0, 0.0, 0.0, 0.0), &page(1.0, 7.0, 1.0, 2.0), 1.0, 1.0), None);
+        let idle = Interval::between(&page(1.0, 7.0, 1.0, 2.0), &page(1.0, 7.0, 1.0, 2.0), 1.0, 1.0).unwrap();
+        assert_eq!((idle.accepted_length, idle.wasted, idle.tokens_per_second), (None, None, Some(0.0)));
+        let sglang = |generated: f64, verifications: f64| Page {
+            generated: Some(generated),
+            verifications: Some(verifications),
+            ..Page::default()
+        };
+        let found = Interval::between(&sglang(10.0, 5.0), &sglang(40.0, 15.0), 1.0, 1.0).unwrap();
+        assert_eq!(found.accepted_length, Some(3.0));
+        let groups =
+            occupancies(&[Interval { running: 0.0, ..idle }, idle, Interval { running: 7.0, ..idle }]);
+        assert_eq!(
+            groups.iter().map(|of| (of.running, of.intervals)).collect::<Vec<_>>(),
+            [([0, 0], 1), ([4, 7], 2)]
+        );
+    }
+}

@@ -1,0 +1,126 @@
+//! The drafters that engines are given.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::recipe::LossNormalization;
+use deepspec_core::{Slots, Tap};
+use deepspec_drafters::{
+    AnchoredBlocks, BlockConfig, BlockObjective, BlockPlan, DraftDecoder, DrafterPlan, Eagle3Config,
+    Eagle3Objective, Eagle3Plan, LossAlphas, Markov, MarkovKind, Supervise,
+};
+use deepspec_models::{ModelConfig, save};
+use deepspec_testkit::conversations::tokenizers;
+use serde_json::{Value, json};
+use tch::{Kind, Tensor};
+use tempfile::TempDir;
+
+use crate::LIMIT;
+use crate::common::gguf::dequantised;
+use crate::common::repository;
+use crate::common::training::{Lessons, smoke, train};
+
+/// A drafter of `assets` with something changed.
+pub fn edited(name: &str, edit: impl FnOnce(&mut Value, &mut Vec<(String, Tensor)>)) -> TempDir {
+    let (root, from) = (tempfile::tempdir().unwrap(), repository("assets").join(name));
+    let mut config = serde_json::from_str(&fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
+    let mut tensors = Tensor::read_safetensors(from.join("model.safetensors")).unwrap();
+    edit(&mut config, &mut tensors);
+    fs::write(root.path().join("config.json"), config.to_string()).unwrap();
+    save(&root.path().join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
+    root
+}
+
+/// The trained DSpark without its heads: a DFlash, if none that learned to do without them.
+pub fn dflash() -> TempDir {
+    edited("tiny-dspark", |config, tensors| {
+        (config["markov_rank"], config["enable_confidence_head"]) = (json!(0), json!(false));
+        config["confidence_head_with_markov"] = json!(false);
+        tensors
+            .retain(|(name, _)| !name.starts_with("markov_head.") && !name.starts_with("confidence_head."));
+    })
+}
+
+/// An Eagle3 that learned what this target says.
+pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
+    let model = ModelConfig::load(target).unwrap();
+    let taps = Tap::from_layer_ids(taps).unwrap();
+    let config = Eagle3Config {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: taps.clone(),
+            num_target_layers: model.layers.len(),
+        },
+        ttt_length: 4,
+        step_loss_decay: 0.8,
+    };
+    let objective = Eagle3Objective {
+        supervise: Supervise::Labels,
+        step_loss_decay: 0.8,
+        normalization: LossNormalization::Global,
+    };
+    taught(&Eagle3Plan::new(config, objective), target, &taps, steps)
+}
+
+/// The drafter after so many steps on what the target says.
+fn taught(plan: &dyn DrafterPlan, target: &Path, taps: &[Tap], steps: usize) -> TempDir {
+    let rows = LIMIT..2 * LIMIT;
+    let lessons =
+        Lessons { target: target.to_path_buf(), suites: smoke(), rows, tokens: 48, thinking: false };
+    let samples = lessons.samples(taps, |out| (out.taps, out.hidden));
+    let trained = train(plan, target, steps, samples);
+    let drafter = tempfile::tempdir().unwrap();
+    save(&drafter.path().join("model.safetensors"), &trained.checkpoint(), Kind::BFloat16).unwrap();
+    let config = Value::Object(trained.config_json()).to_string();
+    fs::write(drafter.path().join("config.json"), config).unwrap();
+    drafter
+}
+
+/// A real model of 135 M parameters, whose 4-bit weights all programs have as float32: with packed ones llama.cpp rounds what it multiplies
+/// them by, and its answers are others.
+pub struct RealModel {
+    /// The GGUF.
+    pub file: PathBuf,
+    /// What is unpacked of it.
+    pub folder: PathBuf,
+    _root: TempDir,
+}
+
+impl RealModel {
+    /// None leaves the test out.
+    pub fn new() -> Option<Self> {
+        let root = tempfile::tempdir().unwrap();
+        let [file, cache] = ["target.gguf", "unpacked"].map(|name| root.path().join(name));
+        dequantised(&tokenizers()?.join("smollm2.gguf"), &file);
+        let folder = deepspec_gguf::unpack(&file, &cache).unwrap();
+        Some(Self { file, folder, _root: root })
+    }
+
+    /// A block drafter that learned a little of what it says, with a Markov head of this rank.
+    pub fn block(&self, markov: Option<i64>) -> TempDir {
+        let model = ModelConfig::load(&self.folder).unwrap();
+        let taps = Tap::from_layer_ids(REAL_TAPS).unwrap();
+        let config = BlockConfig {
+            decoder: DraftDecoder {
+                model: model.anchored_decoder(&[None, None]).unwrap(),
+                taps: taps.clone(),
+                num_target_layers: model.layers.len(),
+            },
+            blocks: AnchoredBlocks {
+                block_size: 5,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: UNUSED,
+                num_anchors: 8,
+            },
+            markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
+            confidence: None,
+        };
+        let alphas = LossAlphas { ce: 1.0, ..LossAlphas::default() };
+        let plan = BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 4.0 });
+        taught(&plan, &self.folder, &taps, 200)
+    }
+}
+
+/// Taps of drafters of the real model, and a token of it that no text has.
+pub const REAL_TAPS: [i64; 3] = [1, 15, 27];
+const UNUSED: i64 = 7;

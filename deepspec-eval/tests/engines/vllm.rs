@@ -1,0 +1,102 @@
+//! In vLLM's build for CPUs.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use deepspec_testkit::skip::vllm_python;
+use serde_json::{Value, json};
+
+use crate::common::{deepspec_eval, repository, target_dir};
+use crate::drafters::{RealModel, dflash, eagle3};
+use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
+
+/// Has vLLM serve the drafter beside the tiny target.
+fn agrees_with_vllm(python: &str, drafter: &Path, near_ties: usize) {
+    let target = target_dir();
+    agrees_with_vllm_on(python, [&target, &target], drafter, LIMIT, near_ties);
+}
+
+/// Has vLLM serve the drafter as `--to vllm` writes it and says, beside a target that both read, and compares answers and what every cycle
+/// accepted, in all but so many requests.
+fn agrees_with_vllm_on(python: &str, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
+    let root = tempfile::tempdir().unwrap();
+    let [out, asked, told, run] =
+        ["vllm", "asked.jsonl", "told.jsonl", "run"].map(|name| root.path().join(name));
+    let [from, beside, to] = [drafter, target[0], &out].map(|path| path.to_str().unwrap());
+    let convert = ["checkpoint", "convert", "--to", "vllm", "--from", from, "--target", beside];
+    let converted = deepspec_eval(&[&convert[..], &["--output-dir", to]].concat());
+    let log = String::from_utf8_lossy(&converted.stderr).into_owned();
+    // Served by the very arguments that it names.
+    let named = log.split_once("--speculative-config '").and_then(|(_, rest)| rest.split_once('\''));
+    let named: Value = serde_json::from_str(named.unwrap_or_else(|| panic!("{log}")).0).unwrap();
+    let prompts = prompts(limit);
+    let row = |((suite, id), prompt): (&(String, String), &String)| {
+        json!({"suite": suite, "id": id, "prompt": prompt}).to_string()
+    };
+    fs::write(&asked, prompts.iter().map(row).collect::<Vec<_>>().join("\n")).unwrap();
+    let ours = ours(target[0], drafter, limit, &run);
+    let accepted = accepted(&run.join("traces.parquet"));
+    let mut command = Command::new(python);
+    // libtorch of this process is another than vLLM's.
+    command.env_remove("LD_LIBRARY_PATH").arg(repository("scripts/vllm_ask.py"));
+    command.arg(target[1]).args([&asked, &told]).arg(ANSWER.to_string());
+    let [method, model] = ["method", "model"].map(|key| named[key].as_str().unwrap());
+    let ran = command.args([method, model, &named["num_speculative_tokens"].to_string()]).output().unwrap();
+    let log = String::from_utf8_lossy(&ran.stderr);
+    assert!(ran.status.success(), "{log}");
+    let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
+    let mut answered = 0;
+    for line in fs::read_to_string(&told).unwrap().lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        let key = (row["suite"].as_str().unwrap().to_string(), row["id"].as_str().unwrap().to_string());
+        let list = |name: &str| -> Vec<i64> { serde_json::from_value(row[name].clone()).unwrap() };
+        let (ids, theirs) = (list("token_ids"), list("accepted"));
+        let (own_ids, _) = &ours[&key];
+        answered += 1;
+        if ids != *own_ids {
+            differing.push(format!("{key:?}: {}", near_tie(target[0], &prompts[&key], own_ids, &ids)));
+            continue;
+        }
+        let (own, theirs) = (drafting(&accepted[&key]), drafting(&theirs));
+        // The last cycle ends inside a block, where the two count differently.
+        let same = own.len() == theirs.len() && own.iter().rev().skip(1).eq(theirs.iter().rev().skip(1));
+        if !same {
+            differing.push(format!("{key:?}: {theirs:?} there, {own:?} here"));
+        }
+        (tokens, cycles) = (tokens + ids.len(), cycles + own.len());
+    }
+    assert_eq!(answered, ours.len());
+    assert!(tokens > cycles + ENOUGH, "{tokens} tokens in {cycles} cycles");
+    assert!(differing.len() <= near_ties, "{}", differing.join("\n"));
+}
+
+#[test]
+fn vllm_runs_dspark_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, &repository("assets/tiny-dspark"), 0);
+}
+
+#[test]
+fn vllm_runs_dflash_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, dflash().path(), 1);
+}
+
+#[test]
+fn vllm_runs_dflash_2_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, &repository("assets/tiny-dflash2"), 1);
+}
+
+#[test]
+fn vllm_runs_eagle3_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, eagle3(&target_dir(), [0, 2, 4], 60).path(), 1);
+}
+
+#[test]
+fn vllm_runs_dspark_of_a_real_model_cycle_by_cycle() {
+    let (Some(python), Some(real)) = (vllm_python(), RealModel::new()) else { return };
+    agrees_with_vllm_on(&python, [&real.folder, &real.file], real.block(Some(32)).path(), FEWER, 1);
+}

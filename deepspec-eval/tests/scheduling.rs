@@ -1,0 +1,266 @@
+//! From a measured cost to a schedule: `profile`, `run --schedule`, `simulate`, `economics`, and `load` against a real server.
+
+mod common;
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::thread;
+
+use clap::Parser;
+use common::{answers, assert_refused, deepspec_eval, repository, run, run_ok, target_dir};
+use deepspec_core::cli::Verbosity;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use serde_json::{Value, json};
+use tempfile::tempdir;
+
+/// Steps of 1 ms for up to 4 tokens, and a quarter more for every token behind them.
+const STEEP: &str = "batch_tokens,seconds\n1,0.001\n4,0.001\n128,0.032\n";
+
+fn drafter() -> String {
+    repository("assets/tiny-dspark").to_str().unwrap().to_string()
+}
+
+fn ok(args: &[&str]) -> String {
+    let output = deepspec_eval(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn parsed(file: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
+}
+
+#[test]
+fn a_measured_cost_decides_what_is_verified_and_no_answer_changes() {
+    let dir = tempdir().unwrap();
+    let [cost, steep, whole, cut] =
+        ["cost.json", "steep.csv", "whole", "cut"].map(|name| dir.path().join(name));
+    let (target, file) = (target_dir(), cost.to_str().unwrap());
+    let profile = [
+        "profile",
+        "--quiet",
+        "--device",
+        "cpu",
+        "--target",
+        target.to_str().unwrap(),
+        "--draft",
+        &drafter(),
+    ];
+    let profile = [&profile[..], &["--requests", "4,1", "--contexts", "32,8", "--output", file]].concat();
+    assert!(ok(&profile).contains("verification behind 32 tokens of history"));
+    let found = parsed(&cost);
+    assert_eq!(found["verify"][0]["batch_tokens"], json!([1, 2, 4, 8, 16, 32]), "{found}");
+    assert_eq!((&found["verify"][1]["context"], &found["draft"]["requests"]), (&json!(32), &json!([1, 4])));
+    assert!(found["target"]["weights_digest"].is_string() && found["machine"]["processor"].is_string());
+    assert_refused(&deepspec_eval(&profile), 2, &[file, "--overwrite"]);
+
+    let asked = ["--no-baseline", "--temperature", "0", "--limit", "4", "--slots", "4", "--json"];
+    run_ok(&drafter(), &whole, &asked);
+    fs::write(&steep, STEEP).unwrap();
+    for (schedule, costs) in [
+        ("prefix", file),
+        ("prefix-async", file),
+        ("prefix", steep.to_str().unwrap()),
+        ("fixed:3", ""),
+        ("threshold:0.7", ""),
+    ] {
+        let mut more = vec!["--schedule", schedule, "--overwrite"];
+        if !costs.is_empty() {
+            more.extend(["--cost", costs]);
+        }
+        run_ok(&drafter(), &cut, &[&asked[..], &more].concat());
+        assert_eq!(answers(&cut), answers(&whole), "{schedule}");
+        let [before, after] = [&whole, &cut].map(|dir| parsed(&dir.join("results.json")));
+        assert_eq!(after["settings"]["schedule"], json!(schedule));
+        let verified = |results: &Value| results["suites"][0]["counts"]["proposed"].as_u64().unwrap();
+        assert!(verified(&after) <= verified(&before));
+        if costs.ends_with(".csv") {
+            assert!(verified(&after) < verified(&before) / 2, "four sequences leave no free token");
+        }
+    }
+    for (more, words) in [
+        (vec!["--schedule", "prefix"], vec!["--cost", "profile"]),
+        (vec!["--schedule", "plain"], vec!["--draft none"]),
+        (vec!["--schedule", "whole", "--cost", file], vec!["reads no costs"]),
+        (vec!["--schedule", "prefix", "--cost", file, "--slots", "64"], vec!["up to 32 tokens"]),
+        (vec!["--schedule", "prefix", "--cost", "absent.json"], vec!["absent.json", "profile"]),
+    ] {
+        let refused = run(&drafter(), &cut, &[&["--overwrite", "--no-baseline"][..], &more].concat());
+        assert_refused(&refused, 2, &words);
+    }
+    assert_eq!(run(&drafter(), &cut, &["--schedule", "fixed:0", "--overwrite"]).status.code(), Some(2));
+}
+
+#[test]
+fn a_recorded_run_is_replayed_on_any_cost() {
+    let dir = tempdir().unwrap();
+    let [recorded, steep, out] = ["run", "steep.csv", "simulation"].map(|name| dir.path().join(name));
+    run_ok(&drafter(), &recorded, &["--no-baseline", "--temperature", "0", "--limit", "6", "--json"]);
+    fs::write(&steep, STEEP).unwrap();
+    let [from, cost, to] = [&recorded, &steep, &out].map(|path| path.to_str().unwrap());
+    let simulate =
+        ["simulate", "--quiet", from, "--cost", cost, "--output-dir", to, "--cycles", "4000", "--emit"];
+    let told = ok(&[&simulate[..], &["--concurrency", "1,16"]].concat());
+    assert!(told.contains("whole blocks are slower than plain decoding from 16 sequences on"), "{told}");
+    let found = parsed(&out.join("simulation.json"));
+    let rate = |schedule: &str, load: usize| {
+        let courses = found["courses"].as_array().unwrap();
+        let course = courses.iter().find(|course| course["schedule"] == schedule).unwrap();
+        let of = |key: &str| course["outcomes"][load][key].as_f64().unwrap();
+        (of("tokens") + of("first_tokens")) / of("seconds")
+    };
+    // A token a step, and a step for each prompt, which has no cost here: 1,000 tokens/s, and what 16 tokens cost.
+    assert!((rate("plain", 0) / 1000.0 - 1.0).abs() < 1e-6, "{}", rate("plain", 0));
+    assert!((rate("plain", 1) / 4000.0 - 1.0).abs() < 0.02, "{}", rate("plain", 1));
+    assert!(rate("whole", 0) > 1200.0 && rate("whole", 1) < 3000.0);
+    assert!(
+        rate("prefix", 0) > 0.97 * rate("whole", 0),
+        "{} against {}",
+        rate("prefix", 0),
+        rate("whole", 0)
+    );
+    assert!(rate("prefix", 1) > 0.97 * rate("plain", 1), "{}", rate("prefix", 1));
+    for name in ["throughput.svg", "frontier.png", "engines.md"] {
+        assert!(out.join(name).is_file(), "{name}");
+    }
+    let ranges = parsed(&out.join("vllm-batch-sizes.json"));
+    assert_eq!(
+        (&ranges[0][0], &ranges.as_array().unwrap().last().unwrap()[2]),
+        (&json!(1), &json!(0)),
+        "{ranges}"
+    );
+    // What is written for SGLang says the same when it is read.
+    let [rates, temperatures] = ["sglang-cost.json", "sglang-sts.json"].map(|name| out.join(name));
+    let again = dir.path().join("again");
+    let more = ["--calibration", temperatures.to_str().unwrap(), "--concurrency", "1,16"];
+    let again_args = [
+        "simulate",
+        "--quiet",
+        from,
+        "--cost",
+        rates.to_str().unwrap(),
+        "--output-dir",
+        again.to_str().unwrap(),
+    ];
+    ok(&[&again_args[..], &["--cycles", "4000"], &more].concat());
+    let plain = |file: &Path| parsed(file)["courses"][0]["outcomes"][1]["seconds"].as_f64().unwrap();
+    let ratio = plain(&again.join("simulation.json")) / plain(&out.join("simulation.json"));
+    assert!((ratio - 1.0).abs() < 1e-3, "{ratio}");
+    assert_refused(&deepspec_eval(&simulate), 2, &["simulation.json", "--overwrite"]);
+    let crowded = [&simulate[..], &["--overwrite", "--concurrency", "256"]].concat();
+    assert_refused(&deepspec_eval(&crowded), 2, &["up to 128 tokens", "profile further"]);
+    let cut = dir.path().join("cut");
+    run_ok(&drafter(), &cut, &["--no-baseline", "--limit", "2", "--schedule", "threshold:0.5", "--json"]);
+    let of_cut = ["simulate", cut.to_str().unwrap(), "--cost", cost, "--output-dir", to, "--overwrite"];
+    assert_refused(&deepspec_eval(&of_cut), 2, &["threshold:0.5", "never saw"]);
+}
+
+#[test]
+fn economics_reads_configs_and_its_own_descriptions() {
+    let dir = tempdir().unwrap();
+    let [yaml, out] = ["model.yaml", "out"].map(|name| dir.path().join(name));
+    let config = repository("configs/shapes/qwen3_4b.json");
+    let config = config.to_str().unwrap();
+    let asked = ["--hardware", "h200", "--batch", "1,256", "--context", "4096", "--acceptance", "0.8"];
+    let table = ok(&[&["economics", config][..], &asked].concat());
+    assert!(table.contains("B = 256") && table.contains("nothing measured"), "{table}");
+    fs::write(&yaml, ok(&["economics", config, "--print-model"])).unwrap();
+    let again =
+        ok(&[&["economics", yaml.to_str().unwrap(), "--output-dir", out.to_str().unwrap()][..], &asked]
+            .concat());
+    assert_eq!(again, table);
+    assert!(out.join("report.html").is_file() && out.join("plots/marginal.svg").is_file());
+    let best = parsed(&out.join("economics.json"))["points"][0]["best_length"].as_u64().unwrap();
+    assert!(best > 3, "tokens are free for one request: {best}");
+    for (args, words) in [
+        (vec!["economics", config, "--hardware", "z9"], vec!["z9", "b200"]),
+        (vec!["economics", "absent"], vec!["absent", "config.json"]),
+        (vec!["economics", config, "--acceptance", "2"], vec!["--acceptance 2"]),
+    ] {
+        assert_refused(&deepspec_eval(&args), 2, &words);
+    }
+    fs::write(&yaml, "layers: []\n").unwrap();
+    assert_refused(
+        &deepspec_eval(&["economics", yaml.to_str().unwrap()]),
+        2,
+        &["model.yaml", "`layers` is empty"],
+    );
+    let weird = dir.path().join("hardware.yaml");
+    fs::write(&weird, "{bandwidth: 0, bf16: 1, fp8: 1, fp4: 1}").unwrap();
+    let slow = ["economics", config, "--hardware", weird.to_str().unwrap()];
+    assert_refused(&deepspec_eval(&slow), 2, &["hardware.yaml", "`bandwidth` is 0"]);
+    fs::write(&yaml, "layers: 3\n").unwrap();
+    assert_refused(&deepspec_eval(&["economics", yaml.to_str().unwrap()]), 2, &["model.yaml", "layers"]);
+}
+
+/// The server's own arguments.
+#[derive(Parser)]
+struct Serve {
+    #[command(flatten)]
+    args: deepspec_serve::http::Args,
+}
+
+#[test]
+fn load_is_measured_against_a_real_server() {
+    let dir = tempdir().unwrap();
+    let steep = dir.path().join("steep.csv");
+    fs::write(&steep, STEEP).unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let (target, drafter) = (target_dir(), drafter());
+    let serve =
+        ["serve", "--model", target.to_str().unwrap(), "--port", &port, "--slots", "4", "--draft", &drafter];
+    let schedule = ["--schedule", "prefix", "--cost", steep.to_str().unwrap(), "--device", "cpu"];
+    let serve = Serve::parse_from([&serve[..], &schedule].concat());
+    thread::spawn(move || deepspec_serve::http::run(&serve.args, Verbosity::Quiet).unwrap());
+    let url = format!("http://127.0.0.1:{port}");
+    let page = |path: &str| ureq::get(format!("{url}{path}")).call().ok()?.body_mut().read_to_string().ok();
+    while page("/health").is_none() {
+        thread::yield_now();
+    }
+    let suites = repository("eval_datasets");
+    let load = |levels: &[&str], out: &Path| {
+        let asked = ["load", "--quiet", "--server", &url, "--suite", "smoke-math", "--suite", "smoke-chat"];
+        let limits = ["--seconds", "2", "--warm-up", "0.5", "--max-new-tokens", "24"];
+        let to = ["--suites-dir", suites.to_str().unwrap(), "--output-dir", out.to_str().unwrap(), "--json"];
+        let report: Value = serde_json::from_str(&ok(&[&asked[..], &limits, &to, levels].concat())).unwrap();
+        report
+    };
+    let closed = dir.path().join("closed");
+    let report = load(&["--concurrency", "1,6"], &closed);
+    for run in report["runs"].as_array().unwrap() {
+        assert!(run["requests"].as_u64().unwrap() > 0 && run["failed"] == 0, "{run}");
+        assert!(
+            run["tokens_per_second"].as_f64().unwrap() > 0.0 && run["time_to_first_token"]["p99"].is_number(),
+            "{run}"
+        );
+    }
+    let rows = |dir: &Path| {
+        let file = fs::File::open(dir.join("requests.parquet")).unwrap();
+        SerializedFileReader::new(file).unwrap().metadata().file_metadata().num_rows()
+    };
+    let counted: u64 =
+        report["runs"].as_array().unwrap().iter().map(|run| run["requests"].as_u64().unwrap()).sum();
+    assert!(rows(&closed) >= counted as i64 && closed.join("report.html").is_file());
+    let open = dir.path().join("open");
+    let report = load(&["--rate", "8"], &open);
+    assert!(report["runs"][0]["failed"] == 0 && report["runs"][0]["level"]["rate"] == 8.0, "{report}");
+    // What the server counted is what it was asked.
+    let metrics = page("/metrics").unwrap();
+    let value = |name: &str| -> f64 {
+        let line = metrics.lines().find(|line| line.starts_with(&format!("deepspec:{name} "))).unwrap();
+        line.rsplit_once(' ').unwrap().1.parse().unwrap()
+    };
+    let [cycles, drafts, proposed, accepted] = [
+        "decode_cycles_total",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+    ]
+    .map(value);
+    assert!(cycles > drafts && drafts > 0.0 && proposed >= drafts && accepted <= proposed, "{metrics}");
+    assert_eq!(value("time_to_first_token_seconds_count"), (rows(&closed) + rows(&open)) as f64);
+    let nobody = ["load", "--server", "http://127.0.0.1:9", "--suite", "smoke-math", "--output-dir", "x"];
+    let refused = deepspec_eval(&[&nobody[..], &["--suites-dir", suites.to_str().unwrap()]].concat());
+    assert_eq!(refused.status.code(), Some(1), "{}", String::from_utf8_lossy(&refused.stderr));
+}
