@@ -4,7 +4,7 @@
 usage: thresholds.py OUTPUT_DIR [ARGUMENTS OF deepspec-eval run...]
 
 Runs `deepspec-eval run` once with whole blocks and once for each threshold, into OUTPUT_DIR; runs that are there are not made again. Of each it
-prints the share of verified drafts that were accepted, by domain, and tau; "foretold" are both as the whole run's sweep estimates them, which cuts
+prints the share of verified drafts that were accepted, by domain and over all, and tau; "foretold" are they as the whole run's sweep estimates them, which cuts
 every recorded block where it stands and knows nothing of the blocks that would follow.
 """
 
@@ -26,13 +26,20 @@ def results(out, threshold, arguments):
     return json.loads((folder / "results.json").read_text())
 
 
-def share(suites):
-    counts = [suite["counts"] for suite in suites]
+def measured(run, domain=None):
+    return [suite["counts"] for suite in run["suites"] if domain in (None, suite["domain"])]
+
+
+def foretold(whole, threshold, domain=None):
+    points = [point for suite in whole["suites"] if domain in (None, suite["domain"]) for point in suite.get("sweep", [])]
+    return [point for point in points if round(point["threshold"], 2) == threshold]
+
+
+def share(counts):
     return sum(count["accepted"] for count in counts) / max(sum(count["proposed"] for count in counts), 1)
 
 
-def tau(suites):
-    counts = [suite["counts"] for suite in suites]
+def tau(counts):
     return sum(count["committed"] for count in counts) / max(sum(count["cycles"] for count in counts), 1)
 
 
@@ -45,16 +52,18 @@ def main():
     whole = runs[0.0]
     if not whole["confidence"]:
         sys.exit("thresholds: the drafter has no confidence head")
-    foretold = {round(point["threshold"], 2): point for point in whole["confidence"]["sweep"]}
+    if not any("sweep" in suite for suite in whole["suites"]):
+        sys.exit(f"thresholds: {out}/threshold-0.0 says nothing suite by suite, an earlier version made it; remove it")
     domains = list(dict.fromkeys(suite["domain"] for suite in whole["suites"]))
-    print("| threshold | " + " | ".join(f"{domain}: accepted" for domain in domains) + " | all | foretold | τ | foretold |")
-    print("|---" * (len(domains) + 5) + "|")
+    columns = [column for domain in domains for column in (f"{domain}: accepted", "foretold")]
+    print("| threshold | " + " | ".join(columns) + " | all | foretold | τ | foretold |")
+    print("|---" * (len(columns) + 5) + "|")
     for threshold, run in runs.items():
-        of = [share([suite for suite in run["suites"] if suite["domain"] == domain]) for domain in domains]
-        point = foretold[threshold]
-        cells = [*of, share(run["suites"]), point["accepted"] / max(point["proposed"], 1)]
-        lengths = [tau(run["suites"]), point["committed"] / point["cycles"]]
-        print(f"| {threshold} | " + " | ".join(f"{100 * cell:.1f} %" for cell in cells) + " | " + " | ".join(f"{length:.2f}" for length in lengths) + " |")
+        parts = [(measured(run, domain), foretold(whole, threshold, domain)) for domain in domains]
+        cut, sweep = measured(run), foretold(whole, threshold)
+        shares = [share(counts) for part in parts for counts in part] + [share(cut), share(sweep)]
+        lengths = [tau(cut), tau(sweep)]
+        print(f"| {threshold} | " + " | ".join(f"{100 * cell:.1f} %" for cell in shares) + " | " + " | ".join(f"{length:.2f}" for length in lengths) + " |")
 
 
 main()

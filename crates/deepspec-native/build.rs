@@ -20,8 +20,10 @@ fn main() {
     let mut shim = cc::Build::new();
     shim.cpp(true).std("c++17").include("src/cpp").files([
         "src/cpp/adamw.cpp",
+        "src/cpp/attention.cpp",
         "src/cpp/group.cpp",
         "src/cpp/memory.cpp",
+        "src/cpp/profile.cpp",
         "src/cpp/rows.cpp",
     ]);
     if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {

@@ -81,12 +81,30 @@ pub fn measure<'c>(
         let observed = cycles.clone().map(|cycle| (cycle.usable_confidence(), cycle.accepted as usize));
         reliability(observed, positions, calibration)
     };
-    let sweep = |step| sweep_point(cycles.clone(), &used, f64::from(step) / f64::from(THRESHOLDS));
+    let sweep = if cut { vec![] } else { sweep(cycles.clone(), positions, temperatures)? };
     Ok(Some(ConfidenceResult {
         reliability: report(&used)?,
         uncalibrated: temperatures.map(|_| report(&raw)).transpose()?,
-        sweep: if cut { vec![] } else { (0..THRESHOLDS).map(sweep).collect::<Result<_, _>>()? },
+        sweep,
     }))
+}
+
+/// What thresholds on the confidence would give for these cycles of whole blocks; nothing without a confidence head.
+///
+/// # Errors
+/// As [`measure`].
+pub fn sweep<'c>(
+    cycles: impl Iterator<Item = &'c Cycle> + Clone,
+    positions: usize,
+    temperatures: Option<&[f64]>,
+) -> Result<Vec<SweepPoint>, ScheduleError> {
+    let cycles = cycles.filter(|cycle| !cycle.confidence.is_empty());
+    if cycles.clone().next().is_none() {
+        return Ok(vec![]);
+    }
+    let used = filled(temperatures.unwrap_or_default(), positions)?;
+    let point = |step| sweep_point(cycles.clone(), &used, f64::from(step) / f64::from(THRESHOLDS));
+    (0..THRESHOLDS).map(point).collect()
 }
 
 /// Temperatures for all positions; those not given are 1.

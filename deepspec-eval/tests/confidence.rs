@@ -118,6 +118,12 @@ fn a_calibrated_run_cuts_by_calibrated_confidences() {
     assert!(10 * proposed(&raw) < proposed(&cut), "{} and {}", proposed(&raw), proposed(&cut));
     assert_eq!(cut["confidence"]["sweep"], json!([]));
     assert_eq!(plain["confidence"]["sweep"][0]["proposed"], proposed(&plain));
+    for (i, point) in plain["confidence"]["sweep"].as_array().unwrap().iter().enumerate() {
+        let suites = plain["suites"].as_array().unwrap().iter();
+        let sum: u64 = suites.map(|suite| suite["sweep"][i]["accepted"].as_u64().unwrap()).sum();
+        assert_eq!(point["accepted"].as_u64(), Some(sum), "{point}");
+    }
+    assert_eq!(cut["suites"][0]["sweep"], Value::Null);
 
     let refused = |draft: &str, args: &[&str], words: &[&str]| {
         assert_refused(&run(&path(draft), &dir.path().join("x"), args), 2, words);

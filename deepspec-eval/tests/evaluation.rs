@@ -164,6 +164,23 @@ fn any_number_of_processes_gives_the_same_results() {
 }
 
 #[test]
+fn where_the_time_of_some_steps_goes_can_be_seen() {
+    let dir = tempfile::tempdir().unwrap();
+    let trace = dir.path().join("trace.json");
+    let args = [&SMALL[..], &["--profile", trace.to_str().unwrap()]].concat();
+    run_ok(&drafter(), &dir.path().join("out"), &args);
+    let text: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
+    let events = text["traceEvents"].as_array().unwrap();
+    for name in ["draft", "verify", "commit"] {
+        let count = events.iter().filter(|event| event["name"] == name).count();
+        assert_eq!(count, 5, "{name}");
+    }
+    let nowhere = [&SMALL[..], &["--overwrite", "--profile", "nowhere/trace.json"]].concat();
+    assert_refused(&run(&drafter(), &dir.path().join("out"), &nowhere), 2, &["--profile", "nowhere"]);
+    assert!(dir.path().join("out/results.json").exists(), "results are gone, though nothing could run");
+}
+
+#[test]
 fn every_seed_answers_every_sample() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);

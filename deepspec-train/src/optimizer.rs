@@ -83,9 +83,11 @@ impl AdamW {
         for slot in self.slots.iter_mut().filter(|slot| slot.parameter.kind() != Kind::Float) {
             let gradient = slot.parameter.grad();
             if gradient.defined() {
-                let gradient = gradient.to_kind(Kind::Float);
-                slot.sum =
-                    Some(slot.sum.take().map_or_else(|| gradient.shallow_clone(), |sum| sum + &gradient));
+                match &mut slot.sum {
+                    // In place: there is no second sum, and on a GPU no float32 copy of the gradient either.
+                    Some(sum) => drop(sum.g_add_(&gradient)),
+                    None => slot.sum = Some(gradient.to_kind(Kind::Float)),
+                }
                 slot.parameter.zero_grad();
             }
         }

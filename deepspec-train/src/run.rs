@@ -13,7 +13,7 @@ use deepspec_dist::{Carrier, GroupError, ProcessGroup};
 use deepspec_drafters::{DrafterPlan, TrainableDrafter};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
-use deepspec_native::{DeviceError, LocalRank};
+use deepspec_native::{DeviceError, LocalRank, StepTrace};
 use deepspec_states::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind, Tensor};
 
@@ -240,6 +240,10 @@ impl Inputs {
             .filter(|_| !args.init_only)
             .map(|questions| Evaluation::open(questions, taps(), source, device, kind))
             .transpose()?;
+        let trace = match args.profile.as_deref().filter(|_| group.is_leader()) {
+            Some(path) => StepTrace::new(path, device).map_err(UsageError)?,
+            None => StepTrace::none(),
+        };
         let RunDir { checkpoints, latest } = run_dir;
         if args.overwrite && group.is_leader() {
             checkpoints.clear()?;
@@ -255,6 +259,7 @@ impl Inputs {
             schedule: *schedule,
             checkpoints,
             evaluation,
+            trace,
             stop: signals::stop_flag()?,
         };
         Ok((trainer, latest))

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use deepspec_dist::{GroupError, ProcessGroup};
+use deepspec_native::range;
 use tch::Tensor;
 
 /// Values that travel at once: large enough that a collective's fixed cost does not count, small beside the model.
@@ -17,6 +18,7 @@ pub fn add_up(group: &ProcessGroup, tensors: &mut [Tensor]) -> Result<(), GroupE
     if group.world_size() == 1 {
         return Ok(());
     }
+    let _range = range(c"collectives");
     for bucket in buckets(tensors.iter().map(Tensor::numel)) {
         let tensors = &mut tensors[bucket];
         let mut sums = flat(tensors.iter());
@@ -33,6 +35,7 @@ pub fn add_up(group: &ProcessGroup, tensors: &mut [Tensor]) -> Result<(), GroupE
 /// If another rank has failed.
 pub fn share(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), GroupError> {
     let _guard = tch::no_grad_guard();
+    let _range = range(c"collectives");
     for owner in 0..group.world_size() {
         let tensors: Vec<&Tensor> =
             owned.iter().filter(|(rank, _)| *rank == owner).map(|(_, tensor)| *tensor).collect();

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::{Metrics, TrainableDrafter};
+use deepspec_native::{StepTrace, range};
 
 use crate::checkpoint::{Checkpoints, DataId, TrainState};
 use crate::evaluation::Evaluation;
@@ -36,6 +37,8 @@ pub struct Trainer<'a> {
     pub evaluation: Option<Evaluation>,
     /// The data set, kept in the training state.
     pub data: DataId,
+    /// Records where the time of some steps goes.
+    pub trace: StepTrace,
     /// Raised by SIGTERM and SIGUSR1.
     pub stop: Arc<AtomicBool>,
 }
@@ -55,17 +58,30 @@ impl Trainer<'_> {
         let mut window = Window::new(self.metrics.as_ref());
         let logging = &self.recipe.logging;
         for step in first..self.schedule.max_train_steps {
+            let begun = Instant::now();
+            self.trace.begin_step();
+            window.pause(begun.elapsed());
             for _ in 0..self.schedule.gradient_accumulation_steps {
-                let micro = loader.next_batch()?;
+                let micro = {
+                    let _range = range(c"data");
+                    loader.next_batch()?
+                };
                 let sums = self.trainee.accumulate(&micro.samples, micro.normaliser);
                 self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
                 micro.unseen.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));
             }
             let lr = self.lr.at(step);
-            window.end_step(self.optimizer.step(lr, self.group)?);
+            let norm = {
+                let _range = range(c"optimiser");
+                self.optimizer.step(lr, self.group)?
+            };
+            window.end_step(norm);
             let (done, last) = (step + 1, step + 1 == self.schedule.max_train_steps);
-            let stopping = self.group.any("ending a step", self.stop.load(Ordering::Relaxed))?;
+            let stopping = {
+                let _range = range(c"collectives");
+                self.group.any("ending a step", self.stop.load(Ordering::Relaxed))?
+            };
             let logs = done % logging.logging_steps == 0 || last;
             // Who is told to stop has no time to measure.
             let evaluates = logging.eval_every.is_some_and(|every| done % every == 0 || last) && !stopping;
@@ -102,6 +118,7 @@ impl Trainer<'_> {
                 self.checkpoints.mark_best(done, tau)?;
             }
             if stopping && !last {
+                self.trace.finish();
                 let reason = format!(
                     "stopped by a signal at step {done} of {}; run the same command to go on",
                     self.schedule.max_train_steps
@@ -109,6 +126,7 @@ impl Trainer<'_> {
                 return Err(ExitWith { code: SAVED_EARLY, reason }.into());
             }
         }
+        self.trace.finish();
         loader.finish()?;
         if let Some(report) = report {
             let checkpoint = self.checkpoints.dir().join(format!("step_{}", self.schedule.max_train_steps));

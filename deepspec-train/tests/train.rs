@@ -166,6 +166,27 @@ for name, file in facts['weight_map'].items():
 }
 
 #[test]
+fn where_the_time_of_some_steps_goes_can_be_seen() {
+    let (bench, plain) = (Bench::new(), undisturbed());
+    let trace = bench.path("trace.json");
+    let args = ["--profile", trace.to_str().unwrap()];
+    bench.succeeds(&args);
+    assert!(bench.result() == plain.result(), "looking changed the weights");
+    let events: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
+    let events = events["traceEvents"].as_array().unwrap();
+    let count = |name: &str| events.iter().filter(|event| event["name"] == name).count();
+    for name in ["data", "upload", "forward", "objective", "backward"] {
+        assert!(count(name) >= 5, "{name}: {}", count(name));
+    }
+    assert_eq!(count("optimiser"), 5);
+    let written = fs::read(&trace).unwrap();
+    bench.succeeds(&[&args[..], &["--overwrite"]].concat());
+    assert!(fs::read(&trace).unwrap() == written, "a trace was overwritten");
+    bench.fails(&["--overwrite", "--profile", "nowhere/trace.json"], 2, &["--profile", "nowhere"]);
+    assert!(bench.result() == plain.result(), "what there was is gone, though nothing could run");
+}
+
+#[test]
 fn a_plan_runs_nothing() {
     let bench = Bench::new();
     let output = bench.run(&["--plan", "--quiet"]);

@@ -19,7 +19,7 @@ mod sample;
 mod trained;
 
 pub use anchored::{
-    Anchored, AnchoredBlocks, AnchoredProposer, AnchoredSum, BlockBatch, Drafting, LayerType,
+    Anchored, AnchoredBlocks, AnchoredProposer, AnchoredSum, BlockAttention, BlockBatch, Drafting, LayerType,
     anchor_candidates, eval_mask, slot_weight,
 };
 pub use block::{

@@ -4,15 +4,18 @@ mod device;
 mod error;
 mod ffi;
 mod free_memory;
+mod step_trace;
 mod unused;
 
 pub use device::{LocalRank, default_kind, device, gpus, is_one_gpu, rank_device};
 pub use error::DeviceError;
 pub use ffi::{
-    AdamWSettings, AdamWTensors, DeviceMemory, Filling, adamw, c10d, device_memory, die_with_parent,
-    leave_at_exit, restart_device_peak, rms_norm, rotate, signal,
+    AdamWSettings, AdamWTensors, AttentionPart, DeviceMemory, Filling, KeysValues, Range, adamw,
+    block_attention, c10d, device_memory, die_with_parent, leave_at_exit, range, restart_device_peak,
+    rms_norm, rotate, signal,
 };
 pub use free_memory::free_memory;
+pub use step_trace::StepTrace;
 
 /// Why this build has no NCCL; nothing where it has.
 pub const NCCL_MISSING: &str = env!("DEEPSPEC_NCCL_MISSING");

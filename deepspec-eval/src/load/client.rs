@@ -50,6 +50,8 @@ pub struct Asked {
     pub sample: String,
     /// When it was made.
     pub begun: Duration,
+    /// When its answer had ended, or it had failed.
+    pub ended: Duration,
     /// When text came; the first and the last are its first and last token.
     pub chunks: Vec<Duration>,
     /// Tokens of prompt and answer, as the server counts them.
@@ -175,6 +177,7 @@ impl Client {
         if let Err(error) = self.stream(&prompt.text, begun, &mut asked).await {
             asked.problem = Some(format!("{error:#}"));
         }
+        asked.ended = begun.elapsed();
         asked
     }
 

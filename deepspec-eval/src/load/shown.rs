@@ -17,12 +17,13 @@ use crate::report::{Block, Document, write_document};
 use crate::statistics::Percentiles;
 use crate::table::Table;
 
-const COLUMNS: [&str; 10] = [
+const COLUMNS: [&str; 11] = [
     "server",
     "load",
     "requests",
     "failed",
     "tokens/s",
+    "decoding alone",
     "tokens/s a user",
     "first token p50/p95/p99, s",
     "per token p50/p95/p99, ms",
@@ -43,6 +44,7 @@ fn rows(report: &Report) -> Vec<Vec<String>> {
             run.requests.to_string(),
             run.failed.to_string(),
             format!("{:.1}", run.tokens_per_second),
+            run.decoding.map_or("–".into(), |alone| format!("{:.1}", alone.tokens_per_second)),
             run.user_tokens_per_second.map_or("–".into(), |speed| format!("{speed:.1}")),
             times(run.time_to_first_token, 1.0, 3),
             times(run.time_per_token, 1e3, 1),
@@ -64,7 +66,8 @@ pub fn table(report: &Report) -> Table {
 pub fn write_report(dir: &Path, report: &Report) -> Result<()> {
     let words = format!(
         "Prompts of {}; answers of at most {} tokens at temperature {}; {} seconds each after {} that do not count. Tokens of an answer that \
-         reaches beyond the time count in proportion.",
+         reaches beyond the time count in proportion. Decoding alone: tokens behind the first in the time in which nobody waited for a first \
+         token, over that time.",
         report.suites.join(", "),
         report.max_new_tokens,
         report.temperature,

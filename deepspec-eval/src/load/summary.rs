@@ -23,6 +23,8 @@ pub struct Summary {
     pub tokens_per_second: f64,
     /// Tokens of prompts per second.
     pub prompt_tokens_per_second: f64,
+    /// The time in which nobody waited for a first token: what decoding alone does, without prompts.
+    pub decoding: Option<Decoding>,
     /// Median over answers of tokens per second behind the first token: what one user sees, without the prompt.
     pub user_tokens_per_second: Option<f64>,
     /// From a request to its first text.
@@ -33,6 +35,50 @@ pub struct Summary {
     pub time_per_token: Option<Percentiles>,
     /// Requests under way, on average over the time that counts.
     pub under_way: f64,
+}
+
+/// Answers that were decoded while no prompt was computed.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Decoding {
+    /// Of all users together.
+    pub tokens_per_second: f64,
+    /// How much of the time that counts this was.
+    pub seconds: f64,
+}
+
+impl Decoding {
+    /// Of what was asked and the time that counts; `None` where at every moment somebody waited for a first token or nobody was answered.
+    /// The tokens behind an answer's first are spread over its pieces of text alike, each over the time since the piece before.
+    fn of(asked: &[Asked], window: (f64, f64)) -> Option<Self> {
+        let of = |time: &Duration| time.as_secs_f64();
+        // What changes at a moment: how many wait, and how many tokens a second come.
+        let mut changes = vec![(window.0, 0, 0.0), (window.1, 0, 0.0)];
+        for one in asked {
+            changes
+                .extend([(of(&one.begun), 1, 0.0), (of(one.chunks.first().unwrap_or(&one.ended)), -1, 0.0)]);
+            if one.problem.is_some() {
+                continue;
+            }
+            let tokens = one.tokens[1].saturating_sub(1) as f64 / one.chunks.len().saturating_sub(1) as f64;
+            for pair in one.chunks.windows(2).filter(|pair| pair[0] < pair[1]) {
+                let speed = tokens / of(&(pair[1] - pair[0]));
+                changes.extend([(of(&pair[0]), 0, speed), (of(&pair[1]), 0, -speed)]);
+            }
+        }
+        changes.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let (mut waiting, mut speed, mut seconds, mut tokens) = (0, 0.0, 0.0, 0.0);
+        for pair in changes.windows(2) {
+            waiting += pair[0].1;
+            speed += pair[0].2;
+            let lasts = (pair[1].0.min(window.1) - pair[0].0.max(window.0)).max(0.0);
+            // What is left of sums of speeds when all have ended is rounding.
+            if waiting == 0 && speed > 1e-6 {
+                seconds += lasts;
+                tokens += speed * lasts;
+            }
+        }
+        (seconds > 0.0).then(|| Self { tokens_per_second: tokens / seconds, seconds })
+    }
 }
 
 impl Summary {
@@ -82,6 +128,7 @@ impl Summary {
             failed,
             tokens_per_second: tokens / seconds,
             prompt_tokens_per_second: prompts / seconds,
+            decoding: Decoding::of(asked, window),
             user_tokens_per_second: Percentiles::of(speeds).map(|speeds| speeds.p50),
             time_to_first_token: Percentiles::of(first),
             between_chunks: Percentiles::of(between),
@@ -126,7 +173,12 @@ mod tests {
         let half_before = asked(8.0, &[9.0, 11.0], 20);
         let inside = asked(12.0, &[13.0, 14.0, 18.0], 51);
         let beyond = asked(19.0, &[21.0, 22.0], 100);
-        let failed = Asked { begun: seconds(15.0), problem: Some("busy".into()), ..Asked::default() };
+        let failed = Asked {
+            begun: seconds(15.0),
+            ended: seconds(16.0),
+            problem: Some("busy".into()),
+            ..Asked::default()
+        };
         let all = [half_before, inside, beyond, failed];
         let found = Summary::new("s", arrivals.level, arrivals, &all);
         assert_eq!((found.requests, found.failed), (3, 1));
@@ -136,6 +188,13 @@ mod tests {
         let first = found.time_to_first_token.unwrap();
         assert_eq!((first.p50, first.p99), (1.0, 2.0));
         assert_eq!(found.user_tokens_per_second, Some(10.0), "of 10 and 99 the lower middle");
+        // Nobody waits from 10 to 11 (of 19 tokens half), from 13 to 15 (of 50 tokens 25 in one second, a fourth of 25 in the next), where
+        // one fails at 16, from then to 18 (half of 25), and from 21 on, which does not count.
+        let decoding = found.decoding.unwrap();
+        assert!((decoding.seconds - 5.0).abs() < 1e-9, "{decoding:?}");
+        let tokens = 9.5 + 25.0 + 25.0 / 4.0 + 25.0 / 2.0;
+        assert!((decoding.tokens_per_second - tokens / 5.0).abs() < 1e-9, "{decoding:?}");
+        assert_eq!(Decoding::of(&[asked(0.0, &[30.0, 31.0], 5)], (10.0, 20.0)), None);
         assert!(found.hopeless(&all).is_none());
         assert_eq!(found.hopeless(&all[3..]), Some("busy"));
     }

@@ -13,7 +13,7 @@ use deepspec_decode::Tally;
 use deepspec_suites::Domain;
 use serde::{Deserialize, Serialize};
 
-use crate::confidence::ConfidenceResult;
+use crate::confidence::{ConfidenceResult, SweepPoint};
 use crate::statistics::Estimate;
 use crate::versioned;
 pub use metrics::{Baseline, Metrics, Timing};
@@ -74,6 +74,9 @@ pub struct SuiteResult {
     pub prompt_tokens: u64,
     /// The counts everything else is computed from.
     pub counts: Tally,
+    /// What thresholds on the confidence would give; empty where the run itself cut its blocks, or there is none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sweep: Vec<SweepPoint>,
     /// Where the time of the run went.
     pub timing: Timing,
     /// Plain decoding of the same samples in the same run.

@@ -32,6 +32,7 @@ pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
         prompt_tokens: 1,
         metrics: Metrics::new(&counts, &TIMING, baseline.as_ref()),
         counts,
+        sweep: vec![],
         timing: TIMING,
         baseline,
     };

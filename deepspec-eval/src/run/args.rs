@@ -93,6 +93,10 @@ pub struct Args {
     /// the same command without --shard gathers them and writes the results
     #[arg(long, value_name = "I/N")]
     pub shard: Option<Shard>,
+    /// Record where the time of five steps of the engine goes, after three that are let pass, for chrome://tracing and ui.perfetto.dev;
+    /// nothing where there is such a file already
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
     /// Folder for results.json, report.md, report.html, plots, traces.parquet and outputs.jsonl. An evaluation that was
     /// interrupted goes on from the answers that are there
     #[arg(long, value_name = "D")]

@@ -9,6 +9,7 @@ use deepspec_core::progress::Progress;
 use deepspec_decode::{
     Completion, Engine, Event, Finish, Proposer, Request, Sampling, StepTimes, Tally, Target, Ticket,
 };
+use deepspec_native::StepTrace;
 use deepspec_suites::{Asking, Prepared};
 use deepspec_text::{Message, Role, without_thoughts};
 
@@ -76,7 +77,7 @@ pub struct Pass {
 }
 
 /// Decodes the suites one after the other, each from empty slots to empty slots. What `journal` has is taken from there,
-/// and what it has not is added to it.
+/// and what it has not is added to it. `trace` records steps of the main arm.
 ///
 /// # Errors
 /// If the engine refuses a request, or the journal cannot be written.
@@ -85,10 +86,13 @@ pub fn decode<T: Target, P: Proposer>(
     plan: &Plan,
     arm: Arm,
     journal: &mut Journal,
+    trace: &mut StepTrace,
     verbosity: Verbosity,
 ) -> anyhow::Result<Vec<Pass>> {
     let drafting = engine.draft_len() > 0;
     warm_up(engine, plan.suites)?;
+    let mut none = StepTrace::none();
+    let trace = if arm == Arm::Main { trace } else { &mut none };
     let mine = |suite: &Prepared| (0..suite.requests.len()).filter(|&sample| plan.owns(sample)).count();
     let total = plan.suites.iter().map(|suite| (mine(suite) * plan.seeds.len()) as u64).sum();
     let mut progress = Progress::new(verbosity, if drafting { "drafted" } else { "plain" }, total, 0);
@@ -101,10 +105,11 @@ pub fn decode<T: Target, P: Proposer>(
             (HashMap::new(), &mut *engine, &mut *journal, &mut progress);
         let mut decoding =
             Decoding { plan, suite, arm, engine, journal, progress, running, tally, clock, pass };
-        decoding.run()?;
+        decoding.run(trace)?;
         passes.push(decoding.pass);
     }
     progress.finish();
+    trace.finish();
     Ok(passes)
 }
 
@@ -138,7 +143,7 @@ struct Decoding<'a, T, P> {
 }
 
 impl<T: Target, P: Proposer> Decoding<'_, T, P> {
-    fn run(&mut self) -> anyhow::Result<()> {
+    fn run(&mut self, trace: &mut StepTrace) -> anyhow::Result<()> {
         for &seed in self.plan.seeds {
             for sample in (0..self.suite.requests.len()).filter(|&sample| self.plan.owns(sample)) {
                 let first = Message::new(Role::User, self.suite.turns[sample][0].as_str());
@@ -147,6 +152,9 @@ impl<T: Target, P: Proposer> Decoding<'_, T, P> {
         }
         self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
         while !self.engine.is_idle() {
+            let begun = Instant::now();
+            trace.begin_step();
+            self.clock.instant += begun.elapsed();
             for event in self.engine.step() {
                 match event {
                     Event::Tokens(..) => {}

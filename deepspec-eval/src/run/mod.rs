@@ -15,10 +15,11 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use deepspec_core::atomic;
-use deepspec_core::cli::Verbosity;
+use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_decode::Sampling;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{config_digest, weights_digest};
+use deepspec_native::StepTrace;
 use deepspec_schedule::policy::Policy;
 use deepspec_suites::{Asking, Folder, Prepared};
 use deepspec_text::ChatTokenizer;
@@ -57,6 +58,11 @@ impl Dirs {
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
     let place = models::place(&args.device, args.dtype)?;
+    // Before anything is dropped to start again.
+    let mut trace = match &args.profile {
+        Some(path) => StepTrace::new(path, place.device).map_err(UsageError)?,
+        None => StepTrace::none(),
+    };
     let dirs = Dirs::find(args, verbosity)?;
     let tokenizer = ChatTokenizer::load(&dirs.target)?;
     let stop_ids = deepspec_models::stop_ids(&dirs.target, tokenizer.eos_token_id())?;
@@ -89,7 +95,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         shard: args.shard,
     };
     let models = Models { target: &dirs.target, tokenizer: &tokenizer, place, context, settings: &settings };
-    let mut decode = |draft, arm| models.decode(draft, &plan, arm, &mut journal, verbosity);
+    let mut decode = |draft, arm| models.decode(draft, &plan, arm, &mut journal, &mut trace, verbosity);
     let (drafted, drafter) = decode(args.draft().zip(dirs.draft.as_deref()), Arm::Main)?;
     let plain = match drafter {
         Some(_) if !args.no_baseline => Some(decode(None, Arm::Baseline)?.0),
@@ -104,7 +110,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let block_size = drafter.as_ref().map_or(0, |drafter| {
         args.max_draft_tokens.map_or(drafter.block_size, |limit| limit.min(drafter.block_size))
     });
-    let scored = score::all(&suites, &drafted, plain.as_deref(), block_size);
+    let scored = score::all(&suites, &drafted, plain.as_deref(), block_size, &settings);
     let mut results = Results::new(settings.clone(), target, drafter, scored);
     results.confidence = score::confidence(&drafted, block_size, &settings);
     outputs::write(&args.output_dir, &tokenizer, &suites, &drafted, &results)?;

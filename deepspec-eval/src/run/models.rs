@@ -11,6 +11,7 @@ use deepspec_models::{
     Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
     weights_digest,
 };
+use deepspec_native::StepTrace;
 use deepspec_schedule::cost_file::{self, Weights};
 use deepspec_schedule::planner::Planner;
 use deepspec_text::ChatTokenizer;
@@ -99,6 +100,7 @@ impl Models<'_> {
         plan: &Plan,
         arm: Arm,
         journal: &mut Journal,
+        trace: &mut StepTrace,
         verbosity: Verbosity,
     ) -> anyhow::Result<(Vec<Pass>, Option<DrafterIdentity>)> {
         let (Place { device, kind }, slots) = (self.place, self.settings.slots);
@@ -151,7 +153,7 @@ impl Models<'_> {
         if let Some(bytes) = memory {
             engine = engine.with_memory(bytes);
         }
-        let passes = decode(&mut engine, plan, arm, journal, verbosity)?;
+        let passes = decode(&mut engine, plan, arm, journal, trace, verbosity)?;
         Ok((passes, identity))
     }
 }

@@ -11,10 +11,26 @@ use crate::results::{Baseline, Metrics, Scored, Settings, SuiteResult};
 use crate::statistics::{Counts, Estimate};
 
 /// Scores the suites; `plain` is plain decoding of the same samples.
-pub fn all(suites: &[Prepared], drafted: &[Pass], plain: Option<&[Pass]>, block_size: usize) -> Vec<Scored> {
+pub fn all(
+    suites: &[Prepared],
+    drafted: &[Pass],
+    plain: Option<&[Pass]>,
+    block_size: usize,
+    settings: &Settings,
+) -> Vec<Scored> {
     let plain = plain.into_iter().flatten().map(Some).chain(std::iter::repeat(None));
     let passes = suites.iter().zip(drafted).zip(plain);
-    passes.map(|((suite, pass), plain)| score(suite, pass, plain, block_size)).collect()
+    let score = |((suite, pass), plain): ((&Prepared, &Pass), _)| {
+        let mut scored = score(suite, pass, plain, block_size);
+        if !settings.policy().cuts() {
+            let cycles = pass.answers.iter().flat_map(|answer| &answer.completion.cycles);
+            // What is wrong with them is said where those of all suites are judged.
+            let sweep = confidence::sweep(cycles, block_size, settings.calibration.as_deref());
+            scored.suite.sweep = sweep.unwrap_or_default();
+        }
+        scored
+    };
+    passes.map(score).collect()
 }
 
 fn score(suite: &Prepared, pass: &Pass, plain: Option<&Pass>, block_size: usize) -> Scored {
@@ -40,6 +56,7 @@ fn score(suite: &Prepared, pass: &Pass, plain: Option<&Pass>, block_size: usize)
         prompt_tokens: pass.answers.iter().map(|answer| answer.prompt_tokens as u64).sum(),
         metrics: Metrics::new(&counts, &pass.timing, baseline.as_ref()),
         counts,
+        sweep: vec![],
         timing: pass.timing,
         baseline,
     };

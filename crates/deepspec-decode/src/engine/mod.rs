@@ -11,6 +11,7 @@ mod sequence;
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use deepspec_native::range;
 use deepspec_schedule::planner::Planner;
 use deepspec_schedule::policy::Policy;
 use tch::{Device, Tensor};
@@ -269,7 +270,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         let numbers = self.numbers(&decoding, &prefilling);
         let drafting = Instant::now();
-        let drafted = self.draft(&decoding, &numbers);
+        let drafted = {
+            let _range = range(c"draft");
+            self.draft(&decoding, &numbers)
+        };
         if let (true, Device::Cuda(index)) = (self.exact_times, self.target.device()) {
             tch::Cuda::synchronize(index as i64);
         }
@@ -278,10 +282,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let load = self.load(&decoding);
         let step = self.plan(decoding, prefilling, drafted);
         let lengths = self.lengths(&step, &numbers);
+        let verify = range(c"verify");
         let tokens = self.feed(&step, &numbers, &lengths);
         let forwarded = self.target.forward(&Feed { chunks: &step.chunks, tokens });
         let outcome = self.judge(&step, &numbers, &lengths, &forwarded.hidden);
+        drop(verify);
         let committing = Instant::now();
+        let _range = range(c"commit");
 
         let fates = self.fates(&step, &outcome);
         if let Some(news) = self.news(&step, &fates, &forwarded) {

@@ -1,11 +1,13 @@
 //! The backbone: draft layers whose queries come from the block and whose keys come from the target's states and the block.
 
-use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, Qkv, RmsNorm, Rotation};
+use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Qkv, RmsNorm, Rotation};
 use deepspec_models::{ModelConfig, ModelError};
+use deepspec_native::range;
 use tch::Tensor;
 
 use super::Anchored;
-use super::batch::{BlockBatch, SequenceSpan};
+use super::attention::BlockAttention;
+use super::batch::BlockBatch;
 use crate::trained::{DrafterConfig, Trained};
 
 /// Draft layers between two norms.
@@ -68,16 +70,30 @@ impl<K: Anchored> Trained<K> {
 
     /// All blocks of a batch in one pass: `h [A, γ, d]` of the slots that draft, after the final norm.
     pub fn hidden(&self, batch: &BlockBatch) -> Tensor {
+        let _range = range(c"forward");
         let context = self.context(&batch.taps); // [T, d]
         let context_rotations = self.rotations(&batch.context_positions);
         let block_rotations = self.rotations(&batch.block_positions);
         let mut x = self.embed(&batch.block_tokens.reshape([-1])); // [A·B, d]
+        let size = K::blocks(self.config()).block_size;
         let layers = self.parts.backbone().layers.iter().zip(&self.config().model().layers);
+        let mut planned: Vec<(AttentionSpec, Vec<BlockAttention>)> = vec![];
         for (i, (layer, spec)) in layers.enumerate() {
+            // Layers of one shape share their masks.
+            let known = planned.iter().position(|(known, _)| *known == spec.attention);
+            let known = known.unwrap_or_else(|| {
+                planned.push((spec.attention, batch.attention(&spec.attention, size, self.kind())));
+                planned.len() - 1
+            });
             let (k, v) = layer.attention.project_context(&context, context_rotations.of(i));
             let attend = |block: &Qkv| {
-                let attend = |span| self.attend(&spec.attention, span, block, &k, &v);
-                let outputs: Vec<Tensor> = batch.spans.iter().map(attend).collect();
+                let outputs: Vec<Tensor> = (batch.spans.iter().zip(&planned[known].1))
+                    .map(|(span, attention)| {
+                        let [q, own_k, own_v] = [&block.q, &block.k, &block.v].map(|t| span.rows(t, size));
+                        let [k, v] = [&k, &v].map(|t| span.context(t));
+                        attention.forward(&Qkv { q, k: own_k, v: own_v }, &k, &v)
+                    })
+                    .collect();
                 Tensor::cat(&outputs, 0)
             };
             x = self.run_layer(i, layer, &x, block_rotations.of(i), attend);
@@ -98,45 +114,5 @@ impl<K: Anchored> Trained<K> {
             self.parts.around(i, half, normed, run)
         };
         layer.forward_around(x, rotation, attend, around)
-    }
-
-    /// Attention of one sequence's blocks: each sees the context strictly before its anchor, and itself; no block sees another.
-    ///
-    /// Scores against context and block are computed apart and share one softmax, so that the A·B × A·B part never exists.
-    fn attend(
-        &self,
-        spec: &AttentionSpec,
-        span: &SequenceSpan,
-        block: &Qkv,
-        k: &Tensor,
-        v: &Tensor,
-    ) -> Tensor {
-        let AttentionSpec { heads: Heads { query, key_value, dim }, scale, window } = *spec;
-        let (size, repeats) = (K::blocks(self.config()).block_size as i64, query / key_value);
-        let (blocks, tokens) = (span.block_count, span.token_count);
-        let rows = |t: &Tensor| t.narrow(0, span.first_block * size, blocks * size);
-        // [A·B, H, D] -> [G, A, repeats·B, D]: heads that share keys become further queries.
-        let q = rows(&block.q).view([blocks, size, key_value, repeats, dim]).permute([2, 0, 3, 1, 4]);
-        let q = q.reshape([key_value, blocks, repeats * size, dim]) * scale;
-        let own = |t: &Tensor| rows(t).view([blocks, size, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, B, D]
-        let context = |t: &Tensor| t.narrow(0, span.first_token, tokens).transpose(0, 1); // [G, T, D]
-
-        let flat = [key_value, blocks * repeats * size, dim];
-        let mut to_context =
-            q.view(flat).bmm(&context(k).transpose(1, 2)).view([key_value, blocks, repeats * size, tokens])
-                + &span.mask;
-        let mut to_block = q.matmul(&own(&block.k).transpose(2, 3)); // [G, A, repeats·B, B]
-        if let Some(window) = window {
-            let (context, block) = span.outside(size, window as i64);
-            to_context += context.repeat([1, repeats, 1]);
-            to_block += block.repeat([repeats, 1]);
-        }
-        let weights = Tensor::cat(&[to_context, to_block], 3).softmax(-1, self.kind());
-        let on_context = weights.narrow(3, 0, tokens).reshape([key_value, -1, tokens]).bmm(&context(v));
-        let on_block = weights.narrow(3, tokens, size).matmul(&own(&block.v));
-        let y = on_context.view_as(&on_block) + on_block;
-        y.view([key_value, blocks, repeats, size, dim])
-            .permute([1, 3, 0, 2, 4])
-            .reshape([blocks * size, query * dim])
     }
 }

@@ -1,9 +1,12 @@
 //! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
 
 use deepspec_decode::{Part, Upload};
+use deepspec_models::nn::AttentionSpec;
+use deepspec_native::range;
 use tch::{Device, Kind, Tensor};
 
 use super::AnchoredBlocks;
+use super::attention::BlockAttention;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
 use crate::trained::joined;
@@ -31,28 +34,24 @@ pub fn block_weight(blocks: &AnchoredBlocks, decay_gamma: f64, loss_mask: &[bool
 
 /// One sequence inside a batch.
 pub struct SequenceSpan {
-    pub(super) first_token: i64,
-    pub(super) token_count: i64,
-    pub(super) first_block: i64,
-    pub(super) block_count: i64,
-    /// 0 where the block sees the context position, −∞ elsewhere: `[A, 1, T]`.
-    pub(super) mask: Tensor,
-    /// `[A, 1, 1]`.
-    anchors: Tensor,
+    first_token: i64,
+    token_count: i64,
+    first_block: i64,
+    anchors: Vec<usize>,
+    /// The same on the device, `[A]`.
+    positions: Tensor,
 }
 
 impl SequenceSpan {
-    /// −∞ for the keys that a window puts out of a slot's sight, 0 for the others: context `[A, B, T]` and own block `[B, B]`.
-    pub(super) fn outside(&self, size: i64, window: i64) -> (Tensor, Tensor) {
-        let options = (Kind::Int64, self.mask.device());
-        let slots = Tensor::arange(size, options).unsqueeze(1); // [B, 1]
-        let far = |keys: Tensor, own: &Tensor| {
-            let hidden = keys.le_tensor(&(own - window));
-            Tensor::zeros(hidden.size(), (self.mask.kind(), self.mask.device()))
-                .masked_fill(&hidden, f64::NEG_INFINITY)
-        };
-        let context = far(Tensor::arange(self.token_count, options), &(&self.anchors + &slots));
-        (context, far(Tensor::arange(size, options), &slots))
+    /// Its blocks' rows of `[ΣA·B, ..]`, blocks being of `size` slots.
+    pub(super) fn rows(&self, of_slots: &Tensor, size: usize) -> Tensor {
+        let size = size as i64;
+        of_slots.narrow(0, self.first_block * size, self.anchors.len() as i64 * size)
+    }
+
+    /// Its rows of `[ΣT, ..]`.
+    pub(super) fn context(&self, of_tokens: &Tensor) -> Tensor {
+        of_tokens.narrow(0, self.first_token, self.token_count)
     }
 }
 
@@ -135,6 +134,7 @@ impl BlockBatch {
         device: Device,
         kind: Kind,
     ) -> Option<Self> {
+        let _range = range(c"upload");
         let used: Vec<&TrainSample> = samples.iter().filter(|sample| !sample.anchors.is_empty()).collect();
         let from = used.first()?.last.device();
         let (mut lists, mut indices) = (Lists::default(), Upload::default());
@@ -166,16 +166,12 @@ impl BlockBatch {
         let (mut spans, mut tokens, mut blocks) = (vec![], 0, 0);
         for (sample, (anchors, _)) in used.iter().zip(&of_samples) {
             let (length, count) = (sample.input_ids.len() as i64, sample.anchors.len());
-            let anchors = here.of(*anchors).view([-1, 1, 1]);
-            let hidden = Tensor::arange(length, (Kind::Int64, device)).ge_tensor(&anchors); // [A, 1, T]
-            let mask = Tensor::zeros(hidden.size(), (kind, device)).masked_fill(&hidden, f64::NEG_INFINITY);
             spans.push(SequenceSpan {
                 first_token: tokens,
                 token_count: length,
                 first_block: blocks as i64,
-                block_count: count as i64,
-                mask,
-                anchors,
+                anchors: sample.anchors.clone(),
+                positions: here.of(*anchors),
             });
             tokens += length;
             blocks += count;
@@ -200,6 +196,15 @@ impl BlockBatch {
             counts,
             blocks,
         })
+    }
+
+    /// What the blocks of each sequence see in layers like this.
+    pub(super) fn attention(&self, spec: &AttentionSpec, size: usize, kind: Kind) -> Vec<BlockAttention> {
+        let of = |span: &SequenceSpan| {
+            let tokens = span.token_count as usize;
+            BlockAttention::new(spec, size, tokens, &span.anchors, &span.positions, kind)
+        };
+        self.spans.iter().map(of).collect()
     }
 
     /// Token before each label, `[A, γ]`: the anchor, then the labels.

@@ -1,50 +1,76 @@
 //! What the backbone costs in arithmetic and in memory.
 
 use deepspec_models::nn::Heads;
+use tch::Device;
 
 use super::AnchoredBlocks;
+use super::attention::{ALIGNED, TILE};
 use crate::TrainSample;
 use crate::trained::{
     DIRECTIONS, DraftDecoder, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, PassBytes, SampleSize, family_norms,
     layer_shapes,
 };
 
-/// Score tensors that the backward of one sequence's attention has at a time beside the kept weights.
+/// What the backward of one sequence's attention has at a time of the size of its queries, in float32: the slopes of its output, and those
+/// of its queries by the blocks, by a part, and summed.
+const QUERIES_AT_WORK: usize = 4;
+/// The same of the size of its keys and values: their slopes, summed and by part.
+const KEYS_AT_WORK: usize = 4;
+/// Score tensors of one tile that it has at a time where no fused kernel does without.
 const SCORES_AT_WORK: usize = 3;
+/// Bytes of a value in float32.
+const FLOAT: usize = 4;
 
 /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, but for the
 /// losses.
 ///
 /// Counted are the tensors that autograd keeps for the backward and, on top of them, what the backward of a layer's MLP works with,
-/// or that of its attention to one sequence, before which the layer's MLP is freed.
+/// or that of its attention to one sequence, before which the layer's MLP is freed. Scores are never kept.
 pub fn backbone_pass_bytes(
     decoder: &DraftDecoder,
     blocks: &AnchoredBlocks,
     samples: &[SampleSize],
     bytes: usize,
+    device: Device,
 ) -> PassBytes {
     let (d, size, taps) = (decoder.model.hidden_size as usize, blocks.block_size, decoder.taps.len());
     let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
     let slots: usize = samples.iter().map(|sample| sample.anchors * size).sum();
     // A norm's output is kept where a product reads it.
     let norm = NORMED + bytes;
-    let masks: usize = samples.iter().map(|sample| sample.anchors * sample.tokens * bytes).sum();
-    let mut kept = masks + tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
+    let mut kept = tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
     let mut layers = 0;
-    for layer in &decoder.model.layers {
+    for (i, layer) in decoder.model.layers.iter().enumerate() {
         let Heads { query, key_value, dim } = layer.attention.heads;
         let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
-        // Queries are normed, scaled, and come out of the attention; keys are normed and rotated; values are themselves.
+        if decoder.model.layers[..i].iter().all(|other| other.attention != layer.attention) {
+            // Of the context among the blocks of a tile, and of where windows end.
+            let masked = |sample: &SampleSize| {
+                let tiles = sample.anchors.div_ceil(TILE);
+                sample.anchors.min(TILE) * (sample.tokens + tiles * ALIGNED).min(tiles * sample.tokens)
+            };
+            let sides = if layer.attention.window.is_some() { 2 } else { 1 };
+            let rows = layer.attention.heads.repeats() as usize * size;
+            kept += sides * samples.iter().map(masked).sum::<usize>() * rows * bytes;
+        }
+        // Queries are normed and folded, and come out of the attention, folded and in order; keys are normed and rotated; values are
+        // themselves.
         let head_norm = if layer.qk_norm { NORMED } else { 0 };
         let projected = |width: usize| width * (head_norm + 2 * bytes);
         kept += slots * (2 * d * norm + projected(queries) + projected(keys));
         let inner = slots * layer.intermediate_size as usize * bytes;
         kept += MLP * inner + tokens * projected(keys);
         kept += family_norms(layer, slots, slots + tokens);
-        let scores =
-            |sample: &SampleSize| query as usize * sample.anchors * size * (sample.tokens + 2 * size) * bytes;
-        kept += samples.iter().map(scores).sum::<usize>();
-        let attention = SCORES_AT_WORK * samples.iter().map(scores).max().unwrap_or(0);
+        kept += slots * (queries * bytes + query as usize * FLOAT);
+        let at_work = |sample: &SampleSize| {
+            let (slots, sources) = (sample.anchors * size, sample.tokens + sample.anchors * size);
+            let scores = match device {
+                Device::Cpu => 0,
+                _ => SCORES_AT_WORK * sample.anchors.min(TILE) * size * query as usize * sample.tokens,
+            };
+            (QUERIES_AT_WORK * slots * queries + KEYS_AT_WORK * sources * keys + scores) * FLOAT
+        };
+        let attention = samples.iter().map(at_work).max().unwrap_or(0);
         layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(MLP * inner));
     }
     PassBytes { kept, layers, objective: 0 }
@@ -52,7 +78,8 @@ pub fn backbone_pass_bytes(
 
 /// Shapes of matrix products in passes over micro-batches of one size.
 pub fn backbone_product_shapes(decoder: &DraftDecoder) -> usize {
-    // Scores and outputs, by context and by block.
+    // Scores and outputs, by context and by block. Parts of the context are of more shapes, up to one per 64 tokens, of which only bfloat16
+    // keeps code; what that takes was not measured.
     const ATTENTION: usize = 4;
     // The context is projected apart.
     let layer = DIRECTIONS * (PROJECTIONS + 1 + ATTENTION);

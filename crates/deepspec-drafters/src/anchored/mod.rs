@@ -5,6 +5,7 @@
 //!
 //! [`Slots`]: deepspec_core::Slots
 
+mod attention;
 mod backbone;
 mod batch;
 mod blocks;
@@ -15,6 +16,7 @@ mod proposer;
 pub(crate) mod sums;
 mod token_sums;
 
+pub use attention::BlockAttention;
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
 pub use blocks::{AnchoredBlocks, MAX_RANK, num_anchors};

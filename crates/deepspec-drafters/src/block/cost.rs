@@ -12,7 +12,7 @@ impl BlockConfig {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
-        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes);
+        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes, device);
         PassBytes { objective: self.objective_bytes(rows, bytes, device), ..backbone }
     }
 

@@ -78,7 +78,7 @@ impl Block {
         if let Some(bce) = &bce {
             surrogate += bce * (alphas.confidence * scale);
         }
-        surrogate.backward();
+        losses::backward(&surrogate);
         tch::no_grad(|| {
             let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {

@@ -26,7 +26,7 @@ impl DFlash2Config {
         let gamma = self.blocks.drafted();
         let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
         let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
-        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes);
+        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes, device);
         // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
         let read = SIDES * self.convolution.kernel_size as usize * d;
         let convolved = layers * HALVES * slots * (read + self.coefficients()) * bytes;

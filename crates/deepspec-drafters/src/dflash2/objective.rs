@@ -119,7 +119,7 @@ impl DFlash2 {
         });
         let surrogate =
             (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);
-        surrogate.backward();
+        losses::backward(&surrogate);
         tch::no_grad(|| {
             if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
                 sums.add(&losses::gradient(predecessors), &e.grad().flatten(0, 1));

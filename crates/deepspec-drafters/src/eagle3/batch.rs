@@ -3,6 +3,7 @@
 
 use deepspec_core::recipe::LossNormalization;
 use deepspec_decode::{Part, Upload, Uploaded};
+use deepspec_native::range;
 use tch::{Device, Kind, Tensor};
 
 use super::objective::Eagle3Objective;
@@ -135,6 +136,7 @@ impl Eagle3Batch {
         device: Device,
         kind: Kind,
     ) -> Option<Self> {
+        let _range = range(c"upload");
         let supervise = objective.supervise;
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max()?;
         let used: Vec<&TrainSample> =

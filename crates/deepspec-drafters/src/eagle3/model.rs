@@ -4,6 +4,7 @@
 
 use deepspec_models::ModelError;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerSpec, Qkv, RmsNorm, Rotation};
+use deepspec_native::range;
 use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step, TttCall};
@@ -91,6 +92,7 @@ impl Eagle3 {
 
     /// The states `[n, d]` after every step, before the final norm.
     pub fn states(&self, batch: &Eagle3Batch) -> Vec<Tensor> {
+        let _range = range(c"forward");
         let mut histories: Vec<History> = self.parts.layers.iter().map(|_| History::default()).collect();
         let mut state = self.fuse(&batch.taps);
         let step = |step: &Step| {

@@ -73,7 +73,7 @@ impl Eagle3 {
         }
         let surrogate = (rows * &output.hidden).sum(Kind::Float);
         drop(states);
-        surrogate.backward();
+        losses::backward(&surrogate);
         let none = Tensor::zeros([], double);
         sums.resize_with(4 * self.config().ttt_length, || none.shallow_clone());
         let columns = sums[1].shallow_clone(); // supervised at step 0: where a chain of drafts may begin

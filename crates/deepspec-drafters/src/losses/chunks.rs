@@ -1,6 +1,7 @@
 //! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
 
 use deepspec_models::nn::Vocabulary;
+use deepspec_native::range;
 use tch::{Device, Kind, Tensor};
 
 use super::rows::Rows;
@@ -191,6 +192,7 @@ pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
 ///
 /// Beside its results it holds three buffers of one chunk's logits and the temporaries of a tile.
 pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
+    let _range = range(c"objective");
     let (head, kind, device) = (vocabulary.lm_head(), rows.hidden.kind(), rows.hidden.device());
     let vocab = head.size()[0];
     let (most, tile) = sizes(vocab, device);

@@ -15,7 +15,14 @@ pub use chunks::{
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use terms::{LossAlphas, TERMS};
 
+use deepspec_native::range;
 use tch::Tensor;
+
+/// Carries gradients on from what the losses left to the parameters.
+pub(crate) fn backward(surrogate: &Tensor) {
+    let _range = range(c"backward");
+    surrogate.backward();
+}
 
 /// The gradient of a parameter, to be added to in place; zeros where it has none yet.
 pub fn gradient(parameter: &Tensor) -> Tensor {

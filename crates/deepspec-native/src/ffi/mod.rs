@@ -5,9 +5,11 @@
 )]
 
 mod adamw;
+mod attention;
 pub mod c10d;
 mod filling;
 mod memory;
+mod profile;
 mod rows;
 
 use std::error::Error;
@@ -17,8 +19,10 @@ use std::process::{Child, Command};
 use libloading::Library;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
+pub use attention::{AttentionPart, KeysValues, block_attention};
 pub use filling::Filling;
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
+pub use profile::{Profile, Range, range};
 pub use rows::{rms_norm, rotate};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.

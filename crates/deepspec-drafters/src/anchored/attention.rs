@@ -1,0 +1,154 @@
+//! Attention of blocks behind anchors: each sees the context strictly before its anchor, and itself; no block sees another.
+
+use std::ops::Range;
+
+use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
+use deepspec_native::{AttentionPart, KeysValues, block_attention};
+use tch::{Kind, Tensor};
+
+/// Neighbouring blocks that attend to the context together. They share what lies before the first of them, which needs no mask; the
+/// context among them does.
+pub(super) const TILE: usize = 32;
+/// Parts of the context begin and end at multiples of so many keys, so that few shapes of products occur: libraries keep code for each.
+pub(super) const ALIGNED: usize = 64;
+/// Added to scores of keys that are not seen. Finite, so that a row which sees none of them has a log-sum-exp.
+const HIDDEN: f64 = -1e30;
+
+/// What the blocks of one sequence see in layers of one shape. Public for its test and its bench.
+pub struct BlockAttention {
+    heads: Heads,
+    scale: f64,
+    block_size: i64,
+    parts: Vec<AttentionPart>,
+    /// Where a window is shorter than a block.
+    block_mask: Option<Tensor>,
+}
+
+impl BlockAttention {
+    /// Lays out blocks of `block_size` slots behind `anchors` in a context of so many `tokens`. Sorted anchors are fastest; `positions`
+    /// holds the same on the device, `[A]`. `kind` is that of the queries.
+    pub fn new(
+        spec: &AttentionSpec,
+        block_size: usize,
+        tokens: usize,
+        anchors: &[usize],
+        positions: &Tensor,
+        kind: Kind,
+    ) -> Self {
+        let AttentionSpec { heads, scale, window } = *spec;
+        let masks = Masks {
+            block_size: block_size as i64,
+            repeats: heads.repeats(),
+            window: window.map(|window| window as i64),
+            kind,
+        };
+        let rows = heads.repeats() * block_size as i64;
+        let mut parts = vec![];
+        for (tile, anchors) in anchors.chunks(TILE).enumerate() {
+            let first = (tile * TILE) as i64;
+            let positions = positions.narrow(0, first, anchors.len() as i64);
+            for (keys, is_seen) in seen(anchors, block_size, tokens, window) {
+                let keys = keys.start as i64..keys.end as i64;
+                let mask = (!is_seen).then(|| masks.context(&positions, &keys));
+                parts.push(AttentionPart {
+                    rows: first * rows..(first + anchors.len() as i64) * rows,
+                    keys,
+                    mask,
+                });
+            }
+        }
+        let block_mask = window.filter(|&window| window < block_size).map(|_| masks.block(positions));
+        Self { heads, scale, block_size: block_size as i64, parts, block_mask }
+    }
+
+    /// Queries, keys and values of the blocks, `[A·B, heads, D]`, and keys and values of the context, `[T, G, D]`, to `[A·B, H·D]`.
+    pub fn forward(&self, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
+        let (Heads { query, key_value, dim }, size) = (self.heads, self.block_size);
+        let repeats = self.heads.repeats();
+        // The query heads that share keys become further queries: [A·B, H, D] -> [G, A, repeats·B, D].
+        let q = block.q.view([-1, size, key_value, repeats, dim]).permute([2, 0, 3, 1, 4]);
+        let q = q.reshape([key_value, -1, repeats * size, dim]);
+        let own = |t: &Tensor| t.view([-1, size, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, B, D]
+        let (k, v, own_k, own_v) = (k.transpose(0, 1), v.transpose(0, 1), own(&block.k), own(&block.v));
+        let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
+        let y = block_attention(&q, &context, &own, &self.parts, self.block_mask.as_ref(), self.scale);
+        y.view([key_value, -1, repeats, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, query * dim])
+    }
+}
+
+/// The context of a tile of blocks, of so many `tokens` in all: the keys that all slots of the tile see, and those before and behind that
+/// only some see. A slot at p sees keys behind p − window.
+fn seen(
+    anchors: &[usize],
+    block_size: usize,
+    tokens: usize,
+    window: Option<usize>,
+) -> impl Iterator<Item = (Range<usize>, bool)> + use<> {
+    let (low, high) =
+        (anchors.iter().min().copied().unwrap_or(0), anchors.iter().max().copied().unwrap_or(0));
+    let behind = |position: usize| window.map_or(0, |window| (position + 1).saturating_sub(window));
+    let down = |key: usize| key / ALIGNED * ALIGNED;
+    let (first, last) = (down(behind(low)), high.next_multiple_of(ALIGNED).min(tokens));
+    let of_all = behind(high + block_size - 1).next_multiple_of(ALIGNED)..down(low);
+    let ranges = if of_all.is_empty() {
+        [(first..last, false), (0..0, true), (0..0, false)]
+    } else {
+        [(first..of_all.start, false), (of_all.clone(), true), (of_all.end..last, false)]
+    };
+    // Before an anchor at 0 there is nothing.
+    ranges.into_iter().filter(move |(keys, _)| high > 0 && !keys.is_empty())
+}
+
+struct Masks {
+    block_size: i64,
+    repeats: i64,
+    window: Option<i64>,
+    kind: Kind,
+}
+
+impl Masks {
+    /// Of context keys, for blocks behind `anchors [n]`: `[1, 1, n·repeats·B, K]`.
+    fn context(&self, anchors: &Tensor, keys: &Range<i64>) -> Tensor {
+        let options = (Kind::Int64, anchors.device());
+        let (anchors, blocks) = (anchors.view([-1, 1, 1]), anchors.size()[0]);
+        let keys = Tensor::arange_start(keys.start, keys.end, options);
+        let mut hidden = keys.ge_tensor(&anchors); // [n, 1, K]
+        if let Some(window) = self.window {
+            let slots = Tensor::arange(self.block_size, options).unsqueeze(1); // [B, 1]
+            hidden = hidden.logical_or(&keys.le_tensor(&(anchors + slots - window))); // [n, B, K]
+        }
+        let all = [blocks, self.repeats, self.block_size, keys.size()[0]];
+        self.added(&hidden.unsqueeze(1)).expand(all, false).reshape([1, 1, -1, all[3]])
+    }
+
+    /// Of the keys of the block itself, on the device of `like`: `[1, 1, repeats·B, B]`.
+    fn block(&self, like: &Tensor) -> Tensor {
+        let slots = Tensor::arange(self.block_size, (Kind::Int64, like.device()));
+        let window = self.window.unwrap_or(self.block_size);
+        let hidden = slots.unsqueeze(0).le_tensor(&(slots.unsqueeze(1) - window)); // [B, B]
+        self.added(&hidden).repeat([1, 1, self.repeats, 1])
+    }
+
+    fn added(&self, hidden: &Tensor) -> Tensor {
+        Tensor::zeros(hidden.size(), (self.kind, hidden.device())).masked_fill(hidden, HIDDEN)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_shares_what_lies_before_it() {
+        let of = |anchors: &[usize], window| seen(anchors, 4, 300, window).collect::<Vec<_>>();
+        assert_eq!(of(&[130, 140, 190], None), [(0..128, true), (128..192, false)]);
+        assert_eq!(of(&[128], None), [(0..128, true)]);
+        assert_eq!(of(&[290, 299], None), [(0..256, true), (256..300, false)]);
+        assert_eq!(of(&[5, 9], None), [(0..64, false)]);
+        assert_eq!(of(&[0], None), []);
+        // The last slot of the last block stands at 203 and sees keys behind 3, the first slot of the first sees all.
+        assert_eq!(of(&[190, 200], Some(200)), [(0..64, false), (64..128, true), (128..256, false)]);
+        assert_eq!(of(&[190, 200], Some(30)), [(128..256, false)]);
+        assert_eq!(of(&[190, 200], Some(1)), [(128..256, false)]);
+    }
+}

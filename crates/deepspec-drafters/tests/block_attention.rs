@@ -1,0 +1,120 @@
+//! Attention without a mask against attention with one: values and all gradients.
+
+mod common;
+#[path = "common/dense_attention.rs"]
+mod dense_attention;
+
+use common::device;
+use deepspec_drafters::BlockAttention;
+use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
+use dense_attention::dense_attention;
+use tch::{Device, Kind, Tensor};
+
+struct Case {
+    heads: Heads,
+    window: Option<usize>,
+    size: usize,
+    anchors: Vec<usize>,
+    tokens: i64,
+}
+
+impl Case {
+    /// Output and gradients of queries, keys and values of blocks and context, as `attend` computes them.
+    fn run(
+        &self,
+        kind: Kind,
+        attend: impl Fn(&AttentionSpec, &Qkv, &Tensor, &Tensor) -> Tensor,
+    ) -> Vec<Tensor> {
+        let Heads { query, key_value, dim } = self.heads;
+        let spec = AttentionSpec { heads: self.heads, scale: (dim as f64).powf(-0.5), window: self.window };
+        let rows = (self.anchors.len() * self.size) as i64;
+        let values = |seed: f64, shape: [i64; 3]| {
+            let numbers = Tensor::arange(shape.iter().product::<i64>(), (Kind::Double, Device::Cpu));
+            let values = ((numbers * 0.731 + seed).sin() * 37.0).sin() * 1.5;
+            values.view(shape).to_kind(kind).to_device(device()).set_requires_grad(true)
+        };
+        let block = Qkv {
+            q: values(0.1, [rows, query, dim]),
+            k: values(0.2, [rows, key_value, dim]),
+            v: values(0.3, [rows, key_value, dim]),
+        };
+        let [k, v] = [0.4, 0.5].map(|seed| values(seed, [self.tokens, key_value, dim]));
+        let y = attend(&spec, &block, &k, &v);
+        let slope = values(0.6, [rows, query, dim]).view([rows, query * dim]).detach();
+        (&y * slope).sum(Kind::Float).backward();
+        let gradients = [&block.q, &block.k, &block.v, &k, &v].map(Tensor::grad);
+        [y.detach()].into_iter().chain(gradients).map(|found| found.to_kind(Kind::Double)).collect()
+    }
+
+    fn merged(&self, kind: Kind) -> Vec<Tensor> {
+        let positions: Vec<i64> = self.anchors.iter().map(|&anchor| anchor as i64).collect();
+        let positions = Tensor::from_slice(&positions).to_device(device());
+        self.run(kind, |spec, block, k, v| {
+            let tokens = self.tokens as usize;
+            BlockAttention::new(spec, self.size, tokens, &self.anchors, &positions, kind).forward(block, k, v)
+        })
+    }
+
+    fn dense(&self) -> Vec<Tensor> {
+        let positions: Vec<i64> = self.anchors.iter().map(|&anchor| anchor as i64).collect();
+        let positions = Tensor::from_slice(&positions).to_device(device());
+        self.run(Kind::Double, |spec, block, k, v| {
+            dense_attention(spec, self.size as i64, &positions, block, k, v)
+        })
+    }
+}
+
+const NAMES: [&str; 6] =
+    ["output", "slope of q", "slope of own k", "slope of own v", "slope of k", "slope of v"];
+
+/// Largest difference, relative to the largest value.
+fn distances(case: &Case, kind: Kind) -> Vec<f64> {
+    let of = |tensor: &Tensor| tensor.abs().max().double_value(&[]);
+    let pairs = case.merged(kind).into_iter().zip(case.dense());
+    pairs.map(|(found, expected)| of(&(found - &expected)) / of(&expected).max(1e-3)).collect()
+}
+
+fn cases() -> Vec<Case> {
+    let many: Vec<usize> = (0..75).map(|i| i * i * 7 % 5 + 3 * i).collect();
+    let mut cases = vec![];
+    for heads in [
+        Heads { query: 4, key_value: 4, dim: 16 },
+        Heads { query: 6, key_value: 2, dim: 48 },
+        Heads { query: 4, key_value: 1, dim: 256 },
+    ] {
+        for window in [None, Some(1), Some(3), Some(7), Some(40), Some(120), Some(1000)] {
+            let case = |anchors: &[usize], tokens| {
+                let anchors = anchors.to_vec();
+                Case { heads, window, size: 7, anchors, tokens }
+            };
+            // Three tiles, of which the last is not full, and with a window of 120 has keys that all see between such that not all do; one
+            // block with nothing before it; some far apart.
+            cases.extend([case(&many, 240), case(&[0], 3), case(&[0, 1, 150], 200)]);
+        }
+    }
+    cases
+}
+
+#[test]
+fn it_is_that_of_a_mask_over_all_keys() {
+    for case in cases() {
+        for (name, distance) in NAMES.iter().zip(distances(&case, Kind::Float)) {
+            let Case { heads, window, anchors, .. } = &case;
+            assert!(
+                distance < 5e-6,
+                "{name}: {distance:e}, {heads:?}, window {window:?}, {} blocks",
+                anchors.len()
+            );
+        }
+    }
+}
+
+#[test]
+fn in_bfloat16_it_is_as_close_as_bfloat16_can_be() {
+    for case in cases() {
+        for (name, distance) in NAMES.iter().zip(distances(&case, Kind::BFloat16)) {
+            let Case { heads, window, .. } = &case;
+            assert!(distance < 0.03, "{name}: {distance:e}, {heads:?}, window {window:?}");
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! The straightforward attention of blocks: every query against every key, with a mask, differentiated by libtorch.
+
+use deepspec_models::nn::{AttentionSpec, Qkv};
+use tch::{Kind, Tensor};
+
+/// All keys and values, `[H, T + A·B, D]`, and which of them each query of blocks of `size` slots behind `anchors [A]` sees.
+pub fn seen(
+    spec: &AttentionSpec,
+    size: i64,
+    anchors: &Tensor,
+    block: &Qkv,
+    k: &Tensor,
+    v: &Tensor,
+) -> [Tensor; 3] {
+    let (context, rows) = (k.size()[0], block.q.size()[0]);
+    let options = (Kind::Int64, k.device());
+    let row = Tensor::arange(rows, options).unsqueeze(1); // block-major
+    let of_row = row.divide_scalar_mode(size, "floor");
+    let anchor = anchors.index_select(0, &of_row.view([-1])).unsqueeze(1);
+    let position = &anchor + row.remainder(size);
+    let keys = Tensor::arange(context, options);
+    let mut seen = Tensor::cat(&[keys.lt_tensor(&anchor), of_row.tr().eq_tensor(&of_row)], 1);
+    if let Some(window) = spec.window {
+        let own = position.tr().expand([rows, rows], false);
+        let keys = Tensor::cat(&[keys.expand([rows, context], false), own], 1);
+        seen = seen.logical_and(&keys.gt_tensor(&(&position - window as i64)));
+    }
+    let all = |own: &Tensor, context: &Tensor| {
+        let heads = Tensor::cat(&[context, own], 0).transpose(0, 1);
+        heads.repeat_interleave_self_int(spec.heads.repeats(), 0, None)
+    };
+    [all(&block.k, k), all(&block.v, v), seen]
+}
+
+/// What `BlockAttention::forward` computes.
+pub fn dense_attention(
+    spec: &AttentionSpec,
+    size: i64,
+    anchors: &Tensor,
+    block: &Qkv,
+    k: &Tensor,
+    v: &Tensor,
+) -> Tensor {
+    let [k, v, seen] = seen(spec, size, anchors, block, k, v);
+    let scores = block.q.transpose(0, 1).bmm(&k.transpose(1, 2)) * spec.scale;
+    let weights = scores.masked_fill(&seen.logical_not(), f64::NEG_INFINITY).softmax(-1, None);
+    weights.bmm(&v).transpose(0, 1).reshape([block.q.size()[0], -1])
+}

@@ -1,0 +1,158 @@
+// Attention of blocks behind anchors: every block sees keys of its context and its own, no other block's. Each tile of queries attends
+// to the parts of the context that it sees, and every block to itself; the parts are merged by their log-sum-exp. The backward of a part
+// is that of its own attention with the merged output and log-sum-exp, which is exact: what ring attention rests on (Liu et al. 2023).
+// Nothing of the size of all queries times all keys exists, neither forwards nor backwards.
+//
+// On the CPU libtorch's fused kernels do the parts; their backward uses as many threads as there are heads of keys. Elsewhere plain products
+// do, a part's scores at a time.
+#include "group.h"
+
+#include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Queries of neighbouring rows and the keys that they attend to.
+struct Part {
+  int64_t first_row, rows, first_key, keys;
+  Tensor mask;  // [1, 1, rows, keys], added to the scores; undefined where all is seen
+};
+
+struct Plan : torch::CustomClassHolder {
+  std::vector<Part> parts;
+  Tensor block_mask;  // [1, 1, rows of a block, keys of a block]; undefined where all is seen
+  double scale;
+};
+
+std::optional<Tensor> given(const Tensor& mask) {
+  return mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
+}
+
+// Softmax of scores in float32, of queries [N, G, R, D] over keys [N, G, K, D]: [N, G, R, K] of one part.
+Tensor scores(const Tensor& q, const Tensor& k, const Tensor& mask, double scale) {
+  Tensor all = at::matmul(q, k.transpose(-2, -1)).to(at::toOpMathType(q.scalar_type())).mul_(scale);
+  return mask.defined() ? all.add_(mask) : all;
+}
+
+// Output [N, G, R, D] of a part, and log-sum-exp [N, G, R] of its scores.
+std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask, double scale) {
+  if (q.device().is_cpu())
+    return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, given(mask), scale);
+  Tensor all = scores(q, k, mask, scale);
+  Tensor lse = at::logsumexp(all, -1);
+  return {at::matmul(all.sub_(lse.unsqueeze(-1)).exp_().to(q.scalar_type()), v), lse};
+}
+
+// Gradients of a part's queries, keys and values; `out` and `lse` are those of all parts together.
+std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   const Tensor& out, const Tensor& lse, const Tensor& mask, double scale) {
+  if (q.device().is_cpu())
+    return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, false, given(mask), scale);
+  const auto kind = q.scalar_type(), wide = at::toOpMathType(kind);
+  Tensor weights = scores(q, k, mask, scale).sub_(lse.unsqueeze(-1)).exp_();
+  Tensor inner = (grad.to(wide) * out.to(wide)).sum(-1, /*keepdim=*/true);
+  Tensor slopes = at::matmul(grad, v.transpose(-2, -1)).to(wide).sub_(inner).mul_(weights).mul_(scale).to(kind);
+  Tensor values = at::matmul(weights.to(kind).transpose(-2, -1), grad);
+  return {at::matmul(slopes, k), at::matmul(slopes.transpose(-2, -1), q), values};
+}
+
+// Adds a part to what is merged already, in place.
+void merge(Tensor out, Tensor lse, const std::tuple<Tensor, Tensor>& part) {
+  const auto& [part_out, part_lse] = part;
+  const Tensor both = at::logaddexp(lse, part_lse.to(lse.scalar_type()));
+  out.mul_((lse - both).exp_().unsqueeze(-1)).addcmul_(part_out.to(out.scalar_type()), (part_lse - both).exp_().unsqueeze(-1));
+  lse.copy_(both);
+}
+
+// Rows of the queries, as attention takes them.
+Tensor rows_of(const Tensor& tensor, const Part& part) { return tensor.narrow(2, part.first_row, part.rows); }
+Tensor keys_of(const Tensor& tensor, const Part& part) { return tensor.narrow(2, part.first_key, part.keys); }
+
+struct Attention : torch::autograd::Function<Attention> {
+  // q [G, A, r, D], k and v [G, T, D], own_k and own_v [G, A, B, D]; gives [G, A, r, D].
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& own_k,
+                        const Tensor& own_v, const c10::intrusive_ptr<Plan>& plan) {
+    const int64_t groups = q.size(0), rows = q.size(1) * q.size(2);
+    const auto wide = q.options().dtype(at::toOpMathType(q.scalar_type()));
+    const Tensor queries = q.reshape({1, groups, rows, q.size(3)}), keys = k.unsqueeze(0), values = v.unsqueeze(0);
+    Tensor out = at::zeros(queries.sizes(), wide);
+    Tensor lse = at::full({1, groups, rows}, -std::numeric_limits<double>::infinity(), wide);
+    for (const Part& part : plan->parts) {
+      auto seen = attend(rows_of(queries, part), keys_of(keys, part), keys_of(values, part), part.mask, plan->scale);
+      merge(rows_of(out, part), rows_of(lse, part), seen);
+    }
+    const auto by_block = [&](const Tensor& of_rows) { return of_rows.view_as(q).transpose(0, 1); };
+    const auto own = attend(q.transpose(0, 1), own_k.transpose(0, 1), own_v.transpose(0, 1), plan->block_mask, plan->scale);
+    merge(by_block(out), lse.view({groups, q.size(1), q.size(2)}).transpose(0, 1), own);
+    out = out.view_as(q).to(q.scalar_type());
+    ctx->save_for_backward({q, k, v, own_k, own_v, out, lse});
+    ctx->saved_data["plan"] = c10::IValue::make_capsule(plan);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &own_k = saved[3], &own_v = saved[4], &out = saved[5], &lse = saved[6];
+    const auto plan = c10::static_intrusive_pointer_cast<Plan>(ctx->saved_data["plan"].toCapsule());
+    const int64_t groups = q.size(0), rows = q.size(1) * q.size(2);
+    const auto flat = [&](const Tensor& of_blocks) { return of_blocks.reshape({1, groups, rows, q.size(3)}); };
+    const Tensor queries = flat(q), gradient = flat(gradients[0]), merged = flat(out), keys = k.unsqueeze(0), values = v.unsqueeze(0);
+    const auto across = [](const Tensor& tensor) { return tensor.transpose(0, 1); };
+    const Tensor own_lse = lse.view({groups, q.size(1), q.size(2)});
+    const auto [own_dq, own_dk, own_dv] =
+        attend_backward(across(gradients[0]), across(q), across(own_k), across(own_v), across(out),
+                        across(own_lse).contiguous(), plan->block_mask, plan->scale);
+    // Sums of many parts: in float32, whatever the kind.
+    const auto wide = q.options().dtype(at::toOpMathType(q.scalar_type()));
+    Tensor dq = at::empty(q.sizes(), wide).copy_(across(own_dq)).view(queries.sizes());
+    Tensor dk = at::zeros(keys.sizes(), wide), dv = at::zeros(values.sizes(), wide);
+    for (const Part& part : plan->parts) {
+      const auto [part_dq, part_dk, part_dv] = attend_backward(
+          rows_of(gradient, part), rows_of(queries, part), keys_of(keys, part), keys_of(values, part), rows_of(merged, part),
+          rows_of(lse, part).contiguous(), part.mask, plan->scale);
+      rows_of(dq, part).add_(part_dq);
+      keys_of(dk, part).add_(part_dk);
+      keys_of(dv, part).add_(part_dv);
+    }
+    const auto as = [](const Tensor& sum, const Tensor& like) { return sum.view(like.sizes()).to(like.scalar_type()); };
+    return {as(dq, q), as(dk, k), as(dv, v), across(own_dk), across(own_dv), Tensor()};
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+struct AttentionPart {
+  int64_t first_row, rows, first_key, keys;
+  const Tensor* mask;  // or null
+};
+
+// See `Attention`; the result is a new tensor in `*out`.
+char* ds_block_attention(const Tensor* q, const Tensor* k, const Tensor* v, const Tensor* own_k, const Tensor* own_v,
+                         const AttentionPart* parts, size_t count, const Tensor* block_mask, double scale, Tensor** out) {
+  return caught([&] {
+    // The kernels do not look.
+    for (const Tensor* each : {q, k, v, own_k, own_v}) TORCH_CHECK(each->stride(-1) == 1, "values of a head do not lie side by side");
+    auto plan = c10::make_intrusive<Plan>();
+    for (size_t i = 0; i < count; ++i) {
+      const AttentionPart& part = parts[i];
+      plan->parts.push_back({part.first_row, part.rows, part.first_key, part.keys, part.mask ? *part.mask : Tensor()});
+    }
+    if (block_mask) plan->block_mask = *block_mask;
+    plan->scale = scale;
+    *out = new Tensor(Attention::apply(*q, *k, *v, *own_k, *own_v, plan));
+  });
+}
+}

@@ -1,0 +1,130 @@
+//! A trace of some steps of a long run.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use tch::Device;
+
+use crate::ffi::Profile;
+
+/// Steps that are let pass first: they allocate, choose kernels, and wait for data.
+const WARM_UP: usize = 3;
+
+/// Steps that are recorded.
+const STEPS: usize = 5;
+
+/// Records some steps of the thread that it belongs to, for a file that chrome://tracing and ui.perfetto.dev open.
+pub struct StepTrace {
+    path: Option<PathBuf>,
+    with_gpu: bool,
+    begun: usize,
+    profile: Option<Profile>,
+}
+
+impl StepTrace {
+    /// Records nothing.
+    pub fn none() -> Self {
+        Self { path: None, with_gpu: false, begun: 0, profile: None }
+    }
+
+    /// Will record five steps, after three that are let pass, and write them to `path`. Where there is such a file already, as when a run
+    /// goes on, nothing is recorded, and that is said.
+    ///
+    /// # Errors
+    /// Nothing can be written there.
+    pub fn new(path: &Path, device: Device) -> Result<Self, String> {
+        if path.exists() {
+            tracing::warn!("--profile {}: there is such a file already; nothing is recorded", path.display());
+            return Ok(Self::none());
+        }
+        let partial = partial(path);
+        let tried = fs::File::create(&partial).and_then(|_| fs::remove_file(&partial));
+        tried.map_err(|error| format!("--profile {}: {error}", path.display()))?;
+        let with_gpu = matches!(device, Device::Cuda(_));
+        Ok(Self { path: Some(path.to_path_buf()), with_gpu, ..Self::none() })
+    }
+
+    /// To be called before each step. What cannot be recorded or written is said, and the steps go on.
+    pub fn begin_step(&mut self) {
+        let Some(path) = &self.path else { return };
+        self.begun += 1;
+        if self.begun == WARM_UP + 1 {
+            match Profile::start(self.with_gpu) {
+                Ok(profile) => self.profile = Some(profile),
+                Err(problem) => {
+                    tracing::warn!("--profile {}: nothing is recorded: {problem}", path.display());
+                    self.path = None;
+                }
+            }
+        } else if self.begun == WARM_UP + STEPS + 1 {
+            self.finish();
+        }
+    }
+
+    /// To be called when there are no more steps: writes what was recorded, if it is not written yet.
+    pub fn finish(&mut self) {
+        let Some(path) = self.path.take() else { return };
+        let shown = path.display();
+        let Some(profile) = self.profile.take() else {
+            tracing::warn!(
+                "--profile {shown}: nothing to write; the first {WARM_UP} steps are let pass, and there were no more"
+            );
+            return;
+        };
+        let partial = partial(&path);
+        let written = profile
+            .write(&partial)
+            .and_then(|()| fs::rename(&partial, &path).map_err(|error| error.to_string()));
+        match written {
+            Ok(()) => {
+                tracing::info!("where time went: {shown}; the speed of those steps includes the recording")
+            }
+            Err(problem) => tracing::warn!("--profile {shown}: not written: {problem}"),
+        }
+    }
+}
+
+/// Where it is written before it has its name.
+fn partial(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_os_string();
+    name.push(".partial");
+    name.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Kind, Tensor};
+
+    use super::*;
+    use crate::range;
+
+    #[test]
+    fn some_steps_are_recorded_with_their_ranges() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace.json");
+        let mut trace = StepTrace::new(&path, Device::Cpu).unwrap();
+        let x = Tensor::ones([8, 8], (Kind::Float, Device::Cpu));
+        for step in 0..WARM_UP + STEPS + 4 {
+            trace.begin_step();
+            assert_eq!(path.exists(), step >= WARM_UP + STEPS, "before step {step}");
+            let _range = range(c"a range of ours");
+            let _ = x.mm(&x);
+        }
+        trace.finish();
+        let text = fs::read_to_string(&path).unwrap();
+        for name in ["a range of ours", "aten::mm"] {
+            assert_eq!(text.matches(&format!("\"{name}\"")).count(), STEPS, "{name}");
+        }
+        // What is there stays, and a recording that nobody wants ends.
+        let mut other = StepTrace::new(&path, Device::Cpu).unwrap();
+        (0..20).for_each(|_| other.begin_step());
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        let mut dropped = StepTrace::new(&folder.path().join("dropped.json"), Device::Cpu).unwrap();
+        (0..WARM_UP + 2).for_each(|_| dropped.begin_step());
+        drop(dropped);
+        assert!(Profile::start(false).is_ok(), "the dropped one still records");
+        let nowhere = folder.path().join("nowhere/trace.json");
+        assert!(StepTrace::new(&nowhere, Device::Cpu).is_err_and(|said| said.contains("nowhere")));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "something was left");
+    }
+}
