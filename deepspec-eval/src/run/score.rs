@@ -20,20 +20,16 @@ pub fn all(
 ) -> Vec<Scored> {
     let plain = plain.into_iter().flatten().map(Some).chain(std::iter::repeat(None));
     let passes = suites.iter().zip(drafted).zip(plain);
-    let score = |((suite, pass), plain): ((&Prepared, &Pass), _)| {
-        let mut scored = score(suite, pass, plain, block_size);
-        if !settings.policy().cuts() {
-            let cycles = pass.answers.iter().flat_map(|answer| &answer.completion.cycles);
-            // What is wrong with them is said where those of all suites are judged.
-            let sweep = confidence::sweep(cycles, block_size, settings.calibration.as_deref());
-            scored.suite.sweep = sweep.unwrap_or_default();
-        }
-        scored
-    };
-    passes.map(score).collect()
+    passes.map(|((suite, pass), plain)| score(suite, pass, plain, block_size, settings)).collect()
 }
 
-fn score(suite: &Prepared, pass: &Pass, plain: Option<&Pass>, block_size: usize) -> Scored {
+fn score(
+    suite: &Prepared,
+    pass: &Pass,
+    plain: Option<&Pass>,
+    block_size: usize,
+    settings: &Settings,
+) -> Scored {
     let counts = tally(&pass.answers, block_size);
     let baseline = plain.map(|plain| Baseline::new(tally(&plain.answers, 0).output_tokens, plain.timing));
     let name = suite.rows.suite.name.to_string();
@@ -44,6 +40,13 @@ fn score(suite: &Prepared, pass: &Pass, plain: Option<&Pass>, block_size: usize)
         prompt.committed += answer.completion.cycles.iter().map(|c| u64::from(c.committed)).sum::<u64>();
     }
     let length = Estimate::accepted_length(&name, prompts);
+    let sweep = if settings.policy().cuts() {
+        vec![]
+    } else {
+        let cycles = pass.answers.iter().flat_map(|answer| &answer.completion.cycles);
+        // What is wrong with them is said where those of all suites are judged.
+        confidence::sweep(cycles, block_size, settings.calibration.as_deref()).unwrap_or_default()
+    };
     let suite = SuiteResult {
         name,
         domain: suite.rows.suite.domain,
@@ -56,7 +59,7 @@ fn score(suite: &Prepared, pass: &Pass, plain: Option<&Pass>, block_size: usize)
         prompt_tokens: pass.answers.iter().map(|answer| answer.prompt_tokens as u64).sum(),
         metrics: Metrics::new(&counts, &pass.timing, baseline.as_ref()),
         counts,
-        sweep: vec![],
+        sweep,
         timing: pass.timing,
         baseline,
     };
