@@ -1,9 +1,16 @@
 //! Aligned tables of plain text.
 
+use tabled::builder::Builder;
+use tabled::settings::object::Columns;
+use tabled::settings::span::Span;
+use tabled::settings::style::HorizontalLine;
+use tabled::settings::themes::Theme;
+use tabled::settings::{Alignment, Padding, Style};
+
 use crate::statistics::Interval;
 
-/// Space between columns.
-const GAP: &str = "  ";
+/// Blanks between columns.
+const GAP: usize = 2;
 /// Stands for a value that does not exist.
 const NOTHING: &str = "–";
 
@@ -39,61 +46,33 @@ impl Table {
 
     /// The whole table with a final newline.
     pub fn render(&self) -> String {
-        let cells = || std::iter::once(&self.header).chain(self.rows.iter().flatten());
-        let mut widths: Vec<usize> = (0..self.header.len())
-            .map(|column| cells().map(|row| width(&row[column])).max().unwrap_or(0))
-            .collect();
-        self.widen_for_titles(&mut widths);
-        let rule = "─".repeat(span(&widths));
-        let mut lines = vec![];
+        let (mut grid, mut theme) = (Builder::new(), Theme::from_style(Style::empty()));
         if !self.titles.is_empty() {
-            lines.push(self.title_line(&widths));
+            let cells = |(columns, title): &(usize, String)| {
+                let rest = std::iter::repeat_n(String::new(), columns - 1);
+                std::iter::once(title.clone()).chain(rest)
+            };
+            grid.push_record(self.titles.iter().flat_map(cells));
         }
-        lines.push(line(&self.header, &widths));
-        lines.push(rule.clone());
-        lines.extend(
-            self.rows.iter().map(|row| row.as_ref().map_or_else(|| rule.clone(), |row| line(row, &widths))),
-        );
-        lines.iter().map(|line| format!("{}\n", line.trim_end())).collect()
-    }
-
-    /// Gives the first column under a title what the title needs beyond its columns.
-    fn widen_for_titles(&self, widths: &mut [usize]) {
-        let mut start = 0;
-        for (columns, title) in &self.titles {
-            let under = &mut widths[start..start + columns];
-            let missing = width(title).saturating_sub(span(under));
-            if let Some(first) = under.first_mut() {
-                *first += missing;
+        grid.push_record(&self.header);
+        let mut rule = |row: usize| theme.insert_horizontal_line(row, HorizontalLine::filled('─'));
+        rule(grid.count_records());
+        for row in &self.rows {
+            match row {
+                Some(cells) => grid.push_record(cells),
+                None => rule(grid.count_records()),
             }
-            start += columns;
         }
-    }
-
-    fn title_line(&self, widths: &[usize]) -> String {
-        let (mut parts, mut start) = (vec![], 0);
-        for (columns, title) in &self.titles {
-            parts.push(format!("{title:^total$}", total = span(&widths[start..start + columns])));
-            start += columns;
+        let mut table = grid.build();
+        table.with(theme).with(Padding::new(0, GAP, 0, 0));
+        table.modify(Columns::new(1..), Alignment::right()).modify(Columns::last(), Padding::zero());
+        let mut column = 0;
+        for (columns, _) in &self.titles {
+            table.modify((0, column), (Span::column(*columns as isize), Alignment::center()));
+            column += columns;
         }
-        parts.join(GAP)
+        table.to_string().lines().map(|line| format!("{}\n", line.trim_end())).collect()
     }
-}
-
-fn line(cells: &[String], widths: &[usize]) -> String {
-    let padded = cells.iter().zip(widths).enumerate().map(|(column, (cell, &total))| {
-        let blanks = " ".repeat(total - width(cell));
-        if column == 0 { format!("{cell}{blanks}") } else { format!("{blanks}{cell}") }
-    });
-    padded.collect::<Vec<_>>().join(GAP)
-}
-
-fn span(widths: &[usize]) -> usize {
-    widths.iter().sum::<usize>() + GAP.len() * widths.len().saturating_sub(1)
-}
-
-fn width(text: &str) -> usize {
-    text.chars().count()
 }
 
 /// A number with `digits` decimals, or a dash.

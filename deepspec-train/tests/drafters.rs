@@ -284,7 +284,7 @@ fn dflash2_learns_drafts_and_goes_on_after_a_kill() {
     }
 }
 
-/// With a chat format that the recipe brings along, and the accepted length measured as they learn. What they draft changes no token.
+/// With a chat format that the recipe brings along, or the template's own marks, and the accepted length measured as they learn. What they draft changes no token.
 #[test]
 fn llama_targets_have_drafters() {
     let bench = Bench::new();
@@ -295,24 +295,31 @@ fn llama_targets_have_drafters() {
     let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
     let suites = format!("suites_dir: '{}'", common::workspace().join("eval_datasets").display());
     let eval = format!("eval={{{suites}, suites: [smoke-math], limit: 2, max_new_tokens: 8}}");
+    let template = fs::read_to_string(llama.join("chat_template.jinja")).unwrap();
+    let answer = "{{- ns.answer.lstrip('\\n') -}}";
+    assert!(template.contains(answer));
+    let tagged = format!("{{%- generation -%}}{answer}{{%- endgeneration -%}}");
+    fs::write(llama.join("chat_template.jinja"), template.replace(answer, &tagged)).unwrap();
     let common = [
         target.as_str(),
         input.as_str(),
         "target.layer_ids=[embedding, 1]",
         "data.states=online",
-        "data.chat_template={name: mine, assistant_header: \"<|im_start|>assistant\\n\", end_of_turn: \"<|im_end|>\\n\"}",
         "train.max_train_steps=4",
         "logging.eval_every=4",
         eval.as_str(),
     ];
     let dspark = "drafter.dspark.num_anchors=6";
+    let marks = "data.chat_template={name: mine, assistant_header: \"<|im_start|>assistant\\n\", end_of_turn: \"<|im_end|>\\n\"}";
+    let own = "data.chat_template=generation";
     // Behind anchors the layers are those that engines run there.
-    for (drafter, class, model_type) in [
-        (dspark, "Qwen3DSparkModel", "qwen3"),
-        (DFLASH, "Qwen3DSparkModel", "qwen3"),
-        (EAGLE3, "LlamaEagle3Model", "llama"),
+    for (drafter, class, model_type, rules) in [
+        (dspark, "Qwen3DSparkModel", "qwen3", marks),
+        (dspark, "Qwen3DSparkModel", "qwen3", own),
+        (DFLASH, "Qwen3DSparkModel", "qwen3", marks),
+        (EAGLE3, "LlamaEagle3Model", "llama", own),
     ] {
-        bench.succeeds(&[set(&[&common[..], &[drafter]].concat()), vec!["--overwrite"]].concat());
+        bench.succeeds(&[set(&[&common[..], &[drafter, rules]].concat()), vec!["--overwrite"]].concat());
         let tau = last_metrics(&bench)["eval"]["tau"].as_f64().unwrap();
         assert!(tau >= 1.0, "{tau}");
         let saved = config(&bench, 4);

@@ -3,7 +3,7 @@
 usage: real_tokenizers.py CASES.json ANSWERS.json
 
 CASES is a list of {"dir", "header", "end", "messages", "tools", "thinking"}. Of each the answer has the rendered text, its ids, their text again, and which ids
-are the assistant's: those that tokenising the text up to a border adds. Null where the template refuses the messages.
+are the assistant's: those that tokenising the text up to a border adds. Null where the template refuses the messages. Of a case without a header the answer has the ids, and as the assistant's those that the template's own tags name.
 """
 
 import json
@@ -18,6 +18,10 @@ for case in json.load(open(sys.argv[1])):
     if folder not in tokenizers:
         tokenizers[folder] = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = tokenizers[folder]
+    if case["header"] is None:
+        found = tokenizer.apply_chat_template(case["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        answers.append({"ids": found["input_ids"], "mask": found["assistant_masks"]})
+        continue
     options = {} if case["thinking"] is None else {"enable_thinking": case["thinking"]}
     try:
         text = tokenizer.apply_chat_template(case["messages"], tools=case["tools"], tokenize=False)

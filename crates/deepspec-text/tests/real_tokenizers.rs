@@ -29,6 +29,21 @@ fn rendered(tokenizer: &ChatTokenizer, conversation: &Conversation) -> Result<St
     tokenizer.render(&conversation.messages, &options)
 }
 
+/// What transformers makes of the cases.
+fn transformers(python: impl AsRef<std::ffi::OsStr>, cases: &[Value], scratch: &Path) -> Vec<Value> {
+    let [asked, answered] = ["cases.json", "answers.json"].map(|name| scratch.join(name));
+    fs::write(&asked, json!(cases).to_string()).unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/real_tokenizers.py");
+    let run = Command::new(python)
+        .arg(script)
+        .args([&asked, &answered])
+        .env("HF_HUB_OFFLINE", "1")
+        .output()
+        .unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    serde_json::from_slice(&fs::read(&answered).unwrap()).unwrap()
+}
+
 #[test]
 fn real_tokenizers_do_as_in_transformers() {
     let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
@@ -45,17 +60,7 @@ fn real_tokenizers_do_as_in_transformers() {
             }));
         }
     }
-    let [asked, answered] = ["cases.json", "answers.json"].map(|name| scratch.path().join(name));
-    fs::write(&asked, json!(cases).to_string()).unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/real_tokenizers.py");
-    let run = Command::new(python)
-        .arg(script)
-        .args([&asked, &answered])
-        .env("HF_HUB_OFFLINE", "1")
-        .output()
-        .unwrap();
-    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
-    let answers: Vec<Value> = serde_json::from_slice(&fs::read(&answered).unwrap()).unwrap();
+    let answers = transformers(&python, &cases, scratch.path());
     assert_eq!(answers.len(), cases.len());
 
     for ((name, header, end), (cases, answers)) in TOKENIZERS
@@ -114,6 +119,48 @@ fn real_tokenizers_do_as_in_transformers() {
             "{name}: {rendered_here} of {CONVERSATIONS} rendered"
         );
     }
+}
+
+/// Llama 3.1's tokenizer with tags around what the assistant says, as its template has none: supervised are the ids that transformers
+/// marks.
+#[test]
+fn a_llamas_own_marks_are_those_of_transformers() {
+    let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path().join("llama3_1");
+    fs::create_dir(&dir).unwrap();
+    fs::copy(all.join("llama3_1/tokenizer.json"), dir.join("tokenizer.json")).unwrap();
+    let config = fs::read(all.join("llama3_1/tokenizer_config.json")).unwrap();
+    let mut config: Map<String, Value> = serde_json::from_slice(&config).unwrap();
+    config.remove("chat_template");
+    fs::write(dir.join("tokenizer_config.json"), json!(config).to_string()).unwrap();
+    let tagged = "{{- bos_token }}{%- for message in messages %}\
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}{%- if message.role == 'assistant' %}\
+        {%- generation %}{{- message.content | trim + '<|eot_id|>' }}{%- endgeneration %}{%- else %}\
+        {{- message.content | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}";
+    fs::write(dir.join("chat_template.jinja"), tagged).unwrap();
+    let mut random = Conversations::new("llama3_1");
+    // Answers that only call a tool have no text to trim.
+    let spoken = |messages: &Vec<Value>| messages.iter().all(|one| one["content"].is_string());
+    let conversations = std::iter::repeat_with(|| random.conversation().0).filter(spoken).take(100);
+    let cases: Vec<Value> =
+        conversations.map(|messages| json!({"dir": dir, "header": null, "messages": messages})).collect();
+    let answers = transformers(&python, &cases, scratch.path());
+    let tokenizer = ChatTokenizer::load(&dir).unwrap();
+    let generation = ChatTemplate::named("generation").unwrap();
+    for (case, answer) in cases.iter().zip(&answers) {
+        let row = Map::from_iter([("conversations".to_string(), case["messages"].clone())]);
+        let conversation = Conversation::from_row(&row).unwrap();
+        let supervised = supervise(&tokenizer, &generation, &conversation, usize::MAX).unwrap();
+        let mask: Vec<u8> = supervised.loss_mask.iter().map(|&bit| u8::from(bit)).collect();
+        assert_eq!(
+            (json!(supervised.input_ids), json!(mask)),
+            (answer["ids"].clone(), answer["mask"].clone()),
+            "{case}"
+        );
+    }
+    let marked = |answer: &Value| answer["mask"].as_array().unwrap().contains(&json!(1));
+    assert!(answers.iter().filter(|answer| marked(answer)).count() > 50);
 }
 
 fn template(header: &str, end: &str) -> ChatTemplate {

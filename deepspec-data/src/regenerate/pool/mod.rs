@@ -1,36 +1,35 @@
 //! Many servers as one: a request goes to whichever has a slot free, and elsewhere when that fails.
 //!
-//! There is one queue for all servers and none behind any of them, so a fast server takes from a slow one what it would
-//! have got. A server that is given up loses what it was working on as well.
+//! A request waits in line at all servers at once and takes the first slot, so a fast server takes from a slow one what it
+//! would have got. A server that is given up loses what it was working on as well.
 
-mod admission;
-mod circuit;
 mod extensions;
 mod failure;
+mod gate;
 mod server;
 mod stats;
 mod watch;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use deepspec_core::{env, usage};
-use deepspec_serve::fresh_number;
+use futures::future::{BoxFuture, join_all, pending, select_all};
 use serde_json::{Map, Value};
+use tokio::sync::watch as watching;
 
 use super::answer::{Answer, AskError};
-use admission::{Acquired, Admission, Slot};
-use circuit::Change;
-use extensions::{Extensions, Fields, Refusal};
+use extensions::{Fields, Refusal};
 use failure::{Class, Failure};
+use gate::{Change, CircuitState, Slot, doubling};
 pub use server::check_urls;
 use server::{Server, client};
 
 /// Most requests in flight that a server may be given.
 const MOST_CONCURRENT: usize = 65_536;
-/// Pause before a row's second attempt; it doubles from one to the next and varies by half.
-const BACK_OFF: Duration = Duration::from_millis(250);
+/// First and longest pause between attempts at a row.
+const BACK_OFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(16));
 /// How often a request may be told to wait before its row fails.
 const MOST_WAITS: u32 = 100;
 
@@ -80,35 +79,42 @@ impl Options {
 
 /// Servers that answer.
 pub struct Pool {
-    servers: Vec<Server>,
+    servers: Vec<Arc<Server>>,
     options: Options,
-    admission: Mutex<Admission>,
+    /// Tells those who wait that a server's state has changed, or that the pool was closed.
+    changes: watching::Sender<()>,
+    /// Why no request is admitted any more.
+    closed: OnceLock<String>,
 }
 
 impl Pool {
     /// A pool of servers given by base URL.
     pub fn new(urls: &[String], options: Options) -> anyhow::Result<Self> {
         let http = client(urls, Duration::from_secs(options.timeout), options.concurrency)?;
-        let servers =
-            urls.iter().map(|url| Server::new(&http, url, env::secret(&options.api_key_env))).collect();
-        Ok(Self { admission: Mutex::new(Admission::new(urls.len(), options.concurrency)), servers, options })
+        let key = || env::secret(&options.api_key_env);
+        let server = |url: &String| Arc::new(Server::new(&http, url, key(), options.concurrency));
+        let servers = urls.iter().map(server).collect();
+        Ok(Self { servers, options, changes: watching::Sender::new(()), closed: OnceLock::new() })
     }
 
     /// Checks that at least one server is there, and looks after those that are not.
     pub async fn check(self: &Arc<Self>) -> anyhow::Result<()> {
-        let found = futures::future::join_all(self.servers.iter().map(Server::look)).await;
-        let down: Vec<(usize, String)> =
-            found.into_iter().enumerate().filter_map(|(index, found)| Some((index, found.err()?))).collect();
+        let found = join_all(self.servers.iter().map(|server| server.look())).await;
+        let down: Vec<(&Arc<Server>, String)> = self
+            .servers
+            .iter()
+            .zip(found)
+            .filter_map(|(server, found)| Some((server, found.err()?)))
+            .collect();
         if down.len() == self.servers.len() {
             let problems: Vec<String> = down.into_iter().map(|(_, problem)| problem).collect();
             bail!("server down: {}", problems.join("; "));
         }
-        for (index, problem) in down {
+        for (server, problem) in down {
             tracing::warn!("server down: {problem}; it is asked as soon as it answers");
-            let change = self.lock().unreachable(index, &problem);
-            self.follow(index, change);
+            self.follow(server, server.gate.unreachable(&problem));
         }
-        self.keep_watch();
+        tokio::spawn(Arc::clone(self).keep_watch());
         Ok(())
     }
 
@@ -120,14 +126,13 @@ impl Pool {
         home: &mut Option<usize>,
     ) -> Result<Answer, AskError> {
         let (mut attempts, mut waits, mut avoid) = (0, 0, None);
+        let mut pauses = doubling(BACK_OFF);
         loop {
-            let permit = Permit::take(self, *home, avoid).await?;
-            let index = permit.server();
+            let (index, slot) = self.take(*home, avoid).await?;
             let server = &self.servers[index];
-            let failure = match self.attempt(index, body).await {
+            let failure = match self.attempt(server, body).await {
                 Ok(answer) => {
-                    let change = self.lock().answer(index, answer.tokens);
-                    self.follow(index, change);
+                    self.follow(server, server.gate.answer(answer.tokens));
                     *home = Some(index);
                     return Ok(answer);
                 }
@@ -136,22 +141,20 @@ impl Pool {
             };
             let problem = format!("{}: {failure}", server.url());
             tracing::debug!("{problem}");
-            self.settle(index, &failure, &problem)?;
-            drop(permit);
+            self.settle(server, &failure, &problem)?;
+            drop(slot);
             avoid = Some(index);
             match failure.class {
                 Class::Unreachable | Class::Recalled => {}
                 // Its own fault, not the request's: another server may do, and this one will be given up.
-                Class::Denied if !self.lock().answered(index) => {
-                    tokio::time::sleep(jittered(BACK_OFF)).await;
-                }
+                Class::Denied if !server.answered() => tokio::time::sleep(BACK_OFF.0).await,
                 Class::RateLimited => {
                     waits += 1;
                     if waits == MOST_WAITS {
                         return Err(AskError::Row(problem));
                     }
                 }
-                Class::Refused if self.lock().only_refusals(MOST_REFUSALS) => {
+                Class::Refused if self.only_refusals() => {
                     let error =
                         anyhow!("{MOST_REFUSALS} requests were refused and none was answered: {problem}");
                     return Err(AskError::Run(error));
@@ -162,15 +165,46 @@ impl Pool {
                     if attempts >= self.options.attempts {
                         return Err(AskError::Row(format!("{problem} (attempt {attempts})")));
                     }
-                    tokio::time::sleep(jittered(BACK_OFF * (1 << (attempts - 1).min(6)))).await;
+                    tokio::time::sleep(pauses.next().unwrap_or(BACK_OFF.1)).await;
                 }
+            }
+        }
+    }
+
+    /// Waits for a slot, at `home` if it has one free, at `avoid` only if no other server is asked.
+    async fn take(&self, home: Option<usize>, avoid: Option<usize>) -> Result<(usize, Slot), AskError> {
+        let mut changes = self.changes.subscribe();
+        loop {
+            if let Some(problem) = self.closed.get() {
+                return Err(AskError::Run(anyhow!("{problem}")));
+            }
+            let numbered = self.servers.iter().enumerate();
+            let asked = numbered.clone().filter(|(_, server)| server.gate.circuit() == CircuitState::Closed);
+            let elsewhere = asked.map(|(index, _)| Some(index)).any(|index| index != avoid);
+            let mut open: Vec<(usize, &Arc<Server>)> =
+                numbered.filter(|(index, _)| !elsewhere || Some(*index) != avoid).collect();
+            open.sort_by_cached_key(|(index, server)| (Some(*index) != home, server.gate.load()));
+            if let Some(taken) =
+                open.iter().find_map(|(index, server)| Some((*index, server.gate.try_slot()?)))
+            {
+                return Ok(taken);
+            }
+            let line = |(index, server): &(usize, &Arc<Server>)| -> BoxFuture<'static, (usize, Slot)> {
+                let (index, gate) = (*index, Arc::clone(&server.gate));
+                Box::pin(async move { (index, gate.next_slot().await) })
+            };
+            // Never empty, as it must not be.
+            let lines = open.iter().map(line).chain([Box::pin(pending()) as BoxFuture<'_, _>]);
+            tokio::select! {
+                (taken, ..) = select_all(lines) => return Ok(taken),
+                _ = changes.changed() => {}
             }
         }
     }
 
     /// Requests at the servers.
     pub fn in_flight(&self) -> usize {
-        self.lock().in_flight()
+        self.servers.iter().map(|server| server.gate.in_flight()).sum()
     }
 
     /// How many requests may be at the servers.
@@ -180,7 +214,7 @@ impl Pool {
 
     /// Share of the answers that each server gave, in percent, where there are several.
     pub fn shares(&self) -> String {
-        let counts: Vec<u64> = self.lock().stats().map(|stats| stats.answered).collect();
+        let counts: Vec<u64> = self.servers.iter().map(|server| server.gate.stats().answered).collect();
         let total: u64 = counts.iter().sum::<u64>().max(1);
         let shares: Vec<String> = counts.iter().map(|count| format!("{}", 100 * count / total)).collect();
         if shares.len() > 1 { format!(", servers {} %", shares.join("/")) } else { String::new() }
@@ -188,35 +222,61 @@ impl Pool {
 
     /// The stats of all servers.
     pub fn record(&self) -> Vec<Value> {
-        let admission = self.lock();
-        let stats = admission.stats().zip(&self.servers);
-        stats
-            .map(|(stats, server)| stats.record(server.url(), &server.extensions.dropped().names()))
-            .collect()
+        let record = |server: &Arc<Server>| {
+            server.gate.stats().record(server.url(), &server.extensions.dropped().names())
+        };
+        self.servers.iter().map(record).collect()
     }
 
     /// A line for every server that had trouble.
     pub fn troubles(&self) -> Vec<String> {
-        let admission = self.lock();
-        let line = |(stats, server): (&stats::ServerStats, &Server)| {
+        let line = |server: &Arc<Server>| {
+            let stats = server.gate.stats();
             let (answered, failures) = (stats.answered, stats.failures());
             (failures > 0).then(|| {
-                format!(
-                    "{}: {answered} requests answered, {failures} not ({})",
-                    server.url(),
-                    stats.classes()
-                )
+                let (url, classes) = (server.url(), stats.classes());
+                format!("{url}: {answered} requests answered, {failures} not ({classes})")
             })
         };
-        admission.stats().zip(&self.servers).filter_map(line).collect()
+        self.servers.iter().filter_map(line).collect()
+    }
+
+    /// How many servers are asked.
+    fn serving(&self) -> usize {
+        self.servers.iter().filter(|server| server.gate.circuit() == CircuitState::Closed).count()
+    }
+
+    /// Whether many requests were refused and none was ever answered.
+    fn only_refusals(&self) -> bool {
+        let stats: Vec<_> = self.servers.iter().map(|server| server.gate.stats()).collect();
+        stats.iter().map(|stats| stats.count(Class::Refused)).sum::<u64>() >= MOST_REFUSALS
+            && stats.iter().all(|stats| stats.answered == 0)
+    }
+
+    /// The last troubles of all servers.
+    fn problems(&self) -> String {
+        let problem = |server: &Arc<Server>| match server.gate.problem() {
+            none if none.is_empty() => server.url().to_string(),
+            problem => problem,
+        };
+        self.servers.iter().map(problem).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Admits no request any more, and fails those that wait.
+    fn close(&self, problem: String) {
+        self.closed.get_or_init(|| problem);
+        self.changed();
+    }
+
+    fn changed(&self) {
+        self.changes.send_replace(());
     }
 
     /// One attempt, again without a field that the server turns out not to know.
-    async fn attempt(&self, index: usize, body: &Map<String, Value>) -> Result<Answer, Attempt> {
-        let server = &self.servers[index];
+    async fn attempt(&self, server: &Server, body: &Map<String, Value>) -> Result<Answer, Attempt> {
         loop {
             let sent = server.extensions.sent(body);
-            let failure = match self.ask_once(index, body, sent).await {
+            let failure = match server.ask_once(body, sent).await {
                 Ok(answer) => {
                     server.extensions.accept(body, sent);
                     return Ok(answer);
@@ -235,7 +295,7 @@ impl Pool {
                 Refusal::Of(fields) => self.drop_fields(server, fields, &failure),
                 Refusal::Perhaps(fields) => {
                     for suspected in fields.suspects() {
-                        match self.ask_once(index, body, sent.without(suspected)).await {
+                        match server.ask_once(body, sent.without(suspected)).await {
                             Ok(answer) => {
                                 self.drop_fields(server, suspected, &failure);
                                 return Ok(answer);
@@ -253,26 +313,6 @@ impl Pool {
         }
     }
 
-    async fn ask_once(
-        &self,
-        index: usize,
-        body: &Map<String, Value>,
-        sent: Fields,
-    ) -> Result<Answer, Failure> {
-        let server = &self.servers[index];
-        let recalled = server.recalled.notified();
-        tokio::pin!(recalled);
-        // First listened, then looked: whatever happens to the server from here on is heard.
-        recalled.as_mut().enable();
-        if self.lock().is_out(index) {
-            return Err(Failure::recalled());
-        }
-        tokio::select! {
-            answer = server.ask(Extensions::trim(body, sent)) => answer,
-            () = recalled => Err(Failure::recalled()),
-        }
-    }
-
     fn drop_fields(&self, server: &Server, fields: Fields, failure: &Failure) {
         if server.extensions.drop(fields) {
             let names = fields.names().join(", ");
@@ -281,74 +321,35 @@ impl Pool {
     }
 
     /// Lets a failure count for the server.
-    fn settle(self: &Arc<Self>, index: usize, failure: &Failure, problem: &str) -> Result<(), AskError> {
-        let change = {
-            let mut admission = self.lock();
-            admission.count(index, failure.class);
-            match failure.class {
-                Class::Unreachable => admission.unreachable(index, problem),
-                Class::RateLimited => admission.limit(index, failure.retry_after, problem),
-                Class::Denied if !admission.answered(index) => {
-                    let disabled = admission.deny(index, problem);
-                    if admission.all_disabled() {
-                        let all = admission.problems(&self.urls());
-                        return Err(AskError::Run(anyhow!("no server answers: {all}")));
-                    }
-                    if disabled {
-                        tracing::warn!("{problem}; this server is not asked again");
-                    }
-                    Change::None
+    fn settle(
+        self: &Arc<Self>,
+        server: &Arc<Server>,
+        failure: &Failure,
+        problem: &str,
+    ) -> Result<(), AskError> {
+        let gate = &server.gate;
+        gate.count(failure.class);
+        let change = match failure.class {
+            Class::Unreachable => gate.unreachable(problem),
+            Class::RateLimited => gate.limit(failure.retry_after, problem),
+            Class::Denied if !server.answered() => {
+                let disabled = gate.deny(problem);
+                if self.servers.iter().all(|server| server.gate.circuit() == CircuitState::Disabled) {
+                    return Err(AskError::Run(anyhow!("no server answers: {}", self.problems())));
                 }
-                Class::ServerError | Class::Timeout | Class::Broken | Class::Garbage | Class::Denied => {
-                    admission.failure(index, problem)
+                if disabled {
+                    tracing::warn!("{problem}; this server is not asked again");
+                    self.changed();
                 }
-                Class::Refused | Class::Recalled => Change::None,
+                Change::None
             }
+            Class::ServerError | Class::Timeout | Class::Broken | Class::Garbage | Class::Denied => {
+                gate.failure(problem)
+            }
+            Class::Refused | Class::Recalled => Change::None,
         };
-        self.follow(index, change);
-        self.keep_watch();
+        self.follow(server, change);
         Ok(())
-    }
-
-    fn urls(&self) -> Vec<&str> {
-        self.servers.iter().map(Server::url).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Admission> {
-        // Nothing panics while it holds the lock; should it, the process ends.
-        self.admission.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The right to have one request at a server. Dropping it gives the slot to the next in line.
-struct Permit {
-    pool: Arc<Pool>,
-    taken: Slot,
-}
-
-impl Permit {
-    /// Waits for a slot, at `home` if it has one free, at `avoid` only if no other server serves.
-    async fn take(pool: &Arc<Pool>, home: Option<usize>, avoid: Option<usize>) -> Result<Self, AskError> {
-        let turn = pool.lock().take(home, avoid);
-        let taken = match turn.map_err(|problem| AskError::Run(anyhow!(problem)))? {
-            Acquired::Now(taken) => taken,
-            Acquired::Later(turn) => turn.await.map_err(|_| {
-                let problem = pool.lock().closed().unwrap_or("the run has ended").to_string();
-                AskError::Run(anyhow!(problem))
-            })?,
-        };
-        Ok(Self { pool: Arc::clone(pool), taken })
-    }
-
-    /// The server's number.
-    fn server(&self) -> usize {
-        self.taken.server
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        self.pool.lock().release(self.taken);
     }
 }
 
@@ -357,14 +358,4 @@ enum Attempt {
     Failed(Failure),
     /// No request will be answered as it should.
     Hopeless(anyhow::Error),
-}
-
-/// Between half and one and a half times as long, so that those who failed together do not come back together.
-fn jittered(pause: Duration) -> Duration {
-    pause.mul_f64(0.5 + fraction())
-}
-
-/// A random number from 0 to 1.
-fn fraction() -> f64 {
-    fresh_number() as f64 / u64::MAX as f64
 }

@@ -1,5 +1,6 @@
 //! One OpenAI-compatible server over HTTP.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -7,11 +8,13 @@ use deepspec_core::usage;
 use reqwest::header::CONTENT_TYPE;
 use reqwest::redirect::Policy;
 use reqwest::{RequestBuilder, Response, Url};
+use serde_json::{Map, Value};
 use tokio::sync::Notify;
 
 use super::super::answer::Answer;
-use super::extensions::Extensions;
+use super::extensions::{Extensions, Fields};
 use super::failure::Failure;
+use super::gate::{CircuitState, Gate};
 
 /// How long a server may take to accept a connection or to say that it is there.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -26,6 +29,8 @@ pub struct Server {
     http: reqwest::Client,
     base: String,
     api_key: Option<String>,
+    /// How much it is asked.
+    pub gate: Arc<Gate>,
     /// Extension fields that it refuses.
     pub extensions: Extensions,
     /// Told to all that wait for its answers when it is given up.
@@ -65,12 +70,13 @@ pub fn client(servers: &[String], timeout: Duration, connections: usize) -> anyh
 }
 
 impl Server {
-    /// A server given by its base URL, with or without `/v1`.
-    pub fn new(http: &reqwest::Client, url: &str, api_key: Option<String>) -> Self {
+    /// A server given by its base URL, with or without `/v1`, with so many slots.
+    pub fn new(http: &reqwest::Client, url: &str, api_key: Option<String>, slots: usize) -> Self {
         Self {
             http: http.clone(),
             base: base(url).to_string(),
             api_key,
+            gate: Gate::new(slots),
             extensions: Extensions::default(),
             recalled: Notify::new(),
         }
@@ -94,8 +100,32 @@ impl Server {
         }
     }
 
-    /// Asks once.
-    pub async fn ask(&self, body: Vec<u8>) -> Result<Answer, Failure> {
+    /// Whether it was given up: a request that it just got will be taken back.
+    pub fn is_out(&self) -> bool {
+        self.gate.circuit() == CircuitState::Open
+    }
+
+    /// Whether it ever answered.
+    pub fn answered(&self) -> bool {
+        self.gate.stats().answered > 0
+    }
+
+    /// Asks once, with these of the optional fields, unless the server is given up meanwhile.
+    pub async fn ask_once(&self, body: &Map<String, Value>, sent: Fields) -> Result<Answer, Failure> {
+        let recalled = self.recalled.notified();
+        tokio::pin!(recalled);
+        // First listened, then looked: whatever happens to the server from here on is heard.
+        recalled.as_mut().enable();
+        if self.is_out() {
+            return Err(Failure::recalled());
+        }
+        tokio::select! {
+            answer = self.ask(Extensions::trim(body, sent)) => answer,
+            () = recalled => Err(Failure::recalled()),
+        }
+    }
+
+    async fn ask(&self, body: Vec<u8>) -> Result<Answer, Failure> {
         let request = self.http.post(format!("{}/v1/chat/completions", self.base));
         let request = self.authorised(request).header(CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await.map_err(|error| Failure::transport(&error))?;

@@ -3,78 +3,79 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::circuit::Change;
-use super::{Pool, fraction, jittered};
+use super::gate::{Change, CircuitState, doubling};
+use super::{Pool, Server};
+
+/// How often it is seen whether a server that was given up is to be looked at, or whether one came back.
+const TICK: Duration = Duration::from_millis(250);
 
 impl Pool {
     /// Does what a change of a server's state asks for.
-    pub(super) fn follow(self: &Arc<Self>, index: usize, change: Change) {
-        let server = &self.servers[index];
+    pub(super) fn follow(self: &Arc<Self>, server: &Arc<Server>, change: Change) {
         match change {
-            Change::None => {}
+            Change::None => return,
             Change::Back => {
                 tracing::info!("{} is back", server.url());
                 // It takes over what others that are still out were working on.
-                let out = self.lock().out();
-                out.into_iter().for_each(|out| self.servers[out].recalled.notify_waiters());
+                self.servers
+                    .iter()
+                    .filter(|server| server.is_out())
+                    .for_each(|out| out.recalled.notify_waiters());
             }
             Change::Resume(pause) => {
-                let pool = Arc::clone(self);
+                let (pool, server) = (Arc::clone(self), Arc::clone(server));
                 tokio::spawn(async move {
-                    tokio::time::sleep(pause.mul_f64(1.0 + 0.2 * fraction())).await;
-                    pool.lock().resume(index);
+                    tokio::time::sleep(pause).await;
+                    server.gate.resume();
+                    pool.changed();
                 });
             }
-            Change::Look(pause) => {
-                let problem = self.lock().problem(index).to_string();
-                tracing::warn!(
-                    "{problem}; asking the other servers and trying it again in {} s",
-                    pause.as_secs()
-                );
+            Change::Look => {
+                tracing::warn!("{}; asking the other servers and trying it again", server.gate.problem());
                 // Where there is another server, it takes over what this one was working on.
-                if self.lock().serving() > 0 {
+                if self.serving() > 0 {
                     server.recalled.notify_waiters();
                 }
-                tokio::spawn(Arc::clone(self).look_after(index, pause));
+                tokio::spawn(Arc::clone(self).look_after(Arc::clone(server)));
             }
         }
+        self.changed();
     }
 
     /// Looks now and then whether a server is back.
-    async fn look_after(self: Arc<Self>, index: usize, mut pause: Duration) {
-        loop {
-            tokio::time::sleep(jittered(pause)).await;
-            match self.servers[index].look().await {
-                Ok(()) => return self.lock().try_again(index),
-                Err(problem) => match self.lock().still_out(index, &problem) {
-                    Change::Look(next) => pause = next,
-                    _ => return,
-                },
+    async fn look_after(self: Arc<Self>, server: Arc<Server>) {
+        // Jittered, so that many runs do not come to a server at once.
+        let mut ticks = doubling((TICK, TICK));
+        while server.is_out() {
+            tokio::time::sleep(ticks.next().unwrap_or(TICK)).await;
+            if server.gate.is_due() {
+                server.gate.looked(server.look().await);
+                self.changed();
             }
         }
     }
 
     /// Gives up when no server has served for too long.
-    pub(super) fn keep_watch(self: &Arc<Self>) {
-        let Some(since) = self.lock().watch() else { return };
-        let pool = Arc::clone(self);
-        tokio::spawn(async move {
-            let patience = Duration::from_secs(pool.options.patience);
-            let mut pause = patience;
-            loop {
-                tokio::time::sleep(pause).await;
-                let mut admission = pool.lock();
-                // Another moment means that some server has served in between.
-                if admission.none_serves_since() != Some(since) {
-                    return;
-                }
-                if !admission.may_hope() {
-                    let all = admission.problems(&pool.urls());
-                    return admission
-                        .close(format!("no server has answered for {} s: {all}", patience.as_secs()));
-                }
-                pause = patience.min(Duration::from_secs(1));
+    pub(super) async fn keep_watch(self: Arc<Self>) {
+        let patience = Duration::from_secs(self.options.patience);
+        let mut changes = self.changes.subscribe();
+        loop {
+            let down = changes.wait_for(|()| self.serving() == 0).await.is_ok();
+            let back = changes.wait_for(|()| self.serving() > 0);
+            if !down || tokio::time::timeout(patience, back).await.is_ok() {
+                continue;
             }
-        });
+            // Requests are under way, or a server asked for time: an answer may still come.
+            let may_hope = |server: &Arc<Server>| {
+                server.gate.in_flight() > 0 || server.gate.circuit() == CircuitState::Paused
+            };
+            while self.serving() == 0 && self.servers.iter().any(may_hope) {
+                tokio::time::sleep(TICK).await;
+            }
+            if self.serving() == 0 {
+                let all = self.problems();
+                return self.close(format!("no server has answered for {} s: {all}", patience.as_secs()));
+            }
+        }
     }
 }

@@ -1,0 +1,394 @@
+//! How much one server is asked: its slots, its circuit breaker and what is known of it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+use failsafe::StateMachine;
+use failsafe::backoff::{self, Exponential};
+use failsafe::failure_policy::{ConsecutiveFailures, consecutive_failures};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::super::answer::Tokens;
+use super::failure::Class;
+use super::stats::ServerStats;
+
+/// Failures in a row after which a server is given up for a while.
+const GIVEN_UP_AFTER: u32 = 5;
+/// First and longest time for which a given up server is left alone; it doubles from one to the next.
+const OPEN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// Likewise for a server that wants to be left alone but does not say how long.
+const LIMITED: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
+/// Longest pause that a server may ask for.
+const LONGEST_WISH: Duration = Duration::from_secs(600);
+/// Denials after which a server that never answered is given up for good.
+const DISABLED_AFTER: u64 = 3;
+
+/// Whether a server is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CircuitState {
+    /// It is asked.
+    Closed,
+    /// It asked to be left alone; it is asked again after a while.
+    Paused,
+    /// It was given up; it is looked after until it answers again.
+    Open,
+    /// It answers again and is tried with one request.
+    HalfOpen,
+    /// It refuses everything and never answered: it is not asked again.
+    Disabled,
+}
+
+/// What the caller has to do after a change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// Nothing.
+    None,
+    /// Call [`Gate::resume`] after this time.
+    Resume(Duration),
+    /// Look whether it answers, whenever [`Gate::is_due`].
+    Look,
+    /// Tell that it is back.
+    Back,
+}
+
+/// The right to have one request at a server, until it is dropped.
+pub struct Slot {
+    gate: Arc<Gate>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.gate.lock().in_flight -= 1;
+    }
+}
+
+/// A server's slots and circuit breaker.
+pub struct Gate {
+    allowed: usize,
+    slots: Arc<Semaphore>,
+    /// The one request that a half-open server is tried with.
+    trial: Arc<Semaphore>,
+    state: Mutex<State>,
+}
+
+struct State {
+    circuit: CircuitState,
+    breaker: StateMachine<ConsecutiveFailures<Exponential>, ()>,
+    pauses: ExponentialBackoff,
+    in_flight: usize,
+    /// How many slots there are: fewer than allowed where the server asked for less.
+    limit: usize,
+    /// Answers since the limit was last changed.
+    answers: usize,
+    problem: String,
+    stats: ServerStats,
+}
+
+impl Gate {
+    /// A closed circuit with so many slots: nothing is known of the server.
+    pub fn new(allowed: usize) -> Arc<Self> {
+        let policy = consecutive_failures(GIVEN_UP_AFTER, backoff::exponential(OPEN.0, OPEN.1));
+        let state = State {
+            circuit: CircuitState::Closed,
+            breaker: StateMachine::new(policy, ()),
+            pauses: doubling(LIMITED),
+            in_flight: 0,
+            limit: allowed,
+            answers: 0,
+            problem: String::new(),
+            stats: ServerStats::default(),
+        };
+        let (slots, trial) = (Arc::new(Semaphore::new(allowed)), Arc::new(Semaphore::new(1)));
+        Arc::new(Self { allowed, slots, trial, state: Mutex::new(state) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it holds the lock; should it, the process ends.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the server is asked.
+    pub fn circuit(&self) -> CircuitState {
+        self.lock().circuit
+    }
+
+    /// Takes a slot if one is free.
+    pub fn try_slot(self: &Arc<Self>) -> Option<Slot> {
+        let permit = Arc::clone(self.semaphore()?).try_acquire_owned().ok()?;
+        Some(self.slot(permit))
+    }
+
+    /// Waits in line for a slot; for ever where the server is not asked, so its caller listens for changes as well.
+    pub async fn next_slot(self: &Arc<Self>) -> Slot {
+        match self.semaphore().map(|semaphore| Arc::clone(semaphore).acquire_owned()) {
+            Some(permit) => match permit.await {
+                Ok(permit) => self.slot(permit),
+                Err(_closed) => std::future::pending().await,
+            },
+            None => std::future::pending().await,
+        }
+    }
+
+    fn semaphore(&self) -> Option<&Arc<Semaphore>> {
+        match self.circuit() {
+            CircuitState::Closed => Some(&self.slots),
+            CircuitState::HalfOpen => Some(&self.trial),
+            CircuitState::Paused | CircuitState::Open | CircuitState::Disabled => None,
+        }
+    }
+
+    fn slot(self: &Arc<Self>, permit: OwnedSemaphorePermit) -> Slot {
+        self.lock().in_flight += 1;
+        Slot { gate: Arc::clone(self), _permit: permit }
+    }
+
+    /// Share of its slots that is taken, in 2⁻³².
+    pub fn load(&self) -> u64 {
+        let state = self.lock();
+        ((state.in_flight as u64) << 32) / state.limit.max(1) as u64
+    }
+
+    /// Requests at the server.
+    pub fn in_flight(&self) -> usize {
+        self.lock().in_flight
+    }
+
+    /// What its last trouble was; empty if it had none.
+    pub fn problem(&self) -> String {
+        self.lock().problem.clone()
+    }
+
+    /// What was asked of it, and what came of it.
+    pub fn stats(&self) -> ServerStats {
+        self.lock().stats.clone()
+    }
+
+    /// Counts a failure in its stats.
+    pub fn count(&self, class: Class) {
+        self.lock().stats.fail(class);
+    }
+
+    /// It answered a request.
+    pub fn answer(&self, tokens: Tokens) -> Change {
+        let mut state = self.lock();
+        state.stats.answered += 1;
+        state.stats.tokens += tokens;
+        state.pauses = doubling(LIMITED);
+        state.answers += 1;
+        // As carefully back up as its wishes brought it down: one slot for every round of answers.
+        if state.limit < self.allowed && state.answers >= state.limit {
+            (state.limit, state.answers) = (state.limit + 1, 0);
+            self.slots.add_permits(1);
+        }
+        state.breaker.on_success();
+        // Elsewhere it is the answer to a request from before.
+        if !matches!(state.circuit, CircuitState::HalfOpen | CircuitState::Disabled) {
+            return Change::None;
+        }
+        state.circuit = CircuitState::Closed;
+        Change::Back
+    }
+
+    /// A request failed for a reason that may be the request's own.
+    pub fn failure(&self, problem: &str) -> Change {
+        self.trouble(problem, StateMachine::on_error)
+    }
+
+    /// It cannot be reached: given up at once.
+    pub fn unreachable(&self, problem: &str) -> Change {
+        self.trouble(problem, |breaker| {
+            while breaker.is_call_permitted() {
+                breaker.on_error();
+            }
+        })
+    }
+
+    fn trouble(
+        &self,
+        problem: &str,
+        tell: impl FnOnce(&StateMachine<ConsecutiveFailures<Exponential>, ()>),
+    ) -> Change {
+        let mut state = self.lock();
+        state.problem = problem.into();
+        if matches!(state.circuit, CircuitState::Open | CircuitState::Disabled) {
+            return Change::None;
+        }
+        tell(&state.breaker);
+        if state.breaker.is_call_permitted() {
+            return Change::None;
+        }
+        state.circuit = CircuitState::Open;
+        state.stats.given_up += 1;
+        Change::Look
+    }
+
+    /// Whether a server that was given up may be looked at.
+    pub fn is_due(&self) -> bool {
+        self.lock().breaker.is_call_permitted()
+    }
+
+    /// It was looked at, with or without success.
+    pub fn looked(&self, found: Result<(), String>) {
+        let mut state = self.lock();
+        match found {
+            Ok(()) if state.circuit == CircuitState::Open => state.circuit = CircuitState::HalfOpen,
+            Ok(()) => {}
+            Err(problem) => {
+                state.breaker.on_error();
+                state.problem = problem;
+            }
+        }
+    }
+
+    /// It asks to be left alone, for a time if it says so: it gets fewer requests at once, and none for a while.
+    pub fn limit(&self, wish: Option<Duration>, problem: &str) -> Change {
+        let mut state = self.lock();
+        state.problem = problem.into();
+        let limit = state.limit.min(state.in_flight.saturating_sub(1)).max(1);
+        let cut = (state.limit - limit) as u32;
+        (state.limit, state.answers) = (limit, 0);
+        if cut > 0 {
+            let slots = Arc::clone(&self.slots);
+            // Those that are taken go as they come back.
+            tokio::spawn(async move {
+                if let Ok(cut) = slots.acquire_many_owned(cut).await {
+                    cut.forget();
+                }
+            });
+        }
+        if !matches!(state.circuit, CircuitState::Closed | CircuitState::HalfOpen) {
+            return Change::None;
+        }
+        state.circuit = CircuitState::Paused;
+        let own = state.pauses.next().unwrap_or(LIMITED.1);
+        // A wish for no time at all would have us back at once, again and again.
+        Change::Resume(wish.map_or(own, |wish| wish.min(LONGEST_WISH).max(own)))
+    }
+
+    /// The time that it asked for is over.
+    pub fn resume(&self) {
+        let mut state = self.lock();
+        if state.circuit == CircuitState::Paused {
+            state.circuit = CircuitState::Closed;
+        }
+    }
+
+    /// It refused a request as it would refuse every other, and never answered one; whether it is now given up for good.
+    pub fn deny(&self, problem: &str) -> bool {
+        let mut state = self.lock();
+        state.problem = problem.into();
+        let now =
+            state.circuit != CircuitState::Disabled && state.stats.count(Class::Denied) >= DISABLED_AFTER;
+        if now {
+            state.circuit = CircuitState::Disabled;
+        }
+        now
+    }
+}
+
+/// Pauses that double from the first to the longest, each longer by up to its own length, by chance.
+pub fn doubling((first, longest): (Duration, Duration)) -> ExponentialBackoff {
+    let pauses = ExponentialBuilder::new().with_min_delay(first).with_max_delay(longest);
+    pauses.without_max_times().with_jitter().build()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn opens(gate: &Gate) -> bool {
+        (1..GIVEN_UP_AFTER).all(|_| gate.failure("x") == Change::None) && gate.failure("x") == Change::Look
+    }
+
+    #[tokio::test]
+    async fn a_server_falls_out_is_tried_with_one_request_and_comes_back() {
+        let gate = Gate::new(8);
+        assert_eq!(gate.failure("x"), Change::None);
+        assert_eq!(gate.answer(Tokens::default()), Change::None);
+        let early = gate.try_slot();
+        assert!(opens(&gate) && early.is_some(), "an answer in between starts the count anew");
+        assert_eq!(
+            (gate.failure("x"), gate.unreachable("x"), gate.is_due()),
+            (Change::None, Change::None, false),
+            "it is out already"
+        );
+        assert_eq!((gate.circuit(), gate.try_slot().is_none()), (CircuitState::Open, true));
+        gate.looked(Err("y".into()));
+        assert_eq!((gate.circuit(), gate.problem().as_str()), (CircuitState::Open, "y"));
+        // A request from before is still under way; the trial does not wait for it.
+        gate.looked(Ok(()));
+        let trial = gate.try_slot();
+        assert_eq!((trial.is_some(), gate.try_slot().is_none(), gate.in_flight()), (true, true, 2));
+        assert_eq!(gate.answer(Tokens::default()), Change::Back);
+        assert_eq!((gate.circuit(), gate.try_slot().is_some()), (CircuitState::Closed, true));
+        drop((early, trial));
+        assert_eq!((gate.in_flight(), gate.stats().given_up), (0, 1));
+    }
+
+    #[tokio::test]
+    async fn a_trial_that_fails_is_enough_and_so_is_a_server_out_of_reach() {
+        let gate = Gate::new(1);
+        assert_eq!(gate.unreachable("x"), Change::Look);
+        gate.looked(Ok(()));
+        assert_eq!(gate.circuit(), CircuitState::HalfOpen);
+        assert_eq!(gate.unreachable("x"), Change::Look);
+        assert_eq!(gate.stats().given_up, 2);
+    }
+
+    #[tokio::test]
+    async fn a_server_that_wants_less_gets_less_and_slowly_more() {
+        let gate = Gate::new(8);
+        let mut taken: Vec<Slot> = (0..5).map_while(|_| gate.try_slot()).collect();
+        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
+        assert_eq!((taken.len(), gate.circuit()), (5, CircuitState::Paused));
+        gate.resume();
+        // The free slots are gone, and the first one that comes back.
+        tokio::task::yield_now().await;
+        assert!(gate.try_slot().is_none());
+        taken.truncate(4);
+        assert!(gate.try_slot().is_none());
+        for _ in 0..4 {
+            gate.answer(Tokens::default());
+        }
+        assert!(gate.try_slot().is_some(), "a fifth one");
+        taken.clear();
+        assert_eq!(std::iter::from_fn(|| gate.try_slot()).map(|slot| taken.push(slot)).count(), 5);
+    }
+
+    #[tokio::test]
+    async fn wishes_are_respected_within_reason() {
+        let gate = Gate::new(2);
+        let paused = |wish: Option<Duration>| match gate.limit(wish, "429") {
+            Change::Resume(pause) => {
+                gate.resume();
+                pause
+            }
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(paused(Some(Duration::from_secs(7))), Duration::from_secs(7));
+        assert_eq!(paused(Some(Duration::MAX)), LONGEST_WISH);
+        assert!(paused(None) >= 4 * LIMITED.0);
+        assert!(paused(Some(Duration::ZERO)) >= 8 * LIMITED.0, "no time is no pause");
+        gate.answer(Tokens::default());
+        assert!(paused(None) <= 2 * LIMITED.0);
+        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
+        assert_eq!(gate.limit(None, "429"), Change::None, "it is paused already");
+        for _ in 0..20 {
+            assert!(doubling(LIMITED).nth(1000) <= Some(2 * LIMITED.1));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_that_refuses_everything_is_disabled_unless_it_answers_after_all() {
+        let gate = Gate::new(1);
+        let denied = || {
+            gate.count(Class::Denied);
+            gate.deny("401")
+        };
+        assert_eq!([denied(), denied(), denied(), denied()], [false, false, true, false]);
+        assert_eq!(gate.answer(Tokens::default()), Change::Back);
+        assert_eq!(gate.circuit(), CircuitState::Closed);
+    }
+}
