@@ -11,7 +11,7 @@ use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, famil
 use tch::Tensor;
 
 use crate::drafter::token_by_token;
-use crate::registry::{Checkpoints, Registration};
+use crate::registration::{Checkpoints, Registration};
 use crate::{Drafter, DrafterOptions};
 
 /// A smaller causal language model of the same vocabulary.

@@ -14,6 +14,7 @@ mod dflash2;
 mod drafter;
 mod eagle3;
 mod losses;
+mod registration;
 mod registry;
 mod sample;
 mod trained;

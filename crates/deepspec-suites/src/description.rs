@@ -8,7 +8,7 @@ use deepspec_core::{config, digest, env, usage};
 use serde::{Deserialize, Serialize};
 
 use crate::plan::{Place, Plan, Wanted};
-use crate::suite::{self, Domain, Suite};
+use crate::suite::{self, Domain};
 use crate::turns::{Form, Templates};
 
 /// A key of a description and what is wrong with it.
@@ -72,13 +72,6 @@ const VERSION: &str = "1";
 pub fn read(path: &Path) -> anyhow::Result<Plan> {
     let description: Description = config::load(path, &[])?;
     let said = serde_json::to_string(&description)?;
-    if Suite::known(&description.name).is_some() {
-        let name = description.name;
-        usage!(
-            "{}: `name`: {name} is a suite that needs no description; choose another name",
-            path.display()
-        );
-    }
     // Templates of an earlier language said other prompts with the same words.
     let language = if matches!(description.turns, Turns::Templates(_)) { "jinja " } else { "" };
     let digest = digest::bytes(format!("{language}{said}").as_bytes());

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use crate::known::SUITES;
 use crate::record::{self, Record};
-use crate::suite::{Class, Domain, SUITES, Suite};
+use crate::suite::{Class, Domain, Suite};
 use deepspec_core::jsonl::{Line, Reader, kind_of};
 use deepspec_core::{digest, row, usage};
 use serde_json::{Map, Value};

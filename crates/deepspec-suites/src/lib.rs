@@ -2,6 +2,7 @@
 //!
 //! `deepspec-data suites` makes them. Evaluation scores them with a drafter that is done, training with one that is not.
 
+mod asked;
 mod convert;
 mod description;
 mod fetch;
@@ -9,6 +10,7 @@ mod file;
 mod folder;
 #[cfg(test)]
 mod fuzz;
+mod known;
 mod list;
 mod mersenne;
 mod plan;
@@ -20,13 +22,15 @@ mod turns;
 #[cfg(test)]
 mod turns_fuzz;
 
+pub use asked::{Asked, plans};
 pub use fetch::Fetcher;
 pub use file::is_file;
 pub use folder::{Folder, Rows, Sample};
+pub use known::SUITES;
 pub use list::list;
-pub use plan::{Asked, Place, Plan, Wanted, plans};
+pub use plan::{Place, Plan, Wanted};
 pub use record::Origin;
 pub use requests::{Asking, Prepared};
 pub use store::{Outcome, Store, shown};
-pub use suite::{Class, Domain, SUITES, Suite};
+pub use suite::{Class, Domain, Suite};
 pub use turns::{Form, RowError, Templates};

@@ -3,8 +3,9 @@
 use std::io::{self, Write};
 use std::path::Path;
 
+use crate::known::SUITES;
 use crate::record::{Origin, Record};
-use crate::suite::{Class, Domain, SUITES, Suite};
+use crate::suite::{Class, Domain, Suite};
 use deepspec_core::digest::{self, short};
 use deepspec_core::jsonl::RawLines;
 use serde::Serialize;

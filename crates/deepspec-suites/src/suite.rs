@@ -5,11 +5,8 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
-
-use crate::description::public;
 
 /// What a suite's prompts are about; scores are averaged over the suites of a domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -85,26 +82,7 @@ pub struct Suite {
     pub class: Class,
 }
 
-/// The suites that need no description, in the order of tables: the public ones of each domain, and our own behind them.
-pub static SUITES: LazyLock<Vec<Suite>> = LazyLock::new(|| {
-    let of_domain = |domain: Domain| {
-        let described = public().iter().filter(move |suite| suite.domain == domain);
-        let public = described.map(move |suite| Suite {
-            name: suite.name.clone(),
-            domain,
-            class: suite.limit.map_or(Class::Extra, |limit| Class::Published(limit.get())),
-        });
-        public.chain([Suite { name: format!("smoke-{domain}"), domain, class: Class::Smoke }])
-    };
-    Domain::KNOWN.into_iter().flat_map(of_domain).collect()
-});
-
 impl Suite {
-    /// The known suite of this name.
-    pub fn known(name: &str) -> Option<&'static Self> {
-        SUITES.iter().find(|suite| suite.name == name)
-    }
-
     /// Rows that are scored, if there are more.
     pub fn cap(&self) -> Option<usize> {
         match self.class {
@@ -148,11 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_file_names_and_unique() {
-        for (i, suite) in SUITES.iter().enumerate() {
-            check_name(&suite.name).unwrap();
-            assert!(SUITES[..i].iter().all(|other| other.name != suite.name));
-        }
+    fn names_are_file_names() {
         for bad in ["", ".", "-a", "a/b", "../a", "A", "a.", "ä", "a b"] {
             assert!(check_name(bad).is_err(), "{bad}");
         }

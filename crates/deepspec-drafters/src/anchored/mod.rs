@@ -29,7 +29,7 @@ pub use sums::AnchoredSum;
 use deepspec_models::nn::Half;
 use tch::Tensor;
 
-use crate::registry::Part;
+use crate::registration::Part;
 use crate::trained::{DrafterKind, Trained};
 
 /// The backbone as `train.freeze` names it.

@@ -14,7 +14,7 @@ use super::model::{Block, BlockParts};
 use super::recipe::BlockRecipe;
 use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates, block_weight};
 use crate::losses::{LossAlphas, LossRecipe};
-use crate::registry::{Checkpoints, Part, Registration, Section, classes};
+use crate::registration::{Checkpoints, Part, Registration, Section, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 

@@ -13,7 +13,7 @@ use super::model::{DFlash2, DFlash2Parts};
 use super::recipe::DFlash2Recipe;
 use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, BlockBatch, anchor_candidates, block_weight};
 use crate::losses::LossAlphas;
-use crate::registry::{Checkpoints, Part, Registration, classes};
+use crate::registration::{Checkpoints, Part, Registration, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 

@@ -6,8 +6,7 @@ use deepspec_decode::{Part, Upload, Uploaded};
 use deepspec_native::range;
 use tch::{Device, Kind, Tensor};
 
-use super::objective::Eagle3Objective;
-use super::recipe::Supervise;
+use super::recipe::{Eagle3Objective, Supervise};
 use crate::TrainSample;
 use crate::trained::joined;
 

@@ -11,10 +11,10 @@ use super::batch::Eagle3Batch;
 use super::config::Eagle3Config;
 use super::metrics::Eagle3Metrics;
 use super::model::{Eagle3, Eagle3Parts};
-use super::objective::Eagle3Objective;
 use super::proposer::Eagle3Proposer;
+use super::recipe::Eagle3Objective;
 use super::recipe::{Eagle3Recipe, Supervise};
-use crate::registry::{Checkpoints, Part, Registration, classes};
+use crate::registration::{Checkpoints, Part, Registration, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 

@@ -18,6 +18,5 @@ pub use config::Eagle3Config;
 pub use kind::{Eagle3Plan, KIND};
 pub use metrics::Eagle3Metrics;
 pub use model::Eagle3;
-pub use objective::Eagle3Objective;
 pub use proposer::Eagle3Proposer;
-pub use recipe::{Eagle3Recipe, Supervise};
+pub use recipe::{Eagle3Objective, Eagle3Recipe, Supervise};

@@ -1,25 +1,11 @@
 //! The loss of the training-time test: soft cross entropy of every step against the target.
 
-use deepspec_core::recipe::LossNormalization;
 use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step};
 use super::model::Eagle3;
-use super::recipe::Supervise;
 use crate::Normaliser;
 use crate::losses::{self, Column, LossAlphas, LossOutput, Supervised};
-
-/// How an Eagle3 drafter is trained.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Eagle3Objective {
-    /// Which predictions are trained.
-    pub supervise: Supervise,
-    /// The loss of step s weighs this to the power of s.
-    pub step_loss_decay: f64,
-    /// Whether a sequence is averaged over its own length, or over the longest one's of the micro-batch as the reference
-    /// does.
-    pub normalization: LossNormalization,
-}
 
 impl Eagle3 {
     /// Forward and backward of a batch of `sequences` samples, None where nothing in them is supervised: gradients are added to

@@ -1,6 +1,6 @@
 //! The recipe of an Eagle3 drafter.
 
-use deepspec_core::recipe::at_least_one;
+use deepspec_core::recipe::{LossNormalization, at_least_one};
 use serde::{Deserialize, Serialize};
 
 /// An Eagle3 drafter.
@@ -32,6 +32,18 @@ pub enum Supervise {
     Shifted,
     /// Those of supervised tokens.
     Labels,
+}
+
+/// How an Eagle3 drafter is trained.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Eagle3Objective {
+    /// Which predictions are trained.
+    pub supervise: Supervise,
+    /// The loss of step s weighs this to the power of s.
+    pub step_loss_decay: f64,
+    /// Whether a sequence is averaged over its own length, or over the longest one's of the micro-batch as the reference
+    /// does.
+    pub normalization: LossNormalization,
 }
 
 impl Eagle3Recipe {

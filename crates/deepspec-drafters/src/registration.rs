@@ -1,0 +1,78 @@
+//! What a kind of drafter announces of itself.
+
+use std::path::Path;
+
+use deepspec_core::config::{ConfigError, Document};
+use deepspec_models::{ModelError, families};
+use serde::de::DeserializeOwned;
+
+use crate::{Drafter, DrafterOptions, Settings};
+
+/// Reads and checks the settings of a kind.
+type ReadSettings = fn(&Section<'_>) -> Result<Box<dyn Settings>, ConfigError>;
+
+/// Loads a checkpoint of a kind.
+type Load = fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>;
+
+/// A kind of drafter, as its folder announces it.
+pub struct Registration {
+    /// Names it in recipes, under `drafter`.
+    pub name: &'static str,
+    /// Names it to people.
+    pub title: &'static str,
+    /// Its parts, for those that are to stay as they are while others learn.
+    pub parts: &'static [Part],
+    /// Reads its settings in a recipe; None for models that are not trained here.
+    pub settings: Option<ReadSettings>,
+    /// Its checkpoints; None where they are those of another kind.
+    pub checkpoints: Option<Checkpoints>,
+}
+
+/// Checkpoints of a kind.
+pub struct Checkpoints {
+    /// Their classes, as `architectures` in config.json names them.
+    pub classes: fn() -> Vec<String>,
+    /// What they hold, for people.
+    pub hold: &'static str,
+    /// Whether they are language models in their own right, whose ids mean what their own tokenizer says.
+    pub are_language_models: bool,
+    /// Loads one.
+    pub load: Load,
+}
+
+/// A part of a drafter.
+pub struct Part {
+    /// Names it in `train.freeze`.
+    pub name: &'static str,
+    /// Beginnings of the names of its parameters.
+    pub prefixes: &'static [&'static str],
+}
+
+/// The settings of a kind where they stand in a recipe.
+pub struct Section<'a> {
+    /// The recipe.
+    pub document: &'a Document,
+    /// The kind's name.
+    pub kind: &'a str,
+}
+
+impl Section<'_> {
+    /// Reads them.
+    ///
+    /// # Errors
+    /// A key that is unknown, missing or has a wrong value, with file and line.
+    pub fn read<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
+        self.document.read_section(&["drafter", self.kind])
+    }
+
+    /// An error about one of their keys; an empty key is all of them.
+    pub fn error(&self, key: &str, problem: impl Into<String>) -> ConfigError {
+        let dot = if key.is_empty() { "" } else { "." };
+        self.document.error(&format!("drafter.{}{dot}{key}", self.kind), problem)
+    }
+}
+
+/// Classes of drafters with layers like those of any known family.
+pub fn classes(behind_prefix: &str) -> Vec<String> {
+    families().map(|family| format!("{}{behind_prefix}", family.decoder.prefix)).collect()
+}
