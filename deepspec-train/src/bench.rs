@@ -19,8 +19,7 @@ use crate::args::Args;
 use crate::invented::random_samples;
 use crate::loader::HELD;
 use crate::optimizer::AdamW;
-use crate::schedule;
-use crate::schedule::anchors;
+use crate::schedule::{self, ForwardLimit, anchors};
 use crate::setup::kind;
 use crate::shape::Shape;
 use crate::{gpu, memory};
@@ -62,7 +61,9 @@ pub fn run(
     let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let train = &recipe.train;
     // The data of the run is not there, and one step's samples are all it takes.
-    let passes = schedule::of_recipe(recipe, train.global_batch_size, processes)?.gradient_accumulation_steps;
+    schedule::of_recipe(recipe, train.global_batch_size, processes)?;
+    let of_forward = ForwardLimit::of_recipe(train).samples_of(recipe.data.max_length);
+    let passes = (train.global_batch_size / processes).div_ceil(of_forward);
     let kind = kind(train.precision);
     if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
         return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
@@ -84,7 +85,8 @@ pub fn run(
     let step_s = measured.total.as_secs_f64() / steps.get() as f64;
     let share = |part: Duration| part.as_secs_f64() / measured.total.as_secs_f64();
     let tflops = measured.flops / measured.total.as_secs_f64() / 1e12;
-    let per_step = train.global_batch_size / processes;
+    // The last forward of a step is as large as the others here.
+    let per_step = passes * of_forward;
     let samples = steps.get() * per_step;
     let rate = |count: usize| count as f64 / measured.total.as_secs_f64();
     let above = measured.peak.zip(measured.loaded).map(|(peak, loaded)| peak.saturating_sub(loaded));

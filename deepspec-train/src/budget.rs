@@ -11,7 +11,7 @@ use tch::{Device, Kind};
 
 use crate::invented;
 use crate::loader::{HELD, mask};
-use crate::schedule::{Order, Schedule, shuffled};
+use crate::schedule::{ForwardLimit, Order, Schedule, shuffled};
 use crate::setup::kind;
 
 /// Bytes of one process by part.
@@ -110,8 +110,8 @@ impl Costs<'_> {
             weights: (weights + frozen as u64) * bytes,
             gradients: weights * gradients,
             optimizer,
-            activations: pass.kept as u64,
-            workspace: pass.layers.max(pass.objective) as u64,
+            activations: pass.activations() as u64,
+            workspace: pass.workspace() as u64,
             loader: HELD as u64 * self.states(largest),
             samples: 0,
             cache: cache.min(PAGES_KEPT),
@@ -148,16 +148,16 @@ impl Costs<'_> {
         let peak = |samples: &Vec<SampleSize>| {
             PassBytes::peak(&self.drafter_plan.pass_bytes(samples, kind, self.device))
         };
-        let local = self.recipe.train.local_batch_size;
-        let batches = (0..samples_per_epoch).step_by(local);
-        let batches =
-            batches.map(|first| (first..samples_per_epoch.min(first + local)).map(&mut size).collect());
-        batches.max_by_key(peak).unwrap_or_default()
+        let sizes: Vec<SampleSize> = (0..samples_per_epoch).map(&mut size).collect();
+        let forwards = ForwardLimit::of_recipe(&self.recipe.train).cut(sizes.iter().map(|size| size.tokens));
+        forwards.into_iter().map(|forward| sizes[forward].to_vec()).max_by_key(peak).unwrap_or_default()
     }
 
     /// A micro-batch of samples as long as the recipe lets them be, supervised as those of a bench are.
     pub fn longest(&self) -> Vec<SampleSize> {
-        vec![self.size(&invented::loss_mask(self.recipe.data.max_length)); self.recipe.train.local_batch_size]
+        let length = self.recipe.data.max_length;
+        let samples = ForwardLimit::of_recipe(&self.recipe.train).samples_of(length);
+        vec![self.size(&invented::loss_mask(length)); samples]
     }
 }
 

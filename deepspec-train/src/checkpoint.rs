@@ -264,11 +264,12 @@ fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
         map.remove("logging");
         map.remove("eval");
         if let Some(train) = map.get_mut("train").and_then(Value::as_object_mut) {
-            for key in ["sharding_strategy", "backend", "timeout_s"] {
+            for key in ["sharding_strategy", "backend", "timeout_s", "recompute"] {
                 train.remove(key);
             }
             if recipe.train.loss_normalization == LossNormalization::Global {
                 train.remove("local_batch_size");
+                train.remove("max_tokens_per_batch");
             }
         }
     }

@@ -7,6 +7,8 @@ use deepspec_drafters::TrainSample;
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
+use crate::schedule::ForwardLimit;
+
 /// A turn of a random conversation in tokens; a quarter of it is the user's.
 const TURN: usize = 512;
 
@@ -42,5 +44,5 @@ pub fn random_samples(
             anchors: vec![],
         }
     };
-    (0..recipe.train.local_batch_size).map(sample).collect()
+    (0..ForwardLimit::of_recipe(&recipe.train).samples_of(length)).map(sample).collect()
 }

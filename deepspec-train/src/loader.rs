@@ -11,7 +11,7 @@ use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
 use deepspec_states::{Dataset, SampleMeta, StateSource, StatesError};
 use tch::Tensor;
 
-use crate::schedule::{Draw, Order, Schedule, anchors, shuffled};
+use crate::schedule::{Draw, ForwardLimit, Order, Schedule, anchors, shuffled};
 
 /// Micro-batches held ready.
 const READ_AHEAD: usize = 4;
@@ -26,6 +26,8 @@ pub struct MicroBatch {
     pub normaliser: Normaliser,
     /// Tokens in all samples.
     pub tokens: usize,
+    /// Whether it is the last one of its optimiser step.
+    pub ends_step: bool,
     /// Samples of which nobody has looked yet whether their states are finite: id, and a bool where the target runs.
     pub unseen: Vec<(String, Tensor)>,
 }
@@ -39,8 +41,8 @@ pub struct LoaderOptions<'a> {
     pub seed: u64,
     /// The drafter, which says what of a sample it trains on.
     pub drafter_plan: &'a dyn DrafterPlan,
-    /// Samples per forward.
-    pub local_batch_size: usize,
+    /// What a forward takes.
+    pub limit: ForwardLimit,
     /// Whose weights a denominator sums.
     pub normalization: LossNormalization,
     /// This process.
@@ -135,33 +137,37 @@ impl Work<'_> {
         let options = self.options;
         let micro_batches = options.schedule.gradient_accumulation_steps;
         // Samples of all ranks that run at once.
-        let together = options.world_size * options.local_batch_size;
+        let together = options.world_size * options.limit.samples;
         let batch = micro_batches * together;
         // Those of the other ranks too: so every rank knows the denominators of all of them.
         let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
             .map(|position| order.at(position))
             .map(|draw| plan(&self.dataset.facts(draw.sample), options, draw))
             .collect();
-        let own = |planned: &[Planned]| -> Vec<Planned> {
-            planned.iter().skip(options.rank).step_by(options.world_size).cloned().collect()
-        };
-        let samples: Vec<usize> = own(&planned).iter().map(|planned| planned.sample).collect();
+        let own: Vec<&Planned> = planned.iter().skip(options.rank).step_by(options.world_size).collect();
+        let samples: Vec<usize> = own.iter().map(|planned| planned.sample).collect();
         self.states.begin(step, &samples)?;
+        let length = |planned: &&Planned| self.dataset.facts(planned.sample).input_ids.len();
+        let forwards = options.limit.cut(own.iter().map(length));
         let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
         let total = weight(&planned);
-        for planned in planned.chunks(together) {
+        let last = forwards.len().saturating_sub(1);
+        for (number, forward) in forwards.into_iter().enumerate() {
             let normaliser = match options.normalization {
                 LossNormalization::Global => total,
-                // The mean over micro-batches of losses that are each divided by the weights of all ranks' part.
-                LossNormalization::MicroBatch => weight(planned) * micro_batches as f64,
+                // The mean over micro-batches of losses that are each divided by the weights of all ranks' part; tokens are not limited.
+                LossNormalization::MicroBatch => {
+                    weight(&planned[number * together..][..together]) * micro_batches as f64
+                }
             };
             let mut unseen = vec![];
-            let samples = own(planned)
-                .into_iter()
+            let samples = own[forward]
+                .iter()
                 .map(|planned| self.sample(planned, &mut unseen))
                 .collect::<Result<Vec<_>, StatesError>>()?;
             let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
-            let batch = MicroBatch { samples, normaliser: Normaliser(normaliser), tokens, unseen };
+            let (normaliser, ends_step) = (Normaliser(normaliser), number == last);
+            let batch = MicroBatch { samples, normaliser, tokens, ends_step, unseen };
             self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
         }
         Ok(())
@@ -169,7 +175,7 @@ impl Work<'_> {
 
     fn sample(
         &mut self,
-        planned: Planned,
+        planned: &Planned,
         unseen: &mut Vec<(String, Tensor)>,
     ) -> Result<TrainSample, StatesError> {
         let facts = self.dataset.facts(planned.sample);
@@ -181,13 +187,12 @@ impl Work<'_> {
             taps: states.taps,
             last: states.last,
             last_positions: states.last_positions,
-            anchors: planned.anchors,
+            anchors: planned.anchors.clone(),
         })
     }
 }
 
 /// A sample of a step before its states are there.
-#[derive(Clone)]
 struct Planned {
     sample: usize,
     anchors: Vec<usize>,

@@ -149,6 +149,7 @@ impl Plan<'_> {
             "epochs": known.map(|data| data.schedule.num_train_epochs),
             "global_batch_size": train.global_batch_size,
             "local_batch_size": train.local_batch_size,
+            "max_tokens_per_batch": train.max_tokens_per_batch,
             "processes": self.costs.processes,
             "memory": memory,
             "memory_total": if self.is_on_gpu() { memory.on_device() } else { memory.total() },
@@ -228,7 +229,9 @@ impl Plan<'_> {
 
     fn schedule(&self) -> String {
         let train = &self.recipe().train;
-        let each = format!("{} samples, {} per forward", train.global_batch_size, train.local_batch_size);
+        let tokens = train.max_tokens_per_batch.map_or(String::new(), |most| format!(" and {most} tokens"));
+        let each =
+            format!("{} samples, {}{tokens} per forward", train.global_batch_size, train.local_batch_size);
         match (&self.data, train.max_train_steps) {
             (Ok(Data { schedule, .. }), _) => format!(
                 "{} steps of {each}; {} steps per epoch, {} epochs begun",

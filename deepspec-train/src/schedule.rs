@@ -1,7 +1,9 @@
 //! Batch arithmetic: steps, epochs, and which sample comes when. Pure numbers.
 
+use std::ops::Range;
+
 use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::Recipe;
+use deepspec_core::recipe::{Recipe, TrainRecipe};
 use deepspec_core::rng::{Purpose, Stream};
 
 /// What the arithmetic starts from.
@@ -67,7 +69,7 @@ pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::R
 /// How long training takes. An incomplete last batch of an epoch is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Schedule {
-    /// Forwards per process and optimiser step.
+    /// Forwards per process and optimiser step; more where tokens are limited.
     pub gradient_accumulation_steps: usize,
     /// Samples that one epoch uses.
     pub samples_per_epoch: usize,
@@ -118,6 +120,47 @@ impl Schedule {
     }
 }
 
+/// Most of what one forward of a process takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForwardLimit {
+    /// Samples.
+    pub samples: usize,
+    /// Tokens in all of them, unless there is but one.
+    pub tokens: usize,
+}
+
+impl ForwardLimit {
+    /// That of a recipe.
+    pub fn of_recipe(train: &TrainRecipe) -> Self {
+        Self { samples: train.local_batch_size, tokens: train.max_tokens_per_batch.unwrap_or(usize::MAX) }
+    }
+
+    /// Samples of one length in a forward.
+    pub fn samples_of(&self, length: usize) -> usize {
+        (self.tokens / length.max(1)).clamp(1, self.samples)
+    }
+
+    /// Cuts samples of these lengths into forwards, in their order.
+    pub fn cut(&self, lengths: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
+        let (mut forwards, mut tokens): (Vec<Range<usize>>, usize) = (vec![], 0);
+        for (index, length) in lengths.into_iter().enumerate() {
+            match forwards.last_mut() {
+                Some(forward)
+                    if forward.len() < self.samples && tokens.saturating_add(length) <= self.tokens =>
+                {
+                    forward.end = index + 1;
+                    tokens += length;
+                }
+                _ => {
+                    forwards.push(index..index + 1);
+                    tokens = length;
+                }
+            }
+        }
+        forwards
+    }
+}
+
 /// One occurrence of a sample in the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draw {
@@ -164,4 +207,23 @@ pub fn anchors(candidates: &[usize], count: usize, seed: u64, epoch: usize, id: 
         Stream::new(seed, &format!("anchors-{epoch}-{id}")).choose(candidates, count, Purpose::Anchor);
     chosen.sort_unstable();
     chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forwards_are_bounded_by_samples_and_by_tokens() {
+        let of = |samples, tokens| ForwardLimit { samples, tokens };
+        let lengths = [10, 10, 30, 5, 5, 5, 100, 1];
+        assert_eq!(of(3, usize::MAX).cut(lengths), [0..3, 3..6, 6..8]);
+        assert_eq!(of(8, 40).cut(lengths), [0..2, 2..5, 5..6, 6..7, 7..8]);
+        assert_eq!(of(2, 1).cut([3, 4]), [0..1, 1..2]);
+        assert!(of(2, 1).cut([]).is_empty());
+        assert_eq!(
+            [of(4, 100).samples_of(30), of(4, 10).samples_of(30), of(2, 100).samples_of(0)],
+            [3, 1, 2]
+        );
+    }
 }

@@ -61,7 +61,7 @@ impl Trainer<'_> {
             let begun = Instant::now();
             self.trace.begin_step();
             window.pause(begun.elapsed());
-            for _ in 0..self.schedule.gradient_accumulation_steps {
+            loop {
                 let micro = {
                     let _range = range(c"data");
                     loader.next_batch()?
@@ -70,6 +70,9 @@ impl Trainer<'_> {
                 self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
                 micro.unseen.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));
+                if micro.ends_step {
+                    break;
+                }
             }
             let lr = self.lr.at(step);
             let norm = {

@@ -6,7 +6,7 @@ mod common;
 use common::{Bench, gpu};
 
 /// Uploads of a micro-batch at most.
-const UPLOADS: i64 = 8;
+const UPLOADS: i64 = 3;
 /// Micro-batches of a step.
 const PASSES: i64 = 2;
 const STEPS: [i64; 2] = [3, 9];

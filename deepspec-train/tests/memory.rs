@@ -26,6 +26,7 @@ struct Case {
     precision: &'static str,
     samples: usize,
     tokens: usize,
+    recompute: bool,
 }
 
 fn block(anchors: usize, block_size: usize, layers: usize) -> Value {
@@ -116,6 +117,7 @@ impl Case {
                 "precision": self.precision,
                 "local_batch_size": self.samples,
                 "global_batch_size": self.samples,
+                "recompute": self.recompute,
                 "max_train_steps": 1
             },
             "logging": {"output_dir": dir.path().join("out")}
@@ -140,7 +142,15 @@ impl Case {
 
 #[test]
 fn dspark_in_float32() {
-    Case { drafter: dspark(128, 2), gemma: false, precision: "fp32", samples: 2, tokens: 1024 }.check();
+    Case {
+        drafter: dspark(128, 2),
+        gemma: false,
+        precision: "fp32",
+        samples: 2,
+        tokens: 1024,
+        recompute: false,
+    }
+    .check();
 }
 
 #[test]
@@ -148,27 +158,59 @@ fn dspark_in_bfloat16() {
     if !compiles_as_measured() {
         return;
     }
-    Case { drafter: dspark(128, 3), gemma: false, precision: "bf16", samples: 2, tokens: 1024 }.check();
+    Case {
+        drafter: dspark(128, 3),
+        gemma: false,
+        precision: "bf16",
+        samples: 2,
+        tokens: 1024,
+        recompute: false,
+    }
+    .check();
 }
 
 #[test]
 fn dspark_with_many_short_samples() {
-    Case { drafter: dspark(48, 4), gemma: false, precision: "fp32", samples: 6, tokens: 384 }.check();
+    Case {
+        drafter: dspark(48, 4),
+        gemma: false,
+        precision: "fp32",
+        samples: 6,
+        tokens: 384,
+        recompute: false,
+    }
+    .check();
+}
+
+#[test]
+fn dspark_that_recomputes_its_layers() {
+    let drafter = dspark(128, 6);
+    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: true }.check();
 }
 
 #[test]
 fn dflash_with_long_blocks() {
-    Case { drafter: dflash(64, 16), gemma: false, precision: "fp32", samples: 2, tokens: 768 }.check();
+    Case {
+        drafter: dflash(64, 16),
+        gemma: false,
+        precision: "fp32",
+        samples: 2,
+        tokens: 768,
+        recompute: false,
+    }
+    .check();
 }
 
 #[test]
 fn dflash2_with_six_taps() {
-    Case { drafter: dflash2(), gemma: false, precision: "fp32", samples: 2, tokens: 768 }.check();
+    Case { drafter: dflash2(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+        .check();
 }
 
 #[test]
 fn eagle3_in_float32() {
-    Case { drafter: eagle3(), gemma: false, precision: "fp32", samples: 2, tokens: 512 }.check();
+    Case { drafter: eagle3(), gemma: false, precision: "fp32", samples: 2, tokens: 512, recompute: false }
+        .check();
 }
 
 #[test]
@@ -176,12 +218,21 @@ fn eagle3_in_bfloat16() {
     if !compiles_as_measured() {
         return;
     }
-    Case { drafter: eagle3(), gemma: false, precision: "bf16", samples: 1, tokens: 1024 }.check();
+    Case { drafter: eagle3(), gemma: false, precision: "bf16", samples: 1, tokens: 1024, recompute: false }
+        .check();
 }
 
 #[test]
 fn dspark_for_gemma4() {
-    Case { drafter: dspark(128, 2), gemma: true, precision: "fp32", samples: 2, tokens: 1024 }.check();
+    Case {
+        drafter: dspark(128, 2),
+        gemma: true,
+        precision: "fp32",
+        samples: 2,
+        tokens: 1024,
+        recompute: false,
+    }
+    .check();
 }
 
 /// A few steps, as a user would ask for them, with layers and anchors enough to matter.

@@ -174,6 +174,9 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return at::_local_scalar_dense(Call(self.device().index()).to_host(self));
 }
 
+// The CPU has no kernel for it.
+at::Tensor bmm_wide(const at::Tensor& a, const at::Tensor& b, at::ScalarType kind) { return a.to(kind).bmm(b.to(kind)); }
+
 at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
                         c10::SymIntArrayRef strides) {
   auto* impl = self.unsafeGetTensorImpl();
@@ -195,6 +198,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", standin::empty);
   m.impl("empty_strided", standin::empty_strided);
   m.impl("copy_", standin::copy_);
+  m.impl("bmm.dtype", standin::bmm_wide);
   m.impl("_local_scalar_dense", standin::local_scalar);
   m.impl("set_.source_Storage_storage_offset", standin::set_storage);
 }

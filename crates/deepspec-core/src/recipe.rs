@@ -168,8 +168,11 @@ pub struct TrainRecipe {
     pub weight_decay: f64,
     /// Kind of the working weights.
     pub precision: Precision,
-    /// Sequences per forward and process.
+    /// Sequences per forward and process, at most.
     pub local_batch_size: usize,
+    /// Tokens per forward and process, at most; a longer sequence has a forward of its own. Absent means any number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_tokens_per_batch: Option<usize>,
     /// Sequences per optimiser step.
     pub global_batch_size: usize,
     /// Passes over the data.
@@ -193,6 +196,9 @@ pub struct TrainRecipe {
     /// Parts of the drafter that keep the weights of `init_from`, such as its `backbone` while the heads learn.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub freeze: Vec<String>,
+    /// Whether layers are computed once more in the backward: less memory for a third of their arithmetic. For drafters of whole blocks.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub recompute: bool,
 }
 
 impl Default for TrainRecipe {
@@ -203,6 +209,7 @@ impl Default for TrainRecipe {
             weight_decay: 0.0,
             precision: Precision::Bf16,
             local_batch_size: 1,
+            max_tokens_per_batch: None,
             global_batch_size: 512,
             num_train_epochs: 10,
             max_train_steps: None,
@@ -213,6 +220,7 @@ impl Default for TrainRecipe {
             timeout_s: 600,
             init_from: None,
             freeze: vec![],
+            recompute: false,
         }
     }
 }

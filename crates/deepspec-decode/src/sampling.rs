@@ -46,7 +46,18 @@ impl Sampling {
     fn filters(&self) -> bool {
         !self.is_greedy() && (self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0)
     }
+
+    fn picks(&self) -> bool {
+        self.filters() && (1..=PICKED).contains(&self.top_k)
+    }
+
+    fn sorts(&self) -> bool {
+        self.filters() && !self.picks()
+    }
 }
+
+/// Up to so many most likely tokens are picked out; beyond, and without top-k, the whole vocabulary is sorted.
+const PICKED: usize = 1024;
 
 /// Numbers that stand for one sequence's settings on the device; see [`Sampling::numbers`].
 pub const NUMBERS: usize = 5;
@@ -133,13 +144,29 @@ impl SamplingBatch {
         }
     }
 
-    /// Applies top-k, top-p and min-p row by row and renormalises.
+    /// Applies top-k, top-p and min-p row by row and renormalises. What becomes of a row does not depend on the others.
     fn filtered(&self, probs: &Tensor) -> Tensor {
-        let vocab = probs.size()[1];
+        let most = (PICKED as i64).min(probs.size()[1]);
         let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
-        let (sorted, order) = probs.sort(-1, true);
-        let rank = Tensor::arange(vocab, (Kind::Float, probs.device())).unsqueeze(0);
-        let kept = &sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
+        let picks = top_k.le(PICKED as f64);
+        let sorts = picks
+            .logical_not()
+            .logical_and(&top_p.lt(1.0).logical_or(&min_p.gt(0.0)).logical_or(&top_k.isfinite()));
+        let mut filtered = probs.shallow_clone();
+        if self.rows.iter().any(Sampling::picks) {
+            filtered = self.kept(probs, &probs.topk(most, -1, true, true)).where_self(&picks, &filtered);
+        }
+        if self.rows.iter().any(Sampling::sorts) {
+            filtered = self.kept(probs, &probs.sort(-1, true)).where_self(&sorts, &filtered);
+        }
+        filtered
+    }
+
+    /// What the filters leave of `probs`, given the most likely tokens of each row, the likeliest first, and where they stand.
+    fn kept(&self, probs: &Tensor, (sorted, order): &(Tensor, Tensor)) -> Tensor {
+        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
+        let rank = Tensor::arange(sorted.size()[1], (Kind::Float, probs.device())).unsqueeze(0);
+        let kept = sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
         let mass = kept.sum_dim_intlist(-1, true, Kind::Float);
         // A token stays while the mass before it, within the top-k set, is short of top-p; the first always stays.
         let before = kept.cumsum(-1, Kind::Float) - &kept;
@@ -148,7 +175,7 @@ impl SamplingBatch {
         let keep = within.logical_and(&likely).logical_or(&rank.lt(1.0));
         let kept = kept * keep.to_kind(Kind::Float);
         let kept = &kept / kept.sum_dim_intlist(-1, true, Kind::Float);
-        kept.zeros_like().scatter(-1, &order, &kept)
+        probs.zeros_like().scatter(-1, order, &kept)
     }
 }
 
@@ -191,6 +218,32 @@ mod tests {
         assert_near(&distribution(&logits, Sampling::new(0.0, 0)), &[1.0, 0.0, 0.0, 0.0]);
         let hot = distribution(&logits, Sampling::new(2.0, 0));
         assert!(hot[0] < 0.5 && (hot.iter().sum::<f32>() - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn picking_out_the_likeliest_is_sorting() {
+        let vocab = 3000;
+        let logits = (Tensor::arange(vocab, (Kind::Float, Device::Cpu)) * 1.7).sin() * 4.0;
+        for (top_p, min_p) in [(1.0, 0.0), (0.8, 0.0), (1.0, 0.2), (0.6, 0.1)] {
+            for top_k in [1, 7, PICKED] {
+                let picking = Sampling { top_k, top_p, min_p, ..Sampling::new(0.9, 1) };
+                let batch = SamplingBatch::new(vec![picking], Device::Cpu);
+                let probs = (logits.unsqueeze(0) / 0.9).softmax(-1, Kind::Float);
+                let sorted = batch.kept(&probs, &probs.sort(-1, true));
+                assert!(batch.filtered(&probs).allclose(&sorted, 1e-6, 1e-9, false), "{picking:?}");
+            }
+        }
+        let all = [
+            Sampling { top_k: 5, ..Sampling::new(1.0, 1) },
+            Sampling::new(0.7, 2),
+            Sampling { top_p: 0.5, ..Sampling::new(1.0, 3) },
+            Sampling { top_k: PICKED + 1, ..Sampling::new(1.0, 4) },
+        ];
+        let together = SamplingBatch::new(all.to_vec(), Device::Cpu).distributions(&logits.repeat([4, 1]));
+        for (row, setting) in all.into_iter().enumerate() {
+            let alone = SamplingBatch::new(vec![setting], Device::Cpu).distributions(&logits.unsqueeze(0));
+            assert!(alone.squeeze().equal(&together.get(row as i64)), "{setting:?}");
+        }
     }
 
     #[test]

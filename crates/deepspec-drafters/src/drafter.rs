@@ -125,6 +125,9 @@ pub trait DrafterPlan: Send + Sync {
     /// Keeps parameters as they are whose names begin like this.
     fn freeze(&mut self, prefixes: Vec<&'static str>);
 
+    /// Keeps of each layer its input only, and computes the rest once more for the backward; whether it can.
+    fn recompute(&mut self) -> bool;
+
     /// Number of weights, embedding and head not counted.
     ///
     /// # Errors

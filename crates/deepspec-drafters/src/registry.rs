@@ -88,6 +88,10 @@ pub fn plan(recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan
         .map_err(|(key, problem)| mismatch(format!("`drafter.{kind}.{key}`: {problem}")))?;
     let wrong_freeze = |problem| mismatch(format!("`train.freeze`: {problem}"));
     plan.freeze(frozen(recipe).map_err(wrong_freeze)?);
+    if recipe.train.recompute && !plan.recompute() {
+        let problem = format!("{} keeps what its layers make; leave it out", title(kind));
+        return Err(mismatch(format!("`train.recompute`: {problem}")));
+    }
     if plan.weights()?.trained == 0 {
         return Err(wrong_freeze("nothing is left that could learn".into()));
     }

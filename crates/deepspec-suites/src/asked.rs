@@ -81,3 +81,28 @@ fn sources(given: &[String]) -> anyhow::Result<BTreeMap<String, Vec<PathBuf>>> {
     }
     Ok(sources)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_names_that_everybody_has_are_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("mine.yaml");
+        let text = |name: &str| format!("name: {name}\ndomain: code\ndataset: a/b\nsplit: test\nturns: q\n");
+        let asked = || plans(&Asked { suites: &[], descriptions: std::slice::from_ref(&path), sources: &[] });
+        fs::write(&path, text("mine")).unwrap();
+        assert_eq!(asked().unwrap().len(), 1);
+        for name in ["gsm8k", "smoke-math"] {
+            fs::write(&path, text(name)).unwrap();
+            let problem = asked().err().unwrap().to_string();
+            assert!(
+                problem.contains(&format!("`name`: {name} is a suite that needs no description")),
+                "{problem}"
+            );
+        }
+    }
+}

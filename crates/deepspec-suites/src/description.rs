@@ -228,7 +228,6 @@ mod tests {
         );
         says(&format!("{HUB}files: []\nturns: q\n"), &["`files`: the list is empty"]);
         says(&format!("{both}limit: 0\n"), &["mine.yaml:6: `limit`", "nonzero"]);
-        says(&both.replace("mine", "gsm8k"), &["`name`: gsm8k is a suite that needs no description"]);
         says(&both.replace("mine", "my suite"), &["`name`: `my suite` is no name"]);
         says(&both.replace("owner/name", "absent.jsonl"), &["`split`: only a dataset of the hub has it"]);
         let file = "name: mine\ndomain: chat\ndataset: absent.jsonl\nturns: q\n";

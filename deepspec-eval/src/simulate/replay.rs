@@ -311,7 +311,7 @@ impl Replay<'_> {
 
 #[cfg(test)]
 mod tests {
-    use deepspec_schedule::curve::{CostCurve, never_falling};
+    use deepspec_schedule::curve::CostCurve;
 
     use super::*;
 
@@ -348,26 +348,8 @@ mod tests {
         (256, 8879.0, 7852.0, 13325.0),
     ];
 
-    /// The costs that follow from the first two columns: what a step takes by tokens is read off them once the parts by requests and of
-    /// drafting are set as straight lines through the first four rows say.
-    fn published_cost(tau: f64) -> Arc<StepCost> {
-        const PER_REQUEST: f64 = 0.047e-3;
-        const DRAFT: f64 = 1.2e-3;
-        let mut points: Vec<(usize, f64)> = vec![];
-        for (requests, plain, whole, _) in PUBLISHED {
-            let count = requests as f64;
-            points.push((requests, count / plain - PER_REQUEST * count));
-            points.push((8 * requests, tau * count / whole - DRAFT - PER_REQUEST * count));
-        }
-        points.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
-        points.dedup_by_key(|(tokens, _)| *tokens);
-        let seconds = never_falling(&points.iter().map(|point| point.1).collect::<Vec<_>>());
-        let points: Vec<_> = points.iter().map(|point| point.0).zip(seconds).collect();
-        let curve = CostCurve::from_step_seconds(&points).unwrap();
-        let requests = vec![(1, PER_REQUEST), (256, 256.0 * PER_REQUEST)];
-        let cost = StepCost::new(vec![(1, curve)], vec![(1, DRAFT), (256, DRAFT)]).unwrap();
-        Arc::new(cost.with_requests(requests).unwrap())
-    }
+    /// The costs that follow from the first two columns and an accepted length of 3.
+    const COST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/costs/deepseek-v4-flash.json");
 
     #[test]
     fn published_figures_of_adaptive_verification_come_out_with_their_signs() {
@@ -375,7 +357,7 @@ mod tests {
         let blocks = recording.answers.iter().flat_map(|answer| &answer.blocks);
         let tau = 1.0 + blocks.map(|block| block.accepted as f64).sum::<f64>() / recording.cycles() as f64;
         assert!((tau - 3.0).abs() < 0.1, "{tau}");
-        let cost = published_cost(tau);
+        let cost = Arc::new(deepspec_schedule::cost_file::read(Path::new(COST)).unwrap());
         let rate = |policy: Policy, requests: usize, overhead: f64| {
             let replay =
                 Replay { recording: &recording, cost: &cost, sharpness: 1.0, overhead, cycles: 30_000 };

@@ -1,12 +1,13 @@
 //! What the types of a recipe cannot rule out.
 
-use super::{DataRecipe, Recipe, States, TemplateRecipe};
+use super::{DataRecipe, LossNormalization, Recipe, States, TemplateRecipe};
 
 impl Recipe {
     /// Checks values against their ranges and each other; the error is a key and what is wrong with it.
     pub(super) fn validate(&self) -> Result<(), (&'static str, String)> {
         let positive = [
             ("train.local_batch_size", self.train.local_batch_size),
+            ("train.max_tokens_per_batch", self.train.max_tokens_per_batch.unwrap_or(1)),
             ("train.global_batch_size", self.train.global_batch_size),
             ("logging.logging_steps", self.logging.logging_steps),
             ("logging.checkpointing_steps", self.logging.checkpointing_steps),
@@ -32,6 +33,12 @@ impl Recipe {
         if self.train.init_from.is_none() && !self.train.freeze.is_empty() {
             let problem = "fresh weights would stay what they are; say in train.init_from whose are kept";
             return Err(("train.freeze", problem.into()));
+        }
+        let by_forward = self.train.loss_normalization == LossNormalization::MicroBatch;
+        if by_forward && self.train.max_tokens_per_batch.is_some() {
+            let problem =
+                "with train.loss_normalization: micro_batch losses would depend on it; leave one of them out";
+            return Err(("train.max_tokens_per_batch", problem.into()));
         }
         if self.train.timeout_s == 0 {
             return Err(("train.timeout_s", "must be at least 1".into()));

@@ -157,6 +157,7 @@ impl BlockBatch {
         } = lists;
         let places = [context_positions, block_tokens, block_positions, previous, rows, labels]
             .map(|list| indices.push(list));
+        let weights = indices.push_floats(&weights);
         let here = indices.send(device);
         let there = if from == device { None } else { Some(indices.send(from)) };
         let there = there.as_ref().unwrap_or(&here);
@@ -191,7 +192,7 @@ impl BlockBatch {
             previous_sums: sums.map(|places| TokenSums::new(&places, &here)),
             rows,
             labels,
-            weights: Tensor::from_slice(&weights).to_device(device),
+            weights: here.floats(weights),
             teacher: joined(&teacher, from, device, kind),
             counts,
             blocks,

@@ -39,7 +39,7 @@ pub fn backbone_pass_bytes(
     // A norm's output is kept where a product reads it.
     let norm = NORMED + bytes;
     let mut kept = tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
-    let mut layers = 0;
+    let (mut layers, mut by_layer) = (0, vec![]);
     for (i, layer) in decoder.model.layers.iter().enumerate() {
         let Heads { query, key_value, dim } = layer.attention.heads;
         let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
@@ -57,11 +57,14 @@ pub fn backbone_pass_bytes(
         // themselves.
         let head_norm = if layer.qk_norm { NORMED } else { 0 };
         let projected = |width: usize| width * (head_norm + 2 * bytes);
-        kept += slots * (2 * d * norm + projected(queries) + projected(keys));
         let inner = slots * layer.intermediate_size as usize * bytes;
-        kept += MLP * inner + tokens * projected(keys);
-        kept += family_norms(layer, slots, slots + tokens);
-        kept += slots * (queries * bytes + query as usize * FLOAT);
+        by_layer.push(
+            slots * (2 * d * norm + projected(queries) + projected(keys))
+                + MLP * inner
+                + tokens * projected(keys)
+                + family_norms(layer, slots, slots + tokens)
+                + slots * (queries * bytes + query as usize * FLOAT),
+        );
         let at_work = |sample: &SampleSize| {
             let (slots, sources) = (sample.anchors * size, sample.tokens + sample.anchors * size);
             let scores = match device {
@@ -73,7 +76,9 @@ pub fn backbone_pass_bytes(
         let attention = samples.iter().map(at_work).max().unwrap_or(0);
         layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(MLP * inner));
     }
-    PassBytes { kept, layers, objective: 0 }
+    // The layer's output, its slope, their product and the slope of its input; the context's slope so far, and that by this layer.
+    let between = (4 * slots + 2 * tokens) * d * bytes;
+    PassBytes { kept, by_layer, input: slots * d * bytes, between, layers, ..PassBytes::default() }
 }
 
 /// Shapes of matrix products in passes over micro-batches of one size.

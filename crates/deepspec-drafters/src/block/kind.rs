@@ -123,6 +123,7 @@ impl DrafterKind for BlockParts {
     type Config = BlockConfig;
     type Objective = BlockObjective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
+    const RECOMPUTES: bool = true;
 
     fn new(b: &Builder, config: &BlockConfig) -> Result<Self, ModelError> {
         Self::build(b, config)

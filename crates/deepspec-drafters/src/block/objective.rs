@@ -56,16 +56,17 @@ impl Block {
     pub fn accumulate(&self, batch: &BlockBatch, alphas: &LossAlphas, normaliser: Normaliser) -> Tensor {
         let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
-        let hidden = self.hidden(batch); // [A, γ, d]
+        let pass = self.pass(batch);
+        let hidden = &pass.hidden; // [A, γ, d]
         // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.
         let e = self.parts.markov.as_ref().map(|markov| {
             let e = tch::no_grad(|| markov.embed(&batch.previous));
             e.set_requires_grad(true)
         });
         let features = self.parts.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
-            supervised(&markov.features(&hidden, e)) // [R, r]
+            supervised(&markov.features(hidden, e)) // [R, r]
         });
-        let rows = supervised(&hidden); // [R, d]
+        let rows = supervised(hidden); // [R, d]
         let output = tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), alphas, scale));
         let accept = (output.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
@@ -78,7 +79,7 @@ impl Block {
         if let Some(bce) = &bce {
             surrogate += bce * (alphas.confidence * scale);
         }
-        losses::backward(&surrogate);
+        pass.backward(&surrogate);
         tch::no_grad(|| {
             let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {

@@ -22,14 +22,15 @@ impl DFlash2Config {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let (model, rank) = (&self.decoder.model, self.selector_rank as usize);
-        let (d, vocab, layers) = (model.hidden_size as usize, model.vocab_size, model.layers.len());
+        let (d, vocab) = (model.hidden_size as usize, model.vocab_size);
         let gamma = self.blocks.drafted();
         let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
         let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
-        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes, device);
+        let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes, device);
         // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
         let read = SIDES * self.convolution.kernel_size as usize * d;
-        let convolved = layers * HALVES * slots * (read + self.coefficients()) * bytes;
+        let convolved = HALVES * slots * (read + self.coefficients()) * bytes;
+        backbone.by_layer.iter_mut().for_each(|layer| *layer += convolved);
         // The candidates' rows of B as they are, in float32, and as gradients.
         let tile = losses::tile_rows(vocab, rows, gamma as i64, device);
         let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
@@ -37,7 +38,7 @@ impl DFlash2Config {
             + candidates
             + rows * (3 * d + 3 * rank) * bytes
             + vocab as usize * rank * size_of::<f32>();
-        PassBytes { kept: backbone.kept + convolved, objective, ..backbone }
+        PassBytes { objective, ..backbone }
     }
 
     /// Shapes of matrix products in passes over micro-batches of one size.

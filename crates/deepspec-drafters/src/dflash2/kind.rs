@@ -93,6 +93,7 @@ impl DrafterKind for DFlash2Parts {
     type Config = DFlash2Config;
     type Objective = DFlash2Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
+    const RECOMPUTES: bool = true;
 
     fn new(b: &Builder, config: &DFlash2Config) -> Result<Self, ModelError> {
         Self::build(b, config)

@@ -86,11 +86,12 @@ impl DFlash2 {
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let selector = &self.parts.selector;
         let (predecessors, successors) = selector.codebooks();
-        let hidden = self.hidden(batch); // [A, γ, d]
+        let pass = self.pass(batch);
+        let hidden = &pass.hidden; // [A, γ, d]
         // A leaf, because few rows of A have a gradient: autograd would make one for all of them.
         let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
-        let features = supervised(&selector.features(&hidden, &e)); // [R, r]
-        let rows = supervised(&hidden); // [R, d]
+        let features = supervised(&selector.features(hidden, &e)); // [R, r]
+        let rows = supervised(hidden); // [R, d]
         let learns = successors.requires_grad();
         let loss = SelectorLoss {
             selector,
@@ -119,7 +120,7 @@ impl DFlash2 {
         });
         let surrogate =
             (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);
-        losses::backward(&surrogate);
+        pass.backward(&surrogate);
         tch::no_grad(|| {
             if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
                 sums.add(&losses::gradient(predecessors), &e.grad().flatten(0, 1));

@@ -194,6 +194,7 @@ impl Eagle3Batch {
         };
         let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
 
+        let [weights, decayed] = [weights, decayed].map(|list| indices.push_floats(&list));
         let here = indices.send(device);
         let there = if from == device { None } else { Some(indices.send(from)) };
         let there = there.as_ref().unwrap_or(&here);
@@ -204,14 +205,12 @@ impl Eagle3Batch {
             states.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect::<Vec<_>>()
         };
         let teacher: Vec<Tensor> = plans.iter().flat_map(predicting).collect();
-        let count = weights.len() as i64;
-        let weights = Tensor::from_slice(&[weights, decayed].concat()).to_device(device);
         Some(Self {
             taps: joined(&taps, from, device, kind),
             steps: plans.into_iter().map(|plan| plan.on_device(&here)).collect(),
             teacher: joined(&teacher, from, device, kind),
-            decayed: weights.narrow(0, count, count),
-            weights: weights.narrow(0, 0, count),
+            decayed: here.floats(decayed),
+            weights: here.floats(weights),
         })
     }
 }

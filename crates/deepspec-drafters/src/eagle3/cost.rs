@@ -89,6 +89,6 @@ impl Eagle3Config {
             }
             layers = layers.max(MLP_AT_WORK * inner * tokens);
         }
-        PassBytes { kept, layers, objective }
+        PassBytes { kept, layers, objective, ..PassBytes::default() }
     }
 }

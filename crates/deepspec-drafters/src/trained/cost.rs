@@ -42,20 +42,45 @@ pub struct SampleSize {
 }
 
 /// Bytes that a training pass holds beside weights and gradients.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PassBytes {
-    /// Kept from the forward for the backward.
+    /// Kept from the forward for the backward, but for what stands under `by_layer`.
     pub kept: usize,
+    /// Kept by each layer that could be recomputed.
+    pub by_layer: Vec<usize>,
+    /// What stays of such a layer where it is recomputed.
+    pub input: usize,
+    /// What carrying gradients from one recomputed layer to the next takes.
+    pub between: usize,
     /// What the backward of the layers works with on top, less what it has freed by then; no loss is computed then.
     pub layers: usize,
     /// What the losses work with on top.
     pub objective: usize,
+    /// Whether layers are recomputed.
+    pub recomputes: bool,
 }
 
 impl PassBytes {
+    /// Kept from the forward for the backward, when the losses are computed.
+    pub fn activations(&self) -> usize {
+        let of_layers =
+            if self.recomputes { self.by_layer.len() * self.input } else { self.by_layer.iter().sum() };
+        self.kept + of_layers
+    }
+
+    /// What losses or layers work with on top, at the worst moment.
+    pub fn workspace(&self) -> usize {
+        let again = if self.recomputes {
+            self.by_layer.iter().max().map_or(0, |most| most + self.between)
+        } else {
+            0
+        };
+        self.objective.max(again + self.layers)
+    }
+
     /// At the worst moment.
     pub fn peak(&self) -> usize {
-        self.kept + self.layers.max(self.objective)
+        self.activations() + self.workspace()
     }
 }
 

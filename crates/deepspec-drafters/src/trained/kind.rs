@@ -81,6 +81,9 @@ pub trait DrafterKind: Sized + 'static {
     /// See [`DrafterPlan::final_states`].
     const FINAL_STATES: FinalStates;
 
+    /// See [`DrafterPlan::recompute`].
+    const RECOMPUTES: bool = false;
+
     /// Asks for the tensors in the order in which they are trained.
     ///
     /// # Errors
@@ -144,12 +147,13 @@ pub struct Plan<K: DrafterKind> {
     pub objective: K::Objective,
     /// Parameters whose names begin like this stay as they are.
     frozen: Vec<&'static str>,
+    recomputes: bool,
 }
 
 impl<K: DrafterKind> Plan<K> {
     /// A drafter all of which learns.
     pub fn new(config: K::Config, objective: K::Objective) -> Self {
-        Self { config, objective, frozen: vec![] }
+        Self { config, objective, frozen: vec![], recomputes: false }
     }
 }
 
@@ -171,7 +175,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         }
         let model = model.clone();
         let (objective, frozen) = (self.objective.clone(), self.frozen.clone());
-        (Box::new(Self { config, objective, frozen }), model)
+        (Box::new(Self { config, objective, frozen, recomputes: self.recomputes }), model)
     }
 
     fn build(
@@ -183,6 +187,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     ) -> Result<Box<dyn TrainableDrafter>, ModelError> {
         let mut model = Trained::<K>::fresh(self.config.clone(), embed_tokens, lm_head, seed, kind)?;
         model.freeze(&self.frozen);
+        model.recomputes = self.recomputes;
         Ok(Box::new(Trainee { model, objective: self.objective.clone() }))
     }
 
@@ -211,7 +216,8 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     }
 
     fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
-        K::pass_bytes(&self.config, samples, kind, device)
+        let bytes = K::pass_bytes(&self.config, samples, kind, device);
+        PassBytes { recomputes: self.recomputes, ..bytes }
     }
 
     fn code_bytes(&self, kind: Kind, device: Device) -> usize {
@@ -220,6 +226,11 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 
     fn freeze(&mut self, prefixes: Vec<&'static str>) {
         self.frozen = prefixes;
+    }
+
+    fn recompute(&mut self) -> bool {
+        self.recomputes = K::RECOMPUTES;
+        K::RECOMPUTES
     }
 
     fn weights(&self) -> Result<WeightCounts, ModelError> {

@@ -34,6 +34,8 @@ pub struct Trained<K: DrafterKind> {
     tensors: Tensors,
     kind: Kind,
     device: Device,
+    /// Whether a training pass keeps of its layers their inputs only.
+    recomputes: bool,
 }
 
 impl<K: DrafterKind> Trained<K> {
@@ -83,6 +85,7 @@ impl<K: DrafterKind> Trained<K> {
             config,
             kind,
             device,
+            recomputes: false,
         })
     }
 
@@ -153,6 +156,11 @@ impl<K: DrafterKind> Trained<K> {
     /// Where it lives.
     pub fn device(&self) -> Device {
         self.device
+    }
+
+    /// Whether a training pass keeps of its layers their inputs only.
+    pub(crate) fn recomputes(&self) -> bool {
+        self.recomputes
     }
 
     /// Embedding and head, shared with the target.

@@ -39,9 +39,18 @@ std::optional<Tensor> given(const Tensor& mask) {
   return mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
 }
 
-// Softmax of scores in float32, of queries [N, G, R, D] over keys [N, G, K, D]: [N, G, R, K] of one part.
+// a [.., R, D] times b [.., D, K] in float32 without rounding to a half kind on the way, as fused kernels keep it.
+Tensor product(const Tensor& a, const Tensor& b) {
+  const auto kind = a.scalar_type(), wide = at::toOpMathType(kind);
+  if (kind == wide) return at::matmul(a, b);
+  std::vector<int64_t> shape = a.sizes().vec();
+  shape.back() = b.size(-1);
+  return at::bmm(a.flatten(0, -3), b.flatten(0, -3), wide).view(shape);
+}
+
+// Scores in float32, of queries [N, G, R, D] over keys [N, G, K, D]: [N, G, R, K] of one part.
 Tensor scores(const Tensor& q, const Tensor& k, const Tensor& mask, double scale) {
-  Tensor all = at::matmul(q, k.transpose(-2, -1)).to(at::toOpMathType(q.scalar_type())).mul_(scale);
+  Tensor all = product(q, k.transpose(-2, -1)).mul_(scale);
   return mask.defined() ? all.add_(mask) : all;
 }
 
@@ -62,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Ten
   const auto kind = q.scalar_type(), wide = at::toOpMathType(kind);
   Tensor weights = scores(q, k, mask, scale).sub_(lse.unsqueeze(-1)).exp_();
   Tensor inner = (grad.to(wide) * out.to(wide)).sum(-1, /*keepdim=*/true);
-  Tensor slopes = at::matmul(grad, v.transpose(-2, -1)).to(wide).sub_(inner).mul_(weights).mul_(scale).to(kind);
+  Tensor slopes = product(grad, v.transpose(-2, -1)).sub_(inner).mul_(weights).mul_(scale).to(kind);
   Tensor values = at::matmul(weights.to(kind).transpose(-2, -1), grad);
   return {at::matmul(slopes, k), at::matmul(slopes.transpose(-2, -1), q), values};
 }

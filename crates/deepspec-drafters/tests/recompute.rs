@@ -1,0 +1,96 @@
+//! Layers that are computed once more in the backward: the same sums and gradients as with all activations kept.
+
+use std::fs;
+use std::path::Path;
+
+use deepspec_drafters::{Normaliser, TrainSample, load_recipe, plan};
+use deepspec_models::ModelConfig;
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+const VOCAB: i64 = 50;
+const WIDTH: i64 = 32;
+const TAPS: i64 = 2;
+
+fn target() -> ModelConfig {
+    let config = json!({
+        "model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB,
+    });
+    ModelConfig::parse(Path::new("config.json"), config.as_object().unwrap().clone()).unwrap()
+}
+
+fn values(seed: f64, shape: &[i64]) -> Tensor {
+    let numbers = Tensor::arange(shape.iter().product::<i64>(), (Kind::Double, Device::Cpu));
+    (((numbers * 0.731 + seed).sin() * 37.0).sin()).view(shape).to_kind(Kind::Float)
+}
+
+fn sample(seed: f64, tokens: usize, anchors: &[usize]) -> TrainSample {
+    TrainSample {
+        input_ids: (0..tokens as i64).map(|i| (i * 7 + seed as i64) % VOCAB).collect(),
+        loss_mask: (0..tokens).map(|i| i > 2).collect(),
+        taps: values(seed, &[tokens as i64, TAPS * WIDTH]),
+        last: values(seed + 0.5, &[tokens as i64, WIDTH]),
+        last_positions: (0..tokens as u32).collect(),
+        anchors: anchors.to_vec(),
+    }
+}
+
+/// Sums of a micro-batch, and the gradients of all parameters that have one.
+fn pass(drafter: &str, changes: &[&str]) -> (Tensor, Vec<(String, Tensor)>) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("recipe.yaml");
+    let text = format!(
+        "name: t\ntarget: {{model: nowhere, layer_ids: [0, 3]}}\ndrafter: {drafter}\ndata: {{states: {{cache: nowhere}}, chat_template: qwen}}\n"
+    );
+    fs::write(&path, text).unwrap();
+    let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+    let plan = plan(&load_recipe(&path, &changes).unwrap(), &target()).unwrap();
+    let (embed, head) = (values(0.1, &[VOCAB, WIDTH]), values(0.2, &[VOCAB, WIDTH]));
+    let trainee = plan.build(&embed, &head, 3, Kind::Float).unwrap();
+    trainee.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
+    let samples = [sample(1.0, 40, &[3, 4, 11, 30]), sample(2.0, 9, &[5]), sample(3.0, 12, &[])];
+    let sums = trainee.accumulate(&samples, Normaliser(20.0)).unwrap();
+    let gradients = trainee.parameters().iter().map(|(name, parameter)| (name.clone(), parameter.grad()));
+    (sums, gradients.filter(|(_, gradient)| gradient.defined()).collect())
+}
+
+const BLOCKS: &str = "block_size: 5, num_draft_layers: 3, mask_token_id: 7";
+
+#[test]
+fn gradients_are_those_of_kept_activations() {
+    let windows = "sliding_window: 9, layer_types: [sliding_attention, full_attention, sliding_attention]";
+    for drafter in [
+        format!(
+            "{{dspark: {{{BLOCKS}, {windows}, markov: {{type: gated, rank: 8}}, confidence: {{with_markov: true}}}}}}"
+        ),
+        format!("{{dflash: {{{BLOCKS}}}}}"),
+        format!(
+            "{{dflash2: {{{BLOCKS}, convolution: {{kernel_size: 2, group_size: 8}}, selector: {{rank: 8, top_k: 40}}}}}}"
+        ),
+    ] {
+        let (sums, kept) = pass(&drafter, &[]);
+        let (again, computed) = pass(&drafter, &["train.recompute=true"]);
+        // Without a graph some norms are one pass, whose last bits are others.
+        assert!(sums.allclose(&again, 1e-5, 1e-6, false), "{drafter}: {sums} {again}");
+        assert_eq!(kept.len(), computed.len(), "{drafter}");
+        assert!(kept.iter().any(|(name, _)| name == "layers.0.self_attn.q_proj.weight"));
+        for ((name, kept), (other, computed)) in kept.iter().zip(&computed) {
+            let (most, apart) = (kept.abs().max(), (kept - computed).abs().max());
+            assert_eq!(name, other);
+            assert!(most.double_value(&[]) > 0.0, "{name} of {drafter} learns nothing");
+            assert!(apart.double_value(&[]) <= 1e-5 * most.double_value(&[]), "{name} of {drafter}: {apart}");
+        }
+    }
+}
+
+#[test]
+fn eagle3_refuses_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("recipe.yaml");
+    let text = "name: t\ntarget: {model: nowhere, layer_ids: [0, 3]}\ndrafter: {eagle3: {}}\n\
+                data: {states: {cache: nowhere}, chat_template: qwen}\ntrain: {recompute: true}\n";
+    fs::write(&path, text).unwrap();
+    let error = plan(&load_recipe(&path, &[]).unwrap(), &target()).err().unwrap().to_string();
+    assert!(error.contains("`train.recompute`: Eagle3 keeps what its layers make"), "{error}");
+}

@@ -1,0 +1,90 @@
+//! What is written for SGLang, read by SGLang's own code.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use common::{deepspec_eval, repository, run_ok, target_dir};
+use deepspec_testkit::skip;
+use serde_json::{Value, json};
+use tempfile::tempdir;
+
+/// What `sglang.py` prints.
+fn sglang(python: &str, arguments: &[&str]) -> Value {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/sglang.py");
+    let output = Command::new(python).arg(script).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn ok(args: &[&str]) {
+    let output = deepspec_eval(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn its_reader_of_costs_and_temperatures_takes_ours_and_ours_takes_its() {
+    let Some(python) = skip::speculators_python("sglang") else { return };
+    let dir = tempdir().unwrap();
+    let [recorded, costs, out, probes, table] =
+        ["run", "costs.csv", "out", "probes.json", "table.json"].map(|name| dir.path().join(name));
+    let drafter = repository("assets/tiny-dspark");
+    run_ok(
+        drafter.to_str().unwrap(),
+        &recorded,
+        &["--no-baseline", "--temperature", "0", "--limit", "4", "--json"],
+    );
+    // Seconds 1 + tokens/64, in ms: straight lines are exact between probes.
+    fs::write(&costs, "batch_tokens,seconds\n1,0.001015625\n64,0.002\n128,0.003\n").unwrap();
+    let simulate = |costs: &Path, out: &Path, more: &[&str]| {
+        let [from, costs, out] = [&recorded, costs, out].map(|path| path.to_str().unwrap());
+        let args =
+            ["simulate", "--quiet", from, "--cost", costs, "--output-dir", out, "--concurrency", "1,4"];
+        ok(&[&args[..], &["--cycles", "500"], more].concat());
+    };
+    simulate(&costs, &out, &["--emit"]);
+    let [cost, temperatures] = ["sglang-cost.json", "sglang-sts.json"].map(|name| out.join(name));
+    let files = [cost.to_str().unwrap(), temperatures.to_str().unwrap()];
+    let steps = [(1, 0), (1, 7), (4, 20), (16, 100)];
+    let asked = steps.map(|(requests, budget)| format!("{requests}:{budget}"));
+    let asked: Vec<&str> = asked.iter().map(String::as_str).collect();
+    let found = sglang(&python, &[&["costs"][..], &files, &asked].concat());
+    for ((requests, budget), seconds) in steps.iter().zip(found["seconds"].as_array().unwrap()) {
+        let expected = 1e-3 * (1.0 + f64::from(requests + budget) / 64.0);
+        let seconds = seconds.as_f64().unwrap();
+        assert!((seconds / expected - 1.0).abs() < 1e-6, "{requests} + {budget}: {seconds} for {expected}");
+    }
+    assert_eq!(found["temperatures"], json!(vec![1.0; 7]));
+
+    fs::write(&probes, json!([[8, 900.0], [1, 1000.0], [64, 500.0]]).to_string()).unwrap();
+    let its = sglang(&python, &["table", probes.to_str().unwrap()]);
+    fs::write(&table, its.to_string()).unwrap();
+    simulate(&table, &dir.path().join("by-its-table"), &[]);
+}
+
+#[test]
+fn its_reader_of_drafters_finds_what_was_converted() {
+    let Some(python) = skip::speculators_python("sglang") else { return };
+    let dir = tempdir().unwrap();
+    let own = repository("assets/tiny-dspark");
+    let out = dir.path().join("dspark");
+    let target = target_dir();
+    let [from, target, to] = [&own, &target, &out].map(|path| path.to_str().unwrap());
+    ok(&["checkpoint", "convert", "--from", from, "--to", "sglang", "--target", target, "--output-dir", to]);
+    let ours: Value = serde_json::from_slice(&fs::read(own.join("config.json")).unwrap()).unwrap();
+    let found = sglang(&python, &["draft", out.join("config.json").to_str().unwrap()]);
+    for (its, key) in [
+        ("gamma", "block_size"),
+        ("target_layer_ids", "target_layer_ids"),
+        ("mask_token_id", "mask_token_id"),
+        ("markov_rank", "markov_rank"),
+        ("markov_head_type", "markov_head_type"),
+        ("layers", "num_hidden_layers"),
+        ("target_layers", "num_target_layers"),
+    ] {
+        assert_eq!(found[its], ours[key], "{key}: {found}");
+    }
+    assert_eq!(found["sample_from_anchor"], true, "{found}");
+}
