@@ -49,7 +49,7 @@ impl Table {
         let (mut grid, mut theme) = (Builder::new(), Theme::from_style(Style::empty()));
         if !self.titles.is_empty() {
             let cells = |(columns, title): &(usize, String)| {
-                let rest = std::iter::repeat_n(String::new(), columns - 1);
+                let rest = std::iter::repeat_n(String::new(), columns.saturating_sub(1));
                 std::iter::once(title.clone()).chain(rest)
             };
             grid.push_record(self.titles.iter().flat_map(cells));
@@ -68,8 +68,12 @@ impl Table {
         table.modify(Columns::new(1..), Alignment::right()).modify(Columns::last(), Padding::zero());
         let mut column = 0;
         for (columns, _) in &self.titles {
-            table.modify((0, column), (Span::column(*columns as isize), Alignment::center()));
+            let place = (0, column);
+            table.modify(place, (Span::column(*columns as isize), Alignment::center()));
             column += columns;
+            if column == self.header.len() {
+                table.modify(place, Padding::zero());
+            }
         }
         table.to_string().lines().map(|line| format!("{}\n", line.trim_end())).collect()
     }

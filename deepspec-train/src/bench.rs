@@ -19,7 +19,7 @@ use crate::args::Args;
 use crate::invented::random_samples;
 use crate::loader::HELD;
 use crate::optimizer::AdamW;
-use crate::schedule::{self, ForwardLimit, anchors};
+use crate::schedule::{self, anchors};
 use crate::setup::kind;
 use crate::shape::Shape;
 use crate::{gpu, memory};
@@ -62,8 +62,10 @@ pub fn run(
     let train = &recipe.train;
     // The data of the run is not there, and one step's samples are all it takes.
     schedule::of_recipe(recipe, train.global_batch_size, processes)?;
-    let of_forward = ForwardLimit::of_recipe(train).samples_of(recipe.data.max_length);
-    let passes = (train.global_batch_size / processes).div_ceil(of_forward);
+    let of_forward = schedule::forward_samples(train, recipe.data.max_length);
+    let per_step = train.global_batch_size / processes;
+    let forwards: Vec<usize> =
+        (0..per_step).step_by(of_forward).map(|first| of_forward.min(per_step - first)).collect();
     let kind = kind(train.precision);
     if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
         return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
@@ -76,7 +78,8 @@ pub fn run(
     let optimizer = AdamW::new(trainee.parameters(), train.weight_decay, train.max_grad_norm);
     let weights = optimizer.weights();
     let last = drafter_plan.final_states();
-    let bench = Bench { recipe, drafter_plan, trainee, optimizer, passes, device };
+    let passes = forwards.len();
+    let bench = Bench { recipe, drafter_plan, trainee, optimizer, forwards, device };
     // As many as a loader holds at once.
     let batches: Vec<_> =
         (0..HELD).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
@@ -85,8 +88,6 @@ pub fn run(
     let step_s = measured.total.as_secs_f64() / steps.get() as f64;
     let share = |part: Duration| part.as_secs_f64() / measured.total.as_secs_f64();
     let tflops = measured.flops / measured.total.as_secs_f64() / 1e12;
-    // The last forward of a step is as large as the others here.
-    let per_step = passes * of_forward;
     let samples = steps.get() * per_step;
     let rate = |count: usize| count as f64 / measured.total.as_secs_f64();
     let above = measured.peak.zip(measured.loaded).map(|(peak, loaded)| peak.saturating_sub(loaded));
@@ -139,7 +140,7 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float)?;
     let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
-    Bench { recipe: &recipe, drafter_plan, trainee, optimizer, passes: 1, device: Device::Cpu }
+    Bench { recipe: &recipe, drafter_plan, trainee, optimizer, forwards: vec![1], device: Device::Cpu }
         .measure(1, &[batch])?;
     Ok(memory::resident())
 }
@@ -150,8 +151,8 @@ struct Bench<'a> {
     drafter_plan: Box<dyn DrafterPlan>,
     trainee: Box<dyn TrainableDrafter>,
     optimizer: AdamW,
-    /// Forwards per optimiser step.
-    passes: usize,
+    /// Samples of each forward of an optimiser step.
+    forwards: Vec<usize>,
     device: Device,
 }
 
@@ -171,10 +172,10 @@ impl Bench<'_> {
         let started = Instant::now();
         let mut pass = 0;
         for _ in 0..steps {
-            for _ in 0..self.passes {
+            for &count in &self.forwards {
                 pass += 1;
                 let drawing = Instant::now();
-                let (samples, normaliser) = self.draw(pass, &batches[pass % batches.len()]);
+                let (samples, normaliser) = self.draw(pass, &batches[pass % batches.len()][..count]);
                 tokens += samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
                 flops += self.drafter_plan.flops(&samples);
                 let computing = Instant::now();
@@ -214,7 +215,7 @@ impl Bench<'_> {
             }
         });
         let drawn = drawn.collect();
-        (drawn, Normaliser(weight * self.passes as f64))
+        (drawn, Normaliser(weight * self.forwards.len() as f64))
     }
 }
 

@@ -5,13 +5,13 @@ use deepspec_core::FinalStates;
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy};
 use deepspec_drafters::{DrafterPlan, PassBytes, SampleSize, WeightCounts};
 use deepspec_models::ModelConfig;
-use deepspec_states::Dataset;
+use deepspec_states::{Dataset, batches};
 use serde::Serialize;
 use tch::{Device, Kind};
 
 use crate::invented;
 use crate::loader::{HELD, mask};
-use crate::schedule::{ForwardLimit, Order, Schedule, shuffled};
+use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
 use crate::setup::kind;
 
 /// Bytes of one process by part.
@@ -29,7 +29,7 @@ pub struct Memory {
     pub gradients: u64,
     /// Masters, where they are apart, and two moments, in float32.
     pub optimizer: u64,
-    /// What the longest micro-batch keeps for its backward.
+    /// What the largest micro-batch keeps for its backward.
     pub activations: u64,
     /// What its losses or its attention work with on top.
     pub workspace: u64,
@@ -86,8 +86,8 @@ pub struct Costs<'a> {
 }
 
 impl Costs<'_> {
-    /// The memory of a run whose largest micro-batch is `largest`; `target` bytes go to a resident target, `cache` bytes lie on disk.
-    pub fn memory(&self, largest: &[SampleSize], target: u64, cache: u64) -> Memory {
+    /// The memory of a run whose largest forwards are `largest`; `target` bytes go to a resident target, `cache` bytes lie on disk.
+    pub fn memory(&self, largest: &Largest, target: u64, cache: u64) -> Memory {
         let train = &self.recipe.train;
         let kind = kind(train.precision);
         let WeightCounts { trained, frozen } = self.weights;
@@ -102,7 +102,7 @@ impl Costs<'_> {
             ShardingStrategy::ShardOptimizer => weights * optimizer / self.processes as u64,
         };
         let ends = if self.target.tie_word_embeddings { 1 } else { 2 };
-        let pass = self.drafter_plan.pass_bytes(largest, kind, self.device);
+        let pass = &largest.pass;
         Memory {
             program: self.program,
             code: self.drafter_plan.code_bytes(kind, self.device) as u64,
@@ -112,7 +112,7 @@ impl Costs<'_> {
             optimizer,
             activations: pass.activations() as u64,
             workspace: pass.workspace() as u64,
-            loader: HELD as u64 * self.states(largest),
+            loader: HELD as u64 * largest.states,
             samples: 0,
             cache: cache.min(PAGES_KEPT),
             target,
@@ -139,26 +139,55 @@ impl Costs<'_> {
         }
     }
 
-    /// The samples of the first epoch's micro-batch that takes the most memory.
-    pub fn largest(&self, dataset: &Dataset, schedule: Schedule) -> Vec<SampleSize> {
-        let Schedule { samples_per_epoch, .. } = schedule;
-        let kind = kind(self.recipe.train.precision);
+    /// The first epoch's forwards, of all ranks, that take the most.
+    pub fn largest(&self, dataset: &Dataset, schedule: Schedule) -> Largest {
+        let Schedule { samples_per_epoch, samples_per_step, .. } = schedule;
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
         let mut size = |position| self.size(&mask(&dataset.facts(order.at(position).sample)));
-        let peak = |samples: &Vec<SampleSize>| {
-            PassBytes::peak(&self.drafter_plan.pass_bytes(samples, kind, self.device))
-        };
-        let sizes: Vec<SampleSize> = (0..samples_per_epoch).map(&mut size).collect();
-        let forwards = ForwardLimit::of_recipe(&self.recipe.train).cut(sizes.iter().map(|size| size.tokens));
-        forwards.into_iter().map(|forward| sizes[forward].to_vec()).max_by_key(peak).unwrap_or_default()
+        let mut largest = Largest::default();
+        for first in (0..samples_per_epoch).step_by(samples_per_step) {
+            let step: Vec<SampleSize> = (first..first + samples_per_step).map(&mut size).collect();
+            for rank in 0..self.processes {
+                let own: Vec<SampleSize> = of_rank(&step, rank, self.processes).copied().collect();
+                let forwards =
+                    batches(own.iter().map(|size| size.tokens), forward_budget(&self.recipe.train));
+                forwards.into_iter().for_each(|forward| self.add(&mut largest, &own[forward]));
+            }
+        }
+        largest
     }
 
-    /// A micro-batch of samples as long as the recipe lets them be, supervised as those of a bench are.
-    pub fn longest(&self) -> Vec<SampleSize> {
-        let length = self.recipe.data.max_length;
-        let samples = ForwardLimit::of_recipe(&self.recipe.train).samples_of(length);
-        vec![self.size(&invented::loss_mask(length)); samples]
+    /// Forwards of samples of one length, supervised as those of a bench are: as long as the recipe lets them be or, where tokens are
+    /// limited, shorter and more of them, which may have more anchors.
+    pub fn longest(&self) -> Largest {
+        const SHORTEST: usize = 16;
+        let (train, most) = (&self.recipe.train, self.recipe.data.max_length);
+        let shorter = |&length: &usize| Some(length / 2).filter(|&next| next >= SHORTEST);
+        let mut largest = Largest::default();
+        for length in std::iter::successors(Some(most), shorter) {
+            let samples = forward_samples(train, length);
+            self.add(&mut largest, &vec![self.size(&invented::loss_mask(length)); samples]);
+        }
+        largest
     }
+
+    /// Takes note of a forward.
+    fn add(&self, largest: &mut Largest, forward: &[SampleSize]) {
+        let pass = self.drafter_plan.pass_bytes(forward, kind(self.recipe.train.precision), self.device);
+        if largest.pass.peak() < pass.peak() {
+            largest.pass = pass;
+        }
+        largest.states = largest.states.max(self.states(forward));
+    }
+}
+
+/// What the forwards that take the most come to, each part of the one that takes the most of it.
+#[derive(Default)]
+pub struct Largest {
+    /// In a training pass.
+    pass: PassBytes,
+    /// Bytes of the states of its samples.
+    states: u64,
 }
 
 /// Bytes of so many values.

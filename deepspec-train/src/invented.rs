@@ -7,7 +7,7 @@ use deepspec_drafters::TrainSample;
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
-use crate::schedule::ForwardLimit;
+use crate::schedule::forward_samples;
 
 /// A turn of a random conversation in tokens; a quarter of it is the user's.
 const TURN: usize = 512;
@@ -44,5 +44,5 @@ pub fn random_samples(
             anchors: vec![],
         }
     };
-    (0..ForwardLimit::of_recipe(&recipe.train).samples_of(length)).map(sample).collect()
+    (0..forward_samples(&recipe.train, length)).map(sample).collect()
 }

@@ -8,10 +8,10 @@ use anyhow::Context;
 use deepspec_cache::loss_mask;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
-use deepspec_states::{Dataset, SampleMeta, StateSource, StatesError};
+use deepspec_states::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
 use tch::Tensor;
 
-use crate::schedule::{Draw, ForwardLimit, Order, Schedule, anchors, shuffled};
+use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};
 
 /// Micro-batches held ready.
 const READ_AHEAD: usize = 4;
@@ -41,8 +41,8 @@ pub struct LoaderOptions<'a> {
     pub seed: u64,
     /// The drafter, which says what of a sample it trains on.
     pub drafter_plan: &'a dyn DrafterPlan,
-    /// What a forward takes.
-    pub limit: ForwardLimit,
+    /// What a forward takes at most.
+    pub budget: Budget,
     /// Whose weights a denominator sums.
     pub normalization: LossNormalization,
     /// This process.
@@ -137,18 +137,18 @@ impl Work<'_> {
         let options = self.options;
         let micro_batches = options.schedule.gradient_accumulation_steps;
         // Samples of all ranks that run at once.
-        let together = options.world_size * options.limit.samples;
-        let batch = micro_batches * together;
+        let together = options.world_size * options.budget.sequences;
+        let batch = options.schedule.samples_per_step;
         // Those of the other ranks too: so every rank knows the denominators of all of them.
         let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
             .map(|position| order.at(position))
             .map(|draw| plan(&self.dataset.facts(draw.sample), options, draw))
             .collect();
-        let own: Vec<&Planned> = planned.iter().skip(options.rank).step_by(options.world_size).collect();
+        let own: Vec<&Planned> = of_rank(&planned, options.rank, options.world_size).collect();
         let samples: Vec<usize> = own.iter().map(|planned| planned.sample).collect();
         self.states.begin(step, &samples)?;
         let length = |planned: &&Planned| self.dataset.facts(planned.sample).input_ids.len();
-        let forwards = options.limit.cut(own.iter().map(length));
+        let forwards = batches(own.iter().map(length), options.budget);
         let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
         let total = weight(&planned);
         let last = forwards.len().saturating_sub(1);

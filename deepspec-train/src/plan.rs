@@ -229,9 +229,11 @@ impl Plan<'_> {
 
     fn schedule(&self) -> String {
         let train = &self.recipe().train;
-        let tokens = train.max_tokens_per_batch.map_or(String::new(), |most| format!(" and {most} tokens"));
-        let each =
-            format!("{} samples, {}{tokens} per forward", train.global_batch_size, train.local_batch_size);
+        let (samples, local) = (train.global_batch_size, train.local_batch_size);
+        let each = match train.max_tokens_per_batch {
+            None => format!("{samples} samples, {local} per forward"),
+            Some(tokens) => format!("{samples} samples, at most {local} and {tokens} tokens per forward"),
+        };
         match (&self.data, train.max_train_steps) {
             (Ok(Data { schedule, .. }), _) => format!(
                 "{} steps of {each}; {} steps per epoch, {} epochs begun",

@@ -26,7 +26,7 @@ use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
 use crate::plan::{self, Data, Plan};
-use crate::schedule::{self, ForwardLimit, Schedule};
+use crate::schedule::{self, Schedule};
 use crate::setup::{kind, open_data, target_runtime};
 use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
@@ -272,7 +272,7 @@ impl Inputs {
             schedule: self.schedule,
             seed: recipe.seed,
             drafter_plan: self.drafter_plan.as_ref(),
-            limit: ForwardLimit::of_recipe(&recipe.train),
+            budget: schedule::forward_budget(&recipe.train),
             normalization: recipe.train.loss_normalization,
             rank: group.rank(),
             world_size: group.world_size(),

@@ -1,10 +1,9 @@
 //! Batch arithmetic: steps, epochs, and which sample comes when. Pure numbers.
 
-use std::ops::Range;
-
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{Recipe, TrainRecipe};
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_states::Budget;
 
 /// What the arithmetic starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +57,8 @@ pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::R
     let sizes = Sizes {
         world_size: processes,
         dataset_size: samples,
-        local_batch_size: recipe.train.local_batch_size,
+        // Where tokens are limited, a forward may take any number of samples.
+        local_batch_size: recipe.train.max_tokens_per_batch.map_or(recipe.train.local_batch_size, |_| 1),
         global_batch_size: recipe.train.global_batch_size,
         num_train_epochs: recipe.train.num_train_epochs,
         max_train_steps: recipe.train.max_train_steps,
@@ -69,13 +69,15 @@ pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::R
 /// How long training takes. An incomplete last batch of an epoch is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Schedule {
-    /// Forwards per process and optimiser step; more where tokens are limited.
+    /// Samples of all processes per optimiser step.
+    pub samples_per_step: usize,
+    /// Forwards per process and optimiser step; where tokens are limited, the most there can be.
     pub gradient_accumulation_steps: usize,
     /// Samples that one epoch uses.
     pub samples_per_epoch: usize,
     /// Those of one process.
     pub per_rank_samples_per_epoch: usize,
-    /// Forwards per process and epoch.
+    /// Forwards per process and epoch; where tokens are limited, the most there can be.
     pub micro_batches_per_epoch: usize,
     /// Optimiser steps per epoch.
     pub steps_per_epoch: usize,
@@ -109,6 +111,7 @@ impl Schedule {
         let per_rank = samples_per_epoch / world;
         let max_train_steps = sizes.max_train_steps.unwrap_or(steps_per_epoch * sizes.num_train_epochs);
         Ok(Self {
+            samples_per_step: global,
             gradient_accumulation_steps: global / (world * local),
             samples_per_epoch,
             per_rank_samples_per_epoch: per_rank,
@@ -120,45 +123,20 @@ impl Schedule {
     }
 }
 
-/// Most of what one forward of a process takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ForwardLimit {
-    /// Samples.
-    pub samples: usize,
-    /// Tokens in all of them, unless there is but one.
-    pub tokens: usize,
+/// The samples of one process in one optimiser step, of all those of the step.
+pub fn of_rank<T>(step: &[T], rank: usize, world_size: usize) -> impl Iterator<Item = &T> {
+    step.iter().skip(rank).step_by(world_size)
 }
 
-impl ForwardLimit {
-    /// That of a recipe.
-    pub fn of_recipe(train: &TrainRecipe) -> Self {
-        Self { samples: train.local_batch_size, tokens: train.max_tokens_per_batch.unwrap_or(usize::MAX) }
-    }
+/// What one forward of a process takes at most.
+pub fn forward_budget(train: &TrainRecipe) -> Budget {
+    Budget { sequences: train.local_batch_size, tokens: train.max_tokens_per_batch.unwrap_or(usize::MAX) }
+}
 
-    /// Samples of one length in a forward.
-    pub fn samples_of(&self, length: usize) -> usize {
-        (self.tokens / length.max(1)).clamp(1, self.samples)
-    }
-
-    /// Cuts samples of these lengths into forwards, in their order.
-    pub fn cut(&self, lengths: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
-        let (mut forwards, mut tokens): (Vec<Range<usize>>, usize) = (vec![], 0);
-        for (index, length) in lengths.into_iter().enumerate() {
-            match forwards.last_mut() {
-                Some(forward)
-                    if forward.len() < self.samples && tokens.saturating_add(length) <= self.tokens =>
-                {
-                    forward.end = index + 1;
-                    tokens += length;
-                }
-                _ => {
-                    forwards.push(index..index + 1);
-                    tokens = length;
-                }
-            }
-        }
-        forwards
-    }
+/// Samples of one length in a forward.
+pub fn forward_samples(train: &TrainRecipe, length: usize) -> usize {
+    let Budget { sequences, tokens } = forward_budget(train);
+    (tokens / length.max(1)).clamp(1, sequences)
 }
 
 /// One occurrence of a sample in the stream.
@@ -215,15 +193,14 @@ mod tests {
 
     #[test]
     fn forwards_are_bounded_by_samples_and_by_tokens() {
-        let of = |samples, tokens| ForwardLimit { samples, tokens };
-        let lengths = [10, 10, 30, 5, 5, 5, 100, 1];
-        assert_eq!(of(3, usize::MAX).cut(lengths), [0..3, 3..6, 6..8]);
-        assert_eq!(of(8, 40).cut(lengths), [0..2, 2..5, 5..6, 6..7, 7..8]);
-        assert_eq!(of(2, 1).cut([3, 4]), [0..1, 1..2]);
-        assert!(of(2, 1).cut([]).is_empty());
-        assert_eq!(
-            [of(4, 100).samples_of(30), of(4, 10).samples_of(30), of(2, 100).samples_of(0)],
-            [3, 1, 2]
-        );
+        let samples = |sequences, tokens, length| {
+            let train = TrainRecipe {
+                local_batch_size: sequences,
+                max_tokens_per_batch: tokens,
+                ..TrainRecipe::default()
+            };
+            forward_samples(&train, length)
+        };
+        assert_eq!([samples(4, Some(100), 30), samples(4, Some(10), 30), samples(2, None, 30)], [3, 1, 2]);
     }
 }

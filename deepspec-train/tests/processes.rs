@@ -125,6 +125,17 @@ fn two_and_four_processes_train_as_one() {
     }
 }
 
+/// Forwards of unequal numbers: each process has as many as its own samples make.
+#[test]
+fn processes_with_limited_tokens_train_as_one() {
+    let limits = ["--set=train.local_batch_size=4", "--set=train.max_tokens_per_batch=60"];
+    let (single, two) = (whole(1), Bench::new());
+    two.succeeds(&[&["--processes=2"][..], &limits].concat());
+    for (a, b) in single.losses().iter().zip(two.losses()) {
+        assert!((a - b).abs() < 1e-5 * a.abs().max(1.0), "{:?} and {:?}", single.losses(), two.losses());
+    }
+}
+
 #[test]
 fn the_reference_normalisation_is_that_of_the_samples_that_run_at_once() {
     // Two processes with one sample each have the micro-batches of one process with two.

@@ -170,7 +170,8 @@ pub struct TrainRecipe {
     pub precision: Precision,
     /// Sequences per forward and process, at most.
     pub local_batch_size: usize,
-    /// Tokens per forward and process, at most; a longer sequence has a forward of its own. Absent means any number.
+    /// Tokens per forward and process, at most; a longer sequence has a forward of its own. Absent means any number. Refused with
+    /// `loss_normalization: micro_batch`, whose losses would depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_tokens_per_batch: Option<usize>,
     /// Sequences per optimiser step.
@@ -196,7 +197,8 @@ pub struct TrainRecipe {
     /// Parts of the drafter that keep the weights of `init_from`, such as its `backbone` while the heads learn.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub freeze: Vec<String>,
-    /// Whether layers are computed once more in the backward: less memory for a third of their arithmetic. For drafters of whole blocks.
+    /// Whether draft layers are computed once more in the backward instead of kept: less memory, a third more arithmetic in the layers.
+    /// For drafters of whole blocks.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub recompute: bool,
 }

@@ -56,7 +56,8 @@ impl Sampling {
     }
 }
 
-/// Up to so many most likely tokens are picked out; beyond, and without top-k, the whole vocabulary is sorted.
+/// Up to so many most likely tokens are picked out; beyond, and without top-k, the whole vocabulary is sorted. Which of several tokens of one
+/// probability stands at rank k is libtorch's choice either way.
 const PICKED: usize = 1024;
 
 /// Numbers that stand for one sequence's settings on the device; see [`Sampling::numbers`].

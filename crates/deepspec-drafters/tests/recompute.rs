@@ -78,7 +78,9 @@ fn gradients_are_those_of_kept_activations() {
         for ((name, kept), (other, computed)) in kept.iter().zip(&computed) {
             let (most, apart) = (kept.abs().max(), (kept - computed).abs().max());
             assert_eq!(name, other);
-            assert!(most.double_value(&[]) > 0.0, "{name} of {drafter} learns nothing");
+            // The selector's features are multiplied by a codebook that begins as zeros.
+            let idle = name.starts_with("candidate_selector.") && !name.contains("successor");
+            assert!(most.double_value(&[]) > 0.0 || idle, "{name} of {drafter} learns nothing");
             assert!(apart.double_value(&[]) <= 1e-5 * most.double_value(&[]), "{name} of {drafter}: {apart}");
         }
     }

@@ -1,13 +1,14 @@
 //! `cache build`: conversations become target states on disk.
 
 use std::io::{self, Write};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context;
 use clap::ValueEnum;
 use deepspec_cache::{
-    Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, remove_existing,
+    Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
 };
 use deepspec_core::atomic;
 use deepspec_core::cli::{ExitWith, UsageError, Verbosity};
@@ -17,7 +18,7 @@ use deepspec_core::usage;
 use deepspec_states::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
 use tch::Device;
 
-use super::{Job, mib, refusal};
+use super::{Job, mib, refusal, together};
 use crate::rejects;
 
 /// What to capture, from where and where to.
@@ -35,6 +36,9 @@ pub struct Args {
     /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
     #[arg(long, value_name = "I/N", value_parser = worker)]
     worker: Option<Worker>,
+    /// Processes of this machine that share the work, by default one for each GPU of --device auto or cuda, else one
+    #[arg(long, value_name = "N", conflicts_with = "worker")]
+    processes: Option<NonZeroUsize>,
     /// Start even if the file system has too little room
     #[arg(long)]
     force: bool,
@@ -82,9 +86,23 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         remove_existing(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
-    let worker = args.worker.unwrap_or(Worker::ALONE);
-    let missing = Builder::missing_bytes(&dir, &plan, worker)?;
+    let processes = if published { 1 } else { args.processes() };
+    let workers: Vec<Worker> = match args.worker {
+        Some(worker) => vec![worker],
+        None => (0..processes).filter_map(|i| Worker::new(i, processes)).collect(),
+    };
+    let missing = workers.iter().map(|worker| Builder::missing_bytes(&dir, &plan, *worker));
+    let missing = missing.sum::<Result<u64, _>>()?;
     check_room(missing, &dir, args.force)?;
+    if processes > 1 {
+        let rejects = report_rejected(&report.rejected, &dir)?;
+        writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
+        let (device, gpus) = (&args.job.device, deepspec_native::gpus(&args.job.device));
+        together::build(processes, device, gpus, !report.rejected.is_empty())?;
+        writeln!(io::stdout(), "{}: {}", dir.display(), contents(&merge(&dir, |_| ())?))?;
+        return rejected(&report, &rejects);
+    }
+    let worker = args.worker.unwrap_or(Worker::ALONE);
     let builder = Builder::open_worker(&dir, &plan, &source.identity, worker).map_err(refusal)?;
     // Not before: a refused command must not touch the record of the cache that is there.
     let rejects = report_rejected(&report.rejected, &dir)?;
@@ -97,6 +115,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         }
     };
     writeln!(io::stdout(), "{}: {summary}", dir.display())?;
+    rejected(&report, &rejects)
+}
+
+/// Exit code 1 where lines were rejected, which stand in `rejects`.
+fn rejected(report: &Report, rejects: &Path) -> anyhow::Result<()> {
     if report.rejected.is_empty() {
         return Ok(());
     }
@@ -106,6 +129,14 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 impl Args {
+    fn processes(&self) -> usize {
+        match (self.worker, self.processes) {
+            (Some(_), _) => 1,
+            (None, Some(asked)) => asked.get(),
+            (None, None) => deepspec_native::gpus(&self.job.device).max(1),
+        }
+    }
+
     fn encoding(&self) -> Encoding {
         match self.encoding {
             EncodingArg::Bf16 => Encoding::Bf16,

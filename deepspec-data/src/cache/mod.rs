@@ -6,6 +6,7 @@ mod inspect;
 mod merge;
 mod plan;
 mod reference;
+mod together;
 mod verify;
 
 pub use command::{Command, run};

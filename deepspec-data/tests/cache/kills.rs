@@ -1,5 +1,6 @@
 //! Builds that are killed end as if undisturbed.
 
+use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -61,6 +62,37 @@ fn assert_same(found: &[(String, Vec<u8>)], expected: &[(String, Vec<u8>)]) {
     for ((name, found), (_, expected)) in found.iter().zip(expected) {
         assert!(found == expected, "{name} differs");
     }
+}
+
+#[test]
+fn one_command_shares_the_work_and_goes_on_after_a_kill() {
+    let bench = Bench::new(240);
+    bench.build("calm", &[]).succeeds_with(&["240 samples"]);
+    let together = ["--processes", "2"];
+    let mut child = bench
+        .command(&build_args("cache", &[&together[..], &["-q"]].concat()))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let parts = [0, 1].map(|worker| bench.path(&format!("cache/parts/worker-{worker:03}")));
+    let started = Instant::now();
+    let has_shard = |part: &PathBuf| {
+        let mut files = std::fs::read_dir(part).into_iter().flatten().flatten();
+        files.any(|file| file.file_name().to_string_lossy().ends_with(".json"))
+    };
+    while !parts.iter().all(has_shard) {
+        let ended = child.try_wait().unwrap();
+        assert!(started.elapsed() < DEADLINE && ended.is_none(), "no shards of both: {ended:?}");
+        thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    assert_eq!(child.wait().unwrap().code(), None);
+    // The shares end with the command: the next one finds nobody at work.
+    let resumed = bench.build("cache", &together);
+    resumed.succeeds_with(&["240 samples"]);
+    assert!(resumed.stderr.contains("resuming: "), "{resumed:?}");
+    assert_same(&bench.files("cache"), &bench.files("calm"));
+    bench.build("cache", &together).succeeds_with(&["complete already"]);
 }
 
 /// Several workers of one build, each a process.

@@ -7,6 +7,21 @@ use serde_json::Value;
 
 use crate::bench::{Bench, build_args};
 
+/// Without being asked, a process on each.
+#[test]
+fn a_machine_of_two_gpus_uses_both() {
+    let Some(gpu) = Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
+    let bench = Bench::new(40);
+    let build = |name: &str, devices: &str| {
+        let mut command = bench.command(&build_args(name, &["--device", "cuda"]));
+        let output = gpu.lend(&mut command).env("DEEPSPEC_STANDIN_DEVICES", devices).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        bench.files(name)
+    };
+    let (one, two) = (build("one", "1"), build("two", "2"));
+    assert!(one == two, "the caches differ");
+}
+
 #[test]
 fn states_captured_on_a_gpu_are_those_of_the_cpu() {
     let Some(gpu) = Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };

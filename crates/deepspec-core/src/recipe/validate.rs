@@ -40,6 +40,10 @@ impl Recipe {
                 "with train.loss_normalization: micro_batch losses would depend on it; leave one of them out";
             return Err(("train.max_tokens_per_batch", problem.into()));
         }
+        if self.train.max_tokens_per_batch.is_some() && self.train.local_batch_size == 1 {
+            let problem = "train.local_batch_size: 1 packs nothing; set it to the most sequences that a forward may take";
+            return Err(("train.max_tokens_per_batch", problem.into()));
+        }
         if self.train.timeout_s == 0 {
             return Err(("train.timeout_s", "must be at least 1".into()));
         }
@@ -157,6 +161,15 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         wrong("data.target_device=cpu", "`data.target_device`");
         wrong("name=a/b", "cannot name a folder");
         wrong("train.freeze=[backbone]", "`train.freeze`: fresh weights would stay what they are");
+        wrong("train.max_tokens_per_batch=0", "`train.max_tokens_per_batch`: must be at least 1");
+        wrong(
+            "train.max_tokens_per_batch=4096",
+            "`train.max_tokens_per_batch`: train.local_batch_size: 1 packs nothing",
+        );
+        wrong(
+            "train={local_batch_size: 4, max_tokens_per_batch: 4096, loss_normalization: micro_batch}",
+            "`train.max_tokens_per_batch`: with train.loss_normalization: micro_batch",
+        );
         wrong("logging.eval_every=0", "`logging.eval_every`: must be at least 1");
         wrong("eval={limit: 4}", "`eval`: nothing is measured without logging.eval_every");
         let entry = "data.chat_template={name: a, assistant_header: '', end_of_turn: x}";

@@ -39,7 +39,7 @@ std::optional<Tensor> given(const Tensor& mask) {
   return mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
 }
 
-// a [.., R, D] times b [.., D, K] in float32 without rounding to a half kind on the way, as fused kernels keep it.
+// a [.., R, D] times b [.., D, K], of the same sizes before, in float32 without rounding to a half kind on the way, as fused kernels keep it.
 Tensor product(const Tensor& a, const Tensor& b) {
   const auto kind = a.scalar_type(), wide = at::toOpMathType(kind);
   if (kind == wide) return at::matmul(a, b);

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+use deepspec_serve::fresh_number;
 use failsafe::StateMachine;
-use failsafe::backoff::{self, Exponential};
 use failsafe::failure_policy::{ConsecutiveFailures, consecutive_failures};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -15,12 +15,14 @@ use super::stats::ServerStats;
 
 /// Failures in a row after which a server is given up for a while.
 const GIVEN_UP_AFTER: u32 = 5;
-/// First and longest time for which a given up server is left alone; it doubles from one to the next.
+/// First and longest time for which a server that was given up is left alone, as [`doubling`] takes them.
 const OPEN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// Likewise for a server that wants to be left alone but does not say how long.
 const LIMITED: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
 /// Longest pause that a server may ask for.
 const LONGEST_WISH: Duration = Duration::from_secs(600);
+/// Answers after which a server's earlier troubles are forgotten.
+const FORGOTTEN_AFTER: u32 = 20;
 /// Denials after which a server that never answered is given up for good.
 const DISABLED_AFTER: u64 = 3;
 
@@ -64,6 +66,31 @@ impl Drop for Slot {
     }
 }
 
+/// A server's breaker: [`GIVEN_UP_AFTER`] failures in a row open it.
+type Breaker = StateMachine<ConsecutiveFailures<Pauses>, ()>;
+
+/// Pauses of a breaker. They go on growing when it closes, until [`Pauses::forget`].
+#[derive(Clone)]
+struct Pauses(Arc<Mutex<ExponentialBackoff>>);
+
+impl Pauses {
+    fn lock(&self) -> MutexGuard<'_, ExponentialBackoff> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn forget(&self) {
+        *self.lock() = doubling(OPEN);
+    }
+}
+
+impl Iterator for Pauses {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        self.lock().next()
+    }
+}
+
 /// A server's slots and circuit breaker.
 pub struct Gate {
     allowed: usize,
@@ -75,8 +102,14 @@ pub struct Gate {
 
 struct State {
     circuit: CircuitState,
-    breaker: StateMachine<ConsecutiveFailures<Exponential>, ()>,
-    pauses: ExponentialBackoff,
+    /// It is asked in [`CircuitState::Closed`] and [`CircuitState::HalfOpen`] what to do with a failure; while the circuit is open it says
+    /// when to look.
+    breaker: Breaker,
+    pauses: Pauses,
+    /// Answers since the last trouble.
+    calm: u32,
+    /// How long it is left alone where it does not say.
+    limited: ExponentialBackoff,
     in_flight: usize,
     /// How many slots there are: fewer than allowed where the server asked for less.
     limit: usize,
@@ -89,11 +122,14 @@ struct State {
 impl Gate {
     /// A closed circuit with so many slots: nothing is known of the server.
     pub fn new(allowed: usize) -> Arc<Self> {
-        let policy = consecutive_failures(GIVEN_UP_AFTER, backoff::exponential(OPEN.0, OPEN.1));
+        let pauses = Pauses(Arc::new(Mutex::new(doubling(OPEN))));
+        let policy = consecutive_failures(GIVEN_UP_AFTER, pauses.clone());
         let state = State {
             circuit: CircuitState::Closed,
             breaker: StateMachine::new(policy, ()),
-            pauses: doubling(LIMITED),
+            pauses,
+            calm: 0,
+            limited: doubling(LIMITED),
             in_flight: 0,
             limit: allowed,
             answers: 0,
@@ -105,7 +141,6 @@ impl Gate {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock; should it, the process ends.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -116,32 +151,40 @@ impl Gate {
 
     /// Takes a slot if one is free.
     pub fn try_slot(self: &Arc<Self>) -> Option<Slot> {
-        let permit = Arc::clone(self.semaphore()?).try_acquire_owned().ok()?;
-        Some(self.slot(permit))
+        let circuit = self.circuit();
+        let permit = Arc::clone(self.semaphore(circuit)?).try_acquire_owned().ok()?;
+        self.slot(permit, circuit)
     }
 
     /// Waits in line for a slot; for ever where the server is not asked, so its caller listens for changes as well.
     pub async fn next_slot(self: &Arc<Self>) -> Slot {
-        match self.semaphore().map(|semaphore| Arc::clone(semaphore).acquire_owned()) {
-            Some(permit) => match permit.await {
-                Ok(permit) => self.slot(permit),
-                Err(_closed) => std::future::pending().await,
-            },
-            None => std::future::pending().await,
+        loop {
+            let circuit = self.circuit();
+            let Some(semaphore) = self.semaphore(circuit) else { return std::future::pending().await };
+            let Ok(permit) = Arc::clone(semaphore).acquire_owned().await else {
+                return std::future::pending().await;
+            };
+            if let Some(slot) = self.slot(permit, circuit) {
+                return slot;
+            }
         }
     }
 
-    fn semaphore(&self) -> Option<&Arc<Semaphore>> {
-        match self.circuit() {
+    fn semaphore(&self, circuit: CircuitState) -> Option<&Arc<Semaphore>> {
+        match circuit {
             CircuitState::Closed => Some(&self.slots),
             CircuitState::HalfOpen => Some(&self.trial),
             CircuitState::Paused | CircuitState::Open | CircuitState::Disabled => None,
         }
     }
 
-    fn slot(self: &Arc<Self>, permit: OwnedSemaphorePermit) -> Slot {
-        self.lock().in_flight += 1;
-        Slot { gate: Arc::clone(self), _permit: permit }
+    /// The slot of a permit that was taken in this state of the circuit; none if it has changed since.
+    fn slot(self: &Arc<Self>, permit: OwnedSemaphorePermit, circuit: CircuitState) -> Option<Slot> {
+        let mut state = self.lock();
+        (state.circuit == circuit).then(|| {
+            state.in_flight += 1;
+            Slot { gate: Arc::clone(self), _permit: permit }
+        })
     }
 
     /// Share of its slots that is taken, in 2⁻³².
@@ -175,47 +218,54 @@ impl Gate {
         let mut state = self.lock();
         state.stats.answered += 1;
         state.stats.tokens += tokens;
-        state.pauses = doubling(LIMITED);
+        state.limited = doubling(LIMITED);
+        state.calm += 1;
+        if state.calm == FORGOTTEN_AFTER {
+            state.pauses.forget();
+        }
         state.answers += 1;
         // As carefully back up as its wishes brought it down: one slot for every round of answers.
         if state.limit < self.allowed && state.answers >= state.limit {
             (state.limit, state.answers) = (state.limit + 1, 0);
             self.slots.add_permits(1);
         }
-        state.breaker.on_success();
-        // Elsewhere it is the answer to a request from before.
-        if !matches!(state.circuit, CircuitState::HalfOpen | CircuitState::Disabled) {
-            return Change::None;
+        match state.circuit {
+            // The answer to a request from before.
+            CircuitState::Open => Change::None,
+            CircuitState::Closed | CircuitState::Paused => {
+                state.breaker.on_success();
+                Change::None
+            }
+            CircuitState::HalfOpen | CircuitState::Disabled => {
+                state.breaker.on_success();
+                state.circuit = CircuitState::Closed;
+                Change::Back
+            }
         }
-        state.circuit = CircuitState::Closed;
-        Change::Back
     }
 
     /// A request failed for a reason that may be the request's own.
     pub fn failure(&self, problem: &str) -> Change {
-        self.trouble(problem, StateMachine::on_error)
+        self.trouble(problem, false)
     }
 
     /// It cannot be reached: given up at once.
     pub fn unreachable(&self, problem: &str) -> Change {
-        self.trouble(problem, |breaker| {
-            while breaker.is_call_permitted() {
-                breaker.on_error();
-            }
-        })
+        self.trouble(problem, true)
     }
 
-    fn trouble(
-        &self,
-        problem: &str,
-        tell: impl FnOnce(&StateMachine<ConsecutiveFailures<Exponential>, ()>),
-    ) -> Change {
+    fn trouble(&self, problem: &str, at_once: bool) -> Change {
         let mut state = self.lock();
         state.problem = problem.into();
+        state.calm = 0;
         if matches!(state.circuit, CircuitState::Open | CircuitState::Disabled) {
             return Change::None;
         }
-        tell(&state.breaker);
+        state.breaker.on_error();
+        // A trial has one chance.
+        while (at_once || state.circuit == CircuitState::HalfOpen) && state.breaker.is_call_permitted() {
+            state.breaker.on_error();
+        }
         if state.breaker.is_call_permitted() {
             return Change::None;
         }
@@ -229,17 +279,19 @@ impl Gate {
         self.lock().breaker.is_call_permitted()
     }
 
-    /// It was looked at, with or without success.
-    pub fn looked(&self, found: Result<(), String>) {
+    /// It was looked at, with or without success; whether it is tried now.
+    pub fn looked(&self, found: Result<(), String>) -> bool {
         let mut state = self.lock();
         match found {
             Ok(()) if state.circuit == CircuitState::Open => state.circuit = CircuitState::HalfOpen,
-            Ok(()) => {}
+            Ok(()) => return false,
             Err(problem) => {
                 state.breaker.on_error();
                 state.problem = problem;
+                return false;
             }
         }
+        true
     }
 
     /// It asks to be left alone, for a time if it says so: it gets fewer requests at once, and none for a while.
@@ -249,6 +301,16 @@ impl Gate {
         let limit = state.limit.min(state.in_flight.saturating_sub(1)).max(1);
         let cut = (state.limit - limit) as u32;
         (state.limit, state.answers) = (limit, 0);
+        let change = if matches!(state.circuit, CircuitState::Closed | CircuitState::HalfOpen) {
+            state.circuit = CircuitState::Paused;
+            let own = state.limited.next().unwrap_or(LIMITED.1);
+            // A fifth longer, by chance, so that many runs do not come back at once. No time at all would have us back again and again.
+            let wished = wish.map(|wish| wish.min(LONGEST_WISH).mul_f64(1.0 + 0.2 * fraction()));
+            Change::Resume(wished.map_or(own, |wished| wished.max(own)))
+        } else {
+            Change::None
+        };
+        drop(state);
         if cut > 0 {
             let slots = Arc::clone(&self.slots);
             // Those that are taken go as they come back.
@@ -258,13 +320,7 @@ impl Gate {
                 }
             });
         }
-        if !matches!(state.circuit, CircuitState::Closed | CircuitState::HalfOpen) {
-            return Change::None;
-        }
-        state.circuit = CircuitState::Paused;
-        let own = state.pauses.next().unwrap_or(LIMITED.1);
-        // A wish for no time at all would have us back at once, again and again.
-        Change::Resume(wish.map_or(own, |wish| wish.min(LONGEST_WISH).max(own)))
+        change
     }
 
     /// The time that it asked for is over.
@@ -272,15 +328,17 @@ impl Gate {
         let mut state = self.lock();
         if state.circuit == CircuitState::Paused {
             state.circuit = CircuitState::Closed;
+            state.breaker.reset();
         }
     }
 
-    /// It refused a request as it would refuse every other, and never answered one; whether it is now given up for good.
+    /// It refused a request as it would refuse every other; whether it is now given up for good, which takes a few of those and no answer
+    /// ever.
     pub fn deny(&self, problem: &str) -> bool {
         let mut state = self.lock();
         state.problem = problem.into();
-        let now =
-            state.circuit != CircuitState::Disabled && state.stats.count(Class::Denied) >= DISABLED_AFTER;
+        let never = state.stats.answered == 0 && state.stats.count(Class::Denied) >= DISABLED_AFTER;
+        let now = never && state.circuit != CircuitState::Disabled;
         if now {
             state.circuit = CircuitState::Disabled;
         }
@@ -288,7 +346,12 @@ impl Gate {
     }
 }
 
-/// Pauses that double from the first to the longest, each longer by up to its own length, by chance.
+/// A random number from 0 to 1.
+fn fraction() -> f64 {
+    fresh_number() as f64 / u64::MAX as f64
+}
+
+/// Pauses that double from the first to the longest; chance makes each longer by up to its own length.
 pub fn doubling((first, longest): (Duration, Duration)) -> ExponentialBackoff {
     let pauses = ExponentialBuilder::new().with_min_delay(first).with_max_delay(longest);
     pauses.without_max_times().with_jitter().build()
@@ -315,10 +378,10 @@ mod tests {
             "it is out already"
         );
         assert_eq!((gate.circuit(), gate.try_slot().is_none()), (CircuitState::Open, true));
-        gate.looked(Err("y".into()));
+        assert!(!gate.looked(Err("y".into())));
         assert_eq!((gate.circuit(), gate.problem().as_str()), (CircuitState::Open, "y"));
         // A request from before is still under way; the trial does not wait for it.
-        gate.looked(Ok(()));
+        assert!(is_tried(&gate));
         let trial = gate.try_slot();
         assert_eq!((trial.is_some(), gate.try_slot().is_none(), gate.in_flight()), (true, true, 2));
         assert_eq!(gate.answer(Tokens::default()), Change::Back);
@@ -327,14 +390,52 @@ mod tests {
         assert_eq!((gate.in_flight(), gate.stats().given_up), (0, 1));
     }
 
+    /// As time does when a pause is over: the breaker lets one look.
+    fn is_tried(gate: &Gate) -> bool {
+        while !gate.is_due() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        gate.looked(Ok(()))
+    }
+
     #[tokio::test]
-    async fn a_trial_that_fails_is_enough_and_so_is_a_server_out_of_reach() {
+    async fn a_trial_that_fails_is_enough_and_pauses_grow_until_troubles_are_forgotten() {
         let gate = Gate::new(1);
         assert_eq!(gate.unreachable("x"), Change::Look);
-        gate.looked(Ok(()));
-        assert_eq!(gate.circuit(), CircuitState::HalfOpen);
-        assert_eq!(gate.unreachable("x"), Change::Look);
+        // A late answer changes nothing.
+        assert_eq!((gate.answer(Tokens::default()), gate.circuit()), (Change::None, CircuitState::Open));
+        assert!(is_tried(&gate));
+        assert_eq!((gate.failure("x"), gate.circuit()), (Change::Look, CircuitState::Open));
         assert_eq!(gate.stats().given_up, 2);
+        assert!(gate.lock().pauses.next() >= Some(4 * OPEN.0), "two pauses are over");
+        for _ in 0..FORGOTTEN_AFTER {
+            gate.answer(Tokens::default());
+        }
+        assert!(gate.lock().pauses.next() <= Some(2 * OPEN.0));
+    }
+
+    #[tokio::test]
+    async fn a_trial_that_is_to_wait_ends_trusted() {
+        let gate = Gate::new(4);
+        assert_eq!(gate.unreachable("x"), Change::Look);
+        assert!(is_tried(&gate));
+        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
+        gate.resume();
+        assert_eq!((gate.failure("x"), gate.circuit()), (Change::None, CircuitState::Closed));
+    }
+
+    #[tokio::test]
+    async fn a_permit_of_another_state_is_no_slot() {
+        let gate = Gate::new(1);
+        let first = gate.try_slot();
+        let (waits, other) = (Arc::clone(&gate), Arc::clone(&gate));
+        let next = tokio::spawn(async move { waits.next_slot().await });
+        tokio::task::yield_now().await;
+        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
+        drop(first);
+        tokio::task::yield_now().await;
+        assert!(!next.is_finished() && other.in_flight() == 0, "it is paused");
+        next.abort();
     }
 
     #[tokio::test]
@@ -367,8 +468,9 @@ mod tests {
             }
             other => panic!("{other:?}"),
         };
-        assert_eq!(paused(Some(Duration::from_secs(7))), Duration::from_secs(7));
-        assert_eq!(paused(Some(Duration::MAX)), LONGEST_WISH);
+        let near = |pause: Duration, wish: Duration| (wish..=wish.mul_f64(1.2)).contains(&pause);
+        assert!(near(paused(Some(Duration::from_secs(7))), Duration::from_secs(7)));
+        assert!(near(paused(Some(Duration::MAX)), LONGEST_WISH));
         assert!(paused(None) >= 4 * LIMITED.0);
         assert!(paused(Some(Duration::ZERO)) >= 8 * LIMITED.0, "no time is no pause");
         gate.answer(Tokens::default());

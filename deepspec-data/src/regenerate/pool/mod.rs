@@ -28,7 +28,7 @@ use server::{Server, client};
 
 /// Most requests in flight that a server may be given.
 const MOST_CONCURRENT: usize = 65_536;
-/// First and longest pause between attempts at a row.
+/// First and longest pause between attempts at a row, as [`doubling`] takes them.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(16));
 /// How often a request may be told to wait before its row fails.
 const MOST_WAITS: u32 = 100;
@@ -196,8 +196,9 @@ impl Pool {
             // Never empty, as it must not be.
             let lines = open.iter().map(line).chain([Box::pin(pending()) as BoxFuture<'_, _>]);
             tokio::select! {
-                (taken, ..) = select_all(lines) => return Ok(taken),
+                biased;
                 _ = changes.changed() => {}
+                (taken, ..) = select_all(lines) => return Ok(taken),
             }
         }
     }

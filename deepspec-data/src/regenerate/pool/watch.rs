@@ -44,13 +44,11 @@ impl Pool {
 
     /// Looks now and then whether a server is back.
     async fn look_after(self: Arc<Self>, server: Arc<Server>) {
-        // Jittered, so that many runs do not come to a server at once.
         let mut ticks = doubling((TICK, TICK));
         while server.is_out() {
             tokio::time::sleep(ticks.next().unwrap_or(TICK)).await;
-            if server.gate.is_due() {
-                server.gate.looked(server.look().await);
-                self.changed();
+            if server.gate.is_due() && server.gate.looked(server.look().await) {
+                return self.changed();
             }
         }
     }
@@ -59,22 +57,23 @@ impl Pool {
     pub(super) async fn keep_watch(self: Arc<Self>) {
         let patience = Duration::from_secs(self.options.patience);
         let mut changes = self.changes.subscribe();
-        loop {
-            let down = changes.wait_for(|()| self.serving() == 0).await.is_ok();
-            let back = changes.wait_for(|()| self.serving() > 0);
-            if !down || tokio::time::timeout(patience, back).await.is_ok() {
-                continue;
-            }
-            // Requests are under way, or a server asked for time: an answer may still come.
-            let may_hope = |server: &Arc<Server>| {
-                server.gate.in_flight() > 0 || server.gate.circuit() == CircuitState::Paused
-            };
-            while self.serving() == 0 && self.servers.iter().any(may_hope) {
-                tokio::time::sleep(TICK).await;
-            }
-            if self.serving() == 0 {
-                let all = self.problems();
-                return self.close(format!("no server has answered for {} s: {all}", patience.as_secs()));
+        let answered = || self.servers.iter().map(|server| server.gate.stats().answered).sum::<u64>();
+        // Requests are under way, a server asked for time or is to be tried: an answer may still come.
+        let may_hope = |server: &Arc<Server>| {
+            let circuit = server.gate.circuit();
+            server.gate.in_flight() > 0 || matches!(circuit, CircuitState::Paused | CircuitState::HalfOpen)
+        };
+        while changes.wait_for(|()| self.serving() == 0).await.is_ok() {
+            let (before, mut pause) = (answered(), patience);
+            while tokio::time::timeout(pause, changes.wait_for(|()| self.serving() > 0)).await.is_err() {
+                if answered() > before {
+                    break;
+                }
+                if !self.servers.iter().any(may_hope) {
+                    let all = self.problems();
+                    return self.close(format!("no server has answered for {} s: {all}", patience.as_secs()));
+                }
+                pause = TICK;
             }
         }
     }

@@ -1,0 +1,103 @@
+//! `cache build` by several processes of this machine: this command once more for each share of the shards.
+
+use std::ffi::OsString;
+use std::num::NonZero;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+
+use anyhow::{Context, bail};
+use deepspec_core::cli::UsageError;
+use deepspec_core::env;
+use deepspec_native::die_with_parent;
+
+/// Flags that are not handed on, and whether a value follows them: each share has its own, or they have been dealt with.
+const OWN: [(&str, bool); 6] = [
+    ("--processes", true),
+    ("--device", true),
+    ("--overwrite", false),
+    ("--force", false),
+    ("--quiet", false),
+    ("-q", false),
+];
+/// Exit code for a mistake of the user's.
+const USAGE: i32 = 2;
+
+/// Shares of a build. Those that still run are killed when it is dropped.
+struct Shares(Vec<Child>);
+
+impl Drop for Shares {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Builds the shares of `processes` processes, each on a GPU of its own where `gpus` says so, and waits for all. With `rejected` rows a
+/// share ends with exit code 1 though it is built.
+///
+/// # Errors
+/// The first share that failed; the others are ended then. Nothing of what they finished is lost.
+pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> anyhow::Result<()> {
+    let program = std::env::current_exe().context("finding this program")?;
+    let asked: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let mut shares = Shares(vec![]);
+    for share in 0..processes {
+        let mut command = Command::new(&program);
+        command.args(handed_on(&asked)).args(["--force", "--worker", &format!("{share}/{processes}")]);
+        let own = if gpus > 1 { format!("cuda:{}", share % gpus) } else { device.to_string() };
+        command.args(["--device", &own]).stdin(Stdio::null()).stdout(Stdio::null());
+        // The progress of one tells that of all: shards are dealt out in turns.
+        if share > 0 || asked.iter().any(|flag| flag == "--quiet" || flag == "-q") {
+            command.arg("--quiet");
+        }
+        if !env::has_thread_count() {
+            let cores = thread::available_parallelism().map_or(1, NonZero::get);
+            command.env(env::THREADS, (cores / processes).max(1).to_string());
+        }
+        die_with_parent(&mut command);
+        shares.0.push(command.spawn().with_context(|| format!("starting {}", program.display()))?);
+    }
+    for share in 0..processes {
+        let status = shares.0[share].wait().context("waiting for a process")?;
+        match status.code() {
+            Some(0) => {}
+            Some(1) if rejected => {}
+            Some(USAGE) => {
+                let problem = format!("share {share} of {processes} was refused; see above");
+                return Err(UsageError(problem).into());
+            }
+            _ => bail!("share {share} of {processes} failed ({status}); run the same command to go on"),
+        }
+    }
+    Ok(())
+}
+
+/// The arguments without [`OWN`] flags.
+fn handed_on(asked: &[OsString]) -> Vec<&OsString> {
+    let (mut kept, mut follows) = (vec![], false);
+    for argument in asked {
+        let text = argument.to_string_lossy();
+        let named = OWN.iter().find(|(flag, _)| text == *flag);
+        let joined = OWN.iter().any(|(flag, value)| *value && text.starts_with(&format!("{flag}=")));
+        if !follows && !joined && named.is_none() {
+            kept.push(argument);
+        }
+        follows = !follows && named.is_some_and(|(_, value)| *value);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_of_one_share_are_not_handed_on() {
+        let asked =
+            ["cache", "build", "--processes", "2", "--device=cuda", "--input", "a", "--force", "--overwrite"];
+        let asked: Vec<OsString> = asked.iter().chain(&["-q", "-v"]).map(OsString::from).collect();
+        assert_eq!(handed_on(&asked), ["cache", "build", "--input", "a", "-v"]);
+    }
+}
