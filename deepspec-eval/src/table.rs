@@ -1,9 +1,9 @@
 //! Aligned tables of plain text.
 
 use tabled::builder::Builder;
+use tabled::grid::config::HorizontalLine;
 use tabled::settings::object::Columns;
 use tabled::settings::span::Span;
-use tabled::settings::style::HorizontalLine;
 use tabled::settings::themes::Theme;
 use tabled::settings::{Alignment, Padding, Style};
 
@@ -55,7 +55,8 @@ impl Table {
             grid.push_record(self.titles.iter().flat_map(cells));
         }
         grid.push_record(&self.header);
-        let mut rule = |row: usize| theme.insert_horizontal_line(row, HorizontalLine::filled('─'));
+        let line = HorizontalLine::new(Some('─'), None, None, None);
+        let mut rule = |row: usize| theme.insert_horizontal_line(row, line);
         rule(grid.count_records());
         for row in &self.rows {
             match row {

@@ -77,8 +77,9 @@ fn one_command_shares_the_work_and_goes_on_after_a_kill() {
     let parts = [0, 1].map(|worker| bench.path(&format!("cache/parts/worker-{worker:03}")));
     let started = Instant::now();
     let has_shard = |part: &PathBuf| {
-        let mut files = std::fs::read_dir(part).into_iter().flatten().flatten();
-        files.any(|file| file.file_name().to_string_lossy().ends_with(".json"))
+        let files = std::fs::read_dir(part).into_iter().flatten().flatten();
+        let mut names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+        names.any(|name| name.starts_with("shard-") && name.ends_with(".json"))
     };
     while !parts.iter().all(has_shard) {
         let ended = child.try_wait().unwrap();
