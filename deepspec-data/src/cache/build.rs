@@ -95,10 +95,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let missing = missing.sum::<Result<u64, _>>()?;
     check_room(missing, &dir, args.force)?;
     if processes > 1 {
-        let rejects = report_rejected(&report.rejected, &dir)?;
-        writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
         let (device, gpus) = (&args.job.device, deepspec_native::gpus(&args.job.device));
+        // Each share reports rejected lines once it knows that it is not refused.
         together::build(processes, device, gpus, !report.rejected.is_empty())?;
+        let rejects = rejects::path(&dir.components().collect::<PathBuf>());
+        writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
         writeln!(io::stdout(), "{}: {}", dir.display(), contents(&merge(&dir, |_| ())?))?;
         return rejected(&report, &rejects);
     }

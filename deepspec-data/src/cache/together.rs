@@ -38,7 +38,8 @@ impl Drop for Shares {
 /// share ends with exit code 1 though it is built.
 ///
 /// # Errors
-/// The first share that failed; the others are ended then. Nothing of what they finished is lost.
+/// The first share, by number, that failed, once those before it have ended; the others are ended then. Nothing of what they finished
+/// is lost.
 pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("finding this program")?;
     let asked: Vec<OsString> = std::env::args_os().skip(1).collect();
