@@ -7,7 +7,7 @@ use safetensors::Dtype;
 
 use crate::fields::read_object;
 use crate::shapes::{self, REBUILT};
-use crate::{Dialect, DialectError, Drafter, TensorFacts, Tensors, layouts};
+use crate::{Dialect, DialectError, Drafter, Reader, TensorFacts, Tensors, layouts};
 
 /// A drafter checkpoint of any known dialect.
 pub struct Checkpoint {
@@ -18,15 +18,15 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens the folder and tells its dialect. The tensors' values stay on disk.
+    /// Opens the folder and tells its dialect and which of these kinds it holds. The tensors' values stay on disk.
     ///
     /// # Errors
-    /// If it is no drafter of a known dialect, or a file or a key of it is broken.
-    pub fn open(dir: &Path) -> Result<Self, DialectError> {
+    /// If it is no drafter of a known dialect and kind, or a file or a key of it is broken.
+    pub fn open(dir: &Path, kinds: &[&Reader]) -> Result<Self, DialectError> {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
         let tensors = Tensors::open(dir)?;
-        let (dialect, drafter) = layouts::read(&path, &map, &tensors)?;
+        let (dialect, drafter) = layouts::read(&path, &map, &tensors, kinds)?;
         Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors })
     }
 
@@ -108,24 +108,23 @@ impl Checkpoint {
                 .error(name, "the config has no use for it; config.json and weights do not belong together")),
         }
     }
-}
 
-/// What to do with a folder whose dialect is not the reference's, in one sentence; None where it is none that is known.
-pub fn advice(dir: &Path) -> Option<String> {
-    let checkpoint = Checkpoint::open(dir).ok()?;
-    let (dialect, kind) = (checkpoint.dialect, checkpoint.drafter.kind.title());
-    if dialect == Dialect::Reference {
-        return None;
-    }
-    let what = format!("it is a {kind} checkpoint of the dialect {dialect}");
-    Some(match checkpoint.drafter.refusal(dialect, Dialect::Reference) {
-        Some(reason) => format!("{what}, which cannot be converted: {reason}"),
-        None => {
-            let dir = dir.display();
-            format!(
-                "{what}; make one that is read here by `deepspec-eval checkpoint convert --from {dir} --to reference --target \
-                 TARGET --output-dir {dir}-reference`"
-            )
+    /// What to do with it in one sentence; None where it is in the reference's layout.
+    pub fn advice(&self) -> Option<String> {
+        let (dialect, kind) = (self.dialect, self.drafter.kind.title());
+        if dialect == Dialect::Reference {
+            return None;
         }
-    })
+        let what = format!("it is a {kind} checkpoint of the dialect {dialect}");
+        Some(match self.drafter.refusal(dialect, Dialect::Reference) {
+            Some(reason) => format!("{what}, which cannot be converted: {reason}"),
+            None => {
+                let dir = self.dir.display();
+                format!(
+                    "{what}; make one that is read here by `deepspec-eval checkpoint convert --from {dir} --to reference --target \
+                     TARGET --output-dir {dir}-reference`"
+                )
+            }
+        })
+    }
 }

@@ -1,12 +1,18 @@
 //! What a drafter is, whichever dialect says it.
 
+use std::fmt;
+use std::sync::Arc;
+
 use deepspec_core::Tap;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::Dialect;
-use crate::families::{FAMILIES, Family};
-use crate::kinds::Settings;
+use crate::families::{FAMILIES, Family, QWEN3};
+use crate::kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict};
+
+/// Tensors by name, with their shapes.
+pub type Shapes = Vec<(String, Vec<usize>)>;
 
 /// Something that only this checkpoint's own dialect can say.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -44,6 +50,85 @@ pub struct Drafter {
     pub notes: Map<String, Value>,
     /// What stops a conversion to any other dialect.
     pub obstacles: Vec<Obstacle>,
+}
+
+/// The settings of a drafter that its kind has and others have not.
+pub type Settings = Arc<dyn KindSettings>;
+
+/// What layouts, engines and people are told of a kind.
+pub trait KindSettings: fmt::Debug + Send + Sync {
+    /// Names the kind to programs.
+    fn name(&self) -> &'static str;
+
+    /// Names the kind to people.
+    fn title(&self) -> &'static str;
+
+    /// Drafted tokens per cycle.
+    fn drafted(&self) -> u64;
+
+    /// What stands for tokens that are to be predicted, where something does.
+    fn mask_token_id(&self) -> Option<u64> {
+        None
+    }
+
+    /// Whether slots of a block say what stands in them, the anchor's own drafting nothing.
+    fn fills_in(&self) -> bool {
+        false
+    }
+
+    /// What vLLM calls its way of drafting; SGLang writes it in capitals, llama.cpp behind `draft-`.
+    fn method(&self) -> &'static str;
+
+    /// What is drafted and by which parts, for people.
+    fn lines(&self) -> Vec<(&'static str, String)>;
+
+    /// The settings, for programs.
+    fn to_json(&self) -> Value;
+
+    /// Whether such layers mean the same in other tools as here.
+    fn has_layers_of(&self, family: Family) -> bool {
+        family == &QWEN3
+    }
+
+    /// Width of what a layer's attention reads, in hidden sizes.
+    fn layer_inputs(&self) -> usize {
+        1
+    }
+
+    /// Adds the tensors that the kind has beside fusion, final norm and what all layers have.
+    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes);
+
+    /// Why this drafter cannot be said in `to`.
+    fn refusal(&self, drafter: &Drafter, to: Dialect) -> Option<String>;
+
+    /// Its class in the reference's layout, behind the family's prefix, and its keys there.
+    fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>);
+
+    /// How the speculators package says it.
+    fn speculators(&self) -> Speculators;
+
+    /// How the container of z-lab, SpecForge and ModelOpt says it; only for dialects that [`KindSettings::refusal`] lets pass.
+    fn container(&self, _to: Dialect) -> Option<Container> {
+        None
+    }
+
+    /// In which layout vLLM and SGLang load it.
+    ///
+    /// # Errors
+    /// Why they do not.
+    fn engine_layout(&self, engine: Engine) -> Result<EngineLayout, String>;
+
+    /// How llama.cpp's GGUF says it.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
+
+    /// Whether vLLM loads it in this dialect, and how, or why not.
+    fn vllm(&self, dialect: Dialect) -> Verdict;
+
+    /// Whether SGLang loads it in this dialect, and how, or why not.
+    fn sglang(&self, dialect: Dialect) -> Verdict;
 }
 
 /// Keys that inform about training and change nothing else.

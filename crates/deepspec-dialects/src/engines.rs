@@ -3,7 +3,7 @@
 use safetensors::Dtype;
 
 use crate::convert::{Converted, body, check_pair, complete, convert, dtype_name};
-use crate::kinds::{Engine, EngineLayout};
+use crate::kind::{Engine, EngineLayout};
 use crate::shapes::{EMBED, HEAD};
 use crate::shards::MAX_SHARD_BYTES;
 use crate::write::{Source, Written};

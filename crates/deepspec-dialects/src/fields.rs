@@ -10,15 +10,18 @@ use crate::DialectError;
 /// An object of the file and the keys that lead to it.
 pub struct Fields<'a> {
     path: &'a Path,
+    /// Its keys.
     pub map: &'a Map<String, Value>,
     within: String,
 }
 
 impl<'a> Fields<'a> {
+    /// The top of the file at `path`.
     pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
         Self { path, map, within: String::new() }
     }
 
+    /// What is wrong with `key`.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> DialectError {
         let key = format!("{}{key}", self.within);
         DialectError::Key { path: self.path.to_path_buf(), key, problem: problem.into() }
@@ -39,34 +42,60 @@ impl<'a> Fields<'a> {
     }
 
     /// An integer from 0, below 2³¹.
+    ///
+    /// # Errors
+    /// If it is something else.
     pub fn count(&self, key: &str) -> Result<Option<u64>, DialectError> {
         self.typed(key, "an integer from 0", |value| value.as_u64().filter(|&count| count < 1 << 31))
     }
 
     /// An integer from 1, below 2³¹.
+    ///
+    /// # Errors
+    /// If it is something else.
     pub fn size(&self, key: &str) -> Result<Option<u64>, DialectError> {
         self.typed(key, "a positive integer", |value| {
             value.as_u64().filter(|count| (1..1 << 31).contains(count))
         })
     }
 
+    /// True or false.
+    ///
+    /// # Errors
+    /// If it is something else.
     pub fn flag(&self, key: &str) -> Result<Option<bool>, DialectError> {
         self.typed(key, "true or false", Value::as_bool)
     }
 
+    /// A string.
+    ///
+    /// # Errors
+    /// If it is something else.
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, DialectError> {
         self.typed(key, "a string", Value::as_str)
     }
 
+    /// A list of integers, each within 31 bits.
+    ///
+    /// # Errors
+    /// If it is something else.
     pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, DialectError> {
         let small = |value: &Value| value.as_i64().filter(|id| id.unsigned_abs() < 1 << 31);
         self.typed(key, "a list of integers", |value| value.as_array()?.iter().map(small).collect())
     }
 
+    /// A list of strings.
+    ///
+    /// # Errors
+    /// If it is something else.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, DialectError> {
         self.typed(key, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
     }
 
+    /// An object within.
+    ///
+    /// # Errors
+    /// If it is something else.
     pub fn object(&self, key: &str) -> Result<Option<Self>, DialectError> {
         let map = self.typed(key, "an object", Value::as_object)?;
         let within = format!("{}{key}.", self.within);
@@ -81,19 +110,34 @@ impl<'a> Fields<'a> {
         Fields { path: self.path, map, within: self.within.clone() }
     }
 
+    /// What was read of `key`.
+    ///
+    /// # Errors
+    /// If there was nothing.
     pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, DialectError> {
         value.ok_or_else(|| self.error(key, "missing"))
     }
 
+    /// An integer from 1, below 2³¹.
+    ///
+    /// # Errors
+    /// If there is none.
     pub fn required_size(&self, key: &str) -> Result<u64, DialectError> {
         self.required(key, self.size(key)?)
     }
 
+    /// An object within.
+    ///
+    /// # Errors
+    /// If there is none.
     pub fn required_object(&self, key: &str) -> Result<Self, DialectError> {
         self.required(key, self.object(key)?)
     }
 
     /// The first of `architectures`.
+    ///
+    /// # Errors
+    /// If they are no list of strings.
     pub fn architecture(&self) -> Result<Option<&'a str>, DialectError> {
         Ok(self.texts("architectures")?.and_then(|names| names.first().copied()))
     }

@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 
 use crate::convert::{check_pair, complete};
 use crate::fields::Fields;
-use crate::kinds::GgufParts;
+use crate::kind::GgufParts;
 use crate::numbers::cast;
 use crate::shapes::{Heads, REBUILT, is_embed_or_head};
 use crate::{Checkpoint, DialectError, Drafter, Target, folder, rope};

@@ -2,7 +2,8 @@
 //!
 //! A [`Checkpoint`] is a folder whose dialect was told from its config.json and tensor names, read into one neutral
 //! [`Drafter`]. [`convert`] plans the same drafter in another dialect: weights are copied byte for byte, names and config
-//! change. What cannot be said in the other dialect, or would mean something else there, is refused with the reason.
+//! change. What cannot be said in the other dialect, or would mean something else there, is refused with the reason. Which kinds of
+//! drafters there are, and what each has of its own in which layout, the kinds say: as a [`Reader`] and as [`KindSettings`].
 //!
 //! Layer ids are those of the reference everywhere: L is the output of decoder layer L. Dialects that count from the
 //! embedding (L + 1) are converted at the door.
@@ -19,7 +20,7 @@ mod families;
 mod fields;
 mod folder;
 mod gguf;
-mod kinds;
+mod kind;
 mod layouts;
 mod loaders;
 mod numbers;
@@ -31,16 +32,18 @@ mod target;
 mod tensors;
 mod write;
 
-pub use checkpoint::{Checkpoint, advice};
+pub use checkpoint::Checkpoint;
 pub use convert::{Converted, convert};
-pub use deepspec_gguf::TensorType;
+pub use deepspec_gguf::{TensorType, Value as GgufValue};
 pub use dialect::Dialect;
-pub use drafter::{Drafter, Obstacle};
+pub use drafter::{Drafter, KindSettings, Obstacle, Settings, Shapes};
 pub use engines::for_engine;
 pub use error::DialectError;
 pub use families::{DecoderFamily, FAMILIES, Family, GEMMA4, LLAMA, QWEN3};
+pub use fields::Fields;
 pub use gguf::Gguf;
-pub use kinds::{Engine, KindSettings};
+pub use kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict, keys};
+pub use layouts::{ContainerConfig, Decoder, ForeignClass, Reader, taps};
 pub use loaders::{Loader, loaders};
 pub use serving::{Risk, Server, risks};
 pub use shards::{MAX_SHARD_BYTES, Shard, cut, write_index};

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::families::{GEMMA4, LLAMA};
-use crate::kinds::Verdict;
+use crate::kind::Verdict;
 use crate::{Checkpoint, Dialect};
 
 /// The versions that were tried.

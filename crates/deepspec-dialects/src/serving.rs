@@ -12,7 +12,7 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use crate::fields::read_object;
-use crate::kinds::Engine;
+use crate::kind::Engine;
 use crate::shapes::EMBED;
 use crate::shards::is_weights;
 use crate::{Checkpoint, Drafter, Target, loaders, rope};

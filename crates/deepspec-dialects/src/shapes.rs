@@ -3,16 +3,13 @@
 use std::path::Path;
 
 use crate::DialectError;
-use crate::drafter::Drafter;
+use crate::drafter::{Drafter, Shapes};
 use crate::fields::Fields;
 
 pub const EMBED: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";
 /// What speculators may add and rebuilds itself.
 pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"];
-
-/// Tensors by name, with their shapes.
-pub type Shapes = Vec<(String, Vec<usize>)>;
 
 /// Heads of a layer, and the values of each.
 pub struct Heads {

@@ -25,6 +25,7 @@ pub const KIND: Registration = Registration {
         hold: "a causal language model",
         are_language_models: true,
         load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),
+        layouts: None,
     }),
 };
 

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::config::{ConfigError, Document};
+use deepspec_dialects::Reader;
 use deepspec_models::{ModelError, families};
 use serde::de::DeserializeOwned;
 
@@ -38,6 +39,8 @@ pub struct Checkpoints {
     pub are_language_models: bool,
     /// Loads one.
     pub load: Load,
+    /// How their settings are read in the layouts of other tools; None where there is only their own.
+    pub layouts: Option<&'static Reader>,
 }
 
 /// A part of a drafter.

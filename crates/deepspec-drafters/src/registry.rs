@@ -5,6 +5,7 @@ use std::path::Path;
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
 use deepspec_core::recipe::Recipe;
+use deepspec_dialects::{Checkpoint, DialectError};
 use deepspec_models::config::{Fields, read_json};
 use deepspec_models::{ModelConfig, ModelError};
 
@@ -115,13 +116,22 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let is_meant = |known: &&Checkpoints| (known.classes)().iter().any(|class| Some(class.as_str()) == found);
     let known = all().find(is_meant);
     known.ok_or_else(|| {
-        if let Some(advice) = deepspec_dialects::advice(dir) {
+        if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.advice()) {
             let found = found.unwrap_or("no class");
             return fields.error("architectures", format!("{found} is not read: {advice}"));
         }
         let names = all().flat_map(|known| (known.classes)()).collect::<Vec<_>>().join(", ");
         fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
     })
+}
+
+/// Opens the drafter checkpoint in `dir`, in the layout of any tool that is known.
+///
+/// # Errors
+/// If it is no drafter of a known layout and kind, or a file or a key of it is broken.
+pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, DialectError> {
+    let layouts = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts);
+    Checkpoint::open(dir, &layouts.collect::<Vec<_>>())
 }
 
 /// Loads the drafter checkpoint in `dir`.

@@ -9,10 +9,10 @@ use std::process::Command;
 use common::{assert_close, noise};
 use deepspec_core::{Slots, Tap};
 use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
-use deepspec_dialects::{Checkpoint, Dialect, Target, convert};
+use deepspec_dialects::{Dialect, Target, convert};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockBatch, BlockConfig, Convolution, DFlash2, DFlash2Config, DFlash2Proposer,
-    DFlash2Sum, DraftDecoder, DrafterConfig, LossAlphas, Normaliser, TrainSample,
+    DFlash2Sum, DraftDecoder, DrafterConfig, LossAlphas, Normaliser, TrainSample, open_checkpoint,
 };
 use deepspec_models::{ModelConfig, Weights, save};
 use deepspec_testkit::{golden, skip};
@@ -333,12 +333,12 @@ fn speculators_computes_the_same() {
     // Into their layout and z-lab's, and back without a loss.
     let opened = Target::open(&target, target.to_str().unwrap()).unwrap();
     let written = |from: &Path, to: Dialect, name: &str| {
-        let (source, dir) = (Checkpoint::open(from).unwrap(), root.path().join(name));
+        let (source, dir) = (open_checkpoint(from).unwrap(), root.path().join(name));
         convert(&source, to, Some(&opened)).unwrap().write(&dir, false).unwrap();
         dir
     };
     let bytes = |dir: &Path| {
-        let checkpoint = Checkpoint::open(dir).unwrap();
+        let checkpoint = open_checkpoint(dir).unwrap();
         let names = checkpoint.tensors().iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>();
         names.into_iter().map(|name| (checkpoint.tensors().bytes(&name).unwrap(), name)).collect::<Vec<_>>()
     };

@@ -10,8 +10,10 @@ use std::process::Command;
 
 use common::{assert_close, noise};
 use deepspec_core::recipe::LossNormalization;
-use deepspec_dialects::{Checkpoint, Dialect, Target, convert};
-use deepspec_drafters::{Block, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample};
+use deepspec_dialects::{Dialect, Target, convert};
+use deepspec_drafters::{
+    Block, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample, open_checkpoint,
+};
 use deepspec_models::{ModelConfig, Weights, save};
 use deepspec_testkit::{golden, skip};
 use serde_json::{Value, json};
@@ -110,7 +112,7 @@ fn speculators_loads_converted_drafters_and_computes_the_same() {
     for case in CASES {
         let place = root.path().join(case);
         let (drafter, target) = models(&place, case);
-        let source = Checkpoint::open(&drafter).unwrap();
+        let source = open_checkpoint(&drafter).unwrap();
         let target = Target::open(&target, target.to_str().unwrap()).unwrap();
         let converted = convert(&source, Dialect::Speculators, Some(&target)).unwrap();
         converted.write(&place.join("speculators"), false).unwrap();
@@ -128,7 +130,7 @@ fn speculators_loads_converted_drafters_and_computes_the_same() {
         let place = root.path().join(case);
         let theirs = Tensor::read_safetensors(place.join("out.safetensors")).unwrap();
         let drafter = place.join("drafter");
-        let taps = Checkpoint::open(&drafter).unwrap().drafter().taps.len();
+        let taps = open_checkpoint(&drafter).unwrap().drafter().taps.len();
         let found = ours(&drafter, sample(&ModelConfig::load(&drafter).unwrap(), taps));
         assert_eq!(found.len(), theirs.len(), "{case}");
         for (name, own) in found {

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_dialects::{Checkpoint, Dialect, Engine, Gguf, Server, Target, TensorType, convert, for_engine};
+use deepspec_drafters::open_checkpoint;
 
 use super::{dir, report};
 
@@ -63,7 +64,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         usage!("{} exists already; --overwrite replaces it", args.output_dir.display());
     }
     let from = dir("--from", &args.from, verbosity)?;
-    let source = Checkpoint::open(&from).map_err(report)?;
+    let source = open_checkpoint(&from).map_err(report)?;
     let target = match &args.target {
         Some(name) => Some(Target::open(&dir("--target", name, verbosity)?, name).map_err(report)?),
         None => None,

@@ -6,6 +6,7 @@ use std::fmt::Write;
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
 use deepspec_dialects::{Checkpoint, Dialect, loaders};
+use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 
 use super::{dir, report};
@@ -26,7 +27,7 @@ pub struct Args {
 /// # Errors
 /// If it is no drafter checkpoint of a known dialect.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    let checkpoint = Checkpoint::open(&dir("CHECKPOINT", &args.checkpoint, verbosity)?).map_err(report)?;
+    let checkpoint = open_checkpoint(&dir("CHECKPOINT", &args.checkpoint, verbosity)?).map_err(report)?;
     let text = if args.json {
         serde_json::to_string_pretty(&as_json(&checkpoint))? + "\n"
     } else {

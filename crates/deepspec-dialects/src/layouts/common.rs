@@ -3,23 +3,83 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
-use crate::drafter::{Drafter, NOTES, Obstacle};
+use crate::drafter::{Drafter, NOTES, Obstacle, Settings};
 use crate::fields::Fields;
-use crate::kinds::Settings;
 use crate::{DialectError, FAMILIES, Family};
+
+/// More draft layers are a mistake.
+const MAX_LAYERS: u64 = 1024;
 
 /// The parts of a decoder's config that all dialects share.
 pub struct Decoder {
+    /// Its layers' family.
     pub family: Family,
+    /// Its own config keys.
     pub map: Map<String, Value>,
+    /// d.
     pub hidden_size: u64,
+    /// V, tokens of the target.
     pub vocab_size: u64,
+    /// Draft layers.
     pub layers: u64,
+    /// What of it other dialects cannot say.
     pub obstacles: Vec<Obstacle>,
 }
 
 impl Decoder {
+    /// Reads the decoder from `fields`, leaving out the `foreign` keys, which only their dialect knows.
+    ///
+    /// # Errors
+    /// If its family is unknown, or a key is missing or wrong.
+    pub fn read(fields: &Fields, foreign: &[&str]) -> Result<Self, DialectError> {
+        let found = fields.text("model_type")?;
+        let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
+        let Some(&family) = FAMILIES.iter().find(is_meant) else {
+            let names = FAMILIES.map(|family| family.name).join(", ");
+            let problem = format!("{found:?} is no known decoder; known are {names}");
+            return Err(fields.error("model_type", problem));
+        };
+        let layers = fields.required_size("num_hidden_layers")?;
+        if layers > MAX_LAYERS {
+            return Err(
+                fields.error("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}"))
+            );
+        }
+        let shared = ["architectures", "tie_word_embeddings", "dtype", "torch_dtype", "auto_map"];
+        let mut map = fields.map.clone();
+        map.retain(|key, _| {
+            !shared.contains(&key.as_str())
+                && !foreign.contains(&key.as_str())
+                && !NOTES.contains(&key.as_str())
+        });
+        let slides = fields.texts("layer_types")?.is_some_and(|types| types.contains(&"sliding_attention"));
+        let mut obstacles = vec![];
+        if slides || fields.flag("use_sliding_window")?.unwrap_or(false) {
+            obstacles.push(Obstacle {
+                key: "layer_types".into(),
+                reason: "draft layers with a sliding window: tools differ in who sees what within a block"
+                    .into(),
+            });
+        }
+        if let Some(activation) = fields.text("hidden_act")?.filter(|&name| family.pre_norm && name != "silu")
+        {
+            let reason = format!("{activation}: draft layers of other tools have SiLU");
+            obstacles.push(Obstacle { key: "hidden_act".into(), reason });
+        }
+        Ok(Self {
+            family,
+            hidden_size: fields.required_size("hidden_size")?,
+            vocab_size: fields.required_size("vocab_size")?,
+            layers,
+            obstacles,
+            map,
+        })
+    }
+
     /// The drafter of these layers, its vocabulary whole; what else its config says at the usual places is read of `fields`.
+    ///
+    /// # Errors
+    /// If a key has a wrong value.
     pub fn drafter(
         self,
         fields: &Fields,
@@ -44,49 +104,6 @@ impl Decoder {
     }
 }
 
-/// More draft layers are a mistake.
-const MAX_LAYERS: u64 = 1024;
-
-/// Reads the decoder from `fields`, leaving out the keys that only their dialect knows.
-pub fn decoder(fields: &Fields, foreign: &[&str]) -> Result<Decoder, DialectError> {
-    let found = fields.text("model_type")?;
-    let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
-    let Some(&family) = FAMILIES.iter().find(is_meant) else {
-        let names = FAMILIES.map(|family| family.name).join(", ");
-        let problem = format!("{found:?} is no known decoder; known are {names}");
-        return Err(fields.error("model_type", problem));
-    };
-    let layers = fields.required_size("num_hidden_layers")?;
-    if layers > MAX_LAYERS {
-        return Err(fields.error("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}")));
-    }
-    let shared = ["architectures", "tie_word_embeddings", "dtype", "torch_dtype", "auto_map"];
-    let mut map = fields.map.clone();
-    map.retain(|key, _| {
-        !shared.contains(&key.as_str()) && !foreign.contains(&key.as_str()) && !NOTES.contains(&key.as_str())
-    });
-    let slides = fields.texts("layer_types")?.is_some_and(|types| types.contains(&"sliding_attention"));
-    let mut obstacles = vec![];
-    if slides || fields.flag("use_sliding_window")?.unwrap_or(false) {
-        obstacles.push(Obstacle {
-            key: "layer_types".into(),
-            reason: "draft layers with a sliding window: tools differ in who sees what within a block".into(),
-        });
-    }
-    if let Some(activation) = fields.text("hidden_act")?.filter(|&name| family.pre_norm && name != "silu") {
-        let reason = format!("{activation}: draft layers of other tools have SiLU");
-        obstacles.push(Obstacle { key: "hidden_act".into(), reason });
-    }
-    Ok(Decoder {
-        family,
-        hidden_size: fields.required_size("hidden_size")?,
-        vocab_size: fields.required_size("vocab_size")?,
-        layers,
-        obstacles,
-        map,
-    })
-}
-
 /// The decoder of a flat config as other tools expect it.
 pub fn flat(drafter: &Drafter) -> Map<String, Value> {
     let mut map = drafter.decoder.clone();
@@ -100,7 +117,10 @@ pub fn flat(drafter: &Drafter) -> Map<String, Value> {
     map
 }
 
-/// Strictly increasing taps; `embedding` is what stands for the embedding's output.
+/// Strictly increasing taps; `embedding` is the id that stands for the embedding's output.
+///
+/// # Errors
+/// If `key` is missing or says something else.
 pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, DialectError> {
     let ids = fields.required(key, fields.integers(key)?)?;
     // Past 32 bits no sum overflows, and no tap is found.

@@ -2,10 +2,13 @@
 
 mod common;
 mod container;
+mod reader;
 mod reference;
 mod speculators;
 
-pub use common::Decoder;
+pub use common::{Decoder, taps};
+pub use container::ContainerConfig;
+pub use reader::{ForeignClass, Reader};
 
 use std::path::Path;
 
@@ -13,21 +16,21 @@ use serde_json::{Map, Value};
 
 use crate::drafter::Drafter;
 use crate::fields::Fields;
-use crate::kinds::{KINDS, Reader};
 use crate::{Dialect, DialectError, FAMILIES, Target, Tensors};
 
-/// Tells the dialect of a config and its tensors, and reads the drafter.
+/// Tells the dialect of a config and its tensors, and reads the drafter, of one of these kinds.
 ///
 /// # Errors
-/// If it is no drafter of a known dialect, or a key is missing or wrong.
+/// If it is no drafter of a known dialect and kind, or a key is missing or wrong.
 pub fn read(
     path: &Path,
     map: &Map<String, Value>,
     tensors: &Tensors,
+    kinds: &[&Reader],
 ) -> Result<(Dialect, Drafter), DialectError> {
     let fields = Fields::new(path, map);
     if map.contains_key("speculators_model_type") || map.contains_key("speculators_config") {
-        return Ok((Dialect::Speculators, speculators::read(&fields, tensors)?));
+        return Ok((Dialect::Speculators, speculators::read(&fields, tensors, kinds)?));
     }
     if map.keys().any(|key| key.starts_with("dspark_")) {
         let problem = "the drafter lies within its target's checkpoint (SGLang's DeepSeek-V4 bundle), with layers of another \
@@ -39,25 +42,23 @@ pub fn read(
         let prefix = found.strip_suffix(kind.class);
         prefix.is_some_and(|prefix| FAMILIES.iter().any(|family| family.prefix == prefix))
     };
-    if let Some(kind) = KINDS.iter().find(of_family) {
-        return Ok((Dialect::Reference, reference::read(&fields, found, kind)?));
+    if let Some(kind) = kinds.iter().find(of_family) {
+        return Ok((Dialect::Reference, reference::read(&fields, found, kind, kinds)?));
     }
-    match found {
-        "DSparkDraftModel" | "DFlashDraftModel" | "DominoDraftModel" | "DFlash2DraftModel" => {
-            container::read(&fields, found, tensors)
-        }
-        "LlamaForCausalLMEagle3" => Ok((Dialect::Specforge, container::read_eagle3(&fields)?)),
-        other => {
-            let [prefixes, classes] =
-                [FAMILIES.map(|family| family.prefix).join(", "), KINDS.map(|kind| kind.class).join(", ")];
-            let problem = format!(
-                "\"{other}\" is no drafter of a known dialect; expected one of {classes} behind one of {prefixes}, as in \
-                 Qwen3DSparkModel (reference), DSparkDraftModel (SpecForge), DFlashDraftModel (z-lab, SpecForge, ModelOpt), \
-                 DFlash2DraftModel (z-lab), LlamaForCausalLMEagle3 (SpecForge), or a speculators_model_type"
-            );
-            Err(fields.error("architectures", problem))
-        }
+    let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
+    if let Some(class) = foreign.find(|class| class.name == found) {
+        return (class.read)(&fields, tensors);
     }
+    let prefixes = FAMILIES.map(|family| family.prefix).join(", ");
+    let listed = |names: Vec<String>| names.join(", ");
+    let own = listed(kinds.iter().map(|kind| kind.class.to_string()).collect());
+    let foreign = kinds.iter().flat_map(|kind| kind.classes);
+    let foreign = listed(foreign.map(|class| format!("{} ({})", class.name, class.tools)).collect());
+    let problem = format!(
+        "\"{found}\" is no drafter of a known dialect; expected one of {own} behind one of {prefixes}, as in Qwen3DSparkModel \
+         (reference), one of {foreign}, or a speculators_model_type"
+    );
+    Err(fields.error("architectures", problem))
 }
 
 /// The config.json of a drafter in a dialect that can say it.

@@ -3,38 +3,33 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
-use super::common::{decoder, flat, taps};
+use super::common::{Decoder, flat, taps};
+use super::reader::Reader;
 use crate::DialectError;
 use crate::drafter::Drafter;
 use crate::fields::Fields;
-use crate::kinds::Reader;
 
-/// Keys that are not the decoder's.
-const OWN: [&str; 20] = [
+/// Keys that are neither the decoder's nor of a kind.
+const OWN: [&str; 7] = [
     "num_target_layers",
     "target_layer_ids",
-    "block_size",
-    "sample_from_anchor",
-    "mask_token_id",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "ttt_length",
     "dflash_config",
     "has_embed_tokens",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "draft_num_hidden_layers",
     "target_model_name_or_path",
     "target_model_type",
     "target_text_model_type",
 ];
 
-pub fn read(fields: &Fields, architecture: &str, kind: &Reader) -> Result<Drafter, DialectError> {
-    let decoder = decoder(fields, &OWN)?;
+/// Reads a drafter of this kind, one of `kinds`.
+pub fn read(
+    fields: &Fields,
+    architecture: &str,
+    kind: &Reader,
+    kinds: &[&Reader],
+) -> Result<Drafter, DialectError> {
+    let of_kinds = kinds.iter().flat_map(|kind| kind.keys);
+    let own: Vec<&str> = OWN.iter().chain(of_kinds).copied().collect();
+    let decoder = Decoder::read(fields, &own)?;
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size("num_target_layers")?;
     let taps = taps(fields, "target_layer_ids", -1)?;

@@ -2,10 +2,11 @@
 
 use serde_json::{Map, Value, json};
 
-use super::common::{decoder, taps};
+use super::common::{Decoder, taps};
+use super::reader::Reader;
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
-use crate::kinds::{KINDS, Speculators};
+use crate::kind::Speculators;
 use crate::{DialectError, Target, Tensors};
 
 /// The version whose layout is written.
@@ -46,11 +47,11 @@ fn qwen3() -> Vec<(&'static str, Value)> {
     ]
 }
 
-pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError> {
+pub fn read(fields: &Fields, tensors: &Tensors, kinds: &[&Reader]) -> Result<Drafter, DialectError> {
     let key = "speculators_model_type";
     let model_type = fields.required(key, fields.text(key)?)?;
-    let Some(kind) = KINDS.into_iter().find(|kind| kind.model_types.contains(&model_type)) else {
-        let known = KINDS.iter().flat_map(|kind| kind.model_types).copied().collect::<Vec<_>>().join(", ");
+    let Some(kind) = kinds.iter().find(|kind| kind.model_types.contains(&model_type)) else {
+        let known = kinds.iter().flat_map(|kind| kind.model_types).copied().collect::<Vec<_>>().join(", ");
         return Err(fields.error(key, format!("\"{model_type}\" is not known; expected one of {known}")));
     };
     let nested = fields.required_object("transformer_layer_config")?;
@@ -61,7 +62,7 @@ pub fn read(fields: &Fields, tensors: &Tensors) -> Result<Drafter, DialectError>
         map.entry(key).or_insert(value);
     }
     let nested = nested.with(&map);
-    let mut decoder = decoder(&nested, &[])?;
+    let mut decoder = Decoder::read(&nested, &[])?;
     let mut stops = |key: &str, reason: String| decoder.obstacles.push(Obstacle { key: key.into(), reason });
 
     let draft_vocab_size = fields.required_size("draft_vocab_size")?;

@@ -40,17 +40,12 @@ impl DrafterConfig for BlockConfig {
         let (path, map) = read_json(dir)?;
         let fields = Fields::new(&path, &map);
         let rank = rank(&fields)?;
-        let markov = match (rank, fields.text("markov_head_type")?.as_deref()) {
-            (0, _) => None,
-            (rank, None | Some("vanilla")) => Some(Markov { kind: MarkovKind::Vanilla, rank }),
-            (rank, Some("gated")) => Some(Markov { kind: MarkovKind::Gated, rank }),
-            (rank, Some("rnn")) => Some(Markov { kind: MarkovKind::Rnn, rank }),
-            (_, Some(other)) => {
-                return Err(fields.error(
-                    "markov_head_type",
-                    format!("\"{other}\" is unknown; expected vanilla, gated or rnn"),
-                ));
-            }
+        let key = "markov_head_type";
+        let named = fields.text(key)?;
+        let kind = MarkovKind::parse(named.as_deref().unwrap_or("vanilla"));
+        let markov = match rank {
+            0 => None,
+            rank => Some(Markov { kind: kind.map_err(|problem| fields.error(key, problem))?, rank }),
         };
         let confidence = fields.flag("enable_confidence_head")?.unwrap_or(false).then_some(());
         let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);

@@ -36,6 +36,7 @@ pub const DSPARK: Registration = Registration {
         hold: "a block drafter (DSpark, DFlash)",
         are_language_models: false,
         load: load::<BlockParts>,
+        layouts: Some(&super::layouts::READER),
     }),
 };
 

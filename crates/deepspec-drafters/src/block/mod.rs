@@ -4,6 +4,7 @@ mod config;
 mod cost;
 mod heads;
 mod kind;
+pub mod layouts;
 mod metrics;
 mod model;
 mod objective;

@@ -53,6 +53,26 @@ pub enum MarkovKind {
     Rnn,
 }
 
+impl MarkovKind {
+    /// The kind of this name in config files.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn parse(name: &str) -> Result<Self, String> {
+        let found = [Self::Vanilla, Self::Gated, Self::Rnn].into_iter().find(|kind| kind.name() == name);
+        found.ok_or_else(|| format!("\"{name}\" is unknown; expected vanilla, gated or rnn"))
+    }
+
+    /// Its name in config files.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Vanilla => "vanilla",
+            Self::Gated => "gated",
+            Self::Rnn => "rnn",
+        }
+    }
+}
+
 /// The Markov head: a low-rank correction of the logits by the previous token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

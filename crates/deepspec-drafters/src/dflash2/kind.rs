@@ -33,6 +33,7 @@ pub const KIND: Registration = Registration {
         hold: "DFlash 2",
         are_language_models: false,
         load: load::<DFlash2Parts>,
+        layouts: Some(&super::layouts::READER),
     }),
 };
 

@@ -7,6 +7,7 @@ mod config;
 mod convolution;
 mod cost;
 mod kind;
+mod layouts;
 mod metrics;
 mod model;
 mod objective;

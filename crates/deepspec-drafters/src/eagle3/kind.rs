@@ -37,6 +37,7 @@ pub const KIND: Registration = Registration {
         hold: "Eagle3",
         are_language_models: false,
         load: load::<Eagle3Parts>,
+        layouts: Some(&super::layouts::READER),
     }),
 };
 

@@ -7,6 +7,7 @@ mod batch;
 mod config;
 mod cost;
 mod kind;
+mod layouts;
 mod metrics;
 mod model;
 mod objective;

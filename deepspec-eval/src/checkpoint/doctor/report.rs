@@ -3,7 +3,8 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use deepspec_dialects::{Checkpoint, Risk, Server, Target, risks};
+use deepspec_dialects::{Risk, Server, Target, risks};
+use deepspec_drafters::open_checkpoint;
 use serde::Serialize;
 
 use super::decode::Asked;
@@ -167,7 +168,7 @@ impl Serving {
     /// # Errors
     /// If the checkpoint or the target is broken.
     pub fn examine(server: Server, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
-        let checkpoint = Checkpoint::open(draft).map_err(super::super::report)?;
+        let checkpoint = open_checkpoint(draft).map_err(super::super::report)?;
         let target = Target::open(target, name).map_err(super::super::report)?;
         Ok(Self { engine: server, risks: risks(&checkpoint, server, &target), expected: None })
     }

@@ -1,12 +1,11 @@
 //! What engines would misread, each fault made in a folder that is otherwise sound.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{Folder, golden};
-use deepspec_dialects::{Checkpoint, Dialect, Server, Target, convert, risks};
+use crate::common::{Folder, golden};
+use deepspec_dialects::{Dialect, Server, Target, convert, risks};
+use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 
 fn asset(name: &str) -> PathBuf {
@@ -24,7 +23,7 @@ fn dspark() -> Folder {
 /// What is told of a folder, by what it is about.
 fn told(folder: &Path, server: Server) -> Vec<(&'static str, String)> {
     let (checkpoint, target) =
-        (Checkpoint::open(folder).unwrap(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
+        (open_checkpoint(folder).unwrap(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
     let found = risks(&checkpoint, server, &target);
     found.into_iter().map(|risk| (risk.about, format!("{} -> {}", risk.told, risk.cure))).collect()
 }
@@ -50,7 +49,7 @@ fn a_sound_drafter_has_to_be_served_by_the_right_flags() {
     says(folder.path(), Server::LlamaCpp, "slots", "--spec-type draft-dspark");
     says(folder.path(), Server::LlamaCpp, "drafted tokens", "--spec-draft-n-max 7");
     says(folder.path(), Server::LlamaCpp, "layout", "convert --to gguf");
-    let filled = common::fixture::zlab();
+    let filled = crate::common::fixture::zlab();
     says(filled.path(), Server::Vllm, "slots", "\"method\": \"dflash\"");
     says(filled.path(), Server::Sglang, "slots", "--speculative-algorithm DFLASH");
 }
@@ -63,14 +62,14 @@ fn what_stands_beside_the_weights_is_named() {
     assert_eq!(about(folder.path(), Server::Sglang), ["slots"]);
 
     let (source, target) = (dspark(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
-    let checkpoint = Checkpoint::open(source.path()).unwrap();
+    let checkpoint = open_checkpoint(source.path()).unwrap();
     let out = Folder::new().within("out");
     convert(&checkpoint, Dialect::Speculators, Some(&target)).unwrap().write(out.path(), true).unwrap();
     assert!(!about(out.path(), Server::Vllm).contains(&"tensors"));
-    let mut tensors = common::bytes(&out);
+    let mut tensors = crate::common::bytes(&out);
     let norm = tensors["norm.weight"].clone();
     tensors.insert("verifier_norm.weight".into(), norm);
-    common::write(&out.path().join("model.safetensors"), &tensors);
+    crate::common::write(&out.path().join("model.safetensors"), &tensors);
     says(out.path(), Server::Vllm, "tensors", "verifier_norm.weight");
 }
 
@@ -103,9 +102,9 @@ fn keys_that_are_read_otherwise_are_named() {
 
     // A target whose head is a matrix of its own, and a drafter with copies of both.
     let drafter = golden("dspark_vanilla");
-    let target = common::target(&drafter);
+    let target = crate::common::target(&drafter);
     let (checkpoint, target) =
-        (Checkpoint::open(drafter.path()).unwrap(), Target::open(target.path(), "owner/target").unwrap());
+        (open_checkpoint(drafter.path()).unwrap(), Target::open(target.path(), "owner/target").unwrap());
     let found = risks(&checkpoint, Server::LlamaCpp, &target);
     assert!(found.iter().any(|risk| risk.about == "head"), "{found:?}");
 }

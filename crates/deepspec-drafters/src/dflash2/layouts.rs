@@ -1,66 +1,86 @@
-//! DFlash 2: DFlash with convolutions around its sub-layers and a selector of paths; its slots fill in.
+//! Checkpoints of DFlash 2 in the layouts of several tools.
 
 use std::sync::Arc;
 
 use deepspec_core::Slots;
+use deepspec_dialects::{
+    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Fields,
+    ForeignClass, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict, keys,
+};
 use serde_json::{Map, Value, json};
 
-use super::{
-    Block, Container, Engine, EngineLayout, GgufParts, GgufValue, KindSettings, Reader, Settings,
-    Speculators, Verdict, block_size, keys, mask_token,
-};
-use crate::drafter::Drafter;
-use crate::fields::Fields;
-use crate::layouts::Decoder;
-use crate::shapes::Shapes;
-use crate::{Dialect, DialectError};
+use super::config::DFlash2Config;
+use crate::block::layouts::{BlockLayout, GGUF_ARCHITECTURE, block_size, mask_token};
+use crate::trained::DrafterConfig;
 
 /// How DFlash 2 is read.
 pub static READER: Reader = Reader {
-    class: "DFlash2Model",
-    reference: |fields, decoder| Ok(Arc::new(DFlash2::read(fields, decoder)?)),
+    class: DFlash2Config::CLASS,
+    keys: &[
+        "block_size",
+        "sample_from_anchor",
+        "mask_token_id",
+        "conv_kernel_size",
+        "conv_group_size",
+        "selector_rank",
+        "selector_top_k",
+    ],
+    reference: |fields, decoder| Ok(Arc::new(DFlash2Layout::read(fields, decoder)?)),
     model_types: &["dflash2"],
-    speculators,
+    speculators: |fields, decoder| Ok(Arc::new(DFlash2Layout::read(fields, decoder)?)),
+    classes: &[ForeignClass { name: CONTAINED, tools: "z-lab", read: |fields, _| contained(fields) }],
 };
+
+/// The class in z-lab's layout.
+const CONTAINED: &str = "DFlash2DraftModel";
 
 /// More ranks of a selector are a mistake.
 const MAX_RANK: u64 = 1 << 20;
 
-/// DFlash 2's own settings.
+/// DFlash 2's own settings as checkpoints say them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DFlash2 {
+struct DFlash2Layout {
     /// Its blocks, without heads.
-    pub block: Block,
+    block: BlockLayout,
     /// Taps of a convolution.
-    pub conv_kernel_size: u64,
+    conv_kernel_size: u64,
     /// Channels that share a dynamic kernel.
-    pub conv_group_size: u64,
+    conv_group_size: u64,
     /// Rank of the selector.
-    pub selector_rank: u64,
+    selector_rank: u64,
     /// Candidates of a slot.
-    pub selector_top_k: u64,
+    selector_top_k: u64,
 }
 
-fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
-    Ok(Arc::new(DFlash2::read(fields, decoder)?))
+/// z-lab's, whose keys stand within `dflash_config`.
+fn contained(fields: &Fields) -> Result<(Dialect, Drafter), DialectError> {
+    let config = ContainerConfig::read(fields, &[])?;
+    if config.slots == Some(Slots::AnchorPredicts) {
+        return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
+    }
+    // As with DFlash, the block size may stand outside.
+    let mut keys = config.inner.map.clone();
+    if let Some(outside) = fields.size("block_size")? {
+        let inside = keys.entry("block_size").or_insert(outside.into());
+        if *inside != outside {
+            return Err(fields.error("block_size", format!("{outside}, and in dflash_config {inside}")));
+        }
+    }
+    let kind = Arc::new(DFlash2Layout::read(&config.inner.with(&keys), &config.decoder)?);
+    Ok((Dialect::Zlab, config.drafter(fields, CONTAINED, kind)?))
 }
 
-impl DFlash2 {
+impl DFlash2Layout {
     /// Reads the settings where all of them stand together.
     ///
     /// # Errors
     /// A key that is missing or wrong.
-    pub fn read(fields: &Fields, decoder: &Decoder) -> Result<Self, DialectError> {
+    fn read(fields: &Fields, decoder: &Decoder) -> Result<Self, DialectError> {
         if fields.flag("sample_from_anchor")?.unwrap_or(false) {
             return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
         }
-        let block = Block {
-            block_size: block_size(fields, Slots::FillIn)?,
-            mask_token_id: mask_token(fields, decoder.vocab_size)?,
-            slots: Slots::FillIn,
-            markov: None,
-            confidence_with_markov: None,
-        };
+        let size = block_size(fields, Slots::FillIn)?;
+        let block = BlockLayout::filling_in(size, mask_token(fields, decoder.vocab_size)?);
         let within = |key: &str, most: u64| match fields.required_size(key)? {
             found if found <= most => Ok(found),
             found => Err(fields.error(key, format!("{found} is not between 1 and {most}"))),
@@ -92,7 +112,7 @@ impl DFlash2 {
     }
 }
 
-impl KindSettings for DFlash2 {
+impl KindSettings for DFlash2Layout {
     fn name(&self) -> &'static str {
         "dflash2"
     }
@@ -166,16 +186,11 @@ impl KindSettings for DFlash2 {
     fn speculators(&self) -> Speculators {
         let mut keys = self.keys();
         keys.insert("sample_from_anchor".into(), false.into());
-        Speculators {
-            model_type: "dflash2",
-            class: "DFlash2DraftModel",
-            taps: "aux_hidden_state_layer_ids",
-            keys,
-        }
+        Speculators { model_type: "dflash2", class: CONTAINED, taps: "aux_hidden_state_layer_ids", keys }
     }
 
     fn container(&self, _: Dialect) -> Option<Container> {
-        Some(Container { class: "DFlash2DraftModel", top: Map::new(), inner: self.keys() })
+        Some(Container { class: CONTAINED, top: Map::new(), inner: self.keys() })
     }
 
     fn engine_layout(&self, _: Engine) -> Result<EngineLayout, String> {
@@ -210,7 +225,8 @@ impl KindSettings for DFlash2 {
                 ("mlp_conv.base_kernel", "ffn_conv_base"),
                 ("mlp_conv.kernel_projection.weight", "ffn_conv_proj.weight"),
             ],
-            ..GgufParts::behind_anchors()
+            architecture: GGUF_ARCHITECTURE,
+            ..GgufParts::default()
         })
     }
 

@@ -1,13 +1,12 @@
 //! GGUF files as llama.cpp's own package reads them, and drafters that llama.cpp cannot run.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Folder, golden};
-use deepspec_dialects::{Checkpoint, DialectError, Gguf, Target, TensorType};
+use crate::common::{Folder, golden};
+use deepspec_dialects::{DialectError, Gguf, Target, TensorType};
+use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::{noise, skip};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -25,9 +24,9 @@ fn edited(edit: impl FnOnce(&mut Value), keep: impl Fn(&str) -> bool) -> Folder 
     let mut config = folder.config();
     edit(&mut config);
     folder.put(&config);
-    let mut tensors = common::bytes(&folder);
+    let mut tensors = crate::common::bytes(&folder);
     tensors.retain(|name, _| keep(name));
-    common::write(&folder.path().join("model.safetensors"), &tensors);
+    crate::common::write(&folder.path().join("model.safetensors"), &tensors);
     folder
 }
 
@@ -59,7 +58,7 @@ fn read_all(
 ) -> Option<(Value, &'static str)> {
     let python = skip::python("gguf")?;
     let (source, target) = (
-        Checkpoint::open(drafter.path()).unwrap(),
+        open_checkpoint(drafter.path()).unwrap(),
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
     );
     let gguf = Gguf::plan(&source, &target, Some(matrices)).unwrap();
@@ -87,7 +86,7 @@ fn read_all(
         }
     }
     fs::write(&list, json!(map).to_string()).unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gguf_read.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/layouts/gguf_read.py");
     let weights = drafter.path().join("model.safetensors");
     let run = Command::new(python).arg(script).args([&file, &weights, &list]).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
@@ -172,11 +171,13 @@ fn llama_eagle3() -> Folder {
         let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         (name, (Dtype::F32, shape, data))
     };
-    let mut tensors: common::Bytes = shapes.into_iter().map(tensor).collect();
-    let ends =
-        common::bytes(&edited(|_| {}, |name| ["embed_tokens.weight", "lm_head.weight"].contains(&name)));
+    let mut tensors: crate::common::Bytes = shapes.into_iter().map(tensor).collect();
+    let ends = crate::common::bytes(&edited(
+        |_| {},
+        |name| ["embed_tokens.weight", "lm_head.weight"].contains(&name),
+    ));
     tensors.extend(ends);
-    common::write(&folder.path().join("model.safetensors"), &tensors);
+    crate::common::write(&folder.path().join("model.safetensors"), &tensors);
     let scaling = json!({
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512, "rope_theta": 10000.0,
@@ -218,13 +219,13 @@ fn llama_cpps_package_reads_an_eagle3() {
     let mut config = wider.config();
     config["target_layer_ids"] = json!([0, 1, 2, 4]);
     wider.put(&config);
-    let mut tensors = common::bytes(&wider);
+    let mut tensors = crate::common::bytes(&wider);
     let (_, shape, data) = tensors.get_mut("fc.weight").unwrap();
     shape[1] = shape[1] / 3 * 4;
     data.resize(data.len() / 3 * 4, 0);
-    common::write(&wider.path().join("model.safetensors"), &tensors);
+    crate::common::write(&wider.path().join("model.safetensors"), &tensors);
     let (source, target) = (
-        Checkpoint::open(wider.path()).unwrap(),
+        open_checkpoint(wider.path()).unwrap(),
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
     );
     let refused = Gguf::plan(&source, &target, None).err().unwrap().to_string();
@@ -257,7 +258,7 @@ fn a_dflash_whose_slots_all_draft_has_a_markov_head_of_zeros() {
 fn only_a_folder_of_such_a_file_is_replaced() {
     let drafter = edited(|_| {}, |_| true);
     let (source, target) = (
-        Checkpoint::open(drafter.path()).unwrap(),
+        open_checkpoint(drafter.path()).unwrap(),
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
     );
     let gguf = Gguf::plan(&source, &target, None).unwrap();
@@ -275,7 +276,7 @@ fn only_a_folder_of_such_a_file_is_replaced() {
 #[test]
 fn what_llama_cpp_cannot_run_is_refused_with_the_reason() {
     let refusal = |folder: &Folder| {
-        let (target, source) = (common::target(folder), Checkpoint::open(folder.path()).unwrap());
+        let (target, source) = (crate::common::target(folder), open_checkpoint(folder.path()).unwrap());
         let target = Target::open(target.path(), "owner/target").unwrap();
         match Gguf::plan(&source, &target, None).map(|_| ()).unwrap_err() {
             DialectError::Refused { to: "gguf", reason, .. } => reason,

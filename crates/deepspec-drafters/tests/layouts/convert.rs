@@ -1,9 +1,8 @@
 //! Round trips keep every byte of the weights; what must not be converted is refused with the reason.
 
-mod common;
-
-use common::{Folder, as_is, bytes, edited, fixture, golden, target};
-use deepspec_dialects::{Checkpoint, Dialect, DialectError, Engine, Target, convert, for_engine};
+use crate::common::{Folder, as_is, bytes, edited, fixture, golden, target};
+use deepspec_dialects::{Dialect, DialectError, Engine, Target, convert, for_engine};
+use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 
 /// Converts and reads back.
@@ -12,7 +11,7 @@ fn converted(from: &Folder, to: Dialect, target: Option<&Folder>) -> Folder {
 }
 
 fn try_convert(from: &Folder, to: Dialect, target: Option<&Folder>) -> Result<Folder, DialectError> {
-    let source = Checkpoint::open(from.path())?;
+    let source = open_checkpoint(from.path())?;
     let target = target.map(|target| Target::open(target.path(), "owner/target")).transpose()?;
     let folder = Folder::new();
     convert(&source, to, target.as_ref())?.write(&folder.path().join("out"), false)?;
@@ -48,7 +47,7 @@ fn round_trips_keep_every_byte() {
         let original = bytes(&reference);
         for &there in allowed(case) {
             let away = converted(&reference, there, Some(&target));
-            assert_eq!(Checkpoint::open(away.path()).unwrap().dialect(), there, "{case}");
+            assert_eq!(open_checkpoint(away.path()).unwrap().dialect(), there, "{case}");
             let back = converted(&away, Dialect::Reference, Some(&target));
             assert_eq!(bytes(&back), original, "{case} by {there}");
             assert_eq!(as_is(&back), as_is(&reference), "{case} by {there}");
@@ -96,7 +95,7 @@ fn a_container_of_dflash_2_is_read_whole_or_refused() {
         (|config| config["dflash_config"]["selector_top_k"] = json!(513), "513 is not between 1 and 512"),
     ];
     for (edit, words) in broken {
-        let told = Checkpoint::open(edited(edit).path()).err().unwrap().to_string();
+        let told = open_checkpoint(edited(edit).path()).err().unwrap().to_string();
         assert!(told.replace('`', "").contains(words), "{words} in {told}");
     }
 }
@@ -110,9 +109,9 @@ fn layer_ids_are_counted_as_each_dialect_does() {
     assert_eq!(config(Dialect::Specforge)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
     assert_eq!(config(Dialect::Modelopt)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
     let eagle3 = golden("eagle3_qwen3");
-    let there = converted(&eagle3, Dialect::Speculators, Some(&common::target(&eagle3)));
+    let there = converted(&eagle3, Dialect::Speculators, Some(&crate::common::target(&eagle3)));
     assert_eq!(there.config()["eagle_aux_hidden_state_layer_ids"], json!([1, 2, 3, 4, 5]));
-    assert_eq!(Checkpoint::open(there.path()).unwrap().drafter().aux_layer_ids(), [1, 2, 3, 4, 5]);
+    assert_eq!(open_checkpoint(there.path()).unwrap().drafter().aux_layer_ids(), [1, 2, 3, 4, 5]);
 }
 
 #[test]
@@ -121,7 +120,7 @@ fn each_engine_gets_the_layout_that_it_loads() {
         let reference = golden(case);
         let target = target(&reference);
         let (source, target) = (
-            Checkpoint::open(reference.path()).unwrap(),
+            open_checkpoint(reference.path()).unwrap(),
             Target::open(target.path(), "owner/target").unwrap(),
         );
         let folder = Folder::new();
@@ -160,12 +159,12 @@ fn each_engine_gets_the_layout_that_it_loads() {
             assert_eq!(tensors, own, "{case}");
         }
         let (_, zlab) = written("dflash2", engine).unwrap();
-        assert_eq!(Checkpoint::open(zlab.path()).unwrap().dialect(), Dialect::Zlab);
+        assert_eq!(open_checkpoint(zlab.path()).unwrap().dialect(), Dialect::Zlab);
         let told = written("dspark_gated", engine).err().unwrap().to_string();
         assert!(told.contains("not for one that is gated"), "{told}");
     }
     let (_, eagle3) = written("eagle3_qwen3", Engine::Vllm).unwrap();
-    assert_eq!(Checkpoint::open(eagle3.path()).unwrap().dialect(), Dialect::Speculators);
+    assert_eq!(open_checkpoint(eagle3.path()).unwrap().dialect(), Dialect::Speculators);
     let told = written("eagle3_qwen3", Engine::Sglang).err().unwrap().to_string();
     assert!(told.contains("without norms on queries and keys"), "{told}");
 }
@@ -178,7 +177,7 @@ fn an_eagle3_with_llama_layers_goes_to_speculators_and_back() {
     let there = converted(&llama, Dialect::Speculators, Some(&target));
     let layer = &there.config()["transformer_layer_config"];
     assert_eq!(layer["model_type"], "llama");
-    assert!(Checkpoint::open(there.path()).unwrap().check().is_ok());
+    assert!(open_checkpoint(there.path()).unwrap().check().is_ok());
     let back = converted(&there, Dialect::Reference, Some(&target));
     assert_eq!(back.config()["architectures"], json!(["LlamaEagle3Model"]));
     assert_eq!(bytes(&back), bytes(&llama));
@@ -189,7 +188,7 @@ fn names_and_ends_are_each_dialects_own() {
     let (reference, target) = (golden("dspark_gated"), target(&golden("dspark_gated")));
     let names = |to| -> Vec<String> {
         let folder = converted(&reference, to, Some(&target));
-        Checkpoint::open(folder.path()).unwrap().tensors().iter().map(|(name, _)| name.to_string()).collect()
+        open_checkpoint(folder.path()).unwrap().tensors().iter().map(|(name, _)| name.to_string()).collect()
     };
     let modelopt = names(Dialect::Modelopt);
     for name in
@@ -214,7 +213,7 @@ fn names_and_ends_are_each_dialects_own() {
 #[test]
 fn a_sharded_checkpoint_is_read_as_one() {
     let reference = golden("dspark_rnn");
-    let sharded = common::sharded(&reference);
+    let sharded = crate::common::sharded(&reference);
     let target = target(&reference);
     let whole = converted(&reference, Dialect::Specforge, Some(&target));
     assert_eq!(bytes(&converted(&sharded, Dialect::Specforge, Some(&target))), bytes(&whole));
@@ -224,7 +223,7 @@ fn a_sharded_checkpoint_is_read_as_one() {
 #[test]
 fn what_is_too_large_for_one_file_is_written_in_shards() {
     let reference = golden("dspark_vanilla");
-    let source = Checkpoint::open(reference.path()).unwrap();
+    let source = open_checkpoint(reference.path()).unwrap();
     let (folder, single) =
         (Folder::new(), converted(&reference, Dialect::Speculators, Some(&target(&reference))));
     let target = target(&reference);
@@ -248,7 +247,7 @@ fn what_is_too_large_for_one_file_is_written_in_shards() {
     assert_eq!(*shards[0], format!("model-00001-of-{:05}.safetensors", shards.len()));
     let index = std::fs::read_to_string(out.join("model.safetensors.index.json")).unwrap();
     let index: Value = serde_json::from_str(&index).unwrap();
-    let (there, whole) = (Checkpoint::open(&out).unwrap(), Checkpoint::open(single.path()).unwrap());
+    let (there, whole) = (open_checkpoint(&out).unwrap(), open_checkpoint(single.path()).unwrap());
     there.check().unwrap();
     let mut total = 0;
     for (name, facts) in whole.tensors().iter() {
@@ -268,7 +267,7 @@ fn what_is_too_large_for_one_file_is_written_in_shards() {
 #[test]
 fn ends_of_another_type_are_compared_and_restored_as_the_drafter_has_them() {
     // The target in float32, the drafter with its ends rounded to bfloat16, as our trainer writes it.
-    let reference = common::as_bf16(&golden("dspark_vanilla"));
+    let reference = crate::common::as_bf16(&golden("dspark_vanilla"));
     let target = target(&golden("dspark_vanilla"));
     let away = converted(&reference, Dialect::Specforge, Some(&target));
     assert_eq!(bytes(&converted(&away, Dialect::Reference, Some(&target))), bytes(&reference));
@@ -289,7 +288,7 @@ fn fill_in_slots_go_where_they_are_known_and_back() {
     assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
     assert_eq!(config["architectures"], json!(["Qwen3DSparkModel"]));
     for folder in [&there, &ours] {
-        assert_eq!(Checkpoint::open(folder.path()).unwrap().drafter().kind.drafted(), 4);
+        assert_eq!(open_checkpoint(folder.path()).unwrap().drafter().kind.drafted(), 4);
         assert_eq!(bytes(&converted(folder, Dialect::Zlab, Some(&target))), bytes(&zlab));
     }
     assert_eq!(bytes(&converted(&there, Dialect::Reference, Some(&target))), bytes(&ours));
@@ -331,18 +330,18 @@ fn what_a_container_says_of_its_slots_counts() {
     for inner in [false, true] {
         for (from, flag, drafted) in [(&specforge, false, 4), (&zlab, true, 5)] {
             let from = flagged(from, flag, inner);
-            assert_eq!(Checkpoint::open(from.path()).unwrap().drafter().kind.drafted(), drafted);
+            assert_eq!(open_checkpoint(from.path()).unwrap().drafter().kind.drafted(), drafted);
             let ours = converted(&from, Dialect::Reference, Some(&target));
             assert_eq!(ours.config()["sample_from_anchor"] == json!(false), !flag);
-            assert_eq!(Checkpoint::open(ours.path()).unwrap().drafter().kind.drafted(), drafted);
+            assert_eq!(open_checkpoint(ours.path()).unwrap().drafter().kind.drafted(), drafted);
         }
     }
     let torn = flagged(&flagged(&zlab, true, true), false, false);
-    let told = Checkpoint::open(torn.path()).err().unwrap().to_string();
+    let told = open_checkpoint(torn.path()).err().unwrap().to_string();
     assert!(told.contains("sample_from_anchor") && told.contains("contradicts"), "{told}");
     for size in [1, 2000] {
         let sized = edited(&zlab, |config| config["block_size"] = json!(size));
-        let told = Checkpoint::open(sized.path()).err().unwrap().to_string();
+        let told = open_checkpoint(sized.path()).err().unwrap().to_string();
         assert!(told.contains("block_size") && told.contains("is not between 2 and 1024"), "{told}");
     }
 }
@@ -356,7 +355,7 @@ fn each_refusal_names_its_reason() {
     let target = target(&vanilla);
     let speculators = converted(&vanilla, Dialect::Speculators, Some(&target));
     let specforge = converted(&vanilla, Dialect::Specforge, Some(&target));
-    let spec_eagle3 = converted(&eagle3, Dialect::Speculators, Some(&common::target(&eagle3)));
+    let spec_eagle3 = converted(&eagle3, Dialect::Speculators, Some(&crate::common::target(&eagle3)));
     let set = |folder: &Folder, key: &str, value: Value| edited(folder, |config| config[key] = value.clone());
     let inner =
         |key: &str, value: Value| edited(&specforge, |config| config["dflash_config"][key] = value.clone());
@@ -378,7 +377,7 @@ fn each_refusal_names_its_reason() {
             Dialect::Reference,
             &["draft_vocab_size", "256 of 512"],
         ),
-        (common::pruned(&speculators), Dialect::Reference, &["t2d", "pruned vocabulary"]),
+        (crate::common::pruned(&speculators), Dialect::Reference, &["t2d", "pruned vocabulary"]),
         (
             set(&spec_eagle3, "norm_before_residual", json!(true)),
             Dialect::Reference,
@@ -437,7 +436,7 @@ fn what_needs_the_target_says_so() {
 #[test]
 fn ends_that_are_not_the_targets_are_not_dropped() {
     let vanilla = golden("dspark_vanilla");
-    let other = common::target(&common::changed(&vanilla, "embed_tokens.weight", 3));
+    let other = crate::common::target(&crate::common::changed(&vanilla, "embed_tokens.weight", 3));
     for to in [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt] {
         let told = refusal(&vanilla, to, Some(&other));
         assert!(told.contains("`embed_tokens.weight` is not the target's: 1 of 512 rows differ"), "{told}");
@@ -457,7 +456,7 @@ fn only_a_converted_checkpoint_is_replaced() {
     let vanilla = golden("dspark_vanilla");
     let target = target(&vanilla);
     let target = Target::open(target.path(), "owner/target").unwrap();
-    let source = Checkpoint::open(vanilla.path()).unwrap();
+    let source = open_checkpoint(vanilla.path()).unwrap();
     let folder = Folder::new();
     let out = folder.path().join("deeper/out");
     let write =
@@ -478,7 +477,7 @@ fn missing_defaults_of_speculators_are_those_of_transformers() {
     let theirs = edited(&there, |config| {
         drop(config["transformer_layer_config"].as_object_mut().unwrap().remove("head_dim"));
     });
-    let drafter = Checkpoint::open(theirs.path()).unwrap();
+    let drafter = open_checkpoint(theirs.path()).unwrap();
     assert_eq!(drafter.drafter().decoder["head_dim"], 128);
     let told = drafter.check().unwrap_err().to_string();
     assert!(told.contains("layers.0.self_attn.q_proj.weight") && told.contains("512"), "{told}");
@@ -488,7 +487,7 @@ fn missing_defaults_of_speculators_are_those_of_transformers() {
 fn foreign_bundles_and_models_are_named() {
     let vanilla = golden("dspark_vanilla");
     let told = |change: &dyn Fn(&mut Value)| {
-        Checkpoint::open(edited(&vanilla, change).path()).map(|_| ()).unwrap_err().to_string()
+        open_checkpoint(edited(&vanilla, change).path()).map(|_| ()).unwrap_err().to_string()
     };
     let v4 = told(&|config| config["dspark_block_size"] = json!(5));
     assert!(v4.contains("dspark_block_size") && v4.contains("SGLang"), "{v4}");

@@ -1,11 +1,10 @@
 //! Damaged configs, indexes and headers: never a panic, and every refusal names a file and what of it is wrong.
 
-mod common;
-
 use std::fs;
 
-use common::{Folder, fixture, golden, target};
-use deepspec_dialects::{Checkpoint, Dialect, DialectError, Target, convert};
+use crate::common::{Folder, fixture, golden, target};
+use deepspec_dialects::{Dialect, DialectError, Target, convert};
+use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::mutate::Dice;
 use serde_json::Value;
 
@@ -31,7 +30,7 @@ const WORDS: [&str; 17] = [
 
 fn every_dialect() -> Vec<Folder> {
     let reference = golden("dspark_gated");
-    let (target, source) = (target(&reference), Checkpoint::open(reference.path()).unwrap());
+    let (target, source) = (target(&reference), open_checkpoint(reference.path()).unwrap());
     let target = Target::open(target.path(), "owner/target").unwrap();
     let away = [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt].map(|to| {
         let folder = Folder::new();
@@ -64,7 +63,7 @@ fn provoke(folder: &Folder, target: &Target) -> usize {
             DialectError::File(_) => {}
         }
     };
-    match Checkpoint::open(folder.path()) {
+    match open_checkpoint(folder.path()) {
         Err(error) => told(error),
         Ok(checkpoint) => {
             deepspec_dialects::loaders(&checkpoint);
@@ -95,7 +94,7 @@ fn damaged_configs_are_refused_by_name() {
                 dice.mutate(&mut damaged);
             }
             folder.put(&damaged);
-            broken += usize::from(Checkpoint::open(folder.path()).is_err());
+            broken += usize::from(open_checkpoint(folder.path()).is_err());
             provoke(folder, &target);
             runs += 1;
         }
@@ -143,7 +142,7 @@ fn damaged_headers_are_refused_by_name() {
 
 #[test]
 fn damaged_indexes_are_refused_by_name() {
-    let folder = common::sharded(&golden("dspark_vanilla"));
+    let folder = crate::common::sharded(&golden("dspark_vanilla"));
     let target = target(&golden("dspark_vanilla"));
     let target = Target::open(target.path(), "owner/target").unwrap();
     let path = folder.path().join("model.safetensors.index.json");

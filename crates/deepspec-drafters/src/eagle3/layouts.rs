@@ -1,34 +1,42 @@
-//! Eagle3, which drafts token by token.
+//! Checkpoints of Eagle3 in the layouts of several tools.
 
 use std::sync::Arc;
 
-use deepspec_gguf::Value as GgufValue;
+use deepspec_dialects::{
+    Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family, Fields, ForeignClass, GgufParts,
+    GgufValue, KindSettings, LLAMA, Obstacle, QWEN3, Reader, Settings, Shapes, Speculators, Verdict, keys,
+    taps,
+};
 use serde_json::{Map, Value, json};
 
-use super::{Engine, EngineLayout, GgufParts, KindSettings, Reader, Settings, Speculators, Verdict, keys};
-use crate::drafter::{Drafter, Obstacle};
-use crate::families::QWEN3;
-use crate::fields::Fields;
-use crate::layouts::Decoder;
-use crate::shapes::Shapes;
-use crate::{Dialect, DialectError, Family, LLAMA};
+use super::config::Eagle3Config;
+use crate::trained::DrafterConfig;
 
 /// How Eagle3 is read.
-pub static READER: Reader =
-    Reader { class: "Eagle3Model", reference: read, model_types: &["eagle3"], speculators };
+pub static READER: Reader = Reader {
+    class: Eagle3Config::CLASS,
+    keys: &["ttt_length", "draft_num_hidden_layers"],
+    reference: read,
+    model_types: &["eagle3"],
+    speculators,
+    classes: &[ForeignClass { name: SPECFORGE, tools: "SpecForge", read: |fields, _| specforge(fields) }],
+};
+
+/// SpecForge's class.
+const SPECFORGE: &str = "LlamaForCausalLMEagle3";
 
 /// Norms that other Eagle3 have, and this one has not.
 const FOREIGN_NORMS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
 
-/// Eagle3's own settings.
+/// Eagle3's own settings as checkpoints say them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Eagle3 {
+struct Eagle3Layout {
     /// Drafted tokens.
-    pub steps: u64,
+    steps: u64,
 }
 
 fn read(fields: &Fields, _: &Decoder) -> Result<Settings, DialectError> {
-    Ok(Arc::new(Eagle3 { steps: fields.required_size("ttt_length")? }))
+    Ok(Arc::new(Eagle3Layout { steps: fields.required_size("ttt_length")? }))
 }
 
 fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
@@ -45,10 +53,32 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
     let first = methods.and_then(|methods| methods.first()).and_then(Value::as_object);
     let tokens = first.and_then(|method| method.get("speculative_tokens")).and_then(Value::as_u64);
     let tokens = tokens.filter(|tokens| (1..1 << 31).contains(tokens));
-    Ok(Arc::new(Eagle3 { steps: outer.required("proposal_methods", tokens)? }))
+    Ok(Arc::new(Eagle3Layout { steps: outer.required("proposal_methods", tokens)? }))
 }
 
-impl KindSettings for Eagle3 {
+/// SpecForge's, which can be told but not converted.
+fn specforge(fields: &Fields) -> Result<(Dialect, Drafter), DialectError> {
+    let mut decoder = Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"])?;
+    let inner = fields.object("eagle_config")?;
+    let key = "eagle_aux_hidden_state_layer_ids";
+    let found = match &inner {
+        // Counted from the embedding.
+        Some(inner) if inner.map.contains_key(key) => taps(inner, key, 0)?,
+        _ => vec![],
+    };
+    let obstacle = Obstacle {
+        key: "architectures".into(),
+        reason: "SpecForge's Eagle3 is not converted here; `speculators convert` reads it, and what that writes is".into(),
+    };
+    decoder.obstacles = vec![obstacle];
+    // The config does not tell how far it drafts.
+    let kind = Arc::new(Eagle3Layout { steps: fields.size("ttt_length")?.unwrap_or(7) });
+    let draft_vocab_size = fields.size("draft_vocab_size")?.unwrap_or(decoder.vocab_size);
+    let drafter = decoder.drafter(fields, SPECFORGE, found, kind)?;
+    Ok((Dialect::Specforge, Drafter { draft_vocab_size, ..drafter }))
+}
+
+impl KindSettings for Eagle3Layout {
     fn name(&self) -> &'static str {
         "eagle3"
     }

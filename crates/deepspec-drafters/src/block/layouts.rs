@@ -1,65 +1,65 @@
-//! Block drafters: DSpark, and DFlash, which is one without heads.
+//! Checkpoints of block drafters in the layouts of several tools.
 
 use std::sync::Arc;
 
 use deepspec_core::Slots;
+use deepspec_dialects::{
+    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Fields,
+    ForeignClass, GgufParts, GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes, Speculators,
+    Tensors, Verdict, keys,
+};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::{
-    Container, Engine, EngineLayout, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators,
-    Verdict, keys,
-};
-use crate::drafter::Drafter;
-use crate::fields::Fields;
-use crate::layouts::Decoder;
-use crate::shapes::Shapes;
-use crate::{Dialect, DialectError};
+use super::config::BlockConfig;
+use super::recipe::MarkovKind;
+use crate::trained::DrafterConfig;
 
 /// How block drafters are read.
-pub static READER: Reader =
-    Reader { class: "DSparkModel", reference: read, model_types: &["dspark", "dflash"], speculators };
+pub static READER: Reader = Reader {
+    class: BlockConfig::CLASS,
+    keys: &["block_size", "sample_from_anchor", "mask_token_id", HEADS[0], HEADS[1], HEADS[2], HEADS[3]],
+    reference: read,
+    model_types: &["dspark", "dflash"],
+    speculators,
+    classes: &[
+        ForeignClass {
+            name: "DSparkDraftModel",
+            tools: "SpecForge",
+            read: |fields, tensors| contained(fields, tensors, "DSparkDraftModel", "dspark"),
+        },
+        ForeignClass {
+            name: "DFlashDraftModel",
+            tools: "z-lab, SpecForge, ModelOpt",
+            read: |fields, tensors| contained(fields, tensors, "DFlashDraftModel", "dflash"),
+        },
+        ForeignClass {
+            name: "DominoDraftModel",
+            tools: "SpecForge",
+            read: |fields, tensors| contained(fields, tensors, "DominoDraftModel", "domino"),
+        },
+    ],
+};
 
-/// Forms of the Markov head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MarkovKind {
-    /// The previous token's embedding as it is.
-    Vanilla,
-    /// The same, gated by the hidden state.
-    Gated,
-    /// With a recurrent state.
-    Rnn,
-}
+/// Keys of the heads.
+const HEADS: [&str; 4] =
+    ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"];
 
-impl MarkovKind {
-    /// The kind of this name in config files.
-    pub fn parse(name: &str) -> Option<Self> {
-        [Self::Vanilla, Self::Gated, Self::Rnn].into_iter().find(|kind| kind.name() == name)
-    }
-
-    /// Its name in config files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Vanilla => "vanilla",
-            Self::Gated => "gated",
-            Self::Rnn => "rnn",
-        }
-    }
-}
+/// What llama.cpp calls drafters behind anchors.
+pub const GGUF_ARCHITECTURE: &str = "dflash";
 
 /// The Markov head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Markov {
+struct Markov {
     /// Its form.
-    pub kind: MarkovKind,
+    kind: MarkovKind,
     /// r, width of its embeddings.
-    pub rank: u64,
+    rank: u64,
 }
 
-/// A block drafter's own settings: DSpark with heads, DFlash without.
+/// A block drafter's own settings as checkpoints say them: DSpark with heads, DFlash without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Block {
+pub struct BlockLayout {
     /// B, slots of a block.
     pub block_size: u64,
     /// Stands for the tokens to be predicted.
@@ -67,9 +67,9 @@ pub struct Block {
     /// What its slots predict.
     pub slots: Slots,
     /// Markov head, if any.
-    pub markov: Option<Markov>,
+    markov: Option<Markov>,
     /// Whether the confidence head reads the Markov embedding; None without that head.
-    pub confidence_with_markov: Option<bool>,
+    confidence_with_markov: Option<bool>,
 }
 
 fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, DialectError> {
@@ -78,7 +78,7 @@ fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, DialectError> {
         _ => Slots::AnchorPredicts,
     };
     let markov = markov(fields)?;
-    Ok(Arc::new(Block {
+    Ok(Arc::new(BlockLayout {
         block_size: block_size(fields, slots)?,
         mask_token_id: mask_token(fields, decoder.vocab_size)?,
         slots,
@@ -94,7 +94,7 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
     // Checkpoints without the key are older than it and have z-lab's slots.
     let from_anchor = fields.flag("sample_from_anchor")?.unwrap_or(false);
     let slots = if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn };
-    Ok(Arc::new(Block {
+    Ok(Arc::new(BlockLayout {
         block_size: block_size(fields, slots)?,
         mask_token_id: mask_token(fields, decoder.vocab_size)?,
         slots,
@@ -103,7 +103,58 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
     }))
 }
 
-impl Block {
+/// A drafter in the container that z-lab's DFlash came in. SpecForge and ModelOpt put DSpark into it, each in its own way; `projector` is
+/// what the class draws its hidden states with where the config does not say.
+fn contained(
+    fields: &Fields,
+    tensors: &Tensors,
+    class: &str,
+    projector: &str,
+) -> Result<(Dialect, Drafter), DialectError> {
+    let mut config = ContainerConfig::read(fields, &HEADS)?;
+    let inner = &config.inner;
+    // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
+    let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
+    let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
+    let dialect = match inner.text("projector_type")?.unwrap_or(projector) {
+        "dflash" => Dialect::Zlab,
+        "dspark" if is_modelopt => Dialect::Modelopt,
+        "dspark" => Dialect::Specforge,
+        other => {
+            let reason = match other {
+                "domino" => "Domino's correction head (prefix_gru, embed_proj) has no counterpart in the other dialects".into(),
+                other => format!("the projector \"{other}\" has no counterpart in the other dialects"),
+            };
+            let obstacle = Obstacle { key: "dflash_config.projector_type".into(), reason };
+            config.decoder.obstacles.insert(0, obstacle);
+            Dialect::Specforge
+        }
+    };
+    let slots = config.slots.unwrap_or(match dialect {
+        Dialect::Zlab => Slots::FillIn,
+        _ => Slots::AnchorPredicts,
+    });
+    let markov = if dialect == Dialect::Zlab { None } else { markov(inner)? };
+    let confidence_with_markov = match dialect {
+        Dialect::Modelopt => inner.flag("use_confidence_head")?.unwrap_or(false).then_some(true),
+        Dialect::Zlab => None,
+        _ => confidence(inner, markov)?,
+    };
+    let block_size = match fields.map.contains_key("block_size") {
+        true => block_size(fields, slots)?,
+        false => block_size(inner, slots)?,
+    };
+    let mask_token_id = mask_token(inner, config.decoder.vocab_size)?;
+    let kind = BlockLayout { block_size, mask_token_id, slots, markov, confidence_with_markov };
+    Ok((dialect, config.drafter(fields, class, Arc::new(kind))?))
+}
+
+impl BlockLayout {
+    /// Blocks without heads whose slots fill in.
+    pub fn filling_in(block_size: u64, mask_token_id: u64) -> Self {
+        Self { block_size, mask_token_id, slots: Slots::FillIn, markov: None, confidence_with_markov: None }
+    }
+
     /// Tokens that it drafts.
     pub fn drafted(&self) -> u64 {
         self.block_size.saturating_sub(self.slots.first() as u64)
@@ -124,7 +175,7 @@ impl Block {
     }
 }
 
-impl KindSettings for Block {
+impl KindSettings for BlockLayout {
     fn name(&self) -> &'static str {
         if self.has_heads() { "dspark" } else { "dflash" }
     }
@@ -316,7 +367,8 @@ impl KindSettings for Block {
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
         let mut parts = GgufParts {
             keys: vec![("block_size", GgufValue::U32(self.block_size as u32))],
-            ..GgufParts::behind_anchors()
+            architecture: GGUF_ARCHITECTURE,
+            ..GgufParts::default()
         };
         match (self.fills_in(), self.has_heads()) {
             (true, false) => return Ok(parts),
@@ -414,20 +466,18 @@ impl KindSettings for Block {
 }
 
 /// The Markov head of `markov_rank` and `markov_head_type`.
-pub fn markov(fields: &Fields) -> Result<Option<Markov>, DialectError> {
+fn markov(fields: &Fields) -> Result<Option<Markov>, DialectError> {
     let rank = fields.count("markov_rank")?.unwrap_or(0);
     let name = fields.text("markov_head_type")?.unwrap_or("vanilla");
     if rank == 0 {
         return Ok(None);
     }
-    let kind = MarkovKind::parse(name).ok_or_else(|| {
-        fields.error("markov_head_type", format!("\"{name}\" is unknown; expected vanilla, gated or rnn"))
-    })?;
+    let kind = MarkovKind::parse(name).map_err(|problem| fields.error("markov_head_type", problem))?;
     Ok(Some(Markov { kind, rank }))
 }
 
 /// The confidence head of `enable_confidence_head` and `confidence_head_with_markov`.
-pub fn confidence(fields: &Fields, markov: Option<Markov>) -> Result<Option<bool>, DialectError> {
+fn confidence(fields: &Fields, markov: Option<Markov>) -> Result<Option<bool>, DialectError> {
     let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
     if !fields.flag("enable_confidence_head")?.unwrap_or(false) {
         return Ok(None);

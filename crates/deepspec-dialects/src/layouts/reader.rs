@@ -1,0 +1,32 @@
+//! How the settings of a kind are read.
+
+use super::common::Decoder;
+use crate::drafter::{Drafter, Settings};
+use crate::fields::Fields;
+use crate::{Dialect, DialectError, Tensors};
+
+/// How a kind's settings are read in each layout that has them.
+pub struct Reader {
+    /// Its classes in the reference's layout, behind a family's prefix.
+    pub class: &'static str,
+    /// Its keys in that layout.
+    pub keys: &'static [&'static str],
+    /// Its settings in that layout.
+    pub reference: fn(&Fields, &Decoder) -> Result<Settings, DialectError>,
+    /// Its model types in the speculators package.
+    pub model_types: &'static [&'static str],
+    /// Its settings there. What no other layout can say is added to the decoder's obstacles.
+    pub speculators: fn(&Fields, &mut Decoder) -> Result<Settings, DialectError>,
+    /// Its classes in the layouts of other tools.
+    pub classes: &'static [ForeignClass],
+}
+
+/// A class of drafters in the layouts of z-lab, SpecForge or ModelOpt.
+pub struct ForeignClass {
+    /// Its name.
+    pub name: &'static str,
+    /// The tools that write it.
+    pub tools: &'static str,
+    /// Reads a drafter whose config is of this class.
+    pub read: fn(&Fields, &Tensors) -> Result<(Dialect, Drafter), DialectError>,
+}

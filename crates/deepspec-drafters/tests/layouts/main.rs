@@ -1,0 +1,7 @@
+//! Drafter checkpoints in the layouts of several tools, as their kinds read and write them.
+
+mod common;
+mod convert;
+mod fuzz;
+mod gguf;
+mod serving;
