@@ -19,7 +19,7 @@ if [[ -z $folder ]]; then
     trap 'rm -rf "$folder"' EXIT
 fi
 mkdir -p "$folder"
-cargo build --quiet --release --locked -p deepspec-data
+cargo build --quiet --release --locked --workspace --bin deepspec-data
 
 data=$folder/rows-$rows.parquet
 [[ -s $data ]] || "$PYTHON" deepspec-data/benches/split.py make "$rows" "$data"

@@ -1,6 +1,7 @@
 //! Rows of a dataset: one or many files of parquet, JSON Lines or JSON, plain or compressed, read in batches or one by one.
 
 mod array;
+mod cell;
 mod files;
 mod rows;
 mod table;
@@ -10,9 +11,10 @@ use std::path::PathBuf;
 
 use deepspec_core::usage;
 
+pub use cell::Cell;
 pub use files::{DataFile, Format};
 pub use rows::Item;
-pub use table::{MESSAGE_KEYS, Table, json_lines};
+pub use table::{MESSAGE_KEYS, Table};
 pub use units::{Unit, Units, decode};
 
 /// A dataset that can be read from its start any number of times.

@@ -1,44 +1,62 @@
-//! The fields of a row or of a message. Those of columns are text until someone reads them, so that what travels along stays as it was
-//! written: a decimal has more digits than a number of JSON's readers.
+//! The fields of a row or of a message. Those of columns stay where they are until someone reads them, and are written from there: a
+//! decimal has more digits than a number of JSON's readers.
 
-use indexmap::IndexMap;
-use serde_json::value::RawValue;
+use deepspec_rows::Cell;
 use serde_json::{Map, Value};
 
 use super::conversation::{Kind, Problem};
 
 /// An object's fields, in order.
-pub struct Fields<'a>(IndexMap<String, Field<'a>>);
+pub struct Fields<'a>(Vec<(Key<'a>, Field<'a>)>);
+
+/// A field's name, of an object of JSON or of a column.
+enum Key<'a> {
+    Own(String),
+    Column(&'a str),
+}
 
 /// A field's value.
 pub enum Field<'a> {
     /// As it was read.
     Value(Value),
-    /// As it stands in the text.
-    Text(&'a RawValue),
+    /// As it stands in its column.
+    Cell(Cell<'a>),
+}
+
+impl Key<'_> {
+    fn name(&self) -> &str {
+        match self {
+            Self::Own(name) => name,
+            Self::Column(name) => name,
+        }
+    }
 }
 
 impl From<Map<String, Value>> for Fields<'_> {
     fn from(map: Map<String, Value>) -> Self {
-        Self(map.into_iter().map(|(key, value)| (key, Field::Value(value))).collect())
+        Self(map.into_iter().map(|(key, value)| (Key::Own(key), Field::Value(value))).collect())
     }
 }
 
 impl<'a> Fields<'a> {
-    /// Those of an object's text.
-    pub fn of_text(text: &'a str) -> serde_json::Result<Self> {
-        let fields: IndexMap<String, &RawValue> = serde_json::from_str(text)?;
-        Ok(Self(fields.into_iter().map(|(key, value)| (key, Field::Text(value))).collect()))
+    /// Those of a row of columns or of a struct in one; what is null is not there.
+    pub fn of_cells(cells: impl Iterator<Item = (&'a str, Cell<'a>)>) -> Self {
+        let there = cells.filter(|(_, cell)| !cell.is_null());
+        Self(there.map(|(name, cell)| (Key::Column(name), Field::Cell(cell))).collect())
+    }
+
+    fn place(&self, key: &str) -> Option<usize> {
+        self.0.iter().position(|(name, _)| name.name() == key)
     }
 
     /// Whether there is such a field.
     pub fn has(&self, key: &str) -> bool {
-        self.0.contains_key(key)
+        self.place(key).is_some()
     }
 
     /// A field as it is.
     pub fn take(&mut self, key: &str) -> Option<Field<'a>> {
-        self.0.shift_remove(key)
+        self.place(key).map(|at| self.0.remove(at).1)
     }
 
     /// A field's value.
@@ -48,26 +66,34 @@ impl<'a> Fields<'a> {
 
     /// A field's value, which stays.
     pub fn value(&self, key: &str) -> Result<Option<Value>, Problem> {
-        let field = self.0.get(key).map(|field| match field {
+        let field = self.place(key).map(|at| match &self.0[at].1 {
             Field::Value(value) => Field::Value(value.clone()),
-            Field::Text(text) => Field::Text(text),
+            Field::Cell(cell) => Field::Cell(*cell),
         });
         field.map(Field::value).transpose()
     }
 
     /// The inside of the object's text, without fields that are null.
     pub fn inside(self) -> Vec<u8> {
-        let mut out = String::new();
+        let mut out = vec![];
         for (key, field) in self.0 {
-            let text = match &field {
-                field if field.is_null() => continue,
-                Field::Value(value) => value.to_string(),
-                Field::Text(text) => text.get().to_string(),
-            };
-            let comma = if out.is_empty() { "" } else { "," };
-            out += &format!("{comma}{}:{text}", Value::from(key));
+            let before = out.len();
+            if before > 0 {
+                out.push(b',');
+            }
+            // Writing to memory cannot fail.
+            let _ = serde_json::to_writer(&mut out, key.name());
+            out.push(b':');
+            let value = out.len();
+            match field {
+                Field::Value(value) => drop(serde_json::to_writer(&mut out, &value)),
+                Field::Cell(cell) => cell.write(&mut out),
+            }
+            if &out[value..] == b"null" {
+                out.truncate(before);
+            }
         }
-        out.into_bytes()
+        out
     }
 }
 
@@ -76,7 +102,7 @@ impl<'a> Field<'a> {
     pub fn is_null(&self) -> bool {
         match self {
             Self::Value(value) => value.is_null(),
-            Self::Text(text) => text.get() == "null",
+            Self::Cell(cell) => cell.is_null(),
         }
     }
 
@@ -85,20 +111,24 @@ impl<'a> Field<'a> {
     /// # Errors
     /// If it cannot be read, such as a number beyond all that JSON's readers hold.
     pub fn value(self) -> Result<Value, Problem> {
-        match self {
-            Self::Value(value) => Ok(value),
-            Self::Text(text) => {
-                serde_json::from_str(text.get()).map_err(|error| Kind::NotAnObject.because(error.to_string()))
-            }
+        let cell = match self {
+            Self::Value(value) => return Ok(value),
+            Self::Cell(cell) => cell,
+        };
+        if let Some(text) = cell.text() {
+            return Ok(Value::String(text.to_owned()));
         }
+        let mut text = vec![];
+        cell.write(&mut text);
+        serde_json::from_slice(&text).map_err(|error| Kind::NotAnObject.because(error.to_string()))
     }
 
     /// The items of a list; anything else as its value.
     pub fn list(self) -> Result<Result<Vec<Self>, Value>, Problem> {
-        if let Self::Text(text) = self
-            && let Ok(items) = serde_json::from_str::<Vec<&'a RawValue>>(text.get())
+        if let Self::Cell(cell) = self
+            && let Some(items) = cell.items()
         {
-            return Ok(Ok(items.into_iter().map(Self::Text).collect()));
+            return Ok(Ok(items.map(Self::Cell).collect()));
         }
         Ok(match self.value()? {
             Value::Array(items) => Ok(items.into_iter().map(Self::Value).collect()),
@@ -108,10 +138,10 @@ impl<'a> Field<'a> {
 
     /// The fields of an object; anything else as its value.
     pub fn object(self) -> Result<Result<Fields<'a>, Value>, Problem> {
-        if let Self::Text(text) = self
-            && let Ok(fields) = Fields::of_text(text.get())
+        if let Self::Cell(cell) = self
+            && let Some(fields) = cell.fields()
         {
-            return Ok(Ok(fields));
+            return Ok(Ok(Fields::of_cells(fields)));
         }
         Ok(match self.value()? {
             Value::Object(map) => Ok(map.into()),

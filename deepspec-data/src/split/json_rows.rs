@@ -104,31 +104,63 @@ fn text(key: &str, value: Value) -> Result<Option<String>, Problem> {
 mod tests {
     use super::super::conversation::Name;
     use super::*;
-    use serde_json::{Map, json};
+    use arrow::array::{Array, ArrayRef, Decimal256Array, RecordBatch};
+    use arrow::datatypes::{Schema, i256};
+    use arrow::json::ReaderBuilder;
+    use arrow::json::reader::infer_json_schema;
+    use deepspec_rows::Cell;
+    use serde_json::json;
+    use std::sync::Arc;
 
-    #[test]
-    fn what_travels_along_keeps_its_digits() {
-        let text = r#"{"price":12345678901234567890.123,"messages":[{"role":"user","content":"x","cost":0.100}],"n":1.0e10,"gone":null}"#;
-        let row = conversation(Fields::of_text(text).unwrap(), &Roles::default()).unwrap();
+    /// The line of training data that is written of a row.
+    fn line(row: Fields) -> Result<String, Problem> {
+        let row = conversation(row, &Roles::default())?;
         let mut line = vec![];
         row.write_train(&Name { source: None, index: 7 }, &mut line);
-        let expected = r#"{"id":7,"conversations":[{"role":"user","content":"x","cost":0.100}],"price":12345678901234567890.123,"n":1.0e10}"#;
-        assert_eq!(String::from_utf8(line).unwrap().trim_end(), expected);
-    }
-
-    fn row_text(row: &Map<String, Value>) -> String {
-        serde_json::to_string(row).unwrap()
+        Ok(String::from_utf8(line).unwrap().trim_end().to_string())
     }
 
     fn convert(row: Value) -> Result<String, Problem> {
         let Value::Object(row) = row else { unreachable!() };
-        let text = row_text(&row);
-        let read = conversation(row.into(), &Roles::default());
-        assert_eq!(read, conversation(Fields::of_text(&text).unwrap(), &Roles::default()));
-        let row = read?;
-        let mut line = vec![];
-        row.write_train(&Name { source: None, index: 7 }, &mut line);
-        Ok(String::from_utf8(line).unwrap().trim_end().to_string())
+        line(row.into())
+    }
+
+    #[test]
+    fn what_travels_along_keeps_its_digits() {
+        let price = Decimal256Array::from(vec![i256::from_string("12345678901234567890123")]);
+        let price = price.with_precision_and_scale(40, 3).unwrap();
+        let message = r#"{"messages": [{"role": "user", "content": "x"}], "n": 0.1}"#;
+        let messages = columns(message);
+        let mut fields: Vec<_> = messages.schema_ref().fields().iter().cloned().collect();
+        fields.push(Arc::new(arrow::datatypes::Field::new("price", price.data_type().clone(), true)));
+        let columns = messages.columns().iter().cloned().chain([Arc::new(price) as ArrayRef]).collect();
+        let batch = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns).unwrap();
+        let expected = r#"{"id":7,"conversations":[{"role":"user","content":"x"}],"n":0.1,"price":12345678901234567890.123}"#;
+        assert_eq!(line(Fields::of_cells(Cell::of_row(&batch, 0))).unwrap(), expected);
+    }
+
+    /// A row as columns of the types that its values have.
+    fn columns(row: &str) -> RecordBatch {
+        let schema = infer_json_schema(row.as_bytes(), None).unwrap().0;
+        let mut reader = ReaderBuilder::new(Arc::new(schema)).build(row.as_bytes()).unwrap();
+        reader.next().unwrap().unwrap()
+    }
+
+    #[test]
+    fn columns_are_read_as_json_is() {
+        let rows = [
+            json!({"messages": [{"role": "user", "content": "\"a\"\n😀"}, {"role": "assistant", "content": "b", "w": 1.5}],
+                "id": "x", "meta": {"a": [{"b": true}], "c": [1, null]}, "gone": null}),
+            json!({"conversations": [{"from": "human", "value": "q", "n": 3}, {"from": "gpt", "value": null}]}),
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "id": 12}),
+            json!({"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]}),
+            json!({"messages": "hi", "id": [1]}),
+            json!({"messages": [{"role": "user", "content": "x"}], "id": 0.5}),
+        ];
+        for row in rows {
+            let batch = columns(&row.to_string());
+            assert_eq!(line(Fields::of_cells(Cell::of_row(&batch, 0))), convert(row.clone()), "{row}");
+        }
     }
 
     #[test]

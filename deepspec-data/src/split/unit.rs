@@ -7,7 +7,7 @@ use super::conversation::{Conversation, Kind, Problem};
 use super::fields::Fields;
 use super::json_rows;
 use super::roles::Roles;
-use deepspec_rows::{Unit, decode, json_lines};
+use deepspec_rows::{Cell, Unit, decode};
 
 /// Where a row stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,12 +48,11 @@ pub fn each_row(
         }
     };
     for (at, batch) in batches {
-        let within = || format!("{}: from row {at}", file.display());
-        let text = String::from_utf8(json_lines(&batch).with_context(within)?).with_context(within)?;
-        for (index, row) in text.lines().filter(|line| !line.is_empty()).enumerate() {
+        Cell::check(&batch).with_context(|| format!("{}: from row {at}", file.display()))?;
+        for index in 0..batch.num_rows() {
             let place = Place { index: at - first + index, line: at + index };
             if wanted(place.index) {
-                let row = Fields::of_text(row).with_context(within)?;
+                let row = Fields::of_cells(Cell::of_row(&batch, index));
                 each(place, json_rows::conversation(row, roles));
             }
         }
