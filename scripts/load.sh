@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Schedules under load on the tiny target, in turns: each is served, and rounds go over all of them, so that the clock of a machine that moves
-# is the same for all. Prints the median of the rounds, tokens/s of all users together.
+# is the same for all. Prints the median of the rounds, tokens/s of all users together, beside what `simulate` foretells from one recorded run,
+# from what steps cost, which every round measures anew, and from what the server did at the loads that are not held out.
 #
 #   scripts/load.sh [OUTPUT_DIR]      default runs/load
 #
 # In the environment:
 #   LOAD_SCHEDULES    plain whole fixed:4 prefix prefix-async
 #   LOAD_CONCURRENCY  1 2 4 8 16 32
+#   LOAD_HELD_OUT     loads that are measured too, but not told to `simulate`: none
 #   LOAD_ROUNDS       3
 #   LOAD_SECONDS      4, after one that does not count
 #   LOAD_TARGET, LOAD_DRAFT, LOAD_SUITES   assets/tiny-target, assets/tiny-dspark, smoke-math smoke-code smoke-chat
@@ -14,7 +16,9 @@ set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-runs/load}
 read -ra schedules <<<"${LOAD_SCHEDULES:-plain whole fixed:4 prefix prefix-async}"
-read -ra levels <<<"${LOAD_CONCURRENCY:-1 2 4 8 16 32}"
+read -ra told <<<"${LOAD_CONCURRENCY:-1 2 4 8 16 32}"
+read -ra held_out <<<"${LOAD_HELD_OUT:-}"
+levels=("${told[@]}" ${held_out[@]+"${held_out[@]}"})
 read -ra names <<<"${LOAD_SUITES:-smoke-math smoke-code smoke-chat}"
 rounds=${LOAD_ROUNDS:-3} seconds=${LOAD_SECONDS:-4}
 target=${LOAD_TARGET:-assets/tiny-target} draft=${LOAD_DRAFT:-assets/tiny-dspark}
@@ -27,6 +31,7 @@ slots=$(printf '%s\n' "${levels[@]}" 32 | sort -n | tail -1)
 scripts/setup.sh
 cargo build --workspace --release --bins
 mkdir -p "$out"
+rm -rf "$out/measured"
 [ -f "$out/whole/results.json" ] || $bin/deepspec-eval run --quiet --target "$target" --draft "$draft" "${suites[@]}" --temperature 0 --no-baseline \
     --output-dir "$out/whole" >/dev/null
 [ -f "$out/calibration.json" ] || $bin/deepspec-eval calibrate "$out/whole" --output "$out/calibration.json" >/dev/null
@@ -50,32 +55,54 @@ for schedule in "${schedules[@]}"; do
     done
     urls+=("$schedule=$(sed -n 's/^listening on //p' "$log")")
 done
-: >"$out/rounds.txt"
 for round in $(seq "$rounds"); do
+    $bin/deepspec-eval profile --quiet --target "$target" --draft "$draft" --contexts 96 --output "$out/cost-$round.json" --overwrite >/dev/null
     for level in "${levels[@]}"; do
         for url in "${urls[@]}"; do
-            $bin/deepspec-eval load --quiet --json --server "$url" "${suites[@]}" --concurrency "$level" --seconds "$seconds" --warm-up 1 --overwrite \
-                --output-dir "$out/last" | python3 -c '
-import json, sys
-run = json.load(sys.stdin)["runs"][0]
-print(run["server"], run["level"]["concurrency"], run["tokens_per_second"])' >>"$out/rounds.txt"
+            $bin/deepspec-eval load --quiet --server "$url" "${suites[@]}" --concurrency "$level" --seconds "$seconds" --warm-up 1 --overwrite \
+                --output-dir "$out/measured/${url%%=*}-$level-$round" >/dev/null
         done
     done
     echo "load: round $round of $rounds" >&2
 done
-python3 - "$out/rounds.txt" <<'P'
+served=()
+for level in "${told[@]}"; do
+    for file in "$out"/measured/*-"$level"-*/load.json; do served+=(--served "$file"); done
+done
+# Of fewer nothing can be told.
+if [ $((${#told[@]} * ${#schedules[@]})) -lt 8 ]; then served=(); fi
+for round in $(seq "$rounds"); do
+    $bin/deepspec-eval simulate "$out/whole" --cost "$out/cost-$round.json" --calibration "$out/calibration.json" ${served[@]+"${served[@]}"} --quiet --overwrite \
+        --concurrency "$(IFS=,; echo "${levels[*]}")" --schedule "$(IFS=,; echo "${schedules[*]}")" --output-dir "$out/simulation-$round" >/dev/null
+done
+python3 - "$out" "$rounds" "${held_out[*]-}" <<'P'
 import collections
+import glob
+import json
 import statistics
 import sys
 
-found = collections.defaultdict(lambda: collections.defaultdict(list))
-for line in open(sys.argv[1]):
-    schedule, level, rate = line.split()
-    found[schedule][int(level)].append(float(rate))
-levels = sorted({level for of in found.values() for level in of})
-print("| tokens/s at | " + " | ".join(map(str, levels)) + " |\n|---" + "|---" * len(levels) + "|")
-for schedule, of in found.items():
-    print(f"| {schedule} | " + " | ".join(f"{statistics.median(of[level]):.0f}" for level in levels) + " |")
+out, rounds, held_out = sys.argv[1], int(sys.argv[2]), [int(level) for level in sys.argv[3].split()]
+measured, foretold = collections.defaultdict(list), collections.defaultdict(list)
+for file in glob.glob(f"{out}/measured/*/load.json"):
+    for run in json.load(open(file))["runs"]:
+        measured[run["server"], run["level"]["concurrency"]].append(run["tokens_per_second"])
+for number in range(1, rounds + 1):
+    for course in json.load(open(f"{out}/simulation-{number}/simulation.json"))["courses"]:
+        for cell in course["outcomes"]:
+            foretold[course["schedule"], cell["concurrency"]].append((cell["tokens"] + cell["first_tokens"]) / cell["seconds"])
+levels = sorted({level for _, level in measured})
+print("| tokens/s at | " + " | ".join(f"{level}, held out" if level in held_out else str(level) for level in levels) + " |")
+print("|---" + "|---" * len(levels) + "|")
+worst = {True: (0, ""), False: (0, "")}
+for schedule in sorted({schedule for schedule, _ in measured}):
+    cells = []
+    for level in levels:
+        found, said = (statistics.median(of[schedule, level]) for of in (measured, foretold))
+        is_held_out = level in held_out
+        worst[is_held_out] = max(worst[is_held_out], (abs(said / found - 1), f"{schedule} at {level}"))
+        cells.append(f"{found:.0f} ({said / found - 1:+.0%})")
+    print(f"| {schedule} | " + " | ".join(cells) + " |")
+print("in brackets what was foretold over it; furthest off " + ", ".join(
+    f"{'held out' if is_held_out else 'told'}: {where}, {off:.1%}" for is_held_out, (off, where) in worst.items() if where))
 P
-$bin/deepspec-eval simulate "$out/whole" --cost "$out/cost.json" --calibration "$out/calibration.json" --concurrency "$(IFS=,; echo "${levels[*]}")" \
-    --output-dir "$out/simulation" --overwrite

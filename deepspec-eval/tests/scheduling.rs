@@ -150,6 +150,70 @@ fn a_recorded_run_is_replayed_on_any_cost() {
     assert_refused(&deepspec_eval(&simulate), 2, &["simulation.json", "--overwrite"]);
     let crowded = [&simulate[..], &["--overwrite", "--concurrency", "256"]].concat();
     assert_refused(&deepspec_eval(&crowded), 2, &["up to 128 tokens", "profile further"]);
+    // What a server adds to its steps is told from its throughput, and foretells other loads.
+    let loads = [1, 2, 3, 4, 6, 8];
+    let simulated = |out: &Path, more: &[&str]| {
+        let out =
+            ["--output-dir", out.to_str().unwrap(), "--concurrency", "1,2,3,4,6,8", "--schedule", "prefix"];
+        ok(&[&["simulate", "--quiet", from, "--cost", cost, "--cycles", "4000"], &out[..], more].concat());
+    };
+    let [bare, file, told] = ["bare", "load.json", "told"].map(|name| dir.path().join(name));
+    simulated(&bare, &[]);
+    let bare = parsed(&bare.join("simulation.json"));
+    let cells = |simulation: &Value| -> Vec<(String, u64, f64, f64, f64)> {
+        let courses = simulation["courses"].as_array().unwrap().clone();
+        let of = |course: &Value| -> Vec<_> {
+            let schedule = course["schedule"].as_str().unwrap().to_string();
+            let number = |cell: &Value, key: &str| cell[key].as_f64().unwrap();
+            let cell = |cell: &Value| {
+                let tokens = number(cell, "tokens") + number(cell, "first_tokens");
+                let (steps, seconds) = (number(cell, "steps"), number(cell, "seconds"));
+                (schedule.clone(), cell["concurrency"].as_u64().unwrap(), tokens, steps, seconds)
+            };
+            course["outcomes"].as_array().unwrap().iter().map(cell).collect()
+        };
+        courses.iter().flat_map(of).collect()
+    };
+    let took = |schedule: &str, tokens: f64, steps: f64, seconds: f64| {
+        let choice = if schedule == "prefix" { 5e-4 } else { 0.0 };
+        1.25 * seconds + (1e-3 + choice) * steps + 1e-4 * tokens
+    };
+    let runs: Vec<Value> = cells(&bare)
+        .into_iter()
+        .filter(|cell| cell.1 != 3 && cell.1 != 6)
+        .map(|(schedule, users, tokens, steps, seconds)| {
+            let rate = tokens / took(&schedule, tokens, steps, seconds);
+            json!({"server": schedule, "level": {"concurrency": users}, "tokens_per_second": rate})
+        })
+        .collect();
+    let written = |runs: &[Value]| {
+        let load = json!({"format": "deepspec-load", "format_version": 1, "runs": runs});
+        fs::write(&file, load.to_string()).unwrap();
+    };
+    written(&runs);
+    simulated(&told, &["--served", file.to_str().unwrap()]);
+    let told = parsed(&told.join("simulation.json"));
+    assert_eq!(told["served"].as_array().unwrap().len(), 3 * (loads.len() - 2));
+    for (found, cell) in cells(&told).iter().zip(cells(&bare)) {
+        let (schedule, users, tokens, steps, seconds) = cell;
+        let wanted = took(&schedule, tokens, steps, seconds);
+        assert!((found.4 / wanted - 1.0).abs() < 1e-2, "{schedule} at {users}: {} for {wanted}", found.4);
+    }
+    let refused = |runs: &[Value], words: &[&str]| {
+        written(runs);
+        let args = [&simulate[..], &["--overwrite", "--served", file.to_str().unwrap()]].concat();
+        assert_refused(&deepspec_eval(&args), 2, words);
+    };
+    refused(&runs[..3], &["3 schedules at loads", "8"]);
+    let level = json!({"concurrency": 1});
+    refused(
+        &[json!({"server": "mine", "level": level, "tokens_per_second": 1.0})],
+        &["`mine`", "prefix=http"],
+    );
+    refused(
+        &[json!({"server": "plain", "level": {"rate": 2.0}, "tokens_per_second": 1.0})],
+        &["2 requests/s"],
+    );
     let cut = dir.path().join("cut");
     run_ok(&drafter(), &cut, &["--no-baseline", "--limit", "2", "--schedule", "threshold:0.5", "--json"]);
     let of_cut = ["simulate", cut.to_str().unwrap(), "--cost", cost, "--output-dir", to, "--overwrite"];

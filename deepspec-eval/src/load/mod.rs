@@ -20,6 +20,11 @@ use tokio::runtime::Runtime;
 use client::{Arrivals, Asking, Client, Prompt};
 use summary::Summary;
 
+/// What load.json is.
+pub const FORMAT: &str = "deepspec-load";
+/// Its version.
+pub const VERSION: u64 = 1;
+
 /// Whom to ask what, and how often. A key for the server is taken from OPENAI_API_KEY.
 #[derive(clap::Args)]
 pub struct Args {
@@ -198,8 +203,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         anyhow::bail!(problem);
     }
     let report = Report {
-        format: "deepspec-load",
-        format_version: 1,
+        format: FORMAT,
+        format_version: VERSION,
         tool_version: env!("CARGO_PKG_VERSION"),
         suites: args.suites.clone(),
         seconds: args.seconds,

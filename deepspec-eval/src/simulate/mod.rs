@@ -2,6 +2,7 @@
 
 mod emit;
 mod replay;
+mod served;
 mod shown;
 
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ use serde::Serialize;
 
 use crate::results::Results;
 use replay::{Outcome, Recording, Replay};
+use served::{Host, Served};
 
 /// Factors on the confidences' logits under which the prefix scheduler is tried.
 const SHARPNESS: [f64; 4] = [0.25, 0.5, 2.0, 4.0];
@@ -47,6 +49,10 @@ pub struct Args {
     /// Milliseconds that scheduling itself takes in each step of the engine that is meant, where the schedule weighs costs
     #[arg(long, value_name = "MS", default_value_t = 0.0)]
     overhead_ms: f64,
+    /// load.json of `deepspec-eval load` against servers that are named after their schedules: what they take beside their steps is told
+    /// from it, and counted at all loads. May be repeated
+    #[arg(long, value_name = "FILE", conflicts_with = "overhead_ms")]
+    served: Vec<PathBuf>,
     /// Folder for simulation.json and the plots
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
@@ -81,6 +87,10 @@ pub struct Simulation {
     results: String,
     cost: String,
     recorded_cycles: usize,
+    /// What is added to the costs.
+    pub host: Host,
+    /// What was measured, where that was told from it.
+    pub served: Vec<Served>,
     /// The schedules.
     pub courses: Vec<Course>,
     /// The prefix scheduler with confidences that are surer of themselves than they should be, or less.
@@ -147,14 +157,16 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     let recording = Recording::read(&args.results, &results, temperatures.as_deref())?;
     let schedules = schedules(args, &recording)?;
-    if let Some(&most) = args.concurrency.iter().max().filter(|&&most| most > cost.max_batch()) {
+    let served = if args.served.is_empty() { vec![] } else { served::read(&args.served)? };
+    let loads = args.concurrency.iter().chain(served.iter().map(|served| &served.concurrency));
+    if let Some(&most) = loads.max().filter(|&&most| most > cost.max_batch()) {
         usage!(
             "--concurrency {most}: {} knows steps of up to {} tokens; profile further",
             args.cost.display(),
             cost.max_batch()
         );
     }
-    let simulation = simulate(args, &recording, &cost, &schedules, verbosity)?;
+    let simulation = simulate(args, &recording, &cost, &schedules, served, verbosity)?;
     atomic::create_dir(&args.output_dir)?;
     shown::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
     if args.emit {
@@ -196,6 +208,7 @@ fn simulate(
     recording: &Recording,
     cost: &Arc<StepCost>,
     schedules: &[Policy],
+    served: Vec<Served>,
     verbosity: Verbosity,
 ) -> anyhow::Result<Simulation> {
     let sharper = SHARPNESS.iter().filter(|_| recording.confident).map(|&factor| (Policy::Prefix, factor));
@@ -203,9 +216,13 @@ fn simulate(
     let mut progress =
         Progress::new(verbosity, "simulate", (wanted.len() * args.concurrency.len()) as u64, 0);
     let mut courses = vec![];
+    let host = Host::scheduling(1e-3 * args.overhead_ms);
+    let mut replay = Replay { recording, cost, sharpness: 1.0, host, cycles: args.cycles };
+    if !served.is_empty() {
+        replay.host = Host::fit(&replay, &served)?;
+    }
     for (schedule, sharpness) in wanted {
-        let overhead = 1e-3 * args.overhead_ms;
-        let replay = Replay { recording, cost, sharpness, overhead, cycles: args.cycles };
+        replay.sharpness = sharpness;
         let outcomes: Result<Vec<_>, _> =
             args.concurrency.par_iter().map(|&concurrency| replay.run(schedule, concurrency)).collect();
         courses.push(Course { schedule, sharpness, outcomes: outcomes? });
@@ -226,6 +243,8 @@ fn simulate(
         results: args.results.display().to_string(),
         cost: args.cost.display().to_string(),
         recorded_cycles: recording.cycles(),
+        host: replay.host,
+        served,
         courses,
         miscalibrated,
         context: recording.context(),

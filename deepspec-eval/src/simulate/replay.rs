@@ -13,6 +13,7 @@ use deepspec_schedule::policy::Policy;
 use deepspec_schedule::survival::sigmoid;
 use serde::Serialize;
 
+use super::served::Host;
 use crate::results::Results;
 use crate::traces;
 
@@ -146,14 +147,19 @@ pub struct Outcome {
     pub steps: u64,
     /// Steps with drafting.
     pub drafted_steps: u64,
-    /// Time by the cost curve.
+    /// Time by the cost curve, and what the server adds.
     pub seconds: f64,
 }
 
 impl Outcome {
     /// Tokens per second of all sequences together.
     pub fn throughput(&self) -> f64 {
-        (self.tokens + self.first_tokens) as f64 / self.seconds
+        self.all_tokens() as f64 / self.seconds
+    }
+
+    /// Tokens of answers, those that prompts bring too.
+    pub fn all_tokens(&self) -> u64 {
+        self.tokens + self.first_tokens
     }
 
     /// Tokens committed per cycle.
@@ -180,6 +186,7 @@ struct Playing {
 }
 
 /// How to replay.
+#[derive(Clone, Copy)]
 pub struct Replay<'a> {
     /// What.
     pub recording: &'a Recording,
@@ -187,8 +194,8 @@ pub struct Replay<'a> {
     pub cost: &'a Arc<StepCost>,
     /// Multiplies the confidences' logits before the policy sees them: 1 leaves them, 2 makes the drafter surer of itself.
     pub sharpness: f64,
-    /// Seconds that a step takes longer where the policy weighs costs: what scheduling itself takes in the engine that is meant.
-    pub overhead: f64,
+    /// What is added to these costs.
+    pub host: Host,
     /// Cycles after which it is over.
     pub cycles: u64,
 }
@@ -276,11 +283,11 @@ impl Replay<'_> {
                 .filter(|(playing, _)| playing.is_none())
                 .for_each(|(slot, new)| *slot = new);
             outcome.seconds += self.cost.seconds(load.requests, verified, load.context, drafted)
-                + self.cost.prefill_seconds(prompts)
-                + if policy.reads_cost() { self.overhead } else { 0.0 };
+                + self.cost.prefill_seconds(prompts);
             outcome.steps += 1;
             outcome.drafted_steps += u64::from(drafted);
         }
+        outcome.seconds = self.host.seconds(policy, &outcome);
         Ok(outcome)
     }
 
@@ -359,8 +366,13 @@ mod tests {
         assert!((tau - 3.0).abs() < 0.1, "{tau}");
         let cost = Arc::new(deepspec_schedule::cost_file::read(Path::new(COST)).unwrap());
         let rate = |policy: Policy, requests: usize, overhead: f64| {
-            let replay =
-                Replay { recording: &recording, cost: &cost, sharpness: 1.0, overhead, cycles: 30_000 };
+            let replay = Replay {
+                recording: &recording,
+                cost: &cost,
+                sharpness: 1.0,
+                host: Host::scheduling(overhead),
+                cycles: 30_000,
+            };
             replay.run(policy, requests).unwrap().throughput()
         };
         // What scheduling takes there follows from the first row alone.
@@ -389,8 +401,13 @@ mod tests {
         let recording = recording();
         let flat = CostCurve::new(vec![100.0; 64]).unwrap();
         let cost = Arc::new(StepCost::new(vec![(1, flat)], vec![]).unwrap());
-        let replay =
-            Replay { recording: &recording, cost: &cost, sharpness: 1.0, overhead: 0.0, cycles: 50_000 };
+        let replay = Replay {
+            recording: &recording,
+            cost: &cost,
+            sharpness: 1.0,
+            host: Host::scheduling(0.0),
+            cycles: 50_000,
+        };
         let found = replay.run(Policy::Whole, 4).unwrap();
         let (cycles, accepted) = recording
             .answers

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use deepspec_schedule::policy::Policy;
 
+use super::served::Host;
 use super::{Course, Outcome, Simulation};
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
 use crate::report::write_plot;
@@ -56,6 +57,15 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
         Some(at) => format!("whole blocks are slower than plain decoding from {at} sequences on\n"),
         None => "whole blocks are never slower than plain decoding here\n".into(),
     };
+    if !simulation.served.is_empty() {
+        let Host { factor, step, choice, token } = simulation.host;
+        text += &format!(
+            "by what servers did, steps take {factor:.2} × their costs and {:.2} ms, {:.2} ms more where the schedule weighs costs, and a token {:.3} ms\n",
+            1e3 * step,
+            1e3 * choice,
+            1e3 * token
+        );
+    }
     if let Some(from) = simulation.forecast_from {
         text += &format!(
             "from {from} sequences on whole blocks are larger batches than were measured: their times are a forecast\n"
