@@ -6,15 +6,13 @@ use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
 use deepspec_core::recipe::TargetRecipe;
 use deepspec_hub::{Hub, HubError, Kind, Repo, Settings, model_dir};
-use deepspec_models::{ModelConfig, ModelError, weights_digest};
+use deepspec_models::{ModelConfig, ModelError, families, weights_digest};
 
-/// The targets of the recipes in `configs/`, as `configs/shapes/README.md` describes.
-const BUILT_IN: [(&str, &str); 4] = [
-    ("Qwen/Qwen3-4B", include_str!("../../configs/shapes/qwen3_4b.json")),
-    ("Qwen/Qwen3-8B", include_str!("../../configs/shapes/qwen3_8b.json")),
-    ("Qwen/Qwen3-14B", include_str!("../../configs/shapes/qwen3_14b.json")),
-    ("google/gemma-4-12B-it", include_str!("../../configs/shapes/gemma4_12b.json")),
-];
+/// The targets of the recipes in `configs/`, as `configs/shapes/README.md` describes: their families have them.
+fn built_in() -> impl Iterator<Item = (&'static str, &'static str)> {
+    families().flat_map(|family| family.shapes).copied()
+}
+
 const CONFIG: &str = "config.json";
 
 /// What a config.json says, and where that one came from.
@@ -47,7 +45,7 @@ impl Shape {
             let has_weights = cache.model(&repo).is_ok();
             return Ok(Self { has_weights, ..Self::in_folder(dir)? });
         }
-        if let Some((id, text)) = BUILT_IN.iter().find(|(id, _)| *id == target.model) {
+        if let Some((id, text)) = built_in().find(|(id, _)| *id == target.model) {
             let map = serde_json::from_str(text)?;
             let config = ModelConfig::parse(Path::new(&format!("built-in sizes of {id}")), map)?;
             return Ok(Self { config, origin: format!("built-in sizes of {id}"), has_weights: false });
@@ -72,7 +70,8 @@ mod tests {
     #[test]
     fn the_built_in_sizes_are_those_of_known_families() {
         let layers = [36, 36, 40, 48];
-        for ((id, text), layers) in BUILT_IN.iter().zip(layers) {
+        assert_eq!(built_in().count(), layers.len());
+        for ((id, text), layers) in built_in().zip(layers) {
             let config = ModelConfig::parse(Path::new(id), serde_json::from_str(text).unwrap()).unwrap();
             assert_eq!(config.layers.len(), layers, "{id}");
         }

@@ -7,7 +7,7 @@ use safetensors::Dtype;
 
 use crate::fields::read_object;
 use crate::shapes::{self, REBUILT};
-use crate::{Dialect, DialectError, Drafter, Reader, TensorFacts, Tensors, layouts};
+use crate::{Dialect, DialectError, Drafter, Known, TensorFacts, Tensors, layouts};
 
 /// A drafter checkpoint of any known dialect.
 pub struct Checkpoint {
@@ -18,15 +18,15 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens the folder and tells its dialect and which of these kinds it holds. The tensors' values stay on disk.
+    /// Opens the folder and tells its dialect and which of the known drafters it holds. The tensors' values stay on disk.
     ///
     /// # Errors
     /// If it is no drafter of a known dialect and kind, or a file or a key of it is broken.
-    pub fn open(dir: &Path, kinds: &[&Reader]) -> Result<Self, DialectError> {
+    pub fn open(dir: &Path, known: Known) -> Result<Self, DialectError> {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
         let tensors = Tensors::open(dir)?;
-        let (dialect, drafter) = layouts::read(&path, &map, &tensors, kinds)?;
+        let (dialect, drafter) = layouts::read(&path, &map, &tensors, known)?;
         Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors })
     }
 

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::Dialect;
-use crate::families::{FAMILIES, Family, QWEN3};
+use crate::families::Family;
 use crate::kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict};
 
 /// Tensors by name, with their shapes.
@@ -87,7 +87,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
 
     /// Whether such layers mean the same in other tools as here.
     fn has_layers_of(&self, family: Family) -> bool {
-        family == &QWEN3
+        family.pre_norm && family.qk_norm
     }
 
     /// Width of what a layer's attention reads, in hidden sizes.
@@ -154,11 +154,9 @@ impl Drafter {
             return Some(format!("`{key}`: {reason}"));
         }
         if !self.kind.has_layers_of(self.family) {
-            let family = self.family;
-            let known = FAMILIES.into_iter().filter(|known| self.kind.has_layers_of(known));
-            let known = known.map(|family| family.name).collect::<Vec<_>>().join(" and ");
+            let (family, title) = (self.family, self.kind.title());
             return Some(format!(
-                "its layers are {family}'s; only {known} draft layers mean the same in all dialects"
+                "its layers are {family}'s, and no other dialect has a {title} with such layers"
             ));
         }
         if let (Some(layers), Some(tap)) =

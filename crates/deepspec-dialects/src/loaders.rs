@@ -2,7 +2,6 @@
 
 use serde::Serialize;
 
-use crate::families::{GEMMA4, LLAMA};
 use crate::kind::Verdict;
 use crate::{Checkpoint, Dialect};
 
@@ -27,10 +26,10 @@ pub struct Loader {
 pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     let (drafter, dialect) = (checkpoint.drafter(), checkpoint.dialect());
     let known = |engine, version: Option<&'static str>, verdict: Verdict| match of_layers(checkpoint) {
-        Some(note) => Loader { engine, tried: None, loads: false, note: note.into() },
+        Some(note) => Loader { engine, tried: None, loads: false, note },
         None => {
-            // Neither vLLM nor speculators was tried with Llama layers.
-            let tried = version.filter(|_| verdict.tried && drafter.family != &LLAMA);
+            // Neither vLLM nor speculators was tried with layers without these norms.
+            let tried = version.filter(|_| verdict.tried && drafter.family.qk_norm);
             Loader { engine, tried, loads: verdict.loads, note: verdict.note.into() }
         }
     };
@@ -49,20 +48,22 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
         Loader { engine: "llama.cpp", tried: None, loads: false, note },
         Loader {
             engine: "speculators",
-            tried: (is_speculators && drafter.family != &LLAMA).then_some(SPECULATORS),
+            tried: (is_speculators && drafter.family.qk_norm).then_some(SPECULATORS),
             loads: is_speculators,
             note: own.into(),
         },
     ]
 }
 
-/// Why no engine loads a drafter with such layers, if so: Gemma 4 drafters are loaded by nobody yet, and the reference's classes with
-/// Llama layers are not known to others.
-fn of_layers(checkpoint: &Checkpoint) -> Option<&'static str> {
+/// Why no engine loads a drafter with such layers, if so: those with norms behind attention and MLP are loaded by nobody yet, and the
+/// reference's classes without norms on queries and keys are not known to others.
+fn of_layers(checkpoint: &Checkpoint) -> Option<String> {
     let family = checkpoint.drafter().family;
     match checkpoint.dialect() {
-        _ if family == &GEMMA4 => Some("no engine's drafter has Gemma 4 layers"),
-        Dialect::Reference if family == &LLAMA => Some("no engine knows this class with Llama layers"),
+        _ if !family.pre_norm => Some(format!("no engine's drafter has {family} layers")),
+        Dialect::Reference if !family.qk_norm => {
+            Some(format!("no engine knows this class with {family} layers"))
+        }
         _ => None,
     }
 }

@@ -5,9 +5,9 @@ use std::path::Path;
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
 use deepspec_core::recipe::Recipe;
-use deepspec_dialects::{Checkpoint, DialectError};
+use deepspec_dialects::{Checkpoint, DialectError, Known};
 use deepspec_models::config::{Fields, read_json};
-use deepspec_models::{ModelConfig, ModelError};
+use deepspec_models::{ModelConfig, ModelError, families};
 
 use crate::registration::{Checkpoints, Registration, Section};
 use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, dflash2, eagle3};
@@ -130,8 +130,9 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
 /// # Errors
 /// If it is no drafter of a known layout and kind, or a file or a key of it is broken.
 pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, DialectError> {
-    let layouts = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts);
-    Checkpoint::open(dir, &layouts.collect::<Vec<_>>())
+    let kinds: Vec<_> = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts).collect();
+    let families: Vec<_> = families().map(|family| family.decoder).collect();
+    Checkpoint::open(dir, Known { kinds: &kinds, families: &families })
 }
 
 /// Loads the drafter checkpoint in `dir`.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic;
 use deepspec_dialects::DecoderFamily;
+use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
@@ -248,6 +249,10 @@ pub struct TargetFamily {
     pub(crate) behind_anchors: Option<Family>,
     /// Why a decoder cannot have draft layers with these windows; None where it can.
     pub(crate) refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
+    /// How its own models mark who speaks, where that has a name.
+    pub chat: Option<ChatFormat>,
+    /// Hub ids of its models whose sizes are known without them, and their config.json.
+    pub shapes: &'static [(&'static str, &'static str)],
 }
 
 /// One of [`crate::families`].

@@ -16,7 +16,7 @@ mod weights;
 pub use config::{Family, ModelConfig, TargetFamily};
 pub use deepspec_dialects::MAX_SHARD_BYTES;
 pub use error::ModelError;
-pub use families::families;
+pub use families::{chat_formats, families};
 pub use identity::{config_digest, stop_ids, weights_digest};
 pub use room::{Fit, fit, history_bytes, room};
 pub use target::{Prepared, TargetModel, TargetOptions, check_taps, load_embed_and_head};

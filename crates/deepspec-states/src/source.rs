@@ -7,7 +7,7 @@ use deepspec_core::cli::Verbosity;
 use deepspec_core::recipe::{Recipe, TemplateRecipe};
 use deepspec_drafters::DrafterPlan;
 use deepspec_hub::model_dir;
-use deepspec_models::{ModelConfig, config_digest, weights_digest};
+use deepspec_models::{ModelConfig, chat_formats, config_digest, weights_digest};
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
 use crate::StatesError;
@@ -74,7 +74,7 @@ pub fn identity(
         target_config: config_digest(dir)?,
         target_weights: weights_digest(dir)?,
         tokenizer: tokenizer.tokenizer_digest().to_string(),
-        template: template.digest(tokenizer),
+        template: template.digest(tokenizer, &chat_formats()),
         chat_template: template.name.clone(),
         system_prompt: recipe.data.default_system(template.default_system.as_deref()),
         taps: recipe.target.layer_ids.clone(),
@@ -103,8 +103,8 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
         TemplateRecipe::Entry(entry) => return Ok(entry.clone().into()),
         TemplateRecipe::Name(name) => name,
     };
-    ChatTemplate::named(name).ok_or_else(|| {
-        let known = ChatTemplate::names().join(", ");
+    ChatTemplate::named(name, &chat_formats()).ok_or_else(|| {
+        let known = ChatTemplate::names(&chat_formats()).join(", ");
         let problem = format!(
             "unknown chat template `{name}` (known: {known}); rules of your own are an entry or a .yaml file"
         );

@@ -7,6 +7,7 @@ use std::fs;
 use common::Bench;
 use deepspec_cache::{Encoding, FinalStates};
 use deepspec_core::Tap;
+use deepspec_models::chat_formats;
 use deepspec_states::identity;
 use deepspec_text::ChatTemplate;
 
@@ -27,7 +28,7 @@ fn the_identity_is_that_of_target_text_and_taps() {
     assert_eq!((layout.taps.len(), layout.hidden_size, layout.last), (3, 192, FinalStates::All));
     // The same once more, and from a template that knows nothing of the recipe.
     assert_eq!(bench.source(&[]).unwrap().identity, *found);
-    let own = ChatTemplate::named("qwen").unwrap();
+    let own = ChatTemplate::named("qwen", &chat_formats()).unwrap();
     assert_eq!(
         identity(&bench.recipe(&[]), &source.dir, &source.tokenizer, &own, &source.config).unwrap(),
         *found

@@ -115,7 +115,7 @@ pub enum TextError {
         name: String,
     },
     /// The template's own tags are the mask rule, and it has none.
-    #[error("the chat template of {} has no {{% generation %}} tags to take the mask from; choose `qwen`, `gemma4` or an entry of your own", path.display())]
+    #[error("the chat template of {} has no {{% generation %}} tags to take the mask from; choose a format by its name, or an entry of your own", path.display())]
     NoGenerationTags {
         /// The file that holds the template.
         path: PathBuf,

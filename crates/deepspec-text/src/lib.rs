@@ -28,7 +28,7 @@ pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
 pub use message::{Message, MessageError, Role, RowError, check_starts_with_user, conversation};
 pub use problem::{Checked, Problem};
 pub use prompt::{generation_prompt, served_prompt};
-pub use rules::{ChatTemplate, Marks, MaskRule};
+pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
 pub use stream::TokenStream;
 pub use template::RenderOptions;
 pub use thoughts::{FENCES, Fence, without_thoughts};

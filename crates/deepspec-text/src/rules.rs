@@ -44,32 +44,21 @@ pub struct Marks {
 }
 
 impl ChatTemplate {
-    /// The template that configs call `name`.
-    pub fn named(name: &str) -> Option<Self> {
-        let (assistant_header, end_of_turn, default_system, assistant_prefix) = match name {
-            "qwen" => ("<|im_start|>assistant\n", "<|im_end|>\n", Some("You are a helpful assistant."), None),
-            "gemma4" => ("<|turn>model\n", "<turn|>\n", None, Some("<|channel>thought\n<channel|>")),
-            GENERATION => {
-                return Some(Self { name: name.into(), rule: MaskRule::Generation, default_system: None });
-            }
-            _ => return None,
-        };
-        let rule = MaskRule::Marks(Marks {
-            assistant_header: assistant_header.into(),
-            end_of_turn: end_of_turn.into(),
-            assistant_prefix: assistant_prefix.map(Into::into),
-        });
-        Some(Self { name: name.into(), rule, default_system: default_system.map(Into::into) })
+    /// The template that configs call `name`: one of these formats, or the tags of a model's own.
+    pub fn named(name: &str, formats: &[&ChatFormat]) -> Option<Self> {
+        if name == GENERATION {
+            return Some(Self { name: name.into(), rule: MaskRule::Generation, default_system: None });
+        }
+        formats.iter().find(|format| format.name == name).map(|&format| format.into())
     }
 
     /// Every name that [`ChatTemplate::named`] knows.
-    pub fn names() -> &'static [&'static str] {
-        &["qwen", "gemma4", GENERATION]
+    pub fn names<'a>(formats: &[&'a ChatFormat]) -> Vec<&'a str> {
+        formats.iter().map(|format| format.name).chain([GENERATION]).collect()
     }
 
-    /// The built-in rules whose marks occur in what the tokenizer's template writes, else the template's own tags if it
-    /// has them.
-    pub fn guess(tokenizer: &ChatTokenizer) -> Option<Self> {
+    /// The format whose marks occur in what the tokenizer's template writes, else the template's own tags if it has them.
+    pub fn guess(tokenizer: &ChatTokenizer, formats: &[&ChatFormat]) -> Option<Self> {
         let probe = [Message::new(Role::User, "Hi"), Message::new(Role::Assistant, "Hello")];
         let text = tokenizer.render(&probe, &RenderOptions::default()).unwrap_or_default();
         let fits = |template: &Self| match &template.rule {
@@ -78,7 +67,7 @@ impl ChatTemplate {
             }
             MaskRule::Generation => tokenizer.has_generation_tags(),
         };
-        Self::names().iter().filter_map(|name| Self::named(name)).find(fits)
+        Self::names(formats).into_iter().filter_map(|name| Self::named(name, formats)).find(fits)
     }
 
     /// The marks, unless the template's own tags are the rule.
@@ -101,11 +90,13 @@ impl ChatTemplate {
     }
 
     /// A digest of what `tokenizer` writes and what these rules see in it, apart from the system message. For the
-    /// built-in marks it is the digest of the writing alone, which their name completes.
-    pub fn digest(&self, tokenizer: &ChatTokenizer) -> String {
+    /// marks of these formats it is the digest of the writing alone, which their name completes.
+    pub fn digest(&self, tokenizer: &ChatTokenizer, formats: &[&ChatFormat]) -> String {
         let written = tokenizer.template_digest();
         let marks = match &self.rule {
-            MaskRule::Marks(_) if Self::named(&self.name).is_some_and(|own| own.rule == self.rule) => {
+            MaskRule::Marks(_)
+                if Self::named(&self.name, formats).is_some_and(|own| own.rule == self.rule) =>
+            {
                 return written;
             }
             MaskRule::Marks(marks) => marks,
@@ -147,6 +138,32 @@ impl ChatTemplate {
     }
 }
 
+/// A chat format that models share and configs call by a name.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ChatFormat {
+    /// Its name.
+    pub name: &'static str,
+    /// The text right before the assistant's words.
+    pub assistant_header: &'static str,
+    /// The text that ends a turn; it is supervised too.
+    pub end_of_turn: &'static str,
+    /// The system message of conversations that have none.
+    pub default_system: Option<&'static str>,
+    /// Put before the assistant's words, and not supervised.
+    pub assistant_prefix: Option<&'static str>,
+}
+
+impl From<&ChatFormat> for ChatTemplate {
+    fn from(format: &ChatFormat) -> Self {
+        let rule = MaskRule::Marks(Marks {
+            assistant_header: format.assistant_header.into(),
+            end_of_turn: format.end_of_turn.into(),
+            assistant_prefix: format.assistant_prefix.map(Into::into),
+        });
+        Self { name: format.name.into(), rule, default_system: format.default_system.map(Into::into) }
+    }
+}
+
 impl From<TemplateEntry> for ChatTemplate {
     fn from(entry: TemplateEntry) -> Self {
         let TemplateEntry { name, assistant_header, end_of_turn, default_system, assistant_prefix } = entry;
@@ -181,30 +198,43 @@ impl Marks {
 mod tests {
     use super::*;
 
-    fn ranges<'a>(name: &str, text: &'a str) -> Vec<&'a str> {
-        let template = ChatTemplate::named(name).unwrap();
-        template.marks().unwrap().find(text).into_iter().map(|(start, end)| &text[start..end]).collect()
+    fn ranges<'a>(marks: &Marks, text: &'a str) -> Vec<&'a str> {
+        marks.find(text).into_iter().map(|(start, end)| &text[start..end]).collect()
     }
 
     #[test]
     fn supervision_runs_from_header_to_end_of_turn() {
         let (h, e) = ("<|im_start|>assistant\n", "<|im_end|>\n");
+        let qwen = Marks { assistant_header: h.into(), end_of_turn: e.into(), assistant_prefix: None };
         assert_eq!(
-            ranges("qwen", &format!("{h}a{e}b{e}{h}c{h}d{e}")),
+            ranges(&qwen, &format!("{h}a{e}b{e}{h}c{h}d{e}")),
             ["a<|im_end|>\n", &format!("c{h}d{e}")]
         );
-        assert_eq!(ranges("qwen", &format!("{h}cut short<|im_end|>")), ["cut short<|im_end|>"]);
-        assert_eq!(ranges("qwen", h), [""]);
-        assert!(ranges("qwen", "nothing").is_empty());
+        assert_eq!(ranges(&qwen, &format!("{h}cut short<|im_end|>")), ["cut short<|im_end|>"]);
+        assert_eq!(ranges(&qwen, h), [""]);
+        assert!(ranges(&qwen, "nothing").is_empty());
+        let gemma = Marks {
+            assistant_header: "<|turn>model\n".into(),
+            end_of_turn: "<turn|>\n".into(),
+            assistant_prefix: Some("<|channel>thought\n<channel|>".into()),
+        };
         let text = "<|turn>model\n<|channel>thought\n<channel|>a<turn|>\n<|turn>model\nb<turn|>\n";
-        assert_eq!(ranges("gemma4", text), ["a<turn|>\n", "b<turn|>\n"]);
+        assert_eq!(ranges(&gemma, text), ["a<turn|>\n", "b<turn|>\n"]);
     }
 
     #[test]
     fn every_name_is_known() {
-        for name in ChatTemplate::names() {
-            assert_eq!(ChatTemplate::named(name).unwrap().name, *name);
+        let format = ChatFormat {
+            name: "mine",
+            assistant_header: "a",
+            end_of_turn: "b",
+            default_system: None,
+            assistant_prefix: None,
+        };
+        assert_eq!(ChatTemplate::names(&[&format]), ["mine", GENERATION]);
+        for name in ChatTemplate::names(&[&format]) {
+            assert_eq!(ChatTemplate::named(name, &[&format]).unwrap().name, name);
         }
-        assert_eq!(ChatTemplate::named("llama"), None);
+        assert_eq!(ChatTemplate::named("llama", &[&format]), None);
     }
 }

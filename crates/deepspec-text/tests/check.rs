@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::recipe::TemplateEntry;
+use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
 use deepspec_text::{ChatTemplate, ChatTokenizer, Checked, Conversation, Supervised, check, supervise};
 use serde_json::{Value, json};
@@ -30,7 +31,7 @@ fn changed(change: impl Fn(String) -> String) -> (TempDir, ChatTokenizer) {
 }
 
 fn qwen() -> ChatTemplate {
-    ChatTemplate::named("qwen").unwrap()
+    ChatTemplate::named("qwen", &chat_formats()).unwrap()
 }
 
 fn look(
@@ -67,8 +68,8 @@ fn good_rows_have_no_problems() {
         (ChatTokenizer::load(&golden::dir("templates_qwen")).unwrap(), "qwen"),
         (ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap(), "gemma4"),
     ] {
-        let template = ChatTemplate::named(name).unwrap();
-        assert_eq!(ChatTemplate::guess(&tokenizer).unwrap(), template);
+        let template = ChatTemplate::named(name, &chat_formats()).unwrap();
+        assert_eq!(ChatTemplate::guess(&tokenizer, &chat_formats()).unwrap(), template);
         for messages in [turn("Hi", "Hello."), turn("Hi", "<think>\nhm\n</think>\n\nHello."), turn("Hi", "")]
         {
             assert_eq!(problems(&tokenizer, &template, messages), [""; 0], "{name}");
@@ -84,7 +85,7 @@ fn empty_masks_say_why() {
         assert!(problems[0].contains("the mask is empty") && problems[0].contains(words), "{problems:?}")
     };
     only(problems(&tiny(), &qwen(), json!([{"role": "user", "content": "Hi"}])), "no assistant speaks");
-    let gemma = ChatTemplate::named("gemma4").unwrap();
+    let gemma = ChatTemplate::named("gemma4", &chat_formats()).unwrap();
     only(problems(&tiny(), &gemma, turn("Hi", "Hello.")), "the rules `gemma4` are not those");
     let (_, cut) = look(&tiny(), &qwen(), turn("Hi", "Hello."), 20);
     assert_eq!(cut.problems.len(), 1, "{cut:?}");
@@ -177,7 +178,7 @@ fn a_cut_answer_ends_with_its_last_word() {
     let cut = |content: &str| json!({"role": "assistant", "content": content, "finish_reason": "length"});
     let gemma = (
         ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap(),
-        ChatTemplate::named("gemma4").unwrap(),
+        ChatTemplate::named("gemma4", &chat_formats()).unwrap(),
     );
     assert_eq!(said(&gemma.0, &gemma.1, cut("one two thr")), "one two thr");
     assert_eq!(said(&tiny(), &qwen(), cut("one two thr ")), "<think>\n\n</think>\n\none two thr ");
@@ -193,7 +194,7 @@ fn a_cut_answer_ends_with_its_last_word() {
             "{%- generation -%}{{- ns.answer + '<|im_end|>' -}}{%- endgeneration -%}",
         )
     });
-    let generation = ChatTemplate::named("generation").unwrap();
+    let generation = ChatTemplate::named("generation", &chat_formats()).unwrap();
     assert_eq!(said(&tagged, &generation, cut("one two thr")), "one two thr");
 }
 
@@ -207,14 +208,19 @@ fn rules_of_ones_own_find_the_same_as_built_in_ones() {
         assistant_prefix: Some("<|channel>thought\n<channel|>".into()),
     };
     let tokenizer = ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap();
-    let (own, builtin) = (ChatTemplate::from(mine.clone()), ChatTemplate::named("gemma4").unwrap());
+    let (own, builtin) =
+        (ChatTemplate::from(mine.clone()), ChatTemplate::named("gemma4", &chat_formats()).unwrap());
     let messages = turn("Hi", "Hello there.");
     assert_eq!(look(&tokenizer, &own, messages.clone(), 99), look(&tokenizer, &builtin, messages, 99));
     // The same rules under a built-in name are the built-in ones; under another name or with other marks they are not.
-    assert_eq!(builtin.digest(&tokenizer), tokenizer.template_digest());
+    assert_eq!(builtin.digest(&tokenizer, &chat_formats()), tokenizer.template_digest());
     let named = ChatTemplate::from(TemplateEntry { name: "gemma4".into(), ..mine.clone() });
-    assert_eq!(named.digest(&tokenizer), tokenizer.template_digest());
+    assert_eq!(named.digest(&tokenizer, &chat_formats()), tokenizer.template_digest());
     let other = ChatTemplate::from(TemplateEntry { assistant_prefix: None, ..mine });
-    let digests = [own.digest(&tokenizer), other.digest(&tokenizer), tokenizer.template_digest()];
+    let digests = [
+        own.digest(&tokenizer, &chat_formats()),
+        other.digest(&tokenizer, &chat_formats()),
+        tokenizer.template_digest(),
+    ];
     assert!(digests[0] != digests[1] && digests[0] != digests[2] && digests[1] != digests[2]);
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use deepspec_models::chat_formats;
 use deepspec_text::{
     ChatTemplate, ChatTokenizer, Conversation, Message, Role, Served, Supervised, TextError, check, supervise,
 };
@@ -20,7 +21,7 @@ fn trained(fields: Value, answer: &str) -> Result<Supervised, TextError> {
         Message::new(Role::User, "Two?"),
         said,
     ]);
-    let mut template = ChatTemplate::named("qwen").unwrap();
+    let mut template = ChatTemplate::named("qwen", &chat_formats()).unwrap();
     template.default_system = None;
     supervise(&tokenizer(), &template, &conversation, 512)
 }
@@ -86,7 +87,7 @@ fn tokens_of_another_text_are_left_aside() {
 /// What was served had no system message but its own, whatever the rules put before other rows.
 #[test]
 fn a_default_system_message_is_not_put_before_what_was_served() {
-    let (tokenizer, template) = (tokenizer(), ChatTemplate::named("qwen").unwrap());
+    let (tokenizer, template) = (tokenizer(), ChatTemplate::named("qwen", &chat_formats()).unwrap());
     assert!(template.default_system.is_some());
     let prompt = prompt();
     let answer = [tokenizer.encode("Two.").unwrap(), vec![end()]].concat();

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
+use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
 use deepspec_text::{ChatTemplate, ChatTokenizer, Conversation, Supervised, check, supervise};
 use proptest::prelude::*;
@@ -13,7 +14,9 @@ use serde_json::{Value, json};
 static BENCHES: LazyLock<Vec<(ChatTokenizer, ChatTemplate)>> = LazyLock::new(|| {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     [(tiny, "qwen"), (golden::dir("templates_qwen"), "qwen"), (golden::dir("templates_gemma4"), "gemma4")]
-        .map(|(dir, name)| (ChatTokenizer::load(&dir).unwrap(), ChatTemplate::named(name).unwrap()))
+        .map(|(dir, name)| {
+            (ChatTokenizer::load(&dir).unwrap(), ChatTemplate::named(name, &chat_formats()).unwrap())
+        })
         .into()
 });
 

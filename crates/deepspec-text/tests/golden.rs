@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
 use deepspec_text::{
     ChatTemplate, ChatTokenizer, Conversation, MIN_SUPERVISED_TOKENS, Message, RenderOptions,
@@ -20,7 +21,7 @@ impl Case {
         let dir = golden::dir(name);
         let json: Value = serde_json::from_slice(&fs::read(dir.join("case.json")).unwrap()).unwrap();
         let entry = &json["template_registry_entry"];
-        let template = ChatTemplate::named(entry["name"].as_str().unwrap()).unwrap();
+        let template = ChatTemplate::named(entry["name"].as_str().unwrap(), &chat_formats()).unwrap();
         let marks = template.marks().unwrap();
         assert_eq!(marks.assistant_header, entry["assistant_header"]);
         assert_eq!(marks.end_of_turn, entry["end_of_turn_token"]);

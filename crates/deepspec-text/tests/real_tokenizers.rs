@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use deepspec_gguf::unpack;
+use deepspec_models::chat_formats;
 use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
 use deepspec_testkit::skip;
 use deepspec_text::{
@@ -147,7 +148,7 @@ fn a_llamas_own_marks_are_those_of_transformers() {
         conversations.map(|messages| json!({"dir": dir, "header": null, "messages": messages})).collect();
     let answers = transformers(&python, &cases, scratch.path());
     let tokenizer = ChatTokenizer::load(&dir).unwrap();
-    let generation = ChatTemplate::named("generation").unwrap();
+    let generation = ChatTemplate::named("generation", &chat_formats()).unwrap();
     for (case, answer) in cases.iter().zip(&answers) {
         let row = Map::from_iter([("conversations".to_string(), case["messages"].clone())]);
         let conversation = Conversation::from_row(&row).unwrap();
@@ -164,7 +165,7 @@ fn a_llamas_own_marks_are_those_of_transformers() {
 }
 
 fn template(header: &str, end: &str) -> ChatTemplate {
-    let mut template = ChatTemplate::named("qwen").unwrap();
+    let mut template = ChatTemplate::named("qwen", &chat_formats()).unwrap();
     template.default_system = None;
     if let MaskRule::Marks(marks) = &mut template.rule {
         (marks.assistant_header, marks.end_of_turn) = (header.into(), end.into());

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use deepspec_models::chat_formats;
 use deepspec_testkit::{golden, skip};
 use deepspec_text::{ChatTemplate, ChatTokenizer, Conversation, supervise};
 use serde_json::{Map, Value, json};
@@ -123,7 +124,7 @@ fn generation_masks_are_those_of_transformers() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let answers: Vec<Value> = serde_json::from_slice(&fs::read(&answered).unwrap()).unwrap();
 
-    let template = ChatTemplate::named("generation").unwrap();
+    let template = ChatTemplate::named("generation", &chat_formats()).unwrap();
     let (mut tokens, mut supervised) = (0, 0);
     for (case, answer) in cases.iter().zip(&answers) {
         let tokenizer = ChatTokenizer::load(Path::new(case["dir"].as_str().unwrap())).unwrap();

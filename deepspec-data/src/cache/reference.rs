@@ -9,7 +9,7 @@ use deepspec_core::progress::Progress;
 use deepspec_core::recipe::TemplateRecipe;
 use deepspec_core::usage;
 use deepspec_hub::model_dir;
-use deepspec_models::{ModelConfig, config_digest, weights_digest};
+use deepspec_models::{ModelConfig, chat_formats, config_digest, weights_digest};
 use deepspec_states::{StatesError, mask_rules};
 use deepspec_text::ChatTokenizer;
 
@@ -94,7 +94,7 @@ fn identity(args: &ImportArgs, reference: &Reference, verbosity: Verbosity) -> a
         target_config: config_digest(&dir)?,
         target_weights: weights_digest(&dir)?,
         tokenizer: tokenizer.tokenizer_digest().to_string(),
-        template: template.digest(&tokenizer),
+        template: template.digest(&tokenizer, &chat_formats()),
         chat_template: template.name.clone(),
         system_prompt: template.default_system.clone(),
         taps: reference.taps()?,

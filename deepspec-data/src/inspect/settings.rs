@@ -5,6 +5,7 @@ use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::{MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
+use deepspec_models::chat_formats;
 use deepspec_states::{StatesError, chat_template, mask_rules};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
@@ -46,7 +47,9 @@ impl Settings {
         };
         template.check_fits(&tokenizer).map_err(|error| UsageError(error.to_string()))?;
         let other = match template.rule {
-            MaskRule::Generation => ChatTemplate::guess(&tokenizer).filter(|guess| guess.marks().is_some()),
+            MaskRule::Generation => {
+                ChatTemplate::guess(&tokenizer, &chat_formats()).filter(|guess| guess.marks().is_some())
+            }
             MaskRule::Marks(_) => tokenizer
                 .has_generation_tags()
                 .then(|| ChatTemplate { rule: MaskRule::Generation, ..template.clone() }),
@@ -68,10 +71,10 @@ fn named(name: &str) -> anyhow::Result<ChatTemplate> {
 }
 
 fn guessed(tokenizer: &ChatTokenizer) -> anyhow::Result<ChatTemplate> {
-    let Some(template) = ChatTemplate::guess(tokenizer) else {
+    let Some(template) = ChatTemplate::guess(tokenizer, &chat_formats()) else {
         usage!(
             "the model's chat template writes none of the marks that are built in ({}); give --chat-template FILE.yaml with `name`, `assistant_header` and `end_of_turn`",
-            ChatTemplate::names().join(", ")
+            ChatTemplate::names(&chat_formats()).join(", ")
         );
     };
     tracing::info!("using the mask rules `{}`, which fit the model's chat template", template.name);

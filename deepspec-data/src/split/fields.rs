@@ -1,19 +1,15 @@
 //! The fields of a row or of a message. Those of columns stay where they are until someone reads them, and are written from there: a
 //! decimal has more digits than a number of JSON's readers.
 
+use std::borrow::Cow;
+
 use deepspec_rows::Cell;
 use serde_json::{Map, Value};
 
 use super::conversation::{Kind, Problem};
 
 /// An object's fields, in order.
-pub struct Fields<'a>(Vec<(Key<'a>, Field<'a>)>);
-
-/// A field's name, of an object of JSON or of a column.
-enum Key<'a> {
-    Own(String),
-    Column(&'a str),
-}
+pub struct Fields<'a>(Vec<(Cow<'a, str>, Field<'a>)>);
 
 /// A field's value.
 pub enum Field<'a> {
@@ -23,18 +19,9 @@ pub enum Field<'a> {
     Cell(Cell<'a>),
 }
 
-impl Key<'_> {
-    fn name(&self) -> &str {
-        match self {
-            Self::Own(name) => name,
-            Self::Column(name) => name,
-        }
-    }
-}
-
 impl From<Map<String, Value>> for Fields<'_> {
     fn from(map: Map<String, Value>) -> Self {
-        Self(map.into_iter().map(|(key, value)| (Key::Own(key), Field::Value(value))).collect())
+        Self(map.into_iter().map(|(key, value)| (Cow::Owned(key), Field::Value(value))).collect())
     }
 }
 
@@ -42,11 +29,11 @@ impl<'a> Fields<'a> {
     /// Those of a row of columns or of a struct in one; what is null is not there.
     pub fn of_cells(cells: impl Iterator<Item = (&'a str, Cell<'a>)>) -> Self {
         let there = cells.filter(|(_, cell)| !cell.is_null());
-        Self(there.map(|(name, cell)| (Key::Column(name), Field::Cell(cell))).collect())
+        Self(there.map(|(name, cell)| (Cow::Borrowed(name), Field::Cell(cell))).collect())
     }
 
     fn place(&self, key: &str) -> Option<usize> {
-        self.0.iter().position(|(name, _)| name.name() == key)
+        self.0.iter().position(|(name, _)| name == key)
     }
 
     /// Whether there is such a field.
@@ -82,7 +69,7 @@ impl<'a> Fields<'a> {
                 out.push(b',');
             }
             // Writing to memory cannot fail.
-            let _ = serde_json::to_writer(&mut out, key.name());
+            let _ = serde_json::to_writer(&mut out, &key);
             out.push(b':');
             let value = out.len();
             match field {

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use crate::drafter::{Drafter, NOTES, Obstacle, Settings};
 use crate::fields::Fields;
-use crate::{DialectError, FAMILIES, Family};
+use crate::{DialectError, Family};
 
 /// More draft layers are a mistake.
 const MAX_LAYERS: u64 = 1024;
@@ -27,15 +27,15 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Reads the decoder from `fields`, leaving out the `foreign` keys, which only their dialect knows.
+    /// Reads the decoder, of one of these families, from `fields`, leaving out the `foreign` keys, which only their dialect knows.
     ///
     /// # Errors
     /// If its family is unknown, or a key is missing or wrong.
-    pub fn read(fields: &Fields, foreign: &[&str]) -> Result<Self, DialectError> {
+    pub fn read(fields: &Fields, foreign: &[&str], families: &[Family]) -> Result<Self, DialectError> {
         let found = fields.text("model_type")?;
         let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
-        let Some(&family) = FAMILIES.iter().find(is_meant) else {
-            let names = FAMILIES.map(|family| family.name).join(", ");
+        let Some(&family) = families.iter().find(is_meant) else {
+            let names = families.iter().map(|family| family.name).collect::<Vec<_>>().join(", ");
             let problem = format!("{found:?} is no known decoder; known are {names}");
             return Err(fields.error("model_type", problem));
         };

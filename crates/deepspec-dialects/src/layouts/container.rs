@@ -8,7 +8,7 @@ use super::common::{Decoder, flat, taps};
 use crate::drafter::{Drafter, Obstacle, Settings};
 use crate::fields::Fields;
 use crate::kind::Container;
-use crate::{Dialect, DialectError};
+use crate::{Dialect, DialectError, Family};
 
 /// Keys that are neither the decoder's nor of a kind.
 const OWN: [&str; 6] =
@@ -37,9 +37,9 @@ impl<'a> ContainerConfig<'a> {
     ///
     /// # Errors
     /// If a key is missing or wrong.
-    pub fn read(fields: &Fields<'a>, own: &[&str]) -> Result<Self, DialectError> {
+    pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, DialectError> {
         let inner = fields.required_object("dflash_config")?;
-        let mut decoder = Decoder::read(fields, &[&OWN, own].concat())?;
+        let mut decoder = Decoder::read(fields, &[&OWN, own].concat(), families)?;
         decoder.obstacles.extend(switches(fields, "")?);
         decoder.obstacles.extend(switches(&inner, "dflash_config.")?);
         decoder.obstacles.extend(scales(fields, &inner));

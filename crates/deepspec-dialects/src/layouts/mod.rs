@@ -8,7 +8,7 @@ mod speculators;
 
 pub use common::{Decoder, taps};
 pub use container::ContainerConfig;
-pub use reader::{ForeignClass, Reader};
+pub use reader::{ForeignClass, Known, Reader};
 
 use std::path::Path;
 
@@ -16,9 +16,9 @@ use serde_json::{Map, Value};
 
 use crate::drafter::Drafter;
 use crate::fields::Fields;
-use crate::{Dialect, DialectError, FAMILIES, Target, Tensors};
+use crate::{Dialect, DialectError, Target, Tensors};
 
-/// Tells the dialect of a config and its tensors, and reads the drafter, of one of these kinds.
+/// Tells the dialect of a config and its tensors, and reads the drafter, one of those that are known.
 ///
 /// # Errors
 /// If it is no drafter of a known dialect and kind, or a key is missing or wrong.
@@ -26,11 +26,12 @@ pub fn read(
     path: &Path,
     map: &Map<String, Value>,
     tensors: &Tensors,
-    kinds: &[&Reader],
+    known: Known,
 ) -> Result<(Dialect, Drafter), DialectError> {
+    let Known { kinds, families } = known;
     let fields = Fields::new(path, map);
     if map.contains_key("speculators_model_type") || map.contains_key("speculators_config") {
-        return Ok((Dialect::Speculators, speculators::read(&fields, tensors, kinds)?));
+        return Ok((Dialect::Speculators, speculators::read(&fields, tensors, known)?));
     }
     if map.keys().any(|key| key.starts_with("dspark_")) {
         let problem = "the drafter lies within its target's checkpoint (SGLang's DeepSeek-V4 bundle), with layers of another \
@@ -40,18 +41,18 @@ pub fn read(
     let found = fields.required("architectures", fields.architecture()?)?;
     let of_family = |kind: &&&Reader| {
         let prefix = found.strip_suffix(kind.class);
-        prefix.is_some_and(|prefix| FAMILIES.iter().any(|family| family.prefix == prefix))
+        prefix.is_some_and(|prefix| families.iter().any(|family| family.prefix == prefix))
     };
     if let Some(kind) = kinds.iter().find(of_family) {
-        return Ok((Dialect::Reference, reference::read(&fields, found, kind, kinds)?));
+        return Ok((Dialect::Reference, reference::read(&fields, found, kind, known)?));
     }
     let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
     if let Some(class) = foreign.find(|class| class.name == found) {
-        return (class.read)(&fields, tensors);
+        return (class.read)(&fields, tensors, families);
     }
-    let prefixes = FAMILIES.map(|family| family.prefix).join(", ");
     let listed = |names: Vec<String>| names.join(", ");
-    let own = listed(kinds.iter().map(|kind| kind.class.to_string()).collect());
+    let prefixes = listed(families.iter().map(|family| family.prefix.into()).collect());
+    let own = listed(kinds.iter().map(|kind| kind.class.into()).collect());
     let foreign = kinds.iter().flat_map(|kind| kind.classes);
     let foreign = listed(foreign.map(|class| format!("{} ({})", class.name, class.tools)).collect());
     let problem = format!(

@@ -1,9 +1,9 @@
-//! How the settings of a kind are read.
+//! How the settings of a kind are read, and which kinds there are.
 
 use super::common::Decoder;
 use crate::drafter::{Drafter, Settings};
 use crate::fields::Fields;
-use crate::{Dialect, DialectError, Tensors};
+use crate::{Dialect, DialectError, Family, Tensors};
 
 /// How a kind's settings are read in each layout that has them.
 pub struct Reader {
@@ -28,5 +28,14 @@ pub struct ForeignClass {
     /// The tools that write it.
     pub tools: &'static str,
     /// Reads a drafter whose config is of this class.
-    pub read: fn(&Fields, &Tensors) -> Result<(Dialect, Drafter), DialectError>,
+    pub read: fn(&Fields, &Tensors, &[Family]) -> Result<(Dialect, Drafter), DialectError>,
+}
+
+/// Which drafters are known.
+#[derive(Clone, Copy)]
+pub struct Known<'a> {
+    /// Their kinds.
+    pub kinds: &'a [&'a Reader],
+    /// The families of their layers.
+    pub families: &'a [Family],
 }

@@ -4,7 +4,7 @@ use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
 use super::common::{Decoder, flat, taps};
-use super::reader::Reader;
+use super::reader::{Known, Reader};
 use crate::DialectError;
 use crate::drafter::Drafter;
 use crate::fields::Fields;
@@ -20,16 +20,16 @@ const OWN: [&str; 7] = [
     "target_text_model_type",
 ];
 
-/// Reads a drafter of this kind, one of `kinds`.
+/// Reads a drafter of this kind, one of those known.
 pub fn read(
     fields: &Fields,
     architecture: &str,
     kind: &Reader,
-    kinds: &[&Reader],
+    known: Known,
 ) -> Result<Drafter, DialectError> {
-    let of_kinds = kinds.iter().flat_map(|kind| kind.keys);
+    let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
     let own: Vec<&str> = OWN.iter().chain(of_kinds).copied().collect();
-    let decoder = Decoder::read(fields, &own)?;
+    let decoder = Decoder::read(fields, &own, known.families)?;
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size("num_target_layers")?;
     let taps = taps(fields, "target_layer_ids", -1)?;

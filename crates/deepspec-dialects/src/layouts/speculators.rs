@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::common::{Decoder, taps};
-use super::reader::Reader;
+use super::reader::Known;
 use crate::drafter::{Drafter, Obstacle};
 use crate::fields::Fields;
 use crate::kind::Speculators;
@@ -12,57 +12,25 @@ use crate::{DialectError, Target, Tensors};
 /// The version whose layout is written.
 const VERSION: &str = "0.9.0";
 
-/// What the configs of transformers stand in for a missing key: speculators stores only what differs from it.
-fn defaults(model_type: &str) -> Vec<(&'static str, Value)> {
-    match model_type {
-        "qwen3" => qwen3(),
-        "llama" => llama(),
-        _ => vec![],
-    }
-}
-
-fn llama() -> Vec<(&'static str, Value)> {
-    vec![
-        ("vocab_size", json!(32_000)),
-        ("hidden_size", json!(4096)),
-        ("intermediate_size", json!(11_008)),
-        ("num_hidden_layers", json!(32)),
-        ("num_attention_heads", json!(32)),
-        ("max_position_embeddings", json!(2048)),
-        ("rms_norm_eps", json!(1e-6)),
-    ]
-}
-
-fn qwen3() -> Vec<(&'static str, Value)> {
-    vec![
-        ("vocab_size", json!(151_936)),
-        ("hidden_size", json!(4096)),
-        ("intermediate_size", json!(22_016)),
-        ("num_hidden_layers", json!(32)),
-        ("num_attention_heads", json!(32)),
-        ("num_key_value_heads", json!(32)),
-        ("head_dim", json!(128)),
-        ("max_position_embeddings", json!(32_768)),
-        ("rms_norm_eps", json!(1e-6)),
-    ]
-}
-
-pub fn read(fields: &Fields, tensors: &Tensors, kinds: &[&Reader]) -> Result<Drafter, DialectError> {
+pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter, DialectError> {
     let key = "speculators_model_type";
     let model_type = fields.required(key, fields.text(key)?)?;
-    let Some(kind) = kinds.iter().find(|kind| kind.model_types.contains(&model_type)) else {
-        let known = kinds.iter().flat_map(|kind| kind.model_types).copied().collect::<Vec<_>>().join(", ");
+    let Some(kind) = known.kinds.iter().find(|kind| kind.model_types.contains(&model_type)) else {
+        let known =
+            known.kinds.iter().flat_map(|kind| kind.model_types).copied().collect::<Vec<_>>().join(", ");
         return Err(fields.error(key, format!("\"{model_type}\" is not known; expected one of {known}")));
     };
     let nested = fields.required_object("transformer_layer_config")?;
     let mut map = nested.map.clone();
     map.entry("model_type").or_insert("qwen3".into());
     let layers = map.get("model_type").and_then(Value::as_str).unwrap_or_default();
-    for (key, value) in defaults(layers) {
+    // Speculators stores only what differs from these.
+    let family = known.families.iter().find(|family| family.model_types.contains(&layers));
+    for (key, value) in family.map_or_else(Vec::new, |family| (family.defaults)()) {
         map.entry(key).or_insert(value);
     }
     let nested = nested.with(&map);
-    let mut decoder = Decoder::read(&nested, &[])?;
+    let mut decoder = Decoder::read(&nested, &[], known.families)?;
     let mut stops = |key: &str, reason: String| decoder.obstacles.push(Obstacle { key: key.into(), reason });
 
     let draft_vocab_size = fields.required_size("draft_vocab_size")?;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use deepspec_core::Slots;
 use deepspec_dialects::{
-    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Fields,
-    ForeignClass, GgufParts, GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes, Speculators,
-    Tensors, Verdict, keys,
+    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family,
+    Fields, ForeignClass, GgufParts, GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes,
+    Speculators, Tensors, Verdict, keys,
 };
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -26,17 +26,23 @@ pub static READER: Reader = Reader {
         ForeignClass {
             name: "DSparkDraftModel",
             tools: "SpecForge",
-            read: |fields, tensors| contained(fields, tensors, "DSparkDraftModel", "dspark"),
+            read: |fields, tensors, families| {
+                contained(fields, tensors, families, "DSparkDraftModel", "dspark")
+            },
         },
         ForeignClass {
             name: "DFlashDraftModel",
             tools: "z-lab, SpecForge, ModelOpt",
-            read: |fields, tensors| contained(fields, tensors, "DFlashDraftModel", "dflash"),
+            read: |fields, tensors, families| {
+                contained(fields, tensors, families, "DFlashDraftModel", "dflash")
+            },
         },
         ForeignClass {
             name: "DominoDraftModel",
             tools: "SpecForge",
-            read: |fields, tensors| contained(fields, tensors, "DominoDraftModel", "domino"),
+            read: |fields, tensors, families| {
+                contained(fields, tensors, families, "DominoDraftModel", "domino")
+            },
         },
     ],
 };
@@ -108,10 +114,11 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
 fn contained(
     fields: &Fields,
     tensors: &Tensors,
+    families: &[Family],
     class: &str,
     projector: &str,
 ) -> Result<(Dialect, Drafter), DialectError> {
-    let mut config = ContainerConfig::read(fields, &HEADS)?;
+    let mut config = ContainerConfig::read(fields, &HEADS, families)?;
     let inner = &config.inner;
     // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use deepspec_core::Slots;
 use deepspec_dialects::{
-    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Fields,
-    ForeignClass, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict, keys,
+    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family,
+    Fields, ForeignClass, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict, keys,
 };
 use serde_json::{Map, Value, json};
 
@@ -28,7 +28,11 @@ pub static READER: Reader = Reader {
     reference: |fields, decoder| Ok(Arc::new(DFlash2Layout::read(fields, decoder)?)),
     model_types: &["dflash2"],
     speculators: |fields, decoder| Ok(Arc::new(DFlash2Layout::read(fields, decoder)?)),
-    classes: &[ForeignClass { name: CONTAINED, tools: "z-lab", read: |fields, _| contained(fields) }],
+    classes: &[ForeignClass {
+        name: CONTAINED,
+        tools: "z-lab",
+        read: |fields, _, families| contained(fields, families),
+    }],
 };
 
 /// The class in z-lab's layout.
@@ -53,8 +57,8 @@ struct DFlash2Layout {
 }
 
 /// z-lab's, whose keys stand within `dflash_config`.
-fn contained(fields: &Fields) -> Result<(Dialect, Drafter), DialectError> {
-    let config = ContainerConfig::read(fields, &[])?;
+fn contained(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter), DialectError> {
+    let config = ContainerConfig::read(fields, &[], families)?;
     if config.slots == Some(Slots::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }

@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use deepspec_dialects::{
     Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family, Fields, ForeignClass, GgufParts,
-    GgufValue, KindSettings, LLAMA, Obstacle, QWEN3, Reader, Settings, Shapes, Speculators, Verdict, keys,
-    taps,
+    GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes, Speculators, Verdict, keys, taps,
 };
 use serde_json::{Map, Value, json};
 
@@ -19,7 +18,11 @@ pub static READER: Reader = Reader {
     reference: read,
     model_types: &["eagle3"],
     speculators,
-    classes: &[ForeignClass { name: SPECFORGE, tools: "SpecForge", read: |fields, _| specforge(fields) }],
+    classes: &[ForeignClass {
+        name: SPECFORGE,
+        tools: "SpecForge",
+        read: |fields, _, families| specforge(fields, families),
+    }],
 };
 
 /// SpecForge's class.
@@ -57,8 +60,9 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
 }
 
 /// SpecForge's, which can be told but not converted.
-fn specforge(fields: &Fields) -> Result<(Dialect, Drafter), DialectError> {
-    let mut decoder = Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"])?;
+fn specforge(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter), DialectError> {
+    let mut decoder =
+        Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], families)?;
     let inner = fields.object("eagle_config")?;
     let key = "eagle_aux_hidden_state_layer_ids";
     let found = match &inner {
@@ -104,7 +108,7 @@ impl KindSettings for Eagle3Layout {
     }
 
     fn has_layers_of(&self, family: Family) -> bool {
-        family == &QWEN3 || family == &LLAMA
+        family.pre_norm
     }
 
     fn layer_inputs(&self) -> usize {
@@ -125,7 +129,7 @@ impl KindSettings for Eagle3Layout {
         }
         match to {
             Dialect::Reference | Dialect::Speculators => None,
-            Dialect::Specforge if drafter.family == &LLAMA => {
+            Dialect::Specforge if !drafter.family.qk_norm => {
                 Some("SpecForge's Eagle3 is not written here; speculators' is, and vLLM loads that".into())
             }
             Dialect::Specforge => Some(
@@ -160,7 +164,7 @@ impl KindSettings for Eagle3Layout {
     }
 
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
-        if drafter.family != &LLAMA {
+        if drafter.family.qk_norm {
             return Err(format!(
                 "llama.cpp's Eagle3 has no norms on queries and keys, which {} layers have: it serves Eagle3 with Llama layers",
                 drafter.family

@@ -1,5 +1,7 @@
 //! Gemma 4 (dense text part): most layers see a sliding window, every few see everything with wider heads of their own.
 
+use deepspec_dialects::DecoderFamily;
+use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
 use super::{draft, rope};
@@ -13,7 +15,7 @@ const PATTERN: usize = 6;
 
 /// The text part of Gemma 4, dense.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
-    decoder: &deepspec_dialects::GEMMA4,
+    decoder: &DECODER,
     classes: &[
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
@@ -28,6 +30,24 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
             "layer_types: the last layer of a Gemma 4 model has no window; make the last one full_attention",
         )
     },
+    chat: Some(ChatFormat {
+        name: "gemma4",
+        assistant_header: "<|turn>model\n",
+        end_of_turn: "<turn|>\n",
+        default_system: None,
+        assistant_prefix: Some("<|channel>thought\n<channel|>"),
+    }),
+    shapes: &[("google/gemma-4-12B-it", include_str!("../../../../configs/shapes/gemma4_12b.json"))],
+};
+
+static DECODER: DecoderFamily = DecoderFamily {
+    name: "Gemma 4",
+    prefix: "Gemma4",
+    model_types: &["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"],
+    pre_norm: false,
+    qk_norm: true,
+    // No other tool has drafters with such layers.
+    defaults: Vec::new,
 };
 
 /// Reads the config of a Gemma 4 model: the whole model's with a `text_config`, or the text part's own.

@@ -1,5 +1,6 @@
 //! Llama (dense): one kind of layer, without norms on queries and keys.
 
+use deepspec_dialects::DecoderFamily;
 use serde_json::{Map, Value as Json, json};
 
 use super::pre_norm::{self, Differences};
@@ -11,7 +12,7 @@ use crate::nn::LayerSpec;
 
 /// Llama 2 and 3, and what is built like them.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
-    decoder: &deepspec_dialects::LLAMA,
+    decoder: &DECODER,
     classes: &["LlamaForCausalLM"],
     read,
     draft_config,
@@ -21,7 +22,31 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         let any = windows.iter().any(Option::is_some);
         any.then_some("sliding_window: a Llama layer has no window; leave it out")
     },
+    chat: None,
+    shapes: &[],
 };
+
+static DECODER: DecoderFamily = DecoderFamily {
+    name: "Llama",
+    prefix: "Llama",
+    model_types: &["llama"],
+    pre_norm: true,
+    qk_norm: false,
+    defaults,
+};
+
+/// What transformers puts in the place of missing keys.
+fn defaults() -> Vec<(&'static str, Json)> {
+    vec![
+        ("vocab_size", json!(32_000)),
+        ("hidden_size", json!(4096)),
+        ("intermediate_size", json!(11_008)),
+        ("num_hidden_layers", json!(32)),
+        ("num_attention_heads", json!(32)),
+        ("max_position_embeddings", json!(2048)),
+        ("rms_norm_eps", json!(1e-6)),
+    ]
+}
 
 /// Reads the config of a Llama model, or of a drafter built like one.
 ///

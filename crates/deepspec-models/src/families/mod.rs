@@ -9,6 +9,7 @@ mod rope;
 
 use std::path::Path;
 
+use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
 use crate::config::{Family, Fields, ModelConfig, read_json};
@@ -19,6 +20,11 @@ const FAMILIES: [Family; 3] = [&qwen3::FAMILY, &gemma4::FAMILY, &llama::FAMILY];
 /// All families that are known.
 pub fn families() -> impl Iterator<Item = Family> {
     FAMILIES.into_iter()
+}
+
+/// The chat formats of all families.
+pub fn chat_formats() -> Vec<&'static ChatFormat> {
+    families().filter_map(|family| family.chat.as_ref()).collect()
 }
 
 impl ModelConfig {

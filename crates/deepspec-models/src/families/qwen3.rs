@@ -1,5 +1,7 @@
 //! Qwen3 (dense): one kind of layer, with or without a sliding window.
 
+use deepspec_dialects::DecoderFamily;
+use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
 use super::draft;
@@ -11,13 +13,49 @@ use crate::nn::LayerSpec;
 
 /// Qwen3, dense.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
-    decoder: &deepspec_dialects::QWEN3,
+    decoder: &DECODER,
     classes: &["Qwen3ForCausalLM"],
     read,
     draft_config,
     behind_anchors: None,
     refuse_windows: |_| None,
+    chat: Some(ChatFormat {
+        name: "qwen",
+        assistant_header: "<|im_start|>assistant\n",
+        end_of_turn: "<|im_end|>\n",
+        default_system: Some("You are a helpful assistant."),
+        assistant_prefix: None,
+    }),
+    shapes: &[
+        ("Qwen/Qwen3-4B", include_str!("../../../../configs/shapes/qwen3_4b.json")),
+        ("Qwen/Qwen3-8B", include_str!("../../../../configs/shapes/qwen3_8b.json")),
+        ("Qwen/Qwen3-14B", include_str!("../../../../configs/shapes/qwen3_14b.json")),
+    ],
 };
+
+static DECODER: DecoderFamily = DecoderFamily {
+    name: "Qwen3",
+    prefix: "Qwen3",
+    model_types: &["qwen3"],
+    pre_norm: true,
+    qk_norm: true,
+    defaults,
+};
+
+/// What transformers puts in the place of missing keys.
+fn defaults() -> Vec<(&'static str, Json)> {
+    vec![
+        ("vocab_size", json!(151_936)),
+        ("hidden_size", json!(4096)),
+        ("intermediate_size", json!(22_016)),
+        ("num_hidden_layers", json!(32)),
+        ("num_attention_heads", json!(32)),
+        ("num_key_value_heads", json!(32)),
+        ("head_dim", json!(128)),
+        ("max_position_embeddings", json!(32_768)),
+        ("rms_norm_eps", json!(1e-6)),
+    ]
+}
 
 /// Reads the config of a Qwen3 model, or of a drafter built like one.
 ///
