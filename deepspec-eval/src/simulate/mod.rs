@@ -1,6 +1,7 @@
 //! `simulate`: what schedules would earn at which load, from a recorded run and a cost curve.
 
 mod emit;
+mod host;
 mod replay;
 mod served;
 mod shown;
@@ -19,8 +20,9 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::results::Results;
+use host::Host;
 use replay::{Outcome, Recording, Replay};
-use served::{Host, Served};
+use served::Served;
 
 /// Factors on the confidences' logits under which the prefix scheduler is tried.
 const SHARPNESS: [f64; 4] = [0.25, 0.5, 2.0, 4.0];
@@ -219,7 +221,7 @@ fn simulate(
     let host = Host::scheduling(1e-3 * args.overhead_ms);
     let mut replay = Replay { recording, cost, sharpness: 1.0, host, cycles: args.cycles };
     if !served.is_empty() {
-        replay.host = Host::fit(&replay, &served)?;
+        replay.host = served::fit(&replay, &served)?;
     }
     for (schedule, sharpness) in wanted {
         replay.sharpness = sharpness;

@@ -13,7 +13,7 @@ use deepspec_schedule::policy::Policy;
 use deepspec_schedule::survival::sigmoid;
 use serde::Serialize;
 
-use super::served::Host;
+use super::host::{Host, PARTS};
 use crate::results::Results;
 use crate::traces;
 
@@ -162,6 +162,13 @@ impl Outcome {
         self.tokens + self.first_tokens
     }
 
+    /// What the parts of a [`Host`] multiply: seconds of the cost curve, steps, those at which the schedule weighs costs, tokens.
+    pub fn parts(&self, policy: Policy) -> [f64; PARTS] {
+        let steps = self.steps as f64;
+        let choices = if policy.reads_cost() { steps } else { 0.0 };
+        [self.seconds, steps, choices, self.all_tokens() as f64]
+    }
+
     /// Tokens committed per cycle.
     pub fn accepted_length(&self) -> f64 {
         self.tokens as f64 / self.cycles as f64
@@ -287,7 +294,7 @@ impl Replay<'_> {
             outcome.steps += 1;
             outcome.drafted_steps += u64::from(drafted);
         }
-        outcome.seconds = self.host.seconds(policy, &outcome);
+        outcome.seconds = self.host.seconds(outcome.parts(policy));
         Ok(outcome)
     }
 

@@ -1,13 +1,15 @@
-//! What a server takes beside the steps that a cost curve knows: told from its throughput at some loads, to foretell it at others.
+//! What servers were seen to do: it tells what they take beside the steps that a cost curve knows.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use deepspec_core::usage;
+use deepspec_schedule::ScheduleError;
 use deepspec_schedule::policy::Policy;
 use serde::{Deserialize, Serialize};
 
-use super::replay::{Outcome, Replay};
+use super::host::{Host, PARTS};
+use super::replay::Replay;
 use crate::load::{FORMAT, VERSION};
 use crate::versioned;
 
@@ -80,66 +82,30 @@ pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
         Served { schedule, concurrency, tokens_per_second: (middle[0] + middle[1]) / 2.0 }
     });
     let served: Vec<Served> = served.collect();
-    if served.len() < 2 * Host::PARTS {
+    if served.len() < 2 * PARTS {
         usage!(
             "--served: {} schedules at loads were measured; it takes {} to tell what a server adds to its steps",
             served.len(),
-            2 * Host::PARTS
+            2 * PARTS
         );
     }
     Ok(served)
 }
 
-/// What the seconds of replayed steps become on a server.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Host {
-    /// Multiplies the cost curve's seconds.
-    pub factor: f64,
-    /// Seconds more of each step.
-    pub step: f64,
-    /// Seconds more of each step where the schedule weighs costs.
-    pub choice: f64,
-    /// Seconds more of each token that is sent.
-    pub token: f64,
-}
-
-impl Host {
-    const PARTS: usize = 4;
-
-    /// One that adds nothing but what scheduling takes, in seconds.
-    pub fn scheduling(choice: f64) -> Self {
-        Self { factor: 1.0, step: 0.0, choice, token: 0.0 }
+/// What servers add to the costs of `replay`, that it takes what they took: least squares of relative errors, no part negative.
+///
+/// # Errors
+/// The costs do not suit a schedule.
+pub fn fit(replay: &Replay, served: &[Served]) -> Result<Host, ScheduleError> {
+    let replay = Replay { host: Host::scheduling(0.0), ..*replay };
+    let mut rows = vec![];
+    for Served { schedule, concurrency, tokens_per_second } in served {
+        let outcome = replay.run(*schedule, *concurrency)?;
+        let took = outcome.all_tokens() as f64 / tokens_per_second;
+        rows.push(outcome.parts(*schedule).map(|part| part / took));
     }
-
-    /// Seconds of what was replayed, of whose `seconds` the cost curve knows.
-    pub fn seconds(&self, policy: Policy, outcome: &Outcome) -> f64 {
-        let parts = parts(policy, outcome);
-        [self.factor, self.step, self.choice, self.token]
-            .iter()
-            .zip(parts)
-            .map(|(each, part)| each * part)
-            .sum()
-    }
-
-    /// The one under which replays take what servers took, by least squares of relative errors; no part is negative.
-    pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Self> {
-        let replay = Replay { host: Self::scheduling(0.0), ..*replay };
-        let mut rows = vec![];
-        for Served { schedule, concurrency, tokens_per_second } in served {
-            let outcome = replay.run(*schedule, *concurrency)?;
-            let took = outcome.all_tokens() as f64 / tokens_per_second;
-            rows.push(parts(*schedule, &outcome).map(|part| part / took));
-        }
-        let [factor, step, choice, token] = non_negative(&rows);
-        Ok(Self { factor, step, choice, token })
-    }
-}
-
-/// What the parts of a [`Host`] multiply.
-fn parts(policy: Policy, outcome: &Outcome) -> [f64; Host::PARTS] {
-    let steps = outcome.steps as f64;
-    let choices = if policy.reads_cost() { steps } else { 0.0 };
-    [outcome.seconds, steps, choices, outcome.all_tokens() as f64]
+    let [factor, step, choice, token] = non_negative(&rows);
+    Ok(Host { factor, step, choice, token })
 }
 
 /// x ≥ 0 for which the products of x and these rows are as near as can be to 1, by squares: one coordinate after the other.

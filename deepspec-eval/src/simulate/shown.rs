@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use deepspec_schedule::policy::Policy;
 
-use super::served::Host;
+use super::host::Host;
 use super::{Course, Outcome, Simulation};
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
 use crate::report::write_plot;
