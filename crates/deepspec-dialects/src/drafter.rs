@@ -30,6 +30,8 @@ pub struct Drafter {
     pub architecture: String,
     /// Its layers' family.
     pub family: Family,
+    /// The families that are known.
+    pub families: Vec<Family>,
     /// The decoder's own config keys, `num_hidden_layers` being the draft layers.
     pub decoder: Map<String, Value>,
     /// d.
@@ -154,9 +156,11 @@ impl Drafter {
             return Some(format!("`{key}`: {reason}"));
         }
         if !self.kind.has_layers_of(self.family) {
-            let (family, title) = (self.family, self.kind.title());
+            let family = self.family;
+            let known = self.families.iter().filter(|known| self.kind.has_layers_of(known));
+            let known = known.map(|family| family.name).collect::<Vec<_>>().join(" and ");
             return Some(format!(
-                "its layers are {family}'s, and no other dialect has a {title} with such layers"
+                "its layers are {family}'s; only {known} draft layers mean the same in all dialects"
             ));
         }
         if let (Some(layers), Some(tap)) =

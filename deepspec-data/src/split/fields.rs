@@ -26,10 +26,16 @@ impl From<Map<String, Value>> for Fields<'_> {
 }
 
 impl<'a> Fields<'a> {
-    /// Those of a row of columns or of a struct in one; what is null is not there.
+    /// Those of a row of columns or of a struct in one; what is null is not there, and of two of a name the last one is.
     pub fn of_cells(cells: impl Iterator<Item = (&'a str, Cell<'a>)>) -> Self {
-        let there = cells.filter(|(_, cell)| !cell.is_null());
-        Self(there.map(|(name, cell)| (Cow::Borrowed(name), Field::Cell(cell))).collect())
+        let mut fields = Self(vec![]);
+        for (name, cell) in cells.filter(|(_, cell)| !cell.is_null()) {
+            match fields.place(name) {
+                Some(at) => fields.0[at].1 = Field::Cell(cell),
+                None => fields.0.push((Cow::Borrowed(name), Field::Cell(cell))),
+            }
+        }
+        fields
     }
 
     fn place(&self, key: &str) -> Option<usize> {

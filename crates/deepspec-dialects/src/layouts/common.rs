@@ -14,6 +14,8 @@ const MAX_LAYERS: u64 = 1024;
 pub struct Decoder {
     /// Its layers' family.
     pub family: Family,
+    /// The families that are known.
+    pub families: Vec<Family>,
     /// Its own config keys.
     pub map: Map<String, Value>,
     /// d.
@@ -68,6 +70,7 @@ impl Decoder {
         }
         Ok(Self {
             family,
+            families: families.to_vec(),
             hidden_size: fields.required_size("hidden_size")?,
             vocab_size: fields.required_size("vocab_size")?,
             layers,
@@ -90,6 +93,7 @@ impl Decoder {
         Ok(Drafter {
             architecture: architecture.into(),
             family: self.family,
+            families: self.families,
             hidden_size: self.hidden_size,
             vocab_size: self.vocab_size,
             draft_vocab_size: self.vocab_size,

@@ -48,7 +48,7 @@ pub static READER: Reader = Reader {
 };
 
 /// Keys of the heads.
-const HEADS: [&str; 4] =
+pub const HEADS: [&str; 4] =
     ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"];
 
 /// What llama.cpp calls drafters behind anchors.

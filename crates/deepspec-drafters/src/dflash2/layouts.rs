@@ -10,7 +10,7 @@ use deepspec_dialects::{
 use serde_json::{Map, Value, json};
 
 use super::config::DFlash2Config;
-use crate::block::layouts::{BlockLayout, GGUF_ARCHITECTURE, block_size, mask_token};
+use crate::block::layouts::{BlockLayout, GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
 use crate::trained::DrafterConfig;
 
 /// How DFlash 2 is read.
@@ -58,7 +58,7 @@ struct DFlash2Layout {
 
 /// z-lab's, whose keys stand within `dflash_config`.
 fn contained(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter), DialectError> {
-    let config = ContainerConfig::read(fields, &[], families)?;
+    let config = ContainerConfig::read(fields, &HEADS, families)?;
     if config.slots == Some(Slots::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }
