@@ -21,6 +21,9 @@ pub struct Reader {
     pub classes: &'static [ForeignClass],
 }
 
+/// Reads a drafter with layers of one of these families, and tells its dialect.
+type ReadForeign = fn(&Fields, &Tensors, &[Family]) -> Result<(Dialect, Drafter), DialectError>;
+
 /// A class of drafters in the layouts of z-lab, SpecForge or ModelOpt.
 pub struct ForeignClass {
     /// Its name.
@@ -28,7 +31,7 @@ pub struct ForeignClass {
     /// The tools that write it.
     pub tools: &'static str,
     /// Reads a drafter whose config is of this class.
-    pub read: fn(&Fields, &Tensors, &[Family]) -> Result<(Dialect, Drafter), DialectError>,
+    pub read: ReadForeign,
 }
 
 /// Which drafters are known.
