@@ -7,6 +7,7 @@ mod regenerate;
 mod rejects;
 mod split;
 mod suites;
+mod worker;
 
 use std::process::ExitCode;
 

@@ -93,6 +93,9 @@ fn the_batch_script_keeps_75() {
             fs::write(path(name), text).unwrap();
             fs::set_permissions(path(name), fs::Permissions::from_mode(0o755)).unwrap();
         }
+        let common = "scripts/slurm/common.sh";
+        fs::create_dir_all(path("scripts/slurm")).unwrap();
+        fs::copy(workspace().join(common), path(common)).unwrap();
         // What a job of this number left that was killed means nothing.
         let mark = path(".deepspec-stopped-47");
         fs::write(&mark, "").unwrap();

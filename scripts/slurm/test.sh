@@ -8,64 +8,16 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
 bin=$PWD/target/release
 work=$(mktemp -d)
 
-if ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null; then
-    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        echo "slurm test: please install Slurm and munge (apt-get install slurm-wlm munge)" >&2
-        exit 1
-    fi
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge
-fi
-
-daemons=()
+. scripts/slurm/cluster.sh
 stop() {
-    kill "${daemons[@]}" 2>/dev/null || true
-    wait "${daemons[@]}" 2>/dev/null || true
+    kill "${slurm_daemons[@]}" 2>/dev/null || true
+    wait "${slurm_daemons[@]}" 2>/dev/null || true
     rm -rf "$work"
 }
 trap stop EXIT
-
-host=$(hostname -s)
-mkdir "$work"/{state,spool,munge}
-dd if=/dev/urandom of="$work/munge/key" bs=128 count=8 status=none
-chmod 600 "$work/munge/key"
-chmod 711 "$work" "$work/munge"
-munged --foreground --force --key-file="$work/munge/key" --socket="$work/munge/socket" --pid-file="$work/munge/pid" \
-    --log-file="$work/munge/log" --seed-file="$work/munge/seed" 2>"$work/munged.log" &
-daemons+=($!)
-cat >"$work/slurm.conf" <<CONF
-ClusterName=test
-SlurmctldHost=$host(127.0.0.1)
-AuthType=auth/munge
-AuthInfo=socket=$work/munge/socket
-SlurmUser=root
-SlurmctldPort=26817
-SlurmdPort=26818
-SlurmctldPidFile=$work/slurmctld.pid
-SlurmdPidFile=$work/slurmd.pid
-SlurmctldLogFile=$work/slurmctld.log
-SlurmdLogFile=$work/slurmd.log
-StateSaveLocation=$work/state
-SlurmdSpoolDir=$work/spool
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-MpiDefault=none
-ReturnToService=2
-NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
-PartitionName=all Nodes=$host Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
-CONF
-export SLURM_CONF=$work/slurm.conf
-slurmctld -D 2>/dev/null &
-daemons+=($!)
-slurmd -D 2>/dev/null &
-daemons+=($!)
-for ((attempt = 0; attempt < 120; attempt++)); do
-    # `sinfo` waits for the controller by itself; the node follows.
-    [ "$(sinfo --noheader --format=%T 2>/dev/null)" = idle ] && break
-    sleep 0.5
-done
+start_slurm "$work" 2
+# Both nodes are this machine, whatever they are called.
+export MASTER_ADDR=127.0.0.1
 sinfo
 
 cache=${1:-$work/cache}

@@ -24,7 +24,7 @@ pub struct Identity {
     pub tokenizer: String,
     /// Digest of the rendered chat template.
     pub template: String,
-    /// Name of the chat template's mask rules (`qwen`, `gemma4`).
+    /// Name of the chat template's mask rules.
     pub chat_template: String,
     /// The system prompt given to conversations that have none.
     pub system_prompt: Option<String>,

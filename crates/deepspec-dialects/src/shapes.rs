@@ -1,4 +1,4 @@
-//! The tensors that a Qwen3 drafter consists of, by their names in the reference.
+//! The tensors that a drafter with layers like Qwen3's or Llama's consists of, by their names in the reference.
 
 use std::path::Path;
 

@@ -39,7 +39,8 @@ pub struct Checkpoints {
     pub are_language_models: bool,
     /// Loads one.
     pub load: Load,
-    /// How their settings are read in the layouts of other tools; None where there is only their own.
+    /// How their settings are read, in the reference's layout and those of other tools; None for what `checkpoint inspect` and
+    /// `convert` do not know.
     pub layouts: Option<&'static Reader>,
 }
 

@@ -16,6 +16,7 @@ mod model;
 mod parse;
 mod repo;
 mod settings;
+mod tls;
 
 pub use error::HubError;
 pub use glob::Glob;
@@ -23,3 +24,4 @@ pub use hub::Hub;
 pub use model::model_dir;
 pub use repo::{Kind, Repo, is_id};
 pub use settings::{Patience, Settings};
+pub use tls::prepare_tls;

@@ -30,5 +30,5 @@ pub use fill::fill;
 pub use online::SampleStates;
 pub use rows::{Rejected, Report, Tokenised, tokenise};
 pub use samples::SampleMeta;
-pub use source::{TargetBundle, chat_template, check_fit, identity, mask_rules};
+pub use source::{TargetBundle, chat_template, check_fit, check_rules, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};

@@ -41,7 +41,7 @@ impl TargetBundle {
         let config = ModelConfig::load(&dir)?;
         let final_states = check_fit(recipe, &config)?.final_states();
         let tokenizer = ChatTokenizer::load(&dir)?;
-        template.check_fits(&tokenizer).map_err(|error| wrong("data.chat_template", error.to_string()))?;
+        check_rules(&template, &tokenizer).map_err(|problem| wrong("data.chat_template", problem))?;
         let (ids, vocab_size) = (tokenizer.vocab_size(), config.vocab_size as usize);
         if ids > vocab_size {
             return Err(StatesError::Vocabulary { dir, ids, vocab_size });
@@ -104,12 +104,24 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
         TemplateRecipe::Name(name) => name,
     };
     ChatTemplate::named(name, &chat_formats()).ok_or_else(|| {
-        let known = ChatTemplate::names(&chat_formats()).join(", ");
         let problem = format!(
-            "unknown chat template `{name}` (known: {known}); rules of your own are an entry or a .yaml file"
+            "unknown chat template `{name}` ({}); rules of your own are an entry or a .yaml file",
+            known_formats()
         );
         wrong("data.chat_template", problem)
     })
+}
+
+/// Checks that a tokenizer's template has what the mask rules need.
+///
+/// # Errors
+/// What it lacks, and which rules there are.
+pub fn check_rules(template: &ChatTemplate, tokenizer: &ChatTokenizer) -> Result<(), String> {
+    template.check_fits(tokenizer).map_err(|error| format!("{error} ({})", known_formats()))
+}
+
+fn known_formats() -> String {
+    format!("known: {}", ChatTemplate::names(&chat_formats()).join(", "))
 }
 
 /// Checks that taps, drafter and length of a recipe belong to a target of this architecture; gives the drafter.

@@ -112,7 +112,11 @@ fn what_does_not_fit_is_named() {
         assert!(!error.contains('\n'), "{error}");
     };
     refused(&bench, &["data.chat_template=llama"], &["data.chat_template", "llama", "qwen, gemma4"]);
-    refused(&bench, &["data.chat_template=generation"], &["data.chat_template", "no {% generation %} tags"]);
+    refused(
+        &bench,
+        &["data.chat_template=generation"],
+        &["data.chat_template", "no {% generation %} tags", "qwen, gemma4"],
+    );
     refused(&bench, &["data.max_length=2049"], &["data.max_length", "2049", "max_position_embeddings 2048"]);
     refused(&bench, &["target.layer_ids=[1, 6]"], &["target.layer_ids", "no layer 6", "0 to 5"]);
     refused(&bench, &["drafter.dspark.mask_token_id=1024"], &["mask_token_id", "1024", "1023"]);

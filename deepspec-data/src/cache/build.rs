@@ -20,6 +20,7 @@ use tch::Device;
 
 use super::{Job, mib, refusal, together};
 use crate::rejects;
+use crate::worker::parse_worker;
 
 /// What to capture, from where and where to.
 #[derive(clap::Args)]
@@ -34,7 +35,7 @@ pub struct Args {
     #[arg(long, value_enum)]
     last: Option<LastArg>,
     /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
-    #[arg(long, value_name = "I/N", value_parser = worker)]
+    #[arg(long, value_name = "I/N", value_parser = parse_worker)]
     worker: Option<Worker>,
     /// Processes of this machine that share the work, by default one for each GPU of --device auto or cuda, else one
     #[arg(long, value_name = "N", conflicts_with = "worker")]
@@ -45,12 +46,6 @@ pub struct Args {
     /// Discard a cache or unfinished build that is there
     #[arg(long, conflicts_with = "worker")]
     overwrite: bool,
-}
-
-fn worker(text: &str) -> Result<Worker, String> {
-    let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
-    let worker = numbers.and_then(|(i, n)| Worker::new(i, n));
-    worker.ok_or_else(|| "expected I/N with I from 0 to N-1, as in 0/4".to_string())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

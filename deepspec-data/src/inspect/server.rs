@@ -47,6 +47,7 @@ pub fn compare(
     let probes = probes(files, settings)?;
     let runtime =
         Builder::new_current_thread().enable_all().build().context("starting the network's runtime")?;
+    deepspec_hub::prepare_tls();
     let client = Client::builder().timeout(TIMEOUT).build().context("setting up the HTTP client")?;
     let mut differing = 0;
     for probe in &probes {

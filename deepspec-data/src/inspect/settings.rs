@@ -6,7 +6,7 @@ use deepspec_core::recipe::{MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::chat_formats;
-use deepspec_states::{StatesError, chat_template, mask_rules};
+use deepspec_states::{StatesError, chat_template, check_rules, mask_rules};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
 use super::args::Args;
@@ -45,7 +45,7 @@ impl Settings {
             (None, Some(name)) => named(name)?,
             (None, None) => guessed(&tokenizer)?,
         };
-        template.check_fits(&tokenizer).map_err(|error| UsageError(error.to_string()))?;
+        check_rules(&template, &tokenizer).map_err(UsageError)?;
         let other = match template.rule {
             MaskRule::Generation => {
                 ChatTemplate::guess(&tokenizer, &chat_formats()).filter(|guess| guess.marks().is_some())

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::vec;
 
 use deepspec_core::atomic::FileError;
+use deepspec_core::digest;
 use deepspec_core::jsonl::{self, BadLine, Line, RawLine};
 use rayon::prelude::*;
 
@@ -30,10 +31,13 @@ type Parsed = (usize, Result<Row, String>);
 /// Reads all inputs once.
 pub fn index(inputs: &[PathBuf], settings: &Settings) -> Result<InputIndex, FileError> {
     let mut index = InputIndex::default();
+    // By its id, so that rows of one id meet in one worker, which rejects the second. What has no id is told by the first.
+    let falls_here = |id: &str| settings.worker.builds(digest::fingerprint(id.as_bytes()) as usize);
     for batch in jsonl::batches_of(inputs, BATCH) {
         let (file, batch) = batch?;
         for (line, row) in parse(file, batch, settings) {
-            if let Err(reason) = row.and_then(|row| index.add(&row, settings)) {
+            let here = row.as_ref().map_or(settings.worker.builds(0), |row| falls_here(&row.id));
+            if let Some(Err(reason)) = here.then(|| row.and_then(|row| index.add(&row, settings))) {
                 index.rejected.push(Rejected { file: file.to_path_buf(), line, reason });
             }
         }

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use anyhow::Context;
+use deepspec_cache::Worker;
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::usage;
@@ -28,6 +29,7 @@ use deepspec_serve::{ChatModel, EngineArgs};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
+use crate::worker::parse_worker;
 use crate::{places, rejects};
 use backend::{Backend, Embedded};
 use ids::IdSet;
@@ -68,6 +70,9 @@ pub struct Args {
     /// Take over the answers of an earlier output of the same model and settings, where id and prompt are the same
     #[arg(long, num_args = 1.., value_name = "F")]
     reuse: Vec<PathBuf>,
+    /// Answer the share of worker i of n, from 0: the rows whose ids fall to it. Each worker has an --output of its own
+    #[arg(long, value_name = "I/N", value_parser = parse_worker, default_value = "0/1", hide_default_value = true)]
+    worker: Worker,
     /// Show what would be asked, and ask nothing
     #[arg(long)]
     dry_run: bool,
@@ -116,7 +121,8 @@ impl Inputs {
         let embedded =
             embedded.map(|model| args.engine.resolve("--embedded", model, verbosity)).transpose()?;
         let weights = embedded.as_ref().map(|(dir, _)| weights_digest(dir)).transpose()?;
-        let settings = Arc::new(Settings::new(&args.input, &args.model, weights, &args.sampling)?);
+        let settings =
+            Arc::new(Settings::new(&args.input, &args.model, weights, &args.sampling, args.worker)?);
         reuse::check(&args.reuse, &settings)?;
         let index = Arc::new(index::index(&args.input, &settings)?);
         Ok(Self { embedded, settings, index })
@@ -222,17 +228,17 @@ fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
     if args.retry_failed {
         done.failed.clear();
     }
+    let wanted = |id: &str| index.ids.contains(id) && done.lacks(id);
     let (mut reused, mut taken, ok, failed) = (0, IdSet::default(), done.ok.len(), done.failed.len());
     if !args.reuse.is_empty() {
         let mut earlier = reuse::Earlier::read(&args.reuse)?;
-        let lacks = |id: &str| done.lacks(id);
-        reused = earlier.take(&args.input, settings, lacks, |id, _| {
+        reused = earlier.take(&args.input, settings, wanted, |id, _| {
             taken.insert(id);
             Ok(())
         })?;
     }
     let (mut first, mut asked, mut requests): (Vec<Value>, usize, u64) = (vec![], 0, 0);
-    for row in index::select(&args.input, settings, |id| done.lacks(id) && !taken.contains(id)) {
+    for row in index::select(&args.input, settings, |id| wanted(id) && !taken.contains(id)) {
         let row = row?;
         (asked, requests) = (asked + 1, requests + row.turns() as u64);
         if first.len() < SHOWN {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::Context;
 use deepspec_core::atomic::FileError;
@@ -12,12 +13,12 @@ use serde_json::{Map, Value};
 
 use super::index;
 use super::rows::Row;
-use super::settings::Settings;
+use super::settings::{Settings, WORKER};
 use super::store::ResultStore;
 use crate::rejects::beside;
 
-/// Settings that may differ: where the prompts come from does not change an answer.
-const FREE: [&str; 1] = ["inputs"];
+/// Settings that may differ: where the prompts come from and who asks them does not change an answer.
+const FREE: [&str; 2] = ["inputs", WORKER];
 
 /// Checks that earlier outputs were made with these settings.
 ///
@@ -123,11 +124,11 @@ pub fn take_over(
     settings: &Settings,
     store: &mut ResultStore,
 ) -> anyhow::Result<usize> {
-    let done = store.done().clone();
+    let (done, index) = (store.done().clone(), Arc::clone(&store.index));
     Earlier::read(earlier)?.take(
         inputs,
         settings,
-        |id| done.lacks(id),
+        |id| index.ids.contains(id) && done.lacks(id),
         |id, fields| {
             let truncated = fields.get("finish_reason").is_some_and(|why| why == "length");
             Ok(store.record_ok(id, &fields, truncated)?)

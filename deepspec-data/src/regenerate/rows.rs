@@ -212,6 +212,7 @@ mod tests {
     use super::*;
     use crate::regenerate::settings::Sampling;
     use clap::Parser;
+    use deepspec_cache::Worker;
 
     #[derive(Parser)]
     struct Line {
@@ -222,7 +223,7 @@ mod tests {
     fn parse(row: Value) -> Result<Row, String> {
         let Value::Object(row) = row else { unreachable!() };
         let sampling = Line::try_parse_from(["x", "--temperature", "1"]).unwrap().sampling;
-        Row::parse(row, &Settings::new(&[], "m", None, &sampling).unwrap())
+        Row::parse(row, &Settings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap())
     }
 
     /// The plan in short: what is said, and `?` for what is asked.

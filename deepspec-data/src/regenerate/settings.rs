@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use deepspec_cache::Worker;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::usage;
 use deepspec_text::{Message, Role};
@@ -64,6 +65,8 @@ pub struct Settings {
     pub samples: usize,
     /// What becomes of thoughts.
     pub reasoning: Reasoning,
+    /// Whose share of the rows is answered.
+    pub worker: Worker,
 }
 
 /// What asks for the tokens beside the text: the first one vLLM and our own server, the others llama.cpp.
@@ -71,6 +74,9 @@ pub const TOKEN_ID_FIELDS: [&str; 3] = ["return_token_ids", "return_tokens", "ve
 
 /// What the record calls the weights of this process's own model.
 const WEIGHTS: &str = "weights of --embedded";
+
+/// What the record calls the share of the rows that is answered.
+pub const WORKER: &str = "worker";
 
 /// Which answer of which row a request is for.
 pub struct Asked<'a> {
@@ -94,6 +100,7 @@ impl Settings {
         model: &str,
         weights: Option<String>,
         sampling: &Sampling,
+        worker: Worker,
     ) -> anyhow::Result<Self> {
         let thinking = match (sampling.enable_thinking, sampling.disable_thinking) {
             (true, _) => Some(true),
@@ -136,6 +143,9 @@ impl Settings {
         if sampling.reasoning == Reasoning::Drop {
             record.insert("reasoning".into(), json!("drop"));
         }
+        if !worker.is_alone() {
+            record.insert(WORKER.into(), json!(worker.to_string()));
+        }
         if sampling.samples == 0 {
             usage!("--samples must be at least 1");
         }
@@ -143,7 +153,7 @@ impl Settings {
             usage!("--samples {} with --temperature 0 would ask for the same answer again", sampling.samples);
         }
         let (samples, reasoning) = (sampling.samples, sampling.reasoning);
-        let settings = Self { record, shared, seed: sampling.seed, samples, reasoning };
+        let settings = Self { record, shared, seed: sampling.seed, samples, reasoning, worker };
         let none = Overrides::default();
         if let Err(problem) = settings.trial(&none) {
             usage!("{problem}");

@@ -21,6 +21,7 @@ pub struct Http {
 
 impl Http {
     pub fn new() -> Self {
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let client = reqwest::Client::builder().no_proxy().timeout(DEADLINE).build().unwrap();
         Self { runtime: Runtime::new().unwrap(), client }
     }

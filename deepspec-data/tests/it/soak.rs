@@ -210,6 +210,7 @@ fn soak(what: &str, drafting: &[&str]) {
         Server::of(&text(dir.path()), &[&limits[..], &["--max-context", &context], drafting].concat());
     let http = Http::new();
     // A connection for each request, so that none is lost to the server's closing an idle one.
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let client = Client::builder().no_proxy().timeout(DEADLINE).pool_max_idle_per_host(0).build().unwrap();
     let load = Load { client, url: format!("{}/v1/chat/completions", server.url) };
     let health = || http.get(&format!("{}/health", server.url));

@@ -255,14 +255,13 @@ fn a_dry_run_asks_nothing_and_earlier_answers_are_taken_over() {
     assert_eq!(regenerate(&lines(dir.path(), "few.jsonl", &few), &first, &more).code, Some(0));
 
     // One prompt has changed under its id, one is new.
-    let many: Vec<String> = [
+    let many_rows = [
         question(0, "question 0").replace("\"test\"", "\"new\""),
         question(1, "another"),
         question(2, "question 2"),
         question(3, "new"),
-    ]
-    .to_vec();
-    let many = lines(dir.path(), "many.jsonl", &many);
+    ];
+    let many = lines(dir.path(), "many.jsonl", &many_rows);
     let first_text = crate::process::text(&first);
     let reuse = [&more[..], &["--reuse", &first_text]].concat();
     let dry = regenerate(&many, &second, &[&reuse[..], &["--dry-run"]].concat());
@@ -293,6 +292,24 @@ fn a_dry_run_asks_nothing_and_earlier_answers_are_taken_over() {
     regenerate(&errors, &dir.path().join("again.jsonl"), &[&more[..], &["--overwrite"]].concat())
         .fails_with(2, &["it would replace", "again_error.jsonl"]);
     assert_eq!(fs::read(&first).unwrap(), kept);
+
+    // Two workers share the rows, each in its own output; a row given twice is told by the one that has it.
+    let twice =
+        lines(dir.path(), "twice.jsonl", &[&many_rows[..], &[question(4, "more")], &many_rows[..1]].concat());
+    let (mut shared, mut shared_ids) = (vec![], vec![]);
+    for worker in ["0/2", "1/2"] {
+        let output = dir.path().join(format!("shared-{}.jsonl", &worker[..1]));
+        let ended = regenerate(&twice, &output, &[&reuse[..], &["--worker", worker]].concat());
+        shared.push(ended.code);
+        shared_ids.extend(by_id(&output).into_keys());
+        regenerate(&twice, &output, &reuse).fails_with(2, &["worker"]);
+    }
+    shared.sort();
+    assert_eq!(shared, [Some(0), Some(1)], "the second row of an id is told once");
+    shared_ids.sort();
+    assert_eq!(shared_ids, ["0", "1", "2", "3", "4"]);
+    let none = regenerate(&twice, &dir.path().join("x.jsonl"), &[&more[..], &["--worker", "2/2"]].concat());
+    assert!(none.code == Some(2) && none.stderr.contains("expected I/N with I from 0 to N-1"), "{none:?}");
 
     let hot = ["--temperature", "1", "--server", &url, "--reuse", &first_text];
     regenerate(&many, &dir.path().join("x.jsonl"), &hot)

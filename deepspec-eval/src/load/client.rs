@@ -100,6 +100,7 @@ impl Client {
             );
         }
         // A connection for each request: servers close idle ones, and a request that meets that is lost.
+        deepspec_hub::prepare_tls();
         let http = reqwest::Client::builder()
             .pool_max_idle_per_host(0)
             .default_headers(headers)

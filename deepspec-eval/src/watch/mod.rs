@@ -159,6 +159,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 async fn look(args: &Args, base: &str, verbosity: Verbosity) -> anyhow::Result<Vec<Interval>> {
+    deepspec_hub::prepare_tls();
     let http = reqwest::Client::builder().timeout(PATIENCE).build()?;
     let page = async || -> anyhow::Result<Page> {
         let text = http.get(format!("{base}/metrics")).send().await?.error_for_status()?.text().await?;

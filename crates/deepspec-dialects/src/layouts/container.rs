@@ -10,7 +10,7 @@ use crate::fields::Fields;
 use crate::kind::Container;
 use crate::{Dialect, DialectError, Family};
 
-/// Keys that are neither the decoder's nor of a kind.
+/// Keys beside the decoder's that containers of every kind may have.
 const OWN: [&str; 6] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
 

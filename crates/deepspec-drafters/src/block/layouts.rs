@@ -109,8 +109,8 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
     }))
 }
 
-/// A drafter in the container that z-lab's DFlash came in. SpecForge and ModelOpt put DSpark into it, each in its own way; `projector` is
-/// what the class draws its hidden states with where the config does not say.
+/// A drafter in the container that z-lab's DFlash came in. SpecForge and ModelOpt put DSpark into it, each in its own way, which the
+/// config's `projector_type` tells; where it has none, it is `projector`.
 fn contained(
     fields: &Fields,
     tensors: &Tensors,

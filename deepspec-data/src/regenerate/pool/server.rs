@@ -54,6 +54,7 @@ pub fn check_urls(servers: &[String]) -> anyhow::Result<()> {
 
 /// The client that all servers share.
 pub fn client(servers: &[String], timeout: Duration, connections: usize) -> anyhow::Result<reqwest::Client> {
+    deepspec_hub::prepare_tls();
     let mut http = reqwest::Client::builder()
         .http1_only()
         .connect_timeout(CONNECT)
