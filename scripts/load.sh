@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Schedules under load on the tiny target, in turns: each is served, and rounds go over all of them, so that the clock of a machine that moves
 # is the same for all. Prints the median of the rounds, tokens/s of all users together, beside what `simulate` foretells from one recorded run,
-# from what steps cost, which every round measures anew, and from what the server did at the loads that are not held out.
+# from what steps cost, which every round measures anew, and, where they make eight throughputs or more, from what the servers did at the
+# loads that are not held out.
 #
 #   scripts/load.sh [OUTPUT_DIR]      default runs/load
 #
 # In the environment:
-#   LOAD_SCHEDULES    plain whole fixed:4 prefix prefix-async
+#   LOAD_SCHEDULES    plain whole fixed:4 prefix prefix-async; also fixed:K and threshold:T
 #   LOAD_CONCURRENCY  1 2 4 8 16 32
 #   LOAD_HELD_OUT     loads that are measured too, but not told to `simulate`: none
 #   LOAD_ROUNDS       3
@@ -27,6 +28,9 @@ bin=target/release
 suites=()
 for name in "${names[@]}"; do suites+=(--suite "$name"); done
 slots=$(printf '%s\n' "${levels[@]}" 32 | sort -n | tail -1)
+# Steps are profiled up to the highest load.
+requests=1
+for ((count = 1; count < slots; count *= 2)); do requests+=,$((2 * count < slots ? 2 * count : slots)); done
 
 scripts/setup.sh
 cargo build --workspace --release --bins
@@ -35,7 +39,7 @@ rm -rf "$out/measured"
 [ -f "$out/whole/results.json" ] || $bin/deepspec-eval run --quiet --target "$target" --draft "$draft" "${suites[@]}" --temperature 0 --no-baseline \
     --output-dir "$out/whole" >/dev/null
 [ -f "$out/calibration.json" ] || $bin/deepspec-eval calibrate "$out/whole" --output "$out/calibration.json" >/dev/null
-[ -f "$out/cost.json" ] || $bin/deepspec-eval profile --target "$target" --draft "$draft" --contexts 96 --output "$out/cost.json" >/dev/null
+[ -f "$out/cost.json" ] || $bin/deepspec-eval profile --target "$target" --draft "$draft" --requests "$requests" --contexts 96 --output "$out/cost.json" >/dev/null
 
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
@@ -56,7 +60,7 @@ for schedule in "${schedules[@]}"; do
     urls+=("$schedule=$(sed -n 's/^listening on //p' "$log")")
 done
 for round in $(seq "$rounds"); do
-    $bin/deepspec-eval profile --quiet --target "$target" --draft "$draft" --contexts 96 --output "$out/cost-$round.json" --overwrite >/dev/null
+    $bin/deepspec-eval profile --quiet --target "$target" --draft "$draft" --requests "$requests" --contexts 96 --output "$out/cost-$round.json" --overwrite >/dev/null
     for level in "${levels[@]}"; do
         for url in "${urls[@]}"; do
             $bin/deepspec-eval load --quiet --server "$url" "${suites[@]}" --concurrency "$level" --seconds "$seconds" --warm-up 1 --overwrite \
@@ -65,32 +69,27 @@ for round in $(seq "$rounds"); do
     done
     echo "load: round $round of $rounds" >&2
 done
-served=()
-for level in "${told[@]}"; do
-    for file in "$out"/measured/*-"$level"-*/load.json; do served+=(--served "$file"); done
-done
-# Of fewer nothing can be told.
-if [ $((${#told[@]} * ${#schedules[@]})) -lt 8 ]; then served=(); fi
-for round in $(seq "$rounds"); do
-    $bin/deepspec-eval simulate "$out/whole" --cost "$out/cost-$round.json" --calibration "$out/calibration.json" ${served[@]+"${served[@]}"} --quiet --overwrite \
-        --concurrency "$(IFS=,; echo "${levels[*]}")" --schedule "$(IFS=,; echo "${schedules[*]}")" --output-dir "$out/simulation-$round" >/dev/null
-done
-python3 - "$out" "$rounds" "${held_out[*]-}" <<'P'
+# What was measured, and in brackets what so many simulations foretold over it.
+table() {
+    python3 - "$out" "$1" "${held_out[*]-}" <<'P'
 import collections
 import glob
 import json
+import re
 import statistics
 import sys
 
 out, rounds, held_out = sys.argv[1], int(sys.argv[2]), [int(level) for level in sys.argv[3].split()]
+# Numbers as `simulate` writes them: threshold:0.50 is threshold:0.5.
+named = lambda schedule: re.sub(r"\d[\d.]*$", lambda number: f"{float(number[0]):g}", schedule)
 measured, foretold = collections.defaultdict(list), collections.defaultdict(list)
 for file in glob.glob(f"{out}/measured/*/load.json"):
     for run in json.load(open(file))["runs"]:
-        measured[run["server"], run["level"]["concurrency"]].append(run["tokens_per_second"])
+        measured[named(run["server"]), run["level"]["concurrency"]].append(run["tokens_per_second"])
 for number in range(1, rounds + 1):
     for course in json.load(open(f"{out}/simulation-{number}/simulation.json"))["courses"]:
         for cell in course["outcomes"]:
-            foretold[course["schedule"], cell["concurrency"]].append((cell["tokens"] + cell["first_tokens"]) / cell["seconds"])
+            foretold[named(course["schedule"]), cell["concurrency"]].append((cell["tokens"] + cell["first_tokens"]) / cell["seconds"])
 levels = sorted({level for _, level in measured})
 print("| tokens/s at | " + " | ".join(f"{level}, held out" if level in held_out else str(level) for level in levels) + " |")
 print("|---" + "|---" * len(levels) + "|")
@@ -98,11 +97,30 @@ worst = {True: (0, ""), False: (0, "")}
 for schedule in sorted({schedule for schedule, _ in measured}):
     cells = []
     for level in levels:
-        found, said = (statistics.median(of[schedule, level]) for of in (measured, foretold))
+        found = statistics.median(measured[schedule, level])
+        if (schedule, level) not in foretold:
+            cells.append(f"{found:.0f}")
+            continue
+        said = statistics.median(foretold[schedule, level])
         is_held_out = level in held_out
         worst[is_held_out] = max(worst[is_held_out], (abs(said / found - 1), f"{schedule} at {level}"))
         cells.append(f"{found:.0f} ({said / found - 1:+.0%})")
     print(f"| {schedule} | " + " | ".join(cells) + " |")
-print("in brackets what was foretold over it; furthest off " + ", ".join(
-    f"{'held out' if is_held_out else 'told'}: {where}, {off:.1%}" for is_held_out, (off, where) in worst.items() if where))
+told = ", ".join(f"{'held out' if out else 'told'}: {where}, {off:.1%}" for out, (off, where) in worst.items() if where)
+if told:
+    print("in brackets what was foretold over it; furthest off " + told)
 P
+}
+
+table 0
+served=()
+for level in "${told[@]}"; do
+    for file in "$out"/measured/*-"$level"-*/load.json; do served+=(--served "$file"); done
+done
+# Of fewer nothing can be told.
+if [ $((${#told[@]} * ${#schedules[@]})) -lt 8 ] || [ ${#told[@]} -lt 2 ] || [ ${#schedules[@]} -lt 2 ]; then served=(); fi
+for round in $(seq "$rounds"); do
+    $bin/deepspec-eval simulate "$out/whole" --cost "$out/cost-$round.json" --calibration "$out/calibration.json" ${served[@]+"${served[@]}"} --quiet --overwrite \
+        --concurrency "$(IFS=,; echo "${levels[*]}")" --schedule "$(IFS=,; echo "${schedules[*]}")" --output-dir "$out/simulation-$round" >/dev/null
+done
+table "$rounds"

@@ -157,33 +157,34 @@ fn a_recorded_run_is_replayed_on_any_cost() {
             ["--output-dir", out.to_str().unwrap(), "--concurrency", "1,2,3,4,6,8", "--schedule", "prefix"];
         ok(&[&["simulate", "--quiet", from, "--cost", cost, "--cycles", "4000"], &out[..], more].concat());
     };
-    let [bare, file, told] = ["bare", "load.json", "told"].map(|name| dir.path().join(name));
-    simulated(&bare, &[]);
-    let bare = parsed(&bare.join("simulation.json"));
-    let cells = |simulation: &Value| -> Vec<(String, u64, f64, f64, f64)> {
+    let [seen, file, told] = ["seen", "load.json", "told"].map(|name| dir.path().join(name));
+    let bare = {
+        simulated(&seen, &[]);
+        parsed(&seen.join("simulation.json"))
+    };
+    // A server whose scheduling takes half a millisecond, which changes what its planner does.
+    simulated(&seen, &["--overhead-ms", "0.5", "--overwrite"]);
+    let seen = parsed(&seen.join("simulation.json"));
+    let rates = |simulation: &Value| -> Vec<(String, u64, f64)> {
         let courses = simulation["courses"].as_array().unwrap().clone();
         let of = |course: &Value| -> Vec<_> {
-            let schedule = course["schedule"].as_str().unwrap().to_string();
             let number = |cell: &Value, key: &str| cell[key].as_f64().unwrap();
-            let cell = |cell: &Value| {
-                let tokens = number(cell, "tokens") + number(cell, "first_tokens");
-                let (steps, seconds) = (number(cell, "steps"), number(cell, "seconds"));
-                (schedule.clone(), cell["concurrency"].as_u64().unwrap(), tokens, steps, seconds)
+            let rate = |cell: &Value| {
+                (number(cell, "tokens") + number(cell, "first_tokens")) / number(cell, "seconds")
             };
-            course["outcomes"].as_array().unwrap().iter().map(cell).collect()
+            let schedule = course["schedule"].as_str().unwrap().to_string();
+            let outcomes = course["outcomes"].as_array().unwrap().iter();
+            outcomes
+                .map(|cell| (schedule.clone(), cell["concurrency"].as_u64().unwrap(), rate(cell)))
+                .collect()
         };
         courses.iter().flat_map(of).collect()
     };
-    let took = |schedule: &str, tokens: f64, steps: f64, seconds: f64| {
-        let choice = if schedule == "prefix" { 5e-4 } else { 0.0 };
-        1.25 * seconds + (1e-3 + choice) * steps + 1e-4 * tokens
-    };
-    let runs: Vec<Value> = cells(&bare)
+    let runs: Vec<Value> = rates(&seen)
         .into_iter()
-        .filter(|cell| cell.1 != 3 && cell.1 != 6)
-        .map(|(schedule, users, tokens, steps, seconds)| {
-            let rate = tokens / took(&schedule, tokens, steps, seconds);
-            json!({"server": schedule, "level": {"concurrency": users}, "tokens_per_second": rate})
+        .filter(|(_, users, _)| ![3, 6].contains(users))
+        .map(|(schedule, users, rate)| {
+            json!({"server": schedule, "level": {"concurrency": users}, "failed": 0, "tokens_per_second": rate})
         })
         .collect();
     let written = |runs: &[Value]| {
@@ -194,24 +195,40 @@ fn a_recorded_run_is_replayed_on_any_cost() {
     simulated(&told, &["--served", file.to_str().unwrap()]);
     let told = parsed(&told.join("simulation.json"));
     assert_eq!(told["served"].as_array().unwrap().len(), 3 * (loads.len() - 2));
-    for (found, cell) in cells(&told).iter().zip(cells(&bare)) {
-        let (schedule, users, tokens, steps, seconds) = cell;
-        let wanted = took(&schedule, tokens, steps, seconds);
-        assert!((found.4 / wanted - 1.0).abs() < 1e-2, "{schedule} at {users}: {} for {wanted}", found.4);
+    let mut apart: f64 = 0.0;
+    for ((found, wanted), without) in rates(&told).iter().zip(rates(&seen)).zip(rates(&bare)) {
+        let (schedule, users, wanted) = wanted;
+        assert!((found.2 / wanted - 1.0).abs() < 2e-2, "{schedule} at {users}: {} for {wanted}", found.2);
+        apart = apart.max((without.2 / wanted - 1.0).abs());
     }
+    assert!(apart > 0.1, "costs alone would have foretold it: {apart}");
+    assert!(told["served_off"].as_f64().unwrap() < 2e-2);
     let refused = |runs: &[Value], words: &[&str]| {
         written(runs);
         let args = [&simulate[..], &["--overwrite", "--served", file.to_str().unwrap()]].concat();
         assert_refused(&deepspec_eval(&args), 2, words);
     };
-    refused(&runs[..3], &["3 schedules at loads", "8"]);
+    refused(&runs[..3], &["3 throughputs, of 1 schedules at 3 loads", "8"]);
+    let flat = |users: usize| json!({"server": "plain", "level": {"concurrency": users}, "failed": 0, "tokens_per_second": 9.0});
+    refused(
+        &(1..9).map(flat).collect::<Vec<_>>(),
+        &["8 throughputs, of 1 schedules at 8 loads", "two schedules"],
+    );
+    let mut failed = runs.clone();
+    failed[2]["failed"] = json!(4);
+    refused(&failed, &["4 requests to plain failed"]);
+    written(&runs);
+    refused(&runs, &["--emit", "--served"]);
+    let bare = ["simulate", from, "--cost", cost, "--output-dir", to, "--overwrite"];
+    let twice = ["--overhead-ms", "1", "--served", file.to_str().unwrap()];
+    assert_refused(&deepspec_eval(&[&bare[..], &twice].concat()), 2, &["--overhead-ms", "leave one"]);
     let level = json!({"concurrency": 1});
     refused(
-        &[json!({"server": "mine", "level": level, "tokens_per_second": 1.0})],
+        &[json!({"server": "mine", "level": level, "failed": 0, "tokens_per_second": 1.0})],
         &["`mine`", "prefix=http"],
     );
     refused(
-        &[json!({"server": "plain", "level": {"rate": 2.0}, "tokens_per_second": 1.0})],
+        &[json!({"server": "plain", "level": {"rate": 2.0}, "failed": 0, "tokens_per_second": 1.0})],
         &["2 requests/s"],
     );
     let cut = dir.path().join("cut");

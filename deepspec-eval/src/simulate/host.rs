@@ -1,5 +1,6 @@
 //! What a server takes beside the steps that a cost curve knows.
 
+use deepspec_schedule::policy::Policy;
 use serde::Serialize;
 
 /// Parts of a [`Host`].
@@ -22,6 +23,11 @@ impl Host {
     /// One that adds nothing but what scheduling takes, in seconds.
     pub fn scheduling(choice: f64) -> Self {
         Self { factor: 1.0, step: 0.0, choice, token: 0.0 }
+    }
+
+    /// What the engine sees a step take that costs so many `seconds`: it sends its tokens behind it.
+    pub fn step_seconds(&self, seconds: f64, policy: Policy) -> f64 {
+        self.factor * seconds + self.step + if policy.reads_cost() { self.choice } else { 0.0 }
     }
 
     /// Seconds of so many of the cost curve, steps, choices and tokens.

@@ -48,17 +48,18 @@ pub struct Args {
     /// Cycles to replay for each schedule and concurrency
     #[arg(long, value_name = "N", default_value_t = 20_000)]
     cycles: u64,
-    /// Milliseconds that scheduling itself takes in each step of the engine that is meant, where the schedule weighs costs
-    #[arg(long, value_name = "MS", default_value_t = 0.0)]
-    overhead_ms: f64,
+    /// Milliseconds that scheduling itself takes in each step of the engine that is meant, where the schedule weighs costs; none by default
+    #[arg(long, value_name = "MS")]
+    overhead_ms: Option<f64>,
     /// load.json of `deepspec-eval load` against servers that are named after their schedules: what they take beside their steps is told
-    /// from it, and counted at all loads. May be repeated
-    #[arg(long, value_name = "FILE", conflicts_with = "overhead_ms")]
+    /// from it, and counted at all loads. Takes eight throughputs or more, of two schedules at two loads at least. May be repeated
+    #[arg(long, value_name = "FILE")]
     served: Vec<PathBuf>,
     /// Folder for simulation.json and the plots
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
-    /// Also write the files that SGLang reads there, and the settings of vLLM and llama.cpp, each with its command line
+    /// Also write the files that SGLang reads there, and the settings of vLLM and llama.cpp, each with its command line. Not with
+    /// --served: what our server adds to its steps is nothing of theirs
     #[arg(long)]
     emit: bool,
     /// Replace what exists
@@ -93,6 +94,8 @@ pub struct Simulation {
     pub host: Host,
     /// What was measured, where that was told from it.
     pub served: Vec<Served>,
+    /// The furthest that what is foretold is off what was measured, as a share of it.
+    pub served_off: Option<f64>,
     /// The schedules.
     pub courses: Vec<Course>,
     /// The prefix scheduler with confidences that are surer of themselves than they should be, or less.
@@ -135,7 +138,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.concurrency.is_empty() || args.concurrency.contains(&0) || args.cycles == 0 {
         usage!("--concurrency and --cycles must be at least 1");
     }
-    if !(args.overhead_ms >= 0.0 && args.overhead_ms.is_finite()) {
+    if !args.overhead_ms.is_none_or(|ms| ms >= 0.0 && ms.is_finite()) {
         usage!("--overhead-ms must be at least 0");
     }
     let results = Results::read(&args.results)?;
@@ -160,10 +163,27 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let recording = Recording::read(&args.results, &results, temperatures.as_deref())?;
     let schedules = schedules(args, &recording)?;
     let served = if args.served.is_empty() { vec![] } else { served::read(&args.served)? };
-    let loads = args.concurrency.iter().chain(served.iter().map(|served| &served.concurrency));
-    if let Some(&most) = loads.max().filter(|&&most| most > cost.max_batch()) {
+    if args.emit && !served.is_empty() {
         usage!(
-            "--concurrency {most}: {} knows steps of up to {} tokens; profile further",
+            "--emit: what our server adds to its steps (--served) is nothing of other engines; leave one of them out"
+        );
+    }
+    if args.overhead_ms.is_some() && served::weighs_costs(&served) {
+        usage!("--overhead-ms: --served tells what scheduling takes; leave one of them out");
+    }
+    if let Some(of) = served.iter().find(|of| of.schedule.reads_confidence() && !recording.confident) {
+        usage!(
+            "--served: a server with --schedule {} was measured; the drafter has no confidence head",
+            of.schedule
+        );
+    }
+    let asked = args.concurrency.iter().map(|&most| ("--concurrency", most));
+    let loads = asked.chain(served.iter().map(|served| ("--served: a server at", served.concurrency)));
+    if let Some((what, most)) =
+        loads.max_by_key(|(_, most)| *most).filter(|(_, most)| *most > cost.max_batch())
+    {
+        usage!(
+            "{what} {most}: {} knows steps of up to {} tokens; profile further",
             args.cost.display(),
             cost.max_batch()
         );
@@ -218,10 +238,11 @@ fn simulate(
     let mut progress =
         Progress::new(verbosity, "simulate", (wanted.len() * args.concurrency.len()) as u64, 0);
     let mut courses = vec![];
-    let host = Host::scheduling(1e-3 * args.overhead_ms);
+    let host = Host::scheduling(1e-3 * args.overhead_ms.unwrap_or(0.0));
     let mut replay = Replay { recording, cost, sharpness: 1.0, host, cycles: args.cycles };
-    if !served.is_empty() {
-        replay.host = served::fit(&replay, &served)?;
+    let fit = if served.is_empty() { None } else { Some(served::fit(&replay, &served)?) };
+    if let Some(fit) = fit {
+        replay.host = fit.host;
     }
     for (schedule, sharpness) in wanted {
         replay.sharpness = sharpness;
@@ -246,6 +267,7 @@ fn simulate(
         cost: args.cost.display().to_string(),
         recorded_cycles: recording.cycles(),
         host: replay.host,
+        served_off: fit.map(|fit| fit.worst),
         served,
         courses,
         miscalibrated,

@@ -162,7 +162,8 @@ impl Outcome {
         self.tokens + self.first_tokens
     }
 
-    /// What the parts of a [`Host`] multiply: seconds of the cost curve, steps, those at which the schedule weighs costs, tokens.
+    /// What the parts of a [`Host`] multiply: seconds of the cost curve (of a replay [at cost](Replay::at_cost)), steps, those at which
+    /// the schedule weighs costs, tokens.
     pub fn parts(&self, policy: Policy) -> [f64; PARTS] {
         let steps = self.steps as f64;
         let choices = if policy.reads_cost() { steps } else { 0.0 };
@@ -201,7 +202,7 @@ pub struct Replay<'a> {
     pub cost: &'a Arc<StepCost>,
     /// Multiplies the confidences' logits before the policy sees them: 1 leaves them, 2 makes the drafter surer of itself.
     pub sharpness: f64,
-    /// What is added to these costs.
+    /// What is added to these costs, as the planner too sees while it replays.
     pub host: Host,
     /// Cycles after which it is over.
     pub cycles: u64,
@@ -213,6 +214,16 @@ impl Replay<'_> {
     /// # Errors
     /// The costs do not suit the policy.
     pub fn run(&self, policy: Policy, concurrency: usize) -> Result<Outcome, ScheduleError> {
+        let mut outcome = self.at_cost(policy, concurrency)?;
+        outcome.seconds = self.host.seconds(outcome.parts(policy));
+        Ok(outcome)
+    }
+
+    /// The same, but that its seconds are those of the cost curve alone.
+    ///
+    /// # Errors
+    /// The costs do not suit the policy.
+    pub fn at_cost(&self, policy: Policy, concurrency: usize) -> Result<Outcome, ScheduleError> {
         let mut planner = Planner::new(policy, policy.reads_cost().then(|| Arc::clone(self.cost)))?;
         let stream = Stream::new(concurrency as u64, "replay");
         let mut drawn = 0;
@@ -289,12 +300,15 @@ impl Replay<'_> {
                 .zip(fresh)
                 .filter(|(playing, _)| playing.is_none())
                 .for_each(|(slot, new)| *slot = new);
-            outcome.seconds += self.cost.seconds(load.requests, verified, load.context, drafted)
+            let seconds = self.cost.seconds(load.requests, verified, load.context, drafted)
                 + self.cost.prefill_seconds(prompts);
+            if prompts == 0 {
+                planner.observe(load, verified, drafted, self.host.step_seconds(seconds, policy));
+            }
+            outcome.seconds += seconds;
             outcome.steps += 1;
             outcome.drafted_steps += u64::from(drafted);
         }
-        outcome.seconds = self.host.seconds(outcome.parts(policy));
         Ok(outcome)
     }
 
@@ -401,6 +415,25 @@ mod tests {
         }
         // Between the rows that are published it loses too.
         assert!(rate(Policy::PrefixAsync, 32, overhead) < rate(Policy::Whole, 32, overhead));
+    }
+
+    #[test]
+    fn what_a_server_adds_to_its_steps_decides_whether_it_drafts() {
+        let recording = recording();
+        // A token more costs six tenths of a step, drafting eight: by costs alone no number of tokens is worth that.
+        let table = (1..=64).map(|tokens| 1e3 / (1.0 + 0.6 * f64::from(tokens - 1))).collect();
+        let curve = CostCurve::new(table).unwrap();
+        let cost = Arc::new(StepCost::new(vec![(1, curve)], vec![(1, 0.8e-3)]).unwrap());
+        let drafting = |host: Host| {
+            let replay = Replay { recording: &recording, cost: &cost, sharpness: 1.0, host, cycles: 4_000 };
+            replay.run(Policy::Prefix, 1).unwrap().drafting()
+        };
+        let free = Host::scheduling(0.0);
+        let [alone, slower, loaded] =
+            [free, Host { factor: 1.5, ..free }, Host { step: 1e-3, ..free }].map(drafting);
+        // What makes all steps longer alike changes nothing; what each step costs beside its tokens is shared by those that are accepted.
+        assert!(alone < 0.1 && slower < 0.1, "{alone} {slower}");
+        assert!(loaded > 0.2, "{alone} {loaded}");
     }
 
     #[test]

@@ -1,20 +1,25 @@
 //! What servers were seen to do: it tells what they take beside the steps that a cost curve knows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use deepspec_core::usage;
 use deepspec_schedule::ScheduleError;
 use deepspec_schedule::policy::Policy;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::host::{Host, PARTS};
-use super::replay::Replay;
+use super::replay::{Outcome, Replay};
 use crate::load::{FORMAT, VERSION};
 use crate::versioned;
 
-/// Rounds of the fit; it has settled long before.
+/// Rounds of least squares; they have settled long before.
 const ROUNDS: usize = 20_000;
+/// Replays of the fit: what steps take decides what the prefix schedules do, and that what is told of the steps.
+const REPLAYS: usize = 6;
+/// Share of the costs below which measurements follow something else.
+const LEAST_FACTOR: f64 = 0.01;
 
 /// Throughput of a server.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -37,6 +42,7 @@ struct Load {
 struct Run {
     server: String,
     level: Level,
+    failed: usize,
     tokens_per_second: f64,
 }
 
@@ -50,14 +56,17 @@ enum Level {
 /// Reads files of `deepspec-eval load` whose servers are named after their schedules.
 ///
 /// # Errors
-/// Usage errors: a file that is none, a server of another name, loads that arrive by chance, too few of them.
+/// Usage errors: a file that is none, a server of another name, loads that arrive by chance, requests that failed, too few of them.
 pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
     let mut found: BTreeMap<(String, usize), (Policy, Vec<f64>)> = BTreeMap::new();
     for file in files {
         let load: Load =
             versioned::read(file, (FORMAT, VERSION), "not written by this version of `deepspec-eval load`")?;
-        for Run { server, level, tokens_per_second } in load.runs {
+        for Run { server, level, failed, tokens_per_second } in load.runs {
             let place = file.display();
+            if failed > 0 {
+                usage!("--served {place}: {failed} requests to {server} failed; measure that again");
+            }
             let schedule: Policy = match server.parse() {
                 Ok(schedule) => schedule,
                 Err(_) => usage!(
@@ -82,9 +91,12 @@ pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
         Served { schedule, concurrency, tokens_per_second: (middle[0] + middle[1]) / 2.0 }
     });
     let served: Vec<Served> = served.collect();
-    if served.len() < 2 * PARTS {
+    let schedules = distinct(served.iter().map(|served| served.schedule.to_string()));
+    let loads = distinct(served.iter().map(|served| served.concurrency));
+    if served.len() < 2 * PARTS || schedules < 2 || loads < 2 {
         usage!(
-            "--served: {} schedules at loads were measured; it takes {} to tell what a server adds to its steps",
+            "--served: {} throughputs, of {schedules} schedules at {loads} loads; to tell what a server adds to its steps takes {}, of \
+             two schedules at two loads at least",
             served.len(),
             2 * PARTS
         );
@@ -92,20 +104,57 @@ pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
     Ok(served)
 }
 
-/// What servers add to the costs of `replay`, that it takes what they took: least squares of relative errors, no part negative.
+fn distinct<T: Ord>(all: impl Iterator<Item = T>) -> usize {
+    all.collect::<BTreeSet<T>>().len()
+}
+
+/// What servers add to their steps, and how well that describes them.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Fit {
+    /// What they add.
+    pub host: Host,
+    /// The furthest that a foretold throughput is off a measured one it was told from, as a share of it.
+    pub worst: f64,
+}
+
+/// What servers add to the costs of `replay`, that it takes what they took: least squares of relative errors, no part negative. What
+/// weighing costs takes is left as it stands in `replay` where no such schedule was measured.
 ///
 /// # Errors
-/// The costs do not suit a schedule.
-pub fn fit(replay: &Replay, served: &[Served]) -> Result<Host, ScheduleError> {
-    let replay = Replay { host: Host::scheduling(0.0), ..*replay };
-    let mut rows = vec![];
-    for Served { schedule, concurrency, tokens_per_second } in served {
-        let outcome = replay.run(*schedule, *concurrency)?;
-        let took = outcome.all_tokens() as f64 / tokens_per_second;
-        rows.push(outcome.parts(*schedule).map(|part| part / took));
+/// The costs do not suit a schedule. A usage error where what was measured does not follow them at all.
+pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Fit> {
+    let weighed = weighs_costs(served);
+    let mut host = replay.host;
+    let mut best: Option<(Fit, f64)> = None;
+    for _ in 0..REPLAYS {
+        let replay = Replay { host, ..*replay };
+        let replayed = served.par_iter().map(|served| replay.at_cost(served.schedule, served.concurrency));
+        let outcomes: Vec<Outcome> = replayed.collect::<Result<_, ScheduleError>>()?;
+        let parts = || outcomes.iter().zip(served).map(|(outcome, served)| outcome.parts(served.schedule));
+        let took = || outcomes.iter().zip(served).map(|(o, s)| o.all_tokens() as f64 / s.tokens_per_second);
+        let off = parts().zip(took()).map(|(parts, took)| (took / host.seconds(parts) - 1.0).abs());
+        let off: Vec<f64> = off.collect();
+        let squares: f64 = off.iter().map(|off| off * off).sum();
+        if best.as_ref().is_none_or(|(_, least)| squares < *least) {
+            best = Some((Fit { host, worst: off.into_iter().fold(0.0, f64::max) }, squares));
+        }
+        let rows: Vec<[f64; PARTS]> =
+            parts().zip(took()).map(|(parts, took)| parts.map(|part| part / took)).collect();
+        let [factor, step, choice, token] = non_negative(&rows);
+        host = Host { factor, step, choice: if weighed { choice } else { replay.host.choice }, token };
     }
-    let [factor, step, choice, token] = non_negative(&rows);
-    Ok(Host { factor, step, choice, token })
+    let fit = best.map_or(Fit { host, worst: f64::INFINITY }, |(fit, _)| fit);
+    if fit.host.factor < LEAST_FACTOR {
+        usage!(
+            "--served: what servers took does not follow --cost at all; measure both on one machine, at loads further apart"
+        );
+    }
+    Ok(fit)
+}
+
+/// Whether a schedule that weighs costs is among those that were measured.
+pub fn weighs_costs(served: &[Served]) -> bool {
+    served.iter().any(|served| served.schedule.reads_cost())
 }
 
 /// x ≥ 0 for which the products of x and these rows are as near as can be to 1, by squares: one coordinate after the other.

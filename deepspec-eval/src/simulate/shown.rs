@@ -6,6 +6,7 @@ use anyhow::Result;
 use deepspec_schedule::policy::Policy;
 
 use super::host::Host;
+use super::served::weighs_costs;
 use super::{Course, Outcome, Simulation};
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
 use crate::report::write_plot;
@@ -59,11 +60,19 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
     };
     if !simulation.served.is_empty() {
         let Host { factor, step, choice, token } = simulation.host;
+        let weighing = match (weighs_costs(&simulation.served), choice > 0.0) {
+            (true, _) => format!("{:.2} ms more where the schedule weighs costs", 1e3 * choice),
+            (false, true) => {
+                format!("{:.2} ms more where the schedule weighs costs, as you say", 1e3 * choice)
+            }
+            (false, false) => "what weighing costs takes was not measured and counts for nothing".into(),
+        };
         text += &format!(
-            "by what servers did, steps take {factor:.2} × their costs and {:.2} ms, {:.2} ms more where the schedule weighs costs, and a token {:.3} ms\n",
+            "by what servers did, steps take {factor:.2} × their costs and {:.2} ms, and a token {:.3} ms; {weighing}\n\
+             what is foretold for them is {:.1} % off at most\n",
             1e3 * step,
-            1e3 * choice,
-            1e3 * token
+            1e3 * token,
+            1e2 * simulation.served_off.unwrap_or_default(),
         );
     }
     if let Some(from) = simulation.forecast_from {
