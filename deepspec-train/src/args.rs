@@ -8,7 +8,7 @@ use deepspec_core::cli::Verbosity;
 
 /// Train a drafter by a recipe. Running the same recipe again resumes it.
 #[derive(Debug, Parser)]
-#[command(name = "deepspec-train", version, group(ArgGroup::new("dry").args(["plan", "bench"])))]
+#[command(name = "deepspec-train", group(ArgGroup::new("dry").args(["plan", "bench"])))]
 pub struct Args {
     /// The recipe, a YAML file.
     #[arg(long, value_name = "FILE")]

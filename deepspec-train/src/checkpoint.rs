@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use deepspec_cache::Encoding;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::{LossNormalization, Recipe};
-use deepspec_core::{config, usage};
+use deepspec_core::{VERSION, config, usage};
 use deepspec_drafters::TrainableDrafter;
 use deepspec_models::{MAX_SHARD_BYTES, Weights, save, save_checkpoint};
 use serde::{Deserialize, Serialize};
@@ -57,6 +57,9 @@ pub struct TrainState {
     /// The encoding that has rounded the states; absent where none has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounding: Option<Encoding>,
+    /// What wrote it; for information.
+    #[serde(default)]
+    pub tool_version: String,
     /// Processes that took part; for information: any number goes on from here.
     pub world_size: usize,
     /// Accepted length on the validation suite, where it was measured at this step.
@@ -69,7 +72,8 @@ impl TrainState {
     pub fn new(step: usize, global_batch_size: usize, data: &DataId, world_size: usize) -> Self {
         let DataId { digest, rounding } = data.clone();
         let samples = step * global_batch_size;
-        Self { format: FORMAT, step, samples, data: digest, rounding, world_size, tau: None }
+        let tool_version = VERSION.to_string();
+        Self { format: FORMAT, step, samples, data: digest, rounding, tool_version, world_size, tau: None }
     }
 }
 

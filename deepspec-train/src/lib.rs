@@ -17,6 +17,7 @@ mod memory;
 pub mod optimizer;
 mod plan;
 mod rank_check;
+mod reference;
 mod run;
 pub mod schedule;
 mod setup;
@@ -29,4 +30,5 @@ mod trainer;
 mod window;
 
 pub use args::Args;
+pub use reference::PAPERS;
 pub use run::run;

@@ -32,7 +32,7 @@ pub fn check(
     checkpoint: Option<&Path>,
 ) -> anyhow::Result<()> {
     let own = View {
-        version: env!("CARGO_PKG_VERSION").into(),
+        version: deepspec_core::VERSION.into(),
         recipe: without_places(recipe)?,
         data: data.into(),
         checkpoint: checkpoint.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()),

@@ -57,19 +57,25 @@ wait $step || status=$?
 srun --ntasks=2 --oversubscribe "$bin/deepspec-train" --quiet "${common[@]}" --set name=stopped
 
 echo "== train.sbatch, stopped by a signal, requeued and gone on" >&2
-job=$(sbatch --parsable --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=0 --oversubscribe --output="$work/batch.log" \
-    scripts/slurm/train.sbatch "${common[@]}" --set name=batch)
 state() { squeue --noheader --jobs="$job" --states=all --format=%T 2>/dev/null; }
 fail() {
     cat "$work/batch.log" >&2
     echo "slurm test: $1" >&2
     exit 1
 }
-for ((attempt = 0; attempt < 600; attempt++)); do
-    grep -q 'step 5/' "$work/batch.log" 2>/dev/null && break
-    [ "$(state)" != FAILED ] || fail "the batch job failed before step 5"
-    sleep 0.2
-done
+# Submits training under this name, and returns when it has begun.
+submit() {
+    rm -f "$work/batch.log"
+    job=$(sbatch --parsable --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=0 --oversubscribe --output="$work/batch.log" \
+        scripts/slurm/train.sbatch "${common[@]}" --set name="$1")
+    for ((attempt = 0; attempt < 600; attempt++)); do
+        grep -q 'step 5/' "$work/batch.log" 2>/dev/null && return
+        [ "$(state)" != FAILED ] || fail "the batch job failed before step 5"
+        sleep 0.2
+    done
+    fail "the batch job did not get to step 5"
+}
+submit batch
 scancel --signal=USR1 "$job"
 for ((attempt = 0; attempt < 1200; attempt++)); do
     case $(state) in
@@ -83,6 +89,16 @@ done
 [ "$(state)" = COMPLETED ] || fail "the batch job is $(state) after four minutes"
 grep -q 'stopped by a signal' "$work/batch.log" || fail "the batch job never stopped"
 grep -q 'resuming from' "$work/batch.log" || fail "the batch job did not go on"
+
+echo "== train.sbatch, cancelled: it stays so" >&2
+submit cancelled
+scancel "$job"
+for ((attempt = 0; attempt < 600; attempt++)); do
+    case $(state) in CANCELLED | PENDING | COMPLETED) break ;; esac
+    sleep 0.2
+done
+[ "$(state)" = CANCELLED ] || fail "the cancelled job is $(state)"
+scontrol show job "$job" | grep -q 'Restarts=0' || fail "the cancelled job was put back into the queue"
 
 python3 - "$work/out" <<'PY'
 import json, sys

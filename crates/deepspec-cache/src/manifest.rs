@@ -22,7 +22,6 @@ pub const MANIFEST_FILE: &str = "manifest.json";
 
 const FORMAT: &str = "deepspec-cache";
 const VERSION: u64 = 1;
-const TOOL: &str = concat!("deepspec ", env!("CARGO_PKG_VERSION"));
 
 /// The content of `manifest.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,7 +59,7 @@ pub struct Manifest {
 impl Manifest {
     pub(crate) fn new(recipe: &Recipe, samples: SamplesEntry, shards: Vec<ShardEntry>) -> Self {
         let Recipe { identity, encoding, last, shard_bytes, counts, input, reference } = recipe.clone();
-        let (format, tool) = (FORMAT.to_string(), TOOL.to_string());
+        let (format, tool) = (FORMAT.to_string(), format!("deepspec {}", deepspec_core::VERSION));
         let mut manifest = Self {
             format,
             version: VERSION,

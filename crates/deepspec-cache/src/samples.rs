@@ -11,12 +11,12 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
-use arrow::array::{
+use arrow_array::{
     ArrayRef, Int32Array, Int64Array, ListArray, RecordBatch, StringArray, StructArray, UInt32Array,
 };
-use arrow::buffer::OffsetBuffer;
-use arrow::datatypes::{DataType, Field, Fields, Schema};
-use arrow::error::ArrowError;
+use arrow_buffer::OffsetBuffer;
+use arrow_schema::ArrowError;
+use arrow_schema::{DataType, Field, Fields, Schema};
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest;
 use parquet::arrow::ArrowWriter;

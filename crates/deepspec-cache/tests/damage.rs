@@ -6,11 +6,11 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
-use arrow::array::{
+use arrow_array::{
     Array, ArrayRef, Int32Array, Int64Array, ListArray, RecordBatch, StructArray, UInt32Array,
 };
-use arrow::compute::cast;
-use arrow::datatypes::{DataType, Field, Schema};
+use arrow_cast::cast;
+use arrow_schema::{DataType, Field, Schema};
 use common::*;
 use deepspec_cache::{CacheError, Encoding, FinalStates, Layout, Plan, Reader, verify};
 use parquet::arrow::ArrowWriter;
@@ -289,7 +289,7 @@ fn a_lying_table_is_an_error_not_a_panic() {
         let none = Int32Array::from(Vec::<i32>::new());
         Arc::new(ListArray::new(
             field.clone(),
-            arrow::buffer::OffsetBuffer::from_lengths(lengths),
+            arrow_buffer::OffsetBuffer::from_lengths(lengths),
             Arc::new(none),
             None,
         ))

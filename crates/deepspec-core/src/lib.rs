@@ -19,3 +19,6 @@ mod tap;
 pub use final_states::FinalStates;
 pub use slots::Slots;
 pub use tap::Tap;
+
+/// What was built: the version and, behind a `+g`, the commit of a release. Artifacts say it of themselves.
+pub const VERSION: &str = env!("DEEPSPEC_VERSION");

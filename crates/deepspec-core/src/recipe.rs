@@ -7,8 +7,10 @@ mod states;
 mod template;
 mod validate;
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -26,7 +28,7 @@ pub use validate::at_least_one;
 pub const MAX_LENGTH: usize = 4096;
 
 /// One experiment.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
     /// Names the experiment; its checkpoints go to `logging.output_dir/name`.
@@ -52,7 +54,7 @@ pub struct Recipe {
 }
 
 /// The target and where it is tapped.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TargetRecipe {
     /// Folder of the model, or its hub id.
@@ -79,6 +81,17 @@ impl Serialize for DrafterRecipe {
     }
 }
 
+/// Which kinds there are only their registry knows: it fills in the properties.
+impl JsonSchema for DrafterRecipe {
+    fn schema_name() -> Cow<'static, str> {
+        "DrafterRecipe".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": false})
+    }
+}
+
 impl<'de> Deserialize<'de> for DrafterRecipe {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let kinds = Map::deserialize(deserializer)?;
@@ -91,7 +104,7 @@ impl<'de> Deserialize<'de> for DrafterRecipe {
 }
 
 /// The training data.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataRecipe {
     /// Where the target's states come from.
@@ -115,7 +128,7 @@ pub struct DataRecipe {
 }
 
 /// Kind of the working weights; masters are always float32.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
     /// bfloat16.
@@ -125,7 +138,7 @@ pub enum Precision {
 }
 
 /// Whose weights a denominator sums.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LossNormalization {
     /// The whole optimiser step: no split of the batch changes the result.
@@ -135,7 +148,7 @@ pub enum LossNormalization {
 }
 
 /// What each process keeps of the optimiser's state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ShardingStrategy {
     /// All of it.
@@ -145,7 +158,7 @@ pub enum ShardingStrategy {
 }
 
 /// What carries tensors among processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
     /// NCCL among GPUs, Gloo among CPUs.
@@ -157,7 +170,7 @@ pub enum Backend {
 }
 
 /// Optimisation.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrainRecipe {
     /// Peak learning rate.
@@ -228,7 +241,7 @@ impl Default for TrainRecipe {
 }
 
 /// What is written, and how often.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LoggingRecipe {
     /// Optimiser steps between log lines.

@@ -1,7 +1,9 @@
 //! Which hidden states of the target are tapped.
 
+use std::borrow::Cow;
 use std::fmt;
 
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -63,6 +65,19 @@ impl fmt::Display for Tap {
             Self::Embedding => f.write_str(EMBEDDING),
             Self::Layer(layer) => layer.fmt(f),
         }
+    }
+}
+
+impl JsonSchema for Tap {
+    fn schema_name() -> Cow<'static, str> {
+        "Tap".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({"oneOf": [
+            {"const": EMBEDDING, "description": "The embedding output, before the first layer; −1 means it too."},
+            {"type": "integer", "minimum": -1, "description": "The raw output of this decoder layer, from 0, before the final norm."},
+        ]})
     }
 }
 

@@ -5,12 +5,16 @@ use std::path::Path;
 use deepspec_core::config::{ConfigError, Document};
 use deepspec_dialects::Reader;
 use deepspec_models::{ModelError, families};
+use schemars::{Schema, SchemaGenerator};
 use serde::de::DeserializeOwned;
 
 use crate::{Drafter, DrafterOptions, Settings};
 
 /// Reads and checks the settings of a kind.
 type ReadSettings = fn(&Section<'_>) -> Result<Box<dyn Settings>, ConfigError>;
+
+/// Describes the settings of a kind.
+type SettingsSchema = fn(&mut SchemaGenerator) -> Schema;
 
 /// Loads a checkpoint of a kind.
 type Load = fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>;
@@ -25,6 +29,8 @@ pub struct Registration {
     pub parts: &'static [Part],
     /// Reads its settings in a recipe; None for models that are not trained here.
     pub settings: Option<ReadSettings>,
+    /// What its settings may be; None for models that are not trained here.
+    pub schema: Option<SettingsSchema>,
     /// Its checkpoints; None where they are those of another kind.
     pub checkpoints: Option<Checkpoints>,
 }

@@ -4,10 +4,13 @@ use std::path::Path;
 
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
-use deepspec_core::recipe::Recipe;
+use deepspec_core::recipe::{DrafterRecipe, Recipe};
 use deepspec_dialects::{Checkpoint, DialectError, Known};
 use deepspec_models::config::{Fields, read_json};
 use deepspec_models::{ModelConfig, ModelError, families};
+
+use schemars::{JsonSchema, SchemaGenerator};
+use serde_json::{Map, Value};
 
 use crate::registration::{Checkpoints, Registration, Section};
 use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, dflash2, eagle3};
@@ -40,6 +43,18 @@ pub fn load_saved_recipe(path: &Path) -> Result<Recipe, ConfigError> {
         recipe.drafter.settings = settings.to_json();
     }
     Ok(recipe)
+}
+
+/// What a recipe may say, as a JSON schema.
+pub fn recipe_schema() -> Value {
+    let mut schemas = SchemaGenerator::default();
+    let kinds: Map<String, Value> = KINDS
+        .iter()
+        .filter_map(|kind| Some((kind.name.to_string(), kind.schema?(&mut schemas).to_value())))
+        .collect();
+    let mut schema = schemas.into_root_schema_for::<Recipe>().to_value();
+    schema["$defs"][&*DrafterRecipe::schema_name()]["properties"] = kinds.into();
+    schema
 }
 
 /// Beginnings of the names of the parameters that a recipe freezes; the error is what is wrong with its list.

@@ -20,6 +20,9 @@ pub use step_trace::StepTrace;
 /// Why this build has no NCCL; nothing where it has.
 pub const NCCL_MISSING: &str = env!("DEEPSPEC_NCCL_MISSING");
 
+/// The version of libtorch whose headers this was built with.
+pub const LIBTORCH: &str = env!("DEEPSPEC_LIBTORCH");
+
 /// Settings of the whole process that libtorch profits from; to be called first in `main`.
 ///
 /// Every operator allocates its result. glibc tends to hand large blocks back at once and to take every new one page by page

@@ -2,9 +2,10 @@
 
 use std::sync::LazyLock;
 
-use arrow::array::{Array, AsArray, RecordBatch};
-use arrow::datatypes::{DataType, FieldRef};
-use arrow::json::writer::{EncoderOptions, make_encoder};
+use arrow_array::cast::AsArray;
+use arrow_array::{Array, RecordBatch};
+use arrow_json::writer::{EncoderOptions, make_encoder};
+use arrow_schema::{DataType, FieldRef};
 
 /// Nulls are left out.
 static OPTIONS: LazyLock<EncoderOptions> = LazyLock::new(EncoderOptions::default);

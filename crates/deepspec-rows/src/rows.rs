@@ -3,7 +3,7 @@
 use std::vec;
 
 use anyhow::Context;
-use arrow::array::RecordBatch;
+use arrow_array::RecordBatch;
 use deepspec_core::jsonl::Line;
 use serde_json::{Map, Value};
 

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use arrow::array::RecordBatch;
-use arrow::datatypes::{DataType, Schema};
-use arrow::json::WriterBuilder;
-use arrow::json::writer::LineDelimited;
+use arrow_array::RecordBatch;
+use arrow_json::WriterBuilder;
+use arrow_json::writer::LineDelimited;
+use arrow_schema::{DataType, Schema};
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli;
 use parquet::arrow::arrow_reader::{

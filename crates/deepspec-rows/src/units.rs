@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::vec;
 
-use arrow::array::RecordBatch;
+use arrow_array::RecordBatch;
 use deepspec_core::atomic::FileError;
 use deepspec_core::jsonl::{RawLine, RawLines};
 

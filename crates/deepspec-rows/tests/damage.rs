@@ -3,11 +3,9 @@
 use std::fs::{self, File};
 use std::sync::Arc;
 
-use arrow::array::{
-    ArrayRef, Float64Array, Int64Builder, LargeListBuilder, ListBuilder, RecordBatch, StringBuilder,
-    StringViewArray, StructBuilder,
-};
-use arrow::datatypes::{DataType, Field};
+use arrow_array::builder::{Int64Builder, LargeListBuilder, ListBuilder, StringBuilder, StructBuilder};
+use arrow_array::{ArrayRef, Float64Array, RecordBatch, StringViewArray};
+use arrow_schema::{DataType, Field};
 use deepspec_rows::Source;
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;

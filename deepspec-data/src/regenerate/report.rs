@@ -47,6 +47,7 @@ impl RunStats {
         let seconds = self.started.elapsed().as_secs_f64();
         let report = json!({
             "format": 1,
+            "tool_version": deepspec_core::VERSION,
             "rows": {
                 "total": store.index.ids.len(),
                 "ok": done.ok.len(),

@@ -1,6 +1,6 @@
 //! What columns a dataset must have.
 
-use arrow::datatypes::DataType;
+use arrow_schema::DataType;
 use deepspec_rows::{MESSAGE_KEYS, Table};
 
 /// Checks that a table has messages in a form that we know.

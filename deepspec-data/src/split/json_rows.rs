@@ -104,10 +104,11 @@ fn text(key: &str, value: Value) -> Result<Option<String>, Problem> {
 mod tests {
     use super::super::conversation::Name;
     use super::*;
-    use arrow::array::{Array, ArrayRef, Decimal256Array, RecordBatch};
-    use arrow::datatypes::{Schema, i256};
-    use arrow::json::ReaderBuilder;
-    use arrow::json::reader::infer_json_schema;
+    use arrow_array::{Array, ArrayRef, Decimal256Array, RecordBatch};
+    use arrow_buffer::i256;
+    use arrow_json::ReaderBuilder;
+    use arrow_json::reader::infer_json_schema;
+    use arrow_schema::Schema;
     use deepspec_rows::Cell;
     use serde_json::json;
     use std::sync::Arc;
@@ -132,7 +133,7 @@ mod tests {
         let message = r#"{"messages": [{"role": "user", "content": "x"}], "n": 0.1}"#;
         let messages = columns(message);
         let mut fields: Vec<_> = messages.schema_ref().fields().iter().cloned().collect();
-        fields.push(Arc::new(arrow::datatypes::Field::new("price", price.data_type().clone(), true)));
+        fields.push(Arc::new(arrow_schema::Field::new("price", price.data_type().clone(), true)));
         let columns = messages.columns().iter().cloned().chain([Arc::new(price) as ArrayRef]).collect();
         let batch = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns).unwrap();
         let expected = r#"{"id":7,"conversations":[{"role":"user","content":"x"}],"n":0.1,"price":12345678901234567890.123}"#;

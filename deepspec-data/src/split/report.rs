@@ -185,6 +185,7 @@ pub fn value(
     });
     json!({
         "version": VERSION,
+        "tool_version": deepspec_core::VERSION,
         "seed": args.seed,
         "test_size": args.test_size,
         "sample_size": args.sample_size,

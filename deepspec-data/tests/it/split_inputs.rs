@@ -5,11 +5,9 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
-use arrow::array::{
-    ArrayRef, Decimal128Array, Float64Array, Int64Array, LargeListBuilder, ListBuilder, RecordBatch,
-    StringArray, StringBuilder, StructBuilder,
-};
-use arrow::datatypes::{DataType, Field};
+use arrow_array::builder::{LargeListBuilder, ListBuilder, StringBuilder, StructBuilder};
+use arrow_array::{ArrayRef, Decimal128Array, Float64Array, Int64Array, RecordBatch, StringArray};
+use arrow_schema::{DataType, Field};
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
 use flate2::Compression;
 use flate2::write::GzEncoder;

@@ -118,7 +118,7 @@ impl Calibration {
         held_out: HeldOut,
         alternatives: Vec<Alternative>,
     ) -> Self {
-        let (format, tool_version) = (FORMAT.into(), env!("CARGO_PKG_VERSION").into());
+        let (format, tool_version) = (FORMAT.into(), deepspec_core::VERSION.into());
         Self {
             format,
             format_version: VERSION,

@@ -155,7 +155,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let map = Map {
         format: "deepspec-economics",
         format_version: 1,
-        tool_version: env!("CARGO_PKG_VERSION"),
+        tool_version: deepspec_core::VERSION,
         target: &target,
         hardware,
         draft,

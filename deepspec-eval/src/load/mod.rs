@@ -205,7 +205,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let report = Report {
         format: FORMAT,
         format_version: VERSION,
-        tool_version: env!("CARGO_PKG_VERSION"),
+        tool_version: deepspec_core::VERSION,
         suites: args.suites.clone(),
         seconds: args.seconds,
         warm_up: args.warm_up,

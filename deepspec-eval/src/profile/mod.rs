@@ -163,7 +163,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let profile = Profile {
         format: cost_file::FORMAT,
         format_version: cost_file::VERSION,
-        tool_version: env!("CARGO_PKG_VERSION"),
+        tool_version: deepspec_core::VERSION,
         machine: Machine {
             processor: processor(),
             device: place.device_name(),

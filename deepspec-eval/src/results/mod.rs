@@ -112,7 +112,7 @@ impl Results {
         Self {
             format: FORMAT.into(),
             format_version: VERSION,
-            tool_version: env!("CARGO_PKG_VERSION").into(),
+            tool_version: deepspec_core::VERSION.into(),
             settings,
             target,
             drafter,

@@ -262,7 +262,7 @@ fn simulate(
     Ok(Simulation {
         format: "deepspec-simulation",
         format_version: 1,
-        tool_version: env!("CARGO_PKG_VERSION"),
+        tool_version: deepspec_core::VERSION,
         results: args.results.display().to_string(),
         cost: args.cost.display().to_string(),
         recorded_cycles: recording.cycles(),

@@ -136,7 +136,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let watched = Watched {
         format: "deepspec-watch",
         format_version: 1,
-        tool_version: env!("CARGO_PKG_VERSION"),
+        tool_version: deepspec_core::VERSION,
         url: base,
         occupancy: occupancies(&intervals),
         intervals,

@@ -9,8 +9,8 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use arrow::array::AsArray;
-use arrow::datatypes::{Float32Type, Int32Type};
+use arrow_array::cast::AsArray;
+use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, DrafterConfig, Eagle3, Eagle3Config,

@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use arrow::array::{
+use arrow_array::{
     Array, Int32Array, Int64Array, ListArray, RecordBatch, StringArray, StructArray, UInt32Array,
 };
-use arrow::datatypes::{Field, Schema};
+use arrow_schema::{Field, Schema};
 use deepspec_core::atomic::FileError;
 use deepspec_core::digest;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;

@@ -1,9 +1,10 @@
 //! `eval`: real accepted length, measured while the drafter learns.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// What is decoded every `logging.eval_every` steps, and how.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvalRecipe {
     /// Names of the suites, or files of `{"turns": […]}` rows.

@@ -1,9 +1,12 @@
 //! `data.states`: where the target's states come from.
 
+use std::borrow::Cow;
 use std::fmt;
 
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::json;
 
 const NAMES: [&str; 3] = ["cache", "online", "hybrid"];
 
@@ -35,6 +38,26 @@ impl Serialize for States {
             Self::Online => serializer.serialize_str("online"),
             Self::Hybrid(dir) => serializer.collect_map([("hybrid", dir)]),
         }
+    }
+}
+
+impl JsonSchema for States {
+    fn schema_name() -> Cow<'static, str> {
+        "States".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let folder = |name: &str, what: &str| {
+            json!({
+                "type": "object", "properties": {name: {"type": "string", "description": what}},
+                "required": [name], "additionalProperties": false,
+            })
+        };
+        json_schema!({"oneOf": [
+            folder("cache", "A folder built by `deepspec-data cache build`."),
+            {"const": "online", "description": "The target itself, which runs beside the trainer; nothing is written."},
+            folder("hybrid", "The target in the first epoch, which writes this folder; the folder ever after."),
+        ]})
     }
 }
 

@@ -1,8 +1,10 @@
 //! `data.chat_template`: the name of mask rules that are built in, or an entry of one's own.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::path::Path;
 
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -26,7 +28,7 @@ pub enum TemplateRecipe {
 }
 
 /// Mask rules of a chat format that is not built in.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TemplateEntry {
     /// What messages and caches call the rules.
@@ -120,6 +122,19 @@ impl Serialize for TemplateRecipe {
             Self::Name(name) => serializer.serialize_str(name),
             Self::Entry(entry) => entry.serialize(serializer),
         }
+    }
+}
+
+impl JsonSchema for TemplateRecipe {
+    fn schema_name() -> Cow<'static, str> {
+        "TemplateRecipe".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        json_schema!({"oneOf": [
+            {"type": "string", "description": "The name of built-in rules, or the path of a YAML file with an entry."},
+            generator.subschema_for::<TemplateEntry>(),
+        ]})
     }
 }
 

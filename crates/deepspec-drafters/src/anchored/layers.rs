@@ -1,11 +1,12 @@
 //! Which draft layers a recipe asks for.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::Misfit;
 
 /// What a draft layer sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerType {
     /// Everything.

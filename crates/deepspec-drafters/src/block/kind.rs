@@ -31,6 +31,7 @@ pub const DSPARK: Registration = Registration {
     title: "DSpark",
     parts: PARTS,
     settings: Some(|section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?))),
+    schema: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(BlockConfig::CLASS),
         hold: "a block drafter (DSpark, DFlash)",
@@ -52,6 +53,7 @@ pub const DFLASH: Registration = Registration {
         }
         Ok(Box::new(BlockSettings::check(section, recipe, (1.0, 0.0))?))
     }),
+    schema: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
     checkpoints: None,
 };
 

@@ -2,6 +2,7 @@
 
 use deepspec_core::Slots;
 use deepspec_core::recipe::at_least_one;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::Misfit;
@@ -9,7 +10,7 @@ use crate::anchored::{DraftLayers, LayerType, num_anchors};
 use crate::losses::LossRecipe;
 
 /// A block drafter.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BlockRecipe {
     /// B, slots of a block. All of them draft, or with `slots: fill_in` all but the first.
@@ -42,7 +43,7 @@ pub struct BlockRecipe {
 }
 
 /// How the bias on the logits depends on the previous token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum MarkovKind {
     /// `W2 e`.
@@ -74,7 +75,7 @@ impl MarkovKind {
 }
 
 /// The Markov head: a low-rank correction of the logits by the previous token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Markov {
     /// Its form.
@@ -85,7 +86,7 @@ pub struct Markov {
 }
 
 /// The confidence head.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ConfidenceRecipe {
     /// Whether it also reads the previous token's Markov embedding.

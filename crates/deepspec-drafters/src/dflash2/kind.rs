@@ -28,6 +28,7 @@ pub const KIND: Registration = Registration {
         checked.map_err(|(key, problem)| section.error(key, problem))?;
         Ok(Box::new(recipe))
     }),
+    schema: Some(|schemas| schemas.subschema_for::<DFlash2Recipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(DFlash2Config::CLASS),
         hold: "DFlash 2",

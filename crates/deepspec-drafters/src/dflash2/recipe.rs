@@ -2,6 +2,7 @@
 
 use deepspec_core::Slots;
 use deepspec_core::recipe::at_least_one;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::Misfit;
@@ -9,7 +10,7 @@ use crate::anchored::{DraftLayers, LayerType, num_anchors};
 use crate::losses::LossRecipe;
 
 /// A DFlash 2 drafter.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DFlash2Recipe {
     /// B, slots of a block; all but the first draft.
@@ -39,7 +40,7 @@ pub struct DFlash2Recipe {
 }
 
 /// The convolutions along the slots of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Convolution {
     /// K: a slot and the K − 1 before it.
@@ -55,7 +56,7 @@ impl Default for Convolution {
 }
 
 /// The selector of a path over candidates.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Selector {
     /// r.

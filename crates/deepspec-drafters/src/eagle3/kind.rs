@@ -32,6 +32,7 @@ pub const KIND: Registration = Registration {
         recipe.check().map_err(|(key, problem)| section.error(key, problem))?;
         Ok(Box::new(recipe))
     }),
+    schema: Some(|schemas| schemas.subschema_for::<Eagle3Recipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(Eagle3Config::CLASS),
         hold: "Eagle3",

@@ -1,10 +1,11 @@
 //! The recipe of an Eagle3 drafter.
 
 use deepspec_core::recipe::{LossNormalization, at_least_one};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// An Eagle3 drafter.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Eagle3Recipe {
     /// Decoder layers of the drafter.
@@ -24,7 +25,7 @@ impl Default for Eagle3Recipe {
 }
 
 /// Which predictions of Eagle3 are trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Supervise {
     /// Those two places behind a supervised token, as the reference has it: the first two tokens of an answer are not

@@ -1,12 +1,13 @@
 //! The losses of a block drafter.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// γ_decay where a recipe does not say.
 const DECAY_GAMMA: f64 = 4.0;
 
 /// Weights of the block losses; one that is left out is 0.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LossRecipe {
     /// Weight of the cross entropy with the label.
@@ -34,7 +35,7 @@ pub struct LossRecipe {
 }
 
 /// How the overlap α = Σ min(p^d, p^t), the target's accept rate, is learned (LK losses, arXiv 2602.23881).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LkForm {
     /// −log α.
@@ -44,7 +45,7 @@ pub enum LkForm {
 }
 
 /// An overlap loss.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Lk {
     /// Its form.
@@ -61,7 +62,7 @@ pub struct Lk {
 /// Dynamic position weights (D-PACE, arXiv 2605.18810): Σ over later positions m, itself included, of Π_{i ≤ m} ((1 − s)·q_i + s),
 /// where q_i is the drafter's probability of label i; constant in the gradient. The denominator stays that of `decay_gamma`, which
 /// is known before any forward.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Dpace {
     /// s, in (0, 1]; the paper's value is 0.5.

@@ -1,0 +1,184 @@
+//! Every key of a recipe, from the types that read it: as a JSON schema for editors, and as a page of the book.
+
+use std::fmt::Write as _;
+
+use deepspec_cli::Paper;
+use serde_json::Value;
+
+/// What `deepspec-train` says of recipes.
+pub const PAPERS: [Paper; 2] = [
+    Paper {
+        name: "schema",
+        about: "Write the JSON schema of recipes, with which editors complete and check them",
+        hidden: false,
+        text: || format!("{:#}\n", deepspec_drafters::recipe_schema()),
+    },
+    Paper {
+        name: "recipe-reference",
+        about: "Write the chapter of the book on recipes",
+        hidden: true,
+        text: || page(&deepspec_drafters::recipe_schema()),
+    },
+];
+
+const HEAD: &str = "# Every key of a recipe
+
+`deepspec-train --config FILE.yaml` reads one YAML file; `--set KEY=VALUE` overrides a key of it, written with dots (`--set train.lr=3e-4`). A key that is
+not here is refused, with its line and the nearest name. `deepspec-train schema > recipe.schema.json` writes the same for editors: with
+`# yaml-language-server: $schema=recipe.schema.json` in the first line they complete and check recipes.
+";
+
+/// The page: a section for each group of keys, those of the recipe itself first.
+fn page(schema: &Value) -> String {
+    let mut text = String::from(HEAD);
+    section(schema, schema, "", &mut text);
+    text
+}
+
+/// The section of an object, and behind it those of the objects in it.
+fn section(schema: &Value, object: &Value, path: &str, text: &mut String) {
+    let title = if path.is_empty() { "The recipe".to_string() } else { format!("`{path}`") };
+    let _ = write!(text, "\n## {title}\n\n");
+    if let Some(what) = object["description"].as_str() {
+        let _ = write!(text, "{}\n\n", line(what));
+    }
+    text.push_str("| key | value | default | meaning |\n|---|---|---|---|\n");
+    let required: Vec<&str> =
+        object["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let mut inner = vec![];
+    for (key, property) in object["properties"].as_object().into_iter().flatten() {
+        let place = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+        let target = resolved(schema, property);
+        let group = target["properties"].is_object();
+        let value = if group { format!("see `{place}`") } else { value(schema, property) };
+        let default = match &property["default"] {
+            _ if group => String::new(),
+            Value::Null if required.contains(&key.as_str()) => "required".into(),
+            Value::Null => String::new(),
+            default => format!("`{default}`"),
+        };
+        let mut what =
+            line(property["description"].as_str().or(target["description"].as_str()).unwrap_or_default());
+        for choice in choices(schema, property) {
+            let _ = write!(what, " {choice}");
+        }
+        let _ = writeln!(text, "| `{key}` | {value} | {default} | {what} |");
+        if group {
+            inner.push((place, target));
+        }
+    }
+    for (place, target) in inner {
+        section(schema, target, &place, text);
+    }
+}
+
+/// What a schema refers to, or what stands beside null in it.
+fn resolved<'a>(schema: &'a Value, of: &'a Value) -> &'a Value {
+    if let Some(place) = of["$ref"].as_str() {
+        return schema.pointer(place.trim_start_matches('#')).map_or(of, |found| resolved(schema, found));
+    }
+    let others = || of["anyOf"].as_array().into_iter().flatten().filter(|one| one["type"] != "null");
+    match (others().next(), others().count()) {
+        (Some(only), 1) => resolved(schema, only),
+        _ => of,
+    }
+}
+
+/// The alternatives of a value.
+fn alternatives<'a>(schema: &'a Value, of: &'a Value) -> Vec<&'a Value> {
+    let of = resolved(schema, of);
+    of["oneOf"].as_array().map_or(vec![of], |all| all.iter().map(|one| resolved(schema, one)).collect())
+}
+
+/// How values are written.
+fn value(schema: &Value, of: &Value) -> String {
+    let one = |of: &Value| -> String {
+        if !of["const"].is_null() {
+            return format!("`{}`", of["const"].as_str().unwrap_or_default());
+        }
+        if let Some(names) = of["enum"].as_array() {
+            let names = names.iter().filter_map(Value::as_str).map(|name| format!("`{name}`"));
+            return names.collect::<Vec<_>>().join(", ");
+        }
+        if let Some(keys) = of["properties"].as_object() {
+            let keys: Vec<&str> = keys.keys().map(String::as_str).collect();
+            return format!("`{{{}: …}}`", keys.join(": …, "));
+        }
+        if !of["items"].is_null() {
+            return format!("list of {}", value(schema, &of["items"]));
+        }
+        let types = match &of["type"] {
+            Value::Array(types) => {
+                types.iter().filter_map(Value::as_str).filter(|name| *name != "null").collect()
+            }
+            name => name.as_str().map_or(vec![], |name| vec![name]),
+        };
+        types.join(" or ")
+    };
+    alternatives(schema, of).into_iter().map(one).collect::<Vec<_>>().join(" or ")
+}
+
+/// What each alternative means, where there are several.
+fn choices(schema: &Value, of: &Value) -> Vec<String> {
+    let all = alternatives(schema, of);
+    let explained = all.iter().filter(|_| all.len() > 1).filter_map(|one| {
+        let what = line(one["description"].as_str()?);
+        Some(format!("{}: {what}", value(schema, one)))
+    });
+    explained.collect()
+}
+
+/// A description in one line of a table.
+fn line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use deepspec_drafters::load_recipe;
+
+    use super::*;
+
+    /// Keys of a value, written with dots.
+    fn keys(value: &Value, path: &str, found: &mut Vec<String>) {
+        for (key, inner) in value.as_object().into_iter().flatten() {
+            let place = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+            keys(inner, &place, found);
+            found.push(place);
+        }
+    }
+
+    #[test]
+    fn every_key_of_every_recipe_is_described() {
+        let text = page(&deepspec_drafters::recipe_schema());
+        let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
+        let mut recipes = 0;
+        for kind in ["dspark", "dflash", "eagle3", "tiny", "online", "real"] {
+            for file in configs.join(kind).read_dir().unwrap() {
+                let recipe = load_recipe(&file.unwrap().path(), &[]).unwrap();
+                let mut found = vec![];
+                keys(&serde_json::to_value(recipe).unwrap(), "", &mut found);
+                for place in found {
+                    let (section, key) = place.rsplit_once('.').unwrap_or(("The recipe", &place));
+                    // Folders and texts within a value are told by its alternatives.
+                    if ["data.states", "data.chat_template"].contains(&section) {
+                        continue;
+                    }
+                    let title = if place.contains('.') {
+                        format!("\n## `{section}`\n")
+                    } else {
+                        "\n## The recipe\n".into()
+                    };
+                    let (_, behind) =
+                        text.split_once(&title).unwrap_or_else(|| panic!("no section of {place}"));
+                    let table = behind.split("\n## ").next().unwrap();
+                    assert!(table.contains(&format!("\n| `{key}` |")), "{place} in {table}");
+                }
+                recipes += 1;
+            }
+        }
+        assert!(recipes > 15, "{recipes}");
+    }
+}

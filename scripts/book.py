@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Keeps the book true: what programs say of themselves is written into it, and what it says is checked against them.
+
+scripts/book.py check         links, commands, flags and keys of all pages, and the pages that programs write
+scripts/book.py write         writes those pages: docs/commands.md and docs/recipe.md
+scripts/book.py tutorial      runs the tutorial in a folder of its own and compares what it prints
+scripts/book.py tutorial write    … and writes what it printed into the page
+
+Needs a build: cargo build --release.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+BIN = ROOT / "target/release"
+PROGRAMS = ["deepspec-data", "deepspec-train", "deepspec-eval"]
+# Sections of a recipe, by which its keys are known in running text.
+SECTIONS = ("target", "drafter", "data", "train", "logging", "eval")
+
+
+def says(program, *arguments):
+    return subprocess.run([BIN / program, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def generated():
+    """The pages that programs write."""
+    commands = "# Every command\n\nAs the programs' `--help` says it; `man DIR` writes the same as man pages, `completions SHELL` what a shell needs.\n"
+    for program in PROGRAMS:
+        text = says(program, "reference")
+        # The program's own heading becomes a section of the page.
+        text = re.sub(r"(?m)^(#+) ", r"#\1 ", re.sub(r"(?m)^# .*\n+(This document.*\n+)?", "", text, count=1))
+        commands += f"\n{text.strip()}\n"
+    return {"commands.md": commands, "recipe.md": says("deepspec-train", "recipe-reference")}
+
+
+def pages():
+    return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+
+
+def slug(heading):
+    """The anchor that a heading has on GitHub and in mdBook."""
+    heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+
+
+def without_code(text):
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"(?ms)^```.*?^```", "", text))
+
+
+def links(page, text):
+    for match in re.finditer(r"\]\(([^)\s]+)\)", without_code(text)):
+        link = match[1]
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        to = (page.parent / file).resolve() if file else page
+        if not to.exists():
+            yield f"{link}: no such file"
+        elif anchor and to.suffix == ".md":
+            headings = [slug(line.lstrip("#")) for line in to.read_text().splitlines() if line.startswith("#")]
+            if anchor not in headings:
+                yield f"{link}: no such heading in {to.name}"
+
+
+def flags(command, reference):
+    """Flags of a command of ours that it does not have."""
+    words = shlex.split(command.replace("…", "x"), comments=True)
+    words = list(itertools.dropwhile(lambda word: "=" in word and not word.startswith("-"), words))
+    if not words or words[0].rsplit("/", 1)[-1] not in PROGRAMS:
+        return
+    program = words[0].rsplit("/", 1)[-1]
+    words = words[1:]
+    # The longest name of a command that these words begin with; options of the program may stand before it.
+    named = [word for word in words if re.fullmatch(r"[a-z][a-z-]*", word)]
+    name = program
+    for word in named[:3]:
+        if f"{name} {word}" in reference:
+            name = f"{name} {word}"
+    if name not in reference:
+        yield f"{name}: no such command"
+        return
+    for word in words:
+        flag = re.match(r"--[a-z0-9-]+", word)
+        if flag and flag[0] not in reference[name] and flag[0] not in {"--quiet", "--verbose", "--help", "--version"}:
+            yield f"{name} has no {flag[0]}"
+
+
+def reference_flags(commands):
+    found = {}
+    for block in re.split(r"(?m)^###+ (?=`)", commands)[1:]:
+        name = re.match(r"`([^`]+)`", block)[1]
+        found[name] = set(re.findall(r"(?m)`(?:-\w`, `)?(--[a-z0-9-]+)", block))
+    return found
+
+
+def commands_in(text):
+    for block in re.findall(r"(?ms)^```sh[^\n]*\n(.*?)^```", text):
+        block = re.sub(r"\\\n", " ", block)
+        for line in block.splitlines():
+            yield from re.split(r"\s(?:\||&&|;|&)\s|\s&$", re.sub(r"\s#\s.*$|^#.*$", "", line).strip())
+
+
+def resolved(schema, of):
+    if "$ref" in of:
+        return resolved(schema, schema["$defs"][of["$ref"].rsplit("/", 1)[-1]])
+    others = [one for one in of.get("anyOf", []) if one.get("type") != "null"]
+    return resolved(schema, others[0]) if len(others) == 1 else of
+
+
+def knows(schema, path):
+    """Whether recipes have this key."""
+    at = [resolved(schema, schema)]
+    for key in path:
+        inner = [one["properties"][key] for one in at if key in one.get("properties", {})]
+        at = [resolved(schema, one) for one in inner]
+        at = list(itertools.chain.from_iterable([resolved(schema, two) for two in one.get("oneOf", [one])] for one in at))
+        if not at:
+            return False
+    return True
+
+
+def keys(text, schema):
+    """Keys of recipes that there are none of, in running text, in --set and in YAML."""
+    for name in re.findall(r"`((?:%s)\.[a-z0-9_.]+)(?::[^`]*)?`" % "|".join(SECTIONS), re.sub(r"(?ms)^```.*?^```", "", text)):
+        if not name.endswith((".yaml", ".rs", ".py", ".md", ".sh", ".parquet", ".jsonl", ".json", ".weight", ".bias")):
+            if not knows(schema, name.split(".")):
+                yield f"`{name}`: no such key of a recipe"
+    for command in commands_in(text):
+        for name in re.findall(r"--set '?([a-z_0-9.]+)=", command):
+            if not knows(schema, name.split(".")):
+                yield f"--set {name}: no such key of a recipe"
+
+
+def check():
+    problems = []
+    written = generated()
+    for name, text in written.items():
+        if not (DOCS / name).exists() or (DOCS / name).read_text() != text:
+            problems.append(f"docs/{name} is not what the programs say: run scripts/book.py write")
+    listed = set(re.findall(r"\]\(([^)]+)\)", (DOCS / "SUMMARY.md").read_text()))
+    unlisted = {page.name for page in DOCS.glob("*.md")} - listed - {"SUMMARY.md"}
+    problems += [f"docs/SUMMARY.md does not have {name}" for name in sorted(unlisted)]
+    reference, schema = reference_flags(written["commands.md"]), json.loads(says("deepspec-train", "schema"))
+    counted = 0
+    for page in pages():
+        text = page.read_text()
+        found = [*links(page, text)]
+        if page.name not in written:
+            found += keys(text, schema)
+            for command in commands_in(text):
+                counted += "deepspec-" in command
+                found += flags(command, reference)
+        problems += [f"{page.relative_to(ROOT)}: {problem}" for problem in found]
+    if problems:
+        sys.exit("\n".join(problems))
+    print(f"book: {len(pages())} pages, {counted} commands")
+
+
+def blocks(text):
+    """The commands of the tutorial with what they are to print; those for setting up, and those that need a server's port, are not run."""
+    found = re.findall(r"(?ms)^```(sh[^\n]*|text)\n(.*?)^```", text)
+    for (kind, code), (after, output) in zip(found, [*found[1:], ("", "")]):
+        if kind == "sh":
+            yield code, output if after == "text" else None
+
+
+def same(said, expected):
+    """Whether a line is what was expected: words are equal, numbers within a third (another processor rounds, and trains, otherwise)."""
+    number = r"[-+]?\d[\d,]*(?:\.\d+)?"
+    gaps = expected.split("…")
+    pattern = ".*".join(re.sub(r"(?:\\ )+", r"\\s+", re.sub(number, "\0", re.escape(gap).replace(r"\-", "-").replace(r"\.", "."))).replace(".", r"\.").replace("\0", f"({number})") for gap in gaps)
+    match = re.fullmatch(pattern, said.strip() if not said.startswith(" ") else said.rstrip())
+    if not match:
+        return False
+    value = lambda text: float(text.replace(",", ""))
+    wanted = [value(one) for gap in gaps for one in re.findall(number, gap)]
+    return all(abs(value(a) - b) <= max(abs(b) / 3, 0.5) for a, b in zip(match.groups(), wanted))
+
+
+# What differs from run to run: times and rates.
+VOLATILE = r"\d[\d.,]*(?= ?(?:s\b|ms\b|seconds|minutes|GB/s|MB/s|TFLOP|[a-z]+/s))|(?<=\()\d[\d.]*/s"
+
+
+def tutorial(write):
+    page = DOCS / "tutorial.md"
+    text = page.read_text()
+    with tempfile.TemporaryDirectory() as work:
+        for name in ["assets", "configs", "eval_datasets", "docs"]:
+            os.symlink(ROOT / name, f"{work}/{name}")
+        # One shell for all blocks, as a reader has; a mark tells where one ends.
+        script = ["exec 2>&1", "set -e"]
+        shown = list(blocks(text))
+        for code, _ in shown:
+            script += [code.rstrip(), 'if [ -n "$!" ]; then until curl -s --max-time 1 "$(sed -n \'s/^listening on //p\' served.log)/health" >/dev/null; do kill -0 $!; sleep 0.2; done; cat served.log; fi' if code.rstrip().endswith("&") else "", "echo '=== end of block'"]
+        source = "\n".join(script).replace("--port 0 &", "--port 0 >served.log 2>&1 &") + "\nkill $! 2>/dev/null || true\n"
+        environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        run = subprocess.run(["bash", "-c", source], cwd=work, env=environment, capture_output=True, text=True)
+        said = run.stdout.split("=== end of block\n")
+    if run.returncode != 0 or len(said) != len(shown) + 1:
+        sys.exit(f"tutorial: code {run.returncode} in block {len(said)}\n{said[-1][-3000:]}{run.stderr[-2000:]}")
+    problems = []
+    for (code, expected), output in zip(shown, said):
+        if expected is None:
+            continue
+        if write:
+            output = re.sub(VOLATILE, "…", output.replace(work, "…"))
+            text = text.replace(f"```sh\n{code}```\n\n```text\n{expected}```", f"```sh\n{code}```\n\n```text\n{output}```", 1)
+            continue
+        lines, wanted = output.splitlines(), expected.splitlines()
+        at = 0
+        for line in wanted:
+            # A line of `…` alone stands for any number of lines.
+            if line.strip() == "…":
+                continue
+            ahead = next((i for i in range(at, len(lines)) if same(lines[i], line)), None)
+            if ahead is None:
+                problems.append(f"after\n{code}\nexpected: {line}\nit said:\n{output[-1500:]}")
+                break
+            at = ahead + 1
+    if write:
+        page.write_text(text)
+    if problems:
+        sys.exit("\n\n".join(problems))
+    print(f"tutorial: {len(shown)} blocks ran and printed what the book shows")
+
+
+def main():
+    match sys.argv[1:]:
+        case ["check"]:
+            check()
+        case ["write"]:
+            for name, text in generated().items():
+                (DOCS / name).write_text(text)
+        case ["tutorial", *rest] if rest in ([], ["write"]):
+            tutorial(bool(rest))
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Writes which packages the programs are made of, under which licences, and the licences' texts.
+
+scripts/licences.py FILE.md
+"""
+
+import collections
+import json
+import pathlib
+import subprocess
+import sys
+
+PROGRAMS = {"deepspec-data", "deepspec-train", "deepspec-eval"}
+
+
+def packages():
+    """The packages of the programs as they are built on this platform, by name and version; not those of tests and build scripts."""
+    host = subprocess.run(["rustc", "-vV"], check=True, capture_output=True, text=True).stdout.split("host: ")[1].split()[0]
+    command = ["cargo", "metadata", "--format-version", "1", "--locked", "--filter-platform", host]
+    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    nodes = {node["id"]: node for node in told["resolve"]["nodes"]}
+    by_id = {package["id"]: package for package in told["packages"]}
+    waiting = [id for id, package in by_id.items() if package["name"] in PROGRAMS]
+    found = set(waiting)
+    while waiting:
+        for dependency in nodes[waiting.pop()]["deps"]:
+            linked = any(kind["kind"] is None for kind in dependency["dep_kinds"])
+            if linked and dependency["pkg"] not in found:
+                found.add(dependency["pkg"])
+                waiting.append(dependency["pkg"])
+    return sorted((by_id[id] for id in found if by_id[id]["source"]), key=lambda package: (package["name"], package["version"]))
+
+
+def texts(package):
+    """The licence files of a package."""
+    folder = pathlib.Path(package["manifest_path"]).parent
+    names = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "UNLICENSE")
+    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name.upper().startswith(names)]
+
+
+def main():
+    found = packages()
+    without = [package["name"] for package in found if not package["license"] and not package["license_file"]]
+    if without:
+        sys.exit(f"licences: {', '.join(without)} name no licence")
+    lines = [f"# What the programs are made of\n\n{len(found)} packages beside libtorch, which is not part of them (BSD-3-Clause).\n", "| package | licence | from |", "|---|---|---|"]
+    shared = collections.defaultdict(list)
+    for package in found:
+        name = f"{package['name']} {package['version']}"
+        lines.append(f"| {name} | {package['license'] or 'its own, below'} | {package['repository'] or package['homepage'] or ''} |")
+        for file in texts(package):
+            shared[file.read_text(errors="replace").strip()].append(f"{name} ({file.name})")
+    for text, of in shared.items():
+        lines.append(f"\n## {', '.join(of)}\n\n```text\n{text}\n```")
+    pathlib.Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
