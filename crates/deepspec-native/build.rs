@@ -19,17 +19,7 @@ fn main() {
     };
     println!("cargo::rustc-env=DEEPSPEC_LIBTORCH={}", version(&libtorch));
     let mut shim = cc::Build::new();
-    shim.cpp(true).std("c++17").include("src/cpp").files([
-        "src/cpp/adamw.cpp",
-        "src/cpp/attention.cpp",
-        "src/cpp/group.cpp",
-        "src/cpp/memory.cpp",
-        "src/cpp/profile.cpp",
-        "src/cpp/rows.cpp",
-    ]);
-    if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {
-        shim.files(["src/cpp/pool.cpp", "src/cpp/waiting.cpp"]);
-    }
+    shim.cpp(true).std("c++17").include("src/cpp").file("src/cpp/shim.cpp");
     // As system headers, whose warnings are not ours.
     for include in ["include", "include/torch/csrc/api/include"] {
         shim.flag("-isystem").flag(libtorch.join(include));
@@ -39,7 +29,7 @@ fn main() {
             for include in &includes {
                 shim.flag("-isystem").flag(include);
             }
-            shim.define("DEEPSPEC_NCCL", None).file("src/cpp/nccl.cpp");
+            shim.define("DEEPSPEC_NCCL", None);
             println!("cargo::rustc-link-search=native={}", libtorch.join("lib").display());
             println!("cargo::rustc-link-lib=torch_cuda");
             String::new()

@@ -1,0 +1,16 @@
+// All of the shim in one unit: libtorch's headers take most of a compiler's time, and are read once here instead of in every file.
+#include "adamw.cpp"
+#include "attention.cpp"
+#include "group.cpp"
+#include "memory.cpp"
+#include "profile.cpp"
+#include "rows.cpp"
+
+#ifdef __linux__
+#include "pool.cpp"
+#include "waiting.cpp"
+#endif
+
+#ifdef DEEPSPEC_NCCL
+#include "nccl.cpp"
+#endif
