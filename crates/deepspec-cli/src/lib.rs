@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn every_argument_is_described() {
         let text = reference(program());
-        assert!(text.contains("`--config <config>`") && text.contains("`program completions`"), "{text}");
+        assert!(text.contains("`--config <CONFIG>`") && text.contains("`program completions`"), "{text}");
         let mut completions = vec![];
         clap_complete::generate(Shell::Bash, &mut program(), "program", &mut completions);
         assert!(String::from_utf8(completions).unwrap().contains("--config"));

@@ -4,7 +4,15 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
+#include <system_error>
 #include <vector>
+
+#ifdef __linux__
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#endif
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Logging.h>
@@ -14,6 +22,34 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 namespace {
+
+// How long a machine that holds the store may say nothing at all.
+constexpr int64_t LONGEST_SILENCE_MS = 15'000;
+
+// Whoever waits for the store's answer waits as long as the system takes a silent machine for a slow one: a quarter of an hour and more, whatever
+// time was given. Connections to `port` are given up after `silence_ms` instead.
+void notice_silence(uint16_t port, int64_t silence_ms) {
+#ifdef __linux__
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
+    const int fd = std::atoi(entry.path().filename().c_str());
+    sockaddr_storage peer{};
+    socklen_t length = sizeof(peer);
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) continue;
+    uint16_t to = 0;
+    if (peer.ss_family == AF_INET) to = ntohs(reinterpret_cast<sockaddr_in*>(&peer)->sin_port);
+    if (peer.ss_family == AF_INET6) to = ntohs(reinterpret_cast<sockaddr_in6*>(&peer)->sin6_port);
+    if (to != port) continue;
+    const auto set = [&](int level, int option, int value) { setsockopt(fd, level, option, &value, sizeof(value)); };
+    const int seconds = std::max<int>(1, static_cast<int>(silence_ms / 3000));
+    set(SOL_SOCKET, SO_KEEPALIVE, 1);
+    set(IPPROTO_TCP, TCP_KEEPIDLE, seconds);
+    set(IPPROTO_TCP, TCP_KEEPINTVL, seconds);
+    set(IPPROTO_TCP, TCP_KEEPCNT, 3);
+    set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(silence_ms));
+  }
+#endif
+}
 
 struct Group {
   Backend gloo;  // both null after an abort
@@ -44,6 +80,7 @@ char* ds_store_open(const char* host, uint16_t* port, bool is_host, int64_t time
     options.timeout = Milliseconds(timeout_ms);
     auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
     *port = store->getPort();
+    notice_silence(*port, std::min<int64_t>(timeout_ms, LONGEST_SILENCE_MS));
     *out = new Store(c10::make_intrusive<c10d::PrefixStore>(prefix, store));
   });
 }
@@ -68,7 +105,12 @@ char* ds_store_get(Store* store, const char* key, int64_t timeout_ms, uint8_t** 
 
 // A connection of its own to the same keys: a wait on one holds up no other.
 char* ds_store_clone(Store* store, Store** out) {
-  return caught([&] { *out = new Store((*store)->clone()); });
+  return caught([&] {
+    *out = new Store((*store)->clone());
+    auto* under = dynamic_cast<c10d::PrefixStore*>(store->get());
+    auto* tcp = under ? dynamic_cast<c10d::TCPStore*>(under->getUnderlyingNonPrefixStore().get()) : nullptr;
+    if (tcp) notice_silence(tcp->getPort(), std::min<int64_t>((*store)->getTimeout().count(), LONGEST_SILENCE_MS));
+  });
 }
 
 // Makes a GPU the calling thread's current one, so that what names none does not take memory on the first.
