@@ -112,7 +112,7 @@ if [ $# = 0 ]; then
         echo "test: this machine has a GPU; scripts/gpu-check.sh checks it" >&2
     fi
 fi
-# The book, and the stages under a real Slurm with each of them pre-empted, where it is there or may be installed.
+# The book, the stages under a real Slurm with each of them pre-empted, where it is there or may be installed, and several hosts.
 if [ $# = 0 ]; then
     scripts/book.py check || code=$?
     scripts/book.py tutorial || code=$?
@@ -124,6 +124,12 @@ if [ $# = 0 ]; then
         code=1
     else
         echo "test: the stages under Slurm are left out: it is not installed (apt-get install slurm-wlm munge)" >&2
+    fi
+    # Several hosts, where network namespaces may be made.
+    if [ "$(id -u)" = 0 ] && command -v ip >/dev/null && unshare -n true 2>/dev/null; then
+        scripts/hosts.sh >&2 || code=$?
+    else
+        echo "test: several hosts are left out: that takes root and iproute2" >&2
     fi
 fi
 if [ "${DEEPSPEC_TEST_FULL:-}" = 1 ] && [ $# = 0 ]; then
