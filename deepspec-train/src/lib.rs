@@ -30,5 +30,5 @@ mod trainer;
 mod window;
 
 pub use args::Args;
-pub use reference::PAPERS;
+pub use reference::DESCRIPTIONS;
 pub use run::run;

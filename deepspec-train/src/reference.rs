@@ -2,18 +2,18 @@
 
 use std::fmt::Write as _;
 
-use deepspec_cli::Paper;
+use deepspec_cli::Description;
 use serde_json::Value;
 
 /// What `deepspec-train` says of recipes.
-pub const PAPERS: [Paper; 2] = [
-    Paper {
+pub const DESCRIPTIONS: [Description; 2] = [
+    Description {
         name: "schema",
         about: "Write the JSON schema of recipes, with which editors complete and check them",
         hidden: false,
         text: || format!("{:#}\n", deepspec_drafters::recipe_schema()),
     },
-    Paper {
+    Description {
         name: "recipe-reference",
         about: "Write the chapter of the book on recipes",
         hidden: true,

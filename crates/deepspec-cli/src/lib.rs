@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::exit;
 
 use anyhow::Context;
@@ -12,7 +12,7 @@ use clap_complete::Shell;
 use deepspec_core::VERSION;
 
 /// Something more that a program can say of itself, under a subcommand of its own.
-pub struct Paper {
+pub struct Description {
     /// Names the subcommand.
     pub name: &'static str,
     /// What it is.
@@ -25,11 +25,11 @@ pub struct Paper {
 
 /// Reads the command line of a program that was built with this `libtorch`. Where it asks for a description, that is written and the
 /// process ends, as it does for `--help`, `--version` and mistakes.
-pub fn parse<T: Parser>(libtorch: &str, papers: &[Paper]) -> T {
-    let mut command = described(T::command(), libtorch, papers);
+pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
+    let mut command = described(T::command(), libtorch, descriptions);
     let matches = command.get_matches_mut();
     if let Some((name, arguments)) = matches.subcommand()
-        && let Some(written) = describe(&mut command, name, arguments, papers)
+        && let Some(written) = describe(&mut command, name, arguments, descriptions)
     {
         exit(match written {
             Ok(()) => 0,
@@ -42,7 +42,7 @@ pub fn parse<T: Parser>(libtorch: &str, papers: &[Paper]) -> T {
     T::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
 }
 
-fn described(command: Command, libtorch: &str, papers: &[Paper]) -> Command {
+fn described(command: Command, libtorch: &str, descriptions: &[Description]) -> Command {
     // A program without subcommands asks for arguments that its descriptions do without.
     let alone = !command.has_subcommands();
     let shell = Arg::new("shell").value_name("SHELL").required(true).value_parser(value_parser!(Shell));
@@ -61,9 +61,9 @@ fn described(command: Command, libtorch: &str, papers: &[Paper]) -> Command {
         .subcommand(
             Command::new("reference").about("Write this program's chapter of the reference").hide(true),
         )
-        .subcommands(
-            papers.iter().map(|paper| Command::new(paper.name).about(paper.about).hide(paper.hidden)),
-        )
+        .subcommands(descriptions.iter().map(|description| {
+            Command::new(description.name).about(description.about).hide(description.hidden)
+        }))
 }
 
 /// Writes the description of this name, if there is one.
@@ -71,7 +71,7 @@ fn describe(
     command: &mut Command,
     name: &str,
     arguments: &ArgMatches,
-    papers: &[Paper],
+    descriptions: &[Description],
 ) -> Option<anyhow::Result<()>> {
     let program = command.get_name().to_string();
     Some(match name {
@@ -83,11 +83,13 @@ fn describe(
         }
         "man" => man(command.clone(), arguments.get_one::<PathBuf>("dir")?),
         "reference" => print(reference(command.clone()).as_bytes()),
-        other => print((papers.iter().find(|paper| paper.name == other)?.text)().as_bytes()),
+        other => {
+            print((descriptions.iter().find(|description| description.name == other)?.text)().as_bytes())
+        }
     })
 }
 
-fn man(command: Command, dir: &PathBuf) -> anyhow::Result<()> {
+fn man(command: Command, dir: &Path) -> anyhow::Result<()> {
     let unwritable = || format!("man pages cannot be written to {}", dir.display());
     fs::create_dir_all(dir).with_context(unwritable)?;
     clap_mangen::generate_to(command, dir).with_context(unwritable)

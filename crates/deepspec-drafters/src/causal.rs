@@ -20,7 +20,6 @@ pub const KIND: Registration = Registration {
     title: "a causal language model",
     parts: &[],
     settings: None,
-    schema: None,
     checkpoints: Some(Checkpoints {
         classes: || families().flat_map(|family| family.classes).map(|class| class.to_string()).collect(),
         hold: "a causal language model",

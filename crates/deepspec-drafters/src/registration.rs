@@ -27,12 +27,19 @@ pub struct Registration {
     pub title: &'static str,
     /// Its parts, for those that are to stay as they are while others learn.
     pub parts: &'static [Part],
-    /// Reads its settings in a recipe; None for models that are not trained here.
-    pub settings: Option<ReadSettings>,
-    /// What its settings may be; None for models that are not trained here.
-    pub schema: Option<SettingsSchema>,
+    /// Its settings in a recipe; None for models that are not trained here.
+    pub settings: Option<RecipeSettings>,
     /// Its checkpoints; None where they are those of another kind.
     pub checkpoints: Option<Checkpoints>,
+}
+
+/// Settings of a kind in recipes.
+#[derive(Clone, Copy)]
+pub struct RecipeSettings {
+    /// Reads and checks them.
+    pub read: ReadSettings,
+    /// Describes what they may be, for editors and the reference.
+    pub schema: SettingsSchema,
 }
 
 /// Checkpoints of a kind.

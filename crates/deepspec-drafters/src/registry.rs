@@ -8,7 +8,6 @@ use deepspec_core::recipe::{DrafterRecipe, Recipe};
 use deepspec_dialects::{Checkpoint, DialectError, Known};
 use deepspec_models::config::{Fields, read_json};
 use deepspec_models::{ModelConfig, ModelError, families};
-
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value};
 
@@ -50,7 +49,7 @@ pub fn recipe_schema() -> Value {
     let mut schemas = SchemaGenerator::default();
     let kinds: Map<String, Value> = KINDS
         .iter()
-        .filter_map(|kind| Some((kind.name.to_string(), kind.schema?(&mut schemas).to_value())))
+        .filter_map(|kind| Some((kind.name.to_string(), (kind.settings?.schema)(&mut schemas).to_value())))
         .collect();
     let mut schema = schemas.into_root_schema_for::<Recipe>().to_value();
     schema["$defs"][&*DrafterRecipe::schema_name()]["properties"] = kinds.into();
@@ -77,7 +76,7 @@ fn frozen(recipe: &Recipe) -> Result<Vec<&'static str>, String> {
 }
 
 fn settings(document: &Document, kind: &str) -> Result<Box<dyn Settings>, ConfigError> {
-    let trained = || KINDS.iter().filter_map(|known| Some((known.name, known.settings?)));
+    let trained = || KINDS.iter().filter_map(|known| Some((known.name, known.settings?.read)));
     match trained().find(|(name, _)| *name == kind) {
         Some((_, read)) => read(&Section { document, kind }),
         None => {

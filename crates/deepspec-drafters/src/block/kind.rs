@@ -14,7 +14,7 @@ use super::model::{Block, BlockParts};
 use super::recipe::BlockRecipe;
 use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates, block_weight};
 use crate::losses::{LossAlphas, LossRecipe};
-use crate::registration::{Checkpoints, Part, Registration, Section, classes};
+use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, Section, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 
@@ -30,8 +30,10 @@ pub const DSPARK: Registration = Registration {
     name: "dspark",
     title: "DSpark",
     parts: PARTS,
-    settings: Some(|section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?))),
-    schema: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
+    settings: Some(RecipeSettings {
+        read: |section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?)),
+        schema: |schemas| schemas.subschema_for::<BlockRecipe>(),
+    }),
     checkpoints: Some(Checkpoints {
         classes: || classes(BlockConfig::CLASS),
         hold: "a block drafter (DSpark, DFlash)",
@@ -46,14 +48,16 @@ pub const DFLASH: Registration = Registration {
     name: "dflash",
     title: "DFlash",
     parts: PARTS,
-    settings: Some(|section| {
-        let recipe: BlockRecipe = section.read()?;
-        if recipe.markov.is_some() || recipe.confidence.is_some() {
-            return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
-        }
-        Ok(Box::new(BlockSettings::check(section, recipe, (1.0, 0.0))?))
+    settings: Some(RecipeSettings {
+        read: |section| {
+            let recipe: BlockRecipe = section.read()?;
+            if recipe.markov.is_some() || recipe.confidence.is_some() {
+                return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
+            }
+            Ok(Box::new(BlockSettings::check(section, recipe, (1.0, 0.0))?))
+        },
+        schema: |schemas| schemas.subschema_for::<BlockRecipe>(),
     }),
-    schema: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
     checkpoints: None,
 };
 

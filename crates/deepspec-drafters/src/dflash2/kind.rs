@@ -13,7 +13,7 @@ use super::model::{DFlash2, DFlash2Parts};
 use super::recipe::DFlash2Recipe;
 use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, BlockBatch, anchor_candidates, block_weight};
 use crate::losses::LossAlphas;
-use crate::registration::{Checkpoints, Part, Registration, classes};
+use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 
@@ -22,13 +22,15 @@ pub const KIND: Registration = Registration {
     name: "dflash2",
     title: "DFlash 2",
     parts: &[anchored::BACKBONE, Part { name: "selector", prefixes: &["candidate_selector."] }],
-    settings: Some(|section| {
-        let recipe: DFlash2Recipe = section.read()?;
-        let checked = recipe.check().and_then(|()| recipe.loss().check());
-        checked.map_err(|(key, problem)| section.error(key, problem))?;
-        Ok(Box::new(recipe))
+    settings: Some(RecipeSettings {
+        read: |section| {
+            let recipe: DFlash2Recipe = section.read()?;
+            let checked = recipe.check().and_then(|()| recipe.loss().check());
+            checked.map_err(|(key, problem)| section.error(key, problem))?;
+            Ok(Box::new(recipe))
+        },
+        schema: |schemas| schemas.subschema_for::<DFlash2Recipe>(),
     }),
-    schema: Some(|schemas| schemas.subschema_for::<DFlash2Recipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(DFlash2Config::CLASS),
         hold: "DFlash 2",

@@ -14,7 +14,7 @@ use super::model::{Eagle3, Eagle3Parts};
 use super::proposer::Eagle3Proposer;
 use super::recipe::Eagle3Objective;
 use super::recipe::{Eagle3Recipe, Supervise};
-use crate::registration::{Checkpoints, Part, Registration, classes};
+use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
 use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
 
@@ -27,12 +27,14 @@ pub const KIND: Registration = Registration {
         Part { name: "layers", prefixes: &["layers."] },
         Part { name: "norm", prefixes: &["norm."] },
     ],
-    settings: Some(|section| {
-        let recipe: Eagle3Recipe = section.read()?;
-        recipe.check().map_err(|(key, problem)| section.error(key, problem))?;
-        Ok(Box::new(recipe))
+    settings: Some(RecipeSettings {
+        read: |section| {
+            let recipe: Eagle3Recipe = section.read()?;
+            recipe.check().map_err(|(key, problem)| section.error(key, problem))?;
+            Ok(Box::new(recipe))
+        },
+        schema: |schemas| schemas.subschema_for::<Eagle3Recipe>(),
     }),
-    schema: Some(|schemas| schemas.subschema_for::<Eagle3Recipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(Eagle3Config::CLASS),
         hold: "Eagle3",
