@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Fetches the libtorch that the programs beside this need into the folder `libtorch` here, from the wheel of torch: its CPU parts (0.6 GB to download), or,
-# where there is a GPU or with DEEPSPEC_FULL_TORCH=1, with its CUDA libraries too (3 GB). Needs Python 3.10 with venv.
+# for programs that were built for GPUs, where there is one, or with DEEPSPEC_FULL_TORCH=1, with its CUDA libraries too (3 GB). Needs Python 3.10 with venv.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")"
 version=$(sed -n 's/^libtorch \([0-9.]*\).*/\1/p' LIBTORCH)
 python3 -m venv --clear .venv
 pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-if [ "${DEEPSPEC_FULL_TORCH:-0}" = 1 ] || command -v nvidia-smi >/dev/null; then
+if [ "${DEEPSPEC_FULL_TORCH:-0}" = 1 ] || grep -q 'for cuda$' LIBTORCH || command -v nvidia-smi >/dev/null; then
     "${pip[@]}" "torch==$version"
 else
     "${pip[@]}" --no-deps "torch==$version"

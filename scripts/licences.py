@@ -43,7 +43,13 @@ def main():
     without = [package["name"] for package in found if not package["license"] and not package["license_file"]]
     if without:
         sys.exit(f"licences: {', '.join(without)} name no licence")
-    lines = [f"# What the programs are made of\n\n{len(found)} packages beside libtorch, which is not part of them (BSD-3-Clause).\n", "| package | licence | from |", "|---|---|---|"]
+    silent = [f"{package['name']} {package['version']}" for package in found if not texts(package)]
+    lines = [
+        f"# What the programs are made of\n\n{len(found)} packages beside libtorch, which is not part of them (BSD-3-Clause; where it is shipped, its licences lie in"
+        f" libtorch/licences).\nNo text of their licence comes with {', '.join(silent) or 'none of them'}.\n",
+        "| package | licence | from |",
+        "|---|---|---|",
+    ]
     shared = collections.defaultdict(list)
     for package in found:
         name = f"{package['name']} {package['version']}"

@@ -36,6 +36,12 @@ scripts/setup.sh
 cargo build --workspace --release --bins
 mkdir -p "$out"
 rm -rf "$out/measured"
+# What was recorded of other models or prompts says nothing of these.
+settings="$target $draft ${names[*]} $requests"
+if [ "$(cat "$out/settings" 2>/dev/null)" != "$settings" ]; then
+    rm -rf "$out/whole" "$out/calibration.json" "$out/cost.json"
+    echo "$settings" >"$out/settings"
+fi
 [ -f "$out/whole/results.json" ] || $bin/deepspec-eval run --quiet --target "$target" --draft "$draft" "${suites[@]}" --temperature 0 --no-baseline \
     --output-dir "$out/whole" >/dev/null
 [ -f "$out/calibration.json" ] || $bin/deepspec-eval calibrate "$out/whole" --output "$out/calibration.json" >/dev/null

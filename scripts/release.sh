@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes a tarball that runs wherever it is unpacked: programs, completions, man pages, recipes, suites, the book, licences of everything in it,
 # and a list of its parts (CycloneDX). The programs look for libtorch in the folder `libtorch` beside `bin`: --libtorch puts that there,
-# without it `install-libtorch.sh` in the tarball fetches it.
+# without it `install-libtorch.sh` in the tarball fetches it. Its name ends in -cpu, or in -cuda where it was built with NCCL's headers
+# (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh): programs of that kind do not start without libtorch's CUDA part.
 #
 #   scripts/release.sh [--libtorch] [OUTPUT_DIR]      default target/dist
 #
@@ -26,7 +27,10 @@ export DEEPSPEC_COMMIT=${commit:0:12}
 [ -z "$(git status --porcelain --untracked-files=no)" ] || DEEPSPEC_COMMIT=${commit:0:6}-dirty
 cargo build --release --locked --bins
 version=$(target/release/deepspec-eval --version | head -1 | cut -d ' ' -f 2)
-name=deepspec-$version-$(uname -m)-linux
+libtorch=$(readlink -f .libtorch)
+kind=cpu
+! LD_LIBRARY_PATH=$libtorch/lib ldd target/release/deepspec-train | grep -q libtorch_cuda || kind=cuda
+name=deepspec-$version-$(uname -m)-linux-$kind
 stage=$out/$name
 rm -rf "$stage"
 mkdir -p "$stage"/{bin,completions,man}
@@ -40,7 +44,8 @@ done
 cp -r configs eval_datasets docs README.md CHANGELOG.md ARCHITECTURE.md LICENSE "$stage"
 mkdir -p "$stage/assets" "$stage/scripts"
 cp -r assets/tiny-target assets/tiny-dspark assets/demo-prompts.jsonl "$stage/assets"
-cp -r scripts/slurm "$stage/scripts"
+mkdir "$stage/scripts/slurm"
+cp scripts/slurm/*.sbatch scripts/slurm/common.sh "$stage/scripts/slurm"
 cp scripts/install-libtorch.sh "$stage"
 rm -rf "$stage"/docs/book
 
@@ -52,17 +57,28 @@ for program in "${programs[@]}"; do
     find . -path ./target -prune -o -name '*.cdx.json' -print | grep -v "^./$stage" | xargs -r rm -f
 done
 
-libtorch=$(readlink -f .libtorch)
 torch=$(target/release/deepspec-eval --version | sed -n 's/^libtorch //p')
-echo "libtorch $torch, with its C++ headers' ABI of 2011; libtorch_cpu.so for CPUs, libtorch_cuda.so beside it for GPUs" >"$stage/LIBTORCH"
+echo "libtorch $torch, with its C++ headers' ABI of 2011; for $kind" >"$stage/LIBTORCH"
 if [ -n "$with_libtorch" ]; then
     say "libtorch of $libtorch"
     mkdir -p "$stage/libtorch/lib"
     # What the programs need of it and of the wheels beside it, found as the loader finds it.
-    LD_LIBRARY_PATH=$libtorch/lib ldd "$stage/bin/deepspec-eval" | awk '$2 == "=>" { print $3 }' | sort -u | while read -r library; do
+    parts=("$stage/bin/deepspec-train")
+    if [ $kind = cuda ]; then
+        parts+=("$libtorch/lib/libtorch_cuda.so")
+        # Some of CUDA's libraries are opened by name while it runs.
+        find "$libtorch/../nvidia" -path '*/lib/*.so*' -exec cp -L -n {} "$stage/libtorch/lib/" \;
+    fi
+    LD_LIBRARY_PATH=$libtorch/lib ldd "${parts[@]}" | awk '$2 == "=>" { print $3 }' | sort -u | while read -r library; do
         case $(readlink -f "$library") in
             "$libtorch"/* | */site-packages/*) cp -L "$library" "$stage/libtorch/lib/" ;;
         esac
+    done
+    mkdir "$stage/libtorch/licences"
+    for info in "$libtorch"/../torch-*.dist-info "$libtorch"/../nvidia_*.dist-info "$libtorch"/../cuda_*.dist-info; do
+        [ -d "$info" ] || continue
+        find "$info" -type f \( -iname '*licen[sc]e*' -o -iname 'notice*' \) -exec sh -c 'cp "$1" "$2-$(basename "$1")"' _ {} \
+            "$stage/libtorch/licences/$(basename "$info" .dist-info)" \;
     done
 fi
 tar -C "$out" -czf "$out/$name.tar.gz" "$name"

@@ -132,6 +132,7 @@ if [ $# = 0 ]; then
         scripts/hosts.sh >&2 || code=$?
     else
         ip netns del "$probe" 2>/dev/null || true
+        [ "${DEEPSPEC_FORBID_SKIPS:-}" != 1 ] || code=1
         echo "test: several hosts are left out: network namespaces take root, iproute2 and a kernel that allows them" >&2
     fi
 fi

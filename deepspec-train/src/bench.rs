@@ -11,6 +11,7 @@ use deepspec_dist::ProcessGroup;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
 use deepspec_native::{DeviceMemory, device_memory, restart_device_peak};
+use deepspec_scale::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
 use deepspec_states::{StatesError, check_fit};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -116,6 +117,22 @@ pub fn run(
         "host_memory_loaded_bytes": measured.loaded,
         "host_memory_peak_bytes": measured.peak,
         "host_memory_peak_above_loaded_bytes": above,
+        "work": [
+            MeasuredWork {
+                stage: Stage::Training,
+                work: Work {
+                    operations: measured.flops,
+                    passes: (passes * steps.get()) as f64,
+                    ..Work::default()
+                },
+                seconds: (measured.parts.data + measured.parts.forward_backward).as_secs_f64(),
+            },
+            MeasuredWork {
+                stage: Stage::Training,
+                work: Work { bytes: UPDATE_BYTES * (weights * steps.get()) as f64, ..Work::default() },
+                seconds: measured.parts.optimizer.as_secs_f64(),
+            },
+        ],
         "device_memory_peak_bytes": measured.device.map(|memory| memory.peak),
         "device_memory_reserved_peak_bytes": measured.device.map(|memory| memory.reserved_peak),
     });

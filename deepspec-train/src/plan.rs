@@ -16,6 +16,7 @@ use crate::args::Args;
 use crate::budget::{Costs, Memory, bytes_of};
 use crate::checkpoint::Checkpoints;
 use crate::evaluation::Questions;
+use crate::foretell::Foretold;
 use crate::schedule::{Order, Schedule, shuffled};
 use crate::setup::{kind, open_data, target_runtime};
 use crate::shape::Shape;
@@ -50,13 +51,16 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
     let latest = Checkpoints::new(recipe.output_dir()).latest()?;
     let resumes = latest.map(|path| path.display().to_string());
+    let foretold = args.foretell.is_asked().then(|| Foretold::of(&args.foretell, &plan)).transpose()?;
     let text = if args.json {
         let mut json = plan.json()?;
+        json["pipeline"] = json!(foretold.as_ref().map(Foretold::json));
         json["resumes"] = json!(resumes);
         serde_json::to_string_pretty(&json)?
     } else {
         let resumes = resumes.map_or("starts anew".into(), |path| format!("resumes {path}"));
-        format!("{}\n{:<14}{resumes}", plan.text()?, "checkpoints")
+        let foretold = foretold.map(|foretold| format!("\n{:<14}{}", "all stages", foretold.text()));
+        format!("{}\n{:<14}{resumes}{}", plan.text()?, "checkpoints", foretold.unwrap_or_default())
     };
     writeln!(stdout(), "{text}").context("writing the plan")
 }

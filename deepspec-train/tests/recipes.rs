@@ -115,6 +115,43 @@ fn each_plans_at_full_size_without_its_target() {
     }
 }
 
+/// By what the makers of accelerators state; what one reads here are shares of that, and no measurement.
+#[test]
+fn all_stages_are_foretold_at_full_size() {
+    for (algorithm, target, path) in recipes() {
+        let what = format!("{algorithm}/{target}");
+        let cache = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(&path).args(["--plan", "--json", "--hardware", "h100", "--price", "2"]);
+        command.args(["--rows", "1200000", "--devices", "1,8,64"]);
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
+        let pipeline = parsed(&command.output().unwrap(), &what)["pipeline"].clone();
+        let estimates = pipeline["estimates"].as_array().unwrap();
+        assert_eq!(estimates.len(), 3, "{what}: {pipeline}");
+        for stage in ["answers", "states", "training", "evaluation"] {
+            let seconds: Vec<f64> =
+                estimates.iter().map(|one| one["stages"][stage].as_f64().unwrap()).collect();
+            assert!(seconds.windows(2).all(|pair| pair[1] < pair[0]), "{what}: {stage}: {seconds:?}");
+            // Not faster than by their number, and at least at half of that.
+            assert!(
+                (0.5..1.0 + 1e-9).contains(&(seconds[0] / seconds[2] / 64.0)),
+                "{what}: {stage}: {seconds:?}"
+            );
+        }
+        for one in estimates {
+            let of = |key: &str| one[key].as_f64().unwrap();
+            assert!((of("device_hours") * 2.0 / of("price") - 1.0).abs() < 1e-9);
+            assert!((of("seconds") * of("devices") / 3600.0 / of("device_hours") - 1.0).abs() < 1e-9);
+        }
+        if what == "dspark/qwen3_4b" {
+            // 1,200 tokens a row, 1,000 of them supervised: 5 taps of all of them and the last states of 1,001.
+            let states = pipeline["work"]["bytes"]["states"].as_f64().unwrap();
+            assert_eq!(states, 1.2e6 * (5.0 * 1200.0 + 1001.0) * 2560.0 * 2.0);
+            assert_eq!(pipeline["work"]["training"]["steps"], 23_430.0);
+        }
+    }
+}
+
 /// Like its sibling in `dspark/`, but the states come from the target itself; so the two cannot drift apart.
 #[test]
 fn each_target_has_one_that_needs_no_cache() {
@@ -174,6 +211,18 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
             "{what}"
         );
         let number = |key: &str| bench[key].as_f64().unwrap_or_else(|| panic!("{what}: no {key} in {bench}"));
+        // What was measured foretells itself: a recipe like this one takes as long.
+        let (told, name) = (dir.path().join("bench.json"), "bench.json");
+        fs::write(&told, bench.to_string()).unwrap();
+        let told = told.to_str().unwrap();
+        let more = ["--plan", "--measured", told, "--held-out", told, "--rows", "8", "--devices", "1"];
+        let foretold = parsed(&run(&path, &with(&more)), &what)["pipeline"].clone();
+        let held_out = foretold["held_out"].as_array().unwrap();
+        assert_eq!(held_out.len(), 2, "{what}: {foretold}");
+        for one in held_out {
+            let of = |key: &str| one[key].as_f64().unwrap();
+            assert!((of("foretold_s") / of("measured_s") - 1.0).abs() < 1e-6, "{what}: {name}: {one}");
+        }
         let shares = number("data_share") + number("forward_backward_share") + number("optimizer_share");
         assert!((0.5..=1.0 + 1e-9).contains(&shares), "{what}: {shares}");
         assert!((number("samples_per_s") * number("step_s") - 2.0).abs() < 1e-6, "{what}");
@@ -231,4 +280,10 @@ fn mistakes_are_named_before_anything_is_allocated() {
     );
     fails(&["--bench", "1", "--set", "drafter.dspark.mask_token_id=200000"], &["mask_token_id", "151935"]);
     fails(&["--bench", "1", "--set", "train.local_batch_size=3"], &["not divisible"]);
+    fails(&["--hardware", "h100"], &["--plan"]);
+    fails(&["--plan", "--hardware", "h100"], &["--rows is missing"]);
+    fails(&["--plan", "--hardware", "nothing"], &["--hardware nothing", "b200"]);
+    fails(&["--plan", "--hardware", "h100", "--rows", "9", "--devices", "1,0"], &["--devices"]);
+    fails(&["--plan", "--hardware", "h100", "--rows", "9", "--price=-1"], &["--price -1"]);
+    fails(&["--plan", "--measured", "absent.json", "--rows", "9"], &["absent.json"]);
 }

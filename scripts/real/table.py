@@ -26,8 +26,8 @@ def rows(engine, drafter):
     with open(path) as file:
         for row in map(json.loads, file):
             ids, own = row["token_ids"], here[row["suite"], row["id"]]
-            # llama.cpp leaves out the token that ends an answer.
-            tokens = len(ids) + (row.get("ended", False) and ids == own[:-1])
+            # llama.cpp leaves out the token that ends an answer, but counts it.
+            tokens = len(ids) + row.get("ended", False)
             found.append({
                 "suite": row["suite"], "tokens": tokens, "same": tokens == len(own) and ids == own[: len(ids)],
                 "cycles": row["cycles"] if "cycles" in row else len(row["accepted"] or []),

@@ -2,12 +2,14 @@
 # What the batch scripts of the stages share; to be sourced from the folder that they were submitted from.
 #
 # Environment:
-#   DEEPSPEC_BIN     folder of the programs (target/release)
+#   DEEPSPEC_BIN     folder of the programs (target/release; in a release bin)
 #   DEEPSPEC_STATE   file that says what was begun, stopped and done: a line each of time, stage, task, job, event
 #   DEEPSPEC_TASKS   tasks among which an array shares the work, where not all of them are submitted at once
 
 # shellcheck disable=SC2034  # the scripts use it
-bin=${DEEPSPEC_BIN:-target/release}
+bin=target/release
+[ -d "$bin" ] || [ ! -x bin/deepspec-train ] || bin=bin
+bin=${DEEPSPEC_BIN:-$bin}
 stage=${SLURM_JOB_NAME:-deepspec-pipeline}
 stage=${stage#deepspec-}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -40,7 +42,8 @@ step() {
     local stopped=$PWD/.deepspec-stopped-$SLURM_JOB_ID
     rm -f "$stopped"
     # shellcheck disable=SC2016  # the tasks expand it
-    srun --kill-on-bad-exit=1 bash -c '
+    # Since Slurm 22.05 a step has one core for each task unless it says so itself.
+    srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c '
         told= # by a signal; it waits for the program, which decides what that means
         trap "told=1" USR1 TERM
         mark=$1
@@ -62,7 +65,10 @@ conclude() {
         0) note 'done' ;;
         75)
             note stopped
-            scontrol requeue "$SLURM_JOB_ID"
+            if ! scontrol requeue "$SLURM_JOB_ID"; then
+                note "failed: stopped, and Slurm does not put it back into the queue"
+                status=1
+            fi
             ;;
         *) note "failed with code $status" ;;
     esac

@@ -62,7 +62,7 @@ impl Checkpoint {
 
     /// A tensor by its name in the reference: its name in the files, and what is known of it.
     pub(crate) fn find(&self, canonical: &str) -> Option<(String, &TensorFacts)> {
-        let name = self.dialect.spelled(canonical);
+        let name = self.dialect.spelled(self.drafter.kind.as_ref(), canonical);
         self.tensors.get(&name).map(|facts| (name, facts))
     }
 
@@ -88,7 +88,7 @@ impl Checkpoint {
             .collect();
         let mut useless: BTreeSet<&str> = self.tensors.iter().map(|(name, _)| name).collect();
         for (canonical, shape) in wanted.iter().chain(&ends) {
-            let name = self.dialect.spelled(canonical);
+            let name = self.dialect.spelled(self.drafter.kind.as_ref(), canonical);
             let facts = self.tensors.get(&name).ok_or_else(|| {
                 self.tensors.error(&name, format!("missing; the config asks for one of shape {shape:?}"))
             })?;
@@ -98,7 +98,7 @@ impl Checkpoint {
             }
             useless.remove(name.as_str());
         }
-        if self.dialect == Dialect::Speculators {
+        if matches!(self.dialect, Dialect::Speculators | Dialect::Specforge) {
             useless.retain(|name| !REBUILT.contains(name));
         }
         match useless.first() {

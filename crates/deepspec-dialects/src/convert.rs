@@ -131,7 +131,8 @@ pub(crate) fn body(source: &Checkpoint, to: Dialect) -> (Vec<Written<'_>>, Vec<S
             dropped.push(name.to_string());
             continue;
         }
-        let spelled = to.spelled(&source.dialect().canonical(name));
+        let kind = source.drafter().kind.as_ref();
+        let spelled = to.spelled(kind, &source.dialect().canonical(kind, name));
         let copy = Source::Copy(source.tensors(), name.into());
         tensors.push(Written { name: spelled, dtype: facts.dtype, shape: facts.shape.clone(), source: copy });
     }

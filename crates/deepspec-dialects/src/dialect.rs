@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use serde::Serialize;
 
+use crate::drafter::KindSettings;
+
 /// A layout of checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -43,22 +45,26 @@ impl Dialect {
         matches!(self, Self::Reference | Self::Speculators)
     }
 
-    /// The reference's name of a tensor.
-    pub(crate) fn canonical(self, name: &str) -> String {
+    /// The reference's name of a tensor of such a drafter.
+    pub(crate) fn canonical(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(theirs).map(|rest| format!("{ours}{rest}"));
-        self.renames().iter().find_map(renamed).unwrap_or_else(|| name.into())
+        self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
     }
 
     /// What this dialect calls a tensor of the reference.
-    pub(crate) fn spelled(self, name: &str) -> String {
+    pub(crate) fn spelled(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(ours).map(|rest| format!("{theirs}{rest}"));
-        self.renames().iter().find_map(renamed).unwrap_or_else(|| name.into())
+        self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
     }
 
-    /// Prefixes of this dialect and of the reference.
-    fn renames(self) -> &'static [(&'static str, &'static str)] {
+    /// Prefixes of this dialect and of the reference, those of the kind alone first.
+    fn renames(self, kind: &dyn KindSettings) -> impl Iterator<Item = &'static (&'static str, &'static str)> {
+        kind.renames(self).iter().chain(self.own_renames())
+    }
+
+    fn own_renames(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::Modelopt => &[
                 ("markov_w1.", "markov_head.markov_w1."),

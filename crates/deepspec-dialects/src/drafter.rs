@@ -109,6 +109,16 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// How the speculators package says it.
     fn speculators(&self) -> Speculators;
 
+    /// What a dialect calls tensors of this kind alone: prefixes there and in the reference.
+    fn renames(&self, _: Dialect) -> &'static [(&'static str, &'static str)] {
+        &[]
+    }
+
+    /// Its config where a dialect has a layout for this kind alone, `flat` being the decoder's keys.
+    fn own_config(&self, _: &Drafter, _: Dialect, _flat: &Map<String, Value>) -> Option<Map<String, Value>> {
+        None
+    }
+
     /// How the container of z-lab, SpecForge and ModelOpt says it; only for dialects that [`KindSettings::refusal`] lets pass.
     fn container(&self, _to: Dialect) -> Option<Container> {
         None
@@ -118,7 +128,12 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Why they do not.
-    fn engine_layout(&self, engine: Engine) -> Result<EngineLayout, String>;
+    fn engine_layout(&self, engine: Engine, drafter: &Drafter) -> Result<EngineLayout, String>;
+
+    /// What SGLang has to be told beside its algorithm and the drafter's path, with a blank before it.
+    fn sglang_arguments(&self) -> String {
+        String::new()
+    }
 
     /// How llama.cpp's GGUF says it.
     ///

@@ -26,7 +26,7 @@ pub fn for_engine<'a>(
 ) -> Result<Converted<'a>, DialectError> {
     let to = engine.title();
     let drafter = complete(source, Some(target));
-    let layout = drafter.refusal_anywhere().map_or_else(|| drafter.kind.engine_layout(engine), Err);
+    let layout = drafter.refusal_anywhere().map_or_else(|| drafter.kind.engine_layout(engine, &drafter), Err);
     match layout.map_err(|reason| source.refused(to, reason))? {
         EngineLayout::Dialect(dialect) if dialect == source.dialect() => {
             source.check()?;

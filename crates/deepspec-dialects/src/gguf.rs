@@ -95,7 +95,7 @@ impl<'a> Gguf<'a> {
             if is_embed_or_head(name) || REBUILT.contains(&name) {
                 continue;
             }
-            let canonical = source.dialect().canonical(name);
+            let canonical = source.dialect().canonical(drafter.kind.as_ref(), name);
             let spelled = spelled(&canonical, &parts)
                 .ok_or_else(|| source.tensors().error(name, "llama.cpp has no tensor for it"))?;
             // Kernels and heads of few values are computed with as they are.

@@ -4,6 +4,7 @@ use deepspec_gguf::Llama3;
 use serde_json::Value;
 
 use crate::fields::Fields;
+use crate::shapes::Heads;
 use crate::{Checkpoint, DialectError};
 
 /// What transformers takes where nothing is said.
@@ -15,6 +16,16 @@ pub struct Rope {
     pub theta: f64,
     /// What a factor a plane stretches them by, if any.
     pub factors: Option<Vec<f32>>,
+}
+
+/// [`with_factors`], of heads as wide as the config says.
+///
+/// # Errors
+/// As there; the width of a head is missing or wrong.
+pub fn stretched(source: &Checkpoint, to: &'static str) -> Result<Rope, DialectError> {
+    let path = source.dir().join("config.json");
+    let fields = Fields::new(&path, &source.drafter().decoder);
+    with_factors(source, Heads::of(&fields, source.drafter())?.dim, to)
 }
 
 /// The checkpoint's rotary embeddings of heads of `dim` values, plain or scaled as Llama 3's are.

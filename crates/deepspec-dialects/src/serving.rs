@@ -42,10 +42,11 @@ impl Server {
             Self::Vllm => format!(
                 "--speculative-config '{{\"method\": \"{method}\", \"model\": \"{path}\", \"num_speculative_tokens\": {drafted}}}'"
             ),
-            Self::Sglang => format!(
-                "--speculative-algorithm {} --speculative-draft-model-path {path}",
-                method.to_uppercase()
-            ),
+            Self::Sglang => {
+                let own = drafter.kind.sglang_arguments();
+                let algorithm = method.to_uppercase();
+                format!("--speculative-algorithm {algorithm} --speculative-draft-model-path {path}{own}")
+            }
             Self::LlamaCpp => {
                 format!("--model-draft {path} --spec-type draft-{method} --spec-draft-n-max {drafted}")
             }
@@ -163,11 +164,15 @@ impl Examined<'_> {
         }
         let name = self.server.to_string();
         let loader = loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)?;
-        let cure = self.converted();
+        let engine = if self.server == Server::Vllm { Engine::Vllm } else { Engine::Sglang };
+        let drafter = self.checkpoint.drafter();
         (!loader.loads).then(|| Risk {
             about: "layout",
             told: format!("it does not load: {}", loader.note),
-            cure,
+            cure: match drafter.kind.engine_layout(engine, drafter) {
+                Ok(_) => self.converted(),
+                Err(reason) => format!("no conversion mends that: {reason}"),
+            },
         })
     }
 
@@ -207,7 +212,13 @@ impl Examined<'_> {
     /// A scaled rotation, or a base that newer and older keys would say differently.
     fn rotation(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
-        if let Err(error) = rope::unscaled(self.checkpoint, self.server.layout()) {
+        let to = self.server.layout();
+        let read = match self.server {
+            // A file says factors, by which it stretches them.
+            Server::LlamaCpp => rope::stretched(self.checkpoint, to).map(|_| ()),
+            Server::Vllm | Server::Sglang => rope::unscaled(self.checkpoint, to).map(|_| ()),
+        };
+        if let Err(error) = read {
             let cure = "compare the accepted length there with the one measured here".into();
             return Some(Risk { about: "RoPE", told: error.to_string(), cure });
         }

@@ -27,6 +27,7 @@ pub mod cost_file;
 pub mod curve;
 pub mod economics;
 mod error;
+pub mod least_squares;
 pub mod planner;
 pub mod policy;
 pub mod reliability;

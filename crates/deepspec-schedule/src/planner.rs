@@ -10,13 +10,15 @@ use crate::scheduler::{Stop, filled, search, survivals};
 
 /// Blocks whose confidences say whether drafting pays.
 const REMEMBERED: usize = 64;
-/// After so many steps without drafting one is drafted again, to see whether that still does not pay; after twice as many where it did not,
+/// After so many steps without drafting two are drafted again, to see whether that still does not pay; after twice as many where it did not,
 /// and so on up to [`LONGEST`]: a step of drafting may take as long as several without.
 const PROBE: usize = 32;
 /// Steps between probes at most.
 const LONGEST: usize = 512;
 /// Share of the newest step in what steps are held to take.
 const NEW: f64 = 0.05;
+/// The same of a step that was drafted to find that out: what was known is old.
+const NEW_OF_PROBE: f64 = 0.5;
 /// Steps between the confidences that decide on a budget and the step that spends it.
 const LAG: usize = 2;
 
@@ -40,12 +42,23 @@ pub struct Planner {
     steps: VecDeque<Vec<Vec<f64>>>,
     /// Steps since one was drafted.
     idle: usize,
+    /// Whether this step is drafted though that is held not to pay.
+    probe: Probe,
     /// Probes since drafting paid.
     probes: u32,
     /// Whether the drafter had to catch up in the last step that was drafted.
     catches_up: bool,
     /// What plain steps and drafting ones took of late over what the cost curve says.
     drift: [Drift; 2],
+}
+
+/// Where in a probe a step is. The first one takes in what was committed without drafting; only the second shows what drafting takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Probe {
+    #[default]
+    None,
+    CatchesUp,
+    Measures,
 }
 
 /// A running mean of measured over expected time.
@@ -88,15 +101,23 @@ impl Planner {
             _ => true,
         };
         let wait = (PROBE << self.probes.min(8)).min(LONGEST);
-        let probes = self.policy.reads_cost() && !pays && self.idle >= wait;
-        self.probes = if pays { 0 } else { self.probes + u32::from(probes) };
-        if probes {
+        self.probe = match self.probe {
+            _ if pays || !self.policy.reads_cost() => Probe::None,
+            Probe::CatchesUp => Probe::Measures,
+            _ if self.idle >= wait => Probe::CatchesUp,
+            _ => Probe::None,
+        };
+        self.probes = if pays { 0 } else { self.probes + u32::from(self.probe == Probe::CatchesUp) };
+        if self.probe == Probe::CatchesUp {
             // What was remembered that long counts for less, so that a drafter that became better is noticed after a few probes.
             self.blocks.drain(..self.blocks.len() / 2);
+            // A budget is of the steps right before, or of none.
+            self.steps.clear();
         }
+        let drafts = pays || self.probe != Probe::None;
         self.catches_up = self.idle > 0;
-        self.idle = if pays || probes { 0 } else { self.idle + 1 };
-        pays || probes
+        self.idle = if drafts { 0 } else { self.idle + 1 };
+        drafts
     }
 
     /// Takes note of how long a step took that decoded `load` and nothing else, `tokens` of it verified. A curve that was measured elsewhere,
@@ -110,7 +131,7 @@ impl Planner {
         // A step that was interrupted says nothing of the next.
         let ratio = (seconds / cost.seconds(load.requests, tokens, load.context, drafted)).clamp(0.5, 2.0);
         let Drift(mean) = &mut self.drift[usize::from(drafted)];
-        *mean += (ratio - *mean) * NEW;
+        *mean += (ratio - *mean) * if self.probe == Probe::Measures { NEW_OF_PROBE } else { NEW };
     }
 
     /// Throughput with blocks like those drafted last over that without drafting.
@@ -287,6 +308,31 @@ mod tests {
         }
         assert!((12..60).contains(&drafted), "{drafted} of 400");
         assert!(planner.drift[1].0 > 1.2 && planner.drift[0].0 == 1.0);
+    }
+
+    #[test]
+    fn a_hiccup_of_drafting_steps_is_forgotten_when_probes_are_fast_again() {
+        let mut planner = Planner::new(Policy::Prefix, cost(0.25, 0.5e-3)).unwrap();
+        let mut drafted = |steps: usize, slower: f64| {
+            let mut count = 0;
+            for _ in 0..steps {
+                let drafts = planner.drafts(load(1));
+                let lengths = if drafts { lengths(&mut planner, &[vec![0.6; 3]]) } else { vec![0] };
+                let expected = planner.cost.as_ref().unwrap().seconds(1, 1 + lengths[0], 100, drafts);
+                planner.observe(
+                    load(1),
+                    1 + lengths[0],
+                    drafts,
+                    expected * if drafts { slower } else { 1.0 },
+                );
+                count += usize::from(drafts);
+            }
+            count
+        };
+        assert_eq!(drafted(100, 1.0), 100, "by the curve it pays");
+        assert!(drafted(100, 2.0) < 30, "not while it takes twice as long");
+        drafted(2000, 1.0);
+        assert_eq!(drafted(100, 1.0), 100, "and again when it does not");
     }
 
     #[test]

@@ -21,7 +21,7 @@ pub fn tokenizers() -> Option<PathBuf> {
     let folder = env::var_os("DEEPSPEC_TOKENIZERS").map(PathBuf::from);
     if folder.is_none() {
         skip(
-            Kind::Absent,
+            Kind::Missing,
             "DEEPSPEC_TOKENIZERS names no folder of tokenizers: scripts/test.sh fetches them with npm",
         );
     }

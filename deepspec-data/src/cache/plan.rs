@@ -1,13 +1,16 @@
 //! `cache plan`: what a build would write, before anything runs.
 
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use deepspec_cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
-use deepspec_states::{Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
+use deepspec_models::ModelConfig;
+use deepspec_scale::{Machine, Measured, Stage, Work, captured, read_measured};
+use deepspec_states::{Budget, Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
 use serde_json::{Value, json};
 
 use super::build::{accounts, free_space};
@@ -24,6 +27,15 @@ pub struct Args {
     /// Tokens that the target takes in per second, to say how long a build runs
     #[arg(long, value_name = "TOKENS_PER_S", conflicts_with = "measure")]
     rate: Option<f64>,
+    /// Foretell how long a build runs on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) that describes one
+    #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["rate", "measure"])]
+    hardware: Option<String>,
+    /// The same by what `cache plan --measure --json` said of such a device; may be repeated
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["rate", "measure"])]
+    measured: Vec<PathBuf>,
+    /// Devices that share the build, for --hardware and --measured
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    devices: usize,
     /// Load the target and run it for some seconds to learn that, and how well its states compress
     #[arg(long)]
     measure: bool,
@@ -48,6 +60,8 @@ struct Trial {
     tokens_per_s: f64,
     /// The part of the bytes of bfloat16 states that compression leaves.
     compressed: f64,
+    /// What was done, and how long it took.
+    work: Measured,
 }
 
 /// Runs the command.
@@ -65,9 +79,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         anyhow::bail!("no row can be used: {}", accounts(&report, &recipe).replace('\n', "; "));
     }
     let trial = args.measure.then(|| measured(args, &recipe, &source, &samples)).transpose()?;
+    let foretold = foretold(args, &source, &samples)?;
+    let tokens = report.tokens as f64;
     let rate = trial.as_ref().map_or(args.rate, |trial| Some(trial.tokens_per_s));
+    let rate = rate.or(foretold.map(|seconds| tokens / seconds));
+    let work = trial.as_ref().map(|trial| [trial.work]);
     let choices = choices(args, samples, &source, trial.map(|trial| trial.compressed))?;
-    let (seconds, free) = (rate.map(|rate| report.tokens as f64 / rate), free_space(&dir)?);
+    let (seconds, free) = (rate.map(|rate| tokens / rate), free_space(&dir)?);
     if args.json {
         let shown: Vec<Value> = choices
             .iter()
@@ -84,7 +102,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         });
         let plan = json!({
             "rows": rows, "tokens": report.tokens, "supervised_tokens": report.supervised_tokens,
-            "choices": shown, "free_bytes": free, "tokens_per_s": rate, "seconds": seconds,
+            "choices": shown, "free_bytes": free, "tokens_per_s": rate, "seconds": seconds, "work": work,
         });
         return Ok(writeln!(io::stdout(), "{}", serde_json::to_string_pretty(&plan)?)?);
     }
@@ -110,10 +128,18 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     lines.push(format!("free        {} at {}", mib(free), dir.display()));
     lines.push(match (rate, seconds) {
         (Some(rate), Some(seconds)) => {
-            let how = if args.measure { "measured" } else { "given" };
-            format!("time        {} at {rate:.0} tokens/s ({how}) on one device", duration(seconds))
+            let how = match (args.measure, foretold) {
+                (true, _) => "measured",
+                (false, Some(_)) => "foretold",
+                (false, None) => "given",
+            };
+            let devices = match (foretold, args.devices) {
+                (None, _) | (_, 1) => "one device".to_string(),
+                (Some(_), devices) => format!("{devices} devices"),
+            };
+            format!("time        {} at {rate:.0} tokens/s ({how}) on {devices}", duration(seconds))
         }
-        _ => "time        unknown: give --rate TOKENS_PER_S, or --measure".to_string(),
+        _ => "time        unknown: give --rate TOKENS_PER_S, --hardware NAME, or --measure".to_string(),
     });
     Ok(writeln!(io::stdout(), "{}", lines.join("\n"))?)
 }
@@ -144,6 +170,39 @@ fn choices(
     Ok(choices)
 }
 
+/// Seconds of the build on the devices that are meant; none where none are.
+fn foretold(args: &Args, source: &TargetBundle, samples: &[PlannedSample]) -> anyhow::Result<Option<f64>> {
+    if args.devices == 0 {
+        usage!("--devices must be at least 1");
+    }
+    if args.hardware.is_none() && args.measured.is_empty() {
+        if args.devices != 1 {
+            usage!("--devices needs --hardware or --measured, which say how fast they are");
+        }
+        return Ok(None);
+    }
+    let target = ModelConfig::load(&source.dir)?;
+    let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let value_bytes = deepspec_native::default_kind(device).elt_size_in_bytes() as f64;
+    let machine = Machine::open(args.hardware.as_deref(), &args.measured, |file| {
+        read_measured(file, &target, None, value_bytes)
+    });
+    let machine = machine.map_err(|error| UsageError(error.to_string()))?;
+    let Some((rates, _)) = machine.rates(Stage::States) else {
+        usage!("--measured: none of the files is of states; `cache plan --measure --json` writes one");
+    };
+    let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
+    let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), Budget::new(longest, device));
+    let work = work_of(&target, samples, runs.len(), value_bytes);
+    Ok(Some(rates.seconds(work) / args.devices as f64))
+}
+
+/// What capturing the states of these samples in so many forwards does.
+fn work_of(target: &ModelConfig, samples: &[PlannedSample], forwards: usize, value_bytes: f64) -> Work {
+    let lengths = samples.iter().map(|sample| (1.0, sample.input_ids.len() as f64));
+    captured(target, lengths, forwards as f64, value_bytes)
+}
+
 /// Runs the target on the first samples. Time counts from after the first forward; its states are compressed.
 fn measured(
     args: &Args,
@@ -158,10 +217,11 @@ fn measured(
     let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), capture.budget());
     let [plain, compressed] =
         [Encoding::Bf16, Encoding::Bf16z].map(|encoding| source.layout(FinalStates::All, encoding));
-    let (mut tokens, mut started, mut bytes) = (0, Instant::now(), [0, 0]);
-    for (index, run) in runs.into_iter().enumerate() {
+    let (mut done, mut forwards, mut started, mut bytes) = (0, 0, Instant::now(), [0, 0]);
+    for run in runs {
+        done = run.end;
         let batch = &samples[run];
-        if index == 0 {
+        if forwards == 0 {
             let [taps, last] = capture.run(batch, FinalStates::All).bytes();
             bytes = [stored_bytes(&plain, &taps, &last)?, stored_bytes(&compressed, &taps, &last)?];
             // A lone batch is measured by a second run.
@@ -169,13 +229,21 @@ fn measured(
         }
         // Reading a value back waits for the device.
         capture.run(batch, FinalStates::All).last.sum(None).double_value(&[]);
-        tokens += batch.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
+        forwards += 1;
         if started.elapsed() > TRIAL {
             break;
         }
     }
-    let tokens_per_s = tokens as f64 / started.elapsed().as_secs_f64();
-    Ok(Trial { tokens_per_s, compressed: bytes[1] as f64 / bytes[0] as f64 })
+    let seconds = started.elapsed().as_secs_f64();
+    let samples = &samples[..done];
+    let tokens: usize = samples.iter().map(|sample| sample.input_ids.len()).sum();
+    let value_bytes = kind.elt_size_in_bytes() as f64;
+    let work = work_of(&ModelConfig::load(&source.dir)?, samples, forwards, value_bytes);
+    Ok(Trial {
+        tokens_per_s: tokens as f64 / seconds,
+        compressed: bytes[1] as f64 / bytes[0] as f64,
+        work: Measured { stage: Stage::States, work, seconds },
+    })
 }
 
 fn duration(seconds: f64) -> String {

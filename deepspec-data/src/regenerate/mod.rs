@@ -154,6 +154,10 @@ impl Inputs {
     ) -> anyhow::Result<(Ending, Option<Arc<Backend>>)> {
         let runtime = Runtime::new().context("starting the client's threads")?;
         let backend = Arc::new(open_backend(args, self.embedded)?);
+        stats.concurrency = match &*backend {
+            Backend::Servers(pool) => pool.capacity(),
+            Backend::Embedded(_) => args.asking.concurrency,
+        };
         let (total, pending) = (self.index.ids.len() as u64, store.pending() as u64);
         let work = Work {
             inputs: args.input.clone(),

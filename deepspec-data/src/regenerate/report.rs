@@ -19,12 +19,14 @@ pub struct RunStats {
     pub reused: usize,
     /// Tokens of the answered rows.
     pub tokens: Tokens,
+    /// Requests that are asked at once, of all servers together.
+    pub concurrency: usize,
 }
 
 impl RunStats {
     /// Nothing yet.
     pub fn new() -> Self {
-        Self { started: Instant::now(), rows: 0, reused: 0, tokens: Tokens::default() }
+        Self { started: Instant::now(), rows: 0, reused: 0, tokens: Tokens::default(), concurrency: 0 }
     }
 
     /// What progress says beside the count of rows.
@@ -61,6 +63,7 @@ impl RunStats {
                 "rows_reused": self.reused,
                 "prompt_tokens": self.tokens.prompt,
                 "completion_tokens": self.tokens.completion,
+                "concurrency": self.concurrency,
                 "seconds": (seconds * 1000.0).round() / 1000.0,
                 "servers": servers,
             },

@@ -79,10 +79,37 @@ fn a_given_rate_gives_the_time_without_a_trial() {
     let foretold = json(&plan(&bench, &["--rate", "1000", "--json"]));
     assert_eq!(foretold["seconds"].as_f64().unwrap(), foretold["tokens"].as_f64().unwrap() / 1000.0);
     let text = plan(&bench, &[]).stdout;
-    assert!(text.contains("give --rate TOKENS_PER_S, or --measure"), "{text}");
+    assert!(text.contains("give --rate TOKENS_PER_S, --hardware NAME, or --measure"), "{text}");
     assert!(text.contains("at most, two thirds of it as a rule"), "{text}");
     plan(&bench, &["--rate", "0"]).fails_with(2, &["--rate"]);
     assert_eq!(plan(&bench, &["--rate", "5", "--measure"]).code, Some(2));
+}
+
+#[test]
+fn what_was_measured_foretells_the_same_build_and_a_longer_one() {
+    let bench = Bench::new(40);
+    let trial = plan(&bench, &["--measure", "--device", "cpu", "--json"]);
+    let (measured, seconds) = (json(&trial), |plan: &Value| plan["seconds"].as_f64().unwrap());
+    bench.write("measured.json", &trial.stdout);
+    let told = ["--measured", "measured.json", "--device", "cpu"];
+    let foretold = json(&plan(&bench, &[&told[..], &["--json"]].concat()));
+    assert!((seconds(&foretold) / seconds(&measured) - 1.0).abs() < 1e-3, "{foretold} {measured}");
+    let shared = json(&plan(&bench, &[&told[..], &["--devices", "4", "--json"]].concat()));
+    assert!((seconds(&shared) * 4.0 / seconds(&foretold) - 1.0).abs() < 1e-9);
+    let text = plan(&bench, &[&told[..], &["--devices", "4"]].concat()).stdout;
+    assert!(text.contains("tokens/s (foretold) on 4 devices"), "{text}");
+    // An accelerator is faster than what is measured here, by what its makers state.
+    let stated = json(&plan(&bench, &["--hardware", "h100", "--json"]));
+    assert!(seconds(&stated) > 0.0 && seconds(&stated) < seconds(&measured), "{stated}");
+
+    plan(&bench, &["--hardware", "h1"]).fails_with(2, &["--hardware h1", "h200"]);
+    plan(&bench, &["--devices", "2"]).fails_with(2, &["--devices", "--hardware"]);
+    bench.write("other.json", "{}");
+    plan(&bench, &["--measured", "other.json"]).fails_with(2, &["other.json", "says nothing of time"]);
+    bench.write("wrong.json", r#"{"work": [{"stage": "states", "work": {"operations": -1}, "seconds": 1}]}"#);
+    plan(&bench, &["--measured", "wrong.json"]).fails_with(2, &["wrong.json", "`operations` is -1"]);
+    bench.write("none.json", r#"{"work": [{"stage": "training", "work": {"operations": 1}, "seconds": 1}]}"#);
+    plan(&bench, &["--measured", "none.json"]).fails_with(2, &["none of the files is of states"]);
 }
 
 /// A folder of a file system that never has room.

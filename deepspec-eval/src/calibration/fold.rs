@@ -59,3 +59,40 @@ pub fn write(from: &Path, to: &Path, temperature: f64) -> anyhow::Result<()> {
     // Last, so that a folder with weights is a whole one.
     Ok(save(&to.join(WEIGHTS), &tensors, kind)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folded_head_says_the_same_logits_divided_and_all_else_as_before() {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-dspark");
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("folded");
+        write(&from, &to, 1.6).unwrap();
+        let read = |dir: &Path| Tensor::read_safetensors(dir.join(WEIGHTS)).unwrap();
+        let [mut before, mut after] = [read(&from), read(&to)];
+        before.sort_by(|a, b| a.0.cmp(&b.0));
+        after.sort_by(|a, b| a.0.cmp(&b.0));
+        assert_eq!(before.len(), after.len());
+        for ((name, before), (same, after)) in before.iter().zip(&after) {
+            assert_eq!((name, before.kind()), (same, after.kind()));
+            if name.starts_with(PROJECTION) {
+                // Once divided and rounded, 8 bits of each number are right.
+                let off = (after.to_kind(Kind::Double) * 1.6 - before.to_kind(Kind::Double)).abs();
+                let bound = before.to_kind(Kind::Double).abs() * 2f64.powi(-8);
+                assert!(bool::try_from(off.le_tensor(&bound).all()).unwrap(), "{name}");
+            } else {
+                assert!(before.equal(after), "{name}");
+            }
+        }
+        for file in fs::read_dir(&from).unwrap() {
+            assert!(to.join(file.unwrap().file_name()).is_file());
+        }
+        assert!(write(&repository_target(), &dir.path().join("none"), 1.6).is_err(), "no confidence head");
+    }
+
+    fn repository_target() -> std::path::PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-target")
+    }
+}

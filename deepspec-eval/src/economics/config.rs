@@ -3,26 +3,56 @@
 use deepspec_schedule::economics::{Attention, FeedForward, Layer, Precision, Target};
 use serde_json::Value;
 
-/// Reads the keys that transformers' families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE, DeepSeek and their like.
+/// Keys of layers that are built in ways that are not read here.
+pub fn unread(json: &Value) -> Vec<&'static str> {
+    let json = inner(json);
+    let is_said = |key: &&str| json.get(*key).is_some_and(|value| !value.is_null());
+    let mut unread: Vec<_> = ["compress_ratios", "hc_mult", "layers_block_type", "linear_num_value_heads"]
+        .into_iter()
+        .filter(is_said)
+        .collect();
+    // Which layers have experts, where not all of them do.
+    let all = |key: &&str| match json.get(*key) {
+        Some(Value::Array(layers)) => layers.is_empty(),
+        Some(step) => step.is_null() || step.as_f64() == Some(1.0),
+        None => true,
+    };
+    let sparse = ["decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step"];
+    unread.extend(sparse.into_iter().filter(|key| !all(key)));
+    // Which layers have windows, where no list says it.
+    let windows =
+        json.get("sliding_window").is_some_and(Value::is_number) && json.get("layer_types").is_none();
+    let alternate =
+        json.get("model_type").and_then(Value::as_str).is_some_and(|kind| kind.starts_with("gemma"));
+    if windows && (alternate || is_said(&"sliding_window_pattern")) {
+        unread.push(if alternate { "sliding_window" } else { "sliding_window_pattern" });
+    }
+    unread
+}
+
+/// Whether this is a drafter whose layers a whole block goes through at once.
+pub fn drafts_blocks(json: &Value) -> bool {
+    [json, &json["dflash_config"]].into_iter().any(|keys| keys.get("block_size").is_some())
+}
+
+/// Models with eyes keep what counts here one level down.
+fn inner(json: &Value) -> &Value {
+    json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json)
+}
+
+/// Reads the keys that transformers' families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE, DeepSeek and their like. What [`unread`] lists
+/// is left out.
 ///
 /// # Errors
 /// The key that is missing or no number.
 pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<Target, String> {
-    // Models with eyes keep what counts here one level down.
-    let json = json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json);
+    let json = inner(json);
     let find = |keys: &[&str]| keys.iter().find_map(|key| json.get(*key).and_then(Value::as_f64));
     let need = |keys: &[&str]| match find(keys) {
         Some(value) if value.is_finite() && value >= 1.0 => Ok(value),
         Some(value) => Err(format!("`{}` is {value}; expected at least 1", keys[0])),
         None => Err(format!("has no number `{}`; describe the layers in a .yaml instead", keys[0])),
     };
-    for key in ["compress_ratios", "hc_mult", "layers_block_type", "linear_num_value_heads"] {
-        if json.get(key).is_some_and(|value| !value.is_null()) {
-            return Err(format!(
-                "`{key}` speaks of layers that are not known here; describe them in a .yaml instead"
-            ));
-        }
-    }
     let (hidden, count) = (need(&["hidden_size"])?, need(&["num_hidden_layers"])?);
     let heads = need(&["num_attention_heads"])?;
     let (attention, projections) = match find(&["kv_lora_rank"]) {
@@ -158,6 +188,13 @@ mod tests {
         let found = target(&json, Precision::Fp8, 1.0).unwrap();
         assert_eq!(found.layers.iter().map(|layer| layer.count).collect::<Vec<_>>(), [2.0, 4.0]);
         assert!(matches!(found.layers[1].attention, Attention::Grouped { window: 512.0, .. }));
+        assert!(unread(&json).is_empty());
+        json["text_config"].as_object_mut().unwrap().remove("layer_types");
+        json["text_config"]["model_type"] = json!("gemma2_text");
+        json["text_config"]["mlp_only_layers"] = json!([0, 1]);
+        json["text_config"]["decoder_sparse_step"] = json!(1);
+        json["text_config"]["compress_ratios"] = json!([128]);
+        assert_eq!(unread(&json), ["compress_ratios", "mlp_only_layers", "sliding_window"]);
         json["text_config"]["intermediate_size"] = json!(null);
         assert!(target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`intermediate_size`"));
         json["text_config"]["hidden_size"] = json!(0);

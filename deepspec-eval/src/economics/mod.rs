@@ -2,12 +2,12 @@
 
 mod config;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::{atomic, usage};
-use deepspec_schedule::economics::{Draft, HARDWARE, Hardware, Load, Precision, Target};
+use deepspec_schedule::economics::{Draft, Hardware, Load, Precision, Target};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
 use crate::report::{Block, Document, write_document};
@@ -40,6 +40,12 @@ pub struct Args {
     /// Probability that a drafted token is accepted given those before it, by commas
     #[arg(long, value_name = "P", value_delimiter = ',', default_values_t = [0.6, 0.75, 0.9])]
     acceptance: Vec<f64>,
+    /// A drafter's folder or config.json, or a description of its layers (.yaml), for its own roofline; instead of --draft-share
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["draft_share", "draft_weights"])]
+    draft_model: Option<PathBuf>,
+    /// The drafter of --draft-model drafts one token after the other; its config.json tells that of Eagle3 and of whole models
+    #[arg(long, requires = "draft_model")]
+    draft_in_turn: bool,
     /// Weights of the drafter, which are read once for a block (parallel drafters); instead of --draft-share
     #[arg(long, value_name = "N", conflicts_with = "draft_share")]
     draft_weights: Option<f64>,
@@ -113,11 +119,14 @@ struct Map<'a> {
 /// # Errors
 /// Usage errors: no such model or accelerator, a config that leaves something open. An unwritable output.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let target = args.target()?;
     if args.print_model {
-        return Ok(crate::output::print(&serde_yaml::to_string(&target)?)?);
+        return print_model(args);
     }
-    let hardware = hardware(&args.hardware)?;
+    let (target, _) = args.described(&args.model, f64::from(args.expert_parallel))?;
+    let hardware = match deepspec_scale::read_hardware(&args.hardware) {
+        Ok(hardware) => hardware,
+        Err(error) => usage!("{error}"),
+    };
     let positive = |counts: &[u32]| !counts.is_empty() && !counts.contains(&0);
     if !positive(&args.batch) || !positive(&args.context) || args.expert_parallel == 0 {
         usage!("--batch, --context and --expert-parallel must be at least 1");
@@ -129,16 +138,20 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if !(cost.is_finite() && cost >= 0.0) {
         usage!("--draft-weights and --draft-share must be at least 0");
     }
-    let draft = match args.draft_weights {
-        Some(weights) => Draft::PerBlock { weights, precision: args.weights.into() },
-        None => Draft::PerToken(args.draft_share),
+    let draft = match (&args.draft_model, args.draft_weights) {
+        (Some(path), _) => {
+            let (model, at_once) = args.described(path, 1.0)?;
+            Draft::Model { model, at_once: at_once && !args.draft_in_turn }
+        }
+        (None, Some(weights)) => Draft::PerBlock { weights, precision: args.weights.into() },
+        (None, None) => Draft::PerToken(args.draft_share),
     };
     let mut points = vec![];
     for &acceptance in &args.acceptance {
         for &context in &args.context {
             for &batch in &args.batch {
                 let load = Load { requests: f64::from(batch), context: f64::from(context), acceptance };
-                let (best_length, speed_up) = target.best_length(&hardware, draft, load, MOST);
+                let (best_length, speed_up) = target.best_length(&hardware, &draft, load, MOST);
                 points.push(Point {
                     acceptance,
                     context,
@@ -182,32 +195,30 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Args {
-    fn target(&self) -> anyhow::Result<Target> {
-        let name = self.model.display();
-        if self.model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml") {
-            return match serde_yaml::from_str(&atomic::read_text(&self.model)?) {
-                Ok(_) if self.expert_parallel != 1 => {
+    /// The layers that a folder, a config.json or a .yaml describes, and whether a config.json says that whole blocks go through them.
+    fn described(&self, model: &Path, expert_parallel: f64) -> anyhow::Result<(Target, bool)> {
+        let name = model.display();
+        if model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml") {
+            return match serde_yaml::from_str(&atomic::read_text(model)?) {
+                Ok(_) if expert_parallel != 1.0 => {
                     usage!("--expert-parallel: {name} says it itself, as `expert_parallel`")
                 }
                 Ok(target) => match Target::problem(&target) {
                     Some(problem) => usage!("{name}: {problem}"),
-                    None => Ok(target),
+                    None => Ok((target, true)),
                 },
                 Err(error) => usage!("{name}: {error}"),
             };
         }
-        let file = if self.model.is_dir() { self.model.join("config.json") } else { self.model.clone() };
-        if !file.is_file() {
+        let (file, json) = config_json(model)?;
+        if let Some(key) = config::unread(&json).first() {
             usage!(
-                "{} does not exist; give a model's folder, its config.json, or a description (.yaml)",
+                "{}: `{key}` speaks of layers that are not known here; describe them in a .yaml instead, which --print-model begins",
                 file.display()
             );
         }
-        let read = serde_json::from_str(&atomic::read_text(&file)?).map_err(|error| error.to_string());
-        match read
-            .and_then(|json| config::target(&json, self.weights.into(), f64::from(self.expert_parallel)))
-        {
-            Ok(target) => Ok(target),
+        match config::target(&json, self.weights.into(), expert_parallel) {
+            Ok(target) => Ok((target, config::drafts_blocks(&json))),
             Err(problem) => usage!("{}: {problem}", file.display()),
         }
     }
@@ -294,19 +305,33 @@ impl Args {
     }
 }
 
-fn hardware(name: &str) -> anyhow::Result<Hardware> {
-    if let Some((_, known)) = HARDWARE.iter().find(|(known, _)| *known == name) {
-        return Ok(*known);
+/// Prints the description of the model's layers, and before it what of them is not read.
+fn print_model(args: &Args) -> anyhow::Result<()> {
+    if args.model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml") {
+        usage!("--print-model: {} is a description already", args.model.display());
     }
-    let names = HARDWARE.map(|(name, _)| name).join(", ");
-    match fs::read_to_string(Path::new(name)) {
-        Ok(text) => match serde_yaml::from_str(&text) {
-            Ok(hardware) => match Hardware::problem(&hardware) {
-                Some(problem) => usage!("--hardware {name}: {problem}"),
-                None => Ok(hardware),
-            },
-            Err(error) => usage!("--hardware {name}: {error}"),
-        },
-        Err(error) => usage!("--hardware {name}: neither one of {names} nor a file ({error})"),
+    let (file, json) = config_json(&args.model)?;
+    let target = match config::target(&json, args.weights.into(), f64::from(args.expert_parallel)) {
+        Ok(target) => target,
+        Err(problem) => usage!("{}: {problem}", file.display()),
+    };
+    let unread = config::unread(&json)
+        .into_iter()
+        .map(|key| format!("# `{key}` of config.json is not read: change the layers that it speaks of.\n"));
+    Ok(crate::output::print(&(unread.collect::<String>() + &serde_yaml::to_string(&target)?))?)
+}
+
+/// The config.json of a folder, or that file itself.
+fn config_json(model: &Path) -> anyhow::Result<(PathBuf, Value)> {
+    let file = if model.is_dir() { model.join("config.json") } else { model.to_path_buf() };
+    if !file.is_file() {
+        usage!(
+            "{} does not exist; give a model's folder, its config.json, or a description (.yaml)",
+            file.display()
+        );
+    }
+    match serde_json::from_str(&atomic::read_text(&file)?) {
+        Ok(json) => Ok((file, json)),
+        Err(error) => usage!("{}: {error}", file.display()),
     }
 }

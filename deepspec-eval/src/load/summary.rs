@@ -60,9 +60,12 @@ impl Decoding {
                 continue;
             }
             let tokens = one.tokens[1].saturating_sub(1) as f64 / one.chunks.len().saturating_sub(1) as f64;
-            for pair in one.chunks.windows(2).filter(|pair| pair[0] < pair[1]) {
-                let speed = tokens / of(&(pair[1] - pair[0]));
-                changes.extend([(of(&pair[0]), 0, speed), (of(&pair[1]), 0, -speed)]);
+            // Pieces that were read at once all came in the time since those before.
+            let at_once: Vec<&[Duration]> = one.chunks.chunk_by(|a, b| a == b).collect();
+            for pair in at_once.windows(2) {
+                let (from, to) = (of(&pair[0][0]), of(&pair[1][0]));
+                let speed = tokens * pair[1].len() as f64 / (to - from);
+                changes.extend([(from, 0, speed), (to, 0, -speed)]);
             }
         }
         changes.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -195,6 +198,12 @@ mod tests {
         let tokens = 9.5 + 25.0 + 25.0 / 4.0 + 25.0 / 2.0;
         assert!((decoding.tokens_per_second - tokens / 5.0).abs() < 1e-9, "{decoding:?}");
         assert_eq!(Decoding::of(&[asked(0.0, &[30.0, 31.0], 5)], (10.0, 20.0)), None);
+        // Pieces that were read at once are as many tokens as others: 10 behind the first in each of three, two of them from 1 to 2.
+        let at_once = Decoding::of(&[asked(0.0, &[1.0, 2.0, 2.0, 3.0], 31)], (0.0, 9.0)).unwrap();
+        assert!(
+            (at_once.seconds - 2.0).abs() < 1e-9 && (at_once.tokens_per_second - 15.0).abs() < 1e-9,
+            "{at_once:?}"
+        );
         assert!(found.hopeless(&all).is_none());
         assert_eq!(found.hopeless(&all[3..]), Some("busy"));
     }

@@ -1,16 +1,37 @@
 //! What a simulation says, as engines read it.
 
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::fs;
+use std::io::{ErrorKind, Write as _};
 use std::path::Path;
 
 use anyhow::Result;
-use deepspec_core::atomic;
+use deepspec_core::atomic::{self, FileError};
 use deepspec_schedule::cost::StepCost;
 use serde_json::{Value, json};
 
 use super::{Advice, Simulation};
 use crate::results::DrafterIdentity;
+
+/// The files that are written.
+pub const FILES: [&str; 5] =
+    ["engines.md", "sglang-cost.json", "sglang-sts.json", "vllm-batch-sizes.json", "vllm-adaptive.json"];
+
+/// Takes them away.
+///
+/// # Errors
+/// A file that is there and stays.
+pub fn remove(dir: &Path) -> Result<()> {
+    for path in FILES.map(|name| dir.join(name)) {
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(FileError::at("removing", &path)(error).into());
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
 
 /// Writes SGLang's temperatures and costs, vLLM's settings, and a text with the command lines.
 pub fn write(
@@ -98,19 +119,26 @@ fn text(dir: &Path, simulation: &Simulation, drafter: &DrafterIdentity, ranges: 
         }),
     );
     let tokens = lowest.map_or(0, |advice| advice.fixed);
-    let threshold = lowest.and_then(|advice| advice.threshold).map_or(String::new(), |(threshold, gain)| {
+    let llama = |flags: &str| {
         format!(
-            " With `--spec-draft-p-min {threshold}` and all {block} tokens it was {gain:.2} × plain decoding here, with confidences as they\n\
-             were simulated."
+            "llama-server --model TARGET.gguf --model-draft DRAFT.gguf --spec-type draft-dspark {flags}\n"
         )
+    };
+    let fixed = llama(&format!("--spec-draft-n-max {tokens}"));
+    // A threshold that does not pay is no advice.
+    let threshold = lowest.and_then(|advice| advice.threshold.filter(|(_, gain)| *gain > 1.0));
+    let (said, by_threshold) = threshold.map_or((String::new(), String::new()), |(threshold, gain)| {
+        let said = format!(
+            " By thresholds, of all {block} tokens, it was {gain:.2} × plain decoding here, with confidences as they were simulated."
+        );
+        (said, llama(&format!("--spec-draft-n-max {block} --spec-draft-p-min {threshold}")))
     });
     text += &if tokens == 0 {
         "Without `--model-draft`: at the lowest load plain decoding is fastest.\n".to_string()
     } else {
         format!(
             "It knows one length for all loads; this is the best at the lowest. `--spec-draft-p-min` compares each confidence by itself, as the\n\
-             head gives it: fold a temperature in first (`calibrate --fold`).{threshold}\n\n\
-             ```sh\nllama-server --model TARGET.gguf --model-draft DRAFT.gguf --spec-type draft-dspark --spec-draft-n-max {tokens}\n```\n"
+             head gives it: fold a temperature in first (`calibrate --fold`).{said}\n\n```sh\n{fixed}{by_threshold}```\n"
         )
     };
     text

@@ -12,8 +12,9 @@ use std::sync::Arc;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
 use deepspec_core::{atomic, usage};
+use deepspec_schedule::ScheduleError;
 use deepspec_schedule::cost::StepCost;
-use deepspec_schedule::cost_file;
+use deepspec_schedule::cost_file::{self, Weights};
 use deepspec_schedule::policy::Policy;
 use deepspec_schedule::temperatures::Temperatures;
 use rayon::prelude::*;
@@ -106,8 +107,17 @@ pub struct Simulation {
     pub forecast_from: Option<usize>,
     /// What follows for the concurrencies.
     pub advice: Vec<Advice>,
-    /// The lowest concurrency at which whole blocks are slower than plain decoding.
-    pub crossover: Option<usize>,
+    /// Where whole blocks and each fixed length fall below plain decoding.
+    pub crossovers: Vec<Crossover>,
+}
+
+/// From where on a length that knows no load is slower than plain decoding.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Crossover {
+    /// Whole blocks, or so many tokens of them.
+    pub schedule: Policy,
+    /// The lowest concurrency at which it is; none where it never is.
+    pub from: Option<usize>,
 }
 
 /// The best schedule at a load.
@@ -133,7 +143,7 @@ pub struct Advice {
 /// Usage errors: no such run, one that cannot be replayed, costs that end too early. An unwritable output.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let file = args.output_dir.join("simulation.json");
-    let others = ["engines.md", "throughput.svg", "frontier.svg", "sglang-cost.json", "vllm-adaptive.json"];
+    let others = [&emit::FILES[..], &["throughput.svg", "frontier.svg"]].concat();
     crate::output::check_fresh(&args.output_dir, "simulation.json", &others, args.overwrite)?;
     if args.concurrency.is_empty() || args.concurrency.contains(&0) || args.cycles == 0 {
         usage!("--concurrency and --cycles must be at least 1");
@@ -156,8 +166,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let cost = match cost_file::read(&args.cost) {
-        Ok(cost) => Arc::new(cost),
+    let weights = Weights { target: &results.target.weights_digest, drafter: Some(&drafter.weights_digest) };
+    // Whether they reach far enough is asked of all loads below.
+    let cost = match cost_file::read_for(&args.cost, weights, 1) {
+        Ok((cost, told)) => {
+            told.iter().for_each(|words| tracing::warn!("--cost {words}"));
+            Arc::new(cost)
+        }
         Err(problem) => usage!("--cost {problem}"),
     };
     let recording = Recording::read(&args.results, &results, temperatures.as_deref())?;
@@ -191,6 +206,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let simulation = simulate(args, &recording, &cost, &schedules, served, verbosity)?;
     atomic::create_dir(&args.output_dir)?;
     shown::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
+    // What an earlier simulation said to engines does not follow from this one.
+    emit::remove(&args.output_dir)?;
     if args.emit {
         emit::write(&args.output_dir, &simulation, &cost, drafter, temperatures.as_deref())?;
     }
@@ -244,21 +261,28 @@ fn simulate(
     if let Some(fit) = fit {
         replay.host = fit.host;
     }
-    for (schedule, sharpness) in wanted {
-        replay.sharpness = sharpness;
-        let outcomes: Result<Vec<_>, _> =
-            args.concurrency.par_iter().map(|&concurrency| replay.run(schedule, concurrency)).collect();
-        courses.push(Course { schedule, sharpness, outcomes: outcomes? });
-        progress.add(args.concurrency.len() as u64, || schedule.to_string());
+    // As many schedules at once as there are threads, and their loads among those too.
+    for some in wanted.chunks(rayon::current_num_threads()) {
+        let replayed = some.par_iter().map(|&(schedule, sharpness)| {
+            let replay = Replay { sharpness, ..replay };
+            let loads = args.concurrency.par_iter().map(|&concurrency| replay.run(schedule, concurrency));
+            Ok(Course { schedule, sharpness, outcomes: loads.collect::<Result<_, _>>()? })
+        });
+        courses.extend(replayed.collect::<Result<Vec<Course>, ScheduleError>>()?);
+        let last = some.last().map_or(String::new(), |(schedule, _)| schedule.to_string());
+        progress.add((some.len() * args.concurrency.len()) as u64, || last);
     }
     progress.finish();
     let miscalibrated = courses.split_off(schedules.len());
     let advice = (0..args.concurrency.len()).filter_map(|load| advice(&courses, load)).collect();
-    let slower = |load: &usize| {
-        let [plain, whole] = [0, 1].map(|course: usize| courses[course].outcomes[*load].throughput());
-        whole < plain
+    let crossover = |course: &Course| {
+        let slower =
+            |load: &usize| course.outcomes[*load].throughput() < courses[0].outcomes[*load].throughput();
+        let from = (0..args.concurrency.len()).filter(slower).map(|load| args.concurrency[load]).min();
+        Crossover { schedule: course.schedule, from }
     };
-    let crossover = (0..args.concurrency.len()).filter(slower).map(|load| args.concurrency[load]).min();
+    let lengths = courses.iter().filter(|course| matches!(course.schedule, Policy::Whole | Policy::Fixed(_)));
+    let crossovers = lengths.map(crossover).collect();
     Ok(Simulation {
         format: "deepspec-simulation",
         format_version: 1,
@@ -279,7 +303,7 @@ fn simulate(
             .filter(|concurrency| concurrency * (1 + recording.block) > cost.max_batch())
             .min(),
         advice,
-        crossover,
+        crossovers,
     })
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use deepspec_core::usage;
 use deepspec_schedule::ScheduleError;
+use deepspec_schedule::least_squares::non_negative;
 use deepspec_schedule::policy::Policy;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -14,8 +15,6 @@ use super::replay::{Outcome, Replay};
 use crate::load::{FORMAT, VERSION};
 use crate::versioned;
 
-/// Rounds of least squares; they have settled long before.
-const ROUNDS: usize = 20_000;
 /// Replays of the fit: what steps take decides what the prefix schedules do, and that what is told of the steps.
 const REPLAYS: usize = 6;
 /// Share of the costs below which measurements follow something else.
@@ -155,39 +154,4 @@ pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Fit> {
 /// Whether a schedule that weighs costs is among those that were measured.
 pub fn weighs_costs(served: &[Served]) -> bool {
     served.iter().any(|served| served.schedule.reads_cost())
-}
-
-/// x ≥ 0 for which the products of x and these rows are as near as can be to 1, by squares: one coordinate after the other.
-fn non_negative<const N: usize>(rows: &[[f64; N]]) -> [f64; N] {
-    let mut x = [0.0; N];
-    for round in 0..ROUNDS * N {
-        let at = round % N;
-        let square: f64 = rows.iter().map(|row| row[at] * row[at]).sum();
-        if square > 0.0 {
-            let missing = |row: &[f64; N]| 1.0 - row.iter().zip(&x).map(|(a, b)| a * b).sum::<f64>();
-            let slope: f64 = rows.iter().map(|row| row[at] * missing(row)).sum();
-            x[at] = (x[at] + slope / square).max(0.0);
-        }
-    }
-    x
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_that_are_there_are_found_and_others_are_none() {
-        let rows = [[0.5, 100.0], [0.25, 150.0], [0.1, 400.0], [0.8, 20.0]];
-        let took = rows.map(|[seconds, steps]| 1.2 * seconds + 1e-3 * steps);
-        let relative: Vec<[f64; 2]> =
-            rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
-        let [factor, step] = non_negative(&relative);
-        assert!((factor - 1.2).abs() < 1e-9 && (step - 1e-3).abs() < 1e-12, "{factor} {step}");
-        // Steps that would have to take less than nothing take nothing.
-        let took = rows.map(|[seconds, steps]| 2.0 * seconds - 1e-5 * steps);
-        let relative: Vec<[f64; 2]> =
-            rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
-        assert_eq!(non_negative(&relative)[1], 0.0);
-    }
 }

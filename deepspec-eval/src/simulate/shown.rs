@@ -7,7 +7,7 @@ use deepspec_schedule::policy::Policy;
 
 use super::host::Host;
 use super::served::weighs_costs;
-use super::{Course, Outcome, Simulation};
+use super::{Course, Crossover, Outcome, Simulation};
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
 use crate::report::write_plot;
 use crate::table::Table;
@@ -54,10 +54,12 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
             advice.concurrency, advice.best, advice.over_plain
         );
     }
-    text += &match simulation.crossover {
-        Some(at) => format!("whole blocks are slower than plain decoding from {at} sequences on\n"),
-        None => "whole blocks are never slower than plain decoding here\n".into(),
-    };
+    for Crossover { schedule, from } in &simulation.crossovers {
+        text += &match from {
+            Some(at) => format!("{schedule} is slower than plain decoding from {at} sequences on\n"),
+            None => format!("{schedule} is never slower than plain decoding here\n"),
+        };
+    }
     if !simulation.served.is_empty() {
         let Host { factor, step, choice, token } = simulation.host;
         let weighing = match (weighs_costs(&simulation.served), choice > 0.0) {

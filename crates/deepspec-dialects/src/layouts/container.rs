@@ -4,7 +4,7 @@
 use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
 
-use super::common::{Decoder, flat, taps};
+use super::common::{Decoder, taps};
 use crate::drafter::{Drafter, Obstacle, Settings};
 use crate::fields::Fields;
 use crate::kind::Container;
@@ -103,8 +103,7 @@ fn switches(inner: &Fields, within: &str) -> Result<Vec<Obstacle>, DialectError>
     Ok(found)
 }
 
-pub fn config(drafter: &Drafter, dialect: Dialect) -> Map<String, Value> {
-    let mut map = flat(drafter);
+pub fn config(drafter: &Drafter, dialect: Dialect, mut map: Map<String, Value>) -> Map<String, Value> {
     let Some(Container { class, top, mut inner }) = drafter.kind.container(dialect) else { return map };
     inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
     map.insert("architectures".into(), json!([class]));

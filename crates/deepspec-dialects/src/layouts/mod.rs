@@ -72,7 +72,11 @@ pub fn config(
     let mut map = match dialect {
         Dialect::Reference => reference::config(drafter),
         Dialect::Speculators => speculators::config(drafter, target),
-        Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => container::config(drafter, dialect),
+        Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => {
+            let flat = common::flat(drafter);
+            let own = drafter.kind.own_config(drafter, dialect, &flat);
+            own.unwrap_or_else(|| container::config(drafter, dialect, flat))
+        }
     };
     map.insert("dtype".into(), dtype.into());
     map

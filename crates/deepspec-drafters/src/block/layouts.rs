@@ -357,7 +357,7 @@ impl KindSettings for BlockLayout {
         Some(Container { class, top, inner })
     }
 
-    fn engine_layout(&self, _: Engine) -> Result<EngineLayout, String> {
+    fn engine_layout(&self, _: Engine, _: &Drafter) -> Result<EngineLayout, String> {
         match (self.fills_in(), self.markov.map(|markov| markov.kind)) {
             (true, _) if self.has_heads() => {
                 Err("heads beside slots that fill in are not written: no engine was tried with them".into())
@@ -378,7 +378,10 @@ impl KindSettings for BlockLayout {
             ..GgufParts::default()
         };
         match (self.fills_in(), self.has_heads()) {
-            (true, false) => return Ok(parts),
+            (true, false) => {
+                parts.keys.push(("sample_from_anchor", GgufValue::Bool(false)));
+                return Ok(parts);
+            }
             (true, true) => {
                 return Err(
                     "heads beside slots that fill in are not written: no engine was tried with them".into()

@@ -197,7 +197,7 @@ impl KindSettings for DFlash2Layout {
         Some(Container { class: CONTAINED, top: Map::new(), inner: self.keys() })
     }
 
-    fn engine_layout(&self, _: Engine) -> Result<EngineLayout, String> {
+    fn engine_layout(&self, _: Engine, _: &Drafter) -> Result<EngineLayout, String> {
         Ok(EngineLayout::Dialect(Dialect::Zlab))
     }
 
@@ -216,8 +216,9 @@ impl KindSettings for DFlash2Layout {
             ("selector_rank", self.selector_rank),
             ("selector_top_k", self.selector_top_k),
         ];
+        let sizes = sizes.into_iter().map(|(key, size)| (key, GgufValue::U32(size as u32)));
         Ok(GgufParts {
-            keys: sizes.map(|(key, size)| (key, GgufValue::U32(size as u32))).to_vec(),
+            keys: sizes.chain([("sample_from_anchor", GgufValue::Bool(false))]).collect(),
             names: vec![
                 ("candidate_selector.predecessor_codebook", "selector_predecessor.weight"),
                 ("candidate_selector.successor_codebook", "selector_successor.weight"),

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use deepspec_core::Tap;
 use deepspec_dialects::{
     Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family, Fields, ForeignClass, GgufParts,
     GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes, Speculators, Verdict, keys, taps,
@@ -28,8 +29,15 @@ pub static READER: Reader = Reader {
 /// SpecForge's class.
 const SPECFORGE: &str = "LlamaForCausalLMEagle3";
 
+/// SpecForge's key for the tapped layers.
+const TAPS: &str = "eagle_aux_hidden_state_layer_ids";
+
 /// Norms that other Eagle3 have, and this one has not.
 const FOREIGN_NORMS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
+
+/// Of a class that knows Llama's layers only.
+const WITHOUT_NORMS: &str =
+    "has no norms on queries and keys, and its loader would skip these weights silently";
 
 /// Eagle3's own settings as checkpoints say them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,25 +67,38 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
     Ok(Arc::new(Eagle3Layout { steps: outer.required("proposal_methods", tokens)? }))
 }
 
-/// SpecForge's, which can be told but not converted.
+/// SpecForge's, which SGLang loads.
 fn specforge(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter), DialectError> {
     let mut decoder =
         Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], families)?;
+    let mut stops = |key: &str, reason: String| decoder.obstacles.push(Obstacle { key: key.into(), reason });
+    for flag in FOREIGN_NORMS {
+        if fields.flag(flag)?.unwrap_or(false) {
+            stops(flag, "a norm that our Eagle3 does not have".into());
+        }
+    }
     let inner = fields.object("eagle_config")?;
-    let key = "eagle_aux_hidden_state_layer_ids";
     let found = match &inner {
-        // Counted from the embedding.
-        Some(inner) if inner.map.contains_key(key) => taps(inner, key, 0)?,
-        _ => vec![],
+        // Outputs of layers, counted from 0: SGLang captures the inputs of the layers behind them.
+        Some(inner) if inner.map.contains_key(TAPS) => taps(inner, TAPS, -1)?,
+        _ => {
+            stops("eagle_config", format!("`{TAPS}` is missing: which layers it taps is not said"));
+            vec![]
+        }
     };
-    let obstacle = Obstacle {
-        key: "architectures".into(),
-        reason: "SpecForge's Eagle3 is not converted here; `speculators convert` reads it, and what that writes is".into(),
-    };
-    decoder.obstacles = vec![obstacle];
+    // Null where head and vocabulary are the target's.
+    let said = fields.map.get("draft_vocab_size").filter(|size| !size.is_null());
+    let pruned = said.and_then(Value::as_u64).filter(|&size| size != decoder.vocab_size);
+    if let Some(size) = pruned {
+        let vocab = decoder.vocab_size;
+        let reason = format!(
+            "the vocabulary is pruned to {size} of {vocab} tokens (t2d, d2t); other layouts have only whole ones"
+        );
+        stops("draft_vocab_size", reason);
+    }
     // The config does not tell how far it drafts.
     let kind = Arc::new(Eagle3Layout { steps: fields.size("ttt_length")?.unwrap_or(7) });
-    let draft_vocab_size = fields.size("draft_vocab_size")?.unwrap_or(decoder.vocab_size);
+    let draft_vocab_size = pruned.unwrap_or(decoder.vocab_size);
     let drafter = decoder.drafter(fields, SPECFORGE, found, kind)?;
     Ok((Dialect::Specforge, Drafter { draft_vocab_size, ..drafter }))
 }
@@ -129,13 +150,11 @@ impl KindSettings for Eagle3Layout {
         }
         match to {
             Dialect::Reference | Dialect::Speculators => None,
-            Dialect::Specforge if !drafter.family.qk_norm => {
-                Some("SpecForge's Eagle3 is not written here; speculators' is, and vLLM loads that".into())
+            Dialect::Specforge if drafter.family.qk_norm => Some(format!("{SPECFORGE} {WITHOUT_NORMS}")),
+            Dialect::Specforge if drafter.taps.len() != 3 => {
+                Some(format!("{SPECFORGE} taps 3 layers, this one {}", drafter.taps.len()))
             }
-            Dialect::Specforge => Some(
-                "LlamaForCausalLMEagle3 has no norms on queries and keys, and its loader would skip these weights silently"
-                    .into(),
-            ),
+            Dialect::Specforge => None,
             Dialect::Zlab | Dialect::Modelopt => Some("this dialect has no Eagle3 of ours".into()),
         }
     }
@@ -149,18 +168,58 @@ impl KindSettings for Eagle3Layout {
         Speculators {
             model_type: "eagle3",
             class: "Eagle3Speculator",
-            taps: "eagle_aux_hidden_state_layer_ids",
+            taps: TAPS,
             keys: keys(FOREIGN_NORMS.map(|flag| (flag, json!(false)))),
         }
     }
 
-    fn engine_layout(&self, engine: Engine) -> Result<EngineLayout, String> {
-        match engine {
-            Engine::Vllm => Ok(EngineLayout::Dialect(Dialect::Speculators)),
-            Engine::Sglang => {
-                Err("SGLang loads Eagle3 as SpecForge writes it, without norms on queries and keys, and that is not written here".into())
-            }
+    fn renames(&self, dialect: Dialect) -> &'static [(&'static str, &'static str)] {
+        match dialect {
+            Dialect::Specforge => &[("midlayer.", "layers.0.")],
+            _ => &[],
         }
+    }
+
+    fn own_config(
+        &self,
+        drafter: &Drafter,
+        dialect: Dialect,
+        flat: &Map<String, Value>,
+    ) -> Option<Map<String, Value>> {
+        if dialect != Dialect::Specforge {
+            return None;
+        }
+        let mut map = flat.clone();
+        map.remove("layer_types");
+        map.extend(keys([
+            ("architectures", json!([SPECFORGE])),
+            ("ttt_length", json!(self.steps)),
+            ("target_hidden_size", json!(drafter.hidden_size)),
+            // The whole vocabulary, and the target's head.
+            ("draft_vocab_size", Value::Null),
+            ("eagle_config", json!({"use_aux_hidden_state": true, TAPS: Tap::layer_ids(&drafter.taps)})),
+        ]));
+        Some(map)
+    }
+
+    fn engine_layout(&self, engine: Engine, drafter: &Drafter) -> Result<EngineLayout, String> {
+        let dialect = match engine {
+            Engine::Vllm => Dialect::Speculators,
+            Engine::Sglang => Dialect::Specforge,
+        };
+        let stops = self.refusal(drafter, dialect);
+        stops.map_or(Ok(EngineLayout::Dialect(dialect)), |reason| {
+            Err(format!("{} loads Eagle3 as {dialect} writes it: {reason}", engine.title()))
+        })
+    }
+
+    fn sglang_arguments(&self) -> String {
+        // A chain: one candidate a step, and the token that is verified with them.
+        format!(
+            " --speculative-num-steps {} --speculative-eagle-topk 1 --speculative-num-draft-tokens {}",
+            self.steps,
+            self.steps + 1
+        )
     }
 
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
@@ -199,7 +258,10 @@ impl KindSettings for Eagle3Layout {
             Dialect::Speculators => {
                 Verdict::read(false, "speculators_model_type was refused when read (issues 30982, 34734)")
             }
-            Dialect::Reference => Verdict::read(false, "its Eagle3 has no norms on queries and keys"),
+            Dialect::Reference => Verdict::read(
+                false,
+                "it loads Eagle3 as SpecForge writes it, without norms on queries and keys",
+            ),
             Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => {
                 Verdict::read(true, "--speculative-algorithm EAGLE3")
             }

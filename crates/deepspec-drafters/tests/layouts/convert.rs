@@ -1,7 +1,7 @@
 //! Round trips keep every byte of the weights; what must not be converted is refused with the reason.
 
 use crate::common::{Folder, as_is, bytes, edited, fixture, golden, target};
-use deepspec_dialects::{Dialect, DialectError, Engine, Target, convert, for_engine};
+use deepspec_dialects::{Dialect, DialectError, Engine, Server, Target, convert, for_engine};
 use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 
@@ -166,7 +166,7 @@ fn each_engine_gets_the_layout_that_it_loads() {
     let (_, eagle3) = written("eagle3_qwen3", Engine::Vllm).unwrap();
     assert_eq!(open_checkpoint(eagle3.path()).unwrap().dialect(), Dialect::Speculators);
     let told = written("eagle3_qwen3", Engine::Sglang).err().unwrap().to_string();
-    assert!(told.contains("without norms on queries and keys"), "{told}");
+    assert!(told.contains("has no norms on queries and keys"), "{told}");
 }
 
 /// Llama's layers have no norms on queries and keys, and of Eagle3 there are such.
@@ -180,6 +180,42 @@ fn an_eagle3_with_llama_layers_goes_to_speculators_and_back() {
     assert!(open_checkpoint(there.path()).unwrap().check().is_ok());
     let back = converted(&there, Dialect::Reference, Some(&target));
     assert_eq!(back.config()["architectures"], json!(["LlamaEagle3Model"]));
+    assert_eq!(bytes(&back), bytes(&llama));
+}
+
+/// SGLang's class calls the layer `midlayer`, skips names that it does not know, and captures the inputs of the layers behind the ids.
+#[test]
+fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
+    let llama = edited(&fixture::llama_eagle3(), |config| config["target_layer_ids"] = json!([0, 1, 2]));
+    // Three taps where the golden one has others.
+    let mut tensors = bytes(&fixture::llama_eagle3());
+    let (kind, shape, _) = tensors["fc.weight"].clone();
+    let shape = vec![shape[0], 3 * shape[0]];
+    let data = vec![7; 4 * shape[0] * shape[1]];
+    tensors.insert("fc.weight".into(), (kind, shape, data));
+    crate::common::write(&llama.path().join("model.safetensors"), &tensors);
+    let target = target(&golden("eagle3_qwen3"));
+    let there = converted(&llama, Dialect::Specforge, Some(&target));
+    let config = there.config();
+    assert_eq!(config["architectures"], json!(["LlamaForCausalLMEagle3"]));
+    assert_eq!((&config["draft_vocab_size"], &config["model_type"]), (&json!(null), &json!("llama")));
+    assert_eq!(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], json!([0, 1, 2]));
+    let names: Vec<String> = bytes(&there).into_keys().collect();
+    let mut expected: Vec<String> = ["fc.weight", "norm.weight"].map(String::from).to_vec();
+    expected.extend(
+        ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+            .map(|name| format!("midlayer.{name}.weight")),
+    );
+    expected.extend(["q", "k", "v", "o"].map(|name| format!("midlayer.self_attn.{name}_proj.weight")));
+    expected.extend(["gate", "up", "down"].map(|name| format!("midlayer.mlp.{name}_proj.weight")));
+    expected.sort();
+    assert_eq!(names, expected);
+    let opened = open_checkpoint(there.path()).unwrap();
+    assert!(opened.check().is_ok());
+    let arguments = Server::Sglang.arguments(opened.drafter(), "DIR");
+    assert!(arguments.contains("EAGLE3") && arguments.contains("--speculative-eagle-topk 1"), "{arguments}");
+    let back = converted(&there, Dialect::Reference, Some(&target));
+    assert_eq!(back.config()["target_layer_ids"], json!([0, 1, 2]));
     assert_eq!(bytes(&back), bytes(&llama));
 }
 
@@ -407,7 +443,15 @@ fn each_refusal_names_its_reason() {
         (set(&specforge, "use_swa", json!(true)), Dialect::Reference, &["`use_swa`"]),
         (inner("attention_mode", json!("causal")), Dialect::Reference, &["attention_mode"]),
         (inner("attention_sink_bias", json!(true)), Dialect::Reference, &["attention_sink_bias"]),
-        (fixture::specforge_eagle3(), Dialect::Reference, &["`architectures`", "speculators convert"]),
+        (fixture::specforge_eagle3(), Dialect::Reference, &["`draft_vocab_size`", "pruned to 64 of 128"]),
+        (
+            edited(&fixture::specforge_eagle3(), |config| {
+                config["draft_vocab_size"] = json!(null);
+                config["eagle_config"] = json!({});
+            }),
+            Dialect::Reference,
+            &["`eagle_config`", "which layers it taps"],
+        ),
     ];
     for (from, to, words) in cases {
         let told = refusal(&from, to, Some(&target));

@@ -58,7 +58,7 @@ fn bf16() -> Precision {
 }
 
 /// What drafting costs.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Draft {
     /// So much of a plain step for each drafted token, as drafters cost that run once per token.
@@ -69,6 +69,13 @@ pub enum Draft {
         weights: f64,
         /// What they are stored as.
         precision: Precision,
+    },
+    /// A drafter of which the layers are known, by its own roofline, attention to the context included.
+    Model {
+        /// Its layers and head.
+        model: Target,
+        /// Whether a whole block goes through it at once, or one token after the other.
+        at_once: bool,
     },
 }
 
@@ -95,12 +102,7 @@ impl Target {
                 bytes: layer.projections * projections.bytes(),
             };
             let attended = layer.attention.work(queries, context).seconds(hardware.bf16, hardware.bandwidth);
-            let fed = layer.feed_forward.work(tokens, experts.bytes());
-            let spread = matches!(layer.feed_forward, FeedForward::Experts { .. });
-            let fed = Work {
-                operations: fed.operations * if spread { share } else { 1.0 },
-                bytes: fed.bytes * if spread { share } else { 1.0 },
-            };
+            let fed = layer.feed_forward.work_of_one(tokens, experts.bytes(), self.expert_parallel);
             let sent = match layer.feed_forward {
                 // Out to the experts and back, 16 bits each; what stays is not sent.
                 FeedForward::Experts { active, .. } => {
@@ -114,8 +116,10 @@ impl Target {
                     + fed.seconds(experts.peak(hardware), hardware.bandwidth)
                     + sent)
         });
-        let head =
-            Work { operations: 2.0 * self.head * tokens, bytes: self.head * self.head_precision.bytes() };
+        let head = Work {
+            operations: 2.0 * self.head * tokens * share,
+            bytes: self.head * self.head_precision.bytes(),
+        };
         layers.sum::<f64>() + head.seconds(self.head_precision.peak(hardware), hardware.bandwidth)
     }
 
@@ -123,26 +127,30 @@ impl Target {
     pub fn draft_seconds(
         &self,
         hardware: &Hardware,
-        draft: Draft,
+        draft: &Draft,
         requests: f64,
         drafted: f64,
         context: f64,
     ) -> f64 {
+        // Every accelerator drafts for its own requests.
+        let own = requests / self.expert_parallel;
         match draft {
             _ if drafted == 0.0 => 0.0,
             Draft::PerToken(share) => share * drafted * self.step_seconds(hardware, requests, 1.0, context),
             Draft::PerBlock { weights, precision } => {
-                let work = Work {
-                    operations: 2.0 * weights * requests * drafted,
-                    bytes: weights * precision.bytes(),
-                };
+                let work =
+                    Work { operations: 2.0 * weights * own * drafted, bytes: weights * precision.bytes() };
                 work.seconds(precision.peak(hardware), hardware.bandwidth)
+            }
+            Draft::Model { model, at_once: true } => model.step_seconds(hardware, own, drafted, context),
+            Draft::Model { model, at_once: false } => {
+                drafted * model.step_seconds(hardware, own, 1.0, context)
             }
         }
     }
 
     /// Throughput with blocks of γ tokens, each accepted with probability α given those before, over that of plain decoding.
-    pub fn speed_up(&self, hardware: &Hardware, draft: Draft, load: Load, drafted: f64) -> f64 {
+    pub fn speed_up(&self, hardware: &Hardware, draft: &Draft, load: Load, drafted: f64) -> f64 {
         let plain = self.step_seconds(hardware, load.requests, 1.0, load.context);
         let verified = self.step_seconds(hardware, load.requests, drafted + 1.0, load.context);
         let drafting = self.draft_seconds(hardware, draft, load.requests, drafted, load.context);
@@ -150,7 +158,7 @@ impl Target {
     }
 
     /// The number of drafted tokens, 0 to `most`, that is fastest, and its speed-up.
-    pub fn best_length(&self, hardware: &Hardware, draft: Draft, load: Load, most: u32) -> (u32, f64) {
+    pub fn best_length(&self, hardware: &Hardware, draft: &Draft, load: Load, most: u32) -> (u32, f64) {
         let all =
             (0..=most).map(|drafted| (drafted, self.speed_up(hardware, draft, load, f64::from(drafted))));
         all.fold((0, 1.0), |best, of| if of.1 > best.1 { of } else { best })

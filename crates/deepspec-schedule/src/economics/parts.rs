@@ -196,11 +196,18 @@ pub fn experts_touched_by_another(experts: f64, active: f64, tokens: f64) -> f64
 impl FeedForward {
     /// Of so many tokens, with weights of so many bytes each.
     pub fn work(&self, tokens: f64, bytes: f64) -> Work {
+        self.work_of_one(tokens, bytes, 1.0)
+    }
+
+    /// Of one of so many accelerators that divide the tokens among them, and the experts but for the shared ones: it reads all other weights
+    /// for its share of the tokens, and of the experts those of its own that any token touches.
+    pub fn work_of_one(&self, tokens: f64, bytes: f64, devices: f64) -> Work {
+        let own = tokens / devices;
         match *self {
-            Self::Dense { weights } => Work { operations: 2.0 * weights * tokens, bytes: weights * bytes },
+            Self::Dense { weights } => Work { operations: 2.0 * weights * own, bytes: weights * bytes },
             Self::Experts { weights, experts, active, shared } => Work {
-                operations: 2.0 * (active + shared) * weights * tokens,
-                bytes: (experts_touched(experts, active, tokens) + shared) * weights * bytes,
+                operations: 2.0 * (active + shared) * weights * own,
+                bytes: (experts_touched(experts, active, tokens) / devices + shared) * weights * bytes,
             },
         }
     }

@@ -155,7 +155,7 @@ fn knees_of_the_feed_forward_part_are_the_published_ones() {
 fn the_best_length_has_a_gutter_between_few_and_many_requests() {
     let best = |requests: f64| {
         let load = Load { requests, context: 4096.0, acceptance: 0.75 };
-        article().best_length(&b200(), Draft::PerToken(0.1), load, 64)
+        article().best_length(&b200(), &Draft::PerToken(0.1), load, 64)
     };
     assert!(best(1.0).0 > 0);
     assert_eq!([4.0, 8.0, 12.0].map(|requests| best(requests).0), [0; 3]);
@@ -180,10 +180,64 @@ fn what_is_free_is_taken_and_what_is_not_costs() {
     let many = Load { requests: 4096.0, ..load };
     assert!((dense.marginal(&b200(), many, 1.0) - 1.0).abs() < 0.05);
     let block = Draft::PerBlock { weights: 0.0, precision: Precision::Bf16 };
-    let (length, gain) = dense.best_length(&b200(), block, load, 16);
+    let (length, gain) = dense.best_length(&b200(), &block, load, 16);
     assert_eq!(length, 16);
     assert!((gain / committed(0.9, 16.0) - 1.0).abs() < 0.05);
     assert_eq!((committed(1.0, 3.0), committed(0.0, 3.0)), (4.0, 1.0));
-    let spread = Target { expert_parallel: 8.0, hidden: 4096.0, ..article() };
-    assert!(spread.step_seconds(&b200(), 256.0, 1.0, 1.0) < article().step_seconds(&b200(), 256.0, 1.0, 1.0));
+}
+
+#[test]
+fn accelerators_divide_tokens_and_experts_and_read_all_other_weights() {
+    // Numbers at which every part takes a second an operation, or a byte.
+    let slow = |operations: f64, bandwidth: f64| Hardware {
+        bandwidth,
+        bf16: operations,
+        fp8: operations,
+        fp4: operations,
+        link: 1.0,
+    };
+    let layer = |feed_forward| Layer {
+        count: 1.0,
+        projections: 3.0,
+        projection_precision: Precision::Fp8,
+        attention: Attention::Grouped {
+            heads: 1.0,
+            kv_heads: 1.0,
+            head_dim: 1.0,
+            kv_bytes: 1.0,
+            window: f64::INFINITY,
+        },
+        feed_forward,
+        feed_forward_precision: Precision::Fp8,
+    };
+    let experts = FeedForward::Experts { weights: 5.0, experts: 8.0, active: 2.0, shared: 1.0 };
+    let of = |feed_forward, devices| Target {
+        layers: vec![layer(feed_forward)],
+        head: 7.0,
+        head_precision: Precision::Fp8,
+        hidden: 0.0,
+        expert_parallel: devices,
+    };
+    let seconds = |target: &Target, hardware: &Hardware| target.step_seconds(hardware, 16.0, 1.0, 10.0);
+    let [computing, reading] = [slow(1.0, f64::INFINITY), slow(f64::INFINITY, 1.0)];
+    // Of 16 tokens 4 are an accelerator's own: projections, attention to 10 tokens, its experts' and the head's operations.
+    let own = 4.0 * (2.0 * 3.0 + 4.0 * 10.0 + 2.0 * 3.0 * 5.0 + 2.0 * 7.0);
+    assert!((seconds(&of(experts, 4.0), &computing) - own).abs() < 1e-9);
+    let dense = FeedForward::Dense { weights: 5.0 };
+    let own = 4.0 * (2.0 * 3.0 + 4.0 * 10.0 + 2.0 * 5.0 + 2.0 * 7.0);
+    assert!((seconds(&of(dense, 4.0), &computing) - own).abs() < 1e-9, "dense layers too");
+    // Its quarter of the experts that 16 tokens touch, the shared one, and everything else whole.
+    let history = 4.0 * (2.0 * 10.0 + 4.0);
+    let read = 3.0 + history + 5.0 * (experts_touched(8.0, 2.0, 16.0) / 4.0 + 1.0) + 7.0;
+    assert!((seconds(&of(experts, 4.0), &reading) - read).abs() < 1e-9);
+    assert!((seconds(&of(dense, 4.0), &reading) - (3.0 + history + 5.0 + 7.0)).abs() < 1e-9);
+    // It drafts for its own requests, with a drafter that is whole everywhere.
+    let drafting = |draft: &Draft| of(experts, 4.0).draft_seconds(&computing, draft, 16.0, 2.0, 10.0);
+    let block = Draft::PerBlock { weights: 9.0, precision: Precision::Fp8 };
+    assert_eq!(drafting(&block), 2.0 * 9.0 * 4.0 * 2.0);
+    let model = of(dense, 1.0);
+    let [at_once, in_turn] =
+        [true, false].map(|at_once| drafting(&Draft::Model { model: model.clone(), at_once }));
+    assert_eq!(at_once, model.step_seconds(&computing, 4.0, 2.0, 10.0));
+    assert_eq!(in_turn, 2.0 * model.step_seconds(&computing, 4.0, 1.0, 10.0));
 }

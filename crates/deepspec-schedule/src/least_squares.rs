@@ -1,0 +1,42 @@
+//! Parts of times that cannot be negative.
+
+/// Rounds of least squares; they have settled long before.
+const ROUNDS: usize = 20_000;
+
+/// x ≥ 0 for which the products of x and these rows are as near as can be to 1, by squares: one coordinate after the other, the first one
+/// first, so that it has what the rows cannot tell apart. Rows of parts over the time that all of them took make errors relative.
+pub fn non_negative<const N: usize>(rows: &[[f64; N]]) -> [f64; N] {
+    let mut x = [0.0; N];
+    for round in 0..ROUNDS * N {
+        let at = round % N;
+        let square: f64 = rows.iter().map(|row| row[at] * row[at]).sum();
+        if square > 0.0 {
+            let missing = |row: &[f64; N]| 1.0 - row.iter().zip(&x).map(|(a, b)| a * b).sum::<f64>();
+            let slope: f64 = rows.iter().map(|row| row[at] * missing(row)).sum();
+            x[at] = (x[at] + slope / square).max(0.0);
+        }
+    }
+    x
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_that_are_there_are_found_and_others_are_none() {
+        let rows = [[0.5, 100.0], [0.25, 150.0], [0.1, 400.0], [0.8, 20.0]];
+        let took = rows.map(|[seconds, steps]| 1.2 * seconds + 1e-3 * steps);
+        let relative: Vec<[f64; 2]> =
+            rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
+        let [factor, step] = non_negative(&relative);
+        assert!((factor - 1.2).abs() < 1e-9 && (step - 1e-3).abs() < 1e-12, "{factor} {step}");
+        // Steps that would have to take less than nothing take nothing.
+        let took = rows.map(|[seconds, steps]| 2.0 * seconds - 1e-5 * steps);
+        let relative: Vec<[f64; 2]> =
+            rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
+        assert_eq!(non_negative(&relative)[1], 0.0);
+        // What one row cannot tell apart is the first part's.
+        assert_eq!(non_negative(&[[2.0, 8.0]]), [0.5, 0.0]);
+    }
+}

@@ -1,0 +1,344 @@
+//! What all stages take on so many devices, from prompts to a judged drafter: what a plan says beyond this process.
+
+use std::path::{Path, PathBuf};
+
+use deepspec_core::cli::UsageError;
+use deepspec_core::recipe::States;
+use deepspec_core::usage;
+use deepspec_drafters::TrainSample;
+use deepspec_scale::{
+    Asked, Basis, Bytes, Drafting, Estimate, Machine, Measured, Pipeline, ScaleError, Stage, Training,
+    UPDATE_BYTES, Work, captured, decoded, judged, read_measured,
+};
+use deepspec_states::Budget;
+use serde_json::{Value, json};
+use tch::{Device, Tensor};
+
+use crate::plan::Plan;
+use crate::schedule::forward_samples;
+use crate::setup::kind;
+
+/// Of a checkpoint beside the weights in bfloat16, for each that learns: master and two moments in float32.
+const STATE_BYTES: f64 = 12.0;
+
+/// What is foretold, and of which devices.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "All stages (with --plan)")]
+pub struct ForetellArgs {
+    /// Foretell how long all stages take on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`,
+    /// `fp8`, `fp4` and `link` per second.
+    #[arg(long, value_name = "NAME|FILE", requires = "plan")]
+    pub hardware: Option<String>,
+    /// The same by what was measured on such a device: what `--bench --json`, `cache plan --measure --json`, `regenerate` (its .report.json) and
+    /// `deepspec-eval run` (results.json) wrote. May be repeated.
+    #[arg(long, value_name = "FILE", requires = "plan")]
+    pub measured: Vec<PathBuf>,
+    /// Files of the same kinds that are foretold and compared, not learned from. May be repeated.
+    #[arg(long, value_name = "FILE", requires = "measured")]
+    pub held_out: Vec<PathBuf>,
+    /// Numbers of devices, by commas.
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 8, 64], requires = "plan")]
+    pub devices: Vec<usize>,
+    /// Price of a device for an hour.
+    #[arg(long, value_name = "PRICE", requires = "plan")]
+    pub price: Option<f64>,
+    /// Bytes per second to other devices, each way; by default what the makers state, or no limit.
+    #[arg(long, value_name = "BYTES_PER_S", requires = "plan")]
+    pub link: Option<f64>,
+    /// Prompts that are answered and learned from; by default the samples that are there.
+    #[arg(long, value_name = "N", requires = "plan")]
+    pub rows: Option<usize>,
+    /// Tokens of a prompt; by default those of the samples that are there, else 200.
+    #[arg(long, value_name = "N", requires = "plan")]
+    pub prompt_tokens: Option<f64>,
+    /// Tokens of an answer; by default those of the samples that are there, else 1000.
+    #[arg(long, value_name = "N", requires = "plan")]
+    pub answer_tokens: Option<f64>,
+    /// Sequences that a device decodes at once.
+    #[arg(long, value_name = "N", default_value_t = 64, requires = "plan")]
+    pub concurrency: usize,
+    /// Prompts of the evaluation: nine public suites with the reference's caps have so many.
+    #[arg(long, value_name = "N", default_value_t = 3030, requires = "plan")]
+    pub eval_prompts: usize,
+    /// Accepted length that the evaluation is held to find.
+    #[arg(long, value_name = "LENGTH", default_value_t = 4.0, requires = "plan")]
+    pub accepted_length: f64,
+}
+
+impl ForetellArgs {
+    /// Whether anything is to be foretold.
+    pub fn is_asked(&self) -> bool {
+        self.hardware.is_some() || !self.measured.is_empty()
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        let positive = [
+            ("--price", self.price),
+            ("--link", self.link),
+            ("--prompt-tokens", self.prompt_tokens),
+            ("--answer-tokens", self.answer_tokens),
+        ];
+        let wrong = |value: f64| !(value > 0.0 && value.is_finite());
+        if let Some((flag, value)) = positive.iter().find(|(_, value)| value.is_some_and(wrong)) {
+            usage!("{flag} {}: expected a positive number", value.unwrap_or_default());
+        }
+        if !(self.accepted_length >= 1.0 && self.accepted_length.is_finite()) {
+            usage!("--accepted-length {}: expected 1 or more", self.accepted_length);
+        }
+        let counts = [("--concurrency", self.concurrency), ("--eval-prompts", self.eval_prompts)];
+        let devices = self.devices.iter().map(|&count| ("--devices", count));
+        let rows = self.rows.map(|rows| ("--rows", rows));
+        if let Some((flag, _)) = counts.into_iter().chain(devices).chain(rows).find(|(_, count)| *count == 0)
+        {
+            usage!("{flag} must be at least 1");
+        }
+        Ok(())
+    }
+}
+
+/// What was foretold.
+pub struct Foretold {
+    machine: Machine,
+    pipeline: Pipeline,
+    rows: f64,
+    prompt: f64,
+    answer: f64,
+    price: Option<f64>,
+    estimates: Vec<Estimate>,
+    held_out: Vec<HeldOut>,
+}
+
+/// Something that was measured, beside what is foretold of it.
+struct HeldOut {
+    file: PathBuf,
+    measured: Measured,
+    /// None where nothing is known of its stage.
+    foretold: Option<f64>,
+}
+
+impl Foretold {
+    /// Of a plan.
+    ///
+    /// # Errors
+    /// Usage errors: numbers that are none, no such hardware, files that tell nothing, and no samples to speak of.
+    pub fn of(args: &ForetellArgs, plan: &Plan) -> anyhow::Result<Self> {
+        args.check()?;
+        let costs = &plan.costs;
+        let value_bytes = plan.runtime.kind.elt_size_in_bytes() as f64;
+        let drafting =
+            Drafting { length: costs.drafter_plan.draft_len() as f64, weights: costs.weights.trained as f64 };
+        let read = |file: &Path| read_measured(file, costs.target, Some(drafting), value_bytes);
+        let usage = |error: ScaleError| UsageError(error.to_string());
+        let mut machine = Machine::open(args.hardware.as_deref(), &args.measured, read).map_err(usage)?;
+        if let Some(link) = args.link {
+            machine.link.bytes_per_second = link;
+        }
+        let (rows, prompt, answer) = sizes(args, plan)?;
+        let pipeline = pipeline(args, plan, drafting, (rows, prompt, answer));
+        let mut held_out = vec![];
+        for file in &args.held_out {
+            held_out.extend(read(file).map_err(usage)?.into_iter().map(|measured| HeldOut {
+                file: file.clone(),
+                measured,
+                foretold: machine.rates(measured.stage).map(|(rates, _)| rates.seconds(measured.work)),
+            }));
+        }
+        let estimates = args.devices.iter().map(|&devices| pipeline.on(&machine, devices)).collect();
+        Ok(Self { machine, pipeline, rows, prompt, answer, price: args.price, estimates, held_out })
+    }
+
+    /// Lines below a topic.
+    pub fn text(&self) -> String {
+        let Self { rows, prompt, answer, .. } = self;
+        let mut lines =
+            vec![format!("{rows} rows of {prompt:.0} + {answer:.0} tokens on {}", self.machine.name)];
+        let bases = Stage::ALL.map(|stage| match self.machine.rates(stage) {
+            None => format!("{stage}: nothing is known"),
+            Some((_, Basis::Stated { share })) => {
+                format!("{stage}: {:.0} % of what is stated, not measured", 100.0 * share)
+            }
+            Some((_, Basis::Measured { count, worst })) => {
+                format!("{stage}: by {count} measurements, at most {:.0} % off them", 100.0 * worst)
+            }
+        });
+        lines.extend(bases);
+        for estimate in &self.estimates {
+            let stages =
+                estimate.stages.iter().map(|(stage, seconds)| format!("{stage} {}", duration(*seconds)));
+            let stages: Vec<String> = stages.collect();
+            let step = estimate.step_seconds.map_or(String::new(), |seconds| {
+                format!(" (a step {seconds:.3} s, {:.3} s of it summing)", estimate.reduce_seconds)
+            });
+            let hours = estimate.device_hours();
+            let money = self.price.map_or(String::new(), |price| format!(", {:.0} to pay", hours * price));
+            lines.push(format!(
+                "on {:<3} {}{step}: {}, {hours:.1} device hours{money}",
+                estimate.devices,
+                stages.join(", "),
+                duration(estimate.seconds())
+            ));
+        }
+        let Bytes { states, checkpoint } = self.pipeline.bytes;
+        let reading = self.estimates.iter().filter_map(|estimate| {
+            let rate = estimate.read_per_second.filter(|rate| *rate > 0.0)?;
+            Some(format!("{:.2} GB/s on {}", rate / 1e9, estimate.devices))
+        });
+        let reading: Vec<String> = reading.collect();
+        let reading = match (states > 0.0, reading.is_empty()) {
+            (true, false) => format!(", which training reads at {}", reading.join(", ")),
+            _ => String::new(),
+        };
+        lines.push(format!(
+            "states at most {:.1} GB{reading}; a checkpoint {:.2} GB",
+            states / 1e9,
+            checkpoint / 1e9
+        ));
+        lines.extend(self.held_out.iter().map(|HeldOut { file, measured, foretold }| {
+            let (stage, took) = (measured.stage, measured.seconds);
+            let name = file.display();
+            match foretold {
+                Some(seconds) => {
+                    let off = 100.0 * (seconds / took - 1.0);
+                    format!(
+                        "held out {name}: {stage} {seconds:.3} s foretold, {took:.3} s measured, {off:+.1} %"
+                    )
+                }
+                None => {
+                    format!("held out {name}: {stage} {took:.3} s measured, nothing is known to foretell it")
+                }
+            }
+        }));
+        lines.join(&format!("\n{:<14}", ""))
+    }
+
+    /// The same facts for programs.
+    pub fn json(&self) -> Value {
+        let estimates = self.estimates.iter().map(|estimate| {
+            let stages = estimate.stages.iter().map(|(stage, seconds)| (stage.to_string(), json!(seconds)));
+            json!({
+                "devices": estimate.devices, "seconds": estimate.seconds(),
+                "stages": stages.collect::<serde_json::Map<_, _>>(), "step_seconds": estimate.step_seconds,
+                "reduce_seconds": estimate.reduce_seconds, "read_bytes_per_second": estimate.read_per_second,
+                "device_hours": estimate.device_hours(), "price": self.price.map(|price| price * estimate.device_hours()),
+            })
+        });
+        let held_out = self.held_out.iter().map(|HeldOut { file, measured, foretold }| {
+            json!({"file": file, "stage": measured.stage, "measured_s": measured.seconds, "foretold_s": foretold})
+        });
+        json!({
+            "machine": self.machine, "rows": self.rows, "prompt_tokens": self.prompt, "answer_tokens": self.answer,
+            "work": self.pipeline, "estimates": estimates.collect::<Vec<_>>(), "held_out": held_out.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Rows, and the tokens of a prompt and of an answer.
+fn sizes(args: &ForetellArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
+    let counts = plan.data.as_ref().ok().map(|data| data.dataset.counts());
+    let Some(rows) = args.rows.map(|rows| rows as u64).or(counts.map(|counts| counts.samples)) else {
+        usage!("--rows is missing, and there are no samples yet to count");
+    };
+    let each = |tokens: u64| counts.map(|counts| tokens as f64 / counts.samples.max(1) as f64);
+    let answer = args.answer_tokens.or(counts.and_then(|counts| each(counts.supervised_tokens)));
+    let prompt = counts.and_then(|counts| each(counts.tokens - counts.supervised_tokens));
+    Ok((rows as f64, args.prompt_tokens.or(prompt).unwrap_or(200.0), answer.unwrap_or(1000.0)))
+}
+
+/// The work of all stages.
+fn pipeline(
+    args: &ForetellArgs,
+    plan: &Plan,
+    drafting: Drafting,
+    (rows, prompt, answer): (f64, f64, f64),
+) -> Pipeline {
+    let costs = &plan.costs;
+    let (recipe, target) = (costs.recipe, costs.target);
+    let train = &recipe.train;
+    let value_bytes = plan.runtime.kind.elt_size_in_bytes() as f64;
+    let asked = |rows, concurrency: usize| Asked {
+        rows,
+        prompt,
+        answer,
+        concurrency: concurrency as f64,
+        value_bytes,
+    };
+    let length = ((prompt + answer).round() as usize).clamp(2, recipe.data.max_length);
+    let answered = (answer.round() as usize).clamp(1, length - 1);
+    let loss_mask: Vec<bool> = (0..length).map(|position| position >= length - answered).collect();
+    let global = train.global_batch_size as f64;
+    let steps = match &plan.data {
+        Ok(data) if args.rows.is_none() => data.schedule.max_train_steps as f64,
+        _ => train
+            .max_train_steps
+            .map_or(((rows / global).floor() * train.num_train_epochs as f64).max(1.0), |steps| steps as f64),
+    };
+    let width = target.hidden_size as f64;
+    let taps = recipe.target.layer_ids.len() as f64;
+    let kept = |last: usize| (taps * length as f64 + last as f64) * width * 2.0;
+    let last = costs.drafter_plan.final_states().positions(&loss_mask).len();
+    let (caches, passes) = match recipe.data.states {
+        States::Cache(_) => (true, 1.0),
+        States::Hybrid(_) => (true, 1.0),
+        States::Online => (false, (steps * global / rows).max(1.0)),
+    };
+    let per_forward = Budget::new(length, plan.runtime.device).tokens.max(length) as f64;
+    let sequences = rows * passes;
+    let forwards = (sequences * length as f64 / per_forward).ceil();
+    let weights = costs.weights;
+    Pipeline {
+        answers: decoded(target, asked(rows, args.concurrency)),
+        states: captured(target, [(sequences, length as f64)], forwards, value_bytes),
+        training: Training {
+            steps,
+            samples_per_step: train.global_batch_size,
+            samples_per_forward: forward_samples(train, length),
+            sample: Work {
+                operations: costs.drafter_plan.flops(&[stateless(plan, &loss_mask)]),
+                ..Work::default()
+            },
+            update: Work { bytes: UPDATE_BYTES * weights.trained as f64, ..Work::default() },
+            gradients: 4.0 * weights.trained as f64,
+            read: if caches { kept(last) } else { 0.0 },
+        },
+        evaluation: judged(
+            target,
+            drafting,
+            asked(args.eval_prompts as f64, args.concurrency),
+            args.accepted_length.min(drafting.length + 1.0),
+        ),
+        bytes: Bytes {
+            states: if caches { rows * kept(last) } else { 0.0 },
+            checkpoint: 2.0 * (weights.trained + weights.frozen) as f64
+                + 2.0 * ends(plan)
+                + STATE_BYTES * weights.trained as f64,
+        },
+    }
+}
+
+/// Values of the copies of the target's embedding and head that a checkpoint holds.
+fn ends(plan: &Plan) -> f64 {
+    2.0 * (plan.costs.target.vocab_size * plan.costs.target.hidden_size) as f64
+}
+
+/// A sample as far as its operations depend on it.
+fn stateless(plan: &Plan, loss_mask: &[bool]) -> TrainSample {
+    let mut first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
+    let empty = || Tensor::empty([0, 0], (kind(plan.costs.recipe.train.precision), Device::Cpu));
+    TrainSample {
+        input_ids: vec![0; loss_mask.len()],
+        loss_mask: loss_mask.to_vec(),
+        taps: empty(),
+        last: empty(),
+        last_positions: vec![],
+        anchors: plan.costs.drafter_plan.anchors(loss_mask, &mut first),
+    }
+}
+
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s < 120.0 => format!("{s:.1} s"),
+        s if s < 7200.0 => format!("{:.0} min", s / 60.0),
+        s if s < 172_800.0 => format!("{:.1} h", s / 3600.0),
+        s => format!("{:.1} days", s / 86_400.0),
+    }
+}
