@@ -35,7 +35,7 @@ $bin/deepspec-data --quiet split --dataset assets/demo-prompts.jsonl --train-out
 answers() { # told|held-out AT_ONCE TOKENS
     $bin/deepspec-data --quiet regenerate --embedded $target --model $target --input "$out/train.jsonl" --output "$out/answers-$2-$3.jsonl" --slots "$2" \
         --concurrency "$2" --temperature 1.0 --max-tokens "$3" --seed 1 --disable-thinking >/dev/null
-    mv "$out/answers-$2-$3.report.json" "$out/$1/answers-$2-$3.json"
+    mv "$out/answers-$2-$3.jsonl.report.json" "$out/$1/answers-$2-$3.json"
 }
 answers told 2 96
 answers told 32 96

@@ -29,7 +29,7 @@ pub struct ForetellArgs {
     /// `fp8`, `fp4` and `link` per second.
     #[arg(long, value_name = "NAME|FILE", requires = "plan")]
     pub hardware: Option<String>,
-    /// The same by what was measured on such a device: what `--bench --json`, `cache plan --measure --json`, `regenerate` (its .report.json) and
+    /// The same by what was measured on such a device: what `--bench --json`, `cache plan --measure --json`, `regenerate` (its .jsonl.report.json) and
     /// `deepspec-eval run` (results.json) wrote. May be repeated.
     #[arg(long, value_name = "FILE", requires = "plan")]
     pub measured: Vec<PathBuf>,
