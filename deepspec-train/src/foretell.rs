@@ -42,7 +42,8 @@ pub struct ForetellArgs {
     /// Price of a device for an hour.
     #[arg(long, value_name = "PRICE", requires = "plan")]
     pub price: Option<f64>,
-    /// Bytes per second to other devices, each way; by default what the makers state, or no limit.
+    /// Bytes per second to other devices, each way; by default what the makers state of devices in one machine, or no limit. Between machines it is
+    /// a tenth of that or less.
     #[arg(long, value_name = "BYTES_PER_S", requires = "plan")]
     pub link: Option<f64>,
     /// Prompts that are answered and learned from; by default the samples that are there.
@@ -124,9 +125,12 @@ impl Foretold {
     pub fn of(args: &ForetellArgs, plan: &Plan) -> anyhow::Result<Self> {
         args.check()?;
         let costs = &plan.costs;
-        let value_bytes = plan.runtime.kind.elt_size_in_bytes() as f64;
-        let drafting =
-            Drafting { length: costs.drafter_plan.draft_len() as f64, weights: costs.weights.trained as f64 };
+        let value_bytes = value_bytes(args, plan);
+        let drafting = Drafting {
+            length: costs.drafter_plan.draft_len() as f64,
+            weights: (costs.weights.trained + costs.weights.frozen) as f64,
+            at_once: !stateless(plan, &[true; 64]).anchors.is_empty(),
+        };
         let read = |file: &Path| read_measured(file, costs.target, Some(drafting), value_bytes);
         let usage = |error: ScaleError| UsageError(error.to_string());
         let mut machine = Machine::open(args.hardware.as_deref(), &args.measured, read).map_err(usage)?;
@@ -134,7 +138,13 @@ impl Foretold {
             machine.link.bytes_per_second = link;
         }
         let (rows, prompt, answer) = sizes(args, plan)?;
-        let pipeline = pipeline(args, plan, drafting, (rows, prompt, answer));
+        if costs.recipe.data.max_length < 2 {
+            usage!(
+                "data.max_length is {}; a sample with an answer has two tokens at least",
+                costs.recipe.data.max_length
+            );
+        }
+        let of = |devices| pipeline(args, plan, drafting, (rows, prompt, answer), devices);
         let mut held_out = vec![];
         for file in &args.held_out {
             held_out.extend(read(file).map_err(usage)?.into_iter().map(|measured| HeldOut {
@@ -143,7 +153,8 @@ impl Foretold {
                 foretold: machine.rates(measured.stage).map(|(rates, _)| rates.seconds(measured.work)),
             }));
         }
-        let estimates = args.devices.iter().map(|&devices| pipeline.on(&machine, devices)).collect();
+        let estimates = args.devices.iter().map(|&devices| of(devices).on(&machine, devices)).collect();
+        let pipeline = of(1);
         Ok(Self { machine, pipeline, rows, prompt, answer, price: args.price, estimates, held_out })
     }
 
@@ -244,23 +255,27 @@ fn sizes(args: &ForetellArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
     Ok((rows as f64, args.prompt_tokens.or(prompt).unwrap_or(200.0), answer.unwrap_or(1000.0)))
 }
 
-/// The work of all stages.
+/// Bytes of a value where the target runs: what is stated of accelerators is in bfloat16.
+fn value_bytes(args: &ForetellArgs, plan: &Plan) -> f64 {
+    if args.hardware.is_some() { 2.0 } else { plan.runtime.kind.elt_size_in_bytes() as f64 }
+}
+
+/// The work of all stages on so many devices.
 fn pipeline(
     args: &ForetellArgs,
     plan: &Plan,
     drafting: Drafting,
     (rows, prompt, answer): (f64, f64, f64),
+    devices: usize,
 ) -> Pipeline {
     let costs = &plan.costs;
     let (recipe, target) = (costs.recipe, costs.target);
     let train = &recipe.train;
-    let value_bytes = plan.runtime.kind.elt_size_in_bytes() as f64;
-    let asked = |rows, concurrency: usize| Asked {
-        rows,
-        prompt,
-        answer,
-        concurrency: concurrency as f64,
-        value_bytes,
+    let value_bytes = value_bytes(args, plan);
+    // The share of the device that has the most; no more sequences are decoded at once than there are.
+    let asked = |rows: f64| {
+        let own = (rows / devices as f64).ceil();
+        Asked { rows: own, prompt, answer, concurrency: own.min(args.concurrency as f64), value_bytes }
     };
     let length = ((prompt + answer).round() as usize).clamp(2, recipe.data.max_length);
     let answered = (answer.round() as usize).clamp(1, length - 1);
@@ -279,14 +294,15 @@ fn pipeline(
     let (caches, passes) = match recipe.data.states {
         States::Cache(_) => (true, 1.0),
         States::Hybrid(_) => (true, 1.0),
-        States::Online => (false, (steps * global / rows).max(1.0)),
+        States::Online => (false, steps * global / rows),
     };
-    let per_forward = Budget::new(length, plan.runtime.device).tokens.max(length) as f64;
-    let sequences = rows * passes;
+    let device = if args.hardware.is_some() { Device::Cuda(0) } else { plan.runtime.device };
+    let per_forward = Budget::new(length, device).tokens.max(length) as f64;
+    let sequences = (rows * passes / devices as f64).ceil();
     let forwards = (sequences * length as f64 / per_forward).ceil();
     let weights = costs.weights;
     Pipeline {
-        answers: decoded(target, asked(rows, args.concurrency)),
+        answers: decoded(target, asked(rows)),
         states: captured(target, [(sequences, length as f64)], forwards, value_bytes),
         training: Training {
             steps,
@@ -303,7 +319,7 @@ fn pipeline(
         evaluation: judged(
             target,
             drafting,
-            asked(args.eval_prompts as f64, args.concurrency),
+            asked(args.eval_prompts as f64),
             args.accepted_length.min(drafting.length + 1.0),
         ),
         bytes: Bytes {

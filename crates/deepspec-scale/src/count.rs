@@ -3,6 +3,7 @@
 //! P tokens of a prompt, A of its answer, C sequences that are decoded at once, τ accepted length.
 
 use deepspec_models::ModelConfig;
+use deepspec_models::nn::{Heads, LayerSpec};
 
 use crate::Work;
 
@@ -26,6 +27,8 @@ pub struct Asked {
 pub struct Drafting {
     /// γ, drafted tokens.
     pub length: f64,
+    /// Whether a whole block goes through the drafter at once, or one token after the other.
+    pub at_once: bool,
     /// Weights that a drafted token goes through, embedding and head left out.
     pub weights: f64,
 }
@@ -36,10 +39,10 @@ pub fn decoded(target: &ModelConfig, asked: Asked) -> Work {
     let head = head_operations(target);
     let (read, written) = (operations(target, prompt, 0.0) + head, operations(target, answer, prompt));
     let passes = rows * answer / concurrency;
-    let history = row_values(target) * (answer * prompt + answer * answer / 2.0);
+    let history = history(target, answer, prompt);
     Work {
         operations: rows * (read + written + answer * head),
-        bytes: (passes * target.weights() as f64 + rows * history) * value_bytes,
+        bytes: (passes * read_weights(target) + rows * history) * value_bytes,
         passes,
     }
 }
@@ -54,7 +57,7 @@ pub fn captured(
     let of = |(sequences, tokens)| sequences * operations(target, tokens, 0.0);
     Work {
         operations: lengths.into_iter().map(of).sum(),
-        bytes: passes * target.weights() as f64 * value_bytes,
+        bytes: passes * read_weights(target) * value_bytes,
         passes,
     }
 }
@@ -62,17 +65,18 @@ pub fn captured(
 /// Target and drafter answer prompts together; every cycle verifies γ + 1 tokens and commits τ.
 pub fn judged(target: &ModelConfig, drafting: Drafting, asked: Asked, accepted_length: f64) -> Work {
     let Asked { rows, prompt, answer, concurrency, value_bytes } = asked;
-    let Drafting { length, weights } = drafting;
+    let Drafting { length, weights, at_once } = drafting;
     let head = head_operations(target);
     let cycles = answer / accepted_length;
     let (verified, behind) = (length + 1.0, prompt + answer / 2.0);
     let verify = operations(target, verified, behind) + verified * head;
     let draft = length * (2.0 * weights + head);
     let passes = rows * cycles / concurrency;
-    let read = target.weights() as f64 + weights + head / 2.0;
+    let drafts = if at_once { 1.0 } else { length };
+    let read = read_weights(target) + drafts * (weights + head / 2.0);
     Work {
         operations: rows * (operations(target, prompt, 0.0) + head + cycles * (verify + draft)),
-        bytes: (passes * read + rows * cycles * row_values(target) * behind) * value_bytes,
+        bytes: (passes * read + rows * cycles * history(target, 1.0, behind)) * value_bytes,
         passes,
     }
 }
@@ -89,18 +93,24 @@ fn operations(target: &ModelConfig, tokens: f64, before: f64) -> f64 {
     2.0 * layers as f64 * tokens + attended.sum::<f64>()
 }
 
+/// Weights that a pass reads: of an embedding that is no head only some rows.
+fn read_weights(target: &ModelConfig) -> f64 {
+    let table = if target.tie_word_embeddings { 0 } else { target.vocab_size * target.hidden_size };
+    target.weights() as f64 - table as f64
+}
+
 /// Of a token's logits.
 fn head_operations(target: &ModelConfig) -> f64 {
     2.0 * (target.vocab_size * target.hidden_size) as f64
 }
 
-/// Keys and values of a token of history.
-fn row_values(target: &ModelConfig) -> f64 {
-    target
-        .layers
-        .iter()
-        .map(|layer| 2.0 * (layer.attention.heads.key_value * layer.attention.heads.dim) as f64)
-        .sum()
+/// Keys and values that T tokens behind others read, all together.
+fn history(target: &ModelConfig, tokens: f64, before: f64) -> f64 {
+    let of = |layer: &LayerSpec| {
+        let Heads { key_value, dim, .. } = layer.attention.heads;
+        2.0 * (key_value * dim) as f64 * seen(tokens, before, layer.attention.window)
+    };
+    target.layers.iter().map(of).sum()
 }
 
 /// Tokens that T tokens behind others see, themselves included, all together.
@@ -174,7 +184,7 @@ mod tests {
         assert_eq!((captured.passes, captured.bytes), (5.0, 10.0 * target.weights() as f64));
         assert!((work.operations / (10.0 * (all + 201.0 * head_operations(&target))) - 1.0).abs() < 1e-12);
         // Every step reads all weights; 36 layers keep 2 · 8 · 128 values of a token.
-        let history = 10.0 * 36.0 * 2048.0 * (200.0 * 100.0 + 20000.0) * 2.0;
+        let history = 10.0 * 36.0 * 2048.0 * (200.0 * 100.0 + 200.0 * 201.0 / 2.0) * 2.0;
         assert!((work.bytes / (400.0 * 2.0 * target.weights() as f64 + history) - 1.0).abs() < 1e-12);
     }
 
@@ -182,10 +192,14 @@ mod tests {
     fn a_drafter_that_is_never_right_verifies_every_token() {
         let target = qwen3_4b();
         let asked = Asked { rows: 1.0, prompt: 10.0, answer: 100.0, concurrency: 1.0, value_bytes: 2.0 };
-        let drafting = Drafting { length: 7.0, weights: 6e8 };
+        let drafting = Drafting { length: 7.0, weights: 6e8, at_once: true };
         let [slow, fast] = [1.0, 4.0].map(|length| judged(&target, drafting, asked, length));
         assert_eq!((slow.passes, fast.passes), (100.0, 25.0));
         assert!(slow.operations > 3.5 * fast.operations);
+        // A drafter that runs once a token is read as often, with the head.
+        let in_turn = judged(&target, Drafting { at_once: false, ..drafting }, asked, 4.0);
+        let again = 6.0 * 25.0 * (6e8 + 151_936.0 * 2560.0) * 2.0;
+        assert!(((in_turn.bytes - fast.bytes) / again - 1.0).abs() < 1e-9);
         // Eight tokens verified for each that is kept, at least.
         assert!(slow.operations > 8.0 * decoded(&target, asked).operations * 0.9);
     }

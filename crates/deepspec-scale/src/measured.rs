@@ -80,12 +80,22 @@ pub fn read_measured(
     let measured = if let Some(work) = json.get("work") {
         parsed(work, "work").map_err(content)?
     } else if let Some(run) = json.get("this_run") {
-        vec![answered(&parsed(run, "this_run").map_err(content)?, target, value_bytes)]
+        let run: Regenerated = parsed(run, "this_run").map_err(content)?;
+        if run.rows_answered < 1.0 {
+            return Err(content("the run answered no row; run it over some that have no answer yet".into()));
+        }
+        vec![answered(&run, target, value_bytes)]
     } else if json["format"] == "deepspec-results" {
         let suites: Vec<Suite> = parsed(&json["suites"], "suites").map_err(content)?;
         let slots: f64 = parsed(&json["settings"]["slots"], "settings.slots").map_err(content)?;
         if json["drafter"].is_null() {
             return Err(content("of plain decoding; expected results with a drafter".into()));
+        }
+        let whole = json["settings"]["schedule"].as_str().is_none_or(|schedule| schedule == "whole");
+        if !whole || !json["settings"]["max_draft_tokens"].is_null() {
+            return Err(content(
+                "its blocks were cut (--schedule, --max-draft-tokens); expected whole ones".into(),
+            ));
         }
         let evaluated =
             |drafting| move |suite: &Suite| judgement(suite, target, drafting, slots, value_bytes);
@@ -143,4 +153,64 @@ fn parsed<T: DeserializeOwned>(json: &Value, key: &str) -> Result<T, String> {
         "." => format!("`{key}`: {}", error.inner()),
         inner => format!("`{key}.{inner}`: {}", error.inner()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::PathBuf;
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn target() -> ModelConfig {
+        let map = json!({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 500,
+            "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 512, "tie_word_embeddings": true});
+        let Some(map) = map.as_object() else { unreachable!("an object is written above") };
+        ModelConfig::parse(Path::new("small"), map.clone()).unwrap()
+    }
+
+    fn read(text: &Value) -> Result<Vec<Measured>, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let file: PathBuf = dir.path().join("told.json");
+        fs::write(&file, text.to_string()).unwrap();
+        let drafting = Drafting { length: 7.0, weights: 1000.0, at_once: true };
+        read_measured(&file, &target(), Some(drafting), 4.0).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn reports_of_regenerate_are_answers() {
+        let run = json!({"rows_answered": 10, "prompt_tokens": 300, "completion_tokens": 500, "concurrency": 32, "seconds": 2.5});
+        let found = read(&json!({"this_run": run})).unwrap();
+        // Ten sequences of 50 tokens at once, though 32 were allowed.
+        let asked = Asked { rows: 10.0, prompt: 30.0, answer: 50.0, concurrency: 10.0, value_bytes: 4.0 };
+        assert_eq!(
+            found,
+            [Measured { stage: Stage::Answers, work: decoded(&target(), asked), seconds: 2.5 }]
+        );
+        assert_eq!(found[0].work.passes, 50.0);
+        let mut none = run;
+        none["rows_answered"] = json!(0);
+        assert!(read(&json!({"this_run": none})).unwrap_err().contains("answered no row"));
+    }
+
+    #[test]
+    fn results_are_evaluations_suite_by_suite() {
+        let suite = json!({"prompt_tokens": 80, "counts": {"samples": 4, "cycles": 40, "committed": 120, "output_tokens": 124},
+            "timing": {"wall_s": 3.0}});
+        let mut results = json!({"format": "deepspec-results", "settings": {"slots": 2, "schedule": "whole"}, "drafter": {},
+            "suites": [suite, suite]});
+        let found = read(&results).unwrap();
+        assert_eq!(found.len(), 2);
+        // Four answers of 31 tokens, 3 a cycle, two at once.
+        assert!((found[0].work.passes - 4.0 * 31.0 / 3.0 / 2.0).abs() < 1e-9, "{found:?}");
+        assert_eq!((found[0].stage, found[0].seconds), (Stage::Evaluation, 3.0));
+        results["settings"]["schedule"] = json!("fixed:2");
+        assert!(read(&results).unwrap_err().contains("its blocks were cut"));
+        results["drafter"] = json!(null);
+        assert!(read(&results).unwrap_err().contains("plain decoding"));
+        assert!(read(&json!({"suites": []})).unwrap_err().contains("says nothing of time"));
+    }
 }

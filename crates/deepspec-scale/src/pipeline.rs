@@ -4,10 +4,10 @@ use serde::Serialize;
 
 use crate::{Machine, Stage, Work};
 
-/// What the stages do.
+/// What the stages do on a number of devices; but for training, what one of them does.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Pipeline {
-    /// The target answers all prompts.
+    /// The target answers its share of the prompts.
     pub answers: Work,
     /// Its states are captured: once for a cache, in every epoch where they are not kept.
     pub states: Work,
@@ -84,20 +84,21 @@ impl Training {
 }
 
 impl Pipeline {
-    /// What it takes on n devices: rows are divided among them in all stages, and gradients summed behind the last backward.
+    /// What it takes on the n devices that it was counted for: samples are divided among them, and gradients summed behind the last
+    /// backward.
     pub fn on(&self, machine: &Machine, devices: usize) -> Estimate {
         let Training { steps, gradients, update, read, samples_per_step, .. } = self.training;
         let reduce_seconds = machine.link.reduce_seconds(gradients, devices);
         let step_seconds = machine.rates(Stage::Training).map(|(rates, _)| {
             rates.seconds(self.training.of_device(devices)) + rates.seconds(update) + reduce_seconds
         });
-        let divided = |stage, work: Work| Some(machine.rates(stage)?.0.seconds(work) / devices as f64);
+        let of = |stage, work: Work| Some(machine.rates(stage)?.0.seconds(work));
         let stages = Stage::ALL.into_iter().filter_map(|stage| {
             let seconds = match stage {
-                Stage::Answers => divided(stage, self.answers),
-                Stage::States => divided(stage, self.states),
+                Stage::Answers => of(stage, self.answers),
+                Stage::States => of(stage, self.states),
                 Stage::Training => step_seconds.map(|seconds| seconds * steps),
-                Stage::Evaluation => divided(stage, self.evaluation),
+                Stage::Evaluation => of(stage, self.evaluation),
             };
             Some((stage, seconds?))
         });
@@ -158,8 +159,8 @@ mod tests {
             steps[1].stages.iter().map(|of| of.0).collect::<Vec<_>>(),
             [Stage::States, Stage::Training]
         );
-        assert!((steps[1].stages[0].1 - 1.0).abs() < 1e-9, "100 operations at a fiftieth, on two");
-        assert!((steps[1].device_hours() - 2.0 * (1.0 + 52.0) / 3600.0).abs() < 1e-9);
+        assert!((steps[1].stages[0].1 - 2.0).abs() < 1e-9, "100 operations at a fiftieth");
+        assert!((steps[1].device_hours() - 2.0 * (2.0 + 52.0) / 3600.0).abs() < 1e-9);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use deepspec_models::ModelConfig;
 use deepspec_scale::{Machine, Measured, Stage, Work, captured, read_measured};
 use deepspec_states::{Budget, Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
 use serde_json::{Value, json};
+use tch::Device;
 
 use super::build::{accounts, free_space};
 use super::{Job, mib};
@@ -183,7 +184,11 @@ fn foretold(args: &Args, source: &TargetBundle, samples: &[PlannedSample]) -> an
     }
     let target = ModelConfig::load(&source.dir)?;
     let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    let value_bytes = deepspec_native::default_kind(device).elt_size_in_bytes() as f64;
+    // What is stated of accelerators is in bfloat16.
+    let (device, value_bytes) = match args.hardware {
+        Some(_) => (Device::Cuda(0), 2.0),
+        None => (device, deepspec_native::default_kind(device).elt_size_in_bytes() as f64),
+    };
     let machine = Machine::open(args.hardware.as_deref(), &args.measured, |file| {
         read_measured(file, &target, None, value_bytes)
     });

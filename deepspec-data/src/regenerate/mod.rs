@@ -154,6 +154,7 @@ impl Inputs {
     ) -> anyhow::Result<(Ending, Option<Arc<Backend>>)> {
         let runtime = Runtime::new().context("starting the client's threads")?;
         let backend = Arc::new(open_backend(args, self.embedded)?);
+        stats.start_clock();
         stats.concurrency = match &*backend {
             Backend::Servers(pool) => pool.capacity(),
             Backend::Embedded(_) => args.asking.concurrency,

@@ -29,6 +29,11 @@ impl RunStats {
         Self { started: Instant::now(), rows: 0, reused: 0, tokens: Tokens::default(), concurrency: 0 }
     }
 
+    /// Counts time from here on: what was loaded or taken over before is no answering.
+    pub fn start_clock(&mut self) {
+        self.started = Instant::now();
+    }
+
     /// What progress says beside the count of rows.
     pub fn note(&self, backend: &Backend) -> String {
         let rate = self.tokens.completion as f64 / self.started.elapsed().as_secs_f64().max(1e-9);
