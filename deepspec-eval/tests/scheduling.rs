@@ -102,7 +102,7 @@ fn a_recorded_run_is_replayed_on_any_cost() {
     let simulate =
         ["simulate", "--quiet", from, "--cost", cost, "--output-dir", to, "--cycles", "4000", "--emit"];
     let told = ok(&[&simulate[..], &["--concurrency", "1,16"]].concat());
-    assert!(told.contains("whole blocks are slower than plain decoding from 16 sequences on"), "{told}");
+    assert!(told.contains("whole is slower than plain decoding from 16 sequences on"), "{told}");
     let found = parsed(&out.join("simulation.json"));
     let rate = |schedule: &str, load: usize| {
         let courses = found["courses"].as_array().unwrap();
