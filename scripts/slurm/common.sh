@@ -65,10 +65,8 @@ conclude() {
         0) note 'done' ;;
         75)
             note stopped
-            if ! scontrol requeue "$SLURM_JOB_ID"; then
-                note "failed: stopped, and Slurm does not put it back into the queue"
-                status=1
-            fi
+            # Where Slurm pre-empts it has done so itself, and refuses.
+            scontrol requeue "$SLURM_JOB_ID"
             ;;
         *) note "failed with code $status" ;;
     esac
