@@ -44,7 +44,7 @@ def generated():
 
 
 def pages():
-    return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 
 
 def slug(heading):
@@ -66,6 +66,8 @@ def links(page, text):
         to = (page.parent / file).resolve() if file else page
         if not to.exists():
             yield f"{link}: no such file"
+        elif page.parent == DOCS and DOCS not in to.parents:
+            yield f"{link}: outside the book, which has no such page"
         elif anchor and to.suffix == ".md":
             headings = [slug(line.lstrip("#")) for line in to.read_text().splitlines() if line.startswith("#")]
             if anchor not in headings:

@@ -19,7 +19,9 @@ rows=${REAL_ROWS:-4400} steps=${REAL_STEPS:-5000} prompts=${REAL_PROMPTS:-20} su
 tokens=128
 model=$out/SmolLM2-135M-Instruct.Q4_1.gguf
 rounded=$out/SmolLM2-135M-Instruct.rounded.gguf
-drafters=(dspark dflash)
+drafters=(dspark dflash dflash2)
+# What engines call the kind: blocks whose slots all draft, and those whose slots fill in.
+declare -A methods=([dspark]=dspark [dflash]=dspark [dflash2]=dflash)
 
 say() { echo "== real ($((SECONDS / 60)):$(printf %02d $((SECONDS % 60)))): $*" >&2; }
 # Hours of all calls together, those that were killed without a word left out.
@@ -157,7 +159,8 @@ llama() { # NAME ARGUMENTS...
     stop
 }
 for drafter in "${drafters[@]}"; do
-    llama "$drafter" --model-draft "$out/gguf-$drafter/model.gguf" --spec-type draft-dspark --spec-draft-n-max 7
+    llama "$drafter" --model-draft "$out/gguf-$drafter/model.gguf" --spec-type "draft-${methods[$drafter]}" \
+        --spec-draft-n-max 7
 done
 llama plain
 
@@ -171,7 +174,7 @@ vllm() { # NAME ARGUMENTS...
 }
 if [ "$with_vllm" != 0 ]; then
     vllm plain
-    for drafter in "${drafters[@]}"; do vllm "$drafter" dspark "$out/vllm-$drafter" 7; done
+    for drafter in "${drafters[@]}"; do vllm "$drafter" "${methods[$drafter]}" "$out/vllm-$drafter" 7; done
 fi
 
 say "done"

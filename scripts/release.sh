@@ -41,7 +41,7 @@ for program in "${programs[@]}"; do
     for shell in bash zsh fish; do "target/release/$program" completions "$shell" >"$stage/completions/$program.$shell"; done
     "target/release/$program" man "$stage/man"
 done
-cp -r configs eval_datasets docs README.md CHANGELOG.md ARCHITECTURE.md LICENSE "$stage"
+cp -r configs eval_datasets docs README.md CHANGELOG.md LICENSE "$stage"
 mkdir -p "$stage/assets" "$stage/scripts"
 cp -r assets/tiny-target assets/tiny-dspark assets/demo-prompts.jsonl "$stage/assets"
 mkdir "$stage/scripts/slurm"

@@ -11,8 +11,8 @@ use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep, with_un
 
 /// Two tasks, one after the other; one that fails ends the step.
 const SRUN: &str = r#"#!/bin/sh
-[ "$1" = --kill-on-bad-exit=1 ] || exit 99
-shift
+[ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=3" ] || exit 99
+shift 2
 for rank in 0 1; do
     SLURM_PROCID=$rank "$@" || exit
 done
@@ -103,6 +103,7 @@ fn the_batch_script_keeps_75() {
         let mut job = Command::new("bash");
         job.arg(workspace().join("scripts/slurm/train.sbatch")).args(["--config", "a recipe.yaml"]);
         job.env("SLURM_SUBMIT_DIR", dir.path()).env("SLURM_JOB_ID", "47");
+        job.env("SLURM_CPUS_PER_TASK", "3");
         let output = job.env("PATH", programs).env("CODES", codes).output().unwrap();
         assert_eq!(output.status.code(), Some(expected), "{codes}: {output:?}");
         let written = |name: &str| fs::read_to_string(path(name)).unwrap_or_default();

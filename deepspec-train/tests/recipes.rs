@@ -109,7 +109,7 @@ fn each_plans_at_full_size_without_its_target() {
         assert!(plan["trainable_weights"].as_u64().unwrap() > 100_000_000, "{what}: {plan}");
         assert!(plan["memory_total"].as_u64().unwrap() > 1 << 30, "{what}: {plan}");
         if what == "dspark/qwen3_4b" {
-            // ARCHITECTURE.md, Cost of a cache: about 38 TB for the published rows.
+            // docs/architecture.md, Cost of a cache: about 38 TB for the published rows.
             assert_eq!(plan["cache_bytes_per_token"], 30_720);
         }
     }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use deepspec_core::atomic;
+use deepspec_core::{VERSION, atomic};
 use deepspec_gguf::{LAYER_NAMES, ROPE_FACTORS, Tensor, TensorType, Tokenizer, Value, Writer, pairs};
 use safetensors::Dtype;
 use serde_json::Value as Json;
@@ -78,6 +78,7 @@ impl<'a> Gguf<'a> {
         let mut writer = Writer::default();
         let own = |key: &str| format!("{}.{key}", parts.architecture);
         writer.put("general.architecture", Value::Text(parts.architecture.into()));
+        writer.put("general.description", Value::Text(format!("written by deepspec {VERSION}")));
         writer.put("general.file_type", Value::U32(matrices.file_type()));
         writer.extend(decoder(&fields, &drafter, &heads, rope.theta)?.map(|(key, value)| (own(key), value)));
         let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();

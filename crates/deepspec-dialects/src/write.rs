@@ -4,9 +4,11 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
+use deepspec_core::VERSION;
 use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::json;
 
 use crate::shards::{cut, write_index};
 use crate::{DialectError, Tensors};
@@ -60,10 +62,11 @@ fn write_file(path: &Path, tensors: &[Written]) -> Result<(), DialectError> {
         infos.push((tensor.name.clone(), info));
     }
     let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
-    // Readers of PyTorch checkpoints ask for this note.
-    let note = [("format".to_string(), "pt".to_string())].into();
-    let header = Metadata::new(Some(note), infos).map_err(|error| bad(error.to_string()))?;
-    let mut header = serde_json::to_vec(&header).map_err(|error| bad(error.to_string()))?;
+    let header = Metadata::new(None, infos).map_err(|error| bad(error.to_string()))?;
+    let mut header = serde_json::to_value(&header).map_err(|error| bad(error.to_string()))?;
+    // Readers of PyTorch checkpoints ask for the format.
+    header["__metadata__"] = json!({"format": "pt", "tool": format!("deepspec {VERSION}")});
+    let mut header = header.to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
 
     let mut out = BufWriter::new(File::create(path).map_err(FileError::at("writing", path))?);

@@ -1,4 +1,4 @@
-//! Sequential temperature scaling (STS; ARCHITECTURE.md, Sequential temperature scaling): confidences c_k = σ(logit_k / t_k), one temperature per position.
+//! Sequential temperature scaling (STS; docs/architecture.md, Sequential temperature scaling): confidences c_k = σ(logit_k / t_k), one temperature per position.
 //!
 //! From left to right, t_k is the grid value that minimises the calibration error of the survival a_k = a_{k−1} · c_k with
 //! the earlier temperatures fixed. A positive temperature is monotone, so the order of the c_k of one position stays; the

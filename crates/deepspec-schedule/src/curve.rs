@@ -1,4 +1,4 @@
-//! What a verification batch costs: the profiled table SPS(B) (ARCHITECTURE.md, Prefix scheduler).
+//! What a verification batch costs: the profiled table SPS(B) (docs/architecture.md, Prefix scheduler).
 
 use crate::ScheduleError;
 

@@ -2,7 +2,7 @@
 //!
 //! A drafter proposes up to γ tokens per request and, for each, a *confidence* c_k: the probability that the target
 //! accepts token k given that it accepted those before. Their running product is the *survival* a_k = Π_{i≤k} c_i, the
-//! probability that the whole prefix up to k is accepted (ARCHITECTURE.md, Reliability). Three questions are asked of these numbers:
+//! probability that the whole prefix up to k is accepted (docs/architecture.md, Reliability). Three questions are asked of these numbers:
 //!
 //! - [`reliability`]: does a_k say what happens? ECE, AUROC and Brier score per position.
 //! - [`calibrate`]: which temperatures t_k make it say so? Sequential temperature scaling (STS).

@@ -1,4 +1,4 @@
-//! How far the survival probabilities a_k can be believed, per position of the proposal (ARCHITECTURE.md, Reliability, golden case
+//! How far the survival probabilities a_k can be believed, per position of the proposal (docs/architecture.md, Reliability, golden case
 //! `confidence_metrics`): an observation is (a_k, was the prefix up to k accepted?).
 
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! How many drafted tokens of each request to verify: the hardware-aware prefix scheduler (Algorithm 1; ARCHITECTURE.md, Prefix scheduler).
+//! How many drafted tokens of each request to verify: the hardware-aware prefix scheduler (Algorithm 1; docs/architecture.md, Prefix scheduler).
 //!
 //! R requests with confidences c_{r,j} give survivals a_{r,j}. A batch that verifies the prefixes l_r has B = Σ_r (1 + l_r)
 //! tokens and yields τ = Σ_r (1 + Σ_{j≤l_r} a_{r,j}) tokens in expectation, at Θ = τ · SPS(B) tokens per second. Because a

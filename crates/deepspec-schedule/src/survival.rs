@@ -1,4 +1,4 @@
-//! From logits to confidences c_k to survival probabilities a_k = Π_{i≤k} c_i (ARCHITECTURE.md, Reliability).
+//! From logits to confidences c_k to survival probabilities a_k = Π_{i≤k} c_i (docs/architecture.md, Reliability).
 
 use crate::ScheduleError;
 

@@ -145,7 +145,7 @@ fn spoken(content: &str) -> &str {
 }
 
 /// The mask of places whose borders are counted in tokens of the text before them, tokenised alone: where tokens merge
-/// across the border this differs from an offset map, and the reference's rule is kept (ARCHITECTURE.md, Loss mask).
+/// across the border this differs from an offset map, and the reference's rule is kept (docs/architecture.md, Loss mask).
 fn by_prefixes(
     tokenizer: &ChatTokenizer,
     text: String,

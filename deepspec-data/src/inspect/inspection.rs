@@ -139,6 +139,8 @@ impl Inspection {
         summary.supervised_tokens += row.supervised.supervised_count() as u64;
         let given = row.lacks_system() && settings.template.default_system.is_some();
         summary.default_system += usize::from(given);
+        let masked = settings.mask_token.is_some_and(|mask| row.supervised.input_ids.contains(&mask));
+        summary.with_mask_token += usize::from(masked);
         summary.thoughts_left_out += row.checked.thoughts_left_out;
         summary.outside_their_prompt += row.checked.outside_their_prompt;
         match row.agrees {

@@ -69,7 +69,7 @@ pub fn examine(settings: &Settings, line: Line) -> Outcome {
 
 fn examine_row(settings: &Settings, id: &str, fields: &Map<String, Value>) -> Result<Examined, String> {
     let one_line = |error: &dyn std::error::Error| error.to_string().replace('\n', " ");
-    let Settings { tokenizer, template, other, max_length } = settings;
+    let Settings { tokenizer, template, other, max_length, .. } = settings;
     let conversation = Conversation::from_row(fields).map_err(|error| one_line(&error))?;
     let supervised =
         supervise(tokenizer, template, &conversation, *max_length).map_err(|error| one_line(&error))?;

@@ -21,6 +21,8 @@ pub struct Settings {
     pub other: Option<ChatTemplate>,
     /// Tokens at which a row is cut.
     pub max_length: usize,
+    /// What stands for tokens that are to be drafted, where the recipe's drafter has such a token.
+    pub mask_token: Option<i64>,
 }
 
 impl Settings {
@@ -56,8 +58,10 @@ impl Settings {
         };
         let other =
             other.map(|other| ChatTemplate { default_system: template.default_system.clone(), ..other });
+        let mask_token = recipe.as_ref().and_then(|recipe| recipe.drafter.settings["mask_token_id"].as_i64());
         let own = recipe.map_or(MAX_LENGTH, |recipe| recipe.data.max_length);
-        Ok(Self { tokenizer, template, other, max_length: args.max_length.unwrap_or(own) })
+        let max_length = args.max_length.unwrap_or(own);
+        Ok(Self { tokenizer, template, other, max_length, mask_token })
     }
 }
 

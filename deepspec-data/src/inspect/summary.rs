@@ -40,6 +40,8 @@ pub struct Summary {
     pub thoughts_left_out: usize,
     /// Earlier answers outside the prompt they were given to.
     pub outside_their_prompt: usize,
+    /// Rows that have the token which stands for what is to be drafted.
+    pub with_mask_token: usize,
     /// Rows of which the marks and the template's own tags give the same mask; absent without both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tags_agree: Option<usize>,
@@ -129,6 +131,10 @@ impl Summary {
             (
                 self.outside_their_prompt,
                 "earlier answers stand without what ended their prompt, such as an empty block of thoughts",
+            ),
+            (
+                self.with_mask_token,
+                "rows have the drafter's mask_token_id, which should stand for nothing else: choose a token that no row has",
             ),
         ];
         let notes = notes.iter().filter(|(count, _)| *count > 0);

@@ -64,9 +64,10 @@ impl Answer {
             let ids = completion.pointer(place)?.as_array()?;
             (!ids.is_empty() && ids.iter().all(Value::is_u64)).then(|| json!(ids))
         };
-        // As vLLM and our own server say it; as llama.cpp does.
+        // As vLLM, SGLang and our own server say it; as llama.cpp does.
         let token_ids = ids("/choices/0/token_ids").or_else(|| ids("/__verbose/tokens"));
-        let prompt_token_ids = ids("/prompt_token_ids");
+        // As vLLM and our own server say it; as SGLang does.
+        let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
         // Reading by index gives null for what is not there; taking out by index would panic.
         let message = completion.pointer_mut("/choices/0/message").ok_or("the answer has no choices")?.take();
         let thoughts = ["reasoning_content", "reasoning"].iter().find_map(|&field| message[field].as_str());
@@ -145,6 +146,27 @@ mod tests {
             "{\"choices\":[1]}",
         ] {
             assert!(Answer::read(broken).is_err(), "{broken}");
+        }
+    }
+
+    #[test]
+    fn tokens_are_found_where_each_server_puts_them() {
+        let told = |place: &str, value: Value| {
+            let mut whole: Value = serde_json::from_str(&completion(json!({"content": "a"}))).unwrap();
+            let (parent, name) = place.rsplit_once('/').unwrap();
+            whole.pointer_mut(parent).unwrap()[name] = value;
+            let Answer { token_ids, prompt_token_ids, .. } = Answer::read(&whole.to_string()).unwrap();
+            (token_ids, prompt_token_ids)
+        };
+        let ids = json!([3, 4]);
+        for place in ["/prompt_token_ids", "/choices/0/prompt_token_ids"] {
+            assert_eq!(told(place, ids.clone()), (None, Some(ids.clone())), "{place}");
+        }
+        for (place, value) in [("/choices/0/token_ids", ids.clone()), ("/__verbose", json!({"tokens": ids}))] {
+            assert_eq!(told(place, value), (Some(ids.clone()), None), "{place}");
+        }
+        for broken in [json!([]), json!("3"), json!([1.5])] {
+            assert_eq!(told("/choices/0/token_ids", broken), (None, None));
         }
     }
 

@@ -9,6 +9,7 @@ use std::thread;
 
 use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
 use deepspec_testkit::skip;
+use deepspec_text::ChatTokenizer;
 use serde_json::{Value, json};
 
 use crate::process::{Ended, command, full, lines, run, text, tiny};
@@ -47,6 +48,25 @@ fn mixed(dir: &Path) -> std::path::PathBuf {
         row("long", &"word ".repeat(400), ANSWER).to_string(),
     ];
     lines(dir, "rows.jsonl", &rows)
+}
+
+#[test]
+fn rows_with_the_mask_token_are_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let seven = ChatTokenizer::load(Path::new(&tiny())).unwrap().encode("7").unwrap()[0];
+    let own = Path::new(&tiny()).join("../../configs/tiny/dspark.yaml");
+    let (said, masks) = (fs::read_to_string(&own).unwrap(), dir.path().join("recipe.yaml"));
+    let edited = said.replace("mask_token_id: 1023", &format!("mask_token_id: {seven}"));
+    assert_ne!(edited, said);
+    fs::write(&masks, edited).unwrap();
+    let other = row("without", "Hi", "There is nothing else to say, and no sum either.");
+    let input = lines(dir.path(), "rows.jsonl", &[row("with", "Hi", ANSWER).to_string(), other.to_string()]);
+    let told = |recipe: &Path| inspect(&input, &["--json", "--config", &text(recipe)]);
+    for (recipe, count) in [(&own, 0), (&masks, 1)] {
+        assert_eq!(parsed(&told(recipe))["summary"]["with_mask_token"], json!(count));
+    }
+    let ended = inspect(&input, &["--config", &text(&masks)]);
+    assert!(ended.stdout.contains("1 rows have the drafter's mask_token_id"), "{ended:?}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ use crate::drafters::{REAL_TAPS, RealModel, dflash, eagle3, edited};
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
 
 /// llama.cpp's server; None leaves the test out.
-fn llama_server() -> Option<PathBuf> {
+pub fn llama_server() -> Option<PathBuf> {
     let server = env::var_os("DEEPSPEC_LLAMA_SERVER").map(PathBuf::from);
     if server.is_none() {
         skip(Skipped::Long, "it needs llama.cpp: scripts/test.sh --engines");

@@ -7,6 +7,7 @@ mod common;
 mod drafters;
 mod llama_cpp;
 mod vllm;
+mod walk_through;
 
 use std::collections::BTreeMap;
 use std::fs;

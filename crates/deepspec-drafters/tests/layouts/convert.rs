@@ -1,8 +1,12 @@
 //! Round trips keep every byte of the weights; what must not be converted is refused with the reason.
 
+use std::fs;
+
 use crate::common::{Folder, as_is, bytes, edited, fixture, golden, target};
+use deepspec_core::VERSION;
 use deepspec_dialects::{Dialect, DialectError, Engine, Server, Target, convert, for_engine};
 use deepspec_drafters::open_checkpoint;
+use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
 /// Converts and reads back.
@@ -48,6 +52,9 @@ fn round_trips_keep_every_byte() {
         for &there in allowed(case) {
             let away = converted(&reference, there, Some(&target));
             assert_eq!(open_checkpoint(away.path()).unwrap().dialect(), there, "{case}");
+            let file = fs::read(away.path().join("model.safetensors")).unwrap();
+            let notes = SafeTensors::read_metadata(&file).unwrap().1.metadata().clone().unwrap();
+            assert_eq!((notes["format"].as_str(), &notes["tool"]), ("pt", &format!("deepspec {VERSION}")));
             let back = converted(&away, Dialect::Reference, Some(&target));
             assert_eq!(bytes(&back), original, "{case} by {there}");
             assert_eq!(as_is(&back), as_is(&reference), "{case} by {there}");

@@ -110,6 +110,7 @@ fn llama_cpps_package_reads_what_was_written() {
             .unwrap();
     let vocab = config["vocab_size"].as_u64().unwrap() as usize;
     assert_eq!(fields["general.architecture"], "dflash");
+    assert_eq!(fields["general.description"], format!("written by deepspec {}", deepspec_core::VERSION));
     for (key, ours) in [
         ("block_count", "num_hidden_layers"),
         ("embedding_length", "hidden_size"),
@@ -251,7 +252,7 @@ fn a_dflash_whose_slots_all_draft_has_a_markov_head_of_zeros() {
         has_no_head,
     );
     let (told, method) = read(&fills_in, TensorType::F32, &[]).unwrap();
-    assert_eq!((method, told["fields"].get("dflash.sample_from_anchor")), ("dflash", None));
+    assert_eq!((method, &told["fields"]["dflash.sample_from_anchor"]), ("dflash", &false.into()));
 }
 
 #[test]
