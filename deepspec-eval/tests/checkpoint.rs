@@ -6,14 +6,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::{
-    answers, assert_refused, deepspec_eval, drafter_config, results, run, run_ok, target_dir, write_drafter,
-    write_eagle3,
+    answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
+    write_drafter, write_eagle3,
 };
 use deepspec_core::Tap;
 use deepspec_drafters::Block;
 use deepspec_models::{ModelConfig, load_embed_and_head, save_checkpoint};
 use serde_json::Value;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 /// An untrained DSpark with the tiny target's own embedding and head.
 fn drafter(root: &Path) -> PathBuf {
@@ -141,4 +141,58 @@ fn another_dialect_is_named_with_the_command_that_converts_it() {
     let told = run(away.to_str().unwrap(), &root.path().join("results"), &["--limit", "1"]);
     let command = format!("`deepspec-eval checkpoint convert --from {} --to reference", away.display());
     assert_refused(&told, 1, &["DSparkDraftModel is not read", "dialect specforge", &command]);
+}
+
+#[test]
+fn what_engines_are_given_can_be_read_again() {
+    let root = tempfile::tempdir().unwrap();
+    let own = drafter(root.path());
+    let [served, back, file] = ["served", "back", "gguf"].map(|name| root.path().join(name));
+    ok(convert(&own, "vllm", &served, &[]));
+    let text = ok(deepspec_eval(&["checkpoint", "inspect", served.to_str().unwrap()]));
+    assert!(!text.contains("problem"), "{text}");
+    let told = run(served.to_str().unwrap(), &root.path().join("results"), &["--limit", "1"]);
+    let command = format!("`deepspec-eval checkpoint convert --from {} --to reference", served.display());
+    assert_refused(&told, 1, &["embedding and head from the target", &command]);
+    ok(convert(&served, "gguf", &file, &[]));
+    ok(convert(&served, "reference", &back, &[]));
+    let weights = |dir: &Path| {
+        let mut tensors = Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        tensors
+    };
+    let (before, after) = (weights(&own), weights(&back));
+    assert_eq!(before.len(), after.len());
+    for ((name, one), (other, two)) in before.iter().zip(&after) {
+        assert!(name == other && one == two, "{name}, {other}");
+    }
+}
+
+#[test]
+fn the_doctor_says_what_an_engine_would_make_of_a_folder() {
+    let root = tempfile::tempdir().unwrap();
+    let (own, away) = (drafter(root.path()), root.path().join("away"));
+    ok(convert(&own, "specforge", &away, &[]));
+    let target = target_dir();
+    let asked = |draft: &Path, engine: &str| {
+        let mut args =
+            vec!["checkpoint", "doctor", "--json", "--quiet", "--device", "cpu", "--engine", engine];
+        args.extend(["--target", target.to_str().unwrap(), "--draft", draft.to_str().unwrap()]);
+        args.extend(["--limit", "1", "--max-new-tokens", "8", "--temperature", "0"]);
+        let suites = repository("eval_datasets");
+        args.extend(["--suites-dir", suites.to_str().unwrap()]);
+        let told: Value = serde_json::from_str(&ok(deepspec_eval(&args))).unwrap();
+        let about = told["serving"]["risks"].as_array().unwrap().iter();
+        let about: Vec<String> = about.map(|risk| risk["about"].as_str().unwrap().to_string()).collect();
+        (told, about)
+    };
+    // Of a folder that is read here, with the accepted length to expect.
+    let (told, about) = asked(&own, "vllm");
+    assert_eq!(about, ["slots", "layer ids", "drafted tokens"]);
+    assert!(told["serving"]["expected"].as_f64().unwrap() >= 1.0, "{told}");
+    // Of one that is not, by its files alone.
+    let (told, about) = asked(&away, "sglang");
+    assert!(about.contains(&"layout".to_string()), "{told}");
+    assert!(told["verdict"].as_str().unwrap().contains("DSparkDraftModel is not read"), "{told}");
+    assert_eq!((&told["accepted_length"], &told["serving"]["expected"]), (&Value::Null, &Value::Null));
 }

@@ -55,6 +55,12 @@ impl Checkpoint {
         shapes::is_embed_or_head(name) || REBUILT.contains(&name)
     }
 
+    /// Whether it is in the reference's layout but for embedding and head, which engines take from the target.
+    pub fn leaves_ends(&self) -> bool {
+        self.dialect == Dialect::Reference
+            && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
+    }
+
     /// A refusal to say it in the layout `to`.
     pub(crate) fn refused(&self, to: &'static str, reason: String) -> DialectError {
         DialectError::Refused { path: self.dir.clone(), to, reason }
@@ -83,7 +89,9 @@ impl Checkpoint {
         let shape = |rows: u64| vec![rows as usize, self.drafter.hidden_size as usize];
         let ends: Vec<(String, Vec<usize>)> = ends
             .iter()
-            .filter(|(name, _)| self.dialect == Dialect::Reference || self.find(name).is_some())
+            .filter(|(name, _)| {
+                self.dialect == Dialect::Reference && !self.leaves_ends() || self.find(name).is_some()
+            })
             .map(|&(name, rows)| (name.to_string(), shape(rows)))
             .collect();
         let mut useless: BTreeSet<&str> = self.tensors.iter().map(|(name, _)| name).collect();
@@ -112,11 +120,20 @@ impl Checkpoint {
     /// What to do with it in one sentence; None where it is in the reference's layout.
     pub fn advice(&self) -> Option<String> {
         let (dialect, kind) = (self.dialect, self.drafter.kind.title());
-        if dialect == Dialect::Reference {
-            return None;
-        }
-        let what = format!("it is a {kind} checkpoint of the dialect {dialect}");
-        Some(match self.drafter.refusal(dialect, Dialect::Reference) {
+        let (what, refusal) = match dialect {
+            Dialect::Reference if self.leaves_ends() => (
+                format!(
+                    "it is a {kind} checkpoint for engines, which take embedding and head from the target"
+                ),
+                self.drafter.refusal_anywhere(),
+            ),
+            Dialect::Reference => return None,
+            _ => (
+                format!("it is a {kind} checkpoint of the dialect {dialect}"),
+                self.drafter.refusal(dialect, Dialect::Reference),
+            ),
+        };
+        Some(match refusal {
             Some(reason) => format!("{what}, which cannot be converted: {reason}"),
             None => {
                 let dir = self.dir.display();

@@ -39,7 +39,9 @@ pub fn convert<'a>(
 ) -> Result<Converted<'a>, DialectError> {
     let refused = |reason: String| source.refused(to.name(), reason);
     let drafter = complete(source, target);
-    if let Some(reason) = drafter.refusal(source.dialect(), to) {
+    let fills_ends = to == Dialect::Reference && source.leaves_ends();
+    let reason = if fills_ends { drafter.refusal_anywhere() } else { drafter.refusal(source.dialect(), to) };
+    if let Some(reason) = reason {
         return Err(refused(reason));
     }
     source.check()?;
@@ -47,8 +49,7 @@ pub fn convert<'a>(
         target.check_fits(&drafter)?;
     }
     let Some(target) = target else {
-        return without_target(source, to, &drafter)
-            .ok_or_else(|| refused(why_target(source.dialect(), to, &drafter)));
+        return without_target(source, to, &drafter).ok_or_else(|| refused(why_target(to, &drafter)));
     };
     let (mut tensors, mut dropped) = body(source, to);
     let mut taken = vec![];
@@ -108,12 +109,12 @@ fn without_target<'a>(source: &'a Checkpoint, to: Dialect, drafter: &Drafter) ->
     Some(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }
 
-fn why_target(from: Dialect, to: Dialect, drafter: &Drafter) -> String {
+fn why_target(to: Dialect, drafter: &Drafter) -> String {
     let what = match to {
         Dialect::Reference if drafter.num_target_layers.is_none() => {
             "`num_target_layers` is not in config.json, and the target's layers have to be counted".into()
         }
-        Dialect::Reference => format!("{to} holds embedding and head, which {from} leaves to the target"),
+        Dialect::Reference => format!("{to} holds embedding and head, which are left to the target here"),
         Dialect::Speculators => format!("{to} names its verifier"),
         _ => format!("{to} leaves embedding and head to the target, which therefore has to be the same"),
     };

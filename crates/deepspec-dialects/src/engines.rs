@@ -45,7 +45,7 @@ fn anchored<'a>(
     target: &'a Target,
     to: &'static str,
 ) -> Result<Converted<'a>, DialectError> {
-    let theta = rope::unscaled(source, to)?;
+    let rope = rope::parameters(source, to)?;
     check_pair(source, drafter, target, to)?;
     let (mut tensors, mut dropped) = body(source, Dialect::Reference);
     dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));
@@ -67,6 +67,6 @@ fn anchored<'a>(
         config.insert("markov_rank".into(), ZERO_RANK.into());
         config.insert("markov_head_type".into(), "vanilla".into());
     }
-    layouts::for_engines(&mut config, theta);
+    layouts::for_engines(&mut config, rope);
     Ok(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }

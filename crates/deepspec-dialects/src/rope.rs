@@ -1,7 +1,7 @@
 //! Rotary settings, as far as layouts have to agree on them.
 
 use deepspec_gguf::Llama3;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::fields::Fields;
 use crate::shapes::Heads;
@@ -60,12 +60,28 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()) })
 }
 
+/// What `rope_parameters` says of the checkpoint's rotary embeddings, the base among it, plain or scaled as Llama 3's are.
+///
+/// # Errors
+/// As [`stretched`].
+pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<Map<String, Value>, DialectError> {
+    let Rope { theta, factors } = stretched(source, to)?;
+    let path = source.dir().join("config.json");
+    let fields = Fields::new(&path, &source.drafter().decoder);
+    let scaled = chosen(&fields)?.filter(|_| factors.is_some());
+    let mut said = scaled.as_ref().map_or_else(Map::new, |(chosen, _)| chosen.map.clone());
+    said.remove("type");
+    said.insert("rope_type".into(), if factors.is_some() { "llama3" } else { "default" }.into());
+    said.insert("rope_theta".into(), theta.into());
+    Ok(said)
+}
+
 /// The base of the checkpoint's rotary embeddings, read as transformers does: a `rope_scaling` that says something comes before
 /// `rope_parameters`.
 ///
 /// # Errors
 /// [`DialectError::Refused`] for `to` if they are scaled, which is read differently everywhere; keys of another type.
-pub fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, DialectError> {
+fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, DialectError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
     let chosen = chosen(&fields)?;

@@ -121,6 +121,8 @@ pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Ri
         found.target_tokenizer(),
         found.head(),
         found.slots(),
+        found.layers(),
+        found.mask(),
         found.length(),
     ];
     all.into_iter().flatten().collect()
@@ -212,13 +214,7 @@ impl Examined<'_> {
     /// A scaled rotation, or a base that newer and older keys would say differently.
     fn rotation(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
-        let to = self.server.layout();
-        let read = match self.server {
-            // A file says factors, by which it stretches them.
-            Server::LlamaCpp => rope::stretched(self.checkpoint, to).map(|_| ()),
-            Server::Vllm | Server::Sglang => rope::unscaled(self.checkpoint, to).map(|_| ()),
-        };
-        if let Err(error) = read {
+        if let Err(error) = rope::stretched(self.checkpoint, self.server.layout()) {
             let cure = "compare the accepted length there with the one measured here".into();
             return Some(Risk { about: "RoPE", told: error.to_string(), cure });
         }
@@ -293,6 +289,33 @@ impl Examined<'_> {
             about: "slots",
             told: format!("{told}; read the other way the accepted length is 1.0, without a word"),
             cure: format!("serve it with {flag}"),
+        })
+    }
+
+    /// Tools count layers from 0 or 1, the embedding in or out.
+    fn layers(&self) -> Option<Risk> {
+        let taps = &self.checkpoint.drafter().taps;
+        let ids: Vec<String> = taps.iter().map(|tap| tap.layer_id().to_string()).collect();
+        (!ids.is_empty()).then(|| Risk {
+            about: "layer ids",
+            told: format!(
+                "it reads what layers {} give, the first of the target's {} being 0; one off, the accepted length falls without a word",
+                ids.join(", "),
+                self.target.layers()
+            ),
+            cure: "compare with target.layer_ids of the recipe that it was trained by".into(),
+        })
+    }
+
+    /// What stands for tokens that are to be drafted should be no token of texts.
+    fn mask(&self) -> Option<Risk> {
+        let id = self.checkpoint.drafter().kind.mask_token_id()?;
+        let tokenizer = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize).ok()?;
+        let token = tokenizer.of_texts(usize::try_from(id).ok()?)?;
+        Some(Risk {
+            about: "mask token",
+            told: format!("mask_token_id is {id}, which is {token:?} in texts"),
+            cure: "where it was trained with another one, put that into config.json".into(),
         })
     }
 

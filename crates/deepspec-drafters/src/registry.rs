@@ -129,11 +129,12 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let all = || KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
     let is_meant = |known: &&Checkpoints| (known.classes)().iter().any(|class| Some(class.as_str()) == found);
     let known = all().find(is_meant);
+    let other = || open_checkpoint(dir).ok().filter(|checkpoint| known.is_none() || checkpoint.leaves_ends());
+    if let Some(advice) = other().and_then(|checkpoint| checkpoint.advice()) {
+        let found = found.unwrap_or("no class");
+        return Err(fields.error("architectures", format!("{found} is not read: {advice}")));
+    }
     known.ok_or_else(|| {
-        if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.advice()) {
-            let found = found.unwrap_or("no class");
-            return fields.error("architectures", format!("{found} is not read: {advice}"));
-        }
         let names = all().flat_map(|known| (known.classes)()).collect::<Vec<_>>().join(", ");
         fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
     })

@@ -13,6 +13,8 @@ use crate::{ALIGNMENT, GgufError, MAGIC};
 const MAX_DIMENSIONS: u32 = 4;
 /// Most values of all lists together; a vocabulary, its kinds, scores and merges have a million or two.
 const MAX_VALUES: usize = 1 << 23;
+/// Most bytes of all texts together; a vocabulary with its merges has a few million.
+const MAX_TEXT: usize = 1 << 28;
 /// Largest alignment.
 const MAX_ALIGNMENT: i64 = 1 << 20;
 /// Bytes that a metadata entry has at least: length of its key, its type, a value.
@@ -88,7 +90,7 @@ impl Gguf {
             |error: std::io::Error| GgufError { path: path.into(), problem: format!("reading it: {error}") };
         let file = File::open(path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
-        let mut head = Head { path, input: BufReader::new(&file), read: 0, size, values: 0 };
+        let mut head = Head { path, input: BufReader::new(&file), read: 0, size, values: 0, text: 0 };
         let (entries, mut tensors) = head.read()?;
         let alignment = match entries.get("general.alignment") {
             None => ALIGNMENT,
@@ -261,6 +263,8 @@ struct Head<'a> {
     size: u64,
     /// Of lists so far.
     values: usize,
+    /// Bytes of texts so far.
+    text: usize,
 }
 
 type Parts = (BTreeMap<String, Entry>, BTreeMap<String, Stored>);
@@ -419,6 +423,10 @@ impl Head<'_> {
 
     fn text(&mut self, what: &str) -> Result<String, GgufError> {
         let length = self.length(what, 1)?;
+        self.text = self.text.saturating_add(length);
+        if self.text > MAX_TEXT {
+            return Err(self.bad(format!("{what}: texts of more than {MAX_TEXT} bytes together")));
+        }
         let mut bytes = vec![0; length];
         self.fill(&mut bytes, what)?;
         String::from_utf8(bytes).map_err(|_| self.bad(format!("{what}: a text that is not UTF-8")))

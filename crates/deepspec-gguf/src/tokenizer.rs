@@ -87,6 +87,11 @@ impl Tokenizer {
         self.split.is_some()
     }
 
+    /// The token of this id if it is one that texts are made of, and neither added nor unused.
+    pub fn of_texts(&self, id: usize) -> Option<&str> {
+        (*self.kinds.get(id)? == NORMAL).then(|| self.tokens[id].as_str())
+    }
+
     /// The metadata.
     pub fn entries(self) -> Vec<(String, Value)> {
         let entries = [

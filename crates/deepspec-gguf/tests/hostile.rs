@@ -183,3 +183,18 @@ fn a_file_that_is_no_file_is_said() {
     fs::write(&absent, "").unwrap();
     assert!(Gguf::open(&absent).unwrap_err().to_string().contains("not a GGUF file"));
 }
+
+/// A file that says it is huge, and is as far as its size goes: no memory is asked for on its word.
+#[test]
+fn texts_of_a_huge_file_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("huge.gguf");
+    let mut head = b"GGUF".to_vec();
+    head.extend(3u32.to_le_bytes());
+    // No tensors, one entry, whose key has 900 GiB.
+    head.extend([0u64, 1, 900 << 30].map(u64::to_le_bytes).as_flattened());
+    fs::write(&path, head).unwrap();
+    fs::File::options().write(true).open(&path).unwrap().set_len(1000 << 30).unwrap();
+    let told = Gguf::open(&path).err().unwrap().to_string();
+    assert!(told.contains("huge.gguf") && told.contains("texts of more than"), "{told}");
+}

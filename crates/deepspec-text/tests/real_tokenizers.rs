@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use deepspec_gguf::unpack;
+use deepspec_gguf::{Tensor, TensorType, Tokenizer, Value as Entry, Writer, unpack};
 use deepspec_models::chat_formats;
 use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
 use deepspec_testkit::skip;
@@ -125,6 +125,61 @@ fn real_tokenizers_do_as_in_transformers() {
         compared += rendered_here;
     }
     assert!(compared >= COMPARED, "{compared} conversations were compared");
+}
+
+/// A tokenizer that was written into a GGUF comes back from there: its name for how texts are split stands for the same pattern.
+#[test]
+fn real_tokenizers_come_back_from_a_gguf() {
+    let Some(all) = tokenizers() else { return };
+    for name in ["qwen3", "llama3_1"] {
+        let scratch = tempfile::tempdir().unwrap();
+        let own = ChatTokenizer::load(&all.join(name)).unwrap();
+        let file = scratch.path().join("model.gguf");
+        write_gguf(&all.join(name), own.vocab_size(), &file);
+        let back = ChatTokenizer::load(&unpack(&file, scratch.path()).unwrap()).unwrap();
+        let mut random = Conversations::new(name);
+        let mut texts = 0;
+        for message in (0..200).flat_map(|_| random.conversation().0) {
+            let Some(text) = message["content"].as_str() else { continue };
+            assert_eq!(back.encode(text).unwrap(), own.encode(text).unwrap(), "{name}: {text:?}");
+            texts += 1;
+        }
+        assert!(texts > 200, "{name}: {texts} texts");
+    }
+}
+
+/// A Llama of one layer with this folder's tokenizer.
+fn write_gguf(folder: &Path, vocab: usize, file: &Path) {
+    let tokenizer = Tokenizer::read(folder, vocab).unwrap();
+    assert!(tokenizer.is_known(), "{}", folder.display());
+    let mut writer = Writer::default();
+    writer.put("general.architecture", Entry::Text("llama".into()));
+    let sizes =
+        ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"];
+    for (key, size) in sizes.into_iter().zip([1, 64, 8, 16, 2]) {
+        writer.put(&format!("llama.{key}"), Entry::U32(size));
+    }
+    writer.put("llama.attention.layer_norm_rms_epsilon", Entry::F32(1e-5));
+    writer.put("llama.rope.freq_base", Entry::F32(10_000.0));
+    writer.extend(tokenizer.entries());
+    writer.put("tokenizer.ggml.eos_token_id", Entry::U32(0));
+    writer.put("tokenizer.chat_template", Entry::Text("{{ messages[0].content }}".into()));
+    let square = |name: &str| (format!("blk.0.{name}.weight"), vec![8, 8]);
+    let mut tensors = vec![
+        ("token_embd.weight".to_string(), vec![vocab, 8]),
+        ("output_norm.weight".into(), vec![8]),
+        ("blk.0.attn_norm.weight".into(), vec![8]),
+        ("blk.0.ffn_norm.weight".into(), vec![8]),
+        ("blk.0.ffn_gate.weight".into(), vec![16, 8]),
+        ("blk.0.ffn_up.weight".into(), vec![16, 8]),
+        ("blk.0.ffn_down.weight".into(), vec![8, 16]),
+    ];
+    tensors.extend(["attn_q", "attn_k", "attn_v", "attn_output"].map(square));
+    for (name, shape) in tensors {
+        writer.tensor(Tensor { name, kind: TensorType::F32, shape });
+    }
+    let mut out = std::io::BufWriter::new(fs::File::create(file).unwrap());
+    writer.write(&mut out, |_, tensor: &Tensor| Ok(vec![0; tensor.bytes()])).unwrap();
 }
 
 /// Llama 3.1's tokenizer with tags around what the assistant says, as its template has none: supervised are the ids that transformers

@@ -14,7 +14,10 @@ pub struct Args {
     /// Recipe of the run; its chat_template, system_prompt and max_length decide the mask
     #[arg(long, value_name = "C")]
     pub config: Option<PathBuf>,
-    /// Mask rules without a recipe: qwen, gemma4, generation (the template's own tags), or a YAML file with an entry; by
+    /// Override a key of the recipe, such as data.max_length=2048; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE", requires = "config")]
+    pub overrides: Vec<String>,
+    /// Mask rules without a recipe: qwen, llama3, gemma4, generation (the template's own tags), or a YAML file with an entry; by
     /// default those whose marks the template writes
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
     pub chat_template: Option<String>,

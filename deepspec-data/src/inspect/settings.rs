@@ -32,7 +32,7 @@ impl Settings {
     /// Usage errors: there is no such model, or no rules for its template. Also if the hub fails.
     pub fn new(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
         let recipe = match &args.config {
-            Some(config) => Some(deepspec_drafters::load_recipe(config, &[])?),
+            Some(config) => Some(deepspec_drafters::load_recipe(config, &args.overrides)?),
             None => None,
         };
         let (model, revision) = match (&args.model, &recipe) {

@@ -162,7 +162,8 @@ mod tests {
         for place in ["/prompt_token_ids", "/choices/0/prompt_token_ids"] {
             assert_eq!(told(place, ids.clone()), (None, Some(ids.clone())), "{place}");
         }
-        for (place, value) in [("/choices/0/token_ids", ids.clone()), ("/__verbose", json!({"tokens": ids}))] {
+        for (place, value) in [("/choices/0/token_ids", ids.clone()), ("/__verbose", json!({"tokens": ids}))]
+        {
             assert_eq!(told(place, value), (Some(ids.clone()), None), "{place}");
         }
         for broken in [json!([]), json!("3"), json!([1.5])] {

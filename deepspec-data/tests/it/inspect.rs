@@ -55,17 +55,14 @@ fn rows_with_the_mask_token_are_counted() {
     let dir = tempfile::tempdir().unwrap();
     let seven = ChatTokenizer::load(Path::new(&tiny())).unwrap().encode("7").unwrap()[0];
     let own = Path::new(&tiny()).join("../../configs/tiny/dspark.yaml");
-    let (said, masks) = (fs::read_to_string(&own).unwrap(), dir.path().join("recipe.yaml"));
-    let edited = said.replace("mask_token_id: 1023", &format!("mask_token_id: {seven}"));
-    assert_ne!(edited, said);
-    fs::write(&masks, edited).unwrap();
+    let masks = format!("drafter.dspark.mask_token_id={seven}");
     let other = row("without", "Hi", "There is nothing else to say, and no sum either.");
     let input = lines(dir.path(), "rows.jsonl", &[row("with", "Hi", ANSWER).to_string(), other.to_string()]);
-    let told = |recipe: &Path| inspect(&input, &["--json", "--config", &text(recipe)]);
-    for (recipe, count) in [(&own, 0), (&masks, 1)] {
-        assert_eq!(parsed(&told(recipe))["summary"]["with_mask_token"], json!(count));
+    let inspected = |more: &[&str]| inspect(&input, &[&["--config", &text(&own)], more].concat());
+    for (more, count) in [(&["--json"][..], 0), (&["--json", "--set", &masks], 1)] {
+        assert_eq!(parsed(&inspected(more))["summary"]["with_mask_token"], json!(count));
     }
-    let ended = inspect(&input, &["--config", &text(&masks)]);
+    let ended = inspected(&["--set", &masks]);
     assert!(ended.stdout.contains("1 rows have the drafter's mask_token_id"), "{ended:?}");
 }
 
@@ -202,9 +199,10 @@ fn rules_come_from_a_recipe_or_a_file() {
     let wrong = lines(dir.path(), "wrong.yaml", &[entry.replace("end_of", "end_off")]);
     inspect(&input, &["--chat-template", &text(&wrong)])
         .fails_with(2, &["wrong.yaml:3", "did you mean `end_of_turn`?"]);
-    inspect(&input, &["--chat-template", "llama"]).fails_with(2, &["llama", "qwen, gemma4, generation"]);
+    inspect(&input, &["--chat-template", "llama"])
+        .fails_with(2, &["llama", "qwen, llama3, gemma4, generation"]);
     inspect(&input, &["--chat-template", "generation"])
-        .fails_with(2, &["no {% generation %} tags", "qwen, gemma4"]);
+        .fails_with(2, &["no {% generation %} tags", "qwen, llama3, gemma4"]);
     inspect(&dir.path().join("absent"), &[]).fails_with(2, &["absent", "no such file"]);
     run(&["inspect", "--input", &text(&input), "--model", "/nowhere"]).fails_with(2, &["/nowhere"]);
     let empty = lines(dir.path(), "empty.jsonl", &[]);

@@ -17,8 +17,8 @@ use tempfile::TempDir;
 
 use crate::LIMIT;
 use crate::common::gguf::dequantised;
-use crate::common::repository;
 use crate::common::training::{Lessons, smoke, train};
+use crate::common::{repository, target_dir};
 
 /// A drafter of `assets` with something changed.
 pub fn edited(name: &str, edit: impl FnOnce(&mut Value, &mut Vec<(String, Tensor)>)) -> TempDir {
@@ -38,6 +38,17 @@ pub fn dflash() -> TempDir {
         config["confidence_head_with_markov"] = json!(false);
         tensors
             .retain(|(name, _)| !name.starts_with("markov_head.") && !name.starts_with("confidence_head."));
+    })
+}
+
+/// The trained DSpark as if it had been trained with a rotation that is stretched as Llama 3's is: it drafts worse, and the same everywhere.
+pub fn stretched() -> TempDir {
+    edited("tiny-dspark", |config, _| {
+        config.as_object_mut().unwrap().remove("rope_scaling");
+        config["rope_parameters"] = json!({
+            "rope_type": "llama3", "rope_theta": config["rope_theta"], "factor": 2.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
+        });
     })
 }
 
@@ -98,27 +109,39 @@ impl RealModel {
 
     /// A block drafter that learned a little of what it says, with a Markov head of this rank.
     pub fn block(&self, markov: Option<i64>) -> TempDir {
-        let model = ModelConfig::load(&self.folder).unwrap();
-        let taps = Tap::from_layer_ids(REAL_TAPS).unwrap();
-        let config = BlockConfig {
-            decoder: DraftDecoder {
-                model: model.anchored_decoder(&[None, None]).unwrap(),
-                taps: taps.clone(),
-                num_target_layers: model.layers.len(),
-            },
-            blocks: AnchoredBlocks {
-                block_size: 5,
-                slots: Slots::AnchorPredicts,
-                mask_token_id: UNUSED,
-                num_anchors: 8,
-            },
-            markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
-            confidence: None,
-        };
-        let alphas = LossAlphas { ce: 1.0, ..LossAlphas::default() };
-        let plan = BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 4.0 });
-        taught(&plan, &self.folder, &taps, 200)
+        block(&self.folder, REAL_TAPS, UNUSED, Slots::AnchorPredicts, markov, 200)
     }
+}
+
+/// A DFlash for the tiny target whose slots fill in, as z-lab's do.
+pub fn filling_in() -> TempDir {
+    block(&target_dir(), [0, 2, 4], 1023, Slots::FillIn, None, 300)
+}
+
+/// A block drafter that learned what this target says in so many steps.
+fn block(
+    target: &Path,
+    taps: [i64; 3],
+    mask_token_id: i64,
+    slots: Slots,
+    markov: Option<i64>,
+    steps: usize,
+) -> TempDir {
+    let model = ModelConfig::load(target).unwrap();
+    let taps = Tap::from_layer_ids(taps).unwrap();
+    let config = BlockConfig {
+        decoder: DraftDecoder {
+            model: model.anchored_decoder(&[None, None]).unwrap(),
+            taps: taps.clone(),
+            num_target_layers: model.layers.len(),
+        },
+        blocks: AnchoredBlocks { block_size: 5, slots, mask_token_id, num_anchors: 8 },
+        markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
+        confidence: None,
+    };
+    let alphas = LossAlphas { ce: 1.0, ..LossAlphas::default() };
+    let plan = BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 4.0 });
+    taught(&plan, target, &taps, steps)
 }
 
 /// Taps of drafters of the real model, and a token of it that no text has.

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::common::gguf::{llama_gguf, target_gguf};
 use crate::common::training::smoke;
 use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
-use crate::drafters::{REAL_TAPS, RealModel, dflash, eagle3, edited};
+use crate::drafters::{REAL_TAPS, RealModel, dflash, eagle3, edited, filling_in, stretched};
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
 
 /// llama.cpp's server; None leaves the test out.
@@ -128,26 +128,28 @@ fn served(server: &Path, [target, file]: [&Path; 2], drafter: &Path, root: &Path
 }
 
 /// Compares answers and cycles beside the tiny target.
-fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
+fn agrees(server: &Path, drafter: &Path, apart: usize) {
     let root = tempfile::tempdir().unwrap();
     let (target, file) = (target_dir(), root.path().join("target.gguf"));
     target_gguf(&file);
-    agrees_on(server, [&target, &file], drafter, LIMIT, near_ties);
+    agrees_on(server, [&target, &file], drafter, LIMIT, apart);
 }
 
-/// Compares answers and cycles, of which as many samples may differ as two programs' float32 sums differ about two candidates that are all but
-/// equal.
-fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
+/// Compares answers, which may part at near ties only, and cycles, of which so many of the same answers may have others: where two candidates
+/// of the drafter are all but equal, which nobody tells.
+fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, apart: usize) {
     let root = tempfile::tempdir().unwrap();
     let llama = served(server, target, drafter, root.path());
     let ours = ours(target[0], drafter, limit, &root.path().join("run"));
-    let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
-    for (key, prompt) in prompts(limit) {
-        let (_, ids, drafts) = llama.answer(&prompt);
-        let (own_ids, own_cycles) = &ours[&key];
+    let (mut differing, mut parted, mut cycles, mut tokens) = (vec![], 0, 0, 0);
+    let prompts = prompts(limit);
+    for (key, prompt) in &prompts {
+        let (_, ids, drafts) = llama.answer(prompt);
+        let (own_ids, own_cycles) = &ours[key];
         // Theirs may leave out the token that ends an answer.
         if !own_ids.starts_with(&ids) || own_ids.len() > ids.len() + 1 {
-            differing.push(format!("{key:?}: {}", near_tie(target[0], &prompt, own_ids, &ids)));
+            eprintln!("{key:?}: {}", near_tie(target[0], prompt, own_ids, &ids));
+            parted += 1;
             continue;
         }
         cycles += own_cycles;
@@ -157,7 +159,11 @@ fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, ne
         }
     }
     assert!(tokens > cycles + ENOUGH, "{tokens} tokens in {cycles} cycles");
-    assert!(differing.len() <= near_ties, "{}", differing.join("\n"));
+    eprintln!("{parted} of {} answers part at near ties; {}", prompts.len(), differing.join("\n"));
+    // Few sums come so near to each other in a model of few tokens.
+    let most = if limit == LIMIT { 1 } else { prompts.len() / 4 };
+    assert!(parted <= most, "{parted} of {} answers part", prompts.len());
+    assert!(differing.len() <= apart, "{}", differing.join("\n"));
 }
 
 #[test]
@@ -167,9 +173,39 @@ fn llama_cpp_runs_dspark_cycle_by_cycle() {
 }
 
 #[test]
+fn llama_cpp_runs_dspark_with_a_stretched_rotation_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    agrees(&server, stretched().path(), 0);
+}
+
+#[test]
+fn llama_cpp_answers_as_we_do_without_a_drafter() {
+    let Some(server) = llama_server() else { return };
+    let root = tempfile::tempdir().unwrap();
+    let (target, file) = (target_dir(), root.path().join("target.gguf"));
+    target_gguf(&file);
+    let llama = Llama::start(&server, &["--model", file.to_str().unwrap()]);
+    let ours = ours(&target, &repository("assets/tiny-dspark"), LIMIT, &root.path().join("run"));
+    for (key, prompt) in prompts(LIMIT) {
+        let (_, ids, drafts) = llama.answer(&prompt);
+        let own = &ours[&key].0;
+        assert!(
+            drafts == 0 && own.starts_with(&ids) && own.len() <= ids.len() + 1,
+            "{key:?}: {ids:?}, {own:?}"
+        );
+    }
+}
+
+#[test]
 fn llama_cpp_runs_dflash_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
-    agrees(&server, dflash().path(), 1);
+    agrees(&server, dflash().path(), 0);
+}
+
+#[test]
+fn llama_cpp_runs_dflash_whose_slots_fill_in_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    agrees(&server, filling_in().path(), 0);
 }
 
 #[test]
@@ -188,26 +224,26 @@ fn llama_cpp_runs_eagle3_cycle_by_cycle() {
     let [file, cache] = ["target.gguf", "unpacked"].map(|name| root.path().join(name));
     llama_gguf(&file);
     let target = deepspec_gguf::unpack(&file, &cache).unwrap();
-    agrees_on(&server, [&target, &file], eagle3(&target, [0, 2, 4], 60).path(), LIMIT, 1);
+    agrees_on(&server, [&target, &file], eagle3(&target, [0, 2, 4], 60).path(), LIMIT, 0);
 }
 
 #[test]
 fn llama_cpp_runs_eagle3_of_a_real_model_cycle_by_cycle() {
     let (Some(server), Some(real)) = (llama_server(), RealModel::new()) else { return };
     let drafter = eagle3(&real.folder, REAL_TAPS, 150);
-    agrees_on(&server, [&real.folder, &real.file], drafter.path(), FEWER, 1);
+    agrees_on(&server, [&real.folder, &real.file], drafter.path(), FEWER, 0);
 }
 
 #[test]
 fn llama_cpp_runs_dspark_of_a_real_model_cycle_by_cycle() {
     let (Some(server), Some(real)) = (llama_server(), RealModel::new()) else { return };
-    agrees_on(&server, [&real.folder, &real.file], real.block(Some(32)).path(), FEWER, 1);
+    agrees_on(&server, [&real.folder, &real.file], real.block(Some(32)).path(), FEWER, 0);
 }
 
 #[test]
 fn llama_cpp_runs_dflash_of_a_real_model_cycle_by_cycle() {
     let (Some(server), Some(real)) = (llama_server(), RealModel::new()) else { return };
-    agrees_on(&server, [&real.folder, &real.file], real.block(None).path(), FEWER, 1);
+    agrees_on(&server, [&real.folder, &real.file], real.block(None).path(), FEWER, 0);
 }
 
 /// Tokens per cycle of samples `(tokens, cycles)`, and its standard error.
@@ -272,6 +308,10 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
     let (greedy, drawn) = (ours("greedy"), ours("probabilistic"));
     let apart = |(here, own): (f64, f64)| (here - there).abs() / error.hypot(own);
     assert!(apart(greedy) < 3.0, "{there} ± {error} there, {greedy:?} by greedy drafts");
+    assert!(
+        apart(greedy) < apart(drawn),
+        "{there} ± {error} there, {greedy:?} by greedy drafts, {drawn:?} by drawn"
+    );
     eprintln!("llama.cpp {there:.3} ± {error:.3}, greedy {greedy:.3?}, probabilistic {drawn:.3?}");
 }
 

@@ -108,5 +108,12 @@ fn near_tie(target: &Path, prompt: &str, own: &[i64], other: &[i64]) -> String {
     let (best, candidates) = logits.topk(2, -1, true, true);
     let gap = best.double_value(&[0, 0]) - best.double_value(&[0, 1]);
     assert!(gap < NEAR, "token {at}: {own:?} here, {other:?} there, {gap} apart");
-    format!("near tie of {candidates} at token {at}: {gap} apart")
+    let candidates: Vec<i64> = candidates.squeeze().try_into().unwrap();
+    for answer in [own, other] {
+        assert!(
+            answer.get(at).is_none_or(|token| candidates.contains(token)),
+            "{answer:?} at {at}: {candidates:?}"
+        );
+    }
+    format!("near tie of {candidates:?} at token {at}: {gap} apart")
 }

@@ -83,14 +83,18 @@ pub fn config(
 }
 
 /// Turns a config of the reference's layout into the one that vLLM, SGLang and llama.cpp's converter read alike: what some of them look
-/// for at the top and others in `dflash_config` stands in both, and nothing is left to defaults that differ. `theta` is the base of its rotary embeddings, which are not scaled.
-pub fn for_engines(map: &mut Map<String, Value>, theta: f64) {
+/// for at the top and others in `dflash_config` stands in both, and nothing is left to defaults that differ. `rope` is what
+/// `rope_parameters` says; older readers look for its base at the top and for a scaling in `rope_scaling`.
+pub fn for_engines(map: &mut Map<String, Value>, rope: Map<String, Value>) {
     map.insert("sample_from_anchor".into(), true.into());
     // llama.cpp's converter would take a drafter's embedding for its head.
     map.insert("has_embed_tokens".into(), false.into());
-    map.insert("rope_theta".into(), theta.into());
-    map.insert("rope_parameters".into(), serde_json::json!({"rope_theta": theta, "rope_type": "default"}));
-    map.remove("rope_scaling");
+    map.insert("rope_theta".into(), rope["rope_theta"].clone());
+    match rope["rope_type"] == "default" {
+        true => map.remove("rope_scaling"),
+        false => map.insert("rope_scaling".into(), rope.clone().into()),
+    };
+    map.insert("rope_parameters".into(), rope.into());
     // Not sample_from_anchor: vLLM 0.32 takes it within for one that its DFlash cannot have, whatever the class.
     let both = [
         "block_size",

@@ -165,6 +165,23 @@ fn each_engine_gets_the_layout_that_it_loads() {
             let own = original.into_iter().filter(|(name, _)| is_own(name)).collect();
             assert_eq!(tensors, own, "{case}");
         }
+        // Rotations that are stretched as Llama 3's are stay so, for readers of either key.
+        let reference = golden("dspark_vanilla");
+        let mut config = reference.config();
+        config.as_object_mut().unwrap().remove("rope_scaling");
+        let stretched = json!({
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        });
+        config["rope_parameters"] = stretched.clone();
+        reference.put(&config);
+        let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
+        let target = Target::open(target.path(), "owner/target").unwrap();
+        let folder = Folder::new();
+        for_engine(&source, engine, &target).unwrap().write(&folder.path().join("out"), false).unwrap();
+        let config = folder.within("out").config();
+        assert_eq!((&config["rope_parameters"], &config["rope_scaling"]), (&stretched, &stretched));
+        assert_eq!(config["rope_theta"], 5e5);
         let (_, zlab) = written("dflash2", engine).unwrap();
         assert_eq!(open_checkpoint(zlab.path()).unwrap().dialect(), Dialect::Zlab);
         let told = written("dspark_gated", engine).err().unwrap().to_string();

@@ -41,8 +41,9 @@ fn says(folder: &Path, server: Server, about: &str, words: &str) {
 #[test]
 fn a_sound_drafter_has_to_be_served_by_the_right_flags() {
     let folder = dspark();
-    assert_eq!(about(folder.path(), Server::Vllm), ["slots", "drafted tokens"]);
-    assert_eq!(about(folder.path(), Server::Sglang), ["slots"]);
+    assert_eq!(about(folder.path(), Server::Vllm), ["slots", "layer ids", "drafted tokens"]);
+    assert_eq!(about(folder.path(), Server::Sglang), ["slots", "layer ids"]);
+    says(folder.path(), Server::Vllm, "layer ids", "layers 0, 2, 4 give");
     says(folder.path(), Server::Vllm, "slots", "\"method\": \"dspark\"");
     says(folder.path(), Server::Vllm, "drafted tokens", "\"num_speculative_tokens\": 7");
     says(folder.path(), Server::Sglang, "slots", "--speculative-algorithm DSPARK");
@@ -59,7 +60,7 @@ fn what_stands_beside_the_weights_is_named() {
     let folder = dspark();
     fs::write(folder.path().join("train_state.safetensors"), "").unwrap();
     says(folder.path(), Server::Vllm, "files", "train_state.safetensors");
-    assert_eq!(about(folder.path(), Server::Sglang), ["slots"]);
+    assert_eq!(about(folder.path(), Server::Sglang), ["slots", "layer ids"]);
 
     let (source, target) = (dspark(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
     let checkpoint = open_checkpoint(source.path()).unwrap();
@@ -84,6 +85,8 @@ fn keys_that_are_read_otherwise_are_named() {
     };
     let scaled = change(&|config| config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 2.0}));
     says(scaled.path(), Server::Vllm, "RoPE", "yarn");
+    let worded = change(&|config| config["mask_token_id"] = json!(300));
+    says(worded.path(), Server::Sglang, "mask token", "mask_token_id is 300");
     let twice = change(&|config| {
         config["rope_theta"] = json!(1e4);
         config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 5e5});

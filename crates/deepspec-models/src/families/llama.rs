@@ -1,6 +1,7 @@
 //! Llama (dense): one kind of layer, without norms on queries and keys.
 
 use deepspec_dialects::DecoderFamily;
+use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
 use super::pre_norm::{self, Differences};
@@ -22,7 +23,13 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         let any = windows.iter().any(Option::is_some);
         any.then_some("sliding_window: a Llama layer has no window; leave it out")
     },
-    chat: None,
+    chat: Some(ChatFormat {
+        name: "llama3",
+        assistant_header: "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        end_of_turn: "<|eot_id|>",
+        default_system: None,
+        assistant_prefix: None,
+    }),
     shapes: &[],
 };
 

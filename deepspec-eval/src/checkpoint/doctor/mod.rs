@@ -123,7 +123,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Some(server) => Some(Serving::examine(server, &draft, &target, &args.target)?),
         None => None,
     };
-    let mut report = examine(args, &target, &draft, place)?;
+    let mut report = match deepspec_drafters::is_language_model(&draft) {
+        // What only engines read is not decoded with here.
+        Err(unread) if serving.is_some() => Report::unread(&unread),
+        _ => examine(args, &target, &draft, place)?,
+    };
     if let Some(mut serving) = serving {
         // A drafter that cannot draft for the target was not decoded with.
         if report.accepted_length.is_some() {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use deepspec_dialects::{Risk, Server, Target, risks};
 use deepspec_drafters::open_checkpoint;
+use deepspec_models::ModelError;
 use serde::Serialize;
 
 use super::decode::Asked;
@@ -197,6 +198,13 @@ impl Report {
             Self { findings: vec![Finding { cause, evidence: evidence.clone() }], ..Self::default() };
         report.blame(cause, evidence);
         report
+    }
+
+    /// A folder in a layout that nothing is decoded from here.
+    pub fn unread(why: &ModelError) -> Self {
+        let advice =
+            "what an engine makes of its files stands below; its accepted length takes the converted one";
+        Self { verdict: format!("not decoded with: {why}"), advice: advice.into(), ..Self::default() }
     }
 
     /// Takes over what decoding as the user asks gave.
