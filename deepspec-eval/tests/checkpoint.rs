@@ -172,7 +172,7 @@ fn what_engines_are_given_can_be_read_again() {
 fn the_doctor_says_what_an_engine_would_make_of_a_folder() {
     let root = tempfile::tempdir().unwrap();
     let (own, away) = (drafter(root.path()), root.path().join("away"));
-    ok(convert(&own, "specforge", &away, &[]));
+    ok(convert(&own, "speculators", &away, &[]));
     let target = target_dir();
     let asked = |draft: &Path, engine: &str| {
         let mut args =
@@ -193,6 +193,6 @@ fn the_doctor_says_what_an_engine_would_make_of_a_folder() {
     // Of one that is not, by its files alone.
     let (told, about) = asked(&away, "sglang");
     assert!(about.contains(&"layout".to_string()), "{told}");
-    assert!(told["verdict"].as_str().unwrap().contains("DSparkDraftModel is not read"), "{told}");
+    assert!(told["verdict"].as_str().unwrap().contains("DSparkSpeculator is not read"), "{told}");
     assert_eq!((&told["accepted_length"], &told["serving"]["expected"]), (&Value::Null, &Value::Null));
 }

@@ -111,11 +111,11 @@ fn what_does_not_fit_is_named() {
         assert!(words.iter().all(|word| error.contains(word)), "{words:?} in {error}");
         assert!(!error.contains('\n'), "{error}");
     };
-    refused(&bench, &["data.chat_template=llama"], &["data.chat_template", "llama", "qwen, llama3, gemma4"]);
+    refused(&bench, &["data.chat_template=llama"], &["data.chat_template", "llama", "qwen, gemma4, llama3"]);
     refused(
         &bench,
         &["data.chat_template=generation"],
-        &["data.chat_template", "no {% generation %} tags", "qwen, llama3, gemma4"],
+        &["data.chat_template", "no {% generation %} tags", "qwen, gemma4, llama3"],
     );
     refused(&bench, &["data.max_length=2049"], &["data.max_length", "2049", "max_position_embeddings 2048"]);
     refused(&bench, &["target.layer_ids=[1, 6]"], &["target.layer_ids", "no layer 6", "0 to 5"]);

@@ -17,7 +17,7 @@ pub struct Args {
     /// Override a key of the recipe, such as data.max_length=2048; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", requires = "config")]
     pub overrides: Vec<String>,
-    /// Mask rules without a recipe: qwen, llama3, gemma4, generation (the template's own tags), or a YAML file with an entry; by
+    /// Mask rules without a recipe: qwen, gemma4, llama3, generation (the template's own tags), or a YAML file with an entry; by
     /// default those whose marks the template writes
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
     pub chat_template: Option<String>,
