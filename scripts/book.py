@@ -196,16 +196,17 @@ def same(said, expected):
             pattern += re.escape(part)
     match = re.fullmatch(pattern, said.strip())
     value = lambda text: float(text.replace(",", ""))
-    # Answers come in the order in which they end, and so what is learned from differs a little from run to run.
-    slack = lambda b: 0.1 if "." in b else 3 if abs(value(b)) >= 20 else 0
+    # Answers come in the order in which they end, and so what is learned from differs a little from run to run. Shares and accepted lengths are of
+    # sixteen prompts: between two processors 0.15 was seen.
+    slack = lambda b: 0.2 if "." in b else 3 if abs(value(b)) >= 20 else 0
     near = lambda a, b: abs(value(a) - value(b)) <= max(abs(value(b)) / 6, slack(b))
     return match and all(near(a, b) for a, b in zip(match.groups(), wanted))
 
 
 # The server's in the tutorial; the test takes one that is free.
 PORT = "30000"
-# What differs from run to run: times and rates.
-VOLATILE = r"\d[\d.,]*(?= ?(?:s\b|ms\b|seconds|minutes|GB/s|MB/s|TFLOP|[a-z]+/s))|(?<=\()\d[\d.]*/s"
+# What differs from run to run: times, rates, and how long a single step's gradient is.
+VOLATILE = r"(?<=grad )\d[\d.]*|\d[\d.,]*(?= ?(?:s\b|ms\b|seconds|minutes|GB/s|MB/s|TFLOP|[a-z]+/s))|(?<=\()\d[\d.]*/s"
 
 
 def tutorial(write):

@@ -199,7 +199,7 @@ fn llama_cpp_answers_as_we_do_without_a_drafter() {
 #[test]
 fn llama_cpp_runs_dflash_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
-    agrees(&server, dflash().path(), 0);
+    agrees(&server, dflash().path(), 1);
 }
 
 #[test]

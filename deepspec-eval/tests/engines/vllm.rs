@@ -142,8 +142,8 @@ fn vllm_serves_eagle3_by_the_command_of_its_page() {
             break;
         }
     }
-    // Nobody reads on; a full pipe would stop it.
-    thread::spawn(move || log.for_each(drop));
+    // Somebody has to read on: a full pipe would stop it.
+    let rest = thread::spawn(move || log.map_while(Result::ok).collect::<Vec<_>>().join("\n"));
     let url = format!("http://127.0.0.1:{port}");
     let messages = json!([{"role": "user", "content": "What is 3 + 4?"}]);
     let asked = json!({"model": target, "messages": messages, "max_tokens": 32, "temperature": 0});
@@ -156,7 +156,9 @@ fn vllm_serves_eagle3_by_the_command_of_its_page() {
     // With the processes that it started.
     Command::new("kill").args(["-KILL", "--", &format!("-{}", server.id())]).status().unwrap();
     server.wait().unwrap();
-    let answer: Value = serde_json::from_str(&answer.unwrap()).unwrap();
+    let rest = rest.join().unwrap();
+    let answer = answer.unwrap_or_else(|error| panic!("{error}: {rest}"));
+    let answer: Value = serde_json::from_str(&answer).unwrap();
     assert!(!answer["choices"][0]["message"]["content"].as_str().unwrap().is_empty(), "{answer}");
     let metrics = metrics.unwrap();
     let drafts = metrics.lines().find(|line| line.starts_with("vllm:spec_decode_num_drafts_total")).unwrap();
