@@ -7,6 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
+use std::time::Duration;
 
 use deepspec_testkit::skip::vllm_python;
 use serde_json::{Value, json};
@@ -145,6 +146,10 @@ fn vllm_serves_eagle3_by_the_command_of_its_page() {
     // Somebody has to read on: a full pipe would stop it.
     let rest = thread::spawn(move || log.map_while(Result::ok).collect::<Vec<_>>().join("\n"));
     let url = format!("http://127.0.0.1:{port}");
+    // It says so just before it listens.
+    while ureq::get(format!("{url}/health")).call().is_err() && server.try_wait().unwrap().is_none() {
+        thread::sleep(Duration::from_millis(50));
+    }
     let messages = json!([{"role": "user", "content": "What is 3 + 4?"}]);
     let asked = json!({"model": target, "messages": messages, "max_tokens": 32, "temperature": 0});
     let answer = ureq::post(format!("{url}/v1/chat/completions"))
