@@ -58,7 +58,7 @@ fn a_checkpoint_goes_there_and_back_and_is_described() {
         "to z-lab: no, the weights are not interchangeable",
         "vLLM (0.32.0, tried) loads it: method dspark",
         "SGLang (by its sources) does not load it",
-        "llama.cpp (by its sources) does not load it: it loads GGUF files; convert to gguf",
+        "llama.cpp (of llama-cpp-python 0.3.36, tried) does not load it: it loads GGUF files; convert to gguf",
         "speculators (0.9.0, tried) loads it",
     ] {
         assert!(text.contains(line), "{line:?} not in:\n{text}");

@@ -66,11 +66,11 @@ engines = [engine for engine in ("llama", "vllm") if any(rows(engine, drafter) f
 titles = {"llama": "llama.cpp", "vllm": "vLLM"}
 how = {
     "llama": "llama.cpp, one request on one thread, decoding alone",
-    "vllm": "vLLM, float32, 16 requests on all cores, prompts included; with drafters its kernels are interpreted",
+    "vllm": "vLLM, float32, 16 requests on all cores, prompts included; with drafters Triton's interpreter runs its kernels, many times slower than compiled ones",
 }
 header = ["suite", "prompts"]
 for drafter in drafters:
-    header += [f"{drafter}, here"] + [f"{drafter}, {titles[engine]}" for engine in engines]
+    header += [f"{drafter}, deepspec-eval"] + [f"{drafter}, {titles[engine]}" for engine in engines]
 print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
 means = {}
 first = results[drafters[0]]["suites"]

@@ -8,6 +8,7 @@ use crate::{Checkpoint, Dialect};
 /// The versions that were tried.
 const SPECULATORS: &str = "0.9.0";
 const VLLM: &str = "0.32.0";
+const LLAMA_CPP: &str = "of llama-cpp-python 0.3.36";
 
 /// What one engine makes of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -45,7 +46,7 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     vec![
         known("vLLM", Some(VLLM), drafter.kind.vllm(dialect)),
         known("SGLang", None, drafter.kind.sglang(dialect)),
-        Loader { engine: "llama.cpp", tried: None, loads: false, note },
+        Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP), loads: false, note },
         Loader {
             engine: "speculators",
             tried: (is_speculators && drafter.family.qk_norm).then_some(SPECULATORS),

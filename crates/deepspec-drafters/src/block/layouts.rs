@@ -428,7 +428,7 @@ impl KindSettings for BlockLayout {
         let without_head =
             Verdict::read(false, "it stops without a Markov head; convert to vllm, which adds one of zeros");
         match dialect {
-            Dialect::Zlab => Verdict::read(true, "method dflash"),
+            Dialect::Zlab => Verdict::tried(true, "method dflash"),
             Dialect::Speculators if self.fills_in() && !self.has_heads() => {
                 Verdict::read(true, "method dflash")
             }
