@@ -292,8 +292,7 @@ fn pipeline(
     let kept = |last: usize| (taps * length as f64 + last as f64) * width * 2.0;
     let last = costs.drafter_plan.final_states().positions(&loss_mask).len();
     let (caches, passes) = match recipe.data.states {
-        States::Cache(_) => (true, 1.0),
-        States::Hybrid(_) => (true, 1.0),
+        States::Cache(_) | States::Hybrid(_) => (true, 1.0),
         States::Online => (false, steps * global / rows),
     };
     let device = if args.hardware.is_some() { Device::Cuda(0) } else { plan.runtime.device };
