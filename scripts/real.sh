@@ -62,7 +62,10 @@ if ! flock -n 9; then
     echo "real: an earlier call still runs for $out, or children of it do: $(fuser "$out/.lock" 2>/dev/null || true)" >&2
     exit 1
 fi
-settings="rows=$rows steps=$steps prompts=$prompts suites=$suites drafters=${drafters[*]} rounded=$with_rounded"
+# Processors without products in bfloat16 take eight times as long for them.
+precision=fp32
+! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=bf16
+settings="rows=$rows steps=$steps prompts=$prompts suites=$suites drafters=${drafters[*]} rounded=$with_rounded precision=$precision"
 if [ -f "$out/settings" ] && [ "$(cat "$out/settings")" != "$settings" ]; then
     echo "real: $out was begun with $(cat "$out/settings"), not with $settings; name another folder" >&2
     exit 1
@@ -121,9 +124,6 @@ if [ ! -f "$out/answers.done" ]; then
     touch "$out/answers.done"
 fi
 
-# Processors without products in bfloat16 take eight times as long for them.
-precision=fp32
-! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=bf16
 shared=(--set "logging.output_dir=$out/checkpoints" --set "train.max_train_steps=$steps" --set "train.precision=$precision")
 served=("${shared[@]}" --set "target.model=$model" --set "data.states.cache=$out/cache")
 other=("${shared[@]}" --set "target.model=$rounded" --set "data.states.cache=$out/cache-rounded" --set name=smollm2_rounded)

@@ -116,7 +116,7 @@ pub struct DataRecipe {
     /// GPU for each process of a machine, counted from N.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_device: Option<String>,
-    /// Mask rules of the target's chat format: `qwen`, `gemma4`, `generation` (the template's own tags), an entry, or
+    /// Mask rules of the target's chat format: `qwen`, `gemma4`, `llama3`, `generation` (the template's own tags), an entry, or
     /// the path of a YAML file with one.
     pub chat_template: TemplateRecipe,
     /// Given to conversations without a system message; absent means the chat template's own, an empty text means no message.

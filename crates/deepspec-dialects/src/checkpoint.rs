@@ -61,6 +61,14 @@ impl Checkpoint {
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
+    /// Why it cannot be converted to `to`, if so.
+    pub fn refusal(&self, to: Dialect) -> Option<String> {
+        match to == Dialect::Reference && self.leaves_ends() {
+            true => self.drafter.refusal_anywhere(),
+            false => self.drafter.refusal(self.dialect, to),
+        }
+    }
+
     /// A refusal to say it in the layout `to`.
     pub(crate) fn refused(&self, to: &'static str, reason: String) -> DialectError {
         DialectError::Refused { path: self.dir.clone(), to, reason }
@@ -120,20 +128,16 @@ impl Checkpoint {
     /// What to do with it in one sentence; None where it is in the reference's layout.
     pub fn advice(&self) -> Option<String> {
         let (dialect, kind) = (self.dialect, self.drafter.kind.title());
-        let (what, refusal) = match dialect {
-            Dialect::Reference if self.leaves_ends() => (
+        let what = match dialect {
+            Dialect::Reference if self.leaves_ends() => {
                 format!(
                     "it is a {kind} checkpoint for engines, which take embedding and head from the target"
-                ),
-                self.drafter.refusal_anywhere(),
-            ),
+                )
+            }
             Dialect::Reference => return None,
-            _ => (
-                format!("it is a {kind} checkpoint of the dialect {dialect}"),
-                self.drafter.refusal(dialect, Dialect::Reference),
-            ),
+            _ => format!("it is a {kind} checkpoint of the dialect {dialect}"),
         };
-        Some(match refusal {
+        Some(match self.refusal(Dialect::Reference) {
             Some(reason) => format!("{what}, which cannot be converted: {reason}"),
             None => {
                 let dir = self.dir.display();

@@ -39,8 +39,10 @@ pub fn convert<'a>(
 ) -> Result<Converted<'a>, DialectError> {
     let refused = |reason: String| source.refused(to.name(), reason);
     let drafter = complete(source, target);
-    let fills_ends = to == Dialect::Reference && source.leaves_ends();
-    let reason = if fills_ends { drafter.refusal_anywhere() } else { drafter.refusal(source.dialect(), to) };
+    let reason = match to == Dialect::Reference && source.leaves_ends() {
+        true => drafter.refusal_anywhere(),
+        false => drafter.refusal(source.dialect(), to),
+    };
     if let Some(reason) = reason {
         return Err(refused(reason));
     }

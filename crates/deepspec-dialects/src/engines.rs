@@ -33,7 +33,10 @@ pub fn for_engine<'a>(
             let reason = format!("it loads the checkpoint as it is, in the layout of {dialect}");
             Err(source.refused(to, reason))
         }
-        EngineLayout::Dialect(dialect) => convert(source, dialect, Some(target)),
+        EngineLayout::Dialect(dialect) => {
+            rope::stretched(source, to)?;
+            convert(source, dialect, Some(target))
+        }
         EngineLayout::Anchored => anchored(source, &drafter, target, to),
     }
 }

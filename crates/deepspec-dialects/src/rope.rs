@@ -7,6 +7,7 @@ use crate::fields::Fields;
 use crate::shapes::Heads;
 use crate::{Checkpoint, DialectError};
 
+const ORIGINAL: &str = "original_max_position_embeddings";
 /// What transformers takes where nothing is said.
 const THETA: f64 = 10_000.0;
 
@@ -47,7 +48,7 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     let llama3 = Llama3 {
         slow: number("low_freq_factor")?,
         fast: number("high_freq_factor")?,
-        original: number("original_max_position_embeddings")?,
+        original: original(&fields, &chosen)?,
     };
     if llama3.slow >= llama3.fast {
         let problem = format!("{} is not above low_freq_factor {}", llama3.fast, llama3.slow);
@@ -60,6 +61,14 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()) })
 }
 
+/// Positions that the rotation was trained for before it was stretched; transformers lets the config's own key win.
+fn original(fields: &Fields, chosen: &Fields) -> Result<f64, DialectError> {
+    let number = |fields: &Fields| fields.map.get(ORIGINAL).and_then(Value::as_f64);
+    let value = chosen.required(ORIGINAL, number(fields).or(number(chosen)))?;
+    let positive = value > 0.0 && value.is_finite();
+    positive.then_some(value).ok_or_else(|| chosen.error(ORIGINAL, format!("{value} is not above 0")))
+}
+
 /// What `rope_parameters` says of the checkpoint's rotary embeddings, the base among it, plain or scaled as Llama 3's are.
 ///
 /// # Errors
@@ -70,6 +79,9 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<Map<String, V
     let fields = Fields::new(&path, &source.drafter().decoder);
     let scaled = chosen(&fields)?.filter(|_| factors.is_some());
     let mut said = scaled.as_ref().map_or_else(Map::new, |(chosen, _)| chosen.map.clone());
+    if let Some((chosen, _)) = &scaled {
+        said.insert(ORIGINAL.into(), original(&fields, chosen)?.into());
+    }
     said.remove("type");
     said.insert("rope_type".into(), if factors.is_some() { "llama3" } else { "default" }.into());
     said.insert("rope_theta".into(), theta.into());

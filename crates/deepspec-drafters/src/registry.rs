@@ -129,15 +129,27 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let all = || KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
     let is_meant = |known: &&Checkpoints| (known.classes)().iter().any(|class| Some(class.as_str()) == found);
     let known = all().find(is_meant);
-    let other = || open_checkpoint(dir).ok().filter(|checkpoint| known.is_none() || checkpoint.leaves_ends());
-    if let Some(advice) = other().and_then(|checkpoint| checkpoint.advice()) {
-        let found = found.unwrap_or("no class");
-        return Err(fields.error("architectures", format!("{found} is not read: {advice}")));
-    }
     known.ok_or_else(|| {
+        if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.advice()) {
+            let found = found.unwrap_or("no class");
+            return fields.error("architectures", format!("{found} is not read: {advice}"));
+        }
         let names = all().flat_map(|known| (known.classes)()).collect::<Vec<_>>().join(", ");
         fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
     })
+}
+
+/// [`checkpoints_like`], of a folder that holds all that drafting takes.
+fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> {
+    let known = checkpoints_like(dir)?;
+    let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::leaves_ends);
+    match for_engines.and_then(|checkpoint| checkpoint.advice()) {
+        Some(advice) => {
+            let (path, map) = read_json(dir)?;
+            Err(Fields::new(&path, &map).error("architectures", format!("the folder is not read: {advice}")))
+        }
+        None => Ok(known),
+    }
 }
 
 /// Opens the drafter checkpoint in `dir`, in the layout of any tool that is known.
@@ -155,7 +167,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, DialectError> {
 /// # Errors
 /// If the folder is no drafter checkpoint of a known kind, or its tensors do not fit its config.
 pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError> {
-    (checkpoints_like(dir)?.load)(dir, options)
+    (whole_checkpoints_like(dir)?.load)(dir, options)
 }
 
 /// Whether the checkpoint in `dir` is a language model in its own right, whose ids mean what its own tokenizer says.
@@ -163,5 +175,5 @@ pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Drafter>, Mo
 /// # Errors
 /// If the folder is no drafter checkpoint of a known kind.
 pub fn is_language_model(dir: &Path) -> Result<bool, ModelError> {
-    Ok(checkpoints_like(dir)?.are_language_models)
+    Ok(whole_checkpoints_like(dir)?.are_language_models)
 }

@@ -73,6 +73,13 @@ fn real_tokenizers_do_as_in_transformers() {
     {
         let tokenizer = ChatTokenizer::load(Path::new(cases[0]["dir"].as_str().unwrap())).unwrap();
         let template = template(header, end);
+        // The rules that are built in for it are these.
+        let built_in = ChatTemplate::guess(&tokenizer, &chat_formats());
+        let own = built_in
+            .as_ref()
+            .and_then(ChatTemplate::marks)
+            .map(|marks| (marks.assistant_header.as_str(), marks.end_of_turn.as_str()));
+        assert_eq!(own, (name != "gemma3").then_some((header, end)), "{name}");
         let mut rendered_here = 0;
         for (case, answer) in cases.iter().zip(answers) {
             let row = Map::from_iter([

@@ -64,8 +64,9 @@ impl Answer {
             let ids = completion.pointer(place)?.as_array()?;
             (!ids.is_empty() && ids.iter().all(Value::is_u64)).then(|| json!(ids))
         };
-        // As vLLM, SGLang and our own server say it; as llama.cpp does.
-        let token_ids = ids("/choices/0/token_ids").or_else(|| ids("/__verbose/tokens"));
+        // As vLLM and our own server say it; as SGLang does; as llama.cpp does.
+        let places = ["/choices/0/token_ids", "/choices/0/response_token_ids", "/__verbose/tokens"];
+        let token_ids = places.into_iter().find_map(ids);
         // As vLLM and our own server say it; as SGLang does.
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
         // Reading by index gives null for what is not there; taking out by index would panic.
@@ -162,8 +163,12 @@ mod tests {
         for place in ["/prompt_token_ids", "/choices/0/prompt_token_ids"] {
             assert_eq!(told(place, ids.clone()), (None, Some(ids.clone())), "{place}");
         }
-        for (place, value) in [("/choices/0/token_ids", ids.clone()), ("/__verbose", json!({"tokens": ids}))]
-        {
+        let answers = [
+            ("/choices/0/token_ids", ids.clone()),
+            ("/choices/0/response_token_ids", ids.clone()),
+            ("/__verbose", json!({"tokens": ids})),
+        ];
+        for (place, value) in answers {
             assert_eq!(told(place, value), (Some(ids.clone()), None), "{place}");
         }
         for broken in [json!([]), json!("3"), json!([1.5])] {

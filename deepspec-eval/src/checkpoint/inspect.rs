@@ -46,11 +46,11 @@ fn parameters(checkpoint: &Checkpoint) -> (usize, usize) {
     (trained, targets)
 }
 
-/// Every other dialect, with the reason where it is refused.
+/// Every other dialect, with the reason where it is refused; of a folder for engines also its own, which fills in what engines take from the target.
 fn conversions(checkpoint: &Checkpoint) -> Vec<(Dialect, Option<String>)> {
     let own = checkpoint.dialect();
-    let others = Dialect::ALL.into_iter().filter(|&dialect| dialect != own);
-    others.map(|to| (to, checkpoint.drafter().refusal(own, to))).collect()
+    let others = Dialect::ALL.into_iter().filter(|&dialect| dialect != own || checkpoint.leaves_ends());
+    others.map(|to| (to, checkpoint.refusal(to))).collect()
 }
 
 fn as_json(checkpoint: &Checkpoint) -> Value {
@@ -119,6 +119,9 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     line("parameters", format!("{trained} trained, {targets} copied from the target ({dtypes})"));
     if let Err(error) = checkpoint.check() {
         line("problem", error.to_string());
+    }
+    if checkpoint.leaves_ends() {
+        line("for engines", "embedding and head are left to the target".into());
     }
     for (to, refusal) in conversions(checkpoint) {
         line(

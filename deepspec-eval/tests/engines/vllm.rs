@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -121,6 +121,17 @@ fn vllm_runs_eagle3_cycle_by_cycle() {
     agrees_with_vllm(&python, eagle3(&target_dir(), [0, 2, 4], 60).path(), 0);
 }
 
+/// A server, which goes away with this, and with it the processes that it started.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let group = format!("-{}", self.0.id());
+        let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
+        let _ = self.0.wait();
+    }
+}
+
 /// The server of the engine's page, in the form that the build for CPUs has. Other drafters take Triton there.
 #[test]
 fn vllm_serves_eagle3_by_the_command_of_its_page() {
@@ -132,8 +143,8 @@ fn vllm_serves_eagle3_by_the_command_of_its_page() {
     command.env_remove("LD_LIBRARY_PATH").env("VLLM_CPU_KVCACHE_SPACE", "1").env("VLLM_NO_USAGE_STATS", "1");
     command.args(["-m", "vllm.entrypoints.openai.api_server", "--port", &port, "--enforce-eager"]);
     command.arg("--model").arg(&target).args(["--speculative-config", &config]).process_group(0);
-    let mut server = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut log = BufReader::new(server.stderr.take().unwrap()).lines();
+    let mut server = Server(command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap());
+    let mut log = BufReader::new(server.0.stderr.take().unwrap()).lines();
     let mut told = vec![];
     loop {
         let line = log.next().unwrap_or_else(|| panic!("it ended: {}", told.join("\n"))).unwrap();
@@ -147,7 +158,7 @@ fn vllm_serves_eagle3_by_the_command_of_its_page() {
     let rest = thread::spawn(move || log.map_while(Result::ok).collect::<Vec<_>>().join("\n"));
     let url = format!("http://127.0.0.1:{port}");
     // It says so just before it listens.
-    while ureq::get(format!("{url}/health")).call().is_err() && server.try_wait().unwrap().is_none() {
+    while ureq::get(format!("{url}/health")).call().is_err() && server.0.try_wait().unwrap().is_none() {
         thread::sleep(Duration::from_millis(50));
     }
     let messages = json!([{"role": "user", "content": "What is 3 + 4?"}]);
@@ -158,9 +169,7 @@ fn vllm_serves_eagle3_by_the_command_of_its_page() {
     let answer = answer.and_then(|mut answer| answer.body_mut().read_to_string());
     let metrics =
         ureq::get(format!("{url}/metrics")).call().and_then(|mut page| page.body_mut().read_to_string());
-    // With the processes that it started.
-    Command::new("kill").args(["-KILL", "--", &format!("-{}", server.id())]).status().unwrap();
-    server.wait().unwrap();
+    drop(server);
     let rest = rest.join().unwrap();
     let answer = answer.unwrap_or_else(|error| panic!("{error}: {rest}"));
     let answer: Value = serde_json::from_str(&answer).unwrap();

@@ -202,8 +202,7 @@ impl Report {
 
     /// A folder in a layout that nothing is decoded from here.
     pub fn unread(why: &ModelError) -> Self {
-        let advice =
-            "what an engine makes of its files stands below; its accepted length takes the converted one";
+        let advice = "what an engine makes of its files stands below; for an accepted length examine the checkpoint that it was made of, or what `convert --to reference` makes of it";
         Self { verdict: format!("not decoded with: {why}"), advice: advice.into(), ..Self::default() }
     }
 
