@@ -79,8 +79,9 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<Map<String, V
     let fields = Fields::new(&path, &source.drafter().decoder);
     let scaled = chosen(&fields)?.filter(|_| factors.is_some());
     let mut said = scaled.as_ref().map_or_else(Map::new, |(chosen, _)| chosen.map.clone());
-    if let Some((chosen, _)) = &scaled {
-        said.insert(ORIGINAL.into(), original(&fields, chosen)?.into());
+    // What wins here has to be what is read there.
+    if let Some(original) = fields.map.get(ORIGINAL).filter(|_| scaled.is_some()) {
+        said.insert(ORIGINAL.into(), original.clone());
     }
     said.remove("type");
     said.insert("rope_type".into(), if factors.is_some() { "llama3" } else { "default" }.into());
