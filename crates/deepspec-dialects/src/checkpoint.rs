@@ -63,10 +63,16 @@ impl Checkpoint {
 
     /// Why it cannot be converted to `to`, if so.
     pub fn refusal(&self, to: Dialect) -> Option<String> {
-        match to == Dialect::Reference && self.leaves_ends() {
-            true => self.drafter.refusal_anywhere(),
-            false => self.drafter.refusal(self.dialect, to),
+        self.refusal_of(&self.drafter, to)
+    }
+
+    /// The same of its drafter as a target completes it.
+    pub(crate) fn refusal_of(&self, drafter: &Drafter, to: Dialect) -> Option<String> {
+        // Its own layout is left only where something is to be filled in.
+        if to == self.dialect && !self.leaves_ends() {
+            return Some(format!("it is a checkpoint of {to} already"));
         }
+        drafter.refusal_anywhere().or_else(|| drafter.kind.refusal(drafter, to))
     }
 
     /// A refusal to say it in the layout `to`.

@@ -39,11 +39,7 @@ pub fn convert<'a>(
 ) -> Result<Converted<'a>, DialectError> {
     let refused = |reason: String| source.refused(to.name(), reason);
     let drafter = complete(source, target);
-    let reason = match to == Dialect::Reference && source.leaves_ends() {
-        true => drafter.refusal_anywhere(),
-        false => drafter.refusal(source.dialect(), to),
-    };
-    if let Some(reason) = reason {
+    if let Some(reason) = source.refusal_of(&drafter, to) {
         return Err(refused(reason));
     }
     source.check()?;

@@ -157,14 +157,6 @@ impl Drafter {
         self.taps.iter().map(|tap| tap.layer_id() + 1).collect()
     }
 
-    /// Why this drafter cannot be said in `to`; `own` is its dialect. None if it can.
-    pub fn refusal(&self, own: Dialect, to: Dialect) -> Option<String> {
-        if own == to {
-            return Some(format!("it is a checkpoint of {own} already"));
-        }
-        self.refusal_anywhere().or_else(|| self.kind.refusal(self, to))
-    }
-
     /// Why this drafter can be said in no layout but its own, if so.
     pub(crate) fn refusal_anywhere(&self) -> Option<String> {
         if let Some(Obstacle { key, reason }) = self.obstacles.first() {

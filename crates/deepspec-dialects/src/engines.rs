@@ -48,7 +48,7 @@ fn anchored<'a>(
     target: &'a Target,
     to: &'static str,
 ) -> Result<Converted<'a>, DialectError> {
-    let rope = rope::parameters(source, to)?;
+    let rope = rope::stretched(source, to)?;
     check_pair(source, drafter, target, to)?;
     let (mut tensors, mut dropped) = body(source, Dialect::Reference);
     dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));

@@ -37,7 +37,7 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     let gguf = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
     let note = gguf.as_ref().map_or_else(String::clone, |()| "it loads GGUF files; convert to gguf".into());
     let is_speculators = dialect == Dialect::Speculators;
-    let converts = drafter.refusal(dialect, Dialect::Speculators).is_none();
+    let converts = checkpoint.refusal(Dialect::Speculators).is_none();
     let own = match is_speculators {
         true => "SpeculatorModel.from_pretrained",
         false if converts => "convert to speculators",

@@ -17,6 +17,8 @@ pub struct Rope {
     pub theta: f64,
     /// What a factor a plane stretches them by, if any.
     pub factors: Option<Vec<f32>>,
+    /// The same as `rope_parameters` says it.
+    pub parameters: Map<String, Value>,
 }
 
 /// [`with_factors`], of heads as wide as the config says.
@@ -38,7 +40,9 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     let fields = Fields::new(&path, &source.drafter().decoder);
     let Some((chosen, "llama3")) = chosen(&fields)?.map(|(chosen, kind)| (chosen, kind.unwrap_or_default()))
     else {
-        return Ok(Rope { theta: unscaled(source, to)?, factors: None });
+        let theta = unscaled(source, to)?;
+        let parameters = said([("rope_type", "default".into()), ("rope_theta", theta.into())]);
+        return Ok(Rope { theta, factors: None, parameters });
     };
     let number = |key: &str| {
         let value = chosen.required(key, chosen.map.get(key).and_then(Value::as_f64))?;
@@ -58,7 +62,16 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     let theta = theta(&fields, Some(&chosen));
     let planes = dim / 2;
     let factor = |plane: u64| llama3.factor(theta.powf(-(plane as f64) / planes as f64), most) as f32;
-    Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()) })
+    let mut parameters = chosen.map.clone();
+    parameters.remove("type");
+    parameters.extend(said([("rope_type", "llama3".into()), ("rope_theta", theta.into())]));
+    // What wins here has to be what is read there.
+    parameters.extend(fields.map.get(ORIGINAL).map(|original| (ORIGINAL.into(), original.clone())));
+    Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()), parameters })
+}
+
+fn said<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+    entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
 }
 
 /// Positions that the rotation was trained for before it was stretched; transformers lets the config's own key win.
@@ -67,26 +80,6 @@ fn original(fields: &Fields, chosen: &Fields) -> Result<f64, DialectError> {
     let value = chosen.required(ORIGINAL, number(fields).or(number(chosen)))?;
     let positive = value > 0.0 && value.is_finite();
     positive.then_some(value).ok_or_else(|| chosen.error(ORIGINAL, format!("{value} is not above 0")))
-}
-
-/// What `rope_parameters` says of the checkpoint's rotary embeddings, the base among it, plain or scaled as Llama 3's are.
-///
-/// # Errors
-/// As [`stretched`].
-pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<Map<String, Value>, DialectError> {
-    let Rope { theta, factors } = stretched(source, to)?;
-    let path = source.dir().join("config.json");
-    let fields = Fields::new(&path, &source.drafter().decoder);
-    let scaled = chosen(&fields)?.filter(|_| factors.is_some());
-    let mut said = scaled.as_ref().map_or_else(Map::new, |(chosen, _)| chosen.map.clone());
-    // What wins here has to be what is read there.
-    if let Some(original) = fields.map.get(ORIGINAL).filter(|_| scaled.is_some()) {
-        said.insert(ORIGINAL.into(), original.clone());
-    }
-    said.remove("type");
-    said.insert("rope_type".into(), if factors.is_some() { "llama3" } else { "default" }.into());
-    said.insert("rope_theta".into(), theta.into());
-    Ok(said)
 }
 
 /// The base of the checkpoint's rotary embeddings, read as transformers does: a `rope_scaling` that says something comes before

@@ -41,7 +41,8 @@ pub use eagle3::{
 };
 pub use losses::{Dpace, Lk, LkForm, LossAlphas, LossRecipe};
 pub use registry::{
-    is_language_model, load, load_recipe, load_saved_recipe, open_checkpoint, plan, recipe_schema, title,
+    check_layout, is_language_model, load, load_recipe, load_saved_recipe, open_checkpoint, plan,
+    recipe_schema, title,
 };
 pub use sample::{Normaliser, TrainSample};
 pub use trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer};

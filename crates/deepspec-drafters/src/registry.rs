@@ -139,6 +139,14 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     })
 }
 
+/// Checks that the folder is a drafter checkpoint of a known kind, in the layout that is read here, with all that drafting takes.
+///
+/// # Errors
+/// If it is not, with what to do about it.
+pub fn check_layout(dir: &Path) -> Result<(), ModelError> {
+    whole_checkpoints_like(dir).map(|_| ())
+}
+
 /// [`checkpoints_like`], of a folder that holds all that drafting takes.
 fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> {
     let known = checkpoints_like(dir)?;

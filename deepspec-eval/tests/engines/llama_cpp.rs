@@ -3,10 +3,8 @@
 use std::collections::BTreeMap;
 use std::env;
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
 use deepspec_testkit::conversations::tokenizers;
 use deepspec_testkit::skip::{Kind as Skipped, skip};
@@ -17,6 +15,7 @@ use crate::common::gguf::{llama_gguf, target_gguf};
 use crate::common::training::smoke;
 use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
 use crate::drafters::{REAL_TAPS, RealModel, dflash, eagle3, edited, filling_in, stretched};
+use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
 
 /// llama.cpp's server; None leaves the test out.
@@ -28,57 +27,25 @@ pub fn llama_server() -> Option<PathBuf> {
     server
 }
 
-/// A running llama-server. It goes away with this.
-struct Llama {
-    child: Child,
-    url: String,
-}
-
-impl Drop for Llama {
-    fn drop(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
+/// A running llama-server.
+struct Llama(Server);
 
 impl Llama {
     /// Starts it with these arguments and waits until it listens.
     fn start(server: &Path, args: &[&str]) -> Self {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
         let mut command = Command::new(server);
         command.args(["-t", "1", "-tb", "1", "-np", "1", "-c", "2048", "-ctk", "f32", "-ctv", "f32"]);
-        command.args(["--metrics", "--jinja", "--offline"]);
-        command.args(["--no-webui", "--port", &port]).args(args);
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
-        let mut told = vec![];
-        loop {
-            let line = log.next().unwrap_or_else(|| panic!("it ended: {}", told.join("\n"))).unwrap();
-            let listens = line.contains("listening on");
-            told.push(line);
-            if listens {
-                break;
-            }
-        }
-        // Nobody reads on; a full pipe would stop it.
-        std::thread::spawn(move || log.for_each(drop));
-        Self { child, url: format!("http://127.0.0.1:{port}") }
+        command.args(["--metrics", "--jinja", "--offline", "--no-webui"]).args(args);
+        Self(Server::start(command, "listening on"))
     }
 
     fn post(&self, path: &str, body: &Value) -> Value {
-        let mut response = ureq::post(format!("{}{path}", self.url))
-            .header("Content-Type", "application/json")
-            .send(body.to_string())
-            .unwrap();
-        serde_json::from_str(&response.body_mut().read_to_string().unwrap()).unwrap()
+        serde_json::from_str(&self.0.post(path, &body.to_string())).unwrap()
     }
 
     /// Drafts so far: cycles with a drafter.
     fn drafts(&self) -> usize {
-        let text =
-            ureq::get(format!("{}/metrics", self.url)).call().unwrap().body_mut().read_to_string().unwrap();
-        let count = text.lines().find_map(|line| line.strip_prefix("llamacpp:spec_decode_num_drafts_total "));
-        count.map_or(0, |count| count.trim().parse::<f64>().unwrap() as usize)
+        self.0.metric("llamacpp:spec_decode_num_drafts_total") as usize
     }
 
     /// The likeliest answer to a prompt, its tokens, and its cycles.
@@ -128,28 +95,26 @@ fn served(server: &Path, [target, file]: [&Path; 2], drafter: &Path, root: &Path
 }
 
 /// Compares answers and cycles beside the tiny target.
-fn agrees(server: &Path, drafter: &Path, apart: usize) {
+fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
     let (target, file) = (target_dir(), root.path().join("target.gguf"));
     target_gguf(&file);
-    agrees_on(server, [&target, &file], drafter, LIMIT, apart);
+    agrees_on(server, [&target, &file], drafter, LIMIT, near_ties);
 }
 
-/// Compares answers, which may part at near ties only, and cycles, of which so many of the same answers may have others: where two candidates
-/// of the drafter are all but equal, which nobody tells.
-fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, apart: usize) {
+/// Compares answers and cycles, of which as many samples may differ as two programs' float32 sums differ about two candidates that are all but
+/// equal.
+fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
     let llama = served(server, target, drafter, root.path());
     let ours = ours(target[0], drafter, limit, &root.path().join("run"));
-    let (mut differing, mut parted, mut cycles, mut tokens) = (vec![], 0, 0, 0);
-    let prompts = prompts(limit);
-    for (key, prompt) in &prompts {
-        let (_, ids, drafts) = llama.answer(prompt);
-        let (own_ids, own_cycles) = &ours[key];
+    let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
+    for (key, prompt) in prompts(limit) {
+        let (_, ids, drafts) = llama.answer(&prompt);
+        let (own_ids, own_cycles) = &ours[&key];
         // Theirs may leave out the token that ends an answer.
         if !own_ids.starts_with(&ids) || own_ids.len() > ids.len() + 1 {
-            eprintln!("{key:?}: {}", near_tie(target[0], prompt, own_ids, &ids));
-            parted += 1;
+            differing.push(format!("{key:?}: {}", near_tie(target[0], &prompt, own_ids, &ids)));
             continue;
         }
         cycles += own_cycles;
@@ -159,11 +124,7 @@ fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, ap
         }
     }
     assert!(tokens > cycles + ENOUGH, "{tokens} tokens in {cycles} cycles");
-    eprintln!("{parted} of {} answers part at near ties; {}", prompts.len(), differing.join("\n"));
-    // Few sums come so near to each other in a model of few tokens.
-    let most = if limit == LIMIT { 1 } else { prompts.len() / 4 };
-    assert!(parted <= most, "{parted} of {} answers part", prompts.len());
-    assert!(differing.len() <= apart, "{}", differing.join("\n"));
+    assert!(differing.len() <= near_ties, "{}", differing.join("\n"));
 }
 
 #[test]

@@ -6,6 +6,7 @@
 mod common;
 mod drafters;
 mod llama_cpp;
+mod server;
 mod vllm;
 mod walk_through;
 

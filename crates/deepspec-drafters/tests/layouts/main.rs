@@ -2,6 +2,7 @@
 
 mod common;
 mod convert;
+mod engines;
 mod fuzz;
 mod gguf;
 mod serving;

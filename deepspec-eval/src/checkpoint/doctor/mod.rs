@@ -123,7 +123,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Some(server) => Some(Serving::examine(server, &draft, &target, &args.target)?),
         None => None,
     };
-    let mut report = match deepspec_drafters::is_language_model(&draft) {
+    let mut report = match deepspec_drafters::check_layout(&draft) {
         // What only engines read is not decoded with here.
         Err(unread) if serving.is_some() => Report::unread(&unread),
         _ => examine(args, &target, &draft, place)?,

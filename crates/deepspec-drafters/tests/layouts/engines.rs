@@ -1,0 +1,84 @@
+//! The layouts that engines load.
+
+use crate::common::{Folder, bytes, golden, target};
+use deepspec_dialects::{Dialect, DialectError, Engine, Target, for_engine};
+use deepspec_drafters::open_checkpoint;
+use serde_json::json;
+
+#[test]
+fn each_engine_gets_the_layout_that_it_loads() {
+    let written = |case: &str, engine: Engine| {
+        let reference = golden(case);
+        let target = target(&reference);
+        let (source, target) = (
+            open_checkpoint(reference.path()).unwrap(),
+            Target::open(target.path(), "owner/target").unwrap(),
+        );
+        let folder = Folder::new();
+        for_engine(&source, engine, &target)?.write(&folder.path().join("out"), false)?;
+        Ok::<_, DialectError>((reference, folder.within("out")))
+    };
+    for engine in [Engine::Vllm, Engine::Sglang] {
+        for (case, rank) in [("dspark_vanilla", None), ("dflash", Some(16))] {
+            let (reference, folder) = written(case, engine).unwrap();
+            let (config, mut tensors, original) = (folder.config(), bytes(&folder), bytes(&reference));
+            assert_eq!(config["architectures"], json!(["Qwen3DSparkModel"]));
+            for key in ["block_size", "mask_token_id", "target_layer_ids"] {
+                assert_eq!(
+                    (&config[key], &config["dflash_config"][key]),
+                    (&reference.config()[key], &reference.config()[key])
+                );
+            }
+            assert_eq!(
+                (&config["sample_from_anchor"], &config["has_embed_tokens"]),
+                (&true.into(), &false.into())
+            );
+            assert_eq!(config["rope_theta"], config["rope_parameters"]["rope_theta"]);
+            if let Some(rank) = rank {
+                assert_eq!(
+                    (&config["markov_rank"], &config["markov_head_type"]),
+                    (&json!(rank), &json!("vanilla"))
+                );
+                for name in ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"] {
+                    let (_, shape, data) = tensors.remove(name).unwrap();
+                    assert_eq!(shape, [config["vocab_size"].as_u64().unwrap() as usize, rank]);
+                    assert!(data.iter().all(|&byte| byte == 0));
+                }
+            }
+            let is_own = |name: &str| !name.starts_with("embed_tokens") && !name.starts_with("lm_head");
+            let own = original.into_iter().filter(|(name, _)| is_own(name)).collect();
+            assert_eq!(tensors, own, "{case}");
+        }
+        let (_, zlab) = written("dflash2", engine).unwrap();
+        assert_eq!(open_checkpoint(zlab.path()).unwrap().dialect(), Dialect::Zlab);
+        let told = written("dspark_gated", engine).err().unwrap().to_string();
+        assert!(told.contains("not for one that is gated"), "{told}");
+    }
+    let (_, eagle3) = written("eagle3_qwen3", Engine::Vllm).unwrap();
+    assert_eq!(open_checkpoint(eagle3.path()).unwrap().dialect(), Dialect::Speculators);
+    let told = written("eagle3_qwen3", Engine::Sglang).err().unwrap().to_string();
+    assert!(told.contains("has no norms on queries and keys"), "{told}");
+}
+
+/// Rotations that are stretched as Llama 3's are stay so, for readers of either key.
+#[test]
+fn stretched_rotations_are_said_to_engines() {
+    for engine in [Engine::Vllm, Engine::Sglang] {
+        let reference = golden("dspark_vanilla");
+        let mut config = reference.config();
+        config.as_object_mut().unwrap().remove("rope_scaling");
+        let stretched = json!({
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        });
+        config["rope_parameters"] = stretched.clone();
+        reference.put(&config);
+        let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
+        let target = Target::open(target.path(), "owner/target").unwrap();
+        let folder = Folder::new();
+        for_engine(&source, engine, &target).unwrap().write(&folder.path().join("out"), false).unwrap();
+        let config = folder.within("out").config();
+        assert_eq!((&config["rope_parameters"], &config["rope_scaling"]), (&stretched, &stretched));
+        assert_eq!(config["rope_theta"], 5e5);
+    }
+}
