@@ -12,7 +12,7 @@
 #   REAL_SUITES   folder of the suites (eval_datasets); the public ones come with `deepspec-data suites`, and where none of them is there the
 #                 smoke suites are scored
 #   REAL_DRAFTERS kinds that are trained (dspark dflash dflash2)
-#   REAL_ROUNDED  0 leaves out the other rounding, and what is compared with it
+#   REAL_ROUNDED  0 leaves out the other rounding, and what is compared with it; a later call may ask for more of both
 #   REAL_VLLM     0 leaves out vLLM, which takes 6 GB of disk and, with drafters, long: Triton's kernels are interpreted
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -65,7 +65,7 @@ fi
 # Processors without products in bfloat16 take eight times as long for them.
 precision=fp32
 ! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || precision=bf16
-settings="rows=$rows steps=$steps prompts=$prompts suites=$suites drafters=${drafters[*]} rounded=$with_rounded precision=$precision"
+settings="rows=$rows steps=$steps prompts=$prompts suites=$suites precision=$precision"
 if [ -f "$out/settings" ] && [ "$(cat "$out/settings")" != "$settings" ]; then
     echo "real: $out was begun with $(cat "$out/settings"), not with $settings; name another folder" >&2
     exit 1
@@ -127,29 +127,36 @@ fi
 shared=(--set "logging.output_dir=$out/checkpoints" --set "train.max_train_steps=$steps" --set "train.precision=$precision")
 served=("${shared[@]}" --set "target.model=$model" --set "data.states.cache=$out/cache")
 other=("${shared[@]}" --set "target.model=$rounded" --set "data.states.cache=$out/cache-rounded" --set name=smollm2_rounded)
-if [ ! -f "$out/trained" ]; then
+# What is trained yet, by name: the drafters on the states as they are served, and a second DSpark on the other rounding's.
+waiting=()
+for drafter in "${drafters[@]}"; do [ -f "$out/trained-$drafter" ] || waiting+=("$drafter"); done
+rounded_waits=0
+[ "$with_rounded" = 0 ] || [ -f "$out/trained-rounded" ] || rounded_waits=1
+if [ ${#waiting[@]} -gt 0 ]; then
     say "caching the states that the 4-bit weights compute"
     $bin/deepspec-data cache build --config configs/real/dspark.yaml "${served[@]}" --input "$out/answers.jsonl" --output-dir "$out/cache"
 fi
-if [ "$with_rounded" != 0 ] && [ ! -f "$out/trained" ]; then
+if [ "$rounded_waits" = 1 ]; then
     say "caching the states of the other rounding"
     $bin/deepspec-data cache build --config configs/real/dspark.yaml "${other[@]}" --input "$out/answers.jsonl" \
         --output-dir "$out/cache-rounded"
 fi
 
-say "training ${drafters[*]}: same samples, steps, layers and taps, in $precision"
-trainers=()
+declare -A trainers=()
 train() { # NAME RECIPE ARGUMENTS...
     OMP_NUM_THREADS=$half $bin/deepspec-train --config "configs/real/$2.yaml" "${@:3}" 2> >(sed -u "s/^/$1 /" >&2) &
-    trainers+=($!)
+    trainers[$1]=$!
 }
-if [ ! -f "$out/trained" ]; then
-    for drafter in "${drafters[@]}"; do train "$drafter" "$drafter" "${served[@]}"; done
-    # A second one on the other rounding's states.
-    [ "$with_rounded" = 0 ] || train rounded dspark "${other[@]}"
+[ ${#waiting[@]} = 0 ] || say "training ${waiting[*]}: same samples, steps, layers and taps, in $precision"
+for drafter in ${waiting[@]+"${waiting[@]}"}; do train "$drafter" "$drafter" "${served[@]}"; done
+if [ "$rounded_waits" = 1 ]; then
+    say "training a DSpark on the states of the other rounding"
+    train rounded dspark "${other[@]}"
 fi
-for trainer in ${trainers[@]+"${trainers[@]}"}; do wait "$trainer"; done
-touch "$out/trained"
+for name in "${!trainers[@]}"; do
+    wait "${trainers[$name]}"
+    touch "$out/trained-$name"
+done
 
 names=()
 for name in gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench alpaca arena-hard-v2 aime24 lbpp swe-bench; do

@@ -1,11 +1,11 @@
-//! Tokens per second of the engine beside a straightforward batch-1 loop on transformers (`speculative.py`), and beside what bare
-//! forwards of the engine's own shapes would allow; all in one run, float32, one thread, on the toy target:
+//! Tokens per second of the engine beside the reference's own evaluator (`reference.py`), and beside what bare forwards of the engine's own
+//! shapes would allow; all in one run, float32, one thread, on the toy target with `assets/tiny-dspark`:
 //!
 //! ```sh
-//! DEEPSPEC_TEST_PYTHON=PYTHON OMP_NUM_THREADS=1 cargo bench --bench speed [-- PROMPTS_PER_SUITE]
+//! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=PYTHON cargo bench -p deepspec-eval --bench speed [-- PROMPTS_PER_SUITE]
 //! ```
-//! Needs the drafter of `scripts/demo.sh`; `DEEPSPEC_DRAFT` names another block drafter of that target. All take turns, the median of
-//! three rounds counts. Bare forwards are those of target and drafter with their logits, on the tokens of the run itself; confidences, all
+//! `DEEPSPEC_DRAFT` names another DSpark of that target; without `DEEPSPEC_REFERENCE` the engine is timed alone. All take turns, the median
+//! of three rounds counts. Bare forwards are those of target and drafter with their logits, on the tokens of the run itself; confidences, all
 //! draws, verification and bookkeeping are what the engine adds to them.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
@@ -126,7 +126,7 @@ fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, BlockProposer))
     started.elapsed().as_secs_f64()
 }
 
-/// What `speculative.py` prints.
+/// What `reference.py` prints.
 #[derive(Deserialize)]
 struct Loop {
     tokens: usize,
@@ -148,11 +148,8 @@ impl Bench {
     fn open(limit: Option<usize>) -> anyhow::Result<Self> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         let target = root.join("assets/tiny-target");
-        let demo = root.join("runs/demo/checkpoints/tiny_dspark/step_latest");
-        let draft = std::env::var_os("DEEPSPEC_DRAFT").map_or(demo, |draft| root.join(draft));
-        if !draft.is_dir() {
-            bail!("{}: no such drafter; run scripts/demo.sh or set DEEPSPEC_DRAFT", draft.display());
-        }
+        let draft = std::env::var_os("DEEPSPEC_DRAFT");
+        let draft = root.join(draft.unwrap_or_else(|| "assets/tiny-dspark".into()));
         let tokenizer = ChatTokenizer::load(&target)?;
         let context = ModelConfig::load(&target)?.max_position_embeddings;
         let asking = Asking {
@@ -215,23 +212,23 @@ impl Bench {
         Ok(calls)
     }
 
-    /// What the loop on transformers makes of the same prompts.
+    /// What the reference makes of the same prompts.
     fn python(&self, python: &str, temperature: f64) -> anyhow::Result<Loop> {
         let dir = tempfile::tempdir()?;
         let line = |request: &Request| json!({"id": request.id, "prompt": request.prompt}).to_string();
         let prompts = dir.path().join("prompts.jsonl");
         fs::write(&prompts, self.requests.iter().map(line).collect::<Vec<_>>().join("\n"))?;
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/speculative.py");
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/reference.py");
         let mut command = Command::new(python);
         command.arg(script).arg("--target").arg(&self.target).arg("--draft").arg(&self.draft);
         command.arg("--prompts").arg(&prompts).args(["--max-new-tokens", &MAX_NEW_TOKENS.to_string()]);
-        command.args(["--temperature", &temperature.to_string(), "--threads", "1", "--json"]);
+        command.args(["--temperature", &temperature.to_string()]);
         let output =
             command.env("OMP_NUM_THREADS", "1").output().with_context(|| format!("starting {python}"))?;
         if !output.status.success() {
             bail!("{}", String::from_utf8_lossy(&output.stderr));
         }
-        serde_json::from_slice(&output.stdout).context("reading what speculative.py prints")
+        serde_json::from_slice(&output.stdout).context("reading what reference.py prints")
     }
 
     fn compare(&self, temperature: f64, python: Option<&str>) -> anyhow::Result<()> {
@@ -252,7 +249,7 @@ impl Bench {
             round.push(("bare forwards, 16 slots", tokens(&answers) as f64 / seconds));
             if let Some(python) = python {
                 let found = self.python(python, temperature)?;
-                round.push(("transformers, batch 1", found.tokens as f64 / found.seconds));
+                round.push(("the reference", found.tokens as f64 / found.seconds));
                 let equal =
                     answers.iter().filter(|answer| found.outputs.get(&answer.id) == Some(&answer.tokens));
                 let mut tally = Tally::new(models.1.draft_len());
@@ -275,12 +272,11 @@ impl Bench {
             rates.get(rates.len() / 2).copied().unwrap_or(f64::NAN)
         };
         let [one, many, bare, there] =
-            ["engine, 1 slot", "engine, 16 slots", "bare forwards, 16 slots", "transformers, batch 1"]
-                .map(median);
+            ["engine, 1 slot", "engine, 16 slots", "bare forwards, 16 slots", "the reference"].map(median);
         println!("temperature {temperature}, {} prompts, tokens/s:", self.requests.len());
-        println!("  transformers, batch 1     {there:8.0}");
-        println!("  engine, 1 slot            {one:8.0}   {:5.2} × transformers", one / there);
-        println!("  engine, {SLOTS} slots          {many:8.0}   {:5.2} × transformers", many / there);
+        println!("  the reference             {there:8.0}");
+        println!("  engine, 1 slot            {one:8.0}   {:5.2} × the reference", one / there);
+        println!("  engine, {SLOTS} slots          {many:8.0}   {:5.2} × the reference", many / there);
         println!(
             "  bare forwards, {SLOTS} slots   {bare:8.0}   of which the engine reaches {:.0} %",
             100.0 * many / bare
@@ -297,7 +293,8 @@ fn main() -> anyhow::Result<()> {
     deepspec_native::prepare_process();
     tch::set_num_threads(1);
     let limit = std::env::args().skip(1).find_map(|argument| argument.parse().ok());
-    let python = std::env::var("DEEPSPEC_TEST_PYTHON").ok();
+    let python = std::env::var("DEEPSPEC_TEST_PYTHON").unwrap_or_else(|_| "python3".into());
+    let python = std::env::var_os("DEEPSPEC_REFERENCE").map(|_| python);
     let bench = Bench::open(limit)?;
     [0.0, 1.0].into_iter().try_for_each(|temperature| bench.compare(temperature, python.as_deref()))
 }

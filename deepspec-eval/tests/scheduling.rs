@@ -52,6 +52,15 @@ fn a_measured_cost_decides_what_is_verified_and_no_answer_changes() {
     let found = parsed(&cost);
     assert_eq!(found["verify"][0]["batch_tokens"], json!([1, 2, 4, 8, 16, 32]), "{found}");
     assert_eq!((&found["verify"][1]["context"], &found["draft"]["requests"]), (&json!(32), &json!([1, 4])));
+    // Without the drafter, whose states the target would keep; the same as a profile of the target alone.
+    let plain = dir.path().join("plain.json");
+    let alone =
+        [&profile[..6], &["--requests", "4,1", "--contexts", "32", "--output", plain.to_str().unwrap()]];
+    ok(&alone.concat());
+    for table in [&found["plain"][1], &parsed(&plain)["verify"][0]] {
+        assert_eq!((&table["context"], &table["batch_tokens"]), (&json!(32), &json!([1, 4])));
+    }
+    assert_eq!(parsed(&plain)["plain"], json!([]));
     assert!(found["target"]["weights_digest"].is_string() && found["machine"]["processor"].is_string());
     assert_refused(&deepspec_eval(&profile), 2, &[file, "--overwrite"]);
 

@@ -1,8 +1,11 @@
-//! Time and peak memory of a whole DSpark train step beside a straightforward PyTorch step (`step.py`), in the same run, on the
-//! CPU in float32 with one thread: `DEEPSPEC_TEST_PYTHON=python OMP_NUM_THREADS=1 cargo bench --bench step`.
+//! Time and peak memory of a whole DSpark train step beside one of the reference's own modules (`reference.py`), in turn, on the CPU in
+//! float32 with one thread:
 //!
-//! d = 256, 2 layers, V = 32768, r = 256, 64 anchors, γ = 7, 512 tokens. Time is the median of the thread's time on a core. Memory is
-//! the peak resident size of a step above the loaded state: model and moments, but no gradients.
+//! ```sh
+//! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
+//! ```
+//! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core. Memory is the peak resident size of
+//! a step above the loaded state: model and moments, but no gradients.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -18,48 +21,140 @@ use deepspec_drafters::{
 };
 use deepspec_models::ModelConfig;
 use deepspec_train::optimizer::AdamW;
+use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-const TOKENS: i64 = 512;
-const TAPS: i64 = 5;
-const ANCHORS: usize = 64;
-const GAMMA: usize = 7;
-/// Processes of each kind, in turn, and steps timed in each.
-const PROCESSES: usize = 3;
-const STEPS: usize = 7;
-
-fn block() -> Block {
-    let model = serde_json::json!({
-        "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32768,
-    });
-    let model = model.as_object().cloned().unwrap_or_default();
-    let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
-    let end = || Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
-    let (embed, head) = (end(), end());
-    let config = BlockConfig {
-        decoder: DraftDecoder { model, taps: Tap::from_layer_ids(0..TAPS).unwrap(), num_target_layers: 8 },
-        blocks: AnchoredBlocks {
-            block_size: GAMMA,
-            slots: Slots::AnchorPredicts,
-            mask_token_id: 3,
-            num_anchors: ANCHORS,
-        },
-        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 256 }),
-        confidence: Some(Confidence { with_markov: true }),
-    };
-    Block::fresh(config, &embed, &head, 1, Kind::Float).expect("fresh weights need no file")
+/// Model and micro-batch of a step.
+#[derive(Clone, Copy, Serialize)]
+struct Shape {
+    name: &'static str,
+    hidden: i64,
+    inner: i64,
+    layers: i64,
+    heads: i64,
+    kv_heads: i64,
+    head_dim: i64,
+    vocab: i64,
+    rank: i64,
+    taps: i64,
+    block: usize,
+    anchors: usize,
+    samples: usize,
+    tokens: usize,
+    /// Steps timed in each process, behind one whose memory is measured.
+    steps: usize,
+    /// Anchors of the reference's step, where so many as ours do not fit beside it.
+    #[serde(skip)]
+    reference_anchors: usize,
+    /// Processes of each kind, in turn.
+    #[serde(skip)]
+    rounds: usize,
 }
 
-fn sample() -> TrainSample {
-    let states = |width: i64| Tensor::randn([TOKENS, width], (Kind::Float, Device::Cpu));
-    TrainSample {
-        input_ids: (0..TOKENS).map(|i| i * 31 % 32768).collect(),
-        loss_mask: vec![true; TOKENS as usize],
-        taps: states(TAPS * 256),
-        last: states(256),
-        last_positions: (0..TOKENS as u32).collect(),
-        anchors: (0..ANCHORS).map(|i| 7 * i + 40).collect(),
+const SHAPES: [Shape; 3] = [
+    // assets/tiny-target with configs/tiny/dspark.yaml.
+    Shape {
+        name: "demo",
+        hidden: 192,
+        inner: 512,
+        layers: 2,
+        heads: 6,
+        kv_heads: 2,
+        head_dim: 48,
+        vocab: 1024,
+        rank: 64,
+        taps: 3,
+        block: 7,
+        anchors: 24,
+        samples: 4,
+        tokens: 128,
+        steps: 21,
+        reference_anchors: 24,
+        rounds: 3,
+    },
+    Shape {
+        name: "medium",
+        hidden: 256,
+        inner: 768,
+        layers: 2,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        vocab: 32_768,
+        rank: 256,
+        taps: 5,
+        block: 7,
+        anchors: 64,
+        samples: 1,
+        tokens: 512,
+        steps: 7,
+        reference_anchors: 64,
+        rounds: 3,
+    },
+    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. 512 anchors of the reference want more than 24 GB.
+    Shape {
+        name: "large",
+        hidden: 1024,
+        inner: 3072,
+        layers: 2,
+        heads: 8,
+        kv_heads: 4,
+        head_dim: 128,
+        vocab: 151_936,
+        rank: 256,
+        taps: 5,
+        block: 7,
+        anchors: 512,
+        samples: 1,
+        tokens: 4096,
+        steps: 1,
+        reference_anchors: 256,
+        rounds: 1,
+    },
+];
+
+impl Shape {
+    fn model(&self) -> Block {
+        let model = serde_json::json!({
+            "model_type": "qwen3", "hidden_size": self.hidden, "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim, "vocab_size": self.vocab,
+        });
+        let model = model.as_object().cloned().unwrap_or_default();
+        let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
+        let end = || Tensor::randn([self.vocab, self.hidden], (Kind::Float, Device::Cpu)) * 0.02;
+        let (embed, head) = (end(), end());
+        let config = BlockConfig {
+            decoder: DraftDecoder {
+                model,
+                taps: Tap::from_layer_ids(0..self.taps).unwrap(),
+                num_target_layers: 16,
+            },
+            blocks: AnchoredBlocks {
+                block_size: self.block,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: 3,
+                num_anchors: self.anchors,
+            },
+            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: self.rank }),
+            confidence: Some(Confidence { with_markov: true }),
+        };
+        Block::fresh(config, &embed, &head, 1, Kind::Float).expect("fresh weights need no file")
+    }
+
+    fn sample(&self) -> TrainSample {
+        let states = |width: i64| Tensor::randn([self.tokens as i64, width], (Kind::Float, Device::Cpu));
+        // The reference draws them anywhere: as far from the beginning on average.
+        let first = self.tokens / 16;
+        let stride = (self.tokens - self.block - 2 - first) / self.anchors;
+        TrainSample {
+            input_ids: (0..self.tokens as i64).map(|i| i * 31 % self.vocab).collect(),
+            loss_mask: vec![true; self.tokens],
+            taps: states(self.taps * self.hidden),
+            last: states(self.hidden),
+            last_positions: (0..self.tokens as u32).collect(),
+            anchors: (0..self.anchors).map(|i| first + stride * i).collect(),
+        }
     }
 }
 
@@ -82,9 +177,9 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Measures our step in this process and prints peak and time, and of the time the forward and backward.
-fn measure() {
+fn measure(shape: &Shape) {
     tch::manual_seed(1);
-    let (block, alone) = (block(), ProcessGroup::alone());
+    let (block, alone) = (shape.model(), ProcessGroup::alone());
     let mut optimizer = AdamW::new(block.parameters(), 0.0, 1.0);
     // Writes the moments once, as a restored run does, so that their pages belong to the loaded state.
     let state = optimizer.state(&alone).expect("alone");
@@ -95,7 +190,9 @@ fn measure() {
     deepspec_native::prepare_process();
     let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
     let mut step = || {
-        let batch = block.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).expect("anchors");
+        let samples: Vec<TrainSample> = (0..shape.samples).map(|_| shape.sample()).collect();
+        let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("anchors");
+        drop(samples);
         let before = on_core();
         let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0));
         let pass = on_core() - before;
@@ -106,7 +203,7 @@ fn measure() {
     let loaded = status("VmRSS:");
     step();
     let peak = status("VmHWM:") - loaded;
-    let times: Vec<(f64, f64)> = (0..STEPS)
+    let times: Vec<(f64, f64)> = (0..shape.steps)
         .map(|_| {
             let before = on_core();
             let pass = step();
@@ -126,25 +223,42 @@ fn run(command: &mut Command) -> Vec<f64> {
     figures
 }
 
-fn main() {
-    if std::env::args().nth(1).as_deref() == Some("measure") {
-        return measure();
-    }
-    let python = std::env::var("DEEPSPEC_TEST_PYTHON").unwrap_or_else(|_| "python3".into());
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/step.py");
+fn compare(shape: &Shape, python: &str) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/reference.py");
     let program = std::env::current_exe().expect("a running program has a path");
-    let (mut theirs, mut ours) = (vec![], vec![]);
-    for _ in 0..PROCESSES {
-        theirs.push(run(Command::new(&python).arg(&script)));
-        ours.push(run(Command::new(&program).arg("measure")));
+    let described = tempfile::NamedTempFile::new().expect("a place for the shape");
+    let theirs = Shape { anchors: shape.reference_anchors, ..*shape };
+    serde_json::to_writer(&described, &theirs).expect("plain numbers");
+    let (mut there, mut here) = (vec![], vec![]);
+    for _ in 0..shape.rounds {
+        there.push(run(Command::new(python).arg(&script).arg(described.path())));
+        here.push(run(Command::new(&program).args(["measure", shape.name])));
     }
     let column = |runs: &[Vec<f64>], i: usize| median(runs.iter().map(|run| run[i]).collect());
-    let (theirs, ours) = ([0, 1].map(|i| column(&theirs, i)), [0, 1, 2].map(|i| column(&ours, i)));
-    println!("d = 256, 2 layers, V = 32768, 64 anchors, γ = 7, 512 tokens, float32, one thread");
-    println!("  PyTorch      {:7.1} MB  {:7.1} ms", theirs[0], theirs[1]);
+    let (there, here) = ([0, 1].map(|i| column(&there, i)), [0, 1, 2].map(|i| column(&here, i)));
+    let Shape { name, hidden, layers, vocab, block, anchors, samples, tokens, .. } = *shape;
     println!(
-        "  deepspec     {:7.1} MB  {:7.1} ms, of them forward and backward {:.1} ms",
-        ours[0], ours[1], ours[2]
+        "{name}: d = {hidden}, {layers} layers, V = {vocab}, {samples} × {anchors} anchors, γ = {block}, {tokens} tokens, float32, one thread"
     );
-    println!("  ratio        {:6.2}      {:6.2}", ours[0] / theirs[0], ours[1] / theirs[1]);
+    println!(
+        "  reference    {:8.1} MB  {:8.1} ms   ({} anchors)",
+        there[0], there[1], shape.reference_anchors
+    );
+    println!(
+        "  deepspec     {:8.1} MB  {:8.1} ms, of them forward and backward {:.1} ms",
+        here[0], here[1], here[2]
+    );
+    println!("  ratio        {:8.2}     {:8.2}", here[0] / there[0], here[1] / there[1]);
+}
+
+fn main() {
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let chosen = |shape: &&Shape| words.iter().any(|word| word == shape.name);
+    if words.first().is_some_and(|word| word == "measure") {
+        return SHAPES.iter().filter(chosen).for_each(measure);
+    }
+    assert!(std::env::var_os("DEEPSPEC_REFERENCE").is_some(), "DEEPSPEC_REFERENCE: a clone of DeepSpec");
+    let python = std::env::var("DEEPSPEC_TEST_PYTHON").unwrap_or_else(|_| "python3".into());
+    let all = SHAPES.iter().filter(|shape| words.is_empty() || chosen(shape));
+    all.for_each(|shape| compare(shape, &python));
 }

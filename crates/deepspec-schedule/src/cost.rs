@@ -13,6 +13,8 @@ pub struct StepCost {
     draft: Vec<(usize, f64)>,
     /// What a step takes longer for its requests, however many tokens each has: (requests, seconds), ascending.
     requests: Vec<(usize, f64)>,
+    /// Steps of a target that no drafter listens to, by requests, for contexts of so many tokens; empty where that was not measured.
+    plain: Vec<(usize, CostCurve)>,
     /// Of a token of a prompt.
     prefill: f64,
 }
@@ -27,12 +29,20 @@ impl StepCost {
         if verify.is_empty() {
             return Err(ScheduleError::Empty { what: "cost curve" });
         }
-        let contexts = verify.windows(2).find(|pair| pair[1].0 <= pair[0].0).map(|pair| pair[1].0);
-        if let Some(batch) = contexts {
-            return Err(ScheduleError::Order { batch });
-        }
+        check_contexts(&verify)?;
         check(&draft)?;
-        Ok(Self { verify, draft, requests: vec![], prefill: 0.0 })
+        Ok(Self { verify, draft, requests: vec![], plain: vec![], prefill: 0.0 })
+    }
+
+    /// With what steps of plain decoding take by requests where no drafter is there, for which the target would keep states: one curve per
+    /// context, ascending.
+    ///
+    /// # Errors
+    /// Contexts do not ascend.
+    pub fn with_plain(mut self, plain: Vec<(usize, CostCurve)>) -> Result<Self, ScheduleError> {
+        check_contexts(&plain)?;
+        self.plain = plain;
+        Ok(self)
     }
 
     /// With what a step takes longer for its requests, whether they draft or not; ascending.
@@ -59,10 +69,8 @@ impl StepCost {
 
     /// The curve that was measured at the context nearest to this one by ratio.
     pub fn curve(&self, context: usize) -> &CostCurve {
-        let apart = |of: usize| ((of.max(1) as f64) / (context.max(1) as f64)).ln().abs();
-        let nearest = self.verify.iter().min_by(|a, b| apart(a.0).total_cmp(&apart(b.0)));
         // There is one at least.
-        &nearest.unwrap_or(&self.verify[0]).1
+        nearest(&self.verify, context).unwrap_or(&self.verify[0].1)
     }
 
     /// Seconds of drafting for so many requests: linear between measurements, in proportion to the requests past the last.
@@ -88,9 +96,30 @@ impl StepCost {
         draft + between(&self.requests, requests) + self.curve(context).step_seconds(tokens)
     }
 
+    /// Seconds of a step of an engine without a drafter: as measured, else as a step that drafts nothing.
+    pub fn plain_seconds(&self, requests: usize, context: usize) -> f64 {
+        match nearest(&self.plain, context) {
+            Some(curve) => curve.step_seconds(requests),
+            None => self.seconds(requests, requests, context, false),
+        }
+    }
+
     pub(crate) fn price(&self, requests: usize, context: usize) -> Price<'_> {
         let fixed_seconds = self.draft_seconds(requests) + between(&self.requests, requests);
         Price { curve: self.curve(context), fixed_seconds }
+    }
+}
+
+/// The curve of the context nearest to this one by ratio.
+fn nearest(curves: &[(usize, CostCurve)], context: usize) -> Option<&CostCurve> {
+    let apart = |of: usize| ((of.max(1) as f64) / (context.max(1) as f64)).ln().abs();
+    curves.iter().min_by(|a, b| apart(a.0).total_cmp(&apart(b.0))).map(|(_, curve)| curve)
+}
+
+fn check_contexts(curves: &[(usize, CostCurve)]) -> Result<(), ScheduleError> {
+    match curves.windows(2).find(|pair| pair[1].0 <= pair[0].0) {
+        Some(pair) => Err(ScheduleError::Order { batch: pair[1].0 }),
+        None => Ok(()),
     }
 }
 

@@ -48,6 +48,10 @@ pub struct MeasuredCost {
     /// What a step takes longer for its requests, whether they draft or not.
     #[serde(default)]
     pub requests: RequestCost,
+    /// Steps of the target with no drafter to keep states for, one table per context, ascending; empty without a drafter, and in files of
+    /// versions that did not measure it.
+    #[serde(default)]
+    pub plain: Vec<VerifyCost>,
     /// Seconds per token of a prompt.
     #[serde(default)]
     pub prefill_seconds_per_token: f64,
@@ -63,14 +67,16 @@ impl MeasuredCost {
             let points = paired(&table.batch_tokens, &table.seconds, "batch_tokens and seconds")?;
             Ok((table.context, CostCurve::from_step_seconds(&points)?))
         };
-        let curves = self.verify.iter().map(curve).collect::<Result<_, ScheduleError>>()?;
+        let curves =
+            |tables: &[VerifyCost]| tables.iter().map(curve).collect::<Result<Vec<_>, ScheduleError>>();
         let draft = paired(&self.draft.requests, &self.draft.seconds, "requests and seconds")?;
         let prefill = self.prefill_seconds_per_token;
         if !(prefill.is_finite() && prefill >= 0.0) {
             return Err(ScheduleError::Cost { batch: 1, value: prefill });
         }
         let requests = paired(&self.requests.requests, &self.requests.seconds, "requests and seconds")?;
-        Ok(StepCost::new(curves, draft)?.with_requests(requests)?.with_prefill(prefill))
+        let cost = StepCost::new(curves(&self.verify)?, draft)?.with_requests(requests)?;
+        Ok(cost.with_plain(curves(&self.plain)?)?.with_prefill(prefill))
     }
 }
 
@@ -310,6 +316,16 @@ mod tests {
     }
 
     #[test]
+    fn plain_decoding_costs_what_was_measured_of_it_and_else_what_steps_without_drafts_do() {
+        let start = r#"{"format": "deepspec-step-cost", "format_version": 1, "verify": [{"context": 9, "batch_tokens": [1, 4],
+            "seconds": [0.5, 0.5]}], "requests": {"requests": [1, 4], "seconds": [0, 0.25]}"#;
+        assert_eq!(of("x.json", &format!("{start}}}")).unwrap().plain_seconds(4, 9), 0.75);
+        let plain = r#""plain": [{"context": 9, "batch_tokens": [1, 4], "seconds": [0.25, 0.5]}]"#;
+        let cost = of("x.json", &format!("{start}, {plain}}}")).unwrap();
+        assert_eq!((cost.plain_seconds(4, 9), cost.seconds(4, 4, 9, false)), (0.5, 0.75));
+    }
+
+    #[test]
     fn files_that_are_none_are_refused_by_name() {
         for (name, text, words) in [
             ("x.json", "{", "x.json: EOF"),
@@ -340,6 +356,12 @@ mod tests {
                 "x.json",
                 r#"{"format": "deepspec-step-cost", "format_version": 1, "verify": [{"context": "a"}]}"#,
                 "`verify[0].context`: invalid type",
+            ),
+            (
+                "x.json",
+                r#"{"format": "deepspec-step-cost", "format_version": 1, "verify": [{"context": 1, "batch_tokens": [1],
+                    "seconds": [1]}], "plain": [{"context": 1, "batch_tokens": [1], "seconds": []}]}"#,
+                "1 batch_tokens and seconds on the left, 0 on the right",
             ),
             (
                 "x.json",

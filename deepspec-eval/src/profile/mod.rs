@@ -158,8 +158,16 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         draft_sampling: DraftSampling::default(),
         counts_overrun: false,
     };
+    let drafts = drafter.is_some();
     let engine = Engine::new(target, drafter, options).with_exact_times();
     let (cells, prefill) = measure(engine, &requests, &contexts, verbosity)?;
+    let plain = if drafts {
+        let target = TargetModel::load(&target_dir, &TargetOptions { device, kind, slots, taps: vec![] })?;
+        let engine = Engine::<_, Box<dyn Drafter>>::new(target, None, options).with_exact_times();
+        measure(engine, &requests, &contexts, verbosity)?.0
+    } else {
+        vec![]
+    };
     let profile = Profile {
         format: cost_file::FORMAT,
         format_version: cost_file::VERSION,
@@ -172,7 +180,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         },
         target: identity,
         drafter: drafter_identity,
-        cost: cost(&cells, prefill),
+        cost: cost(&cells, &plain, prefill),
         measured: cells,
     };
     profile.cost.cost().context("the measured times")?;
@@ -217,7 +225,8 @@ fn lengths(block: usize) -> Vec<usize> {
 /// Tokens that an answer may grow by while its steps are timed.
 fn answer_tokens(block: usize) -> usize {
     // Fast steps are timed for as long as [`LEAST`]; more than that many of them tell nothing more.
-    lengths(block).len() * (WARM + 4 * TIMED) as usize * (block + 1)
+    // And one with which none has ended yet.
+    lengths(block).len() * (WARM + 4 * TIMED) as usize * (block + 1) + 1
 }
 
 /// Times the steps of all cells, and seconds per token of prompts.
@@ -326,28 +335,31 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// The cells as a part by tokens, one by requests, and one of drafting; larger ones are never cheaper.
-fn cost(cells: &[Cell], prefill: f64) -> MeasuredCost {
+fn cost(cells: &[Cell], plain: &[Cell], prefill: f64) -> MeasuredCost {
     let drafted = cells.iter().any(|cell| cell.batch_tokens > cell.requests);
     let of_requests = if drafted { by_requests(cells) } else { BTreeMap::new() };
     let rest = |cell: &Cell| cell.verify_seconds - of_requests.get(&cell.requests).copied().unwrap_or(0.0);
-    let mut contexts: Vec<usize> = cells.iter().map(|cell| cell.context).collect();
-    contexts.dedup();
-    let verify = |context: usize| {
-        let of = cells.iter().filter(|cell| cell.context == context);
-        let (batch_tokens, seconds) = means(of.map(|cell| (cell.batch_tokens, rest(cell))));
-        VerifyCost { context, batch_tokens, seconds }
-    };
     let (requests, seconds) =
         means(cells.iter().filter(|_| drafted).map(|cell| (cell.requests, cell.draft_seconds)));
     MeasuredCost {
-        verify: contexts.into_iter().map(verify).collect(),
+        verify: by_context(cells, rest),
         draft: RequestCost { requests, seconds },
         requests: RequestCost {
             requests: of_requests.keys().copied().collect(),
             seconds: of_requests.into_values().collect(),
         },
+        plain: by_context(plain, |cell| cell.verify_seconds),
         prefill_seconds_per_token: prefill,
     }
+}
+
+/// A table for each context of what cells of so many tokens take on average.
+fn by_context(cells: &[Cell], seconds: impl Fn(&Cell) -> f64) -> Vec<VerifyCost> {
+    let table = |cells: &[Cell]| {
+        let (batch_tokens, seconds) = means(cells.iter().map(|cell| (cell.batch_tokens, seconds(cell))));
+        VerifyCost { context: cells[0].context, batch_tokens, seconds }
+    };
+    cells.chunk_by(|a, b| a.context == b.context).map(table).collect()
 }
 
 /// Means of values by key, in its order, never falling.
@@ -380,8 +392,7 @@ fn by_requests(cells: &[Cell]) -> BTreeMap<usize, f64> {
 }
 
 fn table(cost: &MeasuredCost) -> String {
-    let mut text = String::new();
-    for of in &cost.verify {
+    let curve = |of: &VerifyCost, what: &str| {
         let mut table =
             Table::new(["tokens", "ms per step", "steps/s", "tokens/s"].map(String::from).to_vec());
         for (&tokens, &seconds) in of.batch_tokens.iter().zip(&of.seconds) {
@@ -389,8 +400,10 @@ fn table(cost: &MeasuredCost) -> String {
                 [1e3 * seconds, 1.0 / seconds, tokens as f64 / seconds].map(|value| format!("{value:.1}"));
             table.row([vec![tokens.to_string()], cells.to_vec()].concat());
         }
-        text += &format!("verification behind {} tokens of history\n{}\n", of.context, table.render());
-    }
+        format!("{what} behind {} tokens of history\n{}\n", of.context, table.render())
+    };
+    let mut text: String = cost.verify.iter().map(|of| curve(of, "verification")).collect();
+    text.extend(cost.plain.iter().map(|of| curve(of, "plain decoding, no drafter there,")));
     if !cost.draft.requests.is_empty() {
         let mut table =
             Table::new(["requests", "ms more per step", "ms of drafting"].map(String::from).to_vec());

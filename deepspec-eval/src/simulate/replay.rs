@@ -300,8 +300,12 @@ impl Replay<'_> {
                 .zip(fresh)
                 .filter(|(playing, _)| playing.is_none())
                 .for_each(|(slot, new)| *slot = new);
-            let seconds = self.cost.seconds(load.requests, verified, load.context, drafted)
-                + self.cost.prefill_seconds(prompts);
+            let decoded = match policy {
+                // Served without a drafter.
+                Policy::Plain => self.cost.plain_seconds(load.requests, load.context),
+                _ => self.cost.seconds(load.requests, verified, load.context, drafted),
+            };
+            let seconds = decoded + self.cost.prefill_seconds(prompts);
             if prompts == 0 {
                 planner.observe(load, verified, drafted, self.host.step_seconds(seconds, policy));
             }
