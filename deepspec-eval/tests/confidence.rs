@@ -83,6 +83,35 @@ fn calibration_mends_what_other_prompts_show_and_undoes_doubling() {
 }
 
 #[test]
+fn ways_to_calibrate_are_compared_and_one_temperature_can_be_folded_into_the_head() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, folded, out] = ["modest.json", "folded", "out"].map(|name| dir.path().join(name));
+    let [output, fold] = [&file, &folded].map(|path| path.to_str().unwrap());
+    let calibrate = ["calibrate", &path("modest-run"), "--output", output, "--fold", fold, "--json"];
+    let told = deepspec_eval(&calibrate);
+    assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
+    let found: Value = serde_json::from_slice(&told.stdout).unwrap();
+    let before = number(&found["held_out"]["before"]["summary"]["ece"]);
+    let ways = found["alternatives"].as_array().unwrap();
+    let methods: Vec<&str> = ways.iter().map(|way| way["method"].as_str().unwrap()).collect();
+    assert_eq!(methods, ["pooled", "joint", "by domain"]);
+    for way in ways {
+        assert!(number(&way["ece"]) < 0.6 * before, "the head is far too modest: {way} beside {before}");
+        let change = &way["change"];
+        assert!(number(&change["low"]) <= number(&change["high"]), "{way}");
+    }
+    let pooled = ways[0]["temperatures"]["all"].as_array().unwrap();
+    assert!(pooled.iter().all(|t| t == &pooled[0]), "one for all positions: {pooled:?}");
+    let domains: Vec<&String> = ways[2]["temperatures"].as_object().unwrap().keys().collect();
+    assert_eq!(domains, ["all", "chat", "code", "math"]);
+    // What engines that read raw confidences then see is what was calibrated.
+    run_ok(fold, &out, &["--no-baseline", "--limit", "16", "--max-new-tokens", "80"]);
+    let raw = &results(&out)["confidence"]["reliability"]["summary"]["ece"];
+    assert!(number(raw) < 0.6 * before, "{raw} beside {before}");
+    assert_refused(&deepspec_eval(&[&calibrate[..], &["--overwrite"]].concat()), 2, &["--fold", "exists"]);
+}
+
+#[test]
 fn a_calibrated_run_cuts_by_calibrated_confidences() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("calibration.json");

@@ -139,6 +139,9 @@ fn a_recorded_run_is_replayed_on_any_cost() {
         (&json!(1), &json!(0)),
         "{ranges}"
     );
+    let others = found["miscalibrated"].as_array().unwrap();
+    let sharpness: Vec<f64> = others.iter().map(|course| course["sharpness"].as_f64().unwrap()).collect();
+    assert_eq!(sharpness, [0.25, 0.5, 2.0, 4.0], "{others:?}");
     // What is written for SGLang says the same when it is read.
     let [rates, temperatures] = ["sglang-cost.json", "sglang-sts.json"].map(|name| out.join(name));
     let again = dir.path().join("again");
@@ -263,7 +266,19 @@ fn economics_reads_configs_and_its_own_descriptions() {
     assert!(out.join("report.html").is_file() && out.join("plots/marginal.svg").is_file());
     let best = parsed(&out.join("economics.json"))["points"][0]["best_length"].as_u64().unwrap();
     assert!(best > 3, "tokens are free for one request: {best}");
+    // A drafter that has a roofline of its own.
+    let tiny = repository("assets/tiny-dspark");
+    let drafting = ["--draft-model", tiny.to_str().unwrap()];
+    let of = |folder: &str, more: &[&str]| {
+        let dir = dir.path().join(folder);
+        ok(&[&["economics", config, "--output-dir", dir.to_str().unwrap()][..], &asked, more].concat());
+        parsed(&dir.join("economics.json"))["points"][0]["speed_up"].as_f64().unwrap()
+    };
+    let block = of("block", &drafting);
+    let turns = of("turns", &[&drafting[..], &["--draft-in-turn"]].concat());
+    assert!(1.0 < turns && turns < block, "a pass for each token against one for all: {turns}, {block}");
     for (args, words) in [
+        (vec!["economics", config, "--expert-parallel", "0", "--print-model"], vec!["--expert-parallel"]),
         (vec!["economics", config, "--hardware", "z9"], vec!["z9", "b200"]),
         (vec!["economics", "absent"], vec!["absent", "config.json"]),
         (vec!["economics", config, "--acceptance", "2"], vec!["--acceptance 2"]),
@@ -350,6 +365,33 @@ fn load_is_measured_against_a_real_server() {
     .map(value);
     assert!(cycles > drafts && drafts > 0.0 && proposed >= drafts && accepted <= proposed, "{metrics}");
     assert_eq!(value("time_to_first_token_seconds_count"), (rows(&closed) + rows(&open)) as f64);
+    assert!(value("num_requests_running") == 0.0 && value("num_requests_waiting") == 0.0, "all have ended");
+    assert!((value("spec_decode_wasted_fraction") - (1.0 - accepted / proposed)).abs() < 1e-9);
+    assert!((0.0..=7.0).contains(&value("verify_budget_per_request")) && value("occupancy") <= 1.0);
+    let answers = value("time_to_first_token_seconds_count");
+    assert_eq!(value("request_queue_time_seconds_count"), answers);
+    // The first token of an answer has waited for its prompt.
+    assert_eq!(value("inter_token_latency_seconds_count"), value("generation_tokens_total") - answers);
+    let by_position: f64 = metrics
+        .lines()
+        .filter(|line| line.starts_with("deepspec:spec_decode_num_accepted_tokens_per_pos_total{position="))
+        .map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap())
+        .sum();
+    assert_eq!(by_position, accepted);
+    // The same page over time, while it is asked.
+    let watched = dir.path().join("watched");
+    let told = thread::scope(|scope| {
+        let busy = scope.spawn(|| load(&["--concurrency", "3"], &dir.path().join("busy")));
+        let to = ["--output-dir", watched.to_str().unwrap(), "--json"];
+        let told = ok(&[&["watch", &url, "--seconds", "2", "--every", "0.25"][..], &to].concat());
+        busy.join().unwrap();
+        told
+    });
+    let told: Value = serde_json::from_str(&told).unwrap();
+    let intervals = told["intervals"].as_array().unwrap();
+    assert!(intervals.iter().any(|interval| interval["accepted_length"].as_f64() >= Some(1.0)), "{told}");
+    assert!(intervals.iter().any(|interval| interval["running"].as_f64() > Some(0.0)), "{told}");
+    assert!(watched.join("report.html").is_file() && watched.join("watch.json").is_file());
     let nobody = ["load", "--server", "http://127.0.0.1:9", "--suite", "smoke-math", "--output-dir", "x"];
     let refused = deepspec_eval(&[&nobody[..], &["--suites-dir", suites.to_str().unwrap()]].concat());
     assert_eq!(refused.status.code(), Some(1), "{}", String::from_utf8_lossy(&refused.stderr));

@@ -7,6 +7,7 @@ Reads eval-DRAFTER, llama-DRAFTER.jsonl and llama-plain.jsonl of OUTPUT_DIR, and
 """
 
 import json
+import math
 import os
 import random
 import sys
@@ -42,14 +43,21 @@ def length(samples):
     return (sum(row["tokens"] for row in samples) - len(samples)) / cycles if cycles else None
 
 
+def poisson(dice):
+    """How often a prompt is in a resample: Poisson of mean 1, as in the evaluation's own intervals."""
+    count, product = 0, dice.random()
+    while product > math.exp(-1):
+        count, product = count + 1, product * dice.random()
+    return count
+
+
 def interval(samples):
     """95 % of what resamples of the prompts give."""
     dice = random.Random(1)
     with_cycles = [row for row in samples if row["cycles"]]
-    if not with_cycles:
-        return None
-    found = sorted(length(dice.choices(with_cycles, k=len(with_cycles))) for _ in range(RESAMPLES))
-    return {"low": found[RESAMPLES // 40], "high": found[RESAMPLES - RESAMPLES // 40 - 1]}
+    drawn = ([row for row in with_cycles for _ in range(poisson(dice))] for _ in range(RESAMPLES))
+    found = sorted(length(rows) for rows in drawn if rows)
+    return {"low": found[len(found) // 40], "high": found[len(found) - len(found) // 40 - 1]} if found else None
 
 
 def cell(value, between):

@@ -29,8 +29,9 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     let known = |engine, version: Option<&'static str>, verdict: Verdict| match of_layers(checkpoint) {
         Some(note) => Loader { engine, tried: None, loads: false, note },
         None => {
-            // Neither vLLM nor speculators was tried with layers without these norms.
-            let tried = version.filter(|_| verdict.tried && drafter.family.qk_norm);
+            // Neither vLLM nor speculators was tried with layers without these norms, nor any engine with what no other tool's layout says.
+            let usual = drafter.family.qk_norm && drafter.refusal_anywhere().is_none();
+            let tried = version.filter(|_| verdict.tried && usual);
             Loader { engine, tried, loads: verdict.loads, note: verdict.note.into() }
         }
     };

@@ -15,7 +15,7 @@ use crate::fields::read_object;
 use crate::kind::Engine;
 use crate::shapes::EMBED;
 use crate::shards::is_weights;
-use crate::{Checkpoint, Drafter, Target, loaders, rope};
+use crate::{Checkpoint, Drafter, Loader, Target, loaders, rope};
 
 /// An engine that serves drafters: an [`Engine`], which loads folders, or llama.cpp, which loads a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,10 +109,12 @@ pub struct Risk {
 /// What `server` would misread of `checkpoint` beside `target`, and what it has to be told.
 pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Risk> {
     let found = Examined { checkpoint, server, target };
-    if let Some(risk) = found.drafter() {
-        return vec![risk];
+    let drafter = found.drafter();
+    if drafter.is_some() && !found.loads_as_it_is() {
+        return drafter.into_iter().collect();
     }
     let all = [
+        drafter,
         found.layout(),
         found.files(),
         found.verifier_norm(),
@@ -142,7 +144,25 @@ impl Examined<'_> {
     /// Layers, windows and layer ids that tools do not read alike.
     fn drafter(&self) -> Option<Risk> {
         let told = self.checkpoint.drafter().refusal_anywhere()?;
-        Some(Risk { about: "drafter", told, cure: "no conversion mends that: train it without".into() })
+        let cure = if self.loads_as_it_is() {
+            format!(
+                "by its sources {} loads this folder; that was not tried: compare its answers and cycles with those here",
+                self.server
+            )
+        } else {
+            "no conversion mends that: train it without".into()
+        };
+        Some(Risk { about: "drafter", told, cure })
+    }
+
+    /// What the engine makes of the folder; llama.cpp loads none.
+    fn loader(&self) -> Option<Loader> {
+        let name = self.server.to_string();
+        loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)
+    }
+
+    fn loads_as_it_is(&self) -> bool {
+        self.loader().is_some_and(|loader| loader.loads)
     }
 
     /// Whether the engine takes the folder at all.
@@ -164,8 +184,7 @@ impl Examined<'_> {
                 },
             });
         }
-        let name = self.server.to_string();
-        let loader = loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)?;
+        let loader = self.loader()?;
         let engine = if self.server == Server::Vllm { Engine::Vllm } else { Engine::Sglang };
         let drafter = self.checkpoint.drafter();
         (!loader.loads).then(|| Risk {

@@ -27,6 +27,8 @@ static ARCHITECTURES: [Architecture; 2] = [
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// The settings that all of Llama 3's models with such factors have.
 const LLAMA3: Llama3 = Llama3 { slow: 1.0, fast: 4.0, original: 8192.0 };
+/// Factors that are read at most: heads are not as wide as that.
+const MOST_FACTORS: usize = 4096;
 /// How far stored factors, which are float32, may be from those of the settings.
 const FACTOR_TOLERANCE: f64 = 1e-4;
 
@@ -244,6 +246,11 @@ impl Reader<'_> {
                     "high_freq_factor": LLAMA3.fast, "original_max_position_embeddings": LLAMA3.original,
                 }))
             }
+            (Some("linear"), Some(_)) => {
+                let problem =
+                    format!("`{kind}` is linear beside the tensor `{ROPE_FACTORS}`; expected one of them");
+                Err(self.file.error(problem))
+            }
             (Some(said), _) => {
                 Err(self.file.error(format!("`{kind}`: {said} is not read; expected none or linear")))
             }
@@ -254,6 +261,12 @@ impl Reader<'_> {
         let Some(stored) = self.file.tensors().get(ROPE_FACTORS) else { return Ok(None) };
         if stored.kind.name != "F32" {
             let problem = format!("tensor `{ROPE_FACTORS}` is of type {}; expected F32", stored.kind.name);
+            return Err(self.file.error(problem));
+        }
+        // One for two values of a head: what is longer is none, however much the file says it holds.
+        if stored.shape.iter().product::<usize>() > MOST_FACTORS {
+            let problem =
+                format!("tensor `{ROPE_FACTORS}` is of {:?} values; expected half a head's", stored.shape);
             return Err(self.file.error(problem));
         }
         let values = self.file.values(ROPE_FACTORS)?;

@@ -150,7 +150,9 @@ fn what_cannot_be_read_is_named() {
 #[test]
 fn two_thousand_damaged_files_are_refused_or_read() {
     let whole = written(|_| ());
-    let head = whole.len() - 11 * 32;
+    // Where damage is noticed: before the values of tensors, any of which are good.
+    let data = [48, 8, 8, 64, 32, 32, 64, 8, 128, 128, 128].map(|values| 4 * values);
+    let head = whole.len() - data.iter().sum::<usize>();
     let dice = Stream::new(5, "gguf");
     let (dir, mut refused) = (tempfile::tempdir().unwrap(), 0);
     let path = dir.path().join("model.gguf");
@@ -172,7 +174,7 @@ fn two_thousand_damaged_files_are_refused_or_read() {
         refused += usize::from(read(&path, &cache).is_err());
         let _ = fs::remove_dir_all(&cache);
     }
-    assert!(refused > 1000, "{refused} refused");
+    assert!(refused > 1700, "{refused} refused");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::ScheduleError;
 use crate::cost::StepCost;
 use crate::policy::Policy;
-use crate::scheduler::{Stop, filled, search, survivals};
+use crate::scheduler::{Stop, filled_and_worth, search, survivals};
 
 /// Blocks whose confidences say whether drafting pays.
 const REMEMBERED: usize = 64;
@@ -38,8 +38,8 @@ pub struct Planner {
     cost: Option<Arc<StepCost>>,
     /// Confidences of the blocks drafted last, one row each.
     blocks: VecDeque<Vec<f64>>,
-    /// Those of all blocks of the steps drafted last, the newest behind.
-    steps: VecDeque<Vec<Vec<f64>>>,
+    /// Budgets that the blocks of the steps drafted last are worth, the newest behind.
+    budgets: VecDeque<usize>,
     /// Steps since one was drafted.
     idle: usize,
     /// Whether this step is drafted though that is held not to pay.
@@ -111,10 +111,12 @@ impl Planner {
         if self.probe == Probe::CatchesUp {
             // What was remembered that long counts for less, so that a drafter that became better is noticed after a few probes.
             self.blocks.drain(..self.blocks.len() / 2);
-            // A budget is of the steps right before, or of none.
-            self.steps.clear();
         }
         let drafts = pays || self.probe != Probe::None;
+        if drafts && self.idle > 0 {
+            // A budget is of the steps right before, or of none.
+            self.budgets.clear();
+        }
         self.catches_up = self.idle > 0;
         self.idle = if drafts { 0 } else { self.idle + 1 };
         drafts
@@ -166,13 +168,12 @@ impl Planner {
         confidences.iter_mut().flatten().for_each(sound);
         let lengths = match self.policy {
             Policy::PrefixAsync => {
-                let stale = self.steps.len().checked_sub(LAG).and_then(|at| self.steps.get(at));
                 let all = cost.curve(load.context).max_batch().saturating_sub(load.requests);
-                let budget = stale.map_or(all, |rows| {
-                    let rows: Vec<&[f64]> = rows.iter().map(Vec::as_slice).collect();
-                    best_budget(&rows, &cost, load, Stop::Never).0
-                });
-                filled(&confidences, budget)
+                let stale = if self.budgets.len() == LAG { self.budgets.pop_front() } else { None };
+                let price = cost.price(load.requests, load.context);
+                let (lengths, worth) = filled_and_worth(&confidences, stale.unwrap_or(all).min(all), price);
+                self.budgets.push_back(worth);
+                lengths
             }
             _ => search(&confidences, cost.price(load.requests, load.context), Stop::FirstDrop).lengths,
         };
@@ -183,14 +184,9 @@ impl Planner {
     fn remember(&mut self, confidences: Vec<Vec<f64>>) {
         // Of many blocks an even choice.
         let every = confidences.len().div_ceil(REMEMBERED).max(1);
-        self.blocks.extend(confidences.iter().step_by(every).cloned());
+        self.blocks.extend(confidences.into_iter().step_by(every));
         let surplus = self.blocks.len().saturating_sub(REMEMBERED);
         self.blocks.drain(..surplus);
-        if self.policy == Policy::PrefixAsync {
-            self.steps.push_back(confidences);
-            let surplus = self.steps.len().saturating_sub(LAG);
-            self.steps.drain(..surplus);
-        }
     }
 }
 
@@ -270,6 +266,17 @@ mod tests {
         // Two free places are all that unsure tokens are worth, and the best of the present ones have them.
         assert_eq!(lengths(&mut planner, &[vec![0.5; 3], vec![0.99; 3]]), [0, 2]);
         assert_eq!(lengths(&mut planner, &unsure), [3, 3], "those of two steps before were sure");
+    }
+
+    #[test]
+    fn a_budget_from_before_a_pause_is_forgotten() {
+        let mut planner = Planner::new(Policy::PrefixAsync, cost(0.25, 0.0)).unwrap();
+        let rows = |requests: usize| vec![vec![0.9; 3]; requests];
+        // Four requests leave no free token, so that blocks are worth nothing.
+        (0..2).for_each(|_| drop(lengths(&mut planner, &rows(4))));
+        assert!((0..3).all(|_| !planner.drafts(load(4))), "nor do they pay");
+        assert!(planner.drafts(load(1)), "for one alone they do");
+        assert_eq!(lengths(&mut planner, &rows(1)), [3], "at once, as if nothing were known");
     }
 
     #[test]

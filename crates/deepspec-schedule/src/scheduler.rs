@@ -172,8 +172,24 @@ fn check<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), Sc
 
 /// [`fill`] of probabilities.
 pub(crate) fn filled<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Vec<usize> {
-    let mut lengths = vec![0; confidences.len()];
-    for candidate in candidates(confidences).iter().take(budget) {
+    prefixes(confidences.len(), &candidates(confidences), budget)
+}
+
+/// [`fill`] of probabilities, and the budget that they themselves are worth, for a later step.
+pub(crate) fn filled_and_worth<C: AsRef<[f64]>>(
+    confidences: &[C],
+    budget: usize,
+    price: Price,
+) -> (Vec<usize>, usize) {
+    let (requests, candidates) = (confidences.len(), candidates(confidences));
+    let worth = search_sorted(requests, &candidates, price, Stop::Never).budget();
+    (prefixes(requests, &candidates, budget), worth)
+}
+
+/// l_r of the first so many candidates.
+fn prefixes(requests: usize, candidates: &[Candidate], budget: usize) -> Vec<usize> {
+    let mut lengths = vec![0; requests];
+    for candidate in candidates.iter().take(budget) {
         lengths[candidate.request as usize] = candidate.position as usize + 1;
     }
     lengths
@@ -181,18 +197,20 @@ pub(crate) fn filled<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Vec<u
 
 /// The prefixes of probabilities; none where the curve ends before there is a token for each request.
 pub(crate) fn search<C: AsRef<[f64]>>(confidences: &[C], price: Price, stop: Stop) -> Schedule {
-    let requests = confidences.len();
-    let candidates = candidates(confidences);
+    search_sorted(confidences.len(), &candidates(confidences), price, stop)
+}
+
+fn search_sorted(requests: usize, candidates: &[Candidate], price: Price, stop: Stop) -> Schedule {
     let (mut batch, mut expected_tokens) = (requests, requests as f64); // the pass yields a token per request anyway
     let mut best = Schedule {
-        lengths: vec![0; requests],
+        lengths: vec![],
         batch,
         expected_tokens,
         throughput: price.throughput(batch, expected_tokens),
         evaluated: 0,
         stopped_early: false,
     };
-    for candidate in &candidates {
+    for candidate in candidates {
         (batch, expected_tokens) = (batch + 1, expected_tokens + candidate.survival);
         best.evaluated += 1;
         let throughput = price.throughput(batch, expected_tokens);
@@ -203,8 +221,6 @@ pub(crate) fn search<C: AsRef<[f64]>>(confidences: &[C], price: Price, stop: Sto
             break;
         }
     }
-    for candidate in &candidates[..best.budget()] {
-        best.lengths[candidate.request as usize] = candidate.position as usize + 1;
-    }
+    best.lengths = prefixes(requests, candidates, best.batch - requests);
     best
 }

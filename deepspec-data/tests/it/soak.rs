@@ -90,6 +90,7 @@ impl Load {
     /// What comes of [`Self::begin`].
     async fn follow(&self, response: Response, body: Value, pieces: usize) -> (String, Value) {
         if response.status() == 503 {
+            assert!(response.headers().contains_key("retry-after"));
             return ("turned away".into(), Value::Null);
         }
         assert_eq!(response.status(), 200);
@@ -242,7 +243,9 @@ fn soak(what: &str, drafting: &[&str]) {
         let mut text = String::new();
         read.read_to_string(&mut text).unwrap();
         let whole = text.contains("\"finish_reason\":\"length\"") && text.contains("data: [DONE]");
-        assert!(whole || text.starts_with("HTTP/1.1 503"), "{text}");
+        let turned_away =
+            text.starts_with("HTTP/1.1 503") && text.to_ascii_lowercase().contains("\r\nretry-after:");
+        assert!(whole || turned_away, "{text}");
         *counts.entry(if whole { "read late" } else { "turned away" }.into()).or_default() += 1;
         // Whatever was admitted has ended, the abandoned ones included.
         wait_for("the end of all requests", || {

@@ -119,6 +119,9 @@ struct Map<'a> {
 /// # Errors
 /// Usage errors: no such model or accelerator, a config that leaves something open. An unwritable output.
 pub fn run(args: &Args) -> anyhow::Result<()> {
+    if args.expert_parallel == 0 {
+        usage!("--expert-parallel must be at least 1");
+    }
     if args.print_model {
         return print_model(args);
     }
@@ -128,8 +131,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         Err(error) => usage!("{error}"),
     };
     let positive = |counts: &[u32]| !counts.is_empty() && !counts.contains(&0);
-    if !positive(&args.batch) || !positive(&args.context) || args.expert_parallel == 0 {
-        usage!("--batch, --context and --expert-parallel must be at least 1");
+    if !positive(&args.batch) || !positive(&args.context) {
+        usage!("--batch and --context must be at least 1");
     }
     if let Some(share) = args.acceptance.iter().find(|share| !(0.0..=1.0).contains(*share)) {
         usage!("--acceptance {share}: expected a probability");

@@ -421,6 +421,43 @@ mod tests {
         assert!(rate(Policy::PrefixAsync, 32, overhead) < rate(Policy::Whole, 32, overhead));
     }
 
+    /// Seconds that the planner's part of a step takes on the host, for 256 requests (docs/architecture.md, Prefix scheduler).
+    const CHOICE: f64 = 50e-6;
+
+    #[test]
+    fn on_an_accelerator_the_prefix_scheduler_is_never_far_below_the_best_and_wins_when_it_is_full() {
+        let recording = recording();
+        let cost = Arc::new(deepspec_schedule::cost_file::read(Path::new(COST)).unwrap());
+        let replay = Replay {
+            recording: &recording,
+            cost: &cost,
+            sharpness: 1.0,
+            host: Host::scheduling(CHOICE),
+            cycles: 30_000,
+        };
+        let rate = |policy: Policy, load: usize| replay.run(policy, load).unwrap().throughput();
+        let fixed = [Policy::Plain, Policy::Whole, Policy::Fixed(2), Policy::Fixed(4)];
+        for load in [1, 4, 16, 32, 64, 128, 256] {
+            let best = fixed.map(|policy| rate(policy, load)).into_iter().fold(0.0, f64::max);
+            let prefix = rate(Policy::Prefix, load);
+            assert!(prefix > 0.97 * best, "{prefix} at {load}, the best of the others {best}");
+            assert!(load < 256 || prefix > 1.1 * best, "{prefix} at {load}, the best of the others {best}");
+        }
+    }
+
+    #[test]
+    fn confidences_that_are_wrong_cost_throughput() {
+        let recording = recording();
+        let cost = Arc::new(deepspec_schedule::cost_file::read(Path::new(COST)).unwrap());
+        let rate = |sharpness: f64| {
+            let host = Host::scheduling(0.0);
+            let replay = Replay { recording: &recording, cost: &cost, sharpness, host, cycles: 30_000 };
+            replay.run(Policy::Prefix, 128).unwrap().throughput()
+        };
+        let [modest, right, sure] = [0.25, 1.0, 4.0].map(rate);
+        assert!(modest < 0.98 * right && sure < 1.005 * right, "{modest} {right} {sure}");
+    }
+
     #[test]
     fn what_a_server_adds_to_its_steps_decides_whether_it_drafts() {
         let recording = recording();

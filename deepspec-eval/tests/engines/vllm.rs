@@ -137,3 +137,9 @@ fn vllm_runs_dspark_of_a_real_model_cycle_by_cycle() {
     let (Some(python), Some(real)) = (vllm_python(), RealModel::new()) else { return };
     agrees_with_vllm_on(&python, [&real.folder, &real.file], real.block(Some(32)).path(), FEWER, 0);
 }
+
+#[test]
+fn vllm_runs_dflash_of_a_real_model_cycle_by_cycle() {
+    let (Some(python), Some(real)) = (vllm_python(), RealModel::new()) else { return };
+    agrees_with_vllm_on(&python, [&real.folder, &real.file], real.block(None).path(), FEWER, 0);
+}

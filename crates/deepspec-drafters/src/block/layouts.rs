@@ -428,7 +428,11 @@ impl KindSettings for BlockLayout {
         let without_head =
             Verdict::read(false, "it stops without a Markov head; convert to vllm, which adds one of zeros");
         match dialect {
-            Dialect::Zlab => Verdict::tried(true, "method dflash"),
+            Dialect::Zlab if self.fills_in() => Verdict::tried(true, "method dflash"),
+            Dialect::Zlab => Verdict::read(
+                false,
+                "it refuses `sample_from_anchor` within `dflash_config`; convert to vllm",
+            ),
             Dialect::Speculators if self.fills_in() && !self.has_heads() => {
                 Verdict::read(true, "method dflash")
             }
@@ -465,7 +469,8 @@ impl KindSettings for BlockLayout {
             Dialect::Modelopt => {
                 Verdict::read(false, "it knows the heads by the reference's names; convert to sglang")
             }
-            Dialect::Zlab => Verdict::read(true, "--speculative-algorithm DFLASH"),
+            Dialect::Zlab if self.fills_in() => Verdict::read(true, "--speculative-algorithm DFLASH"),
+            Dialect::Zlab => Verdict::read(false, "slots of its DFLASH fill in; convert to sglang"),
             _ if self.markov.is_some() => Verdict::read(true, "--speculative-algorithm DSPARK"),
             _ => Verdict::read(
                 false,

@@ -1,7 +1,7 @@
 //! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
 
 use deepspec_models::nn::Vocabulary;
-use deepspec_native::range;
+use deepspec_native::{product, range};
 use tch::{Device, Kind, Tensor};
 
 use super::rows::Rows;
@@ -198,8 +198,16 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let (most, tile) = sizes(vocab, device);
     let chunks = spans(rows.counts, most);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
-    let logits = Tensor::empty([2 * largest, vocab], (kind, device));
-    let biases = rows.bias.map(|_| Tensor::empty([largest, vocab], (kind, device)));
+    // Of every chunk so many rows are multiplied, so that products have few shapes; behind its own they are what was there before.
+    let options = (kind, device);
+    let (mut logits, states) =
+        (Tensor::zeros([2 * largest, vocab], options), Tensor::zeros([2 * largest, head.size()[1]], options));
+    let mut by_state = Tensor::empty([largest, head.size()[1]], options);
+    let mut bias = rows.bias.map(|bias| Biases {
+        features: Tensor::zeros([largest, bias.w2.size()[1]], options),
+        logits: Tensor::zeros([largest, vocab], options),
+        gradient: Tensor::empty([largest, bias.w2.size()[1]], options),
+    });
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
@@ -209,12 +217,13 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     for chunk in &chunks {
         let n = chunk.rows;
         // Draft and target share the head, so that it is read once for both.
-        let states = Tensor::cat(&[chunk.of(rows.hidden), chunk.of(rows.teacher)], 0);
-        let _ = states.mm_out(&logits.narrow(0, 0, 2 * n), &head.tr());
-        let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, n));
-        let biases = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
-        if let (Some(bias), Some(biases)) = (rows.bias, &biases) {
-            let _ = chunk.of(bias.features).mm_out(biases, &bias.w2.tr());
+        states.narrow(0, 0, n).copy_(&chunk.of(rows.hidden));
+        states.narrow(0, largest, n).copy_(&chunk.of(rows.teacher));
+        product(&mut logits, &states, &head.tr(), false);
+        let (base, target) = (logits.narrow(0, 0, largest), logits.narrow(0, largest, n));
+        if let (Some(of), Some(bias)) = (rows.bias, &mut bias) {
+            bias.features.narrow(0, 0, n).copy_(&chunk.of(of.features));
+            product(&mut bias.logits, &bias.features, &of.w2.tr(), false);
         }
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -224,27 +233,40 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             };
             let logits = Logits {
                 base: tile.of(&base),
-                bias: biases.as_ref().map(|biases| tile.of(biases)),
+                bias: bias.as_ref().map(|bias| tile.of(&bias.logits)),
                 target: tile.of(&target),
             };
             in_all.of(&output.rows).copy_(&logits.differentiate(vocabulary, rows, &in_all, alphas));
         }
         // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
-        let by_bias = biases.as_ref().unwrap_or(&base);
+        let by_bias = bias.as_ref().map_or(&base, |bias| &bias.logits);
         let by_base = if vocabulary.softcap().is_some() { &base } else { by_bias };
-        let _ = by_base.mm_out(&chunk.of(&output.hidden), head);
-        if let (Some(bias), Some(gradient)) = (rows.bias, &output.features) {
-            let _ = by_bias.mm_out(&chunk.of(gradient), bias.w2);
-            if let Some(sum) = bias.w2_gradient {
-                let (mut sum, features) = (sum.shallow_clone(), chunk.of(bias.features));
-                let _ = match kind {
-                    Kind::Float => sum.addmm_(&by_bias.tr(), &features),
-                    _ => sum.g_add_(&by_bias.tr().mm(&features)),
-                };
+        product(&mut by_state, by_base, head, false);
+        chunk.of(&output.hidden).copy_(&by_state.narrow(0, 0, n));
+        if let (Some(of), Some(Biases { features, logits, gradient }), Some(all)) =
+            (rows.bias, &mut bias, &output.features)
+        {
+            product(gradient, logits, of.w2, false);
+            chunk.of(all).copy_(&gradient.narrow(0, 0, n));
+            if let Some(sum) = of.w2_gradient {
+                // What is left of an earlier chunk counts for nothing.
+                let _ = features.narrow(0, n, largest - n).zero_();
+                let _ = logits.narrow(0, n, largest - n).zero_();
+                product(&mut sum.shallow_clone(), &logits.tr(), features, true);
             }
         }
     }
     output
+}
+
+/// What a chunk's Markov bias is computed in.
+struct Biases {
+    /// `[rows, r]`.
+    features: Tensor,
+    /// The bias, then the gradient by it, `[rows, V]`.
+    logits: Tensor,
+    /// By the features.
+    gradient: Tensor,
 }
 
 /// A tile of the three buffers, in the kind of the weights.

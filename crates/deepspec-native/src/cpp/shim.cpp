@@ -3,6 +3,7 @@
 #include "attention.cpp"
 #include "group.cpp"
 #include "memory.cpp"
+#include "products.cpp"
 #include "profile.cpp"
 #include "rows.cpp"
 

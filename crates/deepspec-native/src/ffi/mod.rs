@@ -9,6 +9,7 @@ mod attention;
 pub mod c10d;
 mod filling;
 mod memory;
+mod products;
 mod profile;
 mod rows;
 
@@ -22,6 +23,7 @@ pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use attention::{AttentionPart, KeysValues, block_attention};
 pub use filling::Filling;
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
+pub use products::product;
 pub use profile::{Profile, Range, range};
 pub use rows::{rms_norm, rotate};
 

@@ -231,6 +231,13 @@ fn accelerators_divide_tokens_and_experts_and_read_all_other_weights() {
     let read = 3.0 + history + 5.0 * (experts_touched(8.0, 2.0, 16.0) / 4.0 + 1.0) + 7.0;
     assert!((seconds(&of(experts, 4.0), &reading) - read).abs() < 1e-9);
     assert!((seconds(&of(dense, 4.0), &reading) - (3.0 + history + 5.0 + 7.0)).abs() < 1e-9);
+    // Two of an own token's experts are asked, three quarters of them elsewhere: 11 values of 16 bits out and back.
+    let linked = Target { hidden: 11.0, ..of(experts, 4.0) };
+    let hardware = Hardware { link: 2.0, ..computing };
+    let sent = seconds(&linked, &hardware) - seconds(&of(experts, 4.0), &hardware);
+    assert!((sent - 2.0 * 4.0 * 2.0 * (2.0 * 11.0) * 0.75 / 2.0).abs() < 1e-9, "{sent}");
+    let dense_linked = Target { hidden: 11.0, ..of(dense, 4.0) };
+    assert_eq!(seconds(&dense_linked, &hardware), seconds(&of(dense, 4.0), &hardware), "nothing to send");
     // It drafts for its own requests, with a drafter that is whole everywhere.
     let drafting = |draft: &Draft| of(experts, 4.0).draft_seconds(&computing, draft, 16.0, 2.0, 10.0);
     let block = Draft::PerBlock { weights: 9.0, precision: Precision::Fp8 };
@@ -240,4 +247,33 @@ fn accelerators_divide_tokens_and_experts_and_read_all_other_weights() {
         [true, false].map(|at_once| drafting(&Draft::Model { model: model.clone(), at_once }));
     assert_eq!(at_once, model.step_seconds(&computing, 4.0, 2.0, 10.0));
     assert_eq!(in_turn, 2.0 * model.step_seconds(&computing, 4.0, 1.0, 10.0));
+}
+
+#[test]
+fn windows_and_indexers_bound_what_is_read() {
+    let grouped =
+        |window| Attention::Grouped { heads: 4.0, kv_heads: 2.0, head_dim: 8.0, kv_bytes: 2.0, window };
+    let read = |window| grouped(window).work(3.0, 100.0);
+    assert_eq!(read(10.0).operations, 4.0 * 4.0 * 8.0 * 3.0 * 10.0);
+    assert_eq!(read(1000.0).bytes - read(10.0).bytes, 2.0 * 2.0 * 8.0 * 2.0 * 90.0, "queries cost the same");
+    // 100 tokens are stored as 50 vectors, of which the indexer, which reads the keys of all, picks 20 per query.
+    let picked = |top| Attention::Latent {
+        heads: 4.0,
+        latent: 6.0,
+        rope: 2.0,
+        kv_bytes: 1.0,
+        query_bytes: 0.0,
+        compression: 2.0,
+        top,
+        index: 5.0,
+        index_heads: 3.0,
+    };
+    let work = picked(20.0).work(3.0, 100.0);
+    assert_eq!(work.operations, 2.0 * 4.0 * (2.0 * 6.0 + 2.0) * 3.0 * 20.0 + 2.0 * 3.0 * 5.0 * 3.0 * 50.0);
+    assert_eq!(work.bytes, 8.0 * 20.0 + 5.0 * 50.0);
+    assert_eq!(
+        picked(512.0).work(3.0, 100.0).bytes,
+        8.0 * 50.0 + 5.0 * 50.0,
+        "fewer are stored than it may pick"
+    );
 }
