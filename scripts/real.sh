@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A drafter for a real model on two cores: SmolLM2-135M-Instruct in 4 bits answers prompts, drafters learn from its states, and engines that
 # nobody here wrote serve them. Beside them one more DSpark learns from the states of the same weights in another rounding: what it is worth
-# beside this target says why drafters are trained on the states of the target as it is served.
+# beside this target says whether drafters have to be trained on the states of the target as it is served.
 #
 #   scripts/real.sh [OUTPUT_DIR]      default runs/real; a second call goes on where the first one stopped
 #

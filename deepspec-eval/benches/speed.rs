@@ -274,9 +274,14 @@ impl Bench {
         let [one, many, bare, there] =
             ["engine, 1 slot", "engine, 16 slots", "bare forwards, 16 slots", "the reference"].map(median);
         println!("temperature {temperature}, {} prompts, tokens/s:", self.requests.len());
-        println!("  the reference             {there:8.0}");
-        println!("  engine, 1 slot            {one:8.0}   {:5.2} × the reference", one / there);
-        println!("  engine, {SLOTS} slots          {many:8.0}   {:5.2} × the reference", many / there);
+        let beside = |rate: f64| {
+            python.map_or_else(String::new, |_| format!("   {:5.2} × the reference", rate / there))
+        };
+        if python.is_some() {
+            println!("  the reference             {there:8.0}");
+        }
+        println!("  engine, 1 slot            {one:8.0}{}", beside(one));
+        println!("  engine, {SLOTS} slots          {many:8.0}{}", beside(many));
         println!(
             "  bare forwards, {SLOTS} slots   {bare:8.0}   of which the engine reaches {:.0} %",
             100.0 * many / bare

@@ -91,7 +91,7 @@ const SHAPES: [Shape; 3] = [
         reference_anchors: 64,
         rounds: 3,
     },
-    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. 512 anchors of the reference want more than 24 GB.
+    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors.
     Shape {
         name: "large",
         hidden: 1024,

@@ -26,11 +26,11 @@ pub struct Loader {
 /// What vLLM, SGLang, llama.cpp and speculators make of a checkpoint.
 pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     let (drafter, dialect) = (checkpoint.drafter(), checkpoint.dialect());
+    // Neither vLLM nor speculators was tried with layers without these norms, nor any engine with what no other tool's layout says.
+    let usual = drafter.family.qk_norm && drafter.refusal_anywhere().is_none();
     let known = |engine, version: Option<&'static str>, verdict: Verdict| match of_layers(checkpoint) {
         Some(note) => Loader { engine, tried: None, loads: false, note },
         None => {
-            // Neither vLLM nor speculators was tried with layers without these norms, nor any engine with what no other tool's layout says.
-            let usual = drafter.family.qk_norm && drafter.refusal_anywhere().is_none();
             let tried = version.filter(|_| verdict.tried && usual);
             Loader { engine, tried, loads: verdict.loads, note: verdict.note.into() }
         }
@@ -50,7 +50,7 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
         Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP), loads: false, note },
         Loader {
             engine: "speculators",
-            tried: (is_speculators && drafter.family.qk_norm).then_some(SPECULATORS),
+            tried: (is_speculators && usual).then_some(SPECULATORS),
             loads: is_speculators,
             note: own.into(),
         },

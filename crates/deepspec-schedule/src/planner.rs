@@ -38,8 +38,8 @@ pub struct Planner {
     cost: Option<Arc<StepCost>>,
     /// Confidences of the blocks drafted last, one row each.
     blocks: VecDeque<Vec<f64>>,
-    /// Budgets that the blocks of the steps drafted last are worth, the newest behind.
-    budgets: VecDeque<usize>,
+    /// Budgets that the blocks of the steps drafted last are worth, and how many they were, the newest behind.
+    budgets: VecDeque<(usize, usize)>,
     /// Steps since one was drafted.
     idle: usize,
     /// Whether this step is drafted though that is held not to pay.
@@ -170,9 +170,11 @@ impl Planner {
             Policy::PrefixAsync => {
                 let all = cost.curve(load.context).max_batch().saturating_sub(load.requests);
                 let stale = if self.budgets.len() == LAG { self.budgets.pop_front() } else { None };
+                // Of other requests than now there was as much for each.
+                let budget = stale.map_or(all, |(worth, of)| (worth * load.requests).div_ceil(of.max(1)));
                 let price = cost.price(load.requests, load.context);
-                let (lengths, worth) = filled_and_worth(&confidences, stale.unwrap_or(all).min(all), price);
-                self.budgets.push_back(worth);
+                let (lengths, worth) = filled_and_worth(&confidences, budget.min(all), price);
+                self.budgets.push_back((worth, load.requests));
                 lengths
             }
             _ => search(&confidences, cost.price(load.requests, load.context), Stop::FirstDrop).lengths,

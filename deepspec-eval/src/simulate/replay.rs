@@ -455,7 +455,7 @@ mod tests {
             replay.run(Policy::Prefix, 128).unwrap().throughput()
         };
         let [modest, right, sure] = [0.25, 1.0, 4.0].map(rate);
-        assert!(modest < 0.98 * right && sure < 1.005 * right, "{modest} {right} {sure}");
+        assert!(modest < 0.98 * right && sure < right, "{modest} {right} {sure}");
     }
 
     #[test]

@@ -18,8 +18,8 @@ impl BlockConfig {
 
     /// Shapes of matrix products in passes over micro-batches of one size.
     pub fn product_shapes(&self) -> usize {
-        // Logits and their gradient, of whole chunks and of the last; likewise the bias with that of its weight.
-        let head = 2 * (2 + if self.markov.is_some() { 3 } else { 0 });
+        // Logits and their gradient, of chunks that are multiplied at one size; likewise the bias with that of its weight.
+        let head = 2 + if self.markov.is_some() { 3 } else { 0 };
         backbone_product_shapes(&self.decoder) + head
     }
 
@@ -30,7 +30,7 @@ impl BlockConfig {
         let rank = self.markov.map_or(0, |markov| markov.rank as usize);
         let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
         let gamma = self.blocks.drafted() as i64;
-        losses::buffer_bytes(vocab, rows, gamma, self.markov.is_some(), bytes, device)
+        losses::buffer_bytes(vocab, [d, rank], rows, gamma, bytes, device)
             + rows * (3 * d + 2 * rank) * bytes
             + sums
     }

@@ -431,7 +431,7 @@ impl KindSettings for BlockLayout {
             Dialect::Zlab if self.fills_in() => Verdict::tried(true, "method dflash"),
             Dialect::Zlab => Verdict::read(
                 false,
-                "it refuses `sample_from_anchor` within `dflash_config`; convert to vllm",
+                "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
             ),
             Dialect::Speculators if self.fills_in() && !self.has_heads() => {
                 Verdict::read(true, "method dflash")

@@ -34,7 +34,7 @@ impl DFlash2Config {
         // The candidates' rows of B as they are, in float32, and as gradients.
         let tile = losses::tile_rows(vocab, rows, gamma as i64, device);
         let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
-        let objective = losses::buffer_bytes(vocab, rows, gamma as i64, false, bytes, device)
+        let objective = losses::buffer_bytes(vocab, [d, 0], rows, gamma as i64, bytes, device)
             + candidates
             + rows * (3 * d + 3 * rank) * bytes
             + vocab as usize * rank * size_of::<f32>();
@@ -44,7 +44,7 @@ impl DFlash2Config {
     /// Shapes of matrix products in passes over micro-batches of one size.
     pub fn product_shapes(&self) -> usize {
         // Both halves' coefficients have one shape; then the selector's projection, and logits with their gradient.
-        backbone_product_shapes(&self.decoder) + 2 * DIRECTIONS + 2 * 2
+        backbone_product_shapes(&self.decoder) + 2 * DIRECTIONS + 2
     }
 
     /// Floating-point operations of forward and backward over `samples`, counted as [`backbone_flops`] does.

@@ -45,8 +45,8 @@ impl Eagle3Config {
     /// Shapes of matrix products in passes over micro-batches of one size: every step has columns of its own number.
     pub fn product_shapes(&self) -> usize {
         let steps = self.ttt_length * layer_shapes(&self.decoder.model.layers) * DIRECTIONS * PROJECTIONS;
-        // The taps need no gradient; logits and theirs come in whole chunks and the last.
-        2 + steps + 2 * 2
+        // The taps need no gradient; logits and theirs come in chunks of one size.
+        2 + steps + 2
     }
 
     /// What forward and backward hold at most beside the weights and their gradients, at `bytes` per value.
@@ -63,7 +63,7 @@ impl Eagle3Config {
         // The supervised rows of every step are picked out and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
         // Their gradients and the teacher's states.
-        let objective = losses::buffer_bytes(vocab, rows, 1, false, bytes, device) + 2 * rows * d * bytes;
+        let objective = losses::buffer_bytes(vocab, [d, 0], rows, 1, bytes, device) + 2 * rows * d * bytes;
         let mut layers = 0;
         for layer in &self.decoder.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;

@@ -14,7 +14,7 @@ const CHUNK_ROWS: (i64, i64) = (64, 224);
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a dozen passes over a tile, which the CPU's caches should hold.
 const TILE_BYTES: i64 = 1 << 19;
-/// Buffers of logits: the drafter's and the target's.
+/// Of logits, and of the states that they are made of: the drafter's and the target's.
 const LOGITS: usize = 2;
 /// Of a tile, at a time.
 const TEMPORARIES: usize = 6;
@@ -173,13 +173,29 @@ fn sizes(vocab: i64, device: Device) -> (i64, i64) {
     }
 }
 
-/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: the buffers of a chunk, with the bias
-/// where it is there, in a kind of `value` bytes, and a tile's float32 temporaries.
-pub fn buffer_bytes(vocab: i64, rows: usize, gamma: i64, bias: bool, value: usize, device: Device) -> usize {
-    let (chunk, _) = sizes(vocab, device);
-    let buffers = LOGITS + usize::from(bias);
-    let (chunk, tile) = (chunk.min(rows as i64).max(gamma) as usize, tile_rows(vocab, rows, gamma, device));
-    (buffers * chunk * value + TEMPORARIES * tile * size_of::<f32>()) * vocab as usize
+/// Rows of a chunk, of so many rows in blocks of γ: all chunks have as many as one another, but for the last block's.
+fn even(most: i64, rows: i64, gamma: i64) -> i64 {
+    let up = |value: i64, to: i64| (value + to - 1) / to;
+    let chunks = up(rows, most).max(1);
+    (up(up(rows, chunks), gamma) * gamma).min(most)
+}
+
+/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, states of so many values with their
+/// gradient, and bias and features of the Markov head where its rank is not 0, in a kind of `value` bytes, and a tile's float32 temporaries.
+pub fn buffer_bytes(
+    vocab: i64,
+    [states, rank]: [usize; 2],
+    rows: usize,
+    gamma: i64,
+    value: usize,
+    device: Device,
+) -> usize {
+    let (most, _) = sizes(vocab, device);
+    let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
+    let (vocab, tile) = (vocab as usize, tile_rows(vocab, rows, gamma, device));
+    let logits = LOGITS + usize::from(rank > 0);
+    let of_row = logits * vocab + (LOGITS + 1) * states + 2 * rank;
+    chunk * of_row * value + TEMPORARIES * tile * vocab * size_of::<f32>()
 }
 
 /// Rows of a tile, of so many rows in blocks of γ.
@@ -190,13 +206,13 @@ pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
 
 /// Losses of all rows and their gradients. To be called without a graph.
 ///
-/// Beside its results it holds three buffers of one chunk's logits and the temporaries of a tile.
+/// Beside its results it holds the buffers of one chunk and the temporaries of a tile ([`buffer_bytes`]).
 pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
     let _range = range(c"objective");
     let (head, kind, device) = (vocabulary.lm_head(), rows.hidden.kind(), rows.hidden.device());
     let vocab = head.size()[0];
     let (most, tile) = sizes(vocab, device);
-    let chunks = spans(rows.counts, most);
+    let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     // Of every chunk so many rows are multiplied, so that products have few shapes; behind its own they are what was there before.
     let options = (kind, device);
@@ -329,6 +345,19 @@ impl Logits {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn chunks_are_even_and_no_larger_than_they_may_be() {
+        assert_eq!(even(128, 448, 7), 112, "four, and not three of 126 and one of 70");
+        assert_eq!(even(224, 672, 7), 224);
+        assert_eq!(even(64, 3584, 7), 63);
+        assert_eq!((even(224, 5, 7), even(64, 65, 1), even(64, 0, 7)), (7, 33, 0));
+        // What is left over is less than a block for each chunk.
+        let counts: Vec<usize> = (0..64).map(|block| 1 + block % 7).collect();
+        let rows = counts.iter().sum::<usize>() as i64;
+        let chunks = spans(&counts, even(100, rows, 7));
+        assert!(chunks.iter().all(|chunk| chunk.rows <= 100) && chunks.len() == 3, "{}", chunks.len());
+    }
 
     /// Columns that are named here are the terms of that name, and no two share a place.
     #[test]

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::common::{Folder, golden};
-use deepspec_dialects::{Dialect, Server, Target, convert, risks};
+use crate::common::{Folder, edited, golden};
+use deepspec_dialects::{Dialect, Server, Target, convert, loaders, risks};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 
@@ -53,6 +53,32 @@ fn a_sound_drafter_has_to_be_served_by_the_right_flags() {
     let filled = crate::common::fixture::zlab();
     says(filled.path(), Server::Vllm, "slots", "\"method\": \"dflash\"");
     says(filled.path(), Server::Sglang, "slots", "--speculative-algorithm DFLASH");
+}
+
+#[test]
+fn what_no_other_layout_says_was_not_tried_and_is_examined_all_the_same() {
+    let vllm = |folder: &Folder| {
+        let checkpoint = open_checkpoint(folder.path()).unwrap();
+        loaders(&checkpoint).into_iter().find(|loader| loader.engine == "vLLM").unwrap()
+    };
+    let zlab = crate::common::fixture::zlab();
+    assert!(vllm(&zlab).loads && vllm(&zlab).tried.is_some());
+    // Windows: the folder loads by vLLM's sources, and nobody has looked.
+    let layers = zlab.config()["num_hidden_layers"].as_u64().unwrap() as usize;
+    let windowed = edited(&zlab, |config| {
+        config["layer_types"] = json!(vec!["sliding_attention"; layers]);
+        config["sliding_window"] = json!(64);
+        config["use_sliding_window"] = json!(true);
+    });
+    assert!(vllm(&windowed).loads && vllm(&windowed).tried.is_none());
+    says(windowed.path(), Server::Vllm, "drafter", "not tried");
+    says(windowed.path(), Server::Vllm, "slots", "\"method\": \"dflash\"");
+    assert_eq!(about(windowed.path(), Server::LlamaCpp), ["drafter"]);
+    // Slots that all draft, where vLLM does not read it.
+    let flagged = edited(&zlab, |config| config["dflash_config"]["sample_from_anchor"] = json!(true));
+    assert!(!vllm(&flagged).loads);
+    says(flagged.path(), Server::Vllm, "layout", "where vLLM refuses it");
+    says(flagged.path(), Server::Sglang, "layout", "convert --to sglang");
 }
 
 #[test]
