@@ -14,7 +14,7 @@ static MKL_IS_SLOW: LazyLock<bool> = LazyLock::new(mkl_is_slow);
 
 #[cfg(target_arch = "x86_64")]
 fn mkl_is_slow() -> bool {
-    #[allow(unused_unsafe, reason = "it is safe since Rust 1.91")]
+    #[allow(unused_unsafe, reason = "it is safe in newer versions of Rust")]
     // SAFETY: every processor of this architecture has the instruction.
     let vendor = unsafe { std::arch::x86_64::__cpuid(0) };
     let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
@@ -42,11 +42,11 @@ pub fn product(out: &mut Tensor, a: &Tensor, b: &Tensor, add: bool) {
         out.size()
     );
     let wide = [&*out, a, b].iter().all(|of| of.kind() == Kind::Float && of.device() == Device::Cpu);
-    // SAFETY: the shim uses the three tensors during the call only, whose shapes and kinds were checked, and catches every C++ exception.
-    if wide
-        && *MKL_IS_SLOW
-        && unsafe { ds_onednn_product(out.as_ptr().cast(), a.as_ptr().cast(), b.as_ptr().cast(), add) }
-    {
+    let onednn = || {
+        // SAFETY: the shim uses the three tensors during the call only, whose shapes and kinds were checked, and catches every C++ exception.
+        unsafe { ds_onednn_product(out.as_ptr().cast(), a.as_ptr().cast(), b.as_ptr().cast(), add) }
+    };
+    if wide && *MKL_IS_SLOW && onednn() {
         return;
     }
     let _ = match add {
