@@ -60,7 +60,7 @@ pub fn global_prefix_lengths<C: AsRef<[f64]>>(
 /// A confidence is no probability.
 pub fn fill<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Result<Vec<usize>, ScheduleError> {
     confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))?;
-    Ok(filled(confidences, budget))
+    Ok(prefixes(confidences.len(), &candidates(confidences), budget))
 }
 
 impl Schedule {
@@ -168,11 +168,6 @@ fn check<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), Sc
         return Err(ScheduleError::BeyondCurve { requests, max_batch });
     }
     confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))
-}
-
-/// [`fill`] of probabilities.
-pub(crate) fn filled<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Vec<usize> {
-    prefixes(confidences.len(), &candidates(confidences), budget)
 }
 
 /// [`fill`] of probabilities, and the budget that they themselves are worth, for a later step.

@@ -225,7 +225,7 @@ fn lengths(block: usize) -> Vec<usize> {
 /// Tokens that an answer may grow by while its steps are timed.
 fn answer_tokens(block: usize) -> usize {
     // Fast steps are timed for as long as [`LEAST`]; more than that many of them tell nothing more.
-    // And one with which none has ended yet.
+    // One more, so that none ends with the last of them.
     lengths(block).len() * (WARM + 4 * TIMED) as usize * (block + 1) + 1
 }
 

@@ -381,7 +381,10 @@ mod tests {
     ];
 
     /// The costs that follow from the first two columns and an accepted length of 3.
-    const COST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/costs/deepseek-v4-flash.json");
+    fn published_cost() -> Arc<StepCost> {
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/costs/deepseek-v4-flash.json");
+        Arc::new(deepspec_schedule::cost_file::read(Path::new(file)).unwrap())
+    }
 
     #[test]
     fn published_figures_of_adaptive_verification_come_out_with_their_signs() {
@@ -389,7 +392,7 @@ mod tests {
         let blocks = recording.answers.iter().flat_map(|answer| &answer.blocks);
         let tau = 1.0 + blocks.map(|block| block.accepted as f64).sum::<f64>() / recording.cycles() as f64;
         assert!((tau - 3.0).abs() < 0.1, "{tau}");
-        let cost = Arc::new(deepspec_schedule::cost_file::read(Path::new(COST)).unwrap());
+        let cost = published_cost();
         let rate = |policy: Policy, requests: usize, overhead: f64| {
             let replay = Replay {
                 recording: &recording,
@@ -427,7 +430,7 @@ mod tests {
     #[test]
     fn on_an_accelerator_the_prefix_scheduler_is_never_far_below_the_best_and_wins_when_it_is_full() {
         let recording = recording();
-        let cost = Arc::new(deepspec_schedule::cost_file::read(Path::new(COST)).unwrap());
+        let cost = published_cost();
         let replay = Replay {
             recording: &recording,
             cost: &cost,
@@ -448,7 +451,7 @@ mod tests {
     #[test]
     fn confidences_that_are_wrong_cost_throughput() {
         let recording = recording();
-        let cost = Arc::new(deepspec_schedule::cost_file::read(Path::new(COST)).unwrap());
+        let cost = published_cost();
         let rate = |sharpness: f64| {
             let host = Host::scheduling(0.0);
             let replay = Replay { recording: &recording, cost: &cost, sharpness, host, cycles: 30_000 };

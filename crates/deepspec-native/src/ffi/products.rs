@@ -1,7 +1,6 @@
 //! Products of large float32 matrices on the CPU.
 
 use std::ffi::c_void;
-use std::sync::LazyLock;
 
 use tch::{Device, Kind, Tensor};
 
@@ -9,16 +8,10 @@ unsafe extern "C" {
     fn ds_onednn_product(out: *const c_void, a: *const c_void, b: *const c_void, add: bool) -> bool;
 }
 
-/// Whether MKL, which libtorch asks for float32 products, leaves half of this processor's vectors unused: AMD's with AVX-512.
-static MKL_IS_SLOW: LazyLock<bool> = LazyLock::new(mkl_is_slow);
-
+/// Whether MKL, which libtorch asks for float32 products, leaves half of this processor's vectors unused: AMD's with AVX-512. SSE4a is AMD's alone.
 #[cfg(target_arch = "x86_64")]
 fn mkl_is_slow() -> bool {
-    #[allow(unused_unsafe, reason = "it is safe in newer versions of Rust")]
-    // SAFETY: every processor of this architecture has the instruction.
-    let vendor = unsafe { std::arch::x86_64::__cpuid(0) };
-    let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
-    name.as_flattened() == b"AuthenticAMD" && std::arch::is_x86_feature_detected!("avx512f")
+    std::arch::is_x86_feature_detected!("sse4a") && std::arch::is_x86_feature_detected!("avx512f")
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -26,7 +19,7 @@ fn mkl_is_slow() -> bool {
     false
 }
 
-/// `a [M, K] · b [K, N]` into `out [M, N]`, or added to what is there. Without a graph.
+/// `a [M, K] · b [K, N]` into `out [M, N]`, or, with `add`, added to what is there, which may be of a wider kind. Without a graph.
 ///
 /// On AMD's processors with AVX-512 float32 is multiplied by oneDNN: 240 operations per nanosecond on one core of a Zen 5, where MKL made 115
 /// (no other was tried). It prepares every shape anew, for milliseconds and megabytes: for large products of few shapes.
@@ -46,7 +39,7 @@ pub fn product(out: &mut Tensor, a: &Tensor, b: &Tensor, add: bool) {
         // SAFETY: the shim uses the three tensors during the call only, whose shapes and kinds were checked, and catches every C++ exception.
         unsafe { ds_onednn_product(out.as_ptr().cast(), a.as_ptr().cast(), b.as_ptr().cast(), add) }
     };
-    if wide && *MKL_IS_SLOW && onednn() {
+    if wide && mkl_is_slow() && onednn() {
         return;
     }
     let _ = match add {
@@ -70,7 +63,7 @@ mod tests {
             |found: &Tensor, times: f64| ((found / times - &exact) / &exact).abs().max().double_value(&[]);
         // Operands of 8 bits would be off by 1e-4; sums of 700 in float32 are by 4e-7 to 9e-7, as they are added up.
         let mut out = Tensor::full([200, 96], f64::NAN, options);
-        if *MKL_IS_SLOW {
+        if mkl_is_slow() {
             // SAFETY: three tensors of fitting shapes.
             let taken = unsafe {
                 ds_onednn_product(out.as_ptr().cast(), x.as_ptr().cast(), w.tr().as_ptr().cast(), false)
