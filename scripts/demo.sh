@@ -16,8 +16,7 @@ cargo build --workspace --release --bins
 bin=target/release
 SECONDS=0
 
-# Stages that run side by side get a core each. Idle libtorch threads that spin would take it from each other.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# Stages that run side by side get a core each.
 cores=$(nproc)
 half=$((cores > 1 ? cores / 2 : 1))
 mkdir -p "$out"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's commands where nothing else is: a fresh Debian in a folder, with git, g++, Python and this machine's Rust, runs the committed tree.
+# The README's commands where nothing else is: a fresh Debian in a folder, with git, g++, Python, curl, iproute2, procps and this machine's Rust, runs the committed tree.
 #
 #   scripts/fresh-root.sh DIR [COMMAND]...      default: scripts/demo.sh scripts/test.sh
 #
@@ -22,7 +22,7 @@ fi
 
 if [ ! -f "$root/installed" ]; then
     mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | head -n 1)
-    debootstrap --variant=minbase --include=ca-certificates,git,curl,g++,python3,python3-venv,procps "$(. /etc/os-release && echo "$VERSION_CODENAME")" \
+    debootstrap --variant=minbase --include=ca-certificates,git,curl,g++,python3,python3-venv,procps,iproute2 "$(. /etc/os-release && echo "$VERSION_CODENAME")" \
         "$root" "$mirror"
     touch "$root/installed"
 fi
@@ -30,7 +30,7 @@ shared=(/etc/ssl /usr/share/ca-certificates /usr/local/share/ca-certificates /et
 mounted=()
 away() {
     local at
-    for ((at = ${#mounted[@]} - 1; at >= 0; at--)); do umount "${mounted[$at]}" || umount -l "${mounted[$at]}"; done
+    for ((at = ${#mounted[@]} - 1; at >= 0; at--)); do umount "${mounted[$at]}" 2>/dev/null || umount -l "${mounted[$at]}"; done
 }
 trap away EXIT
 attach() { # FROM TO ARGUMENT…
@@ -38,12 +38,18 @@ attach() { # FROM TO ARGUMENT…
     mount --bind "${@:3}" "$1" "$2"
     mounted+=("$2")
 }
+# Network namespaces want a root that is a mount.
+attach "$root" "$root" --make-private
 for path in "${shared[@]}"; do [ ! -e "$path" ] || attach "$(readlink -f "$path")" "$root$path"; done
 attach "$(rustc --print sysroot)" "$root/opt/rust"
 attach /dev "$root/dev"
 mkdir -p "$root/proc"
 mount -t proc proc "$root/proc"
 mounted+=("$root/proc")
+# Slurm wants its control groups.
+mkdir -p "$root/sys"
+mount --rbind --make-rslave /sys "$root/sys"
+mounted+=("$root/sys")
 
 [ -d "$root/src" ] || git clone --quiet . "$root/src"
 git -C "$root/src" pull --quiet

@@ -52,7 +52,6 @@ wanted=(llama.cpp)
 found=$(scripts/engines.sh "${wanted[@]}")
 eval "$found"
 SECONDS=0
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 cores=$(nproc)
 half=$((cores > 1 ? cores / 2 : 1))
 mkdir -p "$out"

@@ -25,6 +25,8 @@ scripts/setup.sh
 commit=$(git rev-parse HEAD)
 export DEEPSPEC_COMMIT=${commit:0:12}
 [ -z "$(git status --porcelain --untracked-files=no)" ] || DEEPSPEC_COMMIT=${commit:0:6}-dirty
+# What C++ says of where an error arose begins at this folder, wherever that is.
+export CXXFLAGS="${CXXFLAGS:-} -ffile-prefix-map=$PWD/="
 cargo build --release --locked --bins
 version=$(target/release/deepspec-eval --version | head -1 | cut -d ' ' -f 2)
 libtorch=$(readlink -f .libtorch)
@@ -53,7 +55,7 @@ say "licences and parts"
 python3 scripts/licences.py "$stage/THIRD-PARTY.md"
 for program in "${programs[@]}"; do
     cargo cyclonedx --quiet --format json --describe binaries --manifest-path "$program/Cargo.toml"
-    mv "$program"/"${program}"_bin.cdx.json "$stage/$program.cdx.json"
+    sed "s|file://$PWD/|file:///|g" "$program"/"${program}"_bin.cdx.json >"$stage/$program.cdx.json"
     find . -path ./target -prune -o -name '*.cdx.json' -print | grep -v "^./$stage" | xargs -r rm -f
 done
 

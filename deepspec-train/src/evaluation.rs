@@ -86,7 +86,10 @@ impl Questions {
         let longest =
             requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
         let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
-        Ok(bytes_of(weights + source.config.history(self.eval.slots, longest), kind))
+        let head = (source.config.vocab_size * source.config.hidden_size) as usize;
+        // On the CPU the head is there in a second layout.
+        let again = if (device, kind) == (Device::Cpu, Kind::Float) { head } else { 0 };
+        Ok(bytes_of(weights + again + source.config.history(self.eval.slots, longest), kind))
     }
 }
 

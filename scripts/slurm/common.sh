@@ -13,7 +13,6 @@ bin=${DEEPSPEC_BIN:-$bin}
 stage=${SLURM_JOB_NAME:-deepspec-pipeline}
 stage=${stage#deepspec-}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 # Which share of the work this is: task I of N, or 0 of 1 outside an array.
 task=0 tasks=1
@@ -33,6 +32,9 @@ note() {
     line=$(printf '%s\t%s\t%s/%s\t%s\t%s' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$stage" "$task" "$tasks" "${SLURM_JOB_ID:-}" "$*")
     (flock 9 && printf '%s\n' "$line" >&9) 9>>"$DEEPSPEC_STATE"
 }
+
+# Says that the job has begun; the first thing that each does, the pipeline once it knows that it is the only one.
+begun() { note "started, restart ${SLURM_RESTART_COUNT:-0}"; }
 
 # Runs a program as a step of the job, with a `{task}` in its arguments replaced by the task's number. Its code is in $status:
 # 75 if it was told to stop, because the time is over or somebody else needs the machine, and goes on when it is run again.
@@ -72,5 +74,3 @@ conclude() {
     esac
     exit "$status"
 }
-
-note "started, restart ${SLURM_RESTART_COUNT:-0}"

@@ -36,6 +36,25 @@ export MASTER_ADDR=127.0.0.1
 run=$DEEPSPEC_RUN
 mkdir "$run"
 
+# Merge and report are over sooner than anybody could come in between: the first time each waits until it is told to stop.
+export DEEPSPEC_BIN=$work/bin
+mkdir "$work/bin"
+for program in data train eval; do
+    cat >"$work/bin/deepspec-$program" <<SH
+#!/usr/bin/env bash
+case "\$1 \$2 \$SLURM_JOB_NAME" in
+    "cache merge "*) waits=merge ;;
+    *deepspec-report) waits=report ;;
+esac
+if [ -n "\${waits:-}" ] && mkdir "$work/waits-\$waits" 2>/dev/null; then
+    sleep 600 &
+    wait
+fi
+exec "$bin/deepspec-$program" "\$@"
+SH
+    chmod +x "$work/bin/deepspec-$program"
+done
+
 # Waits until a command succeeds; a pipeline that has failed meanwhile ends the test.
 until_true() {
     local what=$1 attempt
@@ -69,20 +88,21 @@ evaluated() { [ -n "$(find "$run/eval" -name 'journal-*.jsonl' -size +0 2>/dev/n
 preempt() {
     local stage=$1 program=$2 urgent
     until_true "progress in $stage" "$3"
-    pkill -STOP -f "^$bin_pattern$program"
+    [ -z "$program" ] || pkill -STOP -f "^$bin/$program"
     urgent=$(sbatch --parsable --partition=urgent --nodes=2 --exclusive --output=/dev/null --wrap true)
     until_true "pre-emption of $stage" has "$stage" stopped
     until_true "end of $stage" requeued "$stage" "$4"
     echo "slurm test: $stage was pre-empted by job $urgent and went on" >&2
 }
-bin_pattern='target/release/'
+waits() { [ -d "$work/waits-$stage" ]; }
 
 sbatch --parsable --gpus-per-node=0 --output="$work/pipeline.log" scripts/slurm/pipeline.sbatch
 preempt regenerate 'deepspec-data regenerate' answered 2
 preempt cache 'deepspec-data cache build' cached 2
+preempt merge '' waits 1
 preempt train deepspec-train trained 1
 preempt eval 'deepspec-eval run' evaluated 2
-until_true "the report" has report 'done'
+preempt report '' waits 1
 bash scripts/slurm/pipeline.sbatch status
 cat "$run/eval/report.md"
 

@@ -2,6 +2,7 @@
 
 mod emit;
 mod host;
+mod recording;
 mod replay;
 mod served;
 mod shown;
@@ -22,7 +23,8 @@ use serde::Serialize;
 
 use crate::results::Results;
 use host::Host;
-use replay::{Outcome, Recording, Replay};
+use recording::Recording;
+use replay::{Outcome, Replay};
 use served::Served;
 
 /// Factors on the confidences' logits under which the prefix scheduler is tried.

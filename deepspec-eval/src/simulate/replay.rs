@@ -1,11 +1,8 @@
-//! Recorded answers and an engine that replays them: what it verifies is counted, what it takes is read off a cost curve.
+//! An engine that replays recorded answers: what it verifies is counted, what it takes is read off a cost curve.
 
-use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_core::usage;
 use deepspec_schedule::ScheduleError;
 use deepspec_schedule::cost::StepCost;
 use deepspec_schedule::planner::{Planner, StepLoad};
@@ -14,119 +11,7 @@ use deepspec_schedule::survival::sigmoid;
 use serde::Serialize;
 
 use super::host::{Host, PARTS};
-use crate::results::Results;
-use crate::traces;
-
-/// A block that was drafted and verified whole.
-#[derive(Debug, Clone)]
-struct Recorded {
-    /// Tokens of the answer before it.
-    start: usize,
-    /// Confidences of its tokens, as the run used them; 1 without a confidence head.
-    confidences: Vec<f64>,
-    /// Tokens that were accepted.
-    accepted: usize,
-    /// Whether the last of them ended the answer, without a token behind it.
-    stopped: bool,
-}
-
-/// An answer as it was generated.
-#[derive(Debug, Clone)]
-struct Answer {
-    prompt: usize,
-    /// Tokens of the answer, the first one from the prompt's step.
-    tokens: usize,
-    blocks: Vec<Recorded>,
-}
-
-/// The answers of a run.
-#[derive(Debug)]
-pub struct Recording {
-    answers: Vec<Answer>,
-    /// γ.
-    pub block: usize,
-    /// Whether the drafter has a confidence head.
-    pub confident: bool,
-}
-
-impl Recording {
-    /// Reads the traces of a run that verified whole blocks; `temperatures` divide the confidence logits where they are given, else
-    /// confidences are what the run used.
-    ///
-    /// # Errors
-    /// Usage errors: no such run, one that cut its blocks or drafted nothing.
-    pub fn read(dir: &Path, results: &Results, temperatures: Option<&[f64]>) -> anyhow::Result<Self> {
-        let policy = results.settings.policy();
-        if policy.cuts() {
-            usage!(
-                "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
-                dir.display()
-            );
-        }
-        let prompt_of = |suite: &str| {
-            let found = results.suites.iter().find(|found| found.name == suite);
-            found.map_or(0, |found| (found.prompt_tokens / found.counts.samples.max(1)) as usize)
-        };
-        let mut answers: BTreeMap<(String, String, u64, u32), Answer> = BTreeMap::new();
-        let (mut block, mut confident) = (0, false);
-        traces::read(dir, |trace| {
-            let key = (trace.suite.to_string(), trace.sample.to_string(), trace.seed, trace.turn);
-            let answer = answers.entry(key).or_insert_with(|| Answer {
-                prompt: prompt_of(trace.suite),
-                tokens: 1,
-                blocks: vec![],
-            });
-            let proposed = trace.proposed as usize;
-            block = block.max(proposed);
-            confident |= !trace.logits.is_empty();
-            let calibrated = |(k, logit): (usize, &f32)| {
-                sigmoid(f64::from(*logit) / temperatures.and_then(|t| t.get(k)).copied().unwrap_or(1.0))
-            };
-            let confidences = match (temperatures, trace.logits.is_empty()) {
-                (_, true) => vec![1.0; proposed],
-                (None, false) => trace.confidences.iter().map(|&c| f64::from(c)).collect(),
-                (Some(_), false) => trace.logits.iter().enumerate().map(calibrated).collect(),
-            };
-            answer.blocks.push(Recorded {
-                start: answer.tokens,
-                confidences,
-                accepted: trace.accepted as usize,
-                stopped: trace.committed == trace.accepted,
-            });
-            answer.tokens += trace.committed as usize;
-        })?;
-        // A block that ends with an accepted stop token was longer: what would stand behind it is never accepted.
-        let mut answers: Vec<Answer> = answers.into_values().collect();
-        let blocks = answers.iter_mut().flat_map(|answer| &mut answer.blocks);
-        blocks.for_each(|recorded| recorded.confidences.resize(block, 0.5));
-        let whole = results.drafter.as_ref().map_or(0, |drafter| drafter.block_size);
-        if block == 0 {
-            usage!("{} drafted nothing; there is nothing to replay", dir.display());
-        }
-        if block < whole {
-            usage!(
-                "{} verified {block} tokens of each block at most, the drafter drafts {whole}: run it with whole blocks",
-                dir.display()
-            );
-        }
-        Ok(Self { answers, block, confident })
-    }
-
-    /// Mean tokens of history of a block.
-    pub fn context(&self) -> usize {
-        let tokens: usize = self
-            .answers
-            .iter()
-            .flat_map(|answer| answer.blocks.iter().map(|block| answer.prompt + block.start))
-            .sum();
-        tokens / self.cycles().max(1)
-    }
-
-    /// Recorded blocks.
-    pub fn cycles(&self) -> usize {
-        self.answers.iter().map(|answer| answer.blocks.len()).sum()
-    }
-}
+use super::recording::{Answer, Recorded, Recording};
 
 /// What came of replaying.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -343,6 +228,8 @@ impl Replay<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use deepspec_schedule::curve::CostCurve;
 
     use super::*;

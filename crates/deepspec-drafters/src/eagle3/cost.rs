@@ -63,7 +63,7 @@ impl Eagle3Config {
         // The supervised rows of every step are picked out and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
         // Their gradients and the teacher's states.
-        let objective = losses::buffer_bytes(vocab, [d, 0], rows, 1, bytes, device) + 2 * rows * d * bytes;
+        let objective = losses::buffer_bytes(vocab, d, false, rows, 1, bytes, device) + 2 * rows * d * bytes;
         let mut layers = 0;
         for layer in &self.decoder.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;

@@ -1,14 +1,14 @@
 //! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
 
 use deepspec_models::nn::Vocabulary;
-use deepspec_native::{product, range};
+use deepspec_native::range;
 use tch::{Device, Kind, Tensor};
 
 use super::rows::Rows;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
-const CHUNK_BYTES: i64 = 16 << 20;
+const CHUNK_BYTES: i64 = 20 << 20;
 const CHUNK_ROWS: (i64, i64) = (64, 224);
 /// A GPU reads the whole head for every chunk, which few rows do not pay for.
 const GPU_CHUNK_ROWS: i64 = 512;
@@ -180,11 +180,12 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, states of so many values with their
-/// gradient, and bias and features of the Markov head where its rank is not 0, in a kind of `value` bytes, and a tile's float32 temporaries.
+/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
+/// head where there is one, and the states of so many values that they are made of, in a kind of `value` bytes, and a tile's float32 temporaries.
 pub fn buffer_bytes(
     vocab: i64,
-    [states, rank]: [usize; 2],
+    states: usize,
+    bias: bool,
     rows: usize,
     gamma: i64,
     value: usize,
@@ -193,8 +194,8 @@ pub fn buffer_bytes(
     let (most, _) = sizes(vocab, device);
     let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
     let (vocab, tile) = (vocab as usize, tile_rows(vocab, rows, gamma, device));
-    let logits = LOGITS + usize::from(rank > 0);
-    let of_row = logits * vocab + (LOGITS + 1) * states + 2 * rank;
+    let logits = LOGITS + usize::from(bias);
+    let of_row = logits * vocab + LOGITS * states;
     chunk * of_row * value + TEMPORARIES * tile * vocab * size_of::<f32>()
 }
 
@@ -214,16 +215,8 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let (most, tile) = sizes(vocab, device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
-    // Of every chunk so many rows are multiplied, so that products have few shapes; behind its own they are what was there before.
-    let options = (kind, device);
-    let (mut logits, states) =
-        (Tensor::zeros([2 * largest, vocab], options), Tensor::zeros([2 * largest, head.size()[1]], options));
-    let mut by_state = Tensor::empty([largest, head.size()[1]], options);
-    let mut bias = rows.bias.map(|bias| Biases {
-        features: Tensor::zeros([largest, bias.w2.size()[1]], options),
-        logits: Tensor::zeros([largest, vocab], options),
-        gradient: Tensor::empty([largest, bias.w2.size()[1]], options),
-    });
+    let logits = Tensor::empty([2 * largest, vocab], (kind, device));
+    let biases = rows.bias.map(|_| Tensor::empty([largest, vocab], (kind, device)));
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
@@ -233,13 +226,12 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     for chunk in &chunks {
         let n = chunk.rows;
         // Draft and target share the head, so that it is read once for both.
-        states.narrow(0, 0, n).copy_(&chunk.of(rows.hidden));
-        states.narrow(0, largest, n).copy_(&chunk.of(rows.teacher));
-        product(&mut logits, &states, &head.tr(), false);
-        let (base, target) = (logits.narrow(0, 0, largest), logits.narrow(0, largest, n));
-        if let (Some(of), Some(bias)) = (rows.bias, &mut bias) {
-            bias.features.narrow(0, 0, n).copy_(&chunk.of(of.features));
-            product(&mut bias.logits, &bias.features, &of.w2.tr(), false);
+        let states = Tensor::cat(&[chunk.of(rows.hidden), chunk.of(rows.teacher)], 0);
+        let _ = states.mm_out(&logits.narrow(0, 0, 2 * n), &head.tr());
+        let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, n));
+        let biases = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
+        if let (Some(bias), Some(biases)) = (rows.bias, &biases) {
+            let _ = chunk.of(bias.features).mm_out(biases, &bias.w2.tr());
         }
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -249,40 +241,27 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             };
             let logits = Logits {
                 base: tile.of(&base),
-                bias: bias.as_ref().map(|bias| tile.of(&bias.logits)),
+                bias: biases.as_ref().map(|biases| tile.of(biases)),
                 target: tile.of(&target),
             };
             in_all.of(&output.rows).copy_(&logits.differentiate(vocabulary, rows, &in_all, alphas));
         }
         // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
-        let by_bias = bias.as_ref().map_or(&base, |bias| &bias.logits);
+        let by_bias = biases.as_ref().unwrap_or(&base);
         let by_base = if vocabulary.softcap().is_some() { &base } else { by_bias };
-        product(&mut by_state, by_base, head, false);
-        chunk.of(&output.hidden).copy_(&by_state.narrow(0, 0, n));
-        if let (Some(of), Some(Biases { features, logits, gradient }), Some(all)) =
-            (rows.bias, &mut bias, &output.features)
-        {
-            product(gradient, logits, of.w2, false);
-            chunk.of(all).copy_(&gradient.narrow(0, 0, n));
-            if let Some(sum) = of.w2_gradient {
-                // What is left of an earlier chunk counts for nothing.
-                let _ = features.narrow(0, n, largest - n).zero_();
-                let _ = logits.narrow(0, n, largest - n).zero_();
-                product(&mut sum.shallow_clone(), &logits.tr(), features, true);
+        let _ = by_base.mm_out(&chunk.of(&output.hidden), head);
+        if let (Some(bias), Some(gradient)) = (rows.bias, &output.features) {
+            let _ = by_bias.mm_out(&chunk.of(gradient), bias.w2);
+            if let Some(sum) = bias.w2_gradient {
+                let (mut sum, features) = (sum.shallow_clone(), chunk.of(bias.features));
+                let _ = match kind {
+                    Kind::Float => sum.addmm_(&by_bias.tr(), &features),
+                    _ => sum.g_add_(&by_bias.tr().mm(&features)),
+                };
             }
         }
     }
     output
-}
-
-/// What a chunk's Markov bias is computed in.
-struct Biases {
-    /// `[rows, r]`.
-    features: Tensor,
-    /// The bias, then the gradient by it, `[rows, V]`.
-    logits: Tensor,
-    /// By the features.
-    gradient: Tensor,
 }
 
 /// A tile of the three buffers, in the kind of the weights.

@@ -74,6 +74,7 @@ impl AttentionCall {
             hidden = hidden.logical_or(&keys.le_tensor(&(own - window as i64)));
         }
         let mask = hidden.zeros_like().to_kind(kind).masked_fill(&hidden, f64::NEG_INFINITY);
-        mask.repeat([1, view.repeats as i64, 1]).unsqueeze(1)
+        let repeats = view.repeats as i64;
+        mask.unsqueeze(1).expand([-1, repeats, -1, -1], false).flatten(1, 2).unsqueeze(1)
     }
 }

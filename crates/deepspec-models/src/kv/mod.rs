@@ -6,16 +6,17 @@ mod pool;
 
 use std::collections::BTreeMap;
 
+use deepspec_native::{HistoryChunk, HistoryView, has_history_attention, history_attention};
 use tch::{Device, Kind, Tensor};
 
 use crate::nn::{AttentionSpec, Heads, Qkv};
 use calls::{AttentionCall, MaskShape};
 pub use plan::{BatchPlan, MaskKind, PendingPlan, Rows};
-use plan::{Group, Slots};
+use plan::{Group, Placed, Slots};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
 
-/// Attention reads histories in whole multiples of this many tokens.
+/// Attention of groups reads histories in whole multiples of this many tokens.
 ///
 /// The sums of an attention depend, in the last bits, on how many keys it is handed. So that a sequence's states do not
 /// depend on the sequences it rides with, that number follows from its own length alone, and only chunks that agree in it
@@ -87,6 +88,11 @@ impl KvCache {
 
     fn kind(&self) -> Kind {
         self.options.0
+    }
+
+    /// Whether chunks of a few tokens can attend one by one, where their histories lie.
+    fn attends_in_place(&self) -> bool {
+        self.options == (Kind::Float, Device::Cpu) && has_history_attention()
     }
 
     fn views(&self) -> &[MaskShape] {
@@ -232,6 +238,10 @@ impl KvCache {
 
     /// Stores the planned rows and lets their queries attend to their slots' histories: `[N, H·D]`.
     pub fn attend(&mut self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
+        let in_place = (!plan.few.is_empty()).then(|| self.attend_in_place(layer, plan, qkv));
+        if plan.groups.is_empty() {
+            return in_place.unwrap_or_else(|| qkv.q.flatten(1, 2));
+        }
         self.write(layer, &plan.rows, &qkv.k, &qkv.v);
         let q = ordered(&qkv.q, plan.order.as_ref());
         let (mut outputs, mut row) = (Vec::with_capacity(plan.groups.len()), 0);
@@ -241,7 +251,25 @@ impl KvCache {
             row += group.rows;
         }
         let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) };
-        ordered(&y, plan.back.as_ref())
+        match (in_place, &plan.order) {
+            (Some(mut all), Some(order)) => all.index_copy_(0, order, &y),
+            _ => ordered(&y, plan.back.as_ref()),
+        }
+    }
+
+    /// The same for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
+    fn attend_in_place(&self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
+        let Layer { scale, view, .. } = self.layers[layer];
+        let chunk = |placed: &Placed| {
+            let pool = self.pools.get(&placed.capacity)?.layer(layer);
+            let Placed { chunk: Chunk { past_len, len, .. }, row, first, .. } = *placed;
+            Some(HistoryChunk { pool, row, past_len, len, first })
+        };
+        let chunks: Vec<HistoryChunk> = plan.few.iter().filter_map(chunk).collect();
+        let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
+        let sees_chunk = plan.visibility == MaskKind::Block;
+        let view = HistoryView { scale, window: self.views[view].window, sees_chunk };
+        history_attention([&q, &k, &v], &chunks, view).flatten(1, 2)
     }
 
     /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.

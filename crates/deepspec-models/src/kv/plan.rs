@@ -6,6 +6,11 @@ use tch::{Kind, Tensor};
 use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
 
+/// Tokens of a chunk that attends by itself on the CPU: blocks and what was accepted of them, not prompts. The scores of those query heads that
+/// share keys, which each thread keeps room for (4 MiB), are no more than this.
+const FEW_TOKENS: usize = 32;
+const FEW_SCORES: usize = 1 << 20;
+
 /// What a fed token sees of its own chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskKind {
@@ -37,9 +42,11 @@ pub(super) struct PoolRows {
 /// The same for an attention; the same for all layers.
 pub struct BatchPlan {
     pub(super) rows: Rows,
-    /// The feed's rows group after group; None where that is their own order.
+    /// Chunks that attend one by one where they lie; the others are in groups.
+    pub(super) few: Vec<Placed>,
+    /// The groups' rows of the feed, one group after the other; None where that is the feed or there are none.
     pub(super) order: Option<Tensor>,
-    /// Brings ordered rows back into the order of the feed.
+    /// Brings ordered rows back into the order of the feed, where groups have all of them.
     pub(super) back: Option<Tensor>,
     pub(super) groups: Vec<Group>,
     pub(super) visibility: MaskKind,
@@ -74,7 +81,8 @@ pub struct RowsSketch {
 /// [`BatchPlan`] whose numbers are on their way.
 pub struct PendingPlan {
     rows: RowsSketch,
-    order: Option<(Part, Part)>,
+    few: Vec<Placed>,
+    order: Option<(Part, Option<Part>)>,
     groups: Vec<GroupSketch>,
     visibility: MaskKind,
 }
@@ -122,12 +130,13 @@ impl RowsSketch {
 }
 
 /// A chunk and the row of a pool that it goes to.
-struct Placed {
-    chunk: Chunk,
-    capacity: usize,
-    row: usize,
+#[derive(Clone, Copy)]
+pub(super) struct Placed {
+    pub chunk: Chunk,
+    pub capacity: usize,
+    pub row: usize,
     /// Its first row in the feed.
-    first: usize,
+    pub first: usize,
 }
 
 impl Placed {
@@ -157,16 +166,21 @@ impl KvCache {
 
     /// [`KvCache::place`] and what the chunks' queries see.
     pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind, upload: &mut Upload<i64>) -> PendingPlan {
-        let mut placed = self.placed(chunks);
+        let (few, mut placed): (Vec<Placed>, Vec<Placed>) =
+            self.placed(chunks).into_iter().partition(|placed| self.is_few(&placed.chunk));
         // Pool after pool, and in a group row after row: rows that lie side by side are read without copying them.
         placed.sort_by_key(|placed| (placed.kind(), placed.row));
-        let order = (!in_order(&placed)).then(|| {
+        let in_place = placed.is_empty() || (few.is_empty() && in_order(&placed));
+        let order = (!in_place).then(|| {
             let order: Vec<i64> = placed.iter().flat_map(Placed::rows).collect();
-            let mut back = vec![0; order.len()];
-            for (place, &row) in order.iter().enumerate() {
-                back[row as usize] = place as i64;
-            }
-            (upload.push(order), upload.push(back))
+            let back = few.is_empty().then(|| {
+                let mut back = vec![0; order.len()];
+                for (place, &row) in order.iter().enumerate() {
+                    back[row as usize] = place as i64;
+                }
+                upload.push(back)
+            });
+            (upload.push(order), back)
         });
         let rows = rows_sketch(&placed, chunks, order.map(|(order, _)| order), upload);
         let group = |group: &[Placed]| {
@@ -184,7 +198,14 @@ impl KvCache {
             }
         };
         let groups = placed.chunk_by(|a, b| a.kind() == b.kind()).map(group).collect();
-        PendingPlan { rows, order, groups, visibility }
+        PendingPlan { rows, few, order, groups, visibility }
+    }
+
+    /// Whether a chunk attends by itself. That follows from the chunk alone.
+    fn is_few(&self, chunk: &Chunk) -> bool {
+        let repeats = self.views().iter().map(|view| view.repeats).max().unwrap_or(1);
+        let scores = repeats * chunk.len * (chunk.past_len + chunk.len);
+        self.attends_in_place() && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
     }
 
     fn placed(&self, chunks: &[Chunk]) -> Vec<Placed> {
@@ -223,8 +244,9 @@ impl KvCache {
         };
         BatchPlan {
             rows: sketch.rows.on(sent),
+            few: sketch.few.clone(),
             order: sketch.order.map(|(order, _)| sent.of(order)),
-            back: sketch.order.map(|(_, back)| sent.of(back)),
+            back: sketch.order.and_then(|(_, back)| back).map(|back| sent.of(back)),
             groups: sketch.groups.iter().map(group).collect(),
             visibility,
         }
@@ -253,7 +275,7 @@ fn rows_sketch(
         (placed[0].capacity, first - count, count, rows, positions)
     };
     let mut all: Vec<&Placed> = placed.iter().collect();
-    if placed.iter().all(|other| other.capacity == placed[0].capacity) {
+    if placed.len() == feed.len() && placed.iter().all(|other| other.capacity == placed[0].capacity) {
         all.sort_by_key(|placed| placed.first);
         let only = pool(&all);
         return RowsSketch { positions: only.4, order: None, pools: vec![only] };

@@ -40,7 +40,12 @@ impl Vocabulary {
 
     /// Final-normed states `[.., d]` to float32 logits `[.., V]`.
     pub fn logits(&self, hidden: &Tensor) -> Tensor {
-        self.cap(linear(hidden, &self.lm_head, None).to_kind(Kind::Float))
+        self.logits_by(&self.lm_head, hidden)
+    }
+
+    /// The same by the head in another layout.
+    pub fn logits_by(&self, lm_head: &Tensor, hidden: &Tensor) -> Tensor {
+        self.cap(linear(hidden, lm_head, None).to_kind(Kind::Float))
     }
 
     /// c, if logits are soft-capped.

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -22,6 +23,8 @@ char* caught(Work work) {
   } catch (const c10::Error& error) {
     // Without the C++ backtrace.
     return strdup(error.what_without_backtrace());
+  } catch (const std::bad_alloc&) {
+    return strdup("no memory for a buffer");  // as libtorch's own words begin
   } catch (const std::exception& error) {
     return strdup(error.what());
   } catch (...) {

@@ -6,6 +6,7 @@
 
 #include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 
@@ -21,31 +22,34 @@ bool plain(const at::Tensor& tensor) {
       !(c10::GradMode::is_enabled() && tensor.requires_grad());
 }
 
-// Calls `each(row)` for all rows of `out [.., width]`, on several threads where there is enough to do.
+// Calls `each(task)` for all of `count` tasks, on several threads where there is more than `grain` of them.
 template <typename Each>
-void for_rows(at::Tensor& out, int64_t width, Each each) {
-  const int64_t rows = out.numel() / width;
-  if (out.numel() < kGrain) {
-    for (int64_t row = 0; row < rows; ++row) each(row);
+void for_tasks(int64_t count, int64_t grain, Each each) {
+  if (count <= grain) {
+    for (int64_t task = 0; task < count; ++task) each(task);
     return;
   }
-  // libtorch's iterator has its threads; it goes over the rows' first values.
-  const char* start = static_cast<const char*>(out.data_ptr());
+  // libtorch's iterator has its threads; it goes over a byte for each task.
+  at::Tensor tasks = at::empty({count}, at::kByte);
+  const char* start = static_cast<const char*>(tasks.data_ptr());
   auto iterator = at::TensorIteratorConfig()
                       .set_check_mem_overlap(false)
                       .check_all_same_dtype(false)
                       .resize_outputs(false)
-                      .add_owned_output(out.view({rows, width}).select(1, 0))
+                      .add_owned_output(tasks)
                       .build();
   iterator.for_each(
       [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
         for (int64_t j = 0; j < outer; ++j)
-          for (int64_t i = 0; i < inner; ++i) {
-            const int64_t bytes = data[0] + i * strides[0] + j * strides[1] - start;
-            each(bytes / static_cast<int64_t>(sizeof(float)) / width);
-          }
+          for (int64_t i = 0; i < inner; ++i) each(data[0] + i * strides[0] + j * strides[1] - start);
       },
-      std::max<int64_t>(1, kGrain / width));
+      grain);
+}
+
+// Calls `each(row)` for all rows of `out [.., width]`.
+template <typename Each>
+void for_rows(const at::Tensor& out, int64_t width, Each each) {
+  for_tasks(out.numel() / width, std::max<int64_t>(1, kGrain / width), each);
 }
 
 float sum_of_squares(const float* x, int64_t width) {

@@ -3,9 +3,11 @@
 #include "attention.cpp"
 #include "group.cpp"
 #include "memory.cpp"
-#include "products.cpp"
+#include "mkl.cpp"
 #include "profile.cpp"
 #include "rows.cpp"
+// Behind rows.cpp, whose `for_tasks` and `kLanes` it uses.
+#include "history.cpp"
 
 #ifdef __linux__
 #include "pool.cpp"

@@ -8,8 +8,8 @@ mod adamw;
 mod attention;
 pub mod c10d;
 mod filling;
+mod history;
 mod memory;
-mod products;
 mod profile;
 mod rows;
 
@@ -22,8 +22,8 @@ use libloading::Library;
 pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use attention::{AttentionPart, KeysValues, block_attention};
 pub use filling::Filling;
+pub use history::{HistoryChunk, HistoryView, has_history_attention, history_attention};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
-pub use products::product;
 pub use profile::{Profile, Range, range};
 pub use rows::{rms_norm, rotate};
 
@@ -128,3 +128,21 @@ pub fn die_with_parent(command: &mut Command) {
 /// Other systems have no such request.
 #[cfg(not(target_os = "linux"))]
 pub fn die_with_parent(_command: &mut Command) {}
+
+#[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
+mod tests {
+    /// MKL's question is answered by this program and not by MKL itself.
+    #[test]
+    fn mkl_asks_this_program_what_the_processor_can_do() {
+        unsafe extern "C" {
+            fn mkl_serv_intel_cpu_true() -> libc::c_int;
+        }
+        // SAFETY: dlsym reads a C string; with RTLD_DEFAULT it finds what the loader gives everyone who asks for the name.
+        let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"mkl_serv_intel_cpu_true".as_ptr()) };
+        assert_eq!(found.addr(), mkl_serv_intel_cpu_true as *const () as usize);
+        // SAFETY: it takes nothing and only asks the processor.
+        let answer = unsafe { mkl_serv_intel_cpu_true() };
+        let can = std::arch::is_x86_feature_detected!("avx512f");
+        assert!(answer == 1 || !can || std::env::var_os("DEEPSPEC_MKL_BY_MAKER").is_some());
+    }
+}

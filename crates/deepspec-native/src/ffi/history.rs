@@ -1,0 +1,210 @@
+//! Attention of a few queries per sequence over histories that lie in pools.
+
+use std::ffi::{c_char, c_void};
+use std::ptr;
+use std::sync::LazyLock;
+
+use tch::{Device, Kind, Tensor};
+
+use super::c10d::check;
+
+/// One sequence's queries, and where its history is.
+pub struct HistoryChunk<'a> {
+    /// Keys and values of the pool, `[rows, capacity, G, D]`.
+    pub pool: [&'a Tensor; 2],
+    /// The row of the pool.
+    pub row: usize,
+    /// Tokens before these.
+    pub past_len: usize,
+    /// Tokens of the chunk.
+    pub len: usize,
+    /// The first of its rows among the queries.
+    pub first: usize,
+}
+
+/// Who sees what.
+#[derive(Debug, Clone, Copy)]
+pub struct HistoryView {
+    /// Factor on the scores.
+    pub scale: f64,
+    /// Keys that a query sees; None for all before it.
+    pub window: Option<usize>,
+    /// Whether a query sees what comes behind it in its chunk.
+    pub sees_chunk: bool,
+}
+
+#[repr(C)]
+struct RawChunk {
+    keys: *const c_void,
+    values: *const c_void,
+    row: i64,
+    past: i64,
+    len: i64,
+    first: i64,
+}
+
+unsafe extern "C" {
+    fn ds_has_history_attention() -> bool;
+    fn ds_history_attention(
+        q: *const c_void,
+        k: *const c_void,
+        v: *const c_void,
+        chunks: *const RawChunk,
+        count: usize,
+        scale: f64,
+        window: i64,
+        causal: bool,
+        out: *mut *mut c_void,
+    ) -> *mut c_char;
+}
+
+/// Whether [`history_attention`] can be had: where libtorch lets others have its products of matrices.
+pub fn has_history_attention() -> bool {
+    // SAFETY: it looks whether a symbol was found when the program was linked.
+    static HAS: LazyLock<bool> = LazyLock::new(|| unsafe { ds_has_history_attention() });
+    *HAS
+}
+
+/// Stores keys and values `[N, G, D]` of the chunks behind what their histories hold, and lets the queries `[N, H, D]` see those: `[N, H, D]`,
+/// with zeros in rows of no chunk. All float32, on the CPU and without a graph. Chunks do not share rows of a pool.
+///
+/// With one thread what becomes of a chunk does not depend on the others. Histories are not copied, and what lies behind them is not read.
+///
+/// # Panics
+/// If shapes, kinds or places do not fit each other, or where [`has_history_attention`] says no.
+pub fn history_attention(
+    [q, k, v]: [&Tensor; 3],
+    chunks: &[HistoryChunk<'_>],
+    HistoryView { scale, window, sees_chunk }: HistoryView,
+) -> Tensor {
+    assert!(has_history_attention(), "libtorch keeps its products of matrices to itself");
+    let learns = [q, k, v].into_iter().any(Tensor::requires_grad);
+    assert!(!learns, "attention over histories has no gradient");
+    let is_plain = |of: &Tensor| of.device() == Device::Cpu && of.kind() == Kind::Float && of.is_contiguous();
+    let (size, [n, groups, dim]) = (q.size(), [0, 1, 2].map(|dim| k.size()[dim]));
+    let fits = size.len() == 3 && size[0] == n && size[2] == dim && size[1] % groups.max(1) == 0;
+    assert!(fits && k.size() == v.size(), "queries {size:?} over {:?} and {:?}", k.size(), v.size());
+    assert!([q, k, v].into_iter().all(is_plain), "float32 of the CPU, row by row");
+    for chunk in chunks {
+        let [rows, capacity] = [0, 1].map(|dim| chunk.pool[0].size()[dim] as usize);
+        let size = [rows as i64, capacity as i64, groups, dim];
+        assert!(chunk.pool.iter().all(|pool| pool.size() == size && is_plain(pool)), "pools of {size:?}");
+        assert!(
+            chunk.row < rows && ends_within(chunk.past_len, chunk.len, capacity),
+            "places of a pool of {size:?}"
+        );
+        assert!(chunk.len > 0 && ends_within(chunk.first, chunk.len, n as usize), "rows of {n}");
+    }
+    // Each stores its keys while the others attend.
+    let mut places: Vec<_> = chunks.iter().map(|chunk| (chunk.pool[0].data_ptr(), chunk.row)).collect();
+    places.sort_unstable();
+    assert!(places.windows(2).all(|pair| pair[0] != pair[1]), "two chunks share a row of a pool");
+    let widest = chunks.iter().map(|chunk| chunk.pool[0].size()[1].max(chunk.len as i64 * size[1])).max();
+    let fits = [widest.unwrap_or(0), groups * dim].into_iter().all(|size| i32::try_from(size).is_ok());
+    assert!(fits, "sizes that the BLAS can count");
+    let raw: Vec<RawChunk> = chunks
+        .iter()
+        .map(|chunk| RawChunk {
+            keys: chunk.pool[0].as_ptr().cast(),
+            values: chunk.pool[1].as_ptr().cast(),
+            row: chunk.row as i64,
+            past: chunk.past_len as i64,
+            len: chunk.len as i64,
+            first: chunk.first as i64,
+        })
+        .collect();
+    let window = window.map_or(0, |window| i64::try_from(window.max(1)).unwrap_or(i64::MAX));
+    let ([q, k, v], mut out) = ([q, k, v].map(|tensor| tensor.as_ptr().cast()), ptr::null_mut());
+    let (chunks, count) = (raw.as_ptr(), raw.len());
+    // SAFETY: all tensors outlive the call; that every place which the shim reads or writes is one of theirs was checked above. It catches every C++
+    // exception, and sets `out` where it returns null.
+    let problem =
+        unsafe { ds_history_attention(q, k, v, chunks, count, scale, window, !sees_chunk, &mut out) };
+    if let Err(problem) = check(problem) {
+        panic!("attention over histories: {problem}");
+    }
+    // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+    unsafe { Tensor::from_ptr(out.cast()) }
+}
+
+/// Whether `len` from `first` on end within `all`.
+fn ends_within(first: usize, len: usize, all: usize) -> bool {
+    first.checked_add(len).is_some_and(|end| end <= all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+    fn values(shape: &[i64], seed: f64) -> Tensor {
+        let count = shape.iter().product::<i64>();
+        (Tensor::arange(count, CPU) * (0.7 + seed)).sin().view(shape) * 2.0
+    }
+
+    #[test]
+    fn it_is_attention_of_what_is_seen() {
+        let (heads, groups, dim, capacity) = (6, 2, 16, 300);
+        for (window, sees_chunk) in [(None, false), (None, true), (Some(40), false), (Some(3), true)] {
+            let pool = [0.1, 0.2].map(|seed| values(&[3, capacity, groups, dim], seed));
+            // What lies behind a history is no number at all.
+            for tensor in &pool {
+                let _ = tensor.narrow(1, 258, capacity - 258).fill_(f64::NAN);
+            }
+            let places = [(2, 250, 8, 0), (0, 0, 1, 8), (1, 33, 5, 9)]; // row, past, len, first
+            let [q, k, v] =
+                [(heads, 0.3), (groups, 0.4), (groups, 0.5)].map(|(h, s)| values(&[14, h, dim], s));
+            let chunks = places.map(|(row, past_len, len, first)| HistoryChunk {
+                pool: [&pool[0], &pool[1]],
+                row,
+                past_len,
+                len,
+                first,
+            });
+            let view = HistoryView { scale: 0.2, window, sees_chunk };
+            let all = history_attention([&q, &k, &v], &chunks, view);
+            for chunk in &chunks {
+                let [row, past, len, first] =
+                    [chunk.row, chunk.past_len, chunk.len, chunk.first].map(|number| number as i64);
+                let history = |of: &Tensor| of.get(row).narrow(0, 0, past + len).transpose(0, 1);
+                let expand = |of: Tensor| of.repeat_interleave_self_int(heads / groups, 0, None::<i64>);
+                let (keys, values) = (expand(history(&pool[0])), expand(history(&pool[1])));
+                assert!(pool[0].get(row).narrow(0, past, len).equal(&k.narrow(0, first, len)), "stored");
+                let own = Tensor::arange(len, (Kind::Int64, Device::Cpu)).unsqueeze(1) + past;
+                let key = Tensor::arange(past + len, (Kind::Int64, Device::Cpu)).unsqueeze(0);
+                let mut seen =
+                    if sees_chunk { key.ge(0).expand([len, -1], false) } else { key.le_tensor(&own) };
+                if let Some(window) = window {
+                    seen = seen.logical_and(&key.gt_tensor(&(&own - window as i64)));
+                }
+                let queries = q.narrow(0, first, len).transpose(0, 1);
+                let expected = Tensor::scaled_dot_product_attention(
+                    &queries,
+                    &keys,
+                    &values,
+                    Some(&seen),
+                    0.0,
+                    false,
+                    0.2,
+                    false,
+                );
+                let found = all.narrow(0, first, len).transpose(0, 1);
+                assert!(found.allclose(&expected, 1e-5, 1e-5, false), "window {window:?}, {sees_chunk}");
+                // Alone it is the same to the last bit.
+                let alone = history_attention([&q, &k, &v], std::slice::from_ref(chunk), view);
+                assert!(alone.narrow(0, first, len).equal(&all.narrow(0, first, len)));
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "places of a pool")]
+    fn places_outside_a_pool_are_refused() {
+        let pool = values(&[1, 4, 1, 8], 0.0);
+        let new = values(&[3, 1, 8], 0.0);
+        let chunk = HistoryChunk { pool: [&pool, &pool], row: 0, past_len: 2, len: 3, first: 0 };
+        let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
+        let _ = history_attention([&new, &new, &new], &[chunk], view);
+    }
+}
