@@ -2,6 +2,7 @@
 """Compares drafters, heads, depths and block sizes on the toy target and prints the tables of docs/ablations.md.
 
     scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
+    scripts/ablations.py plots                              draws the tables that stand in the page, into docs/images; runs nothing
 
 Uses the cache that scripts/demo.sh leaves in its folder, whichever layers it taps. A run that is already there is not repeated, so a killed script goes
 on where it stopped. Every run trains on one thread and is evaluated on the 144 held-out smoke prompts at temperature 1.
@@ -18,7 +19,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ablations_plots
+
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 SEEDS = (1, 2, 3)
 RATES = ("2.5e-3", "5e-3", "1e-2")
 LENGTHS = (250, 500, 1000, 2000)
@@ -219,9 +223,14 @@ def variants(bench, best):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["plots"], help=argparse.SUPPRESS)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
+    if args.what == "plots":
+        for name, svg in ablations_plots.drawings((DOCS / "ablations.md").read_text()).items():
+            (DOCS / "images" / name).write_text(svg)
+        return
     if not (ROOT / args.demo / "cache" / "manifest.json").is_file():
         sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
     bench = Bench(args.demo, args.jobs)

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Keeps the book true: what programs say of themselves is written into it, and what it says is checked against them.
 
-scripts/book.py check         links, commands, flags and keys of all pages, and the pages that programs write
+scripts/book.py check         links, commands, flags, keys, YAML and JSON of all pages, and the pages and plots that are written
 scripts/book.py write         writes those pages: docs/commands.md and docs/recipe.md
 scripts/book.py tutorial      runs the tutorial in a folder of its own and compares what it prints
 scripts/book.py tutorial write    … and writes what it printed into the page
 
-Needs a build: cargo build --release.
+Needs a build: cargo build --release. YAML is read by PyYAML: where this Python has none, by that of DEEPSPEC_TEST_PYTHON; without either it is not checked,
+which is told, and a failure with DEEPSPEC_FORBID_SKIPS=1. Links to elsewhere are not visited; it is only seen to it that they are well formed.
 """
 
 import itertools
@@ -19,6 +20,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
+
+import ablations_plots
+
+try:
+    import yaml
+except ImportError:
+    yaml = None
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -26,6 +35,8 @@ BIN = ROOT / "target/release"
 PROGRAMS = ["deepspec-data", "deepspec-train", "deepspec-eval"]
 # Sections of a recipe, by which its keys are known in running text.
 SECTIONS = ("target", "drafter", "data", "train", "logging", "eval")
+# What YAML of ours begins with that is no part of a recipe: a mix of prompts.
+OTHER_FILES = {"sources"}
 
 
 def says(program, *arguments):
@@ -72,6 +83,21 @@ def links(page, text):
             headings = [slug(line.lstrip("#")) for line in to.read_text().splitlines() if line.startswith("#")]
             if anchor not in headings:
                 yield f"{link}: no such heading in {to.name}"
+
+
+def elsewhere(text):
+    """Links to other places that cannot be right; bare ones may be of a server on the reader's own machine."""
+    for inside, pointed, bare in re.findall(r"\]\((\w+:[^)]*)\)|<(\w+://[^>]*)>|\b(https?://(?!127\.0\.0\.1)\S+)", without_code(text)):
+        # A sentence may end behind a bare one.
+        link = inside or pointed or bare.rstrip(".,;:!?)")
+        if not re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(:\d+)?(/|[/?#]\S*[\w/=])?", link):
+            yield f"{link}: not of the form https://host.domain/path"
+
+
+def fences(text, *languages):
+    for language, code in re.findall(r"(?ms)^ *```(\w+)[^\n]*\n(.*?)^ *```", text):
+        if language in languages:
+            yield textwrap.dedent(code)
 
 
 def flags(command, reference):
@@ -143,8 +169,63 @@ def keys(text, schema):
                 yield f"--set {name}: no such key of a recipe"
 
 
+def strangers(value, schema, path=()):
+    """Keys in a part of a recipe that there are none of."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key == "…":
+            continue
+        if knows(schema, [*path, str(key)]):
+            yield from strangers(inner, schema, [*path, str(key)])
+        else:
+            yield ".".join([*path, str(key)])
+
+
+def yaml_problems(code, schema):
+    """What is wrong with a fence of YAML; `…` stands for what is left out. With `schema` it is part of a recipe, if not of another file of ours."""
+    try:
+        documents = list(yaml.safe_load_all(re.sub(r"(?m)^\s*…\s*$", "", code)))
+    except yaml.YAMLError as error:
+        told = str(error).replace('in "<unicode string>", ', "at ")
+        yield f"YAML that does not parse: {' '.join(told.split())}"
+        return
+    for document in documents:
+        if schema and isinstance(document, dict) and not OTHER_FILES & document.keys():
+            yield from (f"YAML: {key}: no such key of a recipe" for key in strangers(document, schema))
+
+
+def json_problems(code):
+    """What is wrong with a fence of JSON, one value or several; `…` stands for what is left out."""
+    kept = lambda match: match[1] or (": null" if match[0].startswith(":") else "")
+    rest = re.sub(r'("(?:\\.|[^"\\])*")|:\s*…|,\s*…|…\s*,?', kept, code).strip()
+    try:
+        while rest:
+            _, end = json.JSONDecoder().raw_decode(rest)
+            rest = rest[end:].strip()
+    except json.JSONDecodeError as error:
+        yield f"JSON that does not parse: {error.msg}: {rest[error.pos :][:40]!r}"
+
+
+def plots():
+    """Plots of the ablations that do not show what the page's tables say."""
+    try:
+        drawn = ablations_plots.drawings((DOCS / "ablations.md").read_text())
+    except ablations_plots.NoTable as error:
+        yield f"docs/ablations.md: {error}"
+        return
+    for name, svg in drawn.items():
+        file = DOCS / "images" / name
+        if not file.exists() or file.read_text() != svg:
+            yield f"docs/images/{name} is not what the tables of docs/ablations.md say: run scripts/ablations.py plots"
+
+
 def check():
-    problems = []
+    problems = [*plots()]
+    if yaml is None:
+        told = "the YAML of the pages is not checked: PyYAML is missing (DEEPSPEC_TEST_PYTHON names a Python that has it)"
+        if os.environ.get("DEEPSPEC_FORBID_SKIPS") == "1":
+            problems.append(told)
+        else:
+            print(f"book: {told}", file=sys.stderr)
     written = generated()
     for name, text in written.items():
         if not (DOCS / name).exists() or (DOCS / name).read_text() != text:
@@ -156,7 +237,12 @@ def check():
     counted = 0
     for page in pages():
         text = page.read_text()
-        found = [*links(page, text)]
+        found = [*links(page, text), *elsewhere(text)]
+        for code in fences(text, "json", "jsonl"):
+            found += json_problems(code)
+        # Other tools' settings stand in migrating.md; their sections are called like ours.
+        for code in fences(text, "yaml", "yml") if yaml else ():
+            found += yaml_problems(code, schema if page.name != "migrating.md" else None)
         if page.name not in written:
             # Tables there name other tools' keys first and ours last.
             ours = re.sub(r"(?m)^\|.*\|([^|\n]*)\|$", r"\1", text) if page.name == "migrating.md" else text
@@ -209,8 +295,8 @@ VOLATILE = r"\d[\d.,]*(?= ?(?:s\b|ms\b|seconds|minutes|GB/s|MB/s|TFLOP|[a-z]+/s)
 
 # Answers are written in the order in which they end. What is learned from has to be the same in every run of the test.
 ORDER = "sort -o runs/tutorial/answers.jsonl runs/tutorial/answers.jsonl"
-# Every processor with AVX2 sums as one that has nothing newer, so that all of them train alike.
-SUMS = {"ATEN_CPU_CAPABILITY": "avx2", "DNNL_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "MKL_CBWR": "AVX2"}
+# Every processor with AVX2 sums as one that has nothing newer, and libraries choose as they did when the page was written, so that all of them train alike.
+SUMS = {"ATEN_CPU_CAPABILITY": "avx2", "DNNL_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "MKL_CBWR": "AVX2", "DEEPSPEC_MKL_BY_MAKER": "1"}
 
 
 def tutorial(write):
@@ -223,7 +309,7 @@ def tutorial(write):
         script = ["exec 2>&1", "set -e"]
         shown = list(blocks(text))
         for code, _ in shown:
-            script += [ORDER if "cache build" in code else "", code.rstrip(), 'if [ -n "$!" ]; then until curl -s --max-time 1 "$(sed -n \'s/^listening on //p\' served.log)/health" >/dev/null; do kill -0 $!; sleep 0.2; done; cat served.log; fi' if code.rstrip().endswith("&") else "", "echo '=== end of block'"]
+            script += [ORDER if "cache build" in code else "", code.rstrip(), 'if [ -n "$!" ]; then until grep -q "^listening on " served.log; do kill -0 $!; sleep 0.2; done; cat served.log; fi' if code.rstrip().endswith("&") else "", "echo '=== end of block'"]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -262,6 +348,9 @@ def tutorial(write):
 def main():
     match sys.argv[1:]:
         case ["check"]:
+            # Taken out, so that a Python without PyYAML does not go round in circles.
+            if yaml is None and (python := os.environ.pop("DEEPSPEC_TEST_PYTHON", "")):
+                os.execv(python, [python, *sys.argv])
             check()
         case ["write"]:
             for name, text in generated().items():
