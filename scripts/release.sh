@@ -43,7 +43,10 @@ for program in "${programs[@]}"; do
     for shell in bash zsh fish; do "target/release/$program" completions "$shell" >"$stage/completions/$program.$shell"; done
     "target/release/$program" man "$stage/man"
 done
-cp -r configs eval_datasets docs README.md CHANGELOG.md LICENSE "$stage"
+cp -r configs docs README.md CHANGELOG.md LICENSE "$stage"
+# Our own suites: the public ones, which may have been fetched beside them, are not ours to hand on.
+mkdir "$stage/eval_datasets"
+git ls-files eval_datasets | xargs cp -t "$stage/eval_datasets"
 mkdir -p "$stage/assets" "$stage/scripts"
 cp -r assets/tiny-target assets/tiny-dspark assets/demo-prompts.jsonl "$stage/assets"
 mkdir "$stage/scripts/slurm"

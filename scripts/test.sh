@@ -98,30 +98,46 @@ summary() {
     [ -s "$DEEPSPEC_SKIPS" ] || echo "test: none left out" >&2
     rm -f "$DEEPSPEC_SKIPS"
     cat "$soak"/soak-*.txt >&2 2>/dev/null || true
+    # Last, so that the end of a long log says what is wrong.
+    if [ ${#failed[@]} -gt 0 ]; then
+        printf 'test: failed: %s\n' "${failed[@]}" >&2
+    fi
 }
+failed=()
 check=$(mktemp -d)
 trap 'summary; rm -rf "$check"' EXIT
 code=0
-cargo test --workspace --release --no-fail-fast "$@" || code=$?
+part() { # COMMAND…
+    local ended=0
+    "$@" >&2 || ended=$?
+    [ $ended = 0 ] || { code=$ended; failed+=("$*"); }
+}
+cargo test --workspace --release --no-fail-fast "$@" 2>&1 | tee "$check/cargo.log" || code=$?
+[ $code = 0 ] || mapfile -t failed < <(awk '
+    /^failures:$/ { listed = 1 }
+    /^test result: / { listed = 0 }
+    listed && /^    [a-z_0-9:]+$/ { print $1 }
+    /^error: / { print }' "$check/cargo.log" | sort -u)
 
 # The check of a GPU, at toy size where there is none: with it the golden suite on `--device cuda`.
 if [ $# = 0 ]; then
     if ! nvidia-smi -L >/dev/null 2>&1; then
-        scripts/gpu-check.sh --standin "$check" || code=$?
+        part scripts/gpu-check.sh --standin "$check/gpu"
     else
         echo "test: this machine has a GPU; scripts/gpu-check.sh checks it" >&2
     fi
 fi
 # The book, the stages under a real Slurm with each of them pre-empted, where it is there or may be installed, and several hosts.
 if [ $# = 0 ]; then
-    scripts/book.py check || code=$?
-    scripts/book.py tutorial || code=$?
+    part scripts/book.py check
+    part scripts/book.py tutorial
     if command -v slurmctld >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; then
-        scripts/slurm/test.sh >&2 || code=$?
-        scripts/slurm/test-pipeline.sh >&2 || code=$?
+        part scripts/slurm/test.sh
+        part scripts/slurm/test-pipeline.sh
     elif [ "${DEEPSPEC_FORBID_SKIPS:-}" = 1 ]; then
         echo "test: Slurm is missing and may not be installed (apt-get install slurm-wlm munge)" >&2
         code=1
+        failed+=("the stages under Slurm")
     else
         echo "test: the stages under Slurm are left out: it is not installed (apt-get install slurm-wlm munge)" >&2
     fi
@@ -129,16 +145,16 @@ if [ $# = 0 ]; then
     probe=ds-probe-$$
     if ip netns add "$probe" 2>/dev/null && ip -n "$probe" link add name bridge0 type bridge 2>/dev/null; then
         ip netns del "$probe"
-        scripts/hosts.sh >&2 || code=$?
+        part scripts/hosts.sh
     else
         ip netns del "$probe" 2>/dev/null || true
-        [ "${DEEPSPEC_FORBID_SKIPS:-}" != 1 ] || code=1
+        [ "${DEEPSPEC_FORBID_SKIPS:-}" != 1 ] || { code=1; failed+=("several hosts"); }
         echo "test: several hosts are left out: network namespaces take root, iproute2 and a kernel that allows them" >&2
     fi
 fi
 if [ "${DEEPSPEC_TEST_FULL:-}" = 1 ] && [ $# = 0 ]; then
     if [ -n "${DEEPSPEC_TOKENIZERS:-}" ]; then
-        "$DEEPSPEC_TEST_PYTHON" scripts/real-size.py "$DEEPSPEC_TOKENIZERS" "${CARGO_TARGET_DIR:-target}/tmp" || code=$?
+        part "$DEEPSPEC_TEST_PYTHON" scripts/real-size.py "$DEEPSPEC_TOKENIZERS" "${CARGO_TARGET_DIR:-target}/tmp"
     else
         echo "test: the steps at the size of a real target are left out: no real tokenizers" >&2
     fi

@@ -1,6 +1,7 @@
 //! `--bench`: steps of a recipe on random states, by the clock.
 
 use std::io::{Write, stdout};
+use std::iter;
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use deepspec_core::recipe::Recipe;
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
-use deepspec_native::{DeviceMemory, device_memory, restart_device_peak};
+use deepspec_native::{DeviceMemory, Ready, device_memory, restart_device_peak};
 use deepspec_scale::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
 use deepspec_states::{StatesError, check_fit};
 use serde_json::{Value, json};
@@ -23,6 +24,7 @@ use crate::optimizer::AdamW;
 use crate::schedule::{self, anchors};
 use crate::setup::kind;
 use crate::shape::Shape;
+use crate::staging::{self, Staging};
 use crate::{gpu, memory};
 
 /// Where the time of all timed steps went.
@@ -80,7 +82,8 @@ pub fn run(
     let weights = optimizer.weights();
     let last = drafter_plan.final_states();
     let passes = forwards.len();
-    let bench = Bench { recipe, drafter_plan, trainee, optimizer, forwards, device };
+    let staging = Staging::to(device);
+    let bench = Bench { recipe, drafter_plan, trainee, optimizer, forwards, device, staging };
     // As many as a loader holds at once.
     let batches: Vec<_> =
         (0..HELD).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
@@ -97,6 +100,7 @@ pub fn run(
         "target": shape.origin,
         "device": name.clone().unwrap_or_else(|| format!("{device:?}")),
         "precision": train.precision,
+        "tool_version": deepspec_core::VERSION,
         "threads": tch::get_num_threads(),
         "trainable_weights": weights,
         "steps": steps,
@@ -157,7 +161,8 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float)?;
     let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
-    Bench { recipe: &recipe, drafter_plan, trainee, optimizer, forwards: vec![1], device: Device::Cpu }
+    let (forwards, device) = (vec![1], Device::Cpu);
+    Bench { recipe: &recipe, drafter_plan, trainee, optimizer, forwards, device, staging: None }
         .measure(1, &[batch])?;
     Ok(memory::resident())
 }
@@ -171,6 +176,7 @@ struct Bench<'a> {
     /// Samples of each forward of an optimiser step.
     forwards: Vec<usize>,
     device: Device,
+    staging: Option<Staging>,
 }
 
 impl Bench<'_> {
@@ -180,27 +186,37 @@ impl Bench<'_> {
         let loaded = memory::resident();
         let lr = self.recipe.train.lr;
         // Kernels are chosen and buffers taken in the first pass.
-        let (first, normaliser) = self.draw(0, &batches[0]);
-        self.trainee.accumulate(&first, normaliser);
+        let first = self.draw(0, &batches[0]);
+        self.trainee.accumulate(&first.samples, first.normaliser);
         self.optimizer.accumulate();
         let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
         gpu::finish(self.device);
         let (mut parts, mut tokens, mut flops) = (Parts::default(), 0, 0.0);
+        let passes = self.forwards.len();
+        let sent = |bench: &Self, pass: usize| {
+            let count = bench.forwards[(pass - 1) % passes];
+            bench.draw(pass, &batches[pass % batches.len()][..count])
+        };
         let started = Instant::now();
-        let mut pass = 0;
-        for _ in 0..steps {
-            for &count in &self.forwards {
-                pass += 1;
-                let drawing = Instant::now();
-                let (samples, normaliser) = self.draw(pass, &batches[pass % batches.len()][..count]);
-                tokens += samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
-                flops += self.drafter_plan.flops(&samples);
+        // States travel a pass ahead, as a loader's do.
+        let mut ahead = sent(&self, 1);
+        parts.data += started.elapsed();
+        for step in 0..steps {
+            for pass in 1..=passes {
                 let computing = Instant::now();
-                self.trainee.accumulate(&samples, normaliser);
+                tokens += ahead.samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
+                flops += self.drafter_plan.flops(&ahead.samples);
+                if let Some(ready) = &ahead.ready {
+                    staging::hold(ready, &ahead.samples, iter::empty());
+                }
+                self.trainee.accumulate(&ahead.samples, ahead.normaliser);
                 self.optimizer.accumulate();
+                let drawing = Instant::now();
+                ahead = sent(&self, step * passes + pass + 1);
+                let drawn = drawing.elapsed();
                 gpu::finish(self.device);
-                parts.data += computing - drawing;
-                parts.forward_backward += computing.elapsed();
+                parts.data += drawn;
+                parts.forward_backward += computing.elapsed() - drawn;
             }
             let updating = Instant::now();
             let norm = self.optimizer.step(lr, &ProcessGroup::alone())?;
@@ -213,8 +229,8 @@ impl Bench<'_> {
         Ok(Measured { parts, total, tokens, flops, loaded, peak: memory::peak(), device })
     }
 
-    /// The samples of pass number `pass`, with anchors of its own.
-    fn draw(&self, pass: usize, samples: &[TrainSample]) -> (Vec<TrainSample>, Normaliser) {
+    /// The samples of pass number `pass`, with anchors of its own, and their states on their way.
+    fn draw(&self, pass: usize, samples: &[TrainSample]) -> Drawn {
         let mut weight = 0.0;
         let drawn = samples.iter().enumerate().map(|(index, sample)| {
             let mut draw = |candidates: &[usize], count| {
@@ -231,9 +247,17 @@ impl Bench<'_> {
                 anchors,
             }
         });
-        let drawn = drawn.collect();
-        (drawn, Normaliser(weight * self.forwards.len() as f64))
+        let mut samples: Vec<TrainSample> = drawn.collect();
+        let ready = self.staging.as_ref().and_then(|staging| staging.bring(&mut samples));
+        Drawn { samples, normaliser: Normaliser(weight * self.forwards.len() as f64), ready }
     }
+}
+
+/// What a pass learns from.
+struct Drawn {
+    samples: Vec<TrainSample>,
+    normaliser: Normaliser,
+    ready: Option<Ready>,
 }
 
 /// An embedding and a head of the target's sizes; one tensor where they are tied.

@@ -13,6 +13,7 @@ use crate::invented;
 use crate::loader::{HELD, mask};
 use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
 use crate::setup::kind;
+use crate::staging::STAGED;
 
 /// Bytes of one process by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -33,8 +34,10 @@ pub struct Memory {
     pub activations: u64,
     /// What its losses or its attention work with on top.
     pub workspace: u64,
-    /// Micro-batches that the loader holds ready, with their states.
+    /// Micro-batches that the loader holds ready, with their states: those on the host.
     pub loader: u64,
+    /// States that are on a GPU, or on their way there, before they are learned from.
+    pub staged: u64,
     /// Tokens, spans and ids of the samples: all of them, but of those that the target sees while training only the pages of their file that
     /// were read last.
     pub samples: u64,
@@ -54,6 +57,7 @@ impl Memory {
             + self.activations
             + self.workspace
             + self.target
+            + self.staged
     }
 
     /// What is the host's even then.
@@ -87,7 +91,9 @@ pub struct Costs<'a> {
 
 impl Costs<'_> {
     /// The memory of a run whose largest forwards are `largest`; `target` bytes go to a resident target, `cache` bytes lie on disk.
-    pub fn memory(&self, largest: &Largest, target: u64, cache: u64) -> Memory {
+    /// `states` says where states come from: the CPU, or the GPU of a resident target.
+    pub fn memory(&self, largest: &Largest, states: Device, target: u64, cache: u64) -> Memory {
+        let on_gpu = states != Device::Cpu;
         let train = &self.recipe.train;
         let kind = kind(train.precision);
         let WeightCounts { trained, frozen } = self.weights;
@@ -112,7 +118,12 @@ impl Costs<'_> {
             optimizer,
             activations: pass.activations() as u64,
             workspace: pass.workspace() as u64,
-            loader: HELD as u64 * largest.states,
+            loader: if on_gpu { 0 } else { HELD as u64 * largest.states },
+            staged: match (self.device, on_gpu) {
+                (Device::Cpu, _) => 0,
+                (_, false) => STAGED as u64 * largest.states,
+                (_, true) => (HELD + STAGED) as u64 * largest.states,
+            },
             samples: 0,
             cache: cache.min(PAGES_KEPT),
             target,

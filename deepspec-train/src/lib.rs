@@ -25,6 +25,7 @@ mod setup;
 mod shape;
 mod signals;
 mod sinks;
+mod staging;
 mod sync;
 mod tensorboard;
 mod trainer;

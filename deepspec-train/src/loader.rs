@@ -1,4 +1,5 @@
-//! Samples with their states, prepared ahead of the trainer by a thread of their own.
+//! Samples with their states, prepared ahead of the trainer by threads of their own: one reads or computes them, and where they are to go to a GPU
+//! another brings them there.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
@@ -8,10 +9,12 @@ use anyhow::Context;
 use deepspec_cache::loss_mask;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
+use deepspec_native::{Ready, SideStream};
 use deepspec_states::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};
+use crate::staging::{self, STAGED, Staging};
 
 /// Micro-batches held ready.
 const READ_AHEAD: usize = 4;
@@ -30,6 +33,8 @@ pub struct MicroBatch {
     pub ends_step: bool,
     /// Samples of which nobody has looked yet whether their states are finite: id, and a bool where the target runs.
     pub unseen: Vec<(String, Tensor)>,
+    /// When its tensors are there, where they are on a GPU; for who takes it out of the loader.
+    ready: Option<Ready>,
 }
 
 /// What decides which samples, anchors and denominators come.
@@ -49,6 +54,10 @@ pub struct LoaderOptions<'a> {
     pub rank: usize,
     /// All processes.
     pub world_size: usize,
+    /// Where the states come from: the target's device where it runs beside the trainer, else the CPU.
+    pub states_device: Device,
+    /// Where they are learned from.
+    pub device: Device,
 }
 
 /// Hands out micro-batches in the order of the schedule.
@@ -66,14 +75,35 @@ impl Loader {
         options: LoaderOptions<'d>,
         step: usize,
     ) -> Self {
-        let (sender, ready) = sync_channel(READ_AHEAD);
+        let (sender, mut ready) = sync_channel(READ_AHEAD);
+        // What the target's stream is to come behind: its weights.
+        let loaded = Ready::here(options.states_device);
         scope.spawn(move || {
+            // Beside what learns, not in turn with it.
+            let _on = SideStream::of(options.states_device).map(SideStream::enter);
+            if let Some(loaded) = loaded {
+                loaded.block(options.states_device);
+            }
             let mut work = Work { dataset, states, options, sender };
             if let Err(Stopped::Failed(error)) = work.run(step) {
                 // Nobody is left to tell when the trainer has stopped early.
                 let _ = work.sender.send(Err(error));
             }
         });
+        if let Some(staging) = Staging::to(options.device) {
+            let (sender, staged) = sync_channel(STAGED - 2);
+            let loaded = std::mem::replace(&mut ready, staged);
+            scope.spawn(move || {
+                for mut batch in loaded {
+                    if let Ok(batch) = &mut batch {
+                        batch.ready = staging.bring(&mut batch.samples).or(batch.ready.take());
+                    }
+                    if sender.send(batch).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
         Self { ready, waited: Duration::ZERO }
     }
 
@@ -85,7 +115,11 @@ impl Loader {
         let asked = Instant::now();
         let batch = self.ready.recv().context("the loader stopped before the schedule ended")?;
         self.waited += asked.elapsed();
-        batch
+        let batch = batch?;
+        if let Some(ready) = &batch.ready {
+            staging::hold(ready, &batch.samples, batch.unseen.iter().map(|(_, finite)| finite));
+        }
+        Ok(batch)
     }
 
     /// Time spent waiting for data since the last call.
@@ -167,7 +201,8 @@ impl Work<'_> {
                 .collect::<Result<Vec<_>, StatesError>>()?;
             let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
             let (normaliser, ends_step) = (Normaliser(normaliser), number == last);
-            let batch = MicroBatch { samples, normaliser, tokens, ends_step, unseen };
+            let ready = Ready::here(options.states_device);
+            let batch = MicroBatch { samples, normaliser, tokens, ends_step, unseen, ready };
             self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
         }
         Ok(())

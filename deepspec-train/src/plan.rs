@@ -54,6 +54,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let foretold = args.foretell.is_asked().then(|| Foretold::of(&args.foretell, &plan)).transpose()?;
     let text = if args.json {
         let mut json = plan.json()?;
+        json["tool_version"] = json!(deepspec_core::VERSION);
         json["pipeline"] = json!(foretold.as_ref().map(Foretold::json));
         json["resumes"] = json!(resumes);
         serde_json::to_string_pretty(&json)?
@@ -259,18 +260,23 @@ impl Plan<'_> {
                 States::Online => (self.resident(), 0),
                 States::Hybrid(_) => (self.resident(), u64::MAX),
             };
-            return Ok(self.costs.memory(&self.costs.longest(), target, cache));
+            let states = if target > 0 { self.runtime.device } else { Device::Cpu };
+            return Ok(self.costs.memory(&self.costs.longest(), states, target, cache));
         };
-        let target = match data.dataset.needs_target() {
-            true => bytes_of(self.target_weights(data)? + self.histories(data), self.runtime.kind),
-            false => 0,
+        let (states, target) = match data.dataset.needs_target() {
+            true => (
+                self.runtime.device,
+                bytes_of(self.target_weights(data)? + self.histories(data), self.runtime.kind),
+            ),
+            false => (Device::Cpu, 0),
         };
         let kind = kind(self.recipe().train.precision);
         let asking =
             data.questions.map(|asked| asked.bytes(data.source, self.costs.device, kind)).transpose()?;
         let target = target + asking.unwrap_or(0);
         let cache = data.dataset.stored_bytes().unwrap_or(0);
-        let memory = self.costs.memory(&self.costs.largest(data.dataset, data.schedule), target, cache);
+        let largest = self.costs.largest(data.dataset, data.schedule);
+        let memory = self.costs.memory(&largest, states, target, cache);
         Ok(Memory { samples: data.dataset.sample_bytes(), ..memory })
     }
 
@@ -295,6 +301,7 @@ impl Plan<'_> {
             ("activations", memory.activations),
             ("attention or losses at work", memory.workspace),
             ("the target", memory.target),
+            ("states", memory.staged),
         ];
         let host = [
             ("states ahead", memory.loader),

@@ -138,7 +138,7 @@ fn train(
         return keep_untrained(&mut trainer, latest.is_some(), first);
     }
     match states.filter(|_| first < inputs.schedule.max_train_steps) {
-        Some(states) => inputs.run(trainer, states, first),
+        Some(states) => inputs.run(trainer, states, device, first),
         None => {
             tracing::info!("{} is complete at step {first}; nothing to do", recipe.name);
             Ok(())
@@ -266,7 +266,13 @@ impl Inputs {
     }
 
     /// Trains from step `first` on.
-    fn run(&self, mut trainer: Trainer, states: StateSource, first: usize) -> anyhow::Result<()> {
+    fn run(
+        &self,
+        mut trainer: Trainer,
+        states: StateSource,
+        device: Device,
+        first: usize,
+    ) -> anyhow::Result<()> {
         let (recipe, group) = (trainer.recipe, trainer.group);
         let options = LoaderOptions {
             schedule: self.schedule,
@@ -276,6 +282,8 @@ impl Inputs {
             normalization: recipe.train.loss_normalization,
             rank: group.rank(),
             world_size: group.world_size(),
+            states_device: if self.dataset.needs_target() { self.runtime.device } else { Device::Cpu },
+            device,
         };
         let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());

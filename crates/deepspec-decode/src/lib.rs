@@ -22,5 +22,5 @@ pub use request::{
 };
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
-pub use upload::{Floats, Part, Upload, Uploaded};
+pub use upload::{Floats, Part, Ruler, Upload, Uploaded, runs};
 pub use verify::{Verdict, verify};

@@ -73,14 +73,14 @@ impl Outcome {
 
 /// Which rows of ragged blocks `[Σ(1+γ')]` make up `[S, Γ+1]`: those past a block's end repeat its last one and are never used. None
 /// where no block is shorter than the others.
-pub fn padding(lens: &[usize], longest: usize) -> Option<Vec<i64>> {
+pub fn padding(lens: &[usize], longest: usize) -> Option<Vec<usize>> {
     if lens.iter().all(|&len| len == longest) {
         return None;
     }
     let mut start = 0;
     let mut indices = Vec::with_capacity(lens.len() * (longest + 1));
     for &len in lens {
-        indices.extend((0..=longest).map(|k| (start + k.min(len)) as i64));
+        indices.extend((0..=longest).map(|k| start + k.min(len)));
         start += len + 1;
     }
     Some(indices)

@@ -1,8 +1,12 @@
 //! Numbers of a step on their way to the device.
 //!
 //! A copy to a GPU costs about as much as a small kernel, however little it moves. What a step needs is gathered on the host
-//! first and sent as one tensor, of which every reader sees its part.
+//! first and sent as one tensor, of which every reader sees its part. Rows and positions lie in runs, which are cut out of what is there
+//! ([`runs`], [`Ruler`]): a step of nothing but blocks sends nothing at all.
 
+use std::cell::RefCell;
+
+use deepspec_native::pinned;
 use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
@@ -30,12 +34,18 @@ impl<T: Element> Upload<T> {
         Part { first: first as i64, len: (self.values.len() - first) as i64 }
     }
 
-    /// Sends all of them; nothing travels where there are none.
+    /// Sends all of them, and the host goes on; nothing travels where there are none.
     pub fn send(&self, device: Device) -> Uploaded {
-        Uploaded(match self.values.is_empty() {
-            true => Tensor::zeros([0], (T::KIND, device)),
-            false => Tensor::from_slice(&self.values).to_device(device),
-        })
+        if self.values.is_empty() {
+            return Uploaded(Tensor::zeros([0], (T::KIND, device)));
+        }
+        let values = Tensor::from_slice(&self.values);
+        if device == Device::Cpu {
+            return Uploaded(values);
+        }
+        let mut staged = pinned(&values.size(), &values);
+        staged.copy_(&values);
+        Uploaded(staged.to_device_(device, T::KIND, true, false))
     }
 }
 
@@ -73,9 +83,66 @@ impl Uploaded {
     }
 }
 
+/// 0, 1, 2, … on a device, as far as anybody asked: lists of numbers that lie in runs are cut from it and need not be sent.
+pub struct Ruler(RefCell<Tensor>);
+
+impl Ruler {
+    /// One on `device`, of no length yet.
+    pub fn new(device: Device) -> Self {
+        Self(RefCell::new(Tensor::zeros([0], (Kind::Int64, device))))
+    }
+
+    /// Runs `(first, count)` of consecutive numbers, one after the other, `[Σ count]` int64.
+    pub fn runs(&self, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+        let list: Vec<(i64, i64)> = list.into_iter().collect();
+        let end = list.iter().map(|(first, count)| first + count).max().unwrap_or(0);
+        let mut ruler = self.0.borrow_mut();
+        if ruler.size()[0] < end {
+            let length = (end as u64).next_power_of_two().max(SHORTEST) as i64;
+            *ruler = Tensor::arange(length, (Kind::Int64, ruler.device()));
+        }
+        runs(&ruler, list)
+    }
+
+    /// Single numbers, `[N]` int64.
+    pub fn pick(&self, numbers: impl IntoIterator<Item = usize>) -> Tensor {
+        self.runs(numbers.into_iter().map(|number| (number as i64, 1)))
+    }
+}
+
+/// Numbers that a ruler begins with.
+const SHORTEST: u64 = 1 << 10;
+
+/// Runs `(first, count)` of rows, one after the other; what lies side by side is not copied.
+pub fn runs(of: &Tensor, runs: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    let mut joined: Vec<(i64, i64)> = vec![];
+    for (first, count) in runs {
+        match joined.last_mut() {
+            Some((start, length)) if *start + *length == first => *length += count,
+            _ => joined.push((first, count)),
+        }
+    }
+    match joined.as_slice() {
+        [] => of.narrow(0, 0, 0),
+        [(first, count)] => of.narrow(0, *first, *count),
+        several => Tensor::cat(&several.iter().map(|&(at, n)| of.narrow(0, at, n)).collect::<Vec<_>>(), 0),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_are_rows() {
+        let rows = Tensor::arange(10, (Kind::Int64, Device::Cpu));
+        let of = |list: &[(i64, i64)]| Vec::<i64>::try_from(runs(&rows, list.iter().copied())).unwrap();
+        assert_eq!(of(&[(7, 2), (1, 3), (4, 1)]), [7, 8, 1, 2, 3, 4]);
+        assert_eq!((of(&[]), of(&[(2, 0)])), (vec![], vec![]));
+        let ruler = Ruler::new(Device::Cpu);
+        assert_eq!(Vec::<i64>::try_from(ruler.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
+        assert_eq!(Vec::<i64>::try_from(ruler.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
+    }
 
     #[test]
     fn lists_keep_their_places() {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Context, DraftRequest, Part, Proposal, Proposer, Target, Upload};
+use deepspec_decode::{Context, DraftRequest, Proposal, Proposer, Target, runs};
 use deepspec_models::kv::Chunk;
 use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
 use tch::Tensor;
@@ -52,28 +52,28 @@ impl CausalProposer {
     }
 
     /// What is run of the tokens that were committed since the last proposal and of the anchors behind them.
-    fn news(&self, context: &Context, slots: &[usize], upload: &mut Upload<i64>) -> News {
+    fn news(&self, context: &Context, slots: &[usize]) -> News {
         let committed: usize = context.chunks.iter().map(|&(_, rows)| rows).sum();
         let new = rows_by_slot(&context.chunks);
-        let (mut chunks, mut rows, mut ends) = (vec![], vec![], vec![]);
+        let (mut chunks, mut rows, mut ends, mut end) = (vec![], vec![], vec![], 0);
         for (i, &slot) in slots.iter().enumerate() {
             let new = new.get(&slot).cloned().unwrap_or_default();
             chunks.push(Chunk { slot, past_len: self.past_len[slot], len: new.len() + 1 });
-            rows.extend(new.map(|row| row as i64).chain([(committed + i) as i64]));
-            ends.push(rows.len() as i64 - 1);
+            rows.extend([(new.start as i64, new.len() as i64), ((committed + i) as i64, 1)]);
+            end += new.len() as i64 + 1;
+            ends.push((end - 1, 1));
         }
-        let rows = (committed > 0).then(|| upload.push(rows));
-        News { chunks, rows, ends: upload.push(ends) }
+        News { chunks, rows, ends }
     }
 }
 
 /// Committed tokens that the drafter has not seen, slot by slot, each with its anchor behind them.
 struct News {
     chunks: Vec<Chunk>,
-    /// Their places among committed tokens and anchors; None where there are only anchors.
-    rows: Option<Part>,
-    /// The anchors' places among them.
-    ends: Part,
+    /// Their runs among committed tokens and anchors.
+    rows: Vec<(i64, i64)>,
+    /// The anchors' places among them, runs of one.
+    ends: Vec<(i64, i64)>,
 }
 
 /// The rows of each slot's chunk.
@@ -118,8 +118,7 @@ impl Proposer for CausalProposer {
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
-        let mut upload = Upload::default();
-        let news = self.news(context, slots, &mut upload);
+        let news = self.news(context, slots);
         let drafted = |k: usize| {
             news.chunks
                 .iter()
@@ -128,20 +127,19 @@ impl Proposer for CausalProposer {
         };
         let mut feeds: Vec<Vec<Chunk>> = vec![news.chunks.clone()];
         feeds.extend((0..self.block_size.saturating_sub(1)).map(drafted));
-        let prepared = self.model.prepare(&feeds, &mut upload);
-        let sent = upload.send(self.model.device());
-        let tokens = match news.rows {
-            None => anchors.shallow_clone(),
-            Some(rows) => Tensor::cat(&[&context.tokens, anchors], 0).index_select(0, &sent.of(rows)),
+        self.model.reserve(&feeds.concat());
+        let tokens = match context.chunks.as_slice() {
+            [] => anchors.shallow_clone(),
+            _ => runs(&Tensor::cat(&[&context.tokens, anchors], 0), news.rows),
         };
         let model = &mut self.model;
-        let mut states = model.run(&prepared[0], &sent, &tokens).hidden.index_select(0, &sent.of(news.ends));
-        let mut drafted = prepared[1..].iter();
+        let mut states = runs(&model.run(&feeds[0], &tokens).hidden, news.ends);
+        let mut drafted = feeds[1..].iter();
         let proposal = token_by_token(request, self.block_size, |last| {
             if let Some(token) = last
-                && let Some(run) = drafted.next()
+                && let Some(chunks) = drafted.next()
             {
-                states = model.run(run, &sent, token).hidden;
+                states = model.run(chunks, token).hidden;
             }
             model.logits(&states)
         });

@@ -5,11 +5,11 @@ use std::path::Path;
 
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Feed, Forwarded, Part, Target, Upload, Uploaded};
+use deepspec_decode::{Feed, Forwarded, Target, runs};
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
-use crate::kv::{Chunk, KvCache, MaskKind, PendingPlan};
+use crate::kv::{Chunk, KvCache, MaskKind};
 use crate::nn::{
     AttentionSpec, Builder, DecoderLayer, RmsNorm, Ropes, Vocabulary, laid_out_for_few_rows,
     second_layout_bytes,
@@ -99,84 +99,48 @@ impl TargetModel {
     }
 }
 
-/// A forward whose numbers are on their way to the device.
-pub struct Prepared {
-    passes: Vec<PassSketch>,
-    /// Brings the rows of all passes, one pass after the other, into the order of the feed.
-    back: Option<Part>,
-}
-
-struct PassSketch {
-    chunks: Vec<Chunk>,
-    /// Its rows of the feed; None where it has all of them.
-    rows: Option<Part>,
-    plan: PendingPlan,
-}
-
 impl TargetModel {
     /// Chunks `(slot, tokens)` behind what their slots hold.
     pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
         self.cache.behind(chunks)
     }
 
-    /// Makes room for forwards that are to run one after the other, and gathers their numbers.
+    /// Makes room for chunks.
+    pub fn reserve(&mut self, chunks: &[Chunk]) {
+        self.cache.reserve(chunks);
+    }
+
+    /// Appends the `tokens [N]` of chunks for which there is room to their slots' histories.
     ///
     /// Chunks of more than [`PASS_TOKENS`] run in several passes, so that the memory of a pass does not grow with their length.
-    pub fn prepare(&mut self, feeds: &[Vec<Chunk>], upload: &mut Upload<i64>) -> Vec<Prepared> {
-        self.cache.reserve(&feeds.concat());
-        feeds.iter().map(|chunks| self.sketch(chunks, upload)).collect()
-    }
-
-    fn sketch(&self, chunks: &[Chunk], upload: &mut Upload<i64>) -> Prepared {
+    pub fn run(&mut self, chunks: &[Chunk], tokens: &Tensor) -> Forwarded {
         let passes = passes(chunks);
         if passes.len() <= 1 {
-            let plan = self.cache.plan(chunks, MaskKind::Causal, upload);
-            let pass = PassSketch { chunks: chunks.to_vec(), rows: None, plan };
-            return Prepared { passes: vec![pass], back: None };
+            return self.pass(chunks, tokens);
         }
-        let (mut sketches, mut order) = (vec![], vec![]);
+        let (mut hidden, mut taps, mut places, mut end) = (vec![], vec![], vec![], 0);
         for pass in passes {
-            let rows: Vec<i64> =
-                pass.iter().flat_map(|part| part.first..part.first + part.chunk.len as i64).collect();
-            let chunks: Vec<Chunk> = pass.into_iter().map(|part| part.chunk).collect();
-            let plan = self.cache.plan(&chunks, MaskKind::Causal, upload);
-            sketches.push(PassSketch { chunks, rows: Some(upload.push(rows.iter().copied())), plan });
-            order.extend(rows);
-        }
-        let back = (!order.is_sorted()).then(|| {
-            let mut back = vec![0; order.len()];
-            for (place, &row) in order.iter().enumerate() {
-                back[row as usize] = place as i64;
+            for part in &pass {
+                let len = part.chunk.len as i64;
+                places.push((part.first, (end, len)));
+                end += len;
             }
-            upload.push(back)
-        });
-        Prepared { passes: sketches, back }
-    }
-
-    /// Appends the prepared chunks' `tokens [N]` to their slots' histories.
-    pub fn run(&mut self, prepared: &Prepared, sent: &Uploaded, tokens: &Tensor) -> Forwarded {
-        if let [only] = prepared.passes.as_slice() {
-            return self.pass(only, sent, tokens);
-        }
-        let (mut hidden, mut taps) = (vec![], vec![]);
-        for pass in &prepared.passes {
-            let own = pass
-                .rows
-                .map_or_else(|| tokens.shallow_clone(), |rows| tokens.index_select(0, &sent.of(rows)));
-            let out = self.pass(pass, sent, &own);
+            let own = runs(tokens, pass.iter().map(|part| (part.first, part.chunk.len as i64)));
+            let chunks: Vec<Chunk> = pass.into_iter().map(|part| part.chunk).collect();
+            let out = self.pass(&chunks, &own);
             hidden.push(out.hidden);
             taps.push(out.taps);
         }
-        let in_order = |parts: Vec<Tensor>| {
-            let rows = Tensor::cat(&parts, 0);
-            prepared.back.map_or_else(|| rows.shallow_clone(), |back| rows.index_select(0, &sent.of(back)))
-        };
+        // From the rows of one pass after the other to the order of the feed.
+        places.sort_unstable();
+        let in_order =
+            |parts: Vec<Tensor>| runs(&Tensor::cat(&parts, 0), places.iter().map(|(_, place)| *place));
         Forwarded { hidden: in_order(hidden), taps: in_order(taps) }
     }
 
     /// One pass over all rows at once.
-    fn pass(&mut self, sketch: &PassSketch, sent: &Uploaded, tokens: &Tensor) -> Forwarded {
-        let plan = self.cache.ready(&sketch.plan, sent);
+    fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> Forwarded {
+        let plan = self.cache.plan(chunks, MaskKind::Causal);
         let rotations = self.ropes.at(plan.positions(), self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
@@ -189,7 +153,7 @@ impl TargetModel {
                 captured.push(x.shallow_clone());
             }
         }
-        self.cache.advance(&sketch.chunks);
+        self.cache.advance(chunks);
         let taps = if captured.is_empty() {
             Tensor::zeros([x.size()[0], 0], (self.kind, self.device))
         } else {
@@ -215,9 +179,9 @@ impl TargetModel {
 
 impl Target for TargetModel {
     fn forward(&mut self, feed: &Feed) -> Forwarded {
-        let mut upload = Upload::default();
-        let prepared = self.prepare(&[self.behind(feed.chunks)], &mut upload);
-        self.run(&prepared[0], &upload.send(self.device), &feed.tokens)
+        let chunks = self.behind(feed.chunks);
+        self.reserve(&chunks);
+        self.run(&chunks, &feed.tokens)
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use deepspec_cache::{FinalStates, PlannedSample};
 use deepspec_core::recipe::Recipe;
-use deepspec_decode::{Feed, Target};
+use deepspec_decode::{Feed, Target, Upload};
 use deepspec_models::{TargetModel, TargetOptions};
+use deepspec_native::{Ready, SideStream};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Budget, StatesError};
@@ -23,6 +24,8 @@ const SEQUENCES: usize = 64;
 pub struct Capture {
     target: TargetModel,
     budget: Budget,
+    /// On which states leave a GPU while it runs the next samples.
+    leaving: Option<SideStream>,
 }
 
 /// The states of a batch of samples, row after row in their order, in bfloat16 on the target's device.
@@ -49,7 +52,7 @@ impl Capture {
         let options =
             TargetOptions { device, kind, slots: budget.sequences, taps: recipe.target.layer_ids.clone() };
         let target = TargetModel::load(dir, &options)?;
-        Ok(Self { target, budget })
+        Ok(Self { target, budget, leaving: SideStream::of(device) })
     }
 
     /// The model that runs.
@@ -62,18 +65,30 @@ impl Capture {
         self.budget
     }
 
+    /// Sends states to the host, which need not wait for them.
+    pub fn download(&self, captured: Captured) -> Leaving {
+        let (Captured { taps, last }, device) = (captured, self.target.device());
+        let states = [taps, last];
+        let Some((stream, done)) = self.leaving.zip(Ready::here(device)) else {
+            return Leaving { states, there: None };
+        };
+        let _on = stream.enter();
+        done.hold(&states);
+        let states = states.map(|states| states.to_device_(Device::Cpu, states.kind(), true, false));
+        Leaving { states, there: Ready::here(device) }
+    }
+
     /// The states of `batch`, which keeps the [`Self::budget`]: rounded to bfloat16, whatever the target computes in.
     pub fn run(&mut self, batch: &[PlannedSample], last: FinalStates) -> Captured {
         let _no_grad = tch::no_grad_guard();
         let device = self.target.device();
         let chunks: Vec<(usize, usize)> =
             batch.iter().enumerate().map(|(slot, sample)| (slot, sample.input_ids.len())).collect();
-        let tokens: Vec<i64> =
-            batch.iter().flat_map(|sample| sample.input_ids.iter().map(|&id| i64::from(id))).collect();
-        // One transfer for both lists.
-        let lists = Tensor::from_slice(&[&tokens[..], &kept_rows(batch, last)].concat()).to_device(device);
-        let (all, fed) = (lists.size()[0], tokens.len() as i64);
-        let (tokens, kept) = (lists.narrow(0, 0, fed), lists.narrow(0, fed, all - fed));
+        let mut upload = Upload::default();
+        let ids = batch.iter().flat_map(|sample| sample.input_ids.iter().map(|&id| i64::from(id)));
+        let (tokens, kept) = (upload.push(ids), upload.push(kept_rows(batch, last)));
+        let sent = upload.send(device);
+        let (tokens, kept) = (sent.of(tokens), sent.of(kept));
         let forwarded = self.target.forward(&Feed { chunks: &chunks, tokens });
         for &(slot, _) in &chunks {
             self.target.truncate(slot, 0);
@@ -85,10 +100,25 @@ impl Capture {
     }
 }
 
-impl Captured {
-    /// The little-endian bytes of taps and last states, row-major.
-    pub fn bytes(&self) -> [Vec<u8>; 2] {
-        [&self.taps, &self.last].map(bytes)
+/// States on their way to the host.
+pub struct Leaving {
+    states: [Tensor; 2],
+    /// When they are there; None where they always were.
+    there: Option<Ready>,
+}
+
+impl Leaving {
+    /// Whether the host has to wait for them.
+    pub fn is_under_way(&self) -> bool {
+        self.there.is_some()
+    }
+
+    /// The little-endian bytes of taps and last states, row-major, once they are there.
+    pub fn bytes(self) -> [Vec<u8>; 2] {
+        if let Some(there) = self.there {
+            there.wait();
+        }
+        self.states.each_ref().map(bytes)
     }
 }
 

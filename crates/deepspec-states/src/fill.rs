@@ -1,11 +1,12 @@
 //! The forwards that fill a cache.
 
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
 use deepspec_cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSample, ShardWriter};
 
-use crate::capture::Capture;
+use crate::capture::{Capture, Leaving};
 use crate::{StatesError, batches, windows};
 
 /// Forwards' worth of tokens that are sorted by length together, and held in memory until they can be written in order.
@@ -90,20 +91,37 @@ fn captured(
     order.sort_by_key(|&index| window[index].input_ids.len());
     let sorted: Vec<PlannedSample> = order.iter().map(|&index| window[index].clone()).collect();
     let mut states = vec![[Vec::new(), Vec::new()]; window.len()];
-    for run in batches(sorted.iter().map(|sample| sample.input_ids.len()), capture.budget()) {
-        let split = split(&sorted[run.clone()], capture, layout);
+    let mut keep = |run: Range<usize>, leaving: Leaving| {
+        let split = split(&sorted[run.clone()], leaving, layout);
         for (&index, own) in order[run].iter().zip(split) {
             states[index] = own;
             progress(&window[index]);
         }
+    };
+    // States leave a GPU while it runs the next batch; the CPU has only its own time.
+    let mut under_way: Option<(Range<usize>, Leaving)> = None;
+    for run in batches(sorted.iter().map(|sample| sample.input_ids.len()), capture.budget()) {
+        let captured = capture.run(&sorted[run.clone()], layout.last);
+        let leaving = capture.download(captured);
+        if let Some((run, leaving)) = under_way.take() {
+            keep(run, leaving);
+        }
+        if leaving.is_under_way() {
+            under_way = Some((run, leaving));
+        } else {
+            keep(run, leaving);
+        }
+    }
+    if let Some((run, leaving)) = under_way {
+        keep(run, leaving);
     }
     states
 }
 
-/// Runs one batch and cuts its states into those of each sample.
-fn split(batch: &[PlannedSample], capture: &mut Capture, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
+/// Cuts the states of a batch into those of each sample.
+fn split(batch: &[PlannedSample], leaving: Leaving, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
     let last: FinalStates = layout.last;
-    let [taps, kept] = capture.run(batch, last).bytes();
+    let [taps, kept] = leaving.bytes();
     let row = layout.hidden_size * Encoding::Bf16.value_bytes();
     let (mut taps, mut kept) = (taps.as_slice(), kept.as_slice());
     let mut own = |sample: &PlannedSample| {

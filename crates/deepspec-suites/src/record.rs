@@ -21,6 +21,9 @@ pub struct Record {
     pub format: String,
     /// Version of this layout.
     pub format_version: u64,
+    /// The version that wrote it last; records of earlier ones do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_version: Option<String>,
     /// The suites by name.
     pub suites: BTreeMap<String, Entry>,
 }
@@ -68,7 +71,8 @@ pub struct SourceFile {
 
 impl Default for Record {
     fn default() -> Self {
-        Self { format: FORMAT.into(), format_version: VERSION, suites: BTreeMap::new() }
+        let tool_version = Some(deepspec_core::VERSION.into());
+        Self { format: FORMAT.into(), format_version: VERSION, tool_version, suites: BTreeMap::new() }
     }
 }
 
@@ -112,7 +116,8 @@ impl Record {
     /// # Errors
     /// Any I/O failure, with the path.
     pub fn write(&self, dir: &Path) -> Result<(), FileError> {
-        atomic::write_json(&dir.join(FILE), self)
+        let tool_version = Some(deepspec_core::VERSION.into());
+        atomic::write_json(&dir.join(FILE), &Self { tool_version, ..self.clone() })
     }
 
     /// The suite `name`, if it is known or recorded. What is known wins: the caps of published suites are fixed.

@@ -102,7 +102,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             "rejected": report.rejected.len(), "cut": report.cut,
         });
         let plan = json!({
-            "rows": rows, "tokens": report.tokens, "supervised_tokens": report.supervised_tokens,
+            "tool_version": deepspec_core::VERSION, "rows": rows, "tokens": report.tokens, "supervised_tokens": report.supervised_tokens,
             "choices": shown, "free_bytes": free, "tokens_per_s": rate, "seconds": seconds, "work": work,
         });
         return Ok(writeln!(io::stdout(), "{}", serde_json::to_string_pretty(&plan)?)?);
@@ -227,7 +227,8 @@ fn measured(
         done = run.end;
         let batch = &samples[run];
         if forwards == 0 {
-            let [taps, last] = capture.run(batch, FinalStates::All).bytes();
+            let captured = capture.run(batch, FinalStates::All);
+            let [taps, last] = capture.download(captured).bytes();
             bytes = [stored_bytes(&plain, &taps, &last)?, stored_bytes(&compressed, &taps, &last)?];
             // A lone batch is measured by a second run.
             started = Instant::now();

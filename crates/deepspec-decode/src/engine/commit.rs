@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::{Engine, Step};
 use crate::outcome::Outcome;
-use crate::{Context, Cycle, EngineError, Event, Finish, Forwarded, Proposer, Target, Upload};
+use crate::{Context, Cycle, EngineError, Event, Finish, Forwarded, Proposer, Target, runs};
 
 /// What becomes of a slot.
 pub(super) struct Fate {
@@ -22,35 +22,13 @@ enum End {
     NotFinite,
 }
 
-/// The committed rows of a step's forward, which the drafter has not seen.
-#[derive(Default)]
+/// Rows of a step's forward that were committed: those of one slot, side by side.
 struct Kept {
-    chunks: Vec<(usize, usize)>,
-    rows: Vec<i64>,
-    /// The token of each row, and the one after it.
-    tokens: Vec<i64>,
-    next: Vec<i64>,
-}
-
-impl Kept {
-    /// `count` rows of `slot` from `first` on, which stand for the first ones of `tokens`; one more token is known.
-    fn add(&mut self, slot: usize, first: usize, count: usize, tokens: impl Iterator<Item = i64> + Clone) {
-        self.chunks.push((slot, count));
-        self.rows.extend(first as i64..(first + count) as i64);
-        self.tokens.extend(tokens.clone().take(count));
-        self.next.extend(tokens.skip(1).take(count));
-    }
-
-    /// With what the drafter reads of the states of all rows of the forward.
-    fn into_context(self, states: &Forwarded, reads_hidden: bool) -> Context {
-        let mut upload = Upload::default();
-        let parts = [self.rows, self.tokens, self.next].map(|ids| upload.push(ids));
-        let sent = upload.send(states.taps.device());
-        let [rows, tokens, next] = parts.map(|part| sent.of(part));
-        let kept = |states: &Tensor| states.index_select(0, &rows);
-        let hidden = reads_hidden.then(|| kept(&states.hidden));
-        Context { taps: kept(&states.taps), hidden, tokens, next, chunks: self.chunks }
-    }
+    slot: usize,
+    first: i64,
+    count: i64,
+    /// Its place among the step's chunks.
+    chunk: i64,
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
@@ -78,19 +56,35 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         fates
     }
 
-    /// States of what is committed for the drafter, of sequences that go on; `states` are those of the rows that ran.
-    pub(super) fn news(&self, step: &Step, fates: &[Fate], states: &Forwarded) -> Option<Context> {
+    /// States of what is committed for the drafter, of sequences that go on; `tokens` are those that ran, `drawn` those drawn behind the chunks, and
+    /// `states` those of the rows that ran.
+    pub(super) fn news(
+        &self,
+        step: &Step,
+        fates: &[Fate],
+        tokens: &Tensor,
+        drawn: &Tensor,
+        states: &Forwarded,
+    ) -> Option<Context> {
         let reads_hidden = self.proposer.as_ref()?.reads_hidden();
-        let (mut kept, mut row) = (Kept::default(), 0);
-        for (fate, &(slot, fed)) in fates.iter().zip(&step.chunks) {
-            let first = row;
+        let (mut kept, mut row) = (vec![], 0);
+        for (chunk, (fate, &(slot, fed))) in fates.iter().zip(&step.chunks).enumerate() {
+            if let End::GoesOn = fate.end {
+                kept.push(Kept { slot, first: row as i64, count: fate.rows as i64, chunk: chunk as i64 });
+            }
             row += fed;
-            let (End::GoesOn, Some(sequence)) = (&fate.end, &self.slots[slot]) else { continue };
-            let prompt = if sequence.anchor.is_none() { sequence.request.prompt.as_slice() } else { &[] };
-            let tokens = prompt.iter().chain(&sequence.anchor).chain(&fate.tokens).copied();
-            kept.add(slot, first, fate.rows, tokens);
         }
-        Some(kept.into_context(states, reads_hidden))
+        let rows = |of: &Tensor| runs(of, kept.iter().map(|kept| (kept.first, kept.count)));
+        // What stands behind a row is the row behind it, and behind the last one what was drawn there.
+        let all = Tensor::cat(&[tokens, drawn], 0);
+        let behind = |kept: &Kept| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];
+        Some(Context {
+            taps: rows(&states.taps),
+            hidden: reads_hidden.then(|| rows(&states.hidden)),
+            tokens: rows(tokens),
+            next: runs(&all, kept.iter().flat_map(behind)),
+            chunks: kept.iter().map(|kept| (kept.slot, kept.count as usize)).collect(),
+        })
     }
 
     /// Commits what was decided.

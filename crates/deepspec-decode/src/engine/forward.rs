@@ -4,94 +4,94 @@ use tch::{Kind, Tensor};
 
 use super::{Engine, Numbers, Step, to_host};
 use crate::outcome::{Outcome, padding};
-use crate::{Part, Proposal, Proposer, Target, Upload, Uploaded, verify};
+use crate::{Proposal, Proposer, Target, Verdict, runs, verify};
 
-/// The numbers of a step that follow from the lengths of its blocks, sent to the device at once.
+/// Where the rows of a step's blocks lie, on the device.
 pub(super) struct Lengths {
-    sent: Uploaded,
-    /// All prompts, one after the other.
-    prompts: Part,
-    /// The last row of each prompt.
-    ends: Part,
-    /// Where blocks are of several lengths: γ' of each, which rows of `[S, 1+Γ]` run, and [`padding`].
-    ragged: Option<(Part, Part, Part)>,
+    /// γ' of each block, `[S]` int64.
+    lens: Tensor,
+    /// Where blocks are of several lengths: [`padding`].
+    padding: Option<Tensor>,
     /// The sequence of every verified row, where settings are asked for.
-    of_row: Option<Part>,
+    of_row: Option<Tensor>,
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     pub(super) fn lengths(&self, step: &Step, numbers: &Numbers) -> Lengths {
-        let mut upload = Upload::default();
-        let prompts = self.sequences(&step.prefilling).flat_map(|sequence| &sequence.request.prompt);
-        let prompts = upload.push(prompts.copied());
-        let ends = upload.push(step.prompt_ends());
-        let ragged = padding(&step.lens, step.longest()).map(|padding| {
-            let width = self.draft_len() as i64 + 1;
-            let rows = |(s, &len): (usize, &usize)| (0..=len as i64).map(move |k| s as i64 * width + k);
-            let lens = upload.push(step.lens.iter().map(|&len| len as i64));
-            (lens, upload.push(step.lens.iter().enumerate().flat_map(rows)), upload.push(padding))
+        let ruler = &self.resident.ruler;
+        let lens = ruler.pick(step.lens.iter().copied());
+        let padding = padding(&step.lens, step.longest());
+        let of_row = (!numbers.decoding.is_greedy()).then(|| {
+            let sequences = ruler.runs([(0, step.lens.len() as i64)]);
+            sequences.repeat_interleave_self_tensor(&(&lens + 1), 0, step.verified() as i64)
         });
-        let rows = step.lens.iter().enumerate().flat_map(|(s, len)| std::iter::repeat_n(s as i64, len + 1));
-        let of_row = (!numbers.decoding.is_greedy()).then(|| upload.push(rows));
-        Lengths { sent: upload.send(self.target.device()), prompts, ends, ragged, of_row }
+        Lengths { lens, padding: padding.map(|rows| ruler.pick(rows)), of_row }
     }
 
     /// The tokens to run: `anchor, drafts…` per decoding slot, then the prompts.
-    pub(super) fn feed(&self, step: &Step, numbers: &Numbers, lengths: &Lengths) -> Tensor {
-        let prompts = lengths.sent.of(lengths.prompts);
+    pub(super) fn feed(&self, step: &Step, numbers: &Numbers) -> Tensor {
+        let prompts = &numbers.prompts;
         if step.decoding.is_empty() {
-            return prompts;
+            return prompts.shallow_clone();
         }
-        let blocks = self.blocks(step, numbers, lengths);
-        if step.prefilling.is_empty() { blocks } else { Tensor::cat(&[blocks, prompts], 0) }
+        let blocks = self.blocks(step, numbers);
+        if step.prefilling.is_empty() { blocks } else { Tensor::cat(&[&blocks, prompts], 0) }
     }
 
     /// Anchors and drafts of the decoding slots `[Σ(1+γ')]`.
-    fn blocks(&self, step: &Step, numbers: &Numbers, lengths: &Lengths) -> Tensor {
+    fn blocks(&self, step: &Step, numbers: &Numbers) -> Tensor {
         let anchors = &numbers.anchors;
         let Some(proposal) = &step.proposal else { return anchors.shallow_clone() };
         let blocks = Tensor::cat(&[anchors.unsqueeze(1), proposal.tokens.shallow_clone()], 1); // [S, 1+Γ]
-        match &lengths.ragged {
-            Some((_, rows, _)) => blocks.reshape([-1]).index_select(0, &lengths.sent.of(*rows)),
-            None => blocks.narrow(1, 0, step.longest() as i64 + 1).reshape([-1]),
-        }
+        let width = blocks.size()[1];
+        runs(&blocks.reshape([-1]), (0..).zip(&step.lens).map(|(s, &len)| (s * width, len as i64 + 1)))
     }
 
-    /// Verifies the blocks, draws the prompts' first tokens, and reads everything the host needs in one transfer.
+    /// Verifies the blocks, draws the prompts' first tokens, and reads everything the host needs in one transfer. Beside that the tokens that were
+    /// drawn behind the chunks, `[S + P]` int64 on the device.
     pub(super) fn judge(
         &self,
         step: &Step,
         numbers: &Numbers,
         lengths: &Lengths,
         hidden: &Tensor,
-    ) -> Outcome {
-        let (mut parts, mut finite) = (vec![], vec![]);
+    ) -> (Outcome, Tensor) {
+        let (mut parts, mut finite, mut drawn) = (vec![], vec![], vec![]);
         // A sum is finite where all of its logits are: none comes near what float32 can hold.
         let rows_finite = |logits: &Tensor| logits.sum_dim_intlist(-1, false, Kind::Float).isfinite();
         if !step.decoding.is_empty() {
             let logits = self.target.logits(&hidden.narrow(0, 0, step.verified() as i64));
             finite.push(rows_finite(&logits));
-            parts.extend(self.verdicts(step, numbers, lengths, &logits));
+            let (verdict, more) = self.verdicts(step, numbers, lengths, &logits);
+            drawn.push(verdict.next.shallow_clone());
+            parts.extend([verdict.accepted, verdict.next].into_iter().chain(more));
         }
         if !step.prefilling.is_empty() {
-            let ends = lengths.sent.of(lengths.ends);
-            let logits = self.target.logits(&hidden.index_select(0, &ends));
+            let logits = self.target.logits(&runs(hidden, step.prompt_ends().map(|end| (end, 1))));
             finite.push(rows_finite(&logits));
             let sampling = &numbers.prefilling;
-            parts.push(sampling.draw(&sampling.distributions(&logits), &numbers.first));
+            let first = sampling.draw(&sampling.distributions(&logits), &numbers.first);
+            drawn.push(first.shallow_clone());
+            parts.push(first);
         }
         let parts: Vec<Tensor> = finite.iter().chain(&parts).map(|part| part.to_kind(Kind::Double)).collect();
         let read = to_host(&Tensor::cat(&parts, 0));
         let ends_at_stop_tokens = self.proposer.as_ref().is_some_and(Proposer::ends_at_stop_tokens);
-        Outcome::new(&read, step.prefilling.len(), &step.lens, ends_at_stop_tokens)
+        let outcome = Outcome::new(&read, step.prefilling.len(), &step.lens, ends_at_stop_tokens);
+        let drawn = if let [only] = drawn.as_slice() { only.shallow_clone() } else { Tensor::cat(&drawn, 0) };
+        (outcome, drawn)
     }
 
-    /// Accepted counts, next tokens, drafted tokens and their confidence logits of all blocks; `logits [Σ(1+γ'), V]`.
-    fn verdicts(&self, step: &Step, numbers: &Numbers, lengths: &Lengths, logits: &Tensor) -> Vec<Tensor> {
-        let sent = |part: Part| lengths.sent.of(part);
+    /// What becomes of all blocks, and their drafted tokens with their confidence logits; `logits [Σ(1+γ'), V]`.
+    fn verdicts(
+        &self,
+        step: &Step,
+        numbers: &Numbers,
+        lengths: &Lengths,
+        logits: &Tensor,
+    ) -> (Verdict, Vec<Tensor>) {
         let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
-        let of_row = lengths.of_row.map(sent);
-        let probs = numbers.decoding.repeated(&repeats, of_row.as_ref()).distributions(logits);
+        let probs = numbers.decoding.repeated(&repeats, lengths.of_row.as_ref()).distributions(logits);
         let (sequences, longest) = (step.decoding.len() as i64, step.longest() as i64);
         let device = self.target.device();
         let (tokens, draft_probs) = match &step.proposal {
@@ -103,15 +103,15 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 Tensor::zeros([0], (Kind::Float, device)),
             ),
         };
-        let (gamma, probs) = match lengths.ragged {
-            Some((lens, _, padding)) => (sent(lens), probs.index_select(0, &sent(padding))),
-            None => (Tensor::full([sequences], longest, (Kind::Int64, device)), probs),
+        let probs = match &lengths.padding {
+            Some(padding) => probs.index_select(0, padding),
+            None => probs,
         };
         let probs = probs.view([sequences, longest + 1, -1]);
         let accept = numbers.accept.narrow(1, 0, longest);
-        let verdict = verify(&probs, &draft_probs, &tokens, &gamma, &accept, &numbers.next);
+        let verdict = verify(&probs, &draft_probs, &tokens, &lengths.lens, &accept, &numbers.next);
         let confidence = step.proposal.as_ref().and_then(|proposal| proposal.confidence.as_ref());
         let confidence = confidence.map(|logits| logits.narrow(1, 0, longest).reshape([-1]));
-        [verdict.accepted, verdict.next, tokens.reshape([-1])].into_iter().chain(confidence).collect()
+        (verdict, [tokens.reshape([-1])].into_iter().chain(confidence).collect())
     }
 }

@@ -20,7 +20,7 @@ use crate::{
     Completion, Context, EngineError, EngineOptions, Event, Feed, Proposal, Proposer, Request, StepTimes,
     Tally, Target, Ticket,
 };
-use numbers::Numbers;
+use numbers::{Numbers, Resident};
 use sequence::Sequence;
 
 /// Prompt tokens that one step takes in, unless a single prompt is longer.
@@ -36,6 +36,8 @@ pub struct Engine<T, P> {
     next_ticket: u64,
     /// States of committed tokens that the drafter has not seen, by the steps that committed them.
     pending: Vec<Context>,
+    /// What the device has of the step before.
+    resident: Resident,
     /// Says when to draft, and how much of it to verify.
     planner: Planner,
     times: StepTimes,
@@ -87,6 +89,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// An engine with all slots empty. Target and drafter must hold at least `options.slots` sequences.
     pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
         let slots = (0..options.slots.max(1)).map(|_| None).collect();
+        let device = target.device();
         Self {
             target,
             proposer,
@@ -95,6 +98,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             queue: VecDeque::new(),
             next_ticket: 0,
             pending: vec![],
+            resident: Resident::new(device),
             planner: Planner::default(),
             times: StepTimes::default(),
             counts: Tally::default(),
@@ -283,17 +287,18 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let step = self.plan(decoding, prefilling, drafted);
         let lengths = self.lengths(&step, &numbers);
         let verify = range(c"verify");
-        let tokens = self.feed(&step, &numbers, &lengths);
-        let forwarded = self.target.forward(&Feed { chunks: &step.chunks, tokens });
-        let outcome = self.judge(&step, &numbers, &lengths, &forwarded.hidden);
+        let tokens = self.feed(&step, &numbers);
+        let forwarded = self.target.forward(&Feed { chunks: &step.chunks, tokens: tokens.shallow_clone() });
+        let (outcome, drawn) = self.judge(&step, &numbers, &lengths, &forwarded.hidden);
         drop(verify);
         let committing = Instant::now();
         let _range = range(c"commit");
 
         let fates = self.fates(&step, &outcome);
-        if let Some(news) = self.news(&step, &fates, &forwarded) {
+        if let Some(news) = self.news(&step, &fates, &tokens, &drawn, &forwarded) {
             self.pending.push(news);
         }
+        self.resident.drawn = Some((step.chunks.iter().map(|&(slot, _)| slot).collect(), drawn));
         let events = self.commit(fates);
         if step.prefilling.is_empty() {
             let seconds = started.elapsed().as_secs_f64();

@@ -1,11 +1,14 @@
-//! The numbers of a step that are known before anything runs, sent to the device at once.
+//! The numbers of a step that are known before anything runs. What follows from the step before is on the device already.
 
 use deepspec_core::rng::Purpose;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::Engine;
 use super::sequence::Sequence;
-use crate::{Proposer, SamplingBatch, Target, Upload};
+use crate::{Proposer, Ruler, Sampling, SamplingBatch, Target, Upload, runs};
+
+/// Steps of a sequence whose draws are sent at once.
+const STEPS: usize = 256;
 
 /// Anchors, draws and settings of the slots that take part in a step.
 pub struct Numbers {
@@ -17,6 +20,8 @@ pub struct Numbers {
     pub accept: Tensor,
     /// Decide the tokens behind them, `[S]` float64.
     pub next: Tensor,
+    /// All prompts, one after the other, int64.
+    pub prompts: Tensor,
     /// Decide the prompts' first tokens, `[P]` float64.
     pub first: Tensor,
     /// How the decoding slots are sampled.
@@ -25,41 +30,147 @@ pub struct Numbers {
     pub prefilling: SamplingBatch,
 }
 
+/// What earlier steps left on the device.
+pub struct Resident {
+    /// The slots of the last step in the order of its chunks, and the token that it drew behind each of them, `[S + P]` int64.
+    pub drawn: Option<(Vec<usize>, Tensor)>,
+    /// What stands for draws where nothing is left to them, `[S, lanes]` float64.
+    halves: Option<Tensor>,
+    /// Which places of rows are cut from.
+    pub ruler: Ruler,
+}
+
+impl Resident {
+    /// Nothing yet.
+    pub fn new(device: Device) -> Self {
+        Self { drawn: None, halves: None, ruler: Ruler::new(device) }
+    }
+}
+
+/// Draws of some steps of a sequence, and how it is sampled.
+pub struct Draws {
+    /// The first of the steps.
+    first: u64,
+    /// [`Sampling::numbers`], `[5]` float64.
+    settings: Tensor,
+    /// Those of the drafter, of acceptance and of the token behind, `[steps, γ + γ' + 1]` float64.
+    lanes: Tensor,
+}
+
+/// How many draws of each purpose a step of a sequence takes.
+#[derive(Clone, Copy)]
+struct Lanes {
+    draft: usize,
+    accept: usize,
+}
+
+impl Lanes {
+    fn all(self) -> usize {
+        self.draft + self.accept + 1
+    }
+
+    /// Every draw is keyed by its sequence, step, purpose and lane.
+    fn of(self, sequence: &Sequence, step: u64) -> impl Iterator<Item = f64> {
+        let lanes = [(Purpose::Draft, self.draft), (Purpose::Accept, self.accept), (Purpose::Target, 1)];
+        let draw = move |purpose, lane| sequence.stream.uniform(step, purpose, lane as u64);
+        lanes.into_iter().flat_map(move |(purpose, lanes)| (0..lanes).map(move |lane| draw(purpose, lane)))
+    }
+}
+
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Those of a step, in one transfer. Every draw is keyed by its sequence, step, purpose and lane.
-    pub(super) fn numbers(&self, decoding: &[usize], prefilling: &[usize]) -> Numbers {
-        let draws = |slots: &[usize], purpose: Purpose, lanes: usize| -> Vec<f64> {
-            let lanes = |s: &Sequence| -> Vec<f64> {
-                (0..lanes as u64).map(|lane| s.stream.uniform(s.step(), purpose, lane)).collect()
-            };
-            self.sequences(slots).flat_map(lanes).collect()
-        };
+    /// Those of a step.
+    pub(super) fn numbers(&mut self, decoding: &[usize], prefilling: &[usize]) -> Numbers {
         let settings =
             |slots: &[usize]| self.sequences(slots).map(|s| s.request.sampling).collect::<Vec<_>>();
-        let proposer = self.proposer.as_ref().filter(|_| self.draft_len() > 0);
-        let (full_block, block) = (proposer.map_or(0, Proposer::draft_len), self.draft_len());
         let (ours, theirs) = (settings(decoding), settings(prefilling));
+        let proposer = self.proposer.as_ref().filter(|_| self.draft_len() > 0);
+        let lanes = Lanes { draft: proposer.map_or(0, Proposer::draft_len), accept: self.draft_len() };
+        let (draws, ours_in_numbers) = if ours.iter().all(Sampling::is_greedy) {
+            (self.halves(decoding.len(), lanes), Tensor::zeros([0], (Kind::Double, self.target.device())))
+        } else {
+            self.draws(decoding, lanes)
+        };
+        let [draft, accept] = [(0, lanes.draft), (lanes.draft, lanes.accept)]
+            .map(|(first, count)| draws.narrow(1, first as i64, count as i64));
 
         let mut upload = Upload::default();
-        // Ids are far below 2⁵³.
-        let anchors =
-            upload.push(self.sequences(decoding).filter_map(|s| s.anchor).map(|anchor| anchor as f64));
-        let draft = upload.push(draws(decoding, Purpose::Draft, full_block));
-        let accept = upload.push(draws(decoding, Purpose::Accept, block));
-        let next = upload.push(draws(decoding, Purpose::Target, 1));
-        let first = upload.push(draws(prefilling, Purpose::Target, 1));
-        let [decoded, prefilled] =
-            [&ours, &theirs].map(|rows| upload.push(rows.iter().flat_map(|row| row.numbers())));
+        let first = self.sequences(prefilling).map(|s| s.stream.uniform(s.step(), Purpose::Target, 0));
+        let first = upload.push(first.collect::<Vec<_>>());
+        let prefilled = upload.push(theirs.iter().flat_map(Sampling::numbers));
         let sent = upload.send(self.target.device());
-        let lanes = |part, lanes: usize| sent.of(part).view([decoding.len() as i64, lanes as i64]);
+        let mut prompts = Upload::default();
+        let tokens = self.sequences(prefilling).flat_map(|sequence| &sequence.request.prompt);
+        let prompt_tokens = prompts.push(tokens.copied());
         Numbers {
-            anchors: sent.of(anchors).to_kind(Kind::Int64),
-            draft: lanes(draft, full_block),
-            accept: lanes(accept, block),
-            next: sent.of(next),
+            anchors: self.anchors(decoding),
+            next: draws.select(1, (lanes.all() - 1) as i64),
+            draft,
+            accept,
+            prompts: prompts.send(self.target.device()).of(prompt_tokens),
             first: sent.of(first),
-            decoding: SamplingBatch::with(ours, &sent.of(decoded)),
+            decoding: SamplingBatch::with(ours, &ours_in_numbers),
             prefilling: SamplingBatch::with(theirs, &sent.of(prefilled)),
         }
+    }
+
+    /// Last committed tokens of these slots, `[S]` int64: what the last step drew behind them.
+    fn anchors(&self, slots: &[usize]) -> Tensor {
+        let drawn = self.resident.drawn.as_ref().and_then(|(all, drawn)| {
+            let place = |slot: &usize| all.iter().position(|other| other == slot).map(|at| (at as i64, 1));
+            Some(runs(drawn, slots.iter().map(place).collect::<Option<Vec<_>>>()?))
+        });
+        drawn.unwrap_or_else(|| {
+            let anchors: Vec<i64> = self.sequences(slots).filter_map(|s| s.anchor).collect();
+            Tensor::from_slice(&anchors).to_device(self.target.device())
+        })
+    }
+
+    /// One-hot distributions are drawn from: any number does.
+    fn halves(&mut self, slots: usize, lanes: Lanes) -> Tensor {
+        let size = [slots as i64, lanes.all() as i64];
+        let known = self.resident.halves.take().filter(|known| known.size() == size);
+        let halves = known.unwrap_or_else(|| Tensor::full(size, 0.5, (Kind::Double, self.target.device())));
+        self.resident.halves = Some(halves.shallow_clone());
+        halves
+    }
+
+    /// Draws `[S, lanes]` and settings `[S·5]`, float64.
+    fn draws(&mut self, slots: &[usize], lanes: Lanes) -> (Tensor, Tensor) {
+        let device = self.target.device();
+        let sequences = slots.iter().filter_map(|&slot| {
+            let sequence = self.slots.get_mut(slot)?.as_mut()?;
+            Some(sequence.draws(lanes, device))
+        });
+        let (draws, settings): (Vec<Tensor>, Vec<Tensor>) = sequences.unzip();
+        match (draws.as_slice(), settings.as_slice()) {
+            ([draws], [settings]) => (draws.shallow_clone(), settings.shallow_clone()),
+            _ => (Tensor::cat(&draws, 0), Tensor::cat(&settings, 0)),
+        }
+    }
+}
+
+impl Sequence {
+    /// Those of its present step, `[1, lanes]` float64, and its settings. Those of the steps behind it are sent with them, so that they need not be.
+    fn draws(&mut self, lanes: Lanes, device: Device) -> (Tensor, Tensor) {
+        let step = self.step();
+        let place = |draws: &Draws| {
+            let at = step.checked_sub(draws.first)? as i64;
+            let [steps, width] = [0, 1].map(|dim| draws.lanes.size()[dim]);
+            let is_there = at < steps && width == lanes.all() as i64;
+            is_there.then(|| (draws.lanes.narrow(0, at, 1), draws.settings.shallow_clone()))
+        };
+        if let Some(found) = self.draws.as_ref().and_then(place) {
+            return found;
+        }
+        let steps = STEPS.min(self.request.max_new_tokens);
+        let mut upload = Upload::default();
+        let table = (step..step + steps as u64).flat_map(|step| lanes.of(self, step).collect::<Vec<_>>());
+        let table = upload.push(table.collect::<Vec<_>>());
+        let settings = upload.push(self.request.sampling.numbers());
+        let sent = upload.send(device);
+        let (lanes, settings) = (sent.of(table).view([steps as i64, lanes.all() as i64]), sent.of(settings));
+        let found = (lanes.narrow(0, 0, 1), settings.shallow_clone());
+        self.draws = Some(Draws { first: step, lanes, settings });
+        found
     }
 }

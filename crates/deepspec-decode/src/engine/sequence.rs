@@ -2,6 +2,7 @@
 
 use deepspec_core::rng::Stream;
 
+use super::numbers::Draws;
 use crate::{Completion, Cycle, Finish, Request, Ticket};
 
 /// A request that is being answered.
@@ -18,6 +19,8 @@ pub struct Sequence {
     pub bytes: u64,
     /// Last committed token; None until the prompt has been run.
     pub anchor: Option<i64>,
+    /// Draws of steps to come that are on the device already.
+    pub draws: Option<Draws>,
     generated: Vec<i64>,
     cycles: Vec<Cycle>,
 }
@@ -34,6 +37,7 @@ impl Sequence {
             seen: 0,
             bytes,
             anchor: None,
+            draws: None,
             generated: vec![],
             cycles: vec![],
         }

@@ -1,7 +1,7 @@
 //! Proposing: the context's keys and values are projected once per verified token and cached per slot.
 
 use deepspec_core::Tap;
-use deepspec_decode::{Context, DraftRequest, Proposal, Proposer, Upload};
+use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
 use deepspec_models::kv::{BatchPlan, Chunk, KvCache, MaskKind, Rows};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::Tensor;
@@ -48,14 +48,10 @@ impl<K: Anchored> AnchoredProposer<K> {
         let taken = self.cache.behind(&context.chunks);
         let blocks = self.blocks(&taken, slots);
         self.cache.reserve(&[taken.as_slice(), &blocks].concat());
-        let mut upload = Upload::default();
-        let rows = (!taken.is_empty()).then(|| self.cache.place(&taken, &mut upload));
-        let plan = self.cache.plan(&blocks, MaskKind::Block, &mut upload);
-        let sent = upload.send(self.model.device());
-        if let Some(rows) = rows {
-            self.append_context(context, &taken, &rows.on(&sent));
+        if !taken.is_empty() {
+            self.append_context(context, &taken, &self.cache.place(&taken));
         }
-        let hidden = self.hidden(&self.cache.ready(&plan, &sent), anchors); // [S, γ, d]
+        let hidden = self.hidden(&self.cache.plan(&blocks, MaskKind::Block), anchors); // [S, γ, d]
         let base = self.model.base_logits(&hidden); // [S, γ, V]
         let (mut previous, mut state, mut embeddings) =
             (anchors.shallow_clone(), K::State::default(), vec![]);

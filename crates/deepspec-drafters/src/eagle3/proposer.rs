@@ -1,14 +1,13 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
 use deepspec_core::Tap;
-use deepspec_decode::{DraftRequest, Proposal, Proposer, Upload, Uploaded};
-use deepspec_models::kv::{Chunk, KvCache, MaskKind, PendingPlan};
+use deepspec_decode::{DraftRequest, Proposal, Proposer, Ruler, runs};
+use deepspec_models::kv::{Chunk, KvCache, MaskKind};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::Tensor;
 
 use super::model::Eagle3;
 use crate::drafter::token_by_token;
-
 use crate::{Drafter, ExaminedDrafter};
 
 /// An Eagle3 drafter with histories of committed tokens.
@@ -18,6 +17,8 @@ pub struct Eagle3Proposer {
     cache: KvCache,
     /// State after each slot's last committed token, `[slots, d]`.
     states: Tensor,
+    /// Which lists of slots are cut from.
+    ruler: Ruler,
 }
 
 impl Eagle3Proposer {
@@ -26,7 +27,7 @@ impl Eagle3Proposer {
         let (kind, device) = (model.kind(), model.device());
         let cache = KvCache::new(&model.attentions(), slots, kind, device);
         let states = Tensor::zeros([slots as i64, model.config().decoder.model.hidden_size], (kind, device));
-        Self { cache, states, block_size: model.config().ttt_length, model }
+        Self { cache, states, ruler: Ruler::new(device), block_size: model.config().ttt_length, model }
     }
 
     /// The model.
@@ -35,14 +36,14 @@ impl Eagle3Proposer {
     }
 
     /// Runs tokens behind the states before them; the histories grow by them.
-    fn extend(&mut self, run: &Run, sent: &Uploaded, tokens: &Tensor, states: Tensor) -> Tensor {
-        let plan = self.cache.ready(&run.plan, sent);
+    fn extend(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
+        let plan = self.cache.plan(chunks, MaskKind::Causal);
         let (token, rotations) = (self.model.embed(tokens), self.model.rotations(plan.positions()));
         let layers = self.model.parts.layers.iter().enumerate();
         let states = layers.fold(states, |states, (i, layer)| {
             layer.forward(&token, &states, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv))
         });
-        self.cache.advance(&run.chunks);
+        self.cache.advance(chunks);
         states
     }
 
@@ -59,12 +60,6 @@ impl Eagle3Proposer {
         let drafted = (0..self.block_size.saturating_sub(1)).map(drafted).collect();
         (taken, drafted)
     }
-}
-
-/// Chunks that run together.
-struct Run {
-    chunks: Vec<Chunk>,
-    plan: PendingPlan,
 }
 
 impl Drafter for Eagle3Proposer {
@@ -102,34 +97,24 @@ impl Proposer for Eagle3Proposer {
         let (taken, drafted) = self.chunks(request);
         self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
         let (context, slots) = (request.context, request.slots);
-        let mut upload = Upload::default();
-        let mut run = |chunks: Vec<Chunk>| {
-            let plan = self.cache.plan(&chunks, MaskKind::Causal, &mut upload);
-            Run { chunks, plan }
-        };
-        let taken = (!taken.is_empty()).then(|| run(taken));
-        let drafted: Vec<Run> = drafted.into_iter().map(run).collect();
-        // Every slot's last committed token.
-        let mut end = 0;
-        let ends = upload.push(context.chunks.iter().map(|&(_, rows)| {
-            end += rows as i64;
-            end - 1
-        }));
-        let new = upload.push(context.chunks.iter().map(|&(slot, _)| slot as i64));
-        let rows = upload.push(slots.iter().map(|&slot| slot as i64));
-        let sent = upload.send(self.model.device());
-        if let Some(taken) = &taken {
-            let states = self.extend(taken, &sent, &context.next, self.model.fuse(&context.taps));
-            let _ = self.states.index_copy_(0, &sent.of(new), &states.index_select(0, &sent.of(ends)));
+        if !taken.is_empty() {
+            let states = self.extend(&taken, &context.next, self.model.fuse(&context.taps));
+            // Every slot's last committed token.
+            let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
+                *end += rows as i64;
+                Some((*end - 1, 1))
+            });
+            let new = self.ruler.pick(context.chunks.iter().map(|&(slot, _)| slot));
+            let _ = self.states.index_copy_(0, &new, &runs(&states, ends));
         }
         let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
-        let mut states = self.states.index_select(0, &sent.of(rows)); // [S, d]
+        let mut states = self.states.index_select(0, &self.ruler.pick(slots.iter().copied())); // [S, d]
         let mut drafted = drafted.iter();
         let proposal = token_by_token(request, self.block_size, |last| {
             if let Some(token) = last
-                && let Some(run) = drafted.next()
+                && let Some(chunks) = drafted.next()
             {
-                states = self.extend(run, &sent, token, states.shallow_clone());
+                states = self.extend(chunks, token, states.shallow_clone());
             }
             self.model.draft_logits(&states)
         });

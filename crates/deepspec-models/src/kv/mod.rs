@@ -6,12 +6,13 @@ mod pool;
 
 use std::collections::BTreeMap;
 
+use deepspec_decode::Ruler;
 use deepspec_native::{HistoryChunk, HistoryView, has_history_attention, history_attention};
 use tch::{Device, Kind, Tensor};
 
 use crate::nn::{AttentionSpec, Heads, Qkv};
 use calls::{AttentionCall, MaskShape};
-pub use plan::{BatchPlan, MaskKind, PendingPlan, Rows};
+pub use plan::{BatchPlan, MaskKind, Rows};
 use plan::{Group, Placed, Slots};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
@@ -35,6 +36,8 @@ pub struct KvCache {
     pools: BTreeMap<usize, Pool>,
     slots: Vec<Slot>,
     options: (Kind, Device),
+    /// Which rows and positions are cut from.
+    ruler: Ruler,
 }
 
 struct Layer {
@@ -83,7 +86,8 @@ impl KvCache {
             })
             .collect();
         let slots = vec![Slot::default(); slots];
-        Self { layers, views, layout, pools: BTreeMap::new(), slots, options: (kind, device) }
+        let (options, ruler) = ((kind, device), Ruler::new(device));
+        Self { layers, views, layout, pools: BTreeMap::new(), slots, options, ruler }
     }
 
     fn kind(&self) -> Kind {
@@ -315,8 +319,6 @@ fn ordered(rows: &Tensor, order: Option<&Tensor>) -> Tensor {
 
 #[cfg(test)]
 mod tests {
-    use deepspec_decode::Upload;
-
     use super::*;
 
     const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -331,9 +333,7 @@ mod tests {
     fn attend(cache: &mut KvCache, slot: usize, states: &Tensor) -> Tensor {
         let chunks = cache.behind(&[(slot, states.size()[0] as usize)]);
         cache.reserve(&chunks);
-        let mut upload = Upload::default();
-        let plan = cache.plan(&chunks, MaskKind::Causal, &mut upload);
-        let plan = cache.ready(&plan, &upload.send(Device::Cpu));
+        let plan = cache.plan(&chunks, MaskKind::Causal);
         let [q, k, v] = [0.1, 0.2, 0.3].map(|scale| states * scale);
         let y = cache.attend(0, &plan, &Qkv { q, k, v });
         cache.advance(&chunks);

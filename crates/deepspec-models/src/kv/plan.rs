@@ -1,6 +1,5 @@
 //! Where the rows of a feed go and what they see.
 
-use deepspec_decode::{Part, Upload, Uploaded};
 use tch::{Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};
@@ -71,33 +70,6 @@ pub(super) enum Slots {
     Picked(Tensor),
 }
 
-/// [`Rows`] whose numbers are on their way.
-pub struct RowsSketch {
-    positions: Part,
-    order: Option<Part>,
-    pools: Vec<(usize, i64, i64, Part, Part)>,
-}
-
-/// [`BatchPlan`] whose numbers are on their way.
-pub struct PendingPlan {
-    rows: RowsSketch,
-    few: Vec<Placed>,
-    order: Option<(Part, Option<Part>)>,
-    groups: Vec<GroupSketch>,
-    visibility: MaskKind,
-}
-
-struct GroupSketch {
-    capacity: usize,
-    chunks: usize,
-    first: i64,
-    /// Rows of the pool, where they are not consecutive.
-    picked: Option<Part>,
-    width: usize,
-    span: usize,
-    past_len: Part,
-}
-
 impl Rows {
     /// Absolute position of every row, `[N]` int64.
     pub fn positions(&self) -> &Tensor {
@@ -112,23 +84,6 @@ impl BatchPlan {
     }
 }
 
-impl RowsSketch {
-    /// The rows, now that the numbers are there.
-    pub fn on(&self, sent: &Uploaded) -> Rows {
-        let pool = |&(capacity, first, count, rows, positions): &(usize, i64, i64, Part, Part)| PoolRows {
-            capacity,
-            first,
-            count,
-            place: [sent.of(rows), sent.of(positions)],
-        };
-        Rows {
-            positions: sent.of(self.positions),
-            order: self.order.map(|order| sent.of(order)),
-            pools: self.pools.iter().map(pool).collect(),
-        }
-    }
-}
-
 /// A chunk and the row of a pool that it goes to.
 #[derive(Clone, Copy)]
 pub(super) struct Placed {
@@ -140,12 +95,9 @@ pub(super) struct Placed {
 }
 
 impl Placed {
-    fn rows(&self) -> impl Iterator<Item = i64> {
-        (self.first..self.first + self.chunk.len).map(|row| row as i64)
-    }
-
-    fn positions(&self) -> impl Iterator<Item = i64> {
-        (self.chunk.past_len..self.chunk.past_len + self.chunk.len).map(|position| position as i64)
+    /// Its rows of the feed, as a run.
+    fn rows(&self) -> (i64, i64) {
+        (self.first as i64, self.chunk.len as i64)
     }
 
     /// Pool, width and span: what chunks of a group have in common.
@@ -157,48 +109,56 @@ impl Placed {
 
 impl KvCache {
     /// Where these chunks go, in the order of the feed. There must be room for them; see [`KvCache::reserve`].
-    pub fn place(&self, chunks: &[Chunk], upload: &mut Upload<i64>) -> RowsSketch {
+    pub fn place(&self, chunks: &[Chunk]) -> Rows {
         let mut placed = self.placed(chunks);
         placed.sort_by_key(|placed| placed.capacity);
-        let order = (!in_order(&placed)).then(|| upload.push(placed.iter().flat_map(Placed::rows)));
-        rows_sketch(&placed, chunks, order, upload)
+        let order = (!in_order(&placed)).then(|| self.order(&placed));
+        self.rows(&placed, chunks, order.as_ref())
     }
 
     /// [`KvCache::place`] and what the chunks' queries see.
-    pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind, upload: &mut Upload<i64>) -> PendingPlan {
+    pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind) -> BatchPlan {
         let (few, mut placed): (Vec<Placed>, Vec<Placed>) =
             self.placed(chunks).into_iter().partition(|placed| self.is_few(&placed.chunk));
         // Pool after pool, and in a group row after row: rows that lie side by side are read without copying them.
         placed.sort_by_key(|placed| (placed.kind(), placed.row));
         let in_place = placed.is_empty() || (few.is_empty() && in_order(&placed));
-        let order = (!in_place).then(|| {
-            let order: Vec<i64> = placed.iter().flat_map(Placed::rows).collect();
-            let back = few.is_empty().then(|| {
-                let mut back = vec![0; order.len()];
-                for (place, &row) in order.iter().enumerate() {
-                    back[row as usize] = place as i64;
-                }
-                upload.push(back)
-            });
-            (upload.push(order), back)
-        });
-        let rows = rows_sketch(&placed, chunks, order.map(|(order, _)| order), upload);
-        let group = |group: &[Placed]| {
-            let (capacity, width, span) = group[0].kind();
-            let consecutive = group.windows(2).all(|pair| pair[1].row == pair[0].row + 1);
-            let rows = group.iter().map(|placed| placed.row as i64);
-            GroupSketch {
-                capacity,
-                chunks: group.len(),
-                first: group[0].row as i64,
-                picked: (!consecutive).then(|| upload.push(rows)),
-                width,
-                span,
-                past_len: upload.push(group.iter().map(|placed| placed.chunk.past_len as i64)),
+        let order = (!in_place).then(|| self.order(&placed));
+        BatchPlan {
+            rows: self.rows(&placed, chunks, order.as_ref()),
+            back: (!in_place && few.is_empty()).then(|| self.back(&placed)),
+            order,
+            groups: placed
+                .chunk_by(|a, b| a.kind() == b.kind())
+                .map(|group| self.group(group, visibility))
+                .collect(),
+            few,
+            visibility,
+        }
+    }
+
+    fn group(&self, group: &[Placed], visibility: MaskKind) -> Group {
+        let (capacity, width, span) = group[0].kind();
+        let past_len = self.ruler.pick(group.iter().map(|placed| placed.chunk.past_len)).view([-1, 1, 1]);
+        let pieces = |view: &MaskShape| {
+            let mut pieces = view.cut(width, span, visibility);
+            if let [only] = pieces.as_mut_slice() {
+                only.mask = Some(only.mask(view, &past_len, width as i64, visibility, self.kind()));
             }
+            pieces
         };
-        let groups = placed.chunk_by(|a, b| a.kind() == b.kind()).map(group).collect();
-        PendingPlan { rows, few, order, groups, visibility }
+        let consecutive = group.windows(2).all(|pair| pair[1].row == pair[0].row + 1);
+        Group {
+            capacity,
+            rows: (group.len() * width) as i64,
+            slots: match consecutive {
+                true => Slots::Range(group[0].row as i64, group.len() as i64),
+                false => Slots::Picked(self.ruler.pick(group.iter().map(|placed| placed.row))),
+            },
+            width: width as i64,
+            views: self.views().iter().map(pieces).collect(),
+            past_len,
+        }
     }
 
     /// Whether a chunk attends by itself. That follows from the chunk alone.
@@ -218,72 +178,59 @@ impl KvCache {
         chunks.iter().map(placed).collect()
     }
 
-    /// The plan, now that the numbers are there.
-    pub fn ready(&self, sketch: &PendingPlan, sent: &Uploaded) -> BatchPlan {
-        let (kind, visibility) = (self.kind(), sketch.visibility);
-        let group = |group: &GroupSketch| {
-            let past_len = sent.of(group.past_len).view([-1, 1, 1]);
-            let pieces = |view: &MaskShape| {
-                let mut pieces = view.cut(group.width, group.span, visibility);
-                if let [only] = pieces.as_mut_slice() {
-                    only.mask = Some(only.mask(view, &past_len, group.width as i64, visibility, kind));
-                }
-                pieces
-            };
-            Group {
-                capacity: group.capacity,
-                rows: (group.chunks * group.width) as i64,
-                slots: match group.picked {
-                    None => Slots::Range(group.first, group.chunks as i64),
-                    Some(rows) => Slots::Picked(sent.of(rows)),
-                },
-                width: group.width as i64,
-                views: self.views().iter().map(pieces).collect(),
-                past_len,
-            }
+    /// What brings the feed into the order of `placed`.
+    fn order(&self, placed: &[Placed]) -> Tensor {
+        self.ruler.runs(placed.iter().map(Placed::rows))
+    }
+
+    /// What brings rows in the order of `placed` back into that of the feed.
+    fn back(&self, placed: &[Placed]) -> Tensor {
+        let mut ends = 0;
+        let mut places: Vec<(usize, (i64, i64))> = placed
+            .iter()
+            .map(|placed| {
+                let len = placed.chunk.len as i64;
+                ends += len;
+                (placed.first, (ends - len, len))
+            })
+            .collect();
+        places.sort_unstable();
+        self.ruler.runs(places.into_iter().map(|(_, place)| place))
+    }
+
+    /// The rows of chunks that are ordered by pool, and `order`, what brings the feed into that order. All of one pool are written
+    /// as they come.
+    fn rows(&self, placed: &[Placed], feed: &[Chunk], order: Option<&Tensor>) -> Rows {
+        let mut first = 0;
+        let mut pool = |placed: &[&Placed]| {
+            let count = placed.iter().map(|placed| placed.chunk.len as i64).sum::<i64>();
+            let rows = self.ruler.pick(placed.iter().map(|placed| placed.row));
+            let lens = self.ruler.pick(placed.iter().map(|placed| placed.chunk.len));
+            let rows = rows.repeat_interleave_self_tensor(&lens, 0, count);
+            first += count;
+            let place = [rows, self.ruler.runs(placed.iter().map(|placed| positions(&placed.chunk)))];
+            PoolRows { capacity: placed[0].capacity, first: first - count, count, place }
         };
-        BatchPlan {
-            rows: sketch.rows.on(sent),
-            few: sketch.few.clone(),
-            order: sketch.order.map(|(order, _)| sent.of(order)),
-            back: sketch.order.and_then(|(_, back)| back).map(|back| sent.of(back)),
-            groups: sketch.groups.iter().map(group).collect(),
-            visibility,
+        let mut all: Vec<&Placed> = placed.iter().collect();
+        if placed.len() == feed.len() && placed.iter().all(|other| other.capacity == placed[0].capacity) {
+            all.sort_by_key(|placed| placed.first);
+            let only = pool(&all);
+            return Rows { positions: only.place[1].shallow_clone(), order: None, pools: vec![only] };
+        }
+        Rows {
+            positions: self.ruler.runs(feed.iter().map(positions)),
+            order: order.map(Tensor::shallow_clone),
+            pools: all.chunk_by(|a, b| a.capacity == b.capacity).map(pool).collect(),
         }
     }
 }
 
-fn in_order(placed: &[Placed]) -> bool {
-    placed.is_sorted_by_key(|placed| placed.first)
+fn positions(chunk: &Chunk) -> (i64, i64) {
+    (chunk.past_len as i64, chunk.len as i64)
 }
 
-/// The rows of chunks that are ordered by pool, and `order`, what brings the feed into that order. All of one pool are written
-/// as they come.
-fn rows_sketch(
-    placed: &[Placed],
-    feed: &[Chunk],
-    order: Option<Part>,
-    upload: &mut Upload<i64>,
-) -> RowsSketch {
-    let mut first = 0;
-    let mut pool = |placed: &[&Placed]| {
-        let rows = placed.iter().flat_map(|placed| std::iter::repeat_n(placed.row as i64, placed.chunk.len));
-        let rows = upload.push(rows);
-        let positions = upload.push(placed.iter().flat_map(|placed| placed.positions()));
-        let count = placed.iter().map(|placed| placed.chunk.len as i64).sum::<i64>();
-        first += count;
-        (placed[0].capacity, first - count, count, rows, positions)
-    };
-    let mut all: Vec<&Placed> = placed.iter().collect();
-    if placed.len() == feed.len() && placed.iter().all(|other| other.capacity == placed[0].capacity) {
-        all.sort_by_key(|placed| placed.first);
-        let only = pool(&all);
-        return RowsSketch { positions: only.4, order: None, pools: vec![only] };
-    }
-    let pools = all.chunk_by(|a, b| a.capacity == b.capacity).map(pool).collect();
-    let positions =
-        feed.iter().flat_map(|chunk| (chunk.past_len..chunk.past_len + chunk.len).map(|p| p as i64));
-    RowsSketch { positions: upload.push(positions), order, pools }
+fn in_order(placed: &[Placed]) -> bool {
+    placed.is_sorted_by_key(|placed| placed.first)
 }
 
 /// What a piece's mask takes from its group.

@@ -6,6 +6,7 @@
 #include "mkl.cpp"
 #include "profile.cpp"
 #include "rows.cpp"
+#include "stream.cpp"
 // Behind rows.cpp, whose `for_tasks` and `kLanes` it uses.
 #include "history.cpp"
 

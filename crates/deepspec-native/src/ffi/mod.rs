@@ -12,6 +12,7 @@ mod history;
 mod memory;
 mod profile;
 mod rows;
+mod stream;
 
 use std::error::Error;
 use std::io;
@@ -26,6 +27,7 @@ pub use history::{HistoryChunk, HistoryView, has_history_attention, history_atte
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
 pub use profile::{Profile, Range, range};
 pub use rows::{rms_norm, rotate};
+pub use stream::{OnStream, Ready, SideStream, pinned};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";

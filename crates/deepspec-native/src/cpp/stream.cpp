@@ -1,0 +1,79 @@
+// Streams of a GPU beside the one on which everything runs unless it is told otherwise, and events between them: through libtorch's interface that
+// needs no header of CUDA's.
+#include "group.h"
+
+#include <cstdint>
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace {
+
+c10::impl::VirtualGuardImpl gpus() {
+  return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA);
+}
+
+c10::Device gpu(int index) {
+  return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
+}
+
+}  // namespace
+
+extern "C" {
+
+char* ds_side_stream(int index, int64_t* id) {
+  return caught([&] { *id = gpus().getStreamFromGlobalPool(gpu(index)).id(); });
+}
+
+// Makes a stream this thread's; `before` is the one that was.
+char* ds_enter_stream(int index, int64_t id, int64_t* before) {
+  return caught([&] { *before = gpus().exchangeStream(c10::Stream(c10::Stream::UNSAFE, gpu(index), id)).id(); });
+}
+
+// An event behind all that this thread's stream was asked for.
+char* ds_event_here(int index, c10::Event** out) {
+  return caught([&] {
+    auto event = std::make_unique<c10::Event>(c10::DeviceType::CUDA);
+    event->record(gpus().getStream(gpu(index)));
+    *out = event.release();
+  });
+}
+
+// This thread's stream of a GPU waits for the event.
+char* ds_event_block(c10::Event* event, int index) {
+  return caught([&] { event->block(gpus().getStream(gpu(index))); });
+}
+
+// This thread's stream of every tensor's GPU waits for the event, and the tensors' memory is not given to others before it is done with them.
+char* ds_event_hold(c10::Event* event, const at::Tensor* const* tensors, size_t count) {
+  return caught([&] {
+    for (size_t i = 0; i < count; ++i) {
+      const at::Tensor& tensor = *tensors[i];
+      if (!tensor.is_cuda()) continue;
+      const c10::Stream stream = gpus().getStream(tensor.device());
+      event->block(stream);
+      gpus().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    }
+  });
+}
+
+// The host waits.
+char* ds_event_wait(c10::Event* event) {
+  return caught([&] { event->synchronize(); });
+}
+
+void ds_event_free(c10::Event* event) {
+  delete event;
+}
+
+// Host memory that a GPU copies from and to by itself, for values of the kind of `like`.
+char* ds_pinned(const int64_t* size, size_t dims, const at::Tensor* like, at::Tensor** out) {
+  return caught([&] {
+    const auto options = at::TensorOptions().dtype(like->dtype()).pinned_memory(true);
+    *out = new at::Tensor(at::empty(at::IntArrayRef(size, dims), options));
+  });
+}
+}
