@@ -186,8 +186,7 @@ impl Bench<'_> {
         let loaded = memory::resident();
         let lr = self.recipe.train.lr;
         // Kernels are chosen and buffers taken in the first pass.
-        let first = self.draw(0, &batches[0]);
-        self.trainee.accumulate(&first.samples, first.normaliser);
+        self.learn(&self.draw(0, &batches[0]));
         self.optimizer.accumulate();
         let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
         gpu::finish(self.device);
@@ -197,19 +196,15 @@ impl Bench<'_> {
             let count = bench.forwards[(pass - 1) % passes];
             bench.draw(pass, &batches[pass % batches.len()][..count])
         };
-        let started = Instant::now();
         // States travel a pass ahead, as a loader's do.
         let mut ahead = sent(&self, 1);
-        parts.data += started.elapsed();
+        let started = Instant::now();
         for step in 0..steps {
             for pass in 1..=passes {
                 let computing = Instant::now();
                 tokens += ahead.samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
                 flops += self.drafter_plan.flops(&ahead.samples);
-                if let Some(ready) = &ahead.ready {
-                    staging::hold(ready, &ahead.samples, iter::empty());
-                }
-                self.trainee.accumulate(&ahead.samples, ahead.normaliser);
+                self.learn(&ahead);
                 self.optimizer.accumulate();
                 let drawing = Instant::now();
                 ahead = sent(&self, step * passes + pass + 1);
@@ -227,6 +222,13 @@ impl Bench<'_> {
         let total = started.elapsed();
         let device = device_memory(self.device);
         Ok(Measured { parts, total, tokens, flops, loaded, peak: memory::peak(), device })
+    }
+
+    fn learn(&self, drawn: &Drawn) {
+        if let Some(ready) = &drawn.ready {
+            staging::hold(ready, &drawn.samples, iter::empty());
+        }
+        self.trainee.accumulate(&drawn.samples, drawn.normaliser);
     }
 
     /// The samples of pass number `pass`, with anchors of its own, and their states on their way.

@@ -2,7 +2,7 @@
 
 use deepspec_cache::PAGES_KEPT;
 use deepspec_core::FinalStates;
-use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy};
+use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
 use deepspec_drafters::{DrafterPlan, PassBytes, SampleSize, WeightCounts};
 use deepspec_models::ModelConfig;
 use deepspec_states::{Dataset, batches};
@@ -93,7 +93,15 @@ impl Costs<'_> {
     /// The memory of a run whose largest forwards are `largest`; `target` bytes go to a resident target, `cache` bytes lie on disk.
     /// `states` says where states come from: the CPU, or the GPU of a resident target.
     pub fn memory(&self, largest: &Largest, states: Device, target: u64, cache: u64) -> Memory {
-        let on_gpu = states != Device::Cpu;
+        let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
+        // Micro-batches on the host, those in page-locked memory, whose blocks may be twice as large as what is in them, and those on the GPU.
+        let (held, locked, staged) = match (self.device, states) {
+            (Device::Cpu, _) => (HELD, 0, 0),
+            (_, Device::Cpu) => (HELD, 2 * 2, STAGED),
+            _ if hybrid => (HELD, 2 * 2, HELD + STAGED),
+            _ => (0, 0, HELD + STAGED),
+        };
+        let [held, locked, staged] = [held, locked, staged].map(|batches| batches as u64);
         let train = &self.recipe.train;
         let kind = kind(train.precision);
         let WeightCounts { trained, frozen } = self.weights;
@@ -118,12 +126,8 @@ impl Costs<'_> {
             optimizer,
             activations: pass.activations() as u64,
             workspace: pass.workspace() as u64,
-            loader: if on_gpu { 0 } else { HELD as u64 * largest.states },
-            staged: match (self.device, on_gpu) {
-                (Device::Cpu, _) => 0,
-                (_, false) => STAGED as u64 * largest.states,
-                (_, true) => (HELD + STAGED) as u64 * largest.states,
-            },
+            loader: (held + locked) * largest.states,
+            staged: staged * largest.states,
             samples: 0,
             cache: cache.min(PAGES_KEPT),
             target,

@@ -14,7 +14,7 @@ use deepspec_states::{Budget, Dataset, SampleMeta, StateSource, StatesError, bat
 use tch::{Device, Tensor};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};
-use crate::staging::{self, STAGED, Staging};
+use crate::staging::{self, Staging, WAITING};
 
 /// Micro-batches held ready.
 const READ_AHEAD: usize = 4;
@@ -67,7 +67,7 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Starts preparing at optimiser step `step`. The scope's end waits for the thread.
+    /// Starts preparing at optimiser step `step`. The scope's end waits for the threads.
     pub fn start<'scope, 'd: 'scope>(
         scope: &'scope Scope<'scope, '_>,
         dataset: &'d Dataset,
@@ -91,7 +91,7 @@ impl Loader {
             }
         });
         if let Some(staging) = Staging::to(options.device) {
-            let (sender, staged) = sync_channel(STAGED - 2);
+            let (sender, staged) = sync_channel(WAITING);
             let loaded = std::mem::replace(&mut ready, staged);
             scope.spawn(move || {
                 for mut batch in loaded {

@@ -4,8 +4,10 @@ use deepspec_drafters::TrainSample;
 use deepspec_native::{Ready, SideStream, pinned};
 use tch::{Device, Tensor};
 
-/// Micro-batches whose states are on the GPU at once: one is learned from, one waits, and one is on its way.
-pub const STAGED: usize = 3;
+/// Micro-batches whose states are on the GPU at once: one is learned from, one waits, one is on its way, and the host may be ahead of the GPU by two.
+pub const STAGED: usize = 5;
+/// Those that wait.
+pub const WAITING: usize = 1;
 
 /// Brings states from the host to a GPU on a stream of its own.
 pub struct Staging {

@@ -2,7 +2,7 @@
 //!
 //! A copy to a GPU costs about as much as a small kernel, however little it moves. What a step needs is gathered on the host
 //! first and sent as one tensor, of which every reader sees its part. Rows and positions lie in runs, which are cut out of what is there
-//! ([`runs`], [`Ruler`]): a step of nothing but blocks sends nothing at all.
+//! ([`runs`], [`Ruler`]): a step of nothing but whole blocks sends nothing at all.
 
 use std::cell::RefCell;
 
@@ -114,19 +114,32 @@ impl Ruler {
 const SHORTEST: u64 = 1 << 10;
 
 /// Runs `(first, count)` of rows, one after the other; what lies side by side is not copied.
-pub fn runs(of: &Tensor, runs: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+pub fn runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    match joined(list).as_slice() {
+        [] => of.narrow(0, 0, 0),
+        [(first, count)] => of.narrow(0, *first, *count),
+        several => Tensor::cat(&several.iter().map(|&(at, n)| of.narrow(0, at, n)).collect::<Vec<_>>(), 0),
+    }
+}
+
+/// [`runs`] that keep none of the other rows in memory.
+pub(crate) fn kept(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    match joined(list).as_slice() {
+        [(first, count)] if *count < of.size()[0] => of.narrow(0, *first, *count).copy(),
+        list => runs(of, list.iter().copied()),
+    }
+}
+
+/// The same runs, as few as they can be.
+fn joined(list: impl IntoIterator<Item = (i64, i64)>) -> Vec<(i64, i64)> {
     let mut joined: Vec<(i64, i64)> = vec![];
-    for (first, count) in runs {
+    for (first, count) in list {
         match joined.last_mut() {
             Some((start, length)) if *start + *length == first => *length += count,
             _ => joined.push((first, count)),
         }
     }
-    match joined.as_slice() {
-        [] => of.narrow(0, 0, 0),
-        [(first, count)] => of.narrow(0, *first, *count),
-        several => Tensor::cat(&several.iter().map(|&(at, n)| of.narrow(0, at, n)).collect::<Vec<_>>(), 0),
-    }
+    joined
 }
 
 #[cfg(test)]
@@ -139,6 +152,10 @@ mod tests {
         let of = |list: &[(i64, i64)]| Vec::<i64>::try_from(runs(&rows, list.iter().copied())).unwrap();
         assert_eq!(of(&[(7, 2), (1, 3), (4, 1)]), [7, 8, 1, 2, 3, 4]);
         assert_eq!((of(&[]), of(&[(2, 0)])), (vec![], vec![]));
+        // A part that is kept takes no memory for the rest; all of it is not copied.
+        let (part, all) = (kept(&rows, [(2, 3)]), kept(&rows, [(0, 4), (4, 6)]));
+        assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [2, 3, 4]);
+        assert_eq!((part.storage_offset(), all.data_ptr()), (0, rows.data_ptr()));
         let ruler = Ruler::new(Device::Cpu);
         assert_eq!(Vec::<i64>::try_from(ruler.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
         assert_eq!(Vec::<i64>::try_from(ruler.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);

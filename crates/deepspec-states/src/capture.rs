@@ -100,6 +100,15 @@ impl Capture {
     }
 }
 
+impl Drop for Capture {
+    /// Its memory is another stream's than that on which it ran.
+    fn drop(&mut self) {
+        if let Some(done) = Ready::here(self.target.device()) {
+            done.wait();
+        }
+    }
+}
+
 /// States on their way to the host.
 pub struct Leaving {
     states: [Tensor; 2],

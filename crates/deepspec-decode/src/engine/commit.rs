@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::{Engine, Step};
 use crate::outcome::Outcome;
+use crate::upload;
 use crate::{Context, Cycle, EngineError, Event, Finish, Forwarded, Proposer, Target, runs};
 
 /// What becomes of a slot.
@@ -74,7 +75,11 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             }
             row += fed;
         }
-        let rows = |of: &Tensor| runs(of, kept.iter().map(|kept| (kept.first, kept.count)));
+        if kept.is_empty() {
+            return None;
+        }
+        // What waits for the drafter is all that it holds in memory.
+        let rows = |of: &Tensor| upload::kept(of, kept.iter().map(|kept| (kept.first, kept.count)));
         // What stands behind a row is the row behind it, and behind the last one what was drawn there.
         let all = Tensor::cat(&[tokens, drawn], 0);
         let behind = |kept: &Kept| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];

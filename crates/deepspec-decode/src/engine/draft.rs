@@ -4,7 +4,7 @@ use deepspec_schedule::planner::StepLoad;
 use tch::{Kind, Tensor};
 
 use super::{Engine, Numbers, PREFILL_TOKENS, to_host};
-use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
+use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft, and where the planner
@@ -76,9 +76,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if self.temperatures.is_empty() {
             return logits.sigmoid();
         }
-        let of = |k: usize| self.temperatures.get(k).map_or(1.0, |&t| t as f32);
-        let temperatures: Vec<f32> = (0..logits.size()[1] as usize).map(of).collect();
-        (logits / Tensor::from_slice(&temperatures).to_device(logits.device())).sigmoid()
+        let temperatures = self.resident.temperatures.get_or_init(|| {
+            let of = |k: usize| self.temperatures.get(k).map_or(1.0, |&t| t as f32);
+            let temperatures: Vec<f32> = (0..logits.size()[1] as usize).map(of).collect();
+            Tensor::from_slice(&temperatures).to_device(logits.device())
+        });
+        (logits / temperatures).sigmoid()
     }
 }
 
@@ -90,14 +93,12 @@ fn joined(pending: &[Context]) -> Context {
         rows.extend((rows.len()..rows.len() + count).map(|row| (slot, row as i64)));
     }
     rows.sort_by_key(|&(slot, _)| slot); // stable
-    let order: Vec<i64> = rows.iter().map(|&(_, row)| row).collect();
     let of = |part: fn(&Context) -> &Tensor| match pending.as_slice() {
         [] => Tensor::new(),
         [one] => part(one).shallow_clone(),
         several => {
             let parts: Vec<&Tensor> = several.iter().map(|context| part(context)).collect();
-            let order = Tensor::from_slice(&order).to_device(parts[0].device());
-            Tensor::cat(&parts, 0).index_select(0, &order)
+            runs(&Tensor::cat(&parts, 0), rows.iter().map(|&(_, row)| (row, 1)))
         }
     };
     let hidden = pending.first().is_some_and(|context| context.hidden.is_some());

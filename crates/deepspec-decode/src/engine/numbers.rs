@@ -1,5 +1,7 @@
 //! The numbers of a step that are known before anything runs. What follows from the step before is on the device already.
 
+use std::cell::OnceCell;
+
 use deepspec_core::rng::Purpose;
 use tch::{Device, Kind, Tensor};
 
@@ -36,6 +38,8 @@ pub struct Resident {
     pub drawn: Option<(Vec<usize>, Tensor)>,
     /// What stands for draws where nothing is left to them, `[S, lanes]` float64.
     halves: Option<Tensor>,
+    /// Divide the confidence logits, `[γ]` float32, once they were asked for.
+    pub temperatures: OnceCell<Tensor>,
     /// Which places of rows are cut from.
     pub ruler: Ruler,
 }
@@ -43,7 +47,7 @@ pub struct Resident {
 impl Resident {
     /// Nothing yet.
     pub fn new(device: Device) -> Self {
-        Self { drawn: None, halves: None, ruler: Ruler::new(device) }
+        Self { drawn: None, halves: None, temperatures: OnceCell::new(), ruler: Ruler::new(device) }
     }
 }
 
@@ -119,6 +123,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let place = |slot: &usize| all.iter().position(|other| other == slot).map(|at| (at as i64, 1));
             Some(runs(drawn, slots.iter().map(place).collect::<Option<Vec<_>>>()?))
         });
+        debug_assert!(drawn.is_some() || slots.is_empty(), "who decodes took part in the last step");
         drawn.unwrap_or_else(|| {
             let anchors: Vec<i64> = self.sequences(slots).filter_map(|s| s.anchor).collect();
             Tensor::from_slice(&anchors).to_device(self.target.device())
@@ -164,8 +169,9 @@ impl Sequence {
         }
         let steps = STEPS.min(self.request.max_new_tokens);
         let mut upload = Upload::default();
-        let table = (step..step + steps as u64).flat_map(|step| lanes.of(self, step).collect::<Vec<_>>());
-        let table = upload.push(table.collect::<Vec<_>>());
+        let mut table = Vec::with_capacity(steps * lanes.all());
+        (step..step + steps as u64).for_each(|step| table.extend(lanes.of(self, step)));
+        let table = upload.push(table);
         let settings = upload.push(self.request.sampling.numbers());
         let sent = upload.send(device);
         let (lanes, settings) = (sent.of(table).view([steps as i64, lanes.all() as i64]), sent.of(settings));

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -19,6 +20,9 @@ c10::impl::VirtualGuardImpl gpus() {
 c10::Device gpu(int index) {
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
+
+// What events do ends with making the GPU current that was: of one that nobody uses, in a new thread the first, the driver would make a context.
+using OnGpu = c10::DeviceGuard;
 
 }  // namespace
 
@@ -36,6 +40,7 @@ char* ds_enter_stream(int index, int64_t id, int64_t* before) {
 // An event behind all that this thread's stream was asked for.
 char* ds_event_here(int index, c10::Event** out) {
   return caught([&] {
+    const OnGpu on(gpu(index));
     auto event = std::make_unique<c10::Event>(c10::DeviceType::CUDA);
     event->record(gpus().getStream(gpu(index)));
     *out = event.release();
@@ -44,7 +49,10 @@ char* ds_event_here(int index, c10::Event** out) {
 
 // This thread's stream of a GPU waits for the event.
 char* ds_event_block(c10::Event* event, int index) {
-  return caught([&] { event->block(gpus().getStream(gpu(index))); });
+  return caught([&] {
+    const OnGpu on(gpu(index));
+    event->block(gpus().getStream(gpu(index)));
+  });
 }
 
 // This thread's stream of every tensor's GPU waits for the event, and the tensors' memory is not given to others before it is done with them.
@@ -53,6 +61,7 @@ char* ds_event_hold(c10::Event* event, const at::Tensor* const* tensors, size_t 
     for (size_t i = 0; i < count; ++i) {
       const at::Tensor& tensor = *tensors[i];
       if (!tensor.is_cuda()) continue;
+      const OnGpu on(tensor.device());
       const c10::Stream stream = gpus().getStream(tensor.device());
       event->block(stream);
       gpus().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
@@ -66,6 +75,7 @@ char* ds_event_wait(c10::Event* event) {
 }
 
 void ds_event_free(c10::Event* event) {
+  const OnGpu on(event->device());
   delete event;
 }
 
