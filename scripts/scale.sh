@@ -37,7 +37,8 @@ answers() { # told|held-out AT_ONCE TOKENS
         --concurrency "$2" --temperature 1.0 --max-tokens "$3" --seed 1 --disable-thinking >/dev/null
     mv "$out/answers-$2-$3.jsonl.report.json" "$out/$1/answers-$2-$3.json"
 }
-answers told 2 96
+# Products of fewer rows than four or so are padded to that: two at once cost what four do.
+answers told 4 96
 answers told 32 96
 answers told 32 24
 answers held-out 8 96
