@@ -1,5 +1,5 @@
-//! What a decoding step may ask of a GPU, counted on one that is none: one answer is waited for, and nothing is uploaded, whatever the
-//! number of slots.
+//! What a decoding step may ask of a GPU, counted on one that is none: one answer is waited for, and nothing is uploaded in a step of whole
+//! blocks, whatever the number of slots.
 
 mod common;
 

@@ -13,7 +13,7 @@ use crate::invented;
 use crate::loader::{HELD, mask};
 use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
 use crate::setup::kind;
-use crate::staging::STAGED;
+use crate::staging::{LOCKED, STAGED};
 
 /// Bytes of one process by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -94,11 +94,11 @@ impl Costs<'_> {
     /// `states` says where states come from: the CPU, or the GPU of a resident target.
     pub fn memory(&self, largest: &Largest, states: Device, target: u64, cache: u64) -> Memory {
         let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
-        // Micro-batches on the host, those in page-locked memory, whose blocks may be twice as large as what is in them, and those on the GPU.
+        // Micro-batches on the host, those in page-locked memory, and those on the GPU.
         let (held, locked, staged) = match (self.device, states) {
             (Device::Cpu, _) => (HELD, 0, 0),
-            (_, Device::Cpu) => (HELD, 2 * 2, STAGED),
-            _ if hybrid => (HELD, 2 * 2, HELD + STAGED),
+            (_, Device::Cpu) => (HELD, LOCKED, STAGED),
+            _ if hybrid => (HELD, LOCKED, HELD + STAGED),
             _ => (0, 0, HELD + STAGED),
         };
         let [held, locked, staged] = [held, locked, staged].map(|batches| batches as u64);

@@ -1,6 +1,6 @@
 //! Trains drafters for speculative decoding: one recipe, any number of processes, exact resume.
 //!
-//! [`schedule`] settles what happens when, [`loader`] brings the samples, [`trainer`] is the loop. [`launch`] starts the
+//! [`schedule`] settles what happens when, [`loader`] brings the samples and [`staging`] their states to a GPU, [`trainer`] is the loop. [`launch`] starts the
 //! processes, [`rank_check`] makes sure that they do the same, [`sync`] adds up what they have found.
 
 mod args;

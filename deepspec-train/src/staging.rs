@@ -8,6 +8,8 @@ use tch::{Device, Tensor};
 pub const STAGED: usize = 5;
 /// Those that wait.
 pub const WAITING: usize = 1;
+/// As much page-locked memory as so many micro-batches' states take: two are copied at once, by blocks of up to twice what is in them.
+pub const LOCKED: usize = 4;
 
 /// Brings states from the host to a GPU on a stream of its own.
 pub struct Staging {

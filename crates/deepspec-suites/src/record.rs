@@ -159,6 +159,8 @@ mod tests {
         record.suites.insert("gsm8k".into(), entry(hub));
         record.write(dir.path()).unwrap();
         assert_eq!(Record::read(dir.path()).unwrap(), record);
+        let named = fs::read_to_string(dir.path().join(FILE)).unwrap().contains(deepspec_core::VERSION);
+        assert!(named, "the version that wrote it");
         assert_eq!(record.suite("mine").unwrap().cap(), Some(1));
         assert_eq!(record.suite("gsm8k").unwrap(), *Suite::known("gsm8k").unwrap());
         assert!(record.suite("other").is_none());
