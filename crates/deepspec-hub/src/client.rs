@@ -8,6 +8,7 @@ use ureq::http::{HeaderMap, Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
 use crate::settings::Patience;
+use crate::tls::trusted;
 use crate::{HubError, Repo, Settings};
 
 /// Most redirects followed within the hub for one address.
@@ -70,6 +71,7 @@ impl Client {
             .timeout_connect(Some(patience.connect))
             .timeout_recv_response(Some(patience.silence))
             .timeout_per_read(Some(patience.silence))
+            .tls_config(trusted())
             .user_agent(concat!("deepspec/", env!("CARGO_PKG_VERSION")))
             // Sizes and ranges count the bytes of the file itself.
             .accept_encoding("identity")

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
 
+use crate::https::Https;
 use crate::process::{Ended, Running, command, tiny};
 
 fn serve(model: &str, endpoint: &str, cache: &Path) -> std::process::Command {
@@ -33,4 +34,18 @@ fn a_model_on_the_hub_is_served() {
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let words = ["own/tony", "cannot be reached", "local path", "HF_HUB_OFFLINE"];
     ended(serve("own/tony", &format!("http://{nobody}"), dir.path())).fails_with(1, &words);
+}
+
+/// Behind a company's proxy every server has the company's certificate, which the system knows and no list of public authorities.
+#[test]
+fn the_system_s_authorities_vouch_for_a_hub() {
+    let dir = tempfile::tempdir().unwrap();
+    let hub = FakeHub::start([FakeRepo::model("own/tiny").folder(Path::new(&tiny()))]);
+    let https = Https::before(hub.url().trim_start_matches("http://"));
+    let mut command = serve("own/tiny", &https.url, dir.path());
+    command.arg("--quiet").env("SSL_CERT_FILE", https.authority());
+    Running::start(command).line_with("listening on ");
+    // A certificate that nobody vouches for is not accepted.
+    let other = tempfile::tempdir().unwrap();
+    ended(serve("own/tiny", &https.url, other.path())).fails_with(1, &["own/tiny", "certificate"]);
 }

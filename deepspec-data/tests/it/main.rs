@@ -5,6 +5,7 @@ mod chaos;
 mod faults;
 mod gemma4;
 mod http;
+mod https;
 mod hub;
 mod hub_rows;
 mod inspect;

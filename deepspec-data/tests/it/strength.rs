@@ -1,16 +1,15 @@
 //! `regenerate` in all its forms: tools, samples, overrides, fields that servers refuse, earlier answers, dry runs, https.
 
 use std::fs;
-use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::thread;
 
 use deepspec_testkit::mutate::Dice;
 use deepspec_testkit::server::{Reply, Server};
 use serde_json::{Value, json};
 
+use crate::https::Https;
 use crate::process::{Ended, command, lines, rows, run};
 use crate::regenerate::{answers, arguments, by_id, question, regenerate};
 
@@ -367,45 +366,13 @@ fn ten_thousand_damaged_rows_are_answered_or_explained() {
 #[test]
 fn compressed_inputs_and_keys_over_https() {
     let dir = tempfile::tempdir().unwrap();
-    let certified = rcgen::generate_simple_self_signed(["localhost".to_string()]).unwrap();
-    let authority = dir.path().join("ca.pem");
-    fs::write(&authority, certified.cert.pem()).unwrap();
-    let config = rustls::ServerConfig::builder_with_provider(rustls::crypto::ring::default_provider().into())
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(
-            vec![certified.cert.der().clone()],
-            rustls::pki_types::PrivateKeyDer::Pkcs8(certified.signing_key.serialize_der().into()),
-        )
-        .unwrap();
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("https://localhost:{}", listener.local_addr().unwrap().port());
     let heads: Arc<Mutex<Vec<String>>> = Arc::default();
-    let (seen, config) = (Arc::clone(&heads), Arc::new(config));
-    thread::spawn(move || {
-        for connection in listener.incoming() {
-            let (seen, config) = (Arc::clone(&seen), Arc::clone(&config));
-            thread::spawn(move || {
-                let session = rustls::ServerConnection::new(config).unwrap();
-                let mut stream = rustls::StreamOwned::new(session, connection.unwrap());
-                let mut text = vec![];
-                let mut byte = [0];
-                while !text.ends_with(b"\r\n\r\n") && stream.read(&mut byte).is_ok_and(|read| read == 1) {
-                    text.push(byte[0]);
-                }
-                seen.lock().unwrap().push(String::from_utf8_lossy(&text).to_lowercase());
-                let body = answer("yes", "stop").to_string();
-                let _ = write!(
-                    stream,
-                    "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
-                    body.len()
-                );
-                let _ = stream.flush();
-                // Until the client has read it all and closes.
-                let _ = std::io::copy(&mut stream, &mut std::io::sink());
-            });
-        }
+    let seen = Arc::clone(&heads);
+    let server = Https::start(move |head| {
+        seen.lock().unwrap().push(head.to_lowercase());
+        let body = answer("yes", "stop").to_string();
+        let head = format!("HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {}\r\n\r\n", body.len());
+        (head + &body).into_bytes()
     });
     let input = dir.path().join("in.jsonl.gz");
     let mut gz =
@@ -414,15 +381,15 @@ fn compressed_inputs_and_keys_over_https() {
     gz.finish().unwrap();
 
     let output = dir.path().join("out.jsonl");
-    let args = arguments(&input, &output, &["--server", &url, "--api-key-env", "MY_KEY"]);
+    let args = arguments(&input, &output, &["--server", &server.url, "--api-key-env", "MY_KEY"]);
     let mut trusting = command(&args);
-    trusting.env("SSL_CERT_FILE", &authority).env("MY_KEY", "secret-key");
+    trusting.env("SSL_CERT_FILE", server.authority()).env("MY_KEY", "secret-key");
     let ended = trusting.output().unwrap();
     assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
     assert_eq!(answers(&rows(&output)[0]), ["yes"]);
     assert!(heads.lock().unwrap().iter().all(|head| head.contains("authorization: bearer secret-key")));
 
     // A certificate that nobody vouches for is not accepted.
-    let doubting: Ended = run(&arguments(&input, &dir.path().join("no.jsonl"), &["--server", &url]));
+    let doubting: Ended = run(&arguments(&input, &dir.path().join("no.jsonl"), &["--server", &server.url]));
     doubting.fails_with(1, &["server down", "certificate"]);
 }
