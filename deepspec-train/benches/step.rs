@@ -194,7 +194,7 @@ fn measure(shape: &Shape) {
         let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("anchors");
         drop(samples);
         let before = on_core();
-        let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0));
+        let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0), None);
         let pass = on_core() - before;
         let _ = optimizer.step(6e-4, &alone).expect("alone");
         pass

@@ -228,7 +228,7 @@ impl Bench<'_> {
         if let Some(ready) = &drawn.ready {
             staging::hold(ready, &drawn.samples, iter::empty());
         }
-        self.trainee.accumulate(&drawn.samples, drawn.normaliser);
+        self.trainee.accumulate(&drawn.samples, drawn.normaliser, None);
     }
 
     /// The samples of pass number `pass`, with anchors of its own, and their states on their way.

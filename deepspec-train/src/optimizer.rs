@@ -4,7 +4,7 @@ use deepspec_dist::{GroupError, ProcessGroup};
 use deepspec_native::{AdamWSettings, AdamWTensors, adamw};
 use tch::{Device, Kind, Tensor};
 
-use crate::sync;
+use crate::sync::{self, Sums};
 
 const BETAS: (f64, f64) = (0.9, 0.999);
 const EPS: f64 = 1e-8;
@@ -23,6 +23,8 @@ struct Slot {
     state: Option<State>,
     /// Float32 sum of the gradients of the step so far, where the parameter's own kind would round it.
     sum: Option<Tensor>,
+    /// Whether the step's gradient is on its way to the other ranks.
+    is_taken: bool,
 }
 
 /// What the update of a parameter needs beside its gradient, float32.
@@ -40,6 +42,7 @@ pub struct AdamW {
     max_grad_norm: f64,
     steps: i64,
     is_sharded: bool,
+    sums: Sums,
 }
 
 impl AdamW {
@@ -57,7 +60,7 @@ impl AdamW {
         (rank, ranks): (usize, usize),
     ) -> Self {
         let sizes: Vec<usize> = parameters.iter().map(|(_, parameter)| parameter.numel()).collect();
-        let slots = parameters
+        let slots: Vec<Slot> = parameters
             .iter()
             .zip(sync::owners(&sizes, ranks))
             .map(|((name, parameter), owner)| {
@@ -66,10 +69,18 @@ impl AdamW {
                     let master = parameter.detach().to_kind(Kind::Float);
                     State { exp_avg: master.zeros_like(), exp_avg_sq: master.zeros_like(), master }
                 });
-                Slot { name: name.clone(), parameter, owner, state, sum: None }
+                Slot { name: name.clone(), parameter, owner, state, sum: None, is_taken: false }
             })
             .collect();
-        Self { slots, weight_decay, max_grad_norm, steps: 0, is_sharded: ranks > 1 }
+        let sums = Sums::new(&sizes_of(&slots), &[]);
+        Self { slots, weight_decay, max_grad_norm, steps: 0, is_sharded: ranks > 1, sums }
+    }
+
+    /// Lets gradients of parameters whose names begin with a stage travel before those of later ones and all others: [`AdamW::start`].
+    #[must_use]
+    pub fn with_stages(mut self, stages: &[String]) -> Self {
+        self.sums = Sums::new(&sizes_of(&self.slots), stages);
+        self
     }
 
     /// Number of trainable weights.
@@ -80,17 +91,18 @@ impl AdamW {
     /// Takes in the gradients of one micro-batch; to be called after every backward.
     pub fn accumulate(&mut self) {
         let _guard = tch::no_grad_guard();
-        for slot in self.slots.iter_mut().filter(|slot| slot.parameter.kind() != Kind::Float) {
-            let gradient = slot.parameter.grad();
-            if gradient.defined() {
-                match &mut slot.sum {
-                    // In place: there is no second sum, and on a GPU no float32 copy of the gradient either.
-                    Some(sum) => drop(sum.g_add_(&gradient)),
-                    None => slot.sum = Some(gradient.to_kind(Kind::Float)),
-                }
-                slot.parameter.zero_grad();
-            }
-        }
+        self.slots.iter_mut().filter(|slot| !slot.is_taken).for_each(Slot::accumulate);
+    }
+
+    /// Begins to add up over all ranks what the first `stages` stages have of the step's gradients, which nothing is added to any more. Ranks may
+    /// begin when they like, or leave it to [`AdamW::step`].
+    ///
+    /// # Errors
+    /// If another rank has failed.
+    pub fn start(&mut self, stages: usize, group: &ProcessGroup) -> Result<(), GroupError> {
+        let _guard = tch::no_grad_guard();
+        let Self { slots, sums, .. } = self;
+        sums.start(stages, group, |index| slots[index].take_gradient())
     }
 
     /// Adds up the gradients of all ranks, clips them to the global norm, updates masters and working weights, clears the
@@ -100,9 +112,11 @@ impl AdamW {
     /// If another rank has failed.
     pub fn step(&mut self, lr: f64, group: &ProcessGroup) -> Result<Tensor, GroupError> {
         let _guard = tch::no_grad_guard();
-        self.accumulate();
-        let mut gradients: Vec<Tensor> = self.slots.iter_mut().map(Slot::take_gradient).collect();
-        sync::add_up(group, &mut gradients)?;
+        let Self { slots, sums, .. } = self;
+        let mut gradients: Vec<Tensor> = match group.world_size() {
+            1 => slots.iter_mut().map(Slot::take_gradient).collect(),
+            _ => sums.finish(group, |index| slots[index].take_gradient())?,
+        };
         let (norm, divisor) = clip(&gradients, self.max_grad_norm);
         self.steps += 1;
         let settings = AdamWSettings {
@@ -122,7 +136,7 @@ impl AdamW {
             .collect();
         adamw(&mut tensors, &divisor, settings);
         self.slots.iter_mut().for_each(Slot::publish);
-        self.slots.iter_mut().for_each(|slot| slot.parameter.zero_grad());
+        self.slots.iter_mut().for_each(Slot::clear);
         if self.is_sharded {
             let owned: Vec<(usize, &Tensor)> =
                 self.slots.iter().map(|slot| (slot.owner, &slot.parameter)).collect();
@@ -202,8 +216,30 @@ impl State {
 }
 
 impl Slot {
+    /// Takes in the gradient of a micro-batch, where it could not stay what it is added to.
+    fn accumulate(&mut self) {
+        let gradient = self.parameter.grad();
+        if self.parameter.kind() == Kind::Float || !gradient.defined() {
+            return;
+        }
+        match &mut self.sum {
+            // In place: there is no second sum, and on a GPU no float32 copy of the gradient either.
+            Some(sum) => drop(sum.g_add_(&gradient)),
+            None => self.sum = Some(gradient.to_kind(Kind::Float)),
+        }
+        self.parameter.zero_grad();
+    }
+
+    /// Makes the parameter ready for the next step's gradients.
+    fn clear(&mut self) {
+        self.parameter.zero_grad();
+        self.is_taken = false;
+    }
+
     /// The step's gradient in float32, zeros where no loss reached the parameter.
     fn take_gradient(&mut self) -> Tensor {
+        self.accumulate();
+        self.is_taken = true;
         if let Some(sum) = self.sum.take() {
             return sum;
         }
@@ -226,6 +262,11 @@ impl Slot {
             self.parameter.copy_(&state.master);
         }
     }
+}
+
+/// Names and sizes of the parameters.
+fn sizes_of(slots: &[Slot]) -> Vec<(&str, usize)> {
+    slots.iter().map(|slot| (slot.name.as_str(), slot.parameter.numel())).collect()
 }
 
 /// The global norm of the gradients, a float64 scalar, and the divisor max(1, (norm + 1e-6)/max) that clips them, float32.

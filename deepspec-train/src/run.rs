@@ -218,7 +218,8 @@ impl Inputs {
             ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
         };
         let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
-        let optimizer = AdamW::sharded(trainee.parameters(), weight_decay, max_grad_norm, share);
+        let optimizer = AdamW::sharded(trainee.parameters(), weight_decay, max_grad_norm, share)
+            .with_stages(&trainee.stages());
         let Self { source, drafter_plan, dataset, program, schedule, runtime } = self;
         let plan = Plan {
             costs: Costs {

@@ -3,30 +3,84 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use deepspec_dist::{GroupError, ProcessGroup};
+use deepspec_dist::{GroupError, ProcessGroup, Sum};
 use deepspec_native::range;
 use tch::Tensor;
 
 /// Values that travel at once: large enough that a collective's fixed cost does not count, small beside the model.
 const BUCKET: usize = 8 << 20;
 
-/// Adds up each tensor over all ranks, in flat buckets. All are of one kind and device.
-///
-/// # Errors
-/// If another rank has failed.
-pub fn add_up(group: &ProcessGroup, tensors: &mut [Tensor]) -> Result<(), GroupError> {
-    if group.world_size() == 1 {
-        return Ok(());
+/// Sums of gradients over all ranks, in flat buckets whose order is the same on every rank, whenever each begins with them.
+pub struct Sums {
+    /// Parameters that travel together.
+    buckets: Vec<Vec<usize>>,
+    /// How many buckets are complete when each stage is.
+    ends: Vec<usize>,
+    /// What is on its way of the first buckets.
+    under_way: Vec<UnderWay>,
+}
+
+struct UnderWay {
+    sum: Sum,
+    shapes: Vec<Vec<i64>>,
+}
+
+impl Sums {
+    /// Of parameters of these names and sizes: those of a stage, whose names begin with it, before those of later ones, and the others behind them.
+    pub fn new(parameters: &[(&str, usize)], stages: &[String]) -> Self {
+        let stage_of = |name: &str| stages.iter().position(|stage| name.starts_with(stage.as_str()));
+        let (mut sums, count) = (Self { buckets: vec![], ends: vec![], under_way: vec![] }, stages.len());
+        for stage in (0..count).map(Some).chain([None]) {
+            let own = (0..parameters.len()).filter(|&index| stage_of(parameters[index].0) == stage);
+            let own: Vec<usize> = own.collect();
+            let buckets = buckets(own.iter().map(|&index| parameters[index].1));
+            sums.buckets.extend(buckets.into_iter().map(|bucket| own[bucket].to_vec()));
+            sums.ends.push(sums.buckets.len());
+        }
+        sums
     }
-    let _range = range(c"collectives");
-    for bucket in buckets(tensors.iter().map(Tensor::numel)) {
-        let tensors = &mut tensors[bucket];
-        let mut sums = flat(tensors.iter());
-        group.all_reduce("adding up gradients", &mut sums)?;
-        let views = split(&sums, tensors.iter());
-        tensors.iter_mut().zip(views).for_each(|(tensor, sum)| *tensor = sum);
+
+    /// Begins with what the first `stages` stages complete; `gradient(index)` hands a parameter's over. All are of one kind and device.
+    ///
+    /// # Errors
+    /// If another rank has failed.
+    pub fn start(
+        &mut self,
+        stages: usize,
+        group: &ProcessGroup,
+        mut gradient: impl FnMut(usize) -> Tensor,
+    ) -> Result<(), GroupError> {
+        let end = stages.checked_sub(1).and_then(|last| self.ends.get(last)).copied().unwrap_or(0);
+        let _range = range(c"collectives");
+        while self.under_way.len() < end {
+            let tensors: Vec<Tensor> =
+                self.buckets[self.under_way.len()].iter().map(|&index| gradient(index)).collect();
+            let shapes = tensors.iter().map(Tensor::size).collect();
+            let sum = group.start_all_reduce("adding up gradients", flat(tensors.iter()))?;
+            self.under_way.push(UnderWay { sum, shapes });
+        }
+        Ok(())
     }
-    Ok(())
+
+    /// Begins with all others, and waits for all: each parameter's sum.
+    ///
+    /// # Errors
+    /// If another rank has failed.
+    pub fn finish(
+        &mut self,
+        group: &ProcessGroup,
+        gradient: impl FnMut(usize) -> Tensor,
+    ) -> Result<Vec<Tensor>, GroupError> {
+        self.start(self.ends.len(), group, gradient)?;
+        let _range = range(c"collectives");
+        let mut sums = vec![];
+        for (bucket, UnderWay { sum, shapes }) in self.buckets.iter().zip(self.under_way.drain(..)) {
+            let sum = sum.finish(group)?;
+            sums.extend(bucket.iter().copied().zip(split(&sum, &shapes)));
+        }
+        sums.sort_unstable_by_key(|&(index, _)| index);
+        Ok(sums.into_iter().map(|(_, sum)| sum).collect())
+    }
 }
 
 /// Copies each tensor from the rank that owns it to all others, in flat buckets. All are of one kind and device.
@@ -44,7 +98,8 @@ pub fn share(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), Gro
             let mut values = flat(tensors.iter().copied());
             group.broadcast("sharing updated weights", &mut values, owner)?;
             if group.rank() != owner {
-                let views = split(&values, tensors.iter().copied());
+                let shapes: Vec<Vec<i64>> = tensors.iter().map(|tensor| tensor.size()).collect();
+                let views = split(&values, &shapes);
                 tensors.iter().zip(views).for_each(|(tensor, view)| tensor.shallow_clone().copy_(&view));
             }
         }
@@ -65,19 +120,27 @@ pub fn owners(sizes: &[usize], ranks: usize) -> Vec<usize> {
     owners
 }
 
+/// All values of contiguous tensors in a row; those of a single one where they lie.
 fn flat<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Tensor {
-    Tensor::cat(&tensors.map(|tensor| tensor.detach().flatten(0, -1)).collect::<Vec<_>>(), 0)
+    let mut tensors: Vec<Tensor> = tensors.map(|tensor| tensor.detach().view([-1])).collect();
+    match (tensors.len(), tensors.pop()) {
+        (1, Some(only)) => only,
+        (_, last) => {
+            tensors.extend(last);
+            Tensor::cat(&tensors, 0)
+        }
+    }
 }
 
-/// Views of a flat tensor in the shapes of `like`.
-fn split<'t>(flat: &Tensor, like: impl Iterator<Item = &'t Tensor>) -> Vec<Tensor> {
+/// Views of a flat tensor in these shapes.
+fn split(flat: &Tensor, shapes: &[Vec<i64>]) -> Vec<Tensor> {
     let mut start = 0;
-    like.map(|tensor| {
-        let length = tensor.numel() as i64;
+    let view = |shape: &Vec<i64>| {
+        let length = shape.iter().product::<i64>();
         start += length;
-        flat.narrow(0, start - length, length).view_as(tensor)
-    })
-    .collect()
+        flat.narrow(0, start - length, length).view(shape.as_slice())
+    };
+    shapes.iter().map(view).collect()
 }
 
 /// Runs of consecutive tensors of at most [`BUCKET`] values; a larger tensor is alone.
@@ -100,12 +163,66 @@ fn buckets(sizes: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use deepspec_core::recipe::Backend;
+    use deepspec_dist::Host;
+    use tch::{Device, Kind};
+
     use super::*;
 
     #[test]
     fn buckets_keep_order_and_size() {
         let sizes = [BUCKET / 2, BUCKET / 2, 1, BUCKET + 1, 3, 4];
         assert_eq!(buckets(sizes.into_iter()), [0..2, 2..3, 3..4, 4..6]);
+    }
+
+    #[test]
+    fn stages_travel_first_and_each_in_buckets_of_its_own() {
+        let parameters =
+            [("fc", 2), ("layers.0.q", 3), ("layers.10.q", 1), ("layers.1.q", BUCKET), ("layers.1.k", 1)];
+        let stages = ["layers.1.", "layers.0."].map(String::from);
+        let sums = Sums::new(&parameters, &stages);
+        assert_eq!(sums.buckets, [vec![3], vec![4], vec![1], vec![0, 2]]);
+        assert_eq!(sums.ends, [2, 3, 4]);
+    }
+
+    /// Ranks begin when their own backward lets them, one of them not before its end.
+    #[test]
+    fn sums_do_not_depend_on_when_each_rank_begins() {
+        const PATIENCE: Duration = Duration::from_secs(120);
+        const RANKS: usize = 3;
+        let starts: [&[usize]; RANKS] = [&[1, 2], &[], &[2]];
+        let shapes =
+            [("fc", [2_i64, 3]), ("layers.0.q", [4, 1]), ("layers.1.q", [1, 5]), ("layers.1.k", [2, 2])];
+        let parameters = shapes.map(|(name, shape)| (name, (shape[0] * shape[1]) as usize));
+        let stages = ["layers.1.", "layers.0."].map(String::from);
+        let gradient = |rank: usize, index: usize| {
+            let values = Tensor::arange(parameters[index].1 as i64, (Kind::Float, Device::Cpu));
+            (values + (10 * index) as f64).view(shapes[index].1) * (rank + 1) as f64
+        };
+        let host = Host::open(RANKS, PATIENCE).unwrap();
+        let places: Vec<_> = (0..RANKS).map(|rank| host.place(rank, RANKS)).collect();
+        thread::scope(|scope| {
+            for (place, starts) in places.iter().zip(starts) {
+                let (parameters, stages) = (&parameters, &stages);
+                scope.spawn(move || {
+                    let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
+                    let own = |index: usize| gradient(group.rank(), index);
+                    let mut sums = Sums::new(parameters, stages);
+                    // Twice: a step leaves nothing behind for the next.
+                    for _ in 0..2 {
+                        starts.iter().for_each(|&stages| sums.start(stages, &group, own).unwrap());
+                        let found = sums.finish(&group, own).unwrap();
+                        for (index, found) in found.iter().enumerate() {
+                            assert_eq!(*found, gradient(0, index) * 6.0, "rank {}", group.rank());
+                        }
+                        assert_eq!(found.len(), parameters.len());
+                    }
+                });
+            }
+        });
     }
 
     #[test]

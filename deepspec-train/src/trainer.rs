@@ -8,7 +8,7 @@ use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
 use deepspec_dist::ProcessGroup;
-use deepspec_drafters::{Metrics, TrainableDrafter};
+use deepspec_drafters::{Listener, Metrics, TrainableDrafter};
 use deepspec_native::{StepTrace, range};
 
 use crate::checkpoint::{Checkpoints, DataId, TrainState};
@@ -66,7 +66,17 @@ impl Trainer<'_> {
                     let _range = range(c"data");
                     loader.next_batch()?
                 };
-                let sums = self.trainee.accumulate(&micro.samples, micro.normaliser);
+                let (mut started, optimizer, group) = (Ok(()), &mut self.optimizer, self.group);
+                let mut start = |stages| {
+                    if started.is_ok() {
+                        started = optimizer.start(stages, group);
+                    }
+                };
+                // Other ranks' gradients are waited for after the last micro-batch; until then its backward goes on.
+                let is_heard = micro.ends_step && group.world_size() > 1;
+                let listener = is_heard.then_some(&mut start as Listener);
+                let sums = self.trainee.accumulate(&micro.samples, micro.normaliser, listener);
+                started?;
                 self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
                 micro.unseen.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));

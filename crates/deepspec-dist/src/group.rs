@@ -132,6 +132,25 @@ impl ProcessGroup {
         })
     }
 
+    /// Begins to add up a contiguous tensor over all ranks, in place where nothing has to go through host memory; [`Sum::finish`] gives the result.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn start_all_reduce(&self, operation: &'static str, mut tensor: Tensor) -> Result<Sum, GroupError> {
+        let state = match &self.link {
+            None => SumState::Done(tensor),
+            Some(link) if link.stages(&tensor) => {
+                self.all_reduce(operation, &mut tensor)?;
+                SumState::Done(tensor)
+            }
+            Some(link) => {
+                let sum = link.group.start_all_reduce(tensor);
+                SumState::Pending(sum.map_err(|problem| self.give_up(operation, &problem))?)
+            }
+        };
+        Ok(Sum { operation, state })
+    }
+
     /// Copies a contiguous tensor of rank `root` to all ranks, in place.
     ///
     /// # Errors
@@ -214,11 +233,41 @@ impl ProcessGroup {
         work: impl FnOnce(&Link) -> Result<(), String>,
     ) -> Result<(), GroupError> {
         let Some(link) = &self.link else { return Ok(()) };
-        work(link).map_err(|problem| {
-            // Whether that works or not, this rank ends now.
-            let _ = link.group.abort();
-            explain(self.rank, &link.rendezvous, link.timeout, operation, &problem)
-        })
+        work(link).map_err(|problem| self.give_up(operation, &problem))
+    }
+
+    /// Closes all connections after a collective has failed; says why it has.
+    fn give_up(&self, operation: &'static str, problem: &str) -> GroupError {
+        let Some(link) = &self.link else {
+            return GroupError::Collective { rank: self.rank, operation, problem: one_line(problem) };
+        };
+        // Whether that works or not, this rank ends now.
+        let _ = link.group.abort();
+        explain(self.rank, &link.rendezvous, link.timeout, operation, problem)
+    }
+}
+
+/// A sum over all ranks that may be under way.
+pub struct Sum {
+    operation: &'static str,
+    state: SumState,
+}
+
+enum SumState {
+    Done(Tensor),
+    Pending(c10d::Sum),
+}
+
+impl Sum {
+    /// Waits for it. All ranks get the same bits.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn finish(self, group: &ProcessGroup) -> Result<Tensor, GroupError> {
+        match self.state {
+            SumState::Done(tensor) => Ok(tensor),
+            SumState::Pending(sum) => sum.finish().map_err(|problem| group.give_up(self.operation, &problem)),
+        }
     }
 }
 

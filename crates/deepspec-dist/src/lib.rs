@@ -7,5 +7,5 @@ mod rendezvous;
 
 pub use carrier::Carrier;
 pub use error::GroupError;
-pub use group::ProcessGroup;
+pub use group::{ProcessGroup, Sum};
 pub use rendezvous::Host;

@@ -72,7 +72,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
         bench.iter(|| {
             let batch =
                 block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("there are anchors");
-            let _ = black_box(block.accumulate(&batch, &alphas, Normaliser(1000.0)));
+            let _ = black_box(block.accumulate(&batch, &alphas, Normaliser(1000.0), None));
         });
     });
     let _guard = tch::no_grad_guard();

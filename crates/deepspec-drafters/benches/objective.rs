@@ -75,7 +75,7 @@ fn batch(block: &Block, anchors: usize) -> BlockBatch {
 fn pass(block: &Block, batch: &BlockBatch, variant: &str) {
     match variant {
         "autograd" => slow::objective(block, batch, &ALPHAS, NORMALISER).0.backward(),
-        _ => drop(block.accumulate(batch, &ALPHAS, NORMALISER)),
+        _ => drop(block.accumulate(batch, &ALPHAS, NORMALISER, None)),
     }
 }
 

@@ -32,8 +32,8 @@ pub use dflash2::{
     DFlash2Sum, Selector,
 };
 pub use drafter::{
-    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Metrics, Misfit, Predictions, Reading, Settings,
-    TrainableDrafter, WeightCounts,
+    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Listener, Metrics, Misfit, Predictions, Reading,
+    Settings, TrainableDrafter, WeightCounts,
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Metrics, Eagle3Objective, Eagle3Plan, Eagle3Proposer,

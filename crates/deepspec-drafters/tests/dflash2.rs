@@ -170,7 +170,7 @@ fn gradients_are_autograds() {
             model.parameters().iter().map(gradient).collect()
         };
         let expected = taken();
-        let sums = model.accumulate(&batch, &alphas, ALPHA, Normaliser(50.0));
+        let sums = model.accumulate(&batch, &alphas, ALPHA, Normaliser(50.0), None);
         for ((name, found), (_, expected)) in taken().into_iter().zip(&expected) {
             let size = expected.abs().max().double_value(&[]);
             assert!(size > 0.0, "{name} has gradients of {size}");

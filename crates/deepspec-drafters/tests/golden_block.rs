@@ -83,7 +83,7 @@ fn check_training(name: &str) {
         ..LossAlphas::default()
     };
     let normaliser = Normaliser(scalar("ce_loss_den"));
-    let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &alphas, normaliser)).unwrap();
+    let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &alphas, normaliser, None)).unwrap();
     let names = BlockSum::all(gamma).map(BlockSum::name).collect::<Vec<_>>();
     let sum = |name: &str| sums[names.iter().position(|n| n == name).unwrap()];
     let close = |what: &str, found: f64, expected: f64, tolerance: f64| {

@@ -1,9 +1,10 @@
-//! Layers that are computed once more in the backward: the same sums and gradients as with all activations kept.
+//! Layers that are gone back through one by one, computed once more or not: the same sums and gradients as by one backward through all, and what
+//! is said to be complete is.
 
 use std::fs;
 use std::path::Path;
 
-use deepspec_drafters::{Normaliser, TrainSample, load_recipe, plan};
+use deepspec_drafters::{Listener, Normaliser, TrainSample, load_recipe, plan};
 use deepspec_models::ModelConfig;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -36,8 +37,8 @@ fn sample(seed: f64, tokens: usize, anchors: &[usize]) -> TrainSample {
     }
 }
 
-/// Sums of a micro-batch, and the gradients of all parameters that have one.
-fn pass(drafter: &str, changes: &[&str]) -> (Tensor, Vec<(String, Tensor)>) {
+/// Sums of a micro-batch, and the gradients of all parameters that have one. Where it is heard what is complete, that is so.
+fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String, Tensor)>) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("recipe.yaml");
     let text = format!(
@@ -50,7 +51,23 @@ fn pass(drafter: &str, changes: &[&str]) -> (Tensor, Vec<(String, Tensor)>) {
     let trainee = plan.build(&embed, &head, 3, Kind::Float).unwrap();
     trainee.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
     let samples = [sample(1.0, 40, &[3, 4, 11, 30]), sample(2.0, 9, &[5]), sample(3.0, 12, &[])];
-    let sums = trainee.accumulate(&samples, Normaliser(20.0)).unwrap();
+    let stages = trainee.stages();
+    let (mut heard, mut complete) = (vec![], vec![]);
+    let mut listener = |count: usize| {
+        heard.push(count);
+        for (name, parameter) in trainee.parameters() {
+            if stages[..count].iter().any(|stage| name.starts_with(stage)) {
+                complete.push((name, parameter, parameter.grad().copy()));
+            }
+        }
+    };
+    let listened = is_heard.then_some(&mut listener as Listener);
+    let sums = trainee.accumulate(&samples, Normaliser(20.0), listened).unwrap();
+    let all: Vec<usize> = (1..=stages.len()).collect();
+    assert_eq!(heard, if is_heard { all } else { vec![] }, "{drafter}");
+    for (name, parameter, gradient) in complete {
+        assert_eq!(parameter.grad(), gradient, "{name} of {drafter} was not complete");
+    }
     let gradients = trainee.parameters().iter().map(|(name, parameter)| (name.clone(), parameter.grad()));
     (sums, gradients.filter(|(_, gradient)| gradient.defined()).collect())
 }
@@ -69,21 +86,34 @@ fn gradients_are_those_of_kept_activations() {
             "{{dflash2: {{{BLOCKS}, convolution: {{kernel_size: 2, group_size: 8}}, selector: {{rank: 8, top_k: 40}}}}}}"
         ),
     ] {
-        let (sums, kept) = pass(&drafter, &[]);
-        let (again, computed) = pass(&drafter, &["train.recompute=true"]);
-        // Without a graph some norms are one pass, whose last bits are others.
-        assert!(sums.allclose(&again, 1e-5, 1e-6, false), "{drafter}: {sums} {again}");
-        assert_eq!(kept.len(), computed.len(), "{drafter}");
+        let (sums, kept) = pass(&drafter, &[], false);
         assert!(kept.iter().any(|(name, _)| name == "layers.0.self_attn.q_proj.weight"));
-        for ((name, kept), (other, computed)) in kept.iter().zip(&computed) {
-            let (most, apart) = (kept.abs().max(), (kept - computed).abs().max());
-            assert_eq!(name, other);
-            // The selector's features are multiplied by a codebook that begins as zeros.
-            let idle = name.starts_with("candidate_selector.") && !name.contains("successor");
-            assert!(most.double_value(&[]) > 0.0 || idle, "{name} of {drafter} learns nothing");
-            assert!(apart.double_value(&[]) <= 1e-5 * most.double_value(&[]), "{name} of {drafter}: {apart}");
+        for (changes, is_heard) in
+            [(vec!["train.recompute=true"], false), (vec!["train.recompute=true"], true), (vec![], true)]
+        {
+            let (again, computed) = pass(&drafter, &changes, is_heard);
+            // Without a graph some norms are one pass, whose last bits are others.
+            assert!(sums.allclose(&again, 1e-5, 1e-6, false), "{drafter}: {sums} {again}");
+            assert_eq!(kept.len(), computed.len(), "{drafter}");
+            for ((name, kept), (other, computed)) in kept.iter().zip(&computed) {
+                let (most, apart) = (kept.abs().max(), (kept - computed).abs().max());
+                assert_eq!(name, other);
+                // The selector's features are multiplied by a codebook that begins as zeros.
+                let idle = name.starts_with("candidate_selector.") && !name.contains("successor");
+                assert!(most.double_value(&[]) > 0.0 || idle, "{name} of {drafter} learns nothing");
+                let apart = apart.double_value(&[]);
+                assert!(apart <= 1e-5 * most.double_value(&[]), "{name} of {drafter}: {apart}");
+            }
         }
     }
+}
+
+/// Its one layer is run through several times.
+#[test]
+fn eagle3_completes_nothing_early() {
+    let (_, whole) = pass("{eagle3: {}}", &[], false);
+    let (_, heard) = pass("{eagle3: {}}", &[], true);
+    assert!(!whole.is_empty() && whole == heard);
 }
 
 #[test]

@@ -8,8 +8,12 @@ use tch::{Kind, Tensor};
 use super::Anchored;
 use super::attention::BlockAttention;
 use super::batch::BlockBatch;
+use crate::Listener;
 use crate::losses;
 use crate::trained::{DrafterConfig, Trained};
+
+/// Before a layer's number in the names of its parameters.
+const LAYERS: &str = "layers.";
 
 /// Draft layers between two norms.
 pub struct Backbone {
@@ -28,7 +32,7 @@ impl Backbone {
         Ok(Self {
             hidden_norm: RmsNorm::new(b, "hidden_norm", model.hidden_size, model.rms_norm_eps)?,
             layers: layers
-                .map(|(i, spec)| DecoderLayer::new(b, &format!("layers.{i}"), spec))
+                .map(|(i, spec)| DecoderLayer::new(b, &format!("{LAYERS}{i}"), spec))
                 .collect::<Result<_, _>>()?,
             norm: RmsNorm::new(b, "norm", model.hidden_size, model.rms_norm_eps)?,
         })
@@ -48,42 +52,63 @@ struct Shared<'a> {
 pub(crate) struct Pass<'a, K: Anchored> {
     /// As [`Trained::hidden`] gives them.
     pub hidden: Tensor,
-    /// None where autograd keeps all that the layers make.
-    kept: Option<Kept<'a, K>>,
+    /// None where one backward goes through all layers.
+    apart: Option<Apart<'a, K>>,
 }
 
-/// What is kept of layers that are computed once more.
-struct Kept<'a, K: Anchored> {
+/// Layers that are gone back through one by one.
+struct Apart<'a, K: Anchored> {
     model: &'a Trained<K>,
     shared: Shared<'a>,
     context: Tensor,
     /// The context as the layers see it, a leaf.
     seen: Tensor,
-    /// Of each layer.
-    inputs: Vec<Tensor>,
+    layers: Vec<Kept>,
     /// The last layer's output, a leaf.
     last: Tensor,
 }
 
+/// What is kept of a layer.
+struct Kept {
+    /// A leaf where the layer has been through it already.
+    input: Tensor,
+    /// None where it is computed once more.
+    output: Option<Tensor>,
+}
+
 impl<K: Anchored> Pass<'_, K> {
-    /// Carries the gradients of a surrogate of the losses on to all parameters.
-    pub fn backward(self, surrogate: &Tensor) {
+    /// Carries the gradients of a surrogate of the losses on to all parameters; `listener` hears of every layer that they have been through.
+    pub fn backward(self, surrogate: &Tensor, listener: Option<Listener>) {
         losses::backward(surrogate);
-        let Some(Kept { model, shared, context, seen, mut inputs, last }) = self.kept else { return };
+        let Some(Apart { model, shared, context, seen, mut layers, last }) = self.apart else { return };
+        let mut nobody = |_| {};
+        let listener = listener.unwrap_or(&mut nobody);
         let _range = range(c"backward");
         drop(self.hidden);
         let mut slope = last.grad();
         drop(last);
-        for i in (0..inputs.len()).rev() {
-            let Some(x) = inputs.pop() else { break };
-            // What goes into the first layer is frozen.
-            let x = x.detach().set_requires_grad(i > 0);
-            let y = model.layer(i, &shared, &seen, &x);
+        let count = layers.len();
+        for i in (0..count).rev() {
+            let Some(Kept { input, output }) = layers.pop() else { break };
+            let (x, y) = match output {
+                Some(y) => (input, y),
+                None => {
+                    let x = leaf(&input, i);
+                    let y = model.layer(i, &shared, &seen, &x);
+                    (x, y)
+                }
+            };
             (y * &slope).sum(Kind::Float).backward();
             slope = x.grad();
+            listener(count - i);
         }
         (context * seen.grad()).sum(Kind::Float).backward();
     }
+}
+
+/// What layer `i` reads, cut off from what made it. What goes into the first layer is frozen.
+fn leaf(input: &Tensor, i: usize) -> Tensor {
+    input.detach().set_requires_grad(i > 0)
 }
 
 impl<K: Anchored> Trained<K> {
@@ -131,27 +156,39 @@ impl<K: Anchored> Trained<K> {
         self.drafting_states(&last)
     }
 
-    /// The same for a training pass, which ends with [`Pass::backward`].
-    pub(crate) fn pass<'a>(&'a self, batch: &'a BlockBatch) -> Pass<'a, K> {
-        // Without parameters that learn, nothing of the layers is kept anyway.
-        let learn = self.parameters().iter().any(|(name, _)| name.starts_with("layers."));
-        if !self.recomputes() || !learn {
-            return Pass { hidden: self.hidden(batch), kept: None };
+    /// The same for a training pass, which ends with [`Pass::backward`]: layer by layer where they are recomputed, or where `is_heard`.
+    pub(crate) fn pass<'a>(&'a self, batch: &'a BlockBatch, is_heard: bool) -> Pass<'a, K> {
+        let again = self.recomputes();
+        if !(again || is_heard) || !self.layers_learn() {
+            return Pass { hidden: self.hidden(batch), apart: None };
         }
         let _range = range(c"forward");
         let shared = self.shared(batch);
         let context = self.context(&batch.taps);
         let seen = context.detach().set_requires_grad(true);
-        let mut inputs = vec![self.embed(&batch.block_tokens.reshape([-1]))];
-        let mut last = inputs[0].shallow_clone();
+        let mut layers = vec![];
+        let mut x = self.embed(&batch.block_tokens.reshape([-1]));
         for i in 0..self.parts.backbone().layers.len() {
-            last = tch::no_grad(|| self.layer(i, &shared, &seen, &last));
-            inputs.push(last.shallow_clone());
+            let input = if again { x } else { leaf(&x, i) };
+            let run = || self.layer(i, &shared, &seen, &input);
+            let output = if again { tch::no_grad(run) } else { run() };
+            x = output.detach();
+            layers.push(Kept { input, output: (!again).then_some(output) });
         }
-        inputs.pop();
-        let last = last.set_requires_grad(true);
+        let last = x.set_requires_grad(true);
         let hidden = self.drafting_states(&last);
-        Pass { hidden, kept: Some(Kept { model: self, shared, context, seen, inputs, last }) }
+        Pass { hidden, apart: Some(Apart { model: self, shared, context, seen, layers, last }) }
+    }
+
+    /// Whether any layer does: nothing of them is kept otherwise.
+    fn layers_learn(&self) -> bool {
+        self.parameters().iter().any(|(name, _)| name.starts_with(LAYERS))
+    }
+
+    /// See [`TrainableDrafter::stages`]: the layers, the last one first.
+    pub(crate) fn layer_stages(&self) -> Vec<String> {
+        let layers = 0..self.parts.backbone().layers.len();
+        layers.rev().map(|i| format!("{LAYERS}{i}.")).collect()
     }
 
     /// What all layers of a pass over a batch read.

@@ -16,7 +16,9 @@ use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates,
 use crate::losses::{LossAlphas, LossRecipe};
 use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, Section, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
-use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
+use crate::{
+    Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
+};
 
 /// The heads, and all that stands before them.
 const PARTS: &[Part] = &[
@@ -153,10 +155,15 @@ impl DrafterKind for BlockParts {
         objective: &BlockObjective,
         samples: &[TrainSample],
         normaliser: Normaliser,
+        listener: Option<Listener>,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());
         let batch = model.config().batch(samples, objective.decay_gamma, device, kind)?;
-        Some(model.accumulate(&batch, &objective.alphas, normaliser))
+        Some(model.accumulate(&batch, &objective.alphas, normaliser, listener))
+    }
+
+    fn stages(model: &Block) -> Vec<String> {
+        model.layer_stages()
     }
 
     fn metrics(plan: &BlockPlan) -> Box<dyn Metrics> {

@@ -3,9 +3,9 @@
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::Block;
-use crate::Normaliser;
 use crate::anchored::{AnchoredSum, BlockBatch, sums};
 use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
+use crate::{Listener, Normaliser};
 
 /// Sums of a micro-batch: those of all drafters of anchored blocks, and these drafters' own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,10 +53,18 @@ impl Block {
     ///
     /// Autograd sees the backbone and the small heads only. What lies behind the final states is differentiated in closed form,
     /// and one backward through Σ state · gradient carries it on.
-    pub fn accumulate(&self, batch: &BlockBatch, alphas: &LossAlphas, normaliser: Normaliser) -> Tensor {
+    ///
+    /// `listener` hears of the stages of [`TrainableDrafter`](crate::TrainableDrafter).
+    pub fn accumulate(
+        &self,
+        batch: &BlockBatch,
+        alphas: &LossAlphas,
+        normaliser: Normaliser,
+        listener: Option<Listener>,
+    ) -> Tensor {
         let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
-        let pass = self.pass(batch);
+        let pass = self.pass(batch, listener.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
         // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.
         let e = self.parts.markov.as_ref().map(|markov| {
@@ -79,7 +87,7 @@ impl Block {
         if let Some(bce) = &bce {
             surrogate += bce * (alphas.confidence * scale);
         }
-        pass.backward(&surrogate);
+        pass.backward(&surrogate, listener);
         tch::no_grad(|| {
             let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {

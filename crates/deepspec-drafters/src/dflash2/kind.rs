@@ -15,7 +15,9 @@ use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, BlockBatch, anchor
 use crate::losses::LossAlphas;
 use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
-use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
+use crate::{
+    Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
+};
 
 /// Parallel block drafter with convolutions and a path selector.
 pub const KIND: Registration = Registration {
@@ -120,10 +122,15 @@ impl DrafterKind for DFlash2Parts {
         objective: &DFlash2Objective,
         samples: &[TrainSample],
         normaliser: Normaliser,
+        listener: Option<Listener>,
     ) -> Option<Tensor> {
         let DFlash2Objective { alphas, selector_alpha, decay_gamma } = objective;
         let batch = model.config().batch(samples, *decay_gamma, model.device(), model.kind())?;
-        Some(model.accumulate(&batch, alphas, *selector_alpha, normaliser))
+        Some(model.accumulate(&batch, alphas, *selector_alpha, normaliser, listener))
+    }
+
+    fn stages(model: &DFlash2) -> Vec<String> {
+        model.layer_stages()
     }
 
     fn metrics(plan: &DFlash2Plan) -> Box<dyn Metrics> {

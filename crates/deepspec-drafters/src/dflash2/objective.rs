@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor};
 use super::metrics::DFlash2Sum;
 use super::model::DFlash2;
 use super::selector::{Candidates, PathSelector};
-use crate::Normaliser;
 use crate::anchored::{BlockBatch, sums};
 use crate::losses::{self, Column, LossAlphas, RowFindings, RowObjective, Span, Supervised};
+use crate::{Listener, Normaliser};
 
 /// The cross entropy with the label among the candidates behind the true previous token. A label that is none of them is not learned.
 struct SelectorLoss<'a> {
@@ -81,12 +81,13 @@ impl DFlash2 {
         alphas: &LossAlphas,
         alpha: f64,
         normaliser: Normaliser,
+        listener: Option<Listener>,
     ) -> Tensor {
         let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let selector = &self.parts.selector;
         let (predecessors, successors) = selector.codebooks();
-        let pass = self.pass(batch);
+        let pass = self.pass(batch, listener.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
         // A leaf, because few rows of A have a gradient: autograd would make one for all of them.
         let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
@@ -120,7 +121,7 @@ impl DFlash2 {
         });
         let surrogate =
             (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);
-        pass.backward(&surrogate);
+        pass.backward(&surrogate, listener);
         tch::no_grad(|| {
             if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
                 sums.add(&losses::gradient(predecessors), &e.grad().flatten(0, 1));

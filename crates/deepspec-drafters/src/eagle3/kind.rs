@@ -16,7 +16,9 @@ use super::recipe::Eagle3Objective;
 use super::recipe::{Eagle3Recipe, Supervise};
 use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
-use crate::{Drafter, DrafterPlan, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample};
+use crate::{
+    Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
+};
 
 /// Autoregressive drafter, trained on its own outputs.
 pub const KIND: Registration = Registration {
@@ -86,6 +88,7 @@ impl DrafterKind for Eagle3Parts {
         objective: &Eagle3Objective,
         samples: &[TrainSample],
         normaliser: Normaliser,
+        _listener: Option<Listener>,
     ) -> Option<Tensor> {
         let steps = model.config().ttt_length;
         let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());

@@ -62,7 +62,9 @@ struct Group {
   }
 };
 
-void finish(const c10::intrusive_ptr<c10d::Work>& work) { TORCH_CHECK(work->wait(), "the collective was aborted"); }
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+void finish(const Work& work) { TORCH_CHECK(work->wait(), "the collective was aborted"); }
 
 }  // namespace
 
@@ -168,6 +170,21 @@ char* ds_group_all_reduce(Group* group, at::Tensor* tensor) {
     finish(group->of(*tensor)->allreduce(tensors));
   });
 }
+
+// The same without waiting for it. The tensor is not to be touched before `ds_work_wait` has returned; what comes back is to be freed.
+char* ds_group_all_reduce_start(Group* group, at::Tensor* tensor, Work** out) {
+  return caught([&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    *out = new Work(group->of(*tensor)->allreduce(tensors));
+  });
+}
+
+// Waits until a collective is over; on a GPU has what is asked of it from now on wait.
+char* ds_work_wait(Work* work) {
+  return caught([&] { finish(*work); });
+}
+
+void ds_work_free(Work* work) { delete work; }
 
 // The tensor is contiguous.
 char* ds_group_broadcast(Group* group, at::Tensor* tensor, int root) {

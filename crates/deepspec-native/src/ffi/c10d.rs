@@ -20,6 +20,10 @@ struct RawNccl([u8; 0]);
 #[repr(C)]
 struct RawGroup([u8; 0]);
 
+/// A collective of the shim that is under way.
+#[repr(C)]
+struct RawWork([u8; 0]);
+
 unsafe extern "C" {
     fn ds_store_open(
         host: *const c_char,
@@ -62,6 +66,13 @@ unsafe extern "C" {
     fn ds_group_free(group: *mut RawGroup);
     fn ds_group_abort(group: *mut RawGroup) -> *mut c_char;
     fn ds_group_all_reduce(group: *mut RawGroup, tensor: *mut c_void) -> *mut c_char;
+    fn ds_group_all_reduce_start(
+        group: *mut RawGroup,
+        tensor: *mut c_void,
+        out: *mut *mut RawWork,
+    ) -> *mut c_char;
+    fn ds_work_wait(work: *mut RawWork) -> *mut c_char;
+    fn ds_work_free(work: *mut RawWork);
     fn ds_group_broadcast(group: *mut RawGroup, tensor: *mut c_void, root: c_int) -> *mut c_char;
     fn ds_group_all_gather(group: *mut RawGroup, output: *mut c_void, input: *const c_void) -> *mut c_char;
 }
@@ -206,6 +217,15 @@ impl Group {
         check(unsafe { ds_group_all_reduce(self.0.as_ptr(), tensor.as_mut_ptr().cast()) })
     }
 
+    /// The same without waiting for it.
+    pub fn start_all_reduce(&self, mut tensor: Tensor) -> Outcome<Sum> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the group lives until `self` is dropped; the tensor is ours, and `Sum` keeps it until the collective is over. The out-pointer
+        // outlives the call.
+        check(unsafe { ds_group_all_reduce_start(self.0.as_ptr(), tensor.as_mut_ptr().cast(), &mut raw) })?;
+        Ok(Sum { work: not_null(raw)?, tensor })
+    }
+
     /// Copies a contiguous tensor of rank `root` to all ranks, in place.
     pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Outcome<()> {
         let root = number(root)?;
@@ -232,6 +252,28 @@ impl Drop for Group {
     fn drop(&mut self) {
         // SAFETY: the pointer came from `ds_group_open` and is freed only here.
         unsafe { ds_group_free(self.0.as_ptr()) }
+    }
+}
+
+/// A sum over all ranks that is under way.
+pub struct Sum {
+    work: NonNull<RawWork>,
+    tensor: Tensor,
+}
+
+impl Sum {
+    /// Waits for it; on a GPU has what is asked of it from now on wait.
+    pub fn finish(self) -> Outcome<Tensor> {
+        // SAFETY: the pointer came from `ds_group_all_reduce_start` and is freed only when `self` is dropped.
+        check(unsafe { ds_work_wait(self.work.as_ptr()) })?;
+        Ok(self.tensor.shallow_clone())
+    }
+}
+
+impl Drop for Sum {
+    fn drop(&mut self) {
+        // SAFETY: as for `finish`. The collective holds a counted reference to the tensor's storage for itself.
+        unsafe { ds_work_free(self.work.as_ptr()) }
     }
 }
 
