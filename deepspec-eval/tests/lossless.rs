@@ -141,6 +141,8 @@ fn at_temperature_0_drafting_changes_no_token() {
         }
     };
     compare("plain, 16 slots".into(), &generate(None, 16, "0", &[]));
+    let lanes = ["--lanes", "2"];
+    compare("drafted, 2 lanes of 8 slots".into(), &generate(Some(drafter()), 16, "0", &lanes));
     for (args, ..) in variants() {
         for &slots in slots() {
             compare(format!("{args:?}, {slots} slots"), &generate(Some(drafter()), slots, "0", &args));

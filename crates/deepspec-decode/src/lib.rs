@@ -7,6 +7,7 @@
 //! Legend: S sequences in a step, Γ longest proposal, γ block size, V vocabulary, N fed tokens, d hidden size, m taps.
 
 mod engine;
+mod lanes;
 mod model;
 mod outcome;
 mod request;
@@ -16,6 +17,7 @@ mod upload;
 mod verify;
 
 pub use engine::Engine;
+pub use lanes::{Generator, Lanes};
 pub use model::{Context, DraftRequest, Feed, Forwarded, Proposal, Proposer, Target};
 pub use request::{
     Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket,

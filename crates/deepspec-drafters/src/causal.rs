@@ -48,7 +48,11 @@ impl CausalProposer {
     pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
         let DrafterOptions { device, kind, slots } = *options;
         let model = TargetModel::load(dir, &TargetOptions { device, kind, slots, taps: vec![] })?;
-        Ok(Self { model, block_size: BLOCK_SIZE, past_len: vec![0; slots] })
+        Ok(Self::new(model, slots))
+    }
+
+    fn new(model: TargetModel, slots: usize) -> Self {
+        Self { model, block_size: BLOCK_SIZE, past_len: vec![0; slots] }
     }
 
     /// What is run of the tokens that were committed since the last proposal and of the anchors behind them.
@@ -87,6 +91,10 @@ fn rows_by_slot(chunks: &[(usize, usize)]) -> BTreeMap<usize, Range<usize>> {
 }
 
 impl Drafter for CausalProposer {
+    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
+        Ok(Box::new(Self::new(self.model.share(slots)?, slots)))
+    }
+
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
         let (found, expected) = (self.model.config().vocab_size, target.vocab_size);
         if found == expected {

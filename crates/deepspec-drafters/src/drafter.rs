@@ -25,7 +25,13 @@ pub struct DrafterOptions {
 }
 
 /// A drafter that proposes: what evaluation and serving need.
-pub trait Drafter: Proposer {
+pub trait Drafter: Proposer + Send {
+    /// The same drafter for `slots` other sequences, as it was loaded: it shares the weights.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError>;
+
     /// Where it taps the target.
     fn taps(&self) -> &[Tap] {
         &[]
@@ -157,12 +163,26 @@ pub trait Metrics {
     fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value>;
 }
 
+/// Hears of the parameters whose gradients are complete: how many stages there are of them so far.
+pub type Listener<'a> = &'a mut dyn FnMut(usize);
+
 /// A drafter with its objective: what a trainer needs.
 pub trait TrainableDrafter {
     /// Forward and backward of one micro-batch: gradients are added to those of the parameters. Gives the sums that the plan's
     /// [`Metrics`] explain, float64, detached, on the drafter's device; they add over micro-batches and ranks. None where they
     /// have nothing to add.
-    fn accumulate(&self, samples: &[TrainSample], normaliser: Normaliser) -> Option<Tensor>;
+    ///
+    /// `listener`, where there is one, hears of every one of the [`stages`](Self::stages) whose gradients are complete, while those of others are
+    /// still to come; where nothing is learned it hears of none.
+    fn accumulate(
+        &self,
+        samples: &[TrainSample],
+        normaliser: Normaliser,
+        listener: Option<Listener>,
+    ) -> Option<Tensor>;
+
+    /// Beginnings of the names of parameters whose gradients are complete before a backward ends, in the order in which they are.
+    fn stages(&self) -> Vec<String>;
 
     /// A drafter for `slots` sequences with the weights as they are and as they become: it shares their storage.
     ///

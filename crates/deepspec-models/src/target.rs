@@ -51,6 +51,10 @@ pub struct TargetModel {
     taps: Vec<Tap>,
     kind: Kind,
     device: Device,
+    /// What its checkpoint calls its tensors.
+    names: Names,
+    /// Those of its layers and its norm, sharing their storage.
+    named: Vec<(String, Tensor)>,
 }
 
 impl TargetModel {
@@ -66,18 +70,41 @@ impl TargetModel {
         let weights = Weights::open(dir, config.family.class(), device, kind)?;
         let names = Names::of(&weights);
         let (embed, head) = read_embed_and_head(&weights, names, &config)?;
-        let b = Builder::from_checkpoint(&weights);
+        let vocabulary = Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap);
+        Self::build(config, vocabulary, (names, Builder::from_checkpoint(&weights)), options)
+    }
+
+    /// The same model for `slots` other sequences: it shares the weights.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn share(&self, slots: usize) -> Result<Self, ModelError> {
+        let (config, (embed, head)) = (self.config.clone(), self.embed_and_head());
+        let vocabulary = Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap);
+        let options = TargetOptions { device: self.device, kind: self.kind, slots, taps: self.taps.clone() };
+        let shared = Self::build(config, vocabulary, (self.names, Builder::sharing(&self.named)), &options)?;
+        Ok(Self { decoding_head: OnceCell::from(self.decoding_head().shallow_clone()), ..shared })
+    }
+
+    fn build(
+        config: ModelConfig,
+        vocabulary: Vocabulary,
+        (names, b): (Names, Builder),
+        options: &TargetOptions,
+    ) -> Result<Self, ModelError> {
+        let (kind, device) = (options.kind, options.device);
         let layers = config
             .layers
             .iter()
             .enumerate()
             .map(|(i, spec)| DecoderLayer::new(&b, &format!("{}layers.{i}", names.body), spec))
             .collect::<Result<Vec<_>, _>>()?;
+        let norm = RmsNorm::new(&b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps)?;
         let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Ok(Self {
-            vocabulary: Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap),
+            vocabulary,
             decoding_head: OnceCell::new(),
-            norm: RmsNorm::new(&b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps)?,
+            norm,
             ropes: Ropes::new(&config.layers, device),
             cache: KvCache::new(&attentions, options.slots, kind, device),
             taps: options.taps.clone(),
@@ -85,7 +112,14 @@ impl TargetModel {
             layers,
             kind,
             device,
+            names,
+            named: b.into_named().all(),
         })
+    }
+
+    /// The head as few rows want it.
+    fn decoding_head(&self) -> &Tensor {
+        self.decoding_head.get_or_init(|| laid_out_for_few_rows(self.vocabulary.lm_head().shallow_clone()))
     }
 
     /// Its architecture.
@@ -185,8 +219,7 @@ impl Target for TargetModel {
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {
-        let laid_out = || laid_out_for_few_rows(self.vocabulary.lm_head().shallow_clone());
-        self.vocabulary.logits_by(self.decoding_head.get_or_init(laid_out), hidden)
+        self.vocabulary.logits_by(self.decoding_head(), hidden)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {

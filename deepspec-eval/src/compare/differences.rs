@@ -94,7 +94,12 @@ fn drafting_facts(results: &Results) -> Vec<(String, Value)> {
 
 fn speed_facts(results: &Results) -> Vec<(String, Value)> {
     let s = &results.settings;
-    let facts = [("slots", json!(s.slots)), ("device", json!(s.device)), ("threads", json!(s.threads))];
+    let facts = [
+        ("slots", json!(s.slots)),
+        ("lanes", json!(s.lanes)),
+        ("device", json!(s.device)),
+        ("threads", json!(s.threads)),
+    ];
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
 }
 

@@ -226,7 +226,10 @@ fn identity(results: &Results) -> Block {
         ("Markov head", if s.no_markov { "left out" } else { "as trained" }.to_string()),
         ("limit of drafted tokens", or_none(s.max_draft_tokens.map(|n| n.to_string()))),
         ("drafted tokens", drafted(s.draft_sampling).into()),
-        ("slots", s.slots.to_string()),
+        (
+            "slots",
+            if s.lanes > 1 { format!("{} in {} lanes", s.slots, s.lanes) } else { s.slots.to_string() },
+        ),
         ("device", format!("{}, {}, {} threads", s.device, s.dtype, s.threads)),
         ("deepspec-eval", results.tool_version.clone()),
     ]);

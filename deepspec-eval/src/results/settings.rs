@@ -45,12 +45,19 @@ pub struct Settings {
     pub draft_sampling: DraftSampling,
     /// Samples decoded at once.
     pub slots: usize,
+    /// Engines that they were shared out among; one in results of earlier versions.
+    #[serde(default = "one")]
+    pub lanes: usize,
     /// Where the models ran.
     pub device: String,
     /// Kind of their weights.
     pub dtype: String,
     /// Threads that libtorch used on the CPU.
     pub threads: i32,
+}
+
+fn one() -> usize {
+    1
 }
 
 impl Settings {

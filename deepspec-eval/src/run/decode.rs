@@ -1,4 +1,4 @@
-//! One pass over all suites with one engine, timed suite by suite.
+//! One pass over all suites, timed suite by suite.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -6,9 +6,7 @@ use std::time::Instant;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
-use deepspec_decode::{
-    Completion, Engine, Event, Finish, Proposer, Request, Sampling, StepTimes, Tally, Target, Ticket,
-};
+use deepspec_decode::{Completion, Event, Finish, Generator, Request, Sampling, StepTimes, Tally, Ticket};
 use deepspec_native::StepTrace;
 use deepspec_suites::{Asking, Prepared};
 use deepspec_text::{Message, Role, without_thoughts};
@@ -81,8 +79,8 @@ pub struct Pass {
 ///
 /// # Errors
 /// If the engine refuses a request, or the journal cannot be written.
-pub fn decode<T: Target, P: Proposer>(
-    engine: &mut Engine<T, P>,
+pub fn decode(
+    engine: &mut dyn Generator,
     plan: &Plan,
     arm: Arm,
     journal: &mut Journal,
@@ -129,11 +127,11 @@ struct Clock {
 }
 
 /// A suite at work.
-struct Decoding<'a, T, P> {
+struct Decoding<'a> {
     plan: &'a Plan<'a>,
     suite: &'a Prepared,
     arm: Arm,
-    engine: &'a mut Engine<T, P>,
+    engine: &'a mut dyn Generator,
     journal: &'a mut Journal,
     progress: &'a mut Progress,
     running: HashMap<Ticket, (Asked, usize)>,
@@ -142,7 +140,7 @@ struct Decoding<'a, T, P> {
     pass: Pass,
 }
 
-impl<T: Target, P: Proposer> Decoding<'_, T, P> {
+impl Decoding<'_> {
     fn run(&mut self, trace: &mut StepTrace) -> anyhow::Result<()> {
         for &seed in self.plan.seeds {
             for sample in (0..self.suite.requests.len()).filter(|&sample| self.plan.owns(sample)) {
@@ -281,11 +279,18 @@ impl<T: Target, P: Proposer> Decoding<'_, T, P> {
 }
 
 /// The first forwards set up libtorch and its threads; they should not count against whoever comes first.
-fn warm_up<T: Target, P: Proposer>(engine: &mut Engine<T, P>, suites: &[Prepared]) -> anyhow::Result<()> {
+fn warm_up(engine: &mut dyn Generator, suites: &[Prepared]) -> anyhow::Result<()> {
     let (samples, tokens) = WARM_UP;
-    let requests = suites.iter().flat_map(|suite| &suite.requests).take(samples);
-    let short = requests
-        .map(|request| Request { max_new_tokens: request.max_new_tokens.min(tokens), ..request.clone() });
-    engine.run(short.collect(), |_| {})?;
+    for request in suites.iter().flat_map(|suite| &suite.requests).take(samples) {
+        let max_new_tokens = request.max_new_tokens.min(tokens);
+        engine.submit(Request { max_new_tokens, ..request.clone() })?;
+    }
+    while !engine.is_idle() {
+        for event in engine.step() {
+            if let Event::Failed(_, error) = event {
+                return Err(error.into());
+            }
+        }
+    }
     Ok(())
 }

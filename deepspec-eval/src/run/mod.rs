@@ -18,7 +18,7 @@ use deepspec_core::atomic;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_decode::Sampling;
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{config_digest, weights_digest};
+use deepspec_models::{ModelError, Weights, config_digest, weights_digest};
 use deepspec_native::StepTrace;
 use deepspec_schedule::policy::Policy;
 use deepspec_suites::{Asking, Folder, Prepared};
@@ -120,6 +120,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Settings> {
+    let folders = [Some(&dirs.target), dirs.draft.as_ref()].into_iter().flatten();
+    let open = |dir: &PathBuf| Weights::open(dir, "a model", place.device, place.kind);
+    let values = folders.map(|dir| Ok(open(dir)?.values())).sum::<Result<usize, ModelError>>()?;
     let calibration = match (&args.calibration, &dirs.draft) {
         (Some(file), Some(draft)) => Some(Calibration::read(file)?.for_drafter(file, draft)?),
         _ => None,
@@ -144,6 +147,7 @@ fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Se
         max_draft_tokens: args.max_draft_tokens,
         draft_sampling: args.draft_sampling.into(),
         slots: args.slots,
+        lanes: args.lanes(place.device, tch::get_num_threads() as usize, values)?,
         device: place.device_name(),
         dtype: place.kind_name().into(),
         threads: tch::get_num_threads(),
@@ -161,7 +165,9 @@ fn facts(
         Value::Object(facts) => facts,
         other => Map::from_iter([("settings".to_string(), other)]),
     };
-    facts.remove("threads");
+    for speed in ["threads", "lanes"] {
+        facts.remove(speed);
+    }
     // Shards may run on the devices of one machine.
     let kind = settings.device.split(':').next().unwrap_or_default();
     facts.insert("device".into(), json!(kind));

@@ -1,11 +1,12 @@
 //! Target and drafter: where they run, whether they fit, and what they are.
 
+use std::iter;
 use std::path::Path;
 use std::sync::Arc;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{Tap, env, usage};
-use deepspec_decode::{Engine, EngineOptions, Proposer};
+use deepspec_decode::{Engine, EngineOptions, Lanes, Proposer};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{
     Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
@@ -103,15 +104,17 @@ impl Models<'_> {
         trace: &mut StepTrace,
         verbosity: Verbosity,
     ) -> anyhow::Result<(Vec<Pass>, Option<DrafterIdentity>)> {
-        let (Place { device, kind }, slots) = (self.place, self.settings.slots);
+        let (Place { device, kind }, settings) = (self.place, self.settings);
         if let Some((_, dir)) = draft {
             check_tokens(dir, self.tokenizer)?;
         }
+        let shares = shares(settings.slots, settings.lanes);
+        let slots = shares[0];
         let load =
             |(_, dir): (_, &Path)| deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots });
         let mut drafter = draft.map(load).transpose()?;
-        if let Some((drafter, tokens)) = drafter.as_mut().zip(self.settings.max_draft_tokens) {
-            drafter.draft(tokens);
+        if let Some(drafter) = &mut drafter {
+            self.set_up(drafter.as_mut());
         }
         let identity = draft
             .zip(drafter.as_ref())
@@ -122,40 +125,78 @@ impl Models<'_> {
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
         if let Some(drafter) = &mut drafter {
             drafter.check_fits(target.config())?;
-            if self.settings.no_markov && !drafter.ignore_markov() {
+            if settings.no_markov && !drafter.ignore_markov() {
                 usage!("--no-markov: the drafter has no Markov head");
             }
-            let policy = self.settings.policy();
+            let policy = settings.policy();
             if policy.reads_confidence() && !drafter.has_confidence() {
                 usage!("--schedule {policy}: the drafter has no confidence head");
             }
         }
-        let options = EngineOptions {
-            slots,
-            context: self.context,
-            max_draft_tokens: self.settings.max_draft_tokens,
-            draft_sampling: self.settings.draft_sampling,
-            counts_overrun: true,
-        };
-        let temperatures = self.settings.calibration.clone().unwrap_or_default();
         let proposer = drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
-        let memory = room(&target, proposer, slots);
+        let memory = room(&target, proposer, settings.slots);
         if let Some(memory) = memory {
-            tell_room(slots, plan, memory, &target, proposer);
+            tell_room(settings.slots, plan, memory, &target, proposer);
         }
         let weights = Weights {
             target: &weights_digest(self.target)?,
             drafter: identity.as_ref().map(|identity| identity.weights_digest.as_str()),
         };
-        let planner = planner(self.settings, weights)?;
-        let mut engine =
-            Engine::new(target, drafter, options).with_temperatures(temperatures).with_planner(planner);
-        if let Some(bytes) = memory {
-            engine = engine.with_memory(bytes);
+        let planner = planner(settings, weights)?;
+        let mut others = vec![];
+        for &slots in &shares[1..] {
+            let drafter = drafter.as_ref().map(|drafter| self.shared(drafter.as_ref(), slots)).transpose()?;
+            others.push((target.share(slots)?, drafter, slots));
         }
-        let passes = decode(&mut engine, plan, arm, journal, trace, verbosity)?;
+        let engine = |(target, drafter, slots): (TargetModel, Option<Box<dyn Drafter>>, usize)| {
+            let options = EngineOptions {
+                slots,
+                context: self.context,
+                max_draft_tokens: settings.max_draft_tokens,
+                draft_sampling: settings.draft_sampling,
+                counts_overrun: true,
+            };
+            let temperatures = settings.calibration.clone().unwrap_or_default();
+            let engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
+            let engine = engine.with_planner(planner.clone());
+            match memory {
+                Some(bytes) => engine.with_memory(bytes / settings.slots as u64 * slots as u64),
+                None => engine,
+            }
+        };
+        let mut first = engine((target, drafter, slots));
+        let passes = if others.is_empty() {
+            decode(&mut first, plan, arm, journal, trace, verbosity)?
+        } else {
+            let engines: Vec<_> = iter::once(first).chain(others.into_iter().map(engine)).collect();
+            let threads = settings.threads as usize / engines.len();
+            decode(&mut Lanes::new(engines, threads.max(1)), plan, arm, journal, trace, verbosity)?
+        };
         Ok((passes, identity))
     }
+
+    /// Has a drafter draft as it is asked to.
+    fn set_up(&self, drafter: &mut dyn Drafter) {
+        if let Some(tokens) = self.settings.max_draft_tokens {
+            drafter.draft(tokens);
+        }
+    }
+
+    /// Another of the drafter, for other slots.
+    fn shared(&self, drafter: &dyn Drafter, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
+        let mut shared = drafter.share(slots)?;
+        self.set_up(shared.as_mut());
+        if self.settings.no_markov {
+            shared.ignore_markov();
+        }
+        Ok(shared)
+    }
+}
+
+/// Slots of each lane: as many as another, or one more.
+fn shares(slots: usize, lanes: usize) -> Vec<usize> {
+    let lanes = lanes.clamp(1, slots.max(1));
+    (0..lanes).map(|lane| slots / lanes + usize::from(lane < slots % lanes)).collect()
 }
 
 /// What says how much of each block is verified.

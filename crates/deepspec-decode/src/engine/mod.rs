@@ -178,6 +178,11 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.queue.is_empty() && self.slots.iter().all(Option::is_none)
     }
 
+    /// Sequences that it decodes at once.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
     /// Sequences waiting for a slot.
     pub fn queued(&self) -> usize {
         self.queue.len()

@@ -111,6 +111,10 @@ impl<K: Anchored> AnchoredProposer<K> {
 }
 
 impl<K: Anchored> Drafter for AnchoredProposer<K> {
+    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
+        Ok(K::drafter(self.model.share()?, slots))
+    }
+
     fn taps(&self) -> &[Tap] {
         &self.model.config().decoder().taps
     }

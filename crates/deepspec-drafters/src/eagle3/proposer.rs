@@ -63,6 +63,10 @@ impl Eagle3Proposer {
 }
 
 impl Drafter for Eagle3Proposer {
+    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
+        Ok(Box::new(Self::new(self.model.share()?, slots)))
+    }
+
     fn taps(&self) -> &[Tap] {
         &self.model.config().decoder.taps
     }

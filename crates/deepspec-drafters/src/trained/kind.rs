@@ -12,8 +12,8 @@ use tch::{Device, Kind, Tensor};
 use super::{DraftDecoder, PassBytes, SampleSize, Trained, Transfer, cost};
 use crate::anchored::AnchoredBlocks;
 use crate::{
-    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Metrics, Normaliser, Predictions, Reading,
-    TrainSample, TrainableDrafter, WeightCounts,
+    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Listener, Metrics, Normaliser, Predictions,
+    Reading, TrainSample, TrainableDrafter, WeightCounts,
 };
 
 /// The architecture of a kind of drafter, as a checkpoint's config.json gives it.
@@ -72,7 +72,7 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
 
 /// A kind of drafter that is trained on a target's states. The type itself holds the weights that it has beside the fusion of the
 /// taps, the embedding and the head, which all kinds share ([`Trained`]).
-pub trait DrafterKind: Sized + 'static {
+pub trait DrafterKind: Sized + Send + 'static {
     /// Its architecture.
     type Config: DrafterConfig;
     /// How it is trained.
@@ -110,7 +110,13 @@ pub trait DrafterKind: Sized + 'static {
         objective: &Self::Objective,
         samples: &[TrainSample],
         normaliser: Normaliser,
+        listener: Option<Listener>,
     ) -> Option<Tensor>;
+
+    /// See [`TrainableDrafter::stages`].
+    fn stages(_model: &Trained<Self>) -> Vec<String> {
+        vec![]
+    }
 
     /// See [`DrafterPlan::metrics`].
     fn metrics(plan: &Plan<Self>) -> Box<dyn Metrics>;
@@ -251,8 +257,17 @@ struct Trainee<K: DrafterKind> {
 }
 
 impl<K: DrafterKind> TrainableDrafter for Trainee<K> {
-    fn accumulate(&self, samples: &[TrainSample], normaliser: Normaliser) -> Option<Tensor> {
-        K::accumulate(&self.model, &self.objective, samples, normaliser)
+    fn accumulate(
+        &self,
+        samples: &[TrainSample],
+        normaliser: Normaliser,
+        listener: Option<Listener>,
+    ) -> Option<Tensor> {
+        K::accumulate(&self.model, &self.objective, samples, normaliser, listener)
+    }
+
+    fn stages(&self) -> Vec<String> {
+        K::stages(&self.model)
     }
 
     fn drafter(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {

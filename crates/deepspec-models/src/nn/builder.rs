@@ -44,6 +44,13 @@ pub struct Named {
     pub buffers: Vec<(String, Tensor)>,
 }
 
+impl Named {
+    /// All of them.
+    pub fn all(self) -> Vec<(String, Tensor)> {
+        self.parameters.into_iter().chain(self.buffers).collect()
+    }
+}
+
 impl<'a> Builder<'a> {
     /// Reads parameters from a checkpoint.
     pub fn from_checkpoint(weights: &'a Weights) -> Self {

@@ -1,0 +1,245 @@
+//! Engines side by side: what a small model does in a step is over sooner than threads that share it wake.
+
+use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use crate::{Engine, EngineError, Event, Proposer, Request, StepTimes, Target, Ticket};
+
+/// Whatever takes requests and says what becomes of them: an [`Engine`], or several as [`Lanes`].
+pub trait Generator {
+    /// γ of the drafter, 0 without one.
+    fn draft_len(&self) -> usize;
+
+    /// Ids of the target's vocabulary: those of answers are below.
+    fn vocab_size(&self) -> usize;
+
+    /// Queues a request.
+    ///
+    /// # Errors
+    /// If it cannot be run; what finds that out later says so by [`Event::Failed`].
+    fn submit(&mut self, request: Request) -> Result<Ticket, EngineError>;
+
+    /// Whether nothing is queued or running.
+    fn is_idle(&self) -> bool;
+
+    /// Goes on until there is something to say, or nothing left to do.
+    fn step(&mut self) -> Vec<Event>;
+
+    /// Where the time went so far.
+    fn times(&self) -> StepTimes;
+}
+
+impl<T: Target, P: Proposer> Generator for Engine<T, P> {
+    fn draft_len(&self) -> usize {
+        self.draft_len()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size()
+    }
+
+    fn submit(&mut self, request: Request) -> Result<Ticket, EngineError> {
+        self.submit(request)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.is_idle()
+    }
+
+    fn step(&mut self) -> Vec<Event> {
+        self.step()
+    }
+
+    fn times(&self) -> StepTimes {
+        self.times()
+    }
+}
+
+/// Engines that take their requests from one queue, each on a thread of its own with its share of the cores. On the CPU an answer does not depend
+/// on what runs beside it, and so not on the engine that gives it either.
+pub struct Lanes {
+    draft_len: usize,
+    vocab_size: usize,
+    queue: Arc<Queue>,
+    reports: Receiver<Report>,
+    threads: Vec<JoinHandle<()>>,
+    /// By lane.
+    times: Vec<StepTimes>,
+    next_ticket: u64,
+    /// Requests that are queued or running.
+    open: usize,
+}
+
+/// What no engine has taken yet.
+#[derive(Default)]
+struct Queue {
+    state: Mutex<Queued>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queued {
+    requests: VecDeque<(Ticket, Request)>,
+    /// Whether the engines are to end, whatever they are at.
+    closed: bool,
+}
+
+/// What became of a lane's step.
+struct Report {
+    lane: usize,
+    /// An engine's panic ends the lane.
+    outcome: thread::Result<(Vec<Event>, StepTimes)>,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, Queued> {
+        // Nothing that holds it can panic halfway.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Requests for an engine that has room for `room`, one of `lanes`: its share of what waits, at least one. Where it has nothing else to do it waits
+    /// for some. None where it is to end.
+    fn take(&self, room: usize, lanes: usize, is_idle: bool) -> Option<Vec<(Ticket, Request)>> {
+        let waits = |queued: &mut Queued| is_idle && !queued.closed && queued.requests.is_empty();
+        let mut queued = self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner);
+        if queued.closed {
+            return None;
+        }
+        let share = queued.requests.len().div_ceil(lanes).min(room);
+        Some(queued.requests.drain(..share).collect())
+    }
+}
+
+impl Lanes {
+    /// Sets the engines to work, each with `threads` threads of libtorch's.
+    pub fn new<T, P>(engines: Vec<Engine<T, P>>, threads: usize) -> Self
+    where
+        T: Target + Send + 'static,
+        P: Proposer + Send + 'static,
+    {
+        let first = engines.first();
+        let (draft_len, vocab_size) =
+            first.map_or((0, 0), |engine| (engine.draft_len(), engine.vocab_size()));
+        let (queue, (send, reports), lanes) = (Arc::new(Queue::default()), channel(), engines.len());
+        let start = |(lane, engine)| {
+            let (queue, send) = (Arc::clone(&queue), send.clone());
+            thread::spawn(move || {
+                tch::set_num_threads(i32::try_from(threads).unwrap_or(1));
+                Lane { lane, lanes, engine, tickets: HashMap::new() }.run(&queue, &send);
+            })
+        };
+        let threads = engines.into_iter().enumerate().map(start).collect();
+        let times = vec![StepTimes::default(); lanes];
+        Self { draft_len, vocab_size, queue, reports, threads, times, next_ticket: 0, open: 0 }
+    }
+}
+
+impl Generator for Lanes {
+    fn draft_len(&self) -> usize {
+        self.draft_len
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn submit(&mut self, request: Request) -> Result<Ticket, EngineError> {
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
+        self.open += 1;
+        self.queue.lock().requests.push_back((ticket, request));
+        self.queue.changed.notify_all();
+        Ok(ticket)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.open == 0
+    }
+
+    fn step(&mut self) -> Vec<Event> {
+        if self.is_idle() {
+            return vec![];
+        }
+        // Every lane reports before it ends.
+        let Ok(Report { lane, outcome }) = self.reports.recv() else { return vec![] };
+        let (events, times) = outcome.unwrap_or_else(|panic| resume_unwind(panic));
+        self.times[lane] = times;
+        self.open -= events.iter().filter(|event| !matches!(event, Event::Tokens(..))).count();
+        events
+    }
+
+    /// Means over the engines, so that they add up to the time that went by; steps are those of all.
+    fn times(&self) -> StepTimes {
+        let lanes = self.times.len().max(1) as u32;
+        let mean = |part: fn(&StepTimes) -> Duration| self.times.iter().map(part).sum::<Duration>() / lanes;
+        StepTimes {
+            draft: mean(|times| times.draft),
+            verify: mean(|times| times.verify),
+            host: mean(|times| times.host),
+            steps: self.times.iter().map(|times| times.steps).sum(),
+        }
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        self.queue.lock().closed = true;
+        self.queue.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            // What an engine panicked with was reported.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// One of several engines, on its thread.
+struct Lane<T, P> {
+    lane: usize,
+    lanes: usize,
+    engine: Engine<T, P>,
+    /// Tickets of all lanes by the engine's own.
+    tickets: HashMap<Ticket, Ticket>,
+}
+
+impl<T: Target, P: Proposer> Lane<T, P> {
+    /// Works until it is to end, or nobody listens.
+    fn run(mut self, queue: &Queue, reports: &Sender<Report>) {
+        let lane = self.lane;
+        loop {
+            let room = self.engine.slots().saturating_sub(self.tickets.len());
+            let Some(requests) = queue.take(room, self.lanes, self.tickets.is_empty()) else { return };
+            let outcome = catch_unwind(AssertUnwindSafe(|| (self.step(requests), self.engine.times())));
+            let panicked = outcome.is_err();
+            if reports.send(Report { lane, outcome }).is_err() || panicked {
+                return;
+            }
+        }
+    }
+
+    fn step(&mut self, requests: Vec<(Ticket, Request)>) -> Vec<Event> {
+        let mut events = vec![];
+        for (ticket, request) in requests {
+            match self.engine.submit(request) {
+                Ok(own) => drop(self.tickets.insert(own, ticket)),
+                Err(error) => events.push(Event::Failed(ticket, error)),
+            }
+        }
+        for event in self.engine.step() {
+            events.extend(self.renamed(event));
+        }
+        events
+    }
+
+    /// The event under the ticket that its request was given first.
+    fn renamed(&mut self, event: Event) -> Option<Event> {
+        Some(match event {
+            Event::Tokens(own, tokens) => Event::Tokens(*self.tickets.get(&own)?, tokens),
+            Event::Done(own, completion) => Event::Done(self.tickets.remove(&own)?, completion),
+            Event::Failed(own, error) => Event::Failed(self.tickets.remove(&own)?, error),
+        })
+    }
+}
