@@ -48,4 +48,12 @@ fn the_system_s_authorities_vouch_for_a_hub() {
     // A certificate that nobody vouches for is not accepted.
     let other = tempfile::tempdir().unwrap();
     ended(serve("own/tiny", &https.url, other.path())).fails_with(1, &["own/tiny", "certificate"]);
+    // Nor does a slip of the pen make anybody else trusted.
+    let mut command = serve("own/tiny", &https.url, other.path());
+    command.env("SSL_CERT_FILE", other.path().join("cb.pem")).env_remove("SSL_CERT_DIR");
+    let Ended { code, stderr, .. } = ended(command);
+    assert_eq!(code, Some(1), "{stderr}");
+    let (warning, error) = stderr.split_once('\n').unwrap();
+    assert!(warning.contains("SSL_CERT_FILE names no certificate") && warning.contains("cb.pem"), "{stderr}");
+    assert!(error.contains("own/tiny") && error.contains("invalid peer certificate"), "{stderr}");
 }
