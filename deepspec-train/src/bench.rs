@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
+use crate::budget::read_beside;
 use crate::invented::random_samples;
 use crate::loader::HELD;
 use crate::optimizer::AdamW;
@@ -84,9 +85,12 @@ pub fn run(
     let passes = forwards.len();
     let staging = Staging::to(device);
     let bench = Bench { recipe, drafter_plan, trainee, optimizer, forwards, device, staging };
-    // As many as a loader holds at once.
+    // As many as a loader holds at once, and those that it reads beside.
     let batches: Vec<_> =
         (0..HELD).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
+    let beside = (0..read_beside(recipe))
+        .flat_map(|number| random_samples(recipe, &shape.config, last, HELD + number).into_iter().take(1));
+    let _beside: Vec<_> = beside.collect();
     let measured = bench.measure(steps.get(), &batches)?;
 
     let step_s = measured.total.as_secs_f64() / steps.get() as f64;

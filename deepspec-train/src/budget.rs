@@ -5,7 +5,7 @@ use deepspec_core::FinalStates;
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
 use deepspec_drafters::{DrafterPlan, PassBytes, SampleSize, WeightCounts};
 use deepspec_models::ModelConfig;
-use deepspec_states::{Dataset, batches};
+use deepspec_states::{Dataset, batches, readers};
 use serde::Serialize;
 use tch::{Device, Kind};
 
@@ -26,7 +26,7 @@ pub struct Memory {
     pub frozen: u64,
     /// Working weights.
     pub weights: u64,
-    /// Their gradients, and the float32 sums of them where the weights are narrower.
+    /// Their gradients, and the float32 sums of them where the weights are narrower or several processes add them up.
     pub gradients: u64,
     /// Masters, where they are apart, and two moments, in float32.
     pub optimizer: u64,
@@ -108,6 +108,8 @@ impl Costs<'_> {
         let (weights, bytes) = (trained as u64, kind.elt_size_in_bytes() as u64);
         let (gradients, optimizer) = match train.precision {
             Precision::Bf16 => (2 + 4, 4 + 8),
+            // Buckets of several gradients are copies of them, which travel while the last backward goes on.
+            Precision::Fp32 if self.processes > 1 => (4 + 4, 8),
             Precision::Fp32 => (4, 8),
         };
         // Of whole parameters a rank may have a little more than its share.
@@ -126,7 +128,7 @@ impl Costs<'_> {
             optimizer,
             activations: pass.activations() as u64,
             workspace: pass.workspace() as u64,
-            loader: (held + locked) * largest.states,
+            loader: (held + locked) * largest.states + read_beside(self.recipe) as u64 * largest.sample,
             staged: staged * largest.states,
             samples: 0,
             cache: cache.min(PAGES_KEPT),
@@ -193,6 +195,8 @@ impl Costs<'_> {
             largest.pass = pass;
         }
         largest.states = largest.states.max(self.states(forward));
+        let samples = forward.iter().map(|sample| self.states(std::slice::from_ref(sample)));
+        largest.sample = samples.max().unwrap_or(0).max(largest.sample);
     }
 }
 
@@ -203,6 +207,13 @@ pub struct Largest {
     pass: PassBytes,
     /// Bytes of the states of its samples.
     states: u64,
+    /// Of a single one's.
+    sample: u64,
+}
+
+/// Samples that are read of a cache beside the one that is wanted next.
+pub fn read_beside(recipe: &Recipe) -> usize {
+    if matches!(recipe.data.states, States::Online) { 0 } else { readers() - 1 }
 }
 
 /// Bytes of so many values.

@@ -32,3 +32,4 @@ pub use rows::{Rejected, Report, Tokenised, tokenise};
 pub use samples::SampleMeta;
 pub use source::{TargetBundle, chat_template, check_fit, check_rules, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};
+pub use stored::readers;
