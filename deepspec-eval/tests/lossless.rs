@@ -20,6 +20,7 @@ use deepspec_models::TargetModel;
 use deepspec_schedule::planner::Planner;
 use deepspec_schedule::policy::Policy;
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
@@ -184,6 +185,39 @@ fn changes_no_token(drafter: &Path) {
         }
     }
     assert_rare(ties, compared);
+}
+
+/// Every kind of drafter is shared by the engines, with all that a run changes of it.
+#[test]
+fn lanes_draft_as_one_engine_does() {
+    let dir = tempfile::tempdir().unwrap();
+    write_eagle3(dir.path());
+    let (language_model, dspark) = (common::target_dir(), repository("assets/tiny-dspark"));
+    let dflash2 = repository("assets/tiny-dflash2");
+    let drafters: [(&Path, &[&str]); 4] = [
+        (&dspark, &["--no-markov"]),
+        (&dflash2, &[]),
+        (dir.path(), &["--max-draft-tokens", "3"]),
+        (&language_model, &["--max-draft-tokens", "4"]),
+    ];
+    for (drafter, own) in drafters {
+        let decoded = |lanes| {
+            let dir = tempfile::tempdir().unwrap();
+            let mut args = vec!["--no-baseline", "--temperature", "1", "--slots", "5", "--lanes", lanes];
+            args.extend(["--domain", "math", "--limit", "7", "--max-new-tokens", "24"]);
+            args.extend(own);
+            run_ok(drafter.to_str().unwrap(), dir.path(), &args);
+            let rows = Reader::open(&dir.path().join("outputs.jsonl")).unwrap();
+            let rows = rows.map(|line| match line.unwrap() {
+                Line::Row(_, fields) => Value::Object(fields),
+                _ => panic!("a row"),
+            });
+            rows.collect::<Vec<_>>()
+        };
+        let one = decoded("1");
+        assert_eq!(one.len(), 7);
+        assert_eq!(one, decoded("3"), "{}", drafter.display());
+    }
 }
 
 /// The recomputed logits are those that decided: the best one is the token that was generated.

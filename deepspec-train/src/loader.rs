@@ -5,8 +5,9 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use deepspec_cache::loss_mask;
+use deepspec_core::cli;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
 use deepspec_native::{Ready, SideStream};
@@ -94,11 +95,8 @@ impl Loader {
             let (sender, staged) = sync_channel(WAITING);
             let loaded = std::mem::replace(&mut ready, staged);
             scope.spawn(move || {
-                for mut batch in loaded {
-                    if let Ok(batch) = &mut batch {
-                        batch.ready = staging.bring(&mut batch.samples).or(batch.ready.take());
-                    }
-                    if sender.send(batch).is_err() {
+                for batch in loaded {
+                    if sender.send(batch.and_then(|batch| brought(&staging, batch))).is_err() {
                         return;
                     }
                 }
@@ -134,6 +132,15 @@ impl Loader {
     pub fn finish(self) -> anyhow::Result<()> {
         self.ready.into_iter().try_for_each(|rest| rest.map(drop))
     }
+}
+
+/// The micro-batch with its states on the way to the GPU.
+fn brought(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatch> {
+    let ready = cli::contain(|| staging.bring(&mut batch.samples)).map_err(|words| {
+        anyhow!("bringing states to the GPU: {words}; fewer or shorter samples per forward take less (train.local_batch_size, data.max_length)")
+    })?;
+    batch.ready = ready.or(batch.ready.take());
+    Ok(batch)
 }
 
 /// Why the thread ends before the schedule does.

@@ -241,7 +241,7 @@ impl Slot {
         self.accumulate();
         self.is_taken = true;
         if let Some(sum) = self.sum.take() {
-            return sum;
+            return sum.contiguous();
         }
         let gradient = self.parameter.grad();
         if gradient.defined() {
@@ -288,5 +288,66 @@ fn square_sum(values: &Tensor) -> Tensor {
             Tensor::stack(&pieces, 0).sum(Kind::Double)
         }
         _ => values.square().sum(Kind::Double),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use deepspec_core::recipe::Backend;
+    use deepspec_dist::Host;
+
+    use super::*;
+
+    const STEPS: usize = 2;
+    const MICRO_BATCHES: usize = 3;
+
+    /// Weights after some steps of two ranks in `kind`, of which rank 0 begins with its sums after its last micro-batch, if it is `early`.
+    fn learned(kind: Kind, early: bool) -> Vec<Tensor> {
+        const PATIENCE: Duration = Duration::from_secs(120);
+        let shapes = [("fc", [4_i64, 3]), ("layers.0.q", [5, 2]), ("layers.1.q", [3, 3])];
+        let host = Host::open(2, PATIENCE).unwrap();
+        let places: Vec<_> = (0..2).map(|rank| host.place(rank, 2)).collect();
+        let train = |place| {
+            let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
+            let values = |seed: i64, shape: &[i64]| {
+                let numbers = Tensor::arange(shape.iter().product::<i64>(), (Kind::Float, Device::Cpu));
+                (numbers * 0.37 + seed as f64).sin().view(shape).to_kind(kind)
+            };
+            let named = shapes.map(|(name, shape)| (name.to_string(), values(1, &shape)));
+            let stages = ["layers.1.", "layers.0."].map(String::from);
+            let mut optimizer = AdamW::new(&named, 0.01, 1.0);
+            optimizer.sums = Sums::with_buckets(&sizes_of(&optimizer.slots), &stages, (1, 9));
+            for step in 0..STEPS {
+                for micro_batch in 0..MICRO_BATCHES {
+                    let is_last = micro_batch + 1 == MICRO_BATCHES;
+                    let seed = (step * MICRO_BATCHES + micro_batch) * 2 + group.rank();
+                    for (stage, (_, parameter)) in named.iter().rev().enumerate() {
+                        (parameter * values(seed as i64, &parameter.size())).sum(Kind::Float).backward();
+                        if is_last && early && group.rank() == 0 && stage < stages.len() {
+                            optimizer.start(stage + 1, &group).unwrap();
+                        }
+                    }
+                    optimizer.accumulate();
+                }
+                let _ = optimizer.step(0.1, &group).unwrap();
+            }
+            named.into_iter().map(|(_, parameter)| parameter.detach().copy()).collect()
+        };
+        thread::scope(|scope| {
+            let ranks: Vec<_> = places.iter().map(|place| scope.spawn(move || train(place))).collect();
+            let mut learned: Vec<Vec<Tensor>> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+            assert_eq!(learned[0], learned[1]);
+            learned.remove(0)
+        })
+    }
+
+    #[test]
+    fn sums_that_begin_early_change_no_bit() {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            assert_eq!(learned(kind, true), learned(kind, false), "{kind:?}");
+        }
     }
 }

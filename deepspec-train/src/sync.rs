@@ -9,6 +9,8 @@ use tch::Tensor;
 
 /// Values that travel at once: large enough that a collective's fixed cost does not count, small beside the model.
 const BUCKET: usize = 8 << 20;
+/// Values that are worth setting out before others: a collective of fewer takes as long as one of none.
+const LEAST: usize = 1 << 18;
 
 /// Sums of gradients over all ranks, in flat buckets whose order is the same on every rank, whenever each begins with them.
 pub struct Sums {
@@ -28,13 +30,26 @@ struct UnderWay {
 impl Sums {
     /// Of parameters of these names and sizes: those of a stage, whose names begin with it, before those of later ones, and the others behind them.
     pub fn new(parameters: &[(&str, usize)], stages: &[String]) -> Self {
+        Self::with_buckets(parameters, stages, (LEAST, BUCKET))
+    }
+
+    /// The same by how many values are worth a bucket of their own, and by the most that share one.
+    pub(crate) fn with_buckets(
+        parameters: &[(&str, usize)],
+        stages: &[String],
+        (least, most): (usize, usize),
+    ) -> Self {
         let stage_of = |name: &str| stages.iter().position(|stage| name.starts_with(stage.as_str()));
-        let (mut sums, count) = (Self { buckets: vec![], ends: vec![], under_way: vec![] }, stages.len());
-        for stage in (0..count).map(Some).chain([None]) {
-            let own = (0..parameters.len()).filter(|&index| stage_of(parameters[index].0) == stage);
-            let own: Vec<usize> = own.collect();
-            let buckets = buckets(own.iter().map(|&index| parameters[index].1));
-            sums.buckets.extend(buckets.into_iter().map(|bucket| own[bucket].to_vec()));
+        let (mut sums, mut waiting) = (Self { buckets: vec![], ends: vec![], under_way: vec![] }, vec![]);
+        for stage in (0..stages.len()).map(Some).chain([None]) {
+            waiting.extend((0..parameters.len()).filter(|&index| stage_of(parameters[index].0) == stage));
+            let values: usize = waiting.iter().map(|&index: &usize| parameters[index].1).sum();
+            // What is not worth a bucket waits for the next stage's.
+            if values >= least || stage.is_none() {
+                let buckets = buckets(waiting.iter().map(|&index| parameters[index].1), most);
+                sums.buckets.extend(buckets.into_iter().map(|bucket| waiting[bucket].to_vec()));
+                waiting.clear();
+            }
             sums.ends.push(sums.buckets.len());
         }
         sums
@@ -93,7 +108,7 @@ pub fn share(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), Gro
     for owner in 0..group.world_size() {
         let tensors: Vec<&Tensor> =
             owned.iter().filter(|(rank, _)| *rank == owner).map(|(_, tensor)| *tensor).collect();
-        for bucket in buckets(tensors.iter().map(|tensor| tensor.numel())) {
+        for bucket in buckets(tensors.iter().map(|tensor| tensor.numel()), BUCKET) {
             let tensors = &tensors[bucket];
             let mut values = flat(tensors.iter().copied());
             group.broadcast("sharing updated weights", &mut values, owner)?;
@@ -143,12 +158,12 @@ fn split(flat: &Tensor, shapes: &[Vec<i64>]) -> Vec<Tensor> {
     shapes.iter().map(view).collect()
 }
 
-/// Runs of consecutive tensors of at most [`BUCKET`] values; a larger tensor is alone.
-fn buckets(sizes: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
+/// Runs of consecutive tensors of at most `most` values; a larger tensor is alone.
+fn buckets(sizes: impl Iterator<Item = usize>, most: usize) -> Vec<Range<usize>> {
     let (mut buckets, mut held): (Vec<Range<usize>>, usize) = (vec![], 0);
     for (index, size) in sizes.enumerate() {
         match buckets.last_mut() {
-            Some(bucket) if held + size <= BUCKET => {
+            Some(bucket) if held + size <= most => {
                 bucket.end = index + 1;
                 held += size;
             }
@@ -175,17 +190,20 @@ mod tests {
     #[test]
     fn buckets_keep_order_and_size() {
         let sizes = [BUCKET / 2, BUCKET / 2, 1, BUCKET + 1, 3, 4];
-        assert_eq!(buckets(sizes.into_iter()), [0..2, 2..3, 3..4, 4..6]);
+        assert_eq!(buckets(sizes.into_iter(), BUCKET), [0..2, 2..3, 3..4, 4..6]);
     }
 
     #[test]
-    fn stages_travel_first_and_each_in_buckets_of_its_own() {
+    fn stages_travel_first_and_only_what_is_worth_it() {
         let parameters =
-            [("fc", 2), ("layers.0.q", 3), ("layers.10.q", 1), ("layers.1.q", BUCKET), ("layers.1.k", 1)];
-        let stages = ["layers.1.", "layers.0."].map(String::from);
-        let sums = Sums::new(&parameters, &stages);
-        assert_eq!(sums.buckets, [vec![3], vec![4], vec![1], vec![0, 2]]);
-        assert_eq!(sums.ends, [2, 3, 4]);
+            [("fc", 2), ("layers.0.q", 3), ("layers.10.q", 1), ("layers.1.q", 9), ("layers.1.k", 1)];
+        let stages = ["layers.10.", "layers.1.", "layers.0."].map(String::from);
+        let sums = |least| Sums::with_buckets(&parameters, &stages, (least, 9));
+        assert_eq!(sums(1).buckets, [vec![2], vec![3], vec![4], vec![1], vec![0]]);
+        assert_eq!(sums(1).ends, [1, 3, 4, 5]);
+        // The first waits for the second, the last for what is left.
+        assert_eq!(sums(4).buckets, [vec![2], vec![3], vec![4], vec![1, 0]]);
+        assert_eq!(sums(4).ends, [0, 3, 3, 4]);
     }
 
     /// Ranks begin when their own backward lets them, one of them not before its end.
@@ -210,7 +228,7 @@ mod tests {
                 scope.spawn(move || {
                     let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
                     let own = |index: usize| gradient(group.rank(), index);
-                    let mut sums = Sums::new(parameters, stages);
+                    let mut sums = Sums::with_buckets(parameters, stages, (1, 8));
                     // Twice: a step leaves nothing behind for the next.
                     for _ in 0..2 {
                         starts.iter().for_each(|&stages| sums.start(stages, &group, own).unwrap());

@@ -73,7 +73,7 @@ impl Trainer<'_> {
                     }
                 };
                 // Other ranks' gradients are waited for after the last micro-batch; until then its backward goes on.
-                let is_heard = micro.ends_step && group.world_size() > 1;
+                let is_heard = micro.ends_step && group.sums_beside();
                 let listener = is_heard.then_some(&mut start as Listener);
                 let sums = self.trainee.accumulate(&micro.samples, micro.normaliser, listener);
                 started?;

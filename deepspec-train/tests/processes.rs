@@ -331,6 +331,24 @@ fn a_rank_that_is_killed_by_hand_is_missed_by_the_others() {
     assert!(code == Some(1) && last.contains("no word from rank 1"), "{code:?}: {last}");
 }
 
+/// Several sums are on their way at once, and each rank hears from its neighbour only.
+#[test]
+fn of_four_ranks_the_one_that_is_killed_is_missed_by_all_others() {
+    let bench = Bench::new();
+    let port = free_port();
+    let command = |rank| by_hand(&bench, rank, 4, port, &["--set=train.local_batch_size=1"]);
+    let start = |rank| command(rank).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let [one, mut victim, three] = [1, 2, 3].map(start);
+    let leader = Run::start(command(0)).until(3);
+    victim.kill().unwrap();
+    victim.wait().unwrap();
+    let (code, last) = leader.end();
+    assert!(code == Some(1) && last.contains("no word from rank 2,"), "{code:?}: {last}");
+    for rank in [one, three] {
+        assert_ended(&rank.wait_with_output().unwrap(), 1, &["no word from rank 2,"]);
+    }
+}
+
 #[test]
 fn a_rank_that_hangs_is_given_up() {
     if !skip::full() {

@@ -31,6 +31,11 @@ pub trait Generator {
 
     /// Where the time went so far.
     fn times(&self) -> StepTimes;
+
+    /// Engines that take requests.
+    fn engines(&self) -> usize {
+        1
+    }
 }
 
 impl<T: Target, P: Proposer> Generator for Engine<T, P> {
@@ -59,11 +64,14 @@ impl<T: Target, P: Proposer> Generator for Engine<T, P> {
     }
 }
 
-/// Engines that take their requests from one queue, each on a thread of its own with its share of the cores. On the CPU an answer does not depend
-/// on what runs beside it, and so not on the engine that gives it either.
+/// Engines that take their requests from one queue, each on a thread of its own with its share of the cores. What is submitted waits for the next
+/// step, as it does with one engine. As far as a row does not depend on those that it is computed with, an answer does not depend on the engine that
+/// gives it either.
 pub struct Lanes {
     draft_len: usize,
     vocab_size: usize,
+    /// What was submitted since the last step.
+    submitted: Vec<(Ticket, Request)>,
     queue: Arc<Queue>,
     reports: Receiver<Report>,
     threads: Vec<JoinHandle<()>>,
@@ -101,6 +109,12 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Has all engines end.
+    fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
     /// Requests for an engine that has room for `room`, one of `lanes`: its share of what waits, at least one. Where it has nothing else to do it waits
     /// for some. None where it is to end.
     fn take(&self, room: usize, lanes: usize, is_idle: bool) -> Option<Vec<(Ticket, Request)>> {
@@ -115,7 +129,7 @@ impl Queue {
 }
 
 impl Lanes {
-    /// Sets the engines to work, each with `threads` threads of libtorch's.
+    /// Sets the engines to work, which share so many threads of libtorch's; each has one at least.
     pub fn new<T, P>(engines: Vec<Engine<T, P>>, threads: usize) -> Self
     where
         T: Target + Send + 'static,
@@ -127,14 +141,16 @@ impl Lanes {
         let (queue, (send, reports), lanes) = (Arc::new(Queue::default()), channel(), engines.len());
         let start = |(lane, engine)| {
             let (queue, send) = (Arc::clone(&queue), send.clone());
+            let own = threads / lanes + usize::from(lane < threads % lanes);
             thread::spawn(move || {
-                tch::set_num_threads(i32::try_from(threads).unwrap_or(1));
+                tch::set_num_threads(i32::try_from(own.max(1)).unwrap_or(1));
                 Lane { lane, lanes, engine, tickets: HashMap::new() }.run(&queue, &send);
             })
         };
         let threads = engines.into_iter().enumerate().map(start).collect();
         let times = vec![StepTimes::default(); lanes];
-        Self { draft_len, vocab_size, queue, reports, threads, times, next_ticket: 0, open: 0 }
+        let submitted = vec![];
+        Self { draft_len, vocab_size, submitted, queue, reports, threads, times, next_ticket: 0, open: 0 }
     }
 }
 
@@ -151,8 +167,7 @@ impl Generator for Lanes {
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
         self.open += 1;
-        self.queue.lock().requests.push_back((ticket, request));
-        self.queue.changed.notify_all();
+        self.submitted.push((ticket, request));
         Ok(ticket)
     }
 
@@ -160,19 +175,27 @@ impl Generator for Lanes {
         self.open == 0
     }
 
+    /// # Panics
+    /// As an engine does, and then every time: the others have ended too.
     fn step(&mut self) -> Vec<Event> {
         if self.is_idle() {
             return vec![];
         }
-        // Every lane reports before it ends.
-        let Ok(Report { lane, outcome }) = self.reports.recv() else { return vec![] };
-        let (events, times) = outcome.unwrap_or_else(|panic| resume_unwind(panic));
+        if !self.submitted.is_empty() {
+            self.queue.lock().requests.extend(self.submitted.drain(..));
+            self.queue.changed.notify_all();
+        }
+        let Ok(Report { lane, outcome }) = self.reports.recv() else { panic!("the engines have ended") };
+        let (events, times) = outcome.unwrap_or_else(|panic| {
+            self.queue.close();
+            resume_unwind(panic)
+        });
         self.times[lane] = times;
         self.open -= events.iter().filter(|event| !matches!(event, Event::Tokens(..))).count();
         events
     }
 
-    /// Means over the engines, so that they add up to the time that went by; steps are those of all.
+    /// Means over the engines, without the time in which one has nothing to do; steps are those of all.
     fn times(&self) -> StepTimes {
         let lanes = self.times.len().max(1) as u32;
         let mean = |part: fn(&StepTimes) -> Duration| self.times.iter().map(part).sum::<Duration>() / lanes;
@@ -183,12 +206,15 @@ impl Generator for Lanes {
             steps: self.times.iter().map(|times| times.steps).sum(),
         }
     }
+
+    fn engines(&self) -> usize {
+        self.threads.len()
+    }
 }
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        self.queue.lock().closed = true;
-        self.queue.changed.notify_all();
+        self.queue.close();
         for thread in self.threads.drain(..) {
             // What an engine panicked with was reported.
             let _ = thread.join();

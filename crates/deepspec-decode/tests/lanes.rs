@@ -4,6 +4,9 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_decode::{
@@ -138,6 +141,45 @@ fn an_engine_s_panic_goes_on_where_its_events_are_waited_for() {
     let engine = || Engine::<Wrong, ToyDrafter>::new(Wrong, None, options(1));
     let mut lanes = Lanes::new(vec![engine(), engine()], 1);
     lanes.submit(request(0)).unwrap();
-    let panic = catch_unwind(AssertUnwindSafe(|| drain(&mut lanes))).unwrap_err();
-    assert_eq!(panic.downcast_ref(), Some(&"a mistake of ours"));
+    for words in ["a mistake of ours", "the engines have ended"] {
+        let panic = catch_unwind(AssertUnwindSafe(|| drain(&mut lanes))).unwrap_err();
+        assert_eq!(panic.downcast_ref(), Some(&words));
+    }
+}
+
+/// The clock of a measurement starts with the first step.
+#[test]
+fn nothing_runs_before_the_first_step() {
+    struct Counting(ToyTarget, Arc<AtomicUsize>);
+    impl Target for Counting {
+        fn forward(&mut self, feed: &Feed) -> Forwarded {
+            self.1.fetch_add(feed.chunks.len(), Ordering::SeqCst);
+            self.0.forward(feed)
+        }
+        fn logits(&self, hidden: &Tensor) -> Tensor {
+            self.0.logits(hidden)
+        }
+        fn truncate(&mut self, slot: usize, len: usize) {
+            self.0.truncate(slot, len);
+        }
+        fn vocab_size(&self) -> usize {
+            V as usize
+        }
+        fn device(&self) -> Device {
+            Device::Cpu
+        }
+    }
+    let counts: [Arc<AtomicUsize>; 2] = Default::default();
+    let engine = |count: &Arc<AtomicUsize>| {
+        Engine::new(Counting(ToyTarget::new(4), Arc::clone(count)), Some(ToyDrafter::new(4)), options(4))
+    };
+    let mut lanes = Lanes::new(counts.iter().map(engine).collect(), 1);
+    // One at a time: a lane that woke for the first would run it alone.
+    for id in 0..6 {
+        lanes.submit(request(id)).unwrap();
+        thread::yield_now();
+    }
+    assert!(counts.iter().all(|count| count.load(Ordering::SeqCst) == 0));
+    assert_eq!(drain(&mut lanes).len(), 6);
+    assert!(counts.iter().any(|count| count.load(Ordering::SeqCst) > 0));
 }

@@ -132,6 +132,11 @@ impl ProcessGroup {
         })
     }
 
+    /// Whether sums that were started go on by themselves. Those that go through host memory are waited for.
+    pub fn sums_beside(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| !link.is_staged)
+    }
+
     /// Begins to add up a contiguous tensor over all ranks, in place where nothing has to go through host memory; [`Sum::finish`] gives the result.
     ///
     /// # Errors
@@ -259,14 +264,19 @@ enum SumState {
 }
 
 impl Sum {
-    /// Waits for it. All ranks get the same bits.
+    /// Waits for it in the group that started it. All ranks get the same bits.
     ///
     /// # Errors
     /// See [`ProcessGroup`].
     pub fn finish(self, group: &ProcessGroup) -> Result<Tensor, GroupError> {
         match self.state {
             SumState::Done(tensor) => Ok(tensor),
-            SumState::Pending(sum) => sum.finish().map_err(|problem| group.give_up(self.operation, &problem)),
+            SumState::Pending(sum) => match &group.link {
+                Some(link) => {
+                    link.group.finish(sum).map_err(|problem| group.give_up(self.operation, &problem))
+                }
+                None => Err(group.give_up(self.operation, "it is another group's")),
+            },
         }
     }
 }

@@ -11,13 +11,18 @@ const PROMPT_TOKENS: usize = 8192;
 const PARTS: u64 = 9;
 
 /// Bytes that the histories of all sequences may take where these models run: what is free now, less what the largest step works
-/// with. None where the device does not say what is free.
-pub fn room(target: &TargetModel, drafter: Option<&dyn Proposer>, slots: usize) -> Option<u64> {
+/// with in each of so many engines that share the slots. None where the device does not say what is free.
+pub fn room(
+    target: &TargetModel,
+    drafter: Option<&dyn Proposer>,
+    slots: usize,
+    engines: usize,
+) -> Option<u64> {
     let free = deepspec_native::free_memory(target.device())?;
-    let judged = slots * (1 + drafter.map_or(0, |drafter| drafter.draft_len()));
+    let judged = slots.div_ceil(engines.max(1)) * (1 + drafter.map_or(0, |drafter| drafter.draft_len()));
     let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
     let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);
-    let left = (free / 10 * PARTS).saturating_sub(working).saturating_sub(kept);
+    let left = (free / 10 * PARTS).saturating_sub(engines as u64 * (working + kept));
     // While a pool of histories grows, one layer of it is there twice.
     Some(left / (layers + 1) * layers)
 }

@@ -302,7 +302,7 @@ fn fitting(
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
 ) -> anyhow::Result<(usize, Option<u64>)> {
-    let Some(memory) = room(target, drafter, args.slots) else { return Ok((wanted, None)) };
+    let Some(memory) = room(target, drafter, args.slots, 1) else { return Ok((wanted, None)) };
     let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
     match fit(args.slots, wanted, memory, bytes) {
         Fit::All => Ok((wanted, Some(memory))),

@@ -15,9 +15,9 @@ use crate::results::{self, Turns};
 
 /// Slots of a lane that was not asked for.
 const SLOTS_OF_LANE: usize = 8;
-/// Values of the largest models that get lanes unasked: several times what caches hold of them, each lane waits for memory on its own. With 16
+/// Values of the largest models that get lanes unasked: of larger ones caches hold too little, and each lane waits for memory on its own. With 16
 /// slots on two cores, two lanes were 1.4 times as fast as one engine of both threads with 6 M values, and 0.86 times with 135 M.
-const VALUES_OF_LANES: usize = 32 << 20;
+const VALUES_OF_LANES: usize = 33_000_000;
 
 /// What to decode with what, and how.
 #[derive(clap::Args)]
@@ -52,7 +52,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub slots: usize,
     /// Engines that the slots are shared out among, side by side on the CPU, with one copy of the weights and each its share of the threads;
-    /// changes speed, not answers. Without it one for every 8 slots of small models (32 M values), as far as there are threads
+    /// changes speed, not answers. Without it one for every 8 slots of small models (33 M values), as far as there are threads
     #[arg(long, value_name = "N")]
     pub lanes: Option<usize>,
     /// Decides every draw; every sample is answered once with each of several, given by commas or by repeating the flag. The
@@ -237,6 +237,12 @@ impl Args {
         if let Some(lanes) = self.lanes.filter(|&lanes| lanes > self.slots) {
             usage!("--lanes {lanes} for --slots {}: every lane wants a slot", self.slots);
         }
+        if let Some(lanes) = self.lanes.filter(|&lanes| lanes > 1 && self.policy().reads_cost()) {
+            usage!(
+                "--schedule {} weighs what one engine runs at once, not --lanes {lanes}; leave one of them out",
+                self.policy()
+            );
+        }
         if let Some(lanes) = self.lanes.filter(|&lanes| lanes > 1 && self.profile.is_some()) {
             usage!(
                 "--profile records the steps of one engine, not of --lanes {lanes}; leave one of them out"
@@ -283,5 +289,51 @@ impl Args {
             usage!("{} has results already; --overwrite replaces them", self.output_dir.display());
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn args(more: &[&str]) -> Args {
+        let needed = ["run", "--target", "t", "--draft", "d", "--output-dir", "/nowhere/at/all"];
+        Command::parse_from(needed.iter().chain(more)).args
+    }
+
+    #[test]
+    fn lanes_follow_from_slots_threads_and_size() {
+        let lanes = |more: &[&str], threads, values| args(more).lanes(Device::Cpu, threads, values).unwrap();
+        assert_eq!(lanes(&[], 2, 6_000_000), 2);
+        assert_eq!(lanes(&[], 16, 6_000_000), 2, "16 slots are two lanes' worth");
+        assert_eq!(lanes(&["--slots", "40"], 4, 6_000_000), 4);
+        assert_eq!(lanes(&["--slots", "7"], 4, 6_000_000), 1);
+        assert_eq!(lanes(&[], 2, 135_000_000), 1);
+        assert_eq!(lanes(&["--profile", "p.json"], 2, 6_000_000), 1);
+        assert_eq!(lanes(&["--schedule", "prefix", "--cost", "c.json"], 2, 6_000_000), 1);
+        assert_eq!(lanes(&["--lanes", "3"], 1, 135_000_000), 3);
+        assert_eq!(args(&[]).lanes(Device::Cuda(0), 8, 6_000_000).unwrap(), 1);
+        assert_eq!(args(&["--lanes", "1"]).lanes(Device::Cuda(0), 8, 6_000_000).unwrap(), 1);
+    }
+
+    #[test]
+    fn lanes_that_cannot_be_are_refused() {
+        let refused = |args: Args, words: &str| {
+            let refusal = args.check().and_then(|()| args.lanes(Device::Cuda(0), 2, 0)).unwrap_err();
+            assert!(refusal.to_string().contains(words), "{refusal}");
+        };
+        refused(args(&["--lanes", "0"]), "--lanes must be at least 1");
+        refused(args(&["--lanes", "5", "--slots", "4"]), "every lane wants a slot");
+        refused(args(&["--lanes", "2", "--profile", "p.json"]), "one engine");
+        refused(args(&["--lanes", "2", "--schedule", "prefix", "--cost", "c"]), "one engine");
+        refused(args(&["--lanes", "2"]), "a GPU has one engine");
     }
 }

@@ -17,7 +17,7 @@ use super::journal::Journal;
 use super::plausible;
 use crate::results::{Timing, Turns};
 
-/// Samples of the untimed warm-up, and tokens of each.
+/// Samples of an engine's untimed warm-up, and tokens of each.
 const WARM_UP: (usize, usize) = (4, 4);
 
 /// What is decoded.
@@ -281,7 +281,7 @@ impl Decoding<'_> {
 /// The first forwards set up libtorch and its threads; they should not count against whoever comes first.
 fn warm_up(engine: &mut dyn Generator, suites: &[Prepared]) -> anyhow::Result<()> {
     let (samples, tokens) = WARM_UP;
-    for request in suites.iter().flat_map(|suite| &suite.requests).take(samples) {
+    for request in suites.iter().flat_map(|suite| &suite.requests).take(samples * engine.engines()) {
         let max_new_tokens = request.max_new_tokens.min(tokens);
         engine.submit(Request { max_new_tokens, ..request.clone() })?;
     }

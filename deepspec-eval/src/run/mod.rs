@@ -32,7 +32,7 @@ pub use args::{Args, Dtype, Switch};
 use decode::Plan;
 use entry::Arm;
 use journal::Journal;
-use models::Models;
+use models::{Decoded, Models};
 
 /// Folders of target and drafter.
 struct Dirs {
@@ -96,9 +96,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     let models = Models { target: &dirs.target, tokenizer: &tokenizer, place, context, settings: &settings };
     let mut decode = |draft, arm| models.decode(draft, &plan, arm, &mut journal, &mut trace, verbosity);
-    let (drafted, drafter) = decode(args.draft().zip(dirs.draft.as_deref()), Arm::Main)?;
+    let Decoded { passes: drafted, identity: drafter, lanes } =
+        decode(args.draft().zip(dirs.draft.as_deref()), Arm::Main)?;
     let plain = match drafter {
-        Some(_) if !args.no_baseline => Some(decode(None, Arm::Baseline)?.0),
+        Some(_) if !args.no_baseline => Some(decode(None, Arm::Baseline)?.passes),
         _ => None,
     };
     if let Some(shard) = args.shard {
@@ -111,7 +112,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         args.max_draft_tokens.map_or(drafter.block_size, |limit| limit.min(drafter.block_size))
     });
     let scored = score::all(&suites, &drafted, plain.as_deref(), block_size, &settings);
-    let mut results = Results::new(settings.clone(), target, drafter, scored);
+    let mut results = Results::new(Settings { lanes, ..settings.clone() }, target, drafter, scored);
     results.confidence = score::confidence(&drafted, block_size, &settings);
     outputs::write(&args.output_dir, &tokenizer, &suites, &drafted, &results)?;
     journal.remove()?;
@@ -154,7 +155,8 @@ fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Se
     })
 }
 
-/// What decides the answers, and how fast they come: an interrupted evaluation is only gone on with where it is the same.
+/// What decides the answers, and how fast they come but for threads and the lanes that follow from them: an interrupted evaluation is only gone on
+/// with where it is the same.
 fn facts(
     settings: &Settings,
     target: &Value,

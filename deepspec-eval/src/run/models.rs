@@ -1,6 +1,5 @@
 //! Target and drafter: where they run, whether they fit, and what they are.
 
-use std::iter;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -22,7 +21,7 @@ use super::args::Dtype;
 use super::decode::{Pass, Plan, decode};
 use super::entry::Arm;
 use super::journal::Journal;
-use crate::results::{DrafterIdentity, Settings, TargetIdentity};
+use crate::results::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
 /// Where tensors live, and of which kind they are.
 #[derive(Debug, Clone, Copy)]
@@ -75,6 +74,16 @@ pub fn context(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<usize> {
     Ok(config.max_position_embeddings)
 }
 
+/// What came of decoding.
+pub struct Decoded {
+    /// Suite by suite.
+    pub passes: Vec<Pass>,
+    /// The drafter, if there was one.
+    pub identity: Option<DrafterIdentity>,
+    /// Engines that the slots were shared out among.
+    pub lanes: usize,
+}
+
 /// What a run loads.
 pub struct Models<'a> {
     /// The target's folder.
@@ -103,13 +112,12 @@ impl Models<'_> {
         journal: &mut Journal,
         trace: &mut StepTrace,
         verbosity: Verbosity,
-    ) -> anyhow::Result<(Vec<Pass>, Option<DrafterIdentity>)> {
+    ) -> anyhow::Result<Decoded> {
         let (Place { device, kind }, settings) = (self.place, self.settings);
         if let Some((_, dir)) = draft {
             check_tokens(dir, self.tokenizer)?;
         }
-        let shares = shares(settings.slots, settings.lanes);
-        let slots = shares[0];
+        let slots = settings.slots;
         let load =
             |(_, dir): (_, &Path)| deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots });
         let mut drafter = draft.map(load).transpose()?;
@@ -134,7 +142,7 @@ impl Models<'_> {
             }
         }
         let proposer = drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
-        let memory = room(&target, proposer, settings.slots);
+        let (shares, memory) = self.shares(plan, &target, proposer);
         if let Some(memory) = memory {
             tell_room(settings.slots, plan, memory, &target, proposer);
         }
@@ -143,11 +151,6 @@ impl Models<'_> {
             drafter: identity.as_ref().map(|identity| identity.weights_digest.as_str()),
         };
         let planner = planner(settings, weights)?;
-        let mut others = vec![];
-        for &slots in &shares[1..] {
-            let drafter = drafter.as_ref().map(|drafter| self.shared(drafter.as_ref(), slots)).transpose()?;
-            others.push((target.share(slots)?, drafter, slots));
-        }
         let engine = |(target, drafter, slots): (TargetModel, Option<Box<dyn Drafter>>, usize)| {
             let options = EngineOptions {
                 slots,
@@ -164,15 +167,46 @@ impl Models<'_> {
                 None => engine,
             }
         };
-        let mut first = engine((target, drafter, slots));
-        let passes = if others.is_empty() {
-            decode(&mut first, plan, arm, journal, trace, verbosity)?
+        let lanes = shares.len();
+        let passes = if lanes == 1 {
+            let mut engine = engine((target, drafter, slots));
+            decode(&mut engine, plan, arm, journal, trace, verbosity)?
         } else {
-            let engines: Vec<_> = iter::once(first).chain(others.into_iter().map(engine)).collect();
-            let threads = settings.threads as usize / engines.len();
-            decode(&mut Lanes::new(engines, threads.max(1)), plan, arm, journal, trace, verbosity)?
+            let mut engines = Vec::with_capacity(lanes);
+            for slots in shares {
+                let drafter = drafter.as_deref().map(|drafter| self.shared(drafter, slots)).transpose()?;
+                engines.push(engine((target.share(slots)?, drafter, slots)));
+            }
+            let threads = usize::try_from(settings.threads).unwrap_or(1);
+            decode(&mut Lanes::new(engines, threads), plan, arm, journal, trace, verbosity)?
         };
-        Ok((passes, identity))
+        Ok(Decoded { passes, identity, lanes })
+    }
+
+    /// Slots of each lane, and the bytes of all sequences' histories where the device says what is free: as many lanes as are wanted, or fewer,
+    /// because the longest conversation has to have room in each.
+    fn shares(
+        &self,
+        plan: &Plan,
+        target: &TargetModel,
+        drafter: Option<&dyn Proposer>,
+    ) -> (Vec<usize>, Option<u64>) {
+        let Settings { slots, lanes: wanted, turns, .. } = *self.settings;
+        let (_, longest) = plan.conversations();
+        let longest = if turns == Turns::All { self.context } else { longest };
+        let of = |lanes| (shares(slots, lanes), room(target, drafter, slots, lanes));
+        let fits = |(shares, memory): &(Vec<usize>, Option<u64>)| {
+            let least = shares.last().copied().unwrap_or(0) as u64;
+            memory.is_none_or(|all| all / slots as u64 * least >= history_bytes(target, drafter, longest))
+        };
+        let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));
+        if found.0.len() < wanted {
+            let lanes = found.0.len();
+            tracing::warn!(
+                "the longest conversation has room in each of {lanes} lanes, not of {wanted}; --lanes {lanes} it is"
+            );
+        }
+        found
     }
 
     /// Has a drafter draft as it is asked to.
@@ -270,4 +304,16 @@ pub fn target_identity(
         template_digest: tokenizer.template_digest(),
         stop_ids,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shares;
+
+    #[test]
+    fn slots_are_shared_out_evenly() {
+        assert_eq!(shares(16, 2), [8, 8]);
+        assert_eq!(shares(7, 3), [3, 2, 2]);
+        assert_eq!(shares(4, 1), [4]);
+    }
 }

@@ -63,12 +63,12 @@ pub struct Draws {
 
 /// How many draws of each purpose a step of a sequence takes.
 #[derive(Clone, Copy)]
-struct Lanes {
+struct DrawCounts {
     draft: usize,
     accept: usize,
 }
 
-impl Lanes {
+impl DrawCounts {
     fn all(self) -> usize {
         self.draft + self.accept + 1
     }
@@ -88,7 +88,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             |slots: &[usize]| self.sequences(slots).map(|s| s.request.sampling).collect::<Vec<_>>();
         let (ours, theirs) = (settings(decoding), settings(prefilling));
         let proposer = self.proposer.as_ref().filter(|_| self.draft_len() > 0);
-        let lanes = Lanes { draft: proposer.map_or(0, Proposer::draft_len), accept: self.draft_len() };
+        let lanes = DrawCounts { draft: proposer.map_or(0, Proposer::draft_len), accept: self.draft_len() };
         let (draws, ours_in_numbers) = if ours.iter().all(Sampling::is_greedy) {
             (self.halves(decoding.len(), lanes), Tensor::zeros([0], (Kind::Double, self.target.device())))
         } else {
@@ -131,7 +131,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// One-hot distributions are drawn from: any number does.
-    fn halves(&mut self, slots: usize, lanes: Lanes) -> Tensor {
+    fn halves(&mut self, slots: usize, lanes: DrawCounts) -> Tensor {
         let size = [slots as i64, lanes.all() as i64];
         let known = self.resident.halves.take().filter(|known| known.size() == size);
         let halves = known.unwrap_or_else(|| Tensor::full(size, 0.5, (Kind::Double, self.target.device())));
@@ -140,7 +140,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Draws `[S, lanes]` and settings `[S·5]`, float64.
-    fn draws(&mut self, slots: &[usize], lanes: Lanes) -> (Tensor, Tensor) {
+    fn draws(&mut self, slots: &[usize], lanes: DrawCounts) -> (Tensor, Tensor) {
         let device = self.target.device();
         let sequences = slots.iter().filter_map(|&slot| {
             let sequence = self.slots.get_mut(slot)?.as_mut()?;
@@ -156,7 +156,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
 impl Sequence {
     /// Those of its present step, `[1, lanes]` float64, and its settings. Those of the steps behind it are sent with them, so that they need not be.
-    fn draws(&mut self, lanes: Lanes, device: Device) -> (Tensor, Tensor) {
+    fn draws(&mut self, lanes: DrawCounts, device: Device) -> (Tensor, Tensor) {
         let step = self.step();
         let place = |draws: &Draws| {
             let at = step.checked_sub(draws.first)? as i64;

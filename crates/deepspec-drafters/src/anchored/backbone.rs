@@ -102,7 +102,9 @@ impl<K: Anchored> Pass<'_, K> {
             slope = x.grad();
             listener(count - i);
         }
-        (context * seen.grad()).sum(Kind::Float).backward();
+        if context.requires_grad() {
+            (context * seen.grad()).sum(Kind::Float).backward();
+        }
     }
 }
 

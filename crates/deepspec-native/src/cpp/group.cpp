@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <system_error>
 #include <vector>
 
@@ -51,9 +52,14 @@ void notice_silence(uint16_t port, int64_t silence_ms) {
 #endif
 }
 
+using Work = c10::intrusive_ptr<c10d::Work>;
+
 struct Group {
   Backend gloo;  // both null after an abort
   Backend nccl;  // null where no tensor of a GPU goes this way
+  // What is under way, by number. Whoever holds one of them holds Gloo's connections open: an abort lets go of all.
+  std::map<uint64_t, Work> started;
+  uint64_t next = 0;
 
   Backend& of(const at::Tensor& tensor) {
     auto& backend = tensor.is_cuda() ? nccl : gloo;
@@ -61,8 +67,6 @@ struct Group {
     return backend;
   }
 };
-
-using Work = c10::intrusive_ptr<c10d::Work>;
 
 void finish(const Work& work) { TORCH_CHECK(work->wait(), "the collective was aborted"); }
 
@@ -158,6 +162,7 @@ void ds_group_take_nccl(Group* group, Backend* nccl) {
 // Gives up what is under way and closes all connections: ranks that wait for this one learn of it so.
 char* ds_group_abort(Group* group) {
   return caught([&] {
+    group->started.clear();
     group->gloo.reset();
     if (group->nccl) group->nccl->abort();
     group->nccl.reset();
@@ -171,20 +176,24 @@ char* ds_group_all_reduce(Group* group, at::Tensor* tensor) {
   });
 }
 
-// The same without waiting for it. The tensor is not to be touched before `ds_work_wait` has returned; what comes back is to be freed.
-char* ds_group_all_reduce_start(Group* group, at::Tensor* tensor, Work** out) {
+// The same without waiting for it. The tensor is not to be touched before `ds_group_finish` has returned for the number that comes back.
+char* ds_group_all_reduce_start(Group* group, at::Tensor* tensor, uint64_t* number) {
   return caught([&] {
     std::vector<at::Tensor> tensors{*tensor};
-    *out = new Work(group->of(*tensor)->allreduce(tensors));
+    auto work = group->of(*tensor)->allreduce(tensors);
+    *number = group->next++;
+    group->started.emplace(*number, std::move(work));
   });
 }
 
 // Waits until a collective is over; on a GPU has what is asked of it from now on wait.
-char* ds_work_wait(Work* work) {
-  return caught([&] { finish(*work); });
+char* ds_group_finish(Group* group, uint64_t number) {
+  return caught([&] {
+    auto work = group->started.extract(number);
+    TORCH_CHECK(work, "the collective was aborted");
+    finish(work.mapped());
+  });
 }
-
-void ds_work_free(Work* work) { delete work; }
 
 // The tensor is contiguous.
 char* ds_group_broadcast(Group* group, at::Tensor* tensor, int root) {

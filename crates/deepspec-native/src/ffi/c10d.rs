@@ -20,10 +20,6 @@ struct RawNccl([u8; 0]);
 #[repr(C)]
 struct RawGroup([u8; 0]);
 
-/// A collective of the shim that is under way.
-#[repr(C)]
-struct RawWork([u8; 0]);
-
 unsafe extern "C" {
     fn ds_store_open(
         host: *const c_char,
@@ -66,13 +62,8 @@ unsafe extern "C" {
     fn ds_group_free(group: *mut RawGroup);
     fn ds_group_abort(group: *mut RawGroup) -> *mut c_char;
     fn ds_group_all_reduce(group: *mut RawGroup, tensor: *mut c_void) -> *mut c_char;
-    fn ds_group_all_reduce_start(
-        group: *mut RawGroup,
-        tensor: *mut c_void,
-        out: *mut *mut RawWork,
-    ) -> *mut c_char;
-    fn ds_work_wait(work: *mut RawWork) -> *mut c_char;
-    fn ds_work_free(work: *mut RawWork);
+    fn ds_group_all_reduce_start(group: *mut RawGroup, tensor: *mut c_void, number: *mut u64) -> *mut c_char;
+    fn ds_group_finish(group: *mut RawGroup, number: u64) -> *mut c_char;
     fn ds_group_broadcast(group: *mut RawGroup, tensor: *mut c_void, root: c_int) -> *mut c_char;
     fn ds_group_all_gather(group: *mut RawGroup, output: *mut c_void, input: *const c_void) -> *mut c_char;
 }
@@ -219,11 +210,20 @@ impl Group {
 
     /// The same without waiting for it.
     pub fn start_all_reduce(&self, mut tensor: Tensor) -> Outcome<Sum> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the group lives until `self` is dropped; the tensor is ours, and `Sum` keeps it until the collective is over. The out-pointer
-        // outlives the call.
-        check(unsafe { ds_group_all_reduce_start(self.0.as_ptr(), tensor.as_mut_ptr().cast(), &mut raw) })?;
-        Ok(Sum { work: not_null(raw)?, tensor })
+        let mut number = 0;
+        // SAFETY: the group lives until `self` is dropped; the tensor is ours, and c10d holds a counted reference to its storage until the
+        // collective is over. The out-pointer outlives the call.
+        check(unsafe {
+            ds_group_all_reduce_start(self.0.as_ptr(), tensor.as_mut_ptr().cast(), &mut number)
+        })?;
+        Ok(Sum { number, tensor })
+    }
+
+    /// Waits for a sum that this group started; on a GPU has what is asked of it from now on wait.
+    pub fn finish(&self, sum: Sum) -> Outcome<Tensor> {
+        // SAFETY: the group lives until `self` is dropped.
+        check(unsafe { ds_group_finish(self.0.as_ptr(), sum.number) })?;
+        Ok(sum.tensor)
     }
 
     /// Copies a contiguous tensor of rank `root` to all ranks, in place.
@@ -255,26 +255,10 @@ impl Drop for Group {
     }
 }
 
-/// A sum over all ranks that is under way.
+/// A sum over all ranks that is under way. The group keeps what of it is c10d's.
 pub struct Sum {
-    work: NonNull<RawWork>,
+    number: u64,
     tensor: Tensor,
-}
-
-impl Sum {
-    /// Waits for it; on a GPU has what is asked of it from now on wait.
-    pub fn finish(self) -> Outcome<Tensor> {
-        // SAFETY: the pointer came from `ds_group_all_reduce_start` and is freed only when `self` is dropped.
-        check(unsafe { ds_work_wait(self.work.as_ptr()) })?;
-        Ok(self.tensor.shallow_clone())
-    }
-}
-
-impl Drop for Sum {
-    fn drop(&mut self) {
-        // SAFETY: as for `finish`. The collective holds a counted reference to the tensor's storage for itself.
-        unsafe { ds_work_free(self.work.as_ptr()) }
-    }
 }
 
 /// Takes over the text of an error.
