@@ -201,9 +201,10 @@ fn lanes_draft_as_one_engine_does() {
         (&language_model, &["--max-draft-tokens", "4"]),
     ];
     for (drafter, own) in drafters {
+        // A slot for each lane, so that all run batches of one.
         let decoded = |lanes| {
             let dir = tempfile::tempdir().unwrap();
-            let mut args = vec!["--no-baseline", "--temperature", "1", "--slots", "5", "--lanes", lanes];
+            let mut args = vec!["--no-baseline", "--temperature", "1", "--slots", lanes, "--lanes", lanes];
             args.extend(["--domain", "math", "--limit", "7", "--max-new-tokens", "24"]);
             args.extend(own);
             run_ok(drafter.to_str().unwrap(), dir.path(), &args);

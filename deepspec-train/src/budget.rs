@@ -26,7 +26,8 @@ pub struct Memory {
     pub frozen: u64,
     /// Working weights.
     pub weights: u64,
-    /// Their gradients, and the float32 sums of them where the weights are narrower or several processes add them up.
+    /// Their gradients, and the float32 sums of them where the weights are narrower. Copies of small ones, which travel together to other
+    /// processes, are not counted.
     pub gradients: u64,
     /// Masters, where they are apart, and two moments, in float32.
     pub optimizer: u64,
@@ -108,8 +109,6 @@ impl Costs<'_> {
         let (weights, bytes) = (trained as u64, kind.elt_size_in_bytes() as u64);
         let (gradients, optimizer) = match train.precision {
             Precision::Bf16 => (2 + 4, 4 + 8),
-            // Buckets of several gradients are copies of them, which travel while the last backward goes on.
-            Precision::Fp32 if self.processes > 1 => (4 + 4, 8),
             Precision::Fp32 => (4, 8),
         };
         // Of whole parameters a rank may have a little more than its share.
@@ -131,7 +130,8 @@ impl Costs<'_> {
             loader: (held + locked) * largest.states + read_beside(self.recipe) as u64 * largest.sample,
             staged: staged * largest.states,
             samples: 0,
-            cache: cache.min(PAGES_KEPT),
+            // What is being read is counted among the pages only when it has been.
+            cache: cache.min(PAGES_KEPT + (readers() as u64 - 1) * largest.sample),
             target,
         }
     }
@@ -211,9 +211,12 @@ pub struct Largest {
     sample: u64,
 }
 
-/// Samples that are read of a cache beside the one that is wanted next.
+/// Samples that are read of a cache beside those of the micro-batch that is wanted next, at most.
 pub fn read_beside(recipe: &Recipe) -> usize {
-    if matches!(recipe.data.states, States::Online) { 0 } else { readers() - 1 }
+    let train = &recipe.train;
+    let ends_with_it =
+        train.max_tokens_per_batch.is_none() && train.local_batch_size.is_multiple_of(readers());
+    if matches!(recipe.data.states, States::Online) || ends_with_it { 0 } else { readers() - 1 }
 }
 
 /// Bytes of so many values.

@@ -136,7 +136,8 @@ impl Loader {
 
 /// The micro-batch with its states on the way to the GPU.
 fn brought(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatch> {
-    let ready = cli::contain(|| staging.bring(&mut batch.samples)).map_err(|words| {
+    let is_memory = |words: &str| words.contains("out of memory") || words.contains("page-locked memory");
+    let ready = cli::contain_if(is_memory, || staging.bring(&mut batch.samples)).map_err(|words| {
         anyhow!("bringing states to the GPU: {words}; fewer or shorter samples per forward take less (train.local_batch_size, data.max_length)")
     })?;
     batch.ready = ready.or(batch.ready.take());

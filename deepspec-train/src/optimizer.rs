@@ -94,6 +94,11 @@ impl AdamW {
         self.slots.iter_mut().filter(|slot| !slot.is_taken).for_each(Slot::accumulate);
     }
 
+    /// Whether any stage is worth beginning with: [`AdamW::start`].
+    pub fn starts_early(&self) -> bool {
+        self.sums.begin_early()
+    }
+
     /// Begins to add up over all ranks what the first `stages` stages have of the step's gradients, which nothing is added to any more. Ranks may
     /// begin when they like, or leave it to [`AdamW::step`].
     ///

@@ -9,7 +9,7 @@ use tch::Tensor;
 
 /// Values that travel at once: large enough that a collective's fixed cost does not count, small beside the model.
 const BUCKET: usize = 8 << 20;
-/// Values that are worth setting out before others: a collective of fewer takes as long as one of none.
+/// Values that are worth setting out before others: of fewer, a collective takes its fixed cost and hardly more.
 const LEAST: usize = 1 << 18;
 
 /// Sums of gradients over all ranks, in flat buckets whose order is the same on every rank, whenever each begins with them.
@@ -53,6 +53,11 @@ impl Sums {
             sums.ends.push(sums.buckets.len());
         }
         sums
+    }
+
+    /// Whether any stage but the end completes a bucket.
+    pub fn begin_early(&self) -> bool {
+        self.ends.iter().rev().skip(1).any(|&end| end > 0)
     }
 
     /// Begins with what the first `stages` stages complete; `gradient(index)` hands a parameter's over. All are of one kind and device.

@@ -67,13 +67,13 @@ impl Trainer<'_> {
                     loader.next_batch()?
                 };
                 let (mut started, optimizer, group) = (Ok(()), &mut self.optimizer, self.group);
+                // Other ranks' gradients are waited for after the last micro-batch; until then its backward goes on.
+                let is_heard = micro.ends_step && group.sums_beside() && optimizer.starts_early();
                 let mut start = |stages| {
                     if started.is_ok() {
                         started = optimizer.start(stages, group);
                     }
                 };
-                // Other ranks' gradients are waited for after the last micro-batch; until then its backward goes on.
-                let is_heard = micro.ends_step && group.sums_beside();
                 let listener = is_heard.then_some(&mut start as Listener);
                 let sums = self.trainee.accumulate(&micro.samples, micro.normaliser, listener);
                 started?;

@@ -342,10 +342,18 @@ fn of_four_ranks_the_one_that_is_killed_is_missed_by_all_others() {
     let leader = Run::start(command(0)).until(3);
     victim.kill().unwrap();
     victim.wait().unwrap();
+    // On a busy machine another may be slow to say why it ends, and be missed as well.
+    let missed = |said: &str| {
+        let named = said.split_once("no word from rank").and_then(|(_, rest)| rest.split_once(", which"));
+        assert!(named.is_some_and(|(ranks, _)| ranks.contains('2')), "{said}");
+    };
     let (code, last) = leader.end();
-    assert!(code == Some(1) && last.contains("no word from rank 2,"), "{code:?}: {last}");
+    assert_eq!(code, Some(1), "{last}");
+    missed(&last);
     for rank in [one, three] {
-        assert_ended(&rank.wait_with_output().unwrap(), 1, &["no word from rank 2,"]);
+        let output = rank.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        missed(&String::from_utf8_lossy(&output.stderr));
     }
 }
 

@@ -176,7 +176,7 @@ impl Generator for Lanes {
     }
 
     /// # Panics
-    /// As an engine does, and then every time: the others have ended too.
+    /// As an engine does. The others end too, and it panics again when all that they have reported was handed out.
     fn step(&mut self) -> Vec<Event> {
         if self.is_idle() {
             return vec![];

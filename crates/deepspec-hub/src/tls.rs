@@ -16,8 +16,8 @@ pub fn prepare_tls() {
 /// list of authorities, as many containers, takes Mozilla's, which is built in, unless one of those names another.
 pub(crate) fn trusted() -> TlsConfig {
     let found = rustls_native_certs::load_native_certs();
-    let named: Vec<&str> =
-        ["SSL_CERT_FILE", "SSL_CERT_DIR"].into_iter().filter(|name| env::var_os(name).is_some()).collect();
+    let is_set = |name: &&str| env::var_os(name).is_some_and(|value| !value.is_empty());
+    let named: Vec<&str> = ["SSL_CERT_FILE", "SSL_CERT_DIR"].into_iter().filter(is_set).collect();
     let roots = match (found.certs.is_empty(), named.is_empty()) {
         (true, true) => RootCerts::WebPki,
         (true, false) => {

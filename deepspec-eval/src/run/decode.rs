@@ -281,7 +281,9 @@ impl Decoding<'_> {
 /// The first forwards set up libtorch and its threads; they should not count against whoever comes first.
 fn warm_up(engine: &mut dyn Generator, suites: &[Prepared]) -> anyhow::Result<()> {
     let (samples, tokens) = WARM_UP;
-    for request in suites.iter().flat_map(|suite| &suite.requests).take(samples * engine.engines()) {
+    let requests = suites.iter().flat_map(|suite| &suite.requests);
+    let count = requests.clone().count().min(samples) * engine.engines();
+    for request in requests.cycle().take(count) {
         let max_new_tokens = request.max_new_tokens.min(tokens);
         engine.submit(Request { max_new_tokens, ..request.clone() })?;
     }

@@ -97,9 +97,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let models = Models { target: &dirs.target, tokenizer: &tokenizer, place, context, settings: &settings };
     let mut decode = |draft, arm| models.decode(draft, &plan, arm, &mut journal, &mut trace, verbosity);
     let Decoded { passes: drafted, identity: drafter, lanes } =
-        decode(args.draft().zip(dirs.draft.as_deref()), Arm::Main)?;
+        decode(args.draft().zip(dirs.draft.as_deref()), (Arm::Main, settings.lanes))?;
     let plain = match drafter {
-        Some(_) if !args.no_baseline => Some(decode(None, Arm::Baseline)?.passes),
+        Some(_) if !args.no_baseline => Some(decode(None, (Arm::Baseline, lanes))?.passes),
         _ => None,
     };
     if let Some(shard) = args.shard {

@@ -99,8 +99,8 @@ pub struct Models<'a> {
 }
 
 impl Models<'_> {
-    /// Loads the target, and the drafter if there is one (its name and folder), and decodes the suites. Nothing stays
-    /// loaded.
+    /// Loads the target, and the drafter if there is one (its name and folder), and decodes the suites in so many lanes or fewer. Nothing
+    /// stays loaded.
     ///
     /// # Errors
     /// If a model cannot be loaded, or the drafter does not belong to the target.
@@ -108,7 +108,7 @@ impl Models<'_> {
         &self,
         draft: Option<(&str, &Path)>,
         plan: &Plan,
-        arm: Arm,
+        (arm, lanes): (Arm, usize),
         journal: &mut Journal,
         trace: &mut StepTrace,
         verbosity: Verbosity,
@@ -142,7 +142,7 @@ impl Models<'_> {
             }
         }
         let proposer = drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
-        let (shares, memory) = self.shares(plan, &target, proposer);
+        let (shares, memory) = self.shares(lanes, plan, &target, proposer);
         if let Some(memory) = memory {
             tell_room(settings.slots, plan, memory, &target, proposer);
         }
@@ -187,11 +187,12 @@ impl Models<'_> {
     /// because the longest conversation has to have room in each.
     fn shares(
         &self,
+        wanted: usize,
         plan: &Plan,
         target: &TargetModel,
         drafter: Option<&dyn Proposer>,
     ) -> (Vec<usize>, Option<u64>) {
-        let Settings { slots, lanes: wanted, turns, .. } = *self.settings;
+        let Settings { slots, turns, .. } = *self.settings;
         let (_, longest) = plan.conversations();
         let longest = if turns == Turns::All { self.context } else { longest };
         let of = |lanes| (shares(slots, lanes), room(target, drafter, slots, lanes));
@@ -202,9 +203,7 @@ impl Models<'_> {
         let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));
         if found.0.len() < wanted {
             let lanes = found.0.len();
-            tracing::warn!(
-                "the longest conversation has room in each of {lanes} lanes, not of {wanted}; --lanes {lanes} it is"
-            );
+            tracing::warn!("the longest conversation has no room in each of {wanted} lanes: it is {lanes}");
         }
         found
     }

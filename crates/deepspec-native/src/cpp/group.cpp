@@ -3,6 +3,7 @@
 #include "group.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <map>
@@ -59,7 +60,6 @@ struct Group {
   Backend nccl;  // null where no tensor of a GPU goes this way
   // What is under way, by number. Whoever holds one of them holds Gloo's connections open: an abort lets go of all.
   std::map<uint64_t, Work> started;
-  uint64_t next = 0;
 
   Backend& of(const at::Tensor& tensor) {
     auto& backend = tensor.is_cuda() ? nccl : gloo;
@@ -181,7 +181,9 @@ char* ds_group_all_reduce_start(Group* group, at::Tensor* tensor, uint64_t* numb
   return caught([&] {
     std::vector<at::Tensor> tensors{*tensor};
     auto work = group->of(*tensor)->allreduce(tensors);
-    *number = group->next++;
+    // No two groups have the same.
+    static std::atomic<uint64_t> next{0};
+    *number = next++;
     group->started.emplace(*number, std::move(work));
   });
 }
@@ -190,7 +192,7 @@ char* ds_group_all_reduce_start(Group* group, at::Tensor* tensor, uint64_t* numb
 char* ds_group_finish(Group* group, uint64_t number) {
   return caught([&] {
     auto work = group->started.extract(number);
-    TORCH_CHECK(work, "the collective was aborted");
+    TORCH_CHECK(work, "the collective was aborted, or is another group's");
     finish(work.mapped());
   });
 }
