@@ -26,7 +26,7 @@ pub trait Generator {
     /// Whether nothing is queued or running.
     fn is_idle(&self) -> bool;
 
-    /// Goes on until there is something to say, or nothing left to do.
+    /// Takes a step, or waits for one that is taken: what it brought, in no order among sequences.
     fn step(&mut self) -> Vec<Event>;
 
     /// Where the time went so far.
@@ -128,6 +128,11 @@ impl Queue {
     }
 }
 
+/// What each of so many lanes gets of a whole: as much as another, or one more.
+pub fn shares(whole: usize, lanes: usize) -> Vec<usize> {
+    (0..lanes).map(|lane| whole / lanes + usize::from(lane < whole % lanes)).collect()
+}
+
 impl Lanes {
     /// Sets the engines to work, which share so many threads of libtorch's; each has one at least.
     pub fn new<T, P>(engines: Vec<Engine<T, P>>, threads: usize) -> Self
@@ -139,9 +144,9 @@ impl Lanes {
         let (draft_len, vocab_size) =
             first.map_or((0, 0), |engine| (engine.draft_len(), engine.vocab_size()));
         let (queue, (send, reports), lanes) = (Arc::new(Queue::default()), channel(), engines.len());
-        let start = |(lane, engine)| {
-            let (queue, send) = (Arc::clone(&queue), send.clone());
-            let own = threads / lanes + usize::from(lane < threads % lanes);
+        let threads = shares(threads, lanes);
+        let start = |(lane, engine): (usize, Engine<T, P>)| {
+            let (queue, send, own) = (Arc::clone(&queue), send.clone(), threads[lane]);
             thread::spawn(move || {
                 tch::set_num_threads(i32::try_from(own.max(1)).unwrap_or(1));
                 Lane { lane, lanes, engine, tickets: HashMap::new() }.run(&queue, &send);
@@ -185,6 +190,7 @@ impl Generator for Lanes {
             self.queue.lock().requests.extend(self.submitted.drain(..));
             self.queue.changed.notify_all();
         }
+        // Engines end when one has panicked, and not before: whoever goes on after that is told so, not left waiting.
         let Ok(Report { lane, outcome }) = self.reports.recv() else { panic!("the engines have ended") };
         let (events, times) = outcome.unwrap_or_else(|panic| {
             self.queue.close();

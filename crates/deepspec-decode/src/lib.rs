@@ -17,7 +17,7 @@ mod upload;
 mod verify;
 
 pub use engine::Engine;
-pub use lanes::{Generator, Lanes};
+pub use lanes::{Generator, Lanes, shares};
 pub use model::{Context, DraftRequest, Feed, Forwarded, Proposal, Proposer, Target};
 pub use request::{
     Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket,

@@ -10,7 +10,7 @@ use std::thread;
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_decode::{
     DraftSampling, Engine, EngineError, EngineOptions, Event, Feed, Forwarded, Generator, Lanes, Request,
-    Sampling, Target, Ticket,
+    Sampling, Target, Ticket, shares,
 };
 use tch::{Device, Tensor};
 
@@ -181,4 +181,11 @@ fn engines_begin_with_their_share_of_all_that_was_submitted() {
     assert_eq!(drain(&mut lanes).len(), 6);
     let most = first.iter().filter_map(|first| first.get()).max();
     assert_eq!(most, Some(&3), "half of what was there");
+}
+
+#[test]
+fn a_whole_is_shared_out_evenly() {
+    assert_eq!(shares(16, 2), [8, 8]);
+    assert_eq!(shares(7, 3), [3, 2, 2]);
+    assert_eq!(shares(4, 1), [4]);
 }

@@ -70,8 +70,7 @@ impl TargetModel {
         let weights = Weights::open(dir, config.family.class(), device, kind)?;
         let names = Names::of(&weights);
         let (embed, head) = read_embed_and_head(&weights, names, &config)?;
-        let vocabulary = Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap);
-        Self::build(config, vocabulary, (names, Builder::from_checkpoint(&weights)), options)
+        Self::build(config, (embed, head), (names, Builder::from_checkpoint(&weights)), options)
     }
 
     /// The same model for `slots` other sequences: it shares the weights.
@@ -79,16 +78,19 @@ impl TargetModel {
     /// # Errors
     /// None; the signature is shared with loading.
     pub fn share(&self, slots: usize) -> Result<Self, ModelError> {
-        let (config, (embed, head)) = (self.config.clone(), self.embed_and_head());
-        let vocabulary = Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap);
         let options = TargetOptions { device: self.device, kind: self.kind, slots, taps: self.taps.clone() };
-        let shared = Self::build(config, vocabulary, (self.names, Builder::sharing(&self.named)), &options)?;
+        let shared = Self::build(
+            self.config.clone(),
+            self.embed_and_head(),
+            (self.names, Builder::sharing(&self.named)),
+            &options,
+        )?;
         Ok(Self { decoding_head: OnceCell::from(self.decoding_head().shallow_clone()), ..shared })
     }
 
     fn build(
         config: ModelConfig,
-        vocabulary: Vocabulary,
+        (embed, head): (Tensor, Tensor),
         (names, b): (Names, Builder),
         options: &TargetOptions,
     ) -> Result<Self, ModelError> {
@@ -102,7 +104,7 @@ impl TargetModel {
         let norm = RmsNorm::new(&b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps)?;
         let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Ok(Self {
-            vocabulary,
+            vocabulary: Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap),
             decoding_head: OnceCell::new(),
             norm,
             ropes: Ropes::new(&config.layers, device),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{Tap, env, usage};
-use deepspec_decode::{Engine, EngineOptions, Lanes, Proposer};
+use deepspec_decode::{Engine, EngineOptions, Lanes, Proposer, shares};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{
     Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
@@ -122,7 +122,7 @@ impl Models<'_> {
             |(_, dir): (_, &Path)| deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots });
         let mut drafter = draft.map(load).transpose()?;
         if let Some(drafter) = &mut drafter {
-            self.set_up(drafter.as_mut());
+            self.set_up(drafter.as_mut())?;
         }
         let identity = draft
             .zip(drafter.as_ref())
@@ -131,18 +131,15 @@ impl Models<'_> {
         // Plain decoding captures nothing, so that it is as fast as it can be.
         let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
-        if let Some(drafter) = &mut drafter {
+        if let Some(drafter) = &drafter {
             drafter.check_fits(target.config())?;
-            if settings.no_markov && !drafter.ignore_markov() {
-                usage!("--no-markov: the drafter has no Markov head");
-            }
             let policy = settings.policy();
             if policy.reads_confidence() && !drafter.has_confidence() {
                 usage!("--schedule {policy}: the drafter has no confidence head");
             }
         }
         let proposer = drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
-        let (shares, memory) = self.shares(lanes, plan, &target, proposer);
+        let (shares, memory) = self.lanes_with_room(lanes, plan, &target, proposer);
         if let Some(memory) = memory {
             tell_room(settings.slots, plan, memory, &target, proposer);
         }
@@ -185,7 +182,7 @@ impl Models<'_> {
 
     /// Slots of each lane, and the bytes of all sequences' histories where the device says what is free: as many lanes as are wanted, or fewer,
     /// because the longest conversation has to have room in each.
-    fn shares(
+    fn lanes_with_room(
         &self,
         wanted: usize,
         plan: &Plan,
@@ -209,27 +206,22 @@ impl Models<'_> {
     }
 
     /// Has a drafter draft as it is asked to.
-    fn set_up(&self, drafter: &mut dyn Drafter) {
+    fn set_up(&self, drafter: &mut dyn Drafter) -> anyhow::Result<()> {
         if let Some(tokens) = self.settings.max_draft_tokens {
             drafter.draft(tokens);
         }
+        if self.settings.no_markov && !drafter.ignore_markov() {
+            usage!("--no-markov: the drafter has no Markov head");
+        }
+        Ok(())
     }
 
     /// Another of the drafter, for other slots.
-    fn shared(&self, drafter: &dyn Drafter, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
+    fn shared(&self, drafter: &dyn Drafter, slots: usize) -> anyhow::Result<Box<dyn Drafter>> {
         let mut shared = drafter.share(slots)?;
-        self.set_up(shared.as_mut());
-        if self.settings.no_markov {
-            shared.ignore_markov();
-        }
+        self.set_up(shared.as_mut())?;
         Ok(shared)
     }
-}
-
-/// Slots of each lane: as many as another, or one more.
-fn shares(slots: usize, lanes: usize) -> Vec<usize> {
-    let lanes = lanes.clamp(1, slots.max(1));
-    (0..lanes).map(|lane| slots / lanes + usize::from(lane < slots % lanes)).collect()
 }
 
 /// What says how much of each block is verified.
@@ -303,16 +295,4 @@ pub fn target_identity(
         template_digest: tokenizer.template_digest(),
         stop_ids,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::shares;
-
-    #[test]
-    fn slots_are_shared_out_evenly() {
-        assert_eq!(shares(16, 2), [8, 8]);
-        assert_eq!(shares(7, 3), [3, 2, 2]);
-        assert_eq!(shares(4, 1), [4]);
-    }
 }
