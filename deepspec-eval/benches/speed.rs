@@ -172,7 +172,7 @@ impl Bench {
 
     fn models(&self, slots: usize) -> anyhow::Result<(TargetModel, BlockProposer)> {
         let (device, kind) = (Device::Cpu, Kind::Float);
-        let proposer = BlockProposer::new(Block::load(&self.draft, device, kind)?, slots);
+        let proposer = BlockProposer::new(Block::load_packed(&self.draft, device, kind)?, slots);
         let taps = proposer.model().config().decoder.taps.clone();
         Ok((TargetModel::load(&self.target, &TargetOptions { device, kind, slots, taps })?, proposer))
     }

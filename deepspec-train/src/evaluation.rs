@@ -77,19 +77,25 @@ impl Questions {
         Ok(Some(Self { eval, suites }))
     }
 
-    /// Bytes that the target's weights, and its keys and values of the longest answers, take for the whole run.
+    /// Bytes that the target's weights, and its keys and values of the longest answers, take for the whole run; on the CPU, in float32, a packed head,
+    /// and while a drafter of `drafter` values decodes those and its head, packed too.
     ///
     /// # Errors
     /// If the target's weights cannot be opened.
-    pub fn bytes(&self, source: &TargetBundle, device: Device, kind: Kind) -> anyhow::Result<u64> {
+    pub fn bytes(
+        &self,
+        source: &TargetBundle,
+        drafter: usize,
+        device: Device,
+        kind: Kind,
+    ) -> anyhow::Result<u64> {
         let requests = self.suites.iter().flat_map(|suite| &suite.requests);
         let longest =
             requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
         let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
         let head = (source.config.vocab_size * source.config.hidden_size) as usize;
-        // On the CPU the head is there in a second layout.
-        let again = if (device, kind) == (Device::Cpu, Kind::Float) { head } else { 0 };
-        Ok(bytes_of(weights + again + source.config.history(self.eval.slots, longest), kind))
+        let packed = if (device, kind) == (Device::Cpu, Kind::Float) { 2 * head + drafter } else { 0 };
+        Ok(bytes_of(weights + packed + source.config.history(self.eval.slots, longest), kind))
     }
 }
 

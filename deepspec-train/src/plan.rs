@@ -271,8 +271,9 @@ impl Plan<'_> {
             false => (Device::Cpu, 0),
         };
         let kind = kind(self.recipe().train.precision);
-        let asking =
-            data.questions.map(|asked| asked.bytes(data.source, self.costs.device, kind)).transpose()?;
+        let WeightCounts { trained, frozen } = self.costs.weights;
+        let asked = |asked: &Questions| asked.bytes(data.source, trained + frozen, self.costs.device, kind);
+        let asking = data.questions.map(asked).transpose()?;
         let target = target + asking.unwrap_or(0);
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         let largest = self.costs.largest(data.dataset, data.schedule);

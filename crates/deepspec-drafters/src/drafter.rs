@@ -222,7 +222,7 @@ pub trait ExaminedDrafter {
     fn chooses_slots(&self) -> bool;
 
     /// Its embedding and head, both `[V, d]`.
-    fn embed_and_head(&self) -> (&Tensor, &Tensor);
+    fn embed_and_head(&self) -> (Tensor, Tensor);
 
     /// Whether it can draft for this target at all.
     ///

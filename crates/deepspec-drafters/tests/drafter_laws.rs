@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use common::assert_close;
@@ -249,6 +250,32 @@ fn gemma4_layer_scalars_are_saved_and_not_trained() {
         tensors.iter().filter(|(name, _)| name.ends_with("layer_scalar")).count()
     };
     assert_eq!((scalars(block.parameters()), scalars(&block.checkpoint())), (0, 2));
+}
+
+/// A drafter in training is measured with the weights that it has then, packed.
+#[test]
+fn a_drafter_that_learns_is_packed_as_it_is_now() {
+    let _guard = tch::no_grad_guard();
+    for target in targets() {
+        let block = block(&target, Slots::AnchorPredicts, &[None, None]);
+        block.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
+        for (_, parameter) in block.parameters() {
+            let _ = parameter.shallow_clone().g_add_scalar_(0.01);
+        }
+        let packed = block.packed().unwrap();
+        let stored =
+            packed.parameters().iter().find(|(name, _)| name.contains("proj") || name.starts_with("fc"));
+        assert!(stored.is_none(), "{} is not packed", stored.unwrap().0);
+        let by_name = |of: &Block| BTreeMap::from_iter(of.checkpoint());
+        let (found, expected) = (by_name(&packed), by_name(&block));
+        assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+        assert!(found.iter().all(|(name, tensor)| tensor.equal(&expected[name])));
+        // A copy: it does not learn along.
+        let before = by_name(&packed)["fc.weight"].copy();
+        let (_, fc) = block.parameters().iter().find(|(name, _)| name == "fc.weight").unwrap();
+        let _ = fc.shallow_clone().zero_();
+        assert!(by_name(&packed)["fc.weight"].equal(&before));
+    }
 }
 
 /// With one denominator for the step, a sequence's gradient does not depend on its neighbours in the batch.

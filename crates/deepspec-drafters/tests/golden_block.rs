@@ -125,7 +125,8 @@ fn check_training(name: &str) {
 fn check_inference(name: &str) {
     let _guard = tch::no_grad_guard();
     let case = Case::load(name);
-    let block = Block::load(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
+    let block =
+        Block::load_packed(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
     let gamma = block.config().blocks.drafted();
     // Slot 1 of 2, so that slot indexing matters.
     let mut proposer = BlockProposer::new(block, 2);

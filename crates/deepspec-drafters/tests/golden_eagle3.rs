@@ -77,8 +77,11 @@ fn check_inference(name: &str) {
     let _guard = tch::no_grad_guard();
     let case = Case::load(name);
     // Slot 1 of 2, so that slot indexing matters.
-    let mut proposer = Eagle3Proposer::new(load(&case), 2);
-    let mut greedy = Eagle3Proposer::new(load(&case), 2);
+    let load = || {
+        let model = Eagle3::load_packed(&case.dir, device(), Kind::Float);
+        Eagle3Proposer::new(model.unwrap_or_else(|error| panic!("{error}")), 2)
+    };
+    let (mut proposer, mut greedy) = (load(), load());
     let batch = |temperature: f64| SamplingBatch::new(vec![Sampling::new(temperature, 0)], device());
     for round in ["r1", "r2"] {
         let of = |what: &str| case.expected(&format!("infer_{round}_{what}"));

@@ -6,14 +6,12 @@ use std::path::Path;
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_decode::{Feed, Forwarded, Target, runs};
+use deepspec_native::PackedWeight;
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
 use crate::kv::{Chunk, KvCache, MaskKind};
-use crate::nn::{
-    AttentionSpec, Builder, DecoderLayer, RmsNorm, Ropes, Vocabulary, laid_out_for_few_rows,
-    second_layout_bytes,
-};
+use crate::nn::{AttentionSpec, Builder, DecoderLayer, Named, RmsNorm, Ropes, Vocabulary, Weight};
 use crate::{ModelConfig, ModelError, Weights};
 
 /// Tokens that a slot takes in within one pass. What a pass holds for a token (the MLP's insides above all) is far more than
@@ -41,9 +39,8 @@ pub struct TargetOptions {
 pub struct TargetModel {
     config: ModelConfig,
     vocabulary: Vocabulary,
-    /// The head once more, laid out for few rows: 8 rows of 1,024 and 151,936 tokens take half of the time so on the CPU. Made where logits are
-    /// asked for; capturing does without.
-    decoding_head: OnceCell<Tensor>,
+    /// The head once more, packed. Made where logits are asked for; capturing does without.
+    decoding_head: OnceCell<Weight>,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
     ropes: Ropes,
@@ -54,7 +51,7 @@ pub struct TargetModel {
     /// What its checkpoint calls its tensors.
     names: Names,
     /// Those of its layers and its norm, sharing their storage.
-    named: Vec<(String, Tensor)>,
+    named: Named,
 }
 
 impl TargetModel {
@@ -70,7 +67,7 @@ impl TargetModel {
         let weights = Weights::open(dir, config.family.class(), device, kind)?;
         let names = Names::of(&weights);
         let (embed, head) = read_embed_and_head(&weights, names, &config)?;
-        Self::build(config, (embed, head), (names, Builder::from_checkpoint(&weights)), options)
+        Self::build(config, (embed, head), (names, Builder::from_checkpoint(&weights).packing()), options)
     }
 
     /// The same model for `slots` other sequences: it shares the weights.
@@ -85,7 +82,7 @@ impl TargetModel {
             (self.names, Builder::sharing(&self.named)),
             &options,
         )?;
-        Ok(Self { decoding_head: OnceCell::from(self.decoding_head().shallow_clone()), ..shared })
+        Ok(Self { decoding_head: OnceCell::from(self.decoding_head().share()), ..shared })
     }
 
     fn build(
@@ -104,7 +101,12 @@ impl TargetModel {
         let norm = RmsNorm::new(&b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps)?;
         let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Ok(Self {
-            vocabulary: Vocabulary::new(embed, head, config.embed_scale, config.logit_softcap),
+            vocabulary: Vocabulary::new(
+                embed,
+                Weight::Stored(head),
+                config.embed_scale,
+                config.logit_softcap,
+            ),
             decoding_head: OnceCell::new(),
             norm,
             ropes: Ropes::new(&config.layers, device),
@@ -115,13 +117,12 @@ impl TargetModel {
             kind,
             device,
             names,
-            named: b.into_named().all(),
+            named: b.into_named(),
         })
     }
 
-    /// The head as few rows want it.
-    fn decoding_head(&self) -> &Tensor {
-        self.decoding_head.get_or_init(|| laid_out_for_few_rows(self.vocabulary.lm_head().shallow_clone()))
+    fn decoding_head(&self) -> &Weight {
+        self.decoding_head.get_or_init(|| self.vocabulary.lm_head().share().packed())
     }
 
     /// Its architecture.
@@ -131,7 +132,7 @@ impl TargetModel {
 
     /// Its embedding and head as [`load_embed_and_head`] gives them, sharing storage with the model.
     pub fn embed_and_head(&self) -> (Tensor, Tensor) {
-        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().shallow_clone())
+        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().stored())
     }
 }
 
@@ -198,8 +199,7 @@ impl TargetModel {
         Forwarded { hidden: self.norm.forward(&x), taps }
     }
 
-    /// Bytes that a forward of `rows` tokens works with at most, the logits and distributions of `judged` of them, and the head in the layout
-    /// of decoding.
+    /// Bytes that a forward of `rows` tokens works with at most, the logits and distributions of `judged` of them, and the packed head.
     pub fn working_bytes(&self, rows: usize, judged: usize) -> u64 {
         let layer = |layer: &crate::nn::LayerSpec| {
             let heads = layer.attention.heads;
@@ -209,7 +209,7 @@ impl TargetModel {
         let row = widest + (6 + 2 * self.taps.len() as i64) * self.config.hidden_size;
         rows as u64 * row as u64 * self.kind.elt_size_in_bytes() as u64
             + judged as u64 * self.config.vocab_size as u64 * JUDGED_BYTES
-            + second_layout_bytes(self.vocabulary.lm_head())
+            + PackedWeight::bytes(&self.vocabulary.lm_head().stored())
     }
 }
 

@@ -1,7 +1,7 @@
 //! The sequential heads: Markov bias and confidence.
 
 use deepspec_models::ModelError;
-use deepspec_models::nn::{Builder, Init, Linear, linear};
+use deepspec_models::nn::{Builder, Init, Linear, Weight};
 use tch::Tensor;
 
 use super::config::BlockConfig;
@@ -10,7 +10,7 @@ use super::recipe::{Markov, MarkovKind};
 /// Low-rank bias on the logits, given the previous token.
 pub struct MarkovHead {
     w1: Tensor, // [V, r]
-    w2: Tensor, // [V, r]
+    w2: Weight, // [V, r]
     form: Form,
     rank: i64,
 }
@@ -30,7 +30,7 @@ impl MarkovHead {
         let rank = markov.rank;
         Ok(Self {
             w1: b.get("markov_head.markov_w1.weight", &[vocab, rank], Init::Normal)?,
-            w2: b.product("markov_head.markov_w2.weight", &[vocab, rank])?,
+            w2: b.product("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal)?,
             form: match markov.kind {
                 MarkovKind::Vanilla => Form::Vanilla,
                 MarkovKind::Gated => {
@@ -50,7 +50,7 @@ impl MarkovHead {
     }
 
     /// What turns features into the bias, `[V, r]`.
-    pub fn w2(&self) -> &Tensor {
+    pub fn w2(&self) -> &Weight {
         &self.w2
     }
 
@@ -91,7 +91,7 @@ impl MarkovHead {
 
     /// `W2 · features`, `[.., r]` to `[.., V]`.
     pub fn bias(&self, features: &Tensor) -> Tensor {
-        linear(features, &self.w2, None)
+        self.w2.product(features, None)
     }
 }
 

@@ -112,8 +112,9 @@ impl Block {
         alphas: &LossAlphas,
         scale: f64,
     ) -> LossOutput {
-        let w2 = self.parts.markov.as_ref().filter(|markov| markov.w2().requires_grad()).map(|markov| {
-            let gradient = losses::gradient(markov.w2());
+        let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().stored());
+        let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
+            let gradient = losses::gradient(w2);
             // Sums of many chunks would be rounded often in a narrower kind.
             let sum = match gradient.kind() {
                 Kind::Float => gradient.shallow_clone(),
@@ -121,9 +122,9 @@ impl Block {
             };
             (gradient, sum)
         });
-        let bias = self.parts.markov.as_ref().zip(features).map(|(markov, features)| {
+        let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
-            Bias { features, w2: markov.w2(), w2_gradient }
+            Bias { features, w2: markov_w2, w2_gradient }
         });
         let supervised = Supervised {
             hidden: rows,

@@ -210,7 +210,7 @@ pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
 /// Beside its results it holds the buffers of one chunk and the temporaries of a tile ([`buffer_bytes`]).
 pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
     let _range = range(c"objective");
-    let (head, kind, device) = (vocabulary.lm_head(), rows.hidden.kind(), rows.hidden.device());
+    let (head, kind, device) = (&vocabulary.lm_head().stored(), rows.hidden.kind(), rows.hidden.device());
     let vocab = head.size()[0];
     let (most, tile) = sizes(vocab, device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));

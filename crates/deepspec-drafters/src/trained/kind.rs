@@ -142,7 +142,7 @@ pub trait DrafterKind: Sized + Send + 'static {
 /// # Errors
 /// If config.json or a tensor is missing or does not fit.
 pub fn load<K: DrafterKind>(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError> {
-    Ok(K::drafter(Trained::load(dir, options.device, options.kind)?, options.slots))
+    Ok(K::drafter(Trained::load_packed(dir, options.device, options.kind)?, options.slots))
 }
 
 /// Architecture and objective of a drafter before any weight is there.
@@ -271,7 +271,7 @@ impl<K: DrafterKind> TrainableDrafter for Trainee<K> {
     }
 
     fn drafter(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
-        Ok(K::drafter(self.model.share()?, slots))
+        Ok(K::drafter(self.model.packed()?, slots))
     }
 
     fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
@@ -308,7 +308,7 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
         self.config().anchored().is_some() && K::Config::CHOOSES_SLOTS
     }
 
-    fn embed_and_head(&self) -> (&Tensor, &Tensor) {
+    fn embed_and_head(&self) -> (Tensor, Tensor) {
         Trained::embed_and_head(self)
     }
 
@@ -326,8 +326,7 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }
-        let (embed, head) = reading.embed_and_head.unwrap_or_else(|| Trained::embed_and_head(self));
-        Ok(Box::new(self.share_as(config, embed, head)?))
+        Ok(Box::new(self.share_as(config, reading.embed_and_head)?))
     }
 
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>> {

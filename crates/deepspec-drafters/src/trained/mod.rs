@@ -11,7 +11,7 @@ mod upload;
 use std::path::Path;
 
 use deepspec_models::ModelError;
-use deepspec_models::nn::{AttentionSpec, Builder, Linear, Ropes, Rotations, Vocabulary};
+use deepspec_models::nn::{AttentionSpec, Builder, Linear, Ropes, Rotations, Vocabulary, Weight};
 use tch::{Device, Kind, Tensor};
 
 use checkpoint::Tensors;
@@ -51,7 +51,7 @@ impl<K: DrafterKind> Trained<K> {
         kind: Kind,
     ) -> Result<Self, ModelError> {
         let b = Builder::fresh(seed, config.model().initializer_range, embed_tokens.device(), kind);
-        Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), kind)
+        Self::build(config, b, embed_tokens.shallow_clone(), Weight::Stored(lm_head.shallow_clone()), kind)
     }
 
     /// Loads the checkpoint in `dir`.
@@ -59,9 +59,21 @@ impl<K: DrafterKind> Trained<K> {
     /// # Errors
     /// If config.json or a tensor is missing or does not fit.
     pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self, ModelError> {
+        Self::read(dir, device, kind, false)
+    }
+
+    /// The same, packed to decode with: it does not learn.
+    ///
+    /// # Errors
+    /// As [`Trained::load`].
+    pub fn load_packed(dir: &Path, device: Device, kind: Kind) -> Result<Self, ModelError> {
+        Self::read(dir, device, kind, true)
+    }
+
+    fn read(dir: &Path, device: Device, kind: Kind, packs: bool) -> Result<Self, ModelError> {
         let config = K::Config::load(dir)?;
         let (architecture, model) = (config.architecture(), config.model().clone());
-        checkpoint::load(dir, architecture, &model, (kind, device), |b, embed, head| {
+        checkpoint::load(dir, architecture, &model, (kind, device), packs, |b, embed, head| {
             Self::build(config, b, embed, head, kind)
         })
     }
@@ -70,7 +82,7 @@ impl<K: DrafterKind> Trained<K> {
         config: K::Config,
         b: Builder,
         embed_tokens: Tensor,
-        lm_head: Tensor,
+        lm_head: Weight,
         kind: Kind,
     ) -> Result<Self, ModelError> {
         let (model, device) = (config.model(), embed_tokens.device());
@@ -95,7 +107,8 @@ impl<K: DrafterKind> Trained<K> {
     /// None; the signature is shared with loading.
     pub fn outline(config: K::Config) -> Result<Vec<(String, Tensor)>, ModelError> {
         let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, Device::Cpu));
-        let outline = Self::build(config, Builder::outline(), ends.shallow_clone(), ends, Kind::BFloat16)?;
+        let head = Weight::Stored(ends.shallow_clone());
+        let outline = Self::build(config, Builder::outline(), ends, head, Kind::BFloat16)?;
         Ok(outline.tensors.parameters)
     }
 
@@ -104,28 +117,36 @@ impl<K: DrafterKind> Trained<K> {
     /// # Errors
     /// None; the signature is shared with loading.
     pub fn share(&self) -> Result<Self, ModelError> {
-        let (embed, head) = self.embed_and_head();
-        self.share_as(self.config.clone(), embed, head)
+        self.share_as(self.config.clone(), None)
     }
 
-    /// The same weights as a drafter of another config, of the same shapes, reads them; with other ends (both `[V, d]`).
+    /// The same drafter as it is now, packed to decode with.
     ///
     /// # Errors
     /// None; the signature is shared with loading.
-    pub fn share_as(
-        &self,
-        config: K::Config,
-        embed_tokens: &Tensor,
-        lm_head: &Tensor,
-    ) -> Result<Self, ModelError> {
-        let all = self.tensors.all();
-        let b = Builder::sharing(&all);
-        Self::build(config, b, embed_tokens.shallow_clone(), lm_head.shallow_clone(), self.kind)
+    pub fn packed(&self) -> Result<Self, ModelError> {
+        let named = self.tensors.shared();
+        let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share().packed());
+        let b = Builder::sharing(&named).packing();
+        Self::build(self.config.clone(), b, embed.shallow_clone(), head, self.kind)
     }
 
-    /// Its embedding and head, both `[V, d]`.
-    pub fn embed_and_head(&self) -> (&Tensor, &Tensor) {
-        (self.vocabulary.embed_tokens(), self.vocabulary.lm_head())
+    /// The same weights as a drafter of another config, of the same shapes, reads them; with other ends (both `[V, d]`) where there are some.
+    ///
+    /// # Errors
+    /// None; the signature is shared with loading.
+    pub fn share_as(&self, config: K::Config, ends: Option<(&Tensor, &Tensor)>) -> Result<Self, ModelError> {
+        let named = self.tensors.shared();
+        let (embed, head) = match ends {
+            Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),
+            None => (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share()),
+        };
+        Self::build(config, Builder::sharing(&named), embed.shallow_clone(), head, self.kind)
+    }
+
+    /// Its embedding and head, both `[V, d]`; a copy of the head where that is packed.
+    pub fn embed_and_head(&self) -> (Tensor, Tensor) {
+        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().stored())
     }
 
     /// Its architecture.
@@ -138,7 +159,7 @@ impl<K: DrafterKind> Trained<K> {
         self.tensors.freeze(prefixes);
     }
 
-    /// Parameters that learn, by checkpoint name, sharing storage with the model.
+    /// Parameters that can learn, by checkpoint name, sharing storage with the model; those that are packed cannot.
     pub fn parameters(&self) -> &[(String, Tensor)] {
         &self.tensors.parameters
     }

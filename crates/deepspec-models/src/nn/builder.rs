@@ -4,9 +4,10 @@ use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_native::PackedWeight;
 use tch::{Device, Kind, Tensor};
 
-use super::laid_out_for_few_rows;
+use super::Weight;
 use crate::{ModelError, Weights};
 
 /// How a fresh parameter starts.
@@ -25,13 +26,15 @@ pub enum Init {
 enum Source<'a> {
     Checkpoint(&'a Weights),
     Fresh { seed: u64, std: f64, device: Device, kind: Kind },
-    Shared(&'a [(String, Tensor)]),
+    Shared(&'a Named),
     Outline,
 }
 
 /// Hands out parameters by checkpoint name and remembers them in order.
 pub struct Builder<'a> {
     source: Source<'a>,
+    /// Whether weights of products are packed.
+    packs: bool,
     named: RefCell<Named>,
 }
 
@@ -42,34 +45,54 @@ pub struct Named {
     pub parameters: Vec<(String, Tensor)>,
     /// Those that are stored only.
     pub buffers: Vec<(String, Tensor)>,
+    /// Weights that are packed to decode with; they are in neither other list.
+    pub packed: Vec<(String, PackedWeight)>,
 }
 
 impl Named {
-    /// All of them.
-    pub fn all(self) -> Vec<(String, Tensor)> {
-        self.parameters.into_iter().chain(self.buffers).collect()
+    fn tensor(&self, name: &str, shape: &[i64]) -> Tensor {
+        let mut all = self.parameters.iter().chain(&self.buffers);
+        let found = all.find(|(other, tensor)| other == name && tensor.size() == shape);
+        found.map_or_else(
+            || panic!("the other model has no `{name}` of shape {shape:?}"),
+            |(_, tensor)| tensor.shallow_clone(),
+        )
+    }
+
+    fn packed(&self, name: &str, shape: &[i64; 2]) -> Option<PackedWeight> {
+        let found = self.packed.iter().find(|(other, weight)| other == name && weight.size() == *shape);
+        found.map(|(_, weight)| weight.share())
     }
 }
 
 impl<'a> Builder<'a> {
     /// Reads parameters from a checkpoint.
     pub fn from_checkpoint(weights: &'a Weights) -> Self {
-        Self { source: Source::Checkpoint(weights), named: RefCell::default() }
+        Self::new(Source::Checkpoint(weights))
     }
 
     /// Draws parameters with standard deviation `std`; each depends on `seed` and its own name only.
     pub fn fresh(seed: u64, std: f64, device: Device, kind: Kind) -> Self {
-        Self { source: Source::Fresh { seed, std, device, kind }, named: RefCell::default() }
+        Self::new(Source::Fresh { seed, std, device, kind })
     }
 
     /// Hands out parameters whose values nobody looks at: memory that is never touched.
     pub fn outline() -> Self {
-        Self { source: Source::Outline, named: RefCell::default() }
+        Self::new(Source::Outline)
     }
 
     /// Hands out the parameters of another model, sharing their storage.
-    pub fn sharing(named: &'a [(String, Tensor)]) -> Self {
-        Self { source: Source::Shared(named), named: RefCell::default() }
+    pub fn sharing(named: &'a Named) -> Self {
+        Self::new(Source::Shared(named))
+    }
+
+    fn new(source: Source<'a>) -> Self {
+        Self { source, packs: false, named: RefCell::default() }
+    }
+
+    /// The same, packing the weights of products: for a model that decodes, and does not learn.
+    pub fn packing(self) -> Self {
+        Self { packs: true, ..self }
     }
 
     /// The parameter `name` of the given shape.
@@ -82,16 +105,24 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// The weight `[output, input]` of a product. One of a checkpoint is there to decode with, a few rows at a time, and is laid out for that.
+    /// The weight `[output, input]` of a product.
     ///
     /// # Errors
     /// As [`Builder::get`].
-    pub fn product(&self, name: &str, shape: &[i64; 2]) -> Result<Tensor, ModelError> {
-        let tensor = self.read(name, shape, Init::Normal)?;
-        let tensor =
-            if matches!(self.source, Source::Checkpoint(_)) { laid_out_for_few_rows(tensor) } else { tensor };
-        self.named.borrow_mut().parameters.push((name.to_string(), tensor.shallow_clone()));
-        Ok(tensor)
+    pub fn product(&self, name: &str, shape: &[i64; 2], init: Init) -> Result<Weight, ModelError> {
+        let shared = if let Source::Shared(model) = self.source { model.packed(name, shape) } else { None };
+        let weight = match shared {
+            Some(packed) => Weight::Packed(packed),
+            // Of a model that learns the values are taken, as they are now.
+            None if self.packs => Weight::Stored(self.read(name, shape, init)?.detach()).packed(),
+            None => Weight::Stored(self.read(name, shape, init)?),
+        };
+        let (name, named) = (name.to_string(), &mut *self.named.borrow_mut());
+        match &weight {
+            Weight::Stored(stored) => named.parameters.push((name, stored.shallow_clone())),
+            Weight::Packed(packed) => named.packed.push((name, packed.share())),
+        }
+        Ok(weight)
     }
 
     /// The same for a tensor that is stored but not trained.
@@ -107,13 +138,7 @@ impl<'a> Builder<'a> {
     fn read(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
         Ok(match &self.source {
             Source::Checkpoint(weights) => weights.get(name, shape)?,
-            Source::Shared(named) => {
-                let shared = named.iter().find(|(other, tensor)| other == name && tensor.size() == shape);
-                shared.map_or_else(
-                    || panic!("the other model has no `{name}` of shape {shape:?}"),
-                    |(_, tensor)| tensor.shallow_clone(),
-                )
-            }
+            Source::Shared(model) => model.tensor(name, shape),
             Source::Outline => Tensor::empty(shape, (Kind::BFloat16, Device::Cpu)),
             &Source::Fresh { seed, std, device, kind } => match init {
                 Init::Ones => Tensor::ones(shape, (kind, device)),

@@ -3,24 +3,24 @@
 use tch::Tensor;
 
 use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
-use super::{Builder, Init, Rotation, linear};
+use super::{Builder, Init, Rotation, Weight};
 use crate::ModelError;
 
 /// `y = x Wᵀ (+ b)`.
 pub struct Linear {
-    weight: Tensor,
+    weight: Weight,
     bias: Option<Tensor>,
 }
 
 impl Linear {
     /// `[.., input] -> [.., output]` without bias.
     pub fn new(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
-        Ok(Self { weight: b.product(&format!("{name}.weight"), &[output, input])?, bias: None })
+        Ok(Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Normal)?, bias: None })
     }
 
     /// The same, giving zeros while it is fresh.
     pub fn starting_at_zero(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
-        Ok(Self { weight: b.get(&format!("{name}.weight"), &[output, input], Init::Zeros)?, bias: None })
+        Ok(Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Zeros)?, bias: None })
     }
 
     /// `[.., input] -> [.., output]` with bias.
@@ -31,7 +31,7 @@ impl Linear {
 
     /// Applies it to the last dimension.
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        linear(x, &self.weight, self.bias.as_ref())
+        self.weight.product(x, self.bias.as_ref())
     }
 }
 

@@ -9,7 +9,7 @@ mod vocabulary;
 
 pub use builder::{Builder, Init, Named};
 pub use layer::{DecoderLayer, Half, Linear, Qkv, RmsNorm};
-pub use linear::{laid_out_for_few_rows, linear, second_layout_bytes};
+pub use linear::Weight;
 pub use rope::{Ropes, Rotation, Rotations};
 pub use spec::{Activation, AttentionSpec, Heads, LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
 pub use vocabulary::Vocabulary;

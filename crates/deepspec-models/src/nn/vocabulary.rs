@@ -2,12 +2,12 @@
 
 use tch::{Kind, Tensor};
 
-use super::linear;
+use super::Weight;
 
 /// Embedding and head, `[V, d]` each.
 pub struct Vocabulary {
     embed_tokens: Tensor,
-    lm_head: Tensor,
+    lm_head: Weight,
     /// Factor on embeddings, in the kind of the weights; None for 1.
     scale: Option<Tensor>,
     softcap: Option<f64>,
@@ -16,7 +16,7 @@ pub struct Vocabulary {
 impl Vocabulary {
     /// Embeddings are multiplied by `scale`, which is first rounded to the weights' kind; logits `x` become `c·tanh(x/c)` where
     /// there is a soft-cap c.
-    pub fn new(embed_tokens: Tensor, lm_head: Tensor, scale: f64, softcap: Option<f64>) -> Self {
+    pub fn new(embed_tokens: Tensor, lm_head: Weight, scale: f64, softcap: Option<f64>) -> Self {
         let factor =
             || Tensor::from(scale as f32).to_kind(embed_tokens.kind()).to_device(embed_tokens.device());
         Self { scale: (scale != 1.0).then(factor), embed_tokens, lm_head, softcap }
@@ -28,7 +28,7 @@ impl Vocabulary {
     }
 
     /// The head.
-    pub fn lm_head(&self) -> &Tensor {
+    pub fn lm_head(&self) -> &Weight {
         &self.lm_head
     }
 
@@ -43,9 +43,9 @@ impl Vocabulary {
         self.logits_by(&self.lm_head, hidden)
     }
 
-    /// The same by the head in another layout.
-    pub fn logits_by(&self, lm_head: &Tensor, hidden: &Tensor) -> Tensor {
-        self.cap(linear(hidden, lm_head, None).to_kind(Kind::Float))
+    /// The same by the head in another form.
+    pub fn logits_by(&self, lm_head: &Weight, hidden: &Tensor) -> Tensor {
+        self.cap(lm_head.product(hidden, None).to_kind(Kind::Float))
     }
 
     /// c, if logits are soft-capped.

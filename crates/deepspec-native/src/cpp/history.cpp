@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
 
 // Of the BLAS that libtorch was built with, where it lets others have it: out = alpha op(a) op(b) + beta out, column by column.
 extern "C" __attribute__((weak)) void sgemm_(
@@ -163,6 +164,7 @@ char* ds_history_attention(
     const at::Tensor* q, const at::Tensor* k, const at::Tensor* v, const HistoryChunk* chunks, size_t count, double scale,
     int64_t window, bool causal, at::Tensor** result) {
   return caught([&] {
+    RECORD_USER_SCOPE("history_attention");
     at::Tensor out = at::zeros_like(*q);
     const Reading reading{
         q->const_data_ptr<float>(),

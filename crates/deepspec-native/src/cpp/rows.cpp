@@ -4,10 +4,12 @@
 #include <cmath>
 #include <cstdint>
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 namespace {
@@ -22,10 +24,10 @@ bool plain(const at::Tensor& tensor) {
       !(c10::GradMode::is_enabled() && tensor.requires_grad());
 }
 
-// Calls `each(task)` for all of `count` tasks, on several threads where there is more than `grain` of them.
+// Calls `each(task)` for all of `count` tasks, on several threads where there are some and more tasks than `grain`.
 template <typename Each>
 void for_tasks(int64_t count, int64_t grain, Each each) {
-  if (count <= grain) {
+  if (count <= grain || at::get_num_threads() == 1) {
     for (int64_t task = 0; task < count; ++task) each(task);
     return;
   }
@@ -83,6 +85,7 @@ at::Tensor* ds_rms_norm(const at::Tensor* x, const at::Tensor* weight, double ep
   return made([&]() -> at::Tensor {
     const int64_t width = weight->numel();
     if (!plain(*x) || !plain(*weight) || width == 0 || x->dim() == 0 || x->size(-1) != width) return {};
+    RECORD_USER_SCOPE("rms_norm");
     at::Tensor out = at::empty_like(*x);
     const float *from = x->const_data_ptr<float>(), *scale = weight->const_data_ptr<float>();
     float* to = out.mutable_data_ptr<float>();
@@ -103,6 +106,7 @@ at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::
     const int64_t heads = x->size(1), width = x->size(2), half = width / 2;
     const int64_t needed = x->size(0) * half;
     if (width % 2 != 0 || cosines->numel() != needed || sines->numel() != needed) return {};
+    RECORD_USER_SCOPE("rotate");
     at::Tensor out = at::empty_like(*x);
     const float *from = x->const_data_ptr<float>(), *cos = cosines->const_data_ptr<float>(),
                 *sin = sines->const_data_ptr<float>();

@@ -7,8 +7,9 @@
 #include "profile.cpp"
 #include "rows.cpp"
 #include "stream.cpp"
-// Behind rows.cpp, whose `for_tasks` and `kLanes` it uses.
+// Behind rows.cpp, whose `for_tasks` and `kLanes` they use.
 #include "history.cpp"
+#include "products.cpp"
 
 #ifdef __linux__
 #include "pool.cpp"

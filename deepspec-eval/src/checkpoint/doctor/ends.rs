@@ -26,7 +26,7 @@ pub struct Ends(Vec<Rows>);
 /// Compares both ends row by row, as bfloat16.
 pub fn compare(drafter: &dyn ExaminedDrafter, target: &TargetModel) -> Ends {
     let ((own_embed, own_head), (embed, head)) = (drafter.embed_and_head(), target.embed_and_head());
-    Ends(vec![rows("embed_tokens", own_embed, &embed), rows("lm_head", own_head, &head)])
+    Ends(vec![rows("embed_tokens", &own_embed, &embed), rows("lm_head", &own_head, &head)])
 }
 
 fn rows(name: &'static str, own: &Tensor, target: &Tensor) -> Rows {

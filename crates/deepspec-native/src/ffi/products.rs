@@ -1,0 +1,192 @@
+//! Products with weights that are packed for them: float32, on the CPU, without gradients.
+
+use std::ffi::{c_char, c_void};
+use std::ptr;
+use std::sync::LazyLock;
+
+use tch::{Device, Kind, Tensor};
+
+use super::c10d::check;
+
+/// Outputs that lie side by side, as the shim reads them.
+const PANEL: i64 = 32;
+
+/// The instructions that products are computed by, as the shim numbers them; 0 where it has none for the processor.
+static LEVEL: LazyLock<i32> = LazyLock::new(|| {
+    // SAFETY: it only asks the processor.
+    unsafe { ds_product_level() }
+});
+
+unsafe extern "C" {
+    fn ds_product_level() -> i32;
+    fn ds_product(
+        x: *const c_void,
+        panels: *const c_void,
+        outputs: i64,
+        level: i32,
+        out: *mut *mut c_void,
+    ) -> *mut c_char;
+}
+
+/// A weight `[output, input]`, packed so that few rows read it from front to end: 8 rows take a third to three quarters of the time of libtorch's
+/// own product, many rows about the same.
+///
+/// Every value of a product is one sum over the inputs in their order. So a row's bits do not depend on the rows beside it.
+#[derive(Debug)]
+pub struct PackedWeight {
+    panels: Tensor, // [⌈output / PANEL⌉, input, PANEL], zeros behind the last output
+    outputs: i64,
+}
+
+impl PackedWeight {
+    /// Packs a copy of `weight [output, input]`; None where it is not of float32 on the CPU, or learns, and on processors without AVX2.
+    pub fn new(weight: &Tensor) -> Option<Self> {
+        let &[outputs, width] = weight.size().as_slice() else { return None };
+        if !can_be_packed(weight) {
+            return None;
+        }
+        let (whole, rest) = (outputs / PANEL, outputs % PANEL);
+        let panels = Tensor::empty([whole + i64::from(rest > 0), width, PANEL], (Kind::Float, Device::Cpu));
+        let laid_out = weight.narrow(0, 0, whole * PANEL).view([whole, PANEL, width]);
+        panels.narrow(0, 0, whole).copy_(&laid_out.transpose(1, 2));
+        if rest > 0 {
+            let mut last = panels.get(whole);
+            let _ = last.zero_();
+            last.narrow(1, 0, rest).copy_(&weight.narrow(0, whole * PANEL, rest).tr());
+        }
+        Some(Self { panels, outputs })
+    }
+
+    /// Bytes that the packed copy of `weight` takes; 0 where there is none.
+    pub fn bytes(weight: &Tensor) -> u64 {
+        if can_be_packed(weight) { weight.numel() as u64 * size_of::<f32>() as u64 } else { 0 }
+    }
+
+    /// The same weight, not copied.
+    pub fn share(&self) -> Self {
+        Self { panels: self.panels.shallow_clone(), outputs: self.outputs }
+    }
+
+    /// The weight as it was; a copy, or sharing the storage.
+    pub fn unpacked(&self) -> Tensor {
+        let width = self.panels.size()[1];
+        self.panels.transpose(1, 2).reshape([-1, width]).narrow(0, 0, self.outputs)
+    }
+
+    /// `[output, input]`.
+    pub fn size(&self) -> [i64; 2] {
+        [self.outputs, self.panels.size()[1]]
+    }
+
+    /// `x Wᵀ` over the last dimension of `x [.., input]`: `[.., output]`.
+    ///
+    /// # Panics
+    /// If x is not float32 of the CPU, is of another width, or wants a gradient.
+    pub fn product(&self, x: &Tensor) -> Tensor {
+        self.product_by(*LEVEL, x)
+    }
+
+    /// The same by the instructions of a level, which is not above the processor's.
+    fn product_by(&self, level: i32, x: &Tensor) -> Tensor {
+        let ([outputs, width], mut size) = (self.size(), x.size());
+        let fits = x.device() == Device::Cpu && x.kind() == Kind::Float && size.last() == Some(&width);
+        assert!(fits, "{:?} {size:?} on {:?} and a packed weight of {width} inputs", x.kind(), x.device());
+        assert!(!x.requires_grad(), "a packed weight gives no gradient");
+        let (x, mut out) = (x.contiguous().view([-1, width]), ptr::null_mut());
+        let (rows, panels) = (x.as_ptr().cast(), self.panels.as_ptr().cast());
+        // SAFETY: the shim reads both tensors during the call only. x is rows of `width` float32, the panels hold as many for all outputs: both are
+        // contiguous and were checked, here and where they were packed; the processor has the level. It catches every C++ exception, and
+        // sets `out` where it returns null.
+        let problem = unsafe { ds_product(rows, panels, outputs, level, &mut out) };
+        if let Err(problem) = check(problem) {
+            panic!("a product with a packed weight: {problem}");
+        }
+        // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+        let y = unsafe { Tensor::from_ptr(out.cast()) };
+        if let Some(last) = size.last_mut() {
+            *last = outputs;
+        }
+        y.view(size.as_slice())
+    }
+}
+
+fn can_be_packed(weight: &Tensor) -> bool {
+    *LEVEL > 0
+        && weight.device() == Device::Cpu
+        && weight.kind() == Kind::Float
+        && weight.numel() > 0
+        && !weight.requires_grad()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(shape: &[i64]) -> Tensor {
+        let count = shape.iter().product::<i64>();
+        (Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.7).sin().view(shape)
+    }
+
+    #[test]
+    fn rows_are_multiplied_whatever_their_number() {
+        assert!(*LEVEL > 0, "this processor has no AVX2");
+        // Whole panels and rests of them, sums of one and of many.
+        for [outputs, width] in [[192, 288], [96, 1024], [32, 1], [33, 7], [1, 192], [21, 48], [8, 5]] {
+            let (x, weight) = (values(&[300, width]), values(&[outputs, width]));
+            let packed = PackedWeight::new(&weight).unwrap();
+            assert_eq!(packed.size(), [outputs, width]);
+            assert!(packed.unpacked().equal(&weight));
+            let all = packed.product(&x);
+            let [exact, weight] = [&x, &weight].map(|tensor| tensor.to_kind(Kind::Double));
+            let exact = exact.linear(&weight, None::<&Tensor>);
+            assert!(all.to_kind(Kind::Double).allclose(&exact, 1e-5, 1e-5, false), "{outputs} of {width}");
+            // The instructions are other ones, the sums are the same.
+            for (level, rows) in (1..=*LEVEL)
+                .flat_map(|level| (0..40).chain([127, 128, 129, 257]).map(move |rows| (level, rows)))
+            {
+                let some = packed.product_by(level, &x.narrow(0, 300 - rows, rows));
+                let equal = some.equal(&all.narrow(0, 300 - rows, rows));
+                assert!(equal, "{rows} rows, {outputs} of {width}, level {level}");
+            }
+        }
+    }
+
+    #[test]
+    fn threads_change_nothing() {
+        let (x, weight) = (values(&[200, 512]), values(&[1000, 512]));
+        let packed = PackedWeight::new(&weight).unwrap();
+        let before = tch::get_num_threads();
+        let [one, three] = [1, 3].map(|threads| {
+            tch::set_num_threads(threads);
+            packed.product(&x)
+        });
+        tch::set_num_threads(before);
+        assert!(one.equal(&three));
+    }
+
+    #[test]
+    fn rows_may_have_any_shape_and_layout() {
+        let (x, weight) = (values(&[16, 5, 3]), values(&[40, 16]));
+        let packed = PackedWeight::new(&weight).unwrap();
+        let x = x.permute([2, 1, 0]);
+        let found = packed.share().product(&x);
+        assert_eq!(found.size(), [3, 5, 40]);
+        assert!(found.allclose(&x.linear(&weight, None::<&Tensor>), 1e-5, 1e-5, false));
+    }
+
+    #[test]
+    fn what_learns_or_is_of_another_kind_is_not_packed() {
+        let weight = values(&[40, 16]);
+        assert_eq!(PackedWeight::bytes(&weight), 40 * 16 * 4);
+        for other in [weight.to_kind(Kind::BFloat16), weight.copy().set_requires_grad(true)] {
+            assert!(PackedWeight::new(&other).is_none());
+            assert_eq!(PackedWeight::bytes(&other), 0);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a packed weight of 16 inputs")]
+    fn rows_of_another_width_are_refused() {
+        let _ = PackedWeight::new(&values(&[40, 16])).unwrap().product(&values(&[2, 17]));
+    }
+}
