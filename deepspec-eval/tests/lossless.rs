@@ -1,6 +1,6 @@
 //! The law of the project on the tiny target: drafting changes the speed of answers and nothing else, in any batch.
 //!
-//! Products of matrices with other row counts differ by rounding, so where two runs part the test recomputes the decision
+//! Not every sum is the same with other row counts on every processor, so where two runs part the test recomputes the decision
 //! and shows that it was a tie within 1e-4.
 
 mod common;
