@@ -4,7 +4,6 @@ use std::path::Path;
 
 use deepspec_models::nn::{Builder, Named, Vocabulary, Weight};
 use deepspec_models::{ModelConfig, ModelError, Weights};
-use deepspec_native::PackedWeight;
 use tch::{Device, Kind, Tensor};
 
 const EMBED: &str = "embed_tokens.weight";
@@ -15,49 +14,20 @@ pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
 
-/// The tensors of a checkpoint by name, sharing storage with the model.
-pub struct Tensors {
-    /// Those that are trained.
-    pub parameters: Vec<(String, Tensor)>,
-    frozen: Vec<(String, Tensor)>,
-    /// Weights that are packed to decode with; they are in neither other list.
-    packed: Vec<(String, PackedWeight)>,
+/// What a builder handed out, and the target's embedding and head: all that a checkpoint holds.
+pub fn with_ends(mut named: Named, vocabulary: &Vocabulary) -> Named {
+    named.buffers.push((EMBED.to_string(), vocabulary.embed_tokens().shallow_clone()));
+    match vocabulary.lm_head().share() {
+        Weight::Stored(head) => named.buffers.push((HEAD.to_string(), head)),
+        Weight::Packed(head) => named.packed.push((HEAD.to_string(), head)),
+    }
+    named
 }
 
-impl Tensors {
-    /// What a builder handed out, and the target's embedding and head.
-    pub fn new(named: Named, vocabulary: &Vocabulary) -> Self {
-        let Named { parameters, buffers: mut frozen, mut packed } = named;
-        frozen.push((EMBED.to_string(), vocabulary.embed_tokens().shallow_clone()));
-        match vocabulary.lm_head().share() {
-            Weight::Stored(head) => frozen.push((HEAD.to_string(), head)),
-            Weight::Packed(head) => packed.push((HEAD.to_string(), head)),
-        }
-        Self { parameters, frozen, packed }
-    }
-
-    /// Keeps parameters as they are whose names begin like this.
-    pub fn freeze(&mut self, prefixes: &[&str]) {
-        let is_frozen =
-            |(name, _): &mut (String, Tensor)| prefixes.iter().any(|prefix| name.starts_with(prefix));
-        self.frozen.extend(self.parameters.extract_if(.., is_frozen));
-    }
-
-    /// Everything that a checkpoint holds; copies of what is packed.
-    pub fn all(&self) -> Vec<(String, Tensor)> {
-        let Named { parameters, buffers, .. } = self.shared();
-        let unpacked = self.packed.iter().map(|(name, weight)| (name.clone(), weight.unpacked()));
-        parameters.into_iter().chain(buffers).chain(unpacked).collect()
-    }
-
-    /// The same tensors for another model, not copied.
-    pub fn shared(&self) -> Named {
-        let share = |of: &[(String, Tensor)]| {
-            of.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect()
-        };
-        let packed = self.packed.iter().map(|(name, weight)| (name.clone(), weight.share())).collect();
-        Named { parameters: share(&self.parameters), buffers: share(&self.frozen), packed }
-    }
+/// Keeps parameters as they are whose names begin like this.
+pub fn freeze(named: &mut Named, prefixes: &[&str]) {
+    let is_frozen = |(name, _): &mut (String, Tensor)| prefixes.iter().any(|prefix| name.starts_with(prefix));
+    named.buffers.extend(named.parameters.extract_if(.., is_frozen));
 }
 
 /// Reads the drafter in `dir`, packed or not: `build` asks for its tensors by name, beside its embedding and head.

@@ -11,10 +11,8 @@ mod upload;
 use std::path::Path;
 
 use deepspec_models::ModelError;
-use deepspec_models::nn::{AttentionSpec, Builder, Linear, Ropes, Rotations, Vocabulary, Weight};
+use deepspec_models::nn::{AttentionSpec, Builder, Linear, Named, Ropes, Rotations, Vocabulary, Weight};
 use tch::{Device, Kind, Tensor};
-
-use checkpoint::Tensors;
 
 pub use config::DraftDecoder;
 pub use cost::{PassBytes, SampleSize};
@@ -31,7 +29,8 @@ pub struct Trained<K: DrafterKind> {
     fc: Linear,
     pub(crate) parts: K,
     ropes: Ropes,
-    tensors: Tensors,
+    /// Everything that a checkpoint holds, sharing storage with the model.
+    tensors: Named,
     kind: Kind,
     device: Device,
     /// Whether a training pass keeps of its layers their inputs only.
@@ -92,7 +91,7 @@ impl<K: DrafterKind> Trained<K> {
             fc: Linear::new(&b, "fc", width, model.hidden_size)?,
             parts: K::new(&b, &config)?,
             ropes: Ropes::new(&model.layers, device),
-            tensors: Tensors::new(b.into_named(), &vocabulary),
+            tensors: checkpoint::with_ends(b.into_named(), &vocabulary),
             vocabulary,
             config,
             kind,
@@ -125,9 +124,8 @@ impl<K: DrafterKind> Trained<K> {
     /// # Errors
     /// None; the signature is shared with loading.
     pub fn packed(&self) -> Result<Self, ModelError> {
-        let named = self.tensors.shared();
         let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share().packed());
-        let b = Builder::sharing(&named).packing();
+        let b = Builder::sharing(&self.tensors).packing();
         Self::build(self.config.clone(), b, embed.shallow_clone(), head, self.kind)
     }
 
@@ -136,12 +134,11 @@ impl<K: DrafterKind> Trained<K> {
     /// # Errors
     /// None; the signature is shared with loading.
     pub fn share_as(&self, config: K::Config, ends: Option<(&Tensor, &Tensor)>) -> Result<Self, ModelError> {
-        let named = self.tensors.shared();
         let (embed, head) = match ends {
             Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),
             None => (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share()),
         };
-        Self::build(config, Builder::sharing(&named), embed.shallow_clone(), head, self.kind)
+        Self::build(config, Builder::sharing(&self.tensors), embed.shallow_clone(), head, self.kind)
     }
 
     /// Its embedding and head, both `[V, d]`; a copy of the head where that is packed.
@@ -156,7 +153,7 @@ impl<K: DrafterKind> Trained<K> {
 
     /// Keeps parameters as they are whose names begin like this.
     fn freeze(&mut self, prefixes: &[&str]) {
-        self.tensors.freeze(prefixes);
+        checkpoint::freeze(&mut self.tensors, prefixes);
     }
 
     /// Parameters that can learn, by checkpoint name, sharing storage with the model; those that are packed cannot.

@@ -50,6 +50,22 @@ pub struct Named {
 }
 
 impl Named {
+    /// All of them as they are stored; copies of what is packed.
+    pub fn all(&self) -> Vec<(String, Tensor)> {
+        let Self { parameters, buffers, packed } = self.share();
+        let unpacked = packed.into_iter().map(|(name, weight)| (name, weight.unpacked()));
+        parameters.into_iter().chain(buffers).chain(unpacked).collect()
+    }
+
+    /// The same tensors, not copied.
+    pub fn share(&self) -> Self {
+        let share = |of: &[(String, Tensor)]| {
+            of.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect()
+        };
+        let packed = self.packed.iter().map(|(name, weight)| (name.clone(), weight.share())).collect();
+        Self { parameters: share(&self.parameters), buffers: share(&self.buffers), packed }
+    }
+
     fn tensor(&self, name: &str, shape: &[i64]) -> Tensor {
         let mut all = self.parameters.iter().chain(&self.buffers);
         let found = all.find(|(other, tensor)| other == name && tensor.size() == shape);
@@ -81,7 +97,7 @@ impl<'a> Builder<'a> {
         Self::new(Source::Outline)
     }
 
-    /// Hands out the parameters of another model, sharing their storage.
+    /// Hands out the parameters of another model, sharing their storage. One that it has not, or of another shape, is a mistake in the program: it panics.
     pub fn sharing(named: &'a Named) -> Self {
         Self::new(Source::Shared(named))
     }

@@ -28,8 +28,8 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// A weight `[output, input]`, packed so that few rows read it from front to end: 8 rows take a third to three quarters of the time of libtorch's
-/// own product, many rows about the same.
+/// A weight `[output, input]`, packed so that few rows read it from front to end: on a Zen 4 products of 8 rows took a seventh to two
+/// thirds of the time of libtorch's own, of many rows about the same.
 ///
 /// Every value of a product is one sum over the inputs in their order. So a row's bits do not depend on the rows beside it.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl PackedWeight {
     /// `x Wᵀ` over the last dimension of `x [.., input]`: `[.., output]`.
     ///
     /// # Panics
-    /// If x is not float32 of the CPU, is of another width, or wants a gradient.
+    /// If x is not float32 of the CPU, is of another width, or wants a gradient, or there is no memory for the result.
     pub fn product(&self, x: &Tensor) -> Tensor {
         self.product_by(*LEVEL, x)
     }
