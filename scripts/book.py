@@ -4,7 +4,7 @@
 scripts/book.py check         links, commands, flags, keys, YAML and JSON of all pages, and the pages and plots that are written
 scripts/book.py write         writes those pages: docs/commands.md and docs/recipe.md
 scripts/book.py tutorial      runs the tutorial in a folder of its own and compares what it prints
-scripts/book.py tutorial write    … and writes what it printed into the page
+scripts/book.py tutorial write    … and writes the numbers that it printed into the page
 
 Needs a build: cargo build --release. YAML is read by PyYAML: where this Python has none, by that of DEEPSPEC_TEST_PYTHON; without either it is not checked,
 which is told, and a failure with DEEPSPEC_FORBID_SKIPS=1. Links to elsewhere are not visited; it is only seen to it that they are well formed.
@@ -267,24 +267,51 @@ def blocks(text):
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 
-def same(said, expected):
-    """Whether a line is what was expected: words are equal, numbers within a sixth (another processor rounds, and trains, otherwise)."""
-    pattern, wanted = "", []
-    for part in re.split(rf"({NUMBER}|…|\s+)", expected.strip()):
+def parts(expected):
+    """What a line is made of, and the pattern of those that are like it: words are equal, numbers are any, `…` stands for whatever is left out."""
+    found = [part for part in re.split(rf"({NUMBER}|…|\s+)", expected.strip()) if part]
+    pattern = ""
+    for part in found:
         if part == "…":
             pattern += ".*?"
         elif re.fullmatch(NUMBER, part):
             pattern += f"({NUMBER})"
-            wanted.append(part)
         elif part.isspace():
             pattern += r"\s+"
         else:
             pattern += re.escape(part)
+    return found, pattern
+
+
+def same(said, expected):
+    """Whether a line is what was expected: words are equal, numbers within a sixth (another processor rounds, and trains, otherwise)."""
+    found, pattern = parts(expected)
     match = re.fullmatch(pattern, said.strip())
     value = lambda text: float(text.replace(",", ""))
     slack = lambda b: 0.1 if "." in b else 3 if abs(value(b)) >= 20 else 0
     near = lambda a, b: abs(value(a) - value(b)) <= max(abs(value(b)) / 6, slack(b))
+    wanted = [part for part in found if re.fullmatch(NUMBER, part)]
     return match and all(near(a, b) for a, b in zip(match.groups(), wanted))
+
+
+def renewed(expected, output):
+    """What was expected with the numbers that were printed now; what a page leaves out stays left out."""
+    lines, at, kept = output.splitlines(), 0, []
+    for line in expected.splitlines():
+        found, pattern = parts(line)
+        matches = ((i, re.fullmatch(pattern, lines[i].strip())) for i in range(at, len(lines)))
+        ahead, match = next(((i, match) for i, match in matches if match), (None, None))
+        if line.strip() == "…":
+            kept.append(line)
+        elif match:
+            numbers, at = iter(match.groups()), ahead + 1
+            start = line[: len(line) - len(line.lstrip())]
+            # Columns stay below each other.
+            kept.append(start + "".join(next(numbers).rjust(len(part)) if re.fullmatch(NUMBER, part) else part for part in found))
+        elif at < len(lines):
+            kept.append(re.sub(VOLATILE, "…", lines[at]))
+            at += 1
+    return "\n".join(kept) + "\n"
 
 
 # The server's in the tutorial; the test takes one that is free.
@@ -324,7 +351,7 @@ def tutorial(write):
         if expected is None:
             continue
         if write:
-            output = re.sub(VOLATILE, "…", output.replace(work, "…"))
+            output = renewed(expected, output.replace(work, "…"))
             text = text.replace(f"```sh\n{code}```\n\n```text\n{expected}```", f"```sh\n{code}```\n\n```text\n{output}```", 1)
             continue
         lines, wanted = output.splitlines(), expected.splitlines()
