@@ -10,6 +10,8 @@
 // Behind rows.cpp, whose `for_tasks` and `kLanes` they use.
 #include "history.cpp"
 #include "products.cpp"
+// Behind history.cpp, whose `exponential` it uses.
+#include "losses.cpp"
 
 #ifdef __linux__
 #include "pool.cpp"
