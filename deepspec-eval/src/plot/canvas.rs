@@ -1,21 +1,27 @@
-//! A drawing as SVG, and that SVG as PNG.
+//! A drawing as SVG and as PNG.
 
 use anyhow::{Context, Result};
 use plotters::coord::Shift;
 use plotters::prelude::*;
-use resvg::tiny_skia::{Pixmap, Transform};
-use resvg::usvg::{Options, Tree};
+use tiny_skia::Pixmap;
+
+use super::paper::Paper;
 
 /// Units per pixel. Plotters counts in whole units: were they pixels, curves would have steps and discs few sizes.
 pub(crate) const UNITS: u32 = 10;
 /// Our letters, whatever fonts are installed. See `assets/LICENSE-DejaVu.txt`.
 pub(crate) static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-subset.ttf");
 
+/// Texts are as high above their middle as below it, in em.
+pub(crate) const MIDDLE: f32 = 0.36;
+
+/// Pixels of a PNG for each of the drawing's, which is made for screens of usual density.
+const DENSITY: u32 = 2;
 /// Pixels left free at each edge.
 const MARGIN: f64 = 16.0;
 
 /// What is drawn on; lengths on it are [`px`].
-pub type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+pub type Canvas<'a> = DrawingArea<Paper<'a>, Shift>;
 
 /// A length of so many pixels on a [`Canvas`].
 pub fn px(pixels: f64) -> i32 {
@@ -26,22 +32,23 @@ pub fn px(pixels: f64) -> i32 {
 pub struct Plot {
     /// What it shows, for those who cannot see it.
     pub title: &'static str,
-    size: (u32, u32),
     svg: String,
+    picture: Pixmap,
 }
 
 impl Plot {
     /// Draws on a white ground of so many pixels, within a margin.
     ///
     /// # Errors
-    /// Those of `paint`, with the plot's title.
+    /// Those of `paint`, or pixels that are none or too many, with the plot's title.
     pub fn draw(
         title: &'static str,
         size: (u32, u32),
         paint: impl FnOnce(&Canvas) -> Result<()>,
     ) -> Result<Self> {
-        let svg = draw(title, size, paint).with_context(|| format!("drawing the plot `{title}`"))?;
-        Ok(Self { title, size, svg })
+        let (svg, picture) =
+            draw(title, size, paint).with_context(|| format!("drawing the plot `{title}`"))?;
+        Ok(Self { title, svg, picture })
     }
 
     /// As an SVG document, which can stand in an HTML page too and fetches nothing from elsewhere.
@@ -49,36 +56,26 @@ impl Plot {
         &self.svg
     }
 
-    /// The SVG as a PNG file of `scale` times its size.
+    /// As a PNG file of twice as many pixels either way.
     ///
     /// # Errors
-    /// The SVG cannot be read, or the picture is too large.
-    pub fn png(&self, scale: f32) -> Result<Vec<u8>> {
-        self.pixels(scale).with_context(|| format!("drawing the plot `{}` as PNG", self.title))
-    }
-
-    fn pixels(&self, scale: f32) -> Result<Vec<u8>> {
-        let mut options = Options::default();
-        options.fontdb_mut().load_font_data(FONT.to_vec());
-        let tree = Tree::from_str(&self.svg, &options)?;
-        let size = |pixels: u32| (pixels as f32 * scale).round() as u32;
-        let (width, height) = (size(self.size.0), size(self.size.1));
-        let mut pixmap = Pixmap::new(width, height)
-            .with_context(|| format!("{width} x {height} pixels are none or too many"))?;
-        resvg::render(&tree, Transform::from_scale(scale, scale), &mut pixmap.as_mut());
-        Ok(pixmap.encode_png()?)
+    /// The encoder's.
+    pub fn png(&self) -> Result<Vec<u8>> {
+        self.picture.encode_png().with_context(|| format!("writing the plot `{}` as PNG", self.title))
     }
 }
 
 fn draw(
     title: &str,
-    (width, height): (u32, u32),
+    size: (u32, u32),
     paint: impl FnOnce(&Canvas) -> Result<()>,
-) -> Result<String> {
+) -> Result<(String, Pixmap)> {
+    let (width, height) = size;
     let mut drawn = String::new();
+    let mut picture = Pixmap::new(width * DENSITY, height * DENSITY)
+        .with_context(|| format!("{width} x {height} pixels are none or too many"))?;
     {
-        let units = (width * UNITS, height * UNITS);
-        let canvas = SVGBackend::with_string(&mut drawn, units).into_drawing_area();
+        let canvas = Paper::new(&mut drawn, &mut picture, size)?.into_drawing_area();
         canvas.fill(&WHITE)?;
         let margin = px(MARGIN);
         paint(&canvas.margin(margin, margin, margin, margin))?;
@@ -86,7 +83,7 @@ fn draw(
     }
     // Pixels instead of units outside, a title, and texts that are as high above their middle as below it.
     let (_, shapes) = drawn.split_once('>').context("an SVG without a tag")?;
-    let shapes = shapes.replace(" dy=\"0.5ex\" ", " dy=\"0.36em\" ");
+    let shapes = shapes.replace(" dy=\"0.5ex\" ", &format!(" dy=\"{MIDDLE}em\" "));
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
          viewBox=\"0 0 {} {}\" role=\"img\"><title>{title}</title>{shapes}",
@@ -94,7 +91,7 @@ fn draw(
         height * UNITS
     );
     svg.retain(|c| c == '\n' || !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')); // XML forbids them
-    Ok(svg)
+    Ok((svg, picture))
 }
 
 #[cfg(test)]
@@ -104,7 +101,7 @@ mod tests {
     use crate::plot::{Axis, chart, heading};
 
     fn pixels(plot: &Plot) -> Pixmap {
-        Pixmap::decode_png(&plot.png(2.0).unwrap()).unwrap()
+        Pixmap::decode_png(&plot.png().unwrap()).unwrap()
     }
 
     #[test]
@@ -116,7 +113,7 @@ mod tests {
         });
         let plot = plot.unwrap();
         assert!(plot.svg().contains("&lt;/text&gt;&quot;&amp;\n"), "{}", plot.svg());
-        assert!(plot.svg().contains("<title>names</title>") && plot.png(1.0).is_ok());
+        assert!(plot.svg().contains("<title>names</title>") && plot.png().is_ok());
     }
 
     #[test]
@@ -132,7 +129,9 @@ mod tests {
         assert_eq!((pixels.width(), pixels.height()), (80, 72));
         assert_eq!((pixel(36, 36), pixel(0, 0)), ((0x00, 0x72, 0xb2), (255, 255, 255)));
         assert!((32..60).any(|x| (42..72).any(|y| pixel(x, y).0 < 100)), "the letter is there");
-        assert!(plot.png(0.0).is_err() && plot.png(1e9).is_err());
+        let none = |_: &Canvas| Ok(());
+        assert!(Plot::draw("none", (0, 36), none).is_err());
+        assert!(Plot::draw("too many", (100_000, 100_000), none).is_err());
     }
 
     #[test]

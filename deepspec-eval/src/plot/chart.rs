@@ -6,10 +6,11 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::palette::{FAINT, GREY, INK};
 use super::theme::{LARGE, SMALL, letters};
+use super::paper::Paper;
 use super::{Axis, Canvas, SeriesStyle, px, stroke};
 
 /// Axes with what is drawn between them.
-pub type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
+pub type Chart<'a> = ChartContext<'a, Paper<'a>, Cartesian2d<Axis, Axis>>;
 
 /// Writes a title and, below it, the keys of a legend; gives what is left below them.
 ///

@@ -7,6 +7,7 @@ use plotters::prelude::*;
 use plotters::style::register_font;
 
 use super::canvas::FONT;
+use super::paper::Paper;
 use super::px;
 
 /// Colours that are told apart in colour-blind vision (Okabe & Ito 2008).
@@ -86,7 +87,7 @@ impl SeriesStyle {
     /// Drawing fails.
     pub fn mark<C: CoordTranslate>(
         self,
-        area: &DrawingArea<SVGBackend, C>,
+        area: &DrawingArea<Paper, C>,
         place: C::From,
         radius: f64,
     ) -> Result<()> {

@@ -220,7 +220,7 @@ mod tests {
 
     fn drawn(plot: Result<Plot>) -> String {
         let plot = plot.unwrap();
-        assert!(plot.png(1.0).unwrap().starts_with(b"\x89PNG"));
+        assert!(plot.png().unwrap().starts_with(b"\x89PNG"));
         for broken in ["NaN", "inf", "href", "url("] {
             assert!(!plot.svg().contains(broken), "{}: {broken}", plot.title);
         }

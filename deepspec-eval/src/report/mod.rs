@@ -17,9 +17,6 @@ use document::PLOTS;
 pub use document::{Block, Document};
 pub use terminal::render as terminal;
 
-/// Pixels of a PNG plot per pixel of its SVG.
-const SCALE: f32 = 2.0;
-
 /// Writes `report.md`, `report.html` and the plots, as SVG and PNG, into `dir`.
 ///
 /// # Errors
@@ -51,7 +48,7 @@ pub fn write_document(dir: &Path, document: &Document) -> anyhow::Result<()> {
 /// As [`write`].
 pub fn write_plot(dir: &Path, name: &str, plot: &Plot) -> anyhow::Result<()> {
     put(&dir.join(format!("{name}.svg")), plot.svg().as_bytes())?;
-    Ok(put(&dir.join(format!("{name}.png")), &plot.png(SCALE)?)?)
+    Ok(put(&dir.join(format!("{name}.png")), &plot.png()?)?)
 }
 
 fn put(path: &Path, bytes: &[u8]) -> Result<(), FileError> {

@@ -1,0 +1,221 @@
+//! What plotters draws on: an SVG document, and a picture of it in pixels.
+
+use std::io;
+
+use ab_glyph::{Font, FontRef, OutlineCurve};
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, VPos};
+use plotters_backend::{BackendColor, BackendCoord, BackendStyle, BackendTextStyle, DrawingErrorKind};
+use tiny_skia::{FillRule, LineJoin, Paint, Path, PathBuilder, Pixmap, Rect, Stroke, Transform};
+
+use super::canvas::{FONT, MIDDLE, UNITS};
+
+type Drawn = Result<(), DrawingErrorKind<io::Error>>;
+
+/// Draws everything twice.
+pub struct Paper<'a> {
+    document: SVGBackend<'a>,
+    picture: &'a mut Pixmap,
+    /// From units to the picture's pixels.
+    to_pixels: Transform,
+    letters: FontRef<'static>,
+}
+
+impl<'a> Paper<'a> {
+    /// An empty document of so many pixels, and the `picture`, whose pixels are as many or more.
+    ///
+    /// # Errors
+    /// Our font cannot be read.
+    pub fn new(
+        document: &'a mut String,
+        picture: &'a mut Pixmap,
+        (width, height): (u32, u32),
+    ) -> anyhow::Result<Self> {
+        let scale = picture.width() as f32 / (width * UNITS) as f32;
+        Ok(Self {
+            document: SVGBackend::with_string(document, (width * UNITS, height * UNITS)),
+            picture,
+            to_pixels: Transform::from_scale(scale, scale),
+            letters: FontRef::try_from_slice(FONT)?,
+        })
+    }
+
+    fn fill(&mut self, path: Option<Path>, color: BackendColor, transform: Transform) {
+        if let Some(path) = path {
+            self.picture.fill_path(&path, &paint(color), FillRule::Winding, transform, None);
+        }
+    }
+
+    fn stroke(&mut self, path: Option<Path>, style: &impl BackendStyle) {
+        let width = style.stroke_width() as f32;
+        if let Some(path) = path {
+            let stroke = Stroke { width, line_join: LineJoin::Miter, ..Stroke::default() };
+            self.picture.stroke_path(&path, &paint(style.color()), &stroke, self.to_pixels, None);
+        }
+    }
+
+    /// The outlines of a text whose letters are `em` units high, and how far it reaches; it begins at 0 on the base line.
+    fn outlines(&self, text: &str, em: f32) -> (Option<Path>, f32) {
+        let scale = em / self.letters.units_per_em().unwrap_or(2048.0);
+        let (mut path, mut at, mut before) = (PathBuilder::new(), 0.0, None);
+        for letter in text.chars() {
+            let glyph = self.letters.glyph_id(letter);
+            at += before.map_or(0.0, |before| self.letters.kern_unscaled(before, glyph) * scale);
+            let place = |point: ab_glyph::Point| (at + point.x * scale, -point.y * scale);
+            let mut last = None;
+            for curve in self.letters.outline(glyph).into_iter().flat_map(|outline| outline.curves) {
+                let (OutlineCurve::Line(from, to)
+                | OutlineCurve::Quad(from, _, to)
+                | OutlineCurve::Cubic(from, _, _, to)) = curve;
+                if last != Some(from) {
+                    let (x, y) = place(from);
+                    path.move_to(x, y);
+                }
+                let (x, y) = place(to);
+                match curve {
+                    OutlineCurve::Line(..) => path.line_to(x, y),
+                    OutlineCurve::Quad(_, by, _) => path.quad_to(place(by).0, place(by).1, x, y),
+                    OutlineCurve::Cubic(_, a, b, _) => {
+                        path.cubic_to(place(a).0, place(a).1, place(b).0, place(b).1, x, y);
+                    }
+                }
+                last = Some(to);
+            }
+            at += self.letters.h_advance_unscaled(glyph) * scale;
+            before = Some(glyph);
+        }
+        (path.finish(), at)
+    }
+}
+
+fn paint(color: BackendColor) -> Paint<'static> {
+    let (red, green, blue) = color.rgb;
+    let mut paint = Paint { anti_alias: true, ..Paint::default() };
+    paint.set_color_rgba8(red, green, blue, (color.alpha * 255.0).round() as u8);
+    paint
+}
+
+fn lines(points: &[BackendCoord]) -> PathBuilder {
+    let mut path = PathBuilder::new();
+    for (index, &(x, y)) in points.iter().enumerate() {
+        match index {
+            0 => path.move_to(x as f32, y as f32),
+            _ => path.line_to(x as f32, y as f32),
+        }
+    }
+    path
+}
+
+impl DrawingBackend for Paper<'_> {
+    type ErrorType = io::Error;
+
+    fn get_size(&self) -> (u32, u32) {
+        self.document.get_size()
+    }
+
+    fn ensure_prepared(&mut self) -> Drawn {
+        self.document.ensure_prepared()
+    }
+
+    fn present(&mut self) -> Drawn {
+        self.document.present()
+    }
+
+    fn draw_pixel(&mut self, point: BackendCoord, color: BackendColor) -> Drawn {
+        let square = Rect::from_xywh(point.0 as f32, point.1 as f32, 1.0, 1.0);
+        self.fill(square.map(PathBuilder::from_rect), color, self.to_pixels);
+        self.document.draw_pixel(point, color)
+    }
+
+    fn draw_line<S: BackendStyle>(&mut self, from: BackendCoord, to: BackendCoord, style: &S) -> Drawn {
+        self.stroke(lines(&[from, to]).finish(), style);
+        self.document.draw_line(from, to, style)
+    }
+
+    fn draw_rect<S: BackendStyle>(
+        &mut self,
+        from: BackendCoord,
+        to: BackendCoord,
+        style: &S,
+        fill: bool,
+    ) -> Drawn {
+        let corners = Rect::from_ltrb(from.0 as f32, from.1 as f32, to.0 as f32, to.1 as f32);
+        let path = corners.map(PathBuilder::from_rect);
+        match fill {
+            true => self.fill(path, style.color(), self.to_pixels),
+            false => self.stroke(path, style),
+        }
+        self.document.draw_rect(from, to, style, fill)
+    }
+
+    fn draw_path<S: BackendStyle, I: IntoIterator<Item = BackendCoord>>(
+        &mut self,
+        path: I,
+        style: &S,
+    ) -> Drawn {
+        let points: Vec<_> = path.into_iter().collect();
+        self.stroke(lines(&points).finish(), style);
+        self.document.draw_path(points, style)
+    }
+
+    fn draw_circle<S: BackendStyle>(
+        &mut self,
+        center: BackendCoord,
+        radius: u32,
+        style: &S,
+        fill: bool,
+    ) -> Drawn {
+        let path = PathBuilder::from_circle(center.0 as f32, center.1 as f32, radius as f32);
+        match fill {
+            true => self.fill(path, style.color(), self.to_pixels),
+            false => self.stroke(path, style),
+        }
+        self.document.draw_circle(center, radius, style, fill)
+    }
+
+    fn fill_polygon<S: BackendStyle, I: IntoIterator<Item = BackendCoord>>(
+        &mut self,
+        corners: I,
+        style: &S,
+    ) -> Drawn {
+        let corners: Vec<_> = corners.into_iter().collect();
+        let mut path = lines(&corners);
+        path.close();
+        self.fill(path.finish(), style.color(), self.to_pixels);
+        self.document.fill_polygon(corners, style)
+    }
+
+    /// As the document says it: the size that plotters names is 1.24 em, places are of the text's beginning, middle or end.
+    fn draw_text<S: BackendTextStyle>(&mut self, text: &str, style: &S, at: BackendCoord) -> Drawn {
+        let em = (style.size() / 1.24) as f32;
+        let (path, width) = self.outlines(text, em);
+        let right = match style.anchor().h_pos {
+            HPos::Left => 0.0,
+            HPos::Center => -width / 2.0,
+            HPos::Right => -width,
+        };
+        let down = match style.anchor().v_pos {
+            VPos::Top => 0.76 * em,
+            VPos::Center => MIDDLE * em,
+            VPos::Bottom => -0.27 * em,
+        };
+        let turned = match style.transform() {
+            FontTransform::Rotate90 => 90.0,
+            FontTransform::Rotate180 => 180.0,
+            FontTransform::Rotate270 => 270.0,
+            _ => 0.0,
+        };
+        let placed = self.to_pixels.pre_translate(at.0 as f32, at.1 as f32);
+        let placed = placed.pre_concat(Transform::from_rotate(turned)).pre_translate(right, down);
+        self.fill(path, style.color(), placed);
+        self.document.draw_text(text, style, at)
+    }
+
+    fn estimate_text_size<S: BackendTextStyle>(
+        &self,
+        text: &str,
+        style: &S,
+    ) -> Result<(u32, u32), DrawingErrorKind<io::Error>> {
+        self.document.estimate_text_size(text, style)
+    }
+}
