@@ -8,6 +8,7 @@ mod bench;
 mod budget;
 pub mod checkpoint;
 mod evaluation;
+mod events;
 mod foretell;
 mod gpu;
 mod invented;

@@ -4,19 +4,15 @@
 //! reader sees a step twice.
 
 use std::fs::{self, File};
-use std::io::{self, BufWriter};
+use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use deepspec_core::atomic::{self, FileError};
 use serde_json::{Map, Value};
-use tfrecord::RecordWriter;
-use tfrecord::protobuf::event::What;
-use tfrecord::protobuf::session_log::SessionStatus;
-use tfrecord::protobuf::summary::{self, value};
-use tfrecord::protobuf::summary_metadata::PluginData;
-use tfrecord::protobuf::{
-    DataType, Event, SessionLog, Summary, SummaryMetadata, TensorProto, TensorShapeProto,
+
+use crate::events::{
+    self, Event, Metadata, Plugin, SessionLog, Shape, Shown, Summary, Tensor, Value as Point, What,
 };
 
 /// What the names of event files begin with.
@@ -26,7 +22,7 @@ const KEYS: [&str; 2] = ["step", "time"];
 
 /// An event file that grows.
 pub struct TensorBoard {
-    writer: RecordWriter<Event, BufWriter<File>>,
+    writer: BufWriter<File>,
     path: PathBuf,
 }
 
@@ -44,8 +40,7 @@ impl TensorBoard {
         let path = dir.join(format!("{PREFIX}{}.{}", since_1970().as_nanos(), std::process::id()));
         let partial = atomic::partial_name(&path);
         let file = File::create(&partial).map_err(FileError::at("writing", &partial))?;
-        let writer = RecordWriter::from_writer(BufWriter::new(file)).map_err(io::Error::other);
-        let mut this = Self { writer: writer.map_err(FileError::at("writing", &partial))?, path };
+        let mut this = Self { writer: BufWriter::new(file), path };
         this.begin(recipe)?;
         for row in rows {
             this.send(row)?;
@@ -71,21 +66,14 @@ impl TensorBoard {
         let now = since_1970().as_secs_f64();
         self.event(now, 0, What::FileVersion("brain.Event:2".into()))?;
         // Lets a TensorBoard that still shows the file before this one forget it.
-        let start = SessionLog { status: SessionStatus::Start.into(), ..SessionLog::default() };
-        self.event(now, 0, What::SessionLog(start))?;
-        let text = TensorProto {
-            dtype: DataType::DtString.into(),
-            tensor_shape: Some(TensorShapeProto::default()),
-            // Four spaces make a block of code of it.
-            string_val: vec![recipe.lines().map(|line| format!("    {line}\n")).collect::<String>().into()],
-            ..TensorProto::default()
-        };
-        let plugin = PluginData { plugin_name: "text".into(), ..PluginData::default() };
-        let value = summary::Value {
+        self.event(now, 0, What::SessionLog(SessionLog::START))?;
+        // Four spaces make a block of code of it.
+        let text = recipe.lines().map(|line| format!("    {line}\n")).collect::<String>();
+        let text = Tensor { dtype: Tensor::TEXT, shape: Some(Shape {}), texts: vec![text.into()] };
+        let value = Point {
             tag: "recipe".into(),
-            metadata: Some(SummaryMetadata { plugin_data: Some(plugin), ..SummaryMetadata::default() }),
-            value: Some(value::Value::Tensor(text)),
-            ..summary::Value::default()
+            metadata: Some(Metadata { plugin: Some(Plugin { name: "text".into() }) }),
+            shown: Some(Shown::Tensor(text)),
         };
         self.event(now, 0, What::Summary(Summary { value: vec![value] }))
     }
@@ -95,22 +83,18 @@ impl TensorBoard {
         let step = row.get("step").and_then(Value::as_i64).unwrap_or_default();
         let value = scalars(row)
             .into_iter()
-            .map(|(tag, number)| summary::Value {
-                tag,
-                value: Some(value::Value::SimpleValue(number as f32)),
-                ..summary::Value::default()
-            })
+            .map(|(tag, number)| Point { tag, metadata: None, shown: Some(Shown::Number(number as f32)) })
             .collect();
         self.event(time, step, What::Summary(Summary { value }))
     }
 
     fn event(&mut self, wall_time: f64, step: i64, what: What) -> Result<(), FileError> {
-        let event = Event { wall_time, step, what: Some(what), ..Event::default() };
-        self.writer.send(event).map_err(io::Error::other).map_err(FileError::at("writing", &self.path))
+        let event = Event { wall_time, step, what: Some(what) };
+        events::write(&mut self.writer, &event).map_err(FileError::at("writing", &self.path))
     }
 
     fn flush(&mut self) -> Result<(), FileError> {
-        self.writer.flush().map_err(io::Error::other).map_err(FileError::at("writing", &self.path))
+        self.writer.flush().map_err(FileError::at("writing", &self.path))
     }
 }
 
