@@ -36,13 +36,14 @@ export MASTER_ADDR=127.0.0.1
 run=$DEEPSPEC_RUN
 mkdir "$run"
 
-# Merge and report are over sooner than anybody could come in between: the first time each waits until it is told to stop.
+# The split, merge and report are over sooner than anybody could come in between: the first time each waits until it is told to stop.
 export DEEPSPEC_BIN=$work/bin
 mkdir "$work/bin"
 for program in data train eval; do
     cat >"$work/bin/deepspec-$program" <<SH
 #!/usr/bin/env bash
 case "\$1 \$2 \$SLURM_JOB_NAME" in
+    split*) waits=pipeline ;;
     "cache merge "*) waits=merge ;;
     *deepspec-report) waits=report ;;
 esac
@@ -97,6 +98,7 @@ preempt() {
 waits() { [ -d "$work/waits-$stage" ]; }
 
 sbatch --parsable --gpus-per-node=0 --output="$work/pipeline.log" scripts/slurm/pipeline.sbatch
+preempt pipeline '' waits 1
 preempt regenerate 'deepspec-data regenerate' answered 2
 preempt cache 'deepspec-data cache build' cached 2
 preempt merge '' waits 1

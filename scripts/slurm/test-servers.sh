@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# vLLM's server under a real Slurm of this one machine: regenerate.sbatch starts it, waits until it answers, asks, and ends it; the answers are
+# those of our own engine. Then the same with a server that ends before it answers. Installs Slurm where it may; needs a build.
+#
+#   eval "$(scripts/engines.sh vllm)"; scripts/slurm/test-servers.sh
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
+bin=$PWD/target/release
+: "${DEEPSPEC_VLLM_PYTHON:?eval \"\$(scripts/engines.sh vllm)\" sets it}"
+work=$(mktemp -d)
+# shellcheck source=scripts/slurm/cluster.sh
+. scripts/slurm/cluster.sh
+stop() {
+    status=$?
+    [ $status = 0 ] || tail -n 30 "$work"/*.log >&2 2>/dev/null || true
+    kill "${slurm_daemons[@]}" 2>/dev/null || true
+    wait "${slurm_daemons[@]}" 2>/dev/null || true
+    [ -n "${KEEP:-}" ] || rm -rf "$work"
+}
+trap stop EXIT
+start_slurm "$work" 1
+
+# The build for CPUs has no `vllm serve`.
+mkdir "$work/path"
+cat >"$work/path/vllm" <<SH
+#!/usr/bin/env bash
+model=\$2
+shift 2
+exec "$DEEPSPEC_VLLM_PYTHON" -m vllm.entrypoints.openai.api_server --model "\$model" "\$@"
+SH
+chmod +x "$work/path/vllm"
+export PATH=$work/path:$PATH VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+export DEEPSPEC_SERVER=vllm DEEPSPEC_SERVER_ARGS="--dtype float32 --max-model-len 512 --enforce-eager" DEEPSPEC_STATE=$work/state
+target=assets/tiny-target
+head -n 16 assets/demo-prompts.jsonl >"$work/prompts.jsonl"
+asked=(--model "$target" --input "$work/prompts.jsonl" --temperature 0 --max-tokens 64 --disable-thinking)
+submit() { sbatch --parsable --wait --gpus-per-node=0 --cpus-per-task=1 --output="$work/$1.log" scripts/slurm/regenerate.sbatch "${asked[@]}" --output "$work/$1.jsonl"; }
+
+echo "== regenerate.sbatch with vLLM's server" >&2
+submit answers
+"$bin/deepspec-data" --quiet regenerate --embedded "$target" "${asked[@]}" --output "$work/own.jsonl"
+python3 - "$work/answers.jsonl" "$work/own.jsonl" <<'PY'
+import json, sys
+served, own = ({row["id"]: [m["content"] for m in row["conversations"]] for row in map(json.loads, open(file))} for file in sys.argv[1:])
+same = sum(served[key] == own[key] for key in own)
+print(f"slurm test: vLLM's server: {same} of {len(own)} answers are those of our own engine")
+# Where two tokens are nearly as good as each other, engines may part.
+assert served.keys() == own.keys() and len(own) == 16 and same >= 15
+PY
+! pgrep -f "vllm.entrypoints.openai.api_server --model $target" >/dev/null || { echo "slurm test: the server outlived its job" >&2; exit 1; }
+
+echo "== and with one that does not start" >&2
+DEEPSPEC_SERVER_ARGS="--no-such-flag" submit broken && { echo "slurm test: the job did not fail" >&2; exit 1; }
+grep -q 'failed: no server on GPU none' "$work/state"
+grep -q 'no-such-flag' "$work/broken.log"
+echo "slurm test: a server that does not start fails its job with its own words" >&2
