@@ -134,6 +134,7 @@ if [ $# = 0 ]; then
     if command -v slurmctld >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; then
         part scripts/slurm/test.sh
         part scripts/slurm/test-pipeline.sh
+        [ -z "$engines" ] || part scripts/slurm/test-servers.sh
     elif [ "${DEEPSPEC_FORBID_SKIPS:-}" = 1 ]; then
         echo "test: Slurm is missing and may not be installed (apt-get install slurm-wlm munge)" >&2
         code=1

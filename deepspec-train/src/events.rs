@@ -1,7 +1,7 @@
 //! Event files as TensorBoard reads them: records of messages, of which those stand here that are written, under TensorFlow's names and numbers
 //! (`tensorflow/core/util/event.proto`, `framework/summary.proto`, `framework/tensor.proto`, `lib/io/record_writer.h`).
 //!
-//! A crate that has all of them, and reads them in the tests, compiles an HTTP client and a compiler of protocols to be built.
+//! The crate `tfrecord`, which has all of them, compiles an HTTP client and a compiler of protocols before it can be built.
 
 use std::io::{self, Write};
 
@@ -103,7 +103,7 @@ pub struct Tensor {
     /// What it is made of, [`Tensor::TEXT`].
     #[prost(int32, tag = "1")]
     pub dtype: i32,
-    /// None of any size: it is a scalar.
+    /// Without sizes, for a scalar.
     #[prost(message, optional, tag = "2")]
     pub shape: Option<Shape>,
     /// Its texts.
@@ -134,7 +134,7 @@ pub fn write(to: &mut impl Write, event: &Event) -> io::Result<()> {
     Ok(())
 }
 
-/// CRC-32C, masked so that checksums of what holds checksums are no checksums of nothing.
+/// CRC-32C, masked as TensorFlow does it, because the CRC of data that holds its own CRC is the same for all data.
 fn checksum(bytes: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

@@ -1,6 +1,6 @@
 //! A drawing as SVG and as PNG.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use tiny_skia::Pixmap;
@@ -15,8 +15,10 @@ pub(crate) static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-subset.t
 /// Texts are as high above their middle as below it, in em.
 pub(crate) const MIDDLE: f32 = 0.36;
 
-/// Pixels of a PNG for each of the drawing's, which is made for screens of usual density.
+/// Pixels of a PNG for each of the drawing's, either way: it looks sharp on dense screens too.
 const DENSITY: u32 = 2;
+/// Pixels of a drawing, either way.
+const MOST_PIXELS: u32 = 8192;
 /// Pixels left free at each edge.
 const MARGIN: f64 = 16.0;
 
@@ -56,7 +58,7 @@ impl Plot {
         &self.svg
     }
 
-    /// As a PNG file of twice as many pixels either way.
+    /// As a PNG file of `DENSITY` times as many pixels either way.
     ///
     /// # Errors
     /// The encoder's.
@@ -72,8 +74,9 @@ fn draw(
 ) -> Result<(String, Pixmap)> {
     let (width, height) = size;
     let mut drawn = String::new();
-    let mut picture = Pixmap::new(width * DENSITY, height * DENSITY)
-        .with_context(|| format!("{width} x {height} pixels are none or too many"))?;
+    let told = || format!("{width} x {height} pixels are none, or more than {MOST_PIXELS} either way");
+    ensure!(width.max(height) <= MOST_PIXELS, told());
+    let mut picture = Pixmap::new(width * DENSITY, height * DENSITY).with_context(told)?;
     {
         let canvas = Paper::new(&mut drawn, &mut picture, size)?.into_drawing_area();
         canvas.fill(&WHITE)?;

@@ -5,8 +5,8 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::palette::{FAINT, GREY, INK};
-use super::theme::{LARGE, SMALL, letters};
 use super::paper::Paper;
+use super::theme::{LARGE, SMALL, letters};
 use super::{Axis, Canvas, SeriesStyle, px, stroke};
 
 /// Axes with what is drawn between them.

@@ -48,19 +48,20 @@ impl<'a> Paper<'a> {
 
     fn stroke(&mut self, path: Option<Path>, style: &impl BackendStyle) {
         let width = style.stroke_width() as f32;
-        if let Some(path) = path {
+        if let Some(path) = path.filter(|_| width > 0.0) {
             let stroke = Stroke { width, line_join: LineJoin::Miter, ..Stroke::default() };
             self.picture.stroke_path(&path, &paint(style.color()), &stroke, self.to_pixels, None);
         }
     }
 
-    /// The outlines of a text whose letters are `em` units high, and how far it reaches; it begins at 0 on the base line.
+    /// The outlines of a text whose letters are `em` units high, and how far it reaches; it begins at 0 on the base line. Letters stand behind each
+    /// other without kerning.
     fn outlines(&self, text: &str, em: f32) -> (Option<Path>, f32) {
         let scale = em / self.letters.units_per_em().unwrap_or(2048.0);
-        let (mut path, mut at, mut before) = (PathBuilder::new(), 0.0, None);
-        for letter in text.chars() {
+        let (mut path, mut at) = (PathBuilder::new(), 0.0);
+        // The document has none of these either.
+        for letter in text.chars().filter(|letter| !letter.is_control()) {
             let glyph = self.letters.glyph_id(letter);
-            at += before.map_or(0.0, |before| self.letters.kern_unscaled(before, glyph) * scale);
             let place = |point: ab_glyph::Point| (at + point.x * scale, -point.y * scale);
             let mut last = None;
             for curve in self.letters.outline(glyph).into_iter().flat_map(|outline| outline.curves) {
@@ -82,7 +83,6 @@ impl<'a> Paper<'a> {
                 last = Some(to);
             }
             at += self.letters.h_advance_unscaled(glyph) * scale;
-            before = Some(glyph);
         }
         (path.finish(), at)
     }
@@ -217,5 +217,65 @@ impl DrawingBackend for Paper<'_> {
         style: &S,
     ) -> Result<(u32, u32), DrawingErrorKind<io::Error>> {
         self.document.estimate_text_size(text, style)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plotters::style::text_anchor::Pos;
+
+    use super::*;
+    use crate::plot::palette::INK;
+    use crate::plot::theme::{LARGE, letters};
+    use crate::plot::{Plot, px};
+
+    /// The dark pixels of a text at the middle of a picture, from there: left, top, right and bottom.
+    fn reach(pos: Pos, transform: FontTransform) -> [i64; 4] {
+        let plot = Plot::draw("text", (200, 200), |canvas| {
+            let (width, height) = canvas.dim_in_pixel();
+            let style = letters(LARGE, INK).pos(pos).transform(transform.clone());
+            canvas.draw_text("HHHH", &style, (width as i32 / 2, height as i32 / 2))?;
+            Ok(())
+        });
+        let picture = Pixmap::decode_png(&plot.unwrap().png().unwrap()).unwrap();
+        let middle = i64::from(picture.width()) / 2;
+        let dark = picture.pixels().iter().enumerate().filter(|(_, pixel)| pixel.red() < 128);
+        let width = picture.width() as usize;
+        let places = dark.map(|(i, _)| ((i % width) as i64 - middle, (i / width) as i64 - middle));
+        places.fold([i64::MAX, i64::MAX, i64::MIN, i64::MIN], |[left, top, right, bottom], (x, y)| {
+            [left.min(x), top.min(y), right.max(x + 1), bottom.max(y + 1)]
+        })
+    }
+
+    #[test]
+    fn texts_stand_where_the_document_says() {
+        let at = |h, v| reach(Pos::new(h, v), FontTransform::None);
+        // Four letters of 13 pixels, twice as many here: capitals are 0.73 em high and 0.75 em wide.
+        let em = 2 * i64::from(px(LARGE)) / i64::from(UNITS);
+        let near =
+            |found: i64, expected: f64| (found as f64 - expected * em as f64).abs() <= 0.15 * em as f64;
+        let [left, top, right, bottom] = at(HPos::Left, VPos::Top);
+        assert!(near(left, 0.1) && near(right, 2.9), "{left} to {right} of {em}");
+        assert!(near(top, 0.03) && near(bottom, 0.76), "{top} to {bottom} of {em}");
+        let [left, top, right, bottom] = at(HPos::Center, VPos::Center);
+        assert!(near(left, -1.4) && near(right, 1.4) && near(top, -0.37) && near(bottom, 0.36));
+        let [left, _, right, bottom] = at(HPos::Right, VPos::Bottom);
+        assert!(near(left, -2.9) && near(right, -0.1) && near(bottom, -0.27));
+    }
+
+    #[test]
+    fn turned_texts_turn_about_their_place() {
+        let pos = Pos::new(HPos::Left, VPos::Top);
+        let [left, top, right, bottom] = reach(pos, FontTransform::None);
+        // What was right of the place is below, left of or above it, and what was below it is left of, above or right of it.
+        let expected = [
+            (FontTransform::Rotate90, [-bottom, left, -top, right]),
+            (FontTransform::Rotate180, [-right, -bottom, -left, -top]),
+            (FontTransform::Rotate270, [top, -right, bottom, -left]),
+        ];
+        for (transform, expected) in expected {
+            let found = reach(pos, transform);
+            assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() <= 1), "{found:?} {expected:?}");
+        }
     }
 }

@@ -66,9 +66,9 @@ impl Rows {
         let logits = needs.soft.then(|| (draft.copy(), target.copy()));
         let (draft_most, draft_log) = normalise(&mut draft);
         let (target_most, target_log) = normalise(&mut target);
-        let soft = logits.map(|(draft_logits, target_logits)| {
-            let soft_ce = &draft_log - row_sum(&(&target * (draft_logits - &draft_most)));
-            let entropy = target_log - row_sum(&(&target * (target_logits - target_most)));
+        let soft = logits.map(|(mut draft_logits, mut target_logits)| {
+            let soft_ce = &draft_log - row_sum(&draft_logits.g_sub_(&draft_most).g_mul_(&target));
+            let entropy = target_log - row_sum(&target_logits.g_sub_(&target_most).g_mul_(&target));
             let kl = &soft_ce - entropy;
             (soft_ce, kl)
         });

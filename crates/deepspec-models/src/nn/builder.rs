@@ -50,7 +50,7 @@ pub struct Named {
 }
 
 impl Named {
-    /// All of them as they are stored; copies of what is packed.
+    /// All of them, in the form in which a checkpoint stores them: what is packed is copied out of that.
     pub fn all(&self) -> Vec<(String, Tensor)> {
         let Self { parameters, buffers, packed } = self.share();
         let unpacked = packed.into_iter().map(|(name, weight)| (name, weight.unpacked()));
@@ -97,7 +97,10 @@ impl<'a> Builder<'a> {
         Self::new(Source::Outline)
     }
 
-    /// Hands out the parameters of another model, sharing their storage. One that it has not, or of another shape, is a mistake in the program: it panics.
+    /// Hands out the parameters of another model, sharing their storage.
+    ///
+    /// # Panics
+    /// When a parameter is asked for that the other model has not, or has in another shape.
     pub fn sharing(named: &'a Named) -> Self {
         Self::new(Source::Shared(named))
     }

@@ -1,4 +1,5 @@
-// What losses ask of rows of logits, each in one pass or two; libtorch makes them of a dozen operators, which go over memory once each.
+// What losses ask of rows of logits, in one to three passes over a row; libtorch makes them of a dozen operators, which go over all rows once each.
+// What can fail (there is no memory for a result, or for tasks) does so before the first row is written.
 
 namespace {
 
@@ -102,13 +103,17 @@ at::Tensor* ds_row_differences(const at::Tensor* p, const at::Tensor* q) {
 
 // p (rise sign(p - q) + factor) in place of the rows p [n, V]; rise and factor [n, 1]. 1 where that was done.
 int32_t ds_tilt_rows(at::Tensor* p, const at::Tensor* q, const at::Tensor* rise, const at::Tensor* factor) {
-  if (!rows_alike(*p, *q) || !one_each(*rise, *p) || !one_each(*factor, *p)) return 0;
-  RECORD_USER_SCOPE("tilt_rows");
-  const int64_t width = p->size(1);
-  float* first = p->mutable_data_ptr<float>();
-  const float *second = q->const_data_ptr<float>(), *rises = rise->const_data_ptr<float>(),
-              *factors = factor->const_data_ptr<float>();
-  for_rows(*p, width, [=](int64_t i) { tilt(first + i * width, second + i * width, width, rises[i], factors[i]); });
-  return 1;
+  try {
+    if (!rows_alike(*p, *q) || !one_each(*rise, *p) || !one_each(*factor, *p)) return 0;
+    RECORD_USER_SCOPE("tilt_rows");
+    const int64_t width = p->size(1);
+    float* first = p->mutable_data_ptr<float>();
+    const float *second = q->const_data_ptr<float>(), *rises = rise->const_data_ptr<float>(),
+                *factors = factor->const_data_ptr<float>();
+    for_rows(*p, width, [=](int64_t i) { tilt(first + i * width, second + i * width, width, rises[i], factors[i]); });
+    return 1;
+  } catch (...) {
+    return 0;
+  }
 }
 }

@@ -1,4 +1,4 @@
-//! What losses ask of rows of float32 logits on the CPU, in passes that go over memory as seldom as can be.
+//! What losses ask of rows of float32 logits on the CPU, in one to three passes over a row.
 
 use std::ffi::c_void;
 
@@ -16,8 +16,8 @@ unsafe extern "C" {
 ///
 /// None, with x as it was, where libtorch's own operators are to be taken: for gradients, on other devices, of other kinds or layouts.
 pub fn normalise_rows(x: &mut Tensor) -> Option<Tensor> {
-    // SAFETY: the shim writes within x, which is borrowed mutably, during the call only, catches every C++ exception, and returns null or a
-    // tensor of its own.
+    // SAFETY: the shim writes within x, which is borrowed mutably, during the call only, catches every C++ exception, which arise before it writes,
+    // and returns null or a tensor of its own.
     unsafe { owned(ds_normalise_rows(x.as_mut_ptr().cast())) }
 }
 
@@ -33,7 +33,8 @@ pub fn row_differences(p: &Tensor, q: &Tensor) -> Option<Tensor> {
 /// is not where [`normalise_rows`] gives None.
 pub fn tilt_rows(p: &mut Tensor, q: &Tensor, rise: &Tensor, factor: &Tensor) -> bool {
     let (rise, factor) = (rise.as_ptr().cast(), factor.as_ptr().cast());
-    // SAFETY: the shim checks all shapes, writes within p, which is borrowed mutably, and reads the others during the call only.
+    // SAFETY: the shim checks all shapes, writes within p, which is borrowed mutably, and reads the others during the call only; it catches every
+    // C++ exception, which arise before it writes.
     unsafe { ds_tilt_rows(p.as_mut_ptr().cast(), q.as_ptr().cast(), rise, factor) != 0 }
 }
 
@@ -44,7 +45,8 @@ mod tests {
     use super::*;
 
     fn logits(rows: i64, width: i64, seed: f64) -> Tensor {
-        (Tensor::arange(rows * width, (Kind::Float, Device::Cpu)) * 0.37 + seed).sin().view([rows, width]) * 9.0
+        (Tensor::arange(rows * width, (Kind::Float, Device::Cpu)) * 0.37 + seed).sin().view([rows, width])
+            * 9.0
     }
 
     fn assert_close(found: &Tensor, expected: &Tensor) {
@@ -83,15 +85,25 @@ mod tests {
         let mut p = x.copy();
         let _ = normalise_rows(&mut p).unwrap();
         assert_close(&p, &x.softmax(-1, Kind::Float));
-        let mut not = Tensor::from_slice(&[f32::NAN, 1.0, 2.0]).view([1, 3]);
-        let found = normalise_rows(&mut not).unwrap();
-        assert!(not.isnan().any().int64_value(&[]) == 1 || found.isnan().any().int64_value(&[]) == 1);
+        // Within the lanes and behind them.
+        for (place, wrong) in [(3, f64::NAN), (129, f64::NAN), (3, f64::INFINITY), (129, f64::INFINITY)] {
+            let mut row = logits(1, 130, 0.0);
+            let _ = row.narrow(1, place, 1).fill_(wrong);
+            let found = normalise_rows(&mut row).unwrap();
+            assert!(row.isnan().any().int64_value(&[]) == 1, "{wrong} at {place}");
+            assert!(found.narrow(1, 1, 1).isnan().all().int64_value(&[]) == 1, "{wrong} at {place}");
+        }
+        let mut nothing = logits(1, 130, 0.0).fill_(f64::NEG_INFINITY);
+        let _ = normalise_rows(&mut nothing).unwrap();
+        assert!(nothing.isnan().all().int64_value(&[]) == 1);
     }
 
     #[test]
     fn what_they_are_not_made_for_is_left_to_libtorch() {
         let x = logits(4, 8, 0.0);
-        assert!(normalise_rows(&mut x.to_kind(Kind::BFloat16)).is_none() && normalise_rows(&mut x.tr()).is_none());
+        assert!(
+            normalise_rows(&mut x.to_kind(Kind::BFloat16)).is_none() && normalise_rows(&mut x.tr()).is_none()
+        );
         let mut learning = x.copy().set_requires_grad(true);
         assert!(normalise_rows(&mut learning).is_none() && row_differences(&learning, &x).is_none());
         assert!(row_differences(&x, &logits(4, 7, 0.0)).is_none());
