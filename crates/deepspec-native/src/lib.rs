@@ -12,8 +12,8 @@ pub use error::DeviceError;
 pub use ffi::{
     AdamWSettings, AdamWTensors, AttentionPart, DeviceMemory, Filling, HistoryChunk, HistoryView, KeysValues,
     OnStream, PackedWeight, Range, Ready, SideStream, adamw, block_attention, c10d, device_memory,
-    die_with_parent, has_history_attention, history_attention, leave_at_exit, normalise_rows, pinned, range,
-    restart_device_peak, rms_norm, rotate, row_differences, signal, tilt_rows,
+    die_with_parent, has_history_attention, history_attention, leave_at_exit, pinned, range,
+    restart_device_peak, rms_norm, rotate, signal,
 };
 pub use free_memory::free_memory;
 pub use step_trace::StepTrace;

@@ -12,7 +12,7 @@ const CHUNK_BYTES: i64 = 20 << 20;
 const CHUNK_ROWS: (i64, i64) = (64, 224);
 /// A GPU reads the whole head for every chunk, which few rows do not pay for.
 const GPU_CHUNK_ROWS: i64 = 512;
-/// Between the products lie several passes over a tile, which the CPU's caches should hold.
+/// Between the products lie a dozen passes over a tile, which the CPU's caches should hold.
 const TILE_BYTES: i64 = 1 << 19;
 /// Of logits, and of the states that they are made of: the drafter's and the target's.
 const LOGITS: usize = 2;

@@ -10,8 +10,6 @@
 // Behind rows.cpp, whose `for_tasks` and `kLanes` they use.
 #include "history.cpp"
 #include "products.cpp"
-// Behind history.cpp, whose `exponential` it uses.
-#include "losses.cpp"
 
 #ifdef __linux__
 #include "pool.cpp"

@@ -28,7 +28,7 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
 
 /// # Safety
 /// `made` is null or a tensor from `new` that belongs to nobody else.
-pub(super) unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
+unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
     // SAFETY: by this function's own contract; tch frees it by `delete`.
     (!made.is_null()).then(|| unsafe { Tensor::from_ptr(made.cast()) })
 }
