@@ -18,7 +18,7 @@ pub(crate) const MIDDLE: f32 = 0.36;
 /// Pixels of a PNG for each of the drawing's, either way: it looks sharp on dense screens too.
 const DENSITY: u32 = 2;
 /// Pixels of a drawing, either way.
-const MOST_PIXELS: u32 = 8192;
+const MOST_PIXELS: u32 = 16_384;
 /// Pixels left free at each edge.
 const MARGIN: f64 = 16.0;
 
