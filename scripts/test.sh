@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [--full] [--engines] [ARGUMENT of cargo test]...
 #
-# --engines: drafters are also run in llama.cpp, which is built first (a quarter of an hour), and in vLLM, which is installed (6 GB). --full: that too,
+# --engines: drafters are also run in llama.cpp, which is built first (a quarter of an hour), and in vLLM, which is installed (6 GB), also by a job under Slurm. --full: that too,
 # the long tests do many kills and seeds, and all steps run at the size of a real target.
 #
 # DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one

@@ -21,7 +21,7 @@ for record in RawEventFileLoader(sys.argv[1]).Load():
                 shown = {"tag": value.tag, "plugin": value.metadata.plugin_data.plugin_name}
                 if value.WhichOneof("value") == "tensor":
                     tensor = value.tensor
-                    shown |= {"kind": DataType.Name(tensor.dtype), "dims": len(tensor.tensor_shape.dim), "texts": [text.decode() for text in tensor.string_val]}
+                    shown |= {"kind": DataType.Name(tensor.dtype), "shaped": tensor.HasField("tensor_shape"), "dims": len(tensor.tensor_shape.dim), "texts": [text.decode() for text in tensor.string_val]}
                 else:
                     shown["number"] = value.simple_value
                 told["values"].append(shown)

@@ -71,6 +71,7 @@ fn events(bench: &Bench, python: &str) -> Events {
                 let point = (event["step"].as_i64().unwrap(), number as f32);
                 events.scalars.entry(tag).or_default().push(point);
             } else {
+                assert_eq!(value["shaped"], true);
                 let kind = (value["plugin"].as_str(), value["kind"].as_str(), value["dims"].as_u64());
                 assert_eq!(kind, (Some("text"), Some("DT_STRING"), Some(0)));
                 let text = value["texts"][0].as_str().unwrap().to_string();

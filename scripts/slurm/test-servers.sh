@@ -37,7 +37,11 @@ target=assets/tiny-target
 asked=(--model "$target" --input "$work/prompts.jsonl" --temperature 0 --max-tokens 64 --disable-thinking)
 submit() { sbatch --parsable --wait --gpus-per-node=0 --cpus-per-task=1 --output="$work/$1.log" scripts/slurm/regenerate.sbatch "${asked[@]}" --output "$work/$1.jsonl"; }
 
+# Processes of vLLM on this machine, by their command lines or by what they call themselves.
+servers() { pgrep -f 'VLLM::|vllm\.entrypoints' | sort || true; }
+
 echo "== regenerate.sbatch with vLLM's server" >&2
+before=$(servers)
 submit answers
 "$bin/deepspec-data" --quiet regenerate --embedded "$target" "${asked[@]}" --output "$work/own.jsonl"
 python3 - "$work/answers.jsonl" "$work/own.jsonl" <<'PY'
@@ -48,9 +52,14 @@ print(f"slurm test: vLLM's server: {same} of {len(own)} answers are those of our
 # Where two tokens are nearly as good as each other, engines may part.
 assert served.keys() == own.keys() and len(own) == 16 and same >= 15
 PY
-# By the job's name in their environment, whatever they call themselves.
-if grep -lsz "SLURM_JOB_NAME=deepspec-regenerate" /proc/[0-9]*/environ >&2; then
-    echo "slurm test: these outlived the job" >&2
+# The job ends a moment before the last of its programs.
+for ((attempt = 0; attempt < 100; attempt++)); do
+    left=$(servers)
+    [ "$left" != "$before" ] || break
+    sleep 0.1
+done
+if [ "$left" != "$before" ]; then
+    echo "slurm test: parts of the server outlived the job: ${left//$'\n'/ }" >&2
     exit 1
 fi
 

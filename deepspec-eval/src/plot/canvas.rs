@@ -30,6 +30,11 @@ pub fn px(pixels: f64) -> i32 {
     (pixels * f64::from(UNITS)).round() as i32
 }
 
+/// Whether a character of a text is drawn: XML forbids the others.
+pub(crate) fn is_shown(c: char) -> bool {
+    !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')
+}
+
 /// A finished drawing.
 pub struct Plot {
     /// What it shows, for those who cannot see it.
@@ -93,7 +98,7 @@ fn draw(
         width * UNITS,
         height * UNITS
     );
-    svg.retain(|c| c == '\n' || !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')); // XML forbids them
+    svg.retain(|c| c == '\n' || is_shown(c));
     Ok((svg, picture))
 }
 

@@ -8,7 +8,7 @@ use plotters::style::text_anchor::{HPos, VPos};
 use plotters_backend::{BackendColor, BackendCoord, BackendStyle, BackendTextStyle, DrawingErrorKind};
 use tiny_skia::{FillRule, LineJoin, Paint, Path, PathBuilder, Pixmap, Rect, Stroke, Transform};
 
-use super::canvas::{FONT, MIDDLE, UNITS};
+use super::canvas::{FONT, MIDDLE, UNITS, is_shown};
 
 type Drawn = Result<(), DrawingErrorKind<io::Error>>;
 
@@ -59,8 +59,7 @@ impl<'a> Paper<'a> {
     fn outlines(&self, text: &str, em: f32) -> (Option<Path>, f32) {
         let scale = em / self.letters.units_per_em().unwrap_or(2048.0);
         let (mut path, mut at) = (PathBuilder::new(), 0.0);
-        // The document has none of these either.
-        for letter in text.chars().filter(|letter| !letter.is_control()) {
+        for letter in text.chars().filter(|&letter| is_shown(letter)) {
             let glyph = self.letters.glyph_id(letter);
             let place = |point: ab_glyph::Point| (at + point.x * scale, -point.y * scale);
             let mut last = None;
@@ -248,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_stand_where_the_document_says() {
+    fn texts_stand_at_their_anchors() {
         let at = |h, v| reach(Pos::new(h, v), FontTransform::None);
         // Four letters of 13 pixels, twice as many here: capitals are 0.73 em high and 0.75 em wide.
         let em = 2 * i64::from(px(LARGE)) / i64::from(UNITS);
