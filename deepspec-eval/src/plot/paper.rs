@@ -12,7 +12,7 @@ use super::canvas::{FONT, MIDDLE, UNITS, is_shown};
 
 type Drawn = Result<(), DrawingErrorKind<io::Error>>;
 
-/// Draws everything twice.
+/// A backend of plotters that draws everything twice: places are in units, of which a pixel of the document has [`UNITS`].
 pub struct Paper<'a> {
     document: SVGBackend<'a>,
     picture: &'a mut Pixmap,
@@ -51,6 +51,13 @@ impl<'a> Paper<'a> {
         if let Some(path) = path.filter(|_| width > 0.0) {
             let stroke = Stroke { width, line_join: LineJoin::Miter, ..Stroke::default() };
             self.picture.stroke_path(&path, &paint(style.color()), &stroke, self.to_pixels, None);
+        }
+    }
+
+    fn shape(&mut self, path: Option<Path>, style: &impl BackendStyle, fill: bool) {
+        match fill {
+            true => self.fill(path, style.color(), self.to_pixels),
+            false => self.stroke(path, style),
         }
     }
 
@@ -140,10 +147,7 @@ impl DrawingBackend for Paper<'_> {
     ) -> Drawn {
         let corners = Rect::from_ltrb(from.0 as f32, from.1 as f32, to.0 as f32, to.1 as f32);
         let path = corners.map(PathBuilder::from_rect);
-        match fill {
-            true => self.fill(path, style.color(), self.to_pixels),
-            false => self.stroke(path, style),
-        }
+        self.shape(path, style, fill);
         self.document.draw_rect(from, to, style, fill)
     }
 
@@ -165,10 +169,7 @@ impl DrawingBackend for Paper<'_> {
         fill: bool,
     ) -> Drawn {
         let path = PathBuilder::from_circle(center.0 as f32, center.1 as f32, radius as f32);
-        match fill {
-            true => self.fill(path, style.color(), self.to_pixels),
-            false => self.stroke(path, style),
-        }
+        self.shape(path, style, fill);
         self.document.draw_circle(center, radius, style, fill)
     }
 
