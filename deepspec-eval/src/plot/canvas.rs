@@ -12,12 +12,12 @@ pub(crate) const UNITS: u32 = 10;
 /// Our letters, whatever fonts are installed. See `assets/LICENSE-DejaVu.txt`.
 pub(crate) static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-subset.ttf");
 
-/// Texts are as high above their middle as below it, in em.
+/// How far the base line of a text lies below its middle, in em: so it is as high above that as below.
 pub(crate) const MIDDLE: f32 = 0.36;
 
 /// Pixels of a PNG for each of the drawing's, either way: it looks sharp on dense screens too.
 const DENSITY: u32 = 2;
-/// Pixels of a drawing, either way.
+/// The most pixels of a drawing, either way.
 const MOST_PIXELS: u32 = 16_384;
 /// Pixels left free at each edge.
 const MARGIN: f64 = 16.0;
