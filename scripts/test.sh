@@ -117,7 +117,9 @@ cargo test --workspace --release --no-fail-fast "$@" 2>&1 | tee "$check/cargo.lo
     /^failures:$/ { listed = 1 }
     /^test result: / { listed = 0 }
     listed && /^    [a-z_0-9:]+$/ { print $1 }
-    /^error: / { print }' "$check/cargo.log" | sort -u)
+    /^error: / { print }
+    # A program that crashes lists no test.
+    /process didn.t exit successfully/ { sub(/^ +/, ""); print }' "$check/cargo.log" | sort -u)
 
 # The check of a GPU, at toy size where there is none: with it the golden suite on `--device cuda`.
 if [ $# = 0 ]; then

@@ -64,6 +64,19 @@ fn sums_copies_and_bytes_go_around() {
     });
 }
 
+/// Groups of one process share what libtorch notes of their first collectives.
+#[test]
+fn groups_begin_beside_each_other() {
+    const RANKS: usize = 8;
+    let ready = Barrier::new(RANKS);
+    for _ in 0..5 {
+        ranks(RANKS, |group| {
+            ready.wait();
+            group.barrier("the first").unwrap();
+        });
+    }
+}
+
 #[test]
 fn a_process_on_its_own_has_nothing_to_do() {
     let group = ProcessGroup::alone();

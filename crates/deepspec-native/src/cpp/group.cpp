@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <map>
+#include <mutex>
 #include <system_error>
 #include <vector>
 
@@ -67,6 +68,21 @@ struct Group {
     return backend;
   }
 };
+
+// What `start` begins with the connection for a tensor. libtorch's flight recorder notes a group at its first collective in a map that all groups of the
+// process share, before it takes its lock: groups on two threads that began at once over Gloo crashed. What begins over NCCL may wait for another rank.
+template <typename Start>
+Work begin(Group* group, const at::Tensor& tensor, Start start) {
+  static std::mutex beginning;
+  std::unique_lock<std::mutex> alone(beginning, std::defer_lock);
+  if (!tensor.is_cuda()) alone.lock();
+  return start(*group->of(tensor));
+}
+
+Work begin_all_reduce(Group* group, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  return begin(group, tensor, [&](c10d::Backend& backend) { return backend.allreduce(tensors); });
+}
 
 void finish(const Work& work) { TORCH_CHECK(work->wait(), "the collective was aborted"); }
 
@@ -170,17 +186,13 @@ char* ds_group_abort(Group* group) {
 }
 
 char* ds_group_all_reduce(Group* group, at::Tensor* tensor) {
-  return caught([&] {
-    std::vector<at::Tensor> tensors{*tensor};
-    finish(group->of(*tensor)->allreduce(tensors));
-  });
+  return caught([&] { finish(begin_all_reduce(group, *tensor)); });
 }
 
 // The same without waiting for it. The tensor is not to be touched before `ds_group_finish` has returned for the number that comes back.
 char* ds_group_all_reduce_start(Group* group, at::Tensor* tensor, uint64_t* number) {
   return caught([&] {
-    std::vector<at::Tensor> tensors{*tensor};
-    auto work = group->of(*tensor)->allreduce(tensors);
+    auto work = begin_all_reduce(group, *tensor);
     // No two groups have the same.
     static std::atomic<uint64_t> next{0};
     *number = next++;
@@ -204,7 +216,7 @@ char* ds_group_broadcast(Group* group, at::Tensor* tensor, int root) {
     std::vector<at::Tensor> tensors{tensor->detach().view({-1}).view(at::kByte)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    finish(group->of(*tensor)->broadcast(tensors, options));
+    finish(begin(group, *tensor, [&](c10d::Backend& backend) { return backend.broadcast(tensors, options); }));
   });
 }
 
@@ -213,7 +225,7 @@ char* ds_group_all_gather(Group* group, at::Tensor* output, at::Tensor* input) {
   return caught([&] {
     std::vector<std::vector<at::Tensor>> outputs{output->unbind(0)};
     std::vector<at::Tensor> inputs{*input};
-    finish(group->of(*input)->allgather(outputs, inputs));
+    finish(begin(group, *input, [&](c10d::Backend& backend) { return backend.allgather(outputs, inputs); }));
   });
 }
 }
