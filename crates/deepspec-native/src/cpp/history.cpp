@@ -1,5 +1,5 @@
-// Attention of a few queries of each sequence over its own history, where that lies: histories are not copied, and nothing behind them is read. With one
-// thread what becomes of a sequence follows from its own numbers alone; with several the BLAS may share a lone product among them.
+// Attention of a few queries of each sequence over its own history, where that lies: histories are not copied, and nothing behind them is read. What
+// becomes of a sequence follows from its own numbers alone: no product is shared among threads, where the BLAS can be told so.
 #include "group.h"
 
 #include <algorithm>
@@ -17,6 +17,9 @@ extern "C" __attribute__((weak)) void sgemm_(
     const char* op_a, const char* op_b, const int* m, const int* n, const int* k, const float* alpha, const float* a,
     const int* lda, const float* b, const int* ldb, const float* beta, float* out, const int* ldout);
 
+// MKL's, where that is the BLAS: how many threads the calling one may take for a product; gives what was set before, 0 for nothing.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+
 // As many versions as there are widths of vectors, of which the processor's is taken when the program starts.
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12
 #define DEEPSPEC_VECTORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -31,6 +34,18 @@ struct HistoryChunk {
   const at::Tensor *keys, *values;  // [rows, capacity, G, D]
   int64_t row, past, len;
   int64_t first;  // of its rows in q
+};
+
+// While it lives, the calling thread's products are its own. A lone sequence's would be shared among all threads, and on processors without AVX-512 they
+// had other bits then than among others' products, each of which is one thread's: 4.5e-7 of a state.
+struct OwnProducts {
+  int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
+  OwnProducts() = default;
+  OwnProducts(const OwnProducts&) = delete;
+  OwnProducts& operator=(const OwnProducts&) = delete;
+  ~OwnProducts() {
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
+  }
 };
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
@@ -178,6 +193,7 @@ char* ds_history_attention(
         window,
         causal,
         chunks};
+    const OwnProducts own;
     for_tasks(static_cast<int64_t>(count) * k->size(1), 1, [&](int64_t task) { reading.attend(task); });
     *result = new at::Tensor(std::move(out));
   });
