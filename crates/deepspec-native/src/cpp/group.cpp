@@ -69,11 +69,13 @@ struct Group {
   }
 };
 
-// What `start` begins with the connection for a tensor. libtorch's flight recorder notes a group at its first collective in a map that all groups of the
-// process share, before it takes its lock: groups on two threads that began at once over Gloo crashed. What begins over NCCL may wait for another rank.
+// libtorch's flight recorder notes a group at its first collective in a map that all groups of the process share, before it takes its lock: groups
+// on two threads that began at once over Gloo crashed. Whatever begins over Gloo holds this one.
+std::mutex beginning;
+
+// What `start` begins with the connection for a tensor. What begins over NCCL may wait for another rank, and is not held up.
 template <typename Start>
 Work begin(Group* group, const at::Tensor& tensor, Start start) {
-  static std::mutex beginning;
   std::unique_lock<std::mutex> alone(beginning, std::defer_lock);
   if (!tensor.is_cuda()) alone.lock();
   return start(*group->of(tensor));

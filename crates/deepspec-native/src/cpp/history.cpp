@@ -36,8 +36,8 @@ struct HistoryChunk {
   int64_t first;  // of its rows in q
 };
 
-// While it lives, the calling thread's products are its own. A lone sequence's would be shared among all threads, and on processors without AVX-512 they
-// had other bits then than among others' products, each of which is one thread's: 4.5e-7 of a state.
+// While it lives, the calling thread's products are its own. Those of a lone sequence and a lone head of keys would be shared among all threads, and on a
+// processor without AVX-512 they had other bits then than among others' products, each of which is one thread's: 4.5e-7 of a state.
 struct OwnProducts {
   int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
   OwnProducts() = default;
