@@ -20,6 +20,8 @@ fn main() {
     println!("cargo::rustc-env=DEEPSPEC_LIBTORCH={}", version(&libtorch));
     let mut shim = cc::Build::new();
     shim.cpp(true).std("c++17").include("src/cpp").file("src/cpp/shim.cpp");
+    // Nobody asks which exceptions of arithmetic occurred, and to keep them, choices between two values would stay jumps, not vectors.
+    shim.flag("-fno-trapping-math").flag("-fno-math-errno");
     // As system headers, whose warnings are not ours.
     for include in ["include", "include/torch/csrc/api/include"] {
         shim.flag("-isystem").flag(libtorch.join(include));

@@ -1,9 +1,10 @@
 """A train step of DSpark by the reference's own modules, the baseline of step.rs: prints its peak memory in MB and its time in ms.
 
-    DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC python reference.py SHAPE.json
+    DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC python reference.py SHAPE.json [sdpa]
 
-Model, loss and optimiser are the reference's, in float32 on one thread. What is not: FlexAttention's kernels are made for GPUs, so attention is
-PyTorch's own `scaled_dot_product_attention` under the dense mask of the reference's rule; and no FSDP, of a single process.
+Model, loss and optimiser are the reference's, in float32 on one thread, without FSDP, of a single process. Its FlexAttention is compiled for GPUs
+only, so it runs un-fused, product by product. With `sdpa`, attention is PyTorch's own fused `scaled_dot_product_attention` instead, under the dense
+mask of the reference's rule.
 """
 
 import json
@@ -13,8 +14,11 @@ import sys
 import time
 from types import SimpleNamespace
 
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers would compile FlexAttention
+
 import torch
 import torch.distributed as dist
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_mask
 
 sys.path.insert(0, os.environ["DEEPSPEC_REFERENCE"])
@@ -38,7 +42,7 @@ def dense_mask(block_mask):
     return create_mask(block_mask.mask_mod, block_mask.shape[0], 1, queries, keys, device="cpu")
 
 
-def build(shape):
+def build(shape, fused):
     target = Qwen3Config(
         hidden_size=shape["hidden"],
         intermediate_size=shape["inner"],
@@ -61,9 +65,13 @@ def build(shape):
         num_anchors=shape["anchors"],
     )
     config = build_draft_config(target_config=target, model_args=arguments)
-    config._attn_implementation = "sdpa"
-    block_mask = modeling.create_dspark_attention_mask
-    modeling.create_dspark_attention_mask = lambda **arguments: dense_mask(block_mask(**arguments))
+    if fused:
+        config._attn_implementation = "sdpa"
+        block_mask = modeling.create_dspark_attention_mask
+        modeling.create_dspark_attention_mask = lambda **arguments: dense_mask(block_mask(**arguments))
+    else:
+        # It refuses gradients on CPUs, for which it has no kernel. Un-fused it needs none.
+        flex_attention._validate_device = lambda *tensors: None
     model = Qwen3DSparkModel(config)
     model.set_embedding_head_trainable(False)
     return model.train()
@@ -80,7 +88,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = build(shape)
+    model = build(shape, fused="sdpa" in sys.argv[2:])
     optimizer = BF16Optimizer(model, lr=6e-4, total_steps=1000, warmup_ratio=0.0)
     samples, tokens, hidden = shape["samples"], shape["tokens"], shape["hidden"]
 

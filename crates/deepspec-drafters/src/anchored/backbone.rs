@@ -213,16 +213,19 @@ impl<K: Anchored> Trained<K> {
         let (layer, spec) = (&self.parts.backbone().layers[i], &self.config().model().layers[i].attention);
         let size = K::blocks(self.config()).block_size;
         let (k, v) = layer.attention.project_context(context, shared.context_rotations.of(i));
+        let (k, v) = (shared.batch.contexts_apart(&k), shared.batch.contexts_apart(&v));
         let attend = |block: &Qkv| {
             let attentions = shared.planned.iter().filter(|(known, _)| known == spec).flat_map(|(_, of)| of);
-            let outputs: Vec<Tensor> = (shared.batch.spans.iter().zip(attentions))
-                .map(|(span, attention)| {
-                    let [q, own_k, own_v] = [&block.q, &block.k, &block.v].map(|t| span.rows(t, size));
-                    let [k, v] = [&k, &v].map(|t| span.context(t));
-                    attention.forward(&Qkv { q, k: own_k, v: own_v }, &k, &v)
-                })
+            let [q, own_k, own_v] =
+                [&block.q, &block.k, &block.v].map(|t| shared.batch.blocks_apart(t, size));
+            let blocks = (q.into_iter().zip(own_k).zip(own_v)).map(|((q, k), v)| Qkv { q, k, v });
+            let mut outputs: Vec<Tensor> = (blocks.zip(attentions).zip(k.iter().zip(&v)))
+                .map(|((block, attention), (k, v))| attention.forward(&block, k, v))
                 .collect();
-            Tensor::cat(&outputs, 0)
+            match outputs.len() {
+                1 => outputs.remove(0),
+                _ => Tensor::cat(&outputs, 0),
+            }
         };
         self.run_layer(i, layer, x, shared.block_rotations.of(i), attend)
     }

@@ -26,6 +26,14 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
     (-(k as f64) / decay_gamma).exp() as f32
 }
 
+/// So many rows after one another. Not row by row as `narrow` has them, whose gradients are as large as the whole.
+fn apart(whole: &Tensor, rows: impl Iterator<Item = i64>) -> Vec<Tensor> {
+    match *rows.collect::<Vec<_>>() {
+        [_] => vec![whole.shallow_clone()],
+        ref rows => whole.split_with_sizes(rows, 0),
+    }
+}
+
 /// What blocks behind these anchors add to the denominator of the loss: Σ of the weights of their supervised drafts.
 pub fn block_weight(blocks: &AnchoredBlocks, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
     let drafts = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, blocks.drafted()));
@@ -34,25 +42,10 @@ pub fn block_weight(blocks: &AnchoredBlocks, decay_gamma: f64, loss_mask: &[bool
 
 /// One sequence inside a batch.
 pub struct SequenceSpan {
-    first_token: i64,
-    token_count: i64,
-    first_block: i64,
+    tokens: i64,
     anchors: Vec<usize>,
     /// The same on the device, `[A]`.
     positions: Tensor,
-}
-
-impl SequenceSpan {
-    /// Its blocks' rows of `[ΣA·B, ..]`, blocks being of `size` slots.
-    pub(super) fn rows(&self, of_slots: &Tensor, size: usize) -> Tensor {
-        let size = size as i64;
-        of_slots.narrow(0, self.first_block * size, self.anchors.len() as i64 * size)
-    }
-
-    /// Its rows of `[ΣT, ..]`.
-    pub(super) fn context(&self, of_tokens: &Tensor) -> Tensor {
-        of_tokens.narrow(0, self.first_token, self.token_count)
-    }
 }
 
 /// The tensors of one pass over some sequences with ΣT tokens and A anchors in total.
@@ -164,19 +157,13 @@ impl BlockBatch {
         let [context_positions, block_tokens, block_positions, previous, rows, labels] =
             places.map(|place| here.of(place));
 
-        let (mut spans, mut tokens, mut blocks) = (vec![], 0, 0);
-        for (sample, (anchors, _)) in used.iter().zip(&of_samples) {
-            let (length, count) = (sample.input_ids.len() as i64, sample.anchors.len());
-            spans.push(SequenceSpan {
-                first_token: tokens,
-                token_count: length,
-                first_block: blocks as i64,
-                anchors: sample.anchors.clone(),
-                positions: here.of(*anchors),
-            });
-            tokens += length;
-            blocks += count;
-        }
+        let spans = used.iter().zip(&of_samples).map(|(sample, (anchors, _))| SequenceSpan {
+            tokens: sample.input_ids.len() as i64,
+            anchors: sample.anchors.clone(),
+            positions: here.of(*anchors),
+        });
+        let spans: Vec<SequenceSpan> = spans.collect();
+        let blocks = spans.iter().map(|span| span.anchors.len()).sum::<usize>();
         let taps: Vec<Tensor> = used.iter().map(|sample| sample.taps.shallow_clone()).collect();
         let teacher = used.iter().zip(&of_samples);
         let teacher: Vec<Tensor> =
@@ -202,10 +189,19 @@ impl BlockBatch {
     /// What the blocks of each sequence see in layers like this.
     pub(super) fn attention(&self, spec: &AttentionSpec, size: usize, kind: Kind) -> Vec<BlockAttention> {
         let of = |span: &SequenceSpan| {
-            let tokens = span.token_count as usize;
-            BlockAttention::new(spec, size, tokens, &span.anchors, &span.positions, kind)
+            BlockAttention::new(spec, size, span.tokens as usize, &span.anchors, &span.positions, kind)
         };
         self.spans.iter().map(of).collect()
+    }
+
+    /// Rows of all blocks, `[ΣA·B, ..]`, by sequence; blocks are of `size` slots.
+    pub(super) fn blocks_apart(&self, of_slots: &Tensor, size: usize) -> Vec<Tensor> {
+        apart(of_slots, self.spans.iter().map(|span| (span.anchors.len() * size) as i64))
+    }
+
+    /// Rows of all tokens, `[ΣT, ..]`, by sequence.
+    pub(super) fn contexts_apart(&self, of_tokens: &Tensor) -> Vec<Tensor> {
+        apart(of_tokens, self.spans.iter().map(|span| span.tokens))
     }
 
     /// Token before each label, `[A, γ]`: the anchor, then the labels.

@@ -12,7 +12,7 @@ const CHUNK_BYTES: i64 = 20 << 20;
 const CHUNK_ROWS: (i64, i64) = (64, 224);
 /// A GPU reads the whole head for every chunk, which few rows do not pay for.
 const GPU_CHUNK_ROWS: i64 = 512;
-/// Between the products lie a dozen passes over a tile, which the CPU's caches should hold.
+/// Between the products lie a few passes over a tile, which the CPU's caches should hold.
 const TILE_BYTES: i64 = 1 << 19;
 /// Of logits, and of the states that they are made of: the drafter's and the target's.
 const LOGITS: usize = 2;
@@ -281,11 +281,11 @@ impl Logits {
         span: &Span,
         alphas: &LossAlphas,
     ) -> Tensor {
-        let Self { mut base, bias, target } = self;
+        let Self { base, bias, target } = self;
         let capped = vocabulary.cap(base.to_kind(Kind::Float));
         let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
         let draft = match &bias {
-            Some(bias) => capped + bias.to_kind(Kind::Float),
+            Some(bias) => bias.to_kind(Kind::Float).g_add_(&capped),
             None => capped,
         };
         let target = vocabulary.cap(target.to_kind(Kind::Float));
@@ -304,13 +304,15 @@ impl Logits {
             let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
             loss += &extra.loss;
         }
-        if let Some(mut bias) = bias {
-            bias.copy_(&gradient);
-            if let Some(slope) = slope {
-                base.copy_(&(gradient * slope));
+        let by_base = slope.map(|slope| &gradient * slope);
+        match bias {
+            Some(bias) => {
+                put(bias, &gradient);
+                if let Some(by_base) = &by_base {
+                    put(base, by_base);
+                }
             }
-        } else {
-            base.copy_(&slope.map_or_else(|| gradient.shallow_clone(), |slope| &gradient * slope));
+            None => put(base, by_base.as_ref().unwrap_or(&gradient)),
         }
         let paced = paced.map(|paced| &distances.ce * paced);
         let zero = distances.ce.zeros_like();
@@ -318,6 +320,13 @@ impl Logits {
         let columns = terms.into_iter().chain([paced, Some(loss), distances.agreement]);
         let columns = columns.map(|column| column.unwrap_or_else(none));
         Tensor::cat(&columns.chain(extra.map(|extra| extra.columns)).collect::<Vec<_>>(), 1)
+    }
+}
+
+/// Copies values to their place, where they are not made in it.
+fn put(mut place: Tensor, values: &Tensor) {
+    if place.data_ptr() != values.data_ptr() {
+        place.copy_(values);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Some rows of logits: how far the drafter is from label and target, and the gradient by the drafter's logits.
 
+use deepspec_native::{RowsMeasured, measure_rows, slope_rows};
 use tch::{Kind, Tensor};
 
 use super::terms::{GradCoeffs, Needs, RowDistances};
@@ -8,8 +9,8 @@ use super::terms::{GradCoeffs, Needs, RowDistances};
 pub(super) struct Rows {
     draft: Tensor,
     target: Tensor,
-    /// p^d − p^t.
-    difference: Tensor,
+    /// p^d − p^t, where libtorch's operators are taken.
+    difference: Option<Tensor>,
     labels: Tensor, // [n, 1]
 }
 
@@ -42,6 +43,12 @@ impl Rows {
         let agreement = needs
             .agreement
             .then(|| draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true)).to_kind(Kind::Float));
+        if let Some(RowsMeasured { ce, l1, overlap, soft }) =
+            measure_rows(&mut draft, &mut target, &labels, needs.soft)
+        {
+            let distances = RowDistances { ce, l1, soft, agreement, overlap: Some(overlap) };
+            return (Self { draft, target, difference: None, labels }, distances);
+        }
         shift(&mut draft);
         shift(&mut target);
         let label = draft.gather(1, &labels, false);
@@ -62,14 +69,21 @@ impl Rows {
             agreement,
             overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
         };
-        (Self { draft, target, difference, labels }, distances)
+        (Self { draft, target, difference: Some(difference), labels }, distances)
     }
 
     /// Gradient by the drafter's logits, `[n, V]`: with sign s of p^d − p^t,
     /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
     pub fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
-        let Self { draft, mut target, mut difference, labels } = self;
-        let mut factor = labels.zeros_like().to_kind(Kind::Float); // of p^d, constant along a row
+        let Self { mut draft, mut target, difference, labels } = self;
+        let none = labels.zeros_like().to_kind(Kind::Float);
+        let Some(mut difference) = difference else {
+            let factors = [&coeffs.label, &coeffs.soft, &coeffs.l1].map(|of| of.as_ref().unwrap_or(&none));
+            let done = slope_rows(&mut draft, &target, &labels, &Tensor::cat(&factors, 1));
+            assert!(done, "rows that were measured have no gradient");
+            return draft;
+        };
+        let mut factor = none; // of p^d, constant along a row
         for coefficient in [&coeffs.label, &coeffs.soft].into_iter().flatten() {
             factor += coefficient;
         }

@@ -152,12 +152,12 @@ impl Mlp {
     }
 
     fn forward(&self, x: &Tensor) -> Tensor {
-        let gate = self.gate_proj.forward(x);
-        let gate = match self.activation {
-            Activation::Silu => gate.silu(),
-            Activation::GeluTanh => gate.gelu("tanh"),
+        let (gate, up) = (self.gate_proj.forward(x), self.up_proj.forward(x));
+        let inner = match self.activation {
+            Activation::Silu => deepspec_native::silu_times(&gate, &up).unwrap_or_else(|| gate.silu() * up),
+            Activation::GeluTanh => gate.gelu("tanh") * up,
         };
-        self.down_proj.forward(&(gate * self.up_proj.forward(x)))
+        self.down_proj.forward(&inner)
     }
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -19,13 +18,6 @@ extern "C" __attribute__((weak)) void sgemm_(
 
 // MKL's, where that is the BLAS: how many threads the calling one may take for a product; gives what was set before, 0 for nothing.
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
-
-// As many versions as there are widths of vectors, of which the processor's is taken when the program starts.
-#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12
-#define DEEPSPEC_VECTORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define DEEPSPEC_VECTORS
-#endif
 
 namespace {
 
@@ -48,43 +40,12 @@ struct OwnProducts {
   }
 };
 
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
-
-// e^x for x <= 0, to 3 units in the last place; 0 below -87.
-inline float exponential(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
-  const float clamped = x < -87.0f ? -87.0f : x;
-  const float shifted = clamped * 1.44269504f + kRound;
-  const float whole = shifted - kRound;
-  const float rest = (clamped - whole * 0.693145752f) - whole * 1.42860677e-6f;
-  float p = 1.38888889e-3f;
-  p = p * rest + 8.33333333e-3f;
-  p = p * rest + 4.16666667e-2f;
-  p = p * rest + 1.66666667e-1f;
-  p = p * rest + 0.5f;
-  p = p * rest + 1.0f;
-  p = p * rest + 1.0f;
-  int32_t bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits << 23) + 0x3f800000;  // the whole number stands in the lowest bits
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return x < -87.0f ? 0.0f : p * power;
-}
-
 // Turns scores into weights without dividing them by their sum, which it gives.
 DEEPSPEC_VECTORS float weigh(float* scores, int64_t count) {
-  float lanes[kLanes];
-  for (float& lane : lanes) lane = kLowest;
+  const float most = largest(scores, count);
+  float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      lanes[lane] = scores[i + lane] > lanes[lane] ? scores[i + lane] : lanes[lane];
-  for (; i < count; ++i) lanes[0] = scores[i] > lanes[0] ? scores[i] : lanes[0];
-  float most = lanes[0];
-  for (float lane : lanes) most = lane > most ? lane : most;
-  for (float& lane : lanes) lane = 0.0f;
-  for (i = 0; i + kLanes <= count; i += kLanes)
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const float weight = exponential(scores[i + lane] - most);
       scores[i + lane] = weight;
@@ -94,9 +55,7 @@ DEEPSPEC_VECTORS float weigh(float* scores, int64_t count) {
     scores[i] = exponential(scores[i] - most);
     lanes[0] += scores[i];
   }
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
+  return folded(lanes);
 }
 
 struct Reading {

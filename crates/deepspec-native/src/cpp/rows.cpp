@@ -1,16 +1,27 @@
-// Operators that libtorch makes of six to nine others, in one pass over float32 rows on the CPU. A row's result does not depend on
-// the rows beside it.
+// Operators that libtorch makes of two to nine others, in one pass over float32 rows on the CPU, forwards and backwards; for the backward they keep
+// what they read and nothing in between. A row's result does not depend on the rows beside it.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+// As many versions as there are widths of vectors, of which the processor's is taken when the program starts.
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12
+#define DEEPSPEC_VECTORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define DEEPSPEC_VECTORS
+#endif
 
 namespace {
 
@@ -19,10 +30,16 @@ constexpr int64_t kLanes = 16;
 // Values that are worth a thread, as libtorch's own operators have it.
 constexpr int64_t kGrain = 32768;
 
+// Rows whose weights' gradients are summed by themselves, before these sums are added: the same on however many threads.
+constexpr int64_t kSummed = 64;
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
 bool plain(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() &&
-      !(c10::GradMode::is_enabled() && tensor.requires_grad());
+  return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous();
 }
+
+bool learns(const at::Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
 
 // Calls `each(task)` for all of `count` tasks, on several threads where there are some and more tasks than `grain`.
 template <typename Each>
@@ -54,16 +71,212 @@ void for_rows(const at::Tensor& out, int64_t width, Each each) {
   for_tasks(out.numel() / width, std::max<int64_t>(1, kGrain / width), each);
 }
 
-float sum_of_squares(const float* x, int64_t width) {
+// The sum of `lanes`, which it uses up.
+inline float folded(float* lanes) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+// -infinity where there is none.
+inline float largest(const float* x, int64_t count) {
+  float lanes[kLanes];
+  for (float& lane : lanes) lane = kLowest;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+  for (; i < count; ++i) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+  float found = lanes[0];
+  for (float lane : lanes) found = lane > found ? lane : found;
+  return found;
+}
+
+// e^x for x <= 0, to 3 units in the last place; 0 below -87.
+inline float exponential(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
+  const float clamped = x < -87.0f ? -87.0f : x;
+  const float shifted = clamped * 1.44269504f + kRound;
+  const float whole = shifted - kRound;
+  const float rest = (clamped - whole * 0.693145752f) - whole * 1.42860677e-6f;
+  float p = 1.38888889e-3f;
+  p = p * rest + 8.33333333e-3f;
+  p = p * rest + 4.16666667e-2f;
+  p = p * rest + 1.66666667e-1f;
+  p = p * rest + 0.5f;
+  p = p * rest + 1.0f;
+  p = p * rest + 1.0f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits << 23) + 0x3f800000;  // the whole number stands in the lowest bits
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -87.0f ? 0.0f : p * power;
+}
+
+// 1 / (1 + e^-x).
+inline float sigmoid(float x) {
+  const float power = exponential(x < 0.0f ? x : -x), inverse = 1.0f / (1.0f + power);
+  return x < 0.0f ? power * inverse : inverse;
+}
+
+// One over the root of the mean square.
+inline float inverse_rms(const float* x, int64_t width, float eps) {
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes)
     for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += x[i + lane] * x[i + lane];
   for (; i < width; ++i) lanes[0] += x[i] * x[i];
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
+  return 1.0f / std::sqrt(folded(lanes) / static_cast<float>(width) + eps);
 }
+
+DEEPSPEC_VECTORS void norm_row(const float* x, const float* weight, float eps, int64_t width, float* out) {
+  const float inverse = inverse_rms(x, width, eps);
+  for (int64_t i = 0; i < width; ++i) out[i] = x[i] * inverse * weight[i];
+}
+
+// What `slope`, by the output, is by the input, where that is asked for; by the weight it is added to `by_weight`, where that is.
+DEEPSPEC_VECTORS void norm_row_back(
+    const float* x, const float* weight, float eps, const float* slope, int64_t width, float* by_x, float* by_weight) {
+  const float inverse = inverse_rms(x, width, eps);
+  if (by_weight)
+    for (int64_t i = 0; i < width; ++i) by_weight[i] += slope[i] * x[i] * inverse;
+  if (!by_x) return;
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += slope[i + lane] * weight[i + lane] * x[i + lane];
+  for (; i < width; ++i) lanes[0] += slope[i] * weight[i] * x[i];
+  const float along = folded(lanes) / static_cast<float>(width) * inverse * inverse;
+  for (i = 0; i < width; ++i) by_x[i] = inverse * (slope[i] * weight[i] - along * x[i]);
+}
+
+// By the angles whose cosines and sines are given, or back where `sign` is -1.
+DEEPSPEC_VECTORS void rotate_row(const float* x, const float* cosines, const float* sines, float sign, int64_t half, float* out) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float sine = sign * sines[i];
+    out[i] = x[i] * cosines[i] - x[half + i] * sine;
+    out[half + i] = x[half + i] * cosines[i] + x[i] * sine;
+  }
+}
+
+DEEPSPEC_VECTORS void gate_row(const float* gate, const float* up, int64_t width, float* out) {
+  for (int64_t i = 0; i < width; ++i) out[i] = gate[i] * sigmoid(gate[i]) * up[i];
+}
+
+DEEPSPEC_VECTORS void gate_row_back(
+    const float* gate, const float* up, const float* slope, int64_t width, float* by_gate, float* by_up) {
+  for (int64_t i = 0; i < width; ++i) {
+    const float share = sigmoid(gate[i]);
+    by_up[i] = slope[i] * gate[i] * share;
+    by_gate[i] = slope[i] * up[i] * share * (1.0f + gate[i] * (1.0f - share));
+  }
+}
+
+// x [.., d] and weight [d].
+at::Tensor normed(const at::Tensor& x, const at::Tensor& weight, float eps) {
+  RECORD_USER_SCOPE("rms_norm");
+  at::Tensor out = at::empty_like(x);
+  const int64_t width = weight.numel();
+  const float *from = x.const_data_ptr<float>(), *scale = weight.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  for_rows(out, width, [=](int64_t row) { norm_row(from + row * width, scale, eps, width, to + row * width); });
+  return out;
+}
+
+// x [N, heads, D], cosines and sines [N, 1, D/2].
+at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines, float sign) {
+  RECORD_USER_SCOPE("rotate");
+  at::Tensor out = at::empty_like(x);
+  const int64_t heads = x.size(1), width = x.size(2), half = width / 2;
+  const float *from = x.const_data_ptr<float>(), *cos = cosines.const_data_ptr<float>(), *sin = sines.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  for_rows(out, width, [=](int64_t row) {
+    const int64_t angles = row / heads * half;
+    rotate_row(from + row * width, cos + angles, sin + angles, sign, half, to + row * width);
+  });
+  return out;
+}
+
+// gate and up [.., d].
+at::Tensor gated(const at::Tensor& gate, const at::Tensor& up) {
+  RECORD_USER_SCOPE("silu_times");
+  at::Tensor out = at::empty_like(gate);
+  const int64_t width = gate.size(-1);
+  const float *left = gate.const_data_ptr<float>(), *right = up.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  for_rows(out, width, [=](int64_t row) {
+    gate_row(left + row * width, right + row * width, width, to + row * width);
+  });
+  return out;
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Norm : torch::autograd::Function<Norm> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight, double eps) {
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["eps"] = eps;
+    return normed(x, weight, static_cast<float>(eps));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    RECORD_USER_SCOPE("rms_norm_backward");
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor slope = gradients[0].contiguous();
+    const float eps = static_cast<float>(ctx->saved_data["eps"].toDouble());
+    const int64_t width = saved[1].numel(), rows = saved[0].numel() / width, groups = (rows + kSummed - 1) / kSummed;
+    at::Tensor by_x, sums;
+    if (ctx->needs_input_grad(0)) by_x = at::empty_like(saved[0]);
+    if (ctx->needs_input_grad(1)) sums = at::zeros({std::max<int64_t>(1, groups), width}, slope.options());
+    const float *x = saved[0].const_data_ptr<float>(), *weight = saved[1].const_data_ptr<float>(),
+                *slopes = slope.const_data_ptr<float>();
+    float* to = by_x.defined() ? by_x.mutable_data_ptr<float>() : nullptr;
+    float* sum = sums.defined() ? sums.mutable_data_ptr<float>() : nullptr;
+    for_tasks(groups, std::max<int64_t>(1, kGrain / (kSummed * width)), [=](int64_t group) {
+      for (int64_t row = group * kSummed; row < std::min(rows, (group + 1) * kSummed); ++row) {
+        const int64_t at = row * width;
+        norm_row_back(x + at, weight, eps, slopes + at, width, to ? to + at : nullptr, sum ? sum + group * width : nullptr);
+      }
+    });
+    return {by_x, sums.defined() ? sums.sum(0).view_as(saved[1]) : sums, at::Tensor()};
+  }
+};
+
+struct Turn : torch::autograd::Function<Turn> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines) {
+    ctx->save_for_backward({cosines, sines});
+    return rotated(x, cosines, sines, 1.0f);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    return {rotated(gradients[0].contiguous(), saved[0], saved[1], -1.0f), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct Gate : torch::autograd::Function<Gate> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
+    ctx->save_for_backward({gate, up});
+    return gated(gate, up);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    RECORD_USER_SCOPE("silu_times_backward");
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor slope = gradients[0].contiguous();
+    at::Tensor by_gate = at::empty_like(saved[0]), by_up = at::empty_like(saved[1]);
+    const int64_t width = slope.size(-1);
+    const float *gate = saved[0].const_data_ptr<float>(), *up = saved[1].const_data_ptr<float>(),
+                *slopes = slope.const_data_ptr<float>();
+    float *left = by_gate.mutable_data_ptr<float>(), *right = by_up.mutable_data_ptr<float>();
+    for_rows(by_gate, width, [=](int64_t row) {
+      const int64_t at = row * width;
+      gate_row_back(gate + at, up + at, slopes + at, width, left + at, right + at);
+    });
+    return {by_gate, by_up};
+  }
+};
 
 // A new tensor, or null where `work` says that it does not apply, or fails.
 template <typename Work>
@@ -85,42 +298,27 @@ at::Tensor* ds_rms_norm(const at::Tensor* x, const at::Tensor* weight, double ep
   return made([&]() -> at::Tensor {
     const int64_t width = weight->numel();
     if (!plain(*x) || !plain(*weight) || width == 0 || x->dim() == 0 || x->size(-1) != width) return {};
-    RECORD_USER_SCOPE("rms_norm");
-    at::Tensor out = at::empty_like(*x);
-    const float *from = x->const_data_ptr<float>(), *scale = weight->const_data_ptr<float>();
-    float* to = out.mutable_data_ptr<float>();
-    for_rows(out, width, [=](int64_t row) {
-      const float* in = from + row * width;
-      const float mean = sum_of_squares(in, width) / static_cast<float>(width);
-      const float inverse = 1.0f / std::sqrt(mean + static_cast<float>(eps));
-      for (int64_t i = 0; i < width; ++i) to[row * width + i] = in[i] * inverse * scale[i];
-    });
-    return out;
+    if (learns(*x) || learns(*weight)) return Norm::apply(*x, *weight, eps);
+    return normed(*x, *weight, static_cast<float>(eps));
   });
 }
 
-// Turns the planes (i, D/2 + i) of x [N, heads, D]; cosines and sines are [N, 1, D/2].
+// Turns the planes (i, D/2 + i) of x [N, heads, D]; cosines and sines are [N, 1, D/2] and do not learn.
 at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::Tensor* sines) {
   return made([&]() -> at::Tensor {
     if (!plain(*x) || !plain(*cosines) || !plain(*sines) || x->dim() != 3 || x->numel() == 0) return {};
-    const int64_t heads = x->size(1), width = x->size(2), half = width / 2;
-    const int64_t needed = x->size(0) * half;
+    const int64_t width = x->size(2), needed = x->size(0) * (width / 2);
     if (width % 2 != 0 || cosines->numel() != needed || sines->numel() != needed) return {};
-    RECORD_USER_SCOPE("rotate");
-    at::Tensor out = at::empty_like(*x);
-    const float *from = x->const_data_ptr<float>(), *cos = cosines->const_data_ptr<float>(),
-                *sin = sines->const_data_ptr<float>();
-    float* to = out.mutable_data_ptr<float>();
-    for_rows(out, width, [=](int64_t row) {
-      const float *a = from + row * width, *b = a + half;
-      const float *c = cos + row / heads * half, *s = sin + row / heads * half;
-      float *first = to + row * width, *second = first + half;
-      for (int64_t i = 0; i < half; ++i) {
-        first[i] = a[i] * c[i] - b[i] * s[i];
-        second[i] = b[i] * c[i] + a[i] * s[i];
-      }
-    });
-    return out;
+    if (learns(*cosines) || learns(*sines)) return {};
+    return learns(*x) ? Turn::apply(*x, *cosines, *sines) : rotated(*x, *cosines, *sines, 1.0f);
+  });
+}
+
+// gate * sigmoid(gate) * up, of one shape [.., d].
+at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
+  return made([&]() -> at::Tensor {
+    if (!plain(*gate) || !plain(*up) || gate->sizes() != up->sizes() || gate->dim() == 0 || gate->numel() == 0) return {};
+    return learns(*gate) || learns(*up) ? Gate::apply(*gate, *up) : gated(*gate, *up);
   });
 }
 }

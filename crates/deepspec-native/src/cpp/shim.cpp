@@ -7,8 +7,9 @@
 #include "profile.cpp"
 #include "rows.cpp"
 #include "stream.cpp"
-// Behind rows.cpp, whose `for_tasks` and `kLanes` they use.
+// Behind rows.cpp, of which they use `for_tasks`, `kLanes` and what computes with lanes.
 #include "history.cpp"
+#include "losses.cpp"
 #include "products.cpp"
 
 #ifdef __linux__

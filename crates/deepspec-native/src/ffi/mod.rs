@@ -9,6 +9,7 @@ mod attention;
 pub mod c10d;
 mod filling;
 mod history;
+mod losses;
 mod memory;
 mod products;
 mod profile;
@@ -25,10 +26,11 @@ pub use adamw::{AdamWSettings, AdamWTensors, adamw};
 pub use attention::{AttentionPart, KeysValues, block_attention};
 pub use filling::Filling;
 pub use history::{HistoryChunk, HistoryView, has_history_attention, history_attention};
+pub use losses::{RowsMeasured, measure_rows, slope_rows};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
 pub use products::PackedWeight;
 pub use profile::{Profile, Range, range};
-pub use rows::{rms_norm, rotate};
+pub use rows::{rms_norm, rotate, silu_times};
 pub use stream::{OnStream, Ready, SideStream, pinned};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.

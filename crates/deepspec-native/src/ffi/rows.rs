@@ -1,5 +1,5 @@
-//! Operators over float32 rows on the CPU, each in one pass; libtorch makes them of six to nine operators, and a few rows cost
-//! little else than their number.
+//! Operators over float32 rows on the CPU, each in one pass, forwards and backwards; libtorch makes them of two to nine operators, of which a
+//! few rows cost little else than their number, and many keep what lies between them for the backward.
 
 use std::ffi::c_void;
 
@@ -8,11 +8,13 @@ use tch::Tensor;
 unsafe extern "C" {
     fn ds_rms_norm(x: *const c_void, weight: *const c_void, eps: f64) -> *mut c_void;
     fn ds_rotate(x: *const c_void, cosines: *const c_void, sines: *const c_void) -> *mut c_void;
+    fn ds_silu_times(gate: *const c_void, up: *const c_void) -> *mut c_void;
 }
 
 /// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight [d]`. A row's bits do not depend on the other rows.
 ///
-/// None where libtorch's own operators are to be taken: for gradients, on other devices, of other kinds or layouts.
+/// None where libtorch's own operators are to be taken: on other devices, of other kinds or layouts. Gradients are those of the formula; they cannot be
+/// differentiated once more.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
     // SAFETY: the shim reads both tensors during the call only, catches every C++ exception, and returns null or a tensor of its own.
     unsafe { owned(ds_rms_norm(x.as_ptr().cast(), weight.as_ptr().cast(), eps)) }
@@ -26,9 +28,17 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
     unsafe { owned(ds_rotate(x.as_ptr().cast(), cosines.as_ptr().cast(), sines.as_ptr().cast())) }
 }
 
+/// `silu(gate) ⊙ up`, of one shape.
+///
+/// None as for [`rms_norm`].
+pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
+    // SAFETY: as above.
+    unsafe { owned(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
+}
+
 /// # Safety
 /// `made` is null or a tensor from `new` that belongs to nobody else.
-unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
+pub(super) unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
     // SAFETY: by this function's own contract; tch frees it by `delete`.
     (!made.is_null()).then(|| unsafe { Tensor::from_ptr(made.cast()) })
 }
@@ -62,23 +72,82 @@ mod tests {
         }
     }
 
+    /// A form of an operator, given its inputs.
+    type Form<'a> = &'a dyn Fn(&[Tensor]) -> Tensor;
+
+    /// Value and gradients of `found` are as near to those in float64 as what libtorch's operators make of the same in float32: with all gradients
+    /// and with each alone. The last `fixed` inputs have none.
+    fn assert_as_exact(found: Form, expected: Form, inputs: &[Tensor], fixed: usize) {
+        let learned = inputs.len() - fixed;
+        for only in (0..learned).map(Some).chain([None]) {
+            let learns = |i: usize| i < learned && only.is_none_or(|only| only == i);
+            // The value, then the gradients.
+            let run = |form: Form, kind: Kind| {
+                let inputs: Vec<Tensor> = inputs.iter().map(|t| t.to_kind(kind).detach().copy()).collect();
+                let inputs: Vec<Tensor> =
+                    inputs.iter().enumerate().map(|(i, t)| t.set_requires_grad(learns(i))).collect();
+                let y = form(&inputs);
+                // A slope that does not lie in order, as those of transposed products.
+                let rows = y.size()[0];
+                let slope = (values(&[rows, y.numel() as i64 / rows]) * 2.0).cos().to_kind(kind);
+                let slope = slope.tr().contiguous().tr().reshape(y.size());
+                (&y * slope).sum(kind).backward();
+                let slopes = (0..learned).filter(|&i| learns(i)).map(|i| inputs[i].grad());
+                [y.detach()].into_iter().chain(slopes).collect::<Vec<_>>()
+            };
+            let (exact, theirs) = (run(expected, Kind::Double), run(expected, Kind::Float));
+            for ((exact, theirs), found) in exact.iter().zip(&theirs).zip(&run(found, Kind::Float)) {
+                let off = |t: &Tensor| (t - exact).abs().max().double_value(&[]);
+                let most = exact.abs().max().double_value(&[]).max(1.0);
+                let allowed = (2.0 * off(theirs)).max(1e-6 * most);
+                assert!(off(found) <= allowed, "off by {}, libtorch by {}", off(found), off(theirs));
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_of_norms_are_libtorchs() {
+        for (rows, width) in [(1, 48), (8, 192), (3, 5), (700, 100)] {
+            let inputs = [values(&[rows, width]) * 3.0, values(&[width]) + 2.0];
+            assert_as_exact(
+                &|t| rms_norm(&t[0], &t[1], 1e-6).unwrap(),
+                &|t| t[0].rms_norm([width], Some(&t[1]), 1e-6),
+                &inputs,
+                0,
+            );
+        }
+    }
+
+    #[test]
+    fn gates_and_their_gradients_are_libtorchs() {
+        for (rows, width) in [(1, 48), (8, 512), (3, 5), (300, 130)] {
+            // Where the exponential ends, too.
+            let inputs = [values(&[rows, width]) * 120.0, (values(&[rows, width]) + 0.3) * 2.0];
+            let found: Form = &|t| silu_times(&t[0], &t[1]).unwrap();
+            assert_as_exact(found, &|t| t[0].silu() * &t[1], &inputs, 0);
+            for row in [0, rows - 1] {
+                let alone: Vec<Tensor> = inputs.iter().map(|t| t.narrow(0, row, 1)).collect();
+                assert!(found(&alone).equal(&found(&inputs).narrow(0, row, 1)), "row {row} of {rows}");
+            }
+        }
+    }
+
     #[test]
     fn planes_are_turned() {
         for (rows, heads, dim) in [(8, 6, 48), (1, 1, 2), (400, 3, 64)] {
             let (x, angles) = (values(&[rows, heads, dim]), values(&[rows, 1, dim / 2]) * 5.0);
             let (c, s) = (angles.cos(), angles.sin());
-            let (a, b) = (x.narrow(2, 0, dim / 2), x.narrow(2, dim / 2, dim / 2));
-            let expected = Tensor::cat(&[&a * &c - &b * &s, &b * &c + &a * &s], 2);
-            assert!(rotate(&x, &c, &s).unwrap().equal(&expected), "{rows} rows");
+            let composed: Form = &|t| {
+                let (a, b) = (t[0].narrow(2, 0, dim / 2), t[0].narrow(2, dim / 2, dim / 2));
+                Tensor::cat(&[&a * &t[1] - &b * &t[2], &b * &t[1] + a * &t[2]], 2)
+            };
+            assert_as_exact(&|t| rotate(&t[0], &t[1], &t[2]).unwrap(), composed, &[x, c, s], 2);
         }
     }
 
     #[test]
     fn what_they_are_not_made_for_is_left_to_libtorch() {
         let (x, weight) = (values(&[4, 8]), values(&[8]));
-        let with_gradient = weight.copy().set_requires_grad(true);
-        assert!(rms_norm(&x, &with_gradient, 1e-6).is_none());
-        assert!(tch::no_grad(|| rms_norm(&x, &with_gradient, 1e-6)).is_some());
         assert!(rms_norm(&x.to_kind(Kind::BFloat16), &weight, 1e-6).is_none());
         assert!(
             rms_norm(&x.tr(), &values(&[4]), 1e-6).is_none() && rms_norm(&x, &values(&[4]), 1e-6).is_none()
@@ -86,5 +155,8 @@ mod tests {
         let cosines = values(&[4, 1, 4]);
         assert!(rotate(&values(&[4, 2, 7]), &cosines, &cosines).is_none());
         assert!(rotate(&values(&[5, 2, 8]), &cosines, &cosines).is_none());
+        let learned = cosines.copy().set_requires_grad(true);
+        assert!(rotate(&values(&[4, 2, 8]), &learned, &cosines).is_none());
+        assert!(silu_times(&x, &values(&[2, 16])).is_none() && silu_times(&x.tr(), &x.tr()).is_none());
     }
 }

@@ -1,0 +1,135 @@
+// How far rows of logits are from labels and from other logits, and the gradients of what is made of these distances: float32, on the CPU, in place.
+// libtorch makes a dozen passes of them, with as many temporaries.
+#include "group.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+
+namespace {
+
+// Values whose sums are taken in float32, before these are added in float64: as many as there are tokens, rounding would be seen.
+constexpr int64_t kSpan = 1024;
+
+// The sum of `each(i)` over so many, which may change what belongs to i.
+template <typename Each>
+inline __attribute__((always_inline)) double summed(int64_t count, Each each) {
+  double sum = 0.0;
+  for (int64_t first = 0; first < count; first += kSpan) {
+    const int64_t end = std::min(count, first + kSpan);
+    float lanes[kLanes] = {};
+    int64_t i = first;
+    for (; i + kLanes <= end; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += each(i + lane);
+    for (; i < end; ++i) lanes[0] += each(i);
+    sum += folded(lanes);
+  }
+  return sum;
+}
+
+// What is found of a row, in this order.
+enum Distance : int64_t { kCrossEntropy, kL1, kOverlap, kSoftCrossEntropy, kDivergence, kDistances };
+
+// Turns the logits of drafter and target into probabilities and measures them.
+DEEPSPEC_VECTORS void measure_row(float* draft, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
+  const float draft_most = largest(draft, vocab), target_most = largest(target, vocab), chosen = draft[label] - draft_most;
+  for (int64_t i = 0; i < vocab; ++i) draft[i] -= draft_most;
+  for (int64_t i = 0; i < vocab; ++i) target[i] -= target_most;
+  // Of the target's weights, which are not divided by their sum yet.
+  double by_draft = 0.0, by_target = 0.0;
+  if (soft) {
+    by_draft = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return exponential(target[i]) * draft[i]; });
+    by_target = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return exponential(target[i]) * target[i]; });
+  }
+  const double draft_sum = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return draft[i] = exponential(draft[i]); });
+  const double target_sum = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return target[i] = exponential(target[i]); });
+  const float draft_share = static_cast<float>(1.0 / draft_sum), target_share = static_cast<float>(1.0 / target_sum);
+  for (int64_t i = 0; i < vocab; ++i) draft[i] *= draft_share;
+  for (int64_t i = 0; i < vocab; ++i) target[i] *= target_share;
+  const double l1 = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return std::fabs(draft[i] - target[i]); });
+  const double overlap =
+      summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return draft[i] < target[i] ? draft[i] : target[i]; });
+  found[kCrossEntropy] = static_cast<float>(std::log(draft_sum) - chosen);
+  found[kL1] = static_cast<float>(l1);
+  found[kOverlap] = static_cast<float>(overlap);
+  found[kSoftCrossEntropy] = soft ? static_cast<float>(std::log(draft_sum) - by_draft / target_sum) : 0.0f;
+  const double entropy = std::log(target_sum) - by_target / target_sum;
+  found[kDivergence] = soft ? static_cast<float>(std::log(draft_sum) - by_draft / target_sum - entropy) : 0.0f;
+}
+
+// Factors of a row's gradient: of p^d - onehot(label), of p^d - p^t, and of the slope of |p^d - p^t|.
+struct Factors {
+  float label, soft, l1;
+};
+
+// Puts the gradient by the drafter's logits in place of its probabilities.
+DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label, int64_t vocab, Factors by) {
+  float factor = by.label + by.soft;
+  if (by.l1 != 0.0f) {
+    factor -= by.l1 * static_cast<float>(summed(vocab, [=](int64_t i) __attribute__((always_inline)) {
+      return draft[i] > target[i] ? draft[i] : draft[i] < target[i] ? -draft[i] : 0.0f;
+    }));
+  }
+  for (int64_t i = 0; i < vocab; ++i) {
+    const float sign = draft[i] > target[i] ? by.l1 : draft[i] < target[i] ? -by.l1 : 0.0f;
+    draft[i] = draft[i] * (factor + sign) - by.soft * target[i];
+  }
+  draft[label] -= by.label;
+}
+
+// [n, V] float32 on the CPU, row behind row.
+bool rows_of_logits(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.dim() == 2;
+}
+
+// Labels of `rows`, which must lie in the vocabulary: they are places in memory.
+bool labels_of(const at::Tensor& labels, const at::Tensor& rows) {
+  if (!labels.device().is_cpu() || labels.scalar_type() != at::kLong || !labels.is_contiguous() || labels.numel() != rows.size(0))
+    return false;
+  const int64_t* label = labels.const_data_ptr<int64_t>();
+  return std::all_of(label, label + labels.numel(), [&](int64_t of) { return of >= 0 && of < rows.size(1); });
+}
+
+}  // namespace
+
+extern "C" {
+
+// Turns logits [n, V] of drafter and target into probabilities, in place; gives `Distance`s [n, 5], those of the last two 0 unless `soft`.
+at::Tensor* ds_measure_rows(const at::Tensor* draft, const at::Tensor* target, const at::Tensor* labels, bool soft) {
+  return made([&]() -> at::Tensor {
+    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || draft->sizes() != target->sizes() || !labels_of(*labels, *draft)) return {};
+    RECORD_USER_SCOPE("measure_rows");
+    const int64_t vocab = draft->size(1);
+    at::Tensor out = at::empty({draft->size(0), kDistances}, draft->options());
+    float *ours = draft->mutable_data_ptr<float>(), *theirs = target->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
+    const int64_t* label = labels->const_data_ptr<int64_t>();
+    for_tasks(draft->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
+      measure_row(ours + row * vocab, theirs + row * vocab, label[row], vocab, soft, found + row * kDistances);
+    });
+    return out;
+  });
+}
+
+// Puts gradients in place of the drafter's probabilities [n, V], by factors [n, 3] as `Factors` names them; whether it did.
+bool ds_slope_rows(const at::Tensor* draft, const at::Tensor* target, const at::Tensor* labels, const at::Tensor* factors) {
+  try {
+    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || draft->sizes() != target->sizes() || !labels_of(*labels, *draft)) return false;
+    if (!rows_of_logits(*factors) || factors->size(0) != draft->size(0) || factors->size(1) != 3) return false;
+    RECORD_USER_SCOPE("slope_rows");
+    const int64_t vocab = draft->size(1);
+    float* ours = draft->mutable_data_ptr<float>();
+    const float *theirs = target->const_data_ptr<float>(), *factor = factors->const_data_ptr<float>();
+    const int64_t* label = labels->const_data_ptr<int64_t>();
+    for_tasks(draft->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
+      const float* by = factor + row * 3;
+      slope_row(ours + row * vocab, theirs + row * vocab, label[row], vocab, {by[0], by[1], by[2]});
+    });
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+}

@@ -1,0 +1,133 @@
+//! Losses of rows of logits on the CPU, in two passes over them, in place.
+
+use std::ffi::c_void;
+
+use tch::Tensor;
+
+use super::rows::owned;
+
+unsafe extern "C" {
+    fn ds_measure_rows(
+        draft: *const c_void,
+        target: *const c_void,
+        labels: *const c_void,
+        soft: bool,
+    ) -> *mut c_void;
+    fn ds_slope_rows(
+        draft: *const c_void,
+        target: *const c_void,
+        labels: *const c_void,
+        factors: *const c_void,
+    ) -> bool;
+}
+
+/// How far n rows of logits of a drafter are from their labels x* and from a target's; p^d and p^t are the probabilities. `[n, 1]` each.
+pub struct RowsMeasured {
+    /// −log p^d(x*).
+    pub ce: Tensor,
+    /// ‖p^d − p^t‖₁.
+    pub l1: Tensor,
+    /// Σ min(p^d, p^t).
+    pub overlap: Tensor,
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for.
+    pub soft: Option<(Tensor, Tensor)>,
+}
+
+/// Measures rows of logits `draft` and `target [n, V]` with `labels [n]`, and turns both into probabilities.
+///
+/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, and where a label is no token.
+/// Nothing is differentiated.
+pub fn measure_rows(
+    draft: &mut Tensor,
+    target: &mut Tensor,
+    labels: &Tensor,
+    soft: bool,
+) -> Option<RowsMeasured> {
+    // SAFETY: the shim writes to the two tensors only and reads the third, during the call; it catches every C++ exception, and returns null or a tensor of
+    // its own.
+    let found = unsafe {
+        let (draft, target) = (draft.as_ptr().cast(), target.as_ptr().cast());
+        owned(ds_measure_rows(draft, target, labels.as_ptr().cast(), soft))?
+    };
+    let column = |column: i64| found.narrow(1, column, 1);
+    Some(RowsMeasured {
+        ce: column(0),
+        l1: column(1),
+        overlap: column(2),
+        soft: soft.then(|| (column(3), column(4))),
+    })
+}
+
+/// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits: `factors [n, 3]` of p^d − onehot(x*), of p^d − p^t, and of
+/// ∂‖p^d − p^t‖₁. Says whether it did, which it does wherever [`measure_rows`] does.
+pub fn slope_rows(draft: &mut Tensor, target: &Tensor, labels: &Tensor, factors: &Tensor) -> bool {
+    // SAFETY: the shim writes to the first tensor only and reads the others, during the call, and catches every C++ exception.
+    unsafe {
+        let (draft, target) = (draft.as_ptr().cast(), target.as_ptr().cast());
+        ds_slope_rows(draft, target, labels.as_ptr().cast(), factors.as_ptr().cast())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    fn values(rows: i64, vocab: i64, step: f64) -> Tensor {
+        (Tensor::arange(rows * vocab, (Kind::Double, Device::Cpu)) * step).sin().view([rows, vocab]) * 6.0
+    }
+
+    fn assert_near(found: &Tensor, exact: &Tensor, what: &str) {
+        let off = (found.to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
+        let most = exact.abs().max().double_value(&[]);
+        assert!(off <= 2e-6 * most.max(1e-3), "{what}: off by {off} of {most}");
+    }
+
+    /// Against formulas in float64, and autograd's gradients of them.
+    #[test]
+    fn distances_and_gradients_are_those_of_the_formulas() {
+        // Fewer tokens than lanes, a rest behind them, more than one span of sums; more rows than a thread's worth.
+        for (rows, vocab) in [(3, 5), (9, 1500), (70, 1024)] {
+            let (draft, target) =
+                (values(rows, vocab, 0.37).set_requires_grad(true), values(rows, vocab, 1.3));
+            let labels = Tensor::arange(rows, (Kind::Int64, Device::Cpu)).unsqueeze(1).remainder(vocab);
+            let factors = values(rows, 3, 0.9).abs();
+            let (log_p, log_t) = (draft.log_softmax(-1, Kind::Double), target.log_softmax(-1, Kind::Double));
+            let (p, t) = (log_p.exp(), log_t.exp());
+            let sum = |x: &Tensor| x.sum_dim_intlist(-1, true, Kind::Double);
+            let (ce, l1) = (-log_p.gather(1, &labels, false), sum(&(&p - &t).abs()));
+            let (soft, divergence) = (-sum(&(&t * &log_p)), sum(&(&t * (&log_t - &log_p))));
+            let of = |column: i64| factors.narrow(1, column, 1);
+            (&ce * of(0) + &soft * of(1) + &l1 * of(2)).sum(Kind::Double).backward();
+
+            let single = |x: &Tensor| x.detach().to_kind(Kind::Float);
+            let (mut ours, mut theirs) = (single(&draft), single(&target));
+            let measured = measure_rows(&mut ours, &mut theirs, &labels, true).unwrap();
+            assert_near(&measured.ce, &ce, "cross entropy");
+            assert_near(&measured.l1, &l1, "L1");
+            assert_near(&measured.overlap, &sum(&p.minimum(&t)), "overlap");
+            let (soft_found, divergence_found) = measured.soft.unwrap();
+            assert_near(&soft_found, &soft, "soft cross entropy");
+            assert_near(&divergence_found, &divergence, "divergence");
+            assert_near(&ours, &p, "p^d");
+            assert_near(&theirs, &t, "p^t");
+            assert!(slope_rows(&mut ours, &theirs, &labels, &single(&factors)));
+            assert_near(&ours, &draft.grad(), "gradient");
+        }
+    }
+
+    #[test]
+    fn what_they_are_not_made_for_is_left_as_it_is() {
+        let logits = values(2, 8, 0.37).to_kind(Kind::Float);
+        let refused = |draft: &Tensor, labels: [i64; 2]| {
+            let (mut draft, mut target) = (draft.copy(), logits.copy());
+            let measured = measure_rows(&mut draft, &mut target, &Tensor::from_slice(&labels), false);
+            measured.is_none() && target.equal(&logits)
+        };
+        assert!(!refused(&logits, [0, 7]));
+        assert!(refused(&logits, [0, 8]) && refused(&logits, [-1, 0]), "labels that are no token");
+        assert!(refused(&logits.to_kind(Kind::BFloat16), [0, 7]));
+        assert!(refused(&logits.narrow(0, 0, 1), [0, 7]));
+    }
+}
