@@ -114,9 +114,9 @@ def main():
     optimizer.step()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    loaded = status("VmRSS")
+    loaded = status("RssAnon")
     step()
-    peak = status("VmHWM") - loaded
+    peak = status("VmHWM") - status("RssFile") - loaded
     times = []
     for _ in range(shape["steps"]):
         start = time.thread_time()

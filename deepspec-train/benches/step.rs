@@ -1,11 +1,12 @@
-//! Time and peak memory of a whole DSpark train step beside one of the reference's own modules (`reference.py`), in turn, on the CPU in
-//! float32 with one thread:
+//! Time and peak memory of a whole DSpark train step beside one of the reference's own modules (`reference.py`), as they are, where no kernel fuses
+//! their attention, and with PyTorch's fused attention; in turn, on the CPU in float32 with one thread:
 //!
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
 //! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core. Memory is the peak resident size of
-//! a step above the loaded state: model and moments, but no gradients.
+//! a step above the loaded state: model and moments, but no gradients. The code of libraries, which a first step has read from their files, is no part
+//! of it.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -176,7 +177,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Measures our step in this process and prints peak and time, and of the time the forward and backward.
+/// Measures our step in this process and prints peak and time.
 fn measure(shape: &Shape) {
     tch::manual_seed(1);
     let (block, alone) = (shape.model(), ProcessGroup::alone());
@@ -193,26 +194,19 @@ fn measure(shape: &Shape) {
         let samples: Vec<TrainSample> = (0..shape.samples).map(|_| shape.sample()).collect();
         let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("anchors");
         drop(samples);
-        let before = on_core();
         let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0), None);
-        let pass = on_core() - before;
         let _ = optimizer.step(6e-4, &alone).expect("alone");
-        pass
     };
     fs::write("/proc/self/clear_refs", "5").expect("Linux");
-    let loaded = status("VmRSS:");
+    let loaded = status("RssAnon:");
     step();
-    let peak = status("VmHWM:") - loaded;
-    let times: Vec<(f64, f64)> = (0..shape.steps)
-        .map(|_| {
-            let before = on_core();
-            let pass = step();
-            (on_core() - before, pass)
-        })
-        .collect();
-    let [whole, pass] =
-        [times.iter().map(|t| t.0).collect(), times.iter().map(|t| t.1).collect()].map(median);
-    println!("{peak} {whole} {pass}");
+    let peak = status("VmHWM:") - status("RssFile:") - loaded;
+    let times = (0..shape.steps).map(|_| {
+        let before = on_core();
+        step();
+        on_core() - before
+    });
+    println!("{peak} {}", median(times.collect()));
 }
 
 fn run(command: &mut Command) -> Vec<f64> {
@@ -229,26 +223,31 @@ fn compare(shape: &Shape, python: &str) {
     let described = tempfile::NamedTempFile::new().expect("a place for the shape");
     let theirs = Shape { anchors: shape.reference_anchors, ..*shape };
     serde_json::to_writer(&described, &theirs).expect("plain numbers");
-    let (mut there, mut here) = (vec![], vec![]);
+    let mut runs = [vec![], vec![], vec![]];
     for _ in 0..shape.rounds {
-        there.push(run(Command::new(python).arg(&script).arg(described.path())));
-        here.push(run(Command::new(&program).args(["measure", shape.name])));
+        let reference =
+            |more: &[&str]| run(Command::new(python).arg(&script).arg(described.path()).args(more));
+        runs[0].push(reference(&[]));
+        runs[1].push(reference(&["sdpa"]));
+        runs[2].push(run(Command::new(&program).args(["measure", shape.name])));
     }
-    let column = |runs: &[Vec<f64>], i: usize| median(runs.iter().map(|run| run[i]).collect());
-    let (there, here) = ([0, 1].map(|i| column(&there, i)), [0, 1, 2].map(|i| column(&here, i)));
+    let [own, fused, here] = runs.map(|runs| {
+        let column = |i: usize| median(runs.iter().map(|run| run[i]).collect());
+        [column(0), column(1)]
+    });
     let Shape { name, hidden, layers, vocab, block, anchors, samples, tokens, .. } = *shape;
     println!(
         "{name}: d = {hidden}, {layers} layers, V = {vocab}, {samples} × {anchors} anchors, γ = {block}, {tokens} tokens, float32, one thread"
     );
-    println!(
-        "  reference    {:8.1} MB  {:8.1} ms   ({} anchors)",
-        there[0], there[1], shape.reference_anchors
-    );
-    println!(
-        "  deepspec     {:8.1} MB  {:8.1} ms, of them forward and backward {:.1} ms",
-        here[0], here[1], here[2]
-    );
-    println!("  ratio        {:8.2}     {:8.2}", here[0] / there[0], here[1] / there[1]);
+    println!("  deepspec                      {:8.1} MB  {:8.1} ms", here[0], here[1]);
+    for (reference, [memory, time]) in [("reference", own), ("reference, fused attention", fused)] {
+        println!(
+            "  {reference:<28}  {memory:8.1} MB  {time:8.1} ms   ratios {:.2} and {:.2} ({} anchors)",
+            here[0] / memory,
+            here[1] / time,
+            shape.reference_anchors
+        );
+    }
 }
 
 fn main() {

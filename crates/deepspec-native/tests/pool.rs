@@ -20,7 +20,7 @@ fn resident() -> usize {
     line.trim().strip_suffix("kB").unwrap().trim().parse::<usize>().unwrap() << 10
 }
 
-/// Makes and frees tensors of ever other sizes around the pool's threshold of 256 KB, oldest first, and looks at each before it goes.
+/// Makes and frees tensors of ever other sizes around the pool's threshold of 128 KB, oldest first, and looks at each before it goes.
 fn churn(thread: usize) {
     let mut live = vec![];
     let mut state = thread as u64 + 1;

@@ -7,7 +7,7 @@ use super::AnchoredBlocks;
 use super::attention::{ALIGNED, TILE};
 use crate::TrainSample;
 use crate::trained::{
-    DIRECTIONS, DraftDecoder, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, PassBytes, SampleSize, family_norms,
+    DIRECTIONS, DraftDecoder, Kept, MLP_AT_WORK, PROJECTIONS, PassBytes, SampleSize, family_norms,
     layer_shapes,
 };
 
@@ -37,7 +37,8 @@ pub fn backbone_pass_bytes(
     let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
     let slots: usize = samples.iter().map(|sample| sample.anchors * size).sum();
     // A norm's output is kept where a product reads it.
-    let norm = NORMED + bytes;
+    let of = Kept::of(bytes, device);
+    let norm = of.normed() + bytes;
     let mut kept = tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
     let (mut layers, mut by_layer) = (0, vec![]);
     for (i, layer) in decoder.model.layers.iter().enumerate() {
@@ -55,14 +56,15 @@ pub fn backbone_pass_bytes(
         }
         // Queries are normed and folded, and come out of the attention, folded and in order; keys are normed and rotated; values are
         // themselves.
-        let head_norm = if layer.qk_norm { NORMED } else { 0 };
+        let head_norm = if layer.qk_norm { of.normed() } else { 0 };
         let projected = |width: usize| width * (head_norm + 2 * bytes);
         let inner = slots * layer.intermediate_size as usize * bytes;
+        let mlp = of.mlp(layer.activation) * inner;
         by_layer.push(
             slots * (2 * d * norm + projected(queries) + projected(keys))
-                + MLP * inner
+                + mlp
                 + tokens * projected(keys)
-                + family_norms(layer, slots, slots + tokens)
+                + family_norms(layer, slots, slots + tokens, of)
                 + slots * (queries * bytes + query as usize * FLOAT),
         );
         let at_work = |sample: &SampleSize| {
@@ -74,7 +76,7 @@ pub fn backbone_pass_bytes(
             (QUERIES_AT_WORK * slots * queries + KEYS_AT_WORK * sources * keys + scores) * FLOAT
         };
         let attention = samples.iter().map(at_work).max().unwrap_or(0);
-        layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(MLP * inner));
+        layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(mlp));
     }
     // The layer's output, its slope, their product and the slope of its input; the context's slope so far, and that by this layer.
     let between = (4 * slots + 2 * tokens) * d * bytes;

@@ -7,7 +7,7 @@ use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::recipe::Supervise;
 use crate::trained::{
-    DIRECTIONS, MLP, MLP_AT_WORK, NORMED, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
+    DIRECTIONS, Kept, MLP_AT_WORK, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
 use crate::{TrainSample, losses};
 
@@ -59,7 +59,8 @@ impl Eagle3Config {
         let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
         let columns = |sample: &SampleSize, s: usize| if s == 0 { sample.tokens } else { sample.supervised };
         let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
-        let norm = NORMED + bytes;
+        let of = Kept::of(bytes, device);
+        let norm = of.normed() + bytes;
         // The supervised rows of every step are picked out and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
         // Their gradients and the teacher's states.
@@ -71,12 +72,12 @@ impl Eagle3Config {
             let inner = layer.intermediate_size as usize * bytes;
             // The token's embedding is frozen, of which only the normed form is needed; the state; both side by side; the residual
             // before the MLP.
-            kept += all * d * (size_of::<f32>() + NORMED + 2 * bytes + norm);
+            kept += all * d * (size_of::<f32>() + of.normed() + 2 * bytes + norm);
             // Queries are normed and laid out for the attention, whose output is laid out once more.
-            let head_norm = if layer.qk_norm { NORMED } else { 0 };
+            let head_norm = if layer.qk_norm { of.normed() } else { 0 };
             kept += all * (queries * (head_norm + 3 * bytes) + keys * (head_norm + 2 * bytes));
-            kept += all * MLP * inner;
-            kept += family_norms(layer, all, all);
+            kept += all * of.mlp(layer.activation) * inner;
+            kept += family_norms(layer, all, all, of);
             // Each piece has keys, values and a mask of its own.
             for (s, sample) in (0..steps).flat_map(|s| samples.iter().map(move |sample| (s, sample))) {
                 let count = columns(sample, s);

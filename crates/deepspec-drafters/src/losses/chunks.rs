@@ -18,6 +18,8 @@ const TILE_BYTES: i64 = 1 << 19;
 const LOGITS: usize = 2;
 /// Of a tile, at a time.
 const TEMPORARIES: usize = 6;
+/// The same of float32 on the CPU, where losses are measured and differentiated in place: what a soft-cap leaves.
+const IN_PLACE: usize = 4;
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
@@ -196,7 +198,9 @@ pub fn buffer_bytes(
     let (vocab, tile) = (vocab as usize, tile_rows(vocab, rows, gamma, device));
     let logits = LOGITS + usize::from(bias);
     let of_row = logits * vocab + LOGITS * states;
-    chunk * of_row * value + TEMPORARIES * tile * vocab * size_of::<f32>()
+    let in_place = device == Device::Cpu && value == size_of::<f32>();
+    let temporaries = if in_place { IN_PLACE } else { TEMPORARIES };
+    chunk * of_row * value + temporaries * tile * vocab * size_of::<f32>()
 }
 
 /// Rows of a tile, of so many rows in blocks of γ.

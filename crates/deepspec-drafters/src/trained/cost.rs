@@ -2,12 +2,33 @@
 
 use tch::{Device, Kind};
 
-use deepspec_models::nn::{LayerSpec, Norms, Value};
+use deepspec_models::nn::{Activation, LayerSpec, Norms, Value};
 
-/// Bytes that autograd keeps of a value that is normed, whatever its kind: itself and its normed form in float32.
-pub(crate) const NORMED: usize = 8;
-/// What it keeps of a value of the MLP's insides: gate, its activation, up, and their product.
-pub(crate) const MLP: usize = 4;
+/// What autograd keeps of operators. Over float32 rows on the CPU some are one pass, which keeps what it reads.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kept {
+    in_one_pass: bool,
+}
+
+impl Kept {
+    /// Of values of so many bytes on a device.
+    pub fn of(bytes: usize, device: Device) -> Self {
+        Self { in_one_pass: bytes == size_of::<f32>() && device == Device::Cpu }
+    }
+
+    /// Bytes of a value that is normed: itself in float32, and its normed form in libtorch's operator, whatever the kind.
+    pub fn normed(self) -> usize {
+        if self.in_one_pass { NORMED / 2 } else { NORMED }
+    }
+
+    /// Values of the MLP's insides: gate and up; and elsewhere the gate's activation and the product of both.
+    pub fn mlp(self, activation: Activation) -> usize {
+        if self.in_one_pass && activation == Activation::Silu { 2 } else { 4 }
+    }
+}
+
+/// Bytes that libtorch's norm keeps of a value.
+const NORMED: usize = 2 * size_of::<f32>();
 /// Gradients of the MLP's insides at a time: of the product and of its two factors.
 pub(crate) const MLP_AT_WORK: usize = 3;
 /// Matrix products of a layer with a weight: queries, keys and values, output, gate and up, down.
@@ -85,11 +106,11 @@ impl PassBytes {
 }
 
 /// Bytes that autograd keeps of the norms that only some families have, in a layer of so many rows which makes values of `sources`
-/// rows: those behind attention and MLP, and the values'.
-pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize) -> usize {
+/// rows: those behind attention and MLP, and the values', which libtorch's operator norms.
+pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize, of: Kept) -> usize {
     let behind = if layer.norms == Norms::Sandwich { 2 * rows * layer.hidden_size as usize } else { 0 };
     let heads = layer.attention.heads;
     let values =
         if layer.value == Value::Projected { 0 } else { sources * (heads.key_value * heads.dim) as usize };
-    (behind + values) * NORMED
+    behind * of.normed() + values * NORMED
 }

@@ -1,5 +1,6 @@
 //! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
+use deepspec_native::{gated_product, rms_norm, silu_times};
 use tch::Tensor;
 
 use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
@@ -33,6 +34,16 @@ impl Linear {
     pub fn forward(&self, x: &Tensor) -> Tensor {
         self.weight.product(x, self.bias.as_ref())
     }
+
+    /// Applies it to `silu(gate) ⊙ up`.
+    fn forward_gated(&self, gate: &Tensor, up: &Tensor) -> Tensor {
+        if let (Weight::Stored(weight), None) = (&self.weight, &self.bias)
+            && let Some(learning) = gated_product(gate, up, weight)
+        {
+            return learning;
+        }
+        self.forward(&silu_times(gate, up).unwrap_or_else(|| gate.silu() * up))
+    }
 }
 
 /// `x / rms(x) · w` over the last dimension, in float32 inside.
@@ -49,7 +60,7 @@ impl RmsNorm {
 
     /// Norms the last dimension.
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        deepspec_native::rms_norm(x, &self.weight, self.eps)
+        rms_norm(x, &self.weight, self.eps)
             .unwrap_or_else(|| x.rms_norm(self.weight.size(), Some(&self.weight), self.eps))
     }
 }
@@ -153,11 +164,10 @@ impl Mlp {
 
     fn forward(&self, x: &Tensor) -> Tensor {
         let (gate, up) = (self.gate_proj.forward(x), self.up_proj.forward(x));
-        let inner = match self.activation {
-            Activation::Silu => deepspec_native::silu_times(&gate, &up).unwrap_or_else(|| gate.silu() * up),
-            Activation::GeluTanh => gate.gelu("tanh") * up,
-        };
-        self.down_proj.forward(&inner)
+        match self.activation {
+            Activation::Silu => self.down_proj.forward_gated(&gate, &up),
+            Activation::GeluTanh => self.down_proj.forward(&(gate.gelu("tanh") * up)),
+        }
     }
 }
 

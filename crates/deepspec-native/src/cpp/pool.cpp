@@ -18,7 +18,7 @@
 namespace {
 
 // Smaller blocks are left to the C allocator, which is faster and whose gaps they do not widen.
-constexpr size_t kLarge = 256 << 10;
+constexpr size_t kLarge = 128 << 10;
 
 // From so many bytes on, the system is asked for its large pages.
 constexpr size_t kHuge = 4 << 20;

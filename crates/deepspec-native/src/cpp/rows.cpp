@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
@@ -255,28 +256,39 @@ struct Turn : torch::autograd::Function<Turn> {
   }
 };
 
-struct Gate : torch::autograd::Function<Gate> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
-    ctx->save_for_backward({gate, up});
-    return gated(gate, up);
+// The backward makes the product's input once more.
+struct GatedProduct : torch::autograd::Function<GatedProduct> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight) {
+    ctx->save_for_backward({gate, up, weight});
+    return at::linear(gated(gate, up), weight);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    RECORD_USER_SCOPE("silu_times_backward");
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor slope = gradients[0].contiguous();
-    at::Tensor by_gate = at::empty_like(saved[0]), by_up = at::empty_like(saved[1]);
-    const int64_t width = slope.size(-1);
-    const float *gate = saved[0].const_data_ptr<float>(), *up = saved[1].const_data_ptr<float>(),
-                *slopes = slope.const_data_ptr<float>();
-    float *left = by_gate.mutable_data_ptr<float>(), *right = by_up.mutable_data_ptr<float>();
-    for_rows(by_gate, width, [=](int64_t row) {
-      const int64_t at = row * width;
-      gate_row_back(gate + at, up + at, slopes + at, width, left + at, right + at);
-    });
-    return {by_gate, by_up};
+    const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
+    const int64_t width = gate.size(-1);
+    const at::Tensor slope = gradients[0].reshape({-1, weight.size(0)});
+    at::Tensor by_gate, by_up, by_weight;
+    if (ctx->needs_input_grad(2)) by_weight = slope.t().mm(gated(gate, up).view({-1, width}));
+    if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
+      const at::Tensor by_inner = slope.mm(weight);
+      RECORD_USER_SCOPE("silu_times_backward");
+      by_gate = at::empty_like(gate), by_up = at::empty_like(up);
+      const float *left = gate.const_data_ptr<float>(), *right = up.const_data_ptr<float>(),
+                  *slopes = by_inner.const_data_ptr<float>();
+      float *to_left = by_gate.mutable_data_ptr<float>(), *to_right = by_up.mutable_data_ptr<float>();
+      for_rows(by_gate, width, [=](int64_t row) {
+        const int64_t at = row * width;
+        gate_row_back(left + at, right + at, slopes + at, width, to_left + at, to_right + at);
+      });
+    }
+    return {by_gate, by_up, by_weight};
   }
 };
+
+bool can_be_gated(const at::Tensor& gate, const at::Tensor& up) {
+  return plain(gate) && plain(up) && gate.sizes() == up.sizes() && gate.dim() > 0 && gate.numel() > 0;
+}
 
 // A new tensor, or null where `work` says that it does not apply, or fails.
 template <typename Work>
@@ -314,11 +326,20 @@ at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::
   });
 }
 
-// gate * sigmoid(gate) * up, of one shape [.., d].
+// gate * sigmoid(gate) * up, of one shape [.., d]; nothing learns of it.
 at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
   return made([&]() -> at::Tensor {
-    if (!plain(*gate) || !plain(*up) || gate->sizes() != up->sizes() || gate->dim() == 0 || gate->numel() == 0) return {};
-    return learns(*gate) || learns(*up) ? Gate::apply(*gate, *up) : gated(*gate, *up);
+    if (!can_be_gated(*gate, *up) || learns(*gate) || learns(*up)) return {};
+    return gated(*gate, *up);
+  });
+}
+
+// The same times the transpose of a weight [outputs, d], where something learns of it.
+at::Tensor* ds_gated_product(const at::Tensor* gate, const at::Tensor* up, const at::Tensor* weight) {
+  return made([&]() -> at::Tensor {
+    if (!can_be_gated(*gate, *up) || !plain(*weight) || weight->dim() != 2 || weight->size(1) != gate->size(-1)) return {};
+    if (!learns(*gate) && !learns(*up) && !learns(*weight)) return {};
+    return GatedProduct::apply(*gate, *up, *weight);
   });
 }
 }

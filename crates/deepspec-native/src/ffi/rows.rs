@@ -9,6 +9,7 @@ unsafe extern "C" {
     fn ds_rms_norm(x: *const c_void, weight: *const c_void, eps: f64) -> *mut c_void;
     fn ds_rotate(x: *const c_void, cosines: *const c_void, sines: *const c_void) -> *mut c_void;
     fn ds_silu_times(gate: *const c_void, up: *const c_void) -> *mut c_void;
+    fn ds_gated_product(gate: *const c_void, up: *const c_void, weight: *const c_void) -> *mut c_void;
 }
 
 /// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight [d]`. A row's bits do not depend on the other rows.
@@ -30,10 +31,19 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
 
 /// `silu(gate) ⊙ up`, of one shape.
 ///
-/// None as for [`rms_norm`].
+/// None as for [`rms_norm`], and for gradients.
 pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
+}
+
+/// `(silu(gate) ⊙ up) Wᵀ` of `gate` and `up [.., d]` and `weight [outputs, d]`, for gradients: the backward makes the product's input once more, which
+/// is not kept for it.
+///
+/// None as for [`rms_norm`], and where nothing learns.
+pub fn gated_product(gate: &Tensor, up: &Tensor, weight: &Tensor) -> Option<Tensor> {
+    // SAFETY: as above.
+    unsafe { owned(ds_gated_product(gate.as_ptr().cast(), up.as_ptr().cast(), weight.as_ptr().cast())) }
 }
 
 /// # Safety
@@ -119,16 +129,30 @@ mod tests {
     }
 
     #[test]
-    fn gates_and_their_gradients_are_libtorchs() {
+    fn gates_are_libtorchs() {
         for (rows, width) in [(1, 48), (8, 512), (3, 5), (300, 130)] {
             // Where the exponential ends, too.
-            let inputs = [values(&[rows, width]) * 120.0, (values(&[rows, width]) + 0.3) * 2.0];
-            let found: Form = &|t| silu_times(&t[0], &t[1]).unwrap();
-            assert_as_exact(found, &|t| t[0].silu() * &t[1], &inputs, 0);
+            let (gate, up) = (values(&[rows, width]) * 120.0, (values(&[rows, width]) + 0.3) * 2.0);
+            let found = silu_times(&gate, &up).unwrap();
+            assert!(found.allclose(&(gate.silu() * &up), 1e-6, 1e-4, false));
             for row in [0, rows - 1] {
-                let alone: Vec<Tensor> = inputs.iter().map(|t| t.narrow(0, row, 1)).collect();
-                assert!(found(&alone).equal(&found(&inputs).narrow(0, row, 1)), "row {row} of {rows}");
+                let [gate, up] = [&gate, &up].map(|t| t.narrow(0, row, 1));
+                assert!(silu_times(&gate, &up).unwrap().equal(&found.narrow(0, row, 1)), "{row} of {rows}");
             }
+        }
+    }
+
+    #[test]
+    fn gated_products_and_their_gradients_are_libtorchs() {
+        for (rows, width, outputs) in [(1, 48, 3), (8, 512, 100), (3, 5, 7), (300, 130, 20)] {
+            let gate = values(&[rows, width]) * 120.0;
+            let inputs = [gate, (values(&[rows, width]) + 0.3) * 2.0, values(&[outputs, width])];
+            assert_as_exact(
+                &|t| gated_product(&t[0], &t[1], &t[2]).unwrap(),
+                &|t| (t[0].silu() * &t[1]).linear(&t[2], None::<&Tensor>),
+                &inputs,
+                0,
+            );
         }
     }
 
@@ -158,5 +182,8 @@ mod tests {
         let learned = cosines.copy().set_requires_grad(true);
         assert!(rotate(&values(&[4, 2, 8]), &learned, &cosines).is_none());
         assert!(silu_times(&x, &values(&[2, 16])).is_none() && silu_times(&x.tr(), &x.tr()).is_none());
+        let (learned, weight) = (x.copy().set_requires_grad(true), values(&[3, 8]));
+        assert!(silu_times(&x, &learned).is_none() && gated_product(&x, &x, &weight).is_none());
+        assert!(gated_product(&x, &learned, &values(&[3, 7])).is_none());
     }
 }
