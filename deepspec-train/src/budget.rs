@@ -44,7 +44,8 @@ pub struct Memory {
     pub samples: u64,
     /// Pages of the cache's shards that reading leaves in the process; the system takes them back when it needs them.
     pub cache: u64,
-    /// The resident target, for states and for evaluations: weights, keys and values.
+    /// The resident target, for states and for evaluations: weights, keys and values. Of what only evaluations take: what is more than a pass, which
+    /// is over then.
     pub target: u64,
 }
 

@@ -77,8 +77,8 @@ impl Questions {
         Ok(Some(Self { eval, suites }))
     }
 
-    /// Bytes that the target's weights, and its keys and values of the longest answers, take for the whole run; on the CPU, in float32, a packed head,
-    /// and while a drafter of `drafter` values decodes those and its head, packed too.
+    /// Bytes that evaluating takes: the target's weights and, in float32 on the CPU, its packed head; and while it decodes keys and values of the
+    /// longest answers and, there, a packed drafter of `drafter` values with its head.
     ///
     /// # Errors
     /// If the target's weights cannot be opened.
@@ -88,15 +88,29 @@ impl Questions {
         drafter: usize,
         device: Device,
         kind: Kind,
-    ) -> anyhow::Result<u64> {
+    ) -> anyhow::Result<EvaluationBytes> {
         let requests = self.suites.iter().flat_map(|suite| &suite.requests);
         let longest =
             requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
         let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
         let head = (source.config.vocab_size * source.config.hidden_size) as usize;
-        let packed = if (device, kind) == (Device::Cpu, Kind::Float) { 2 * head + drafter } else { 0 };
-        Ok(bytes_of(weights + packed + source.config.history(self.eval.slots, longest), kind))
+        let (head, drafter) =
+            if (device, kind) == (Device::Cpu, Kind::Float) { (head, head + drafter) } else { (0, 0) };
+        let histories = source.config.history(self.eval.slots, longest);
+        Ok(EvaluationBytes {
+            always: bytes_of(weights + head, kind),
+            decoding: bytes_of(drafter + histories, kind),
+        })
     }
+}
+
+/// What evaluating takes, in bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct EvaluationBytes {
+    /// For the whole run.
+    pub always: u64,
+    /// While answers are decoded, and nothing is learned.
+    pub decoding: u64,
 }
 
 impl Evaluation {

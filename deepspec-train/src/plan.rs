@@ -273,12 +273,13 @@ impl Plan<'_> {
         let kind = kind(self.recipe().train.precision);
         let WeightCounts { trained, frozen } = self.costs.weights;
         let asked = |asked: &Questions| asked.bytes(data.source, trained + frozen, self.costs.device, kind);
-        let asking = data.questions.map(asked).transpose()?;
-        let target = target + asking.unwrap_or(0);
+        let asking = data.questions.map(asked).transpose()?.unwrap_or_default();
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         let largest = self.costs.largest(data.dataset, data.schedule);
-        let memory = self.costs.memory(&largest, states, target, cache);
-        Ok(Memory { samples: data.dataset.sample_bytes(), ..memory })
+        let memory = self.costs.memory(&largest, states, target + asking.always, cache);
+        // Decoding takes what the last pass left, and more where that is not enough.
+        let beside = asking.decoding.saturating_sub(memory.activations + memory.workspace);
+        Ok(Memory { samples: data.dataset.sample_bytes(), target: memory.target + beside, ..memory })
     }
 
     /// Bytes of a target of which only the sizes are known, with samples as long as the recipe lets them be.

@@ -119,30 +119,30 @@ impl SamplingBatch {
 
     /// The distributions that tokens are drawn from: float32 `[S, V]` from logits `[S, V]`.
     pub fn distributions(&self, logits: &Tensor) -> Tensor {
-        let one_hot = || {
-            let best = logits.argmax(-1, true);
-            logits.zeros_like().to_kind(Kind::Float).scatter_value(-1, &best, 1.0)
-        };
         if self.is_greedy() {
-            return one_hot();
+            return one_hot(logits, &likeliest(logits));
         }
         let mut probs = (logits.to_kind(Kind::Float) / self.column(0)).softmax(-1, Kind::Float);
         if self.rows.iter().any(Sampling::filters) {
             probs = self.filtered(&probs);
         }
         if self.rows.iter().any(Sampling::is_greedy) {
-            probs = one_hot().where_self(&self.column(1).gt(0.0), &probs);
+            probs = one_hot(logits, &likeliest(logits)).where_self(&self.column(1).gt(0.0), &probs);
         }
         probs
     }
 
-    /// A token of each of the [`Self::distributions`] `[S, V]`, by `uniforms [S]` as [`draw`] takes them.
-    pub fn draw(&self, distributions: &Tensor, uniforms: &Tensor) -> Tensor {
+    /// A token `[S]` of each of the [`Self::distributions`] `[S, V]` of logits `[S, V]`, by `uniforms [S]` as [`draw`] takes them; and the
+    /// distributions.
+    pub fn sample(&self, logits: &Tensor, uniforms: &Tensor) -> (Tensor, Tensor) {
         // A one-hot leaves no choice, and its sums need not be taken.
-        match self.is_greedy() {
-            true => distributions.argmax(-1, false),
-            false => draw(distributions, uniforms),
+        if self.is_greedy() {
+            let best = likeliest(logits);
+            let distributions = one_hot(logits, &best);
+            return (best, distributions);
         }
+        let distributions = self.distributions(logits);
+        (draw(&distributions, uniforms), distributions)
     }
 
     /// Applies top-k, top-p and min-p row by row and renormalises. What becomes of a row does not depend on the others.
@@ -178,6 +178,16 @@ impl SamplingBatch {
         let kept = &kept / kept.sum_dim_intlist(-1, true, Kind::Float);
         probs.zeros_like().scatter(-1, order, &kept)
     }
+}
+
+/// The token of the largest logit of each row, `[S]` from logits `[S, V]`.
+fn likeliest(logits: &Tensor) -> Tensor {
+    deepspec_native::argmax(logits).unwrap_or_else(|| logits.argmax(-1, false))
+}
+
+/// Float32 distributions `[S, V]` that are sure of a token `[S]` each; logits `[S, V]`.
+fn one_hot(logits: &Tensor, tokens: &Tensor) -> Tensor {
+    logits.zeros_like().to_kind(Kind::Float).scatter_value(-1, &tokens.unsqueeze(-1), 1.0)
 }
 
 /// Inverse-CDF draws: token = first index with cdf > u·total; `weights [S, V]` need no normalisation, `uniforms [S]` float64.
@@ -263,10 +273,11 @@ mod tests {
     fn a_greedy_batch_draws_as_one_hots_do() {
         let logits = Tensor::from_slice(&[0.5f32, 2.0, -1.0, 3.0, 1.0, 2.9]).view([2, 3]);
         let batch = SamplingBatch::new(vec![Sampling::new(0.0, 1); 2], Device::Cpu);
-        let distributions = batch.distributions(&logits);
         for uniform in [0.0, 0.5, 0.999_999_9] {
             let uniforms = Tensor::from_slice(&[uniform; 2]);
-            assert_eq!(batch.draw(&distributions, &uniforms), draw(&distributions, &uniforms));
+            let (tokens, distributions) = batch.sample(&logits, &uniforms);
+            assert_eq!(distributions, batch.distributions(&logits));
+            assert_eq!(tokens, draw(&distributions, &uniforms));
         }
     }
 

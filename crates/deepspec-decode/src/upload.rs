@@ -5,6 +5,7 @@
 //! ([`runs`], [`Ruler`]): a step of nothing but whole blocks sends nothing at all.
 
 use std::cell::RefCell;
+use std::iter::repeat_n;
 
 use deepspec_native::pinned;
 use tch::kind::Element;
@@ -83,7 +84,8 @@ impl Uploaded {
     }
 }
 
-/// 0, 1, 2, … on a device, as far as anybody asked: lists of numbers that lie in runs are cut from it and need not be sent.
+/// 0, 1, 2, … on a device, as far as anybody asked: lists of numbers that lie in runs are cut from it and need not be sent. On the CPU they are made
+/// where they are asked for.
 pub struct Ruler(RefCell<Tensor>);
 
 impl Ruler {
@@ -95,6 +97,9 @@ impl Ruler {
     /// Runs `(first, count)` of consecutive numbers, one after the other, `[Σ count]` int64.
     pub fn runs(&self, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
         let list: Vec<(i64, i64)> = list.into_iter().collect();
+        if self.0.borrow().device() == Device::Cpu {
+            return numbers(&list);
+        }
         let end = list.iter().map(|(first, count)| first + count).max().unwrap_or(0);
         let mut ruler = self.0.borrow_mut();
         if ruler.size()[0] < end {
@@ -108,6 +113,18 @@ impl Ruler {
     pub fn pick(&self, numbers: impl IntoIterator<Item = usize>) -> Tensor {
         self.runs(numbers.into_iter().map(|number| (number as i64, 1)))
     }
+
+    /// Single numbers with how often each comes, `[Σ times]` int64.
+    pub fn repeated(&self, list: impl IntoIterator<Item = (usize, usize)>) -> Tensor {
+        let list: Vec<(usize, usize)> = list.into_iter().collect();
+        let all = || list.iter().flat_map(|&(number, times)| repeat_n(number, times));
+        if self.0.borrow().device() == Device::Cpu {
+            return self.pick(all());
+        }
+        let [single, times] =
+            [self.pick(list.iter().map(|one| one.0)), self.pick(list.iter().map(|one| one.1))];
+        single.repeat_interleave_self_tensor(&times, 0, all().count() as i64)
+    }
 }
 
 /// Numbers that a ruler begins with.
@@ -118,8 +135,16 @@ pub fn runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
     match joined(list).as_slice() {
         [] => of.narrow(0, 0, 0),
         [(first, count)] => of.narrow(0, *first, *count),
+        // Where nothing has to be sent, one list costs less than a view of every run.
+        several if of.device() == Device::Cpu => of.index_select(0, &numbers(several)),
         several => Tensor::cat(&several.iter().map(|&(at, n)| of.narrow(0, at, n)).collect::<Vec<_>>(), 0),
     }
+}
+
+/// The numbers of runs, on the CPU.
+fn numbers(list: &[(i64, i64)]) -> Tensor {
+    let numbers: Vec<i64> = list.iter().flat_map(|&(first, count)| first..first + count).collect();
+    Tensor::from_slice(&numbers)
 }
 
 /// [`runs`] that keep none of the other rows in memory.
@@ -160,6 +185,8 @@ mod tests {
         let ruler = Ruler::new(Device::Cpu);
         assert_eq!(Vec::<i64>::try_from(ruler.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
         assert_eq!(Vec::<i64>::try_from(ruler.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
+        assert_eq!(Vec::<i64>::try_from(ruler.repeated([(7, 2), (1, 0), (3, 1)])).unwrap(), [7, 7, 3]);
+        assert_eq!((ruler.pick([]).size(), ruler.runs([(4, 0)]).size()), (vec![0], vec![0]));
     }
 
     #[test]

@@ -274,8 +274,9 @@ pub(crate) fn token_by_token(
 ) -> Proposal {
     let (mut tokens, mut probs): (Vec<Tensor>, Vec<Tensor>) = (vec![], vec![]);
     for k in 0..gamma {
-        let distribution = request.sampling.distributions(&logits(tokens.last()));
-        tokens.push(request.sampling.draw(&distribution, &request.uniforms.select(1, k as i64)));
+        let (drawn, distribution) =
+            request.sampling.sample(&logits(tokens.last()), &request.uniforms.select(1, k as i64));
+        tokens.push(drawn);
         probs.push(distribution);
     }
     Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence: None }

@@ -21,10 +21,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let ruler = &self.resident.ruler;
         let lens = ruler.pick(step.lens.iter().copied());
         let padding = padding(&step.lens, step.longest());
-        let of_row = (!numbers.decoding.is_greedy()).then(|| {
-            let sequences = ruler.runs([(0, step.lens.len() as i64)]);
-            sequences.repeat_interleave_self_tensor(&(&lens + 1), 0, step.verified() as i64)
-        });
+        let rows = step.lens.iter().enumerate().map(|(sequence, len)| (sequence, len + 1));
+        let of_row = (!numbers.decoding.is_greedy()).then(|| ruler.repeated(rows));
         Lengths { lens, padding: padding.map(|rows| ruler.pick(rows)), of_row }
     }
 
@@ -70,7 +68,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let logits = self.target.logits(&runs(hidden, step.prompt_ends().map(|end| (end, 1))));
             finite.push(rows_finite(&logits));
             let sampling = &numbers.prefilling;
-            let first = sampling.draw(&sampling.distributions(&logits), &numbers.first);
+            let (first, _) = sampling.sample(&logits, &numbers.first);
             drawn.push(first.shallow_clone());
             parts.push(first);
         }

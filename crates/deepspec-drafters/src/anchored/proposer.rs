@@ -149,8 +149,7 @@ impl<K: Anchored> Proposer for AnchoredProposer<K> {
         let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
         let (mut tokens, mut probs) = (vec![], vec![]);
         let Drafting { hidden, embeddings } = self.forward(context, slots, anchors, |k, logits| {
-            let distribution = sampling.distributions(logits);
-            let drawn = sampling.draw(&distribution, &uniforms.select(1, k));
+            let (drawn, distribution) = sampling.sample(logits, &uniforms.select(1, k));
             tokens.push(drawn.shallow_clone());
             probs.push(distribution);
             drawn

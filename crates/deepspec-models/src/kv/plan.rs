@@ -204,9 +204,7 @@ impl KvCache {
         let mut first = 0;
         let mut pool = |placed: &[&Placed]| {
             let count = placed.iter().map(|placed| placed.chunk.len as i64).sum::<i64>();
-            let rows = self.ruler.pick(placed.iter().map(|placed| placed.row));
-            let lens = self.ruler.pick(placed.iter().map(|placed| placed.chunk.len));
-            let rows = rows.repeat_interleave_self_tensor(&lens, 0, count);
+            let rows = self.ruler.repeated(placed.iter().map(|placed| (placed.row, placed.chunk.len)));
             first += count;
             let place = [rows, self.ruler.runs(placed.iter().map(|placed| positions(&placed.chunk)))];
             PoolRows { capacity: placed[0].capacity, first: first - count, count, place }

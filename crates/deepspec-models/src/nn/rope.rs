@@ -1,5 +1,6 @@
 //! Rotary position embedding (Su et al. 2021), angles in float32 whatever the model's kind.
 
+use std::cell::RefCell;
 use std::f64::consts::TAU;
 
 use tch::{Device, Kind, Tensor};
@@ -54,10 +55,19 @@ impl Rotations<'_> {
     }
 }
 
+/// Values whose cosines libtorch leaves to one thread.
+const ONE_THREAD: i64 = 2048;
+/// Positions whose rotations are kept, on the CPU; those of a head of 128 take 8 MB.
+const KEPT: i64 = 1 << 14;
+/// Positions of which they are kept at first.
+const KEPT_FIRST: i64 = 1 << 10;
+
 /// Inverse frequencies of one head width.
 struct Rope {
     inv_freq: Tensor, // [D/2] float32
     attention_factor: f64,
+    /// The rotations of positions 0, 1, 2, …, as far as anybody asked.
+    kept: RefCell<Option<Rotation>>,
 }
 
 /// Cosines and sines of N positions, `[N, 1, D/2]`.
@@ -93,11 +103,44 @@ impl Rope {
             Scaling::Yarn(yarn) => yarn.attention_factor,
             _ => 1.0,
         };
-        Self { inv_freq, attention_factor }
+        Self { inv_freq, attention_factor, kept: RefCell::new(None) }
     }
 
-    /// The rotation of integer positions `[N]`.
+    /// The rotation of integer positions `[N]`: on the CPU, where it takes several operators on few numbers, that of a position is computed once.
     fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
+        if positions.device() != Device::Cpu || positions.numel() == 0 {
+            return self.computed(positions, kind);
+        }
+        let (least, most) = positions.aminmax(None::<i64>, false);
+        let (least, most) = (least.int64_value(&[]), most.int64_value(&[]));
+        if least < 0 || most >= KEPT {
+            return self.computed(positions, kind);
+        }
+        let mut kept = self.kept.borrow_mut();
+        let whole = kept.take().filter(|kept| kept.cos.kind() == kind && most < kept.cos.size()[0]);
+        let whole = whole.unwrap_or_else(|| self.table((most + 1).max(KEPT_FIRST), kind));
+        let picked = |of: &Tensor| of.index_select(0, positions);
+        let rotation = Rotation { cos: picked(&whole.cos), sin: picked(&whole.sin) };
+        *kept = Some(whole);
+        rotation
+    }
+
+    /// The rotations of positions from 0 on, at least so many.
+    fn table(&self, length: i64, kind: Kind) -> Rotation {
+        let length = (length as u64).next_power_of_two() as i64;
+        // So few at a time that libtorch does not share them among threads, whose parts may end within a vector.
+        let rows = (ONE_THREAD / self.inv_freq.numel().max(1) as i64 / ROWS * ROWS).max(ROWS);
+        let piece = |first| {
+            let positions = Tensor::arange_start(first, length.min(first + rows), (Kind::Int64, Device::Cpu));
+            self.computed(&positions, kind)
+        };
+        let pieces: Vec<Rotation> = (0..length).step_by(rows as usize).map(piece).collect();
+        let all = |of: fn(&Rotation) -> &Tensor| Tensor::cat(&pieces.iter().map(of).collect::<Vec<_>>(), 0);
+        Rotation { cos: all(|piece| &piece.cos), sin: all(|piece| &piece.sin) }
+    }
+
+    /// The rotation of integer positions `[N]`, computed anew.
+    fn computed(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let rows = positions.size()[0];
         let positions = whole(positions);
         let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
@@ -186,6 +229,28 @@ mod tests {
                 );
                 let factor = expected["attention_factor"].as_f64().unwrap();
                 assert!((rope.attention_factor - factor).abs() <= 1e-12 * factor, "{}", case["name"]);
+            }
+        }
+    }
+
+    /// Whatever positions they were asked for with, or before.
+    #[test]
+    fn positions_keep_their_bits() {
+        let _no_grad = tch::no_grad_guard();
+        for head_dim in [32, 256] {
+            let spec = RopeSpec { theta: 1e4, head_dim, scaling: Scaling::None };
+            for kind in [Kind::Float, Kind::BFloat16] {
+                let rope = Rope::new(&spec, Device::Cpu);
+                let at = |positions: &[i64]| rope.at(&Tensor::from_slice(positions), kind);
+                let first = at(&[7, 1000]);
+                // Beside one for which more are kept, and beside one that is not kept.
+                for last in [3, 5000, KEPT - 1, KEPT, 1_000_000] {
+                    let beside = at(&[last, 7, 1000]);
+                    for (alone, beside) in [(&first.cos, &beside.cos), (&first.sin, &beside.sin)] {
+                        assert!(alone.equal(&beside.narrow(0, 1, 2)), "{head_dim}, {kind:?}, beside {last}");
+                    }
+                }
+                assert_eq!(rope.at(&Tensor::zeros([0], (Kind::Int64, Device::Cpu)), kind).cos.size()[0], 0);
             }
         }
     }

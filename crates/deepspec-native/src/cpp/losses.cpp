@@ -16,7 +16,7 @@ constexpr int64_t kSpan = 1024;
 
 // The sum of `each(i)` over so many, which may change what belongs to i.
 template <typename Each>
-inline __attribute__((always_inline)) double summed(int64_t count, Each each) {
+DEEPSPEC_INLINE double summed(int64_t count, Each each) {
   double sum = 0.0;
   for (int64_t first = 0; first < count; first += kSpan) {
     const int64_t end = std::min(count, first + kSpan);

@@ -24,6 +24,13 @@
 #define DEEPSPEC_VECTORS
 #endif
 
+// Of what such a function calls: by itself it would be compiled for the narrowest vectors.
+#if defined(__GNUC__)
+#define DEEPSPEC_INLINE inline __attribute__((always_inline))
+#else
+#define DEEPSPEC_INLINE inline
+#endif
+
 namespace {
 
 // As many sums side by side, so that their order is the same on every machine.
@@ -73,14 +80,14 @@ void for_rows(const at::Tensor& out, int64_t width, Each each) {
 }
 
 // The sum of `lanes`, which it uses up.
-inline float folded(float* lanes) {
+DEEPSPEC_INLINE float folded(float* lanes) {
   for (int64_t half = kLanes / 2; half > 0; half /= 2)
     for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   return lanes[0];
 }
 
 // -infinity where there is none.
-inline float largest(const float* x, int64_t count) {
+DEEPSPEC_INLINE float largest(const float* x, int64_t count) {
   float lanes[kLanes];
   for (float& lane : lanes) lane = kLowest;
   int64_t i = 0;
@@ -93,7 +100,7 @@ inline float largest(const float* x, int64_t count) {
 }
 
 // e^x for x <= 0, to 3 units in the last place; 0 below -87.
-inline float exponential(float x) {
+DEEPSPEC_INLINE float exponential(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
   const float clamped = x < -87.0f ? -87.0f : x;
   const float shifted = clamped * 1.44269504f + kRound;
@@ -115,13 +122,13 @@ inline float exponential(float x) {
 }
 
 // 1 / (1 + e^-x).
-inline float sigmoid(float x) {
+DEEPSPEC_INLINE float sigmoid(float x) {
   const float power = exponential(x < 0.0f ? x : -x), inverse = 1.0f / (1.0f + power);
   return x < 0.0f ? power * inverse : inverse;
 }
 
 // One over the root of the mean square.
-inline float inverse_rms(const float* x, int64_t width, float eps) {
+DEEPSPEC_INLINE float inverse_rms(const float* x, int64_t width, float eps) {
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes)
@@ -171,6 +178,30 @@ DEEPSPEC_VECTORS void gate_row_back(
     by_up[i] = slope[i] * gate[i] * share;
     by_gate[i] = slope[i] * up[i] * share * (1.0f + gate[i] * (1.0f - share));
   }
+}
+
+// The first of the largest values; -1 where one of them is not a number.
+DEEPSPEC_VECTORS int64_t first_of_largest(const float* x, int64_t width) {
+  float lanes[kLanes];
+  int32_t odd[kLanes] = {};
+  for (float& lane : lanes) lane = x[0];
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+      odd[lane] |= x[i + lane] != x[i + lane];
+    }
+  for (; i < width; ++i) {
+    lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+    odd[0] |= x[i] != x[i];
+  }
+  float most = lanes[0];
+  int32_t any = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    most = lanes[lane] > most ? lanes[lane] : most;
+    any |= odd[lane];
+  }
+  return any ? -1 : std::find(x, x + width, most) - x;
 }
 
 // x [.., d] and weight [d].
@@ -312,6 +343,23 @@ at::Tensor* ds_rms_norm(const at::Tensor* x, const at::Tensor* weight, double ep
     if (!plain(*x) || !plain(*weight) || width == 0 || x->dim() == 0 || x->size(-1) != width) return {};
     if (learns(*x) || learns(*weight)) return Norm::apply(*x, *weight, eps);
     return normed(*x, *weight, static_cast<float>(eps));
+  });
+}
+
+// Where the first of the largest values of each row stands, [..] for x [.., V]; nothing is differentiated.
+at::Tensor* ds_argmax(const at::Tensor* x) {
+  return made([&]() -> at::Tensor {
+    if (!plain(*x) || x->dim() == 0 || x->numel() == 0) return {};
+    RECORD_USER_SCOPE("argmax");
+    const int64_t width = x->size(-1);
+    at::Tensor out = at::empty(x->sizes().slice(0, x->dim() - 1), x->options().dtype(at::kLong));
+    const float* from = x->const_data_ptr<float>();
+    int64_t* to = out.mutable_data_ptr<int64_t>();
+    for_tasks(
+        out.numel(), std::max<int64_t>(1, kGrain / width),
+        [=](int64_t row) { to[row] = first_of_largest(from + row * width, width); });
+    // libtorch has an order for what is not a number.
+    return std::find(to, to + out.numel(), -1) == to + out.numel() ? out : at::Tensor();
   });
 }
 

@@ -7,6 +7,7 @@ use tch::Tensor;
 
 unsafe extern "C" {
     fn ds_rms_norm(x: *const c_void, weight: *const c_void, eps: f64) -> *mut c_void;
+    fn ds_argmax(x: *const c_void) -> *mut c_void;
     fn ds_rotate(x: *const c_void, cosines: *const c_void, sines: *const c_void) -> *mut c_void;
     fn ds_silu_times(gate: *const c_void, up: *const c_void) -> *mut c_void;
     fn ds_gated_product(gate: *const c_void, up: *const c_void, weight: *const c_void) -> *mut c_void;
@@ -19,6 +20,14 @@ unsafe extern "C" {
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
     // SAFETY: the shim reads both tensors during the call only, catches every C++ exception, and returns null or a tensor of its own.
     unsafe { owned(ds_rms_norm(x.as_ptr().cast(), weight.as_ptr().cast(), eps)) }
+}
+
+/// Where the largest of the values of each row stands, `[..]` int64 for `x [.., V]`; of several the first. Nothing is differentiated.
+///
+/// None as for [`rms_norm`], and where a value is not a number.
+pub fn argmax(x: &Tensor) -> Option<Tensor> {
+    // SAFETY: as above.
+    unsafe { owned(ds_argmax(x.as_ptr().cast())) }
 }
 
 /// Turns the planes (i, D/2 + i) of `x [N, heads, D]` by angles whose cosines and sines are `[N, 1, D/2]`.
@@ -170,8 +179,28 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_is_found_and_of_several_the_first() {
+        for (rows, width) in [(1, 1), (3, 5), (16, 1024), (7, 16), (40, 1003)] {
+            let x = values(&[rows, width]) * (rows as f64);
+            // With many that are equal, too.
+            for x in [x.shallow_clone(), x.round(), x.full_like(f64::NEG_INFINITY)] {
+                let found = argmax(&x).unwrap();
+                assert_eq!(found, x.argmax(-1, false), "{rows} of {width}");
+                let first = x.eq_tensor(&x.amax([-1], true)).to_kind(Kind::Int64).argmax(-1, false);
+                assert_eq!(found, first, "{rows} of {width}");
+            }
+        }
+        assert_eq!(argmax(&values(&[2, 3, 8])).unwrap().size(), [2, 3]);
+        assert_eq!(argmax(&values(&[8])).unwrap().size(), [] as [i64; 0]);
+        let odd = Tensor::from_slice(&[1.0f32, f32::NAN, 2.0]);
+        assert!(argmax(&odd).is_none() && argmax(&odd.view([3, 1])).is_none());
+    }
+
+    #[test]
     fn what_they_are_not_made_for_is_left_to_libtorch() {
         let (x, weight) = (values(&[4, 8]), values(&[8]));
+        assert!(argmax(&x.tr()).is_none() && argmax(&x.narrow(0, 0, 0)).is_none());
+        assert!(argmax(&x.to_kind(Kind::Double)).is_none());
         assert!(rms_norm(&x.to_kind(Kind::BFloat16), &weight, 1e-6).is_none());
         assert!(
             rms_norm(&x.tr(), &values(&[4]), 1e-6).is_none() && rms_norm(&x, &values(&[4]), 1e-6).is_none()
