@@ -1,16 +1,16 @@
-//! Time and peak memory of a whole DSpark train step beside one of the reference's own modules (`reference.py`), as they are, where no kernel fuses
-//! their attention, and with PyTorch's fused attention; in turn, on the CPU in float32 with one thread:
+//! Time and peak memory of a whole DSpark train step beside one of the reference's own modules (`reference.py`), not compiled: with their own attention,
+//! which nothing fuses on a CPU, and with PyTorch's fused one. In turn, in float32 with one thread:
 //!
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
 //! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core. Memory is the peak resident size of
-//! a step above the loaded state: model and moments, but no gradients. The code of libraries, which a first step has read from their files, is no part
-//! of it.
+//! a step above the loaded state: code, model and moments, but no gradients.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -92,7 +92,7 @@ const SHAPES: [Shape; 3] = [
         reference_anchors: 64,
         rounds: 3,
     },
-    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors.
+    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention.
     Shape {
         name: "large",
         hidden: 1024,
@@ -166,6 +166,24 @@ fn status(key: &str) -> f64 {
     line.trim_matches(|c: char| !c.is_ascii_digit()).parse::<f64>().expect("a number of kB") * 1024.0 / 1e6
 }
 
+/// Has what is mapped of files in memory, so that reading it is not counted.
+fn read_code() {
+    let maps = fs::read_to_string("/proc/self/maps").expect("Linux");
+    let memory = fs::File::open("/proc/self/mem").expect("Linux");
+    let code = |line: &&str| {
+        let mut words = line.split_whitespace().skip(1);
+        let rights = words.next().is_some_and(|rights| rights.starts_with("r-"));
+        rights && words.nth(2).is_some_and(|inode| inode != "0")
+    };
+    for line in maps.lines().filter(code) {
+        let (first, rest) = line.split_once('-').expect("a range");
+        let [first, end] = [first, rest.split(' ').next().unwrap_or(rest)]
+            .map(|at| u64::from_str_radix(at, 16).expect("hex"));
+        // The end of a mapping may lie behind that of its file.
+        (first..end).step_by(4096).for_each(|page| drop(memory.read_at(&mut [0], page)));
+    }
+}
+
 /// Milliseconds that this thread has spent on a core.
 fn on_core() -> f64 {
     let stat = fs::read_to_string("/proc/thread-self/schedstat").expect("Linux");
@@ -197,10 +215,11 @@ fn measure(shape: &Shape) {
         let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0), None);
         let _ = optimizer.step(6e-4, &alone).expect("alone");
     };
+    read_code();
     fs::write("/proc/self/clear_refs", "5").expect("Linux");
-    let loaded = status("RssAnon:");
+    let loaded = status("VmRSS:");
     step();
-    let peak = status("VmHWM:") - status("RssFile:") - loaded;
+    let peak = status("VmHWM:") - loaded;
     let times = (0..shape.steps).map(|_| {
         let before = on_core();
         step();
@@ -239,10 +258,12 @@ fn compare(shape: &Shape, python: &str) {
     println!(
         "{name}: d = {hidden}, {layers} layers, V = {vocab}, {samples} × {anchors} anchors, γ = {block}, {tokens} tokens, float32, one thread"
     );
-    println!("  deepspec                      {:8.1} MB  {:8.1} ms", here[0], here[1]);
-    for (reference, [memory, time]) in [("reference", own), ("reference, fused attention", fused)] {
+    println!("  deepspec                       {:8.1} MB  {:8.1} ms", here[0], here[1]);
+    for (reference, [memory, time]) in
+        [("reference, attention un-fused", own), ("reference, attention fused", fused)]
+    {
         println!(
-            "  {reference:<28}  {memory:8.1} MB  {time:8.1} ms   ratios {:.2} and {:.2} ({} anchors)",
+            "  {reference:<29}  {memory:8.1} MB  {time:8.1} ms   ratios {:.2} and {:.2} ({} anchors)",
             here[0] / memory,
             here[1] / time,
             shape.reference_anchors

@@ -44,8 +44,8 @@ pub struct Memory {
     pub samples: u64,
     /// Pages of the cache's shards that reading leaves in the process; the system takes them back when it needs them.
     pub cache: u64,
-    /// The resident target, for states and for evaluations: weights, keys and values. Of what only evaluations take: what is more than a pass, which
-    /// is over then.
+    /// The resident target: weights for states and for evaluations, keys and values. Of what decoding takes only what exceeds a training pass, because
+    /// the two never run together.
     pub target: u64,
 }
 

@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_core::{Tap, env, usage};
-use deepspec_decode::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
+use deepspec_decode::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Target as _};
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::TrainableDrafter;
-use deepspec_models::{TargetModel, TargetOptions, Weights};
+use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
 use deepspec_states::TargetBundle;
 use deepspec_suites::{Asking, Folder, Prepared, is_file};
 use serde_json::{Value, json};
@@ -78,7 +78,7 @@ impl Questions {
     }
 
     /// Bytes that evaluating takes: the target's weights and, in float32 on the CPU, its packed head; and while it decodes keys and values of the
-    /// longest answers and, there, a packed drafter of `drafter` values with its head.
+    /// longest answers, what comes of the logits of blocks of `drafts` tokens and, there, a packed drafter of `drafter` values with its head.
     ///
     /// # Errors
     /// If the target's weights cannot be opened.
@@ -86,6 +86,7 @@ impl Questions {
         &self,
         source: &TargetBundle,
         drafter: usize,
+        drafts: usize,
         device: Device,
         kind: Kind,
     ) -> anyhow::Result<EvaluationBytes> {
@@ -97,9 +98,10 @@ impl Questions {
         let (head, drafter) =
             if (device, kind) == (Device::Cpu, Kind::Float) { (head, head + drafter) } else { (0, 0) };
         let histories = source.config.history(self.eval.slots, longest);
+        let judged = (self.eval.slots * (drafts + 1)) as u64 * source.config.vocab_size as u64;
         Ok(EvaluationBytes {
             always: bytes_of(weights + head, kind),
-            decoding: bytes_of(drafter + histories, kind),
+            decoding: bytes_of(drafter + histories, kind) + judged * JUDGED_BYTES,
         })
     }
 }
@@ -145,6 +147,13 @@ impl Evaluation {
     /// # Errors
     /// If a logit is not finite, or another rank has failed.
     pub fn run(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
+        let scores = self.decode(trainee, group);
+        // What training goes on with is not to lie beside histories of answers that are over.
+        self.target.release();
+        scores
+    }
+
+    fn decode(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let started = Instant::now();
         let drafter = trainee.drafter(self.options.slots)?;
         let mut engine = Engine::new(&mut self.target, Some(drafter), self.options);

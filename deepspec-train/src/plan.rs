@@ -272,7 +272,15 @@ impl Plan<'_> {
         };
         let kind = kind(self.recipe().train.precision);
         let WeightCounts { trained, frozen } = self.costs.weights;
-        let asked = |asked: &Questions| asked.bytes(data.source, trained + frozen, self.costs.device, kind);
+        let asked = |asked: &Questions| {
+            asked.bytes(
+                data.source,
+                trained + frozen,
+                self.costs.drafter_plan.draft_len(),
+                self.costs.device,
+                kind,
+            )
+        };
         let asking = data.questions.map(asked).transpose()?.unwrap_or_default();
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         let largest = self.costs.largest(data.dataset, data.schedule);

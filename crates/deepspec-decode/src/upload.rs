@@ -110,8 +110,8 @@ impl Ruler {
     }
 
     /// Single numbers, `[N]` int64.
-    pub fn pick(&self, numbers: impl IntoIterator<Item = usize>) -> Tensor {
-        self.runs(numbers.into_iter().map(|number| (number as i64, 1)))
+    pub fn pick(&self, list: impl IntoIterator<Item = usize>) -> Tensor {
+        self.runs(list.into_iter().map(|number| (number as i64, 1)))
     }
 
     /// Single numbers with how often each comes, `[Σ times]` int64.

@@ -19,5 +19,5 @@ pub use error::ModelError;
 pub use families::{chat_formats, families};
 pub use identity::{config_digest, stop_ids, weights_digest};
 pub use room::{Fit, fit, history_bytes, room};
-pub use target::{TargetModel, TargetOptions, check_taps, load_embed_and_head};
+pub use target::{JUDGED_BYTES, TargetModel, TargetOptions, check_taps, load_embed_and_head};
 pub use weights::{Weights, save, save_checkpoint};

@@ -20,7 +20,7 @@ const PASS_TOKENS: usize = 4096;
 
 /// Bytes per logit of what verification makes of it: float32 logits and distributions of target and drafter, float64 sums of
 /// them, and the sorted copies of the filters.
-const JUDGED_BYTES: u64 = 48;
+pub const JUDGED_BYTES: u64 = 48;
 
 /// How a target is loaded.
 #[derive(Debug, Clone)]

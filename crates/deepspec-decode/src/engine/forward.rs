@@ -21,8 +21,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let ruler = &self.resident.ruler;
         let lens = ruler.pick(step.lens.iter().copied());
         let padding = padding(&step.lens, step.longest());
-        let rows = step.lens.iter().enumerate().map(|(sequence, len)| (sequence, len + 1));
-        let of_row = (!numbers.decoding.is_greedy()).then(|| ruler.repeated(rows));
+        let of_row = (!numbers.decoding.is_greedy()).then(|| {
+            let rows = step.lens.iter().enumerate().map(|(sequence, len)| (sequence, len + 1));
+            ruler.repeated(rows)
+        });
         Lengths { lens, padding: padding.map(|rows| ruler.pick(rows)), of_row }
     }
 

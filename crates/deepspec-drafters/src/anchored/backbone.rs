@@ -143,7 +143,8 @@ impl<K: Anchored> Trained<K> {
     pub(super) fn drafting_states(&self, x: &Tensor) -> Tensor {
         let (blocks, width) = (K::blocks(self.config()), self.config().model().hidden_size);
         let (first, gamma) = (blocks.slots.first() as i64, blocks.drafted() as i64);
-        let drafting = x.view([-1, blocks.block_size as i64, width]).narrow(1, first, gamma);
+        // In order, as the norm reads rows, and keeps them.
+        let drafting = x.view([-1, blocks.block_size as i64, width]).narrow(1, first, gamma).contiguous();
         self.parts.backbone().norm.forward(&drafting)
     }
 

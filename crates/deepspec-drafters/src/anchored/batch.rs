@@ -26,7 +26,7 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
     (-(k as f64) / decay_gamma).exp() as f32
 }
 
-/// So many rows after one another. Not row by row as `narrow` has them, whose gradients are as large as the whole.
+/// `whole` cut into pieces of so many rows, by one split: the gradient of each `narrow` would be as large as the whole.
 fn apart(whole: &Tensor, rows: impl Iterator<Item = i64>) -> Vec<Tensor> {
     match *rows.collect::<Vec<_>>() {
         [_] => vec![whole.shallow_clone()],

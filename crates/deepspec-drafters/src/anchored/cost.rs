@@ -7,15 +7,17 @@ use super::AnchoredBlocks;
 use super::attention::{ALIGNED, TILE};
 use crate::TrainSample;
 use crate::trained::{
-    DIRECTIONS, DraftDecoder, Kept, MLP_AT_WORK, PROJECTIONS, PassBytes, SampleSize, family_norms,
+    DIRECTIONS, DraftDecoder, MLP_AT_WORK, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms,
     layer_shapes,
 };
 
-/// What the backward of one sequence's attention has at a time of the size of its queries, in float32: the slopes of its output, and those
-/// of its queries by the blocks, by a part, and summed.
-const QUERIES_AT_WORK: usize = 4;
-/// The same of the size of its keys and values: their slopes, summed and by part.
-const KEYS_AT_WORK: usize = 4;
+/// What the backward of one sequence's attention has at a time of the size of its queries, in float32, beside their slopes: the slopes of its output, and
+/// those of its queries by the blocks and by a part.
+const QUERIES_AT_WORK: usize = 3;
+/// The same of the size of its keys and values, beside their slopes: those by part.
+const KEYS_AT_WORK: usize = 2;
+/// Keys and values.
+const SIDES: usize = 2;
 /// Score tensors of one tile that it has at a time where no fused kernel does without.
 const SCORES_AT_WORK: usize = 3;
 /// Bytes of a value in float32.
@@ -25,7 +27,7 @@ const FLOAT: usize = 4;
 /// losses.
 ///
 /// Counted are the tensors that autograd keeps for the backward and, on top of them, what the backward of a layer's MLP works with,
-/// or that of its attention to one sequence, before which the layer's MLP is freed. Scores are never kept.
+/// or that of its attention, sequence by sequence, before which the layer's MLP is freed. Scores are never kept.
 pub fn backbone_pass_bytes(
     decoder: &DraftDecoder,
     blocks: &AnchoredBlocks,
@@ -37,7 +39,7 @@ pub fn backbone_pass_bytes(
     let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
     let slots: usize = samples.iter().map(|sample| sample.anchors * size).sum();
     // A norm's output is kept where a product reads it.
-    let of = Kept::of(bytes, device);
+    let of = OfAutograd::of(bytes, device);
     let norm = of.normed() + bytes;
     let mut kept = tokens * d * (taps * bytes + norm) + slots * d * (bytes + norm);
     let (mut layers, mut by_layer) = (0, vec![]);
@@ -75,7 +77,13 @@ pub fn backbone_pass_bytes(
             };
             (QUERIES_AT_WORK * slots * queries + KEYS_AT_WORK * sources * keys + scores) * FLOAT
         };
-        let attention = samples.iter().map(at_work).max().unwrap_or(0);
+        // Slopes of all sequences wait for one another, to be put together.
+        let sloped = |sample: &SampleSize| {
+            let (slots, sources) = (sample.anchors * size, sample.tokens + sample.anchors * size);
+            (slots * queries + SIDES * sources * keys) * FLOAT
+        };
+        let attention =
+            samples.iter().map(sloped).sum::<usize>() + samples.iter().map(at_work).max().unwrap_or(0);
         layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(mlp));
     }
     // The layer's output, its slope, their product and the slope of its input; the context's slope so far, and that by this layer.

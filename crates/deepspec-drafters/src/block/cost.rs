@@ -30,7 +30,7 @@ impl BlockConfig {
         let rank = self.markov.map_or(0, |markov| markov.rank as usize);
         let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
         let gamma = self.blocks.drafted() as i64;
-        losses::buffer_bytes(vocab, d, rank > 0, rows, gamma, bytes, device)
+        losses::buffer_bytes(&self.decoder.model, rank > 0, rows, gamma, bytes, device)
             + rows * (3 * d + 2 * rank) * bytes
             + sums
     }

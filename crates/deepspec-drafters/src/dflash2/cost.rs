@@ -34,7 +34,7 @@ impl DFlash2Config {
         // The candidates' rows of B as they are, in float32, and as gradients.
         let tile = losses::tile_rows(vocab, rows, gamma as i64, device);
         let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
-        let objective = losses::buffer_bytes(vocab, d, false, rows, gamma as i64, bytes, device)
+        let objective = losses::buffer_bytes(model, false, rows, gamma as i64, bytes, device)
             + candidates
             + rows * (3 * d + 3 * rank) * bytes
             + vocab as usize * rank * size_of::<f32>();

@@ -7,7 +7,7 @@ use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::recipe::Supervise;
 use crate::trained::{
-    DIRECTIONS, Kept, MLP_AT_WORK, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
+    DIRECTIONS, MLP_AT_WORK, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
 use crate::{TrainSample, losses};
 
@@ -53,25 +53,24 @@ impl Eagle3Config {
     ///
     /// Steps after the first compute hardly more columns than are supervised.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
-        let (d, vocab) = (self.decoder.model.hidden_size as usize, self.decoder.model.vocab_size);
-        let steps = self.ttt_length;
+        let (d, steps) = (self.decoder.model.hidden_size as usize, self.ttt_length);
         let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
         let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
         let columns = |sample: &SampleSize, s: usize| if s == 0 { sample.tokens } else { sample.supervised };
         let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
-        let of = Kept::of(bytes, device);
+        let of = OfAutograd::of(bytes, device);
         let norm = of.normed() + bytes;
         // The supervised rows of every step are picked out and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
         // Their gradients and the teacher's states.
-        let objective = losses::buffer_bytes(vocab, d, false, rows, 1, bytes, device) + 2 * rows * d * bytes;
+        let objective =
+            losses::buffer_bytes(&self.decoder.model, false, rows, 1, bytes, device) + 2 * rows * d * bytes;
         let mut layers = 0;
         for layer in &self.decoder.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
             let inner = layer.intermediate_size as usize * bytes;
-            // The token's embedding is frozen, of which only the normed form is needed; the state; both side by side; the residual
-            // before the MLP.
+            // The token's embedding is frozen, of which the norm keeps one form; the state; both side by side; the residual before the MLP.
             kept += all * d * (size_of::<f32>() + of.normed() + 2 * bytes + norm);
             // Queries are normed and laid out for the attention, whose output is laid out once more.
             let head_norm = if layer.qk_norm { of.normed() } else { 0 };

@@ -1,5 +1,6 @@
 //! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
 
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::Vocabulary;
 use deepspec_native::range;
 use tch::{Device, Kind, Tensor};
@@ -18,8 +19,8 @@ const TILE_BYTES: i64 = 1 << 19;
 const LOGITS: usize = 2;
 /// Of a tile, at a time.
 const TEMPORARIES: usize = 6;
-/// The same of float32 on the CPU, where losses are measured and differentiated in place: what a soft-cap leaves.
-const IN_PLACE: usize = 4;
+/// The same of float32 on the CPU, where losses are measured and differentiated in place, and only a soft-cap leaves something.
+const OF_CAP: usize = 5;
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
@@ -183,23 +184,26 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
 }
 
 /// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
-/// head where there is one, and the states of so many values that they are made of, in a kind of `value` bytes, and a tile's float32 temporaries.
+/// head where there is one, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's float32 temporaries.
 pub fn buffer_bytes(
-    vocab: i64,
-    states: usize,
+    model: &ModelConfig,
     bias: bool,
     rows: usize,
     gamma: i64,
     value: usize,
     device: Device,
 ) -> usize {
+    let (vocab, states) = (model.vocab_size, model.hidden_size as usize);
     let (most, _) = sizes(vocab, device);
     let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
     let (vocab, tile) = (vocab as usize, tile_rows(vocab, rows, gamma, device));
     let logits = LOGITS + usize::from(bias);
     let of_row = logits * vocab + LOGITS * states;
-    let in_place = device == Device::Cpu && value == size_of::<f32>();
-    let temporaries = if in_place { IN_PLACE } else { TEMPORARIES };
+    let temporaries = match (device, model.logit_softcap) {
+        (Device::Cpu, None) if value == size_of::<f32>() => 0,
+        (Device::Cpu, Some(_)) if value == size_of::<f32>() => OF_CAP,
+        _ => TEMPORARIES,
+    };
     chunk * of_row * value + temporaries * tile * vocab * size_of::<f32>()
 }
 

@@ -18,7 +18,7 @@ pub struct RowDistances {
     pub l1: Tensor,
     /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where a loss needs them.
     pub soft: Option<(Tensor, Tensor)>,
-    /// Σ min(p^d, p^t), where a loss needs it.
+    /// Σ min(p^d, p^t), where a loss needs it or it costs nothing.
     pub overlap: Option<Tensor>,
     /// 1 where both prefer the same token, where that is asked for.
     pub agreement: Option<Tensor>,

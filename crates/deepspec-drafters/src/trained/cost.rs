@@ -6,11 +6,11 @@ use deepspec_models::nn::{Activation, LayerSpec, Norms, Value};
 
 /// What autograd keeps of operators. Over float32 rows on the CPU some are one pass, which keeps what it reads.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Kept {
+pub(crate) struct OfAutograd {
     in_one_pass: bool,
 }
 
-impl Kept {
+impl OfAutograd {
     /// Of values of so many bytes on a device.
     pub fn of(bytes: usize, device: Device) -> Self {
         Self { in_one_pass: bytes == size_of::<f32>() && device == Device::Cpu }
@@ -107,7 +107,7 @@ impl PassBytes {
 
 /// Bytes that autograd keeps of the norms that only some families have, in a layer of so many rows which makes values of `sources`
 /// rows: those behind attention and MLP, and the values', which libtorch's operator norms.
-pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize, of: Kept) -> usize {
+pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize, of: OfAutograd) -> usize {
     let behind = if layer.norms == Norms::Sandwich { 2 * rows * layer.hidden_size as usize } else { 0 };
     let heads = layer.attention.heads;
     let values =

@@ -7,9 +7,6 @@ use tch::{Device, Kind, Tensor};
 
 use super::spec::{LayerSpec, RopeSpec, Scaling, Yarn};
 
-/// Values that libtorch's element-wise operators take at a time: two vectors of the widest processors.
-const ROWS: i64 = 32;
-
 /// The rotary embeddings of a stack of layers, one for each kind of layer.
 pub struct Ropes {
     ropes: Vec<Rope>,
@@ -55,6 +52,8 @@ impl Rotations<'_> {
     }
 }
 
+/// Values that libtorch's element-wise operators take at a time: two vectors of the widest processors.
+const VALUES: i64 = 32;
 /// Values whose cosines libtorch leaves to one thread.
 const ONE_THREAD: i64 = 2048;
 /// Positions whose rotations are kept, on the CPU; those of a head of 128 take 8 MB.
@@ -128,35 +127,43 @@ impl Rope {
     /// The rotations of positions from 0 on, at least so many.
     fn table(&self, length: i64, kind: Kind) -> Rotation {
         let length = (length as u64).next_power_of_two() as i64;
-        // So few at a time that libtorch does not share them among threads, whose parts may end within a vector.
-        let rows = (ONE_THREAD / self.inv_freq.numel().max(1) as i64 / ROWS * ROWS).max(ROWS);
-        let piece = |first| {
-            let positions = Tensor::arange_start(first, length.min(first + rows), (Kind::Int64, Device::Cpu));
-            self.computed(&positions, kind)
-        };
-        let pieces: Vec<Rotation> = (0..length).step_by(rows as usize).map(piece).collect();
-        let all = |of: fn(&Rotation) -> &Tensor| Tensor::cat(&pieces.iter().map(of).collect::<Vec<_>>(), 0);
-        Rotation { cos: all(|piece| &piece.cos), sin: all(|piece| &piece.sin) }
+        self.computed(&Tensor::arange(length, (Kind::Int64, Device::Cpu)), kind)
     }
 
     /// The rotation of integer positions `[N]`, computed anew.
+    ///
+    /// On the CPU in pieces of whole vectors that libtorch does not share among threads: its cosines of what fills no vector of the processor, at the
+    /// end or where a thread's share ends, differ in the last bit from those of what does, and which positions those are must not depend on the others.
     fn computed(&self, positions: &Tensor, kind: Kind) -> Rotation {
-        let rows = positions.size()[0];
-        let positions = whole(positions);
+        let (rows, width) = (positions.size()[0], self.inv_freq.numel() as i64);
+        if positions.device() != Device::Cpu || width == 0 {
+            return self.piece(positions, kind);
+        }
+        // So many rows fill vectors.
+        let whole = VALUES / gcd(width, VALUES);
+        let most = (ONE_THREAD / width / whole * whole).max(whole);
+        let missing = (-rows).rem_euclid(whole);
+        let padded = positions.constant_pad_nd([0, missing]);
+        let firsts = (0..rows + missing).step_by(most as usize);
+        let pieces: Vec<Rotation> = firsts
+            .map(|first| self.piece(&padded.narrow(0, first, most.min(rows + missing - first)), kind))
+            .collect();
+        let all = |of: fn(&Rotation) -> &Tensor| match pieces.as_slice() {
+            [only] => of(only).narrow(0, 0, rows),
+            several => Tensor::cat(&several.iter().map(of).collect::<Vec<_>>(), 0).narrow(0, 0, rows),
+        };
+        Rotation { cos: all(|piece| &piece.cos), sin: all(|piece| &piece.sin) }
+    }
+
+    fn piece(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
-        let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1).narrow(0, 0, rows);
+        let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1);
         Rotation { cos: scaled(angles.cos()), sin: scaled(angles.sin()) }
     }
 }
 
-/// On the CPU, positions in whole multiples of [`ROWS`]: libtorch's cosines of what fills no vector of the processor differ in the last
-/// bit from those of what does, and which rows those are must not depend on how many there are.
-fn whole(positions: &Tensor) -> Tensor {
-    let missing = (-positions.size()[0]).rem_euclid(ROWS);
-    match positions.device() {
-        Device::Cpu if missing > 0 => positions.constant_pad_nd([0, missing]),
-        _ => positions.shallow_clone(),
-    }
+fn gcd(a: i64, b: i64) -> i64 {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// θ^(−2i/D) for i < D/2.
@@ -233,26 +240,35 @@ mod tests {
         }
     }
 
-    /// Whatever positions they were asked for with, or before.
+    /// Whatever positions they were asked for with, or before, and whoever computed them.
     #[test]
     fn positions_keep_their_bits() {
         let _no_grad = tch::no_grad_guard();
-        for head_dim in [32, 256] {
+        let threads = tch::get_num_threads();
+        for head_dim in [32, 48, 256, 512] {
             let spec = RopeSpec { theta: 1e4, head_dim, scaling: Scaling::None };
             for kind in [Kind::Float, Kind::BFloat16] {
                 let rope = Rope::new(&spec, Device::Cpu);
                 let at = |positions: &[i64]| rope.at(&Tensor::from_slice(positions), kind);
-                let first = at(&[7, 1000]);
-                // Beside one for which more are kept, and beside one that is not kept.
-                for last in [3, 5000, KEPT - 1, KEPT, 1_000_000] {
-                    let beside = at(&[last, 7, 1000]);
-                    for (alone, beside) in [(&first.cos, &beside.cos), (&first.sin, &beside.sin)] {
-                        assert!(alone.equal(&beside.narrow(0, 1, 2)), "{head_dim}, {kind:?}, beside {last}");
+                tch::set_num_threads(1);
+                let alone = at(&[7, 1000]);
+                // Beside those for which more are kept, and beside many, one of which is not kept.
+                for (threads, count, last) in
+                    [(1, 1, 3), (1, 2, 5000), (3, 40, KEPT - 1), (3, 101, KEPT), (5, 777, 1_000_000)]
+                {
+                    tch::set_num_threads(threads);
+                    let mut positions = vec![last; count];
+                    positions.extend([7, 1000]);
+                    let beside = at(&positions);
+                    for (alone, beside) in [(&alone.cos, &beside.cos), (&alone.sin, &beside.sin)] {
+                        let found = beside.narrow(0, count as i64, 2);
+                        assert!(alone.equal(&found), "{head_dim}, {kind:?}, beside {count} × {last}");
                     }
                 }
                 assert_eq!(rope.at(&Tensor::zeros([0], (Kind::Int64, Device::Cpu)), kind).cos.size()[0], 0);
             }
         }
+        tch::set_num_threads(threads);
     }
 
     /// Distances of one token stay distinct a million tokens in, also for a bfloat16 model.

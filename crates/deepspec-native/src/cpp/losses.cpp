@@ -1,7 +1,5 @@
 // How far rows of logits are from labels and from other logits, and the gradients of what is made of these distances: float32, on the CPU, in place.
 // libtorch makes a dozen passes of them, with as many temporaries.
-#include "group.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -41,17 +39,20 @@ DEEPSPEC_VECTORS void measure_row(float* draft, float* target, int64_t label, in
   // Of the target's weights, which are not divided by their sum yet.
   double by_draft = 0.0, by_target = 0.0;
   if (soft) {
-    by_draft = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return exponential(target[i]) * draft[i]; });
-    by_target = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return exponential(target[i]) * target[i]; });
+    by_draft = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i]) * draft[i]; });
+    by_target = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i]) * target[i]; });
   }
-  const double draft_sum = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return draft[i] = exponential(draft[i]); });
-  const double target_sum = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return target[i] = exponential(target[i]); });
+  const double draft_sum = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return draft[i] = exponential(draft[i]); });
+  const double target_sum = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i] = exponential(target[i]); });
   const float draft_share = static_cast<float>(1.0 / draft_sum), target_share = static_cast<float>(1.0 / target_sum);
   for (int64_t i = 0; i < vocab; ++i) draft[i] *= draft_share;
   for (int64_t i = 0; i < vocab; ++i) target[i] *= target_share;
-  const double l1 = summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return std::fabs(draft[i] - target[i]); });
-  const double overlap =
-      summed(vocab, [=](int64_t i) __attribute__((always_inline)) { return draft[i] < target[i] ? draft[i] : target[i]; });
+  const double l1 = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return std::fabs(draft[i] - target[i]); });
+  // Not a number where one of them is not.
+  const double overlap = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED {
+    const float difference = draft[i] - target[i];
+    return target[i] + (difference > 0.0f ? 0.0f : difference);
+  });
   found[kCrossEntropy] = static_cast<float>(std::log(draft_sum) - chosen);
   found[kL1] = static_cast<float>(l1);
   found[kOverlap] = static_cast<float>(overlap);
@@ -69,20 +70,22 @@ struct Factors {
 DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label, int64_t vocab, Factors by) {
   float factor = by.label + by.soft;
   if (by.l1 != 0.0f) {
-    factor -= by.l1 * static_cast<float>(summed(vocab, [=](int64_t i) __attribute__((always_inline)) {
+    factor -= by.l1 * static_cast<float>(summed(vocab, [=](int64_t i) DEEPSPEC_INLINED {
       return draft[i] > target[i] ? draft[i] : draft[i] < target[i] ? -draft[i] : 0.0f;
     }));
   }
   for (int64_t i = 0; i < vocab; ++i) {
     const float sign = draft[i] > target[i] ? by.l1 : draft[i] < target[i] ? -by.l1 : 0.0f;
-    draft[i] = draft[i] * (factor + sign) - by.soft * target[i];
+    const float along = draft[i] * (factor + sign);
+    // What has no weight says nothing, even where it is not a number.
+    draft[i] = by.soft != 0.0f ? along - by.soft * target[i] : along;
   }
   draft[label] -= by.label;
 }
 
-// [n, V] float32 on the CPU, row behind row.
+// [n, V], and of no graph, which would not see that they are overwritten.
 bool rows_of_logits(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.dim() == 2;
+  return plain(tensor) && !learns(tensor) && tensor.dim() == 2;
 }
 
 // Labels of `rows`, which must lie in the vocabulary: they are places in memory.

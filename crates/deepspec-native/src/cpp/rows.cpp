@@ -26,10 +26,11 @@
 
 // Of what such a function calls: by itself it would be compiled for the narrowest vectors.
 #if defined(__GNUC__)
-#define DEEPSPEC_INLINE inline __attribute__((always_inline))
+#define DEEPSPEC_INLINED __attribute__((always_inline))
 #else
-#define DEEPSPEC_INLINE inline
+#define DEEPSPEC_INLINED
 #endif
+#define DEEPSPEC_INLINE inline DEEPSPEC_INLINED
 
 namespace {
 
@@ -43,10 +44,12 @@ constexpr int64_t kSummed = 64;
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
+// Whether it lies as these operators read it: float32 on the CPU, value behind value.
 bool plain(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous();
 }
 
+// Whether what is made of it now belongs to a graph.
 bool learns(const at::Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
 
 // Calls `each(task)` for all of `count` tasks, on several threads where there are some and more tasks than `grain`.
@@ -206,7 +209,6 @@ DEEPSPEC_VECTORS int64_t first_of_largest(const float* x, int64_t width) {
 
 // x [.., d] and weight [d].
 at::Tensor normed(const at::Tensor& x, const at::Tensor& weight, float eps) {
-  RECORD_USER_SCOPE("rms_norm");
   at::Tensor out = at::empty_like(x);
   const int64_t width = weight.numel();
   const float *from = x.const_data_ptr<float>(), *scale = weight.const_data_ptr<float>();
@@ -217,7 +219,6 @@ at::Tensor normed(const at::Tensor& x, const at::Tensor& weight, float eps) {
 
 // x [N, heads, D], cosines and sines [N, 1, D/2].
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines, float sign) {
-  RECORD_USER_SCOPE("rotate");
   at::Tensor out = at::empty_like(x);
   const int64_t heads = x.size(1), width = x.size(2), half = width / 2;
   const float *from = x.const_data_ptr<float>(), *cos = cosines.const_data_ptr<float>(), *sin = sines.const_data_ptr<float>();
@@ -231,7 +232,6 @@ at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Ten
 
 // gate and up [.., d].
 at::Tensor gated(const at::Tensor& gate, const at::Tensor& up) {
-  RECORD_USER_SCOPE("silu_times");
   at::Tensor out = at::empty_like(gate);
   const int64_t width = gate.size(-1);
   const float *left = gate.const_data_ptr<float>(), *right = up.const_data_ptr<float>();
@@ -282,14 +282,21 @@ struct Turn : torch::autograd::Function<Turn> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    RECORD_USER_SCOPE("rotate_backward");
     const auto saved = ctx->get_saved_variables();
     return {rotated(gradients[0].contiguous(), saved[0], saved[1], -1.0f), at::Tensor(), at::Tensor()};
   }
 };
 
+at::Tensor gated_again(const at::Tensor& gate, const at::Tensor& up) {
+  RECORD_USER_SCOPE("silu_times_again");
+  return gated(gate, up);
+}
+
 // The backward makes the product's input once more.
 struct GatedProduct : torch::autograd::Function<GatedProduct> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight) {
+    RECORD_USER_SCOPE("gated_product");
     ctx->save_for_backward({gate, up, weight});
     return at::linear(gated(gate, up), weight);
   }
@@ -300,7 +307,7 @@ struct GatedProduct : torch::autograd::Function<GatedProduct> {
     const int64_t width = gate.size(-1);
     const at::Tensor slope = gradients[0].reshape({-1, weight.size(0)});
     at::Tensor by_gate, by_up, by_weight;
-    if (ctx->needs_input_grad(2)) by_weight = slope.t().mm(gated(gate, up).view({-1, width}));
+    if (ctx->needs_input_grad(2)) by_weight = slope.t().mm(gated_again(gate, up).view({-1, width}));
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
       const at::Tensor by_inner = slope.mm(weight);
       RECORD_USER_SCOPE("silu_times_backward");
@@ -341,6 +348,7 @@ at::Tensor* ds_rms_norm(const at::Tensor* x, const at::Tensor* weight, double ep
   return made([&]() -> at::Tensor {
     const int64_t width = weight->numel();
     if (!plain(*x) || !plain(*weight) || width == 0 || x->dim() == 0 || x->size(-1) != width) return {};
+    RECORD_USER_SCOPE("rms_norm");
     if (learns(*x) || learns(*weight)) return Norm::apply(*x, *weight, eps);
     return normed(*x, *weight, static_cast<float>(eps));
   });
@@ -370,6 +378,7 @@ at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::
     const int64_t width = x->size(2), needed = x->size(0) * (width / 2);
     if (width % 2 != 0 || cosines->numel() != needed || sines->numel() != needed) return {};
     if (learns(*cosines) || learns(*sines)) return {};
+    RECORD_USER_SCOPE("rotate");
     return learns(*x) ? Turn::apply(*x, *cosines, *sines) : rotated(*x, *cosines, *sines, 1.0f);
   });
 }
@@ -378,6 +387,7 @@ at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::
 at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
   return made([&]() -> at::Tensor {
     if (!can_be_gated(*gate, *up) || learns(*gate) || learns(*up)) return {};
+    RECORD_USER_SCOPE("silu_times");
     return gated(*gate, *up);
   });
 }

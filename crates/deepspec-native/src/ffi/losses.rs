@@ -35,8 +35,8 @@ pub struct RowsMeasured {
 
 /// Measures rows of logits `draft` and `target [n, V]` with `labels [n]`, and turns both into probabilities.
 ///
-/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, and where a label is no token.
-/// Nothing is differentiated.
+/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where a label is no token, and
+/// where gradients are asked for.
 pub fn measure_rows(
     draft: &mut Tensor,
     target: &mut Tensor,
@@ -117,6 +117,32 @@ mod tests {
         }
     }
 
+    /// A run that is lost must not look like one that learned everything.
+    #[test]
+    fn what_is_no_number_stays_none() {
+        let labels = Tensor::from_slice(&[3_i64, 0]);
+        for broken in [f64::NAN, f64::INFINITY] {
+            for in_target in [false, true] {
+                let (mut draft, mut target) =
+                    (values(2, 40, 0.37).to_kind(Kind::Float), values(2, 40, 1.3).to_kind(Kind::Float));
+                let _ =
+                    if in_target { &target } else { &draft }.narrow(0, 1, 1).narrow(1, 5, 1).fill_(broken);
+                let found = measure_rows(&mut draft, &mut target, &labels, true).unwrap();
+                let (soft_ce, kl) = found.soft.unwrap();
+                let lost = |distance: &Tensor| [0, 1].map(|row| distance.double_value(&[row, 0]).is_nan());
+                for distance in [&found.l1, &found.overlap, &soft_ce, &kl] {
+                    assert_eq!(lost(distance), [false, true], "{broken}, {in_target}");
+                }
+                assert_eq!(lost(&found.ce), [false, !in_target]);
+                // A target without weight spoils no gradient.
+                let label_only = Tensor::from_slice(&[1f32, 0.0, 0.0, 1.0, 0.0, 0.0]).view([2, 3]);
+                assert!(slope_rows(&mut draft, &target, &labels, &label_only));
+                let spoilt = [0, 1].map(|row| draft.get(row).isnan().any().int64_value(&[]) != 0);
+                assert_eq!(spoilt, [false, !in_target]);
+            }
+        }
+    }
+
     #[test]
     fn what_they_are_not_made_for_is_left_as_it_is() {
         let logits = values(2, 8, 0.37).to_kind(Kind::Float);
@@ -129,5 +155,7 @@ mod tests {
         assert!(refused(&logits, [0, 8]) && refused(&logits, [-1, 0]), "labels that are no token");
         assert!(refused(&logits.to_kind(Kind::BFloat16), [0, 7]));
         assert!(refused(&logits.narrow(0, 0, 1), [0, 7]));
+        let (mut learned, mut target) = (logits.copy().set_requires_grad(true), logits.copy());
+        assert!(measure_rows(&mut learned, &mut target, &Tensor::from_slice(&[0_i64, 7]), false).is_none());
     }
 }

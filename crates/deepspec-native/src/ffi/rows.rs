@@ -18,7 +18,8 @@ unsafe extern "C" {
 /// None where libtorch's own operators are to be taken: on other devices, of other kinds or layouts. Gradients are those of the formula; they cannot be
 /// differentiated once more.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
-    // SAFETY: the shim reads both tensors during the call only, catches every C++ exception, and returns null or a tensor of its own.
+    // SAFETY: the shim reads both tensors, and holds what a backward reads by libtorch's own count of references, as libtorch's operators do. It catches
+    // every C++ exception, and returns null or a tensor of its own.
     unsafe { owned(ds_rms_norm(x.as_ptr().cast(), weight.as_ptr().cast(), eps)) }
 }
 
