@@ -50,7 +50,7 @@ on() { # HOST COMMAND…
 }
 cable() { ip -n "${mark}s" link set "port$1" "$2"; } # HOST up|down
 
-"$bin/deepspec-data" --quiet split --dataset assets/demo-prompts.jsonl --sample-size 120 --test-size 0.1 \
+"$bin/deepspec-data" --quiet split --dataset assets/demo-prompts.jsonl --sample-size 400 --test-size 0.1 \
     --train-output "$work/train.jsonl" --eval-output "$work/held-out.jsonl" >/dev/null
 ask=(--model assets/tiny-target --input "$work/train.jsonl" --temperature 1.0 --max-tokens 96 --seed 1 --disable-thinking)
 
@@ -67,20 +67,33 @@ for host in "${hosts[@]}"; do
     done
 done
 answered() { cat "$1" 2>/dev/null | wc -l; }
-on 1 "$bin/deepspec-data" regenerate "${ask[@]}" "${servers[@]}" --concurrency 2 --timeout 10 --output "$work/answers.jsonl" 2>"$work/regenerate.log" >"$work/regenerate.out" &
+on 1 "$bin/deepspec-data" regenerate "${ask[@]}" "${servers[@]}" --concurrency 2 --timeout 2 --output "$work/answers.jsonl" 2>"$work/regenerate.log" >"$work/regenerate.out" &
 asking=$!
 until [ "$(answered "$work/answers.jsonl")" -ge 10 ]; do
     kill -0 $asking || fail "regenerate ended early"
     sleep 0.05
 done
 cable 3 down
+# noticed WORDS: waits until regenerate says them of the third host's server.
+noticed() {
+    until grep -q "10\.77\.0\.3:30000.*$1" "$work/regenerate.log"; do
+        kill -0 $asking || fail "regenerate ended before it said of host 3: $1"
+        sleep 0.05
+    done
+}
+noticed 'trying it again'
 at=$(answered "$work/answers.jsonl")
 until [ "$(answered "$work/answers.jsonl")" -ge $((at + 20)) ]; do
     kill -0 $asking || fail "regenerate ended without host 3"
     sleep 0.05
 done
 cable 3 up
+noticed 'is back'
+# Tokens that the third host's server has generated so far.
+generated() { on 3 python3 -c 'import urllib.request as web; print(*[line.split()[-1] for line in web.urlopen("http://10.77.0.3:30000/metrics").read().decode().splitlines() if line.startswith("deepspec:generation_tokens_total")])'; }
+before=$(generated)
 wait $asking || fail "regenerate failed"
+[ "$(generated)" -gt "$before" ] || fail "host 3 was back and asked nothing"
 for host in "${hosts[@]}"; do
     pids=$(ip netns pids "$mark$host")
     [ -z "$pids" ] || kill $pids

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes which packages the programs are made of, under which licences, and the licences' texts.
+"""Writes what the programs are made of, under which licences, and the licences' texts.
 
 scripts/licences.py FILE.md
 """
@@ -11,6 +11,11 @@ import subprocess
 import sys
 
 PROGRAMS = {"deepspec-data", "deepspec-train", "deepspec-eval"}
+# What is in the programs and in no package, by its licence's file.
+OTHERS = {"DejaVu Sans, some of its glyphs": pathlib.Path("deepspec-eval/assets/LICENSE-DejaVu.txt")}
+NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "UNLICENSE")
+# Suffixes of what is code, though it may be called so.
+CODE = {".rs", ".c", ".h", ".py", ".json", ".toml"}
 
 
 def packages():
@@ -32,10 +37,10 @@ def packages():
 
 
 def texts(package):
-    """The licence files of a package."""
+    """The licence files of a package, and of libraries that come with it, with their names in it."""
     folder = pathlib.Path(package["manifest_path"]).parent
-    names = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "UNLICENSE")
-    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name.upper().startswith(names)]
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() not in CODE)
+    return {str(file.relative_to(folder)): file for file in files if file.name.upper().startswith(NAMES)}
 
 
 def main():
@@ -54,8 +59,11 @@ def main():
     for package in found:
         name = f"{package['name']} {package['version']}"
         lines.append(f"| {name} | {package['license'] or 'its own, below'} | {package['repository'] or package['homepage'] or ''} |")
-        for file in texts(package):
-            shared[file.read_text(errors="replace").strip()].append(f"{name} ({file.name})")
+        for file, path in texts(package).items():
+            shared[path.read_text(errors="replace").strip()].append(f"{name} ({file})")
+    for name, file in OTHERS.items():
+        lines.append(f"| {name} | its own, below | |")
+        shared[(pathlib.Path(__file__).parent.parent / file).read_text().strip()].append(name)
     for text, of in shared.items():
         lines.append(f"\n## {', '.join(of)}\n\n```text\n{text}\n```")
     pathlib.Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
