@@ -108,7 +108,7 @@ impl Rope {
     /// The rotation of integer positions `[N]`: on the CPU, where it takes several operators on few numbers, that of a position is computed once.
     fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
         if positions.device() != Device::Cpu || positions.numel() == 0 {
-            return self.computed(positions, kind);
+            return self.piece(positions, kind);
         }
         let (least, most) = positions.aminmax(None::<i64>, false);
         let (least, most) = (least.int64_value(&[]), most.int64_value(&[]));
@@ -130,15 +130,12 @@ impl Rope {
         self.computed(&Tensor::arange(length, (Kind::Int64, Device::Cpu)), kind)
     }
 
-    /// The rotation of integer positions `[N]`, computed anew.
+    /// The rotation of integer positions `[N]` on the CPU, of which there are some, computed anew.
     ///
-    /// On the CPU in pieces of whole vectors that libtorch does not share among threads: its cosines of what fills no vector of the processor, at the
+    /// In pieces of whole vectors that libtorch does not share among threads: its cosines of what fills no vector of the processor, at the
     /// end or where a thread's share ends, differ in the last bit from those of what does, and which positions those are must not depend on the others.
     fn computed(&self, positions: &Tensor, kind: Kind) -> Rotation {
-        let (rows, width) = (positions.size()[0], self.inv_freq.numel() as i64);
-        if positions.device() != Device::Cpu || width == 0 {
-            return self.piece(positions, kind);
-        }
+        let (rows, width) = (positions.size()[0], (self.inv_freq.numel() as i64).max(1));
         // So many rows fill vectors.
         let whole = VALUES / gcd(width, VALUES);
         let most = (ONE_THREAD / width / whole * whole).max(whole);
