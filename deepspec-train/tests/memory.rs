@@ -291,8 +291,8 @@ fn of_a_run_that_measures_accepted_lengths() {
         suites.display()
     );
     real(&[
-        "drafter.dspark.num_anchors=32",
-        "drafter.dspark.num_draft_layers=6",
+        "drafter.dspark.num_anchors=64",
+        "drafter.dspark.num_draft_layers=8",
         "logging.eval_every=3",
         &eval,
     ]);
