@@ -278,6 +278,8 @@ fn of_a_run_beside_its_target() {
             "drafter.dspark.num_anchors=64",
             "drafter.dspark.num_draft_layers=6",
             "drafter.dspark.block_size=8",
+            // A whole epoch, whose largest forward is planned for.
+            "train.max_train_steps=18",
         ],
     );
 }
