@@ -153,6 +153,7 @@ impl Evaluation {
         scores
     }
 
+    /// What [`Self::run`] gives, with histories left in the target's cache.
     fn decode(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let started = Instant::now();
         let drafter = trainee.drafter(self.options.slots)?;

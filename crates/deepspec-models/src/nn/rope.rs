@@ -152,6 +152,7 @@ impl Rope {
         Rotation { cos: all(|piece| &piece.cos), sin: all(|piece| &piece.sin) }
     }
 
+    /// The rotation of integer positions `[N]`, all of them at once.
     fn piece(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
         let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1);
@@ -159,6 +160,7 @@ impl Rope {
     }
 }
 
+/// The greatest common divisor.
 fn gcd(a: i64, b: i64) -> i64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
