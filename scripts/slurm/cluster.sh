@@ -17,6 +17,14 @@ install_slurm() {
 
 slurm_daemons=()
 
+# processes PATTERN: the numbers of this machine's processes whose command lines match it
+processes() {
+    local at words
+    for at in /proc/[0-9]*; do
+        mapfile -d '' -t words <"$at/cmdline" && [[ "${words[*]}" =~ $1 ]] && echo "${at#/proc/}"
+    done 2>/dev/null || true
+}
+
 start_slurm() {
     local work=$1 nodes=$2 host node attempt
     install_slurm

@@ -11,6 +11,7 @@ stop() {
     status=$?
     if [ $status != 0 ]; then
         squeue --states=all >&2 || true
+        tail -n 40 "$work"/slurm*.log >&2 || true
         tail -n 20 "$work"/run/pipeline.state "$work"/run/logs/* "$work"/pipeline.log >&2 2>/dev/null || true
     fi
     kill "${slurm_daemons[@]}" 2>/dev/null || true
@@ -74,9 +75,11 @@ until_true() {
 # Whether the state file has this event of a stage.
 has() { grep -qP "^[^\t]*\t$1\t[^\t]*\t[^\t]*\t$2" "$run/pipeline.state" 2>/dev/null; }
 requeued() {
-    # Slurm lets a requeued job wait two minutes.
-    local job
-    for job in $(squeue --noheader --array --states=PENDING --format=%i); do scontrol update "JobId=$job" StartTime=now 2>/dev/null || true; done
+    # Slurm lets a requeued job wait two minutes, for what it was before to be over: whose end comes late would be taken for the new one's.
+    local id job reason
+    while read -r id job reason; do
+        [ "$reason" != BeginTime ] || [ -n "$(processes "slurmstepd: \\[$id\\.")" ] || scontrol update "JobId=$job" StartTime=now 2>/dev/null || true
+    done < <(squeue --noheader --array --states=PENDING --format='%A %i %r')
     # Every task of the array.
     [ "$(grep -cP "^[^\t]*\t$1\t[^\t]*\t[^\t]*\tdone" "$run/pipeline.state")" = "$2" ]
 }
@@ -89,7 +92,7 @@ evaluated() { [ -n "$(find "$run/eval" -name 'journal-*.jsonl' -size +0 2>/dev/n
 preempt() {
     local stage=$1 program=$2 urgent
     until_true "progress in $stage" "$3"
-    [ -z "$program" ] || pkill -STOP -f "^$bin/$program"
+    [ -z "$program" ] || kill -STOP $(processes "^$bin/$program")
     urgent=$(sbatch --parsable --partition=urgent --nodes=2 --exclusive --output=/dev/null --wrap true)
     until_true "pre-emption of $stage" has "$stage" stopped
     until_true "end of $stage" requeued "$stage" "$4"

@@ -38,7 +38,7 @@ asked=(--model "$target" --input "$work/prompts.jsonl" --temperature 0 --max-tok
 submit() { sbatch --parsable --wait --gpus-per-node=0 --cpus-per-task=1 --output="$work/$1.log" scripts/slurm/regenerate.sbatch "${asked[@]}" --output "$work/$1.jsonl"; }
 
 # Processes of vLLM on this machine, by their command lines or by what they call themselves.
-servers() { pgrep -f 'VLLM::|vllm\.entrypoints' | sort || true; }
+servers() { processes 'VLLM::|vllm\.entrypoints' | sort; }
 
 echo "== regenerate.sbatch with vLLM's server" >&2
 before=$(servers)

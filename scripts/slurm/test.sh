@@ -100,6 +100,29 @@ done
 [ "$(state)" = CANCELLED ] || fail "the cancelled job is $(state)"
 scontrol show job "$job" | grep -q 'Restarts=0' || fail "the cancelled job was put back into the queue"
 
+echo "== regenerate.sbatch with a server on each of two GPUs, which are none" >&2
+target=assets/tiny-target
+"$bin/deepspec-data" --quiet split --dataset assets/demo-prompts.jsonl --sample-size 40 --test-size 0.2 --train-output "$work/prompts.jsonl" \
+    --eval-output "$work/held-out.jsonl"
+asked=(--model "$target" --input "$work/prompts.jsonl" --temperature 1.0 --max-tokens 64 --seed 1 --disable-thinking)
+CUDA_VISIBLE_DEVICES=0,1 DEEPSPEC_SERVER_ARGS="--device cpu" sbatch --wait --gpus-per-node=0 --cpus-per-task=1 --output="$work/batch.log" \
+    scripts/slurm/regenerate.sbatch "${asked[@]}" --output "$work/answers.jsonl" || fail "regenerate.sbatch failed"
+"$bin/deepspec-data" --quiet regenerate --embedded "$target" "${asked[@]}" --output "$work/alone.jsonl" >/dev/null
+python3 - "$work" <<'PY'
+import glob, json, sys
+work = sys.argv[1]
+def said(name):
+    rows = [json.loads(line) for line in open(f"{work}/{name}.jsonl")]
+    return {row["id"]: [message["content"] for message in row["conversations"]] for row in rows}
+asked, alone = said("answers"), said("alone")
+assert asked == alone and len(alone) == 32, (len(asked), len(alone))
+logs = sorted(path.rsplit("-", 1)[1] for path in glob.glob(f"{work}/answers.jsonl.server-*.log"))
+assert logs == ["0.log", "1.log"], logs
+answered = [server["answered"] for server in json.load(open(f"{work}/answers.jsonl.report.json"))["this_run"]["servers"]]
+print(f"slurm test: the servers of two GPUs gave {answered} answers, those of one process")
+assert len(answered) == 2 and all(answered) and sum(answered) == 32, answered
+PY
+
 python3 - "$work/out" <<'PY'
 import json, sys
 def losses(name):

@@ -60,7 +60,7 @@ pub enum GroupError {
         rank: usize,
         /// What it was doing.
         operation: &'static str,
-        /// Longest that a collective may take.
+        /// Within which it was to be given up.
         timeout: Duration,
         /// Ranks that did not answer.
         silent: Vec<usize>,

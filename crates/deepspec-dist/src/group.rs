@@ -40,7 +40,7 @@ impl ProcessGroup {
     /// one, before anything else is done.
     ///
     /// # Errors
-    /// If ranks are missing after `timeout`, which is also the longest that any later operation may take, or the backend is.
+    /// If ranks are missing after `timeout`, within which any later operation is given up too, last words included, or the backend is.
     pub fn connect(
         ranks: &Ranks,
         device: Device,
@@ -57,7 +57,7 @@ impl ProcessGroup {
             })?;
         }
         let rendezvous = Rendezvous::open(ranks, timeout)?;
-        let member = c10d::Member { rank, world_size, timeout };
+        let member = c10d::Member { rank, world_size, timeout: rendezvous.patience() };
         let group = match c10d::Group::open(&rendezvous.store, &rendezvous.address(), member) {
             Ok(group) => group,
             Err(problem) => return Err(explain(rank, &rendezvous, timeout, "connecting", &problem)),
@@ -66,7 +66,7 @@ impl ProcessGroup {
         let mut group = Self { rank, world_size, link: Some(link) };
         if let Carrier::Nccl(device) = carrier {
             let open = move |store: c10d::Store| c10d::Nccl::open(&store, member, device);
-            let nccl = group.connect_gpus(timeout, open, deepspec_native::leave_at_exit)?;
+            let nccl = group.connect_gpus(member.timeout, open, deepspec_native::leave_at_exit)?;
             if let (Some(link), Some(nccl)) = (&mut group.link, nccl) {
                 link.group.take_nccl(nccl);
             }

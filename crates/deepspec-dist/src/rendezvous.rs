@@ -8,7 +8,7 @@ use deepspec_core::env::Ranks;
 use crate::GroupError;
 use deepspec_native::c10d::Store;
 
-/// How long a rank that has lost others waits for their last words.
+/// The longest that a rank which has lost others waits for their last words.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// What is waited for what should be there already.
 const MOMENT: Duration = Duration::from_millis(10);
@@ -71,6 +71,7 @@ impl Host {
 pub(crate) struct Rendezvous {
     pub store: Store,
     ranks: Ranks,
+    timeout: Duration,
 }
 
 /// What became of the other ranks.
@@ -101,7 +102,7 @@ impl Rendezvous {
                     problem: one_line(&problem),
                 }
             })?;
-        let meeting = Self { store, ranks: ranks.clone() };
+        let meeting = Self { store, ranks: ranks.clone(), timeout };
         meeting.say("here", "");
         let missing = meeting.missing("here", timeout.saturating_sub(begun.elapsed()));
         if missing.is_empty() {
@@ -109,6 +110,16 @@ impl Rendezvous {
         } else {
             Err(GroupError::Missing { rank, world_size, missing, timeout })
         }
+    }
+
+    /// The longest that a collective may take: after it, a silent rank is asked for last words, and rank 0 stays for those of others,
+    /// all within the job's timeout.
+    pub fn patience(&self) -> Duration {
+        self.timeout - 2 * self.last_words()
+    }
+
+    fn last_words(&self) -> Duration {
+        LAST_WORDS.min(self.timeout / 6)
     }
 
     /// This machine's address on the way to the others.
@@ -136,7 +147,7 @@ impl Rendezvous {
         self.say("bye", "");
         if self.ranks.rank == 0 && !self.ranks.is_hosted {
             // The words go with this process: stay until the others have read them.
-            self.missing("bye", LAST_WORDS);
+            self.missing("bye", self.last_words());
         }
     }
 
@@ -149,7 +160,7 @@ impl Rendezvous {
     /// Asks what became of the others when a collective has failed.
     pub fn ask(&self) -> PeerStatus {
         self.say("end", "");
-        let (deadline, mut silent) = (Instant::now() + LAST_WORDS, vec![]);
+        let (deadline, mut silent) = (Instant::now() + self.last_words(), vec![]);
         let mut failed = None;
         for peer in (0..self.ranks.world_size).filter(|&peer| peer != self.ranks.rank) {
             match self.heard("end", peer, deadline) {
@@ -162,7 +173,7 @@ impl Rendezvous {
         }
         self.say("bye", "");
         if self.ranks.rank == 0 && !self.ranks.is_hosted {
-            self.missing("bye", LAST_WORDS);
+            self.missing("bye", self.last_words());
         }
         match failed {
             Some((peer, cause)) => PeerStatus::Failed(peer, cause),

@@ -9,6 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use deepspec_core::jsonl::{Line, Reader};
+use deepspec_testkit::signal;
 use serde_json::{Map, Value};
 
 /// How long anything may take before a test gives it up.
@@ -121,9 +122,7 @@ impl Running {
 
     /// Sends a signal by name.
     pub fn signal(&self, name: &str) {
-        let sent =
-            Command::new("kill").args([format!("-{name}"), self.child.id().to_string()]).status().unwrap();
-        assert!(sent.success());
+        assert!(signal::send(name, self.child.id().into()));
     }
 
     /// Waits for the end.

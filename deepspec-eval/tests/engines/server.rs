@@ -7,6 +7,8 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
+use deepspec_testkit::signal;
+
 /// A running server. It goes away with this, and with it the processes that it started.
 pub struct Server {
     child: Child,
@@ -15,8 +17,7 @@ pub struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let group = format!("-{}", self.child.id());
-        Command::new("kill").args(["-KILL", "--", &group]).status().unwrap();
+        let _ = signal::send("KILL", -i64::from(self.child.id()));
         self.child.wait().unwrap();
     }
 }
