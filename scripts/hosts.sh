@@ -152,8 +152,8 @@ codes
 missed() { sed -nE 's/.*ERROR rank [0-9]+ stopped in .*: no word from ranks? ([0-9, ]+), which died or hangs: .*/ \1 /p' "$1" | tail -1 | tr -d ,; }
 
 # Ranks ask each other through rank 0 what ended them, and nothing gets across the cut: whatever the load, a cause names every rank of the other host and is no
-# other rank's word. It may name one of its own host besides: always on host 2, which does not reach rank 0, and on host 1 where that one takes over five
-# seconds to answer.
+# other rank's word. It may name one of its own host besides: always on host 2, which does not reach rank 0, and on host 1 where that one takes over
+# two and a half seconds, a sixth of the timeout, to answer.
 echo "== the cable is cut" >&2
 places=(1 1 2 2)
 train cut 4 "${places[@]}"
@@ -175,7 +175,8 @@ for ((rank = 0; rank < 4; rank++)); do
     done
     echo "hosts: rank $rank: $(grep ERROR "$work/cut-$rank.log" | tail -1 | cut -c 1-160)" >&2
 done
-[ $took -le 45 ] || fail "it took $took s to notice the cut, with a timeout of 15 s"
+# A machine with other work may be late.
+[ $took -le 22 ] || fail "it took $took s to notice the cut, with a timeout of 15 s"
 cable 2 up
 
 echo "== and goes on elsewhere, with two ranks" >&2

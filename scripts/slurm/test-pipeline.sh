@@ -75,11 +75,7 @@ until_true() {
 # Whether the state file has this event of a stage.
 has() { grep -qP "^[^\t]*\t$1\t[^\t]*\t[^\t]*\t$2" "$run/pipeline.state" 2>/dev/null; }
 requeued() {
-    # Slurm lets a requeued job wait two minutes, for what it was before to be over: whose end comes late would be taken for the new one's.
-    local id job reason
-    while read -r id job reason; do
-        [ "$reason" != BeginTime ] || [ -n "$(processes "slurmstepd: \\[$id\\.")" ] || scontrol update "JobId=$job" StartTime=now 2>/dev/null || true
-    done < <(squeue --noheader --array --states=PENDING --format='%A %i %r')
+    hurry
     # Every task of the array.
     [ "$(grep -cP "^[^\t]*\t$1\t[^\t]*\t[^\t]*\tdone" "$run/pipeline.state")" = "$2" ]
 }

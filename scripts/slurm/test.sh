@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains under a real Slurm of this one machine: two tasks meet by Slurm's own variables, train what one process trains, and
-# stop with code 75 at a signal; train.sbatch then goes back to the queue and on where it stopped. Installs Slurm where it may; needs a build (cargo build --release).
+# Trains under a real Slurm of this one machine: two tasks take their places by Slurm's own variables (all but the address, which no node of this machine
+# has), train what one process trains, and stop with code 75 at a signal; train.sbatch then goes back to the queue and on where it stopped. regenerate.sbatch
+# asks a server on each of two GPUs, which are none. Installs Slurm where it may; needs a build (cargo build --release).
 #
 #   scripts/slurm/test.sh [CACHE_DIR]      a cache of configs/tiny/dspark.yaml; without one it is built from the demo's prompts
 set -euo pipefail
@@ -79,8 +80,7 @@ submit batch
 scancel --signal=USR1 "$job"
 for ((attempt = 0; attempt < 1200; attempt++)); do
     case $(state) in
-        # Slurm lets a requeued job wait two minutes.
-        PENDING) scontrol update "JobId=$job" StartTime=now 2>/dev/null || true ;;
+        PENDING) hurry ;;
         COMPLETED) break ;;
         FAILED | CANCELLED | NODE_FAIL) fail "the batch job is $(state)" ;;
     esac
@@ -107,7 +107,7 @@ target=assets/tiny-target
 asked=(--model "$target" --input "$work/prompts.jsonl" --temperature 1.0 --max-tokens 64 --seed 1 --disable-thinking)
 CUDA_VISIBLE_DEVICES=0,1 DEEPSPEC_SERVER_ARGS="--device cpu" sbatch --wait --gpus-per-node=0 --cpus-per-task=1 --output="$work/batch.log" \
     scripts/slurm/regenerate.sbatch "${asked[@]}" --output "$work/answers.jsonl" || fail "regenerate.sbatch failed"
-"$bin/deepspec-data" --quiet regenerate --embedded "$target" "${asked[@]}" --output "$work/alone.jsonl" >/dev/null
+"$bin/deepspec-data" --quiet regenerate --embedded "$target" --device cpu "${asked[@]}" --output "$work/alone.jsonl" >/dev/null
 python3 - "$work" <<'PY'
 import glob, json, sys
 work = sys.argv[1]

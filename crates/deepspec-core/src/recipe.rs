@@ -201,7 +201,8 @@ pub struct TrainRecipe {
     pub sharding_strategy: ShardingStrategy,
     /// What carries tensors among processes.
     pub backend: Backend,
-    /// How long a process waits for the others, in seconds, before it gives them up. Saving a checkpoint must fit in.
+    /// How long a process waits for the others, in seconds, before it gives them up. Saving a checkpoint must fit
+    /// in, and the last words of the others, for which ten seconds, or a third of it where that is less, are kept.
     pub timeout_s: u64,
     /// Folder or hub id of a drafter of the same architecture whose weights a fresh run starts from; DSpark may start from
     /// DFlash.

@@ -54,7 +54,7 @@ pub enum GroupError {
         cause: String,
     },
     /// Another rank is gone or hangs, without a word.
-    #[error("rank {rank} stopped in {operation} (timeout {} s): no word from {}, which died or hangs: {problem}", timeout.as_secs(), ranks(silent))]
+    #[error("rank {rank} stopped in {operation} (given up within {} s): no word from {}, which died or hangs: {problem}", timeout.as_secs(), ranks(silent))]
     Silent {
         /// This rank.
         rank: usize,

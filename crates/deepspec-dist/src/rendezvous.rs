@@ -112,8 +112,8 @@ impl Rendezvous {
         }
     }
 
-    /// The longest that a collective may take: after it, a silent rank is asked for last words, and rank 0 stays for those of others,
-    /// all within the job's timeout.
+    /// The longest that a collective may take: after it, silent ranks are asked for last words, and rank 0 stays for those of others. All of
+    /// it takes the job's timeout, and a moment for each silent rank.
     pub fn patience(&self) -> Duration {
         self.timeout - 2 * self.last_words()
     }
@@ -159,6 +159,8 @@ impl Rendezvous {
 
     /// Asks what became of the others when a collective has failed.
     pub fn ask(&self) -> PeerStatus {
+        // Rank 0's machine may be what is missing.
+        let _ = self.store.notice_silence(self.last_words());
         self.say("end", "");
         let (deadline, mut silent) = (Instant::now() + self.last_words(), vec![]);
         let mut failed = None;

@@ -7,6 +7,6 @@ use std::process::Command;
 /// Every shell has `kill` built in; a program of that name is not everywhere.
 #[must_use]
 pub fn send(name: &str, process: i64) -> bool {
-    let line = format!("kill -{name} -- {process}");
+    let line = format!("kill -s {name} -- {process}");
     Command::new("sh").args(["-c", &line]).status().expect("a shell").success()
 }

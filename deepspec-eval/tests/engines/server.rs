@@ -17,7 +17,7 @@ pub struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let _ = signal::send("KILL", -i64::from(self.child.id()));
+        let _ = (signal::send("KILL", -i64::from(self.child.id())), self.child.kill());
         self.child.wait().unwrap();
     }
 }

@@ -54,6 +54,12 @@ void notice_silence(uint16_t port, int64_t silence_ms) {
 #endif
 }
 
+void notice_silence(const Store& store, int64_t silence_ms) {
+  auto* under = dynamic_cast<c10d::PrefixStore*>(store.get());
+  auto* tcp = under ? dynamic_cast<c10d::TCPStore*>(under->getUnderlyingNonPrefixStore().get()) : nullptr;
+  if (tcp) notice_silence(tcp->getPort(), silence_ms);
+}
+
 using Work = c10::intrusive_ptr<c10d::Work>;
 
 struct Group {
@@ -131,10 +137,13 @@ char* ds_store_get(Store* store, const char* key, int64_t timeout_ms, uint8_t** 
 char* ds_store_clone(Store* store, Store** out) {
   return caught([&] {
     *out = new Store((*store)->clone());
-    auto* under = dynamic_cast<c10d::PrefixStore*>(store->get());
-    auto* tcp = under ? dynamic_cast<c10d::TCPStore*>(under->getUnderlyingNonPrefixStore().get()) : nullptr;
-    if (tcp) notice_silence(tcp->getPort(), std::min<int64_t>((*store)->getTimeout().count(), LONGEST_SILENCE_MS));
+    notice_silence(*store, std::min<int64_t>((*store)->getTimeout().count(), LONGEST_SILENCE_MS));
   });
+}
+
+// From here on a silent host is given up after so long.
+char* ds_store_notice_silence(Store* store, int64_t silence_ms) {
+  return caught([&] { notice_silence(*store, silence_ms); });
 }
 
 // Makes a GPU the calling thread's current one, so that what names none does not take memory on the first.

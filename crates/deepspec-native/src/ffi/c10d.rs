@@ -48,6 +48,7 @@ unsafe extern "C" {
         out: *mut *mut RawGroup,
     ) -> *mut c_char;
     fn ds_store_clone(store: *mut RawStore, out: *mut *mut RawStore) -> *mut c_char;
+    fn ds_store_notice_silence(store: *mut RawStore, silence_ms: i64) -> *mut c_char;
     fn ds_device_set(index: c_int) -> *mut c_char;
     fn ds_nccl_open(
         store: *mut RawStore,
@@ -103,6 +104,13 @@ impl Store {
         // SAFETY: the store lives until `self` is dropped; the out-pointer outlives the call.
         check(unsafe { ds_store_clone(self.0.as_ptr(), &mut raw) })?;
         Ok(Self(not_null(raw)?))
+    }
+
+    /// From here on every wait ends with an error, whatever time it was given, once the machine that hosts the store has been silent for
+    /// so long; before, that takes 15 s, or the time that the store was opened with where that is less.
+    pub fn notice_silence(&self, after: Duration) -> Outcome<()> {
+        // SAFETY: the store lives until `self` is dropped.
+        check(unsafe { ds_store_notice_silence(self.0.as_ptr(), millis(after)) })
     }
 
     /// Sets a key.
