@@ -106,8 +106,7 @@ plan() { # GLOBAL_BATCH
         --set train.max_train_steps=60 --device cpu --plan "${measured[@]}" --devices 1,2,4 --link "$link" "${@:2}"
 }
 plan 16 "${held_out[@]}"
-plan 16 "${held_out[@]}" --json >"$out/held-out.json"
-for batch in 8 16 32; do plan "$batch" --json >"$out/plan-$batch.json"; done
+for batch in 8 16 32; do plan "$batch" "${held_out[@]}" --json >"$out/plan-$batch.json"; done
 echo
 python3 - "$out" <<'P'
 import json
@@ -125,7 +124,7 @@ for processes in (1, 2, 4):
         said = next(one["step_seconds"] for one in estimates if one["devices"] == processes)
         cells += [f"{took:.3f}", f"{said:.3f} ({said / took - 1:+.0%})"]
     print(f"| {processes} | " + " | ".join(cells) + " |")
-apart = [(one["foretold_s"] / one["measured_s"] - 1, one["stage"], one["file"]) for one in json.load(open(f"{out}/held-out.json"))["pipeline"]["held_out"]]
+apart = [(one["foretold_s"] / one["measured_s"] - 1, one["stage"], one["file"]) for one in json.load(open(f"{out}/plan-16.json"))["pipeline"]["held_out"]]
 far = [f"{stage} of {file}: {off:+.1%}" for off, stage, file in apart if abs(off) > 0.15]
 if far:
     sys.exit("scale: foretold more than 15 % beside what was measured, of " + "; ".join(far))

@@ -17,7 +17,9 @@ pub struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let _ = (signal::send("KILL", -i64::from(self.child.id())), self.child.kill());
+        let _ = signal::send("KILL", -i64::from(self.child.id()));
+        // Whatever became of the group, the wait must end.
+        let _ = self.child.kill();
         self.child.wait().unwrap();
     }
 }

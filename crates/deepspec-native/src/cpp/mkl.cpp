@@ -1,6 +1,7 @@
 // Which of its routines MKL takes, it decides by the maker of the processor before it looks at what the processor can do. AMD's with AVX-512 get
 // routines for AVX2: on a Zen 5 float32 products took 2.3 times as long as with those for AVX-512, and decoding 1.7 times.
-// Where there is AVX2 alone AMD's keep what MKL gives them: a row's bits would depend on the other rows with those for AVX2.
+// Where there is AVX2 alone AMD's keep what MKL gives them: a row's bits would depend on the other rows with those for AVX2
+// (deepspec-models/tests/neighbours.rs).
 //
 // An executable's own functions come before those of its libraries. This one answers MKL's question by what the processor can do.
 #if defined(__x86_64__) && defined(__GNUC__)

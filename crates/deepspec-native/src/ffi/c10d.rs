@@ -107,7 +107,7 @@ impl Store {
     }
 
     /// From here on every wait ends with an error, whatever time it was given, once the machine that hosts the store has been silent for
-    /// so long; before, that takes 15 s, or the time that the store was opened with where that is less.
+    /// so long; before, that takes 15 s, or the time that the store was opened with where that is less. Does nothing where the system is not Linux.
     pub fn notice_silence(&self, after: Duration) -> Outcome<()> {
         // SAFETY: the store lives until `self` is dropped.
         check(unsafe { ds_store_notice_silence(self.0.as_ptr(), millis(after)) })
