@@ -2,7 +2,7 @@
 
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Vocabulary;
-use deepspec_native::range;
+use deepspec_native::{multiply, range};
 use tch::{Device, Kind, Tensor};
 
 use super::rows::Rows;
@@ -235,11 +235,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let n = chunk.rows;
         // Draft and target share the head, so that it is read once for both.
         let states = Tensor::cat(&[chunk.of(rows.hidden), chunk.of(rows.teacher)], 0);
-        let _ = states.mm_out(&logits.narrow(0, 0, 2 * n), &head.tr());
+        multiply(&states, &head.tr(), &mut logits.narrow(0, 0, 2 * n), false);
         let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, n));
         let biases = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
         if let (Some(bias), Some(biases)) = (rows.bias, &biases) {
-            let _ = chunk.of(bias.features).mm_out(biases, &bias.w2.tr());
+            multiply(&chunk.of(bias.features), &bias.w2.tr(), &mut biases.shallow_clone(), false);
         }
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -257,15 +257,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
         let by_bias = biases.as_ref().unwrap_or(&base);
         let by_base = if vocabulary.softcap().is_some() { &base } else { by_bias };
-        let _ = by_base.mm_out(&chunk.of(&output.hidden), head);
+        multiply(by_base, head, &mut chunk.of(&output.hidden), false);
         if let (Some(bias), Some(gradient)) = (rows.bias, &output.features) {
-            let _ = by_bias.mm_out(&chunk.of(gradient), bias.w2);
+            multiply(by_bias, bias.w2, &mut chunk.of(gradient), false);
             if let Some(sum) = bias.w2_gradient {
-                let (mut sum, features) = (sum.shallow_clone(), chunk.of(bias.features));
-                let _ = match kind {
-                    Kind::Float => sum.addmm_(&by_bias.tr(), &features),
-                    _ => sum.g_add_(&by_bias.tr().mm(&features)),
-                };
+                multiply(&by_bias.tr(), &chunk.of(bias.features), &mut sum.shallow_clone(), true);
             }
         }
     }

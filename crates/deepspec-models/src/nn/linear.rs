@@ -1,6 +1,6 @@
 //! Weights of products.
 
-use deepspec_native::PackedWeight;
+use deepspec_native::{PackedWeight, projection};
 use tch::{Device, Tensor};
 
 /// The weight `[output, input]` of a product.
@@ -56,6 +56,11 @@ impl Weight {
 /// `x Wᵀ (+ b)` as libtorch has it. On the CPU a lone row takes another path than several, and may differ from what it is among them in the last bit;
 /// it is taken twice where nothing learns.
 fn stored_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
+    if bias.is_none()
+        && let Some(learning) = projection(x, weight)
+    {
+        return learning;
+    }
     let (mut size, width) = (x.size(), weight.size()[1]);
     let is_alone = x.device() == Device::Cpu && x.numel() as i64 == width;
     if !is_alone || x.requires_grad() || weight.requires_grad() {

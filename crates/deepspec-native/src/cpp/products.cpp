@@ -26,8 +26,6 @@ enum Level : int32_t { kNone, kAvx2, kAvx512 };
 constexpr int64_t kPanel = 32;
 // Rows that a task multiplies by one panel: the panel stays in the first caches meanwhile, the rows in the next one.
 constexpr int64_t kPass = 128;
-// Multiply-adds that are worth a thread.
-constexpr int64_t kWork = 1 << 20;
 
 typedef float Middle __attribute__((vector_size(32)));
 typedef float Wide __attribute__((vector_size(64)));

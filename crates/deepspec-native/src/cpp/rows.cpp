@@ -6,16 +6,14 @@
 #include <cstring>
 #include <limits>
 
-#include <ATen/Parallel.h>
-#include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include "operators.h"
 
 // As many versions as there are widths of vectors, of which the processor's is taken when the program starts.
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12
@@ -36,51 +34,10 @@ namespace {
 
 // As many sums side by side, so that their order is the same on every machine.
 constexpr int64_t kLanes = 16;
-// Values that are worth a thread, as libtorch's own operators have it.
-constexpr int64_t kGrain = 32768;
-
 // Rows whose weights' gradients are summed by themselves, before these sums are added: the same on however many threads.
 constexpr int64_t kSummed = 64;
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-
-// Whether it lies as these operators read it: float32 on the CPU, value behind value.
-bool plain(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous();
-}
-
-// Whether what is made of it now belongs to a graph.
-bool learns(const at::Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
-
-// Calls `each(task)` for all of `count` tasks, on several threads where there are some and more tasks than `grain`.
-template <typename Each>
-void for_tasks(int64_t count, int64_t grain, Each each) {
-  if (count <= grain || at::get_num_threads() == 1) {
-    for (int64_t task = 0; task < count; ++task) each(task);
-    return;
-  }
-  // libtorch's iterator has its threads; it goes over a byte for each task.
-  at::Tensor tasks = at::empty({count}, at::kByte);
-  const char* start = static_cast<const char*>(tasks.data_ptr());
-  auto iterator = at::TensorIteratorConfig()
-                      .set_check_mem_overlap(false)
-                      .check_all_same_dtype(false)
-                      .resize_outputs(false)
-                      .add_owned_output(tasks)
-                      .build();
-  iterator.for_each(
-      [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
-        for (int64_t j = 0; j < outer; ++j)
-          for (int64_t i = 0; i < inner; ++i) each(data[0] + i * strides[0] + j * strides[1] - start);
-      },
-      grain);
-}
-
-// Calls `each(row)` for all rows of `out [.., width]`.
-template <typename Each>
-void for_rows(const at::Tensor& out, int64_t width, Each each) {
-  for_tasks(out.numel() / width, std::max<int64_t>(1, kGrain / width), each);
-}
 
 // The sum of `lanes`, which it uses up.
 DEEPSPEC_INLINE float folded(float* lanes) {
@@ -298,7 +255,7 @@ struct GatedProduct : torch::autograd::Function<GatedProduct> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight) {
     RECORD_USER_SCOPE("gated_product");
     ctx->save_for_backward({gate, up, weight});
-    return at::linear(gated(gate, up), weight);
+    return projected(gated(gate, up), weight);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
@@ -307,9 +264,9 @@ struct GatedProduct : torch::autograd::Function<GatedProduct> {
     const int64_t width = gate.size(-1);
     const at::Tensor slope = gradients[0].reshape({-1, weight.size(0)});
     at::Tensor by_gate, by_up, by_weight;
-    if (ctx->needs_input_grad(2)) by_weight = slope.t().mm(gated_again(gate, up).view({-1, width}));
+    if (ctx->needs_input_grad(2)) by_weight = times(slope.t(), gated_again(gate, up).view({-1, width}));
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
-      const at::Tensor by_inner = slope.mm(weight);
+      const at::Tensor by_inner = times(slope, weight);
       RECORD_USER_SCOPE("silu_times_backward");
       by_gate = at::empty_like(gate), by_up = at::empty_like(up);
       const float *left = gate.const_data_ptr<float>(), *right = up.const_data_ptr<float>(),
@@ -326,17 +283,6 @@ struct GatedProduct : torch::autograd::Function<GatedProduct> {
 
 bool can_be_gated(const at::Tensor& gate, const at::Tensor& up) {
   return plain(gate) && plain(up) && gate.sizes() == up.sizes() && gate.dim() > 0 && gate.numel() > 0;
-}
-
-// A new tensor, or null where `work` says that it does not apply, or fails.
-template <typename Work>
-at::Tensor* made(Work work) {
-  try {
-    at::Tensor out = work();
-    return out.defined() ? new at::Tensor(std::move(out)) : nullptr;
-  } catch (...) {
-    return nullptr;
-  }
 }
 
 }  // namespace

@@ -4,10 +4,12 @@
 #include "group.cpp"
 #include "memory.cpp"
 #include "mkl.cpp"
+#include "matrices.cpp"
 #include "profile.cpp"
+// Behind matrices.cpp, whose products it takes.
 #include "rows.cpp"
 #include "stream.cpp"
-// Behind rows.cpp, of which they use `for_tasks`, `kLanes` and what computes with lanes.
+// Behind rows.cpp, of which they use what computes with lanes.
 #include "history.cpp"
 #include "losses.cpp"
 #include "products.cpp"

@@ -1,0 +1,308 @@
+// Products of float32 matrices that something learns of, on processors of x86 with AVX2 and without AVX-512: for AMD's, MKL has routines of its own there,
+// which reach some six tenths of what the processor can do. Both factors are copied in blocks, in the order in which they are read, however they lie.
+//
+// Each value is a sum of chains of fused multiply-adds, `kDepth` inputs each, in their order: its bits depend on no other row or column, and on no number
+// of threads.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "operators.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DEEPSPEC_MULTIPLIES 1
+#include <immintrin.h>
+#else
+#define DEEPSPEC_MULTIPLIES 0
+#endif
+
+namespace {
+
+// A factor or its transpose: its values are `down` and `across` apart.
+struct Factor {
+  const float* at;
+  int64_t down, across;
+};
+
+// Rows and columns whose sums stay in registers.
+constexpr int64_t kRows = 6, kColumns = 16;
+// Of a block: columns of it and so many inputs are one panel, which the first cache holds; rows and inputs fill the second, columns and inputs the third.
+constexpr int64_t kDepth = 256, kBlockRows = 192, kBlockColumns = 1024;
+// Multiply-adds that are worth the copies.
+constexpr int64_t kWorthwhile = 1 << 13;
+
+int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+#if DEEPSPEC_MULTIPLIES
+#define DEEPSPEC_AVX2 __attribute__((target("avx2,fma")))
+#define DEEPSPEC_AVX2_INLINE inline __attribute__((target("avx2,fma"), always_inline))
+
+// Turns 8 values of each of kSide lines, `line` apart, into 8 groups of kSide values, `kSide` apart. Where kSide is less than 8, each group spoils the
+// beginning of the next, which comes later, and the last one none.
+template <int64_t kSide>
+DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64_t step) {
+  static_assert(kSide == 6 || kSide == 8);
+  __m256 lines[8], pairs[8], turned[8];
+  for (int i = 0; i < 8; ++i) lines[i] = i < kSide ? _mm256_loadu_ps(from + i * line) : _mm256_setzero_ps();
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(lines[i], lines[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(lines[i], lines[i + 1]);
+  }
+  for (int half = 0; half < 8; half += 4) {
+    turned[half] = _mm256_shuffle_ps(pairs[half], pairs[half + 2], 0x44);
+    turned[half + 1] = _mm256_shuffle_ps(pairs[half], pairs[half + 2], 0xee);
+    turned[half + 2] = _mm256_shuffle_ps(pairs[half + 1], pairs[half + 3], 0x44);
+    turned[half + 3] = _mm256_shuffle_ps(pairs[half + 1], pairs[half + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) _mm256_storeu_ps(to + i * step, _mm256_permute2f128_ps(turned[i], turned[4 + i], 0x20));
+  for (int i = 0; i < 4; ++i) {
+    const __m256 group = _mm256_permute2f128_ps(turned[i], turned[4 + i], 0x31);
+    if (i == 3 && kSide < 8) {
+      alignas(32) float last[8];
+      _mm256_store_ps(last, group);
+      std::memcpy(to + 7 * step, last, kSide * sizeof(float));
+    } else {
+      _mm256_storeu_ps(to + (4 + i) * step, group);
+    }
+  }
+}
+
+// Copies `count` lines of `depth` inputs, which are `line` and `input` apart, into panels of kSide lines, [inputs, kSide] each, one behind the other;
+// zeros stand for the lines behind the last.
+template <int64_t kSide>
+DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
+  // Lines that lie side by side are read in long pieces, where the panels are small enough to be written in turn.
+  constexpr int64_t kTogether = kSide == kRows ? kBlockRows : kSide;
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t lines = std::min(kTogether, count - first), whole = lines / kSide * kSide;
+    const float* source = from + first * line;
+    float* panels = to + first * depth;
+    if (line == 1) {
+      for (int64_t k = 0; k < depth; ++k)
+        for (int64_t i = 0; i < whole; i += kSide)
+          std::memcpy(panels + i * depth + k * kSide, source + k * input + i, kSide * sizeof(float));
+    } else {
+      for (int64_t i = 0; i < whole; i += kSide) {
+        const float* at = source + i * line;
+        float* panel = panels + i * depth;
+        int64_t k = 0;
+        for (; input == 1 && k + 8 <= depth; k += 8) {
+          for (int64_t j = 0; j < kSide; ++j) _mm_prefetch(at + (kSide + j) * line + k, _MM_HINT_T0);
+          for (int64_t j = 0; j < kSide / 8 * 8; j += 8) turn<8>(at + j * line + k, line, panel + k * kSide + j, kSide);
+          if constexpr (kSide == kRows) turn<kRows>(at + k, line, panel + k * kSide, kSide);
+        }
+        for (; k < depth; ++k)
+          for (int64_t j = 0; j < kSide; ++j) panel[k * kSide + j] = at[j * line + k * input];
+      }
+    }
+    if (whole < lines) {
+      float* panel = panels + whole * depth;
+      for (int64_t k = 0; k < depth; ++k)
+        for (int64_t j = 0; j < kSide; ++j)
+          panel[k * kSide + j] = whole + j < lines ? source[(whole + j) * line + k * input] : 0.0f;
+    }
+  }
+}
+
+// One panel of rows times one of columns, in place of `out` or added to it; its rows are `line` apart.
+DEEPSPEC_AVX2_INLINE void tile(const float* rows, const float* columns, int64_t depth, float* out, int64_t line, bool add) {
+  __m256 sums[kRows][2];
+#pragma GCC unroll 6
+  for (int64_t r = 0; r < kRows; ++r) {
+    _mm_prefetch(out + r * line, _MM_HINT_T0);
+    _mm_prefetch(out + r * line + kColumns - 1, _MM_HINT_T0);
+    sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    const __m256 left = _mm256_loadu_ps(columns + k * kColumns), right = _mm256_loadu_ps(columns + k * kColumns + 8);
+#pragma GCC unroll 6
+    for (int64_t r = 0; r < kRows; ++r) {
+      const __m256 value = _mm256_broadcast_ss(rows + k * kRows + r);
+      sums[r][0] = _mm256_fmadd_ps(value, left, sums[r][0]);
+      sums[r][1] = _mm256_fmadd_ps(value, right, sums[r][1]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int64_t r = 0; r < kRows; ++r) {
+    float* to = out + r * line;
+    if (add) {
+      sums[r][0] = _mm256_add_ps(_mm256_loadu_ps(to), sums[r][0]);
+      sums[r][1] = _mm256_add_ps(_mm256_loadu_ps(to + 8), sums[r][1]);
+    }
+    _mm256_storeu_ps(to, sums[r][0]);
+    _mm256_storeu_ps(to + 8, sums[r][1]);
+  }
+}
+
+// a [rows, depth] times b [depth, columns], in place of `out` or added to it.
+struct Multiplication {
+  Factor a, b;
+  float* out;
+  int64_t rows, columns, depth, line;
+  bool add;
+
+  // Some of its rows and columns.
+  DEEPSPEC_AVX2 void run(int64_t first_row, int64_t end_row, int64_t first_column, int64_t end_column) const {
+    const int64_t deep = std::min(depth, kDepth);
+    const int64_t of_columns_size = rounded_up(std::min(end_column - first_column, kBlockColumns), kColumns) * deep;
+    const int64_t of_rows_size = rounded_up(std::min(end_row - first_row, kBlockRows), kRows) * deep;
+    // Kept by each thread: they are needed again at once.
+    static thread_local std::vector<float> space;
+    if (space.size() < static_cast<size_t>(of_columns_size + of_rows_size)) space.resize(of_columns_size + of_rows_size);
+    float *of_columns = space.data(), *of_rows = of_columns + of_columns_size;
+    for (int64_t input = 0; input < depth; input += kDepth) {
+      const int64_t inputs = std::min(kDepth, depth - input);
+      const bool adds = add || input > 0;
+      for (int64_t column = first_column; column < end_column; column += kBlockColumns) {
+        const int64_t width = std::min(kBlockColumns, end_column - column);
+        pack<kColumns>(b.at + input * b.down + column * b.across, b.across, b.down, width, inputs, of_columns);
+        for (int64_t row = first_row; row < end_row; row += kBlockRows) {
+          const int64_t height = std::min(kBlockRows, end_row - row);
+          pack<kRows>(a.at + row * a.down + input * a.across, a.down, a.across, height, inputs, of_rows);
+          for (int64_t j = 0; j < width; j += kColumns)
+            for (int64_t i = 0; i < height; i += kRows) {
+              const float *left = of_rows + i * inputs, *right = of_columns + j * inputs;
+              float* to = out + (row + i) * line + column + j;
+              const int64_t down = std::min(kRows, height - i), across = std::min(kColumns, width - j);
+              if (down == kRows && across == kColumns) {
+                tile(left, right, inputs, to, line, adds);
+                continue;
+              }
+              float whole[kRows * kColumns];
+              tile(left, right, inputs, whole, kColumns, false);
+              for (int64_t r = 0; r < down; ++r)
+                for (int64_t c = 0; c < across; ++c) {
+                  const float value = whole[r * kColumns + c];
+                  to[r * line + c] = adds ? to[r * line + c] + value : value;
+                }
+            }
+        }
+      }
+    }
+  }
+
+  // All of it, in pieces of the longer side for the threads.
+  void run_all() const {
+    const bool by_rows = rows > columns;
+    const int64_t side = by_rows ? rows : columns, unit = by_rows ? kRows : kColumns;
+    const int64_t most = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), rows * columns * depth / kWork));
+    const int64_t length = std::max(unit, rounded_up((side + most - 1) / most, unit)), pieces = (side + length - 1) / length;
+    for_tasks(pieces, 1, [&](int64_t piece) {
+      const int64_t first = piece * length, end = std::min(side, first + length);
+      if (by_rows)
+        run(first, end, 0, columns);
+      else
+        run(0, rows, first, end);
+    });
+  }
+};
+
+bool has_avx2() {
+  static const bool has = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }();
+  return has;
+}
+
+// Whether they are the better choice on this processor.
+bool multiplies_here() {
+  static const bool here = has_avx2() && !__builtin_cpu_supports("avx512f");
+  return here;
+}
+
+#else
+bool has_avx2() { return false; }
+bool multiplies_here() { return false; }
+#endif
+
+Factor factor(const at::Tensor& matrix) { return {matrix.const_data_ptr<float>(), matrix.stride(0), matrix.stride(1)}; }
+
+bool float_matrix(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.dim() == 2;
+}
+
+// Whether a [m, k] times b [k, n] can be computed here, and is large enough for it.
+bool multipliable(const at::Tensor& a, const at::Tensor& b) {
+  return float_matrix(a) && float_matrix(b) && a.size(1) == b.size(0) && b.size(1) >= kColumns / 2 &&
+         a.size(0) * a.size(1) * b.size(1) >= kWorthwhile;
+}
+
+// a times b in place of `out`, whose rows lie value behind value, or added to it. Everything was checked before.
+void multiply(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, bool add) {
+#if DEEPSPEC_MULTIPLIES
+  RECORD_USER_SCOPE("multiply");
+  Multiplication{factor(a), factor(b), out.mutable_data_ptr<float>(), a.size(0), b.size(1), a.size(1), out.stride(0), add}
+      .run_all();
+#endif
+}
+
+// a times b, here or by libtorch.
+at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
+  if (!multiplies_here() || !multipliable(a, b)) return a.mm(b);
+  at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+  multiply(a, b, out, false);
+  return out;
+}
+
+// x [.., d] times the transpose of a weight [outputs, d].
+at::Tensor projected(const at::Tensor& x, const at::Tensor& weight) {
+  std::vector<int64_t> size = x.sizes().vec();
+  size.back() = weight.size(0);
+  return times(x.reshape({-1, weight.size(1)}), weight.t()).view(size);
+}
+
+struct Projection : torch::autograd::Function<Projection> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight) {
+    ctx->save_for_backward({x, weight});
+    return projected(x, weight);
+  }
+
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* ctx, const torch::autograd::variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], slope = gradients[0].reshape({-1, weight.size(0)});
+    at::Tensor by_x, by_weight;
+    if (ctx->needs_input_grad(0)) by_x = times(slope, weight).view(x.sizes());
+    if (ctx->needs_input_grad(1)) by_weight = times(slope.t(), x.reshape({-1, weight.size(1)}));
+    return {by_x, by_weight};
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Whether products are computed here on this processor.
+bool ds_multiplies() { return multiplies_here(); }
+
+// a [m, k] times b [k, n] in place of `out`, or added to it; whether it did. `out` shares no memory with them.
+bool ds_multiply(const at::Tensor* a, const at::Tensor* b, const at::Tensor* out, bool add) {
+  try {
+    if (!has_avx2() || !float_matrix(*a) || !float_matrix(*b) || !float_matrix(*out) || a->size(1) != b->size(0)) return false;
+    if (out->size(0) != a->size(0) || out->size(1) != b->size(1) || out->stride(1) != 1) return false;
+    if (a->size(1) == 0 || out->numel() == 0) return false;
+    multiply(*a, *b, *out, add);
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// x [.., d] times the transpose of a weight [outputs, d], where something learns of it and products are computed here.
+at::Tensor* ds_projection(const at::Tensor* x, const at::Tensor* weight) {
+  return made([&]() -> at::Tensor {
+    if (!multiplies_here() || !plain(*x) || !plain(*weight) || weight->dim() != 2 || x->dim() == 0) return {};
+    if (weight->numel() == 0 || x->size(-1) != weight->size(1) || (!learns(*x) && !learns(*weight))) return {};
+    if (!multipliable(x->view({-1, weight->size(1)}), weight->t())) return {};
+    return Projection::apply(*x, *weight);
+  });
+}
+}
