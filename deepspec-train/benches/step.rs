@@ -4,7 +4,7 @@
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
-//! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core. Memory is the peak resident size of
+//! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core, without the making of the data, which is random. Memory is the peak resident size of
 //! a step above the loaded state: code, model and moments, but no gradients.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
@@ -18,10 +18,11 @@ use deepspec_core::{Slots, Tap};
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, LossAlphas, Markov, MarkovKind, Normaliser,
-    TrainSample,
+    TrainSample, anchor_candidates,
 };
 use deepspec_models::ModelConfig;
 use deepspec_train::optimizer::AdamW;
+use deepspec_train::schedule::anchors;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -143,18 +144,17 @@ impl Shape {
         Block::fresh(config, &embed, &head, 1, Kind::Float).expect("fresh weights need no file")
     }
 
-    fn sample(&self) -> TrainSample {
+    /// Sample number `index` of a step, with the anchors that the trainer would draw.
+    fn sample(&self, step: usize, index: usize) -> TrainSample {
         let states = |width: i64| Tensor::randn([self.tokens as i64, width], (Kind::Float, Device::Cpu));
-        // The reference draws them anywhere: as far from the beginning on average.
-        let first = self.tokens / 16;
-        let stride = (self.tokens - self.block - 2 - first) / self.anchors;
+        let loss_mask = vec![true; self.tokens];
         TrainSample {
             input_ids: (0..self.tokens as i64).map(|i| i * 31 % self.vocab).collect(),
-            loss_mask: vec![true; self.tokens],
             taps: states(self.taps * self.hidden),
             last: states(self.hidden),
             last_positions: (0..self.tokens as u32).collect(),
-            anchors: (0..self.anchors).map(|i| first + stride * i).collect(),
+            anchors: anchors(&anchor_candidates(&loss_mask), self.anchors, 1, step, &index.to_string()),
+            loss_mask,
         }
     }
 }
@@ -208,23 +208,22 @@ fn measure(shape: &Shape) {
     // Not before: memory that making the weights left behind would be kept, and used without being counted.
     deepspec_native::prepare_process();
     let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
-    let mut step = || {
-        let samples: Vec<TrainSample> = (0..shape.samples).map(|_| shape.sample()).collect();
+    // Milliseconds of step number `number`, without the making of its data.
+    let mut step = |number: usize| {
+        let samples: Vec<TrainSample> = (0..shape.samples).map(|index| shape.sample(number, index)).collect();
+        let before = on_core();
         let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("anchors");
         drop(samples);
         let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0), None);
         let _ = optimizer.step(6e-4, &alone).expect("alone");
+        on_core() - before
     };
     read_code();
     fs::write("/proc/self/clear_refs", "5").expect("Linux");
     let loaded = status("VmRSS:");
-    step();
+    step(0);
     let peak = status("VmHWM:") - loaded;
-    let times = (0..shape.steps).map(|_| {
-        let before = on_core();
-        step();
-        on_core() - before
-    });
+    let times = (1..=shape.steps).map(step);
     println!("{peak} {}", median(times.collect()));
 }
 

@@ -200,7 +200,7 @@ fn slow(model: &DFlash2, batch: &BlockBatch, alphas: &LossAlphas) -> (Tensor, Ve
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());
     let (_, features) = model.features(&hidden, batch.previous()).unwrap();
     let logits = model.base_logits(&rows(&hidden));
-    let teacher = model.base_logits(batch.teacher()).detach().softmax(-1, Kind::Float);
+    let teacher = model.base_logits(&batch.teacher()).detach().softmax(-1, Kind::Float);
     let labels = batch.labels().unsqueeze(1);
     let ce = -logits.log_softmax(-1, Kind::Float).gather(1, &labels, false).squeeze_dim(1);
     let l1 = (logits.softmax(-1, Kind::Float) - &teacher).abs().sum_dim_intlist(-1, false, Kind::Float);

@@ -9,6 +9,7 @@ use super::AnchoredBlocks;
 use super::attention::BlockAttention;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
+use crate::losses::Sources;
 use crate::trained::joined;
 
 /// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
@@ -65,8 +66,12 @@ pub struct BlockBatch {
     pub(crate) labels: Tensor,
     /// Their loss weights exp(−k/γ_decay), `[R]` float32.
     pub(crate) weights: Tensor,
-    /// Target states that predict the labels, `[R, d]`.
+    /// Target states that predict the labels, each once, `[S, d]`.
     pub(crate) teacher: Tensor,
+    /// Which of them predicts each label, `[R]`.
+    sources: Tensor,
+    /// The same on the host.
+    source_list: Vec<i64>,
     /// Supervised slots of each block.
     pub(crate) counts: Vec<usize>,
     /// A, number of blocks.
@@ -84,10 +89,13 @@ struct Lists {
     labels: Vec<i64>,
     weights: Vec<f32>,
     counts: Vec<usize>,
+    sources: Vec<i64>,
+    /// How many there are so far.
+    states: i64,
 }
 
 impl Lists {
-    /// Adds a sample; gives the rows of its last states that predict its labels.
+    /// Adds a sample; gives the rows of its last states that predict its labels, each once.
     fn add(&mut self, sample: &TrainSample, shape: &AnchoredBlocks, decay_gamma: f64) -> Vec<i64> {
         let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), shape.drafted());
         self.context_positions.extend(0..length as i64);
@@ -108,7 +116,16 @@ impl Lists {
                 teacher_rows.push(sample.last_row(anchor + k));
             }
         }
-        teacher_rows
+        // Positions come in order, as anchors do.
+        let mut distinct = teacher_rows.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        let first = self.states;
+        self.sources.extend(
+            teacher_rows.iter().map(|row| first + distinct.partition_point(|other| other < row) as i64),
+        );
+        self.states += distinct.len() as i64;
+        distinct
     }
 }
 
@@ -147,14 +164,17 @@ impl BlockBatch {
             labels,
             weights,
             counts,
+            sources,
+            states: _,
         } = lists;
-        let places = [context_positions, block_tokens, block_positions, previous, rows, labels]
+        let source_list = sources.clone();
+        let places = [context_positions, block_tokens, block_positions, previous, rows, labels, sources]
             .map(|list| indices.push(list));
         let weights = indices.push_floats(&weights);
         let here = indices.send(device);
         let there = if from == device { None } else { Some(indices.send(from)) };
         let there = there.as_ref().unwrap_or(&here);
-        let [context_positions, block_tokens, block_positions, previous, rows, labels] =
+        let [context_positions, block_tokens, block_positions, previous, rows, labels, sources] =
             places.map(|place| here.of(place));
 
         let spans = used.iter().zip(&of_samples).map(|(sample, (anchors, _))| SequenceSpan {
@@ -181,6 +201,8 @@ impl BlockBatch {
             labels,
             weights: here.floats(weights),
             teacher: joined(&teacher, from, device, kind),
+            sources,
+            source_list,
             counts,
             blocks,
         })
@@ -225,8 +247,13 @@ impl BlockBatch {
     }
 
     /// The target's states that predict the labels, `[R, d]`.
-    pub fn teacher(&self) -> &Tensor {
-        &self.teacher
+    pub fn teacher(&self) -> Tensor {
+        self.teacher.index_select(0, &self.sources)
+    }
+
+    /// Which of the target's states predict which labels.
+    pub(crate) fn sources(&self) -> Sources<'_> {
+        Sources { of_rows: &self.source_list, there: &self.sources }
     }
 
     /// A, the number of blocks.

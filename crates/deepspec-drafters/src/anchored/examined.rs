@@ -27,7 +27,7 @@ pub fn predict<'a, K: Anchored>(model: &'a Trained<K>, samples: &[TrainSample]) 
     };
     Some(Predictions {
         counts: vec![batch.blocks as i64; gamma as usize],
-        teacher: by_position(&batch.teacher.view([-1, gamma, width])),
+        teacher: by_position(&batch.teacher().view([-1, gamma, width])),
         logits: Box::new(logits),
         confidence: confidence.map(|logits| logits.sigmoid().sum(Kind::Double).double_value(&[])),
     })

@@ -54,6 +54,11 @@ impl MarkovHead {
         &self.w2
     }
 
+    /// Whether its features are the previous token's embedding, whatever the states.
+    pub fn reads_previous_alone(&self) -> bool {
+        matches!(self.form, Form::Vanilla)
+    }
+
     /// `e = W1[token]`, `[.., r]`.
     pub fn embed(&self, tokens: &Tensor) -> Tensor {
         Tensor::embedding(&self.w1, tokens, -1, false, false)

@@ -2,6 +2,7 @@
 
 use tch::{Kind, Reduction, Tensor};
 
+use super::heads::MarkovHead;
 use super::model::Block;
 use crate::anchored::{AnchoredSum, BlockBatch, sums};
 use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
@@ -122,14 +123,16 @@ impl Block {
             };
             (gradient, sum)
         });
+        let by_source = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
-            Bias { features, w2: markov_w2, w2_gradient }
+            Bias { features, by_source, w2: markov_w2, w2_gradient }
         });
         let supervised = Supervised {
             hidden: rows,
             bias,
             teacher: &batch.teacher,
+            sources: Some(batch.sources()),
             labels: &batch.labels,
             weights: &batch.weights,
             slot_index: &batch.rows,

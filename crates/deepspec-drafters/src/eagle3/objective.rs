@@ -76,6 +76,7 @@ impl Eagle3 {
             hidden: rows,
             bias: None,
             teacher: &batch.teacher,
+            sources: None,
             labels: &nowhere,
             weights: &batch.decayed,
             slot_index: &nowhere,

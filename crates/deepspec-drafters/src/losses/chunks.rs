@@ -9,7 +9,7 @@ use super::rows::Rows;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
-const CHUNK_BYTES: i64 = 20 << 20;
+const CHUNK_BYTES: i64 = 40 << 20;
 const CHUNK_ROWS: (i64, i64) = (64, 224);
 /// A GPU reads the whole head for every chunk, which few rows do not pay for.
 const GPU_CHUNK_ROWS: i64 = 512;
@@ -27,10 +27,40 @@ const OF_CAP: usize = 5;
 pub struct Bias<'a> {
     /// `[R, r]`.
     pub features: &'a Tensor,
+    /// Whether rows of one source have the same features, and what learns of these asks for the sum of their gradients only.
+    pub by_source: bool,
     /// W2 `[V, r]`.
     pub w2: &'a Tensor,
     /// To which the gradient by W2 is added, `[V, r]`: float32, or W2's kind where that is float32 too. None where it does not learn.
     pub w2_gradient: Option<&'a Tensor>,
+}
+
+/// The target's states that predict labels, each once: blocks that overlap share them.
+#[derive(Clone, Copy)]
+pub struct Sources<'a> {
+    /// Which of them each row has, `[R]`: those of some blocks that follow one another are those from the least to the greatest.
+    pub of_rows: &'a [i64],
+    /// The same where the rows are.
+    pub there: &'a Tensor,
+}
+
+impl Sources<'_> {
+    /// The first of some rows, and how many there are from it to the last.
+    fn range(&self, span: &Span) -> (i64, i64) {
+        let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
+        let (first, last) =
+            of_rows.iter().fold((i64::MAX, 0), |(least, most), &of| (least.min(of), most.max(of)));
+        (first, last + 1 - first)
+    }
+
+    /// For each source of a range the first row of the span that has it.
+    fn first_rows(&self, span: &Span, (first, count): (i64, i64)) -> Tensor {
+        let mut rows = vec![0; count as usize];
+        for row in (span.first_row..span.first_row + span.rows).rev() {
+            rows[(self.of_rows[row as usize] - first) as usize] = row;
+        }
+        Tensor::from_slice(&rows)
+    }
 }
 
 /// R supervised rows, in whole blocks of at most γ.
@@ -40,8 +70,10 @@ pub struct Supervised<'a> {
     pub hidden: &'a Tensor,
     /// None without a Markov head.
     pub bias: Option<Bias<'a>>,
-    /// Final-normed states of the target that predict the labels, `[R, d]`.
+    /// Final-normed states of the target that predict the labels, `[S, d]`.
     pub teacher: &'a Tensor,
+    /// Which of them is each row's; None where they are the rows'.
+    pub sources: Option<Sources<'a>>,
     /// `[R]`.
     pub labels: &'a Tensor,
     /// Position weights, `[R]` float32.
@@ -58,6 +90,13 @@ pub struct Supervised<'a> {
     pub agreement: bool,
     /// What is learned beside the terms.
     pub extra: Option<&'a dyn RowObjective>,
+}
+
+impl Supervised<'_> {
+    /// The first of the target's states of some rows, and how many they have.
+    fn range(&self, span: &Span) -> (i64, i64) {
+        self.sources.map_or((span.first_row, span.rows), |sources| sources.range(span))
+    }
 }
 
 /// What a kind of drafter learns of its logits beside the terms.
@@ -85,7 +124,7 @@ pub struct RowFindings {
 pub struct LossOutput {
     /// By the states, `[R, d]`.
     pub hidden: Tensor,
-    /// By the features, `[R, r]`; None without a Markov head.
+    /// By the features, `[R, r]`; None without a Markov head. Where they are given by source, one of its rows has the gradient of all.
     pub features: Option<Tensor>,
     /// One column for each [`Column`], float32.
     rows: Tensor,
@@ -222,24 +261,39 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let vocab = head.size()[0];
     let (most, tile) = sizes(vocab, device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
+    let ranges: Vec<(i64, i64)> = chunks.iter().map(|chunk| rows.range(chunk)).collect();
+    // On GPUs sums by source would depend on the order of its threads, and a soft-cap's slope is the base's alone.
+    let by_source = kind == Kind::Float
+        && device == Device::Cpu
+        && vocabulary.softcap().is_none()
+        && rows.bias.is_some_and(|bias| bias.by_source)
+        && rows.sources.is_some();
+    let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
-    let logits = Tensor::empty([2 * largest, vocab], (kind, device));
-    let biases = rows.bias.map(|_| Tensor::empty([largest, vocab], (kind, device)));
+    let logits = Tensor::empty([largest + of_sources, vocab], (kind, device));
+    let bias_rows = if by_source { of_sources } else { largest };
+    let biases = rows.bias.map(|_| Tensor::empty([bias_rows, vocab], (kind, device)));
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
         features: rows.bias.map(|bias| bias.features.empty_like()),
         rows: Tensor::zeros([rows.labels.size()[0], columns], (Kind::Float, device)),
     };
-    for chunk in &chunks {
+    for (chunk, &(first, count)) in chunks.iter().zip(&ranges) {
         let n = chunk.rows;
         // Draft and target share the head, so that it is read once for both.
-        let states = Tensor::cat(&[chunk.of(rows.hidden), chunk.of(rows.teacher)], 0);
-        multiply(&states, &head.tr(), &mut logits.narrow(0, 0, 2 * n), false);
-        let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, n));
-        let biases = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
-        if let (Some(bias), Some(biases)) = (rows.bias, &biases) {
-            multiply(&chunk.of(bias.features), &bias.w2.tr(), &mut biases.shallow_clone(), false);
+        let states = Tensor::cat(&[chunk.of(rows.hidden), rows.teacher.narrow(0, first, count)], 0);
+        multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
+        let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
+        let shared =
+            rows.sources.filter(|_| by_source).map(|sources| sources.first_rows(chunk, (first, count)));
+        let features = rows.bias.map(|bias| match &shared {
+            Some(first_rows) => bias.features.index_select(0, first_rows),
+            None => chunk.of(bias.features),
+        });
+        let biases = biases.as_ref().map(|biases| biases.narrow(0, 0, if by_source { count } else { n }));
+        if let (Some(bias), Some(features), Some(biases)) = (rows.bias, &features, &biases) {
+            multiply(features, &bias.w2.tr(), &mut biases.shallow_clone(), false);
         }
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -247,21 +301,42 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
                 first_row: chunk.first_row + tile.first_row,
                 ..tile
             };
-            let logits = Logits {
-                base: tile.of(&base),
-                bias: biases.as_ref().map(|biases| tile.of(biases)),
-                target: tile.of(&target),
+            let mut base = tile.of(&base);
+            let bias = biases.as_ref().filter(|_| !by_source).map(|biases| tile.of(biases));
+            let target = match rows.sources {
+                Some(sources) => {
+                    let of_rows = in_all.of(sources.there) - first;
+                    if let (true, Some(biases)) = (by_source, &biases) {
+                        base += biases.index_select(0, &of_rows);
+                    }
+                    target.index_select(0, &of_rows)
+                }
+                None => tile.of(&target),
             };
-            in_all.of(&output.rows).copy_(&logits.differentiate(vocabulary, rows, &in_all, alphas));
+            let found = Logits { base, bias, target }.differentiate(vocabulary, rows, &in_all, alphas);
+            in_all.of(&output.rows).copy_(&found);
         }
-        // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
+        if let (Some(sources), true, Some(biases)) = (rows.sources, by_source, &biases) {
+            let of_rows = chunk.of(sources.there) - first;
+            let _ = biases.shallow_clone().zero_().index_add_(0, &of_rows, &base);
+        }
+        // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone, but for those by source.
         let by_bias = biases.as_ref().unwrap_or(&base);
-        let by_base = if vocabulary.softcap().is_some() { &base } else { by_bias };
+        let by_base = if by_source || vocabulary.softcap().is_some() { &base } else { by_bias };
         multiply(by_base, head, &mut chunk.of(&output.hidden), false);
-        if let (Some(bias), Some(gradient)) = (rows.bias, &output.features) {
-            multiply(by_bias, bias.w2, &mut chunk.of(gradient), false);
+        if let (Some(bias), Some(features), Some(gradient)) = (rows.bias, &features, &output.features) {
+            let mut of_chunk = chunk.of(gradient);
+            match &shared {
+                Some(first_rows) => {
+                    let mut by_features = features.empty_like();
+                    multiply(by_bias, bias.w2, &mut by_features, false);
+                    let _ = of_chunk.zero_();
+                    let _ = gradient.shallow_clone().index_copy_(0, first_rows, &by_features);
+                }
+                None => multiply(by_bias, bias.w2, &mut of_chunk, false),
+            }
             if let Some(sum) = bias.w2_gradient {
-                multiply(&by_bias.tr(), &chunk.of(bias.features), &mut sum.shallow_clone(), true);
+                multiply(&by_bias.tr(), features, &mut sum.shallow_clone(), true);
             }
         }
     }

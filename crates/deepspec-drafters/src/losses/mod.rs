@@ -9,7 +9,7 @@ mod rows;
 mod terms;
 
 pub use chunks::{
-    Bias, Column, LossOutput, RowFindings, RowObjective, Span, Supervised, accumulate, buffer_bytes,
+    Bias, Column, LossOutput, RowFindings, RowObjective, Sources, Span, Supervised, accumulate, buffer_bytes,
     tile_rows,
 };
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};

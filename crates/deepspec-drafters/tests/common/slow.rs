@@ -30,7 +30,7 @@ pub fn objective(
     let (e, features) = features.map_or((None, None), |(e, f)| (Some(rows(&e)), Some(rows(&f))));
     let logits = block.slot_logits(&rows(&hidden), features.as_ref());
     let (p, log_p) = (logits.softmax(-1, Kind::Float), logits.log_softmax(-1, Kind::Float));
-    let teacher = block.base_logits(batch.teacher()).detach();
+    let teacher = block.base_logits(&batch.teacher()).detach();
     let (q, log_q) = (teacher.softmax(-1, Kind::Float), teacher.log_softmax(-1, Kind::Float));
     let sum = |values: Tensor| values.sum_dim_intlist(-1, false, Kind::Float);
     let weighted = |values: &Tensor| (values * batch.weights()).sum(Kind::Float);

@@ -1,5 +1,5 @@
 // Products of float32 matrices that something learns of, on processors of x86 with AVX2 and without AVX-512: for AMD's, MKL has routines of its own there,
-// which reach some six tenths of what the processor can do. Both factors are copied in blocks, in the order in which they are read, however they lie.
+// which reach some six tenths of what the processor can do. What is not read where it lies is copied in blocks, in the order in which it is read.
 //
 // Each value is a sum of chains of fused multiply-adds, `kDepth` inputs each, in their order: its bits depend on no other row or column, and on no number
 // of threads.
@@ -33,8 +33,8 @@ struct Factor {
 
 // Rows and columns whose sums stay in registers.
 constexpr int64_t kRows = 6, kColumns = 16;
-// Of a block: columns of it and so many inputs are one panel, which the first cache holds; rows and inputs fill the second, columns and inputs the third.
-constexpr int64_t kDepth = 256, kBlockRows = 192, kBlockColumns = 1024;
+// Of a block: so many inputs of kColumns columns are a panel, which the first cache holds; the second holds those of all its rows or columns.
+constexpr int64_t kDepth = 256, kBlockRows = 192, kBlockColumns = 256;
 // Multiply-adds that are worth the copies.
 constexpr int64_t kWorthwhile = 1 << 13;
 
@@ -111,8 +111,9 @@ DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, i
   }
 }
 
-// One panel of rows times one of columns, in place of `out` or added to it; its rows are `line` apart.
-DEEPSPEC_AVX2_INLINE void tile(const float* rows, const float* columns, int64_t depth, float* out, int64_t line, bool add) {
+// kRows rows, whose values are `down` and `across` apart, times a panel of columns, in place of `out` or added to it; its rows are `line` apart.
+DEEPSPEC_AVX2_INLINE void tile(
+    const float* rows, int64_t down, int64_t across, const float* columns, int64_t depth, float* out, int64_t line, bool add) {
   __m256 sums[kRows][2];
 #pragma GCC unroll 6
   for (int64_t r = 0; r < kRows; ++r) {
@@ -124,7 +125,7 @@ DEEPSPEC_AVX2_INLINE void tile(const float* rows, const float* columns, int64_t 
     const __m256 left = _mm256_loadu_ps(columns + k * kColumns), right = _mm256_loadu_ps(columns + k * kColumns + 8);
 #pragma GCC unroll 6
     for (int64_t r = 0; r < kRows; ++r) {
-      const __m256 value = _mm256_broadcast_ss(rows + k * kRows + r);
+      const __m256 value = _mm256_broadcast_ss(rows + r * down + k * across);
       sums[r][0] = _mm256_fmadd_ps(value, left, sums[r][0]);
       sums[r][1] = _mm256_fmadd_ps(value, right, sums[r][1]);
     }
@@ -140,6 +141,27 @@ DEEPSPEC_AVX2_INLINE void tile(const float* rows, const float* columns, int64_t 
     _mm256_storeu_ps(to + 8, sums[r][1]);
   }
 }
+
+// A part of a product: `width` columns, in place of what is there or added to it; `line` is between its rows.
+struct Patch {
+  float* out;
+  int64_t line, width, inputs;
+  bool add;
+
+  // What stands from row i and column j on, of at most kRows rows: they lie in place, `down` apart, or in a panel.
+  template <bool kInPlace>
+  DEEPSPEC_AVX2_INLINE void fill(int64_t i, int64_t j, int64_t rows, const float* from, int64_t down, const float* of_columns) const {
+    float* to = out + i * line + j;
+    const float* panel = of_columns + j * inputs;
+    const int64_t across = kInPlace ? 1 : kRows, columns = std::min(kColumns, width - j);
+    if (!kInPlace) down = 1;
+    if (rows == kRows && columns == kColumns) return tile(from, down, across, panel, inputs, to, line, add);
+    float whole[kRows * kColumns];
+    tile(from, down, across, panel, inputs, whole, kColumns, false);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) to[r * line + c] = whole[r * kColumns + c] + (add ? to[r * line + c] : 0.0f);
+  }
+};
 
 // a [rows, depth] times b [depth, columns], in place of `out` or added to it.
 struct Multiplication {
@@ -159,30 +181,26 @@ struct Multiplication {
     float *of_columns = space.data(), *of_rows = of_columns + of_columns_size;
     for (int64_t input = 0; input < depth; input += kDepth) {
       const int64_t inputs = std::min(kDepth, depth - input);
-      const bool adds = add || input > 0;
       for (int64_t column = first_column; column < end_column; column += kBlockColumns) {
         const int64_t width = std::min(kBlockColumns, end_column - column);
         pack<kColumns>(b.at + input * b.down + column * b.across, b.across, b.down, width, inputs, of_columns);
         for (int64_t row = first_row; row < end_row; row += kBlockRows) {
-          const int64_t height = std::min(kBlockRows, end_row - row);
-          pack<kRows>(a.at + row * a.down + input * a.across, a.down, a.across, height, inputs, of_rows);
-          for (int64_t j = 0; j < width; j += kColumns)
-            for (int64_t i = 0; i < height; i += kRows) {
-              const float *left = of_rows + i * inputs, *right = of_columns + j * inputs;
-              float* to = out + (row + i) * line + column + j;
-              const int64_t down = std::min(kRows, height - i), across = std::min(kColumns, width - j);
-              if (down == kRows && across == kColumns) {
-                tile(left, right, inputs, to, line, adds);
-                continue;
-              }
-              float whole[kRows * kColumns];
-              tile(left, right, inputs, whole, kColumns, false);
-              for (int64_t r = 0; r < down; ++r)
-                for (int64_t c = 0; c < across; ++c) {
-                  const float value = whole[r * kColumns + c];
-                  to[r * line + c] = adds ? to[r * line + c] + value : value;
-                }
-            }
+          const int64_t height = std::min(kBlockRows, end_row - row), whole = height / kRows * kRows;
+          const float* from = a.at + row * a.down + input * a.across;
+          const Patch patch{out + row * line + column, line, width, inputs, add || input > 0};
+          // Rows whose inputs lie side by side are read where they are.
+          if (a.across == 1) {
+            for (int64_t i = 0; i < whole; i += kRows)
+              for (int64_t j = 0; j < width; j += kColumns) patch.fill<true>(i, j, kRows, from + i * a.down, a.down, of_columns);
+            pack<kRows>(from + whole * a.down, a.down, 1, height - whole, inputs, of_rows);
+            for (int64_t j = 0; whole < height && j < width; j += kColumns)
+              patch.fill<false>(whole, j, height - whole, of_rows, 1, of_columns);
+          } else {
+            pack<kRows>(from, a.down, a.across, height, inputs, of_rows);
+            for (int64_t j = 0; j < width; j += kColumns)
+              for (int64_t i = 0; i < height; i += kRows)
+                patch.fill<false>(i, j, std::min(kRows, height - i), of_rows + i * inputs, 1, of_columns);
+          }
         }
       }
     }
