@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_native::{AttentionPart, KeysValues, block_attention};
-use tch::{Kind, Tensor};
+use deepspec_native::{AttentionPart, KeysValues, attend_by_block, attends_by_block, block_attention};
+use tch::{Device, Kind, Tensor};
 
 /// Neighbouring blocks that attend to the context together. They share what lies before the first of them, which needs no mask; the
 /// context among them does.
@@ -19,9 +19,24 @@ pub struct BlockAttention {
     heads: Heads,
     scale: f64,
     block_size: i64,
-    parts: Vec<AttentionPart>,
-    /// Where a window is shorter than a block.
-    block_mask: Option<Tensor>,
+    way: Way,
+}
+
+/// How it is computed.
+enum Way {
+    /// Tiles of blocks over parts of the context, which are merged.
+    Parts {
+        parts: Vec<AttentionPart>,
+        /// Where a window is shorter than a block.
+        block_mask: Option<Tensor>,
+    },
+    /// One block after the other.
+    ByBlock { anchors: Vec<i64>, window: Option<i64> },
+}
+
+/// Whether blocks like these are attended to one by one.
+fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
+    device == Device::Cpu && kind == Kind::Float && heads.dim % 16 == 0 && attends_by_block()
 }
 
 impl BlockAttention {
@@ -36,6 +51,11 @@ impl BlockAttention {
         kind: Kind,
     ) -> Self {
         let AttentionSpec { heads, scale, window } = *spec;
+        if is_by_block(heads, kind, positions.device()) {
+            let anchors = anchors.iter().map(|&anchor| anchor as i64).collect();
+            let way = Way::ByBlock { anchors, window: window.map(|window| window as i64) };
+            return Self { heads, scale, block_size: block_size as i64, way };
+        }
         let masks = Masks {
             block_size: block_size as i64,
             repeats: heads.repeats(),
@@ -58,7 +78,7 @@ impl BlockAttention {
             }
         }
         let block_mask = window.filter(|&window| window < block_size).map(|_| masks.block(positions));
-        Self { heads, scale, block_size: block_size as i64, parts, block_mask }
+        Self { heads, scale, block_size: block_size as i64, way: Way::Parts { parts, block_mask } }
     }
 
     /// Queries, keys and values of the blocks, `[A·B, heads, D]`, and keys and values of the context, `[T, G, D]`, to `[A·B, H·D]`.
@@ -71,7 +91,15 @@ impl BlockAttention {
         let own = |t: &Tensor| t.view([-1, size, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, B, D]
         let (k, v, own_k, own_v) = (k.transpose(0, 1), v.transpose(0, 1), own(&block.k), own(&block.v));
         let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
-        let y = block_attention(&q, &context, &own, &self.parts, self.block_mask.as_ref(), self.scale);
+        let y = match &self.way {
+            Way::Parts { parts, block_mask } => {
+                block_attention(&q, &context, &own, parts, block_mask.as_ref(), self.scale)
+            }
+            Way::ByBlock { anchors, window } => {
+                attend_by_block(&q, &context, &own, anchors, *window, self.scale)
+                    .expect("it was asked whether there are kernels for them")
+            }
+        };
         y.view([key_value, -1, repeats, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, query * dim])
     }
 }

@@ -10,6 +10,7 @@
 #include "rows.cpp"
 #include "stream.cpp"
 // Behind rows.cpp, of which they use what computes with lanes.
+#include "blocks.cpp"
 #include "history.cpp"
 #include "losses.cpp"
 #include "products.cpp"

@@ -7,6 +7,7 @@ use std::ptr;
 use tch::Tensor;
 
 use super::c10d::check;
+use super::rows::owned;
 
 /// Queries of neighbouring rows and the keys that they attend to.
 pub struct AttentionPart {
@@ -38,6 +39,22 @@ unsafe extern "C" {
         parts: *const RawPart,
         count: usize,
         block_mask: *const c_void,
+        scale: f64,
+        out: *mut *mut c_void,
+    ) -> *mut c_char;
+}
+
+unsafe extern "C" {
+    fn ds_attends_by_block() -> bool;
+    fn ds_attend_by_block(
+        q: *const c_void,
+        k: *const c_void,
+        v: *const c_void,
+        own_k: *const c_void,
+        own_v: *const c_void,
+        anchors: *const i64,
+        count: usize,
+        window: i64,
         scale: f64,
         out: *mut *mut c_void,
     ) -> *mut c_char;
@@ -89,4 +106,40 @@ pub fn block_attention(
     }
     // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
+}
+
+/// Whether [`attend_by_block`] is the better choice for float32 on this CPU.
+pub fn attends_by_block() -> bool {
+    // SAFETY: it only asks the processor.
+    unsafe { ds_attends_by_block() }
+}
+
+/// The attention of [`block_attention`] where each block sees the context before its anchor, and slots see keys behind their position less `window`, where
+/// there is one: `q [G, A, r, D]` holds all slots of a block for one query head after the other.
+///
+/// None where there are no such kernels: on other devices, of other kinds, where D is no multiple of 16, and on processors without AVX2.
+///
+/// # Panics
+/// If shapes do not fit each other, or an anchor lies behind the context.
+pub fn attend_by_block(
+    q: &Tensor,
+    context: &KeysValues<'_>,
+    own: &KeysValues<'_>,
+    anchors: &[i64],
+    window: Option<i64>,
+    scale: f64,
+) -> Option<Tensor> {
+    let [q, k, v, own_k, own_v] =
+        [q, context.k, context.v, own.k, own.v].map(|tensor| tensor.as_ptr().cast());
+    let (window, mut out) = (window.unwrap_or(i64::MAX), ptr::null_mut());
+    // SAFETY: the shim takes counted references to all tensors and copies the anchors, of which there are as many as it is told; it checks kinds, shapes,
+    // strides and anchors, catches every C++ exception, and sets `out` where it returns null.
+    let outcome = check(unsafe {
+        ds_attend_by_block(q, k, v, own_k, own_v, anchors.as_ptr(), anchors.len(), window, scale, &mut out)
+    });
+    if let Err(problem) = outcome {
+        panic!("attention of blocks: {problem}");
+    }
+    // SAFETY: it is null or a tensor from `new` that belongs to nobody else.
+    unsafe { owned(out) }
 }

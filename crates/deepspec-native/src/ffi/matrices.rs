@@ -12,8 +12,8 @@ unsafe extern "C" {
     fn ds_projection(x: *const c_void, weight: *const c_void) -> *mut c_void;
 }
 
-/// `a b` of `a [m, k]` and `b [k, n]`, whichever way they lie, in place of `out [m, n]`, or added to it: all of one kind and device, and without a graph.
-/// `out` shares no memory with them.
+/// `a b` of `a [m, k]` and `b [k, n]`, whichever way they lie, in place of `out [m, n]`, or added to it: on one device, of one kind, but that sums may be
+/// float32, and without a graph. `out` shares no memory with them.
 ///
 /// # Panics
 /// As libtorch's own product, where they do not fit together.
@@ -24,7 +24,7 @@ pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
         return;
     }
     let _ = match add {
-        true if out.kind() == Kind::Float => out.addmm_(a, b),
+        true if a.kind() == out.kind() && a.kind() == Kind::Float => out.addmm_(a, b),
         true => out.g_add_(&a.mm(b)),
         false => a.mm_out(out, b),
     };
