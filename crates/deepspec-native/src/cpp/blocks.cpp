@@ -143,11 +143,12 @@ struct BlockAtWork {
 
 // A row's scores to weights, which are not divided by their sum yet; gives that sum and the largest score.
 DEEPSPEC_VECTORS void weigh_row(float* row, int64_t count, float* sum, float* most) {
-  *most = largest(row, count);
+  const float top = largest(row, count);
+  for (int64_t i = 0; i < count; ++i) row[i] = exponential(row[i] - top);
   float lanes[kLanes] = {};
   for (int64_t i = 0; i < count; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += row[i + lane] = exponential(row[i + lane] - *most);
-  *sum = folded(lanes);
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += row[i + lane];
+  *sum = folded(lanes), *most = top;
 }
 
 // A row's scores to weights.

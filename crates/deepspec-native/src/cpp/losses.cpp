@@ -31,31 +31,51 @@ DEEPSPEC_INLINE double summed(int64_t count, Each each) {
 // What is found of a row, in this order.
 enum Distance : int64_t { kCrossEntropy, kL1, kOverlap, kSoftCrossEntropy, kDivergence, kDistances };
 
+// What is added up of two rows of probabilities that are weights still, which it divides by their sums: Σ |p^d - p^t| and Σ min(p^d, p^t), the latter not a
+// number where one of them is not.
+struct Apart {
+  double l1 = 0.0, overlap = 0.0;
+};
+DEEPSPEC_INLINE Apart divide_and_compare(float* draft, float* target, int64_t vocab, float draft_share, float target_share) {
+  Apart apart;
+  for (int64_t first = 0; first < vocab; first += kSpan) {
+    const int64_t end = std::min(vocab, first + kSpan);
+    float l1[kLanes] = {}, overlap[kLanes] = {};
+    const auto add = [&](int64_t i, int64_t lane) DEEPSPEC_INLINED {
+      const float ours = draft[i] * draft_share, theirs = target[i] * target_share, difference = ours - theirs;
+      draft[i] = ours, target[i] = theirs;
+      l1[lane] += std::fabs(difference);
+      overlap[lane] += theirs + (difference > 0.0f ? 0.0f : difference);
+    };
+    int64_t i = first;
+    for (; i + kLanes <= end; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
+    for (; i < end; ++i) add(i, 0);
+    apart.l1 += folded(l1), apart.overlap += folded(overlap);
+  }
+  return apart;
+}
+
 // Turns the logits of drafter and target into probabilities and measures them.
 DEEPSPEC_VECTORS void measure_row(float* draft, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
   const float draft_most = largest(draft, vocab), target_most = largest(target, vocab), chosen = draft[label] - draft_most;
-  for (int64_t i = 0; i < vocab; ++i) draft[i] -= draft_most;
-  for (int64_t i = 0; i < vocab; ++i) target[i] -= target_most;
   // Of the target's weights, which are not divided by their sum yet.
   double by_draft = 0.0, by_target = 0.0;
   if (soft) {
-    by_draft = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i]) * draft[i]; });
-    by_target = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i]) * target[i]; });
+    by_draft = summed(
+        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i] - target_most) * (draft[i] - draft_most); });
+    by_target = summed(
+        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i] - target_most) * (target[i] - target_most); });
   }
-  const double draft_sum = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return draft[i] = exponential(draft[i]); });
-  const double target_sum = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i] = exponential(target[i]); });
-  const float draft_share = static_cast<float>(1.0 / draft_sum), target_share = static_cast<float>(1.0 / target_sum);
-  for (int64_t i = 0; i < vocab; ++i) draft[i] *= draft_share;
-  for (int64_t i = 0; i < vocab; ++i) target[i] *= target_share;
-  const double l1 = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return std::fabs(draft[i] - target[i]); });
-  // Not a number where one of them is not.
-  const double overlap = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED {
-    const float difference = draft[i] - target[i];
-    return target[i] + (difference > 0.0f ? 0.0f : difference);
-  });
+  const double draft_sum =
+      summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return draft[i] = exponential(draft[i] - draft_most); });
+  const double target_sum =
+      summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i] = exponential(target[i] - target_most); });
+  const Apart apart =
+      divide_and_compare(draft, target, vocab, static_cast<float>(1.0 / draft_sum), static_cast<float>(1.0 / target_sum));
   found[kCrossEntropy] = static_cast<float>(std::log(draft_sum) - chosen);
-  found[kL1] = static_cast<float>(l1);
-  found[kOverlap] = static_cast<float>(overlap);
+  found[kL1] = static_cast<float>(apart.l1);
+  found[kOverlap] = static_cast<float>(apart.overlap);
   found[kSoftCrossEntropy] = soft ? static_cast<float>(std::log(draft_sum) - by_draft / target_sum) : 0.0f;
   const double entropy = std::log(target_sum) - by_target / target_sum;
   found[kDivergence] = soft ? static_cast<float>(std::log(draft_sum) - by_draft / target_sum - entropy) : 0.0f;

@@ -163,6 +163,18 @@ struct Patch {
   }
 };
 
+// Memory that will be read soon, a piece at a time while something else is computed.
+struct Ahead {
+  const float *at = nullptr, *end = nullptr;
+  int64_t step = 0;
+
+  void fetch() {
+    for (int64_t i = 0; i < step && at < end; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
+  }
+
+  static constexpr int64_t kLine = 16;
+};
+
 // a [rows, depth] times b [depth, columns], in place of `out` or added to it.
 struct Multiplication {
   Factor a, b;
@@ -184,13 +196,14 @@ struct Multiplication {
       for (int64_t column = first_column; column < end_column; column += kBlockColumns) {
         const int64_t width = std::min(kBlockColumns, end_column - column);
         pack<kColumns>(b.at + input * b.down + column * b.across, b.across, b.down, width, inputs, of_columns);
+        Ahead ahead = behind(input, inputs, column, width, (end_row - first_row + kRows - 1) / kRows);
         for (int64_t row = first_row; row < end_row; row += kBlockRows) {
           const int64_t height = std::min(kBlockRows, end_row - row), whole = height / kRows * kRows;
           const float* from = a.at + row * a.down + input * a.across;
           const Patch patch{out + row * line + column, line, width, inputs, add || input > 0};
           // Rows whose inputs lie side by side are read where they are.
           if (a.across == 1) {
-            for (int64_t i = 0; i < whole; i += kRows)
+            for (int64_t i = 0; i < whole; i += kRows, ahead.fetch())
               for (int64_t j = 0; j < width; j += kColumns) patch.fill<true>(i, j, kRows, from + i * a.down, a.down, of_columns);
             pack<kRows>(from + whole * a.down, a.down, 1, height - whole, inputs, of_rows);
             for (int64_t j = 0; whole < height && j < width; j += kColumns)
@@ -204,6 +217,17 @@ struct Multiplication {
         }
       }
     }
+  }
+
+  // What is copied of b behind this block, for so many turns, where it follows in memory.
+  Ahead behind(int64_t input, int64_t inputs, int64_t column, int64_t width, int64_t turns) const {
+    const float *from = nullptr, *end = nullptr;
+    if (b.across == 1 && b.down == width && width == columns) {
+      from = b.at + (input + inputs) * b.down, end = from + std::min(kDepth, depth - input - inputs) * b.down;
+    } else if (b.down == 1 && b.across == inputs && inputs == depth) {
+      from = b.at + (column + width) * b.across, end = from + std::min(kBlockColumns, columns - column - width) * b.across;
+    }
+    return {from, end, (end - from) / (Ahead::kLine * turns) + 1};
   }
 
   // All of it, in pieces of the longer side for the threads.
