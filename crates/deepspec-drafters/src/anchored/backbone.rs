@@ -113,6 +113,15 @@ fn leaf(input: &Tensor, i: usize) -> Tensor {
     input.detach().set_requires_grad(i > 0)
 }
 
+/// What belongs to the first slots of blocks and, behind them, to all other slots, `[A + 1, ..]`, for all slots of blocks of `size`: `[A·size, ..]`.
+fn over_blocks(rows: &Tensor, size: i64) -> Tensor {
+    let blocks = rows.size()[0] - 1;
+    let mut others = rows.size();
+    others.splice(0..1, [blocks, size - 1]);
+    let others = rows.narrow(0, blocks, 1).unsqueeze(0).expand(others, false);
+    Tensor::cat(&[rows.narrow(0, 0, blocks).unsqueeze(1), others], 1).flatten(0, 1)
+}
+
 impl<K: Anchored> Trained<K> {
     /// Captured states `[T, m·d]` to the context `H [T, d]` that all layers share.
     pub fn context(&self, taps: &Tensor) -> Tensor {
@@ -228,7 +237,14 @@ impl<K: Anchored> Trained<K> {
                 _ => Tensor::cat(&outputs, 0),
             }
         };
-        self.run_layer(i, layer, x, shared.block_rotations.of(i), attend)
+        let rotation = shared.block_rotations.of(i);
+        if i > 0 || K::RUNS_AROUND || size == 1 {
+            return self.run_layer(i, layer, x, rotation, attend);
+        }
+        // What the first layer reads is an anchor's embedding in the first slot of each block, and the mask token's in all others.
+        let first_slots = x.view([-1, size as i64, x.size()[1]]).select(1, 0);
+        let distinct = Tensor::cat(&[first_slots, x.narrow(0, 1, 1)], 0); // [A + 1, d]
+        layer.forward_spread(x, &distinct, |rows| over_blocks(rows, size as i64), rotation, attend)
     }
 
     /// Layer `i` over rows of whole blocks, `[N·B, d]`.

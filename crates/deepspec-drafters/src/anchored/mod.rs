@@ -44,6 +44,9 @@ pub trait Anchored: DrafterKind {
     /// Its backbone.
     fn backbone(&self) -> &Backbone;
 
+    /// Whether [`Anchored::around`] does more than `run` does.
+    const RUNS_AROUND: bool = false;
+
     /// Called in place of `run(normed)` for each half of layer `layer`: rows of whole blocks, `[N·B, d]`.
     fn around(
         &self,

@@ -50,6 +50,8 @@ impl Anchored for DFlash2Parts {
         &self.backbone
     }
 
+    const RUNS_AROUND: bool = true;
+
     fn around(
         &self,
         layer: usize,

@@ -115,14 +115,25 @@ impl Attention {
 
     /// Queries, keys and values of `x [N, input]`.
     pub fn project(&self, x: &Tensor, rotation: &Rotation) -> Qkv {
+        self.project_spread(x, Tensor::shallow_clone, rotation)
+    }
+
+    /// The same of N rows that `spread` makes of those of `x`, by repeating some: before the rotation, which differs by row.
+    fn project_spread(&self, x: &Tensor, spread: impl Fn(&Tensor) -> Tensor, rotation: &Rotation) -> Qkv {
         let heads = self.heads;
         let q = normed(self.q_norm.as_ref(), self.q_proj.forward(x).view([-1, heads.query, heads.dim]));
-        let (k, v) = self.project_context(x, rotation);
-        Qkv { q: rotation.rotate(&q), k, v }
+        let (k, v) = self.keys_and_values(x);
+        Qkv { q: rotation.rotate(&spread(&q)), k: rotation.rotate(&spread(&k)), v: spread(&v) }
     }
 
     /// Keys and values alone.
     pub fn project_context(&self, x: &Tensor, rotation: &Rotation) -> (Tensor, Tensor) {
+        let (k, v) = self.keys_and_values(x);
+        (rotation.rotate(&k), v)
+    }
+
+    /// The same before the rotation.
+    fn keys_and_values(&self, x: &Tensor) -> (Tensor, Tensor) {
         let shape = [-1, self.heads.key_value, self.heads.dim];
         let k = self.k_proj.forward(x).view(shape);
         let v =
@@ -131,7 +142,7 @@ impl Attention {
             Some(eps) => v.rms_norm([self.heads.dim], None::<Tensor>, eps),
             None => v,
         };
-        (rotation.rotate(&normed(self.k_norm.as_ref(), k)), v)
+        (normed(self.k_norm.as_ref(), k), v)
     }
 }
 
@@ -266,6 +277,19 @@ impl DecoderLayer {
     ) -> Tensor {
         let y = self.attention.o_proj.forward(&attend(&self.attention.project(read, rotation)));
         self.close(x, y, plainly)
+    }
+
+    /// The layer whose rows `x [N, d]` `spread` makes of fewer ones, `distinct`, by repeating some: what does not depend on their positions is computed once.
+    pub fn forward_spread(
+        &self,
+        x: &Tensor,
+        distinct: &Tensor,
+        spread: impl Fn(&Tensor) -> Tensor,
+        rotation: &Rotation,
+        attend: impl FnOnce(&Qkv) -> Tensor,
+    ) -> Tensor {
+        let projected = self.attention.project_spread(&self.input_norm(distinct), spread, rotation);
+        self.close(x, self.attention.o_proj.forward(&attend(&projected)), plainly)
     }
 
     /// What follows the attention, which gave `y`.
