@@ -143,3 +143,116 @@ pub fn attend_by_block(
     // SAFETY: it is null or a tensor from `new` that belongs to nobody else.
     unsafe { owned(out) }
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    fn values(shape: &[i64], seed: f64) -> Tensor {
+        let count = shape.iter().product::<i64>();
+        ((Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.731 + seed).sin() * 37.0).sin().view(shape)
+    }
+
+    /// Output and gradients of `attend` for two groups of three queries a slot.
+    fn run(
+        blocks: i64,
+        size: i64,
+        tokens: i64,
+        dim: i64,
+        attend: impl Fn(&Tensor, &KeysValues<'_>, &KeysValues<'_>) -> Tensor,
+    ) -> Vec<Tensor> {
+        let learned = |shape: &[i64], seed| values(shape, seed).set_requires_grad(true);
+        let q = learned(&[2, blocks, 3 * size, dim], 0.1);
+        let [own_k, own_v] = [0.2, 0.3].map(|seed| learned(&[2, blocks, size, dim], seed));
+        // As they are projected: the groups of a token side by side.
+        let [k, v] = [0.4, 0.5].map(|seed| learned(&[tokens, 2, dim], seed));
+        let (of_k, of_v) = (k.transpose(0, 1), v.transpose(0, 1));
+        let y = attend(&q, &KeysValues { k: &of_k, v: &of_v }, &KeysValues { k: &own_k, v: &own_v });
+        (&y * values(&y.size(), 0.6)).sum(Kind::Float).backward();
+        [y.detach()].into_iter().chain([q, own_k, own_v, k, v].map(|tensor| tensor.grad())).collect()
+    }
+
+    /// What each slot of the blocks sees of the context and of its block, as numbers to add to scores.
+    fn masks(anchors: &[i64], size: i64, tokens: i64, window: Option<i64>) -> (Tensor, Tensor) {
+        let added = |is_seen: bool| if is_seen { 0.0f32 } else { -1e30 };
+        let window = window.unwrap_or(i64::MAX);
+        let slots = || (0..3).flat_map(|_| 0..size);
+        let context: Vec<f32> = anchors
+            .iter()
+            .flat_map(|&anchor| slots().map(move |slot| (anchor, anchor + slot)))
+            .flat_map(|(anchor, at)| (0..tokens).map(move |key| added(key < anchor && at - key < window)))
+            .collect();
+        let own: Vec<f32> =
+            slots().flat_map(|slot| (0..size).map(move |key| added(slot - key < window))).collect();
+        let rows = anchors.len() as i64 * 3 * size;
+        (
+            Tensor::from_slice(&context).view([1, 1, rows, tokens]),
+            Tensor::from_slice(&own).view([1, 1, 3 * size, size]),
+        )
+    }
+
+    #[test]
+    fn block_by_block_it_is_that_of_parts() {
+        // A block of whole panels and one with a rest; anchors at the ends and in disorder.
+        for (size, dim) in [(7, 48), (16, 16), (17, 32)] {
+            for window in [None, Some(1), Some(5), Some(33), Some(1000)] {
+                let (anchors, tokens) = ([0, 3, 64, 17, 16, 70], 70);
+                let (context_mask, own_mask) = masks(&anchors, size, tokens, window);
+                let blocks = anchors.len() as i64;
+                let part =
+                    AttentionPart { rows: 0..blocks * 3 * size, keys: 0..tokens, mask: Some(context_mask) };
+                let parts = [part];
+                let expected = run(blocks, size, tokens, dim, |q, context, own| {
+                    block_attention(q, context, own, &parts, Some(&own_mask), 0.2)
+                });
+                let found = run(blocks, size, tokens, dim, |q, context, own| {
+                    attend_by_block(q, context, own, &anchors, window, 0.2)
+                        .expect("this processor has no AVX2")
+                });
+                for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let off = (found - expected).abs().max().double_value(&[]);
+                    let most = expected.abs().max().double_value(&[]).max(1e-3);
+                    assert!(off <= 5e-6 * most, "{i}: {off:e} of {most}, size {size}, window {window:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn threads_change_no_bit_of_it() {
+        let before = tch::get_num_threads();
+        let anchors: Vec<i64> = (0..40).map(|i| i * 3).collect();
+        let [one, three] = [1, 3].map(|threads| {
+            tch::set_num_threads(threads);
+            run(40, 7, 130, 48, |q, context, own| {
+                attend_by_block(q, context, own, &anchors, None, 0.2).unwrap()
+            })
+        });
+        tch::set_num_threads(before);
+        assert!(one.iter().zip(&three).all(|(one, three)| one.equal(three)));
+    }
+
+    #[test]
+    fn other_kinds_and_widths_are_not_attended_to_block_by_block() {
+        let of = |kind, dim| {
+            let q = values(&[1, 2, 4, dim], 0.0).to_kind(kind);
+            let (k, own) =
+                (values(&[1, 9, dim], 0.1).to_kind(kind), values(&[1, 2, 2, dim], 0.2).to_kind(kind));
+            let (context, own) = (KeysValues { k: &k, v: &k }, KeysValues { k: &own, v: &own });
+            attend_by_block(&q, &context, &own, &[3, 9], None, 1.0)
+        };
+        assert!(of(Kind::Float, 16).is_some());
+        assert!(of(Kind::Float, 24).is_none() && of(Kind::BFloat16, 16).is_none());
+    }
+
+    #[test]
+    #[should_panic(expected = "an anchor behind the context")]
+    fn an_anchor_behind_the_context_is_refused() {
+        let (q, k) = (values(&[1, 1, 4, 16], 0.0), values(&[1, 9, 16], 0.1));
+        let own = values(&[1, 1, 2, 16], 0.2);
+        let (context, own) = (KeysValues { k: &k, v: &k }, KeysValues { k: &own, v: &own });
+        let _ = attend_by_block(&q, &context, &own, &[10], None, 1.0);
+    }
+}

@@ -45,3 +45,125 @@ pub fn projection(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // every C++ exception, and returns null or a tensor of its own.
     unsafe { owned(ds_projection(x.as_ptr().cast(), weight.as_ptr().cast())) }
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    fn values(shape: &[i64], seed: f64) -> Tensor {
+        let count = shape.iter().product::<i64>();
+        (Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.7 + seed).sin().view(shape)
+    }
+
+    /// The matrix as it is given, or as the transpose of one that lies the other way, or as part of a wider one.
+    fn lying(matrix: &Tensor, way: usize) -> Tensor {
+        match way {
+            0 => matrix.shallow_clone(),
+            1 => matrix.tr().contiguous().tr(),
+            _ => Tensor::cat(&[matrix, matrix], 1).narrow(1, 0, matrix.size()[1]),
+        }
+    }
+
+    fn assert_product(found: &Tensor, exact: &Tensor, what: &str) {
+        let off = (found.to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
+        let most = exact.abs().max().double_value(&[]).max(1.0);
+        assert!(off <= 2e-6 * most, "{what}: off by {off:e} of {most}");
+    }
+
+    #[test]
+    fn matrices_are_multiplied_however_they_lie() {
+        // Single values, rests of panels and of blocks, and more than a block of each.
+        for [m, k, n] in [[1, 1, 1], [7, 3, 17], [6, 256, 16], [200, 600, 40], [193, 257, 1030], [12, 9, 1]] {
+            let (a, b) = (values(&[m, k], 0.0), values(&[k, n], 1.0));
+            let exact = a.to_kind(Kind::Double).mm(&b.to_kind(Kind::Double));
+            for (of_a, of_b) in (0..9).map(|way| (way / 3, way % 3)) {
+                let what = format!("{m} × {k} × {n}, lying as {of_a} and {of_b}");
+                let (a, b) = (lying(&a, of_a), lying(&b, of_b));
+                let wider = Tensor::full([m, n + 5], 7.0, (Kind::Float, Device::Cpu));
+                let mut out = wider.narrow(1, 2, n);
+                assert!(multiply_here(&a, &b, &mut out, false), "this processor has no AVX2");
+                assert_product(&out, &exact, &what);
+                let once = out.copy();
+                assert!(multiply_here(&a, &b, &mut out, true));
+                assert_product(&out, &(&exact * 2.0), &what);
+                let beside = wider.index_select(1, &Tensor::from_slice(&[0i64, 1, n + 2, n + 4]));
+                assert!(beside.eq(7.0).all().int64_value(&[]) == 1, "{what}: written beside it");
+                // Bits depend on no other row.
+                let mut last = Tensor::empty([1, n], (Kind::Float, Device::Cpu));
+                assert!(multiply_here(&a.narrow(0, m - 1, 1), &b, &mut last, false));
+                assert!(last.equal(&once.narrow(0, m - 1, 1)), "{what}: the last row alone");
+            }
+        }
+    }
+
+    #[test]
+    fn threads_change_no_bit_of_a_product() {
+        let before = tch::get_num_threads();
+        for [m, k, n] in [[300, 700, 90], [64, 512, 2000]] {
+            let (a, b) = (values(&[m, k], 0.0), values(&[k, n], 1.0));
+            let [one, three] = [1, 3].map(|threads| {
+                tch::set_num_threads(threads);
+                let mut out = Tensor::empty([m, n], (Kind::Float, Device::Cpu));
+                assert!(multiply_here(&a, &b, &mut out, false));
+                out
+            });
+            assert!(one.equal(&three), "{m} × {k} × {n}");
+        }
+        tch::set_num_threads(before);
+    }
+
+    #[test]
+    fn what_is_no_product_of_float_matrices_is_left_to_libtorch() {
+        let (a, b) = (values(&[8, 16], 0.0), values(&[16, 32], 1.0));
+        let mut out = values(&[8, 32], 2.0);
+        assert!(!multiply_here(&a.to_kind(Kind::Double), &b, &mut out, false));
+        assert!(!multiply_here(&a, &b.tr(), &mut out, false));
+        assert!(!multiply_here(&a, &b, &mut values(&[32, 8], 0.0).tr(), false));
+        assert!(!multiply_here(&a, &b, &mut values(&[9, 32], 0.0), false));
+        assert!(!multiply_here(&a.narrow(1, 0, 0), &b.narrow(0, 0, 0), &mut out, false));
+        assert!(out.equal(&values(&[8, 32], 2.0)));
+        // Sums of a narrower kind are float32.
+        let narrow = |tensor: &Tensor| tensor.to_kind(Kind::BFloat16);
+        multiply(&narrow(&a), &narrow(&b), &mut out, true);
+        let expected = narrow(&a).mm(&narrow(&b)).to_kind(Kind::Float) + values(&[8, 32], 2.0);
+        assert!(out.equal(&expected));
+    }
+
+    #[test]
+    fn projections_have_the_gradients_of_libtorchs() {
+        for (shape, outputs) in [([2, 100, 48], 70), ([1, 300, 257], 16), ([5, 7, 192], 9)] {
+            for (learns_x, learns_w) in [(true, true), (true, false), (false, true)] {
+                let width = shape[2];
+                let run = |kind: Kind, product: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
+                    let of = |tensor: Tensor, learns| tensor.to_kind(kind).detach().set_requires_grad(learns);
+                    let (x, w) =
+                        (of(values(&shape, 0.0), learns_x), of(values(&[outputs, width], 1.0), learns_w));
+                    let y = product(&x, &w);
+                    // Slopes that do not lie in order.
+                    let slope = values(&[outputs, shape[0] * shape[1]], 2.0).to_kind(kind).tr();
+                    (&y * slope.reshape(y.size())).sum(kind).backward();
+                    let slopes = [(x, learns_x), (w, learns_w)].into_iter().filter(|(_, learns)| *learns);
+                    [y.detach()].into_iter().chain(slopes.map(|(of, _)| of.grad())).collect::<Vec<_>>()
+                };
+                let exact = run(Kind::Double, &|x, w| x.linear(w, None::<&Tensor>));
+                let found = run(Kind::Float, &|x, w| {
+                    projection(x, w).unwrap_or_else(|| {
+                        // SAFETY: it only asks the processor.
+                        assert!(!unsafe { ds_multiplies() }, "{shape:?} to {outputs} was refused");
+                        x.linear(w, None::<&Tensor>)
+                    })
+                });
+                for (found, exact) in found.iter().zip(&exact) {
+                    assert_product(found, exact, &format!("{shape:?} to {outputs}"));
+                }
+            }
+        }
+        // Nothing learns; the last dimension is another; of two kinds.
+        let (x, w) = (values(&[200, 48], 0.0), values(&[70, 48], 1.0));
+        let learned = w.copy().set_requires_grad(true);
+        assert!(projection(&x, &w).is_none() && projection(&values(&[200, 47], 0.0), &learned).is_none());
+        assert!(projection(&x.to_kind(Kind::Double), &learned).is_none());
+    }
+}
