@@ -95,7 +95,8 @@ fn a_fresh_one_is_dflash() {
     let model = fresh(2);
     let expected = dflash.hidden(&dflash.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).unwrap());
     let hidden = model.hidden(&batch(&model));
-    assert!(hidden.equal(&expected));
+    // DFlash's first layer projects what its masked slots have in common once: products of other numbers of rows.
+    assert_close("states", &hidden, &expected, 1e-6);
     let (_, features) = model.features(&hidden, batch(&model).previous()).unwrap();
     let logits = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
     let (best, all) = (logits.isfinite(), dflash.base_logits(&expected.flatten(0, 1)));

@@ -27,17 +27,20 @@ const FLOAT: usize = 4;
 /// losses.
 ///
 /// Counted are the tensors that autograd keeps for the backward and, on top of them, what the backward of a layer's MLP works with,
-/// or that of its attention, sequence by sequence, before which the layer's MLP is freed. Scores are never kept.
+/// or that of its attention, sequence by sequence, before which the layer's MLP is freed. Scores are never kept. `is_plain` says whether the first
+/// layer projects what all masked slots have in common once.
 pub fn backbone_pass_bytes(
     decoder: &DraftDecoder,
     blocks: &AnchoredBlocks,
+    is_plain: bool,
     samples: &[SampleSize],
     bytes: usize,
     device: Device,
 ) -> PassBytes {
     let (d, size, taps) = (decoder.model.hidden_size as usize, blocks.block_size, decoder.taps.len());
     let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
-    let slots: usize = samples.iter().map(|sample| sample.anchors * size).sum();
+    let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
+    let slots = anchors * size;
     // A norm's output is kept where a product reads it.
     let of = OfAutograd::of(bytes, device);
     let norm = of.normed() + bytes;
@@ -60,10 +63,12 @@ pub fn backbone_pass_bytes(
         // themselves.
         let head_norm = if layer.qk_norm { of.normed() } else { 0 };
         let projected = |width: usize| width * (head_norm + 2 * bytes);
+        let distinct = if i == 0 && is_plain { anchors + 1 } else { slots };
         let inner = slots * layer.intermediate_size as usize * bytes;
         let mlp = of.mlp(layer.activation) * inner;
         by_layer.push(
-            slots * (2 * d * norm + projected(queries) + projected(keys))
+            (distinct + slots) * d * norm
+                + (queries + keys) * (distinct * head_norm + slots * 2 * bytes)
                 + mlp
                 + tokens * projected(keys)
                 + family_norms(layer, slots, slots + tokens, of)

@@ -4,15 +4,16 @@ use tch::Device;
 
 use super::config::BlockConfig;
 use super::recipe::MarkovKind;
+use crate::TrainSample;
 use crate::anchored::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
+use crate::losses::{self, Extras};
 use crate::trained::{PassBytes, SampleSize};
-use crate::{TrainSample, losses};
 
 impl BlockConfig {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
-        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes, device);
+        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, true, samples, bytes, device);
         PassBytes { objective: self.objective_bytes(rows, bytes, device), ..backbone }
     }
 
@@ -30,8 +31,14 @@ impl BlockConfig {
         let rank = self.markov.map_or(0, |markov| markov.rank as usize);
         let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
         let gamma = self.blocks.drafted() as i64;
-        losses::buffer_bytes(&self.decoder.model, rank > 0, rows, gamma, bytes, device)
-            + rows * (3 * d + 2 * rank) * bytes
+        losses::buffer_bytes(
+            &self.decoder.model,
+            Extras { bias: rank > 0, sources: true },
+            rows,
+            gamma,
+            bytes,
+            device,
+        ) + rows * (3 * d + 2 * rank) * bytes
             + sums
     }
 

@@ -3,9 +3,10 @@
 use tch::Device;
 
 use super::config::DFlash2Config;
+use crate::TrainSample;
 use crate::anchored::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
+use crate::losses::{self, Extras};
 use crate::trained::{DIRECTIONS, PassBytes, SampleSize};
-use crate::{TrainSample, losses};
 
 /// Halves of a layer, each with a convolution before it and one behind it.
 const HALVES: usize = 2;
@@ -26,7 +27,7 @@ impl DFlash2Config {
         let gamma = self.blocks.drafted();
         let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
         let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
-        let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, samples, bytes, device);
+        let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, false, samples, bytes, device);
         // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
         let read = SIDES * self.convolution.kernel_size as usize * d;
         let convolved = HALVES * slots * (read + self.coefficients()) * bytes;
@@ -34,8 +35,14 @@ impl DFlash2Config {
         // The candidates' rows of B as they are, in float32, and as gradients.
         let tile = losses::tile_rows(vocab, rows, gamma as i64, device);
         let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
-        let objective = losses::buffer_bytes(model, false, rows, gamma as i64, bytes, device)
-            + candidates
+        let objective = losses::buffer_bytes(
+            model,
+            Extras { bias: false, sources: true },
+            rows,
+            gamma as i64,
+            bytes,
+            device,
+        ) + candidates
             + rows * (3 * d + 3 * rank) * bytes
             + vocab as usize * rank * size_of::<f32>();
         PassBytes { objective, ..backbone }

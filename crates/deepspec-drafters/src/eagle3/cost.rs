@@ -6,10 +6,11 @@ use tch::Device;
 use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::recipe::Supervise;
+use crate::TrainSample;
+use crate::losses::{self, Extras};
 use crate::trained::{
     DIRECTIONS, MLP_AT_WORK, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
-use crate::{TrainSample, losses};
 
 impl Eagle3Config {
     /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in
@@ -63,8 +64,8 @@ impl Eagle3Config {
         // The supervised rows of every step are picked out and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
         // Their gradients and the teacher's states.
-        let objective =
-            losses::buffer_bytes(&self.decoder.model, false, rows, 1, bytes, device) + 2 * rows * d * bytes;
+        let objective = losses::buffer_bytes(&self.decoder.model, Extras::default(), rows, 1, bytes, device)
+            + 2 * rows * d * bytes;
         let mut layers = 0;
         for layer in &self.decoder.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;

@@ -222,11 +222,20 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
-/// head where there is one, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's float32 temporaries.
+/// What a chunk's logits are made of beside those of drafter and target.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Extras {
+    /// The bias of a Markov head.
+    pub bias: bool,
+    /// Whether rows share states of the target, whose logits each row of a tile then gets: and those of the bias, too, on the CPU.
+    pub sources: bool,
+}
+
+/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, and the states of the model
+/// that they are made of, in a kind of `value` bytes, and a tile's temporaries. No states are taken to be shared.
 pub fn buffer_bytes(
     model: &ModelConfig,
-    bias: bool,
+    Extras { bias, sources }: Extras,
     rows: usize,
     gamma: i64,
     value: usize,
@@ -243,7 +252,8 @@ pub fn buffer_bytes(
         (Device::Cpu, Some(_)) if value == size_of::<f32>() => OF_CAP,
         _ => TEMPORARIES,
     };
-    chunk * of_row * value + temporaries * tile * vocab * size_of::<f32>()
+    let given = if sources { (1 + usize::from(bias && device == Device::Cpu)) * value } else { 0 };
+    chunk * of_row * value + tile * vocab * (given + temporaries * size_of::<f32>())
 }
 
 /// Rows of a tile, of so many rows in blocks of γ.
