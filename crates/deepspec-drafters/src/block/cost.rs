@@ -6,7 +6,7 @@ use super::config::BlockConfig;
 use super::recipe::MarkovKind;
 use crate::TrainSample;
 use crate::anchored::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
-use crate::losses::{self, Extras};
+use crate::losses;
 use crate::trained::{PassBytes, SampleSize};
 
 impl BlockConfig {
@@ -31,14 +31,8 @@ impl BlockConfig {
         let rank = self.markov.map_or(0, |markov| markov.rank as usize);
         let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
         let gamma = self.blocks.drafted() as i64;
-        losses::buffer_bytes(
-            &self.decoder.model,
-            Extras { bias: rank > 0, sources: true },
-            rows,
-            gamma,
-            bytes,
-            device,
-        ) + rows * (3 * d + 2 * rank) * bytes
+        losses::buffer_bytes(&self.decoder.model, rank > 0, rows, gamma, bytes, device)
+            + rows * (3 * d + 2 * rank) * bytes
             + sums
     }
 

@@ -132,7 +132,7 @@ impl Block {
             hidden: rows,
             bias,
             teacher: &batch.teacher,
-            sources: Some(batch.sources()),
+            sources: batch.sources(),
             labels: &batch.labels,
             weights: &batch.weights,
             slot_index: &batch.rows,

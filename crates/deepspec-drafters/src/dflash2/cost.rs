@@ -5,7 +5,7 @@ use tch::Device;
 use super::config::DFlash2Config;
 use crate::TrainSample;
 use crate::anchored::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
-use crate::losses::{self, Extras};
+use crate::losses;
 use crate::trained::{DIRECTIONS, PassBytes, SampleSize};
 
 /// Halves of a layer, each with a convolution before it and one behind it.
@@ -35,14 +35,8 @@ impl DFlash2Config {
         // The candidates' rows of B as they are, in float32, and as gradients.
         let tile = losses::tile_rows(vocab, rows, gamma as i64, device);
         let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
-        let objective = losses::buffer_bytes(
-            model,
-            Extras { bias: false, sources: true },
-            rows,
-            gamma as i64,
-            bytes,
-            device,
-        ) + candidates
+        let objective = losses::buffer_bytes(model, false, rows, gamma as i64, bytes, device)
+            + candidates
             + rows * (3 * d + 3 * rank) * bytes
             + vocab as usize * rank * size_of::<f32>();
         PassBytes { objective, ..backbone }

@@ -108,7 +108,7 @@ impl DFlash2 {
                 hidden: &rows,
                 bias: None,
                 teacher: &batch.teacher,
-                sources: Some(batch.sources()),
+                sources: batch.sources(),
                 labels: &batch.labels,
                 weights: &batch.weights,
                 slot_index: &batch.rows,

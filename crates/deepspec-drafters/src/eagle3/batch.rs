@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::recipe::{Eagle3Objective, Supervise};
 use crate::TrainSample;
+use crate::losses::Sources;
 use crate::trained::joined;
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
@@ -55,8 +56,6 @@ struct StepPlan {
     positions: Part,
     pieces: Vec<TttCall<Part>>,
     rows: Part,
-    /// Rows of each sample's last states.
-    predicting: Vec<Part>,
     supervised: (i64, i64),
 }
 
@@ -82,12 +81,33 @@ pub struct Eagle3Batch {
     pub(super) taps: Tensor, // [N, m·d], the columns of step 0
     /// The steps that have columns; the later ones have fewer.
     pub(super) steps: Vec<Step>,
-    /// Target states that predict what the supervised columns are to predict, step after step, `[R, d]`.
+    /// Target states that predict what the supervised columns are to predict, each once, `[S, d]`: of every step there is one in each.
     pub(super) teacher: Tensor,
-    /// Their weights, 1 over the sequence's length, `[R]` float32.
+    /// Weights of the supervised columns, step after step: 1 over the sequence's length, `[R]` float32.
     pub(super) weights: Tensor,
-    /// The same times the decay of their step, `[R]` float32.
-    pub(super) decayed: Tensor,
+    /// Which of the target's states each of them has, `[R]`.
+    sources: Tensor,
+    /// These columns in the order of what they predict.
+    pub(super) ordered: Ordered,
+}
+
+/// All steps' supervised columns in the order of the target's states that predict what they are to predict.
+pub(super) struct Ordered {
+    /// Where each stands step after step, `[R]`.
+    pub order: Tensor,
+    /// Where each of step after step stands here, `[R]`.
+    pub inverse: Tensor,
+    /// Weights times the decay of their step, `[R]` float32.
+    pub decayed: Tensor,
+    /// Their states of the target.
+    sources: (Vec<i64>, Tensor),
+}
+
+impl Ordered {
+    /// Which of the target's states they have.
+    pub fn sources(&self) -> Sources<'_> {
+        Sources { of_rows: &self.sources.0, there: &self.sources.1 }
+    }
 }
 
 /// Whether column `i` is supervised at step `s`: it then predicts token i + 2 + s from the target's state of token i + 1 + s.
@@ -119,7 +139,7 @@ impl Eagle3Batch {
 
     /// The target's states that predict what these rows are to predict, `[R, d]`.
     pub fn teacher(&self, s: usize) -> Tensor {
-        self.steps[s].of(&self.teacher)
+        self.teacher.index_select(0, &self.steps[s].of(&self.sources))
     }
 
     /// Lays out the samples. None if nothing in them is supervised. All samples' states lie on one device, which may be another
@@ -148,17 +168,19 @@ impl Eagle3Batch {
         let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
         let mut indices = Upload::default();
         let (mut weights, mut decayed): (Vec<f32>, Vec<f32>) = (vec![], vec![]);
+        // Of each supervised column: the sample, and the row of its last states.
+        let mut states: Vec<(usize, i64)> = vec![];
         let mut plan = |s: usize| {
             let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
-            let (mut rows, mut predicting, mut before, mut first_key) = (vec![], vec![], 0, 0);
+            let (mut rows, mut before, mut first_key) = (vec![], 0, 0);
             let first = weights.len();
             let decay = objective.step_loss_decay.powi(s as i32);
-            for sample in &used {
+            for (number, sample) in used.iter().enumerate() {
                 let own = needed(supervise, &sample.loss_mask, s, steps);
                 let earlier = needed(supervise, &sample.loss_mask, s.saturating_sub(1), steps);
-                for (number, part) in own.chunks(PIECE).enumerate() {
+                for (piece, part) in own.chunks(PIECE).enumerate() {
                     pieces.push(TttCall {
-                        first: (tokens.len() + number * PIECE) as i64,
+                        first: (tokens.len() + piece * PIECE) as i64,
                         rows: part.len() as i64,
                         first_key,
                         keys: part[part.len() - 1] as i64 + 1,
@@ -166,13 +188,12 @@ impl Eagle3Batch {
                     });
                 }
                 first_key += first_columns(sample) as i64;
-                let mut states = vec![];
                 for &i in &own {
                     // The columns of a step are among those of the step before.
                     kept.extend(earlier.binary_search(&i).ok().map(|place| (before + place) as i64));
                     if supervised(supervise, &sample.loss_mask, i, s) {
                         rows.push(tokens.len() as i64);
-                        states.push(sample.last_row(i + 1 + s));
+                        states.push((number, sample.last_row(i + 1 + s)));
                         weights.push(weight(sample));
                         decayed.push((f64::from(weight(sample)) * decay) as f32);
                     }
@@ -180,7 +201,6 @@ impl Eagle3Batch {
                     positions.push((i + s) as i64);
                 }
                 before += earlier.len();
-                predicting.push(indices.push(states));
             }
             (!tokens.is_empty()).then(|| StepPlan {
                 kept: (kept.len() < before).then(|| indices.push(kept)),
@@ -189,28 +209,47 @@ impl Eagle3Batch {
                 pieces,
                 supervised: (first as i64, rows.len() as i64),
                 rows: indices.push(rows),
-                predicting,
             })
         };
         let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
 
+        let mut distinct = states.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        let of_samples: Vec<Part> = (0..used.len())
+            .map(|sample| indices.push(distinct.iter().filter(|(of, _)| *of == sample).map(|(_, row)| *row)))
+            .collect();
+        let source = |state: &(usize, i64)| distinct.partition_point(|other| other < state) as i64;
+        let mut order: Vec<usize> = (0..states.len()).collect();
+        order.sort_by_key(|&row| states[row]);
+        let mut inverse = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(place, &row)| inverse[row] = place as i64);
+        let ordered: Vec<i64> = order.iter().map(|&row| source(&states[row])).collect();
+        let decayed: Vec<f32> = order.iter().map(|&row| decayed[row]).collect();
+        let sources = indices.push(states.iter().map(source));
+        let there_ordered = indices.push(ordered.iter().copied());
+        let (order, inverse) = (indices.push(order.iter().map(|&row| row as i64)), indices.push(inverse));
         let [weights, decayed] = [weights, decayed].map(|list| indices.push_floats(&list));
         let here = indices.send(device);
         let there = if from == device { None } else { Some(indices.send(from)) };
         let there = there.as_ref().unwrap_or(&here);
         let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64));
         let taps: Vec<Tensor> = taps.collect();
-        let predicting = |plan: &StepPlan| {
-            let states = used.iter().zip(&plan.predicting);
-            states.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect::<Vec<_>>()
-        };
-        let teacher: Vec<Tensor> = plans.iter().flat_map(predicting).collect();
+        let teacher = used.iter().zip(&of_samples);
+        let teacher: Vec<Tensor> =
+            teacher.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect();
         Some(Self {
             taps: joined(&taps, from, device, kind),
             steps: plans.into_iter().map(|plan| plan.on_device(&here)).collect(),
             teacher: joined(&teacher, from, device, kind),
-            decayed: here.floats(decayed),
             weights: here.floats(weights),
+            sources: here.of(sources),
+            ordered: Ordered {
+                order: here.of(order),
+                inverse: here.of(inverse),
+                decayed: here.floats(decayed),
+                sources: (ordered, here.of(there_ordered)),
+            },
         })
     }
 }

@@ -7,7 +7,7 @@ use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::recipe::Supervise;
 use crate::TrainSample;
-use crate::losses::{self, Extras};
+use crate::losses;
 use crate::trained::{
     DIRECTIONS, MLP_AT_WORK, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
@@ -63,9 +63,9 @@ impl Eagle3Config {
         let norm = of.normed() + bytes;
         // The supervised rows of every step are picked out and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
-        // Their gradients and the teacher's states.
-        let objective = losses::buffer_bytes(&self.decoder.model, Extras::default(), rows, 1, bytes, device)
-            + 2 * rows * d * bytes;
+        // They in another order, their gradients, and the teacher's states, which the steps share.
+        let objective = losses::buffer_bytes(&self.decoder.model, false, rows, 1, bytes, device)
+            + (2 * rows + rows.div_ceil(steps.max(1))) * d * bytes;
         let mut layers = 0;
         for layer in &self.decoder.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;

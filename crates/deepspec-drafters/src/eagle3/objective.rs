@@ -28,11 +28,14 @@ impl Eagle3 {
         };
         let states = self.states(batch);
         let normed = |(step, states): (&Step, &Tensor)| self.final_norm(&states.index_select(0, &step.rows));
-        let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0); // [R, d]
+        let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0);
+        // Steps side by side that predict the same token, so that the target's logits are computed once for them.
+        let rows = rows.index_select(0, &batch.ordered.order); // [R, d]
         let output = tch::no_grad(|| self.head_losses(batch, &rows, 1.0 / normaliser.0));
-        let accept = (output.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
-        let correct = output.column(Column::Agreement);
-        let entropy = output.column(Column::SOFT_CE) * &batch.weights;
+        let by_step = |column: Column| output.column(column).index_select(0, &batch.ordered.inverse);
+        let accept = (by_step(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
+        let correct = by_step(Column::Agreement);
+        let entropy = by_step(Column::SOFT_CE) * &batch.weights;
         let mut sums: Vec<Tensor> = vec![];
         let mut taus = [(); 2].map(|()| Tensor::zeros([], double));
         let mut survivors: Option<[Tensor; 2]> = None;
@@ -68,7 +71,7 @@ impl Eagle3 {
         Tensor::cat(&sums, 0)
     }
 
-    /// Losses behind the normed states of all steps' supervised columns, `[R, d]`, without a graph.
+    /// Losses behind the normed states of all steps' supervised columns in their [order](super::batch::Ordered), `[R, d]`, without a graph.
     fn head_losses(&self, batch: &Eagle3Batch, rows: &Tensor, scale: f64) -> LossOutput {
         // No loss looks at a label, or at whole blocks.
         let nowhere = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
@@ -76,9 +79,9 @@ impl Eagle3 {
             hidden: rows,
             bias: None,
             teacher: &batch.teacher,
-            sources: None,
+            sources: batch.ordered.sources(),
             labels: &nowhere,
-            weights: &batch.decayed,
+            weights: &batch.ordered.decayed,
             slot_index: &nowhere,
             counts: &vec![1; rows.size()[0] as usize],
             gamma: 1,

@@ -72,8 +72,8 @@ pub struct Supervised<'a> {
     pub bias: Option<Bias<'a>>,
     /// Final-normed states of the target that predict the labels, `[S, d]`.
     pub teacher: &'a Tensor,
-    /// Which of them is each row's; None where they are the rows'.
-    pub sources: Option<Sources<'a>>,
+    /// Which of them is each row's.
+    pub sources: Sources<'a>,
     /// `[R]`.
     pub labels: &'a Tensor,
     /// Position weights, `[R]` float32.
@@ -90,13 +90,6 @@ pub struct Supervised<'a> {
     pub agreement: bool,
     /// What is learned beside the terms.
     pub extra: Option<&'a dyn RowObjective>,
-}
-
-impl Supervised<'_> {
-    /// The first of the target's states of some rows, and how many they have.
-    fn range(&self, span: &Span) -> (i64, i64) {
-        self.sources.map_or((span.first_row, span.rows), |sources| sources.range(span))
-    }
 }
 
 /// What a kind of drafter learns of its logits beside the terms.
@@ -222,20 +215,12 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// What a chunk's logits are made of beside those of drafter and target.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Extras {
-    /// The bias of a Markov head.
-    pub bias: bool,
-    /// Whether rows share states of the target, whose logits each row of a tile then gets: and those of the bias, too, on the CPU.
-    pub sources: bool,
-}
-
-/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, and the states of the model
-/// that they are made of, in a kind of `value` bytes, and a tile's temporaries. No states are taken to be shared.
+/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
+/// head where there is one, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's temporaries. No two
+/// rows are taken to have one source.
 pub fn buffer_bytes(
     model: &ModelConfig,
-    Extras { bias, sources }: Extras,
+    bias: bool,
     rows: usize,
     gamma: i64,
     value: usize,
@@ -252,8 +237,9 @@ pub fn buffer_bytes(
         (Device::Cpu, Some(_)) if value == size_of::<f32>() => OF_CAP,
         _ => TEMPORARIES,
     };
-    let given = if sources { (1 + usize::from(bias && device == Device::Cpu)) * value } else { 0 };
-    chunk * of_row * value + tile * vocab * (given + temporaries * size_of::<f32>())
+    // Logits by source are spread over a tile's rows: those of the target, and on the CPU those of the bias.
+    let spread = 1 + usize::from(bias && device == Device::Cpu);
+    chunk * of_row * value + tile * vocab * (spread * value + temporaries * size_of::<f32>())
 }
 
 /// Rows of a tile, of so many rows in blocks of γ.
@@ -271,13 +257,12 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let vocab = head.size()[0];
     let (most, tile) = sizes(vocab, device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
-    let ranges: Vec<(i64, i64)> = chunks.iter().map(|chunk| rows.range(chunk)).collect();
+    let ranges: Vec<(i64, i64)> = chunks.iter().map(|chunk| rows.sources.range(chunk)).collect();
     // On GPUs sums by source would depend on the order of its threads, and a soft-cap's slope is the base's alone.
     let by_source = kind == Kind::Float
         && device == Device::Cpu
         && vocabulary.softcap().is_none()
-        && rows.bias.is_some_and(|bias| bias.by_source)
-        && rows.sources.is_some();
+        && rows.bias.is_some_and(|bias| bias.by_source);
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let logits = Tensor::empty([largest + of_sources, vocab], (kind, device));
@@ -295,8 +280,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let states = Tensor::cat(&[chunk.of(rows.hidden), rows.teacher.narrow(0, first, count)], 0);
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
         let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
-        let shared =
-            rows.sources.filter(|_| by_source).map(|sources| sources.first_rows(chunk, (first, count)));
+        let shared = by_source.then(|| rows.sources.first_rows(chunk, (first, count)));
         let features = rows.bias.map(|bias| match &shared {
             Some(first_rows) => bias.features.index_select(0, first_rows),
             None => chunk.of(bias.features),
@@ -313,21 +297,16 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             };
             let mut base = tile.of(&base);
             let bias = biases.as_ref().filter(|_| !by_source).map(|biases| tile.of(biases));
-            let target = match rows.sources {
-                Some(sources) => {
-                    let of_rows = in_all.of(sources.there) - first;
-                    if let (true, Some(biases)) = (by_source, &biases) {
-                        base += biases.index_select(0, &of_rows);
-                    }
-                    target.index_select(0, &of_rows)
-                }
-                None => tile.of(&target),
-            };
+            let of_rows = in_all.of(rows.sources.there) - first;
+            if let (true, Some(biases)) = (by_source, &biases) {
+                base += biases.index_select(0, &of_rows);
+            }
+            let target = target.index_select(0, &of_rows);
             let found = Logits { base, bias, target }.differentiate(vocabulary, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
         }
-        if let (Some(sources), true, Some(biases)) = (rows.sources, by_source, &biases) {
-            let of_rows = chunk.of(sources.there) - first;
+        if let (true, Some(biases)) = (by_source, &biases) {
+            let of_rows = chunk.of(rows.sources.there) - first;
             let _ = biases.shallow_clone().zero_().index_add_(0, &of_rows, &base);
         }
         // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone, but for those by source.

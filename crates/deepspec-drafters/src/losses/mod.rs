@@ -9,8 +9,8 @@ mod rows;
 mod terms;
 
 pub use chunks::{
-    Bias, Column, Extras, LossOutput, RowFindings, RowObjective, Sources, Span, Supervised, accumulate,
-    buffer_bytes, tile_rows,
+    Bias, Column, LossOutput, RowFindings, RowObjective, Sources, Span, Supervised, accumulate, buffer_bytes,
+    tile_rows,
 };
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use terms::{LossAlphas, TERMS};
