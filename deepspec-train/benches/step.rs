@@ -4,8 +4,8 @@
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
-//! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core, without the making of the data, which is random. Memory is the peak resident size of
-//! a step above the loaded state: code, model and moments, but no gradients.
+//! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core, without the making of the data.
+//! Memory is the peak resident size of a step above the loaded state: code, model and moments, but no gradients.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 

@@ -36,7 +36,7 @@ enum Way {
 
 /// Whether blocks like these are attended to one by one.
 fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
-    device == Device::Cpu && kind == Kind::Float && heads.dim % 16 == 0 && attends_by_block()
+    device == Device::Cpu && kind == Kind::Float && attends_by_block(heads.dim)
 }
 
 impl BlockAttention {

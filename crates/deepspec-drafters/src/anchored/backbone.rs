@@ -241,7 +241,7 @@ impl<K: Anchored> Trained<K> {
         if i > 0 || K::RUNS_AROUND || size == 1 {
             return self.run_layer(i, layer, x, rotation, attend);
         }
-        // What the first layer reads is an anchor's embedding in the first slot of each block, and the mask token's in all others.
+        // What the first layer reads is an anchor's embedding in the first slot of each block, and the mask token's in all others (`BlockBatch`).
         let first_slots = x.view([-1, size as i64, x.size()[1]]).select(1, 0);
         let distinct = Tensor::cat(&[first_slots, x.narrow(0, 1, 1)], 0); // [A + 1, d]
         layer.forward_spread(x, &distinct, |rows| over_blocks(rows, size as i64), rotation, attend)

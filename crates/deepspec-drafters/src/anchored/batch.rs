@@ -116,7 +116,8 @@ impl Lists {
                 teacher_rows.push(sample.last_row(anchor + k));
             }
         }
-        // Positions come in order, as anchors do.
+        // A block's labels are a run behind its anchor, and anchors increase: between what consecutive blocks share there is nothing of others.
+        debug_assert!(sample.anchors.is_sorted(), "anchors are not in order");
         let mut distinct = teacher_rows.clone();
         distinct.sort_unstable();
         distinct.dedup();

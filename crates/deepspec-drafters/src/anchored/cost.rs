@@ -14,8 +14,10 @@ use crate::trained::{
 /// What the backward of one sequence's attention has at a time of the size of its queries, in float32, beside their slopes: the slopes of its output, and
 /// those of its queries by the blocks and by a part.
 const QUERIES_AT_WORK: usize = 3;
-/// The same of the size of its keys and values, beside their slopes: those by part.
+/// The same of the size of its keys and values, beside their slopes: those by part, or on CPUs where blocks go one by one, keys and values in panels of
+/// two kinds.
 const KEYS_AT_WORK: usize = 2;
+const PANELS_AT_WORK: usize = 4;
 /// Keys and values.
 const SIDES: usize = 2;
 /// Score tensors of one tile that it has at a time where no fused kernel does without.
@@ -80,7 +82,8 @@ pub fn backbone_pass_bytes(
                 Device::Cpu => 0,
                 _ => SCORES_AT_WORK * sample.anchors.min(TILE) * size * query as usize * sample.tokens,
             };
-            (QUERIES_AT_WORK * slots * queries + KEYS_AT_WORK * sources * keys + scores) * FLOAT
+            let of_keys = if device == Device::Cpu { PANELS_AT_WORK } else { KEYS_AT_WORK };
+            (QUERIES_AT_WORK * slots * queries + of_keys * sources * keys + scores) * FLOAT
         };
         // Slopes of all sequences wait for one another, to be put together.
         let sloped = |sample: &SampleSize| {

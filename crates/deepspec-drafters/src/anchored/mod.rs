@@ -44,8 +44,8 @@ pub trait Anchored: DrafterKind {
     /// Its backbone.
     fn backbone(&self) -> &Backbone;
 
-    /// Whether [`Anchored::around`] does more than `run` does.
-    const RUNS_AROUND: bool = false;
+    /// Whether [`Anchored::around`] does more than `run` does: what slots have in common is not computed once then.
+    const RUNS_AROUND: bool;
 
     /// Called in place of `run(normed)` for each half of layer `layer`: rows of whole blocks, `[N·B, d]`.
     fn around(

@@ -3,9 +3,12 @@
 use tch::Device;
 
 use super::config::BlockConfig;
+use super::model::BlockParts;
 use super::recipe::MarkovKind;
 use crate::TrainSample;
-use crate::anchored::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
+use crate::anchored::{
+    Anchored as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
+};
 use crate::losses;
 use crate::trained::{PassBytes, SampleSize};
 
@@ -13,7 +16,14 @@ impl BlockConfig {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
-        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, true, samples, bytes, device);
+        let backbone = backbone_pass_bytes(
+            &self.decoder,
+            &self.blocks,
+            !BlockParts::RUNS_AROUND,
+            samples,
+            bytes,
+            device,
+        );
         PassBytes { objective: self.objective_bytes(rows, bytes, device), ..backbone }
     }
 

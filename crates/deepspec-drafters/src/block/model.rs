@@ -41,6 +41,8 @@ impl BlockParts {
 }
 
 impl Anchored for BlockParts {
+    const RUNS_AROUND: bool = false;
+
     type State = MarkovState;
 
     fn backbone(&self) -> &Backbone {

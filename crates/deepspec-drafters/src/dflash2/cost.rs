@@ -3,8 +3,11 @@
 use tch::Device;
 
 use super::config::DFlash2Config;
+use super::model::DFlash2Parts;
 use crate::TrainSample;
-use crate::anchored::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
+use crate::anchored::{
+    Anchored as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
+};
 use crate::losses;
 use crate::trained::{DIRECTIONS, PassBytes, SampleSize};
 
@@ -27,7 +30,14 @@ impl DFlash2Config {
         let gamma = self.blocks.drafted();
         let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
         let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
-        let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, false, samples, bytes, device);
+        let mut backbone = backbone_pass_bytes(
+            &self.decoder,
+            &self.blocks,
+            !DFlash2Parts::RUNS_AROUND,
+            samples,
+            bytes,
+            device,
+        );
         // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
         let read = SIDES * self.convolution.kernel_size as usize * d;
         let convolved = HALVES * slots * (read + self.coefficients()) * bytes;

@@ -81,7 +81,7 @@ pub struct Eagle3Batch {
     pub(super) taps: Tensor, // [N, m·d], the columns of step 0
     /// The steps that have columns; the later ones have fewer.
     pub(super) steps: Vec<Step>,
-    /// Target states that predict what the supervised columns are to predict, each once, `[S, d]`: of every step there is one in each.
+    /// Target states that predict what the supervised columns are to predict, each once, `[S, d]`.
     pub(super) teacher: Tensor,
     /// Weights of the supervised columns, step after step: 1 over the sequence's length, `[R]` float32.
     pub(super) weights: Tensor,

@@ -28,9 +28,9 @@ impl Eagle3 {
         };
         let states = self.states(batch);
         let normed = |(step, states): (&Step, &Tensor)| self.final_norm(&states.index_select(0, &step.rows));
-        let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0);
-        // Steps side by side that predict the same token, so that the target's logits are computed once for them.
-        let rows = rows.index_select(0, &batch.ordered.order); // [R, d]
+        // What predicts the same token stands side by side, so that the target's logits are computed once for all steps.
+        let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0)
+            .index_select(0, &batch.ordered.order); // [R, d]
         let output = tch::no_grad(|| self.head_losses(batch, &rows, 1.0 / normaliser.0));
         let by_step = |column: Column| output.column(column).index_select(0, &batch.ordered.inverse);
         let accept = (by_step(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)

@@ -27,7 +27,7 @@ const OF_CAP: usize = 5;
 pub struct Bias<'a> {
     /// `[R, r]`.
     pub features: &'a Tensor,
-    /// Whether rows of one source have the same features, and what learns of these asks for the sum of their gradients only.
+    /// Whether rows of one source have the same features, of whose gradients the sum alone is used.
     pub by_source: bool,
     /// W2 `[V, r]`.
     pub w2: &'a Tensor,
@@ -38,14 +38,14 @@ pub struct Bias<'a> {
 /// The target's states that predict labels, each once: blocks that overlap share them.
 #[derive(Clone, Copy)]
 pub struct Sources<'a> {
-    /// Which of them each row has, `[R]`: those of some blocks that follow one another are those from the least to the greatest.
+    /// Which of them each row has, `[R]`; those of consecutive blocks are a range without gaps.
     pub of_rows: &'a [i64],
     /// The same where the rows are.
     pub there: &'a Tensor,
 }
 
 impl Sources<'_> {
-    /// The first of some rows, and how many there are from it to the last.
+    /// The range of those that some rows have: the first, and how many.
     fn range(&self, span: &Span) -> (i64, i64) {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
         let (first, last) =
@@ -55,11 +55,18 @@ impl Sources<'_> {
 
     /// For each source of a range the first row of the span that has it.
     fn first_rows(&self, span: &Span, (first, count): (i64, i64)) -> Tensor {
-        let mut rows = vec![0; count as usize];
+        let mut rows = vec![-1; count as usize];
         for row in (span.first_row..span.first_row + span.rows).rev() {
             rows[(self.of_rows[row as usize] - first) as usize] = row;
         }
+        assert!(!rows.contains(&-1), "sources of consecutive blocks have gaps");
         Tensor::from_slice(&rows)
+    }
+
+    /// Whether no two of some rows share one, and they come in order.
+    fn are_the_rows(&self, span: &Span) -> bool {
+        let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
+        of_rows.windows(2).all(|pair| pair[1] == pair[0] + 1)
     }
 }
 
@@ -275,7 +282,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         rows: Tensor::zeros([rows.labels.size()[0], columns], (Kind::Float, device)),
     };
     for (chunk, &(first, count)) in chunks.iter().zip(&ranges) {
-        let n = chunk.rows;
+        let (n, are_rows) = (chunk.rows, rows.sources.are_the_rows(chunk));
         // Draft and target share the head, so that it is read once for both.
         let states = Tensor::cat(&[chunk.of(rows.hidden), rows.teacher.narrow(0, first, count)], 0);
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
@@ -297,11 +304,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             };
             let mut base = tile.of(&base);
             let bias = biases.as_ref().filter(|_| !by_source).map(|biases| tile.of(biases));
-            let of_rows = in_all.of(rows.sources.there) - first;
+            let of_rows = || in_all.of(rows.sources.there) - first;
             if let (true, Some(biases)) = (by_source, &biases) {
-                base += biases.index_select(0, &of_rows);
+                base += biases.index_select(0, &of_rows());
             }
-            let target = target.index_select(0, &of_rows);
+            let target = if are_rows { tile.of(&target) } else { target.index_select(0, &of_rows()) };
             let found = Logits { base, bias, target }.differentiate(vocabulary, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
         }

@@ -279,7 +279,8 @@ impl DecoderLayer {
         self.close(x, y, plainly)
     }
 
-    /// The layer whose rows `x [N, d]` `spread` makes of fewer ones, `distinct`, by repeating some: what does not depend on their positions is computed once.
+    /// The layer whose rows `x [N, d]` `spread` makes of fewer ones, `distinct`, by repeating some: what does not depend on their positions is
+    /// computed once.
     pub fn forward_spread(
         &self,
         x: &Tensor,

@@ -1,5 +1,6 @@
 // Attention of blocks behind anchors, block by block: a block's scores, of so many rows as it has queries, stay in a cache, forwards and backwards, and
-// nothing of them is kept. For float32 on the processors that matrices.cpp is for, where libtorch's fused kernels ask MKL for many small products.
+// nothing of them is kept. For float32 on the processors that matrices.cpp is for, whose panels and tiles it takes; libtorch's fused kernels ask MKL for
+// many small products there. The backward uses as many threads as there are heads of keys.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -19,7 +20,7 @@
 
 namespace {
 
-// Which keys the blocks see: those of the context before their anchors, and behind a slot's position less the window, where there is one.
+// Which keys the blocks see: those of the context before their anchors, and behind a slot's position less the window, in keys, where there is one.
 struct Seen : torch::CustomClassHolder {
   std::vector<int64_t> anchors;
   int64_t window = std::numeric_limits<int64_t>::max();
@@ -28,7 +29,7 @@ struct Seen : torch::CustomClassHolder {
 
 #if DEEPSPEC_MULTIPLIES
 
-// Keys or values by which scores or outputs are products: panels of kColumns keys, and panels of kColumns values of all keys.
+// Keys, or their values, as products read them: in panels of kColumns keys for products with queries, of kColumns values for sums over keys.
 struct Panels {
   std::vector<float> by_key, by_value;
 
@@ -277,7 +278,7 @@ struct BlockByBlock : torch::autograd::Function<BlockByBlock> {
 extern "C" {
 
 // Whether blocks of float32 on the CPU are attended to one by one on this processor.
-bool ds_attends_by_block() { return multiplies_here(); }
+bool ds_attends_by_block(int64_t dim) { return multiplies_here() && dim % kColumns == 0; }
 
 // Attention of q [G, A, r, D] over k and v [G, T, D] before `anchors`, and over own_k and own_v [G, A, B, D], behind a position less `window`; the result is
 // a new tensor in `*out`, and null where the processor or the tensors are others than it is made for.
@@ -286,9 +287,11 @@ char* ds_attend_by_block(const at::Tensor* q, const at::Tensor* k, const at::Ten
   return caught([&] {
     *out = nullptr;
 #if DEEPSPEC_MULTIPLIES
-    if (!has_avx2() || q->dim() != 4 || q->size(3) % kColumns != 0 || q->numel() == 0) return;
+    if (!has_avx2() || q->size(-1) % kColumns != 0) return;
     for (const at::Tensor* each : {q, k, v, own_k, own_v})
-      if (!each->device().is_cpu() || each->scalar_type() != at::kFloat || each->stride(-1) != 1) return;
+      if (!each->device().is_cpu() || each->scalar_type() != at::kFloat) return;
+    for (const at::Tensor* each : {q, k, v, own_k, own_v}) TORCH_CHECK(each->stride(-1) == 1, "values of a head do not lie side by side");
+    TORCH_CHECK(q->dim() == 4 && k->dim() == 3 && own_k->dim() == 4, "tensors of other shapes");
     const int64_t groups = q->size(0), blocks = q->size(1), dim = q->size(3), size = own_k->size(2), tokens = k->size(1);
     TORCH_CHECK(static_cast<int64_t>(count) == blocks && window > 0 && size > 0 && q->size(2) % size == 0, "blocks of another number or size");
     for (const at::Tensor* each : {k, v}) TORCH_CHECK(each->sizes() == at::IntArrayRef({groups, tokens, dim}), "a context of another shape");

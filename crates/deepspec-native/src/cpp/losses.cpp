@@ -31,11 +31,12 @@ DEEPSPEC_INLINE double summed(int64_t count, Each each) {
 // What is found of a row, in this order.
 enum Distance : int64_t { kCrossEntropy, kL1, kOverlap, kSoftCrossEntropy, kDivergence, kDistances };
 
-// What is added up of two rows of probabilities that are weights still, which it divides by their sums: Σ |p^d - p^t| and Σ min(p^d, p^t), the latter not a
-// number where one of them is not.
+// What two rows of probabilities differ by: Σ |p^d - p^t|, and Σ min(p^d, p^t), which is not a number where one of them is not.
 struct Apart {
   double l1 = 0.0, overlap = 0.0;
 };
+
+// Makes weights probabilities, by one over their sums.
 DEEPSPEC_INLINE Apart divide_and_compare(float* draft, float* target, int64_t vocab, float draft_share, float target_share) {
   Apart apart;
   for (int64_t first = 0; first < vocab; first += kSpan) {

@@ -9,11 +9,13 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "group.h"
 #include "operators.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -159,7 +161,10 @@ struct Patch {
     float whole[kRows * kColumns];
     tile(from, down, across, panel, inputs, whole, kColumns, false);
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < columns; ++c) to[r * line + c] = whole[r * kColumns + c] + (add ? to[r * line + c] : 0.0f);
+      for (int64_t c = 0; c < columns; ++c) {
+        const float sum = whole[r * kColumns + c];
+        to[r * line + c] = add ? to[r * line + c] + sum : sum;
+      }
   }
 };
 
@@ -265,7 +270,7 @@ bool has_avx2() { return false; }
 bool multiplies_here() { return false; }
 #endif
 
-Factor factor(const at::Tensor& matrix) { return {matrix.const_data_ptr<float>(), matrix.stride(0), matrix.stride(1)}; }
+[[maybe_unused]] Factor factor(const at::Tensor& matrix) { return {matrix.const_data_ptr<float>(), matrix.stride(0), matrix.stride(1)}; }
 
 bool float_matrix(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.dim() == 2;
@@ -278,7 +283,9 @@ bool multipliable(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // a times b in place of `out`, whose rows lie value behind value, or added to it. Everything was checked before.
-void multiply(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, bool add) {
+void multiply(
+    [[maybe_unused]] const at::Tensor& a, [[maybe_unused]] const at::Tensor& b, [[maybe_unused]] const at::Tensor& out,
+    [[maybe_unused]] bool add) {
 #if DEEPSPEC_MULTIPLIES
   RECORD_USER_SCOPE("multiply");
   Multiplication{factor(a), factor(b), out.mutable_data_ptr<float>(), a.size(0), b.size(1), a.size(1), out.stride(0), add}
@@ -286,25 +293,26 @@ void multiply(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, b
 #endif
 }
 
-// a times b, here or by libtorch.
-at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
-  if (!multiplies_here() || !multipliable(a, b)) return a.mm(b);
+// a times b, by these kernels where they are wanted, for which the processor must have AVX2, or by libtorch.
+at::Tensor times(const at::Tensor& a, const at::Tensor& b, bool here) {
+  if (!here || !multipliable(a, b)) return a.mm(b);
   at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
   multiply(a, b, out, false);
   return out;
 }
 
-// x [.., d] times the transpose of a weight [outputs, d].
-at::Tensor projected(const at::Tensor& x, const at::Tensor& weight) {
+// x [.., d] times the transpose of a weight [outputs, d]; no view for autograd, which refuses to have those of a function changed in place.
+at::Tensor projected(const at::Tensor& x, const at::Tensor& weight, bool here) {
   std::vector<int64_t> size = x.sizes().vec();
   size.back() = weight.size(0);
-  return times(x.reshape({-1, weight.size(1)}), weight.t()).view(size);
+  return at::_unsafe_view(times(x.reshape({-1, weight.size(1)}), weight.t(), here), size);
 }
 
 struct Projection : torch::autograd::Function<Projection> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight) {
-    ctx->save_for_backward({x, weight});
-    return projected(x, weight);
+    ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
+    ctx->saved_data["size"] = x.sizes();
+    return projected(x, weight, true);
   }
 
   static torch::autograd::variable_list backward(
@@ -312,8 +320,8 @@ struct Projection : torch::autograd::Function<Projection> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], slope = gradients[0].reshape({-1, weight.size(0)});
     at::Tensor by_x, by_weight;
-    if (ctx->needs_input_grad(0)) by_x = times(slope, weight).view(x.sizes());
-    if (ctx->needs_input_grad(1)) by_weight = times(slope.t(), x.reshape({-1, weight.size(1)}));
+    if (ctx->needs_input_grad(0)) by_x = times(slope, weight, true).view(ctx->saved_data["size"].toIntVector());
+    if (ctx->needs_input_grad(1)) by_weight = times(slope.t(), x.reshape({-1, weight.size(1)}), true);
     return {by_x, by_weight};
   }
 };
@@ -325,23 +333,22 @@ extern "C" {
 // Whether products are computed here on this processor.
 bool ds_multiplies() { return multiplies_here(); }
 
-// a [m, k] times b [k, n] in place of `out`, or added to it; whether it did. `out` shares no memory with them.
-bool ds_multiply(const at::Tensor* a, const at::Tensor* b, const at::Tensor* out, bool add) {
-  try {
-    if (!has_avx2() || !float_matrix(*a) || !float_matrix(*b) || !float_matrix(*out) || a->size(1) != b->size(0)) return false;
-    if (out->size(0) != a->size(0) || out->size(1) != b->size(1) || out->stride(1) != 1) return false;
-    if (a->size(1) == 0 || out->numel() == 0) return false;
+// a [m, k] times b [k, n] in place of `out`, or added to it; `done` says whether it was. `out` shares no memory with them.
+char* ds_multiply(const at::Tensor* a, const at::Tensor* b, const at::Tensor* out, bool add, bool* done) {
+  *done = false;
+  return caught([&] {
+    if (!has_avx2() || !float_matrix(*a) || !float_matrix(*b) || !float_matrix(*out) || a->size(1) != b->size(0)) return;
+    if (out->size(0) != a->size(0) || out->size(1) != b->size(1) || out->stride(1) != 1) return;
+    if (a->size(1) == 0 || out->numel() == 0) return;
     multiply(*a, *b, *out, add);
-    return true;
-  } catch (...) {
-    return false;
-  }
+    *done = true;
+  });
 }
 
-// x [.., d] times the transpose of a weight [outputs, d], where something learns of it and products are computed here.
+// x [.., d] times the transpose of a weight [outputs, d], where something learns of it and the processor can.
 at::Tensor* ds_projection(const at::Tensor* x, const at::Tensor* weight) {
   return made([&]() -> at::Tensor {
-    if (!multiplies_here() || !plain(*x) || !plain(*weight) || weight->dim() != 2 || x->dim() == 0) return {};
+    if (!has_avx2() || !plain(*x) || !plain(*weight) || weight->dim() != 2 || x->dim() == 0) return {};
     if (weight->numel() == 0 || x->size(-1) != weight->size(1) || (!learns(*x) && !learns(*weight))) return {};
     if (!multipliable(x->view({-1, weight->size(1)}), weight->t())) return {};
     return Projection::apply(*x, *weight);

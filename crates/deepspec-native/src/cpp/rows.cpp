@@ -255,7 +255,7 @@ struct GatedProduct : torch::autograd::Function<GatedProduct> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight) {
     RECORD_USER_SCOPE("gated_product");
     ctx->save_for_backward({gate, up, weight});
-    return projected(gated(gate, up), weight);
+    return projected(gated(gate, up), weight, multiplies_here());
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
@@ -264,9 +264,9 @@ struct GatedProduct : torch::autograd::Function<GatedProduct> {
     const int64_t width = gate.size(-1);
     const at::Tensor slope = gradients[0].reshape({-1, weight.size(0)});
     at::Tensor by_gate, by_up, by_weight;
-    if (ctx->needs_input_grad(2)) by_weight = times(slope.t(), gated_again(gate, up).view({-1, width}));
+    if (ctx->needs_input_grad(2)) by_weight = times(slope.t(), gated_again(gate, up).view({-1, width}), multiplies_here());
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
-      const at::Tensor by_inner = times(slope, weight);
+      const at::Tensor by_inner = times(slope, weight, multiplies_here());
       RECORD_USER_SCOPE("silu_times_backward");
       by_gate = at::empty_like(gate), by_up = at::empty_like(up);
       const float *left = gate.const_data_ptr<float>(), *right = up.const_data_ptr<float>(),

@@ -9,7 +9,7 @@
 // Behind matrices.cpp, whose products it takes.
 #include "rows.cpp"
 #include "stream.cpp"
-// Behind rows.cpp, of which they use what computes with lanes.
+// Behind rows.cpp, of which they use what computes with lanes, and blocks.cpp behind matrices.cpp.
 #include "blocks.cpp"
 #include "history.cpp"
 #include "losses.cpp"

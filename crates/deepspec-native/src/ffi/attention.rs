@@ -45,7 +45,7 @@ unsafe extern "C" {
 }
 
 unsafe extern "C" {
-    fn ds_attends_by_block() -> bool;
+    fn ds_attends_by_block(dim: i64) -> bool;
     fn ds_attend_by_block(
         q: *const c_void,
         k: *const c_void,
@@ -108,10 +108,10 @@ pub fn block_attention(
     unsafe { Tensor::from_ptr(out.cast()) }
 }
 
-/// Whether [`attend_by_block`] is the better choice for float32 on this CPU.
-pub fn attends_by_block() -> bool {
+/// Whether [`attend_by_block`] is the better choice for heads of D values, for float32 on this CPU.
+pub fn attends_by_block(dim: i64) -> bool {
     // SAFETY: it only asks the processor.
-    unsafe { ds_attends_by_block() }
+    unsafe { ds_attends_by_block(dim) }
 }
 
 /// The attention of [`block_attention`] where each block sees the context before its anchor, and slots see keys behind their position less `window`, where
@@ -120,7 +120,7 @@ pub fn attends_by_block() -> bool {
 /// None where there are no such kernels: on other devices, of other kinds, where D is no multiple of 16, and on processors without AVX2.
 ///
 /// # Panics
-/// If shapes do not fit each other, or an anchor lies behind the context.
+/// If shapes do not fit each other, values of a head do not lie side by side, or an anchor lies behind the context.
 pub fn attend_by_block(
     q: &Tensor,
     context: &KeysValues<'_>,

@@ -1,14 +1,21 @@
 //! Products of float32 matrices on the CPU that something learns of, where libtorch's own are slow.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 
 use tch::{Kind, Tensor};
 
+use super::c10d::check;
 use super::rows::owned;
 
 unsafe extern "C" {
     fn ds_multiplies() -> bool;
-    fn ds_multiply(a: *const c_void, b: *const c_void, out: *const c_void, add: bool) -> bool;
+    fn ds_multiply(
+        a: *const c_void,
+        b: *const c_void,
+        out: *const c_void,
+        add: bool,
+        done: *mut bool,
+    ) -> *mut c_char;
     fn ds_projection(x: *const c_void, weight: *const c_void) -> *mut c_void;
 }
 
@@ -18,9 +25,7 @@ unsafe extern "C" {
 /// # Panics
 /// As libtorch's own product, where they do not fit together.
 pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
-    // SAFETY: it only asks the processor.
-    let here = unsafe { ds_multiplies() };
-    if here && multiply_here(a, b, out, add) {
+    if multiplies() && multiply_here(a, b, out, add) {
         return;
     }
     let _ = match add {
@@ -30,10 +35,21 @@ pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
     };
 }
 
+/// Whether the shim's products are the better choice on this processor.
+pub(super) fn multiplies() -> bool {
+    // SAFETY: it only asks the processor.
+    unsafe { ds_multiplies() }
+}
+
 /// The same by the shim; false where it takes other tensors, or none on this processor.
 fn multiply_here(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
+    let mut done = false;
+    let [a, b, out] = [a, b, out].map(|tensor| tensor.as_ptr().cast());
     // SAFETY: the shim reads a and b and writes to `out`, during the call only; it checks kinds, sizes and strides, and catches every C++ exception.
-    unsafe { ds_multiply(a.as_ptr().cast(), b.as_ptr().cast(), out.as_ptr().cast(), add) }
+    if let Err(problem) = check(unsafe { ds_multiply(a, b, out, add, &mut done) }) {
+        panic!("a product of matrices: {problem}");
+    }
+    done
 }
 
 /// `x Wᵀ` over the last dimension of `x [.., input]`, for gradients; `weight [output, input]`.
@@ -41,6 +57,11 @@ fn multiply_here(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
 /// None where libtorch's own product is to be taken: on other devices, of other kinds or layouts, where nothing learns, and where the processor has
 /// AVX-512 or no AVX2. Gradients cannot be differentiated once more.
 pub fn projection(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
+    if multiplies() { projection_here(x, weight) } else { None }
+}
+
+/// The same wherever the processor has AVX2.
+fn projection_here(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // SAFETY: the shim reads both tensors, and holds what a backward reads by libtorch's own count of references, as libtorch's operators do. It catches
     // every C++ exception, and returns null or a tensor of its own.
     unsafe { owned(ds_projection(x.as_ptr().cast(), weight.as_ptr().cast())) }
@@ -148,13 +169,7 @@ mod tests {
                     [y.detach()].into_iter().chain(slopes.map(|(of, _)| of.grad())).collect::<Vec<_>>()
                 };
                 let exact = run(Kind::Double, &|x, w| x.linear(w, None::<&Tensor>));
-                let found = run(Kind::Float, &|x, w| {
-                    projection(x, w).unwrap_or_else(|| {
-                        // SAFETY: it only asks the processor.
-                        assert!(!unsafe { ds_multiplies() }, "{shape:?} to {outputs} was refused");
-                        x.linear(w, None::<&Tensor>)
-                    })
-                });
+                let found = run(Kind::Float, &|x, w| projection_here(x, w).unwrap());
                 for (found, exact) in found.iter().zip(&exact) {
                     assert_product(found, exact, &format!("{shape:?} to {outputs}"));
                 }
@@ -163,7 +178,8 @@ mod tests {
         // Nothing learns; the last dimension is another; of two kinds.
         let (x, w) = (values(&[200, 48], 0.0), values(&[70, 48], 1.0));
         let learned = w.copy().set_requires_grad(true);
-        assert!(projection(&x, &w).is_none() && projection(&values(&[200, 47], 0.0), &learned).is_none());
-        assert!(projection(&x.to_kind(Kind::Double), &learned).is_none());
+        assert!(projection_here(&x, &w).is_none());
+        assert!(projection_here(&values(&[200, 47], 0.0), &learned).is_none());
+        assert!(projection_here(&x.to_kind(Kind::Double), &learned).is_none());
     }
 }
