@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -29,9 +30,23 @@ struct Seen : torch::CustomClassHolder {
 
 #if DEEPSPEC_MULTIPLIES
 
+// Makes nothing zero that is written anyway.
+template <typename Value>
+struct Unset : std::allocator<Value> {
+  template <typename Other>
+  struct rebind {
+    using other = Unset<Other>;
+  };
+  template <typename Other>
+  void construct(Other* at) noexcept {
+    ::new (static_cast<void*>(at)) Other;
+  }
+};
+using Floats = std::vector<float, Unset<float>>;
+
 // Keys, or their values, as products read them: in panels of kColumns keys for products with queries, of kColumns values for sums over keys.
 struct Panels {
-  std::vector<float> by_key, by_value;
+  Floats by_key, by_value;
 
   // Of `keys` rows of `dim` values, `line` apart; what is read behind the last row is zero, or other rows'.
   DEEPSPEC_AVX2 void copy_keys(const float* from, int64_t line, int64_t keys, int64_t dim) {
@@ -39,8 +54,9 @@ struct Panels {
     pack<kColumns>(from, line, 1, keys, dim, by_key.data());
   }
   DEEPSPEC_AVX2 void copy_values(const float* from, int64_t line, int64_t keys, int64_t dim) {
-    by_value.assign((keys + kColumns) * dim, 0.0f);
+    by_value.resize((keys + kColumns) * dim);
     pack<kColumns>(from, 1, line, dim, keys, by_value.data());
+    std::fill(by_value.begin() + keys * dim, by_value.end(), 0.0f);
   }
 };
 
@@ -62,7 +78,7 @@ struct Blocks {
 struct BlockAtWork {
   const Blocks& all;
   int64_t group, number, anchor, first, width, line, padded_rows;
-  std::vector<float> queries;
+  Floats queries;
   Panels own_k, own_v;
 
   DEEPSPEC_AVX2 BlockAtWork(const Blocks& all, int64_t group, int64_t number) : all(all), group(group), number(number) {
@@ -77,15 +93,17 @@ struct BlockAtWork {
   }
 
   // Rows of the block times a factor, with rows of zeros behind them.
-  std::vector<float> padded(const float* from, float factor) const {
-    std::vector<float> copy(padded_rows * all.dim);
+  Floats padded(const float* from, float factor) const {
+    Floats copy(padded_rows * all.dim);
     for (int64_t i = 0; i < all.rows * all.dim; ++i) copy[i] = from[i] * factor;
+    std::fill(copy.begin() + all.rows * all.dim, copy.end(), 0.0f);
     return copy;
   }
 
   // Products of rows with all keys that the block may see, or with their values: [padded_rows, line].
-  DEEPSPEC_AVX2 std::vector<float> by_key(const std::vector<float>& left, const Panels& of_own, const Panels& of_context) const {
-    std::vector<float> out(padded_rows * line);
+  DEEPSPEC_AVX2 Floats by_key(const Floats& left, const Panels& of_own, const Panels& of_context) const {
+    Floats out(padded_rows * line);
+    for (int64_t row = 0; row < padded_rows; ++row) std::fill_n(out.data() + (row + 1) * line - kColumns, kColumns, 0.0f);
     for (int64_t column = 0; column < all.own + width; column += kColumns) {
       const float* panel = column < all.own ? of_own.by_key.data() + column * all.dim
                                             : of_context.by_key.data() + (first + column - all.own) * all.dim;
@@ -96,8 +114,8 @@ struct BlockAtWork {
   }
 
   // Sums over keys of weights [padded_rows, line] times what belongs to the keys: [padded_rows, D].
-  DEEPSPEC_AVX2 std::vector<float> over_keys(const std::vector<float>& weights, const Panels& of_own, const Panels& of_context) const {
-    std::vector<float> out(padded_rows * all.dim);
+  DEEPSPEC_AVX2 Floats over_keys(const Floats& weights, const Panels& of_own, const Panels& of_context) const {
+    Floats out(padded_rows * all.dim);
     for (int64_t row = 0; row < padded_rows; row += kRows)
       for (int64_t column = 0; column < all.dim; column += kColumns) {
         const float* left = weights.data() + row * line;
@@ -109,7 +127,7 @@ struct BlockAtWork {
   }
 
   // Sums over rows of weights times `right`, panels of kColumns of its values: [size, D] to `of_own` and added to [T, D], some rows more each.
-  DEEPSPEC_AVX2 void over_rows(const std::vector<float>& weights, const std::vector<float>& right, float* of_own, float* of_context) const {
+  DEEPSPEC_AVX2 void over_rows(const Floats& weights, const Floats& right, float* of_own, float* of_context) const {
     for (int64_t column = 0; column < all.dim; column += kColumns) {
       const float* panel = right.data() + column * all.rows;
       for (int64_t key = 0; key < all.size; key += kRows)
@@ -175,15 +193,14 @@ DEEPSPEC_VECTORS float inner_product(const float* a, const float* b, int64_t cou
 void attend_block(BlockAtWork&& block, const Panels& k, const Panels& v, float* out, float* lse) {
   const Blocks& all = block.all;
   block.copy_own(false);
-  std::vector<float> weights = block.by_key(block.queries, block.own_k, k);
-  std::vector<float> sums(all.rows);
+  Floats weights = block.by_key(block.queries, block.own_k, k), sums(all.rows);
   for (int64_t row = 0; row < all.rows; ++row) {
     float *of_row = weights.data() + row * block.line, most;
     block.for_hidden(row, [&](int64_t from, int64_t to) { std::fill(of_row + from, of_row + std::max(from, to), kLowest); });
     weigh_row(of_row, block.line, &sums[row], &most);
     lse[row] = most + std::log(sums[row]);
   }
-  const std::vector<float> found = block.over_keys(weights, block.own_v, v);
+  const Floats found = block.over_keys(weights, block.own_v, v);
   for (int64_t row = 0; row < all.rows; ++row)
     for (int64_t i = 0; i < all.dim; ++i) out[row * all.dim + i] = found[row * all.dim + i] / sums[row];
 }
@@ -197,9 +214,9 @@ DEEPSPEC_AVX2 void go_back(
     BlockAtWork&& block, const Panels& k, const Panels& v, const float* out, const float* lse, const float* slope, Slopes to) {
   const Blocks& all = block.all;
   block.copy_own(true);
-  std::vector<float> weights = block.by_key(block.queries, block.own_k, k);
-  const std::vector<float> by_out = block.padded(slope, 1.0f);
-  std::vector<float> slopes = block.by_key(by_out, block.own_v, v);
+  Floats weights = block.by_key(block.queries, block.own_k, k);
+  const Floats by_out = block.padded(slope, 1.0f);
+  Floats slopes = block.by_key(by_out, block.own_v, v);
   for (int64_t row = 0; row < all.rows; ++row) {
     float *of_row = weights.data() + row * block.line, *by_row = slopes.data() + row * block.line;
     block.for_hidden(row, [&](int64_t from, int64_t to) { std::fill(of_row + from, of_row + std::max(from, to), kLowest); });
@@ -207,15 +224,15 @@ DEEPSPEC_AVX2 void go_back(
     slope_scores(of_row, by_row, block.line, inner_product(slope + row * all.dim, out + row * all.dim, all.dim));
   }
   // Some rows more than the block's own keys are written.
-  std::vector<float> own(rounded_up(all.size, kRows) * all.dim), panels(all.rows * all.dim);
-  const auto over_rows = [&](const std::vector<float>& of, const std::vector<float>& right, float* to_own, float* to_context) DEEPSPEC_AVX2 {
+  Floats own(rounded_up(all.size, kRows) * all.dim), panels(all.rows * all.dim);
+  const auto over_rows = [&](const Floats& of, const Floats& right, float* to_own, float* to_context) DEEPSPEC_AVX2 {
     pack<kColumns>(right.data(), 1, all.dim, all.dim, all.rows, panels.data());
     block.over_rows(of, panels, own.data(), to_context);
     std::copy_n(own.data(), all.size * all.dim, to_own);
   };
   over_rows(weights, by_out, to.own_v, to.v);
   over_rows(slopes, block.queries, to.own_k, to.k);
-  const std::vector<float> by_q = block.over_keys(slopes, block.own_k, k);
+  const Floats by_q = block.over_keys(slopes, block.own_k, k);
   const float scale = static_cast<float>(all.seen.scale);
   for (int64_t i = 0; i < all.rows * all.dim; ++i) to.q[i] = by_q[i] * scale;
 }

@@ -80,8 +80,8 @@ DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64
 // zeros stand for the lines behind the last.
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
-  // Lines that lie side by side are read in long pieces, where the panels are small enough to be written in turn.
-  constexpr int64_t kTogether = kSide == kRows ? kBlockRows : kSide;
+  // Lines that lie side by side are read in long pieces, of as many panels as a cache lets be written in turn.
+  constexpr int64_t kTogether = kSide == kRows ? kBlockRows : 4 * kSide;
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t lines = std::min(kTogether, count - first), whole = lines / kSide * kSide;
     const float* source = from + first * line;
