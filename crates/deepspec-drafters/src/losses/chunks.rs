@@ -5,7 +5,9 @@ use deepspec_models::nn::Vocabulary;
 use deepspec_native::{multiply, range};
 use tch::{Device, Kind, Tensor};
 
+use super::bias::{Bias, ChunkBias};
 use super::rows::Rows;
+use super::sources::Sources;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
@@ -21,54 +23,6 @@ const LOGITS: usize = 2;
 const TEMPORARIES: usize = 6;
 /// The same of float32 on the CPU, where losses are measured and differentiated in place, and only a soft-cap leaves something.
 const OF_CAP: usize = 5;
-
-/// The Markov head's part of the logits, `features · W2ᵀ`.
-#[derive(Clone, Copy)]
-pub struct Bias<'a> {
-    /// `[R, r]`.
-    pub features: &'a Tensor,
-    /// Whether rows of one source have the same features, of whose gradients the sum alone is used.
-    pub by_source: bool,
-    /// W2 `[V, r]`.
-    pub w2: &'a Tensor,
-    /// To which the gradient by W2 is added, `[V, r]`: float32, or W2's kind where that is float32 too. None where it does not learn.
-    pub w2_gradient: Option<&'a Tensor>,
-}
-
-/// The target's states that predict labels, each once: blocks that overlap share them.
-#[derive(Clone, Copy)]
-pub struct Sources<'a> {
-    /// Which of them each row has, `[R]`; those of consecutive blocks are a range without gaps.
-    pub of_rows: &'a [i64],
-    /// The same where the rows are.
-    pub there: &'a Tensor,
-}
-
-impl Sources<'_> {
-    /// The range of those that some rows have: the first, and how many.
-    fn range(&self, span: &Span) -> (i64, i64) {
-        let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
-        let (first, last) =
-            of_rows.iter().fold((i64::MAX, 0), |(least, most), &of| (least.min(of), most.max(of)));
-        (first, last + 1 - first)
-    }
-
-    /// For each source of a range the first row of the span that has it.
-    fn first_rows(&self, span: &Span, (first, count): (i64, i64)) -> Tensor {
-        let mut rows = vec![-1; count as usize];
-        for row in (span.first_row..span.first_row + span.rows).rev() {
-            rows[(self.of_rows[row as usize] - first) as usize] = row;
-        }
-        assert!(!rows.contains(&-1), "sources of consecutive blocks have gaps");
-        Tensor::from_slice(&rows)
-    }
-
-    /// Whether no two of some rows share one, and they come in order.
-    fn are_the_rows(&self, span: &Span) -> bool {
-        let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
-        of_rows.windows(2).all(|pair| pair[1] == pair[0] + 1)
-    }
-}
 
 /// R supervised rows, in whole blocks of at most γ.
 #[derive(Clone, Copy)]
@@ -175,8 +129,8 @@ impl LossOutput {
 pub struct Span {
     first_block: usize,
     blocks: usize,
-    first_row: i64,
-    rows: i64,
+    pub(super) first_row: i64,
+    pub(super) rows: i64,
 }
 
 impl Span {
@@ -287,15 +241,9 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let states = Tensor::cat(&[chunk.of(rows.hidden), rows.teacher.narrow(0, first, count)], 0);
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
         let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
-        let shared = by_source.then(|| rows.sources.first_rows(chunk, (first, count)));
-        let features = rows.bias.map(|bias| match &shared {
-            Some(first_rows) => bias.features.index_select(0, first_rows),
-            None => chunk.of(bias.features),
+        let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
+            ChunkBias::new(of, chunk, buffer, by_source.then_some((&rows.sources, (first, count))))
         });
-        let biases = biases.as_ref().map(|biases| biases.narrow(0, 0, if by_source { count } else { n }));
-        if let (Some(bias), Some(features), Some(biases)) = (rows.bias, &features, &biases) {
-            multiply(features, &bias.w2.tr(), &mut biases.shallow_clone(), false);
-        }
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
                 first_block: chunk.first_block + tile.first_block,
@@ -303,37 +251,22 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
                 ..tile
             };
             let mut base = tile.of(&base);
-            let bias = biases.as_ref().filter(|_| !by_source).map(|biases| tile.of(biases));
-            let of_rows = || in_all.of(rows.sources.there) - first;
-            if let (true, Some(biases)) = (by_source, &biases) {
-                base += biases.index_select(0, &of_rows());
-            }
-            let target = if are_rows { tile.of(&target) } else { target.index_select(0, &of_rows()) };
+            let bias = bias.as_ref().and_then(|bias| bias.of_tile(&tile, &mut base));
+            let target = if are_rows {
+                tile.of(&target)
+            } else {
+                target.index_select(0, &(in_all.of(rows.sources.there) - first))
+            };
             let found = Logits { base, bias, target }.differentiate(vocabulary, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
         }
-        if let (true, Some(biases)) = (by_source, &biases) {
-            let of_rows = chunk.of(rows.sources.there) - first;
-            let _ = biases.shallow_clone().zero_().index_add_(0, &of_rows, &base);
-        }
-        // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone, but for those by source.
-        let by_bias = biases.as_ref().unwrap_or(&base);
-        let by_base = if by_source || vocabulary.softcap().is_some() { &base } else { by_bias };
+        let by_bias = bias.as_ref().map(|bias| bias.gradients(&base));
+        // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
+        let lie_there = vocabulary.softcap().is_none() && bias.as_ref().is_some_and(ChunkBias::is_by_row);
+        let by_base = by_bias.filter(|_| lie_there).unwrap_or(&base);
         multiply(by_base, head, &mut chunk.of(&output.hidden), false);
-        if let (Some(bias), Some(features), Some(gradient)) = (rows.bias, &features, &output.features) {
-            let mut of_chunk = chunk.of(gradient);
-            match &shared {
-                Some(first_rows) => {
-                    let mut by_features = features.empty_like();
-                    multiply(by_bias, bias.w2, &mut by_features, false);
-                    let _ = of_chunk.zero_();
-                    let _ = gradient.shallow_clone().index_copy_(0, first_rows, &by_features);
-                }
-                None => multiply(by_bias, bias.w2, &mut of_chunk, false),
-            }
-            if let Some(sum) = bias.w2_gradient {
-                multiply(&by_bias.tr(), features, &mut sum.shallow_clone(), true);
-            }
+        if let (Some(bias), Some(by_bias), Some(by_features)) = (&bias, by_bias, &output.features) {
+            bias.backward(by_bias, chunk, by_features);
         }
     }
     output

@@ -3,16 +3,19 @@
 //! [`LossAlphas`] says what is learned, `rows` turns some rows of logits into distances and gradients by the logits, and
 //! [`accumulate`] walks over all rows in chunks. The same formulas with autograd stand in the tests.
 
+mod bias;
 mod chunks;
 mod recipe;
 mod rows;
+mod sources;
 mod terms;
 
+pub use bias::Bias;
 pub use chunks::{
-    Bias, Column, LossOutput, RowFindings, RowObjective, Sources, Span, Supervised, accumulate, buffer_bytes,
-    tile_rows,
+    Column, LossOutput, RowFindings, RowObjective, Span, Supervised, accumulate, buffer_bytes, tile_rows,
 };
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
+pub use sources::Sources;
 pub use terms::{LossAlphas, TERMS};
 
 use deepspec_native::range;

@@ -1,0 +1,88 @@
+//! The Markov head's part of the logits, and its gradients.
+
+use deepspec_native::multiply;
+use tch::Tensor;
+
+use super::chunks::Span;
+use super::sources::Sources;
+
+/// The Markov head's part of the logits, `features · W2ᵀ`.
+#[derive(Clone, Copy)]
+pub struct Bias<'a> {
+    /// `[R, r]`.
+    pub features: &'a Tensor,
+    /// Whether rows of one source have the same features, of whose gradients the sum alone is used.
+    pub by_source: bool,
+    /// W2 `[V, r]`.
+    pub w2: &'a Tensor,
+    /// To which the gradient by W2 is added, `[V, r]`: float32, or W2's kind where that is float32 too. None where it does not learn.
+    pub w2_gradient: Option<&'a Tensor>,
+}
+
+/// The same of a chunk: by row, or by source where rows of one source share it.
+pub(super) struct ChunkBias<'a> {
+    of: Bias<'a>,
+    /// `[n, r]`.
+    features: Tensor,
+    /// Logits, then the gradients by them, `[n, V]`.
+    values: Tensor,
+    /// By source, each source's first row and each row's source.
+    shared: Option<(Tensor, Tensor)>,
+}
+
+impl<'a> ChunkBias<'a> {
+    /// The logits, in a `buffer`; `sources` are given where they are to be by source, with the range that the chunk has.
+    pub fn new(
+        of: Bias<'a>,
+        chunk: &Span,
+        buffer: &Tensor,
+        sources: Option<(&Sources<'_>, (i64, i64))>,
+    ) -> Self {
+        let shared = sources
+            .map(|(sources, range)| (sources.first_rows(chunk, range), chunk.of(sources.there) - range.0));
+        let features = match &shared {
+            Some((first_rows, _)) => of.features.index_select(0, first_rows),
+            None => chunk.of(of.features),
+        };
+        let mut values = buffer.narrow(0, 0, features.size()[0]);
+        multiply(&features, &of.w2.tr(), &mut values, false);
+        Self { of, features, values, shared }
+    }
+
+    /// Those of a tile's rows; by source they are added to `base`, which they then have no part beside.
+    pub fn of_tile(&self, tile: &Span, base: &mut Tensor) -> Option<Tensor> {
+        let Some((_, of_rows)) = &self.shared else { return Some(tile.of(&self.values)) };
+        *base += self.values.index_select(0, &tile.of(of_rows));
+        None
+    }
+
+    /// The gradients by its logits, where these lie; by source they are the sums of those by `base`.
+    pub fn gradients(&self, base: &Tensor) -> &Tensor {
+        if let Some((_, of_rows)) = &self.shared {
+            let _ = self.values.shallow_clone().zero_().index_add_(0, of_rows, base);
+        }
+        &self.values
+    }
+
+    /// Whether its gradients are its rows' own.
+    pub fn is_by_row(&self) -> bool {
+        self.shared.is_none()
+    }
+
+    /// Carries its gradients on: to the features of `chunk` in `by_features [R, r]`, and to W2.
+    pub fn backward(&self, gradients: &Tensor, chunk: &Span, by_features: &Tensor) {
+        let mut of_chunk = chunk.of(by_features);
+        match &self.shared {
+            Some((first_rows, _)) => {
+                let mut sums = self.features.empty_like();
+                multiply(gradients, self.of.w2, &mut sums, false);
+                let _ = of_chunk.zero_();
+                let _ = by_features.shallow_clone().index_copy_(0, first_rows, &sums);
+            }
+            None => multiply(gradients, self.of.w2, &mut of_chunk, false),
+        }
+        if let Some(sum) = self.of.w2_gradient {
+            multiply(&gradients.tr(), &self.features, &mut sum.shallow_clone(), true);
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Which of the target's states predict which rows' labels.
+
+use tch::Tensor;
+
+use super::chunks::Span;
+
+/// The target's states that predict labels, each once: blocks that overlap share them.
+#[derive(Clone, Copy)]
+pub struct Sources<'a> {
+    /// Which of them each row has, `[R]`; those of consecutive blocks are a range without gaps.
+    pub of_rows: &'a [i64],
+    /// The same where the rows are.
+    pub there: &'a Tensor,
+}
+
+impl Sources<'_> {
+    /// The range of those that some rows have: the first, and how many.
+    pub(super) fn range(&self, span: &Span) -> (i64, i64) {
+        let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
+        let (first, last) =
+            of_rows.iter().fold((i64::MAX, 0), |(least, most), &of| (least.min(of), most.max(of)));
+        (first, last + 1 - first)
+    }
+
+    /// For each source of a range the first row of the span that has it.
+    pub(super) fn first_rows(&self, span: &Span, (first, count): (i64, i64)) -> Tensor {
+        let mut rows = vec![-1; count as usize];
+        for row in (span.first_row..span.first_row + span.rows).rev() {
+            rows[(self.of_rows[row as usize] - first) as usize] = row;
+        }
+        assert!(!rows.contains(&-1), "sources of consecutive blocks have gaps");
+        Tensor::from_slice(&rows)
+    }
+
+    /// Whether no two of some rows share one, and they come in order.
+    pub(super) fn are_the_rows(&self, span: &Span) -> bool {
+        let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
+        of_rows.windows(2).all(|pair| pair[1] == pair[0] + 1)
+    }
+}
