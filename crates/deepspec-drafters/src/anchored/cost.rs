@@ -14,9 +14,9 @@ use crate::trained::{
 /// What the backward of one sequence's attention has at a time of the size of its queries, in float32, beside their slopes: the slopes of its output, and
 /// those of its queries by the blocks and by a part.
 const QUERIES_AT_WORK: usize = 3;
-/// The same of the size of its keys and values, beside their slopes: those by part, or on CPUs where blocks go one by one, keys and values in panels of
-/// two kinds.
+/// The same of the size of its keys and values, beside their slopes: those by part.
 const KEYS_AT_WORK: usize = 2;
+/// On CPUs, where blocks may go one by one: keys and values, each in panels of two kinds.
 const PANELS_AT_WORK: usize = 4;
 /// Keys and values.
 const SIDES: usize = 2;
@@ -106,12 +106,15 @@ pub fn backbone_product_shapes(decoder: &DraftDecoder) -> usize {
     const ATTENTION: usize = 4;
     // The context is projected apart.
     let layer = DIRECTIONS * (PROJECTIONS + 1 + ATTENTION);
+    // Queries and keys of the first layer, where they are computed once for all masked slots.
+    const FIRST: usize = 2 * DIRECTIONS;
     // The taps need no gradient.
-    2 + layer_shapes(&decoder.model.layers) * layer
+    2 + FIRST + layer_shapes(&decoder.model.layers) * layer
 }
 
 /// Floating-point operations of the backbone's forward and backward over a sample with anchors: two per multiplication in the matrix
-/// products that the architecture asks for, masked attention not counted, nothing counted twice that is computed twice.
+/// products that the architecture asks for, masked attention not counted, nothing counted twice that is computed twice, and all that several drafts share
+/// for each of them.
 ///
 /// A trainable product counts three times (itself, the gradients of its input and of its weights), one whose input is constant or
 /// whose weights are frozen twice.

@@ -93,13 +93,13 @@ pub struct Eagle3Batch {
 
 /// All steps' supervised columns in the order of the target's states that predict what they are to predict.
 pub(super) struct Ordered {
-    /// Where each stands step after step, `[R]`.
+    /// The place of each in the order step after step, `[R]`.
     pub order: Tensor,
-    /// Where each of step after step stands here, `[R]`.
+    /// The inverse permutation, `[R]`.
     pub inverse: Tensor,
     /// Weights times the decay of their step, `[R]` float32.
     pub decayed: Tensor,
-    /// Their states of the target.
+    /// Which of the target's states each has, on the host and on the device.
     sources: (Vec<i64>, Tensor),
 }
 

@@ -22,7 +22,7 @@ pub struct Bias<'a> {
 /// The same of a chunk: by row, or by source where rows of one source share it.
 pub(super) struct ChunkBias<'a> {
     of: Bias<'a>,
-    /// `[n, r]`.
+    /// Of its n rows or sources, `[n, r]`.
     features: Tensor,
     /// Logits, then the gradients by them, `[n, V]`.
     values: Tensor,
@@ -56,7 +56,7 @@ impl<'a> ChunkBias<'a> {
         None
     }
 
-    /// The gradients by its logits, where these lie; by source they are the sums of those by `base`.
+    /// The gradients by its logits, in their place, once all tiles have theirs; by source they are made here, the sums of those by `base`.
     pub fn gradients(&self, base: &Tensor) -> &Tensor {
         if let Some((_, of_rows)) = &self.shared {
             let _ = self.values.shallow_clone().zero_().index_add_(0, of_rows, base);
@@ -69,9 +69,9 @@ impl<'a> ChunkBias<'a> {
         self.shared.is_none()
     }
 
-    /// Carries its gradients on: to the features of `chunk` in `by_features [R, r]`, and to W2.
-    pub fn backward(&self, gradients: &Tensor, chunk: &Span, by_features: &Tensor) {
-        let mut of_chunk = chunk.of(by_features);
+    /// Carries its [gradients](ChunkBias::gradients) on: to the features of `chunk` in `by_features [R, r]`, and to W2.
+    pub fn backward(&self, chunk: &Span, by_features: &Tensor) {
+        let (mut of_chunk, gradients) = (chunk.of(by_features), &self.values);
         match &self.shared {
             Some((first_rows, _)) => {
                 let mut sums = self.features.empty_like();

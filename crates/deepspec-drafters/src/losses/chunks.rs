@@ -218,7 +218,10 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let vocab = head.size()[0];
     let (most, tile) = sizes(vocab, device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
-    let ranges: Vec<(i64, i64)> = chunks.iter().map(|chunk| rows.sources.range(chunk)).collect();
+    // For bfloat16 products of the CPU libtorch keeps code for each number of rows: there they stay as many as the chunk's.
+    let are_shared = kind == Kind::Float || device != Device::Cpu;
+    let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
+    let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
     // On GPUs sums by source would depend on the order of its threads, and a soft-cap's slope is the base's alone.
     let by_source = kind == Kind::Float
         && device == Device::Cpu
@@ -236,9 +239,14 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         rows: Tensor::zeros([rows.labels.size()[0], columns], (Kind::Float, device)),
     };
     for (chunk, &(first, count)) in chunks.iter().zip(&ranges) {
-        let (n, are_rows) = (chunk.rows, rows.sources.are_the_rows(chunk));
+        let (n, are_rows) = (chunk.rows, !are_shared || rows.sources.are_the_rows(chunk));
+        let teacher = if are_shared {
+            rows.teacher.narrow(0, first, count)
+        } else {
+            rows.teacher.index_select(0, &chunk.of(rows.sources.there))
+        };
         // Draft and target share the head, so that it is read once for both.
-        let states = Tensor::cat(&[chunk.of(rows.hidden), rows.teacher.narrow(0, first, count)], 0);
+        let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
         let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
         let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
@@ -265,8 +273,8 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let lie_there = vocabulary.softcap().is_none() && bias.as_ref().is_some_and(ChunkBias::is_by_row);
         let by_base = by_bias.filter(|_| lie_there).unwrap_or(&base);
         multiply(by_base, head, &mut chunk.of(&output.hidden), false);
-        if let (Some(bias), Some(by_bias), Some(by_features)) = (&bias, by_bias, &output.features) {
-            bias.backward(by_bias, chunk, by_features);
+        if let (Some(bias), Some(by_features)) = (&bias, &output.features) {
+            bias.backward(chunk, by_features);
         }
     }
     output

@@ -53,8 +53,8 @@ impl Weight {
     }
 }
 
-/// `x Wᵀ (+ b)` as libtorch has it, but where something learns and libtorch is slow. On the CPU a lone row takes another path than several, and may differ from what it is among them in the last bit;
-/// it is taken twice where nothing learns.
+/// `x Wᵀ (+ b)` as libtorch has it, but where something learns and libtorch is slow. On the CPU a lone row takes another path than several, and
+/// may differ from what it is among them in the last bit; it is taken twice where nothing learns.
 fn stored_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
     if bias.is_none()
         && let Some(learning) = projection(x, weight)

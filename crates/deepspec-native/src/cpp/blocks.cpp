@@ -1,6 +1,6 @@
-// Attention of blocks behind anchors, block by block: a block's scores, of so many rows as it has queries, stay in a cache, forwards and backwards, and
-// nothing of them is kept. For float32 on the processors that matrices.cpp is for, whose panels and tiles it takes; libtorch's fused kernels ask MKL for
-// many small products there. The backward uses as many threads as there are heads of keys.
+// Attention of blocks behind anchors, block by block: a block's scores, of so many rows as it has queries, stay in a cache, forwards and
+// backwards, and nothing of them is kept. For float32 on the processors that matrices.cpp is for, whose panels and tiles it takes; libtorch's
+// fused kernels ask MKL for many small products there. The backward uses at most as many threads as there are heads of keys.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -30,9 +30,12 @@ struct Seen : torch::CustomClassHolder {
 
 #if DEEPSPEC_MULTIPLIES
 
-// Makes nothing zero that is written anyway.
+// Leaves new values as they lie: who takes it writes all of them.
 template <typename Value>
 struct Unset : std::allocator<Value> {
+  Unset() = default;
+  template <typename Other>
+  Unset(const Unset<Other>&) noexcept {}
   template <typename Other>
   struct rebind {
     using other = Unset<Other>;
@@ -297,8 +300,8 @@ extern "C" {
 // Whether blocks of float32 on the CPU are attended to one by one on this processor.
 bool ds_attends_by_block(int64_t dim) { return multiplies_here() && dim % kColumns == 0; }
 
-// Attention of q [G, A, r, D] over k and v [G, T, D] before `anchors`, and over own_k and own_v [G, A, B, D], behind a position less `window`; the result is
-// a new tensor in `*out`, and null where the processor or the tensors are others than it is made for.
+// Attention of q [G, A, r, D] over k and v [G, T, D] before `anchors`, and over own_k and own_v [G, A, B, D], behind a position less `window`.
+// The result is a new tensor in `*out`, and null on other devices, of other kinds or widths, and without AVX2.
 char* ds_attend_by_block(const at::Tensor* q, const at::Tensor* k, const at::Tensor* v, const at::Tensor* own_k, const at::Tensor* own_v,
                          const int64_t* anchors, size_t count, int64_t window, double scale, at::Tensor** out) {
   return caught([&] {
