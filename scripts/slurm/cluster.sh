@@ -26,11 +26,18 @@ processes() {
 }
 
 # hurry: requeued jobs, which Slurm lets wait two minutes, start at once; not before their former end is over, though: where it is
-# reported late, Slurm takes it for the end of the new start.
+# reported late, Slurm takes it for the end of the new start. Nor within the second in which that was seen: Slurm counts whole ones, and a
+# start in the second of the former end is taken for the one that was killed.
+declare -A ended_at=()
 hurry() {
-    local id job reason
+    local id job reason now=$(date +%s)
     while read -r id job reason; do
-        [ "$reason" != BeginTime ] || [ -n "$(processes "slurmstepd: \\[$id\\.")" ] || scontrol update "JobId=$job" StartTime=now 2>/dev/null || true
+        if [ "$reason" != BeginTime ] || [ -n "$(processes "slurmstepd: \\[$id\\.")" ]; then
+            unset "ended_at[$id]"
+        elif [ "$now" -gt "${ended_at[$id]:=$now}" ]; then
+            scontrol update "JobId=$job" StartTime=now 2>/dev/null || true
+            unset "ended_at[$id]"
+        fi
     done < <(squeue --noheader --array --states=PENDING --format='%A %i %r')
 }
 
