@@ -90,7 +90,7 @@ struct Lists {
     weights: Vec<f32>,
     counts: Vec<usize>,
     sources: Vec<i64>,
-    /// How many there are so far.
+    /// How many of the target's states there are so far, each counted once.
     states: i64,
 }
 
