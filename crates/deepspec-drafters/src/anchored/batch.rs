@@ -9,7 +9,7 @@ use super::AnchoredBlocks;
 use super::attention::BlockAttention;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
-use crate::losses::Sources;
+use crate::losses::{Sources, distinct};
 use crate::trained::joined;
 
 /// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
@@ -118,13 +118,8 @@ impl Lists {
         }
         // A block's labels are a run behind its anchor, and anchors increase: between what consecutive blocks share there is nothing of others.
         debug_assert!(sample.anchors.is_sorted(), "anchors are not in order");
-        let mut distinct = teacher_rows.clone();
-        distinct.sort_unstable();
-        distinct.dedup();
-        let first = self.states;
-        self.sources.extend(
-            teacher_rows.iter().map(|row| first + distinct.partition_point(|other| other < row) as i64),
-        );
+        let (distinct, sources) = distinct(&teacher_rows);
+        self.sources.extend(sources.iter().map(|source| self.states + source));
         self.states += distinct.len() as i64;
         distinct
     }

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::recipe::{Eagle3Objective, Supervise};
 use crate::TrainSample;
-use crate::losses::Sources;
+use crate::losses::{Sources, distinct};
 use crate::trained::joined;
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
@@ -213,20 +213,17 @@ impl Eagle3Batch {
         };
         let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
 
-        let mut distinct = states.clone();
-        distinct.sort_unstable();
-        distinct.dedup();
+        let (distinct, sources) = distinct(&states);
         let of_samples: Vec<Part> = (0..used.len())
             .map(|sample| indices.push(distinct.iter().filter(|(of, _)| *of == sample).map(|(_, row)| *row)))
             .collect();
-        let source = |state: &(usize, i64)| distinct.partition_point(|other| other < state) as i64;
         let mut order: Vec<usize> = (0..states.len()).collect();
         order.sort_by_key(|&row| states[row]);
         let mut inverse = vec![0; order.len()];
         order.iter().enumerate().for_each(|(place, &row)| inverse[row] = place as i64);
-        let ordered: Vec<i64> = order.iter().map(|&row| source(&states[row])).collect();
+        let ordered: Vec<i64> = order.iter().map(|&row| sources[row]).collect();
         let decayed: Vec<f32> = order.iter().map(|&row| decayed[row]).collect();
-        let sources = indices.push(states.iter().map(source));
+        let sources = indices.push(sources);
         let there_ordered = indices.push(ordered.iter().copied());
         let (order, inverse) = (indices.push(order.iter().map(|&row| row as i64)), indices.push(inverse));
         let [weights, decayed] = [weights, decayed].map(|list| indices.push_floats(&list));

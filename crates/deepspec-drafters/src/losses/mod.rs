@@ -16,6 +16,7 @@ pub use chunks::{
 };
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use sources::Sources;
+pub(crate) use sources::distinct;
 pub use terms::{LossAlphas, TERMS};
 
 use deepspec_native::range;

@@ -38,3 +38,13 @@ impl Sources<'_> {
         of_rows.windows(2).all(|pair| pair[1] == pair[0] + 1)
     }
 }
+
+/// The distinct ones of some states in order, and which of them each is.
+pub(crate) fn distinct<T: Ord + Clone>(states: &[T]) -> (Vec<T>, Vec<i64>) {
+    let mut distinct = states.to_vec();
+    distinct.sort_unstable();
+    distinct.dedup();
+    let source = |state: &T| distinct.partition_point(|other| other < state) as i64;
+    let sources = states.iter().map(source).collect();
+    (distinct, sources)
+}
