@@ -34,6 +34,8 @@ use tch::{Device, Kind, Tensor};
 const SUITES: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
 const MAX_NEW_TOKENS: usize = 256;
 const ROUNDS: usize = 3;
+/// Of the engine and bare forwards in each round: they take seconds, and whoever shares the processor comes and goes.
+const TURNS: usize = 3;
 const SLOTS: usize = 16;
 
 /// What the engine asks of the models, in order.
@@ -236,17 +238,19 @@ impl Bench {
         let mut rates: HashMap<&str, Vec<f64>> = HashMap::new();
         for _ in 0..ROUNDS {
             let mut round = vec![];
+            let (completions, seconds) = self.decode(self.models(1)?, 1, temperature, || {})?;
+            round.push(("engine, 1 slot", tokens(&completions) as f64 / seconds));
+            let mut models = self.models(SLOTS)?;
+            // Once for the histories' memory.
+            replay(&calls.borrow(), &mut models);
             let mut answers = vec![];
-            for (name, slots) in [("engine, 1 slot", 1), ("engine, 16 slots", SLOTS)] {
-                let (completions, seconds) = self.decode(self.models(slots)?, slots, temperature, || {})?;
-                round.push((name, tokens(&completions) as f64 / seconds));
+            for _ in 0..TURNS {
+                let (completions, seconds) = self.decode(self.models(SLOTS)?, SLOTS, temperature, || {})?;
+                round.push(("engine, 16 slots", tokens(&completions) as f64 / seconds));
+                let seconds = replay(&calls.borrow(), &mut models);
+                round.push(("bare forwards, 16 slots", tokens(&completions) as f64 / seconds));
                 answers = completions;
             }
-            let mut models = self.models(SLOTS)?;
-            // Once for the histories' memory, once for the clock.
-            replay(&calls.borrow(), &mut models);
-            let seconds = replay(&calls.borrow(), &mut models);
-            round.push(("bare forwards, 16 slots", tokens(&answers) as f64 / seconds));
             if let Some(python) = python {
                 let found = self.python(python, temperature)?;
                 round.push(("the reference", found.tokens as f64 / found.seconds));

@@ -181,7 +181,7 @@ impl SamplingBatch {
 }
 
 /// The token of the largest logit of each row, `[S]` from logits `[S, V]`.
-fn likeliest(logits: &Tensor) -> Tensor {
+pub(crate) fn likeliest(logits: &Tensor) -> Tensor {
     deepspec_native::argmax(logits).unwrap_or_else(|| logits.argmax(-1, false))
 }
 

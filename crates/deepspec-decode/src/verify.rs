@@ -38,11 +38,7 @@ pub fn verify(
         |probs: &Tensor| probs.narrow(1, 0, longest).gather(2, &tokens.unsqueeze(2), false).squeeze_dim(2); // [S, Γ]
     let ratio = chosen(target).to_kind(Kind::Double)
         / chosen(draft).to_kind(Kind::Double).clamp_min(DRAFT_PROB_FLOOR);
-    let offset = Tensor::arange(longest, (Kind::Int64, target.device())).unsqueeze(0);
-    let drafted = offset.lt_tensor(&lens.unsqueeze(1));
-    let survives = accept_uniforms.lt_tensor(&ratio).logical_and(&drafted);
-    let accepted =
-        survives.to_kind(Kind::Int64).cumprod(1, Kind::Int64).sum_dim_intlist(1, false, Kind::Int64); // [S]
+    let accepted = survivors(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
 
     let at = |probs: &Tensor, index: Tensor| {
         probs.gather(1, &index.view([-1, 1, 1]).expand([sequences, 1, vocab], false), false).squeeze_dim(1) // [S, V]
@@ -53,4 +49,50 @@ pub fn verify(
     let usable = residual.sum_dim_intlist(1, true, Kind::Float).gt(RESIDUAL_FLOOR).logical_and(&rejected);
     let next = draw(&residual.where_self(&usable, &p), next_uniforms);
     Verdict { accepted, next }
+}
+
+/// The same where the target is sure of a token everywhere, as it is at temperature 0: `target [S, Γ+1]` int64. How sure the drafter was decides
+/// nothing then, and neither does chance.
+pub fn verify_sure(target: &Tensor, tokens: &Tensor, lens: &Tensor) -> Verdict {
+    let accepted = survivors(&target.narrow(1, 0, tokens.size()[1]).eq_tensor(tokens), lens);
+    let next = target.gather(1, &accepted.unsqueeze(1), false).squeeze_dim(1);
+    Verdict { accepted, next }
+}
+
+/// How many tokens stand before the first that does not hold, of so many as were drafted: `[S]` int64 of `holds [S, Γ]` and `lens [S]`.
+fn survivors(holds: &Tensor, lens: &Tensor) -> Tensor {
+    let offset = Tensor::arange(holds.size()[1], (Kind::Int64, holds.device())).unsqueeze(0);
+    let survives = holds.logical_and(&offset.lt_tensor(&lens.unsqueeze(1)));
+    survives.to_kind(Kind::Int64).cumprod(1, Kind::Int64).sum_dim_intlist(1, false, Kind::Int64)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    #[test]
+    fn a_sure_target_decides_as_its_distributions_do() {
+        let (sequences, longest, vocab) = (60, 5, 3);
+        let cpu = (Kind::Int64, Device::Cpu);
+        // Few words, so that blocks are accepted up to any of their tokens.
+        let numbers =
+            |count: i64, step: i64| Tensor::arange(count, cpu).square().floor_divide_scalar(step) % vocab;
+        let target = numbers(sequences * (longest + 1), 7).view([sequences, longest + 1]);
+        let tokens = numbers(sequences * longest, 5).view([sequences, longest]);
+        let lens = Tensor::arange(sequences, cpu) % (longest + 1);
+        let [p, q] = [&target, &tokens].map(|of| of.one_hot(vocab).to_kind(Kind::Float));
+        for q in [q.shallow_clone(), &q * 0.7 + 0.1] {
+            let uniforms = Tensor::full([sequences, longest], 0.999, (Kind::Double, Device::Cpu));
+            let expected = verify(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0));
+            let found = verify_sure(&target, &tokens, &lens);
+            assert_eq!(found.accepted, expected.accepted);
+            assert_eq!(found.next, expected.next);
+            let counts = found.accepted.bincount::<Tensor>(None, longest + 1);
+            assert!(counts.min().int64_value(&[]) > 0, "accepted so often: {counts}");
+        }
+        let undrafted = verify_sure(&target.narrow(1, 0, 1), &tokens.narrow(1, 0, 0), &lens.zeros_like());
+        assert_eq!(undrafted.next, target.select(1, 0));
+    }
 }

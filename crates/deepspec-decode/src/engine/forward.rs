@@ -4,7 +4,9 @@ use tch::{Kind, Tensor};
 
 use super::{Engine, Numbers, Step, to_host};
 use crate::outcome::{Outcome, padding};
-use crate::{Proposal, Proposer, Target, Verdict, runs, verify};
+use crate::sampling::likeliest;
+use crate::verify::verify_sure;
+use crate::{Proposer, Target, Verdict, runs, verify};
 
 /// Where the rows of a step's blocks lie, on the device.
 pub(super) struct Lengths {
@@ -90,26 +92,32 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         lengths: &Lengths,
         logits: &Tensor,
     ) -> (Verdict, Vec<Tensor>) {
-        let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
-        let probs = numbers.decoding.repeated(&repeats, lengths.of_row.as_ref()).distributions(logits);
         let (sequences, longest) = (step.decoding.len() as i64, step.longest() as i64);
-        let device = self.target.device();
-        let (tokens, draft_probs) = match &step.proposal {
-            Some(Proposal { tokens, probs, .. }) => {
-                (tokens.narrow(1, 0, longest), probs.narrow(1, 0, longest))
-            }
-            None => (
-                Tensor::zeros([sequences, 0], (Kind::Int64, device)),
-                Tensor::zeros([0], (Kind::Float, device)),
-            ),
+        let tokens = match &step.proposal {
+            Some(proposal) => proposal.tokens.narrow(1, 0, longest),
+            None => Tensor::zeros([sequences, 0], (Kind::Int64, self.target.device())),
         };
-        let probs = match &lengths.padding {
-            Some(padding) => probs.index_select(0, padding),
-            None => probs,
+        // Blocks of several lengths, and what the target says behind each of their tokens, side by side.
+        let by_block = |rows: Tensor| {
+            let rows = lengths
+                .padding
+                .as_ref()
+                .map_or_else(|| rows.shallow_clone(), |padding| rows.index_select(0, padding));
+            let inner = &rows.size()[1..];
+            rows.view([&[sequences, longest + 1], inner].concat().as_slice())
         };
-        let probs = probs.view([sequences, longest + 1, -1]);
-        let accept = numbers.accept.narrow(1, 0, longest);
-        let verdict = verify(&probs, &draft_probs, &tokens, &lengths.lens, &accept, &numbers.next);
+        let verdict = if numbers.decoding.is_greedy() {
+            verify_sure(&by_block(likeliest(logits)), &tokens, &lengths.lens)
+        } else {
+            let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
+            let probs = numbers.decoding.repeated(&repeats, lengths.of_row.as_ref()).distributions(logits);
+            let draft = match &step.proposal {
+                Some(proposal) => proposal.probs.narrow(1, 0, longest),
+                None => Tensor::zeros([0], (Kind::Float, self.target.device())),
+            };
+            let accept = numbers.accept.narrow(1, 0, longest);
+            verify(&by_block(probs), &draft, &tokens, &lengths.lens, &accept, &numbers.next)
+        };
         let confidence = step.proposal.as_ref().and_then(|proposal| proposal.confidence.as_ref());
         let confidence = confidence.map(|logits| logits.narrow(1, 0, longest).reshape([-1]));
         (verdict, [tokens.reshape([-1])].into_iter().chain(confidence).collect())

@@ -114,7 +114,7 @@ fn leaf(input: &Tensor, i: usize) -> Tensor {
 }
 
 /// What belongs to the first slots of blocks and, behind them, to all other slots, `[A + 1, ..]`, for all slots of blocks of `size`: `[A·size, ..]`.
-fn over_blocks(rows: &Tensor, size: i64) -> Tensor {
+pub(super) fn over_blocks(rows: &Tensor, size: i64) -> Tensor {
     let blocks = rows.size()[0] - 1;
     let mut others = rows.size();
     others.splice(0..1, [blocks, size - 1]);
@@ -238,13 +238,31 @@ impl<K: Anchored> Trained<K> {
             }
         };
         let rotation = shared.block_rotations.of(i);
-        if i > 0 || K::RUNS_AROUND || size == 1 {
+        if i > 0 {
             return self.run_layer(i, layer, x, rotation, attend);
         }
-        // What the first layer reads is an anchor's embedding in the first slot of each block, and the mask token's in all others (`BlockBatch`).
-        let first_slots = x.view([-1, size as i64, x.size()[1]]).select(1, 0);
-        let distinct = Tensor::cat(&[first_slots, x.narrow(0, 1, 1)], 0); // [A + 1, d]
-        layer.forward_spread(x, &distinct, |rows| over_blocks(rows, size as i64), rotation, attend)
+        // An anchor's embedding in the first slot of each block, and the mask token's in all others (`BlockBatch`).
+        let distinct = || {
+            let first_slots = x.view([-1, size as i64, x.size()[1]]).select(1, 0);
+            Tensor::cat(&[first_slots, x.narrow(0, 1, 1)], 0)
+        };
+        self.run_first_layer(layer, x, distinct, rotation, attend)
+    }
+
+    /// The first layer over rows of whole blocks, `[N·B, d]`, which [`over_blocks`] makes of those that are `distinct`, `[N + 1, d]`.
+    pub(super) fn run_first_layer(
+        &self,
+        layer: &DecoderLayer,
+        x: &Tensor,
+        distinct: impl FnOnce() -> Tensor,
+        rotation: &Rotation,
+        attend: impl FnMut(&Qkv) -> Tensor,
+    ) -> Tensor {
+        let size = K::blocks(self.config()).block_size as i64;
+        if K::RUNS_AROUND || size == 1 {
+            return self.run_layer(0, layer, x, rotation, attend);
+        }
+        layer.forward_spread(x, &distinct(), |rows| over_blocks(rows, size), rotation, attend)
     }
 
     /// Layer `i` over rows of whole blocks, `[N·B, d]`.

@@ -3,10 +3,12 @@
 use deepspec_core::Tap;
 use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
 use deepspec_models::kv::{BatchPlan, Chunk, KvCache, MaskKind, Rows};
+use deepspec_models::nn::Qkv;
 use deepspec_models::{ModelConfig, ModelError};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::Anchored;
+use super::backbone::over_blocks;
 use crate::trained::{DrafterConfig, Trained};
 use crate::{Drafter, ExaminedDrafter};
 
@@ -95,11 +97,18 @@ impl<K: Anchored> AnchoredProposer<K> {
     fn hidden(&mut self, plan: &BatchPlan, anchors: &Tensor) -> Tensor {
         let rotations = self.model.rotations(plan.positions());
         let mask = K::blocks(self.model.config()).mask_token_id;
-        let masks = anchors.unsqueeze(1).full_like(mask).repeat([1, self.slots() as i64 - 1]);
-        let tokens = Tensor::cat(&[anchors.unsqueeze(1), masks], 1).reshape([-1]);
-        let mut x = self.model.embed(&tokens); // [S·B, d]
+        let distinct = Tensor::cat(&[anchors, &anchors.narrow(0, 0, 1).full_like(mask)], 0);
+        let distinct = self.model.embed(&distinct); // [S + 1, d]
+        let mut x = over_blocks(&distinct, self.slots() as i64); // [S·B, d]
         for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
-            x = self.model.run_layer(i, layer, &x, rotations.of(i), |qkv| self.cache.attend(i, plan, qkv));
+            let (rotation, attend) = (rotations.of(i), |qkv: &Qkv| self.cache.attend(i, plan, qkv));
+            x = match i {
+                // On a GPU few rows wait for launches, of which it takes more.
+                0 if self.model.device() == Device::Cpu => {
+                    self.model.run_first_layer(layer, &x, || distinct.shallow_clone(), rotation, attend)
+                }
+                _ => self.model.run_layer(i, layer, &x, rotation, attend),
+            };
         }
         self.model.drafting_states(&x)
     }

@@ -96,7 +96,8 @@ impl KvCache {
 
     /// Whether chunks of a few tokens can attend one by one, where their histories lie.
     fn attends_in_place(&self) -> bool {
-        self.options == (Kind::Float, Device::Cpu) && has_history_attention()
+        let has = |layer: &Layer| has_history_attention(layer.heads.dim);
+        self.options == (Kind::Float, Device::Cpu) && self.layers.iter().all(has)
     }
 
     fn views(&self) -> &[MaskShape] {

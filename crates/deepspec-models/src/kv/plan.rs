@@ -5,9 +5,9 @@ use tch::{Kind, Tensor};
 use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
 
-/// Tokens of a chunk that attends by itself on the CPU: blocks and what was accepted of them, not prompts. The scores of those query heads that
+/// Tokens of a chunk that attends by itself on the CPU: blocks, what was accepted of them, and short prompts, which would be padded to [`SPAN`]. The scores of those query heads that
 /// share keys, which each thread keeps room for (4 MiB), are no more than this.
-const FEW_TOKENS: usize = 32;
+const FEW_TOKENS: usize = 128;
 const FEW_SCORES: usize = 1 << 20;
 
 /// What a fed token sees of its own chunk.

@@ -1,23 +1,18 @@
 // Attention of a few queries of each sequence over its own history, where that lies: histories are not copied, and nothing behind them is read. What
-// becomes of a sequence follows from its own numbers alone: no product is shared among threads, where the BLAS can be told so.
-#include "group.h"
-
+// becomes of a query follows from its own sequence alone, and its bits do not depend on the queries beside it.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 
-// Of the BLAS that libtorch was built with, where it lets others have it: out = alpha op(a) op(b) + beta out, column by column.
-extern "C" __attribute__((weak)) void sgemm_(
-    const char* op_a, const char* op_b, const int* m, const int* n, const int* k, const float* alpha, const float* a,
-    const int* lda, const float* b, const int* ldb, const float* beta, float* out, const int* ldout);
-
-// MKL's, where that is the BLAS: how many threads the calling one may take for a product; gives what was set before, 0 for nothing.
-extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+#include "group.h"
+#include "operators.h"
+#include "tiles.h"
 
 namespace {
 
@@ -28,35 +23,7 @@ struct HistoryChunk {
   int64_t first;  // of its rows in q
 };
 
-// While it lives, the calling thread's products are its own. Those of a lone sequence and a lone head of keys would be shared among all threads, and on a
-// processor without AVX-512 they had other bits then than among others' products, each of which is one thread's: 4.5e-7 of a state.
-struct OwnProducts {
-  int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
-  OwnProducts() = default;
-  OwnProducts(const OwnProducts&) = delete;
-  OwnProducts& operator=(const OwnProducts&) = delete;
-  ~OwnProducts() {
-    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
-  }
-};
-
-// Turns scores into weights without dividing them by their sum, which it gives.
-DEEPSPEC_VECTORS float weigh(float* scores, int64_t count) {
-  const float most = largest(scores, count);
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float weight = exponential(scores[i + lane] - most);
-      scores[i + lane] = weight;
-      lanes[lane] += weight;
-    }
-  for (; i < count; ++i) {
-    scores[i] = exponential(scores[i] - most);
-    lanes[0] += scores[i];
-  }
-  return folded(lanes);
-}
+#if DEEPSPEC_TILES
 
 struct Reading {
   const float *q, *k, *v;  // [N, H, D], [N, G, D] twice
@@ -67,8 +34,13 @@ struct Reading {
   bool causal;     // else a query sees all of its chunk
   const HistoryChunk* chunks;
 
-  // The queries of chunk `task / groups` that share a head of keys.
-  void attend(int64_t task) const {
+  // Keys whose values a tile sums before the next ones: the first cache holds a vector pair of each.
+  static constexpr int64_t kKeys = 256;
+
+  // The queries of chunk `task / groups` that share a head of keys. Scores are [keys, line]: a query's lie one above the other, so that queries are
+  // weighed side by side, and keys and values are read as they lie.
+  template <typename Vector>
+  DEEPSPEC_TILE_INLINE void attend(int64_t task) const {
     const HistoryChunk& chunk = chunks[task / groups];
     const int64_t group = task % groups, repeats = heads / groups, step = groups * dim;
     const int64_t start = chunk.row * chunk.keys->size(1) * step + group * dim;
@@ -81,55 +53,111 @@ struct Reading {
     }
     const int64_t before = window == 0 ? 0 : std::max<int64_t>(0, chunk.past + 1 - window);
     const int64_t seen = chunk.past + chunk.len - before, rows = repeats * chunk.len;
-    // Kept from call to call; parts begin where vectors do.
+    const int64_t line = (rows + kLength<Vector> - 1) / kLength<Vector> * kLength<Vector>;
+    // Kept from call to call.
     static thread_local std::vector<float> memory;
-    const auto whole = [](int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; };
-    const int64_t states = whole(rows * dim);
-    memory.resize(kLanes + 2 * states + whole(rows) + rows * seen);
-    const auto off = reinterpret_cast<uintptr_t>(memory.data()) / sizeof(float) % kLanes;
-    float* queries = memory.data() + (kLanes - off) % kLanes;
-    float *sums = queries + states, *totals = sums + states, *scores = totals + whole(rows);
+    memory.resize((dim + seen + 1) * line + rows * dim + kKeys * 2 * kLength<Vector>);
+    float *queries = memory.data(), *scores = queries + dim * line, *totals = scores + seen * line, *sums = totals + line;
+    const auto head_of = [&](int64_t row) {
+      return ((chunk.first + row / repeats) * heads + group * repeats + row % repeats) * dim;
+    };
+    std::fill(queries, scores, 0.0f);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < dim; ++i) queries[i * line + row] = q[head_of(row) + i] * scale;
+    score<Vector>(keys + before * step, step, seen, queries, line, scores);
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t head = group * repeats + row % repeats;
-      std::memcpy(queries + row * dim, q + ((chunk.first + row / repeats) * heads + head) * dim, dim * sizeof(float));
-    }
-    multiply('T', seen, rows, dim, scale, keys + before * step, step, queries, dim, scores);
-    for (int64_t row = 0; row < rows; ++row) {
-      float* own = scores + row * seen;
       const int64_t position = chunk.past + row / repeats;
       const int64_t first = window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window - before);
       const int64_t end = causal ? position + 1 - before : seen;
-      totals[row] = weigh(own + first, end - first);
-      std::fill(own, own + first, 0.0f);
-      std::fill(own + end, own + seen, 0.0f);
+      for (int64_t key = 0; key < first; ++key) scores[key * line + row] = kLowest;
+      for (int64_t key = end; key < seen; ++key) scores[key * line + row] = kLowest;
     }
-    multiply('N', dim, rows, seen, 1.0f, values + before * step, step, scores, seen, sums);
+    for (int64_t lane = 0; lane < line; lane += kLength<Vector>) weigh<kLength<Vector>>(scores + lane, line, seen, totals + lane);
+    for (int64_t key = 0; key < seen; key += kKeys)
+      add<Vector>(
+          scores + key * line, line, rows, values + (before + key) * step, step, std::min(kKeys, seen - key), sums + rows * dim, sums,
+          key > 0);
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t head = group * repeats + row % repeats;
-      float* to = out + ((chunk.first + row / repeats) * heads + head) * dim;
+      float* to = out + head_of(row);
       const float factor = 1.0f / totals[row];
       for (int64_t i = 0; i < dim; ++i) to[i] = sums[row * dim + i] * factor;
     }
   }
 
-  // out [n, m] = alpha b [n, k] op(a), for a [m, k] ('T') or [k, m] ('N') whose rows lie `lda` apart.
-  static void multiply(
-      char op, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, const float* b, int64_t ldb,
-      float* out) {
-    const char plain = 'N';
-    const int sizes[] = {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)};
-    const int steps[] = {static_cast<int>(lda), static_cast<int>(ldb)};
-    const float zero = 0.0f;
-    sgemm_(&op, &plain, &sizes[0], &sizes[1], &sizes[2], &alpha, a, &steps[0], b, &steps[1], &zero, out, &sizes[0]);
+  // Products of keys, `step` apart, and queries [dim, line]: [seen, line].
+  template <typename Vector>
+  DEEPSPEC_TILE_INLINE void score(
+      const float* keys, int64_t step, int64_t seen, const float* queries, int64_t line, float* scores) const {
+    for (int64_t key = 0, count; key < seen; key += count) {
+      count = rows_of_tile<Vector>(seen - key);
+      int64_t column = 0;
+      const auto of = [&] { return TileOf{keys + key * step, step, 1, queries + column, line, dim}; };
+      for (; column + 2 * kLength<Vector> <= line; column += 2 * kLength<Vector>)
+        tile_of<Vector, 2, false>(count, of(), scores + key * line + column, line, false);
+      if (column < line) tile_of<Vector, 1, false>(count, of(), scores + key * line + column, line, false);
+    }
+  }
+
+  // Turns as many columns of scores [seen, line] as there are lanes into weights, without dividing them by their sums, which it gives.
+  template <int64_t kWidth>
+  DEEPSPEC_TILE_INLINE static void weigh(float* scores, int64_t line, int64_t seen, float* totals) {
+    float most[kWidth], sums[kWidth] = {};
+    for (float& lane : most) lane = kLowest;
+    for (int64_t key = 0; key < seen; ++key)
+      for (int64_t lane = 0; lane < kWidth; ++lane) most[lane] = std::max(most[lane], scores[key * line + lane]);
+    for (int64_t key = 0; key < seen; ++key)
+      for (int64_t lane = 0; lane < kWidth; ++lane) {
+        const float weight = exponential(scores[key * line + lane] - most[lane]);
+        scores[key * line + lane] = weight;
+        sums[lane] += weight;
+      }
+    std::copy_n(sums, kWidth, totals);
+  }
+
+  // Sums of the values of some keys, `step` apart, by weights [keys, line]: [rows, dim], or added to what is there.
+  template <typename Vector>
+  DEEPSPEC_TILE_INLINE void add(
+      const float* weights, int64_t line, int64_t rows, const float* values, int64_t step, int64_t keys, float* panel, float* sums,
+      bool continues) const {
+    int64_t column = 0;
+    for (; column + 2 * kLength<Vector> <= dim; column += 2 * kLength<Vector>)
+      add_columns<Vector, 2>(weights, line, rows, values + column, step, keys, panel, sums + column, continues);
+    if (column < dim) add_columns<Vector, 1>(weights, line, rows, values + column, step, keys, panel, sums + column, continues);
+  }
+
+  template <typename Vector, int kVectors>
+  DEEPSPEC_TILE_INLINE void add_columns(
+      const float* weights, int64_t line, int64_t rows, const float* values, int64_t step, int64_t keys, float* panel, float* sums,
+      bool continues) const {
+    constexpr int64_t kWidth = kVectors * kLength<Vector>;
+    // Values that are read more than once lie side by side then: many that are a power of two apart do not stay in a cache.
+    if (rows > kTileRows<Vector>) {
+      for (int64_t key = 0; key < keys; ++key) std::memcpy(panel + key * kWidth, values + key * step, kWidth * sizeof(float));
+      values = panel, step = kWidth;
+    }
+    for (int64_t row = 0, count; row < rows; row += count) {
+      count = rows_of_tile<Vector>(rows - row);
+      tile_of<Vector, kVectors, false>(count, {weights + row, 1, line, values, step, keys}, sums + row * dim, dim, continues);
+    }
   }
 };
+
+DEEPSPEC_MIDDLE void attend_middle(const Reading& reading, int64_t task) { reading.attend<Middle>(task); }
+DEEPSPEC_WIDE void attend_wide(const Reading& reading, int64_t task) { reading.attend<Wide>(task); }
+
+#endif
 
 }  // namespace
 
 extern "C" {
 
-bool ds_has_history_attention() {
-  return sgemm_ != nullptr;
+// Whether there is attention over histories for heads of `dim` values on this processor.
+bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
+#if DEEPSPEC_TILES
+  return tile_level() != kNone && dim > 0 && dim % kLength<Middle> == 0;
+#else
+  return false;
+#endif
 }
 
 // Stores k and v [N, G, D] in the chunks' histories and gives what their queries q [N, H, D] see there, [N, H, D]; zeros in rows of no chunk.
@@ -138,8 +166,11 @@ char* ds_history_attention(
     const at::Tensor* q, const at::Tensor* k, const at::Tensor* v, const HistoryChunk* chunks, size_t count, double scale,
     int64_t window, bool causal, at::Tensor** result) {
   return caught([&] {
+#if DEEPSPEC_TILES
     RECORD_USER_SCOPE("history_attention");
-    at::Tensor out = at::zeros_like(*q);
+    int64_t rows = 0;
+    for (size_t i = 0; i < count; ++i) rows += chunks[i].len;
+    at::Tensor out = rows == q->size(0) ? at::empty_like(*q) : at::zeros_like(*q);
     const Reading reading{
         q->const_data_ptr<float>(),
         k->const_data_ptr<float>(),
@@ -152,9 +183,12 @@ char* ds_history_attention(
         window,
         causal,
         chunks};
-    const OwnProducts own;
-    for_tasks(static_cast<int64_t>(count) * k->size(1), 1, [&](int64_t task) { reading.attend(task); });
+    const auto attend = tile_level() == kAvx512 && reading.dim % kLength<Wide> == 0 ? attend_wide : attend_middle;
+    for_tasks(static_cast<int64_t>(count) * k->size(1), 1, [&](int64_t task) { attend(reading, task); });
     *result = new at::Tensor(std::move(out));
+#else
+    TORCH_CHECK(false, "built for another processor");
+#endif
   });
 }
 }

@@ -18,12 +18,10 @@
 
 #include "group.h"
 #include "operators.h"
+#include "tiles.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define DEEPSPEC_MULTIPLIES 1
+#if DEEPSPEC_TILES
 #include <immintrin.h>
-#else
-#define DEEPSPEC_MULTIPLIES 0
 #endif
 
 namespace {
@@ -43,14 +41,13 @@ constexpr int64_t kWorthwhile = 1 << 13;
 
 [[maybe_unused]] int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-#if DEEPSPEC_MULTIPLIES
-#define DEEPSPEC_AVX2 __attribute__((target("avx2,fma")))
-#define DEEPSPEC_AVX2_INLINE inline __attribute__((target("avx2,fma"), always_inline))
+#if DEEPSPEC_TILES
+#define DEEPSPEC_MIDDLE_INLINE inline DEEPSPEC_MIDDLE __attribute__((always_inline))
 
 // Turns 8 values of each of kSide lines, `line` apart, into 8 groups of kSide values, `kSide` apart. Where kSide is less than 8, each group spoils the
 // beginning of the next, which comes later, and the last one none.
 template <int64_t kSide>
-DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64_t step) {
+DEEPSPEC_MIDDLE_INLINE void turn(const float* from, int64_t line, float* to, int64_t step) {
   static_assert(kSide == 6 || kSide == 8);
   __m256 lines[8], pairs[8], turned[8];
   for (int i = 0; i < 8; ++i) lines[i] = i < kSide ? _mm256_loadu_ps(from + i * line) : _mm256_setzero_ps();
@@ -80,7 +77,7 @@ DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64
 // Copies `count` lines of `depth` inputs, which are `line` and `input` apart, into panels of kSide lines, [inputs, kSide] each, one behind the other;
 // zeros stand for the lines behind the last.
 template <int64_t kSide>
-DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
+DEEPSPEC_MIDDLE_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
   // Lines that lie side by side are read in long pieces, of as many panels as a cache lets be written in turn.
   constexpr int64_t kTogether = kSide == kRows ? kBlockRows : 4 * kSide;
   for (int64_t first = 0; first < count; first += kTogether) {
@@ -115,7 +112,7 @@ DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, i
 }
 
 // kRows rows, whose values are `down` and `across` apart, times a panel of columns, in place of `out` or added to it; its rows are `line` apart.
-DEEPSPEC_AVX2_INLINE void tile(
+DEEPSPEC_MIDDLE_INLINE void tile(
     const float* rows, int64_t down, int64_t across, const float* columns, int64_t depth, float* out, int64_t line, bool add) {
   __m256 sums[kRows][2];
 #pragma GCC unroll 6
@@ -153,7 +150,7 @@ struct Patch {
 
   // What stands from row i and column j on, of at most kRows rows: they lie in place, `down` apart, or in a panel.
   template <bool kInPlace>
-  DEEPSPEC_AVX2_INLINE void fill(int64_t i, int64_t j, int64_t rows, const float* from, int64_t down, const float* of_columns) const {
+  DEEPSPEC_MIDDLE_INLINE void fill(int64_t i, int64_t j, int64_t rows, const float* from, int64_t down, const float* of_columns) const {
     float* to = out + i * line + j;
     const float* panel = of_columns + j * inputs;
     const int64_t across = kInPlace ? 1 : kRows, columns = std::min(kColumns, width - j);
@@ -169,18 +166,6 @@ struct Patch {
   }
 };
 
-// Memory that will be read soon, a piece at a time while something else is computed.
-struct Ahead {
-  const float *at = nullptr, *end = nullptr;
-  int64_t step = 0;
-
-  void fetch() {
-    for (int64_t i = 0; i < step && at < end; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
-  }
-
-  static constexpr int64_t kLine = 16;
-};
-
 // a [rows, depth] times b [depth, columns], in place of `out` or added to it.
 struct Multiplication {
   Factor a, b;
@@ -189,7 +174,7 @@ struct Multiplication {
   bool add;
 
   // Some of its rows and columns.
-  DEEPSPEC_AVX2 void run(int64_t first_row, int64_t end_row, int64_t first_column, int64_t end_column) const {
+  DEEPSPEC_MIDDLE void run(int64_t first_row, int64_t end_row, int64_t first_column, int64_t end_column) const {
     const int64_t deep = std::min(depth, kDepth);
     const int64_t of_columns_size = rounded_up(std::min(end_column - first_column, kBlockColumns), kColumns) * deep;
     const int64_t of_rows_size = rounded_up(std::min(end_row - first_row, kBlockRows), kRows) * deep;
@@ -252,24 +237,13 @@ struct Multiplication {
   }
 };
 
-bool has_avx2() {
-  static const bool has = [] {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  }();
-  return has;
-}
+#endif
+
+// Whether the processor can.
+bool has_avx2() { return tile_level() >= kAvx2; }
 
 // Whether they are the better choice on this processor.
-bool multiplies_here() {
-  static const bool here = has_avx2() && !__builtin_cpu_supports("avx512f");
-  return here;
-}
-
-#else
-bool has_avx2() { return false; }
-bool multiplies_here() { return false; }
-#endif
+bool multiplies_here() { return tile_level() == kAvx2; }
 
 [[maybe_unused]] Factor factor(const at::Tensor& matrix) { return {matrix.const_data_ptr<float>(), matrix.stride(0), matrix.stride(1)}; }
 
@@ -287,7 +261,7 @@ bool multipliable(const at::Tensor& a, const at::Tensor& b) {
 void multiply(
     [[maybe_unused]] const at::Tensor& a, [[maybe_unused]] const at::Tensor& b, [[maybe_unused]] const at::Tensor& out,
     [[maybe_unused]] bool add) {
-#if DEEPSPEC_MULTIPLIES
+#if DEEPSPEC_TILES
   RECORD_USER_SCOPE("multiply");
   Multiplication{factor(a), factor(b), out.mutable_data_ptr<float>(), a.size(0), b.size(1), a.size(1), out.stride(0), add}
       .run_all();

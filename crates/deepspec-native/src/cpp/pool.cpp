@@ -28,6 +28,11 @@ struct Block {
   size_t size = 0;
 };
 
+// A block in use, of which the beginning is needed.
+struct Use {
+  size_t size, needed;
+};
+
 class Pool final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override;
@@ -40,17 +45,20 @@ class Pool final : public c10::Allocator {
 
  private:
   void* take(size_t size);
+  void shrink(size_t most);
   Block reuse(size_t size);
   Block forget(uint64_t number);
 
   std::mutex mutex_;
-  std::unordered_map<void*, size_t> used_;
+  std::unordered_map<void*, Use> used_;
+  // Blocks in use that are larger than needed.
+  std::set<void*> roomy_;
   // Freed blocks in the order in which they were freed, and their numbers by size.
   std::map<uint64_t, Block> kept_;
   std::set<std::pair<size_t, uint64_t>> by_size_;
   uint64_t freed_ = 0;
-  // Bytes in use, those at most so far, and those kept.
-  size_t in_use_ = 0, most_ = 0, spare_ = 0;
+  // Bytes needed, those at most so far, and those held.
+  size_t in_use_ = 0, most_ = 0, held_ = 0;
 };
 
 Pool& pool() {
@@ -78,27 +86,44 @@ void* Pool::take(size_t size) {
   std::lock_guard<std::mutex> guard(mutex_);
   Block block = reuse(size);
   const size_t most = std::max(most_, in_use_ + size);
-  while (in_use_ + size + spare_ > most) {
-    Block oldest = forget(kept_.begin()->first);
-    munmap(oldest.start, oldest.size);
-  }
-  if (block.size != size) {
-    // A block of another size brings its pages along; the system adds what is missing, or takes what is too much.
+  if (block.size < size) {
+    held_ += size - block.size;
+    shrink(most);
+    // The block brings its pages along; the system adds what is missing.
     void* fitted = block.start == nullptr
         ? mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         : mremap(block.start, block.size, size, MREMAP_MAYMOVE);
     if (fitted == MAP_FAILED) {
       if (block.start != nullptr) munmap(block.start, block.size);
+      held_ -= size;
       return nullptr;
     }
-    block.start = fitted;
+    block = {fitted, size};
     // The system hands memory out in pieces of 4 KiB otherwise, and each costs a fault: a training step took 296 ms so and 280 with large ones.
     if (size >= kHuge) madvise(fitted, size, MADV_HUGEPAGE);
   }
-  used_.emplace(block.start, size);
   in_use_ += size;
   most_ = most;
+  used_.emplace(block.start, Use{block.size, size});
+  if (block.size > size) roomy_.insert(block.start);
   return block.start;
+}
+
+// Gives back what is held beyond `most`: kept blocks, the oldest first, then what is too much of those in use.
+void Pool::shrink(size_t most) {
+  while (held_ > most && !kept_.empty()) {
+    Block oldest = forget(kept_.begin()->first);
+    munmap(oldest.start, oldest.size);
+    held_ -= oldest.size;
+  }
+  while (held_ > most && !roomy_.empty()) {
+    void* start = *roomy_.begin();
+    Use& use = used_.find(start)->second;
+    munmap(static_cast<char*>(start) + use.needed, use.size - use.needed);
+    held_ -= use.size - use.needed;
+    use.size = use.needed;
+    roomy_.erase(roomy_.begin());
+  }
 }
 
 // Of the kept blocks one of this size, else the next larger one, else the next smaller one; none that is off by more than twice.
@@ -115,7 +140,6 @@ Block Pool::forget(uint64_t number) {
   Block block = kept->second;
   kept_.erase(kept);
   by_size_.erase({block.size, number});
-  spare_ -= block.size;
   return block;
 }
 
@@ -127,10 +151,10 @@ void Pool::release(void* start) {
     c10::GetDefaultCPUAllocator()->raw_deleter()(start);
     return;
   }
-  Block block{start, used->second};
+  Block block{start, used->second.size};
+  in_use_ -= used->second.needed;
   used_.erase(used);
-  in_use_ -= block.size;
-  spare_ += block.size;
+  roomy_.erase(start);
   by_size_.insert({block.size, freed_});
   kept_.emplace(freed_, block);
   ++freed_;

@@ -1,99 +1,111 @@
-// Products of float32 rows with weights that were packed for them, on processors of x86 with AVX2 or AVX-512. Each value is one chain of fused
-// multiply-adds over the inputs in their order, so that a row's bits do not depend on how many rows it comes with; and weights are read in the order
-// in which they lie, which is what few rows wait for.
+// Products of float32 rows with weights that were packed for them. Weights are read in the order in which they lie, and asked for before they are
+// needed: that is what few rows wait for.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define DEEPSPEC_PACKS 1
-#else
-#define DEEPSPEC_PACKS 0
-#endif
+#include "group.h"
+#include "operators.h"
+#include "tiles.h"
 
 namespace {
 
-// Instructions that products are compiled for.
-enum Level : int32_t { kNone, kAvx2, kAvx512 };
+#if DEEPSPEC_TILES
 
-#if DEEPSPEC_PACKS
+// Rows that a task multiplies by one panel, and inputs of the panel that the first cache holds meanwhile; the next one holds the rows'.
+constexpr int64_t kPass = 128, kInputs = 256;
 
 // Outputs that lie side by side: panels are [input, kPanel], one behind the other.
-constexpr int64_t kPanel = 32;
-// Rows that a task multiplies by one panel: the panel stays in the first caches meanwhile, the rows in the next one.
-constexpr int64_t kPass = 128;
+template <typename Vector>
+constexpr int64_t kPanel = 2 * kLength<Vector>;
 
-typedef float Middle __attribute__((vector_size(32)));
-typedef float Wide __attribute__((vector_size(64)));
+// Where a product's values go: so many of a panel's outputs, in rows that are `line` apart.
+struct Place {
+  float* at;
+  int64_t line, kept;
+};
 
+// Rows [rows, width] times panels [panels, width, kPanel].
 struct Product {
-  const float* x;       // [rows, width]
-  const float* panels;  // [panels, width, kPanel]
-  float* out;           // [rows, outputs]
-  int64_t rows, width, outputs;
+  const float* x;
+  const float* panels;
+  int64_t width;
 
-  int64_t panel_count() const { return (outputs + kPanel - 1) / kPanel; }
-  int64_t task_count() const { return (rows + kPass - 1) / kPass * panel_count(); }
-
-  // One panel and all rows of one pass; panels go round within a pass.
+  // Rows from `first` to `end`, of one pass, times one panel.
   template <typename Vector>
-  inline __attribute__((always_inline)) void run(int64_t task) const {
-    // So many rows' sums, two vectors each, stay in registers: of the wide ones there are 32, of the others 16.
-    constexpr int64_t kMost = sizeof(Vector) == sizeof(Wide) ? 8 : 6;
-    const int64_t panel = task % panel_count(), end = std::min(rows, (task / panel_count() + 1) * kPass);
-    for (int64_t row = task / panel_count() * kPass, count; row < end; row += count) {
-      const int64_t left = end - row;
-      count = left > kMost && left < 2 * kMost ? (left + 1) / 2 : std::min(left, kMost);
-      switch (count) {
-        case 1: tile<Vector, 1>(row, panel); break;
-        case 2: tile<Vector, 2>(row, panel); break;
-        case 3: tile<Vector, 3>(row, panel); break;
-        case 4: tile<Vector, 4>(row, panel); break;
-        case 5: tile<Vector, 5>(row, panel); break;
-        case 6: tile<Vector, 6>(row, panel); break;
-        case 7: tile<Vector, 7>(row, panel); break;
-        default: tile<Vector, 8>(row, panel);
+  DEEPSPEC_TILE_INLINE void run(int64_t panel, int64_t first, int64_t end, const Place& place) const {
+    const int64_t tiles = (end - first + kTileRows<Vector> - 1) / kTileRows<Vector>;
+    for (int64_t input = 0; input < width; input += kInputs) {
+      const int64_t depth = std::min(kInputs, width - input), size = depth * kPanel<Vector>;
+      const float* columns = panels + (panel * width + input) * kPanel<Vector>;
+      // Few tiles wait for their columns: the first one asks ahead while it reads. Of more, each asks for a share of what comes next.
+      const bool few = tiles <= 3;
+      Ahead ahead{columns + size, few ? columns + size : columns + 2 * size, size / (Ahead::kLine * tiles) + 1};
+      for (int64_t row = first, count; row < end; row += count, ahead.fetch()) {
+        count = rows_of_tile<Vector>(end - row);
+        const TileOf of{x + row * width + input, width, 1, columns, kPanel<Vector>, depth};
+        const Place to{place.at + (row - first) * place.line, place.line, place.kept};
+        few && row == first ? write<Vector, true>(count, of, to, input > 0) : write<Vector, false>(count, of, to, input > 0);
       }
     }
   }
 
-  // So many rows from `row` on, and the outputs of a panel.
-  template <typename Vector, int kRows>
-  inline __attribute__((always_inline)) void tile(int64_t row, int64_t panel) const {
-    constexpr int64_t kLength = sizeof(Vector) / sizeof(float);
-    const float *in = x + row * width, *weights = panels + panel * width * kPanel;
-    for (int64_t first = 0; first < kPanel; first += 2 * kLength) {
-      const int64_t output = panel * kPanel + first, kept = std::min(2 * kLength, outputs - output);
-      if (kept <= 0) return;  // padding
-      Vector sums[kRows][2] = {};
-      for (int64_t i = 0; i < width; ++i) {
-        Vector pair[2];
-        std::memcpy(&pair[0], weights + i * kPanel + first, sizeof(Vector));
-        std::memcpy(&pair[1], weights + i * kPanel + first + kLength, sizeof(Vector));
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          sums[r][0] += in[r * width + i] * pair[0];
-          sums[r][1] += in[r * width + i] * pair[1];
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        float *to = out + (row + r) * outputs + output, whole[2 * kLength];
-        float* at = kept == 2 * kLength ? to : whole;
-        std::memcpy(at, &sums[r][0], sizeof(Vector));
-        std::memcpy(at + kLength, &sums[r][1], sizeof(Vector));
-        if (at == whole) std::memcpy(to, whole, kept * sizeof(float));
-      }
-    }
+  // What so many rows and some of their inputs come to.
+  template <typename Vector, bool kAhead>
+  DEEPSPEC_TILE_INLINE static void write(int64_t count, const TileOf& of, const Place& to, bool continues) {
+    if (to.kept >= kPanel<Vector>) return tile_of<Vector, 2, kAhead>(count, of, to.at, to.line, continues);
+    float whole[kTileRows<Vector> * kPanel<Vector>] = {};
+    for (int64_t r = 0; continues && r < count; ++r) std::copy_n(to.at + r * to.line, to.kept, whole + r * kPanel<Vector>);
+    tile_of<Vector, 2, kAhead>(count, of, whole, kPanel<Vector>, continues);
+    for (int64_t r = 0; r < count; ++r) std::copy_n(whole + r * kPanel<Vector>, to.kept, to.at + r * to.line);
   }
 };
 
-__attribute__((target("avx2,fma"))) void run_middle(const Product& product, int64_t task) { product.run<Middle>(task); }
-__attribute__((target("avx512f"))) void run_wide(const Product& product, int64_t task) { product.run<Wide>(task); }
+// A product, or where `gate` has panels too, the product with `up`'s times silu of that with `gate`'s.
+struct Products {
+  Product up, gate;
+  float* out;  // [rows, outputs]
+  int64_t rows, outputs;
+
+  // One panel and all rows of one pass; panels go round within a pass.
+  template <typename Vector>
+  DEEPSPEC_TILE_INLINE void run(int64_t task) const {
+    const int64_t panel = task % panel_count<Vector>(), first = task / panel_count<Vector>() * kPass;
+    const int64_t end = std::min(rows, first + kPass), output = panel * kPanel<Vector>, kept = std::min(kPanel<Vector>, outputs - output);
+    float* to = out + first * outputs + output;
+    if (!gate.panels) return up.run<Vector>(panel, first, end, {to, outputs, kept});
+    float gates[kPass * kPanel<Vector>], ups[kPass * kPanel<Vector>];
+    gate.run<Vector>(panel, first, end, {gates, kPanel<Vector>, kPanel<Vector>});
+    up.run<Vector>(panel, first, end, {ups, kPanel<Vector>, kPanel<Vector>});
+    for (int64_t row = 0; row < end - first; ++row) {
+      const float *gate_row = gates + row * kPanel<Vector>, *up_row = ups + row * kPanel<Vector>;
+      if (kept == kPanel<Vector>)
+        for (int64_t i = 0; i < kPanel<Vector>; ++i) to[row * outputs + i] = gate_row[i] * sigmoid(gate_row[i]) * up_row[i];
+      else
+        for (int64_t i = 0; i < kept; ++i) to[row * outputs + i] = gate_row[i] * sigmoid(gate_row[i]) * up_row[i];
+    }
+  }
+
+  template <typename Vector>
+  int64_t panel_count() const {
+    return (outputs + kPanel<Vector> - 1) / kPanel<Vector>;
+  }
+
+  template <typename Vector>
+  void for_all(void (*run)(const Products&, int64_t)) const {
+    const int64_t work = std::max<int64_t>(1, std::min(rows, kPass) * up.width * kPanel<Vector>);
+    const int64_t tasks = (rows + kPass - 1) / kPass * panel_count<Vector>();
+    for_tasks(tasks, std::max<int64_t>(1, kWork / work), [&](int64_t task) { run(*this, task); });
+  }
+};
+
+DEEPSPEC_MIDDLE void run_middle(const Products& products, int64_t task) { products.run<Middle>(task); }
+DEEPSPEC_WIDE void run_wide(const Products& products, int64_t task) { products.run<Wide>(task); }
 
 #endif
 
@@ -102,28 +114,34 @@ __attribute__((target("avx512f"))) void run_wide(const Product& product, int64_t
 extern "C" {
 
 // The highest level of this processor.
-int32_t ds_product_level() {
-#if DEEPSPEC_PACKS
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return kAvx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
+int32_t ds_product_level() { return tile_level(); }
+
+// Outputs of a panel for a level's instructions.
+int64_t ds_panel([[maybe_unused]] int32_t level) {
+#if DEEPSPEC_TILES
+  return level == kAvx512 ? kPanel<Wide> : kPanel<Middle>;
+#else
+  return 1;
 #endif
-  return kNone;
 }
 
-// x [rows, width] times the transpose of a weight [outputs, width] in panels: [rows, outputs], by the instructions of a level that the processor has.
-// Everything was checked before.
-char* ds_product(const at::Tensor* x, const at::Tensor* panels, int64_t outputs, int32_t level, at::Tensor** result) {
+// x [.., width] times the transpose of a weight [outputs, width] in panels: [.., outputs], by the instructions of a level that the processor has and the
+// panels are for; times silu of the same with the panels of `gate`, where that is not null. x was checked before.
+char* ds_product(
+    const at::Tensor* x, const at::Tensor* panels, const at::Tensor* gate, int64_t outputs, int32_t level, at::Tensor** result) {
   return caught([&] {
-#if DEEPSPEC_PACKS
-    RECORD_USER_SCOPE("packed_product");
-    at::Tensor out = at::empty({x->size(0), outputs}, x->options());
-    const Product product{
-        x->const_data_ptr<float>(), panels->const_data_ptr<float>(), out.mutable_data_ptr<float>(), x->size(0),
-        x->size(1), outputs};
-    const int64_t work = std::max<int64_t>(1, std::min(product.rows, kPass) * product.width * kPanel);
-    const auto run = level == kAvx512 ? run_wide : run_middle;
-    for_tasks(product.task_count(), std::max<int64_t>(1, kWork / work), [&](int64_t task) { run(product, task); });
+#if DEEPSPEC_TILES
+    RECORD_USER_SCOPE(gate ? "packed_gated_product" : "packed_product");
+    const at::Tensor rows = x->contiguous();
+    std::vector<int64_t> size = rows.sizes().vec();
+    const int64_t width = size.back();
+    size.back() = outputs;
+    at::Tensor out = at::empty(size, rows.options());
+    const auto product = [&](const at::Tensor* panels) {
+      return Product{rows.const_data_ptr<float>(), panels ? panels->const_data_ptr<float>() : nullptr, width};
+    };
+    const Products products{product(panels), product(gate), out.mutable_data_ptr<float>(), rows.numel() / width, outputs};
+    level == kAvx512 ? products.for_all<Wide>(run_wide) : products.for_all<Middle>(run_middle);
     *result = new at::Tensor(std::move(out));
 #else
     TORCH_CHECK(false, "built for another processor");

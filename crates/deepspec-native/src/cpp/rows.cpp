@@ -39,10 +39,11 @@ constexpr int64_t kSummed = 64;
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// The sum of `lanes`, which it uses up.
+// The sum of `lanes`, which it uses up. By halves whose number the compiler knows: as a loop it went through memory.
+template <int64_t kHalf = kLanes / 2>
 DEEPSPEC_INLINE float folded(float* lanes) {
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  for (int64_t lane = 0; lane < kHalf; ++lane) lanes[lane] += lanes[lane + kHalf];
+  if constexpr (kHalf > 1) return folded<kHalf / 2>(lanes);
   return lanes[0];
 }
 
@@ -161,7 +162,14 @@ DEEPSPEC_VECTORS int64_t first_of_largest(const float* x, int64_t width) {
     most = lanes[lane] > most ? lanes[lane] : most;
     any |= odd[lane];
   }
-  return any ? -1 : std::find(x, x + width, most) - x;
+  if (any) return -1;
+  // Where it stands is looked for lane by lane, too.
+  for (i = 0; i + kLanes <= width; i += kLanes) {
+    int32_t found = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) found |= x[i + lane] == most;
+    if (found) break;
+  }
+  return std::find(x + i, x + width, most) - x;
 }
 
 // x [.., d] and weight [d].

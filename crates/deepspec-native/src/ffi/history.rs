@@ -2,13 +2,13 @@
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
-use std::sync::LazyLock;
 
 use tch::{Device, Kind, Tensor};
 
 use super::c10d::check;
 
 /// One sequence's queries, and where its history is.
+#[derive(Clone, Copy)]
 pub struct HistoryChunk<'a> {
     /// Keys and values of the pool, `[rows, capacity, G, D]`.
     pub pool: [&'a Tensor; 2],
@@ -44,7 +44,7 @@ struct RawChunk {
 }
 
 unsafe extern "C" {
-    fn ds_has_history_attention() -> bool;
+    fn ds_has_history_attention(dim: i64) -> bool;
     fn ds_history_attention(
         q: *const c_void,
         k: *const c_void,
@@ -58,17 +58,17 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Whether [`history_attention`] can be had: where libtorch lets others have its products of matrices.
-pub fn has_history_attention() -> bool {
-    // SAFETY: it looks whether a symbol was found when the program was linked.
-    static HAS: LazyLock<bool> = LazyLock::new(|| unsafe { ds_has_history_attention() });
-    *HAS
+/// Whether [`history_attention`] can be had for heads of `dim` values: on x86 with AVX2, for multiples of 8.
+pub fn has_history_attention(dim: i64) -> bool {
+    // SAFETY: it only asks the processor.
+    unsafe { ds_has_history_attention(dim) }
 }
 
 /// Stores keys and values `[N, G, D]` of the chunks behind what their histories hold, and lets the queries `[N, H, D]` see those: `[N, H, D]`,
 /// with zeros in rows of no chunk. All float32, on the CPU and without a graph. Chunks do not share rows of a pool.
 ///
-/// With one thread what becomes of a chunk does not depend on the others. Histories are not copied, and what lies behind them is not read.
+/// What becomes of a query depends on its own sequence alone, and its bits on no other query. Histories are not copied, and what lies behind them is
+/// not read.
 ///
 /// # Panics
 /// If shapes, kinds or places do not fit each other, or where [`has_history_attention`] says no.
@@ -77,7 +77,6 @@ pub fn history_attention(
     chunks: &[HistoryChunk<'_>],
     HistoryView { scale, window, sees_chunk }: HistoryView,
 ) -> Tensor {
-    assert!(has_history_attention(), "libtorch keeps its products of matrices to itself");
     let learns = [q, k, v].into_iter().any(Tensor::requires_grad);
     assert!(!learns, "attention over histories has no gradient");
     let is_plain = |of: &Tensor| of.device() == Device::Cpu && of.kind() == Kind::Float && of.is_contiguous();
@@ -85,13 +84,24 @@ pub fn history_attention(
     let fits = size.len() == 3 && size[0] == n && size[2] == dim && size[1] % groups.max(1) == 0;
     assert!(fits && k.size() == v.size(), "queries {size:?} over {:?} and {:?}", k.size(), v.size());
     assert!([q, k, v].into_iter().all(is_plain), "float32 of the CPU, row by row");
+    assert!(has_history_attention(dim), "heads of {dim} on this processor");
+    // Chunks of one pool mostly follow one another, and it takes longer to ask than to attend.
+    let mut known: Option<([&Tensor; 2], [usize; 2])> = None;
     for chunk in chunks {
-        let [rows, capacity] = [0, 1].map(|dim| chunk.pool[0].size()[dim] as usize);
-        let size = [rows as i64, capacity as i64, groups, dim];
-        assert!(chunk.pool.iter().all(|pool| pool.size() == size && is_plain(pool)), "pools of {size:?}");
+        let same = |&(pool, _): &([&Tensor; 2], _)| (0..2).all(|i| ptr::eq(pool[i], chunk.pool[i]));
+        let (_, [rows, capacity]) = known.filter(same).unwrap_or_else(|| {
+            let [rows, capacity] = [0, 1].map(|dim| chunk.pool[0].size()[dim]);
+            let size = [rows, capacity, groups, dim];
+            assert!(chunk.pool.iter().all(|pool| pool.size() == size && is_plain(pool)), "pools of {size:?}");
+            (chunk.pool, [rows as usize, capacity as usize])
+        });
+        known = Some((chunk.pool, [rows, capacity]));
         assert!(
             chunk.row < rows && ends_within(chunk.past_len, chunk.len, capacity),
-            "places of a pool of {size:?}"
+            "places {}..{} in row {} of a pool of {rows} rows of {capacity}",
+            chunk.past_len,
+            chunk.past_len.saturating_add(chunk.len),
+            chunk.row
         );
         assert!(chunk.len > 0 && ends_within(chunk.first, chunk.len, n as usize), "rows of {n}");
     }
@@ -99,9 +109,6 @@ pub fn history_attention(
     let mut places: Vec<_> = chunks.iter().map(|chunk| (chunk.pool[0].data_ptr(), chunk.row)).collect();
     places.sort_unstable();
     assert!(places.windows(2).all(|pair| pair[0] != pair[1]), "two chunks share a row of a pool");
-    let widest = chunks.iter().map(|chunk| chunk.pool[0].size()[1].max(chunk.len as i64 * size[1])).max();
-    let fits = [widest.unwrap_or(0), groups * dim].into_iter().all(|size| i32::try_from(size).is_ok());
-    assert!(fits, "sizes that the BLAS can count");
     let raw: Vec<RawChunk> = chunks
         .iter()
         .map(|chunk| RawChunk {
@@ -145,8 +152,11 @@ mod tests {
 
     #[test]
     fn it_is_attention_of_what_is_seen() {
-        let (heads, groups, dim, capacity) = (6, 2, 16, 300);
-        for (window, sees_chunk) in [(None, false), (None, true), (Some(40), false), (Some(3), true)] {
+        let (heads, groups, capacity) = (6, 2, 300);
+        let windows = [(None, false), (None, true), (Some(40), false), (Some(3), true)];
+        for (dim, (window, sees_chunk)) in
+            [8, 16, 48].into_iter().flat_map(|dim| windows.map(|view| (dim, view)))
+        {
             let pool = [0.1, 0.2].map(|seed| values(&[3, capacity, groups, dim], seed));
             // What lies behind a history is no number at all.
             for tensor in &pool {
@@ -194,12 +204,18 @@ mod tests {
                 // Alone it is the same to the last bit.
                 let alone = history_attention([&q, &k, &v], std::slice::from_ref(chunk), view);
                 assert!(alone.narrow(0, first, len).equal(&all.narrow(0, first, len)));
+                // And so is a query that nobody follows.
+                if !sees_chunk {
+                    let brief = HistoryChunk { len: 1, ..*chunk };
+                    let brief = history_attention([&q, &k, &v], &[brief], view);
+                    assert!(brief.narrow(0, first, 1).equal(&all.narrow(0, first, 1)));
+                }
             }
         }
     }
 
     #[test]
-    #[should_panic(expected = "places of a pool")]
+    #[should_panic(expected = "places 2..5 in row 0 of a pool of 1 rows of 4")]
     fn places_outside_a_pool_are_refused() {
         let pool = values(&[1, 4, 1, 8], 0.0);
         let new = values(&[3, 1, 8], 0.0);

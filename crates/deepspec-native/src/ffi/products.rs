@@ -8,9 +8,6 @@ use tch::{Device, Kind, Tensor};
 
 use super::c10d::check;
 
-/// Outputs that lie side by side, as the shim reads them.
-const PANEL: i64 = 32;
-
 /// The instructions that products are computed by, as the shim numbers them; 0 where it has none for the processor.
 static LEVEL: LazyLock<i32> = LazyLock::new(|| {
     // SAFETY: it only asks the processor.
@@ -19,9 +16,11 @@ static LEVEL: LazyLock<i32> = LazyLock::new(|| {
 
 unsafe extern "C" {
     fn ds_product_level() -> i32;
+    fn ds_panel(level: i32) -> i64;
     fn ds_product(
         x: *const c_void,
         panels: *const c_void,
+        gate: *const c_void,
         outputs: i64,
         level: i32,
         out: *mut *mut c_void,
@@ -34,27 +33,33 @@ unsafe extern "C" {
 /// Every value of a product is one sum over the inputs in their order. So a row's bits do not depend on the rows beside it.
 #[derive(Debug)]
 pub struct PackedWeight {
-    panels: Tensor, // [⌈output / PANEL⌉, input, PANEL], zeros behind the last output
+    panels: Tensor, // [⌈output / panel⌉, input, panel], zeros behind the last output
     outputs: i64,
+    /// The instructions that the panels are for.
+    level: i32,
 }
 
 impl PackedWeight {
     /// Packs a copy of `weight [output, input]`; None where it is not of float32 on the CPU, or learns, and on processors without AVX2.
     pub fn new(weight: &Tensor) -> Option<Self> {
+        can_be_packed(weight).then(|| Self::for_level(*LEVEL, weight)).flatten()
+    }
+
+    /// The same for the instructions of a level, which is not above the processor's.
+    fn for_level(level: i32, weight: &Tensor) -> Option<Self> {
         let &[outputs, width] = weight.size().as_slice() else { return None };
-        if !can_be_packed(weight) {
-            return None;
-        }
-        let (whole, rest) = (outputs / PANEL, outputs % PANEL);
-        let panels = Tensor::empty([whole + i64::from(rest > 0), width, PANEL], (Kind::Float, Device::Cpu));
-        let laid_out = weight.narrow(0, 0, whole * PANEL).view([whole, PANEL, width]);
+        // SAFETY: it only says a number.
+        let panel = unsafe { ds_panel(level) };
+        let (whole, rest) = (outputs / panel, outputs % panel);
+        let panels = Tensor::empty([whole + i64::from(rest > 0), width, panel], (Kind::Float, Device::Cpu));
+        let laid_out = weight.narrow(0, 0, whole * panel).view([whole, panel, width]);
         panels.narrow(0, 0, whole).copy_(&laid_out.transpose(1, 2));
         if rest > 0 {
             let mut last = panels.get(whole);
             let _ = last.zero_();
-            last.narrow(1, 0, rest).copy_(&weight.narrow(0, whole * PANEL, rest).tr());
+            last.narrow(1, 0, rest).copy_(&weight.narrow(0, whole * panel, rest).tr());
         }
-        Some(Self { panels, outputs })
+        Some(Self { panels, outputs, level })
     }
 
     /// Bytes that the packed copy of `weight` takes; 0 where there is none.
@@ -64,7 +69,7 @@ impl PackedWeight {
 
     /// The same weight, not copied.
     pub fn share(&self) -> Self {
-        Self { panels: self.panels.shallow_clone(), outputs: self.outputs }
+        Self { panels: self.panels.shallow_clone(), ..*self }
     }
 
     /// The weight as it was; a copy, or sharing the storage.
@@ -83,30 +88,35 @@ impl PackedWeight {
     /// # Panics
     /// If x is not float32 of the CPU, is of another width, or wants a gradient, or there is no memory for the result.
     pub fn product(&self, x: &Tensor) -> Tensor {
-        self.product_by(*LEVEL, x)
+        self.gated_by(None, x)
     }
 
-    /// The same by the instructions of a level, which is not above the processor's.
-    fn product_by(&self, level: i32, x: &Tensor) -> Tensor {
-        let ([outputs, width], mut size) = (self.size(), x.size());
+    /// `silu(x Gᵀ) ⊙ x Wᵀ`, of which neither factor is written down.
+    ///
+    /// # Panics
+    /// As [`PackedWeight::product`], and if G is of another size.
+    pub fn gated_product(&self, gate: &Self, x: &Tensor) -> Tensor {
+        assert_eq!((gate.size(), gate.level), (self.size(), self.level), "a gate of another weight");
+        self.gated_by(Some(gate), x)
+    }
+
+    fn gated_by(&self, gate: Option<&Self>, x: &Tensor) -> Tensor {
+        let ([outputs, width], size) = (self.size(), x.size());
         let fits = x.device() == Device::Cpu && x.kind() == Kind::Float && size.last() == Some(&width);
         assert!(fits, "{:?} {size:?} on {:?} and a packed weight of {width} inputs", x.kind(), x.device());
         assert!(!x.requires_grad(), "a packed weight gives no gradient");
-        let (x, mut out) = (x.contiguous().view([-1, width]), ptr::null_mut());
-        let (rows, panels) = (x.as_ptr().cast(), self.panels.as_ptr().cast());
-        // SAFETY: the shim reads both tensors during the call only. x is rows of `width` float32, the panels hold as many for all outputs: both are
-        // contiguous and were checked, here and where they were packed; the processor has the level. It catches every C++ exception, and
-        // sets `out` where it returns null.
-        let problem = unsafe { ds_product(rows, panels, outputs, level, &mut out) };
+        let [x, panels] = [x, &self.panels].map(|tensor| tensor.as_ptr().cast());
+        let gate = gate.map_or(ptr::null(), |gate| gate.panels.as_ptr().cast());
+        let mut out = ptr::null_mut();
+        // SAFETY: the shim reads the tensors during the call only. x is rows of `width` float32, panels hold as many for all outputs and are contiguous,
+        // which was checked, here and where they were packed; the processor has the level that they are for. It catches every C++ exception, and sets
+        // `out` where it returns null.
+        let problem = unsafe { ds_product(x, panels, gate, outputs, self.level, &mut out) };
         if let Err(problem) = check(problem) {
             panic!("a product with a packed weight: {problem}");
         }
         // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
-        let y = unsafe { Tensor::from_ptr(out.cast()) };
-        if let Some(last) = size.last_mut() {
-            *last = outputs;
-        }
-        y.view(size.as_slice())
+        unsafe { Tensor::from_ptr(out.cast()) }
     }
 }
 
@@ -131,22 +141,35 @@ mod tests {
     fn rows_are_multiplied_whatever_their_number() {
         assert!(*LEVEL > 0, "this processor has no AVX2");
         // Whole panels and rests of them, sums of one and of many.
-        for [outputs, width] in [[192, 288], [96, 1024], [32, 1], [33, 7], [1, 192], [21, 48], [8, 5]] {
+        for [outputs, width] in [[192, 288], [96, 1024], [32, 1], [33, 7], [1, 600], [21, 48], [8, 5]] {
             let (x, weight) = (values(&[300, width]), values(&[outputs, width]));
-            let packed = PackedWeight::new(&weight).unwrap();
-            assert_eq!(packed.size(), [outputs, width]);
-            assert!(packed.unpacked().equal(&weight));
-            let all = packed.product(&x);
-            let [exact, weight] = [&x, &weight].map(|tensor| tensor.to_kind(Kind::Double));
-            let exact = exact.linear(&weight, None::<&Tensor>);
+            let all = PackedWeight::new(&weight).unwrap().product(&x);
+            let [exact, double] = [&x, &weight].map(|tensor| tensor.to_kind(Kind::Double));
+            let exact = exact.linear(&double, None::<&Tensor>);
             assert!(all.to_kind(Kind::Double).allclose(&exact, 1e-5, 1e-5, false), "{outputs} of {width}");
-            // The instructions are other ones, the sums are the same.
-            for (level, rows) in (1..=*LEVEL)
-                .flat_map(|level| (0..40).chain([127, 128, 129, 257]).map(move |rows| (level, rows)))
-            {
-                let some = packed.product_by(level, &x.narrow(0, 300 - rows, rows));
-                let equal = some.equal(&all.narrow(0, 300 - rows, rows));
-                assert!(equal, "{rows} rows, {outputs} of {width}, level {level}");
+            for level in 1..=*LEVEL {
+                let packed = PackedWeight::for_level(level, &weight).unwrap();
+                assert_eq!(packed.size(), [outputs, width]);
+                assert!(packed.unpacked().equal(&weight));
+                // The instructions are other ones, the sums are the same.
+                for rows in (0..40).chain([127, 128, 129, 257]) {
+                    let some = packed.product(&x.narrow(0, 300 - rows, rows));
+                    let equal = some.equal(&all.narrow(0, 300 - rows, rows));
+                    assert!(equal, "{rows} rows, {outputs} of {width}, level {level}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gated_products_are_those_of_gate_and_product() {
+        for [rows, outputs, width] in [[1, 512, 192], [200, 40, 300], [17, 7, 5]] {
+            let [x, gate, up] = [(rows, 0.1), (outputs, 0.2), (outputs, 0.3)]
+                .map(|(lines, shift)| (values(&[lines, width]) + shift) * 0.5);
+            for level in 1..=*LEVEL {
+                let [gate, up] = [&gate, &up].map(|weight| PackedWeight::for_level(level, weight).unwrap());
+                let expected = gate.product(&x).silu() * up.product(&x);
+                assert!(up.gated_product(&gate, &x).allclose(&expected, 1e-6, 1e-6, false));
             }
         }
     }

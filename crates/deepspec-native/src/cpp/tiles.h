@@ -1,0 +1,130 @@
+// Tiles of products of float32: the sums of some rows and columns stay in registers while the inputs go by. Each is one chain of fused
+// multiply-adds over the inputs in their order, so that its bits do not depend on what is computed beside it. On processors of x86 with AVX2 or
+// AVX-512, whose registers are told apart by the type of vector.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DEEPSPEC_TILES 1
+#else
+#define DEEPSPEC_TILES 0
+#endif
+
+namespace {
+
+// Instructions that tiles are compiled for.
+enum Level : int32_t { kNone, kAvx2, kAvx512 };
+
+// The highest level of this processor.
+Level tile_level() {
+#if DEEPSPEC_TILES
+  static const Level level = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) return kAvx512;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2 : kNone;
+  }();
+  return level;
+#else
+  return kNone;
+#endif
+}
+
+#if DEEPSPEC_TILES
+
+// Memory that will be read soon, a piece at a time while something else is computed.
+struct Ahead {
+  const float *at = nullptr, *end = nullptr;
+  int64_t step = 0;
+
+  void fetch() {
+    for (int64_t i = 0; i < step && at < end; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
+  }
+
+  static constexpr int64_t kLine = 16;
+};
+
+// What calls tiles is compiled for one of these.
+#define DEEPSPEC_MIDDLE __attribute__((target("avx2,fma")))
+#define DEEPSPEC_WIDE __attribute__((target("avx512f")))
+#define DEEPSPEC_TILE_INLINE inline __attribute__((always_inline))
+
+typedef float Middle __attribute__((vector_size(32)));
+typedef float Wide __attribute__((vector_size(64)));
+
+template <typename Vector>
+constexpr int64_t kLength = sizeof(Vector) / sizeof(float);
+
+// So many rows' sums, two vectors each, stay in registers: of the wide ones there are 32, of the others 16.
+template <typename Vector>
+constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Wide) ? 8 : 6;
+
+// Rows of the next tile, where so many are left.
+template <typename Vector>
+int64_t rows_of_tile(int64_t left) {
+  constexpr int64_t kMost = kTileRows<Vector>;
+  return left > kMost && left < 2 * kMost ? (left + 1) / 2 : std::min(left, kMost);
+}
+
+// What a tile multiplies: rows whose values are `down` and `across` apart, by columns whose inputs are `line` apart.
+struct TileOf {
+  const float* rows;
+  int64_t down, across;
+  const float* columns;
+  int64_t line, depth;
+};
+
+// So many rows times so many vectors of columns: to `out`, or as a continuation of the sums there; its rows are `out_line` apart. Where it fetches
+// ahead, it asks for columns behind those that it reads, of which it asks nothing else: there need not be any.
+template <typename Vector, int kRows, int kVectors, bool kAhead>
+DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line, bool continues) {
+  // As far as memory takes to answer.
+  constexpr int64_t kDistance = 2048, kFetched = 16;
+  const TileOf here = of;
+  Vector sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int c = 0; c < kVectors; ++c) {
+      sums[r][c] = Vector{};
+      if (continues) std::memcpy(&sums[r][c], out + r * out_line + c * kLength<Vector>, sizeof(Vector));
+    }
+  for (int64_t i = 0; i < here.depth; ++i) {
+    Vector columns[kVectors];
+#pragma GCC unroll 2
+    for (int c = 0; c < kVectors; ++c) {
+      const float* at = here.columns + i * here.line + c * kLength<Vector>;
+      std::memcpy(&columns[c], at, sizeof(Vector));
+      if (kAhead && c * kLength<Vector> % kFetched == 0) __builtin_prefetch(at + kDistance);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < kVectors; ++c) sums[r][c] += here.rows[r * here.down + i * here.across] * columns[c];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int c = 0; c < kVectors; ++c) std::memcpy(out + r * out_line + c * kLength<Vector>, &sums[r][c], sizeof(Vector));
+}
+
+// The same of up to kTileRows rows.
+template <typename Vector, int kVectors, bool kAhead>
+DEEPSPEC_TILE_INLINE void tile_of(int64_t rows, const TileOf& of, float* out, int64_t out_line, bool continues) {
+  switch (rows) {
+    case 1: return tile_of<Vector, 1, kVectors, kAhead>(of, out, out_line, continues);
+    case 2: return tile_of<Vector, 2, kVectors, kAhead>(of, out, out_line, continues);
+    case 3: return tile_of<Vector, 3, kVectors, kAhead>(of, out, out_line, continues);
+    case 4: return tile_of<Vector, 4, kVectors, kAhead>(of, out, out_line, continues);
+    case 5: return tile_of<Vector, 5, kVectors, kAhead>(of, out, out_line, continues);
+    case 6: return tile_of<Vector, 6, kVectors, kAhead>(of, out, out_line, continues);
+    case 7: return tile_of<Vector, 7, kVectors, kAhead>(of, out, out_line, continues);
+    default: return tile_of<Vector, 8, kVectors, kAhead>(of, out, out_line, continues);
+  }
+}
+
+#endif
+
+}  // namespace
