@@ -4,9 +4,9 @@
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=PYTHON cargo bench -p deepspec-eval --bench speed [-- PROMPTS_PER_SUITE]
 //! ```
-//! `DEEPSPEC_DRAFT` names another DSpark of that target; without `DEEPSPEC_REFERENCE` the engine is timed alone. All take turns, the median
-//! of three rounds counts. Bare forwards are those of target and drafter with their logits, on the tokens of the run itself; confidences, all
-//! draws, verification and bookkeeping are what the engine adds to them.
+//! `DEEPSPEC_DRAFT` names another DSpark of that target; without `DEEPSPEC_REFERENCE` the engine is timed alone. All take
+//! turns in three rounds, 16 slots and bare forwards three times in each; medians count. Bare forwards are those of target and drafter with their
+//! logits, on the tokens of the run itself; confidences, all draws, verification and bookkeeping are what the engine adds to them.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -34,7 +34,7 @@ use tch::{Device, Kind, Tensor};
 const SUITES: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
 const MAX_NEW_TOKENS: usize = 256;
 const ROUNDS: usize = 3;
-/// Of the engine and bare forwards in each round: they take seconds, and whoever shares the processor comes and goes.
+/// How often a round times 16 slots and bare forwards: they take seconds, and whoever shares the processor comes and goes.
 const TURNS: usize = 3;
 const SLOTS: usize = 16;
 

@@ -51,8 +51,8 @@ pub fn verify(
     Verdict { accepted, next }
 }
 
-/// The same where the target is sure of a token everywhere, as it is at temperature 0: `target [S, Γ+1]` int64. How sure the drafter was decides
-/// nothing then, and neither does chance.
+/// [`verify`] for a target that is sure of a token at every place, as it is at temperature 0; `target [S, Γ+1]` int64 holds these tokens. Neither
+/// chance nor how sure the drafter was decides anything then.
 pub fn verify_sure(target: &Tensor, tokens: &Tensor, lens: &Tensor) -> Verdict {
     let accepted = survivors(&target.narrow(1, 0, tokens.size()[1]).eq_tensor(tokens), lens);
     let next = target.gather(1, &accepted.unsqueeze(1), false).squeeze_dim(1);
@@ -77,11 +77,12 @@ mod tests {
         let (sequences, longest, vocab) = (60, 5, 3);
         let cpu = (Kind::Int64, Device::Cpu);
         // Few words, so that blocks are accepted up to any of their tokens.
-        let numbers =
-            |count: i64, step: i64| Tensor::arange(count, cpu).square().floor_divide_scalar(step) % vocab;
+        let numbers = |count: i64, step: i64| {
+            Tensor::arange(count, cpu).square().floor_divide_scalar(step).remainder(vocab)
+        };
         let target = numbers(sequences * (longest + 1), 7).view([sequences, longest + 1]);
         let tokens = numbers(sequences * longest, 5).view([sequences, longest]);
-        let lens = Tensor::arange(sequences, cpu) % (longest + 1);
+        let lens = Tensor::arange(sequences, cpu).remainder(longest + 1);
         let [p, q] = [&target, &tokens].map(|of| of.one_hot(vocab).to_kind(Kind::Float));
         for q in [q.shallow_clone(), &q * 0.7 + 0.1] {
             let uniforms = Tensor::full([sequences, longest], 0.999, (Kind::Double, Device::Cpu));

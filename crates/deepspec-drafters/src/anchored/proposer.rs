@@ -97,13 +97,14 @@ impl<K: Anchored> AnchoredProposer<K> {
     fn hidden(&mut self, plan: &BatchPlan, anchors: &Tensor) -> Tensor {
         let rotations = self.model.rotations(plan.positions());
         let mask = K::blocks(self.model.config()).mask_token_id;
-        let distinct = Tensor::cat(&[anchors, &anchors.narrow(0, 0, 1).full_like(mask)], 0);
+        let distinct =
+            Tensor::cat(&[anchors, &Tensor::full([1], mask, (anchors.kind(), anchors.device()))], 0);
         let distinct = self.model.embed(&distinct); // [S + 1, d]
         let mut x = over_blocks(&distinct, self.slots() as i64); // [S·B, d]
         for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
             let (rotation, attend) = (rotations.of(i), |qkv: &Qkv| self.cache.attend(i, plan, qkv));
             x = match i {
-                // On a GPU few rows wait for launches, of which it takes more.
+                // On a GPU its launches would cost more than the rows that it leaves out.
                 0 if self.model.device() == Device::Cpu => {
                     self.model.run_first_layer(layer, &x, || distinct.shallow_clone(), rotation, attend)
                 }

@@ -5,8 +5,8 @@ use tch::{Kind, Tensor};
 use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
 
-/// Tokens of a chunk that attends by itself on the CPU: blocks, what was accepted of them, and short prompts, which would be padded to [`SPAN`]. The scores of those query heads that
-/// share keys, which each thread keeps room for (4 MiB), are no more than this.
+/// Tokens of a chunk that attends by itself on the CPU: blocks, what was accepted of them, and short prompts, which would be padded to
+/// [`SPAN`]. The scores of those query heads that share keys, which each thread keeps room for (4 MiB), are no more than `FEW_SCORES`.
 const FEW_TOKENS: usize = 128;
 const FEW_SCORES: usize = 1 << 20;
 
@@ -164,7 +164,8 @@ impl KvCache {
     /// Whether a chunk attends by itself. That follows from the chunk alone.
     fn is_few(&self, chunk: &Chunk) -> bool {
         let repeats = self.views().iter().map(|view| view.repeats).max().unwrap_or(1);
-        let scores = repeats * chunk.len * (chunk.past_len + chunk.len);
+        // Whole vectors of queries for each key.
+        let scores = (repeats * chunk.len).next_multiple_of(16) * (chunk.past_len + chunk.len);
         self.attends_in_place() && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
     }
 

@@ -327,7 +327,7 @@ impl Wrap {
         if x.requires_grad() || y.requires_grad() || x.kind() != y.kind() {
             return x + y;
         }
-        // Nobody else has it.
+        // A product or a norm made it just now.
         y += x;
         y
     }

@@ -52,11 +52,11 @@ struct Panels {
   Floats by_key, by_value;
 
   // Of `keys` rows of `dim` values, `line` apart; what is read behind the last row is zero, or other rows'.
-  DEEPSPEC_MIDDLE void copy_keys(const float* from, int64_t line, int64_t keys, int64_t dim) {
+  DEEPSPEC_AVX2 void copy_keys(const float* from, int64_t line, int64_t keys, int64_t dim) {
     by_key.resize(rounded_up(keys, kColumns) * dim);
     pack<kColumns>(from, line, 1, keys, dim, by_key.data());
   }
-  DEEPSPEC_MIDDLE void copy_values(const float* from, int64_t line, int64_t keys, int64_t dim) {
+  DEEPSPEC_AVX2 void copy_values(const float* from, int64_t line, int64_t keys, int64_t dim) {
     by_value.resize((keys + kColumns) * dim);
     pack<kColumns>(from, 1, line, dim, keys, by_value.data());
     std::fill(by_value.begin() + keys * dim, by_value.end(), 0.0f);
@@ -84,7 +84,7 @@ struct BlockAtWork {
   Floats queries;
   Panels own_k, own_v;
 
-  DEEPSPEC_MIDDLE BlockAtWork(const Blocks& all, int64_t group, int64_t number) : all(all), group(group), number(number) {
+  DEEPSPEC_AVX2 BlockAtWork(const Blocks& all, int64_t group, int64_t number) : all(all), group(group), number(number) {
     anchor = all.seen.anchors[number];
     // Of the first slot, which sees most.
     const int64_t before = anchor - std::min(anchor, all.seen.window - 1);
@@ -104,7 +104,7 @@ struct BlockAtWork {
   }
 
   // Products of rows with all keys that the block may see, or with their values: [padded_rows, line].
-  DEEPSPEC_MIDDLE Floats by_key(const Floats& left, const Panels& of_own, const Panels& of_context) const {
+  DEEPSPEC_AVX2 Floats by_key(const Floats& left, const Panels& of_own, const Panels& of_context) const {
     Floats out(padded_rows * line);
     for (int64_t row = 0; row < padded_rows; ++row) std::fill_n(out.data() + (row + 1) * line - kColumns, kColumns, 0.0f);
     for (int64_t column = 0; column < all.own + width; column += kColumns) {
@@ -117,7 +117,7 @@ struct BlockAtWork {
   }
 
   // Sums over keys of weights [padded_rows, line] times what belongs to the keys: [padded_rows, D].
-  DEEPSPEC_MIDDLE Floats over_keys(const Floats& weights, const Panels& of_own, const Panels& of_context) const {
+  DEEPSPEC_AVX2 Floats over_keys(const Floats& weights, const Panels& of_own, const Panels& of_context) const {
     Floats out(padded_rows * all.dim);
     for (int64_t row = 0; row < padded_rows; row += kRows)
       for (int64_t column = 0; column < all.dim; column += kColumns) {
@@ -130,7 +130,7 @@ struct BlockAtWork {
   }
 
   // Sums over rows of weights times `right`, panels of kColumns of its values: [size, D] to `of_own` and added to [T, D], some rows more each.
-  DEEPSPEC_MIDDLE void over_rows(const Floats& weights, const Floats& right, float* of_own, float* of_context) const {
+  DEEPSPEC_AVX2 void over_rows(const Floats& weights, const Floats& right, float* of_own, float* of_context) const {
     for (int64_t column = 0; column < all.dim; column += kColumns) {
       const float* panel = right.data() + column * all.rows;
       for (int64_t key = 0; key < all.size; key += kRows)
@@ -213,7 +213,7 @@ struct Slopes {
   float *q, *own_k, *own_v, *k, *v;
 };
 
-DEEPSPEC_MIDDLE void go_back(
+DEEPSPEC_AVX2 void go_back(
     BlockAtWork&& block, const Panels& k, const Panels& v, const float* out, const float* lse, const float* slope, Slopes to) {
   const Blocks& all = block.all;
   block.copy_own(true);
@@ -228,7 +228,7 @@ DEEPSPEC_MIDDLE void go_back(
   }
   // Some rows more than the block's own keys are written.
   Floats own(rounded_up(all.size, kRows) * all.dim), panels(all.rows * all.dim);
-  const auto over_rows = [&](const Floats& of, const Floats& right, float* to_own, float* to_context) DEEPSPEC_MIDDLE {
+  const auto over_rows = [&](const Floats& of, const Floats& right, float* to_own, float* to_context) DEEPSPEC_AVX2 {
     pack<kColumns>(right.data(), 1, all.dim, all.dim, all.rows, panels.data());
     block.over_rows(of, panels, own.data(), to_context);
     std::copy_n(own.data(), all.size * all.dim, to_own);

@@ -25,6 +25,7 @@ struct HistoryChunk {
 
 #if DEEPSPEC_TILES
 
+// All chunks of a call, and how they are read.
 struct Reading {
   const float *q, *k, *v;  // [N, H, D], [N, G, D] twice
   float* out;              // [N, H, D]
@@ -56,7 +57,8 @@ struct Reading {
     const int64_t line = (rows + kLength<Vector> - 1) / kLength<Vector> * kLength<Vector>;
     // Kept from call to call.
     static thread_local std::vector<float> memory;
-    memory.resize((dim + seen + 1) * line + rows * dim + kKeys * 2 * kLength<Vector>);
+    const size_t needed = (dim + seen + 1) * line + rows * dim + kKeys * 2 * kLength<Vector>;
+    if (memory.size() < needed) memory.resize(needed);
     float *queries = memory.data(), *scores = queries + dim * line, *totals = scores + seen * line, *sums = totals + line;
     const auto head_of = [&](int64_t row) {
       return ((chunk.first + row / repeats) * heads + group * repeats + row % repeats) * dim;
@@ -142,8 +144,8 @@ struct Reading {
   }
 };
 
-DEEPSPEC_MIDDLE void attend_middle(const Reading& reading, int64_t task) { reading.attend<Middle>(task); }
-DEEPSPEC_WIDE void attend_wide(const Reading& reading, int64_t task) { reading.attend<Wide>(task); }
+DEEPSPEC_AVX2 void attend_avx2(const Reading& reading, int64_t task) { reading.attend<Eight>(task); }
+DEEPSPEC_AVX512 void attend_avx512(const Reading& reading, int64_t task) { reading.attend<Sixteen>(task); }
 
 #endif
 
@@ -154,7 +156,7 @@ extern "C" {
 // Whether there is attention over histories for heads of `dim` values on this processor.
 bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
 #if DEEPSPEC_TILES
-  return tile_level() != kNone && dim > 0 && dim % kLength<Middle> == 0;
+  return tile_level() != kNone && dim > 0 && dim % kLength<Eight> == 0;
 #else
   return false;
 #endif
@@ -163,8 +165,9 @@ bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
 // Stores k and v [N, G, D] in the chunks' histories and gives what their queries q [N, H, D] see there, [N, H, D]; zeros in rows of no chunk.
 // Everything was checked before.
 char* ds_history_attention(
-    const at::Tensor* q, const at::Tensor* k, const at::Tensor* v, const HistoryChunk* chunks, size_t count, double scale,
-    int64_t window, bool causal, at::Tensor** result) {
+    [[maybe_unused]] const at::Tensor* q, [[maybe_unused]] const at::Tensor* k, [[maybe_unused]] const at::Tensor* v,
+    [[maybe_unused]] const HistoryChunk* chunks, [[maybe_unused]] size_t count, [[maybe_unused]] double scale,
+    [[maybe_unused]] int64_t window, [[maybe_unused]] bool causal, [[maybe_unused]] at::Tensor** result) {
   return caught([&] {
 #if DEEPSPEC_TILES
     RECORD_USER_SCOPE("history_attention");
@@ -183,7 +186,7 @@ char* ds_history_attention(
         window,
         causal,
         chunks};
-    const auto attend = tile_level() == kAvx512 && reading.dim % kLength<Wide> == 0 ? attend_wide : attend_middle;
+    const auto attend = tile_level() == kAvx512 && reading.dim % kLength<Sixteen> == 0 ? attend_avx512 : attend_avx2;
     for_tasks(static_cast<int64_t>(count) * k->size(1), 1, [&](int64_t task) { attend(reading, task); });
     *result = new at::Tensor(std::move(out));
 #else

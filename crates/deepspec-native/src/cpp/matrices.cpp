@@ -42,12 +42,12 @@ constexpr int64_t kWorthwhile = 1 << 13;
 [[maybe_unused]] int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
 #if DEEPSPEC_TILES
-#define DEEPSPEC_MIDDLE_INLINE inline DEEPSPEC_MIDDLE __attribute__((always_inline))
+#define DEEPSPEC_AVX2_INLINE inline DEEPSPEC_AVX2 __attribute__((always_inline))
 
 // Turns 8 values of each of kSide lines, `line` apart, into 8 groups of kSide values, `kSide` apart. Where kSide is less than 8, each group spoils the
 // beginning of the next, which comes later, and the last one none.
 template <int64_t kSide>
-DEEPSPEC_MIDDLE_INLINE void turn(const float* from, int64_t line, float* to, int64_t step) {
+DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64_t step) {
   static_assert(kSide == 6 || kSide == 8);
   __m256 lines[8], pairs[8], turned[8];
   for (int i = 0; i < 8; ++i) lines[i] = i < kSide ? _mm256_loadu_ps(from + i * line) : _mm256_setzero_ps();
@@ -77,7 +77,7 @@ DEEPSPEC_MIDDLE_INLINE void turn(const float* from, int64_t line, float* to, int
 // Copies `count` lines of `depth` inputs, which are `line` and `input` apart, into panels of kSide lines, [inputs, kSide] each, one behind the other;
 // zeros stand for the lines behind the last.
 template <int64_t kSide>
-DEEPSPEC_MIDDLE_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
+DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
   // Lines that lie side by side are read in long pieces, of as many panels as a cache lets be written in turn.
   constexpr int64_t kTogether = kSide == kRows ? kBlockRows : 4 * kSide;
   for (int64_t first = 0; first < count; first += kTogether) {
@@ -112,7 +112,7 @@ DEEPSPEC_MIDDLE_INLINE void pack(const float* from, int64_t line, int64_t input,
 }
 
 // kRows rows, whose values are `down` and `across` apart, times a panel of columns, in place of `out` or added to it; its rows are `line` apart.
-DEEPSPEC_MIDDLE_INLINE void tile(
+DEEPSPEC_AVX2_INLINE void tile(
     const float* rows, int64_t down, int64_t across, const float* columns, int64_t depth, float* out, int64_t line, bool add) {
   __m256 sums[kRows][2];
 #pragma GCC unroll 6
@@ -150,7 +150,7 @@ struct Patch {
 
   // What stands from row i and column j on, of at most kRows rows: they lie in place, `down` apart, or in a panel.
   template <bool kInPlace>
-  DEEPSPEC_MIDDLE_INLINE void fill(int64_t i, int64_t j, int64_t rows, const float* from, int64_t down, const float* of_columns) const {
+  DEEPSPEC_AVX2_INLINE void fill(int64_t i, int64_t j, int64_t rows, const float* from, int64_t down, const float* of_columns) const {
     float* to = out + i * line + j;
     const float* panel = of_columns + j * inputs;
     const int64_t across = kInPlace ? 1 : kRows, columns = std::min(kColumns, width - j);
@@ -174,7 +174,7 @@ struct Multiplication {
   bool add;
 
   // Some of its rows and columns.
-  DEEPSPEC_MIDDLE void run(int64_t first_row, int64_t end_row, int64_t first_column, int64_t end_column) const {
+  DEEPSPEC_AVX2 void run(int64_t first_row, int64_t end_row, int64_t first_column, int64_t end_column) const {
     const int64_t deep = std::min(depth, kDepth);
     const int64_t of_columns_size = rounded_up(std::min(end_column - first_column, kBlockColumns), kColumns) * deep;
     const int64_t of_rows_size = rounded_up(std::min(end_row - first_row, kBlockRows), kRows) * deep;
@@ -240,7 +240,7 @@ struct Multiplication {
 #endif
 
 // Whether the processor can.
-bool has_avx2() { return tile_level() >= kAvx2; }
+[[maybe_unused]] bool has_avx2() { return tile_level() >= kAvx2; }
 
 // Whether they are the better choice on this processor.
 bool multiplies_here() { return tile_level() == kAvx2; }

@@ -36,16 +36,23 @@ struct Product {
   const float* panels;
   int64_t width;
 
-  // Rows from `first` to `end`, of one pass, times one panel.
   template <typename Vector>
-  DEEPSPEC_TILE_INLINE void run(int64_t panel, int64_t first, int64_t end, const Place& place) const {
+  const float* panel(int64_t number) const {
+    return panels + number * width * kPanel<Vector>;
+  }
+
+  // Rows from `first` to `end`, of one pass, times one panel. `following` is the panel that is read next, or null.
+  template <typename Vector>
+  DEEPSPEC_TILE_INLINE void run(int64_t number, int64_t first, int64_t end, const Place& place, const float* following) const {
     const int64_t tiles = (end - first + kTileRows<Vector> - 1) / kTileRows<Vector>;
     for (int64_t input = 0; input < width; input += kInputs) {
-      const int64_t depth = std::min(kInputs, width - input), size = depth * kPanel<Vector>;
-      const float* columns = panels + (panel * width + input) * kPanel<Vector>;
+      const int64_t depth = std::min(kInputs, width - input), behind = width - input - depth;
+      const float* columns = panel<Vector>(number) + input * kPanel<Vector>;
       // Few tiles wait for their columns: the first one asks ahead while it reads. Of more, each asks for a share of what comes next.
       const bool few = tiles <= 3;
-      Ahead ahead{columns + size, few ? columns + size : columns + 2 * size, size / (Ahead::kLine * tiles) + 1};
+      const float* next = behind > 0 ? columns + depth * kPanel<Vector> : following;
+      const int64_t size = few || !next ? 0 : std::min(kInputs, behind > 0 ? behind : width) * kPanel<Vector>;
+      Ahead ahead{next, next + size, size / (Ahead::kLine * tiles) + 1};
       for (int64_t row = first, count; row < end; row += count, ahead.fetch()) {
         count = rows_of_tile<Vector>(end - row);
         const TileOf of{x + row * width + input, width, 1, columns, kPanel<Vector>, depth};
@@ -55,7 +62,7 @@ struct Product {
     }
   }
 
-  // What so many rows and some of their inputs come to.
+  // One tile: by way of a buffer, where fewer outputs are left.
   template <typename Vector, bool kAhead>
   DEEPSPEC_TILE_INLINE static void write(int64_t count, const TileOf& of, const Place& to, bool continues) {
     if (to.kept >= kPanel<Vector>) return tile_of<Vector, 2, kAhead>(count, of, to.at, to.line, continues);
@@ -78,10 +85,13 @@ struct Products {
     const int64_t panel = task % panel_count<Vector>(), first = task / panel_count<Vector>() * kPass;
     const int64_t end = std::min(rows, first + kPass), output = panel * kPanel<Vector>, kept = std::min(kPanel<Vector>, outputs - output);
     float* to = out + first * outputs + output;
-    if (!gate.panels) return up.run<Vector>(panel, first, end, {to, outputs, kept});
+    const auto next_of = [&](const Product& product) {
+      return panel + 1 < panel_count<Vector>() ? product.panel<Vector>(panel + 1) : nullptr;
+    };
+    if (!gate.panels) return up.run<Vector>(panel, first, end, {to, outputs, kept}, next_of(up));
     float gates[kPass * kPanel<Vector>], ups[kPass * kPanel<Vector>];
-    gate.run<Vector>(panel, first, end, {gates, kPanel<Vector>, kPanel<Vector>});
-    up.run<Vector>(panel, first, end, {ups, kPanel<Vector>, kPanel<Vector>});
+    gate.run<Vector>(panel, first, end, {gates, kPanel<Vector>, kPanel<Vector>}, up.panel<Vector>(panel));
+    up.run<Vector>(panel, first, end, {ups, kPanel<Vector>, kPanel<Vector>}, next_of(gate));
     for (int64_t row = 0; row < end - first; ++row) {
       const float *gate_row = gates + row * kPanel<Vector>, *up_row = ups + row * kPanel<Vector>;
       if (kept == kPanel<Vector>)
@@ -104,8 +114,8 @@ struct Products {
   }
 };
 
-DEEPSPEC_MIDDLE void run_middle(const Products& products, int64_t task) { products.run<Middle>(task); }
-DEEPSPEC_WIDE void run_wide(const Products& products, int64_t task) { products.run<Wide>(task); }
+DEEPSPEC_AVX2 void run_avx2(const Products& products, int64_t task) { products.run<Eight>(task); }
+DEEPSPEC_AVX512 void run_avx512(const Products& products, int64_t task) { products.run<Sixteen>(task); }
 
 #endif
 
@@ -119,7 +129,7 @@ int32_t ds_product_level() { return tile_level(); }
 // Outputs of a panel for a level's instructions.
 int64_t ds_panel([[maybe_unused]] int32_t level) {
 #if DEEPSPEC_TILES
-  return level == kAvx512 ? kPanel<Wide> : kPanel<Middle>;
+  return level == kAvx512 ? kPanel<Sixteen> : kPanel<Eight>;
 #else
   return 1;
 #endif
@@ -128,7 +138,8 @@ int64_t ds_panel([[maybe_unused]] int32_t level) {
 // x [.., width] times the transpose of a weight [outputs, width] in panels: [.., outputs], by the instructions of a level that the processor has and the
 // panels are for; times silu of the same with the panels of `gate`, where that is not null. x was checked before.
 char* ds_product(
-    const at::Tensor* x, const at::Tensor* panels, const at::Tensor* gate, int64_t outputs, int32_t level, at::Tensor** result) {
+    [[maybe_unused]] const at::Tensor* x, [[maybe_unused]] const at::Tensor* panels, [[maybe_unused]] const at::Tensor* gate,
+    [[maybe_unused]] int64_t outputs, [[maybe_unused]] int32_t level, [[maybe_unused]] at::Tensor** result) {
   return caught([&] {
 #if DEEPSPEC_TILES
     RECORD_USER_SCOPE(gate ? "packed_gated_product" : "packed_product");
@@ -141,7 +152,7 @@ char* ds_product(
       return Product{rows.const_data_ptr<float>(), panels ? panels->const_data_ptr<float>() : nullptr, width};
     };
     const Products products{product(panels), product(gate), out.mutable_data_ptr<float>(), rows.numel() / width, outputs};
-    level == kAvx512 ? products.for_all<Wide>(run_wide) : products.for_all<Middle>(run_middle);
+    level == kAvx512 ? products.for_all<Sixteen>(run_avx512) : products.for_all<Eight>(run_avx2);
     *result = new at::Tensor(std::move(out));
 #else
     TORCH_CHECK(false, "built for another processor");

@@ -47,19 +47,20 @@ struct Ahead {
 };
 
 // What calls tiles is compiled for one of these.
-#define DEEPSPEC_MIDDLE __attribute__((target("avx2,fma")))
-#define DEEPSPEC_WIDE __attribute__((target("avx512f")))
+#define DEEPSPEC_AVX2 __attribute__((target("avx2,fma")))
+#define DEEPSPEC_AVX512 __attribute__((target("avx512f")))
 #define DEEPSPEC_TILE_INLINE inline __attribute__((always_inline))
 
-typedef float Middle __attribute__((vector_size(32)));
-typedef float Wide __attribute__((vector_size(64)));
+// Vectors of so many floats.
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Sixteen __attribute__((vector_size(64)));
 
 template <typename Vector>
 constexpr int64_t kLength = sizeof(Vector) / sizeof(float);
 
-// So many rows' sums, two vectors each, stay in registers: of the wide ones there are 32, of the others 16.
+// So many rows' sums, two vectors each, stay in registers: with AVX-512 there are 32, else 16.
 template <typename Vector>
-constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Wide) ? 8 : 6;
+constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Sixteen) ? 8 : 6;
 
 // Rows of the next tile, where so many are left.
 template <typename Vector>
@@ -76,12 +77,12 @@ struct TileOf {
   int64_t line, depth;
 };
 
-// So many rows times so many vectors of columns: to `out`, or as a continuation of the sums there; its rows are `out_line` apart. Where it fetches
-// ahead, it asks for columns behind those that it reads, of which it asks nothing else: there need not be any.
+// So many rows times so many vectors of columns: to `out`, or as a continuation of the sums there; its rows are `out_line` apart. Where it asks
+// ahead, it only prefetches: the place may lie behind all columns.
 template <typename Vector, int kRows, int kVectors, bool kAhead>
 DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line, bool continues) {
-  // As far as memory takes to answer.
-  constexpr int64_t kDistance = 2048, kFetched = 16;
+  // In floats: about as far as a tile comes while memory answers.
+  constexpr int64_t kDistance = 2048;
   const TileOf here = of;
   Vector sums[kRows][kVectors];
 #pragma GCC unroll 8
@@ -97,7 +98,8 @@ DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line
     for (int c = 0; c < kVectors; ++c) {
       const float* at = here.columns + i * here.line + c * kLength<Vector>;
       std::memcpy(&columns[c], at, sizeof(Vector));
-      if (kAhead && c * kLength<Vector> % kFetched == 0) __builtin_prefetch(at + kDistance);
+      if (kAhead && c * kLength<Vector> % Ahead::kLine == 0)
+        __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + kDistance * sizeof(float)));
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)

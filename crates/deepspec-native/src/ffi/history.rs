@@ -105,10 +105,14 @@ pub fn history_attention(
         );
         assert!(chunk.len > 0 && ends_within(chunk.first, chunk.len, n as usize), "rows of {n}");
     }
-    // Each stores its keys while the others attend.
-    let mut places: Vec<_> = chunks.iter().map(|chunk| (chunk.pool[0].data_ptr(), chunk.row)).collect();
+    // Each stores its keys while the others attend, and has its own rows of the result.
+    let mut places: Vec<_> =
+        chunks.iter().flat_map(|chunk| chunk.pool.map(|pool| (pool.data_ptr(), chunk.row))).collect();
     places.sort_unstable();
     assert!(places.windows(2).all(|pair| pair[0] != pair[1]), "two chunks share a row of a pool");
+    let mut queries: Vec<_> = chunks.iter().map(|chunk| (chunk.first, chunk.len)).collect();
+    queries.sort_unstable();
+    assert!(queries.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "two chunks share a query");
     let raw: Vec<RawChunk> = chunks
         .iter()
         .map(|chunk| RawChunk {
@@ -212,6 +216,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "two chunks share a query")]
+    fn chunks_of_the_same_queries_are_refused() {
+        let pools = [0.0, 1.0].map(|seed| values(&[2, 4, 1, 8], seed));
+        let new = values(&[2, 1, 8], 0.0);
+        let chunk = |row| HistoryChunk { pool: [&pools[0], &pools[1]], row, past_len: 0, len: 1, first: 0 };
+        let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
+        let _ = history_attention([&new, &new, &new], &[chunk(0), chunk(1)], view);
     }
 
     #[test]
