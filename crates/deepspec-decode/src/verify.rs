@@ -76,13 +76,13 @@ mod tests {
     fn a_sure_target_decides_as_its_distributions_do() {
         let (sequences, longest, vocab) = (60, 5, 3);
         let cpu = (Kind::Int64, Device::Cpu);
-        // Few words, so that blocks are accepted up to any of their tokens.
-        let numbers = |count: i64, step: i64| {
-            Tensor::arange(count, cpu).square().floor_divide_scalar(step).remainder(vocab)
-        };
-        let target = numbers(sequences * (longest + 1), 7).view([sequences, longest + 1]);
-        let tokens = numbers(sequences * longest, 5).view([sequences, longest]);
-        let lens = Tensor::arange(sequences, cpu).remainder(longest + 1);
+        let target = Tensor::arange(sequences * (longest + 1), cpu).square().remainder(vocab);
+        let target = target.view([sequences, longest + 1]);
+        // Sequence s differs at token s mod (Γ + 1), behind all where that is Γ, in blocks of every length.
+        let sequence = Tensor::arange(sequences, cpu);
+        let differs = Tensor::arange(longest, cpu).eq_tensor(&sequence.remainder(longest + 1).unsqueeze(1));
+        let tokens = (target.narrow(1, 0, longest) + differs.to_kind(Kind::Int64)).remainder(vocab);
+        let lens = sequence.floor_divide_scalar(longest + 1).remainder(longest + 1);
         let [p, q] = [&target, &tokens].map(|of| of.one_hot(vocab).to_kind(Kind::Float));
         for q in [q.shallow_clone(), &q * 0.7 + 0.1] {
             let uniforms = Tensor::full([sequences, longest], 0.999, (Kind::Double, Device::Cpu));
