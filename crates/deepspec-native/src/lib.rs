@@ -33,8 +33,9 @@ pub const LIBTORCH: &str = env!("DEEPSPEC_LIBTORCH");
 ///
 /// Kept large blocks would leave gaps in its heap, though: a DSpark step with 0.66 GB of tensors at most took 1.09 GB. Those come
 /// from a pool that keeps them as well, but never holds more than was needed at once: 0.83 GB, with more states held ready. It
-/// costs time: a step of `cargo bench --bench step` took 768 ms with it and 641 ms without. Since blocks are taken again without being
-/// cut to size it asks the system for less: 2,900 calls in place of 10,400 for 5,600 decoded tokens, seven times over.
+/// costs time: a step of `cargo bench --bench step` took 768 ms with it and 641 ms without. Since then blocks are taken again without
+/// being cut to size, and the system is asked less often: 2,900 times instead of 10,400 while the engine decoded the same 5,600 tokens
+/// six times.
 pub fn prepare_process() {
     ffi::wait_asleep();
     ffi::keep_freed_memory();

@@ -327,7 +327,7 @@ impl Wrap {
         if x.requires_grad() || y.requires_grad() || x.kind() != y.kind() {
             return x + y;
         }
-        // A product or a norm made it just now.
+        // A product, a norm or what stands around them made it just now: nobody else holds it.
         y += x;
         y
     }

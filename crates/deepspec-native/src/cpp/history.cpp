@@ -58,7 +58,10 @@ struct Reading {
     // Kept from call to call.
     static thread_local std::vector<float> memory;
     const size_t needed = (dim + seen + 1) * line + rows * dim + kKeys * 2 * kLength<Vector>;
-    if (memory.size() < needed) memory.resize(needed);
+    if (memory.size() < needed) {
+      memory.clear();
+      memory.resize(needed);
+    }
     float *queries = memory.data(), *scores = queries + dim * line, *totals = scores + seen * line, *sums = totals + line;
     const auto head_of = [&](int64_t row) {
       return ((chunk.first + row / repeats) * heads + group * repeats + row % repeats) * dim;
