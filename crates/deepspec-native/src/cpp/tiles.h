@@ -43,6 +43,7 @@ struct Ahead {
     for (int64_t i = 0; i < step && at < end; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
   }
 
+  // Floats of a line of the caches.
   static constexpr int64_t kLine = 16;
 };
 
@@ -58,7 +59,7 @@ typedef float Sixteen __attribute__((vector_size(64)));
 template <typename Vector>
 constexpr int64_t kLength = sizeof(Vector) / sizeof(float);
 
-// So many rows' sums, two vectors each, stay in registers: with AVX-512 there are 32, else 16.
+// Rows of a tile at most: so many rows' sums, two vectors each, stay in registers: with AVX-512 there are 32, else 16.
 template <typename Vector>
 constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Sixteen) ? 8 : 6;
 

@@ -65,7 +65,7 @@ pub fn has_history_attention(dim: i64) -> bool {
 }
 
 /// Stores keys and values `[N, G, D]` of the chunks behind what their histories hold, and lets the queries `[N, H, D]` see those: `[N, H, D]`,
-/// with zeros in rows of no chunk. All float32, on the CPU and without a graph. Chunks do not share rows of a pool.
+/// with zeros in rows of no chunk. All float32, on the CPU and without a graph. Chunks share neither rows of a pool nor queries.
 ///
 /// What becomes of a query depends on its own sequence alone, and its bits on no other query. Histories are not copied, and what lies behind them is
 /// not read.

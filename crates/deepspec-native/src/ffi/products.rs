@@ -100,6 +100,7 @@ impl PackedWeight {
         self.gated_by(Some(gate), x)
     }
 
+    /// The product, times silu of the gate's where there is one; all was said of them above.
     fn gated_by(&self, gate: Option<&Self>, x: &Tensor) -> Tensor {
         let ([outputs, width], size) = (self.size(), x.size());
         let fits = x.device() == Device::Cpu && x.kind() == Kind::Float && size.last() == Some(&width);
