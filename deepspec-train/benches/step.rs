@@ -1,18 +1,20 @@
 //! Time and peak memory of a whole DSpark train step beside one of the reference's own modules (`reference.py`), not compiled: with their own attention,
-//! which nothing fuses on a CPU, and with PyTorch's fused one. In turn, in float32 with one thread:
+//! which nothing fuses on a CPU, and with PyTorch's fused one. In float32 with one thread:
 //!
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
-//! Sizes are those of `SHAPES`; names choose among them. Time is the median of the thread's time on a core, without the making of the data.
-//! Memory is the peak resident size of a step above the loaded state: code, model and moments, but no gradients.
+//! Sizes are those of `SHAPES`; names choose among them. Memory is the peak resident size of a first step above the loaded state: code, model and
+//! moments, but no gradients. Then the two processes take turns, step by step, because whoever shares the processor comes and goes. Times are medians
+//! of the thread's time on a core, without the making of the data; a ratio of times is the median of the ratios of neighbours.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
 use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, ChildStdout, Command, Stdio};
 
 use deepspec_core::{Slots, Tap};
 use deepspec_dist::ProcessGroup;
@@ -44,13 +46,11 @@ struct Shape {
     samples: usize,
     tokens: usize,
     /// Steps timed in each process, behind one whose memory is measured.
+    #[serde(skip)]
     steps: usize,
     /// Anchors of the reference's step, where so many as ours do not fit beside it.
     #[serde(skip)]
     reference_anchors: usize,
-    /// Processes of each kind, in turn.
-    #[serde(skip)]
-    rounds: usize,
 }
 
 const SHAPES: [Shape; 3] = [
@@ -70,9 +70,8 @@ const SHAPES: [Shape; 3] = [
         anchors: 24,
         samples: 4,
         tokens: 128,
-        steps: 21,
+        steps: 60,
         reference_anchors: 24,
-        rounds: 3,
     },
     Shape {
         name: "medium",
@@ -89,9 +88,8 @@ const SHAPES: [Shape; 3] = [
         anchors: 64,
         samples: 1,
         tokens: 512,
-        steps: 7,
+        steps: 20,
         reference_anchors: 64,
-        rounds: 3,
     },
     // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention.
     Shape {
@@ -111,7 +109,6 @@ const SHAPES: [Shape; 3] = [
         tokens: 4096,
         steps: 1,
         reference_anchors: 256,
-        rounds: 1,
     },
 ];
 
@@ -195,7 +192,13 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Measures our step in this process and prints peak and time.
+/// A line of one figure, for whoever waits for it.
+fn say(figure: f64) {
+    println!("{figure}");
+    std::io::stdout().flush().expect("someone reads");
+}
+
+/// Measures our step in this process: prints its peak, and for each line that comes in the time of one more.
 fn measure(shape: &Shape) {
     tch::manual_seed(1);
     let (block, alone) = (shape.model(), ProcessGroup::alone());
@@ -222,17 +225,59 @@ fn measure(shape: &Shape) {
     fs::write("/proc/self/clear_refs", "5").expect("Linux");
     let loaded = status("VmRSS:");
     step(0);
-    let peak = status("VmHWM:") - loaded;
-    let times = (1..=shape.steps).map(step);
-    println!("{peak} {}", median(times.collect()));
+    say(status("VmHWM:") - loaded);
+    for (number, line) in (1..).zip(std::io::stdin().lines()) {
+        line.expect("text");
+        say(step(number));
+    }
 }
 
-fn run(command: &mut Command) -> Vec<f64> {
-    let output = command.env("OMP_NUM_THREADS", "1").output().expect("it starts");
-    let text = String::from_utf8_lossy(&output.stdout);
-    let figures: Vec<f64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
-    assert!(figures.len() >= 2, "{text}{}", String::from_utf8_lossy(&output.stderr));
-    figures
+/// A process that measures steps.
+struct Steps {
+    child: Child,
+    figures: BufReader<ChildStdout>,
+    /// Peak of its first step in MB.
+    peak: f64,
+    times: Vec<f64>,
+}
+
+impl Steps {
+    /// Starts it and waits for its first step.
+    fn of(command: &mut Command) -> Self {
+        let command = command.envs([("OMP_NUM_THREADS", "1"), ("PYTHONWARNINGS", "ignore")]);
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("it starts");
+        let figures = BufReader::new(child.stdout.take().expect("it is piped"));
+        let mut steps = Self { child, figures, peak: 0.0, times: vec![] };
+        steps.peak = steps.figure();
+        steps
+    }
+
+    fn figure(&mut self) -> f64 {
+        let mut line = String::new();
+        self.figures.read_line(&mut line).expect("text");
+        line.trim().parse().expect("a figure; what went wrong stands above")
+    }
+
+    /// Has it make one more.
+    fn step(&mut self) {
+        let input = self.child.stdin.as_mut().expect("it is piped");
+        input.write_all(b"\n").expect("it waits for lines");
+        let time = self.figure();
+        self.times.push(time);
+    }
+
+    /// Peak in MB and time in ms.
+    fn figures(&self) -> String {
+        format!("{:8.1} MB  {:8.1} ms", self.peak, median(self.times.clone()))
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
 }
 
 fn compare(shape: &Shape, python: &str) {
@@ -241,30 +286,24 @@ fn compare(shape: &Shape, python: &str) {
     let described = tempfile::NamedTempFile::new().expect("a place for the shape");
     let theirs = Shape { anchors: shape.reference_anchors, ..*shape };
     serde_json::to_writer(&described, &theirs).expect("plain numbers");
-    let mut runs = [vec![], vec![], vec![]];
-    for _ in 0..shape.rounds {
-        let reference =
-            |more: &[&str]| run(Command::new(python).arg(&script).arg(described.path()).args(more));
-        runs[0].push(reference(&[]));
-        runs[1].push(reference(&["sdpa"]));
-        runs[2].push(run(Command::new(&program).args(["measure", shape.name])));
-    }
-    let [own, fused, here] = runs.map(|runs| {
-        let column = |i: usize| median(runs.iter().map(|run| run[i]).collect());
-        [column(0), column(1)]
-    });
     let Shape { name, hidden, layers, vocab, block, anchors, samples, tokens, .. } = *shape;
     println!(
         "{name}: d = {hidden}, {layers} layers, V = {vocab}, {samples} × {anchors} anchors, γ = {block}, {tokens} tokens, float32, one thread"
     );
-    println!("  deepspec                       {:8.1} MB  {:8.1} ms", here[0], here[1]);
-    for (reference, [memory, time]) in
-        [("reference, attention un-fused", own), ("reference, attention fused", fused)]
-    {
+    for (kind, more) in [("un-fused", None), ("fused", Some("sdpa"))] {
+        let mut ours = Steps::of(Command::new(&program).args(["measure", name]));
+        let mut reference = Steps::of(Command::new(python).arg(&script).arg(described.path()).args(more));
+        for _ in 0..shape.steps {
+            ours.step();
+            reference.step();
+        }
+        let ratios = ours.times.iter().zip(&reference.times).map(|(ours, theirs)| ours / theirs);
+        println!("  deepspec                       {}", ours.figures());
         println!(
-            "  {reference:<29}  {memory:8.1} MB  {time:8.1} ms   ratios {:.2} and {:.2} ({} anchors)",
-            here[0] / memory,
-            here[1] / time,
+            "  reference, attention {kind:<8}  {}   ratios {:.2} and {:.3} ({} anchors)",
+            reference.figures(),
+            ours.peak / reference.peak,
+            median(ratios.collect()),
             shape.reference_anchors
         );
     }

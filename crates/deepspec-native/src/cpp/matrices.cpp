@@ -74,20 +74,35 @@ DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64
   }
 }
 
+// Copies a group of kSide values that lie side by side, in long words.
+template <int64_t kSide>
+DEEPSPEC_AVX2_INLINE void copy_group(const float* from, float* to) {
+  constexpr int64_t kWhole = kSide / 8 * 8;
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < kWhole; i += 8) _mm256_storeu_ps(to + i, _mm256_loadu_ps(from + i));
+  if constexpr (kSide == 6) {
+    _mm_storeu_ps(to, _mm_loadu_ps(from));
+    std::memcpy(to + 4, from + 4, 2 * sizeof(float));
+  }
+}
+
 // Copies `count` lines of `depth` inputs, which are `line` and `input` apart, into panels of kSide lines, [inputs, kSide] each, one behind the other;
 // zeros stand for the lines behind the last.
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
   // Lines that lie side by side are read in long pieces, of as many panels as a cache lets be written in turn.
   constexpr int64_t kTogether = kSide == kRows ? kBlockRows : 4 * kSide;
+  // Inputs that are asked for while others are copied.
+  constexpr int64_t kSoon = 8;
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t lines = std::min(kTogether, count - first), whole = lines / kSide * kSide;
     const float* source = from + first * line;
     float* panels = to + first * depth;
     if (line == 1) {
-      for (int64_t k = 0; k < depth; ++k)
-        for (int64_t i = 0; i < whole; i += kSide)
-          std::memcpy(panels + i * depth + k * kSide, source + k * input + i, kSide * sizeof(float));
+      for (int64_t k = 0; k < depth; ++k) {
+        for (int64_t i = 0; i < lines; i += Ahead::kLine) _mm_prefetch(source + (k + kSoon) * input + i, _MM_HINT_T0);
+        for (int64_t i = 0; i < whole; i += kSide) copy_group<kSide>(source + k * input + i, panels + i * depth + k * kSide);
+      }
     } else {
       for (int64_t i = 0; i < whole; i += kSide) {
         const float* at = source + i * line;
@@ -121,6 +136,8 @@ DEEPSPEC_AVX2_INLINE void tile(
     _mm_prefetch(out + r * line + kColumns - 1, _MM_HINT_T0);
     sums[r][0] = sums[r][1] = _mm256_setzero_ps();
   }
+  // Where another program computes on the same core, instructions are what is short: so there are fewer beside the multiply-adds.
+#pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     const __m256 left = _mm256_loadu_ps(columns + k * kColumns), right = _mm256_loadu_ps(columns + k * kColumns + 8);
 #pragma GCC unroll 6
@@ -192,10 +209,17 @@ struct Multiplication {
           const int64_t height = std::min(kBlockRows, end_row - row), whole = height / kRows * kRows;
           const float* from = a.at + row * a.down + input * a.across;
           const Patch patch{out + row * line + column, line, width, inputs, add || input > 0};
-          // Rows whose inputs lie side by side are read where they are.
+          // Rows whose inputs lie side by side are read where they are; with each tile, a share of the next ones is asked for.
           if (a.across == 1) {
-            for (int64_t i = 0; i < whole; i += kRows, ahead.fetch())
-              for (int64_t j = 0; j < width; j += kColumns) patch.fill<true>(i, j, kRows, from + i * a.down, a.down, of_columns);
+            const int64_t share = rounded_up((inputs * kColumns + width - 1) / width, Ahead::kLine);
+            for (int64_t i = 0; i < whole; i += kRows, ahead.fetch()) {
+              const float *here = from + i * a.down, *next = here + kRows * a.down;
+              for (int64_t j = 0, asked = 0; j < width; j += kColumns) {
+                for (const int64_t end = std::min(inputs, asked + share); asked < end; asked += Ahead::kLine)
+                  for (int64_t r = 0; r < kRows; ++r) _mm_prefetch(next + r * a.down + asked, _MM_HINT_T0);
+                patch.fill<true>(i, j, kRows, here, a.down, of_columns);
+              }
+            }
             pack<kRows>(from + whole * a.down, a.down, 1, height - whole, inputs, of_rows);
             for (int64_t j = 0; whole < height && j < width; j += kColumns)
               patch.fill<false>(whole, j, height - whole, of_rows, 1, of_columns);
