@@ -1,10 +1,9 @@
 //! The Markov head's part of the logits, and its gradients.
 
-use deepspec_native::multiply;
+use deepspec_native::{multiply, sum_rows};
 use tch::Tensor;
 
 use super::chunks::Span;
-use super::sources::Sources;
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
@@ -26,20 +25,13 @@ pub(super) struct ChunkBias<'a> {
     features: Tensor,
     /// Logits, then the gradients by them, `[n, V]`.
     values: Tensor,
-    /// By source, each source's first row and each row's source.
-    shared: Option<(Tensor, Tensor)>,
+    /// By source, each source's first row among all, and each row's source among the chunk's.
+    shared: Option<(Tensor, &'a Tensor)>,
 }
 
 impl<'a> ChunkBias<'a> {
-    /// The logits, in a `buffer`; `sources` are given where they are to be by source, with the range that the chunk has.
-    pub fn new(
-        of: Bias<'a>,
-        chunk: &Span,
-        buffer: &Tensor,
-        sources: Option<(&Sources<'_>, (i64, i64))>,
-    ) -> Self {
-        let shared = sources
-            .map(|(sources, range)| (sources.first_rows(chunk, range), chunk.of(sources.there) - range.0));
+    /// The logits, in a `buffer`; where they are to be by source, each source's first row among all and each row's source among the chunk's are given.
+    pub fn new(of: Bias<'a>, chunk: &Span, buffer: &Tensor, shared: Option<(Tensor, &'a Tensor)>) -> Self {
         let features = match &shared {
             Some((first_rows, _)) => of.features.index_select(0, first_rows),
             None => chunk.of(of.features),
@@ -49,17 +41,20 @@ impl<'a> ChunkBias<'a> {
         Self { of, features, values, shared }
     }
 
-    /// Those of a tile's rows; by source they are added to `base`, which they then have no part beside.
-    pub fn of_tile(&self, tile: &Span, base: &mut Tensor) -> Option<Tensor> {
-        let Some((_, of_rows)) = &self.shared else { return Some(tile.of(&self.values)) };
-        *base += self.values.index_select(0, &tile.of(of_rows));
-        None
+    /// Those of a tile's rows, where they are by row.
+    pub fn of_tile(&self, tile: &Span) -> Option<Tensor> {
+        self.is_by_row().then(|| tile.of(&self.values))
+    }
+
+    /// Those of all sources, where they are by source.
+    pub fn of_sources(&self) -> Option<&Tensor> {
+        (!self.is_by_row()).then_some(&self.values)
     }
 
     /// The gradients by its logits, in their place, once all tiles have theirs; by source they are made here, the sums of those by `base`.
     pub fn gradients(&self, base: &Tensor) -> &Tensor {
         if let Some((_, of_rows)) = &self.shared {
-            let _ = self.values.shallow_clone().zero_().index_add_(0, of_rows, base);
+            sum_rows(base, of_rows, &mut self.values.shallow_clone());
         }
         &self.values
     }

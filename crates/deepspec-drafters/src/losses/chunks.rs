@@ -6,7 +6,7 @@ use deepspec_native::{multiply, range};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
-use super::rows::Rows;
+use super::rows::{RowLogits, Rows};
 use super::sources::Sources;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
@@ -198,9 +198,8 @@ pub fn buffer_bytes(
         (Device::Cpu, Some(_)) if value == size_of::<f32>() => OF_CAP,
         _ => TEMPORARIES,
     };
-    // Logits by source are spread over a tile's rows: those of the target, and on the CPU those of the bias.
-    let spread = 1 + usize::from(bias && device == Device::Cpu);
-    chunk * of_row * value + tile * vocab * (spread * value + temporaries * size_of::<f32>())
+    // The target's logits by source become probabilities of a tile's rows.
+    chunk * of_row * value + tile * vocab * (value + temporaries * size_of::<f32>())
 }
 
 /// Rows of a tile, of so many rows in blocks of γ.
@@ -222,10 +221,13 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let are_shared = kind == Kind::Float || device != Device::Cpu;
     let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
     let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
-    // On GPUs sums by source would depend on the order of its threads, and a soft-cap's slope is the base's alone.
+    // On GPUs sums by source would depend on the order of its threads, a soft-cap's slope is the base's alone, and what else is found of rows wants all
+    // their logits.
     let by_source = kind == Kind::Float
         && device == Device::Cpu
         && vocabulary.softcap().is_none()
+        && !rows.agreement
+        && rows.extra.is_none()
         && rows.bias.is_some_and(|bias| bias.by_source);
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
@@ -240,6 +242,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     };
     for (chunk, &(first, count)) in chunks.iter().zip(&ranges) {
         let (n, are_rows) = (chunk.rows, !are_shared || rows.sources.are_the_rows(chunk));
+        let sources = (by_source || !are_rows).then(|| chunk.of(rows.sources.there) - first);
         let teacher = if are_shared {
             rows.teacher.narrow(0, first, count)
         } else {
@@ -249,8 +252,10 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
         let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
+        let shared = sources.as_ref().filter(|_| by_source);
         let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
-            ChunkBias::new(of, chunk, buffer, by_source.then_some((&rows.sources, (first, count))))
+            let shared = shared.map(|sources| (rows.sources.first_rows(chunk, (first, count)), sources));
+            ChunkBias::new(of, chunk, buffer, shared)
         });
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -258,14 +263,15 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
                 first_row: chunk.first_row + tile.first_row,
                 ..tile
             };
-            let mut base = tile.of(&base);
-            let bias = bias.as_ref().and_then(|bias| bias.of_tile(&tile, &mut base));
-            let target = if are_rows {
-                tile.of(&target)
-            } else {
-                target.index_select(0, &(in_all.of(rows.sources.there) - first))
+            let sources = sources.as_ref().map(|sources| tile.of(sources));
+            let logits = Logits {
+                base: tile.of(&base),
+                bias: bias.as_ref().and_then(|bias| bias.of_tile(&tile)),
+                added: bias.as_ref().and_then(ChunkBias::of_sources),
+                target: if sources.is_some() { target.shallow_clone() } else { tile.of(&target) },
+                sources,
             };
-            let found = Logits { base, bias, target }.differentiate(vocabulary, rows, &in_all, alphas);
+            let found = logits.differentiate(vocabulary, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
         }
         let by_bias = bias.as_ref().map(|bias| bias.gradients(&base));
@@ -281,13 +287,19 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
 }
 
 /// A tile of the three buffers, in the kind of the weights.
-struct Logits {
+struct Logits<'a> {
     base: Tensor,
+    /// Where it is by row.
     bias: Option<Tensor>,
+    /// The bias of all sources, where it is by source.
+    added: Option<&'a Tensor>,
+    /// Of the rows, or of all sources.
     target: Tensor,
+    /// Each row's source.
+    sources: Option<Tensor>,
 }
 
-impl Logits {
+impl Logits<'_> {
     /// The [`Column`]s of the tile, whose rows are `span` of all. Leaves the gradients in place of the logits: by the bias
     /// where there is one, and by the base where it has none of its own or is soft-capped.
     fn differentiate(
@@ -297,17 +309,23 @@ impl Logits {
         span: &Span,
         alphas: &LossAlphas,
     ) -> Tensor {
-        let Self { base, bias, target } = self;
+        let Self { base, bias, added, mut target, mut sources } = self;
         let capped = vocabulary.cap(base.to_kind(Kind::Float));
         let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
         let draft = match &bias {
             Some(bias) => bias.to_kind(Kind::Float).g_add_(&capped),
             None => capped,
         };
+        // What is done to all logits is done to the tile's alone.
+        if vocabulary.softcap().is_some() || target.kind() != Kind::Float || rows.extra.is_some() {
+            target =
+                sources.take().map_or(target.shallow_clone(), |sources| target.index_select(0, &sources));
+        }
         let target = vocabulary.cap(target.to_kind(Kind::Float));
         let extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
         let needs = Needs { agreement: rows.agreement, ..alphas.needs() };
-        let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
+        let logits = RowLogits { draft, added, target, sources };
+        let (rows_of, distances) = Rows::measure(logits, &span.of(rows.labels), needs);
         let weights = span.of(rows.weights).unsqueeze(1);
         let paced = alphas.dpace.map(|dpace| {
             let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;

@@ -1,9 +1,33 @@
 //! Some rows of logits: how far the drafter is from label and target, and the gradient by the drafter's logits.
 
-use deepspec_native::{RowsMeasured, measure_rows, slope_rows};
+use deepspec_native::{BySource, RowsMeasured, TargetLogits, measure_rows, slope_rows};
 use tch::{Kind, Tensor};
 
 use super::terms::{GradCoeffs, Needs, RowDistances};
+
+/// Logits of some rows before they are measured, float32.
+pub(super) struct RowLogits<'a> {
+    /// Of the drafter, `[n, V]`.
+    pub draft: Tensor,
+    /// What they are still without, of each source; none without sources.
+    pub added: Option<&'a Tensor>,
+    /// Of the target, `[n, V]`, or of each source.
+    pub target: Tensor,
+    /// Each row's source, `[n]`, where those of one share what is made of it.
+    pub sources: Option<Tensor>,
+}
+
+impl RowLogits<'_> {
+    /// Those of drafter and target, `[n, V]` each.
+    fn apart(self) -> (Tensor, Tensor) {
+        let Self { mut draft, added, target, sources } = self;
+        let Some(sources) = sources else { return (draft, target) };
+        if let Some(added) = added {
+            draft += added.index_select(0, &sources);
+        }
+        (draft, target.index_select(0, &sources))
+    }
+}
 
 /// p^d and p^t of some rows, `[n, V]` float32.
 pub(super) struct Rows {
@@ -33,22 +57,24 @@ fn row_sum(x: &Tensor) -> Tensor {
 
 impl Rows {
     /// Turns logits, which are used up, into probabilities and measures them; `labels [n]`.
-    pub fn measure(
-        mut draft: Tensor,
-        mut target: Tensor,
-        labels: &Tensor,
-        needs: Needs,
-    ) -> (Self, RowDistances) {
+    pub fn measure(mut logits: RowLogits, labels: &Tensor, needs: Needs) -> (Self, RowDistances) {
         let labels = labels.unsqueeze(1);
-        let agreement = needs
-            .agreement
-            .then(|| draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true)).to_kind(Kind::Float));
-        if let Some(RowsMeasured { ce, l1, overlap, soft }) =
-            measure_rows(&mut draft, &mut target, &labels, needs.soft)
+        let mut agreement = None;
+        if needs.agreement {
+            let (draft, target) = logits.apart();
+            let same = draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true));
+            agreement = Some(same.to_kind(Kind::Float));
+            logits = RowLogits { draft, added: None, target, sources: None };
+        }
+        let sources = logits.sources.as_ref().map(|of| BySource { of, added: logits.added });
+        let target = TargetLogits { rows: &logits.target, sources };
+        if let Some(RowsMeasured { ce, l1, overlap, soft, target }) =
+            measure_rows(&mut logits.draft, &target, &labels, needs.soft)
         {
             let distances = RowDistances { ce, l1, soft, agreement, overlap: Some(overlap) };
-            return (Self { draft, target, difference: None, labels }, distances);
+            return (Self { draft: logits.draft, target, difference: None, labels }, distances);
         }
+        let (mut draft, mut target) = logits.apart();
         shift(&mut draft);
         shift(&mut target);
         let label = draft.gather(1, &labels, false);

@@ -57,21 +57,44 @@ DEEPSPEC_INLINE Apart divide_and_compare(float* draft, float* target, int64_t vo
   return apart;
 }
 
-// Turns the logits of drafter and target into probabilities and measures them.
-DEEPSPEC_VECTORS void measure_row(float* draft, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
-  const float draft_most = largest(draft, vocab), target_most = largest(target, vocab), chosen = draft[label] - draft_most;
+// Adds one row to another, and gives the largest value.
+DEEPSPEC_INLINE float add_and_largest(float* to, const float* row, int64_t count) {
+  float lanes[kLanes];
+  for (float& lane : lanes) lane = kLowest;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const float sum = to[i + lane] + row[i + lane];
+      to[i + lane] = sum;
+      lanes[lane] = sum > lanes[lane] ? sum : lanes[lane];
+    }
+  for (; i < count; ++i) lanes[0] = std::max(lanes[0], to[i] += row[i]);
+  return largest(lanes, kLanes);
+}
+
+// e to the power of what logits are below the largest one, to a place that may be their own; gives the sum.
+DEEPSPEC_INLINE double weigh(const float* logits, float most, int64_t vocab, float* to) {
+  if (logits == to)
+    return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return to[i] = exponential(to[i] - most); });
+  const float* __restrict from = logits;
+  float* __restrict apart = to;
+  return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return apart[i] = exponential(from[i] - most); });
+}
+
+// Turns the logits of the drafter, with those `added` to them if any, and of the target into probabilities and measures them.
+DEEPSPEC_VECTORS void measure_row(
+    float* draft, const float* added, const float* target_logits, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
+  const float draft_most = added ? add_and_largest(draft, added, vocab) : largest(draft, vocab);
+  const float target_most = largest(target_logits, vocab), chosen = draft[label] - draft_most;
   // Of the target's weights, which are not divided by their sum yet.
   double by_draft = 0.0, by_target = 0.0;
   if (soft) {
     by_draft = summed(
-        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i] - target_most) * (draft[i] - draft_most); });
+        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target_logits[i] - target_most) * (draft[i] - draft_most); });
     by_target = summed(
-        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target[i] - target_most) * (target[i] - target_most); });
+        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target_logits[i] - target_most) * (target_logits[i] - target_most); });
   }
-  const double draft_sum =
-      summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return draft[i] = exponential(draft[i] - draft_most); });
-  const double target_sum =
-      summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i] = exponential(target[i] - target_most); });
+  const double draft_sum = weigh(draft, draft_most, vocab, draft), target_sum = weigh(target_logits, target_most, vocab, target);
   const Apart apart =
       divide_and_compare(draft, target, vocab, static_cast<float>(1.0 / draft_sum), static_cast<float>(1.0 / target_sum));
   found[kCrossEntropy] = static_cast<float>(std::log(draft_sum) - chosen);
@@ -104,43 +127,86 @@ DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label
   draft[label] -= by.label;
 }
 
+DEEPSPEC_VECTORS void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] += row[i];
+}
+
 // [n, V], and of no graph, which would not see that they are overwritten.
 bool rows_of_logits(const at::Tensor& tensor) {
   return plain(tensor) && !learns(tensor) && tensor.dim() == 2;
 }
 
-// Labels of `rows`, which must lie in the vocabulary: they are places in memory.
-bool labels_of(const at::Tensor& labels, const at::Tensor& rows) {
-  if (!labels.device().is_cpu() || labels.scalar_type() != at::kLong || !labels.is_contiguous() || labels.numel() != rows.size(0))
-    return false;
-  const int64_t* label = labels.const_data_ptr<int64_t>();
-  return std::all_of(label, label + labels.numel(), [&](int64_t of) { return of >= 0 && of < rows.size(1); });
+// [n] numbers from 0 to below `end`, which are places in memory.
+bool places(const at::Tensor& of, int64_t count, int64_t end) {
+  if (!of.device().is_cpu() || of.scalar_type() != at::kLong || !of.is_contiguous() || of.numel() != count) return false;
+  const int64_t* place = of.const_data_ptr<int64_t>();
+  return std::all_of(place, place + count, [=](int64_t at) { return at >= 0 && at < end; });
 }
 
 }  // namespace
 
 extern "C" {
 
-// Turns logits [n, V] of drafter and target into probabilities, in place; gives `Distance`s [n, 5], those of the last two 0 unless `soft`.
-at::Tensor* ds_measure_rows(const at::Tensor* draft, const at::Tensor* target, const at::Tensor* labels, bool soft) {
+// Turns logits [n, V] of the drafter into probabilities, in place, and those of the target, to a place that may be their own; gives `Distance`s
+// [n, 5], those of the last two 0 unless `soft`. With `of` [n], each row's target and what is `added` to the drafter's logits, if anything is, are
+// the rows of these numbers.
+at::Tensor* ds_measure_rows(
+    const at::Tensor* draft, const at::Tensor* added, const at::Tensor* target, const at::Tensor* of, const at::Tensor* probabilities,
+    const at::Tensor* labels, bool soft) {
   return made([&]() -> at::Tensor {
-    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || draft->sizes() != target->sizes() || !labels_of(*labels, *draft)) return {};
+    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || !rows_of_logits(*probabilities)) return {};
+    const int64_t rows = draft->size(0), vocab = draft->size(1);
+    if (target->size(1) != vocab || probabilities->sizes() != draft->sizes() || !places(*labels, rows, vocab)) return {};
+    if (of ? !places(*of, rows, target->size(0)) : target->size(0) != rows) return {};
+    if (added && (!of || !rows_of_logits(*added) || added->sizes() != target->sizes())) return {};
     RECORD_USER_SCOPE("measure_rows");
-    const int64_t vocab = draft->size(1);
-    at::Tensor out = at::empty({draft->size(0), kDistances}, draft->options());
-    float *ours = draft->mutable_data_ptr<float>(), *theirs = target->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
-    const int64_t* label = labels->const_data_ptr<int64_t>();
-    for_tasks(draft->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
-      measure_row(ours + row * vocab, theirs + row * vocab, label[row], vocab, soft, found + row * kDistances);
+    at::Tensor out = at::empty({rows, kDistances}, draft->options());
+    float *ours = draft->mutable_data_ptr<float>(), *to = probabilities->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
+    const float *theirs = target->const_data_ptr<float>(), *more = added ? added->const_data_ptr<float>() : nullptr;
+    const int64_t *label = labels->const_data_ptr<int64_t>(), *place = of ? of->const_data_ptr<int64_t>() : nullptr;
+    for_tasks(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
+      const int64_t at = (place ? place[row] : row) * vocab;
+      measure_row(
+          ours + row * vocab, more ? more + at : nullptr, theirs + at, to + row * vocab, label[row], vocab, soft, found + row * kDistances);
     });
     return out;
   });
 }
 
+// The sums of those of some rows [n, V] that have the same number of [n], in place of [numbers, V]; whether it did.
+bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* of, const at::Tensor* sums) {
+  try {
+    if (!rows_of_logits(*rows) || !rows_of_logits(*sums) || rows->size(1) != sums->size(1) || !places(*of, rows->size(0), sums->size(0)))
+      return false;
+    RECORD_USER_SCOPE("sum_rows");
+    const int64_t width = rows->size(1), count = rows->size(0);
+    const float* from = rows->const_data_ptr<float>();
+    float* to = sums->mutable_data_ptr<float>();
+    const int64_t* place = of->const_data_ptr<int64_t>();
+    for_tasks(sums->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), [=](int64_t sum) {
+      float* row = to + sum * width;
+      bool begun = false;
+      for (int64_t i = 0; i < count; ++i) {
+        if (place[i] != sum) continue;
+        if (begun)
+          add_row(row, from + i * width, width);
+        else
+          std::copy_n(from + i * width, width, row);
+        begun = true;
+      }
+      if (!begun) std::fill_n(row, width, 0.0f);
+    });
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 // Puts gradients in place of the drafter's probabilities [n, V], by factors [n, 3] as `Factors` names them; whether it did.
 bool ds_slope_rows(const at::Tensor* draft, const at::Tensor* target, const at::Tensor* labels, const at::Tensor* factors) {
   try {
-    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || draft->sizes() != target->sizes() || !labels_of(*labels, *draft)) return false;
+    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || draft->sizes() != target->sizes()) return false;
+    if (!places(*labels, draft->size(0), draft->size(1))) return false;
     if (!rows_of_logits(*factors) || factors->size(0) != draft->size(0) || factors->size(1) != 3) return false;
     RECORD_USER_SCOPE("slope_rows");
     const int64_t vocab = draft->size(1);

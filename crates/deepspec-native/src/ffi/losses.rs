@@ -1,6 +1,7 @@
 //! Losses of rows of logits on the CPU, in two passes over them, in place.
 
 use std::ffi::c_void;
+use std::ptr;
 
 use tch::Tensor;
 
@@ -9,16 +10,37 @@ use super::rows::owned;
 unsafe extern "C" {
     fn ds_measure_rows(
         draft: *const c_void,
+        added: *const c_void,
         target: *const c_void,
+        of: *const c_void,
+        probabilities: *const c_void,
         labels: *const c_void,
         soft: bool,
     ) -> *mut c_void;
+    fn ds_sum_rows(rows: *const c_void, of: *const c_void, sums: *const c_void) -> bool;
     fn ds_slope_rows(
         draft: *const c_void,
         target: *const c_void,
         labels: *const c_void,
         factors: *const c_void,
     ) -> bool;
+}
+
+/// Logits of a target for n rows of a drafter: `[n, V]`, or those of S sources that each stand once.
+pub struct TargetLogits<'a> {
+    /// `[n, V]`, or `[S, V]`.
+    pub rows: &'a Tensor,
+    /// Which of S sources is each row's.
+    pub sources: Option<BySource<'a>>,
+}
+
+/// What rows have in common by their sources.
+#[derive(Clone, Copy)]
+pub struct BySource<'a> {
+    /// Each row's source, `[n]` int64.
+    pub of: &'a Tensor,
+    /// Logits that the drafter's rows are still without, `[S, V]`.
+    pub added: Option<&'a Tensor>,
 }
 
 /// How far n rows of logits of a drafter are from their labels x* and from a target's; p^d and p^t are the probabilities. `[n, 1]` each.
@@ -31,23 +53,38 @@ pub struct RowsMeasured {
     pub overlap: Tensor,
     /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for.
     pub soft: Option<(Tensor, Tensor)>,
+    /// p^t, `[n, V]`: in place of the logits where each row has its own.
+    pub target: Tensor,
 }
 
-/// Measures rows of logits `draft` and `target [n, V]` with `labels [n]`, and turns both into probabilities.
+/// Measures rows of logits `draft [n, V]` with `labels [n]`, and turns them into probabilities.
 ///
-/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where a label is no token, and
-/// where gradients are asked for.
+/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where a label is no token or
+/// a source none of the target's, and where gradients are asked for.
 pub fn measure_rows(
     draft: &mut Tensor,
-    target: &mut Tensor,
+    target: &TargetLogits,
     labels: &Tensor,
     soft: bool,
 ) -> Option<RowsMeasured> {
-    // SAFETY: the shim writes to the two tensors only and reads the third, during the call; it catches every C++ exception, and returns null or a tensor of
-    // its own.
+    let probabilities = match target.sources {
+        Some(_) => draft.empty_like(),
+        None => target.rows.shallow_clone(),
+    };
+    let pointer = |tensor: Option<&Tensor>| tensor.map_or(ptr::null(), |tensor| tensor.as_ptr().cast());
+    let (of, added) = (target.sources.map(|by| by.of), target.sources.and_then(|by| by.added));
+    // SAFETY: the shim writes to the drafter's rows and the probabilities only and reads the others, of which some may be null, during the call; it catches
+    // every C++ exception, and returns null or a tensor of its own.
     let found = unsafe {
-        let (draft, target) = (draft.as_ptr().cast(), target.as_ptr().cast());
-        owned(ds_measure_rows(draft, target, labels.as_ptr().cast(), soft))?
+        owned(ds_measure_rows(
+            draft.as_ptr().cast(),
+            pointer(added),
+            target.rows.as_ptr().cast(),
+            pointer(of),
+            probabilities.as_ptr().cast(),
+            labels.as_ptr().cast(),
+            soft,
+        ))?
     };
     let column = |column: i64| found.narrow(1, column, 1);
     Some(RowsMeasured {
@@ -55,7 +92,17 @@ pub fn measure_rows(
         l1: column(1),
         overlap: column(2),
         soft: soft.then(|| (column(3), column(4))),
+        target: probabilities,
     })
+}
+
+/// In place of `sums [S, V]`, the sums of those of `rows [n, V]` that have the same source, `of [n]` int64.
+pub fn sum_rows(rows: &Tensor, of: &Tensor, sums: &mut Tensor) {
+    // SAFETY: the shim writes to the last tensor only and reads the others, during the call, and catches every C++ exception.
+    let done = unsafe { ds_sum_rows(rows.as_ptr().cast(), of.as_ptr().cast(), sums.as_ptr().cast()) };
+    if !done {
+        let _ = sums.zero_().index_add_(0, of, rows);
+    }
 }
 
 /// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits: `factors [n, 3]` of p^d − onehot(x*), of p^d − p^t, and of
@@ -84,6 +131,11 @@ mod tests {
         assert!(off <= 2e-6 * most.max(1e-3), "{what}: off by {off} of {most}");
     }
 
+    /// Without sources.
+    fn measure(draft: &mut Tensor, target: &Tensor, labels: &Tensor, soft: bool) -> Option<RowsMeasured> {
+        measure_rows(draft, &TargetLogits { rows: target, sources: None }, labels, soft)
+    }
+
     /// Against formulas in float64, and autograd's gradients of them.
     #[test]
     fn distances_and_gradients_are_those_of_the_formulas() {
@@ -102,8 +154,8 @@ mod tests {
             (&ce * of(0) + &soft * of(1) + &l1 * of(2)).sum(Kind::Double).backward();
 
             let single = |x: &Tensor| x.detach().to_kind(Kind::Float);
-            let (mut ours, mut theirs) = (single(&draft), single(&target));
-            let measured = measure_rows(&mut ours, &mut theirs, &labels, true).unwrap();
+            let (mut ours, theirs) = (single(&draft), single(&target));
+            let measured = measure(&mut ours, &theirs, &labels, true).unwrap();
             assert_near(&measured.ce, &ce, "cross entropy");
             assert_near(&measured.l1, &l1, "L1");
             assert_near(&measured.overlap, &sum(&p.minimum(&t)), "overlap");
@@ -123,11 +175,11 @@ mod tests {
         let labels = Tensor::from_slice(&[3_i64, 0]);
         for broken in [f64::NAN, f64::INFINITY] {
             for in_target in [false, true] {
-                let (mut draft, mut target) =
+                let (mut draft, target) =
                     (values(2, 40, 0.37).to_kind(Kind::Float), values(2, 40, 1.3).to_kind(Kind::Float));
                 let _ =
                     if in_target { &target } else { &draft }.narrow(0, 1, 1).narrow(1, 5, 1).fill_(broken);
-                let found = measure_rows(&mut draft, &mut target, &labels, true).unwrap();
+                let found = measure(&mut draft, &target, &labels, true).unwrap();
                 let (soft_ce, kl) = found.soft.unwrap();
                 let lost = |distance: &Tensor| [0, 1].map(|row| distance.double_value(&[row, 0]).is_nan());
                 for distance in [&found.l1, &found.overlap, &soft_ce, &kl] {
@@ -147,15 +199,62 @@ mod tests {
     fn what_they_are_not_made_for_is_left_as_it_is() {
         let logits = values(2, 8, 0.37).to_kind(Kind::Float);
         let refused = |draft: &Tensor, labels: [i64; 2]| {
-            let (mut draft, mut target) = (draft.copy(), logits.copy());
-            let measured = measure_rows(&mut draft, &mut target, &Tensor::from_slice(&labels), false);
+            let (mut draft, target) = (draft.copy(), logits.copy());
+            let measured = measure(&mut draft, &target, &Tensor::from_slice(&labels), false);
             measured.is_none() && target.equal(&logits)
         };
         assert!(!refused(&logits, [0, 7]));
         assert!(refused(&logits, [0, 8]) && refused(&logits, [-1, 0]), "labels that are no token");
         assert!(refused(&logits.to_kind(Kind::BFloat16), [0, 7]));
         assert!(refused(&logits.narrow(0, 0, 1), [0, 7]));
-        let (mut learned, mut target) = (logits.copy().set_requires_grad(true), logits.copy());
-        assert!(measure_rows(&mut learned, &mut target, &Tensor::from_slice(&[0_i64, 7]), false).is_none());
+        let (mut learned, labels) = (logits.copy().set_requires_grad(true), Tensor::from_slice(&[0_i64, 7]));
+        assert!(measure(&mut learned, &logits.copy(), &labels, false).is_none());
+        let by_source = |of: [i64; 2], added: &Tensor| {
+            let (of, mut draft) = (Tensor::from_slice(&of), logits.copy());
+            let sources = Some(BySource { of: &of, added: Some(added) });
+            let target = TargetLogits { rows: &logits, sources };
+            let refused = measure_rows(&mut draft, &target, &labels, false).is_none();
+            assert!(!refused || draft.equal(&logits), "refused, but changed");
+            refused
+        };
+        assert!(!by_source([1, 1], &logits));
+        assert!(by_source([0, 2], &logits) && by_source([-1, 0], &logits), "sources that are none");
+        assert!(by_source([1, 1], &logits.narrow(1, 0, 7)) && by_source([1, 1], &logits.narrow(0, 0, 1)));
+    }
+
+    /// Bit for bit what is found where each row has a copy of its own.
+    #[test]
+    fn rows_of_one_source_are_those_of_copies() {
+        for vocab in [5, 1500] {
+            let (draft, target) =
+                (values(6, vocab, 0.37).to_kind(Kind::Float), values(3, vocab, 1.3).to_kind(Kind::Float));
+            let added = values(3, vocab, 0.7).to_kind(Kind::Float);
+            let labels = Tensor::from_slice(&[3_i64, 0, 1, 4, 2, 2]);
+            let of = Tensor::from_slice(&[0_i64, 2, 2, 0, 2, 0]);
+            for added in [None, Some(&added)] {
+                let (mut ours, mut copies) = (draft.copy(), draft.copy());
+                if let Some(added) = added {
+                    copies += added.index_select(0, &of);
+                }
+                let sources = Some(BySource { of: &of, added });
+                let shared =
+                    measure_rows(&mut ours, &TargetLogits { rows: &target, sources }, &labels, true).unwrap();
+                let apart = measure(&mut copies, &target.index_select(0, &of), &labels, true).unwrap();
+                assert!(ours.equal(&copies) && shared.target.equal(&apart.target));
+                assert!(shared.ce.equal(&apart.ce) && shared.l1.equal(&apart.l1));
+                assert!(shared.overlap.equal(&apart.overlap));
+                let ((soft, divergence), (of_copies, and_divergence)) =
+                    (shared.soft.unwrap(), apart.soft.unwrap());
+                assert!(soft.equal(&of_copies) && divergence.equal(&and_divergence));
+            }
+            assert!(
+                target.equal(&values(3, vocab, 1.3).to_kind(Kind::Float)),
+                "what is shared is left as it is"
+            );
+            // A source without rows has the sum 0, whatever lay there.
+            let mut sums = target.copy();
+            sum_rows(&draft, &of, &mut sums);
+            assert!(sums.equal(&target.zeros_like().index_add(0, &of, &draft)));
+        }
     }
 }
