@@ -122,7 +122,9 @@ impl SamplingBatch {
         if self.is_greedy() {
             return one_hot(logits, &likeliest(logits));
         }
-        let mut probs = (logits.to_kind(Kind::Float) / self.column(0)).softmax(-1, Kind::Float);
+        let (logits_in_full, temperatures) = (logits.to_kind(Kind::Float), self.column(0));
+        let mut probs = deepspec_native::distributions(&logits_in_full, &temperatures)
+            .unwrap_or_else(|| (logits_in_full / temperatures).softmax(-1, Kind::Float));
         if self.rows.iter().any(Sampling::filters) {
             probs = self.filtered(&probs);
         }
@@ -192,10 +194,12 @@ fn one_hot(logits: &Tensor, tokens: &Tensor) -> Tensor {
 
 /// Inverse-CDF draws: token = first index with cdf > u·total; `weights [S, V]` need no normalisation, `uniforms [S]` float64.
 pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Tensor {
-    let cdf = weights.cumsum(-1, Kind::Double);
-    let vocab = cdf.size()[1];
-    let threshold = cdf.narrow(1, vocab - 1, 1) * uniforms.unsqueeze(1);
-    cdf.le_tensor(&threshold).sum_dim_intlist(-1, false, Kind::Int64).clamp_max(vocab - 1)
+    deepspec_native::draw(weights, uniforms).unwrap_or_else(|| {
+        let cdf = weights.cumsum(-1, Kind::Double);
+        let vocab = cdf.size()[1];
+        let threshold = cdf.narrow(1, vocab - 1, 1) * uniforms.unsqueeze(1);
+        cdf.le_tensor(&threshold).sum_dim_intlist(-1, false, Kind::Int64).clamp_max(vocab - 1)
+    })
 }
 
 #[cfg(test)]

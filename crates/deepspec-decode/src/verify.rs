@@ -30,7 +30,7 @@ pub fn verify(
     accept_uniforms: &Tensor,
     next_uniforms: &Tensor,
 ) -> Verdict {
-    let (sequences, longest, vocab) = (target.size()[0], tokens.size()[1], target.size()[2]);
+    let longest = tokens.size()[1];
     if longest == 0 {
         return Verdict { accepted: lens.zeros_like(), next: draw(&target.select(1, 0), next_uniforms) };
     }
@@ -40,11 +40,14 @@ pub fn verify(
         / chosen(draft).to_kind(Kind::Double).clamp_min(DRAFT_PROB_FLOOR);
     let accepted = survivors(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
 
-    let at = |probs: &Tensor, index: Tensor| {
-        probs.gather(1, &index.view([-1, 1, 1]).expand([sequences, 1, vocab], false), false).squeeze_dim(1) // [S, V]
+    // Place k of block s is row s·K + k.
+    let at = |probs: &Tensor, places: &Tensor| {
+        let of_block = probs.size()[1];
+        let first = Tensor::arange(probs.size()[0], (Kind::Int64, probs.device())) * of_block;
+        probs.flatten(0, 1).index_select(0, &(first + places)) // [S, V]
     };
-    let p = at(target, accepted.shallow_clone());
-    let residual = (&p - at(draft, accepted.clamp_max(longest - 1))).clamp_min(0.0);
+    let p = at(target, &accepted);
+    let residual = (&p - at(draft, &accepted.clamp_max(longest - 1))).clamp_min(0.0);
     let rejected = accepted.lt_tensor(lens).unsqueeze(1);
     let usable = residual.sum_dim_intlist(1, true, Kind::Float).gt(RESIDUAL_FLOOR).logical_and(&rejected);
     let next = draw(&residual.where_self(&usable, &p), next_uniforms);

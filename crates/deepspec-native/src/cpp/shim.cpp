@@ -14,6 +14,8 @@
 #include "history.cpp"
 #include "losses.cpp"
 #include "products.cpp"
+// Behind losses.cpp, whose sums it takes.
+#include "draws.cpp"
 
 #ifdef __linux__
 #include "pool.cpp"

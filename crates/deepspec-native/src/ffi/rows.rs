@@ -8,6 +8,8 @@ use tch::Tensor;
 unsafe extern "C" {
     fn ds_rms_norm(x: *const c_void, weight: *const c_void, eps: f64) -> *mut c_void;
     fn ds_argmax(x: *const c_void) -> *mut c_void;
+    fn ds_distributions(logits: *const c_void, temperatures: *const c_void) -> *mut c_void;
+    fn ds_draw(weights: *const c_void, uniforms: *const c_void) -> *mut c_void;
     fn ds_rotate(x: *const c_void, cosines: *const c_void, sines: *const c_void) -> *mut c_void;
     fn ds_silu_times(gate: *const c_void, up: *const c_void) -> *mut c_void;
     fn ds_gated_product(gate: *const c_void, up: *const c_void, weight: *const c_void) -> *mut c_void;
@@ -29,6 +31,23 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
 pub fn argmax(x: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_argmax(x.as_ptr().cast())) }
+}
+
+/// softmax(logits / temperature) of `logits [n, V]` with `temperatures`, n of them. A row's bits do not depend on the other rows.
+///
+/// None as for [`rms_norm`], and for gradients.
+pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
+    // SAFETY: as above.
+    unsafe { owned(ds_distributions(logits.as_ptr().cast(), temperatures.as_ptr().cast())) }
+}
+
+/// Of each row of `weights [n, V]`, which are not negative, the first token whose cumulated weight, in float64, is greater than the row's of `uniforms
+/// [n]` float64 times all of it: `[n]` int64. Where none is, the last token; where weights are not numbers, the first.
+///
+/// None as for [`distributions`].
+pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
+    // SAFETY: as above.
+    unsafe { owned(ds_draw(weights.as_ptr().cast(), uniforms.as_ptr().cast())) }
 }
 
 /// Turns the planes (i, D/2 + i) of `x [N, heads, D]` by angles whose cosines and sines are `[N, 1, D/2]`.
@@ -76,6 +95,45 @@ mod tests {
 
     fn assert_close(found: &Tensor, expected: &Tensor) {
         assert!(found.allclose(expected, 1e-6, 1e-6, false), "{found} instead of {expected}");
+    }
+
+    /// Tokens that nothing weighs are never drawn, and what is drawn is libtorch's.
+    #[test]
+    fn draws_are_where_cumulated_weights_pass_the_uniform() {
+        for (rows, vocab) in [(1, 1), (3, 7), (4, 256), (9, 257), (6, 3000)] {
+            let logits = values(&[rows, vocab]) * 5.0;
+            let temperatures = Tensor::arange(rows, (Kind::Float, Device::Cpu)) * 0.3 + 0.5;
+            let found = distributions(&logits, &temperatures).unwrap();
+            let exact = (logits.to_kind(Kind::Double) / temperatures.to_kind(Kind::Double).unsqueeze(1))
+                .softmax(-1, Kind::Double);
+            assert!(found.to_kind(Kind::Double).allclose(&exact, 4e-6, 1e-9, false), "{rows} of {vocab}");
+            for row in 0..rows {
+                let alone =
+                    distributions(&logits.narrow(0, row, 1), &temperatures.narrow(0, row, 1)).unwrap();
+                assert!(alone.equal(&found.narrow(0, row, 1)), "row {row} of {rows}");
+            }
+            let weights = &found * found.ge(1.0 / vocab as f64).to_kind(Kind::Float);
+            for step in 0..50 {
+                // Every other of them: they do not lie side by side.
+                let uniforms = (Tensor::arange(2 * rows, (Kind::Double, Device::Cpu)) * 0.37 + step) * 0.731;
+                let uniforms = uniforms.frac().view([rows, 2]).select(1, 0);
+                let drawn = draw(&weights, &uniforms).unwrap();
+                let sums = weights.cumsum(-1, Kind::Double);
+                let all = sums.narrow(1, vocab - 1, 1);
+                let passed = sums.le_tensor(&(all * uniforms.unsqueeze(1)));
+                let expected = passed.sum_dim_intlist(-1, false, Kind::Int64).clamp_max(vocab - 1);
+                assert_eq!(drawn, expected, "{rows} of {vocab}, {step}");
+                let weighed = weights.gather(1, &drawn.unsqueeze(1), false);
+                assert!(weighed.gt(0.0).all().int64_value(&[]) != 0, "drawn without a weight");
+            }
+        }
+        let lost = Tensor::from_slice(&[0.5f32, f32::NAN, 0.5]).view([1, 3]);
+        assert_eq!(draw(&lost, &Tensor::from_slice(&[0.9])).unwrap(), Tensor::from_slice(&[0_i64]));
+        assert!(draw(&lost, &Tensor::from_slice(&[0.9f32])).is_none(), "uniforms of another kind");
+        assert!(draw(&lost, &Tensor::from_slice(&[0.1, 0.2])).is_none(), "more uniforms than rows");
+        let one = Tensor::from_slice(&[1.0f32]);
+        assert!(distributions(&lost, &one).unwrap().isnan().all().int64_value(&[]) != 0);
+        assert!(distributions(&lost, &one.repeat([2])).is_none(), "more temperatures than rows");
     }
 
     #[test]
