@@ -5,8 +5,9 @@
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=PYTHON cargo bench -p deepspec-eval --bench speed [-- PROMPTS_PER_SUITE]
 //! ```
 //! `DEEPSPEC_DRAFT` names another DSpark of that target; without `DEEPSPEC_REFERENCE` the engine is timed alone. All take
-//! turns in three rounds, 16 slots and bare forwards three times in each; medians count. Bare forwards are those of target and drafter with their
-//! logits, on the tokens of the run itself; confidences, all draws, verification and bookkeeping are what the engine adds to them.
+//! turns in three rounds, 16 slots and bare forwards three times in each; medians count, and what the engine reaches of bare forwards is the median
+//! of the ratios of neighbours. Bare forwards are those of target and drafter with their logits, on the tokens of the run itself; confidences, all
+//! draws, verification and bookkeeping are what the engine adds to them.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -270,13 +271,12 @@ impl Bench {
                 rates.entry(name).or_default().push(rate);
             }
         }
-        let median = |name: &str| {
-            let mut rates = rates.get(name).cloned().unwrap_or_default();
-            rates.sort_unstable_by(f64::total_cmp);
-            rates.get(rates.len() / 2).copied().unwrap_or(f64::NAN)
-        };
         let [one, many, bare, there] =
-            ["engine, 1 slot", "engine, 16 slots", "bare forwards, 16 slots", "the reference"].map(median);
+            ["engine, 1 slot", "engine, 16 slots", "bare forwards, 16 slots", "the reference"]
+                .map(|name| rates.remove(name).unwrap_or_default());
+        // Of neighbours: they had the processor in the same state.
+        let reached = median(many.iter().zip(&bare).map(|(many, bare)| many / bare).collect());
+        let [one, many, bare, there] = [one, many, bare, there].map(median);
         println!("temperature {temperature}, {} prompts, tokens/s:", self.requests.len());
         let beside = |rate: f64| {
             python.map_or_else(String::new, |_| format!("   {:5.2} × the reference", rate / there))
@@ -288,10 +288,16 @@ impl Bench {
         println!("  engine, {SLOTS} slots          {many:8.0}{}", beside(many));
         println!(
             "  bare forwards, {SLOTS} slots   {bare:8.0}   of which the engine reaches {:.0} %",
-            100.0 * many / bare
+            100.0 * reached
         );
         Ok(())
     }
+}
+
+/// NaN of nothing.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 fn tokens(completions: &[Completion]) -> usize {
