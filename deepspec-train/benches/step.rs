@@ -91,7 +91,8 @@ const SHAPES: [Shape; 3] = [
         steps: 20,
         reference_anchors: 64,
     },
-    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention.
+    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention, beside what waits of
+    // our own step.
     Shape {
         name: "large",
         hidden: 1024,
@@ -256,7 +257,9 @@ impl Steps {
     fn figure(&mut self) -> f64 {
         let mut line = String::new();
         self.figures.read_line(&mut line).expect("text");
-        line.trim().parse().expect("a figure; what went wrong stands above")
+        let found = line.trim().parse();
+        found
+            .unwrap_or_else(|_| panic!("{line:?} instead of a figure; it ended with {:?}", self.child.wait()))
     }
 
     /// Has it make one more.

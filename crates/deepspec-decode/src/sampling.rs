@@ -122,9 +122,10 @@ impl SamplingBatch {
         if self.is_greedy() {
             return one_hot(logits, &likeliest(logits));
         }
-        let (logits_in_full, temperatures) = (logits.to_kind(Kind::Float), self.column(0));
-        let mut probs = deepspec_native::distributions(&logits_in_full, &temperatures)
-            .unwrap_or_else(|| (logits_in_full / temperatures).softmax(-1, Kind::Float));
+        // Value behind value: how many sequences there are must not decide who computes them.
+        let (single, temperatures) = (logits.to_kind(Kind::Float).contiguous(), self.column(0));
+        let mut probs = deepspec_native::distributions(&single, &temperatures)
+            .unwrap_or_else(|| (single / temperatures).softmax(-1, Kind::Float));
         if self.rows.iter().any(Sampling::filters) {
             probs = self.filtered(&probs);
         }
@@ -270,6 +271,23 @@ mod tests {
             let alone = SamplingBatch::new(vec![setting], Device::Cpu)
                 .distributions(&logits.narrow(0, row as i64, 1));
             assert!(alone.squeeze().allclose(&together.get(row as i64), 0.0, 1e-7, false));
+        }
+    }
+
+    /// Bit for bit, though the rows of one slot of many blocks lie apart, and that of a single block does not.
+    #[test]
+    fn a_distribution_does_not_depend_on_the_number_of_blocks() {
+        let logits =
+            (Tensor::arange(3 * 4 * 900, (Kind::Float, Device::Cpu)) * 0.7).sin().view([3, 4, 900]) * 6.0;
+        let settings = [0.3, 1.0, 1.7].map(|temperature| Sampling::new(temperature, 1));
+        for slot in 0..4 {
+            let together =
+                SamplingBatch::new(settings.to_vec(), Device::Cpu).distributions(&logits.select(1, slot));
+            for (block, setting) in settings.into_iter().enumerate() {
+                let logits = logits.narrow(0, block as i64, 1).select(1, slot);
+                let alone = SamplingBatch::new(vec![setting], Device::Cpu).distributions(&logits);
+                assert!(alone.squeeze().equal(&together.get(block as i64)), "{setting:?}, slot {slot}");
+            }
         }
     }
 

@@ -40,12 +40,8 @@ pub fn verify(
         / chosen(draft).to_kind(Kind::Double).clamp_min(DRAFT_PROB_FLOOR);
     let accepted = survivors(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
 
-    // Place k of block s is row s·K + k.
-    let at = |probs: &Tensor, places: &Tensor| {
-        let of_block = probs.size()[1];
-        let first = Tensor::arange(probs.size()[0], (Kind::Int64, probs.device())) * of_block;
-        probs.flatten(0, 1).index_select(0, &(first + places)) // [S, V]
-    };
+    let blocks = Tensor::arange(target.size()[0], (Kind::Int64, target.device()));
+    let at = |probs: &Tensor, places: &Tensor| probs.index(&[Some(&blocks), Some(places)]); // [S, V]
     let p = at(target, &accepted);
     let residual = (&p - at(draft, &accepted.clamp_max(longest - 1))).clamp_min(0.0);
     let rejected = accepted.lt_tensor(lens).unsqueeze(1);
@@ -74,6 +70,33 @@ mod tests {
     use tch::Device;
 
     use super::*;
+
+    /// Drafts that were cut short are a part of what was drafted.
+    #[test]
+    fn blocks_are_verified_where_they_lie() {
+        let (sequences, longest, vocab) = (40, 4, 7);
+        let values = |shape: [i64; 3], step: f64| {
+            let angles = Tensor::arange(shape.iter().product::<i64>(), (Kind::Float, Device::Cpu)) * step;
+            angles.sin().view(shape).softmax(-1, Kind::Float)
+        };
+        let (p, drafted) = (values([sequences, longest + 1, vocab], 0.7), values([sequences, 6, vocab], 1.9));
+        let q = drafted.narrow(1, 0, longest);
+        let uniforms = (Tensor::arange(sequences * longest, (Kind::Double, Device::Cpu)) * 0.618_034).frac();
+        let uniforms = uniforms.view([sequences, longest]);
+        let tokens = Tensor::arange(sequences * longest, (Kind::Int64, Device::Cpu)).remainder(vocab);
+        let tokens = tokens.view([sequences, longest]);
+        let lens = Tensor::arange(sequences, (Kind::Int64, Device::Cpu)).remainder(longest + 1);
+        let found = verify(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0));
+        for block in 0..sequences {
+            let of = |tensor: &Tensor| tensor.narrow(0, block, 1).contiguous();
+            let next = of(&uniforms.select(1, 0));
+            let alone = verify(&of(&p), &of(&q), &of(&tokens), &of(&lens), &of(&uniforms), &next);
+            assert_eq!(alone.accepted, of(&found.accepted), "block {block}");
+            assert_eq!(alone.next, of(&found.next), "block {block}");
+        }
+        let counts = found.accepted.bincount::<Tensor>(None, longest + 1);
+        assert!(counts.ge(1).all().int64_value(&[]) != 0, "accepted so often: {counts}");
+    }
 
     #[test]
     fn a_sure_target_decides_as_its_distributions_do() {

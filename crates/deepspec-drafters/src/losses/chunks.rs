@@ -21,6 +21,8 @@ const TILE_BYTES: i64 = 1 << 19;
 const LOGITS: usize = 2;
 /// Of a tile, at a time.
 const TEMPORARIES: usize = 6;
+/// With a soft-cap, whose slope is kept.
+const TEMPORARIES_OF_CAP: usize = 7;
 /// The same of float32 on the CPU, where losses are measured and differentiated in place, and only a soft-cap leaves something.
 const OF_CAP: usize = 5;
 
@@ -196,7 +198,8 @@ pub fn buffer_bytes(
     let temporaries = match (device, model.logit_softcap) {
         (Device::Cpu, None) if value == size_of::<f32>() => 0,
         (Device::Cpu, Some(_)) if value == size_of::<f32>() => OF_CAP,
-        _ => TEMPORARIES,
+        (_, Some(_)) => TEMPORARIES_OF_CAP,
+        (_, None) => TEMPORARIES,
     };
     // The target's logits by source become probabilities of a tile's rows.
     chunk * of_row * value + tile * vocab * (value + temporaries * size_of::<f32>())
@@ -221,12 +224,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let are_shared = kind == Kind::Float || device != Device::Cpu;
     let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
     let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
-    // On GPUs sums by source would depend on the order of its threads, a soft-cap's slope is the base's alone, and what else is found of rows wants all
-    // their logits.
+    // On GPUs sums by source would depend on the order of its threads, a soft-cap's slope is the base's alone, and an extra objective wants all logits of
+    // a row.
     let by_source = kind == Kind::Float
         && device == Device::Cpu
         && vocabulary.softcap().is_none()
-        && !rows.agreement
         && rows.extra.is_none()
         && rows.bias.is_some_and(|bias| bias.by_source);
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
@@ -242,7 +244,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     };
     for (chunk, &(first, count)) in chunks.iter().zip(&ranges) {
         let (n, are_rows) = (chunk.rows, !are_shared || rows.sources.are_the_rows(chunk));
-        let sources = (by_source || !are_rows).then(|| chunk.of(rows.sources.there) - first);
+        let source_of_row = (by_source || !are_rows).then(|| chunk.of(rows.sources.there) - first);
         let teacher = if are_shared {
             rows.teacher.narrow(0, first, count)
         } else {
@@ -252,10 +254,9 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
         let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
-        let shared = sources.as_ref().filter(|_| by_source);
         let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
-            let shared = shared.map(|sources| (rows.sources.first_rows(chunk, (first, count)), sources));
-            ChunkBias::new(of, chunk, buffer, shared)
+            let with_first = |of_row| (rows.sources.first_rows(chunk, (first, count)), of_row);
+            ChunkBias::new(of, chunk, buffer, source_of_row.as_ref().filter(|_| by_source).map(with_first))
         });
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -263,13 +264,13 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
                 first_row: chunk.first_row + tile.first_row,
                 ..tile
             };
-            let sources = sources.as_ref().map(|sources| tile.of(sources));
+            let source_of_row = source_of_row.as_ref().map(|of_row| tile.of(of_row));
             let logits = Logits {
                 base: tile.of(&base),
                 bias: bias.as_ref().and_then(|bias| bias.of_tile(&tile)),
-                added: bias.as_ref().and_then(ChunkBias::of_sources),
-                target: if sources.is_some() { target.shallow_clone() } else { tile.of(&target) },
-                sources,
+                draft_bias: bias.as_ref().and_then(ChunkBias::of_sources),
+                target: if source_of_row.is_some() { target.shallow_clone() } else { tile.of(&target) },
+                source_of_row,
             };
             let found = logits.differentiate(vocabulary, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
@@ -292,11 +293,11 @@ struct Logits<'a> {
     /// Where it is by row.
     bias: Option<Tensor>,
     /// The bias of all sources, where it is by source.
-    added: Option<&'a Tensor>,
+    draft_bias: Option<&'a Tensor>,
     /// Of the rows, or of all sources.
     target: Tensor,
-    /// Each row's source.
-    sources: Option<Tensor>,
+    /// Each row's source, where they are of all sources.
+    source_of_row: Option<Tensor>,
 }
 
 impl Logits<'_> {
@@ -309,7 +310,7 @@ impl Logits<'_> {
         span: &Span,
         alphas: &LossAlphas,
     ) -> Tensor {
-        let Self { base, bias, added, mut target, mut sources } = self;
+        let Self { base, bias, draft_bias, mut target, mut source_of_row } = self;
         let capped = vocabulary.cap(base.to_kind(Kind::Float));
         let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
         let draft = match &bias {
@@ -318,13 +319,13 @@ impl Logits<'_> {
         };
         // What is done to all logits is done to the tile's alone.
         if vocabulary.softcap().is_some() || target.kind() != Kind::Float || rows.extra.is_some() {
-            target =
-                sources.take().map_or(target.shallow_clone(), |sources| target.index_select(0, &sources));
+            let of_rows = source_of_row.take().map(|of_row| target.index_select(0, &of_row));
+            target = of_rows.unwrap_or(target);
         }
         let target = vocabulary.cap(target.to_kind(Kind::Float));
         let extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
         let needs = Needs { agreement: rows.agreement, ..alphas.needs() };
-        let logits = RowLogits { draft, added, target, sources };
+        let logits = RowLogits { draft, draft_bias, target, source_of_row };
         let (rows_of, distances) = Rows::measure(logits, &span.of(rows.labels), needs);
         let weights = span.of(rows.weights).unsqueeze(1);
         let paced = alphas.dpace.map(|dpace| {

@@ -1,6 +1,6 @@
 //! Some rows of logits: how far the drafter is from label and target, and the gradient by the drafter's logits.
 
-use deepspec_native::{BySource, RowsMeasured, TargetLogits, measure_rows, slope_rows};
+use deepspec_native::{RowsMeasured, TargetLogits, measure_rows, slope_rows};
 use tch::{Kind, Tensor};
 
 use super::terms::{GradCoeffs, Needs, RowDistances};
@@ -10,22 +10,22 @@ pub(super) struct RowLogits<'a> {
     /// Of the drafter, `[n, V]`.
     pub draft: Tensor,
     /// What they are still without, of each source; none without sources.
-    pub added: Option<&'a Tensor>,
+    pub draft_bias: Option<&'a Tensor>,
     /// Of the target, `[n, V]`, or of each source.
     pub target: Tensor,
-    /// Each row's source, `[n]`, where those of one share what is made of it.
-    pub sources: Option<Tensor>,
+    /// Each row's source, `[n]`, where rows share what belongs to it.
+    pub source_of_row: Option<Tensor>,
 }
 
 impl RowLogits<'_> {
     /// Those of drafter and target, `[n, V]` each.
     fn apart(self) -> (Tensor, Tensor) {
-        let Self { mut draft, added, target, sources } = self;
-        let Some(sources) = sources else { return (draft, target) };
-        if let Some(added) = added {
-            draft += added.index_select(0, &sources);
+        let Self { mut draft, draft_bias, target, source_of_row } = self;
+        let Some(source_of_row) = source_of_row else { return (draft, target) };
+        if let Some(bias) = draft_bias {
+            draft += bias.index_select(0, &source_of_row);
         }
-        (draft, target.index_select(0, &sources))
+        (draft, target.index_select(0, &source_of_row))
     }
 }
 
@@ -64,12 +64,17 @@ impl Rows {
             let (draft, target) = logits.apart();
             let same = draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true));
             agreement = Some(same.to_kind(Kind::Float));
-            logits = RowLogits { draft, added: None, target, sources: None };
+            logits = RowLogits { draft, draft_bias: None, target, source_of_row: None };
         }
-        let sources = logits.sources.as_ref().map(|of| BySource { of, added: logits.added });
-        let target = TargetLogits { rows: &logits.target, sources };
+        let RowLogits { draft, draft_bias, target, source_of_row } = &mut logits;
+        let target = match source_of_row {
+            Some(source_of_row) => {
+                TargetLogits::BySource { rows: target, source_of_row, draft_bias: *draft_bias }
+            }
+            None => TargetLogits::Own(target),
+        };
         if let Some(RowsMeasured { ce, l1, overlap, soft, target }) =
-            measure_rows(&mut logits.draft, &target, &labels, needs.soft)
+            measure_rows(draft, target, &labels, needs.soft)
         {
             let distances = RowDistances { ce, l1, soft, agreement, overlap: Some(overlap) };
             return (Self { draft: logits.draft, target, difference: None, labels }, distances);
@@ -129,5 +134,49 @@ impl Rows {
             let _ = gradient.scatter_add_(1, &labels, &label.neg());
         }
         gradient
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    /// What the kernels refuse is measured by libtorch's operators, and rows of one source are those of copies there, too.
+    #[test]
+    fn rows_that_share_a_source_are_measured_as_copies_are() {
+        let values = |rows: i64, step: f64, kind: Kind| {
+            let angles = Tensor::arange(rows * 40, (Kind::Double, Device::Cpu)) * step;
+            (angles.sin().view([rows, 40]) * 5.0).to_kind(kind)
+        };
+        let source_of_row = Tensor::from_slice(&[0_i64, 2, 2, 0]);
+        let labels = Tensor::from_slice(&[3_i64, 0, 39, 7]);
+        for kind in [Kind::Float, Kind::Double] {
+            let (draft, target, bias) = (values(4, 0.37, kind), values(3, 1.3, kind), values(3, 0.7, kind));
+            for (agreement, bias) in [(true, Some(&bias)), (false, Some(&bias)), (false, None)] {
+                let needs = Needs { soft: true, overlap: true, agreement };
+                let shared = RowLogits {
+                    draft: draft.copy(),
+                    draft_bias: bias,
+                    target: target.copy(),
+                    source_of_row: Some(source_of_row.copy()),
+                };
+                let mut whole = draft.copy();
+                if let Some(bias) = bias {
+                    whole += bias.index_select(0, &source_of_row);
+                }
+                let target = target.index_select(0, &source_of_row);
+                let copies = RowLogits { draft: whole, draft_bias: None, target, source_of_row: None };
+                let measured = [shared, copies].map(|logits| Rows::measure(logits, &labels, needs));
+                let [(_, shared), (_, copies)] = measured;
+                assert!(shared.ce.equal(&copies.ce) && shared.l1.equal(&copies.l1), "{kind:?}");
+                let both = [shared.agreement, copies.agreement]
+                    .map(|found| found.map(|found| found.sum(Kind::Float)));
+                assert_eq!(both[0], both[1], "{kind:?}");
+                let [(soft, kl), (of_copies, and_kl)] = [shared.soft, copies.soft].map(Option::unwrap);
+                assert!(soft.equal(&of_copies) && kl.equal(&and_kl), "{kind:?}");
+            }
+        }
     }
 }

@@ -26,7 +26,7 @@ DEEPSPEC_VECTORS void distribution_row(const float* __restrict logits, float tem
 template <int64_t kRows>
 void draw_rows(const float* weights, int64_t vocab, const double* uniforms, int64_t* tokens) {
   const int64_t pieces = (vocab + kPiece - 1) / kPiece;
-  std::vector<double> before(pieces * kRows);  // each piece
+  std::vector<double> before(pieces * kRows);  // the sums before each piece
   double sums[kRows] = {};
   for (int64_t piece = 0; piece < pieces; ++piece) {
     std::copy_n(sums, kRows, before.data() + piece * kRows);

@@ -1,4 +1,4 @@
-// How far rows of logits are from labels and from other logits, and the gradients of what is made of these distances: float32, on the CPU, in place.
+// How far rows of logits are from labels and from other logits, and the gradients of what is made of these distances: float32, on the CPU, mostly in place.
 // libtorch makes a dozen passes of them, with as many temporaries.
 #include <algorithm>
 #include <cmath>
@@ -57,22 +57,12 @@ DEEPSPEC_INLINE Apart divide_and_compare(float* draft, float* target, int64_t vo
   return apart;
 }
 
-// Adds one row to another, and gives the largest value.
-DEEPSPEC_INLINE float add_and_largest(float* to, const float* row, int64_t count) {
-  float lanes[kLanes];
-  for (float& lane : lanes) lane = kLowest;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float sum = to[i + lane] + row[i + lane];
-      to[i + lane] = sum;
-      lanes[lane] = sum > lanes[lane] ? sum : lanes[lane];
-    }
-  for (; i < count; ++i) lanes[0] = std::max(lanes[0], to[i] += row[i]);
-  return largest(lanes, kLanes);
+// Two loops: the compiler makes no vectors of what adds and compares at once.
+DEEPSPEC_INLINE void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] += row[i];
 }
 
-// e to the power of what logits are below the largest one, to a place that may be their own; gives the sum.
+// exp(logits - most), to a place that may be their own; gives the sum.
 DEEPSPEC_INLINE double weigh(const float* logits, float most, int64_t vocab, float* to) {
   if (logits == to)
     return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return to[i] = exponential(to[i] - most); });
@@ -84,8 +74,8 @@ DEEPSPEC_INLINE double weigh(const float* logits, float most, int64_t vocab, flo
 // Turns the logits of the drafter, with those `added` to them if any, and of the target into probabilities and measures them.
 DEEPSPEC_VECTORS void measure_row(
     float* draft, const float* added, const float* target_logits, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
-  const float draft_most = added ? add_and_largest(draft, added, vocab) : largest(draft, vocab);
-  const float target_most = largest(target_logits, vocab), chosen = draft[label] - draft_most;
+  if (added) add_row(draft, added, vocab);
+  const float draft_most = largest(draft, vocab), target_most = largest(target_logits, vocab), chosen = draft[label] - draft_most;
   // Of the target's weights, which are not divided by their sum yet.
   double by_draft = 0.0, by_target = 0.0;
   if (soft) {
@@ -127,8 +117,18 @@ DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label
   draft[label] -= by.label;
 }
 
-DEEPSPEC_VECTORS void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] += row[i];
+// Puts the sum of the rows [count, width] whose number is `wanted` in place of `to`: 0 where there is none.
+DEEPSPEC_VECTORS void sum_rows(const float* rows, const int64_t* numbers, int64_t count, int64_t wanted, int64_t width, float* to) {
+  bool begun = false;
+  for (int64_t i = 0; i < count; ++i) {
+    if (numbers[i] != wanted) continue;
+    if (begun)
+      add_row(to, rows + i * width, width);
+    else
+      std::copy_n(rows + i * width, width, to);
+    begun = true;
+  }
+  if (!begun) std::fill_n(to, width, 0.0f);
 }
 
 // [n, V], and of no graph, which would not see that they are overwritten.
@@ -148,22 +148,22 @@ bool places(const at::Tensor& of, int64_t count, int64_t end) {
 extern "C" {
 
 // Turns logits [n, V] of the drafter into probabilities, in place, and those of the target, to a place that may be their own; gives `Distance`s
-// [n, 5], those of the last two 0 unless `soft`. With `of` [n], each row's target and what is `added` to the drafter's logits, if anything is, are
-// the rows of these numbers.
+// [n, 5], those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is
+// the row of this number, and so is what is added to the drafter's logits, if there is a `draft_bias`.
 at::Tensor* ds_measure_rows(
-    const at::Tensor* draft, const at::Tensor* added, const at::Tensor* target, const at::Tensor* of, const at::Tensor* probabilities,
+    const at::Tensor* draft, const at::Tensor* draft_bias, const at::Tensor* target, const at::Tensor* source_of_row, const at::Tensor* probabilities,
     const at::Tensor* labels, bool soft) {
   return made([&]() -> at::Tensor {
     if (!rows_of_logits(*draft) || !rows_of_logits(*target) || !rows_of_logits(*probabilities)) return {};
     const int64_t rows = draft->size(0), vocab = draft->size(1);
     if (target->size(1) != vocab || probabilities->sizes() != draft->sizes() || !places(*labels, rows, vocab)) return {};
-    if (of ? !places(*of, rows, target->size(0)) : target->size(0) != rows) return {};
-    if (added && (!of || !rows_of_logits(*added) || added->sizes() != target->sizes())) return {};
+    if (source_of_row ? !places(*source_of_row, rows, target->size(0)) : target->size(0) != rows) return {};
+    if (draft_bias && (!source_of_row || !rows_of_logits(*draft_bias) || draft_bias->sizes() != target->sizes())) return {};
     RECORD_USER_SCOPE("measure_rows");
     at::Tensor out = at::empty({rows, kDistances}, draft->options());
     float *ours = draft->mutable_data_ptr<float>(), *to = probabilities->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
-    const float *theirs = target->const_data_ptr<float>(), *more = added ? added->const_data_ptr<float>() : nullptr;
-    const int64_t *label = labels->const_data_ptr<int64_t>(), *place = of ? of->const_data_ptr<int64_t>() : nullptr;
+    const float *theirs = target->const_data_ptr<float>(), *more = draft_bias ? draft_bias->const_data_ptr<float>() : nullptr;
+    const int64_t *label = labels->const_data_ptr<int64_t>(), *place = source_of_row ? source_of_row->const_data_ptr<int64_t>() : nullptr;
     for_tasks(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
       const int64_t at = (place ? place[row] : row) * vocab;
       measure_row(
@@ -173,7 +173,7 @@ at::Tensor* ds_measure_rows(
   });
 }
 
-// The sums of those of some rows [n, V] that have the same number of [n], in place of [numbers, V]; whether it did.
+// In place of sums [S, V], for each s the sum of those of the rows [n, V] whose number of `of` [n] is s; whether it did.
 bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* of, const at::Tensor* sums) {
   try {
     if (!rows_of_logits(*rows) || !rows_of_logits(*sums) || rows->size(1) != sums->size(1) || !places(*of, rows->size(0), sums->size(0)))
@@ -182,19 +182,9 @@ bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* of, const at::Tensor*
     const int64_t width = rows->size(1), count = rows->size(0);
     const float* from = rows->const_data_ptr<float>();
     float* to = sums->mutable_data_ptr<float>();
-    const int64_t* place = of->const_data_ptr<int64_t>();
+    const int64_t* number = of->const_data_ptr<int64_t>();
     for_tasks(sums->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), [=](int64_t sum) {
-      float* row = to + sum * width;
-      bool begun = false;
-      for (int64_t i = 0; i < count; ++i) {
-        if (place[i] != sum) continue;
-        if (begun)
-          add_row(row, from + i * width, width);
-        else
-          std::copy_n(from + i * width, width, row);
-        begun = true;
-      }
-      if (!begun) std::fill_n(row, width, 0.0f);
+      sum_rows(from, number, count, sum, width, to + sum * width);
     });
     return true;
   } catch (...) {

@@ -1,18 +1,18 @@
-//! Losses of rows of logits on the CPU, in two passes over them, in place.
+//! Losses of rows of logits on the CPU, mostly in place.
 
 use std::ffi::c_void;
 use std::ptr;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::rows::owned;
 
 unsafe extern "C" {
     fn ds_measure_rows(
         draft: *const c_void,
-        added: *const c_void,
+        draft_bias: *const c_void,
         target: *const c_void,
-        of: *const c_void,
+        source_of_row: *const c_void,
         probabilities: *const c_void,
         labels: *const c_void,
         soft: bool,
@@ -26,24 +26,22 @@ unsafe extern "C" {
     ) -> bool;
 }
 
-/// Logits of a target for n rows of a drafter: `[n, V]`, or those of S sources that each stand once.
-pub struct TargetLogits<'a> {
-    /// `[n, V]`, or `[S, V]`.
-    pub rows: &'a Tensor,
-    /// Which of S sources is each row's.
-    pub sources: Option<BySource<'a>>,
+/// Logits of a target for n rows of a drafter.
+pub enum TargetLogits<'a> {
+    /// Of each row, `[n, V]`, which are used up.
+    Own(&'a mut Tensor),
+    /// Of S sources, which rows share.
+    BySource {
+        /// `[S, V]`.
+        rows: &'a Tensor,
+        /// Each row's source, `[n]` int64.
+        source_of_row: &'a Tensor,
+        /// What the drafter's logits are still without, of each source, `[S, V]`.
+        draft_bias: Option<&'a Tensor>,
+    },
 }
 
-/// What rows have in common by their sources.
-#[derive(Clone, Copy)]
-pub struct BySource<'a> {
-    /// Each row's source, `[n]` int64.
-    pub of: &'a Tensor,
-    /// Logits that the drafter's rows are still without, `[S, V]`.
-    pub added: Option<&'a Tensor>,
-}
-
-/// How far n rows of logits of a drafter are from their labels x* and from a target's; p^d and p^t are the probabilities. `[n, 1]` each.
+/// How far n rows of logits of a drafter are from their labels x* and from a target's; p^d and p^t are the probabilities. Distances are `[n, 1]` each.
 pub struct RowsMeasured {
     /// −log p^d(x*).
     pub ce: Tensor,
@@ -57,32 +55,38 @@ pub struct RowsMeasured {
     pub target: Tensor,
 }
 
-/// Measures rows of logits `draft [n, V]` with `labels [n]`, and turns them into probabilities.
+/// Measures rows of logits `draft [n, V]` with `labels [n]`, and turns them into probabilities, as it does the target's where each row has its own.
 ///
 /// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where a label is no token or
 /// a source none of the target's, and where gradients are asked for.
 pub fn measure_rows(
     draft: &mut Tensor,
-    target: &TargetLogits,
+    target: TargetLogits,
     labels: &Tensor,
     soft: bool,
 ) -> Option<RowsMeasured> {
-    let probabilities = match target.sources {
-        Some(_) => draft.empty_like(),
-        None => target.rows.shallow_clone(),
+    if draft.device() != Device::Cpu {
+        return None;
+    }
+    let null = ptr::null::<c_void>();
+    let (rows, source_of_row, draft_bias, probabilities) = match target {
+        TargetLogits::Own(rows) => (rows.as_ptr().cast(), null, null, rows.shallow_clone()),
+        TargetLogits::BySource { rows, source_of_row, draft_bias } => {
+            let bias = draft_bias.map_or(null, |bias| bias.as_ptr().cast());
+            (rows.as_ptr().cast(), source_of_row.as_ptr().cast(), bias, draft.empty_like())
+        }
     };
-    let pointer = |tensor: Option<&Tensor>| tensor.map_or(ptr::null(), |tensor| tensor.as_ptr().cast());
-    let (of, added) = (target.sources.map(|by| by.of), target.sources.and_then(|by| by.added));
-    // SAFETY: the shim writes to the drafter's rows and the probabilities only and reads the others, of which some may be null, during the call; it catches
+    // SAFETY: the shim writes to the drafter's rows and the probabilities only and reads the others, of which two may be null, during the call; it catches
     // every C++ exception, and returns null or a tensor of its own.
     let found = unsafe {
+        let (draft, labels) = (draft.as_ptr().cast(), labels.as_ptr().cast());
         owned(ds_measure_rows(
-            draft.as_ptr().cast(),
-            pointer(added),
-            target.rows.as_ptr().cast(),
-            pointer(of),
+            draft,
+            draft_bias,
+            rows,
+            source_of_row,
             probabilities.as_ptr().cast(),
-            labels.as_ptr().cast(),
+            labels,
             soft,
         ))?
     };
@@ -131,9 +135,9 @@ mod tests {
         assert!(off <= 2e-6 * most.max(1e-3), "{what}: off by {off} of {most}");
     }
 
-    /// Without sources.
+    /// With a target that each row has its own of, which is used up.
     fn measure(draft: &mut Tensor, target: &Tensor, labels: &Tensor, soft: bool) -> Option<RowsMeasured> {
-        measure_rows(draft, &TargetLogits { rows: target, sources: None }, labels, soft)
+        measure_rows(draft, TargetLogits::Own(&mut target.shallow_clone()), labels, soft)
     }
 
     /// Against formulas in float64, and autograd's gradients of them.
@@ -211,9 +215,9 @@ mod tests {
         assert!(measure(&mut learned, &logits.copy(), &labels, false).is_none());
         let by_source = |of: [i64; 2], added: &Tensor| {
             let (of, mut draft) = (Tensor::from_slice(&of), logits.copy());
-            let sources = Some(BySource { of: &of, added: Some(added) });
-            let target = TargetLogits { rows: &logits, sources };
-            let refused = measure_rows(&mut draft, &target, &labels, false).is_none();
+            let target =
+                TargetLogits::BySource { rows: &logits, source_of_row: &of, draft_bias: Some(added) };
+            let refused = measure_rows(&mut draft, target, &labels, false).is_none();
             assert!(!refused || draft.equal(&logits), "refused, but changed");
             refused
         };
@@ -236,9 +240,9 @@ mod tests {
                 if let Some(added) = added {
                     copies += added.index_select(0, &of);
                 }
-                let sources = Some(BySource { of: &of, added });
-                let shared =
-                    measure_rows(&mut ours, &TargetLogits { rows: &target, sources }, &labels, true).unwrap();
+                let by_source =
+                    TargetLogits::BySource { rows: &target, source_of_row: &of, draft_bias: added };
+                let shared = measure_rows(&mut ours, by_source, &labels, true).unwrap();
                 let apart = measure(&mut copies, &target.index_select(0, &of), &labels, true).unwrap();
                 assert!(ours.equal(&copies) && shared.target.equal(&apart.target));
                 assert!(shared.ce.equal(&apart.ce) && shared.l1.equal(&apart.l1));

@@ -1,5 +1,5 @@
-//! Operators over float32 rows on the CPU, each in one pass, forwards and backwards; libtorch makes them of two to nine operators, of which a
-//! few rows cost little else than their number, and many keep what lies between them for the backward.
+//! Operators over float32 rows on the CPU; libtorch makes them of two to nine operators, of which a few rows cost little else than their number, and
+//! many keep what lies between them for the backward.
 
 use std::ffi::c_void;
 
@@ -35,7 +35,7 @@ pub fn argmax(x: &Tensor) -> Option<Tensor> {
 
 /// softmax(logits / temperature) of `logits [n, V]` with `temperatures`, n of them. A row's bits do not depend on the other rows.
 ///
-/// None as for [`rms_norm`], and for gradients.
+/// None as for [`rms_norm`], for gradients, and where there is nothing or not a temperature for each row.
 pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_distributions(logits.as_ptr().cast(), temperatures.as_ptr().cast())) }
@@ -44,7 +44,7 @@ pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
 /// Of each row of `weights [n, V]`, which are not negative, the first token whose cumulated weight, in float64, is greater than the row's of `uniforms
 /// [n]` float64 times all of it: `[n]` int64. Where none is, the last token; where weights are not numbers, the first.
 ///
-/// None as for [`distributions`].
+/// None as for [`rms_norm`], for gradients, and where there is nothing or not a uniform for each row.
 pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_draw(weights.as_ptr().cast(), uniforms.as_ptr().cast())) }
