@@ -91,8 +91,8 @@ const SHAPES: [Shape; 3] = [
         steps: 20,
         reference_anchors: 64,
     },
-    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention, beside what waits of
-    // our own step.
+    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention, beside
+    // our own process, which waits meanwhile.
     Shape {
         name: "large",
         hidden: 1024,

@@ -122,10 +122,13 @@ impl SamplingBatch {
         if self.is_greedy() {
             return one_hot(logits, &likeliest(logits));
         }
-        // Value behind value: how many sequences there are must not decide who computes them.
-        let (single, temperatures) = (logits.to_kind(Kind::Float).contiguous(), self.column(0));
-        let mut probs = deepspec_native::distributions(&single, &temperatures)
-            .unwrap_or_else(|| (single / temperatures).softmax(-1, Kind::Float));
+        let (mut in_float32, temperatures) = (logits.to_kind(Kind::Float), self.column(0));
+        if logits.device() == Device::Cpu {
+            // The kernel refuses rows that lie apart, as one slot's rows of several blocks do, and takes the one of a single block.
+            in_float32 = in_float32.contiguous();
+        }
+        let mut probs = deepspec_native::distributions(&in_float32, &temperatures)
+            .unwrap_or_else(|| (in_float32 / temperatures).softmax(-1, Kind::Float));
         if self.rows.iter().any(Sampling::filters) {
             probs = self.filtered(&probs);
         }
@@ -171,16 +174,23 @@ impl SamplingBatch {
         let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
         let rank = Tensor::arange(sorted.size()[1], (Kind::Float, probs.device())).unsqueeze(0);
         let kept = sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
-        let mass = kept.sum_dim_intlist(-1, true, Kind::Float);
+        let mass = mass_of(&kept);
         // A token stays while the mass before it, within the top-k set, is short of top-p; the first always stays.
         let before = kept.cumsum(-1, Kind::Float) - &kept;
         let within = before.lt_tensor(&(&top_p * mass)).logical_or(&top_p.ge(1.0));
         let likely = sorted.ge_tensor(&(min_p * sorted.narrow(1, 0, 1)));
         let keep = within.logical_and(&likely).logical_or(&rank.lt(1.0));
         let kept = kept * keep.to_kind(Kind::Float);
-        let kept = &kept / kept.sum_dim_intlist(-1, true, Kind::Float);
+        let kept = &kept / mass_of(&kept);
         probs.zeros_like().scatter(-1, order, &kept)
     }
+}
+
+/// The sum of each row, `[S, 1]` float32 of `[S, k]`: one addition after the other, because what libtorch sums side by side hangs on the number of rows and
+/// of threads.
+fn mass_of(weights: &Tensor) -> Tensor {
+    let sums = weights.cumsum(-1, Kind::Double);
+    sums.narrow(1, sums.size()[1] - 1, 1).to_kind(Kind::Float)
 }
 
 /// The token of the largest logit of each row, `[S]` from logits `[S, V]`.
@@ -278,9 +288,13 @@ mod tests {
     #[test]
     fn a_distribution_does_not_depend_on_the_number_of_blocks() {
         let logits =
-            (Tensor::arange(3 * 4 * 900, (Kind::Float, Device::Cpu)) * 0.7).sin().view([3, 4, 900]) * 6.0;
-        let settings = [0.3, 1.0, 1.7].map(|temperature| Sampling::new(temperature, 1));
-        for slot in 0..4 {
+            (Tensor::arange(3 * 4 * 151_936, (Kind::Float, Device::Cpu)) * 0.7).sin().view([3, 4, 151_936])
+                * 6.0;
+        let plain = [0.3, 1.0, 1.7].map(|temperature| Sampling::new(temperature, 1));
+        let cut = plain.map(|plain| Sampling { top_p: 0.9, ..plain });
+        for (settings, slot) in
+            [plain, cut].into_iter().flat_map(|settings| (0..4).map(move |slot| (settings, slot)))
+        {
             let together =
                 SamplingBatch::new(settings.to_vec(), Device::Cpu).distributions(&logits.select(1, slot));
             for (block, setting) in settings.into_iter().enumerate() {

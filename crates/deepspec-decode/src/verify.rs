@@ -71,9 +71,8 @@ mod tests {
 
     use super::*;
 
-    /// Drafts that were cut short are a part of what was drafted.
     #[test]
-    fn blocks_are_verified_where_they_lie() {
+    fn a_blocks_verdict_is_the_same_alone_and_cut_from_longer_drafts() {
         let (sequences, longest, vocab) = (40, 4, 7);
         let values = |shape: [i64; 3], step: f64| {
             let angles = Tensor::arange(shape.iter().product::<i64>(), (Kind::Float, Device::Cpu)) * step;

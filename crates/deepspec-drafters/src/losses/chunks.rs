@@ -22,9 +22,9 @@ const LOGITS: usize = 2;
 /// Of a tile, at a time.
 const TEMPORARIES: usize = 6;
 /// With a soft-cap, whose slope is kept.
-const TEMPORARIES_OF_CAP: usize = 7;
+const TEMPORARIES_OF_CAP: usize = TEMPORARIES + 1;
 /// The same of float32 on the CPU, where losses are measured and differentiated in place, and only a soft-cap leaves something.
-const OF_CAP: usize = 5;
+const TEMPORARIES_OF_CAP_IN_PLACE: usize = 5;
 
 /// R supervised rows, in whole blocks of at most γ.
 #[derive(Clone, Copy)]
@@ -197,7 +197,7 @@ pub fn buffer_bytes(
     let of_row = logits * vocab + LOGITS * states;
     let temporaries = match (device, model.logit_softcap) {
         (Device::Cpu, None) if value == size_of::<f32>() => 0,
-        (Device::Cpu, Some(_)) if value == size_of::<f32>() => OF_CAP,
+        (Device::Cpu, Some(_)) if value == size_of::<f32>() => TEMPORARIES_OF_CAP_IN_PLACE,
         (_, Some(_)) => TEMPORARIES_OF_CAP,
         (_, None) => TEMPORARIES,
     };
@@ -255,8 +255,13 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
         let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
         let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
-            let with_first = |of_row| (rows.sources.first_rows(chunk, (first, count)), of_row);
-            ChunkBias::new(of, chunk, buffer, source_of_row.as_ref().filter(|_| by_source).map(with_first))
+            let first_rows_and_sources = |of_row| (rows.sources.first_rows(chunk, (first, count)), of_row);
+            ChunkBias::new(
+                of,
+                chunk,
+                buffer,
+                source_of_row.as_ref().filter(|_| by_source).map(first_rows_and_sources),
+            )
         });
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -296,7 +301,7 @@ struct Logits<'a> {
     draft_bias: Option<&'a Tensor>,
     /// Of the rows, or of all sources.
     target: Tensor,
-    /// Each row's source, where they are of all sources.
+    /// Each row's source, where `target` is of all sources.
     source_of_row: Option<Tensor>,
 }
 
@@ -317,7 +322,7 @@ impl Logits<'_> {
             Some(bias) => bias.to_kind(Kind::Float).g_add_(&capped),
             None => capped,
         };
-        // What is done to all logits is done to the tile's alone.
+        // A soft-cap, another kind and an extra objective go over whole rows: they get copies of the tile's.
         if vocabulary.softcap().is_some() || target.kind() != Kind::Float || rows.extra.is_some() {
             let of_rows = source_of_row.take().map(|of_row| target.index_select(0, &of_row));
             target = of_rows.unwrap_or(target);

@@ -9,7 +9,7 @@ use super::terms::{GradCoeffs, Needs, RowDistances};
 pub(super) struct RowLogits<'a> {
     /// Of the drafter, `[n, V]`.
     pub draft: Tensor,
-    /// What they are still without, of each source; none without sources.
+    /// What they are still without, of each source; only with `source_of_row`.
     pub draft_bias: Option<&'a Tensor>,
     /// Of the target, `[n, V]`, or of each source.
     pub target: Tensor,
@@ -56,8 +56,12 @@ fn row_sum(x: &Tensor) -> Tensor {
 }
 
 impl Rows {
-    /// Turns logits, which are used up, into probabilities and measures them; `labels [n]`.
+    /// Turns logits into probabilities and measures them; `labels [n]`. The drafter's logits are used up, and the target's where each row has its own.
     pub fn measure(mut logits: RowLogits, labels: &Tensor, needs: Needs) -> (Self, RowDistances) {
+        assert!(
+            logits.draft_bias.is_none() || logits.source_of_row.is_some(),
+            "a bias by source wants sources"
+        );
         let labels = labels.unsqueeze(1);
         let mut agreement = None;
         if needs.agreement {
@@ -154,6 +158,9 @@ mod tests {
         let labels = Tensor::from_slice(&[3_i64, 0, 39, 7]);
         for kind in [Kind::Float, Kind::Double] {
             let (draft, target, bias) = (values(4, 0.37, kind), values(3, 1.3, kind), values(3, 0.7, kind));
+            // The last row agrees with its target.
+            let preferred = target.get(0).argmax(-1, false).int64_value(&[]);
+            let _ = draft.get(3).get(preferred).fill_(100.0);
             for (agreement, bias) in [(true, Some(&bias)), (false, Some(&bias)), (false, None)] {
                 let needs = Needs { soft: true, overlap: true, agreement };
                 let shared = RowLogits {
@@ -169,11 +176,21 @@ mod tests {
                 let target = target.index_select(0, &source_of_row);
                 let copies = RowLogits { draft: whole, draft_bias: None, target, source_of_row: None };
                 let measured = [shared, copies].map(|logits| Rows::measure(logits, &labels, needs));
-                let [(_, shared), (_, copies)] = measured;
+                let [(shared_rows, shared), (rows_of_copies, copies)] = measured;
                 assert!(shared.ce.equal(&copies.ce) && shared.l1.equal(&copies.l1), "{kind:?}");
-                let both = [shared.agreement, copies.agreement]
-                    .map(|found| found.map(|found| found.sum(Kind::Float)));
-                assert_eq!(both[0], both[1], "{kind:?}");
+                assert!(shared.overlap.unwrap().equal(&copies.overlap.unwrap()), "{kind:?}");
+                assert_eq!(shared.agreement.is_some(), agreement);
+                if let (Some(shared), Some(copies)) = (shared.agreement, copies.agreement) {
+                    assert!(shared.equal(&copies), "{kind:?}");
+                    let agreeing = shared.sum(Kind::Double).double_value(&[]);
+                    assert!(agreeing > 0.0 && agreeing < 4.0, "{agreeing} of 4 rows agree");
+                }
+                let factor =
+                    || Some(Tensor::from_slice(&[0.5f32, 1.0, 0.25, 2.0]).view([4, 1]).to_kind(kind));
+                let coeffs = || GradCoeffs { label: factor(), soft: factor(), l1: factor() };
+                let [shared_slopes, of_copies] =
+                    [shared_rows, rows_of_copies].map(|rows| rows.gradient(&coeffs()));
+                assert!(shared_slopes.equal(&of_copies), "{kind:?}");
                 let [(soft, kl), (of_copies, and_kl)] = [shared.soft, copies.soft].map(Option::unwrap);
                 assert!(soft.equal(&of_copies) && kl.equal(&and_kl), "{kind:?}");
             }

@@ -57,7 +57,7 @@ DEEPSPEC_INLINE Apart divide_and_compare(float* draft, float* target, int64_t vo
   return apart;
 }
 
-// Two loops: the compiler makes no vectors of what adds and compares at once.
+// Adds a row to another.
 DEEPSPEC_INLINE void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] += row[i];
 }
@@ -71,10 +71,11 @@ DEEPSPEC_INLINE double weigh(const float* logits, float most, int64_t vocab, flo
   return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return apart[i] = exponential(from[i] - most); });
 }
 
-// Turns the logits of the drafter, with those `added` to them if any, and of the target into probabilities and measures them.
+// Turns the logits of the drafter, with their `bias` if there is one, and of the target into probabilities and measures them.
 DEEPSPEC_VECTORS void measure_row(
-    float* draft, const float* added, const float* target_logits, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
-  if (added) add_row(draft, added, vocab);
+    float* draft, const float* bias, const float* target_logits, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
+  // First added, then compared: the compiler makes no vectors of both at once.
+  if (bias) add_row(draft, bias, vocab);
   const float draft_most = largest(draft, vocab), target_most = largest(target_logits, vocab), chosen = draft[label] - draft_most;
   // Of the target's weights, which are not divided by their sum yet.
   double by_draft = 0.0, by_target = 0.0;
@@ -148,8 +149,8 @@ bool places(const at::Tensor& of, int64_t count, int64_t end) {
 extern "C" {
 
 // Turns logits [n, V] of the drafter into probabilities, in place, and those of the target, to a place that may be their own; gives `Distance`s
-// [n, 5], those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is
-// the row of this number, and so is what is added to the drafter's logits, if there is a `draft_bias`.
+// [n, 5], those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is the row of this number, and so is what is
+// added to the drafter's logits, if there is a `draft_bias`.
 at::Tensor* ds_measure_rows(
     const at::Tensor* draft, const at::Tensor* draft_bias, const at::Tensor* target, const at::Tensor* source_of_row, const at::Tensor* probabilities,
     const at::Tensor* labels, bool soft) {
@@ -162,27 +163,27 @@ at::Tensor* ds_measure_rows(
     RECORD_USER_SCOPE("measure_rows");
     at::Tensor out = at::empty({rows, kDistances}, draft->options());
     float *ours = draft->mutable_data_ptr<float>(), *to = probabilities->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
-    const float *theirs = target->const_data_ptr<float>(), *more = draft_bias ? draft_bias->const_data_ptr<float>() : nullptr;
+    const float *theirs = target->const_data_ptr<float>(), *bias = draft_bias ? draft_bias->const_data_ptr<float>() : nullptr;
     const int64_t *label = labels->const_data_ptr<int64_t>(), *place = source_of_row ? source_of_row->const_data_ptr<int64_t>() : nullptr;
     for_tasks(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
       const int64_t at = (place ? place[row] : row) * vocab;
       measure_row(
-          ours + row * vocab, more ? more + at : nullptr, theirs + at, to + row * vocab, label[row], vocab, soft, found + row * kDistances);
+          ours + row * vocab, bias ? bias + at : nullptr, theirs + at, to + row * vocab, label[row], vocab, soft, found + row * kDistances);
     });
     return out;
   });
 }
 
-// In place of sums [S, V], for each s the sum of those of the rows [n, V] whose number of `of` [n] is s; whether it did.
-bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* of, const at::Tensor* sums) {
+// In place of sums [S, V], for each s the sum of those of the rows [n, V] whose number of `source_of_row` [n] is s; whether it did.
+bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* source_of_row, const at::Tensor* sums) {
   try {
-    if (!rows_of_logits(*rows) || !rows_of_logits(*sums) || rows->size(1) != sums->size(1) || !places(*of, rows->size(0), sums->size(0)))
+    if (!rows_of_logits(*rows) || !rows_of_logits(*sums) || rows->size(1) != sums->size(1) || !places(*source_of_row, rows->size(0), sums->size(0)))
       return false;
     RECORD_USER_SCOPE("sum_rows");
     const int64_t width = rows->size(1), count = rows->size(0);
     const float* from = rows->const_data_ptr<float>();
     float* to = sums->mutable_data_ptr<float>();
-    const int64_t* number = of->const_data_ptr<int64_t>();
+    const int64_t* number = source_of_row->const_data_ptr<int64_t>();
     for_tasks(sums->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), [=](int64_t sum) {
       sum_rows(from, number, count, sum, width, to + sum * width);
     });

@@ -17,7 +17,7 @@ unsafe extern "C" {
         labels: *const c_void,
         soft: bool,
     ) -> *mut c_void;
-    fn ds_sum_rows(rows: *const c_void, of: *const c_void, sums: *const c_void) -> bool;
+    fn ds_sum_rows(rows: *const c_void, source_of_row: *const c_void, sums: *const c_void) -> bool;
     fn ds_slope_rows(
         draft: *const c_void,
         target: *const c_void,
@@ -30,7 +30,7 @@ unsafe extern "C" {
 pub enum TargetLogits<'a> {
     /// Of each row, `[n, V]`, which are used up.
     Own(&'a mut Tensor),
-    /// Of S sources, which rows share.
+    /// Of S sources, which rows share; they have no memory in common with the drafter's.
     BySource {
         /// `[S, V]`.
         rows: &'a Tensor,
@@ -100,12 +100,13 @@ pub fn measure_rows(
     })
 }
 
-/// In place of `sums [S, V]`, the sums of those of `rows [n, V]` that have the same source, `of [n]` int64.
-pub fn sum_rows(rows: &Tensor, of: &Tensor, sums: &mut Tensor) {
-    // SAFETY: the shim writes to the last tensor only and reads the others, during the call, and catches every C++ exception.
-    let done = unsafe { ds_sum_rows(rows.as_ptr().cast(), of.as_ptr().cast(), sums.as_ptr().cast()) };
+/// In place of `sums [S, V]`, the sums of those of `rows [n, V]` that have the same source, `source_of_row [n]` int64. Both share no memory.
+pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) {
+    // SAFETY: the shim writes to the last tensor only, which is the caller's alone, and reads the others, during the call, and catches every C++ exception.
+    let done =
+        unsafe { ds_sum_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), sums.as_ptr().cast()) };
     if !done {
-        let _ = sums.zero_().index_add_(0, of, rows);
+        let _ = sums.zero_().index_add_(0, source_of_row, rows);
     }
 }
 
