@@ -77,6 +77,7 @@ DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64
 // Copies a group of kSide values that lie side by side, in long words.
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void copy_group(const float* from, float* to) {
+  static_assert(kSide == 6 || kSide % 8 == 0);
   constexpr int64_t kWhole = kSide / 8 * 8;
 #pragma GCC unroll 4
   for (int64_t i = 0; i < kWhole; i += 8) _mm256_storeu_ps(to + i, _mm256_loadu_ps(from + i));
