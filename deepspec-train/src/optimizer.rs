@@ -1,7 +1,7 @@
 //! AdamW (Loshchilov & Hutter 2019) on float32 masters of working weights of any kind.
 
 use deepspec_dist::{GroupError, ProcessGroup};
-use deepspec_native::{AdamWSettings, AdamWTensors, adamw};
+use deepspec_native::{AdamWSettings, AdamWTensors, adamw, square_sum};
 use tch::{Device, Kind, Tensor};
 
 use crate::sync::{self, Sums};
@@ -141,7 +141,7 @@ impl AdamW {
             .collect();
         adamw(&mut tensors, &divisor, settings);
         self.slots.iter_mut().for_each(Slot::publish);
-        self.slots.iter_mut().for_each(Slot::clear);
+        self.slots.iter_mut().zip(&gradients).for_each(|(slot, gradient)| slot.clear(gradient));
         if self.is_sharded {
             let owned: Vec<(usize, &Tensor)> =
                 self.slots.iter().map(|slot| (slot.owner, &slot.parameter)).collect();
@@ -235,9 +235,14 @@ impl Slot {
         self.parameter.zero_grad();
     }
 
-    /// Makes the parameter ready for the next step's gradients.
-    fn clear(&mut self) {
-        self.parameter.zero_grad();
+    /// Makes the parameter ready for the next step's gradients, once this step's has been used.
+    fn clear(&mut self, used: &Tensor) {
+        let gradient = self.parameter.grad();
+        // What an update has read it has left zero.
+        let is_zero = self.state.is_some() && gradient.defined() && gradient.data_ptr() == used.data_ptr();
+        if !is_zero {
+            self.parameter.zero_grad();
+        }
         self.is_taken = false;
     }
 
@@ -276,24 +281,16 @@ fn sizes_of(slots: &[Slot]) -> Vec<(&str, usize)> {
 
 /// The global norm of the gradients, a float64 scalar, and the divisor max(1, (norm + 1e-6)/max) that clips them, float32.
 pub fn clip(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
-    let squares: Vec<Tensor> = gradients.iter().map(square_sum).collect();
+    let squares: Vec<Tensor> = gradients.iter().map(squares).collect();
     let norm = Tensor::stack(&squares, 0).sum(Kind::Double).sqrt();
     let divisor = ((&norm + CLIP_EPS) / max_norm).clamp_min(1.0).to_kind(Kind::Float);
     (norm, divisor)
 }
 
-/// Σ x², added up in float32 whatever the kind, but over so few values at once that its rounding does not grow with their number.
-fn square_sum(values: &Tensor) -> Tensor {
-    const PIECE: i64 = 1 << 16;
-    let values = values.to_kind(Kind::Float).reshape([-1]);
-    match values.device() {
-        // No operator would square and add in one pass over large tensors.
-        Device::Cpu => {
-            let pieces: Vec<Tensor> = values.split(PIECE, 0).iter().map(|piece| piece.dot(piece)).collect();
-            Tensor::stack(&pieces, 0).sum(Kind::Double)
-        }
-        _ => values.square().sum(Kind::Double),
-    }
+/// Σ x², whatever the kind: added up over so few values at once that its rounding does not grow with their number.
+fn squares(values: &Tensor) -> Tensor {
+    let values = values.to_kind(Kind::Float);
+    square_sum(&values).unwrap_or_else(|| values.square().sum(Kind::Double))
 }
 
 #[cfg(test)]

@@ -7,8 +7,7 @@ use super::AnchoredBlocks;
 use super::attention::{ALIGNED, TILE};
 use crate::TrainSample;
 use crate::trained::{
-    DIRECTIONS, DraftDecoder, MLP_AT_WORK, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms,
-    layer_shapes,
+    DIRECTIONS, DraftDecoder, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
 
 /// What the backward of one sequence's attention has at a time of the size of its queries, in float32, beside their slopes: the slopes of its output, and
@@ -92,7 +91,7 @@ pub fn backbone_pass_bytes(
         };
         let attention =
             samples.iter().map(sloped).sum::<usize>() + samples.iter().map(at_work).max().unwrap_or(0);
-        layers = layers.max(MLP_AT_WORK * inner).max(attention.saturating_sub(mlp));
+        layers = layers.max(of.mlp_at_work(layer.activation) * inner).max(attention.saturating_sub(mlp));
     }
     // The layer's output, its slope, their product and the slope of its input; the context's slope so far, and that by this layer.
     let between = (4 * slots + 2 * tokens) * d * bytes;

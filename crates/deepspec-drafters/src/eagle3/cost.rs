@@ -9,7 +9,7 @@ use super::recipe::Supervise;
 use crate::TrainSample;
 use crate::losses;
 use crate::trained::{
-    DIRECTIONS, MLP_AT_WORK, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
+    DIRECTIONS, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
 
 impl Eagle3Config {
@@ -88,7 +88,7 @@ impl Eagle3Config {
                 });
                 kept += pieces.sum::<usize>();
             }
-            layers = layers.max(MLP_AT_WORK * inner * tokens);
+            layers = layers.max(of.mlp_at_work(layer.activation) * inner * tokens);
         }
         PassBytes { kept, layers, objective, ..PassBytes::default() }
     }

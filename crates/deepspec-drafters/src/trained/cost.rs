@@ -23,14 +23,21 @@ impl OfAutograd {
 
     /// Values of the MLP's insides: gate and up; and elsewhere the gate's activation and the product of both.
     pub fn mlp(self, activation: Activation) -> usize {
-        if self.in_one_pass && activation == Activation::Silu { 2 } else { 4 }
+        if self.is_mlp_one(activation) { 2 } else { 4 }
+    }
+
+    /// Gradients of the MLP's insides at a time: of its two factors, and elsewhere of their product, too.
+    pub fn mlp_at_work(self, activation: Activation) -> usize {
+        if self.is_mlp_one(activation) { 2 } else { 3 }
+    }
+
+    fn is_mlp_one(self, activation: Activation) -> bool {
+        self.in_one_pass && activation == Activation::Silu
     }
 }
 
 /// Bytes that libtorch's norm keeps of a value.
 const NORMED: usize = 2 * size_of::<f32>();
-/// Gradients of the MLP's insides at a time: of the product and of its two factors.
-pub(crate) const MLP_AT_WORK: usize = 3;
 /// Matrix products of a layer with a weight: queries, keys and values, output, gate and up, down.
 pub(crate) const PROJECTIONS: usize = 5;
 /// Each of them has gradients by its input and by its weight, which are products of other shapes.

@@ -19,7 +19,7 @@ pub use cost::{PassBytes, SampleSize};
 pub use kind::{DrafterConfig, DrafterKind, Plan, load};
 pub use transfer::Transfer;
 
-pub(crate) use cost::{DIRECTIONS, MLP_AT_WORK, OfAutograd, PROJECTIONS, family_norms, layer_shapes};
+pub(crate) use cost::{DIRECTIONS, OfAutograd, PROJECTIONS, family_norms, layer_shapes};
 pub(crate) use upload::joined;
 
 /// A drafter that is trained on a target's states.

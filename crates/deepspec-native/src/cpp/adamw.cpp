@@ -1,12 +1,18 @@
-// One step of AdamW over many tensors, each of which is read and written once.
+// One step of AdamW over many tensors, each of which is read and written once, and the squares that gradients are clipped by.
 #include "group.h"
 
+#include <cmath>
 #include <vector>
 
+#include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/full.h>
+#include <ATen/record_function.h>
 
-extern "C" {
+namespace {
+
+// Values that a thread takes at a time.
+constexpr int64_t kShare = 1 << 16;
 
 struct AdamWTensors {
   at::Tensor* weights;
@@ -19,10 +25,70 @@ struct AdamWSettings {
   double lr, beta1, beta2, weight_decay, eps, step;
 };
 
-// All tensors are float32 and contiguous, those of one entry of one shape and device; `divisor` is a float32 scalar by which
-// the gradients are divided first, in place.
+// What a step comes to for each value.
+struct AdamWFactors {
+  float decay, of_new, beta2, of_new_square, step_size, root_correction, eps, divisor;
+
+  AdamWFactors(const AdamWSettings& settings, float divisor)
+      : decay(static_cast<float>(1.0 - settings.lr * settings.weight_decay)),
+        of_new(static_cast<float>(1.0 - settings.beta1)),
+        beta2(static_cast<float>(settings.beta2)),
+        of_new_square(static_cast<float>(1.0 - settings.beta2)),
+        step_size(static_cast<float>(settings.lr / (1.0 - std::pow(settings.beta1, settings.step)))),
+        root_correction(static_cast<float>(std::sqrt(1.0 - std::pow(settings.beta2, settings.step)))),
+        eps(static_cast<float>(settings.eps)),
+        divisor(divisor) {}
+};
+
+DEEPSPEC_VECTORS void adamw_share(
+    float* __restrict weights, float* __restrict gradients, float* __restrict exp_avgs, float* __restrict exp_avg_sqs, int64_t count,
+    AdamWFactors by) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float gradient = gradients[i] / by.divisor;
+    gradients[i] = 0.0f;
+    const float exp_avg = exp_avgs[i] + by.of_new * (gradient - exp_avgs[i]);
+    const float exp_avg_sq = by.beta2 * exp_avg_sqs[i] + by.of_new_square * gradient * gradient;
+    exp_avgs[i] = exp_avg, exp_avg_sqs[i] = exp_avg_sq;
+    weights[i] = weights[i] * by.decay - by.step_size * exp_avg / (std::sqrt(exp_avg_sq) / by.root_correction + by.eps);
+  }
+}
+
+void adamw_here(const AdamWTensors& tensors, const AdamWFactors& by) {
+  const int64_t count = tensors.weights->numel();
+  float *weights = tensors.weights->mutable_data_ptr<float>(), *gradients = tensors.gradient->mutable_data_ptr<float>(),
+        *exp_avgs = tensors.exp_avg->mutable_data_ptr<float>(), *exp_avg_sqs = tensors.exp_avg_sq->mutable_data_ptr<float>();
+  for_tasks((count + kShare - 1) / kShare, 1, [=](int64_t share) {
+    const int64_t at = share * kShare;
+    adamw_share(weights + at, gradients + at, exp_avgs + at, exp_avg_sqs + at, std::min(kShare, count - at), by);
+  });
+}
+
+DEEPSPEC_VECTORS double square_sum_of_share(const float* values, int64_t count) {
+  return summed(count, [=](int64_t i) DEEPSPEC_INLINED { return values[i] * values[i]; });
+}
+
+bool same_place(const AdamWTensors& tensors) {
+  const at::Tensor& weights = *tensors.weights;
+  for (const at::Tensor* each : {tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq})
+    if (!plain(*each) || each->sizes() != weights.sizes()) return false;
+  return plain(weights);
+}
+
+}  // namespace
+
+extern "C" {
+
+// All tensors are float32 and contiguous, those of one entry of one shape and device, and all of one; `divisor` is a float32 scalar of it, by which the
+// gradients are divided first. They are left zero.
 char* ds_adamw(const AdamWTensors* tensors, size_t count, at::Tensor* divisor, const AdamWSettings* settings) {
   return caught([&] {
+    if (divisor->device().is_cpu()) {
+      RECORD_USER_SCOPE("adamw");
+      for (size_t i = 0; i < count; ++i) TORCH_CHECK(same_place(tensors[i]), "tensors of other shapes or kinds");
+      const AdamWFactors factors(*settings, divisor->item<float>());
+      for (size_t i = 0; i < count; ++i) adamw_here(tensors[i], factors);
+      return;
+    }
     std::vector<at::Tensor> weights, gradients, exp_avgs, exp_avg_sqs, steps;
     for (size_t i = 0; i < count; ++i) {
       weights.push_back(*tensors[i].weights);
@@ -33,6 +99,24 @@ char* ds_adamw(const AdamWTensors* tensors, size_t count, at::Tensor* divisor, c
     }
     at::_fused_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, {}, steps, settings->lr, settings->beta1, settings->beta2,
                       settings->weight_decay, settings->eps, /*amsgrad=*/false, /*maximize=*/false, *divisor);
+    at::_foreach_zero_(gradients);
+  });
+}
+
+// The sum of the squares of float32 values on the CPU, a float64 scalar; the same on however many threads.
+at::Tensor* ds_square_sum(const at::Tensor* values) {
+  return made([&]() -> at::Tensor {
+    if (!plain(*values)) return {};
+    RECORD_USER_SCOPE("square_sum");
+    const int64_t count = values->numel(), shares = (count + kShare - 1) / kShare;
+    std::vector<double> sums(shares);
+    const float* from = values->const_data_ptr<float>();
+    for_tasks(shares, 1, [&](int64_t share) {
+      sums[share] = square_sum_of_share(from + share * kShare, std::min(kShare, count - share * kShare));
+    });
+    double sum = 0.0;
+    for (double each : sums) sum += each;
+    return at::full({}, sum, values->options().dtype(at::kDouble));
   });
 }
 }

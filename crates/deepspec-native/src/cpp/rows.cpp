@@ -51,11 +51,13 @@ DEEPSPEC_INLINE float folded(float* lanes) {
 DEEPSPEC_INLINE float largest(const float* x, int64_t count) {
   float lanes[kLanes];
   for (float& lane : lanes) lane = kLowest;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
+  const int64_t whole = count / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes)
+    // Unrolled first, it would not become vectors any more.
+#pragma GCC unroll 1
     for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
-  for (; i < count; ++i) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
-  float found = lanes[0];
+  float found = kLowest;
+  for (int64_t i = whole; i < count; ++i) found = x[i] > found ? x[i] : found;
   for (float lane : lanes) found = lane > found ? lane : found;
   return found;
 }
@@ -130,15 +132,6 @@ DEEPSPEC_VECTORS void rotate_row(const float* x, const float* cosines, const flo
 
 DEEPSPEC_VECTORS void gate_row(const float* gate, const float* up, int64_t width, float* out) {
   for (int64_t i = 0; i < width; ++i) out[i] = gate[i] * sigmoid(gate[i]) * up[i];
-}
-
-DEEPSPEC_VECTORS void gate_row_back(
-    const float* gate, const float* up, const float* slope, int64_t width, float* by_gate, float* by_up) {
-  for (int64_t i = 0; i < width; ++i) {
-    const float share = sigmoid(gate[i]);
-    by_up[i] = slope[i] * gate[i] * share;
-    by_gate[i] = slope[i] * up[i] * share * (1.0f + gate[i] * (1.0f - share));
-  }
 }
 
 // The first of the largest values; -1 where one of them is not a number.
@@ -253,42 +246,6 @@ struct Turn : torch::autograd::Function<Turn> {
   }
 };
 
-at::Tensor gated_again(const at::Tensor& gate, const at::Tensor& up) {
-  RECORD_USER_SCOPE("silu_times_again");
-  return gated(gate, up);
-}
-
-// The backward makes the product's input once more.
-struct GatedProduct : torch::autograd::Function<GatedProduct> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight) {
-    RECORD_USER_SCOPE("gated_product");
-    ctx->save_for_backward({gate, up, weight});
-    return projected(gated(gate, up), weight, multiplies_here());
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const auto saved = ctx->get_saved_variables();
-    const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
-    const int64_t width = gate.size(-1);
-    const at::Tensor slope = gradients[0].reshape({-1, weight.size(0)});
-    at::Tensor by_gate, by_up, by_weight;
-    if (ctx->needs_input_grad(2)) by_weight = times(slope.t(), gated_again(gate, up).view({-1, width}), multiplies_here());
-    if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
-      const at::Tensor by_inner = times(slope, weight, multiplies_here());
-      RECORD_USER_SCOPE("silu_times_backward");
-      by_gate = at::empty_like(gate), by_up = at::empty_like(up);
-      const float *left = gate.const_data_ptr<float>(), *right = up.const_data_ptr<float>(),
-                  *slopes = by_inner.const_data_ptr<float>();
-      float *to_left = by_gate.mutable_data_ptr<float>(), *to_right = by_up.mutable_data_ptr<float>();
-      for_rows(by_gate, width, [=](int64_t row) {
-        const int64_t at = row * width;
-        gate_row_back(left + at, right + at, slopes + at, width, to_left + at, to_right + at);
-      });
-    }
-    return {by_gate, by_up, by_weight};
-  }
-};
-
 bool can_be_gated(const at::Tensor& gate, const at::Tensor& up) {
   return plain(gate) && plain(up) && gate.sizes() == up.sizes() && gate.dim() > 0 && gate.numel() > 0;
 }
@@ -343,15 +300,6 @@ at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
     if (!can_be_gated(*gate, *up) || learns(*gate) || learns(*up)) return {};
     RECORD_USER_SCOPE("silu_times");
     return gated(*gate, *up);
-  });
-}
-
-// The same times the transpose of a weight [outputs, d], where something learns of it.
-at::Tensor* ds_gated_product(const at::Tensor* gate, const at::Tensor* up, const at::Tensor* weight) {
-  return made([&]() -> at::Tensor {
-    if (!can_be_gated(*gate, *up) || !plain(*weight) || weight->dim() != 2 || weight->size(1) != gate->size(-1)) return {};
-    if (!learns(*gate) && !learns(*up) && !learns(*weight)) return {};
-    return GatedProduct::apply(*gate, *up, *weight);
   });
 }
 }

@@ -1,5 +1,4 @@
 // All of the shim in one unit: libtorch's headers take most of a compiler's time, and are read once here instead of in every file.
-#include "adamw.cpp"
 #include "attention.cpp"
 #include "group.cpp"
 #include "memory.cpp"
@@ -9,12 +8,14 @@
 // Behind matrices.cpp, whose products it takes.
 #include "rows.cpp"
 #include "stream.cpp"
-// Behind rows.cpp, of which they use what computes with lanes, and blocks.cpp behind matrices.cpp.
+// Behind rows.cpp, of which they use what computes with lanes, and blocks.cpp and mlp.cpp behind matrices.cpp.
 #include "blocks.cpp"
 #include "history.cpp"
 #include "losses.cpp"
+#include "mlp.cpp"
 #include "products.cpp"
-// Behind losses.cpp, whose sums it takes.
+// Behind losses.cpp, whose sums they take.
+#include "adamw.cpp"
 #include "draws.cpp"
 
 #ifdef __linux__

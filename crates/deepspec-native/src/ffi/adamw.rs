@@ -1,16 +1,17 @@
-//! libtorch's fused AdamW, which tch does not offer.
+//! A step of AdamW that reads and writes each tensor once: libtorch's fused one, which tch does not offer, and on the CPU our own.
 
 use std::ffi::{c_char, c_void};
 
 use tch::Tensor;
 
 use super::c10d::check;
+use super::rows::owned;
 
 /// One tensor's update: float32 and contiguous, of one shape and device.
 pub struct AdamWTensors<'a> {
     /// What is learned.
     pub weights: &'a mut Tensor,
-    /// Its gradient, which is divided in place.
+    /// Its gradient, which is left zero.
     pub gradient: &'a mut Tensor,
     /// First moment.
     pub exp_avg: &'a mut Tensor,
@@ -51,9 +52,11 @@ unsafe extern "C" {
         divisor: *const c_void,
         settings: *const AdamWSettings,
     ) -> *mut c_char;
+    fn ds_square_sum(values: *const c_void) -> *mut c_void;
 }
 
-/// Divides the gradients by `divisor`, a float32 scalar of their device, and takes one step of AdamW (Loshchilov & Hutter 2019).
+/// Divides the gradients by `divisor`, a float32 scalar of their device, takes one step of AdamW (Loshchilov & Hutter 2019), and leaves the gradients
+/// zero. All tensors are of one device.
 ///
 /// # Panics
 /// With libtorch's words, if a tensor is not as [`AdamWTensors`] says.
@@ -75,5 +78,93 @@ pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamW
     let outcome = check(unsafe { ds_adamw(raw.as_ptr(), raw.len(), divisor.as_ptr().cast(), &settings) });
     if let Err(problem) = outcome {
         panic!("AdamW: {problem}");
+    }
+}
+
+/// Σ x², a float64 scalar, of float32 values on the CPU; rounding does not grow with their number.
+///
+/// None for others, and where they do not lie value behind value.
+pub fn square_sum(values: &Tensor) -> Option<Tensor> {
+    // SAFETY: the shim reads the tensor during the call, catches every C++ exception, and returns null or a tensor of its own.
+    unsafe { owned(ds_square_sum(values.as_ptr().cast())) }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    fn values(shape: &[i64], seed: f64) -> Tensor {
+        let count = shape.iter().product::<i64>();
+        (Tensor::arange(count, (Kind::Double, Device::Cpu)) * 0.7 + seed).sin().view(shape)
+    }
+
+    /// The formula in float64, over shapes of which some are longer than what a thread takes at a time, none a multiple of a vector.
+    #[test]
+    fn steps_are_those_of_the_formula() {
+        const SHAPES: [&[i64]; 4] = [&[], &[7], &[3, 5], &[401, 331]];
+        let divisor = 1.7;
+        let all = |seed: f64| SHAPES.map(|shape| values(shape, seed));
+        let single = |tensors: &[Tensor; 4]| tensors.each_ref().map(|t| t.to_kind(Kind::Float));
+        let (mut weights, mut exp_avgs, mut exp_avg_sqs) =
+            (all(1.0), all(2.0).map(|t| t * 0.1), all(3.0).map(|t| t.square()));
+        let (mut found, mut found_avgs, mut found_avg_sqs) =
+            (single(&weights), single(&exp_avgs), single(&exp_avg_sqs));
+        for step in 1..4 {
+            let settings = AdamWSettings {
+                lr: 0.03,
+                beta1: 0.9,
+                beta2: 0.99,
+                weight_decay: 0.1,
+                eps: 1e-8,
+                step: f64::from(step),
+            };
+            let mut gradients = all(f64::from(step) * 0.3).map(|t| t.to_kind(Kind::Float));
+            for (i, gradient) in gradients.iter().enumerate() {
+                let gradient = gradient.to_kind(Kind::Double) / divisor;
+                let part = |beta: f64, old: &Tensor, new: Tensor| old * beta + new * (1.0 - beta);
+                exp_avgs[i] = part(settings.beta1, &exp_avgs[i], gradient.shallow_clone());
+                exp_avg_sqs[i] = part(settings.beta2, &exp_avg_sqs[i], gradient.square());
+                let corrected = |beta: f64, average: &Tensor| average / (1.0 - beta.powi(step));
+                let (mean, square) =
+                    (corrected(settings.beta1, &exp_avgs[i]), corrected(settings.beta2, &exp_avg_sqs[i]));
+                let kept = &weights[i] * (1.0 - settings.lr * settings.weight_decay);
+                weights[i] = kept - settings.lr * mean / (square.sqrt() + settings.eps);
+            }
+            let parts = found.iter_mut().zip(&mut gradients).zip(&mut found_avgs).zip(&mut found_avg_sqs);
+            let mut tensors: Vec<AdamWTensors<'_>> = parts
+                .map(|(((weights, gradient), exp_avg), exp_avg_sq)| AdamWTensors {
+                    weights,
+                    gradient,
+                    exp_avg,
+                    exp_avg_sq,
+                })
+                .collect();
+            adamw(&mut tensors, &Tensor::from(divisor as f32), settings);
+            for gradient in &gradients {
+                assert!(gradient.eq(0.0).all().int64_value(&[]) == 1);
+            }
+        }
+        for (expected, found) in [(weights, found), (exp_avgs, found_avgs), (exp_avg_sqs, found_avg_sqs)] {
+            for (expected, found) in expected.iter().zip(found) {
+                let error = (found.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
+                assert!(error < 1e-6, "off by {error:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn squares_are_added_without_their_rounding() {
+        for count in [0, 1, 100, 65_536, 200_001] {
+            let x = (values(&[count], 0.5) * 3.0).to_kind(Kind::Float);
+            let expected = x.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[]);
+            let found = square_sum(&x).unwrap();
+            assert_eq!(found.kind(), Kind::Double);
+            let error = (found.double_value(&[]) - expected).abs();
+            assert!(error <= 1e-6 * expected, "{count}: off by {error:e} of {expected}");
+        }
+        assert!(square_sum(&values(&[4], 0.0)).is_none());
+        assert!(square_sum(&values(&[4, 6], 0.0).to_kind(Kind::Float).tr()).is_none());
     }
 }
