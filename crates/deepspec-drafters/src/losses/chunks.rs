@@ -2,11 +2,11 @@
 
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Vocabulary;
-use deepspec_native::{multiply, range};
+use deepspec_native::{WeighedTarget, multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
-use super::rows::{RowLogits, Rows};
+use super::rows::{RowLogits, Rows, Target};
 use super::sources::Sources;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
@@ -17,6 +17,8 @@ const CHUNK_ROWS: (i64, i64) = (64, 224);
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a few passes over a tile, which the CPU's caches should hold.
 const TILE_BYTES: i64 = 1 << 19;
+/// Where they are two passes without temporaries: so that few operators are called.
+const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
 /// Of logits, and of the states that they are made of: the drafter's and the target's.
 const LOGITS: usize = 2;
 /// Of a tile, at a time.
@@ -53,6 +55,12 @@ pub struct Supervised<'a> {
     pub agreement: bool,
     /// What is learned beside the terms.
     pub extra: Option<&'a dyn RowObjective>,
+}
+
+impl Supervised<'_> {
+    fn needs(&self, alphas: &LossAlphas) -> Needs {
+        Needs { agreement: self.agreement, ..alphas.needs() }
+    }
 }
 
 /// What a kind of drafter learns of its logits beside the terms.
@@ -224,13 +232,16 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let are_shared = kind == Kind::Float || device != Device::Cpu;
     let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
     let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
-    // On GPUs sums by source would depend on the order of its threads, a soft-cap's slope is the base's alone, and an extra objective wants all logits of
-    // a row.
-    let by_source = kind == Kind::Float
+    // The target's logits become probabilities before rows are measured beside them, once for all rows of a source. A soft-cap and an extra objective
+    // go over the logits of whole rows, and which token is preferred is asked of them.
+    let is_weighed = kind == Kind::Float
         && device == Device::Cpu
         && vocabulary.softcap().is_none()
         && rows.extra.is_none()
-        && rows.bias.is_some_and(|bias| bias.by_source);
+        && !rows.agreement;
+    // On GPUs sums by source would depend on the order of its threads.
+    let by_source = is_weighed && rows.bias.is_some_and(|bias| bias.by_source);
+    let tile = if is_weighed { TILE_BYTES_IN_PLACE / (4 * vocab) } else { tile };
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let logits = Tensor::empty([largest + of_sources, vocab], (kind, device));
@@ -253,7 +264,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         // Draft and target share the head, so that it is read once for both.
         let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
         multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
-        let (base, target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
+        let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
+        let entropies = is_weighed.then(|| {
+            weigh_target(&mut target, rows.needs(alphas).soft)
+                .expect("float32 logits as a product leaves them")
+        });
         let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
             let first_rows_and_sources = |of_row| (rows.sources.first_rows(chunk, (first, count)), of_row);
             ChunkBias::new(
@@ -269,13 +284,15 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
                 first_row: chunk.first_row + tile.first_row,
                 ..tile
             };
-            let source_of_row = source_of_row.as_ref().map(|of_row| tile.of(of_row));
+            let of_tile =
+                |of: &Tensor| if source_of_row.is_some() { of.shallow_clone() } else { tile.of(of) };
             let logits = Logits {
                 base: tile.of(&base),
                 bias: bias.as_ref().and_then(|bias| bias.of_tile(&tile)),
                 draft_bias: bias.as_ref().and_then(ChunkBias::of_sources),
-                target: if source_of_row.is_some() { target.shallow_clone() } else { tile.of(&target) },
-                source_of_row,
+                target: of_tile(&target),
+                entropies: entropies.as_ref().map(of_tile),
+                source_of_row: source_of_row.as_ref().map(|of_row| tile.of(of_row)),
             };
             let found = logits.differentiate(vocabulary, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
@@ -301,6 +318,8 @@ struct Logits<'a> {
     draft_bias: Option<&'a Tensor>,
     /// Of the rows, or of all sources.
     target: Tensor,
+    /// The same of what they are where they have become probabilities.
+    entropies: Option<Tensor>,
     /// Each row's source, where `target` is of all sources.
     source_of_row: Option<Tensor>,
 }
@@ -315,23 +334,32 @@ impl Logits<'_> {
         span: &Span,
         alphas: &LossAlphas,
     ) -> Tensor {
-        let Self { base, bias, draft_bias, mut target, mut source_of_row } = self;
+        let Self { base, bias, draft_bias, target, entropies, source_of_row } = self;
         let capped = vocabulary.cap(base.to_kind(Kind::Float));
         let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
         let draft = match &bias {
             Some(bias) => bias.to_kind(Kind::Float).g_add_(&capped),
             None => capped,
         };
-        // A soft-cap, another kind and an extra objective go over whole rows: they get copies of the tile's.
-        if vocabulary.softcap().is_some() || target.kind() != Kind::Float || rows.extra.is_some() {
-            let of_rows = source_of_row.take().map(|of_row| target.index_select(0, &of_row));
-            target = of_rows.unwrap_or(target);
-        }
-        let target = vocabulary.cap(target.to_kind(Kind::Float));
-        let extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
-        let needs = Needs { agreement: rows.agreement, ..alphas.needs() };
-        let logits = RowLogits { draft, draft_bias, target, source_of_row };
-        let (rows_of, distances) = Rows::measure(logits, &span.of(rows.labels), needs);
+        let mut extra = None;
+        let (draft_bias, target) = match entropies {
+            Some(entropies) => {
+                let target = WeighedTarget { probabilities: target, entropies, source_of_row };
+                (draft_bias, Target::Weighed(target))
+            }
+            None => {
+                let of_rows = |of: &Tensor| match &source_of_row {
+                    Some(of_row) => of.index_select(0, of_row),
+                    None => of.shallow_clone(),
+                };
+                let target = vocabulary.cap(of_rows(&target).to_kind(Kind::Float));
+                extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
+                (None, Target::Logits(target))
+            }
+        };
+        let logits = RowLogits { draft, draft_bias };
+        let needs = rows.needs(alphas);
+        let (rows_of, distances) = Rows::measure(logits, target, &span.of(rows.labels), needs);
         let weights = span.of(rows.weights).unsqueeze(1);
         let paced = alphas.dpace.map(|dpace| {
             let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;

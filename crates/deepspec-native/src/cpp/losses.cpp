@@ -1,4 +1,4 @@
-// How far rows of logits are from labels and from other logits, and the gradients of what is made of these distances: float32, on the CPU, mostly in place.
+// How far rows of logits are from labels and from other logits, and the gradients of what is made of these distances: float32, on the CPU, in place.
 // libtorch makes a dozen passes of them, with as many temporaries.
 #include <algorithm>
 #include <cmath>
@@ -36,15 +36,15 @@ struct Apart {
   double l1 = 0.0, overlap = 0.0;
 };
 
-// Makes weights probabilities, by one over their sums.
-DEEPSPEC_INLINE Apart divide_and_compare(float* draft, float* target, int64_t vocab, float draft_share, float target_share) {
+// Makes the drafter's weights probabilities, by one over their sum.
+DEEPSPEC_INLINE Apart divide_and_compare(float* __restrict draft, const float* __restrict target, int64_t vocab, float share) {
   Apart apart;
   for (int64_t first = 0; first < vocab; first += kSpan) {
     const int64_t end = std::min(vocab, first + kSpan);
     float l1[kLanes] = {}, overlap[kLanes] = {};
     const auto add = [&](int64_t i, int64_t lane) DEEPSPEC_INLINED {
-      const float ours = draft[i] * draft_share, theirs = target[i] * target_share, difference = ours - theirs;
-      draft[i] = ours, target[i] = theirs;
+      const float ours = draft[i] * share, theirs = target[i], difference = ours - theirs;
+      draft[i] = ours;
       l1[lane] += std::fabs(difference);
       overlap[lane] += theirs + (difference > 0.0f ? 0.0f : difference);
     };
@@ -71,29 +71,39 @@ DEEPSPEC_INLINE double weigh(const float* logits, float most, int64_t vocab, flo
   return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return apart[i] = exponential(from[i] - most); });
 }
 
-// Turns the logits of the drafter, with their `bias` if there is one, and of the target into probabilities and measures them.
+// Turns the target's logits into probabilities; gives their entropy if that is asked for.
+DEEPSPEC_VECTORS double weigh_target_row(float* row, int64_t vocab, bool entropy) {
+  const float most = largest(row, vocab);
+  // Of the weights, which are not divided by their sum yet.
+  double sum_of_logits = 0.0;
+  if (entropy)
+    sum_of_logits = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(row[i] - most) * (row[i] - most); });
+  const double sum = weigh(row, most, vocab, row);
+  const float share = static_cast<float>(1.0 / sum);
+  for (int64_t i = 0; i < vocab; ++i) row[i] *= share;
+  return entropy ? std::log(sum) - sum_of_logits / sum : 0.0;
+}
+
+// Turns the logits of the drafter, with their `bias` if there is one, into probabilities and measures them against those of the target.
 DEEPSPEC_VECTORS void measure_row(
-    float* draft, const float* bias, const float* target_logits, float* target, int64_t label, int64_t vocab, bool soft, float* found) {
+    float* draft, const float* bias, const float* target, double entropy, int64_t label, int64_t vocab, bool soft, float* found) {
   // First added, then compared: the compiler makes no vectors of both at once.
   if (bias) add_row(draft, bias, vocab);
-  const float draft_most = largest(draft, vocab), target_most = largest(target_logits, vocab), chosen = draft[label] - draft_most;
-  // Of the target's weights, which are not divided by their sum yet.
-  double by_draft = 0.0, by_target = 0.0;
+  const float most = largest(draft, vocab), chosen = draft[label] - most;
+  double by_target = 0.0;
   if (soft) {
-    by_draft = summed(
-        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target_logits[i] - target_most) * (draft[i] - draft_most); });
-    by_target = summed(
-        vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(target_logits[i] - target_most) * (target_logits[i] - target_most); });
+    by_target = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i] * (draft[i] - most); });
+    // Rounding leaves the sum of the probabilities beside 1.
+    by_target /= summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i]; });
   }
-  const double draft_sum = weigh(draft, draft_most, vocab, draft), target_sum = weigh(target_logits, target_most, vocab, target);
-  const Apart apart =
-      divide_and_compare(draft, target, vocab, static_cast<float>(1.0 / draft_sum), static_cast<float>(1.0 / target_sum));
-  found[kCrossEntropy] = static_cast<float>(std::log(draft_sum) - chosen);
+  const double sum = weigh(draft, most, vocab, draft);
+  const Apart apart = divide_and_compare(draft, target, vocab, static_cast<float>(1.0 / sum));
+  const double soft_cross_entropy = std::log(sum) - by_target;
+  found[kCrossEntropy] = static_cast<float>(std::log(sum) - chosen);
   found[kL1] = static_cast<float>(apart.l1);
   found[kOverlap] = static_cast<float>(apart.overlap);
-  found[kSoftCrossEntropy] = soft ? static_cast<float>(std::log(draft_sum) - by_draft / target_sum) : 0.0f;
-  const double entropy = std::log(target_sum) - by_target / target_sum;
-  found[kDivergence] = soft ? static_cast<float>(std::log(draft_sum) - by_draft / target_sum - entropy) : 0.0f;
+  found[kSoftCrossEntropy] = soft ? static_cast<float>(soft_cross_entropy) : 0.0f;
+  found[kDivergence] = soft ? static_cast<float>(soft_cross_entropy - entropy) : 0.0f;
 }
 
 // Factors of a row's gradient: of p^d - onehot(label), of p^d - p^t, and of the slope of |p^d - p^t|.
@@ -144,31 +154,55 @@ bool places(const at::Tensor& of, int64_t count, int64_t end) {
   return std::all_of(place, place + count, [=](int64_t at) { return at >= 0 && at < end; });
 }
 
+// Whether it is a float64 number for each of so many rows.
+bool of_each_row(const at::Tensor& numbers, int64_t rows) {
+  return numbers.device().is_cpu() && numbers.scalar_type() == at::kDouble && numbers.is_contiguous() && numbers.numel() == rows;
+}
+
+// Whether each of so many rows has one of the sources: the one of its number, where nothing says which.
+bool fits(const at::Tensor* source_of_row, int64_t rows, int64_t sources) {
+  return source_of_row ? places(*source_of_row, rows, sources) : rows == sources;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Turns logits [n, V] of the drafter into probabilities, in place, and those of the target, to a place that may be their own; gives `Distance`s
-// [n, 5], those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is the row of this number, and so is what is
-// added to the drafter's logits, if there is a `draft_bias`.
+// Turns logits [S, V] of a target into probabilities, in place; gives their entropies [S] of float64, 0 unless asked for.
+at::Tensor* ds_weigh_target(const at::Tensor* logits, bool entropy) {
+  return made([&]() -> at::Tensor {
+    if (!rows_of_logits(*logits)) return {};
+    RECORD_USER_SCOPE("weigh_target");
+    const int64_t vocab = logits->size(1);
+    at::Tensor out = at::empty({logits->size(0)}, logits->options().dtype(at::kDouble));
+    float* rows = logits->mutable_data_ptr<float>();
+    double* found = out.mutable_data_ptr<double>();
+    for_rows(*logits, vocab, [=](int64_t row) { found[row] = weigh_target_row(rows + row * vocab, vocab, entropy); });
+    return out;
+  });
+}
+
+// Turns logits [n, V] of the drafter into probabilities, in place, and compares them with the target's, of the entropies [S]; gives `Distance`s [n, 5],
+// those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is the row of this number, and so is what is added to
+// the drafter's logits, if there is a `draft_bias`.
 at::Tensor* ds_measure_rows(
-    const at::Tensor* draft, const at::Tensor* draft_bias, const at::Tensor* target, const at::Tensor* source_of_row, const at::Tensor* probabilities,
+    const at::Tensor* draft, const at::Tensor* draft_bias, const at::Tensor* target, const at::Tensor* entropies, const at::Tensor* source_of_row,
     const at::Tensor* labels, bool soft) {
   return made([&]() -> at::Tensor {
-    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || !rows_of_logits(*probabilities)) return {};
+    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || !of_each_row(*entropies, target->size(0))) return {};
     const int64_t rows = draft->size(0), vocab = draft->size(1);
-    if (target->size(1) != vocab || probabilities->sizes() != draft->sizes() || !places(*labels, rows, vocab)) return {};
-    if (source_of_row ? !places(*source_of_row, rows, target->size(0)) : target->size(0) != rows) return {};
-    if (draft_bias && (!source_of_row || !rows_of_logits(*draft_bias) || draft_bias->sizes() != target->sizes())) return {};
+    if (target->size(1) != vocab || !places(*labels, rows, vocab) || !fits(source_of_row, rows, target->size(0))) return {};
+    if (draft_bias && (!rows_of_logits(*draft_bias) || draft_bias->sizes() != target->sizes())) return {};
     RECORD_USER_SCOPE("measure_rows");
     at::Tensor out = at::empty({rows, kDistances}, draft->options());
-    float *ours = draft->mutable_data_ptr<float>(), *to = probabilities->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
+    float *ours = draft->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
     const float *theirs = target->const_data_ptr<float>(), *bias = draft_bias ? draft_bias->const_data_ptr<float>() : nullptr;
+    const double* entropy = entropies->const_data_ptr<double>();
     const int64_t *label = labels->const_data_ptr<int64_t>(), *place = source_of_row ? source_of_row->const_data_ptr<int64_t>() : nullptr;
     for_tasks(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
-      const int64_t at = (place ? place[row] : row) * vocab;
+      const int64_t source = place ? place[row] : row, at = source * vocab;
       measure_row(
-          ours + row * vocab, bias ? bias + at : nullptr, theirs + at, to + row * vocab, label[row], vocab, soft, found + row * kDistances);
+          ours + row * vocab, bias ? bias + at : nullptr, theirs + at, entropy[source], label[row], vocab, soft, found + row * kDistances);
     });
     return out;
   });
@@ -194,19 +228,20 @@ bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* source_of_row, const 
 }
 
 // Puts gradients in place of the drafter's probabilities [n, V], by factors [n, 3] as `Factors` names them; whether it did.
-bool ds_slope_rows(const at::Tensor* draft, const at::Tensor* target, const at::Tensor* labels, const at::Tensor* factors) {
+bool ds_slope_rows(
+    const at::Tensor* draft, const at::Tensor* target, const at::Tensor* source_of_row, const at::Tensor* labels, const at::Tensor* factors) {
   try {
-    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || draft->sizes() != target->sizes()) return false;
-    if (!places(*labels, draft->size(0), draft->size(1))) return false;
-    if (!rows_of_logits(*factors) || factors->size(0) != draft->size(0) || factors->size(1) != 3) return false;
+    if (!rows_of_logits(*draft) || !rows_of_logits(*target) || target->size(1) != draft->size(1)) return false;
+    const int64_t rows = draft->size(0), vocab = draft->size(1);
+    if (!places(*labels, rows, vocab) || !fits(source_of_row, rows, target->size(0))) return false;
+    if (!rows_of_logits(*factors) || factors->size(0) != rows || factors->size(1) != 3) return false;
     RECORD_USER_SCOPE("slope_rows");
-    const int64_t vocab = draft->size(1);
     float* ours = draft->mutable_data_ptr<float>();
     const float *theirs = target->const_data_ptr<float>(), *factor = factors->const_data_ptr<float>();
-    const int64_t* label = labels->const_data_ptr<int64_t>();
-    for_tasks(draft->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
+    const int64_t *label = labels->const_data_ptr<int64_t>(), *place = source_of_row ? source_of_row->const_data_ptr<int64_t>() : nullptr;
+    for_tasks(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
       const float* by = factor + row * 3;
-      slope_row(ours + row * vocab, theirs + row * vocab, label[row], vocab, {by[0], by[1], by[2]});
+      slope_row(ours + row * vocab, theirs + (place ? place[row] : row) * vocab, label[row], vocab, {by[0], by[1], by[2]});
     });
     return true;
   } catch (...) {

@@ -1,19 +1,20 @@
-//! Losses of rows of logits on the CPU, mostly in place.
+//! Losses of rows of logits on the CPU, in place.
 
 use std::ffi::c_void;
 use std::ptr;
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::rows::owned;
 
 unsafe extern "C" {
+    fn ds_weigh_target(logits: *const c_void, entropy: bool) -> *mut c_void;
     fn ds_measure_rows(
         draft: *const c_void,
         draft_bias: *const c_void,
         target: *const c_void,
+        entropies: *const c_void,
         source_of_row: *const c_void,
-        probabilities: *const c_void,
         labels: *const c_void,
         soft: bool,
     ) -> *mut c_void;
@@ -21,27 +22,24 @@ unsafe extern "C" {
     fn ds_slope_rows(
         draft: *const c_void,
         target: *const c_void,
+        source_of_row: *const c_void,
         labels: *const c_void,
         factors: *const c_void,
     ) -> bool;
 }
 
-/// Logits of a target for n rows of a drafter.
-pub enum TargetLogits<'a> {
-    /// Of each row, `[n, V]`, which are used up.
-    Own(&'a mut Tensor),
-    /// Of S sources, which rows share; they have no memory in common with the drafter's.
-    BySource {
-        /// `[S, V]`.
-        rows: &'a Tensor,
-        /// Each row's source, `[n]` int64.
-        source_of_row: &'a Tensor,
-        /// What the drafter's logits are still without, of each source, `[S, V]`.
-        draft_bias: Option<&'a Tensor>,
-    },
+/// What a target predicts for n rows of a drafter.
+#[derive(Debug)]
+pub struct WeighedTarget {
+    /// p^t, `[n, V]`, or of S sources `[S, V]`.
+    pub probabilities: Tensor,
+    /// −Σ p^t log p^t, `[n]` or `[S]` float64; 0 where it was not asked for.
+    pub entropies: Tensor,
+    /// Each row's source, `[n]` int64, where rows share them.
+    pub source_of_row: Option<Tensor>,
 }
 
-/// How far n rows of logits of a drafter are from their labels x* and from a target's; p^d and p^t are the probabilities. Distances are `[n, 1]` each.
+/// How far n rows of logits of a drafter are from their labels x* and from a target; p^d and p^t are the probabilities. Distances are `[n, 1]` each.
 pub struct RowsMeasured {
     /// −log p^d(x*).
     pub ce: Tensor,
@@ -51,42 +49,43 @@ pub struct RowsMeasured {
     pub overlap: Tensor,
     /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for.
     pub soft: Option<(Tensor, Tensor)>,
-    /// p^t, `[n, V]`: in place of the logits where each row has its own.
-    pub target: Tensor,
 }
 
-/// Measures rows of logits `draft [n, V]` with `labels [n]`, and turns them into probabilities, as it does the target's where each row has its own.
+fn pointer(tensor: Option<&Tensor>) -> *const c_void {
+    tensor.map_or(ptr::null(), |tensor| tensor.as_ptr().cast())
+}
+
+/// Turns rows of a target's logits `[S, V]` into probabilities, in place. Gives their entropies, `[S]` float64, zeros unless asked for.
 ///
-/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where a label is no token or
-/// a source none of the target's, and where gradients are asked for.
+/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, and where gradients are asked
+/// for.
+pub fn weigh_target(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
+    // SAFETY: the shim writes to the rows, which are the caller's alone, during the call; it catches every C++ exception, and returns null or a tensor of
+    // its own.
+    unsafe { owned(ds_weigh_target(logits.as_ptr().cast(), entropies)) }
+}
+
+/// Measures rows of logits `draft [n, V]`, to which what stands in `draft_bias` for their targets is added first, beside `labels [n]` and a target, and
+/// turns them into probabilities. The tensors share no memory.
+///
+/// None, and nothing done, as for [`weigh_target`], where a label is no token or a source none of the target's, and where sizes do not fit.
 pub fn measure_rows(
     draft: &mut Tensor,
-    target: TargetLogits,
+    draft_bias: Option<&Tensor>,
+    target: &WeighedTarget,
     labels: &Tensor,
     soft: bool,
 ) -> Option<RowsMeasured> {
-    if draft.device() != Device::Cpu {
-        return None;
-    }
-    let null = ptr::null::<c_void>();
-    let (rows, source_of_row, draft_bias, probabilities) = match target {
-        TargetLogits::Own(rows) => (rows.as_ptr().cast(), null, null, rows.shallow_clone()),
-        TargetLogits::BySource { rows, source_of_row, draft_bias } => {
-            let bias = draft_bias.map_or(null, |bias| bias.as_ptr().cast());
-            (rows.as_ptr().cast(), source_of_row.as_ptr().cast(), bias, draft.empty_like())
-        }
-    };
-    // SAFETY: the shim writes to the drafter's rows and the probabilities only and reads the others, of which two may be null, during the call; it catches
-    // every C++ exception, and returns null or a tensor of its own.
+    // SAFETY: the shim writes to the drafter's rows only and reads the others, of which two may be null, during the call; it catches every C++ exception,
+    // and returns null or a tensor of its own.
     let found = unsafe {
-        let (draft, labels) = (draft.as_ptr().cast(), labels.as_ptr().cast());
         owned(ds_measure_rows(
-            draft,
-            draft_bias,
-            rows,
-            source_of_row,
-            probabilities.as_ptr().cast(),
-            labels,
+            draft.as_ptr().cast(),
+            pointer(draft_bias),
+            target.probabilities.as_ptr().cast(),
+            target.entropies.as_ptr().cast(),
+            pointer(target.source_of_row.as_ref()),
+            labels.as_ptr().cast(),
             soft,
         ))?
     };
@@ -96,7 +95,6 @@ pub fn measure_rows(
         l1: column(1),
         overlap: column(2),
         soft: soft.then(|| (column(3), column(4))),
-        target: probabilities,
     })
 }
 
@@ -112,11 +110,16 @@ pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) {
 
 /// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits: `factors [n, 3]` of p^d − onehot(x*), of p^d − p^t, and of
 /// ∂‖p^d − p^t‖₁. Says whether it did, which it does wherever [`measure_rows`] does.
-pub fn slope_rows(draft: &mut Tensor, target: &Tensor, labels: &Tensor, factors: &Tensor) -> bool {
-    // SAFETY: the shim writes to the first tensor only and reads the others, during the call, and catches every C++ exception.
+pub fn slope_rows(draft: &mut Tensor, target: &WeighedTarget, labels: &Tensor, factors: &Tensor) -> bool {
+    // SAFETY: the shim writes to the first tensor only and reads the others, of which one may be null, during the call, and catches every C++ exception.
     unsafe {
-        let (draft, target) = (draft.as_ptr().cast(), target.as_ptr().cast());
-        ds_slope_rows(draft, target, labels.as_ptr().cast(), factors.as_ptr().cast())
+        ds_slope_rows(
+            draft.as_ptr().cast(),
+            target.probabilities.as_ptr().cast(),
+            pointer(target.source_of_row.as_ref()),
+            labels.as_ptr().cast(),
+            factors.as_ptr().cast(),
+        )
     }
 }
 
@@ -136,9 +139,14 @@ mod tests {
         assert!(off <= 2e-6 * most.max(1e-3), "{what}: off by {off} of {most}");
     }
 
-    /// With a target that each row has its own of, which is used up.
-    fn measure(draft: &mut Tensor, target: &Tensor, labels: &Tensor, soft: bool) -> Option<RowsMeasured> {
-        measure_rows(draft, TargetLogits::Own(&mut target.shallow_clone()), labels, soft)
+    /// The target's logits as `measure_rows` reads them, used up.
+    fn weighed(mut logits: Tensor, source_of_row: Option<&Tensor>) -> WeighedTarget {
+        let entropies = weigh_target(&mut logits, true).unwrap();
+        WeighedTarget {
+            probabilities: logits,
+            entropies,
+            source_of_row: source_of_row.map(Tensor::shallow_clone),
+        }
     }
 
     /// Against formulas in float64, and autograd's gradients of them.
@@ -159,8 +167,8 @@ mod tests {
             (&ce * of(0) + &soft * of(1) + &l1 * of(2)).sum(Kind::Double).backward();
 
             let single = |x: &Tensor| x.detach().to_kind(Kind::Float);
-            let (mut ours, theirs) = (single(&draft), single(&target));
-            let measured = measure(&mut ours, &theirs, &labels, true).unwrap();
+            let (mut ours, theirs) = (single(&draft), weighed(single(&target), None));
+            let measured = measure_rows(&mut ours, None, &theirs, &labels, true).unwrap();
             assert_near(&measured.ce, &ce, "cross entropy");
             assert_near(&measured.l1, &l1, "L1");
             assert_near(&measured.overlap, &sum(&p.minimum(&t)), "overlap");
@@ -168,7 +176,8 @@ mod tests {
             assert_near(&soft_found, &soft, "soft cross entropy");
             assert_near(&divergence_found, &divergence, "divergence");
             assert_near(&ours, &p, "p^d");
-            assert_near(&theirs, &t, "p^t");
+            assert_near(&theirs.probabilities, &t, "p^t");
+            assert_near(&theirs.entropies, &-sum(&(&t * &log_t)).squeeze_dim(1), "entropy");
             assert!(slope_rows(&mut ours, &theirs, &labels, &single(&factors)));
             assert_near(&ours, &draft.grad(), "gradient");
         }
@@ -184,7 +193,8 @@ mod tests {
                     (values(2, 40, 0.37).to_kind(Kind::Float), values(2, 40, 1.3).to_kind(Kind::Float));
                 let _ =
                     if in_target { &target } else { &draft }.narrow(0, 1, 1).narrow(1, 5, 1).fill_(broken);
-                let found = measure(&mut draft, &target, &labels, true).unwrap();
+                let target = weighed(target, None);
+                let found = measure_rows(&mut draft, None, &target, &labels, true).unwrap();
                 let (soft_ce, kl) = found.soft.unwrap();
                 let lost = |distance: &Tensor| [0, 1].map(|row| distance.double_value(&[row, 0]).is_nan());
                 for distance in [&found.l1, &found.overlap, &soft_ce, &kl] {
@@ -203,28 +213,33 @@ mod tests {
     #[test]
     fn what_they_are_not_made_for_is_left_as_it_is() {
         let logits = values(2, 8, 0.37).to_kind(Kind::Float);
-        let refused = |draft: &Tensor, labels: [i64; 2]| {
-            let (mut draft, target) = (draft.copy(), logits.copy());
-            let measured = measure(&mut draft, &target, &Tensor::from_slice(&labels), false);
-            measured.is_none() && target.equal(&logits)
-        };
-        assert!(!refused(&logits, [0, 7]));
-        assert!(refused(&logits, [0, 8]) && refused(&logits, [-1, 0]), "labels that are no token");
-        assert!(refused(&logits.to_kind(Kind::BFloat16), [0, 7]));
-        assert!(refused(&logits.narrow(0, 0, 1), [0, 7]));
-        let (mut learned, labels) = (logits.copy().set_requires_grad(true), Tensor::from_slice(&[0_i64, 7]));
-        assert!(measure(&mut learned, &logits.copy(), &labels, false).is_none());
-        let by_source = |of: [i64; 2], added: &Tensor| {
-            let (of, mut draft) = (Tensor::from_slice(&of), logits.copy());
-            let target =
-                TargetLogits::BySource { rows: &logits, source_of_row: &of, draft_bias: Some(added) };
-            let refused = measure_rows(&mut draft, target, &labels, false).is_none();
-            assert!(!refused || draft.equal(&logits), "refused, but changed");
+        let refused = |draft: &Tensor, bias: Option<&Tensor>, of: Option<[i64; 2]>, labels: [i64; 2]| {
+            let of = of.map(|of| Tensor::from_slice(&of));
+            let (mut ours, target) = (draft.copy(), weighed(logits.copy(), of.as_ref()));
+            let labels = Tensor::from_slice(&labels);
+            let refused = measure_rows(&mut ours, bias, &target, &labels, false).is_none();
+            assert!(!refused || ours.equal(draft), "refused, but changed");
             refused
         };
-        assert!(!by_source([1, 1], &logits));
-        assert!(by_source([0, 2], &logits) && by_source([-1, 0], &logits), "sources that are none");
-        assert!(by_source([1, 1], &logits.narrow(1, 0, 7)) && by_source([1, 1], &logits.narrow(0, 0, 1)));
+        assert!(!refused(&logits, None, None, [0, 7]));
+        assert!(
+            refused(&logits, None, None, [0, 8]) && refused(&logits, None, None, [-1, 0]),
+            "labels that are no token"
+        );
+        assert!(refused(&logits.to_kind(Kind::BFloat16), None, None, [0, 7]));
+        assert!(refused(&logits.narrow(0, 0, 1), None, None, [0, 7]));
+        assert!(!refused(&logits, Some(&logits), Some([1, 1]), [0, 7]));
+        for of in [[0, 2], [-1, 0]] {
+            assert!(refused(&logits, None, Some(of), [0, 7]), "sources that are none");
+        }
+        for bias in [logits.narrow(1, 0, 7), logits.narrow(0, 0, 1)] {
+            assert!(refused(&logits, Some(&bias), Some([1, 1]), [0, 7]));
+        }
+        let (mut learned, labels) = (logits.copy().set_requires_grad(true), Tensor::from_slice(&[0_i64, 7]));
+        assert!(measure_rows(&mut learned, None, &weighed(logits.copy(), None), &labels, false).is_none());
+        assert!(weigh_target(&mut learned, false).is_none());
+        assert!(weigh_target(&mut logits.to_kind(Kind::BFloat16), false).is_none());
+        assert!(weigh_target(&mut logits.tr(), false).is_none());
     }
 
     /// Bit for bit what is found where each row has a copy of its own.
@@ -236,26 +251,26 @@ mod tests {
             let added = values(3, vocab, 0.7).to_kind(Kind::Float);
             let labels = Tensor::from_slice(&[3_i64, 0, 1, 4, 2, 2]);
             let of = Tensor::from_slice(&[0_i64, 2, 2, 0, 2, 0]);
+            let shared_target = weighed(target.copy(), Some(&of));
+            let copied_target = weighed(target.index_select(0, &of), None);
             for added in [None, Some(&added)] {
                 let (mut ours, mut copies) = (draft.copy(), draft.copy());
                 if let Some(added) = added {
                     copies += added.index_select(0, &of);
                 }
-                let by_source =
-                    TargetLogits::BySource { rows: &target, source_of_row: &of, draft_bias: added };
-                let shared = measure_rows(&mut ours, by_source, &labels, true).unwrap();
-                let apart = measure(&mut copies, &target.index_select(0, &of), &labels, true).unwrap();
-                assert!(ours.equal(&copies) && shared.target.equal(&apart.target));
+                let shared = measure_rows(&mut ours, added, &shared_target, &labels, true).unwrap();
+                let apart = measure_rows(&mut copies, None, &copied_target, &labels, true).unwrap();
+                assert!(ours.equal(&copies));
                 assert!(shared.ce.equal(&apart.ce) && shared.l1.equal(&apart.l1));
                 assert!(shared.overlap.equal(&apart.overlap));
                 let ((soft, divergence), (of_copies, and_divergence)) =
                     (shared.soft.unwrap(), apart.soft.unwrap());
                 assert!(soft.equal(&of_copies) && divergence.equal(&and_divergence));
+                let factors = values(6, 3, 0.9).abs().to_kind(Kind::Float);
+                assert!(slope_rows(&mut ours, &shared_target, &labels, &factors));
+                assert!(slope_rows(&mut copies, &copied_target, &labels, &factors));
+                assert!(ours.equal(&copies));
             }
-            assert!(
-                target.equal(&values(3, vocab, 1.3).to_kind(Kind::Float)),
-                "what is shared is left as it is"
-            );
             // A source without rows has the sum 0, whatever lay there.
             let mut sums = target.copy();
             sum_rows(&draft, &of, &mut sums);
