@@ -281,14 +281,14 @@ fn sizes_of(slots: &[Slot]) -> Vec<(&str, usize)> {
 
 /// The global norm of the gradients, a float64 scalar, and the divisor max(1, (norm + 1e-6)/max) that clips them, float32.
 pub fn clip(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
-    let squares: Vec<Tensor> = gradients.iter().map(squares).collect();
+    let squares: Vec<Tensor> = gradients.iter().map(square_sum_of).collect();
     let norm = Tensor::stack(&squares, 0).sum(Kind::Double).sqrt();
     let divisor = ((&norm + CLIP_EPS) / max_norm).clamp_min(1.0).to_kind(Kind::Float);
     (norm, divisor)
 }
 
 /// Σ x², whatever the kind: added up over so few values at once that its rounding does not grow with their number.
-fn squares(values: &Tensor) -> Tensor {
+fn square_sum_of(values: &Tensor) -> Tensor {
     let values = values.to_kind(Kind::Float);
     square_sum(&values).unwrap_or_else(|| values.square().sum(Kind::Double))
 }
@@ -306,8 +306,9 @@ mod tests {
     const STEPS: usize = 2;
     const MICRO_BATCHES: usize = 3;
 
-    /// Weights after some steps of two ranks in `kind`, of which rank 0 begins with its sums after its last micro-batch, if it is `early`.
-    fn learned(kind: Kind, early: bool) -> Vec<Tensor> {
+    /// Weights after some steps of two ranks in `kind`, of which rank 0 begins with its sums after its last micro-batch, if it is `early`, and each
+    /// updates its own share, if that `is_sharded`. No step leaves anything of its gradients.
+    fn learned(kind: Kind, early: bool, is_sharded: bool) -> Vec<Tensor> {
         const PATIENCE: Duration = Duration::from_secs(120);
         let shapes = [("fc", [4_i64, 3]), ("layers.0.q", [5, 2]), ("layers.1.q", [3, 3])];
         let host = Host::open(2, PATIENCE).unwrap();
@@ -320,7 +321,8 @@ mod tests {
             };
             let named = shapes.map(|(name, shape)| (name.to_string(), values(1, &shape)));
             let stages = ["layers.1.", "layers.0."].map(String::from);
-            let mut optimizer = AdamW::new(&named, 0.01, 1.0);
+            let share = if is_sharded { (group.rank(), 2) } else { (0, 1) };
+            let mut optimizer = AdamW::sharded(&named, 0.01, 1.0, share);
             optimizer.sums = Sums::with_buckets(&sizes_of(&optimizer.slots), &stages, (1, 9));
             for step in 0..STEPS {
                 for micro_batch in 0..MICRO_BATCHES {
@@ -335,6 +337,10 @@ mod tests {
                     optimizer.accumulate();
                 }
                 let _ = optimizer.step(0.1, &group).unwrap();
+                for (name, parameter) in &named {
+                    let left = parameter.grad().abs().max().double_value(&[]);
+                    assert_eq!(left, 0.0, "gradient of {name} after step {step}");
+                }
             }
             named.into_iter().map(|(_, parameter)| parameter.detach().copy()).collect()
         };
@@ -347,9 +353,30 @@ mod tests {
     }
 
     #[test]
-    fn sums_that_begin_early_change_no_bit() {
+    fn sums_that_begin_early_and_shares_change_no_bit() {
         for kind in [Kind::Float, Kind::BFloat16] {
-            assert_eq!(learned(kind, true), learned(kind, false), "{kind:?}");
+            let expected = learned(kind, false, false);
+            for (early, is_sharded) in [(true, false), (true, true), (false, true)] {
+                assert_eq!(learned(kind, early, is_sharded), expected, "{kind:?}, {early}, {is_sharded}");
+            }
+        }
+    }
+
+    /// A gradient that was used would be used once more with the next.
+    #[test]
+    fn a_step_alone_leaves_nothing_of_its_gradients() {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let named =
+                ["used", "unused"].map(|name| (name.to_string(), Tensor::ones([3, 2], (kind, Device::Cpu))));
+            let mut optimizer = AdamW::new(&named, 0.0, 1.0);
+            for _ in 0..STEPS {
+                (&named[0].1 * 2.0).sum(kind).backward();
+                optimizer.accumulate();
+                let norm = optimizer.step(0.1, &ProcessGroup::alone()).unwrap();
+                assert!((norm.double_value(&[]) - 24f64.sqrt()).abs() < 1e-6, "{kind:?}");
+                assert_eq!(named[0].1.grad().abs().max().double_value(&[]), 0.0, "{kind:?}");
+                assert!(!named[1].1.grad().defined(), "{kind:?}");
+            }
         }
     }
 }

@@ -209,7 +209,7 @@ pub fn buffer_bytes(
         (_, Some(_)) => TEMPORARIES_OF_CAP,
         (_, None) => TEMPORARIES,
     };
-    // The target's logits by source become probabilities of a tile's rows.
+    // Beside a soft-cap, an extra objective or the question which token is preferred, rows get copies of their sources' target.
     chunk * of_row * value + tile * vocab * (value + temporaries * size_of::<f32>())
 }
 
@@ -267,7 +267,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
         let entropies = is_weighed.then(|| {
             weigh_target(&mut target, rows.needs(alphas).soft)
-                .expect("float32 logits as a product leaves them")
+                .expect("float32 logits as a product leaves them, and memory")
         });
         let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
             let first_rows_and_sources = |of_row| (rows.sources.first_rows(chunk, (first, count)), of_row);
@@ -318,7 +318,7 @@ struct Logits<'a> {
     draft_bias: Option<&'a Tensor>,
     /// Of the rows, or of all sources.
     target: Tensor,
-    /// The same of what they are where they have become probabilities.
+    /// Of the target's rows, where `target` already is probabilities.
     entropies: Option<Tensor>,
     /// Each row's source, where `target` is of all sources.
     source_of_row: Option<Tensor>,

@@ -9,7 +9,7 @@ use super::terms::{GradCoeffs, Needs, RowDistances};
 pub(super) struct RowLogits<'a> {
     /// `[n, V]`.
     pub draft: Tensor,
-    /// What they are still without, of each of the target's rows; only beside a weighed target.
+    /// Still to be added, one row for each of the target's; only beside a weighed target.
     pub draft_bias: Option<&'a Tensor>,
 }
 
@@ -107,7 +107,7 @@ impl Rows {
     ) -> (Self, RowDistances) {
         let measured = measure_rows(&mut draft, draft_bias, &target, &labels, needs.soft);
         let Some(RowsMeasured { ce, l1, overlap, soft }) = measured else {
-            panic!("rows {:?} of other sizes, labels or sources than {target:?}", draft.size());
+            panic!("no memory for rows {:?}, or they do not fit to {target:?}", draft.size());
         };
         let distances = RowDistances { ce, l1, soft, agreement: None, overlap: Some(overlap) };
         (Self { draft, against: Against::Weighed(target), labels }, distances)

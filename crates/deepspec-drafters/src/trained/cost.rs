@@ -23,15 +23,15 @@ impl OfAutograd {
 
     /// Values of the MLP's insides: gate and up; and elsewhere the gate's activation and the product of both.
     pub fn mlp(self, activation: Activation) -> usize {
-        if self.is_mlp_one(activation) { 2 } else { 4 }
+        if self.gates_in_one_pass(activation) { 2 } else { 4 }
     }
 
     /// Gradients of the MLP's insides at a time: of its two factors, and elsewhere of their product, too.
     pub fn mlp_at_work(self, activation: Activation) -> usize {
-        if self.is_mlp_one(activation) { 2 } else { 3 }
+        if self.gates_in_one_pass(activation) { 2 } else { 3 }
     }
 
-    fn is_mlp_one(self, activation: Activation) -> bool {
+    fn gates_in_one_pass(self, activation: Activation) -> bool {
         self.in_one_pass && activation == Activation::Silu
     }
 }

@@ -1,6 +1,6 @@
 //! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
-use deepspec_native::{gated_mlp, rms_norm, silu_times};
+use deepspec_native::{gated_product, rms_norm, silu_times};
 use tch::Tensor;
 
 use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
@@ -41,12 +41,14 @@ impl Linear {
         (self.bias.is_none() && gate.bias.is_none()).then(|| up.gated_product(packed, x))
     }
 
-    /// Its weight as it is stored, where that is all of it.
-    fn plain_weight(&self) -> Option<&Tensor> {
-        match (&self.weight, &self.bias) {
-            (Weight::Stored(weight), None) => Some(weight),
-            _ => None,
+    /// Applies it to `silu(gate) ⊙ up`.
+    fn forward_gated(&self, gate: &Tensor, up: &Tensor) -> Tensor {
+        if let (Weight::Stored(weight), None) = (&self.weight, &self.bias)
+            && let Some(learning) = gated_product(gate, up, weight)
+        {
+            return learning;
         }
+        self.forward(&silu_times(gate, up).unwrap_or_else(|| gate.silu() * up))
     }
 }
 
@@ -178,24 +180,15 @@ impl Mlp {
     }
 
     fn forward(&self, x: &Tensor) -> Tensor {
-        let Self { gate_proj, up_proj, down_proj, activation } = self;
-        if *activation == Activation::Silu {
-            if let Some(inner) = up_proj.gated_by(gate_proj, x) {
-                return down_proj.forward(&inner);
-            }
-            let weights = (gate_proj.plain_weight(), up_proj.plain_weight(), down_proj.plain_weight());
-            if let (Some(gate), Some(up), Some(down)) = weights
-                && let Some(learning) = gated_mlp(x, gate, up, down)
-            {
-                return learning;
-            }
+        if let (Activation::Silu, Some(inner)) = (self.activation, self.up_proj.gated_by(&self.gate_proj, x))
+        {
+            return self.down_proj.forward(&inner);
         }
-        let (gate, up) = (gate_proj.forward(x), up_proj.forward(x));
-        let inner = match activation {
-            Activation::Silu => silu_times(&gate, &up).unwrap_or_else(|| gate.silu() * up),
-            Activation::GeluTanh => gate.gelu("tanh") * up,
-        };
-        down_proj.forward(&inner)
+        let (gate, up) = (self.gate_proj.forward(x), self.up_proj.forward(x));
+        match self.activation {
+            Activation::Silu => self.down_proj.forward_gated(&gate, &up),
+            Activation::GeluTanh => self.down_proj.forward(&(gate.gelu("tanh") * up)),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 // One step of AdamW over many tensors, each of which is read and written once, and the squares that gradients are clipped by.
 #include "group.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -67,7 +68,8 @@ DEEPSPEC_VECTORS double square_sum_of_share(const float* values, int64_t count) 
   return summed(count, [=](int64_t i) DEEPSPEC_INLINED { return values[i] * values[i]; });
 }
 
-bool same_place(const AdamWTensors& tensors) {
+// Whether they are float32, value behind value, and of one shape.
+bool are_alike(const AdamWTensors& tensors) {
   const at::Tensor& weights = *tensors.weights;
   for (const at::Tensor* each : {tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq})
     if (!plain(*each) || each->sizes() != weights.sizes()) return false;
@@ -78,13 +80,13 @@ bool same_place(const AdamWTensors& tensors) {
 
 extern "C" {
 
-// All tensors are float32 and contiguous, those of one entry of one shape and device, and all of one; `divisor` is a float32 scalar of it, by which the
-// gradients are divided first. They are left zero.
+// All tensors are float32, contiguous and on one device, the four of an entry of one shape; `divisor` is a float32 scalar there, by which the gradients
+// are divided first. They are left zero.
 char* ds_adamw(const AdamWTensors* tensors, size_t count, at::Tensor* divisor, const AdamWSettings* settings) {
   return caught([&] {
     if (divisor->device().is_cpu()) {
       RECORD_USER_SCOPE("adamw");
-      for (size_t i = 0; i < count; ++i) TORCH_CHECK(same_place(tensors[i]), "tensors of other shapes or kinds");
+      for (size_t i = 0; i < count; ++i) TORCH_CHECK(are_alike(tensors[i]), "tensors of other shapes or kinds");
       const AdamWFactors factors(*settings, divisor->item<float>());
       for (size_t i = 0; i < count; ++i) adamw_here(tensors[i], factors);
       return;

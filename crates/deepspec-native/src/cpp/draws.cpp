@@ -18,7 +18,7 @@ constexpr int64_t kChains = 4;
 // softmax(logits / temperature).
 DEEPSPEC_VECTORS void distribution_row(const float* __restrict logits, float temperature, int64_t vocab, float* __restrict out) {
   for (int64_t i = 0; i < vocab; ++i) out[i] = logits[i] / temperature;
-  const float share = static_cast<float>(1.0 / weigh(out, largest(out, vocab), vocab, out));
+  const float share = static_cast<float>(1.0 / weigh(out, largest(out, vocab), vocab));
   for (int64_t i = 0; i < vocab; ++i) out[i] *= share;
 }
 

@@ -62,26 +62,22 @@ DEEPSPEC_INLINE void add_row(float* __restrict to, const float* __restrict row, 
   for (int64_t i = 0; i < count; ++i) to[i] += row[i];
 }
 
-// exp(logits - most), to a place that may be their own; gives the sum.
-DEEPSPEC_INLINE double weigh(const float* logits, float most, int64_t vocab, float* to) {
-  if (logits == to)
-    return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return to[i] = exponential(to[i] - most); });
-  const float* __restrict from = logits;
-  float* __restrict apart = to;
-  return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return apart[i] = exponential(from[i] - most); });
+// exp(x - most) in place of x; gives the sum.
+DEEPSPEC_INLINE double weigh(float* row, float most, int64_t vocab) {
+  return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return row[i] = exponential(row[i] - most); });
 }
 
 // Turns the target's logits into probabilities; gives their entropy if that is asked for.
 DEEPSPEC_VECTORS double weigh_target_row(float* row, int64_t vocab, bool entropy) {
   const float most = largest(row, vocab);
   // Of the weights, which are not divided by their sum yet.
-  double sum_of_logits = 0.0;
+  double weighed_logits = 0.0;
   if (entropy)
-    sum_of_logits = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(row[i] - most) * (row[i] - most); });
-  const double sum = weigh(row, most, vocab, row);
+    weighed_logits = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(row[i] - most) * (row[i] - most); });
+  const double sum = weigh(row, most, vocab);
   const float share = static_cast<float>(1.0 / sum);
   for (int64_t i = 0; i < vocab; ++i) row[i] *= share;
-  return entropy ? std::log(sum) - sum_of_logits / sum : 0.0;
+  return entropy ? std::log(sum) - weighed_logits / sum : 0.0;
 }
 
 // Turns the logits of the drafter, with their `bias` if there is one, into probabilities and measures them against those of the target.
@@ -96,7 +92,7 @@ DEEPSPEC_VECTORS void measure_row(
     // Rounding leaves the sum of the probabilities beside 1.
     by_target /= summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i]; });
   }
-  const double sum = weigh(draft, most, vocab, draft);
+  const double sum = weigh(draft, most, vocab);
   const Apart apart = divide_and_compare(draft, target, vocab, static_cast<float>(1.0 / sum));
   const double soft_cross_entropy = std::log(sum) - by_target;
   found[kCrossEntropy] = static_cast<float>(std::log(sum) - chosen);
@@ -171,7 +167,7 @@ extern "C" {
 // Turns logits [S, V] of a target into probabilities, in place; gives their entropies [S] of float64, 0 unless asked for.
 at::Tensor* ds_weigh_target(const at::Tensor* logits, bool entropy) {
   return made([&]() -> at::Tensor {
-    if (!rows_of_logits(*logits)) return {};
+    if (!rows_of_logits(*logits) || logits->numel() == 0) return {};
     RECORD_USER_SCOPE("weigh_target");
     const int64_t vocab = logits->size(1);
     at::Tensor out = at::empty({logits->size(0)}, logits->options().dtype(at::kDouble));

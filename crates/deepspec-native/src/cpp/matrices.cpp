@@ -301,14 +301,6 @@ at::Tensor times(const at::Tensor& a, const at::Tensor& b, bool here) {
   return out;
 }
 
-// The same added to `out`.
-void add_times(const at::Tensor& a, const at::Tensor& b, at::Tensor& out, bool here) {
-  if (here && multipliable(a, b))
-    multiply(a, b, out, true);
-  else
-    out.addmm_(a, b);
-}
-
 // x [.., d] times the transpose of a weight [outputs, d]. Not a view: autograd forbids changes in place of those that a function returns.
 at::Tensor projected(const at::Tensor& x, const at::Tensor& weight, bool here) {
   std::vector<int64_t> size = x.sizes().vec();

@@ -134,6 +134,15 @@ DEEPSPEC_VECTORS void gate_row(const float* gate, const float* up, int64_t width
   for (int64_t i = 0; i < width; ++i) out[i] = gate[i] * sigmoid(gate[i]) * up[i];
 }
 
+// From the slopes by silu(gate) * up those by up, in their place, and by the gate.
+DEEPSPEC_VECTORS void gate_row_back(const float* gate, const float* up, int64_t width, float* slope, float* by_gate) {
+  for (int64_t i = 0; i < width; ++i) {
+    const float share = sigmoid(gate[i]), along = slope[i];
+    slope[i] = along * gate[i] * share;
+    by_gate[i] = along * up[i] * share * (1.0f + gate[i] * (1.0f - share));
+  }
+}
+
 // The first of the largest values; -1 where one of them is not a number.
 DEEPSPEC_VECTORS int64_t first_of_largest(const float* x, int64_t width) {
   float lanes[kLanes];
@@ -246,6 +255,43 @@ struct Turn : torch::autograd::Function<Turn> {
   }
 };
 
+at::Tensor gated_again(const at::Tensor& gate, const at::Tensor& up) {
+  RECORD_USER_SCOPE("silu_times_again");
+  return gated(gate, up);
+}
+
+// The backward makes the product's input once more, and the slopes of the gate in its place.
+struct GatedProduct : torch::autograd::Function<GatedProduct> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight) {
+    RECORD_USER_SCOPE("gated_product");
+    ctx->save_for_backward({gate, up, weight});
+    return projected(gated(gate, up), weight, multiplies_here());
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
+    const int64_t width = gate.size(-1);
+    const at::Tensor slope = gradients[0].reshape({-1, weight.size(0)});
+    at::Tensor by_gate, by_up, by_weight;
+    if (ctx->needs_input_grad(2)) {
+      by_gate = gated_again(gate, up);
+      by_weight = times(slope.t(), by_gate.view({-1, width}), multiplies_here());
+    }
+    if (!ctx->needs_input_grad(0) && !ctx->needs_input_grad(1)) return {at::Tensor(), at::Tensor(), by_weight};
+    by_up = times(slope, weight, multiplies_here()).view_as(up);
+    RECORD_USER_SCOPE("silu_times_backward");
+    if (!by_gate.defined()) by_gate = at::empty_like(gate);
+    const float *left = gate.const_data_ptr<float>(), *right = up.const_data_ptr<float>();
+    float *to_right = by_up.mutable_data_ptr<float>(), *to_left = by_gate.mutable_data_ptr<float>();
+    for_rows(by_gate, width, [=](int64_t row) {
+      const int64_t at = row * width;
+      gate_row_back(left + at, right + at, width, to_right + at, to_left + at);
+    });
+    return {by_gate, by_up, by_weight};
+  }
+};
+
 bool can_be_gated(const at::Tensor& gate, const at::Tensor& up) {
   return plain(gate) && plain(up) && gate.sizes() == up.sizes() && gate.dim() > 0 && gate.numel() > 0;
 }
@@ -300,6 +346,15 @@ at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
     if (!can_be_gated(*gate, *up) || learns(*gate) || learns(*up)) return {};
     RECORD_USER_SCOPE("silu_times");
     return gated(*gate, *up);
+  });
+}
+
+// The same times the transpose of a weight [outputs, d], where something learns of it.
+at::Tensor* ds_gated_product(const at::Tensor* gate, const at::Tensor* up, const at::Tensor* weight) {
+  return made([&]() -> at::Tensor {
+    if (!can_be_gated(*gate, *up) || !plain(*weight) || weight->dim() != 2 || weight->size(1) != gate->size(-1)) return {};
+    if (!learns(*gate) && !learns(*up) && !learns(*weight)) return {};
+    return GatedProduct::apply(*gate, *up, *weight);
   });
 }
 }

@@ -8,11 +8,10 @@
 // Behind matrices.cpp, whose products it takes.
 #include "rows.cpp"
 #include "stream.cpp"
-// Behind rows.cpp, of which they use what computes with lanes, and blocks.cpp and mlp.cpp behind matrices.cpp.
+// Behind rows.cpp, of which they use what computes with lanes, and blocks.cpp behind matrices.cpp.
 #include "blocks.cpp"
 #include "history.cpp"
 #include "losses.cpp"
-#include "mlp.cpp"
 #include "products.cpp"
 // Behind losses.cpp, whose sums they take.
 #include "adamw.cpp"

@@ -47,7 +47,7 @@ pub struct RowsMeasured {
     pub l1: Tensor,
     /// Σ min(p^d, p^t).
     pub overlap: Tensor,
-    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for.
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for. Rounding leaves the latter some 1e-7 beside 0, or below it, where both are equal.
     pub soft: Option<(Tensor, Tensor)>,
 }
 
@@ -57,8 +57,8 @@ fn pointer(tensor: Option<&Tensor>) -> *const c_void {
 
 /// Turns rows of a target's logits `[S, V]` into probabilities, in place. Gives their entropies, `[S]` float64, zeros unless asked for.
 ///
-/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, and where gradients are asked
-/// for.
+/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where gradients are asked for,
+/// and where there is nothing.
 pub fn weigh_target(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
     // SAFETY: the shim writes to the rows, which are the caller's alone, during the call; it catches every C++ exception, and returns null or a tensor of
     // its own.
@@ -240,6 +240,7 @@ mod tests {
         assert!(weigh_target(&mut learned, false).is_none());
         assert!(weigh_target(&mut logits.to_kind(Kind::BFloat16), false).is_none());
         assert!(weigh_target(&mut logits.tr(), false).is_none());
+        assert!(weigh_target(&mut logits.narrow(1, 0, 0).contiguous(), false).is_none());
     }
 
     /// Bit for bit what is found where each row has a copy of its own.

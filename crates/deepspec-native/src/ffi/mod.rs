@@ -32,7 +32,7 @@ pub use matrices::{multiply, projection};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
 pub use products::PackedWeight;
 pub use profile::{Profile, Range, range};
-pub use rows::{argmax, distributions, draw, gated_mlp, rms_norm, rotate, silu_times};
+pub use rows::{argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
 pub use stream::{OnStream, Ready, SideStream, pinned};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.

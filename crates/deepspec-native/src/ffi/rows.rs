@@ -12,12 +12,7 @@ unsafe extern "C" {
     fn ds_draw(weights: *const c_void, uniforms: *const c_void) -> *mut c_void;
     fn ds_rotate(x: *const c_void, cosines: *const c_void, sines: *const c_void) -> *mut c_void;
     fn ds_silu_times(gate: *const c_void, up: *const c_void) -> *mut c_void;
-    fn ds_gated_mlp(
-        x: *const c_void,
-        gate: *const c_void,
-        up: *const c_void,
-        down: *const c_void,
-    ) -> *mut c_void;
+    fn ds_gated_product(gate: *const c_void, up: *const c_void, weight: *const c_void) -> *mut c_void;
 }
 
 /// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight [d]`. A row's bits do not depend on the other rows.
@@ -71,14 +66,13 @@ pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     unsafe { owned(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
 }
 
-/// `(silu(x Gᵀ) ⊙ x Uᵀ) Dᵀ` of `x [.., d]`, `gate` and `up [inner, d]` and `down [outputs, inner]`, for gradients: the last product's input is not kept,
-/// the backward makes it once more.
+/// `(silu(gate) ⊙ up) Wᵀ` of `gate` and `up [.., d]` and `weight [outputs, d]`, for gradients: the backward makes the product's input once more, which
+/// is not kept for it.
 ///
 /// None as for [`rms_norm`], and where nothing learns.
-pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor) -> Option<Tensor> {
-    let [x, gate, up, down] = [x, gate, up, down].map(|tensor| tensor.as_ptr().cast());
+pub fn gated_product(gate: &Tensor, up: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
-    unsafe { owned(ds_gated_mlp(x, gate, up, down)) }
+    unsafe { owned(ds_gated_product(gate.as_ptr().cast(), up.as_ptr().cast(), weight.as_ptr().cast())) }
 }
 
 /// # Safety
@@ -217,21 +211,13 @@ mod tests {
     }
 
     #[test]
-    fn gated_mlps_and_their_gradients_are_libtorchs() {
-        for (rows, width, inner, outputs) in
-            [(1, 48, 24, 3), (8, 192, 512, 100), (3, 5, 6, 7), (300, 30, 130, 20)]
-        {
-            let weight =
-                |outputs: i64, inputs: i64| values(&[outputs, inputs]) * (4.0 / (inputs as f64).sqrt());
-            // Where the gate's exponential ends, too.
-            let x = values(&[rows, width]) * 20.0;
-            let inputs = [x, weight(inner, width), weight(inner, width).cos(), weight(outputs, inner)];
+    fn gated_products_and_their_gradients_are_libtorchs() {
+        for (rows, width, outputs) in [(1, 48, 3), (8, 512, 100), (3, 5, 7), (300, 130, 20)] {
+            let gate = values(&[rows, width]) * 120.0;
+            let inputs = [gate, (values(&[rows, width]) + 0.3) * 2.0, values(&[outputs, width])];
             assert_as_exact(
-                &|t| gated_mlp(&t[0], &t[1], &t[2], &t[3]).unwrap(),
-                &|t| {
-                    let none = None::<&Tensor>;
-                    (t[0].linear(&t[1], none).silu() * t[0].linear(&t[2], none)).linear(&t[3], none)
-                },
+                &|t| gated_product(&t[0], &t[1], &t[2]).unwrap(),
+                &|t| (t[0].silu() * &t[1]).linear(&t[2], None::<&Tensor>),
                 &inputs,
                 0,
             );
@@ -284,17 +270,8 @@ mod tests {
         let learned = cosines.copy().set_requires_grad(true);
         assert!(rotate(&values(&[4, 2, 8]), &learned, &cosines).is_none());
         assert!(silu_times(&x, &values(&[2, 16])).is_none() && silu_times(&x.tr(), &x.tr()).is_none());
-        let learned = x.copy().set_requires_grad(true);
-        assert!(silu_times(&x, &learned).is_none());
-        let (up, down) = (values(&[6, 8]), values(&[3, 6]));
-        assert!(gated_mlp(&learned, &up, &up, &down).is_some() && gated_mlp(&x, &up, &up, &down).is_none());
-        assert!(
-            gated_mlp(&learned, &up, &values(&[5, 8]), &down).is_none(),
-            "an up-projection of another size"
-        );
-        assert!(
-            gated_mlp(&learned, &up, &up, &values(&[3, 5])).is_none(),
-            "a down-projection of another size"
-        );
+        let (learned, weight) = (x.copy().set_requires_grad(true), values(&[3, 8]));
+        assert!(silu_times(&x, &learned).is_none() && gated_product(&x, &x, &weight).is_none());
+        assert!(gated_product(&x, &learned, &values(&[3, 7])).is_none());
     }
 }
