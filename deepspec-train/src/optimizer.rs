@@ -238,8 +238,11 @@ impl Slot {
     /// Makes the parameter ready for the next step's gradients, once this step's has been used.
     fn clear(&mut self, used: &Tensor) {
         let gradient = self.parameter.grad();
-        // What an update has read it has left zero.
-        let is_zero = self.state.is_some() && gradient.defined() && gradient.data_ptr() == used.data_ptr();
+        // What an update on the CPU has read it has left zero.
+        let is_zero = self.state.is_some()
+            && gradient.defined()
+            && gradient.device() == Device::Cpu
+            && gradient.data_ptr() == used.data_ptr();
         if !is_zero {
             self.parameter.zero_grad();
         }

@@ -17,7 +17,8 @@ const CHUNK_ROWS: (i64, i64) = (64, 224);
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a few passes over a tile, which the CPU's caches should hold.
 const TILE_BYTES: i64 = 1 << 19;
-/// Where they are two passes without temporaries: so that few operators are called.
+/// Of rows that are measured and differentiated in place, one after the other, it need not stay in the nearest ones: larger, so that operators are called
+/// less often.
 const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
 /// Of logits, and of the states that they are made of: the drafter's and the target's.
 const LOGITS: usize = 2;
@@ -209,7 +210,7 @@ pub fn buffer_bytes(
         (_, Some(_)) => TEMPORARIES_OF_CAP,
         (_, None) => TEMPORARIES,
     };
-    // Beside a soft-cap, an extra objective or the question which token is preferred, rows get copies of their sources' target.
+    // Unless targets are weighed before ([`accumulate`]), rows get copies of their sources'.
     chunk * of_row * value + tile * vocab * (value + temporaries * size_of::<f32>())
 }
 

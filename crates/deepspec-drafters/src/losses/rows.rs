@@ -107,7 +107,7 @@ impl Rows {
     ) -> (Self, RowDistances) {
         let measured = measure_rows(&mut draft, draft_bias, &target, &labels, needs.soft);
         let Some(RowsMeasured { ce, l1, overlap, soft }) = measured else {
-            panic!("no memory for rows {:?}, or they do not fit to {target:?}", draft.size());
+            panic!("no memory for rows {:?}, or they do not fit {target:?}", draft.size());
         };
         let distances = RowDistances { ce, l1, soft, agreement: None, overlap: Some(overlap) };
         (Self { draft, against: Against::Weighed(target), labels }, distances)

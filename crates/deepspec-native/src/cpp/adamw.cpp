@@ -5,7 +5,6 @@
 #include <cmath>
 #include <vector>
 
-#include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
@@ -58,6 +57,9 @@ void adamw_here(const AdamWTensors& tensors, const AdamWFactors& by) {
   const int64_t count = tensors.weights->numel();
   float *weights = tensors.weights->mutable_data_ptr<float>(), *gradients = tensors.gradient->mutable_data_ptr<float>(),
         *exp_avgs = tensors.exp_avg->mutable_data_ptr<float>(), *exp_avg_sqs = tensors.exp_avg_sq->mutable_data_ptr<float>();
+  // As operators do: a graph that still needs what was there says so.
+  for (const at::Tensor* each : {tensors.weights, tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq})
+    each->unsafeGetTensorImpl()->bump_version();
   for_tasks((count + kShare - 1) / kShare, 1, [=](int64_t share) {
     const int64_t at = share * kShare;
     adamw_share(weights + at, gradients + at, exp_avgs + at, exp_avg_sqs + at, std::min(kShare, count - at), by);
@@ -81,7 +83,7 @@ bool are_alike(const AdamWTensors& tensors) {
 extern "C" {
 
 // All tensors are float32, contiguous and on one device, the four of an entry of one shape; `divisor` is a float32 scalar there, by which the gradients
-// are divided first. They are left zero.
+// are divided first. On the CPU they are left zero.
 char* ds_adamw(const AdamWTensors* tensors, size_t count, at::Tensor* divisor, const AdamWSettings* settings) {
   return caught([&] {
     if (divisor->device().is_cpu()) {
@@ -101,7 +103,6 @@ char* ds_adamw(const AdamWTensors* tensors, size_t count, at::Tensor* divisor, c
     }
     at::_fused_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, {}, steps, settings->lr, settings->beta1, settings->beta2,
                       settings->weight_decay, settings->eps, /*amsgrad=*/false, /*maximize=*/false, *divisor);
-    at::_foreach_zero_(gradients);
   });
 }
 

@@ -124,8 +124,8 @@ void* Pool::take(size_t size) {
   return block.start;
 }
 
-// Gives back what is held beyond `most`: kept blocks, the oldest first, but for some to spare, then what is too much of those in use. To spare that,
-// too, made no step faster and took two more megabytes.
+// Gives back what is held beyond `most`: kept blocks, the oldest first, but for some to spare, then what is too much of those in use. To leave
+// those uncut within the spare, too, made no step faster and took two more megabytes.
 void Pool::shrink(size_t most) {
   while (held_ > most + kSpare && !kept_.empty()) {
     Block oldest = forget(kept_.begin()->first);

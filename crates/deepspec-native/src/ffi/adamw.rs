@@ -11,7 +11,7 @@ use super::rows::owned;
 pub struct AdamWTensors<'a> {
     /// What is learned.
     pub weights: &'a mut Tensor,
-    /// Its gradient, which is left zero.
+    /// Its gradient, which is divided in place, and on the CPU left zero.
     pub gradient: &'a mut Tensor,
     /// First moment.
     pub exp_avg: &'a mut Tensor,
@@ -55,11 +55,11 @@ unsafe extern "C" {
     fn ds_square_sum(values: *const c_void) -> *mut c_void;
 }
 
-/// Divides the gradients by `divisor`, a float32 scalar of their device, takes one step of AdamW (Loshchilov & Hutter 2019), and leaves the gradients
-/// zero. All tensors are of one device.
+/// Divides the gradients by `divisor`, a float32 scalar of their device, and takes one step of AdamW (Loshchilov & Hutter 2019). All tensors are
+/// of one device.
 ///
 /// # Panics
-/// With libtorch's words, if a tensor is not as [`AdamWTensors`] says.
+/// If a tensor is not as [`AdamWTensors`] says.
 pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamWSettings) {
     if tensors.is_empty() {
         return; // libtorch refuses empty lists

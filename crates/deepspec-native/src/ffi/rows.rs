@@ -212,9 +212,12 @@ mod tests {
 
     #[test]
     fn gated_products_and_their_gradients_are_libtorchs() {
-        for (rows, width, outputs) in [(1, 48, 3), (8, 512, 100), (3, 5, 7), (300, 130, 20)] {
-            let gate = values(&[rows, width]) * 120.0;
-            let inputs = [gate, (values(&[rows, width]) + 0.3) * 2.0, values(&[outputs, width])];
+        let shapes: [(&[i64], i64); 5] =
+            [(&[1, 48], 3), (&[8, 512], 100), (&[3, 5], 7), (&[300, 130], 20), (&[2, 3, 40], 5)];
+        for (shape, outputs) in shapes {
+            let gate = values(shape) * 120.0;
+            let weight = values(&[outputs, shape[shape.len() - 1]]);
+            let inputs = [gate, (values(shape) + 0.3) * 2.0, weight];
             assert_as_exact(
                 &|t| gated_product(&t[0], &t[1], &t[2]).unwrap(),
                 &|t| (t[0].silu() * &t[1]).linear(&t[2], None::<&Tensor>),
