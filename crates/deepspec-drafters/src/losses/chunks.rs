@@ -6,7 +6,7 @@ use deepspec_native::{WeighedTarget, multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
-use super::rows::{RowLogits, Rows, Target};
+use super::rows::{Rows, Target};
 use super::sources::Sources;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
@@ -343,10 +343,10 @@ impl Logits<'_> {
             None => capped,
         };
         let mut extra = None;
-        let (draft_bias, target) = match entropies {
+        let target = match entropies {
             Some(entropies) => {
                 let target = WeighedTarget { probabilities: target, entropies, source_of_row };
-                (draft_bias, Target::Weighed(target))
+                Target::Weighed { target, draft_bias }
             }
             None => {
                 let of_rows = |of: &Tensor| match &source_of_row {
@@ -355,12 +355,11 @@ impl Logits<'_> {
                 };
                 let target = vocabulary.cap(of_rows(&target).to_kind(Kind::Float));
                 extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
-                (None, Target::Logits(target))
+                Target::Logits(target)
             }
         };
-        let logits = RowLogits { draft, draft_bias };
         let needs = rows.needs(alphas);
-        let (rows_of, distances) = Rows::measure(logits, target, &span.of(rows.labels), needs);
+        let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
         let weights = span.of(rows.weights).unsqueeze(1);
         let paced = alphas.dpace.map(|dpace| {
             let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;

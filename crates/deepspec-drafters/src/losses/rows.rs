@@ -5,19 +5,16 @@ use tch::{Kind, Tensor};
 
 use super::terms::{GradCoeffs, Needs, RowDistances};
 
-/// Logits of some rows of the drafter before they are measured, float32.
-pub(super) struct RowLogits<'a> {
-    /// `[n, V]`.
-    pub draft: Tensor,
-    /// Still to be added, one row for each of the target's; only beside a weighed target.
-    pub draft_bias: Option<&'a Tensor>,
-}
-
-/// What the target has for them.
-pub(super) enum Target {
+/// What the target has for some rows of the drafter.
+pub(super) enum Target<'a> {
     /// Logits of each row, `[n, V]` float32.
     Logits(Tensor),
-    Weighed(WeighedTarget),
+    /// Probabilities, which rows may share.
+    Weighed {
+        target: WeighedTarget,
+        /// What the drafter's logits are still without, one row for each of the target's.
+        draft_bias: Option<&'a Tensor>,
+    },
 }
 
 /// p^d of some rows, `[n, V]` float32, and what their gradient needs beside them.
@@ -54,18 +51,16 @@ fn row_sum(x: &Tensor) -> Tensor {
 }
 
 impl Rows {
-    /// Turns logits into probabilities and measures them; `labels [n]`. Logits are used up.
-    pub fn measure(logits: RowLogits, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowDistances) {
+    /// Turns logits of the drafter, `[n, V]` float32, into probabilities and measures them; `labels [n]`. Logits are used up.
+    pub fn measure(mut draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowDistances) {
         let labels = labels.unsqueeze(1);
-        let RowLogits { mut draft, draft_bias } = logits;
         let mut target = match target {
-            Target::Weighed(target) => {
+            Target::Weighed { target, draft_bias } => {
                 assert!(!needs.agreement, "which token a weighed target prefers is not known any more");
                 return Self::measure_weighed(draft, draft_bias, target, labels, needs);
             }
             Target::Logits(target) => target,
         };
-        assert!(draft_bias.is_none(), "a bias by source beside a target by row");
         let agreement = needs.agreement.then(|| {
             let same = draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true));
             same.to_kind(Kind::Float)
@@ -171,9 +166,8 @@ mod tests {
         let _ = draft.get(3).get(preferred).fill_(100.0);
         let needs = Needs { soft: true, overlap: true, agreement: true };
         let measured = [Kind::Float, Kind::Double].map(|kind| {
-            let logits = RowLogits { draft: draft.to_kind(kind).copy(), draft_bias: None };
             let target = Target::Logits(target.to_kind(kind).copy());
-            let (rows, found) = Rows::measure(logits, target, &labels, needs);
+            let (rows, found) = Rows::measure(draft.to_kind(kind).copy(), target, &labels, needs);
             let factor = || Some(Tensor::from_slice(&[0.5f32, 1.0, 0.25, 2.0]).view([4, 1]).to_kind(kind));
             let slopes = rows.gradient(&GradCoeffs { label: factor(), soft: factor(), l1: factor() });
             let (soft, kl) = found.soft.unwrap();
