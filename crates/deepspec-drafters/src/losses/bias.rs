@@ -1,9 +1,9 @@
 //! The Markov head's part of the logits, and its gradients.
 
-use deepspec_native::{multiply, sum_rows};
+use deepspec_native::{add_to_rows, multiply, sum_rows};
 use tch::Tensor;
 
-use super::chunks::Span;
+use super::chunks::{Columns, Span};
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
@@ -18,66 +18,82 @@ pub struct Bias<'a> {
     pub w2_gradient: Option<&'a Tensor>,
 }
 
-/// The same of a chunk: by row, or by source where rows of one source share it.
+/// The same of a chunk, whose columns are worked at some at a time.
 pub(super) struct ChunkBias<'a> {
     of: Bias<'a>,
     /// Of its n rows or sources, `[n, r]`.
     features: Tensor,
-    /// Logits, then the gradients by them, `[n, V]`.
-    values: Tensor,
-    /// By source, each source's first row among all, and each row's source among the chunk's.
-    shared: Option<(Tensor, &'a Tensor)>,
+    /// The gradients by them.
+    by_features: Tensor,
+    shared: Option<Shared<'a>>,
+}
+
+/// What rows of one source share.
+pub(super) struct Shared<'a> {
+    /// Each source's first row among all.
+    pub first_rows: Tensor,
+    /// Each row's source among the chunk's.
+    pub of_rows: &'a Tensor,
+    /// For some columns of as many sources, or more.
+    pub buffer: &'a Tensor,
 }
 
 impl<'a> ChunkBias<'a> {
-    /// The logits, in a `buffer`; where they are to be by source, each source's first row among all and each row's source among the chunk's are given.
-    pub fn new(of: Bias<'a>, chunk: &Span, buffer: &Tensor, shared: Option<(Tensor, &'a Tensor)>) -> Self {
-        let features = match &shared {
-            Some((first_rows, _)) => of.features.index_select(0, first_rows),
-            None => chunk.of(of.features),
-        };
-        let mut values = buffer.narrow(0, 0, features.size()[0]);
-        multiply(&features, &of.w2.tr(), &mut values, false);
-        Self { of, features, values, shared }
-    }
-
-    /// Those of a tile's rows, where they are by row.
-    pub fn of_tile(&self, tile: &Span) -> Option<Tensor> {
-        self.is_by_row().then(|| tile.of(&self.values))
-    }
-
-    /// Those of all sources, where they are by source.
-    pub fn of_sources(&self) -> Option<&Tensor> {
-        (!self.is_by_row()).then_some(&self.values)
-    }
-
-    /// The gradients by its logits, in their place, once all tiles have theirs; by source they are made here, the sums of those by `base`.
-    pub fn gradients(&self, base: &Tensor) -> &Tensor {
-        if let Some((_, of_rows)) = &self.shared {
-            sum_rows(base, of_rows, &mut self.values.shallow_clone());
-        }
-        &self.values
-    }
-
-    /// Whether its gradients are its rows' own.
-    pub fn is_by_row(&self) -> bool {
-        self.shared.is_none()
-    }
-
-    /// Carries its [gradients](ChunkBias::gradients) on: to the features of `chunk` in `by_features [R, r]`, and to W2.
-    pub fn backward(&self, chunk: &Span, by_features: &Tensor) {
-        let (mut of_chunk, gradients) = (chunk.of(by_features), &self.values);
-        match &self.shared {
-            Some((first_rows, _)) => {
-                let mut sums = self.features.empty_like();
-                multiply(gradients, self.of.w2, &mut sums, false);
-                let _ = of_chunk.zero_();
-                let _ = by_features.shallow_clone().index_copy_(0, first_rows, &sums);
+    /// By row, or where it is `shared`, by source. The gradients by its features go to their place in `by_features [R, r]`.
+    pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, shared: Option<Shared<'a>>) -> Self {
+        let (features, by_features) = match &shared {
+            Some(shared) => {
+                let features = of.features.index_select(0, &shared.first_rows);
+                let by_features = features.empty_like();
+                (features, by_features)
             }
-            None => multiply(gradients, self.of.w2, &mut of_chunk, false),
+            None => (chunk.of(of.features), chunk.of(by_features)),
+        };
+        Self { of, features, by_features, shared }
+    }
+
+    /// Puts some columns of it, by row, in place of `logits [n, C]`, or adds them there.
+    pub fn write(&self, columns: &Columns, logits: &mut Tensor, add: bool) {
+        let w2 = columns.rows_of(self.of.w2);
+        match &self.shared {
+            Some(shared) => {
+                assert!(add, "what is by source is added to what is by row");
+                let mut of_sources = shared.columns(columns, &self.features);
+                multiply(&self.features, &w2.tr(), &mut of_sources, false);
+                add_to_rows(logits, shared.of_rows, &of_sources);
+            }
+            None => multiply(&self.features, &w2.tr(), logits, add),
         }
+    }
+
+    /// Carries on gradients by some columns, `[n, C]`: to the features, and to W2. All columns come one after the other.
+    pub fn backward(&mut self, columns: &Columns, by_rows: &Tensor) {
+        let gradients = match &self.shared {
+            Some(shared) => {
+                let mut sums = shared.columns(columns, &self.features);
+                sum_rows(by_rows, shared.of_rows, &mut sums);
+                sums
+            }
+            None => by_rows.shallow_clone(),
+        };
+        multiply(&gradients, &columns.rows_of(self.of.w2), &mut self.by_features, !columns.are_first());
         if let Some(sum) = self.of.w2_gradient {
-            multiply(&gradients.tr(), &self.features, &mut sum.shallow_clone(), true);
+            multiply(&gradients.tr(), &self.features, &mut columns.rows_of(sum), true);
         }
+    }
+
+    /// Brings the gradients by the features of `chunk` to their place in `by_features [R, r]`.
+    pub fn finish(self, chunk: &Span, by_features: &Tensor) {
+        if let Some(Shared { first_rows, .. }) = self.shared {
+            let _ = chunk.of(by_features).zero_();
+            let _ = by_features.shallow_clone().index_copy_(0, &first_rows, &self.by_features);
+        }
+    }
+}
+
+impl Shared<'_> {
+    /// So many columns of the buffer, for each of the features.
+    fn columns(&self, columns: &Columns, features: &Tensor) -> Tensor {
+        self.buffer.narrow(0, 0, features.size()[0]).narrow(1, 0, columns.count())
     }
 }

@@ -5,7 +5,7 @@ use deepspec_models::nn::Vocabulary;
 use deepspec_native::{WeighedTarget, multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
-use super::bias::{Bias, ChunkBias};
+use super::bias::{Bias, ChunkBias, Shared};
 use super::rows::{Rows, Target};
 use super::sources::Sources;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
@@ -20,6 +20,12 @@ const TILE_BYTES: i64 = 1 << 19;
 /// Of rows that are measured and differentiated in place, one after the other, it need not stay in the nearest ones: larger, so that operators are called
 /// less often.
 const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
+/// What lies between products in place is made of so many columns at a time, which the caches hold until they are read. A multiple of what the products
+/// add up at a time, so that their sums are the same.
+const COLUMNS: i64 = 512;
+/// Bytes of a page of memory, and values of a line of the caches.
+const PAGE: i64 = 4096;
+const LINE: i64 = 16;
 /// Of logits, and of the states that they are made of: the drafter's and the target's.
 const LOGITS: usize = 2;
 /// Of a tile, at a time.
@@ -151,6 +157,48 @@ impl Span {
     }
 }
 
+/// Some consecutive columns of logits.
+pub(super) struct Columns {
+    first: i64,
+    count: i64,
+}
+
+impl Columns {
+    /// All of `vocab` in pieces of at most `most`.
+    fn all(vocab: i64, most: i64) -> impl Iterator<Item = Self> {
+        (0..vocab).step_by(most as usize).map(move |first| Self { first, count: most.min(vocab - first) })
+    }
+
+    /// Of logits `[n, V]`.
+    fn of(&self, logits: &Tensor) -> Tensor {
+        logits.narrow(1, self.first, self.count)
+    }
+
+    /// The rows of a weight `[V, ..]` that belong to them.
+    pub fn rows_of(&self, weight: &Tensor) -> Tensor {
+        weight.narrow(0, self.first, self.count)
+    }
+
+    pub fn are_first(&self) -> bool {
+        self.first == 0
+    }
+
+    pub fn count(&self) -> i64 {
+        self.count
+    }
+}
+
+/// Values from one row to the next in buffers of the CPU for `width` columns: whole pages apart, rows that are read side by side would share few
+/// places of the nearest cache.
+fn line(width: i64) -> i64 {
+    if width * size_of::<f32>() as i64 % PAGE == 0 { width + LINE } else { width }
+}
+
+/// Float32 rows of `width` values that begin a [`line`] apart.
+fn lines(rows: i64, width: i64) -> Tensor {
+    Tensor::empty([rows, line(width)], (Kind::Float, Device::Cpu)).narrow(1, 0, width)
+}
+
 /// Whole blocks in groups of at most `most` rows, but at least one block each.
 fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     let mut spans: Vec<Span> = vec![];
@@ -188,8 +236,8 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
 }
 
 /// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
-/// head where there is one, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's temporaries. No two
-/// rows are taken to have one source.
+/// head where that is not added to them at once, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's
+/// temporaries. No two rows are taken to have one source.
 pub fn buffer_bytes(
     model: &ModelConfig,
     bias: bool,
@@ -201,17 +249,23 @@ pub fn buffer_bytes(
     let (vocab, states) = (model.vocab_size, model.hidden_size as usize);
     let (most, _) = sizes(vocab, device);
     let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
-    let (vocab, tile) = (vocab as usize, tile_rows(vocab, rows, gamma, device));
-    let logits = LOGITS + usize::from(bias);
-    let of_row = logits * vocab + LOGITS * states;
-    let temporaries = match (device, model.logit_softcap) {
-        (Device::Cpu, None) if value == size_of::<f32>() => 0,
-        (Device::Cpu, Some(_)) if value == size_of::<f32>() => TEMPORARIES_OF_CAP_IN_PLACE,
-        (_, Some(_)) => TEMPORARIES_OF_CAP,
-        (_, None) => TEMPORARIES,
+    let is_float = device == Device::Cpu && value == size_of::<f32>();
+    let in_place = is_float && model.logit_softcap.is_none();
+    let (tile, line) = (tile_rows(vocab, rows, gamma, device), if in_place { line(vocab) } else { vocab });
+    let of_bias = match (bias, in_place) {
+        (false, _) => 0,
+        (true, true) => self::line(COLUMNS.min(vocab)),
+        (true, false) => vocab,
+    };
+    let of_row = LOGITS * line as usize + of_bias as usize + LOGITS * states;
+    let temporaries = match (is_float, model.logit_softcap) {
+        (true, None) => 0,
+        (true, Some(_)) => TEMPORARIES_OF_CAP_IN_PLACE,
+        (false, Some(_)) => TEMPORARIES_OF_CAP,
+        (false, None) => TEMPORARIES,
     };
     // Unless targets are weighed before ([`accumulate`]), rows get copies of their sources'.
-    chunk * of_row * value + tile * vocab * (value + temporaries * size_of::<f32>())
+    chunk * of_row * value + tile * vocab as usize * (value + temporaries * size_of::<f32>())
 }
 
 /// Rows of a tile, of so many rows in blocks of γ.
@@ -240,14 +294,20 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         && vocabulary.softcap().is_none()
         && rows.extra.is_none()
         && !rows.agreement;
-    // On GPUs sums by source would depend on the order of its threads.
-    let by_source = is_weighed && rows.bias.is_some_and(|bias| bias.by_source);
     let tile = if is_weighed { TILE_BYTES_IN_PLACE / (4 * vocab) } else { tile };
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
-    let logits = Tensor::empty([largest + of_sources, vocab], (kind, device));
-    let bias_rows = if by_source { of_sources } else { largest };
-    let biases = rows.bias.map(|_| Tensor::empty([bias_rows, vocab], (kind, device)));
+    let buffer = |rows: i64| match is_weighed {
+        true => lines(rows, vocab),
+        false => Tensor::empty([rows, vocab], (kind, device)),
+    };
+    let logits = buffer(largest + of_sources);
+    // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums by source
+    // would depend on the order of its threads.
+    let biases = rows.bias.filter(|_| !is_weighed).map(|_| buffer(largest));
+    let at_a_time = if is_weighed { COLUMNS.min(vocab) } else { vocab };
+    let by_source = is_weighed && rows.bias.is_some_and(|bias| bias.by_source);
+    let of_columns = by_source.then(|| lines(of_sources, at_a_time));
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
@@ -256,7 +316,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     };
     for (chunk, &(first, count)) in chunks.iter().zip(&ranges) {
         let (n, are_rows) = (chunk.rows, !are_shared || rows.sources.are_the_rows(chunk));
-        let source_of_row = (by_source || !are_rows).then(|| chunk.of(rows.sources.there) - first);
+        let source_of_row = (!are_rows).then(|| chunk.of(rows.sources.there) - first);
         let teacher = if are_shared {
             rows.teacher.narrow(0, first, count)
         } else {
@@ -264,20 +324,29 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         };
         // Draft and target share the head, so that it is read once for both.
         let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
-        multiply(&states, &head.tr(), &mut logits.narrow(0, 0, n + count), false);
         let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
+        let mut bias = rows.bias.zip(output.features.as_ref()).map(|(of, by_features)| {
+            let shared = source_of_row.as_ref().zip(of_columns.as_ref()).map(|(of_rows, buffer)| {
+                let first_rows = rows.sources.first_rows(chunk, (first, count));
+                Shared { first_rows, of_rows, buffer }
+            });
+            ChunkBias::new(of, chunk, by_features, shared)
+        });
+        let apart = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
+        for columns in Columns::all(vocab, at_a_time) {
+            multiply(
+                &states,
+                &columns.rows_of(head).tr(),
+                &mut columns.of(&logits.narrow(0, 0, n + count)),
+                false,
+            );
+            if let Some(bias) = &bias {
+                bias.write(&columns, &mut columns.of(apart.as_ref().unwrap_or(&base)), apart.is_none());
+            }
+        }
         let entropies = is_weighed.then(|| {
             weigh_target(&mut target, rows.needs(alphas).soft)
                 .expect("float32 logits as a product leaves them, and memory")
-        });
-        let bias = rows.bias.zip(biases.as_ref()).map(|(of, buffer)| {
-            let first_rows_and_sources = |of_row| (rows.sources.first_rows(chunk, (first, count)), of_row);
-            ChunkBias::new(
-                of,
-                chunk,
-                buffer,
-                source_of_row.as_ref().filter(|_| by_source).map(first_rows_and_sources),
-            )
         });
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
             let in_all = Span {
@@ -289,8 +358,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
                 |of: &Tensor| if source_of_row.is_some() { of.shallow_clone() } else { tile.of(of) };
             let logits = Logits {
                 base: tile.of(&base),
-                bias: bias.as_ref().and_then(|bias| bias.of_tile(&tile)),
-                draft_bias: bias.as_ref().and_then(ChunkBias::of_sources),
+                bias: apart.as_ref().map(|apart| tile.of(apart)),
                 target: of_tile(&target),
                 entropies: entropies.as_ref().map(of_tile),
                 source_of_row: source_of_row.as_ref().map(|of_row| tile.of(of_row)),
@@ -298,25 +366,28 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             let found = logits.differentiate(vocabulary, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
         }
-        let by_bias = bias.as_ref().map(|bias| bias.gradients(&base));
-        // Without a soft-cap the gradients by base and bias are the same, and lie in the bias' buffer alone.
-        let lie_there = vocabulary.softcap().is_none() && bias.as_ref().is_some_and(ChunkBias::is_by_row);
-        let by_base = by_bias.filter(|_| lie_there).unwrap_or(&base);
-        multiply(by_base, head, &mut chunk.of(&output.hidden), false);
-        if let (Some(bias), Some(by_features)) = (&bias, &output.features) {
-            bias.backward(chunk, by_features);
+        let by_bias = apart.as_ref().unwrap_or(&base);
+        // Without a soft-cap the gradients by base and bias are the same, and lie where the bias' do.
+        let by_base = if vocabulary.softcap().is_none() { by_bias } else { &base };
+        for columns in Columns::all(vocab, at_a_time) {
+            let add = !columns.are_first();
+            multiply(&columns.of(by_base), &columns.rows_of(head), &mut chunk.of(&output.hidden), add);
+            if let Some(bias) = &mut bias {
+                bias.backward(&columns, &columns.of(by_bias));
+            }
+        }
+        if let Some((bias, by_features)) = bias.zip(output.features.as_ref()) {
+            bias.finish(chunk, by_features);
         }
     }
     output
 }
 
 /// A tile of the three buffers, in the kind of the weights.
-struct Logits<'a> {
+struct Logits {
     base: Tensor,
-    /// Where it is by row.
+    /// Where it is not added to the base already.
     bias: Option<Tensor>,
-    /// The bias of all sources, where it is by source.
-    draft_bias: Option<&'a Tensor>,
     /// Of the rows, or of all sources.
     target: Tensor,
     /// Of the target's rows, where `target` already is probabilities.
@@ -325,7 +396,7 @@ struct Logits<'a> {
     source_of_row: Option<Tensor>,
 }
 
-impl Logits<'_> {
+impl Logits {
     /// The [`Column`]s of the tile, whose rows are `span` of all. Leaves the gradients in place of the logits: by the bias
     /// where there is one, and by the base where it has none of its own or is soft-capped.
     fn differentiate(
@@ -335,7 +406,7 @@ impl Logits<'_> {
         span: &Span,
         alphas: &LossAlphas,
     ) -> Tensor {
-        let Self { base, bias, draft_bias, target, entropies, source_of_row } = self;
+        let Self { base, bias, target, entropies, source_of_row } = self;
         let capped = vocabulary.cap(base.to_kind(Kind::Float));
         let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
         let draft = match &bias {
@@ -345,8 +416,7 @@ impl Logits<'_> {
         let mut extra = None;
         let target = match entropies {
             Some(entropies) => {
-                let target = WeighedTarget { probabilities: target, entropies, source_of_row };
-                Target::Weighed { target, draft_bias }
+                Target::Weighed(WeighedTarget { probabilities: target, entropies, source_of_row })
             }
             None => {
                 let of_rows = |of: &Tensor| match &source_of_row {

@@ -6,15 +6,11 @@ use tch::{Kind, Tensor};
 use super::terms::{GradCoeffs, Needs, RowDistances};
 
 /// What the target has for some rows of the drafter.
-pub(super) enum Target<'a> {
+pub(super) enum Target {
     /// Logits of each row, `[n, V]` float32.
     Logits(Tensor),
     /// Probabilities, which rows may share.
-    Weighed {
-        target: WeighedTarget,
-        /// What the drafter's logits are still without, one row for each of the target's.
-        draft_bias: Option<&'a Tensor>,
-    },
+    Weighed(WeighedTarget),
 }
 
 /// p^d of some rows, `[n, V]` float32, and what their gradient needs beside them.
@@ -55,9 +51,9 @@ impl Rows {
     pub fn measure(mut draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowDistances) {
         let labels = labels.unsqueeze(1);
         let mut target = match target {
-            Target::Weighed { target, draft_bias } => {
+            Target::Weighed(target) => {
                 assert!(!needs.agreement, "which token a weighed target prefers is not known any more");
-                return Self::measure_weighed(draft, draft_bias, target, labels, needs);
+                return Self::measure_weighed(draft, target, labels, needs);
             }
             Target::Logits(target) => target,
         };
@@ -67,7 +63,7 @@ impl Rows {
         });
         if let Some(entropies) = weigh_target(&mut target, needs.soft) {
             let target = WeighedTarget { probabilities: target, entropies, source_of_row: None };
-            let (rows, distances) = Self::measure_weighed(draft, None, target, labels, needs);
+            let (rows, distances) = Self::measure_weighed(draft, target, labels, needs);
             return (rows, RowDistances { agreement, ..distances });
         }
         shift(&mut draft);
@@ -95,12 +91,11 @@ impl Rows {
 
     fn measure_weighed(
         mut draft: Tensor,
-        draft_bias: Option<&Tensor>,
         target: WeighedTarget,
         labels: Tensor,
         needs: Needs,
     ) -> (Self, RowDistances) {
-        let measured = measure_rows(&mut draft, draft_bias, &target, &labels, needs.soft);
+        let measured = measure_rows(&mut draft, &target, &labels, needs.soft);
         let Some(RowsMeasured { ce, l1, overlap, soft }) = measured else {
             panic!("no memory for rows {:?}, or they do not fit {target:?}", draft.size());
         };

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
@@ -57,11 +59,6 @@ DEEPSPEC_INLINE Apart divide_and_compare(float* __restrict draft, const float* _
   return apart;
 }
 
-// Adds a row to another.
-DEEPSPEC_INLINE void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] += row[i];
-}
-
 // exp(x - most) in place of x; gives the sum.
 DEEPSPEC_INLINE double weigh(float* row, float most, int64_t vocab) {
   return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return row[i] = exponential(row[i] - most); });
@@ -80,11 +77,9 @@ DEEPSPEC_VECTORS double weigh_target_row(float* row, int64_t vocab, bool entropy
   return entropy ? std::log(sum) - weighed_logits / sum : 0.0;
 }
 
-// Turns the logits of the drafter, with their `bias` if there is one, into probabilities and measures them against those of the target.
+// Turns the logits of the drafter into probabilities and measures them against those of the target.
 DEEPSPEC_VECTORS void measure_row(
-    float* draft, const float* bias, const float* target, double entropy, int64_t label, int64_t vocab, bool soft, float* found) {
-  // First added, then compared: the compiler makes no vectors of both at once.
-  if (bias) add_row(draft, bias, vocab);
+    float* draft, const float* target, double entropy, int64_t label, int64_t vocab, bool soft, float* found) {
   const float most = largest(draft, vocab), chosen = draft[label] - most;
   double by_target = 0.0;
   if (soft) {
@@ -124,24 +119,50 @@ DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label
   draft[label] -= by.label;
 }
 
-// Puts the sum of the rows [count, width] whose number is `wanted` in place of `to`: 0 where there is none.
-DEEPSPEC_VECTORS void sum_rows(const float* rows, const int64_t* numbers, int64_t count, int64_t wanted, int64_t width, float* to) {
-  bool begun = false;
-  for (int64_t i = 0; i < count; ++i) {
-    if (numbers[i] != wanted) continue;
-    if (begun)
-      add_row(to, rows + i * width, width);
-    else
-      std::copy_n(rows + i * width, width, to);
-    begun = true;
-  }
-  if (!begun) std::fill_n(to, width, 0.0f);
+DEEPSPEC_VECTORS void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] += row[i];
 }
 
-// [n, V], and of no graph, which would not see that they are overwritten.
-bool rows_of_logits(const at::Tensor& tensor) {
-  return plain(tensor) && !learns(tensor) && tensor.dim() == 2;
+// Rows of float32, value behind value each.
+struct Lines {
+  float* at;
+  int64_t line;  // from one to the next
+
+  float* operator[](int64_t row) const { return at + row * line; }
+};
+
+// Rows by their numbers, 0 to below `end`.
+struct ByNumber {
+  std::vector<int64_t> rows, starts;  // those of number s from starts[s] to below starts[s + 1]
+
+  ByNumber(const int64_t* numbers, int64_t count, int64_t end) : rows(count), starts(end + 1) {
+    for (int64_t i = 0; i < count; ++i) ++starts[numbers[i]];
+    for (int64_t i = 0, before = 0; i <= end; ++i) before += std::exchange(starts[i], before);
+    for (int64_t i = 0; i < count; ++i) rows[starts[numbers[i]]++] = i;
+    std::copy_backward(starts.begin(), starts.end() - 1, starts.end());
+    starts[0] = 0;
+  }
+};
+
+// Puts the sum of the rows of a number, `width` values each, in place of `to`: 0 where there is none.
+void sum_rows(const Lines& rows, const ByNumber& by, int64_t number, int64_t width, float* to) {
+  const int64_t *row = by.rows.data() + by.starts[number], *end = by.rows.data() + by.starts[number + 1];
+  if (row == end) {
+    std::fill_n(to, width, 0.0f);
+    return;
+  }
+  std::copy_n(rows[*row], width, to);
+  while (++row < end) add_row(to, rows[*row], width);
 }
+
+// [n, V], each row value behind value, and of no graph, which would not see that they are overwritten.
+bool rows_of_logits(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kFloat || tensor.dim() != 2 || learns(tensor)) return false;
+  return (tensor.stride(1) == 1 || tensor.size(1) <= 1) && (tensor.stride(0) >= tensor.size(1) || tensor.size(0) <= 1);
+}
+
+// Those that are read as those that are written.
+Lines lines(const at::Tensor& rows) { return {static_cast<float*>(rows.data_ptr()), rows.stride(0)}; }
 
 // [n] numbers from 0 to below `end`, which are places in memory.
 bool places(const at::Tensor& of, int64_t count, int64_t end) {
@@ -171,34 +192,31 @@ at::Tensor* ds_weigh_target(const at::Tensor* logits, bool entropy) {
     RECORD_USER_SCOPE("weigh_target");
     const int64_t vocab = logits->size(1);
     at::Tensor out = at::empty({logits->size(0)}, logits->options().dtype(at::kDouble));
-    float* rows = logits->mutable_data_ptr<float>();
+    const Lines rows = lines(*logits);
     double* found = out.mutable_data_ptr<double>();
-    for_rows(*logits, vocab, [=](int64_t row) { found[row] = weigh_target_row(rows + row * vocab, vocab, entropy); });
+    for_rows(*logits, vocab, [=](int64_t row) { found[row] = weigh_target_row(rows[row], vocab, entropy); });
     return out;
   });
 }
 
 // Turns logits [n, V] of the drafter into probabilities, in place, and compares them with the target's, of the entropies [S]; gives `Distance`s [n, 5],
-// those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is the row of this number, and so is what is added to
-// the drafter's logits, if there is a `draft_bias`.
+// those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is the row of this number.
 at::Tensor* ds_measure_rows(
-    const at::Tensor* draft, const at::Tensor* draft_bias, const at::Tensor* target, const at::Tensor* entropies, const at::Tensor* source_of_row,
-    const at::Tensor* labels, bool soft) {
+    const at::Tensor* draft, const at::Tensor* target, const at::Tensor* entropies, const at::Tensor* source_of_row, const at::Tensor* labels,
+    bool soft) {
   return made([&]() -> at::Tensor {
     if (!rows_of_logits(*draft) || !rows_of_logits(*target) || !of_each_row(*entropies, target->size(0))) return {};
     const int64_t rows = draft->size(0), vocab = draft->size(1);
     if (target->size(1) != vocab || !places(*labels, rows, vocab) || !fits(source_of_row, rows, target->size(0))) return {};
-    if (draft_bias && (!rows_of_logits(*draft_bias) || draft_bias->sizes() != target->sizes())) return {};
     RECORD_USER_SCOPE("measure_rows");
     at::Tensor out = at::empty({rows, kDistances}, draft->options());
-    float *ours = draft->mutable_data_ptr<float>(), *found = out.mutable_data_ptr<float>();
-    const float *theirs = target->const_data_ptr<float>(), *bias = draft_bias ? draft_bias->const_data_ptr<float>() : nullptr;
+    const Lines ours = lines(*draft), theirs = lines(*target);
+    float* found = out.mutable_data_ptr<float>();
     const double* entropy = entropies->const_data_ptr<double>();
     const int64_t *label = labels->const_data_ptr<int64_t>(), *place = source_of_row ? source_of_row->const_data_ptr<int64_t>() : nullptr;
     for_tasks(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
-      const int64_t source = place ? place[row] : row, at = source * vocab;
-      measure_row(
-          ours + row * vocab, bias ? bias + at : nullptr, theirs + at, entropy[source], label[row], vocab, soft, found + row * kDistances);
+      const int64_t source = place ? place[row] : row;
+      measure_row(ours[row], theirs[source], entropy[source], label[row], vocab, soft, found + row * kDistances);
     });
     return out;
   });
@@ -211,11 +229,28 @@ bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* source_of_row, const 
       return false;
     RECORD_USER_SCOPE("sum_rows");
     const int64_t width = rows->size(1), count = rows->size(0);
-    const float* from = rows->const_data_ptr<float>();
-    float* to = sums->mutable_data_ptr<float>();
+    const Lines from = lines(*rows), to = lines(*sums);
+    const ByNumber by(source_of_row->const_data_ptr<int64_t>(), count, sums->size(0));
+    for_tasks(sums->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), [&](int64_t sum) {
+      sum_rows(from, by, sum, width, to[sum]);
+    });
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// Adds to each of the rows [n, V] the one of `values` [S, V] of its number of `source_of_row` [n]; whether it did.
+bool ds_add_to_rows(const at::Tensor* rows, const at::Tensor* source_of_row, const at::Tensor* values) {
+  try {
+    if (!rows_of_logits(*rows) || !rows_of_logits(*values) || rows->size(1) != values->size(1)) return false;
+    if (!places(*source_of_row, rows->size(0), values->size(0))) return false;
+    RECORD_USER_SCOPE("add_to_rows");
+    const int64_t width = rows->size(1);
+    const Lines to = lines(*rows), from = lines(*values);
     const int64_t* number = source_of_row->const_data_ptr<int64_t>();
-    for_tasks(sums->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), [=](int64_t sum) {
-      sum_rows(from, number, count, sum, width, to + sum * width);
+    for_tasks(rows->size(0), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), [=](int64_t row) {
+      add_row(to[row], from[number[row]], width);
     });
     return true;
   } catch (...) {
@@ -230,14 +265,14 @@ bool ds_slope_rows(
     if (!rows_of_logits(*draft) || !rows_of_logits(*target) || target->size(1) != draft->size(1)) return false;
     const int64_t rows = draft->size(0), vocab = draft->size(1);
     if (!places(*labels, rows, vocab) || !fits(source_of_row, rows, target->size(0))) return false;
-    if (!rows_of_logits(*factors) || factors->size(0) != rows || factors->size(1) != 3) return false;
+    if (!plain(*factors) || learns(*factors) || factors->dim() != 2 || factors->size(0) != rows || factors->size(1) != 3) return false;
     RECORD_USER_SCOPE("slope_rows");
-    float* ours = draft->mutable_data_ptr<float>();
-    const float *theirs = target->const_data_ptr<float>(), *factor = factors->const_data_ptr<float>();
+    const Lines ours = lines(*draft), theirs = lines(*target);
+    const float* factor = factors->const_data_ptr<float>();
     const int64_t *label = labels->const_data_ptr<int64_t>(), *place = source_of_row ? source_of_row->const_data_ptr<int64_t>() : nullptr;
     for_tasks(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)), [=](int64_t row) {
       const float* by = factor + row * 3;
-      slope_row(ours + row * vocab, theirs + (place ? place[row] : row) * vocab, label[row], vocab, {by[0], by[1], by[2]});
+      slope_row(ours[row], theirs[place ? place[row] : row], label[row], vocab, {by[0], by[1], by[2]});
     });
     return true;
   } catch (...) {

@@ -11,7 +11,6 @@ unsafe extern "C" {
     fn ds_weigh_target(logits: *const c_void, entropy: bool) -> *mut c_void;
     fn ds_measure_rows(
         draft: *const c_void,
-        draft_bias: *const c_void,
         target: *const c_void,
         entropies: *const c_void,
         source_of_row: *const c_void,
@@ -19,6 +18,7 @@ unsafe extern "C" {
         soft: bool,
     ) -> *mut c_void;
     fn ds_sum_rows(rows: *const c_void, source_of_row: *const c_void, sums: *const c_void) -> bool;
+    fn ds_add_to_rows(rows: *const c_void, source_of_row: *const c_void, values: *const c_void) -> bool;
     fn ds_slope_rows(
         draft: *const c_void,
         target: *const c_void,
@@ -65,23 +65,20 @@ pub fn weigh_target(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
     unsafe { owned(ds_weigh_target(logits.as_ptr().cast(), entropies)) }
 }
 
-/// Measures rows of logits `draft [n, V]`, to which what stands in `draft_bias` for their targets is added first, beside `labels [n]` and a target, and
-/// turns them into probabilities. The tensors share no memory.
+/// Measures rows of logits `draft [n, V]` beside `labels [n]` and a target, and turns them into probabilities. The tensors share no memory.
 ///
 /// None, and nothing done, as for [`weigh_target`], where a label is no token or a source none of the target's, and where sizes do not fit.
 pub fn measure_rows(
     draft: &mut Tensor,
-    draft_bias: Option<&Tensor>,
     target: &WeighedTarget,
     labels: &Tensor,
     soft: bool,
 ) -> Option<RowsMeasured> {
-    // SAFETY: the shim writes to the drafter's rows only and reads the others, of which two may be null, during the call; it catches every C++ exception,
+    // SAFETY: the shim writes to the drafter's rows only and reads the others, of which one may be null, during the call; it catches every C++ exception,
     // and returns null or a tensor of its own.
     let found = unsafe {
         owned(ds_measure_rows(
             draft.as_ptr().cast(),
-            pointer(draft_bias),
             target.probabilities.as_ptr().cast(),
             target.entropies.as_ptr().cast(),
             pointer(target.source_of_row.as_ref()),
@@ -105,6 +102,17 @@ pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) {
         unsafe { ds_sum_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), sums.as_ptr().cast()) };
     if !done {
         let _ = sums.zero_().index_add_(0, source_of_row, rows);
+    }
+}
+
+/// Adds to each of `rows [n, V]` that of `values [S, V]` which its source, `source_of_row [n]` int64, has. Both share no memory.
+pub fn add_to_rows(rows: &mut Tensor, source_of_row: &Tensor, values: &Tensor) {
+    // SAFETY: the shim writes to the first tensor only, which is the caller's alone, and reads the others, during the call, and catches every C++ exception.
+    let done = unsafe {
+        ds_add_to_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), values.as_ptr().cast())
+    };
+    if !done {
+        let _ = rows.g_add_(&values.index_select(0, source_of_row));
     }
 }
 
@@ -168,7 +176,7 @@ mod tests {
 
             let single = |x: &Tensor| x.detach().to_kind(Kind::Float);
             let (mut ours, theirs) = (single(&draft), weighed(single(&target), None));
-            let measured = measure_rows(&mut ours, None, &theirs, &labels, true).unwrap();
+            let measured = measure_rows(&mut ours, &theirs, &labels, true).unwrap();
             assert_near(&measured.ce, &ce, "cross entropy");
             assert_near(&measured.l1, &l1, "L1");
             assert_near(&measured.overlap, &sum(&p.minimum(&t)), "overlap");
@@ -194,7 +202,7 @@ mod tests {
                 let _ =
                     if in_target { &target } else { &draft }.narrow(0, 1, 1).narrow(1, 5, 1).fill_(broken);
                 let target = weighed(target, None);
-                let found = measure_rows(&mut draft, None, &target, &labels, true).unwrap();
+                let found = measure_rows(&mut draft, &target, &labels, true).unwrap();
                 let (soft_ce, kl) = found.soft.unwrap();
                 let lost = |distance: &Tensor| [0, 1].map(|row| distance.double_value(&[row, 0]).is_nan());
                 for distance in [&found.l1, &found.overlap, &soft_ce, &kl] {
@@ -213,69 +221,70 @@ mod tests {
     #[test]
     fn what_they_are_not_made_for_is_left_as_it_is() {
         let logits = values(2, 8, 0.37).to_kind(Kind::Float);
-        let refused = |draft: &Tensor, bias: Option<&Tensor>, of: Option<[i64; 2]>, labels: [i64; 2]| {
+        let refused = |draft: &Tensor, of: Option<[i64; 2]>, labels: [i64; 2]| {
             let of = of.map(|of| Tensor::from_slice(&of));
             let (mut ours, target) = (draft.copy(), weighed(logits.copy(), of.as_ref()));
             let labels = Tensor::from_slice(&labels);
-            let refused = measure_rows(&mut ours, bias, &target, &labels, false).is_none();
+            let refused = measure_rows(&mut ours, &target, &labels, false).is_none();
             assert!(!refused || ours.equal(draft), "refused, but changed");
             refused
         };
-        assert!(!refused(&logits, None, None, [0, 7]));
+        assert!(!refused(&logits, None, [0, 7]));
         assert!(
-            refused(&logits, None, None, [0, 8]) && refused(&logits, None, None, [-1, 0]),
+            refused(&logits, None, [0, 8]) && refused(&logits, None, [-1, 0]),
             "labels that are no token"
         );
-        assert!(refused(&logits.to_kind(Kind::BFloat16), None, None, [0, 7]));
-        assert!(refused(&logits.narrow(0, 0, 1), None, None, [0, 7]));
-        assert!(!refused(&logits, Some(&logits), Some([1, 1]), [0, 7]));
+        assert!(refused(&logits.to_kind(Kind::BFloat16), None, [0, 7]));
+        assert!(refused(&logits.narrow(0, 0, 1), None, [0, 7]));
+        assert!(refused(&logits.narrow(1, 0, 7), None, [0, 6]));
+        assert!(!refused(&logits, Some([1, 1]), [0, 7]));
         for of in [[0, 2], [-1, 0]] {
-            assert!(refused(&logits, None, Some(of), [0, 7]), "sources that are none");
-        }
-        for bias in [logits.narrow(1, 0, 7), logits.narrow(0, 0, 1)] {
-            assert!(refused(&logits, Some(&bias), Some([1, 1]), [0, 7]));
+            assert!(refused(&logits, Some(of), [0, 7]), "sources that are none");
         }
         let (mut learned, labels) = (logits.copy().set_requires_grad(true), Tensor::from_slice(&[0_i64, 7]));
-        assert!(measure_rows(&mut learned, None, &weighed(logits.copy(), None), &labels, false).is_none());
+        assert!(measure_rows(&mut learned, &weighed(logits.copy(), None), &labels, false).is_none());
         assert!(weigh_target(&mut learned, false).is_none());
         assert!(weigh_target(&mut logits.to_kind(Kind::BFloat16), false).is_none());
         assert!(weigh_target(&mut logits.tr(), false).is_none());
         assert!(weigh_target(&mut logits.narrow(1, 0, 0).contiguous(), false).is_none());
     }
 
-    /// Bit for bit what is found where each row has a copy of its own.
+    /// Bit for bit what is found where each row has a copy of its own, and where rows lie apart from one another.
     #[test]
     fn rows_of_one_source_are_those_of_copies() {
         for vocab in [5, 1500] {
             let (draft, target) =
                 (values(6, vocab, 0.37).to_kind(Kind::Float), values(3, vocab, 1.3).to_kind(Kind::Float));
-            let added = values(3, vocab, 0.7).to_kind(Kind::Float);
             let labels = Tensor::from_slice(&[3_i64, 0, 1, 4, 2, 2]);
             let of = Tensor::from_slice(&[0_i64, 2, 2, 0, 2, 0]);
-            let shared_target = weighed(target.copy(), Some(&of));
+            let apart = |rows: &Tensor| {
+                let mut wider =
+                    Tensor::full([rows.size()[0], vocab + 3], f64::NAN, (Kind::Float, Device::Cpu))
+                        .narrow(1, 1, vocab);
+                wider.copy_(rows);
+                wider
+            };
+            let (mut ours, mut copies) = (apart(&draft), draft.copy());
+            let shared_target = weighed(apart(&target), Some(&of));
             let copied_target = weighed(target.index_select(0, &of), None);
-            for added in [None, Some(&added)] {
-                let (mut ours, mut copies) = (draft.copy(), draft.copy());
-                if let Some(added) = added {
-                    copies += added.index_select(0, &of);
-                }
-                let shared = measure_rows(&mut ours, added, &shared_target, &labels, true).unwrap();
-                let apart = measure_rows(&mut copies, None, &copied_target, &labels, true).unwrap();
-                assert!(ours.equal(&copies));
-                assert!(shared.ce.equal(&apart.ce) && shared.l1.equal(&apart.l1));
-                assert!(shared.overlap.equal(&apart.overlap));
-                let ((soft, divergence), (of_copies, and_divergence)) =
-                    (shared.soft.unwrap(), apart.soft.unwrap());
-                assert!(soft.equal(&of_copies) && divergence.equal(&and_divergence));
-                let factors = values(6, 3, 0.9).abs().to_kind(Kind::Float);
-                assert!(slope_rows(&mut ours, &shared_target, &labels, &factors));
-                assert!(slope_rows(&mut copies, &copied_target, &labels, &factors));
-                assert!(ours.equal(&copies));
-            }
+            let shared = measure_rows(&mut ours, &shared_target, &labels, true).unwrap();
+            let copied = measure_rows(&mut copies, &copied_target, &labels, true).unwrap();
+            assert!(ours.equal(&copies));
+            assert!(shared.ce.equal(&copied.ce) && shared.l1.equal(&copied.l1));
+            assert!(shared.overlap.equal(&copied.overlap));
+            let ((soft, divergence), (of_copies, and_divergence)) =
+                (shared.soft.unwrap(), copied.soft.unwrap());
+            assert!(soft.equal(&of_copies) && divergence.equal(&and_divergence));
+            let factors = values(6, 3, 0.9).abs().to_kind(Kind::Float);
+            assert!(slope_rows(&mut ours, &shared_target, &labels, &factors));
+            assert!(slope_rows(&mut copies, &copied_target, &labels, &factors));
+            assert!(ours.equal(&copies));
             // A source without rows has the sum 0, whatever lay there.
-            let mut sums = target.copy();
-            sum_rows(&draft, &of, &mut sums);
+            let (mut sums, mut more) = (apart(&target), apart(&draft));
+            sum_rows(&apart(&draft), &of, &mut sums);
             assert!(sums.equal(&target.zeros_like().index_add(0, &of, &draft)));
+            add_to_rows(&mut more, &of, &sums);
+            assert!(more.equal(&(&draft + sums.index_select(0, &of))));
         }
     }
 }

@@ -27,7 +27,9 @@ pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum};
 pub use attention::{AttentionPart, KeysValues, attend_by_block, attends_by_block, block_attention};
 pub use filling::Filling;
 pub use history::{HistoryChunk, HistoryView, has_history_attention, history_attention};
-pub use losses::{RowsMeasured, WeighedTarget, measure_rows, slope_rows, sum_rows, weigh_target};
+pub use losses::{
+    RowsMeasured, WeighedTarget, add_to_rows, measure_rows, slope_rows, sum_rows, weigh_target,
+};
 pub use matrices::{multiply, projection};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
 pub use products::PackedWeight;
