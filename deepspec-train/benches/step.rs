@@ -4,7 +4,8 @@
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
-//! Sizes are those of `SHAPES`; names choose among them. Memory is the peak resident size of a first step above the loaded state: code, model and
+//! Sizes are those of `SHAPES`; names choose among them. Tokens come as in a text, whose words are used again: what drafts with the same token before
+//! them have in common is computed once here, and `medium-distinct` shows what is left where none is. Memory is the peak resident size of a first step above the loaded state: code, model and
 //! moments, but no gradients. Then the two processes take turns, step by step, because whoever shares the processor comes and goes. Times are medians
 //! of the thread's time on a core, without the making of the data; a ratio of times is the median of the ratios of neighbours.
 
@@ -45,6 +46,8 @@ struct Shape {
     anchors: usize,
     samples: usize,
     tokens: usize,
+    /// Whether no token comes twice in a sample.
+    distinct: bool,
     /// Steps timed in each process, behind one whose memory is measured.
     #[serde(skip)]
     steps: usize,
@@ -53,7 +56,35 @@ struct Shape {
     reference_anchors: usize,
 }
 
-const SHAPES: [Shape; 3] = [
+/// What the reference is told.
+#[derive(Serialize)]
+struct Described {
+    #[serde(flatten)]
+    shape: Shape,
+    text: Vec<i64>,
+}
+
+const MEDIUM: Shape = Shape {
+    name: "medium",
+    hidden: 256,
+    inner: 768,
+    layers: 2,
+    heads: 4,
+    kv_heads: 2,
+    head_dim: 64,
+    vocab: 32_768,
+    rank: 256,
+    taps: 5,
+    block: 7,
+    anchors: 64,
+    samples: 1,
+    tokens: 512,
+    distinct: false,
+    steps: 20,
+    reference_anchors: 64,
+};
+
+const SHAPES: [Shape; 4] = [
     // assets/tiny-target with configs/tiny/dspark.yaml.
     Shape {
         name: "demo",
@@ -70,27 +101,12 @@ const SHAPES: [Shape; 3] = [
         anchors: 24,
         samples: 4,
         tokens: 128,
+        distinct: false,
         steps: 60,
         reference_anchors: 24,
     },
-    Shape {
-        name: "medium",
-        hidden: 256,
-        inner: 768,
-        layers: 2,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 64,
-        vocab: 32_768,
-        rank: 256,
-        taps: 5,
-        block: 7,
-        anchors: 64,
-        samples: 1,
-        tokens: 512,
-        steps: 20,
-        reference_anchors: 64,
-    },
+    MEDIUM,
+    Shape { name: "medium-distinct", distinct: true, ..MEDIUM },
     // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention, beside
     // our own process, which waits meanwhile.
     Shape {
@@ -108,12 +124,68 @@ const SHAPES: [Shape; 3] = [
         anchors: 512,
         samples: 1,
         tokens: 4096,
+        distinct: false,
         steps: 1,
         reference_anchors: 256,
     },
 ];
 
+/// Pieces of the prompts of the smoke suites, some five characters each, as numbers in the order in which they first come. A text has about as many different
+/// ones as Qwen3's tokenizer finds in it: of 156 that some 32 blocks have before their drafts 54 %, where that tokenizer has 52 % there and 42 to 57 % in the public
+/// suites' long prompts.
+fn text() -> Vec<i64> {
+    let suites = ["math", "code", "chat"].map(|suite| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../eval_datasets");
+        fs::read_to_string(root.join(format!("smoke-{suite}.jsonl"))).expect("a suite of the repository")
+    });
+    let rows = suites.iter().flat_map(|suite| suite.lines());
+    let prompts = rows.map(|row| {
+        let row: serde_json::Value = serde_json::from_str(row).expect("a row of JSON");
+        let turns = row["turns"].as_array().expect("prompts").iter().map(|turn| turn.as_str().expect("text"));
+        turns.collect::<Vec<_>>().join(" ")
+    });
+    let mut numbers = std::collections::HashMap::new();
+    pieces(&prompts.collect::<Vec<_>>().join("\n"))
+        .into_iter()
+        .map(|piece| {
+            let next = numbers.len() as i64;
+            *numbers.entry(piece).or_insert(next)
+        })
+        .collect()
+}
+
+/// A text in pieces: up to five letters, or another sign, with a space before them where there is one.
+fn pieces(text: &str) -> Vec<String> {
+    let mut pieces: Vec<String> = vec![];
+    let mut letters = 0; // of the last piece, which may have more
+    for sign in text.chars() {
+        let is_letter = sign.is_ascii_alphabetic();
+        let goes_on = match pieces.last() {
+            Some(last) => last == " " && sign != '\n' || is_letter && (1..5).contains(&letters),
+            None => false,
+        };
+        match pieces.last_mut() {
+            Some(last) if goes_on => last.push(sign),
+            _ => pieces.push(sign.into()),
+        }
+        letters = match is_letter {
+            true if goes_on => letters + 1,
+            true => 1,
+            false => 0,
+        };
+    }
+    pieces
+}
+
 impl Shape {
+    /// Tokens of a sample by its number among those of all steps.
+    fn ids(&self, text: &[i64], number: usize) -> Vec<i64> {
+        let at = |place: usize| {
+            if self.distinct { place as i64 } else { text[(number * self.tokens + place) % text.len()] }
+        };
+        (0..self.tokens).map(|place| at(place) * 31 % self.vocab).collect()
+    }
+
     fn model(&self) -> Block {
         let model = serde_json::json!({
             "model_type": "qwen3", "hidden_size": self.hidden, "intermediate_size": self.inner,
@@ -143,11 +215,11 @@ impl Shape {
     }
 
     /// Sample number `index` of a step, with the anchors that the trainer would draw.
-    fn sample(&self, step: usize, index: usize) -> TrainSample {
+    fn sample(&self, text: &[i64], step: usize, index: usize) -> TrainSample {
         let states = |width: i64| Tensor::randn([self.tokens as i64, width], (Kind::Float, Device::Cpu));
         let loss_mask = vec![true; self.tokens];
         TrainSample {
-            input_ids: (0..self.tokens as i64).map(|i| i * 31 % self.vocab).collect(),
+            input_ids: self.ids(text, step * self.samples + index),
             taps: states(self.taps * self.hidden),
             last: states(self.hidden),
             last_positions: (0..self.tokens as u32).collect(),
@@ -213,8 +285,10 @@ fn measure(shape: &Shape) {
     deepspec_native::prepare_process();
     let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
     // Milliseconds of step number `number`, without the making of its data.
+    let text = text();
     let mut step = |number: usize| {
-        let samples: Vec<TrainSample> = (0..shape.samples).map(|index| shape.sample(number, index)).collect();
+        let samples = (0..shape.samples).map(|index| shape.sample(&text, number, index));
+        let samples: Vec<TrainSample> = samples.collect();
         let before = on_core();
         let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("anchors");
         drop(samples);
@@ -287,7 +361,7 @@ fn compare(shape: &Shape, python: &str) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/reference.py");
     let program = std::env::current_exe().expect("a running program has a path");
     let described = tempfile::NamedTempFile::new().expect("a place for the shape");
-    let theirs = Shape { anchors: shape.reference_anchors, ..*shape };
+    let theirs = Described { shape: Shape { anchors: shape.reference_anchors, ..*shape }, text: text() };
     serde_json::to_writer(&described, &theirs).expect("plain numbers");
     let Shape { name, hidden, layers, vocab, block, anchors, samples, tokens, .. } = *shape;
     println!(

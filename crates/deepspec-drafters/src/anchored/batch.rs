@@ -64,6 +64,8 @@ pub struct BlockBatch {
     pub(crate) rows: Tensor,
     /// Their labels, `[R]`.
     pub(crate) labels: Tensor,
+    /// The tokens before the labels, `[R]`.
+    pub(crate) tokens_before: Vec<i64>,
     /// Their loss weights exp(−k/γ_decay), `[R]` float32.
     pub(crate) weights: Tensor,
     /// Target states that predict the labels, each once, `[S, d]`.
@@ -87,6 +89,7 @@ struct Lists {
     previous: Vec<i64>,
     rows: Vec<i64>,
     labels: Vec<i64>,
+    tokens_before: Vec<i64>,
     weights: Vec<f32>,
     counts: Vec<usize>,
     sources: Vec<i64>,
@@ -112,6 +115,7 @@ impl Lists {
             for k in 0..supervised {
                 self.rows.push((first + k) as i64);
                 self.labels.push(ids[anchor + 1 + k]);
+                self.tokens_before.push(ids[anchor + k]);
                 self.weights.push(slot_weight(k, decay_gamma));
                 teacher_rows.push(sample.last_row(anchor + k));
             }
@@ -158,6 +162,7 @@ impl BlockBatch {
             previous,
             rows,
             labels,
+            tokens_before,
             weights,
             counts,
             sources,
@@ -195,6 +200,7 @@ impl BlockBatch {
             previous_sums: sums.map(|places| TokenSums::new(&places, &here)),
             rows,
             labels,
+            tokens_before,
             weights: here.floats(weights),
             teacher: joined(&teacher, from, device, kind),
             sources,

@@ -123,10 +123,11 @@ impl Block {
             };
             (gradient, sum)
         });
-        let by_source = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
+        let alike = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
+        let alike = alike.then_some(&batch.tokens_before[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
-            Bias { features, by_source, w2: markov_w2, w2_gradient }
+            Bias { features, alike, w2: markov_w2, w2_gradient }
         });
         let supervised = Supervised {
             hidden: rows,

@@ -4,14 +4,15 @@ use deepspec_native::{add_to_rows, multiply, sum_rows};
 use tch::Tensor;
 
 use super::chunks::{Columns, Span};
+use super::sources::distinct;
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
 pub struct Bias<'a> {
     /// `[R, r]`.
     pub features: &'a Tensor,
-    /// Whether rows of one source have the same features, of whose gradients the sum alone is used.
-    pub by_source: bool,
+    /// A number for each row, `[R]`: rows of one number have the same features, of whose gradients the sum alone is used. None where all may differ.
+    pub alike: Option<&'a [i64]>,
     /// W2 `[V, r]`.
     pub w2: &'a Tensor,
     /// To which the gradient by W2 is added, `[V, r]`: float32, or W2's kind where that is float32 too. None where it does not learn.
@@ -21,29 +22,41 @@ pub struct Bias<'a> {
 /// The same of a chunk, whose columns are worked at some at a time.
 pub(super) struct ChunkBias<'a> {
     of: Bias<'a>,
-    /// Of its n rows or sources, `[n, r]`.
+    /// Of its n rows, or of those that differ: `[n, r]`.
     features: Tensor,
     /// The gradients by them.
     by_features: Tensor,
     shared: Option<Shared<'a>>,
 }
 
-/// What rows of one source share.
-pub(super) struct Shared<'a> {
-    /// Each source's first row among all.
-    pub first_rows: Tensor,
-    /// Each row's source among the chunk's.
-    pub of_rows: &'a Tensor,
-    /// For some columns of as many sources, or more.
-    pub buffer: &'a Tensor,
+/// Rows that have features in common.
+struct Shared<'a> {
+    /// Of those with the same ones, one among all.
+    examples: Tensor,
+    /// For each row of the chunk, which of those it has.
+    of_rows: Tensor,
+    /// For some columns of as many rows, or more.
+    buffer: &'a Tensor,
 }
 
 impl<'a> ChunkBias<'a> {
-    /// By row, or where it is `shared`, by source. The gradients by its features go to their place in `by_features [R, r]`.
-    pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, shared: Option<Shared<'a>>) -> Self {
+    /// By row, or where there is a `buffer` for some columns of so many rows and some have features in common, once for those. The gradients by its
+    /// features go to their place in `by_features [R, r]`.
+    pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, buffer: Option<&'a Tensor>) -> Self {
+        let shared = of.alike.zip(buffer).and_then(|(alike, buffer)| {
+            let first = chunk.first_row as usize;
+            let (numbers, of_rows) = distinct(&alike[first..first + chunk.rows as usize]);
+            let mut examples = vec![0; numbers.len()];
+            for (row, &of) in (chunk.first_row..).zip(&of_rows) {
+                examples[of as usize] = row;
+            }
+            let are_shared = examples.len() < of_rows.len();
+            let [examples, of_rows] = [examples, of_rows].map(|list| Tensor::from_slice(&list));
+            are_shared.then_some(Shared { examples, of_rows, buffer })
+        });
         let (features, by_features) = match &shared {
             Some(shared) => {
-                let features = of.features.index_select(0, &shared.first_rows);
+                let features = of.features.index_select(0, &shared.examples);
                 let by_features = features.empty_like();
                 (features, by_features)
             }
@@ -57,10 +70,10 @@ impl<'a> ChunkBias<'a> {
         let w2 = columns.rows_of(self.of.w2);
         match &self.shared {
             Some(shared) => {
-                assert!(add, "what is by source is added to what is by row");
-                let mut of_sources = shared.columns(columns, &self.features);
-                multiply(&self.features, &w2.tr(), &mut of_sources, false);
-                add_to_rows(logits, shared.of_rows, &of_sources);
+                assert!(add, "what rows have in common is added to what they have of their own");
+                let mut in_common = shared.columns(columns);
+                multiply(&self.features, &w2.tr(), &mut in_common, false);
+                add_to_rows(logits, &shared.of_rows, &in_common);
             }
             None => multiply(&self.features, &w2.tr(), logits, add),
         }
@@ -70,8 +83,8 @@ impl<'a> ChunkBias<'a> {
     pub fn backward(&mut self, columns: &Columns, by_rows: &Tensor) {
         let gradients = match &self.shared {
             Some(shared) => {
-                let mut sums = shared.columns(columns, &self.features);
-                sum_rows(by_rows, shared.of_rows, &mut sums);
+                let mut sums = shared.columns(columns);
+                sum_rows(by_rows, &shared.of_rows, &mut sums);
                 sums
             }
             None => by_rows.shallow_clone(),
@@ -84,16 +97,16 @@ impl<'a> ChunkBias<'a> {
 
     /// Brings the gradients by the features of `chunk` to their place in `by_features [R, r]`.
     pub fn finish(self, chunk: &Span, by_features: &Tensor) {
-        if let Some(Shared { first_rows, .. }) = self.shared {
+        if let Some(Shared { examples, .. }) = self.shared {
             let _ = chunk.of(by_features).zero_();
-            let _ = by_features.shallow_clone().index_copy_(0, &first_rows, &self.by_features);
+            let _ = by_features.shallow_clone().index_copy_(0, &examples, &self.by_features);
         }
     }
 }
 
 impl Shared<'_> {
-    /// So many columns of the buffer, for each of the features.
-    fn columns(&self, columns: &Columns, features: &Tensor) -> Tensor {
-        self.buffer.narrow(0, 0, features.size()[0]).narrow(1, 0, columns.count())
+    /// The buffer for such columns.
+    fn columns(&self, columns: &Columns) -> Tensor {
+        self.buffer.narrow(0, 0, self.examples.size()[0]).narrow(1, 0, columns.count())
     }
 }

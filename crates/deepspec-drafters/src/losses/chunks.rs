@@ -5,14 +5,14 @@ use deepspec_models::nn::Vocabulary;
 use deepspec_native::{WeighedTarget, multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
-use super::bias::{Bias, ChunkBias, Shared};
+use super::bias::{Bias, ChunkBias};
 use super::rows::{Rows, Target};
 use super::sources::Sources;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
-const CHUNK_BYTES: i64 = 40 << 20;
-const CHUNK_ROWS: (i64, i64) = (64, 224);
+const CHUNK_BYTES: i64 = 64 << 20;
+const CHUNK_ROWS: (i64, i64) = (64, 448);
 /// A GPU reads the whole head for every chunk, which few rows do not pay for.
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a few passes over a tile, which the CPU's caches should hold.
@@ -95,7 +95,7 @@ pub struct RowFindings {
 pub struct LossOutput {
     /// By the states, `[R, d]`.
     pub hidden: Tensor,
-    /// By the features, `[R, r]`; None without a Markov head. Where they are given by source, one of its rows has the gradient of all.
+    /// By the features, `[R, r]`; None without a Markov head. Of rows that are given as alike, one may have the gradient of all.
     pub features: Option<Tensor>,
     /// One column for each [`Column`], float32.
     rows: Tensor,
@@ -302,12 +302,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         false => Tensor::empty([rows, vocab], (kind, device)),
     };
     let logits = buffer(largest + of_sources);
-    // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums by source
-    // would depend on the order of its threads.
+    // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums over rows
+    // that have it in common would depend on the order of its threads.
     let biases = rows.bias.filter(|_| !is_weighed).map(|_| buffer(largest));
     let at_a_time = if is_weighed { COLUMNS.min(vocab) } else { vocab };
-    let by_source = is_weighed && rows.bias.is_some_and(|bias| bias.by_source);
-    let of_columns = by_source.then(|| lines(of_sources, at_a_time));
+    let in_common = rows.bias.filter(|_| is_weighed).map(|_| lines(largest, at_a_time));
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
@@ -325,13 +324,10 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         // Draft and target share the head, so that it is read once for both.
         let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
         let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
-        let mut bias = rows.bias.zip(output.features.as_ref()).map(|(of, by_features)| {
-            let shared = source_of_row.as_ref().zip(of_columns.as_ref()).map(|(of_rows, buffer)| {
-                let first_rows = rows.sources.first_rows(chunk, (first, count));
-                Shared { first_rows, of_rows, buffer }
-            });
-            ChunkBias::new(of, chunk, by_features, shared)
-        });
+        let mut bias = rows
+            .bias
+            .zip(output.features.as_ref())
+            .map(|(of, by_features)| ChunkBias::new(of, chunk, by_features, in_common.as_ref()));
         let apart = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
         for columns in Columns::all(vocab, at_a_time) {
             multiply(

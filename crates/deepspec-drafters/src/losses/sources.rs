@@ -22,16 +22,6 @@ impl Sources<'_> {
         (first, last + 1 - first)
     }
 
-    /// For each source of a range the first row of the span that has it.
-    pub(super) fn first_rows(&self, span: &Span, (first, count): (i64, i64)) -> Tensor {
-        let mut rows = vec![-1; count as usize];
-        for row in (span.first_row..span.first_row + span.rows).rev() {
-            rows[(self.of_rows[row as usize] - first) as usize] = row;
-        }
-        assert!(!rows.contains(&-1), "sources of consecutive blocks have gaps");
-        Tensor::from_slice(&rows)
-    }
-
     /// Whether no two of some rows share one, and they come in order.
     pub(super) fn are_the_rows(&self, span: &Span) -> bool {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
