@@ -185,15 +185,18 @@ fn every_loss_has_the_gradients_of_autograd() {
     }
 }
 
-/// Vocabulary and rows so large that there are several chunks, and several tiles in each.
+/// Vocabulary and rows so large that there are several chunks, several tiles in each, and several pieces of columns, of which the last is
+/// narrower; rows have their bias in common with others, or each its own.
 #[test]
-fn chunks_and_tiles_join_without_a_seam() {
+fn chunks_tiles_and_columns_join_without_a_seam() {
     let dpace = Some(Dpace { smoothing: 0.5 });
-    check(
-        Shape { vocab: 9000, anchors: 60, ..PLAIN },
-        LossAlphas { ce: 1.0, kl: 0.5, dpace, ..NOTHING },
-        1e-5,
-    );
+    for kind in [MarkovKind::Vanilla, MarkovKind::Gated] {
+        check(
+            Shape { vocab: 9000, anchors: 90, markov: Some(kind), ..PLAIN },
+            LossAlphas { ce: 1.0, kl: 0.5, dpace, ..NOTHING },
+            1e-5,
+        );
+    }
 }
 
 /// bfloat16 has 8 bits: both ways round every product to that.
