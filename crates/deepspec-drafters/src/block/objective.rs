@@ -123,8 +123,8 @@ impl Block {
             };
             (gradient, sum)
         });
-        let alike = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
-        let alike = alike.then_some(&batch.tokens_before[..]);
+        let reads_previous_alone = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
+        let alike = reads_previous_alone.then_some(&batch.tokens_before[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
             Bias { features, alike, w2: markov_w2, w2_gradient }

@@ -6,13 +6,17 @@ use deepspec_native::{WeighedTarget, multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
+use super::pieces::{TokenRange, pitch, spaced};
 use super::rows::{Rows, Target};
 use super::sources::Sources;
 use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
-const CHUNK_BYTES: i64 = 64 << 20;
-const CHUNK_ROWS: (i64, i64) = (64, 448);
+const CHUNK_BYTES: i64 = 40 << 20;
+const CHUNK_ROWS: (i64, i64) = (64, 224);
+/// Where a bias is added to the logits in place and has no buffer of its own: of more rows, more have it in common.
+const CHUNK_BYTES_OF_BIASED: i64 = 64 << 20;
+const CHUNK_ROWS_OF_BIASED: (i64, i64) = (64, 448);
 /// A GPU reads the whole head for every chunk, which few rows do not pay for.
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a few passes over a tile, which the CPU's caches should hold.
@@ -20,12 +24,9 @@ const TILE_BYTES: i64 = 1 << 19;
 /// Of rows that are measured and differentiated in place, one after the other, it need not stay in the nearest ones: larger, so that operators are called
 /// less often.
 const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
-/// What lies between products in place is made of so many columns at a time, which the caches hold until they are read. A multiple of what the products
-/// add up at a time, so that their sums are the same.
-const COLUMNS: i64 = 512;
-/// Bytes of a page of memory, and values of a line of the caches.
-const PAGE: i64 = 4096;
-const LINE: i64 = 16;
+/// A bias that is added in place is made for so many tokens at a time, which the caches hold until it is. A multiple of the inputs that our own products
+/// add up at a time (matrices.cpp), whose sums so keep their bits.
+const TOKENS_AT_A_TIME: i64 = 512;
 /// Of logits, and of the states that they are made of: the drafter's and the target's.
 const LOGITS: usize = 2;
 /// Of a tile, at a time.
@@ -157,48 +158,6 @@ impl Span {
     }
 }
 
-/// Some consecutive columns of logits.
-pub(super) struct Columns {
-    first: i64,
-    count: i64,
-}
-
-impl Columns {
-    /// All of `vocab` in pieces of at most `most`.
-    fn all(vocab: i64, most: i64) -> impl Iterator<Item = Self> {
-        (0..vocab).step_by(most as usize).map(move |first| Self { first, count: most.min(vocab - first) })
-    }
-
-    /// Of logits `[n, V]`.
-    fn of(&self, logits: &Tensor) -> Tensor {
-        logits.narrow(1, self.first, self.count)
-    }
-
-    /// The rows of a weight `[V, ..]` that belong to them.
-    pub fn rows_of(&self, weight: &Tensor) -> Tensor {
-        weight.narrow(0, self.first, self.count)
-    }
-
-    pub fn are_first(&self) -> bool {
-        self.first == 0
-    }
-
-    pub fn count(&self) -> i64 {
-        self.count
-    }
-}
-
-/// Values from one row to the next in buffers of the CPU for `width` columns: whole pages apart, rows that are read side by side would share few
-/// places of the nearest cache.
-fn line(width: i64) -> i64 {
-    if width * size_of::<f32>() as i64 % PAGE == 0 { width + LINE } else { width }
-}
-
-/// Float32 rows of `width` values that begin a [`line`] apart.
-fn lines(rows: i64, width: i64) -> Tensor {
-    Tensor::empty([rows, line(width)], (Kind::Float, Device::Cpu)).narrow(1, 0, width)
-}
-
 /// Whole blocks in groups of at most `most` rows, but at least one block each.
 fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     let mut spans: Vec<Span> = vec![];
@@ -218,13 +177,21 @@ fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     spans
 }
 
-/// Rows of a chunk and of a tile.
-fn sizes(vocab: i64, device: Device) -> (i64, i64) {
+/// Most rows of a chunk; `is_biased`: on the CPU, a bias is added to its logits in place.
+fn chunk_rows(vocab: i64, is_biased: bool, device: Device) -> i64 {
+    let (bytes, (least, most)) = match (device, is_biased) {
+        (Device::Cpu, false) => (CHUNK_BYTES, CHUNK_ROWS),
+        (Device::Cpu, true) => (CHUNK_BYTES_OF_BIASED, CHUNK_ROWS_OF_BIASED),
+        _ => return GPU_CHUNK_ROWS,
+    };
+    (bytes / (4 * vocab)).clamp(least, most)
+}
+
+/// Most rows of a tile.
+fn most_tile_rows(vocab: i64, device: Device) -> i64 {
     match device {
-        Device::Cpu => {
-            ((CHUNK_BYTES / (4 * vocab)).clamp(CHUNK_ROWS.0, CHUNK_ROWS.1), TILE_BYTES / (4 * vocab))
-        }
-        _ => (GPU_CHUNK_ROWS, GPU_CHUNK_ROWS),
+        Device::Cpu => TILE_BYTES / (4 * vocab),
+        _ => GPU_CHUNK_ROWS,
     }
 }
 
@@ -236,8 +203,9 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
 }
 
 /// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
-/// head where that is not added to them at once, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's
-/// temporaries. No two rows are taken to have one source.
+/// head where that has a buffer of its own, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's
+/// temporaries. No two rows are taken to have one source, and drafters with a bias to have no other objective. Of a few rows less, which take one chunk
+/// less, there can be more in a chunk.
 pub fn buffer_bytes(
     model: &ModelConfig,
     bias: bool,
@@ -247,31 +215,31 @@ pub fn buffer_bytes(
     device: Device,
 ) -> usize {
     let (vocab, states) = (model.vocab_size, model.hidden_size as usize);
-    let (most, _) = sizes(vocab, device);
+    let is_float_on_cpu = device == Device::Cpu && value == size_of::<f32>();
+    let is_weighed = is_float_on_cpu && model.logit_softcap.is_none();
+    let most = chunk_rows(vocab, bias && is_weighed, device);
     let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
-    let is_float = device == Device::Cpu && value == size_of::<f32>();
-    let in_place = is_float && model.logit_softcap.is_none();
-    let (tile, line) = (tile_rows(vocab, rows, gamma, device), if in_place { line(vocab) } else { vocab });
-    let of_bias = match (bias, in_place) {
+    let of_logits = if is_weighed { pitch(vocab) } else { vocab };
+    let of_bias = match (bias, is_weighed) {
         (false, _) => 0,
-        (true, true) => self::line(COLUMNS.min(vocab)),
+        (true, true) => pitch(TOKENS_AT_A_TIME.min(vocab)),
         (true, false) => vocab,
     };
-    let of_row = LOGITS * line as usize + of_bias as usize + LOGITS * states;
-    let temporaries = match (is_float, model.logit_softcap) {
+    let of_row = LOGITS * of_logits as usize + of_bias as usize + LOGITS * states;
+    let temporaries = match (is_float_on_cpu, model.logit_softcap) {
         (true, None) => 0,
         (true, Some(_)) => TEMPORARIES_OF_CAP_IN_PLACE,
         (false, Some(_)) => TEMPORARIES_OF_CAP,
         (false, None) => TEMPORARIES,
     };
     // Unless targets are weighed before ([`accumulate`]), rows get copies of their sources'.
-    chunk * of_row * value + tile * vocab as usize * (value + temporaries * size_of::<f32>())
+    let tile = tile_rows(vocab, rows, gamma, device) * vocab as usize;
+    chunk * of_row * value + tile * (value + temporaries * size_of::<f32>())
 }
 
 /// Rows of a tile, of so many rows in blocks of γ.
 pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
-    let (_, tile) = sizes(vocab, device);
-    tile.min(rows as i64).max(gamma) as usize
+    most_tile_rows(vocab, device).min(rows as i64).max(gamma) as usize
 }
 
 /// Losses of all rows and their gradients. To be called without a graph.
@@ -281,12 +249,6 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     let _range = range(c"objective");
     let (head, kind, device) = (&vocabulary.lm_head().stored(), rows.hidden.kind(), rows.hidden.device());
     let vocab = head.size()[0];
-    let (most, tile) = sizes(vocab, device);
-    let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
-    // For bfloat16 products of the CPU libtorch keeps code for each number of rows: there they stay as many as the chunk's.
-    let are_shared = kind == Kind::Float || device != Device::Cpu;
-    let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
-    let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
     // The target's logits become probabilities before rows are measured beside them, once for all rows of a source. A soft-cap and an extra objective
     // go over the logits of whole rows, and which token is preferred is asked of them.
     let is_weighed = kind == Kind::Float
@@ -294,19 +256,27 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         && vocabulary.softcap().is_none()
         && rows.extra.is_none()
         && !rows.agreement;
-    let tile = if is_weighed { TILE_BYTES_IN_PLACE / (4 * vocab) } else { tile };
+    // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums over rows
+    // that have it in common would depend on the order of its threads.
+    let is_biased = is_weighed && rows.bias.is_some();
+    let most = chunk_rows(vocab, is_biased, device);
+    let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
+    // For bfloat16 products of the CPU libtorch keeps code for each number of rows: there they stay as many as the chunk's.
+    let are_shared = kind == Kind::Float || device != Device::Cpu;
+    let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
+    let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
+    let tile = if is_weighed { TILE_BYTES_IN_PLACE / (4 * vocab) } else { most_tile_rows(vocab, device) };
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let buffer = |rows: i64| match is_weighed {
-        true => lines(rows, vocab),
+        true => spaced(rows, vocab),
         false => Tensor::empty([rows, vocab], (kind, device)),
     };
     let logits = buffer(largest + of_sources);
-    // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums over rows
-    // that have it in common would depend on the order of its threads.
-    let biases = rows.bias.filter(|_| !is_weighed).map(|_| buffer(largest));
-    let at_a_time = if is_weighed { COLUMNS.min(vocab) } else { vocab };
-    let in_common = rows.bias.filter(|_| is_weighed).map(|_| lines(largest, at_a_time));
+    let biases = rows.bias.filter(|_| !is_biased).map(|_| buffer(largest));
+    let at_a_time = if is_biased { TOKENS_AT_A_TIME.min(vocab) } else { vocab };
+    let have_it_in_common = |bias: &Bias| is_biased && bias.alike.is_some();
+    let in_common = rows.bias.filter(have_it_in_common).map(|_| spaced(largest, at_a_time));
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
@@ -329,15 +299,11 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             .zip(output.features.as_ref())
             .map(|(of, by_features)| ChunkBias::new(of, chunk, by_features, in_common.as_ref()));
         let apart = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
-        for columns in Columns::all(vocab, at_a_time) {
-            multiply(
-                &states,
-                &columns.rows_of(head).tr(),
-                &mut columns.of(&logits.narrow(0, 0, n + count)),
-                false,
-            );
+        let both = logits.narrow(0, 0, n + count);
+        for tokens in TokenRange::pieces(vocab, at_a_time) {
+            multiply(&states, &tokens.of_weight(head).tr(), &mut tokens.of_logits(&both), false);
             if let Some(bias) = &bias {
-                bias.write(&columns, &mut columns.of(apart.as_ref().unwrap_or(&base)), apart.is_none());
+                bias.write(&tokens, &mut tokens.of_logits(apart.as_ref().unwrap_or(&base)), apart.is_none());
             }
         }
         let entropies = is_weighed.then(|| {
@@ -365,11 +331,12 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         let by_bias = apart.as_ref().unwrap_or(&base);
         // Without a soft-cap the gradients by base and bias are the same, and lie where the bias' do.
         let by_base = if vocabulary.softcap().is_none() { by_bias } else { &base };
-        for columns in Columns::all(vocab, at_a_time) {
-            let add = !columns.are_first();
-            multiply(&columns.of(by_base), &columns.rows_of(head), &mut chunk.of(&output.hidden), add);
+        let mut by_hidden = chunk.of(&output.hidden);
+        for tokens in TokenRange::pieces(vocab, at_a_time) {
+            let by_logits = tokens.of_logits(by_base);
+            multiply(&by_logits, &tokens.of_weight(head), &mut by_hidden, !tokens.is_first());
             if let Some(bias) = &mut bias {
-                bias.backward(&columns, &columns.of(by_bias));
+                bias.backward(&tokens, &tokens.of_logits(by_bias));
             }
         }
         if let Some((bias, by_features)) = bias.zip(output.features.as_ref()) {

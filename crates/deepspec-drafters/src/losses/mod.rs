@@ -5,6 +5,7 @@
 
 mod bias;
 mod chunks;
+mod pieces;
 mod recipe;
 mod rows;
 mod sources;

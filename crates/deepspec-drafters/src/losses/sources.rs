@@ -29,12 +29,12 @@ impl Sources<'_> {
     }
 }
 
-/// The distinct ones of some states in order, and which of them each is.
-pub(crate) fn distinct<T: Ord + Clone>(states: &[T]) -> (Vec<T>, Vec<i64>) {
-    let mut distinct = states.to_vec();
+/// The distinct ones of some values in order, and which of them each is.
+pub(crate) fn distinct<T: Ord + Clone>(values: &[T]) -> (Vec<T>, Vec<i64>) {
+    let mut distinct = values.to_vec();
     distinct.sort_unstable();
     distinct.dedup();
-    let source = |state: &T| distinct.partition_point(|other| other < state) as i64;
-    let sources = states.iter().map(source).collect();
-    (distinct, sources)
+    let place = |value: &T| distinct.partition_point(|other| other < value) as i64;
+    let places = values.iter().map(place).collect();
+    (distinct, places)
 }

@@ -161,7 +161,7 @@ bool rows_of_logits(const at::Tensor& tensor) {
   return (tensor.stride(1) == 1 || tensor.size(1) <= 1) && (tensor.stride(0) >= tensor.size(1) || tensor.size(0) <= 1);
 }
 
-// Those that are read as those that are written.
+// One type for rows that are read and for those that are written.
 Lines lines(const at::Tensor& rows) { return {static_cast<float*>(rows.data_ptr()), rows.stride(0)}; }
 
 // [n] numbers from 0 to below `end`, which are places in memory.

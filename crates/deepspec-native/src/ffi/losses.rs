@@ -105,7 +105,7 @@ pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) {
     }
 }
 
-/// Adds to each of `rows [n, V]` that of `values [S, V]` which its source, `source_of_row [n]` int64, has. Both share no memory.
+/// Adds to each of `rows [n, V]` the row of `values [S, V]` whose number `source_of_row [n]` int64 has for it. Both share no memory.
 pub fn add_to_rows(rows: &mut Tensor, source_of_row: &Tensor, values: &Tensor) {
     // SAFETY: the shim writes to the first tensor only, which is the caller's alone, and reads the others, during the call, and catches every C++ exception.
     let done = unsafe {
