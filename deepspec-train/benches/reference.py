@@ -106,7 +106,7 @@ def main():
 
     def step(number):
         """Milliseconds of step `number` on a core, without the making of its data."""
-        ids = places % tokens if shape["distinct"] else text[(places + number * samples * tokens) % len(text)]
+        ids = places if shape["distinct"] else text[(places + number * samples * tokens) % len(text)]
         data = dict(
             input_ids=ids * 31 % shape["vocab"],
             target_hidden_states=torch.randn(samples, tokens, shape["taps"] * hidden),

@@ -5,7 +5,7 @@
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
 //! Sizes are those of `SHAPES`; names choose among them. Tokens come as in a text, whose words come again: what drafts behind the same token have in
-//! common is computed once here, and the shapes called distinct show what is left where no token comes twice in a sample. Memory is the peak resident size
+//! common is computed once here, and the shapes called distinct show what is left where no token comes twice in a step. Memory is the peak resident size
 //! of a first step above the loaded state: code, model and moments, but no gradients. Then the two processes take turns, step by step, because whoever
 //! shares the processor comes and goes. Times are medians of the thread's time on a core, without the making of the data; a ratio of times is the median of
 //! the ratios of neighbours.
@@ -47,7 +47,7 @@ struct Shape {
     anchors: usize,
     samples: usize,
     tokens: usize,
-    /// Whether no token comes twice in a sample.
+    /// Whether no token comes twice in a step.
     distinct: bool,
     /// Steps timed in each process, behind one whose memory is measured.
     #[serde(skip)]
@@ -185,9 +185,11 @@ impl Shape {
     /// Tokens of a sample by its number among those of all steps.
     fn ids(&self, text: &[i64], number: usize) -> Vec<i64> {
         let at = |place: usize| {
-            if self.distinct { place as i64 } else { text[(number * self.tokens + place) % text.len()] }
+            if self.distinct { place as i64 } else { text[place % text.len()] }
         };
-        (0..self.tokens).map(|place| at(place) * 31 % self.vocab).collect()
+        // The samples of a step follow one another, and steps in the text.
+        let sample = if self.distinct { number % self.samples } else { number };
+        (0..self.tokens).map(|place| at(sample * self.tokens + place) * 31 % self.vocab).collect()
     }
 
     fn model(&self) -> Block {

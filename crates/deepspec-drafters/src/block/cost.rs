@@ -13,7 +13,7 @@ use crate::losses;
 use crate::trained::{PassBytes, SampleSize};
 
 impl BlockConfig {
-    /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
+    /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, if all drafts are supervised.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
         let backbone = backbone_pass_bytes(
@@ -47,7 +47,7 @@ impl BlockConfig {
     }
 
     /// Floating-point operations of forward and backward over `samples`, counted as [`backbone_flops`] does; the teacher's logits
-    /// count once.
+    /// count once. What drafts share counts for each of them.
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {
         let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
         let gamma = self.blocks.drafted();

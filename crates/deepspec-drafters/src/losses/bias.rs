@@ -41,8 +41,8 @@ struct Shared<'a> {
 }
 
 impl<'a> ChunkBias<'a> {
-    /// Where there is a `buffer`, of as many rows as the chunk has and as many columns as there are tokens at a time, and rows have features in common, those are
-    /// multiplied once; else row by row. The gradients by the features go to their place in `by_features [R, r]`.
+    /// Where there is a `buffer`, of at least as many rows as the chunk has and as many columns as there are tokens at a time, what rows have in
+    /// common is multiplied once; else row by row. The gradients by the features go to their place in `by_features [R, r]`.
     pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, buffer: Option<&'a Tensor>) -> Self {
         let shared = of.alike.zip(buffer).and_then(|(alike, buffer)| {
             let first = chunk.first_row as usize;

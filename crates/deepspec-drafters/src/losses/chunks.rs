@@ -14,9 +14,9 @@ use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
 const CHUNK_BYTES: i64 = 40 << 20;
 const CHUNK_ROWS: (i64, i64) = (64, 224);
-/// Where a bias is added to the logits in place and has no buffer of its own: of more rows, more have it in common.
-const CHUNK_BYTES_OF_BIASED: i64 = 64 << 20;
-const CHUNK_ROWS_OF_BIASED: (i64, i64) = (64, 448);
+/// Where a bias is added to the logits in place and has no buffer of its own: of more rows, more may have it in common.
+const CHUNK_BYTES_IN_PLACE: i64 = 64 << 20;
+const CHUNK_ROWS_IN_PLACE: (i64, i64) = (64, 448);
 /// A GPU reads the whole head for every chunk, which few rows do not pay for.
 const GPU_CHUNK_ROWS: i64 = 512;
 /// Between the products lie a few passes over a tile, which the CPU's caches should hold.
@@ -24,7 +24,7 @@ const TILE_BYTES: i64 = 1 << 19;
 /// Of rows that are measured and differentiated in place, one after the other, it need not stay in the nearest ones: larger, so that operators are called
 /// less often.
 const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
-/// A bias that is added in place is made for so many tokens at a time, which the caches hold until it is. A multiple of the inputs that our own products
+/// A bias that is added in place is made for so many tokens at a time, which the caches hold until it is added. A multiple of the inputs that our own products
 /// add up at a time (matrices.cpp), whose sums so keep their bits.
 const TOKENS_AT_A_TIME: i64 = 512;
 /// Of logits, and of the states that they are made of: the drafter's and the target's.
@@ -177,11 +177,11 @@ fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     spans
 }
 
-/// Most rows of a chunk; `is_biased`: on the CPU, a bias is added to its logits in place.
-fn chunk_rows(vocab: i64, is_biased: bool, device: Device) -> i64 {
-    let (bytes, (least, most)) = match (device, is_biased) {
+/// Most rows of a chunk; `adds_in_place` says whether on the CPU a bias is added to its logits in place.
+fn most_chunk_rows(vocab: i64, adds_in_place: bool, device: Device) -> i64 {
+    let (bytes, (least, most)) = match (device, adds_in_place) {
         (Device::Cpu, false) => (CHUNK_BYTES, CHUNK_ROWS),
-        (Device::Cpu, true) => (CHUNK_BYTES_OF_BIASED, CHUNK_ROWS_OF_BIASED),
+        (Device::Cpu, true) => (CHUNK_BYTES_IN_PLACE, CHUNK_ROWS_IN_PLACE),
         _ => return GPU_CHUNK_ROWS,
     };
     (bytes / (4 * vocab)).clamp(least, most)
@@ -203,7 +203,7 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
 }
 
 /// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
-/// head where that has a buffer of its own, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's
+/// head where that has a buffer of its own, else that of what rows have in common, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's
 /// temporaries. No two rows are taken to have one source, and drafters with a bias to have no other objective. Of a few rows less, which take one chunk
 /// less, there can be more in a chunk.
 pub fn buffer_bytes(
@@ -217,7 +217,7 @@ pub fn buffer_bytes(
     let (vocab, states) = (model.vocab_size, model.hidden_size as usize);
     let is_float_on_cpu = device == Device::Cpu && value == size_of::<f32>();
     let is_weighed = is_float_on_cpu && model.logit_softcap.is_none();
-    let most = chunk_rows(vocab, bias && is_weighed, device);
+    let most = most_chunk_rows(vocab, bias && is_weighed, device);
     let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
     let of_logits = if is_weighed { pitch(vocab) } else { vocab };
     let of_bias = match (bias, is_weighed) {
@@ -257,9 +257,9 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         && rows.extra.is_none()
         && !rows.agreement;
     // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums over rows
-    // that have it in common would depend on the order of its threads.
-    let is_biased = is_weighed && rows.bias.is_some();
-    let most = chunk_rows(vocab, is_biased, device);
+    // that have it in common would depend on the order of threads, a soft-cap lies between both, and narrower kinds would be rounded once more.
+    let adds_in_place = is_weighed && rows.bias.is_some();
+    let most = most_chunk_rows(vocab, adds_in_place, device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
     // For bfloat16 products of the CPU libtorch keeps code for each number of rows: there they stay as many as the chunk's.
     let are_shared = kind == Kind::Float || device != Device::Cpu;
@@ -273,9 +273,9 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
         false => Tensor::empty([rows, vocab], (kind, device)),
     };
     let logits = buffer(largest + of_sources);
-    let biases = rows.bias.filter(|_| !is_biased).map(|_| buffer(largest));
-    let at_a_time = if is_biased { TOKENS_AT_A_TIME.min(vocab) } else { vocab };
-    let have_it_in_common = |bias: &Bias| is_biased && bias.alike.is_some();
+    let biases = rows.bias.filter(|_| !adds_in_place).map(|_| buffer(largest));
+    let at_a_time = if adds_in_place { TOKENS_AT_A_TIME.min(vocab) } else { vocab };
+    let have_it_in_common = |bias: &Bias| adds_in_place && bias.alike.is_some();
     let in_common = rows.bias.filter(have_it_in_common).map(|_| spaced(largest, at_a_time));
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
@@ -346,7 +346,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     output
 }
 
-/// A tile of the three buffers, in the kind of the weights.
+/// A tile of the buffers, in the kind of the weights.
 struct Logits {
     base: Tensor,
     /// Where it is not added to the base already.
