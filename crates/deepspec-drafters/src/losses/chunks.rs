@@ -202,10 +202,10 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ: a chunk's logits, with the `bias` of a Markov
-/// head where that has a buffer of its own, else that of what rows have in common, and the states of the model that they are made of, in a kind of `value` bytes, and a tile's
-/// temporaries. No two rows are taken to have one source, and drafters with a bias to have no other objective. Of a few rows less, which take one chunk
-/// less, there can be more in a chunk.
+/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ, in a kind of `value` bytes: a chunk's logits and the
+/// states that they are made of, the `bias` of a Markov head where that has a buffer of its own, else what rows have of it in common, and a tile's
+/// temporaries. No two rows are taken to have one source, and drafters with a bias to have no other objective. Of a few rows less, which take one
+/// chunk less, there can be more in a chunk.
 pub fn buffer_bytes(
     model: &ModelConfig,
     bias: bool,
