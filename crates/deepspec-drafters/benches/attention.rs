@@ -9,7 +9,7 @@ mod dense_attention;
 use std::fs;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use deepspec_drafters::BlockAttention;
+use deepspec_drafters::{BlockAttention, SequenceSpan};
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
 use dense_attention::{dense_attention, seen};
 use tch::{Device, Kind, Tensor};
@@ -24,8 +24,7 @@ struct Inputs {
     block: Qkv,
     k: Tensor,
     v: Tensor,
-    anchors: Vec<usize>,
-    positions: Tensor,
+    span: SequenceSpan,
 }
 
 /// So many blocks over a context in proportion.
@@ -44,31 +43,23 @@ fn inputs(blocks: i64) -> Inputs {
         },
         k: values(tokens, HEADS.key_value),
         v: values(tokens, HEADS.key_value),
-        anchors,
-        positions: Tensor::from_slice(&positions),
+        span: SequenceSpan { tokens, anchors, positions: Tensor::from_slice(&positions) },
     }
 }
 
 fn merged(inputs: &Inputs) {
-    let plan = BlockAttention::new(
-        &SPEC,
-        SIZE as usize,
-        inputs.k.size()[0] as usize,
-        &inputs.anchors,
-        &inputs.positions,
-        Kind::Float,
-    );
+    let plan = BlockAttention::new(&SPEC, SIZE as usize, std::slice::from_ref(&inputs.span), Kind::Float);
     plan.forward(&inputs.block, &inputs.k, &inputs.v).sum(Kind::Float).backward();
 }
 
 fn dense(inputs: &Inputs) {
-    let y = dense_attention(&SPEC, SIZE, &inputs.positions, &inputs.block, &inputs.k, &inputs.v);
+    let y = dense_attention(&SPEC, SIZE, &inputs.span.positions, &inputs.block, &inputs.k, &inputs.v);
     y.sum(Kind::Float).backward();
 }
 
 fn one_call(inputs: &Inputs) {
-    let Inputs { block, k, v, positions, .. } = inputs;
-    let [k, v, seen] = seen(&SPEC, SIZE, positions, block, k, v).map(|tensor| tensor.unsqueeze(0));
+    let Inputs { block, k, v, span } = inputs;
+    let [k, v, seen] = seen(&SPEC, SIZE, &span.positions, block, k, v).map(|tensor| tensor.unsqueeze(0));
     let (q, seen) = (block.q.transpose(0, 1).unsqueeze(0), seen.unsqueeze(0));
     let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&seen), 0.0, false, SPEC.scale, false);
     y.sum(Kind::Float).backward();

@@ -21,7 +21,7 @@ mod trained;
 
 pub use anchored::{
     Anchored, AnchoredBlocks, AnchoredProposer, AnchoredSum, BlockAttention, BlockBatch, Drafting, LayerType,
-    anchor_candidates, eval_mask, slot_weight,
+    SequenceSpan, anchor_candidates, eval_mask, slot_weight,
 };
 pub use block::{
     Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum, Confidence,

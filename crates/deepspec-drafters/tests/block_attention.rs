@@ -5,7 +5,7 @@ mod common;
 mod dense_attention;
 
 use common::device;
-use deepspec_drafters::BlockAttention;
+use deepspec_drafters::{BlockAttention, SequenceSpan};
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
 use dense_attention::dense_attention;
 use tch::{Device, Kind, Tensor};
@@ -50,8 +50,9 @@ impl Case {
         let positions: Vec<i64> = self.anchors.iter().map(|&anchor| anchor as i64).collect();
         let positions = Tensor::from_slice(&positions).to_device(device());
         self.run(kind, |spec, block, k, v| {
-            let tokens = self.tokens as usize;
-            BlockAttention::new(spec, self.size, tokens, &self.anchors, &positions, kind).forward(block, k, v)
+            let (anchors, positions) = (self.anchors.clone(), positions.shallow_clone());
+            let span = SequenceSpan { tokens: self.tokens, anchors, positions };
+            BlockAttention::new(spec, self.size, &[span], kind).forward(block, k, v)
         })
     }
 

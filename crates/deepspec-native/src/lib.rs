@@ -11,11 +11,11 @@ pub use device::{LocalRank, default_kind, device, gpus, is_one_gpu, rank_device}
 pub use error::DeviceError;
 pub use ffi::{
     AdamWSettings, AdamWTensors, AttentionPart, DeviceMemory, Filling, HistoryChunk, HistoryView, KeysValues,
-    OnStream, PackedWeight, Range, Ready, RowsMeasured, SideStream, WeighedTarget, adamw, add_to_rows,
-    argmax, attend_by_block, attends_by_block, block_attention, c10d, device_memory, die_with_parent,
-    distributions, draw, gated_product, has_history_attention, history_attention, leave_at_exit,
-    measure_rows, multiply, pinned, projection, range, restart_device_peak, rms_norm, rotate, signal,
-    silu_times, slope_rows, square_sum, sum_rows, weigh_target,
+    OnStream, PackedWeight, Range, Ready, RowsMeasured, SequenceBlocks, SideStream, WeighedTarget, adamw,
+    add_to_rows, argmax, attend_by_block, attends_by_block, block_attention, c10d, device_memory,
+    die_with_parent, distributions, draw, gated_product, has_history_attention, history_attention,
+    leave_at_exit, measure_rows, multiply, pinned, projection, range, restart_device_peak, rms_norm, rotate,
+    signal, silu_times, slope_rows, square_sum, sum_rows, weigh_target,
 };
 pub use free_memory::free_memory;
 pub use step_trace::StepTrace;

@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_native::{AttentionPart, KeysValues, attend_by_block, attends_by_block, block_attention};
+use deepspec_native::{
+    AttentionPart, KeysValues, SequenceBlocks, attend_by_block, attends_by_block, block_attention,
+};
 use tch::{Device, Kind, Tensor};
 
 /// Neighbouring blocks that attend to the context together. They share what lies before the first of them, which needs no mask; the
@@ -14,7 +16,17 @@ pub(super) const ALIGNED: usize = 64;
 /// Added to scores of keys that are not seen. Finite, so that a row which sees none of them has a log-sum-exp.
 const HIDDEN: f64 = -1e30;
 
-/// What the blocks of one sequence see in layers of one shape. Public for its test and its bench.
+/// One sequence inside a batch.
+pub struct SequenceSpan {
+    /// T, its tokens.
+    pub tokens: i64,
+    /// Where its blocks begin.
+    pub anchors: Vec<usize>,
+    /// The same on the device, `[A]`.
+    pub positions: Tensor,
+}
+
+/// What the blocks of some sequences see in layers of one shape. Public for its test and its bench.
 pub struct BlockAttention {
     heads: Heads,
     scale: f64,
@@ -24,14 +36,18 @@ pub struct BlockAttention {
 
 /// How it is computed.
 enum Way {
-    /// Tiles of blocks over parts of the context, which are merged.
-    Parts {
-        parts: Vec<AttentionPart>,
-        /// Where a window is shorter than a block.
-        block_mask: Option<Tensor>,
-    },
+    /// For each sequence, tiles of blocks over parts of the context, which are merged.
+    Parts(Vec<OfSequence>),
     /// One block after the other.
-    ByBlock { anchors: Vec<i64>, window: Option<i64> },
+    ByBlock { sequences: Vec<SequenceBlocks>, window: Option<i64> },
+}
+
+struct OfSequence {
+    blocks: i64,
+    tokens: i64,
+    parts: Vec<AttentionPart>,
+    /// Where a window is shorter than a block.
+    block_mask: Option<Tensor>,
 }
 
 /// Whether blocks like these are attended to one by one.
@@ -40,22 +56,75 @@ fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
 }
 
 impl BlockAttention {
-    /// Lays out blocks of `block_size` slots behind `anchors` in a context of so many `tokens`. Sorted anchors are fastest; `positions`
-    /// holds the same on the device, `[A]`. `kind` is that of the queries.
-    pub fn new(
-        spec: &AttentionSpec,
-        block_size: usize,
-        tokens: usize,
-        anchors: &[usize],
-        positions: &Tensor,
-        kind: Kind,
-    ) -> Self {
+    /// Lays out blocks of `block_size` slots behind the anchors of one sequence after the other. Sorted anchors are fastest. `kind` is that of
+    /// the queries.
+    pub fn new(spec: &AttentionSpec, block_size: usize, spans: &[SequenceSpan], kind: Kind) -> Self {
         let AttentionSpec { heads, scale, window } = *spec;
-        if is_by_block(heads, kind, positions.device()) {
-            let anchors = anchors.iter().map(|&anchor| anchor as i64).collect();
-            let way = Way::ByBlock { anchors, window: window.map(|window| window as i64) };
-            return Self { heads, scale, block_size: block_size as i64, way };
+        let by_block = spans.iter().all(|span| is_by_block(heads, kind, span.positions.device()));
+        let way = if by_block {
+            let of = |span: &SequenceSpan| SequenceBlocks {
+                tokens: span.tokens,
+                anchors: span.anchors.iter().map(|&anchor| anchor as i64).collect(),
+            };
+            let window = window.map(|window| window as i64);
+            Way::ByBlock { sequences: spans.iter().map(of).collect(), window }
+        } else {
+            Way::Parts(spans.iter().map(|span| OfSequence::new(spec, block_size, span, kind)).collect())
+        };
+        Self { heads, scale, block_size: block_size as i64, way }
+    }
+
+    /// Queries, keys and values of the blocks, `[ΣA·B, heads, D]`, and keys and values of the context, `[ΣT, G, D]`, to `[ΣA·B, H·D]`.
+    pub fn forward(&self, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
+        let sequences = match &self.way {
+            Way::ByBlock { sequences, window } => {
+                let (context, own) = (KeysValues { k, v }, KeysValues { k: &block.k, v: &block.v });
+                return attend_by_block(&block.q, &context, &own, sequences, *window, self.scale)
+                    .expect("it was asked whether there are kernels for them");
+            }
+            Way::Parts(sequences) => sequences,
+        };
+        let rows: Vec<i64> = sequences.iter().map(|of| of.blocks * self.block_size).collect();
+        let tokens: Vec<i64> = sequences.iter().map(|of| of.tokens).collect();
+        let [q, own_k, own_v] = [&block.q, &block.k, &block.v].map(|whole| apart(whole, &rows));
+        let [k, v] = [k, v].map(|whole| apart(whole, &tokens));
+        let own = q.into_iter().zip(own_k).zip(own_v).map(|((q, k), v)| Qkv { q, k, v });
+        let mut outputs: Vec<Tensor> = (sequences.iter().zip(own).zip(k.iter().zip(&v)))
+            .map(|((of, block), (k, v))| self.of_sequence(of, &block, k, v))
+            .collect();
+        match outputs.len() {
+            1 => outputs.remove(0),
+            _ => Tensor::cat(&outputs, 0),
         }
+    }
+
+    /// The same of one sequence, in parts.
+    fn of_sequence(&self, of: &OfSequence, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
+        let (Heads { query, key_value, dim }, size) = (self.heads, self.block_size);
+        let repeats = self.heads.repeats();
+        // The query heads that share keys become further queries: [A·B, H, D] -> [G, A, repeats·B, D].
+        let q = block.q.view([-1, size, key_value, repeats, dim]).permute([2, 0, 3, 1, 4]);
+        let q = q.reshape([key_value, -1, repeats * size, dim]);
+        let own = |t: &Tensor| t.view([-1, size, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, B, D]
+        let (k, v, own_k, own_v) = (k.transpose(0, 1), v.transpose(0, 1), own(&block.k), own(&block.v));
+        let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
+        let y = block_attention(&q, &context, &own, &of.parts, of.block_mask.as_ref(), self.scale);
+        y.view([key_value, -1, repeats, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, query * dim])
+    }
+}
+
+/// `whole` cut into pieces of so many rows, by one split: the gradient of each `narrow` would be as large as the whole.
+fn apart(whole: &Tensor, rows: &[i64]) -> Vec<Tensor> {
+    match rows {
+        [_] => vec![whole.shallow_clone()],
+        rows => whole.split_with_sizes(rows, 0),
+    }
+}
+
+impl OfSequence {
+    fn new(spec: &AttentionSpec, block_size: usize, span: &SequenceSpan, kind: Kind) -> Self {
+        let (AttentionSpec { heads, window, .. }, SequenceSpan { tokens, anchors, positions }) =
+            (*spec, span);
         let masks = Masks {
             block_size: block_size as i64,
             repeats: heads.repeats(),
@@ -67,7 +136,7 @@ impl BlockAttention {
         for (tile, anchors) in anchors.chunks(TILE).enumerate() {
             let first = (tile * TILE) as i64;
             let positions = positions.narrow(0, first, anchors.len() as i64);
-            for (keys, is_seen) in seen(anchors, block_size, tokens, window) {
+            for (keys, is_seen) in seen(anchors, block_size, *tokens as usize, window) {
                 let keys = keys.start as i64..keys.end as i64;
                 let mask = (!is_seen).then(|| masks.context(&positions, &keys));
                 parts.push(AttentionPart {
@@ -78,29 +147,7 @@ impl BlockAttention {
             }
         }
         let block_mask = window.filter(|&window| window < block_size).map(|_| masks.block(positions));
-        Self { heads, scale, block_size: block_size as i64, way: Way::Parts { parts, block_mask } }
-    }
-
-    /// Queries, keys and values of the blocks, `[A·B, heads, D]`, and keys and values of the context, `[T, G, D]`, to `[A·B, H·D]`.
-    pub fn forward(&self, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
-        let (Heads { query, key_value, dim }, size) = (self.heads, self.block_size);
-        let repeats = self.heads.repeats();
-        // The query heads that share keys become further queries: [A·B, H, D] -> [G, A, repeats·B, D].
-        let q = block.q.view([-1, size, key_value, repeats, dim]).permute([2, 0, 3, 1, 4]);
-        let q = q.reshape([key_value, -1, repeats * size, dim]);
-        let own = |t: &Tensor| t.view([-1, size, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, B, D]
-        let (k, v, own_k, own_v) = (k.transpose(0, 1), v.transpose(0, 1), own(&block.k), own(&block.v));
-        let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
-        let y = match &self.way {
-            Way::Parts { parts, block_mask } => {
-                block_attention(&q, &context, &own, parts, block_mask.as_ref(), self.scale)
-            }
-            Way::ByBlock { anchors, window } => {
-                attend_by_block(&q, &context, &own, anchors, *window, self.scale)
-                    .expect("it was asked whether there are kernels for them")
-            }
-        };
-        y.view([key_value, -1, repeats, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, query * dim])
+        Self { blocks: anchors.len() as i64, tokens: *tokens, parts, block_mask }
     }
 }
 

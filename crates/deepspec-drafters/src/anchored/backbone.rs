@@ -41,11 +41,10 @@ impl Backbone {
 
 /// What all layers of a pass read.
 struct Shared<'a> {
-    batch: &'a BlockBatch,
     context_rotations: Rotations<'a>,
     block_rotations: Rotations<'a>,
-    /// By what a layer attends to: each sequence's blocks.
-    planned: Vec<(AttentionSpec, Vec<BlockAttention>)>,
+    /// By what a layer attends to.
+    planned: Vec<(AttentionSpec, BlockAttention)>,
 }
 
 /// A training pass between forward and backward.
@@ -206,16 +205,16 @@ impl<K: Anchored> Trained<K> {
     /// What all layers of a pass over a batch read.
     fn shared<'a>(&'a self, batch: &'a BlockBatch) -> Shared<'a> {
         let size = K::blocks(self.config()).block_size;
-        let mut planned: Vec<(AttentionSpec, Vec<BlockAttention>)> = vec![];
+        let mut planned: Vec<(AttentionSpec, BlockAttention)> = vec![];
         for spec in self.attentions() {
             // Layers of one shape share their masks.
             if planned.iter().all(|(known, _)| *known != spec) {
-                let attention = batch.attention(&spec, size, self.kind());
+                let attention = BlockAttention::new(&spec, size, &batch.spans, self.kind());
                 planned.push((spec, attention));
             }
         }
         let context_rotations = self.rotations(&batch.context_positions);
-        Shared { batch, context_rotations, block_rotations: self.rotations(&batch.block_positions), planned }
+        Shared { context_rotations, block_rotations: self.rotations(&batch.block_positions), planned }
     }
 
     /// Layer `i` over the rows of all blocks, `[A·B, d]`, behind their context `[T, d]`.
@@ -223,19 +222,10 @@ impl<K: Anchored> Trained<K> {
         let (layer, spec) = (&self.parts.backbone().layers[i], &self.config().model().layers[i].attention);
         let size = K::blocks(self.config()).block_size;
         let (k, v) = layer.attention.project_context(context, shared.context_rotations.of(i));
-        let (k, v) = (shared.batch.contexts_apart(&k), shared.batch.contexts_apart(&v));
         let attend = |block: &Qkv| {
-            let attentions = shared.planned.iter().filter(|(known, _)| known == spec).flat_map(|(_, of)| of);
-            let [q, own_k, own_v] =
-                [&block.q, &block.k, &block.v].map(|t| shared.batch.blocks_apart(t, size));
-            let blocks = (q.into_iter().zip(own_k).zip(own_v)).map(|((q, k), v)| Qkv { q, k, v });
-            let mut outputs: Vec<Tensor> = (blocks.zip(attentions).zip(k.iter().zip(&v)))
-                .map(|((block, attention), (k, v))| attention.forward(&block, k, v))
-                .collect();
-            match outputs.len() {
-                1 => outputs.remove(0),
-                _ => Tensor::cat(&outputs, 0),
-            }
+            let planned = shared.planned.iter().find(|(known, _)| known == spec);
+            let (_, attention) = planned.expect("all layers' were planned");
+            attention.forward(block, &k, &v)
         };
         let rotation = shared.block_rotations.of(i);
         if i > 0 {

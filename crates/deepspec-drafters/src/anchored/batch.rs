@@ -1,12 +1,11 @@
 //! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
 
 use deepspec_decode::{Part, Upload};
-use deepspec_models::nn::AttentionSpec;
 use deepspec_native::range;
 use tch::{Device, Kind, Tensor};
 
 use super::AnchoredBlocks;
-use super::attention::BlockAttention;
+use super::attention::SequenceSpan;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
 use crate::losses::{Sources, distinct};
@@ -27,26 +26,10 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
     (-(k as f64) / decay_gamma).exp() as f32
 }
 
-/// `whole` cut into pieces of so many rows, by one split: the gradient of each `narrow` would be as large as the whole.
-fn apart(whole: &Tensor, rows: impl Iterator<Item = i64>) -> Vec<Tensor> {
-    match *rows.collect::<Vec<_>>() {
-        [_] => vec![whole.shallow_clone()],
-        ref rows => whole.split_with_sizes(rows, 0),
-    }
-}
-
 /// What blocks behind these anchors add to the denominator of the loss: Σ of the weights of their supervised drafts.
 pub fn block_weight(blocks: &AnchoredBlocks, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
     let drafts = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, blocks.drafted()));
     drafts.map(|k| f64::from(slot_weight(k, decay_gamma))).sum()
-}
-
-/// One sequence inside a batch.
-pub struct SequenceSpan {
-    tokens: i64,
-    anchors: Vec<usize>,
-    /// The same on the device, `[A]`.
-    positions: Tensor,
 }
 
 /// The tensors of one pass over some sequences with ΣT tokens and A anchors in total.
@@ -208,24 +191,6 @@ impl BlockBatch {
             counts,
             blocks,
         })
-    }
-
-    /// What the blocks of each sequence see in layers like this.
-    pub(super) fn attention(&self, spec: &AttentionSpec, size: usize, kind: Kind) -> Vec<BlockAttention> {
-        let of = |span: &SequenceSpan| {
-            BlockAttention::new(spec, size, span.tokens as usize, &span.anchors, &span.positions, kind)
-        };
-        self.spans.iter().map(of).collect()
-    }
-
-    /// Rows of all blocks, `[ΣA·B, ..]`, by sequence; blocks are of `size` slots.
-    pub(super) fn blocks_apart(&self, of_slots: &Tensor, size: usize) -> Vec<Tensor> {
-        apart(of_slots, self.spans.iter().map(|span| (span.anchors.len() * size) as i64))
-    }
-
-    /// Rows of all tokens, `[ΣT, ..]`, by sequence.
-    pub(super) fn contexts_apart(&self, of_tokens: &Tensor) -> Vec<Tensor> {
-        apart(of_tokens, self.spans.iter().map(|span| span.tokens))
     }
 
     /// Token before each label, `[A, γ]`: the anchor, then the labels.

@@ -16,7 +16,7 @@ mod proposer;
 pub(crate) mod sums;
 mod token_sums;
 
-pub use attention::BlockAttention;
+pub use attention::{BlockAttention, SequenceSpan};
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
 pub use blocks::{AnchoredBlocks, MAX_RANK, num_anchors};

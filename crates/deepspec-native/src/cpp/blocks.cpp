@@ -21,9 +21,15 @@
 
 namespace {
 
-// Which keys the blocks see: those of the context before their anchors, and behind a slot's position less the window, in keys, where there is one.
+// Blocks of one sequence, and tokens of its context.
+struct SequenceBlocks {
+  int64_t blocks, tokens;
+};
+
+// Which keys the blocks see: those of their sequence's context before their anchors, and behind a slot's position less the window, in keys, where there is one.
 struct Seen : torch::CustomClassHolder {
-  std::vector<int64_t> anchors;
+  std::vector<SequenceBlocks> sequences;
+  std::vector<int64_t> anchors;  // of all blocks
   int64_t window = std::numeric_limits<int64_t>::max();
   double scale = 1.0;
 };
@@ -63,17 +69,35 @@ struct Panels {
   }
 };
 
-// All blocks of one sequence: queries [G, A, r, D], of which `size` follow one another in a block, keys and values [G, T, D] and [G, A, size, D].
+// All blocks of one sequence: queries [A·B, H, D], keys and values of the context [T, G, D] and of the blocks [A·B, G, D].
 struct Blocks {
-  const at::Tensor &q, &k, &v, &own_k, &own_v;
+  const float *q, *k, *v, *own_k, *own_v;
+  const int64_t* anchors;
   const Seen& seen;
-  int64_t rows = q.size(2), dim = q.size(3), size = own_k.size(2), tokens = k.size(1);
+  int64_t heads, groups, dim, size, tokens;
+  // Rows of a block: the slots for one query head of a group after the other.
+  int64_t repeats = heads / groups, rows = repeats * size;
   // Columns of the block's own keys, which come first.
   int64_t own = rounded_up(size, kColumns);
+  // Between the values of a token's or a slot's group and those of the next one's.
+  int64_t step = groups * dim;
 
-  const float* context(const at::Tensor& of, int64_t group) const { return of.const_data_ptr<float>() + group * of.stride(0); }
-  const float* of_block(const at::Tensor& of, int64_t group, int64_t block) const {
-    return of.const_data_ptr<float>() + group * of.stride(0) + block * of.stride(1);
+  // Where a row of a block begins in the queries.
+  int64_t row(int64_t group, int64_t block, int64_t row) const {
+    return ((block * size + row % size) * heads + group * repeats + row / size) * dim;
+  }
+  // Where a block's own keys begin.
+  int64_t own_of(int64_t group, int64_t block) const { return block * size * step + group * dim; }
+};
+
+// Memory for what a block works with, kept by each thread: it is needed again at once.
+struct Space {
+  Floats queries, by_out, weights, slopes, found, own, panels, sums;
+  Panels own_k, own_v;
+
+  static Space& of_thread() {
+    static thread_local Space space;
+    return space;
   }
 };
 
@@ -81,31 +105,32 @@ struct Blocks {
 struct BlockAtWork {
   const Blocks& all;
   int64_t group, number, anchor, first, width, line, padded_rows;
-  Floats queries;
-  Panels own_k, own_v;
+  Space& space = Space::of_thread();
 
   DEEPSPEC_AVX2 BlockAtWork(const Blocks& all, int64_t group, int64_t number) : all(all), group(group), number(number) {
-    anchor = all.seen.anchors[number];
+    anchor = all.anchors[number];
     // Of the first slot, which sees most.
     const int64_t before = anchor - std::min(anchor, all.seen.window - 1);
     first = before / kColumns * kColumns;
     width = rounded_up(anchor, kColumns) - first;
     line = all.own + width + kColumns;
     padded_rows = rounded_up(all.rows, kRows);
-    queries = padded(all.of_block(all.q, group, number), static_cast<float>(all.seen.scale));
+    pad(all.q, static_cast<float>(all.seen.scale), space.queries);
   }
 
-  // Rows of the block times a factor, with rows of zeros behind them.
-  Floats padded(const float* from, float factor) const {
-    Floats copy(padded_rows * all.dim);
-    for (int64_t i = 0; i < all.rows * all.dim; ++i) copy[i] = from[i] * factor;
+  // Rows of the block, out of those of all, times a factor, with rows of zeros behind them.
+  DEEPSPEC_AVX2 void pad(const float* from, float factor, Floats& copy) const {
+    copy.resize(padded_rows * all.dim);
+    for (int64_t row = 0; row < all.rows; ++row) {
+      const float* here = from + all.row(group, number, row);
+      for (int64_t i = 0; i < all.dim; ++i) copy[row * all.dim + i] = here[i] * factor;
+    }
     std::fill(copy.begin() + all.rows * all.dim, copy.end(), 0.0f);
-    return copy;
   }
 
   // Products of rows with all keys that the block may see, or with their values: [padded_rows, line].
-  DEEPSPEC_AVX2 Floats by_key(const Floats& left, const Panels& of_own, const Panels& of_context) const {
-    Floats out(padded_rows * line);
+  DEEPSPEC_AVX2 void by_key(const Floats& left, const Panels& of_own, const Panels& of_context, Floats& out) const {
+    out.resize(padded_rows * line);
     for (int64_t row = 0; row < padded_rows; ++row) std::fill_n(out.data() + (row + 1) * line - kColumns, kColumns, 0.0f);
     for (int64_t column = 0; column < all.own + width; column += kColumns) {
       const float* panel = column < all.own ? of_own.by_key.data() + column * all.dim
@@ -113,12 +138,11 @@ struct BlockAtWork {
       for (int64_t row = 0; row < padded_rows; row += kRows)
         tile(left.data() + row * all.dim, all.dim, 1, panel, all.dim, out.data() + row * line + column, line, false);
     }
-    return out;
   }
 
   // Sums over keys of weights [padded_rows, line] times what belongs to the keys: [padded_rows, D].
-  DEEPSPEC_AVX2 Floats over_keys(const Floats& weights, const Panels& of_own, const Panels& of_context) const {
-    Floats out(padded_rows * all.dim);
+  DEEPSPEC_AVX2 void over_keys(const Floats& weights, const Panels& of_own, const Panels& of_context, Floats& out) const {
+    out.resize(padded_rows * all.dim);
     for (int64_t row = 0; row < padded_rows; row += kRows)
       for (int64_t column = 0; column < all.dim; column += kColumns) {
         const float* left = weights.data() + row * line;
@@ -126,17 +150,16 @@ struct BlockAtWork {
         tile(left, line, 1, of_own.by_value.data() + column * all.size, all.size, to, all.dim, false);
         tile(left + all.own, line, 1, of_context.by_value.data() + column * all.tokens + first * kColumns, width, to, all.dim, true);
       }
-    return out;
   }
 
-  // Sums over rows of weights times `right`, panels of kColumns of its values: [size, D] to `of_own` and added to [T, D], some rows more each.
+  // Sums over rows of weights times `right`, panels of kColumns of its values: [size, D] to `of_own` and added to the context's, some rows more each.
   DEEPSPEC_AVX2 void over_rows(const Floats& weights, const Floats& right, float* of_own, float* of_context) const {
     for (int64_t column = 0; column < all.dim; column += kColumns) {
       const float* panel = right.data() + column * all.rows;
       for (int64_t key = 0; key < all.size; key += kRows)
         tile(weights.data() + key, 1, line, panel, all.rows, of_own + key * all.dim + column, all.dim, false);
       for (int64_t key = 0; key < width; key += kRows)
-        tile(weights.data() + all.own + key, 1, line, panel, all.rows, of_context + (first + key) * all.dim + column, all.dim, true);
+        tile(weights.data() + all.own + key, 1, line, panel, all.rows, of_context + (first + key) * all.step + column, all.step, true);
     }
   }
 
@@ -149,17 +172,24 @@ struct BlockAtWork {
     each(0, std::min(own_behind, all.size));
     each(all.size, all.own);
     each(all.own, all.own + std::clamp<int64_t>(behind + 1 - first, 0, width));
-    each(all.own + anchor - first, line);
+    each(all.own + anchor - first, all.own + width);
   }
 
   // Copies the block's own keys and values, where products read them.
-  void copy_own(bool for_backward) {
-    const float *k = all.of_block(all.own_k, group, number), *v = all.of_block(all.own_v, group, number);
-    own_k.copy_keys(k, all.own_k.stride(2), all.size, all.dim);
-    own_v.copy_values(v, all.own_v.stride(2), all.size, all.dim);
+  void copy_own(bool for_backward) const {
+    const int64_t from = all.own_of(group, number);
+    space.own_k.copy_keys(all.own_k + from, all.step, all.size, all.dim);
+    space.own_v.copy_values(all.own_v + from, all.step, all.size, all.dim);
     if (!for_backward) return;
-    own_k.copy_values(k, all.own_k.stride(2), all.size, all.dim);
-    own_v.copy_keys(v, all.own_v.stride(2), all.size, all.dim);
+    space.own_k.copy_values(all.own_k + from, all.step, all.size, all.dim);
+    space.own_v.copy_keys(all.own_v + from, all.step, all.size, all.dim);
+  }
+
+  // A row's scores without the zeros behind them; what the row does not see is lowest.
+  float* masked(Floats& scores, int64_t row) const {
+    float* of_row = scores.data() + row * line;
+    for_hidden(row, [&](int64_t from, int64_t to) { std::fill(of_row + from, of_row + std::max(from, to), kLowest); });
+    return of_row;
   }
 };
 
@@ -192,69 +222,107 @@ DEEPSPEC_VECTORS float inner_product(const float* a, const float* b, int64_t cou
   return folded(lanes);
 }
 
-// Output of one block [r, D], and the log-sum-exp of its rows' scores.
-void attend_block(BlockAtWork&& block, const Panels& k, const Panels& v, float* out, float* lse) {
+// Output of one block, among that of all, and the log-sum-exp of its rows' scores.
+DEEPSPEC_AVX2 void attend_block(const BlockAtWork& block, const Panels& k, const Panels& v, float* out, float* lse) {
   const Blocks& all = block.all;
+  Space& space = block.space;
   block.copy_own(false);
-  Floats weights = block.by_key(block.queries, block.own_k, k), sums(all.rows);
+  block.by_key(space.queries, space.own_k, k, space.weights);
+  space.sums.resize(all.rows);
   for (int64_t row = 0; row < all.rows; ++row) {
-    float *of_row = weights.data() + row * block.line, most;
-    block.for_hidden(row, [&](int64_t from, int64_t to) { std::fill(of_row + from, of_row + std::max(from, to), kLowest); });
-    weigh_row(of_row, block.line, &sums[row], &most);
-    lse[row] = most + std::log(sums[row]);
+    float most;
+    weigh_row(block.masked(space.weights, row), block.line - kColumns, &space.sums[row], &most);
+    lse[row] = most + std::log(space.sums[row]);
   }
-  const Floats found = block.over_keys(weights, block.own_v, v);
-  for (int64_t row = 0; row < all.rows; ++row)
-    for (int64_t i = 0; i < all.dim; ++i) out[row * all.dim + i] = found[row * all.dim + i] / sums[row];
+  block.over_keys(space.weights, space.own_v, v, space.found);
+  for (int64_t row = 0; row < all.rows; ++row) {
+    float* to = out + all.row(block.group, block.number, row);
+    for (int64_t i = 0; i < all.dim; ++i) to[i] = space.found[row * all.dim + i] / space.sums[row];
+  }
 }
 
-// Slopes of one block: of its queries, its own keys and values; those of the context are added.
+// Slopes of all blocks' queries, own keys and values, and, added up, of the context's.
 struct Slopes {
   float *q, *own_k, *own_v, *k, *v;
 };
 
 DEEPSPEC_AVX2 void go_back(
-    BlockAtWork&& block, const Panels& k, const Panels& v, const float* out, const float* lse, const float* slope, Slopes to) {
+    const BlockAtWork& block, const Panels& k, const Panels& v, const float* out, const float* lse, const float* slope, const Slopes& to) {
   const Blocks& all = block.all;
+  Space& space = block.space;
   block.copy_own(true);
-  Floats weights = block.by_key(block.queries, block.own_k, k);
-  const Floats by_out = block.padded(slope, 1.0f);
-  Floats slopes = block.by_key(by_out, block.own_v, v);
+  block.by_key(space.queries, space.own_k, k, space.weights);
+  block.pad(slope, 1.0f, space.by_out);
+  block.by_key(space.by_out, space.own_v, v, space.slopes);
+  const int64_t count = block.line - kColumns;
   for (int64_t row = 0; row < all.rows; ++row) {
-    float *of_row = weights.data() + row * block.line, *by_row = slopes.data() + row * block.line;
-    block.for_hidden(row, [&](int64_t from, int64_t to) { std::fill(of_row + from, of_row + std::max(from, to), kLowest); });
-    weigh_row_again(of_row, block.line, lse[row]);
-    slope_scores(of_row, by_row, block.line, inner_product(slope + row * all.dim, out + row * all.dim, all.dim));
+    float* of_row = block.masked(space.weights, row);
+    weigh_row_again(of_row, count, lse[row]);
+    const int64_t at = all.row(block.group, block.number, row);
+    slope_scores(of_row, space.slopes.data() + row * block.line, count, inner_product(slope + at, out + at, all.dim));
   }
   // Some rows more than the block's own keys are written.
-  Floats own(rounded_up(all.size, kRows) * all.dim), panels(all.rows * all.dim);
+  space.own.resize(rounded_up(all.size, kRows) * all.dim);
+  space.panels.resize(all.rows * all.dim);
   const auto over_rows = [&](const Floats& of, const Floats& right, float* to_own, float* to_context) DEEPSPEC_AVX2 {
-    pack<kColumns>(right.data(), 1, all.dim, all.dim, all.rows, panels.data());
-    block.over_rows(of, panels, own.data(), to_context);
-    std::copy_n(own.data(), all.size * all.dim, to_own);
+    pack<kColumns>(right.data(), 1, all.dim, all.dim, all.rows, space.panels.data());
+    block.over_rows(of, space.panels, space.own.data(), to_context + block.group * all.dim);
+    for (int64_t key = 0; key < all.size; ++key)
+      std::copy_n(space.own.data() + key * all.dim, all.dim, to_own + all.own_of(block.group, block.number) + key * all.step);
   };
-  over_rows(weights, by_out, to.own_v, to.v);
-  over_rows(slopes, block.queries, to.own_k, to.k);
-  const Floats by_q = block.over_keys(slopes, block.own_k, k);
+  over_rows(space.weights, space.by_out, to.own_v, to.v);
+  over_rows(space.slopes, space.queries, to.own_k, to.k);
+  block.over_keys(space.slopes, space.own_k, k, space.found);
   const float scale = static_cast<float>(all.seen.scale);
-  for (int64_t i = 0; i < all.rows * all.dim; ++i) to.q[i] = by_q[i] * scale;
+  for (int64_t row = 0; row < all.rows; ++row) {
+    float* to_row = to.q + all.row(block.group, block.number, row);
+    for (int64_t i = 0; i < all.dim; ++i) to_row[i] = space.found[row * all.dim + i] * scale;
+  }
 }
 
+// What all sequences' blocks have: of tensors as `Blocks` has them, of one sequence after the other.
+struct Batch {
+  const at::Tensor &q, &k, &v, &own_k, &own_v;
+  const Seen& seen;
+  int64_t heads = q.size(1), groups = k.size(1), dim = q.size(2), size = q.size(0) / static_cast<int64_t>(seen.anchors.size());
+
+  // Calls `each(blocks, first_block, first_token)` for one sequence after the other.
+  template <typename Each>
+  void for_sequences(Each each) const {
+    int64_t block = 0, token = 0;
+    for (const SequenceBlocks& sequence : seen.sequences) {
+      const auto at = [](const at::Tensor& of, int64_t row) { return of.const_data_ptr<float>() + row * of.stride(0); };
+      each(Blocks{at(q, block * size), at(k, token), at(v, token), at(own_k, block * size), at(own_v, block * size),
+                  seen.anchors.data() + block, seen, heads, groups, dim, size, sequence.tokens},
+           sequence.blocks, block, token);
+      block += sequence.blocks, token += sequence.tokens;
+    }
+  }
+};
+
 struct BlockByBlock : torch::autograd::Function<BlockByBlock> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& given_q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& own_k, const at::Tensor& own_v, const c10::intrusive_ptr<Seen>& seen) {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& given_q, const at::Tensor& given_k, const at::Tensor& given_v,
+                            const at::Tensor& given_own_k, const at::Tensor& given_own_v, const c10::intrusive_ptr<Seen>& seen) {
     RECORD_USER_SCOPE("block_attention");
-    const at::Tensor q = given_q.contiguous(), out = at::empty_like(q), lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options());
-    const Blocks all{q, k, v, own_k, own_v, *seen};
-    std::vector<Panels> keys(q.size(0)), values(q.size(0));
-    for_tasks(q.size(0), 1, [&](int64_t group) {
-      keys[group].copy_keys(all.context(k, group), k.stride(1), all.tokens, all.dim);
-      values[group].copy_values(all.context(v, group), v.stride(1), all.tokens, all.dim);
-    });
+    const at::Tensor q = given_q.contiguous(), k = given_k.contiguous(), v = given_v.contiguous();
+    const at::Tensor own_k = given_own_k.contiguous(), own_v = given_own_v.contiguous();
+    const Batch batch{q, k, v, own_k, own_v, *seen};
+    const int64_t groups = batch.groups, rows = q.size(0), of_block = batch.heads / groups * batch.size;
+    const at::Tensor out = at::empty({rows, batch.heads * batch.dim}, q.options());
+    const at::Tensor lse = at::empty({static_cast<int64_t>(seen->anchors.size()), groups, of_block}, q.options());
     float *to = out.mutable_data_ptr<float>(), *to_lse = lse.mutable_data_ptr<float>();
-    for_tasks(q.size(0) * q.size(1), 1, [&](int64_t task) {
-      const int64_t group = task / q.size(1);
-      attend_block(BlockAtWork(all, group, task % q.size(1)), keys[group], values[group], to + task * all.rows * all.dim, to_lse + task * all.rows);
+    std::vector<Panels> keys(groups), values(groups);
+    batch.for_sequences([&](const Blocks& all, int64_t count, int64_t first_block, int64_t) {
+      for_tasks(groups, 1, [&](int64_t group) {
+        keys[group].copy_keys(all.k + group * all.dim, all.step, all.tokens, all.dim);
+        values[group].copy_values(all.v + group * all.dim, all.step, all.tokens, all.dim);
+      });
+      float* to_sequence = to + first_block * all.size * all.heads * all.dim;
+      for_tasks(groups * count, 1, [&](int64_t task) {
+        const int64_t group = task / count, block = task % count;
+        float* of_rows = to_lse + ((first_block + block) * groups + group) * of_block;
+        attend_block(BlockAtWork(all, group, block), keys[group], values[group], to_sequence, of_rows);
+      });
     });
     ctx->save_for_backward({q, k, v, own_k, own_v, out, lse});
     ctx->saved_data["seen"] = c10::IValue::make_capsule(seen);
@@ -267,27 +335,29 @@ struct BlockByBlock : torch::autograd::Function<BlockByBlock> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &own_k = saved[3], &own_v = saved[4], slope = gradients[0].contiguous();
     const auto seen = c10::static_intrusive_pointer_cast<Seen>(ctx->saved_data["seen"].toCapsule());
-    const Blocks all{q, k, v, own_k, own_v, *seen};
-    const int64_t groups = q.size(0), blocks = q.size(1), of_block = all.rows * all.dim, of_own = all.size * all.dim;
-    const at::Tensor by_q = at::empty_like(q);
-    const at::Tensor by_own_k = at::empty({groups, blocks, all.size, all.dim}, q.options()), by_own_v = at::empty_like(by_own_k);
+    const Batch batch{q, k, v, own_k, own_v, *seen};
+    const int64_t groups = batch.groups, of_block = batch.heads / groups * batch.size, tokens = k.size(0);
+    const at::Tensor by_q = at::empty_like(q), by_own_k = at::empty_like(own_k), by_own_v = at::empty_like(own_v);
     // Of all blocks of a group in their order. Some rows more than there are tokens are written, with zeros.
-    const at::Tensor by_k = at::zeros({groups, all.tokens + kColumns + kRows, all.dim}, q.options()), by_v = at::zeros_like(by_k);
+    const at::Tensor by_k = at::zeros({tokens + kColumns + kRows, groups, batch.dim}, q.options()), by_v = at::zeros_like(by_k);
     const float *out = saved[5].const_data_ptr<float>(), *lse = saved[6].const_data_ptr<float>(), *slopes = slope.const_data_ptr<float>();
-    float *to_q = by_q.mutable_data_ptr<float>(), *to_own_k = by_own_k.mutable_data_ptr<float>(), *to_own_v = by_own_v.mutable_data_ptr<float>(),
-          *to_k = by_k.mutable_data_ptr<float>(), *to_v = by_v.mutable_data_ptr<float>();
+    const Slopes to{by_q.mutable_data_ptr<float>(), by_own_k.mutable_data_ptr<float>(), by_own_v.mutable_data_ptr<float>(),
+                    by_k.mutable_data_ptr<float>(), by_v.mutable_data_ptr<float>()};
     for_tasks(groups, 1, [&](int64_t group) {
       Panels keys, values;
-      for (auto [of, panels] : {std::pair{&k, &keys}, std::pair{&v, &values}}) {
-        panels->copy_keys(all.context(*of, group), of->stride(1), all.tokens, all.dim);
-        panels->copy_values(all.context(*of, group), of->stride(1), all.tokens, all.dim);
-      }
-      const int64_t context = group * by_k.stride(0);
-      for (int64_t block = group * blocks; block < (group + 1) * blocks; ++block)
-        go_back(BlockAtWork(all, group, block % blocks), keys, values, out + block * of_block, lse + block * all.rows, slopes + block * of_block,
-                {to_q + block * of_block, to_own_k + block * of_own, to_own_v + block * of_own, to_k + context, to_v + context});
+      batch.for_sequences([&](const Blocks& all, int64_t count, int64_t first_block, int64_t first_token) {
+        for (auto [of, panels] : {std::pair{all.k, &keys}, std::pair{all.v, &values}}) {
+          panels->copy_keys(of + group * all.dim, all.step, all.tokens, all.dim);
+          panels->copy_values(of + group * all.dim, all.step, all.tokens, all.dim);
+        }
+        const int64_t of_q = first_block * all.size * all.heads * all.dim, of_own = first_block * all.size * all.step;
+        const Slopes here{to.q + of_q, to.own_k + of_own, to.own_v + of_own, to.k + first_token * all.step, to.v + first_token * all.step};
+        for (int64_t block = 0; block < count; ++block)
+          go_back(BlockAtWork(all, group, block), keys, values, out + of_q, lse + ((first_block + block) * groups + group) * of_block,
+                  slopes + of_q, here);
+      });
     });
-    return {by_q, by_k.narrow(1, 0, all.tokens), by_v.narrow(1, 0, all.tokens), by_own_k, by_own_v, at::Tensor()};
+    return {by_q, by_k.narrow(0, 0, tokens), by_v.narrow(0, 0, tokens), by_own_k, by_own_v, at::Tensor()};
   }
 };
 
@@ -300,26 +370,35 @@ extern "C" {
 // Whether blocks of float32 on the CPU are attended to one by one on this processor.
 bool ds_attends_by_block(int64_t dim) { return multiplies_here() && dim % kColumns == 0; }
 
-// Attention of q [G, A, r, D] over k and v [G, T, D] before `anchors`, and over own_k and own_v [G, A, B, D], behind a position less `window`.
-// The result is a new tensor in `*out`, and null on other devices, of other kinds or widths, and without AVX2.
+// Attention of q [A·B, H, D] over k and v [T, G, D] before `anchors`, and over own_k and own_v [A·B, G, D], behind a position less `window`: of the
+// blocks and tokens of one sequence after the other. The result [A·B, H·D] is a new tensor in `*out`, and null on other devices, of other kinds or
+// widths, and without AVX2.
 char* ds_attend_by_block(const at::Tensor* q, const at::Tensor* k, const at::Tensor* v, const at::Tensor* own_k, const at::Tensor* own_v,
-                         const int64_t* anchors, size_t count, int64_t window, double scale, at::Tensor** out) {
+                         const SequenceBlocks* sequences, size_t count, const int64_t* anchors, int64_t window, double scale, at::Tensor** out) {
   return caught([&] {
     *out = nullptr;
 #if DEEPSPEC_TILES
     if (!has_avx2() || q->size(-1) % kColumns != 0) return;
     for (const at::Tensor* each : {q, k, v, own_k, own_v})
       if (!each->device().is_cpu() || each->scalar_type() != at::kFloat) return;
-    for (const at::Tensor* each : {q, k, v, own_k, own_v}) TORCH_CHECK(each->stride(-1) == 1, "values of a head do not lie side by side");
-    TORCH_CHECK(q->dim() == 4 && k->dim() == 3 && own_k->dim() == 4, "tensors of other shapes");
-    const int64_t groups = q->size(0), blocks = q->size(1), dim = q->size(3), size = own_k->size(2), tokens = k->size(1);
-    TORCH_CHECK(static_cast<int64_t>(count) == blocks && window > 0 && size > 0 && q->size(2) % size == 0, "blocks of another number or size");
-    for (const at::Tensor* each : {k, v}) TORCH_CHECK(each->sizes() == at::IntArrayRef({groups, tokens, dim}), "a context of another shape");
-    for (const at::Tensor* each : {own_k, own_v})
-      TORCH_CHECK(each->sizes() == at::IntArrayRef({groups, blocks, size, dim}), "keys of blocks of another shape");
+    for (const at::Tensor* each : {q, k, v, own_k, own_v}) TORCH_CHECK(each->dim() == 3, "tensors of other shapes");
     auto seen = c10::make_intrusive<Seen>();
-    seen->anchors.assign(anchors, anchors + count);
-    for (int64_t anchor : seen->anchors) TORCH_CHECK(0 <= anchor && anchor <= tokens, "an anchor behind the context");
+    seen->sequences.assign(sequences, sequences + count);
+    int64_t blocks = 0, tokens = 0;
+    for (const SequenceBlocks& sequence : seen->sequences) {
+      for (int64_t block = 0; block < sequence.blocks; ++block) {
+        const int64_t anchor = anchors[blocks + block];
+        TORCH_CHECK(0 <= anchor && anchor <= sequence.tokens, "an anchor behind the context");
+      }
+      blocks += sequence.blocks, tokens += sequence.tokens;
+    }
+    const int64_t heads = q->size(1), groups = k->size(1), dim = q->size(2);
+    TORCH_CHECK(blocks > 0 && window > 0 && q->size(0) > 0 && q->size(0) % blocks == 0, "blocks of another number or size");
+    TORCH_CHECK(groups > 0 && heads % groups == 0, "query heads that do not share those of keys");
+    for (const at::Tensor* each : {k, v}) TORCH_CHECK(each->sizes() == at::IntArrayRef({tokens, groups, dim}), "a context of another shape");
+    for (const at::Tensor* each : {own_k, own_v})
+      TORCH_CHECK(each->sizes() == at::IntArrayRef({q->size(0), groups, dim}), "keys of blocks of another shape");
+    seen->anchors.assign(anchors, anchors + blocks);
     seen->window = window;
     seen->scale = scale;
     *out = new at::Tensor(BlockByBlock::apply(*q, *k, *v, *own_k, *own_v, seen));

@@ -34,9 +34,15 @@ struct Reading {
   int64_t window;  // keys that a query sees; 0 for all before it
   bool causal;     // else a query sees all of its chunk
   const HistoryChunk* chunks;
+  int64_t count;
 
   // Keys whose values a tile sums before the next ones: the first cache holds a vector pair of each.
   static constexpr int64_t kKeys = 256;
+  // Steps between values that are multiples of so many floats let them collide in the first cache.
+  static constexpr int64_t kPower = 64;
+  // Floats of keys, and of values, that are asked for before they are read: a good part of the second cache. Histories come from behind all caches,
+  // and a wait for each of their lines would take as long as the products.
+  static constexpr int64_t kSoon = 64 << 10;
 
   // The queries of chunk `task / groups` that share a head of keys. Scores are [keys, line]: a query's lie one above the other, so that queries are
   // weighed side by side, and keys and values are read as they lie.
@@ -44,15 +50,13 @@ struct Reading {
   DEEPSPEC_TILE_INLINE void attend(int64_t task) const {
     const HistoryChunk& chunk = chunks[task / groups];
     const int64_t group = task % groups, repeats = heads / groups, step = groups * dim;
-    const int64_t start = chunk.row * chunk.keys->size(1) * step + group * dim;
-    float* keys = chunk.keys->mutable_data_ptr<float>() + start;
-    float* values = chunk.values->mutable_data_ptr<float>() + start;
+    float *keys = history(*chunk.keys, task), *values = history(*chunk.values, task);
     for (int64_t i = 0; i < chunk.len; ++i) {
       const int64_t from = (chunk.first + i) * step + group * dim, to = (chunk.past + i) * step;
       std::memcpy(keys + to, k + from, dim * sizeof(float));
       std::memcpy(values + to, v + from, dim * sizeof(float));
     }
-    const int64_t before = window == 0 ? 0 : std::max<int64_t>(0, chunk.past + 1 - window);
+    const int64_t before = first_seen(chunk);
     const int64_t seen = chunk.past + chunk.len - before, rows = repeats * chunk.len;
     const int64_t line = (rows + kLength<Vector> - 1) / kLength<Vector> * kLength<Vector>;
     // Kept from call to call.
@@ -69,7 +73,7 @@ struct Reading {
     std::fill(queries, scores, 0.0f);
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < dim; ++i) queries[i * line + row] = q[head_of(row) + i] * scale;
-    score<Vector>(keys + before * step, step, seen, queries, line, scores);
+    score<Vector>(keys + before * step, values + before * step, step, seen, queries, line, scores);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t position = chunk.past + row / repeats;
       const int64_t first = window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window - before);
@@ -78,6 +82,7 @@ struct Reading {
       for (int64_t key = end; key < seen; ++key) scores[key * line + row] = kLowest;
     }
     for (int64_t lane = 0; lane < line; lane += kLength<Vector>) weigh<kLength<Vector>>(scores + lane, line, seen, totals + lane);
+    if (task + 1 < count * groups) ask_for(task + 1);
     for (int64_t key = 0; key < seen; key += kKeys)
       add<Vector>(
           scores + key * line, line, rows, values + (before + key) * step, step, std::min(kKeys, seen - key), sums + rows * dim, sums,
@@ -89,18 +94,54 @@ struct Reading {
     }
   }
 
-  // Products of keys, `step` apart, and queries [dim, line]: [seen, line].
+  // Where keys or values of a task's chunk begin, which are groups * dim apart.
+  float* history(const at::Tensor& pool, int64_t task) const {
+    return pool.mutable_data_ptr<float>() + (chunks[task / groups].row * pool.size(1) * groups + task % groups) * dim;
+  }
+
+  // The first key that any query of the chunk sees.
+  int64_t first_seen(const HistoryChunk& chunk) const { return window == 0 ? 0 : std::max<int64_t>(0, chunk.past + 1 - window); }
+
+  // Asks for the keys of a task, and for the places of its new ones.
+  DEEPSPEC_TILE_INLINE void ask_for(int64_t task) const {
+    const HistoryChunk& chunk = chunks[task / groups];
+    const int64_t step = groups * dim, before = first_seen(chunk), end = std::min(chunk.past, before + kSoon / dim);
+    const float *keys = history(*chunk.keys, task), *values = history(*chunk.values, task);
+    for (int64_t key = before; key < end; ++key) ask_for(keys + key * step);
+    for (int64_t key = chunk.past; key < std::min(chunk.past + chunk.len, chunk.past + kSoon / dim); ++key)
+      ask_for(keys + key * step), ask_for(values + key * step);
+  }
+
+  DEEPSPEC_TILE_INLINE void ask_for(const float* head) const {
+    for (int64_t i = 0; i < dim; i += Ahead::kLine) __builtin_prefetch(head + i, 0, 2);
+  }
+
+  // Products of keys, `step` apart, and queries [dim, line]: [seen, line]. The keys' values are asked for.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void score(
-      const float* keys, int64_t step, int64_t seen, const float* queries, int64_t line, float* scores) const {
+      const float* keys, const float* values, int64_t step, int64_t seen, const float* queries, int64_t line, float* scores) const {
+    const int64_t vectors = line / kLength<Vector>;
+    int64_t column = 0;
+    if (vectors == 1)
+      column = score_columns<Vector, 1>(keys, values, step, seen, queries, line, scores);
+    else if (vectors % 2 == 1)
+      column = score_columns<Vector, 3>(keys, values, step, seen, queries, line, scores);
+    while (column < line)
+      column += score_columns<Vector, 2>(
+          keys, column == 0 ? values : nullptr, step, seen, queries + column, line, scores + column);
+  }
+
+  // The same of so many vectors of columns, whose number it gives. `values` may be null.
+  template <typename Vector, int kVectors>
+  DEEPSPEC_TILE_INLINE int64_t score_columns(
+      const float* keys, const float* values, int64_t step, int64_t seen, const float* queries, int64_t line, float* scores) const {
+    const int64_t asked = values ? std::min(seen, kSoon / dim) : 0;
     for (int64_t key = 0, count; key < seen; key += count) {
-      count = rows_of_tile<Vector>(seen - key);
-      int64_t column = 0;
-      const auto of = [&] { return TileOf{keys + key * step, step, 1, queries + column, line, dim}; };
-      for (; column + 2 * kLength<Vector> <= line; column += 2 * kLength<Vector>)
-        tile_of<Vector, 2, false>(count, of(), scores + key * line + column, line, false);
-      if (column < line) tile_of<Vector, 1, false>(count, of(), scores + key * line + column, line, false);
+      count = rows_of_tile<Vector, kVectors>(seen - key);
+      for (int64_t i = key; i < std::min(asked, key + count); ++i) ask_for(values + i * step);
+      tile_of<Vector, kVectors, false>(count, {keys + key * step, step, 1, queries, line, dim}, scores + key * line, line, false);
     }
+    return kVectors * kLength<Vector>;
   }
 
   // Turns as many columns of scores [seen, line] as there are lanes into weights, without dividing them by their sums, which it gives.
@@ -108,14 +149,21 @@ struct Reading {
   DEEPSPEC_TILE_INLINE static void weigh(float* scores, int64_t line, int64_t seen, float* totals) {
     float most[kWidth], sums[kWidth] = {};
     for (float& lane : most) lane = kLowest;
-    for (int64_t key = 0; key < seen; ++key)
-      for (int64_t lane = 0; lane < kWidth; ++lane) most[lane] = std::max(most[lane], scores[key * line + lane]);
-    for (int64_t key = 0; key < seen; ++key)
+    // Loops over lanes are vectors: unrolled, they would be taken apart first.
+    for (int64_t key = 0; key < seen; ++key) {
+      const float* here = scores + key * line;
+#pragma GCC unroll 1
+      for (int64_t lane = 0; lane < kWidth; ++lane) most[lane] = here[lane] > most[lane] ? here[lane] : most[lane];
+    }
+    for (int64_t key = 0; key < seen; ++key) {
+      float* here = scores + key * line;
+#pragma GCC unroll 1
       for (int64_t lane = 0; lane < kWidth; ++lane) {
-        const float weight = exponential(scores[key * line + lane] - most[lane]);
-        scores[key * line + lane] = weight;
+        const float weight = exponential(here[lane] - most[lane]);
+        here[lane] = weight;
         sums[lane] += weight;
       }
+    }
     std::copy_n(sums, kWidth, totals);
   }
 
@@ -135,13 +183,13 @@ struct Reading {
       const float* weights, int64_t line, int64_t rows, const float* values, int64_t step, int64_t keys, float* panel, float* sums,
       bool continues) const {
     constexpr int64_t kWidth = kVectors * kLength<Vector>;
-    // Values that are read more than once lie side by side then: many that are a power of two apart do not stay in a cache.
-    if (rows > kTileRows<Vector>) {
+    // Of values that are read more than once, those that are a large power of two apart would not stay in the first cache: they are laid side by side.
+    if (rows > kTileRows<Vector, kVectors> && step % kPower == 0) {
       for (int64_t key = 0; key < keys; ++key) std::memcpy(panel + key * kWidth, values + key * step, kWidth * sizeof(float));
       values = panel, step = kWidth;
     }
     for (int64_t row = 0, count; row < rows; row += count) {
-      count = rows_of_tile<Vector>(rows - row);
+      count = rows_of_tile<Vector, kVectors>(rows - row);
       tile_of<Vector, kVectors, false>(count, {weights + row, 1, line, values, step, keys}, sums + row * dim, dim, continues);
     }
   }
@@ -188,7 +236,8 @@ char* ds_history_attention(
         static_cast<float>(scale),
         window,
         causal,
-        chunks};
+        chunks,
+        static_cast<int64_t>(count)};
     const auto attend = tile_level() == kAvx512 && reading.dim % kLength<Sixteen> == 0 ? attend_avx512 : attend_avx2;
     for_tasks(static_cast<int64_t>(count) * k->size(1), 1, [&](int64_t task) { attend(reading, task); });
     *result = new at::Tensor(std::move(out));

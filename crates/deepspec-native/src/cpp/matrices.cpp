@@ -120,9 +120,17 @@ DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, i
     }
     if (whole < lines) {
       float* panel = panels + whole * depth;
-      for (int64_t k = 0; k < depth; ++k)
-        for (int64_t j = 0; j < kSide; ++j)
-          panel[k * kSide + j] = whole + j < lines ? source[(whole + j) * line + k * input] : 0.0f;
+      const float* at = source + whole * line;
+      int64_t k = 0;
+      // By way of a buffer with zeros for the lines that are missing.
+      float some[kSide * 8] = {};
+      for (; input == 1 && k + 8 <= depth; k += 8) {
+        for (int64_t j = 0; j < lines - whole; ++j) std::memcpy(some + j * 8, at + j * line + k, 8 * sizeof(float));
+        for (int64_t j = 0; j < kSide / 8 * 8; j += 8) turn<8>(some + j * 8, 8, panel + k * kSide + j, kSide);
+        if constexpr (kSide == kRows) turn<kRows>(some, 8, panel + k * kSide, kSide);
+      }
+      for (; k < depth; ++k)
+        for (int64_t j = 0; j < kSide; ++j) panel[k * kSide + j] = whole + j < lines ? at[j * line + k * input] : 0.0f;
     }
   }
 }

@@ -18,11 +18,16 @@ namespace {
 #if DEEPSPEC_TILES
 
 // Rows that a task multiplies by one panel, and inputs of the panel that the first cache holds meanwhile; the next one holds the rows'.
-constexpr int64_t kPass = 128, kInputs = 256;
+constexpr int64_t kPass = 128, kInputs = 192;
 
-// Outputs that lie side by side: panels are [input, kPanel], one behind the other.
+// Outputs that lie side by side: panels are [input, kPanel], one behind the other. With 16 registers, tiles of 4 rows and 3 vectors need fewer loads
+// than those of 6 rows and 2.
 template <typename Vector>
-constexpr int64_t kPanel = 2 * kLength<Vector>;
+constexpr int kPanelVectors = sizeof(Vector) == sizeof(Sixteen) ? 2 : 3;
+template <typename Vector>
+constexpr int64_t kPanel = kPanelVectors<Vector> * kLength<Vector>;
+template <typename Vector>
+constexpr int64_t kPanelRows = kTileRows<Vector, kPanelVectors<Vector>>;
 
 // Where a product's values go: so many of a panel's outputs, in rows that are `line` apart.
 struct Place {
@@ -44,7 +49,7 @@ struct Product {
   // Rows from `first` to `end`, of one pass, times one panel. `following` is the panel that is read next, or null.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void run(int64_t number, int64_t first, int64_t end, const Place& place, const float* following) const {
-    const int64_t tiles = (end - first + kTileRows<Vector> - 1) / kTileRows<Vector>;
+    const int64_t tiles = (end - first + kPanelRows<Vector> - 1) / kPanelRows<Vector>;
     for (int64_t input = 0; input < width; input += kInputs) {
       const int64_t depth = std::min(kInputs, width - input), behind = width - input - depth;
       const float* columns = panel<Vector>(number) + input * kPanel<Vector>;
@@ -54,7 +59,7 @@ struct Product {
       const int64_t size = few || !next ? 0 : std::min(kInputs, behind > 0 ? behind : width) * kPanel<Vector>;
       Ahead ahead{next, next + size, size / (Ahead::kLine * tiles) + 1};
       for (int64_t row = first, count; row < end; row += count, ahead.fetch()) {
-        count = rows_of_tile<Vector>(end - row);
+        count = rows_of_tile<Vector, kPanelVectors<Vector>>(end - row);
         const TileOf of{x + row * width + input, width, 1, columns, kPanel<Vector>, depth};
         const Place to{place.at + (row - first) * place.line, place.line, place.kept};
         few && row == first ? write<Vector, true>(count, of, to, input > 0) : write<Vector, false>(count, of, to, input > 0);
@@ -65,10 +70,10 @@ struct Product {
   // One tile: by way of a buffer, where fewer outputs are left.
   template <typename Vector, bool kAhead>
   DEEPSPEC_TILE_INLINE static void write(int64_t count, const TileOf& of, const Place& to, bool continues) {
-    if (to.kept >= kPanel<Vector>) return tile_of<Vector, 2, kAhead>(count, of, to.at, to.line, continues);
-    float whole[kTileRows<Vector> * kPanel<Vector>] = {};
+    if (to.kept >= kPanel<Vector>) return tile_of<Vector, kPanelVectors<Vector>, kAhead>(count, of, to.at, to.line, continues);
+    float whole[kPanelRows<Vector> * kPanel<Vector>] = {};
     for (int64_t r = 0; continues && r < count; ++r) std::copy_n(to.at + r * to.line, to.kept, whole + r * kPanel<Vector>);
-    tile_of<Vector, 2, kAhead>(count, of, whole, kPanel<Vector>, continues);
+    tile_of<Vector, kPanelVectors<Vector>, kAhead>(count, of, whole, kPanel<Vector>, continues);
     for (int64_t r = 0; r < count; ++r) std::copy_n(whole + r * kPanel<Vector>, to.kept, to.at + r * to.line);
   }
 };

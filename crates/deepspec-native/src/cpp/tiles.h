@@ -59,14 +59,14 @@ typedef float Sixteen __attribute__((vector_size(64)));
 template <typename Vector>
 constexpr int64_t kLength = sizeof(Vector) / sizeof(float);
 
-// Rows of a tile at most: so many rows' sums, two vectors each, stay in registers: with AVX-512 there are 32, else 16.
-template <typename Vector>
-constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Sixteen) ? 8 : 6;
+// Rows of a tile of so many vectors at most: so many rows' sums stay in registers: with AVX-512 there are 32, else 16.
+template <typename Vector, int kVectors = 2>
+constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Sixteen) || kVectors == 1 ? 8 : 12 / kVectors;
 
 // Rows of the next tile, where so many are left.
-template <typename Vector>
+template <typename Vector, int kVectors = 2>
 int64_t rows_of_tile(int64_t left) {
-  constexpr int64_t kMost = kTileRows<Vector>;
+  constexpr int64_t kMost = kTileRows<Vector, kVectors>;
   return left > kMost && left < 2 * kMost ? (left + 1) / 2 : std::min(left, kMost);
 }
 
@@ -88,45 +88,51 @@ DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line
   Vector sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < kVectors; ++c) {
       sums[r][c] = Vector{};
       if (continues) std::memcpy(&sums[r][c], out + r * out_line + c * kLength<Vector>, sizeof(Vector));
     }
-  // So that fewer instructions stand beside the multiply-adds, as in matrices.cpp.
+  // Few instructions stand beside the multiply-adds, as in matrices.cpp: rows are found from every third one.
+  const float *columns_at = here.columns, *top = here.rows;
+  const float *middle = kRows > 3 ? top + 3 * here.down : top, *bottom = kRows > 6 ? middle + 3 * here.down : top;
 #pragma GCC unroll 4
   for (int64_t i = 0; i < here.depth; ++i) {
     Vector columns[kVectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < kVectors; ++c) {
-      const float* at = here.columns + i * here.line + c * kLength<Vector>;
+      const float* at = columns_at + c * kLength<Vector>;
       std::memcpy(&columns[c], at, sizeof(Vector));
       if (kAhead && c * kLength<Vector> % Ahead::kLine == 0)
         __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + kDistance * sizeof(float)));
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-      for (int c = 0; c < kVectors; ++c) sums[r][c] += here.rows[r * here.down + i * here.across] * columns[c];
+    for (int r = 0; r < kRows; ++r) {
+      const float value = r < 3 ? top[r * here.down] : r < 6 ? middle[(r - 3) * here.down] : bottom[(r - 6) * here.down];
+#pragma GCC unroll 3
+      for (int c = 0; c < kVectors; ++c) sums[r][c] += value * columns[c];
+    }
+    columns_at += here.line, top += here.across, middle += here.across, bottom += here.across;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int c = 0; c < kVectors; ++c) std::memcpy(out + r * out_line + c * kLength<Vector>, &sums[r][c], sizeof(Vector));
 }
 
 // The same of up to kTileRows rows.
 template <typename Vector, int kVectors, bool kAhead>
 DEEPSPEC_TILE_INLINE void tile_of(int64_t rows, const TileOf& of, float* out, int64_t out_line, bool continues) {
+  constexpr int kMost = kTileRows<Vector, kVectors>;
   switch (rows) {
-    case 1: return tile_of<Vector, 1, kVectors, kAhead>(of, out, out_line, continues);
-    case 2: return tile_of<Vector, 2, kVectors, kAhead>(of, out, out_line, continues);
-    case 3: return tile_of<Vector, 3, kVectors, kAhead>(of, out, out_line, continues);
-    case 4: return tile_of<Vector, 4, kVectors, kAhead>(of, out, out_line, continues);
-    case 5: return tile_of<Vector, 5, kVectors, kAhead>(of, out, out_line, continues);
-    case 6: return tile_of<Vector, 6, kVectors, kAhead>(of, out, out_line, continues);
-    case 7: return tile_of<Vector, 7, kVectors, kAhead>(of, out, out_line, continues);
-    default: return tile_of<Vector, 8, kVectors, kAhead>(of, out, out_line, continues);
+    case 1: return tile_of<Vector, std::min(1, kMost), kVectors, kAhead>(of, out, out_line, continues);
+    case 2: return tile_of<Vector, std::min(2, kMost), kVectors, kAhead>(of, out, out_line, continues);
+    case 3: return tile_of<Vector, std::min(3, kMost), kVectors, kAhead>(of, out, out_line, continues);
+    case 4: return tile_of<Vector, std::min(4, kMost), kVectors, kAhead>(of, out, out_line, continues);
+    case 5: return tile_of<Vector, std::min(5, kMost), kVectors, kAhead>(of, out, out_line, continues);
+    case 6: return tile_of<Vector, std::min(6, kMost), kVectors, kAhead>(of, out, out_line, continues);
+    case 7: return tile_of<Vector, std::min(7, kMost), kVectors, kAhead>(of, out, out_line, continues);
+    default: return tile_of<Vector, kMost, kVectors, kAhead>(of, out, out_line, continues);
   }
 }
 

@@ -52,15 +52,16 @@ unsafe extern "C" {
         v: *const c_void,
         own_k: *const c_void,
         own_v: *const c_void,
-        anchors: *const i64,
+        sequences: *const RawSequence,
         count: usize,
+        anchors: *const i64,
         window: i64,
         scale: f64,
         out: *mut *mut c_void,
     ) -> *mut c_char;
 }
 
-/// Keys and values of a context, `[G, T, D]`, or of the blocks themselves, `[G, A, B, D]`.
+/// Keys and values of a context or of blocks.
 pub struct KeysValues<'a> {
     /// Keys.
     pub k: &'a Tensor,
@@ -68,8 +69,8 @@ pub struct KeysValues<'a> {
     pub v: &'a Tensor,
 }
 
-/// Attention of `q [G, A, r, D]`, A blocks of r queries: each block over its own keys, and each row over those of the context that
-/// `parts` give it. Rows and keys that no part names do not see each other. Gives `[G, A, r, D]`, with gradients for all five.
+/// Attention of `q [G, A, r, D]`, A blocks of r queries: each block over its own keys, `[G, A, B, D]`, and each row over those of the context,
+/// `[G, T, D]`, that `parts` give it. Rows and keys that no part names do not see each other. Gives `[G, A, r, D]`, with gradients for all five.
 ///
 /// On the CPU libtorch's fused kernels do the parts, elsewhere plain products of each.
 ///
@@ -114,28 +115,48 @@ pub fn attends_by_block(dim: i64) -> bool {
     unsafe { ds_attends_by_block(dim) }
 }
 
-/// The attention of [`block_attention`] where each block sees the context before its anchor, and slots see keys behind their position less `window`, where
-/// there is one: `q [G, A, r, D]` holds all slots of a block for one query head after the other.
+/// One sequence's part of what [`attend_by_block`] takes.
+#[derive(Debug, Clone)]
+pub struct SequenceBlocks {
+    /// Tokens of its context.
+    pub tokens: i64,
+    /// The anchors of its blocks, which see the context before them.
+    pub anchors: Vec<i64>,
+}
+
+#[repr(C)]
+struct RawSequence {
+    blocks: i64,
+    tokens: i64,
+}
+
+/// The attention of [`block_attention`] where each block sees its sequence's context before its anchor, and slots see keys behind their position less
+/// `window`, where there is one. Rows are those of one sequence after the other: `q [A·B, H, D]` and `own`, `[A·B, G, D]`, of the slots of A blocks, the
+/// context's, `[T, G, D]`, of tokens. Gives `[A·B, H·D]`, with gradients for all five.
 ///
 /// None where there are no such kernels: on other devices, of other kinds, where D is no multiple of 16, and on processors without AVX2.
 ///
 /// # Panics
-/// If shapes do not fit each other, values of a head do not lie side by side, or an anchor lies behind the context.
+/// If shapes do not fit each other, or an anchor lies behind its context.
 pub fn attend_by_block(
     q: &Tensor,
     context: &KeysValues<'_>,
     own: &KeysValues<'_>,
-    anchors: &[i64],
+    sequences: &[SequenceBlocks],
     window: Option<i64>,
     scale: f64,
 ) -> Option<Tensor> {
     let [q, k, v, own_k, own_v] =
         [q, context.k, context.v, own.k, own.v].map(|tensor| tensor.as_ptr().cast());
+    let raw = |of: &SequenceBlocks| RawSequence { blocks: of.anchors.len() as i64, tokens: of.tokens };
+    let raw: Vec<RawSequence> = sequences.iter().map(raw).collect();
+    let anchors: Vec<i64> = sequences.iter().flat_map(|of| of.anchors.iter().copied()).collect();
     let (window, mut out) = (window.unwrap_or(i64::MAX), ptr::null_mut());
-    // SAFETY: the shim takes counted references to all tensors and copies the anchors, of which there are as many as it is told; it checks kinds, shapes,
-    // strides and anchors, catches every C++ exception, and sets `out` where it returns null.
+    // SAFETY: the shim takes counted references to all tensors and copies sequences and anchors, of which there are as many as it is told; it checks
+    // kinds, shapes and anchors, catches every C++ exception, and sets `out` where it returns null.
     let outcome = check(unsafe {
-        ds_attend_by_block(q, k, v, own_k, own_v, anchors.as_ptr(), anchors.len(), window, scale, &mut out)
+        let (sequences, count) = (raw.as_ptr(), raw.len());
+        ds_attend_by_block(q, k, v, own_k, own_v, sequences, count, anchors.as_ptr(), window, scale, &mut out)
     });
     if let Err(problem) = outcome {
         panic!("attention of blocks: {problem}");
@@ -155,7 +176,7 @@ mod tests {
         ((Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.731 + seed).sin() * 37.0).sin().view(shape)
     }
 
-    /// Output and gradients of `attend` for two groups of three queries a slot.
+    /// Output and gradients of `attend` for two groups of three queries a slot; rows as [`attend_by_block`] takes them.
     fn run(
         blocks: i64,
         size: i64,
@@ -164,14 +185,28 @@ mod tests {
         attend: impl Fn(&Tensor, &KeysValues<'_>, &KeysValues<'_>) -> Tensor,
     ) -> Vec<Tensor> {
         let learned = |shape: &[i64], seed| values(shape, seed).set_requires_grad(true);
-        let q = learned(&[2, blocks, 3 * size, dim], 0.1);
-        let [own_k, own_v] = [0.2, 0.3].map(|seed| learned(&[2, blocks, size, dim], seed));
-        // As they are projected: the groups of a token side by side.
+        let q = learned(&[blocks * size, 6, dim], 0.1);
+        let [own_k, own_v] = [0.2, 0.3].map(|seed| learned(&[blocks * size, 2, dim], seed));
         let [k, v] = [0.4, 0.5].map(|seed| learned(&[tokens, 2, dim], seed));
-        let (of_k, of_v) = (k.transpose(0, 1), v.transpose(0, 1));
-        let y = attend(&q, &KeysValues { k: &of_k, v: &of_v }, &KeysValues { k: &own_k, v: &own_v });
+        let y = attend(&q, &KeysValues { k: &k, v: &v }, &KeysValues { k: &own_k, v: &own_v });
         (&y * values(&y.size(), 0.6)).sum(Kind::Float).backward();
         [y.detach()].into_iter().chain([q, own_k, own_v, k, v].map(|tensor| tensor.grad())).collect()
+    }
+
+    /// The same of one sequence by [`block_attention`].
+    fn by_parts(
+        (q, context, own): (&Tensor, &KeysValues<'_>, &KeysValues<'_>),
+        size: i64,
+        parts: &[AttentionPart],
+        own_mask: &Tensor,
+    ) -> Tensor {
+        let dim = q.size()[2];
+        let rows = q.view([-1, size, 2, 3, dim]).permute([2, 0, 3, 1, 4]).reshape([2, -1, 3 * size, dim]);
+        let [own_k, own_v] = [own.k, own.v].map(|own| own.view([-1, size, 2, dim]).permute([2, 0, 1, 3]));
+        let (k, v) = (context.k.transpose(0, 1), context.v.transpose(0, 1));
+        let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
+        let y = block_attention(&rows, &context, &own, parts, Some(own_mask), 0.2);
+        y.view([2, -1, 3, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, 6 * dim])
     }
 
     /// What each slot of the blocks sees of the context and of its block, as numbers to add to scores.
@@ -205,10 +240,11 @@ mod tests {
                     AttentionPart { rows: 0..blocks * 3 * size, keys: 0..tokens, mask: Some(context_mask) };
                 let parts = [part];
                 let expected = run(blocks, size, tokens, dim, |q, context, own| {
-                    block_attention(q, context, own, &parts, Some(&own_mask), 0.2)
+                    by_parts((q, context, own), size, &parts, &own_mask)
                 });
+                let sequences = [SequenceBlocks { tokens, anchors: anchors.to_vec() }];
                 let found = run(blocks, size, tokens, dim, |q, context, own| {
-                    attend_by_block(q, context, own, &anchors, window, 0.2)
+                    attend_by_block(q, context, own, &sequences, window, 0.2)
                         .expect("this processor has no AVX2")
                 });
                 for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -223,11 +259,15 @@ mod tests {
     #[test]
     fn threads_change_no_bit_of_it() {
         let before = tch::get_num_threads();
-        let anchors: Vec<i64> = (0..40).map(|i| i * 3).collect();
+        let of = |tokens: i64, blocks: i64| SequenceBlocks {
+            tokens,
+            anchors: (0..blocks).map(|i| i * 3).collect(),
+        };
+        let sequences = [of(90, 30), of(40, 10)];
         let [one, three] = [1, 3].map(|threads| {
             tch::set_num_threads(threads);
             run(40, 7, 130, 48, |q, context, own| {
-                attend_by_block(q, context, own, &anchors, None, 0.2).unwrap()
+                attend_by_block(q, context, own, &sequences, None, 0.2).unwrap()
             })
         });
         tch::set_num_threads(before);
@@ -235,13 +275,38 @@ mod tests {
     }
 
     #[test]
+    fn sequences_do_not_see_each_other() {
+        let sequences = [(20, vec![0, 7, 20]), (33, vec![5, 33])];
+        let sequences = sequences.map(|(tokens, anchors)| SequenceBlocks { tokens, anchors });
+        let all = run(5, 7, 53, 16, |q, context, own| {
+            attend_by_block(q, context, own, &sequences, Some(9), 0.2).unwrap()
+        });
+        let apart = run(5, 7, 53, 16, |q, context, own| {
+            let (mut block, mut token) = (0, 0);
+            let of = sequences.iter().map(|of| {
+                let (rows, tokens) = (of.anchors.len() as i64 * 7, of.tokens);
+                let [q, own_k, own_v] = [q, own.k, own.v].map(|tensor| tensor.narrow(0, block, rows));
+                let [k, v] = [context.k, context.v].map(|tensor| tensor.narrow(0, token, tokens));
+                (block, token) = (block + rows, token + tokens);
+                let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
+                attend_by_block(&q, &context, &own, std::slice::from_ref(of), Some(9), 0.2).unwrap()
+            });
+            Tensor::cat(&of.collect::<Vec<_>>(), 0)
+        });
+        assert!(all.iter().zip(&apart).all(|(all, apart)| all.equal(apart)));
+    }
+
+    fn lone(tokens: i64, anchors: &[i64]) -> [SequenceBlocks; 1] {
+        [SequenceBlocks { tokens, anchors: anchors.to_vec() }]
+    }
+
+    #[test]
     fn other_kinds_and_widths_are_not_attended_to_block_by_block() {
         let of = |kind, dim| {
-            let q = values(&[1, 2, 4, dim], 0.0).to_kind(kind);
-            let (k, own) =
-                (values(&[1, 9, dim], 0.1).to_kind(kind), values(&[1, 2, 2, dim], 0.2).to_kind(kind));
+            let q = values(&[4, 2, dim], 0.0).to_kind(kind);
+            let (k, own) = (values(&[9, 1, dim], 0.1).to_kind(kind), values(&[4, 1, dim], 0.2).to_kind(kind));
             let (context, own) = (KeysValues { k: &k, v: &k }, KeysValues { k: &own, v: &own });
-            attend_by_block(&q, &context, &own, &[3, 9], None, 1.0)
+            attend_by_block(&q, &context, &own, &lone(9, &[3, 9]), None, 1.0)
         };
         assert!(of(Kind::Float, 16).is_some());
         assert!(of(Kind::Float, 24).is_none() && of(Kind::BFloat16, 16).is_none());
@@ -250,9 +315,9 @@ mod tests {
     #[test]
     #[should_panic(expected = "an anchor behind the context")]
     fn an_anchor_behind_the_context_is_refused() {
-        let (q, k) = (values(&[1, 1, 4, 16], 0.0), values(&[1, 9, 16], 0.1));
-        let own = values(&[1, 1, 2, 16], 0.2);
+        let (q, k) = (values(&[2, 2, 16], 0.0), values(&[9, 1, 16], 0.1));
+        let own = values(&[2, 1, 16], 0.2);
         let (context, own) = (KeysValues { k: &k, v: &k }, KeysValues { k: &own, v: &own });
-        let _ = attend_by_block(&q, &context, &own, &[10], None, 1.0);
+        let _ = attend_by_block(&q, &context, &own, &lone(9, &[10]), None, 1.0);
     }
 }

@@ -24,7 +24,9 @@ use std::process::{Child, Command};
 use libloading::Library;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum};
-pub use attention::{AttentionPart, KeysValues, attend_by_block, attends_by_block, block_attention};
+pub use attention::{
+    AttentionPart, KeysValues, SequenceBlocks, attend_by_block, attends_by_block, block_attention,
+};
 pub use filling::Filling;
 pub use history::{HistoryChunk, HistoryView, has_history_attention, history_attention};
 pub use losses::{
