@@ -119,10 +119,6 @@ DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label
   draft[label] -= by.label;
 }
 
-DEEPSPEC_VECTORS void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] += row[i];
-}
-
 // Rows of float32, value behind value each.
 struct Lines {
   float* at;

@@ -92,7 +92,7 @@ DEEPSPEC_AVX2_INLINE void copy_group(const float* from, float* to) {
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
   // Lines that lie side by side are read in long pieces, of as many panels as a cache lets be written in turn.
-  constexpr int64_t kTogether = kSide == kRows ? kBlockRows : 4 * kSide;
+  constexpr int64_t kTogether = (kSide == kRows ? 8 : 4) * kSide;
   // Inputs that are asked for while others are copied.
   constexpr int64_t kSoon = 8;
   for (int64_t first = 0; first < count; first += kTogether) {
@@ -145,13 +145,15 @@ DEEPSPEC_AVX2_INLINE void tile(
     _mm_prefetch(out + r * line + kColumns - 1, _MM_HINT_T0);
     sums[r][0] = sums[r][1] = _mm256_setzero_ps();
   }
-  // Where another program computes on the same core, instructions are what is short: so there are fewer beside the multiply-adds.
+  // Where another program computes on the same core, instructions are what is short: so there are few beside the multiply-adds, and rows are found from
+  // every third one.
+  const float *top = rows, *bottom = rows + 3 * down;
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < depth; ++k) {
-    const __m256 left = _mm256_loadu_ps(columns + k * kColumns), right = _mm256_loadu_ps(columns + k * kColumns + 8);
+  for (int64_t k = 0; k < depth; ++k, columns += kColumns, top += across, bottom += across) {
+    const __m256 left = _mm256_loadu_ps(columns), right = _mm256_loadu_ps(columns + 8);
 #pragma GCC unroll 6
     for (int64_t r = 0; r < kRows; ++r) {
-      const __m256 value = _mm256_broadcast_ss(rows + r * down + k * across);
+      const __m256 value = _mm256_broadcast_ss(r < 3 ? top + r * down : bottom + (r - 3) * down);
       sums[r][0] = _mm256_fmadd_ps(value, left, sums[r][0]);
       sums[r][1] = _mm256_fmadd_ps(value, right, sums[r][1]);
     }
@@ -309,6 +311,17 @@ at::Tensor times(const at::Tensor& a, const at::Tensor& b, bool here) {
   return out;
 }
 
+// The gradient of a weight [outputs, d] by slopes [n, outputs] of its products with x [n, d]. Where the weight has one already, it is added there at once,
+// without a tensor of its own, and nothing is left for autograd to add.
+at::Tensor weight_slope(const at::Tensor& slope, const at::Tensor& x, const at::Tensor& weight, bool here) {
+  const at::Tensor turned = slope.t();
+  if (here && weight.is_leaf() && weight.grad().defined() && plain(weight.grad()) && multipliable(turned, x)) {
+    multiply(turned, x, weight.grad(), true);
+    return {};
+  }
+  return times(turned, x, here);
+}
+
 // x [.., d] times the transpose of a weight [outputs, d]. Not a view: autograd forbids changes in place of those that a function returns.
 at::Tensor projected(const at::Tensor& x, const at::Tensor& weight, bool here) {
   std::vector<int64_t> size = x.sizes().vec();
@@ -329,7 +342,7 @@ struct Projection : torch::autograd::Function<Projection> {
     const at::Tensor &x = saved[0], &weight = saved[1], slope = gradients[0].reshape({-1, weight.size(0)});
     at::Tensor by_x, by_weight;
     if (ctx->needs_input_grad(0)) by_x = times(slope, weight, true).view(ctx->saved_data["size"].toIntVector());
-    if (ctx->needs_input_grad(1)) by_weight = times(slope.t(), x.reshape({-1, weight.size(1)}), true);
+    if (ctx->needs_input_grad(1)) by_weight = weight_slope(slope, x.reshape({-1, weight.size(1)}), weight, true);
     return {by_x, by_weight};
   }
 };

@@ -105,6 +105,10 @@ DEEPSPEC_VECTORS void norm_row(const float* x, const float* weight, float eps, i
   for (int64_t i = 0; i < width; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
+DEEPSPEC_VECTORS void add_row(float* __restrict to, const float* __restrict row, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] += row[i];
+}
+
 // What `slope`, by the output, is by the input, where that is asked for; by the weight it is added to `by_weight`, where that is.
 DEEPSPEC_VECTORS void norm_row_back(
     const float* x, const float* weight, float eps, const float* slope, int64_t width, float* by_x, float* by_weight) {
@@ -238,7 +242,9 @@ struct Norm : torch::autograd::Function<Norm> {
         norm_row_back(x + at, weight, eps, slopes + at, width, to ? to + at : nullptr, sum ? sum + group * width : nullptr);
       }
     });
-    return {by_x, sums.defined() ? sums.sum(0).view_as(saved[1]) : sums, at::Tensor()};
+    if (!sum) return {by_x, at::Tensor(), at::Tensor()};
+    for (int64_t group = 1; group < groups; ++group) add_row(sum, sum + group * width, width);
+    return {by_x, sums.select(0, 0).view_as(saved[1]), at::Tensor()};
   }
 };
 
@@ -276,7 +282,7 @@ struct GatedProduct : torch::autograd::Function<GatedProduct> {
     at::Tensor by_gate, by_up, by_weight;
     if (ctx->needs_input_grad(2)) {
       by_gate = gated_again(gate, up);
-      by_weight = times(slope.t(), by_gate.view({-1, width}), multiplies_here());
+      by_weight = weight_slope(slope, by_gate.view({-1, width}), weight, multiplies_here());
     }
     if (!ctx->needs_input_grad(0) && !ctx->needs_input_grad(1)) return {at::Tensor(), at::Tensor(), by_weight};
     by_up = times(slope, weight, multiplies_here()).view_as(up);
