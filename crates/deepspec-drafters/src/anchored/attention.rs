@@ -16,7 +16,7 @@ pub(super) const ALIGNED: usize = 64;
 /// Added to scores of keys that are not seen. Finite, so that a row which sees none of them has a log-sum-exp.
 const HIDDEN: f64 = -1e30;
 
-/// One sequence inside a batch.
+/// One sequence inside a batch. Public for the test and the bench of [`BlockAttention`].
 pub struct SequenceSpan {
     /// T, its tokens.
     pub tokens: i64,
@@ -56,10 +56,11 @@ fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
 }
 
 impl BlockAttention {
-    /// Lays out blocks of `block_size` slots behind the anchors of one sequence after the other. Sorted anchors are fastest. `kind` is that of
-    /// the queries.
+    /// Lays out blocks of `block_size` slots behind the anchors of one sequence after the other, at least one. Sorted anchors are fastest. `kind` is
+    /// that of the queries.
     pub fn new(spec: &AttentionSpec, block_size: usize, spans: &[SequenceSpan], kind: Kind) -> Self {
         let AttentionSpec { heads, scale, window } = *spec;
+        debug_assert!(!spans.is_empty(), "no sequences");
         let by_block = spans.iter().all(|span| is_by_block(heads, kind, span.positions.device()));
         let way = if by_block {
             let of = |span: &SequenceSpan| SequenceBlocks {

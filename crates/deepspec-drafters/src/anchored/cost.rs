@@ -84,7 +84,7 @@ pub fn backbone_pass_bytes(
             let of_keys = if device == Device::Cpu { PANELS_AT_WORK } else { KEYS_AT_WORK };
             (QUERIES_AT_WORK * slots * queries + of_keys * sources * keys + scores) * FLOAT
         };
-        // Slopes of all sequences wait for one another, to be put together.
+        // Slopes of all sequences are there together.
         let sloped = |sample: &SampleSize| {
             let (slots, sources) = (sample.anchors * size, sample.tokens + sample.anchors * size);
             (slots * queries + SIDES * sources * keys) * FLOAT

@@ -338,7 +338,7 @@ struct BlockByBlock : torch::autograd::Function<BlockByBlock> {
     const Batch batch{q, k, v, own_k, own_v, *seen};
     const int64_t groups = batch.groups, of_block = batch.heads / groups * batch.size, tokens = k.size(0);
     const at::Tensor by_q = at::empty_like(q), by_own_k = at::empty_like(own_k), by_own_v = at::empty_like(own_v);
-    // Of all blocks of a group in their order. Some rows more than there are tokens are written, with zeros.
+    // Of all blocks of a group in their order. To some rows behind a sequence's, the next one's or those behind all, zeros are added.
     const at::Tensor by_k = at::zeros({tokens + kColumns + kRows, groups, batch.dim}, q.options()), by_v = at::zeros_like(by_k);
     const float *out = saved[5].const_data_ptr<float>(), *lse = saved[6].const_data_ptr<float>(), *slopes = slope.const_data_ptr<float>();
     const Slopes to{by_q.mutable_data_ptr<float>(), by_own_k.mutable_data_ptr<float>(), by_own_v.mutable_data_ptr<float>(),
@@ -386,6 +386,8 @@ char* ds_attend_by_block(const at::Tensor* q, const at::Tensor* k, const at::Ten
     seen->sequences.assign(sequences, sequences + count);
     int64_t blocks = 0, tokens = 0;
     for (const SequenceBlocks& sequence : seen->sequences) {
+      TORCH_CHECK(0 <= sequence.tokens && sequence.tokens <= k->size(0) - tokens, "a context of another shape");
+      TORCH_CHECK(0 <= sequence.blocks && sequence.blocks <= q->size(0) - blocks, "blocks of another number or size");
       for (int64_t block = 0; block < sequence.blocks; ++block) {
         const int64_t anchor = anchors[blocks + block];
         TORCH_CHECK(0 <= anchor && anchor <= sequence.tokens, "an anchor behind the context");

@@ -38,8 +38,8 @@ struct Reading {
 
   // Keys whose values a tile sums before the next ones: the first cache holds a vector pair of each.
   static constexpr int64_t kKeys = 256;
-  // Steps between values that are multiples of so many floats let them collide in the first cache.
-  static constexpr int64_t kPower = 64;
+  // Values whose steps are multiples of so many floats collide in the first cache.
+  static constexpr int64_t kColliding = 64;
   // Floats of keys, and of values, that are asked for before they are read: a good part of the second cache. Histories come from behind all caches,
   // and a wait for each of their lines would take as long as the products.
   static constexpr int64_t kSoon = 64 << 10;
@@ -184,7 +184,7 @@ struct Reading {
       bool continues) const {
     constexpr int64_t kWidth = kVectors * kLength<Vector>;
     // Of values that are read more than once, those that are a large power of two apart would not stay in the first cache: they are laid side by side.
-    if (rows > kTileRows<Vector, kVectors> && step % kPower == 0) {
+    if (rows > kTileRows<Vector, kVectors> && step % kColliding == 0) {
       for (int64_t key = 0; key < keys; ++key) std::memcpy(panel + key * kWidth, values + key * step, kWidth * sizeof(float));
       values = panel, step = kWidth;
     }

@@ -13,6 +13,7 @@
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -91,7 +92,8 @@ DEEPSPEC_AVX2_INLINE void copy_group(const float* from, float* to) {
 // zeros stand for the lines behind the last.
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
-  // Lines that lie side by side are read in long pieces, of as many panels as a cache lets be written in turn.
+  // Lines that lie side by side are read in long pieces, of few panels: those of kDepth inputs are a large power of two apart, and of more, written in
+  // turn, a line of the cache would be gone before it is full.
   constexpr int64_t kTogether = (kSide == kRows ? 8 : 4) * kSide;
   // Inputs that are asked for while others are copied.
   constexpr int64_t kSoon = 8;
@@ -145,8 +147,8 @@ DEEPSPEC_AVX2_INLINE void tile(
     _mm_prefetch(out + r * line + kColumns - 1, _MM_HINT_T0);
     sums[r][0] = sums[r][1] = _mm256_setzero_ps();
   }
-  // Where another program computes on the same core, instructions are what is short: so there are few beside the multiply-adds, and rows are found from
-  // every third one.
+  // Where another program computes on the same core, instructions are what is short: so there are few beside the multiply-adds, and rows are
+  // found by a pointer to every third one, so that no addresses are computed.
   const float *top = rows, *bottom = rows + 3 * down;
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k, columns += kColumns, top += across, bottom += across) {
@@ -311,15 +313,17 @@ at::Tensor times(const at::Tensor& a, const at::Tensor& b, bool here) {
   return out;
 }
 
-// The gradient of a weight [outputs, d] by slopes [n, outputs] of its products with x [n, d]. Where the weight has one already, it is added there at once,
-// without a tensor of its own, and nothing is left for autograd to add.
+// The gradient of a weight [outputs, d] by slopes [n, outputs] of its products with x [n, d]. A parameter's is added to its `grad` at once, without a tensor
+// of its own, and nothing is left for autograd: which therefore cannot be asked for gradients of parameters in any other way than by `backward`, on one
+// thread. A parameter without any gets zeros first, so that its sums are those of one whose gradient was zeroed.
 at::Tensor weight_slope(const at::Tensor& slope, const at::Tensor& x, const at::Tensor& weight, bool here) {
   const at::Tensor turned = slope.t();
-  if (here && weight.is_leaf() && weight.grad().defined() && plain(weight.grad()) && multipliable(turned, x)) {
-    multiply(turned, x, weight.grad(), true);
-    return {};
-  }
-  return times(turned, x, here);
+  if (!here || !weight.is_leaf() || !multipliable(turned, x) || (weight.grad().defined() && !plain(weight.grad()))) return times(turned, x, here);
+  if (!weight.grad().defined()) weight.mutable_grad() = at::zeros(weight.sizes(), weight.options());
+  const at::Tensor& sum = weight.grad();
+  multiply(turned, x, sum, true);
+  sum.unsafeGetTensorImpl()->bump_version();
+  return {};
 }
 
 // x [.., d] times the transpose of a weight [outputs, d]. Not a view: autograd forbids changes in place of those that a function returns.

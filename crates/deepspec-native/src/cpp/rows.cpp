@@ -244,7 +244,8 @@ struct Norm : torch::autograd::Function<Norm> {
     });
     if (!sum) return {by_x, at::Tensor(), at::Tensor()};
     for (int64_t group = 1; group < groups; ++group) add_row(sum, sum + group * width, width);
-    return {by_x, sums.select(0, 0).view_as(saved[1]), at::Tensor()};
+    // A copy: autograd may keep what it is given for good.
+    return {by_x, sums.select(0, 0).clone().view_as(saved[1]), at::Tensor()};
   }
 };
 

@@ -59,7 +59,7 @@ typedef float Sixteen __attribute__((vector_size(64)));
 template <typename Vector>
 constexpr int64_t kLength = sizeof(Vector) / sizeof(float);
 
-// Rows of a tile of so many vectors at most: so many rows' sums stay in registers: with AVX-512 there are 32, else 16.
+// The most rows of a tile of so many vectors whose sums stay in registers, of which AVX-512 has 32 and AVX2 16.
 template <typename Vector, int kVectors = 2>
 constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Sixteen) || kVectors == 1 ? 8 : 12 / kVectors;
 
@@ -93,7 +93,7 @@ DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line
       sums[r][c] = Vector{};
       if (continues) std::memcpy(&sums[r][c], out + r * out_line + c * kLength<Vector>, sizeof(Vector));
     }
-  // Few instructions stand beside the multiply-adds, as in matrices.cpp: rows are found from every third one.
+  // Few instructions stand beside the multiply-adds, as in matrices.cpp: rows are found by a pointer to every third one.
   const float *columns_at = here.columns, *top = here.rows;
   const float *middle = kRows > 3 ? top + 3 * here.down : top, *bottom = kRows > 6 ? middle + 3 * here.down : top;
 #pragma GCC unroll 4

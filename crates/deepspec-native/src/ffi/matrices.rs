@@ -55,7 +55,8 @@ fn multiply_here(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
 /// `x Wᵀ` over the last dimension of `x [.., input]`, for gradients; `weight [output, input]`.
 ///
 /// None where libtorch's own product is to be taken: on other devices, of other kinds or layouts, where nothing learns, and where the processor has
-/// AVX-512 or no AVX2. Gradients cannot be differentiated once more.
+/// AVX-512 or no AVX2. Gradients cannot be differentiated once more, and those of a weight that is a parameter are added to its `grad` by the backward itself:
+/// they cannot be asked for otherwise.
 pub fn projection(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
     if multiplies() { projection_here(x, weight) } else { None }
 }
@@ -175,6 +176,22 @@ mod tests {
                 }
             }
         }
+        // A weight that is used twice, with more rows than a chain of sums has, gets the same from nothing and from zeros, and each backward adds.
+        let (x, longer) = (values(&[300, 48], 0.0), values(&[600, 48], 0.5));
+        let backward = |w: &Tensor| {
+            let product = |x: &Tensor| projection_here(x, w).unwrap().square().sum(Kind::Float);
+            (product(&x) + product(&longer)).backward();
+        };
+        let of = || values(&[70, 48], 1.0).set_requires_grad(true);
+        let (fresh, mut zeroed) = (of(), of());
+        backward(&fresh);
+        backward(&zeroed);
+        zeroed.zero_grad();
+        backward(&zeroed);
+        assert!(fresh.grad().equal(&zeroed.grad()));
+        let once = fresh.grad().copy();
+        backward(&fresh);
+        assert!(fresh.grad().allclose(&(once * 2.0), 1e-5, 1e-3, false));
         // Nothing learns; the last dimension is another; of two kinds.
         let (x, w) = (values(&[200, 48], 0.0), values(&[70, 48], 1.0));
         let learned = w.copy().set_requires_grad(true);

@@ -64,7 +64,13 @@ impl PackedWeight {
 
     /// Bytes that the packed copy of `weight` takes; 0 where there is none.
     pub fn bytes(weight: &Tensor) -> u64 {
-        if can_be_packed(weight) { weight.numel() as u64 * size_of::<f32>() as u64 } else { 0 }
+        let &[outputs, width] = weight.size().as_slice() else { return 0 };
+        if !can_be_packed(weight) {
+            return 0;
+        }
+        // SAFETY: it only says a number.
+        let panel = unsafe { ds_panel(*LEVEL) };
+        ((outputs + panel - 1) / panel * panel * width) as u64 * size_of::<f32>() as u64
     }
 
     /// The same weight, not copied.
@@ -201,7 +207,8 @@ mod tests {
     #[test]
     fn what_learns_or_is_of_another_kind_is_not_packed() {
         let weight = values(&[40, 16]);
-        assert_eq!(PackedWeight::bytes(&weight), 40 * 16 * 4);
+        let packed = PackedWeight::new(&weight).expect("this processor has no AVX2");
+        assert_eq!(PackedWeight::bytes(&weight), (packed.panels.numel() * size_of::<f32>()) as u64);
         for other in [weight.to_kind(Kind::BFloat16), weight.copy().set_requires_grad(true)] {
             assert!(PackedWeight::new(&other).is_none());
             assert_eq!(PackedWeight::bytes(&other), 0);
