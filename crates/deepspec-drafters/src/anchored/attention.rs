@@ -51,7 +51,7 @@ struct OfSequence {
 }
 
 /// Whether blocks like these are attended to one by one.
-fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
+pub(super) fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
     device == Device::Cpu && kind == Kind::Float && attends_by_block(heads.dim)
 }
 

@@ -1,18 +1,20 @@
 //! What the backbone costs in arithmetic and in memory.
 
 use deepspec_models::nn::Heads;
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::AnchoredBlocks;
-use super::attention::{ALIGNED, TILE};
+use super::attention::{ALIGNED, TILE, is_by_block};
 use crate::TrainSample;
 use crate::trained::{
     DIRECTIONS, DraftDecoder, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
 
 /// What the backward of one sequence's attention has at a time of the size of its queries, in float32, beside their slopes: the slopes of its output, and
-/// those of its queries by the blocks and by a part.
+/// in parts those of its queries by the blocks and by a part.
 const QUERIES_AT_WORK: usize = 3;
+/// The same where blocks go one by one.
+const QUERIES_BY_BLOCK: usize = 1;
 /// The same of the size of its keys and values, beside their slopes: those by part.
 const KEYS_AT_WORK: usize = 2;
 /// On CPUs, where blocks may go one by one: keys and values, each in panels of two kinds.
@@ -60,8 +62,10 @@ pub fn backbone_pass_bytes(
             let rows = layer.attention.heads.repeats() as usize * size;
             kept += sides * samples.iter().map(masked).sum::<usize>() * rows * bytes;
         }
-        // Queries are normed and folded, and come out of the attention, folded and in order; keys are normed and rotated; values are
-        // themselves.
+        // Queries are normed and rotated, and come out of the attention; keys are normed and rotated; values are themselves. In parts, queries that come out
+        // are kept twice, folded and in order.
+        let by_block = bytes == FLOAT && is_by_block(layer.attention.heads, Kind::Float, device);
+        let folded = if by_block { 0 } else { queries * bytes };
         let head_norm = if layer.qk_norm { of.normed() } else { 0 };
         let projected = |width: usize| width * (head_norm + 2 * bytes);
         let distinct = if i == 0 && is_plain { anchors + 1 } else { slots };
@@ -73,7 +77,7 @@ pub fn backbone_pass_bytes(
                 + mlp
                 + tokens * projected(keys)
                 + family_norms(layer, slots, slots + tokens, of)
-                + slots * (queries * bytes + query as usize * FLOAT),
+                + slots * (folded + query as usize * FLOAT),
         );
         let at_work = |sample: &SampleSize| {
             let (slots, sources) = (sample.anchors * size, sample.tokens + sample.anchors * size);
@@ -82,7 +86,8 @@ pub fn backbone_pass_bytes(
                 _ => SCORES_AT_WORK * sample.anchors.min(TILE) * size * query as usize * sample.tokens,
             };
             let of_keys = if device == Device::Cpu { PANELS_AT_WORK } else { KEYS_AT_WORK };
-            (QUERIES_AT_WORK * slots * queries + of_keys * sources * keys + scores) * FLOAT
+            let of_queries = if by_block { QUERIES_BY_BLOCK } else { QUERIES_AT_WORK };
+            (of_queries * slots * queries + of_keys * sources * keys + scores) * FLOAT
         };
         // Slopes of all sequences are there together.
         let sloped = |sample: &SampleSize| {

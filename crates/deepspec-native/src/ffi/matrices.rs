@@ -192,6 +192,13 @@ mod tests {
         let once = fresh.grad().copy();
         backward(&fresh);
         assert!(fresh.grad().allclose(&(once * 2.0), 1e-5, 1e-3, false));
+        // Beside a use that is libtorch's, whose gradient autograd adds.
+        let (mixed, plain, few) = (of(), of(), values(&[2, 48], 0.7));
+        let linear = |x: &Tensor, w: &Tensor| x.linear(w, None::<&Tensor>).square().sum(Kind::Float);
+        let ours = projection_here(&x, &mixed).unwrap().square().sum(Kind::Float);
+        (linear(&few, &mixed) + ours).backward();
+        (linear(&few, &plain) + linear(&x, &plain)).backward();
+        assert!(mixed.grad().allclose(&plain.grad(), 1e-4, 1e-2, false));
         // Nothing learns; the last dimension is another; of two kinds.
         let (x, w) = (values(&[200, 48], 0.0), values(&[70, 48], 1.0));
         let learned = w.copy().set_requires_grad(true);

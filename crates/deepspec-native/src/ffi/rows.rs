@@ -67,7 +67,7 @@ pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
 }
 
 /// `(silu(gate) ⊙ up) Wᵀ` of `gate` and `up [.., d]` and `weight [outputs, d]`, for gradients: the backward makes the product's input once more, which
-/// is not kept for it.
+/// is not kept for it. The gradient of a weight that is a parameter is added to its `grad` by the backward itself, as that of [`super::projection`].
 ///
 /// None as for [`rms_norm`], and where nothing learns.
 pub fn gated_product(gate: &Tensor, up: &Tensor, weight: &Tensor) -> Option<Tensor> {
