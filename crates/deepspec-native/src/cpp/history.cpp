@@ -112,6 +112,7 @@ struct Reading {
       ask_for(keys + key * step), ask_for(values + key * step);
   }
 
+  // Inlined always: a call that does nothing but prefetch would be dropped, as one without an effect.
   DEEPSPEC_TILE_INLINE void ask_for(const float* head) const {
     for (int64_t i = 0; i < dim; i += Ahead::kLine) __builtin_prefetch(head + i, 0, 2);
   }
