@@ -8,6 +8,7 @@ const NCCL_HEADERS: [&str; 4] = ["nccl.h", "cuda_runtime.h", "crt/host_config.h"
 
 fn main() {
     println!("cargo::rerun-if-changed=src/cpp");
+    println!("cargo::rerun-if-changed=src/cuda");
     for name in ["LIBTORCH", "CUDA_HOME"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
@@ -20,6 +21,13 @@ fn main() {
     println!("cargo::rustc-env=DEEPSPEC_LIBTORCH={}", version(&libtorch));
     let mut shim = cc::Build::new();
     shim.cpp(true).std("c++17").include("src/cpp").file("src/cpp/shim.cpp");
+    match gpu_kernels() {
+        Ok(folder) => shim.include(folder),
+        Err(problem) => {
+            println!("cargo::error=src/cuda: {problem}");
+            return;
+        }
+    };
     // Nobody asks which exceptions of arithmetic occurred, and to keep them, choices between two values would stay jumps, not vectors.
     shim.flag("-fno-trapping-math").flag("-fno-math-errno");
     // As system headers, whose warnings are not ours.
@@ -40,6 +48,26 @@ fn main() {
     };
     println!("cargo::rustc-env=DEEPSPEC_NCCL_MISSING={missing}");
     shim.compile("deepspec_c10d");
+}
+
+/// Where a header lies that holds the texts of the kernels for GPUs, which are compiled where they run.
+fn gpu_kernels() -> std::io::Result<PathBuf> {
+    let folder = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
+    let mut header = String::from("#pragma once\nnamespace kernels {\n");
+    let files = [
+        ("kValues", "values"),
+        ("kLosses", "losses"),
+        ("kAttention", "attention"),
+        ("kRows", "rows"),
+        ("kDecode", "decode"),
+    ];
+    for (name, file) in files {
+        let text = fs::read_to_string(format!("src/cuda/{file}.cu"))?;
+        header.push_str(&format!("constexpr char {name}[] = R\"cuda({text})cuda\";\n"));
+    }
+    header.push_str("}\n");
+    fs::write(folder.join("kernels.h"), header)?;
+    Ok(folder)
 }
 
 /// The version that libtorch's headers name.

@@ -30,9 +30,9 @@ pub struct Args {
     /// Print what --plan or --bench says as JSON.
     #[arg(long, requires = "dry")]
     pub json: bool,
-    /// Record where the time of five steps goes, after three that are let pass, for chrome://tracing and ui.perfetto.dev; by the first process,
-    /// and not where there is such a file already.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["dry", "init_only"])]
+    /// Record where the time of five steps goes, of a run or of --bench, after three that are let pass, for chrome://tracing and
+    /// ui.perfetto.dev; by the first process, and not where there is such a file already.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "init_only"])]
     pub profile: Option<PathBuf>,
     /// Write the untrained drafter as step_0 and exit; training continues from it.
     #[arg(long)]

@@ -11,7 +11,7 @@ use deepspec_core::recipe::Recipe;
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
-use deepspec_native::{DeviceMemory, Ready, device_memory, restart_device_peak};
+use deepspec_native::{DeviceMemory, Ready, StepTrace, device_memory, range, restart_device_peak};
 use deepspec_scale::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
 use deepspec_states::{StatesError, check_fit};
 use serde_json::{Value, json};
@@ -91,7 +91,12 @@ pub fn run(
     let beside = (0..read_beside(recipe))
         .flat_map(|number| random_samples(recipe, &shape.config, last, HELD + number).into_iter().take(1));
     let _beside: Vec<_> = beside.collect();
-    let measured = bench.measure(steps.get(), &batches)?;
+    let mut trace = match &args.profile {
+        Some(path) => StepTrace::new(path, device).map_err(UsageError)?,
+        None => StepTrace::none(),
+    };
+    let measured = bench.measure(steps.get(), &batches, &mut trace)?;
+    trace.finish();
 
     let step_s = measured.total.as_secs_f64() / steps.get() as f64;
     let share = |part: Duration| part.as_secs_f64() / measured.total.as_secs_f64();
@@ -166,8 +171,11 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
     let (forwards, device) = (vec![1], Device::Cpu);
-    Bench { recipe: &recipe, drafter_plan, trainee, optimizer, forwards, device, staging: None }
-        .measure(1, &[batch])?;
+    Bench { recipe: &recipe, drafter_plan, trainee, optimizer, forwards, device, staging: None }.measure(
+        1,
+        &[batch],
+        &mut StepTrace::none(),
+    )?;
     Ok(memory::resident())
 }
 
@@ -184,7 +192,12 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn measure(mut self, steps: usize, batches: &[Vec<TrainSample>]) -> anyhow::Result<Measured> {
+    fn measure(
+        mut self,
+        steps: usize,
+        batches: &[Vec<TrainSample>],
+        trace: &mut StepTrace,
+    ) -> anyhow::Result<Measured> {
         memory::restart_peak();
         restart_device_peak(self.device);
         let loaded = memory::resident();
@@ -204,6 +217,7 @@ impl Bench<'_> {
         let mut ahead = sent(&self, 1);
         let started = Instant::now();
         for step in 0..steps {
+            trace.begin_step();
             for pass in 1..=passes {
                 let computing = Instant::now();
                 tokens += ahead.samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
@@ -213,11 +227,15 @@ impl Bench<'_> {
                 let drawing = Instant::now();
                 ahead = sent(&self, step * passes + pass + 1);
                 let drawn = drawing.elapsed();
-                gpu::finish(self.device);
+                // As in a run, the host goes ahead of a GPU within a step.
+                if pass == passes {
+                    gpu::finish(self.device);
+                }
                 parts.data += drawn;
                 parts.forward_backward += computing.elapsed() - drawn;
             }
             let updating = Instant::now();
+            let _range = range(c"optimiser");
             let norm = self.optimizer.step(lr, &ProcessGroup::alone())?;
             gpu::finish(self.device);
             parts.optimizer += updating.elapsed();

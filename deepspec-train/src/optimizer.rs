@@ -1,7 +1,7 @@
 //! AdamW (Loshchilov & Hutter 2019) on float32 masters of working weights of any kind.
 
 use deepspec_dist::{GroupError, ProcessGroup};
-use deepspec_native::{AdamWSettings, AdamWTensors, adamw, square_sum};
+use deepspec_native::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
 use tch::{Device, Kind, Tensor};
 
 use crate::sync::{self, Sums};
@@ -223,16 +223,15 @@ impl State {
 impl Slot {
     /// Takes in the gradient of a micro-batch, where it could not stay what it is added to.
     fn accumulate(&mut self) {
-        let gradient = self.parameter.grad();
-        if self.parameter.kind() == Kind::Float || !gradient.defined() {
+        if self.parameter.kind() == Kind::Float {
             return;
         }
+        let Some(gradient) = take_gradient(&self.parameter) else { return };
         match &mut self.sum {
             // In place: there is no second sum, and on a GPU no float32 copy of the gradient either.
             Some(sum) => drop(sum.g_add_(&gradient)),
             None => self.sum = Some(gradient.to_kind(Kind::Float)),
         }
-        self.parameter.zero_grad();
     }
 
     /// Makes the parameter ready for the next step's gradients, once this step's has been used.

@@ -4,9 +4,12 @@ use std::ops::Range;
 
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
 use deepspec_native::{
-    AttentionPart, KeysValues, SequenceBlocks, attend_by_block, attends_by_block, block_attention,
+    AttentionPart, KeysValues, SequenceBlocks, TiledAttention, attend_by_block, attends_by_block,
+    attends_in_tiles, block_attention,
 };
 use tch::{Device, Kind, Tensor};
+
+use super::tiles::tiled;
 
 /// Neighbouring blocks that attend to the context together. They share what lies before the first of them, which needs no mask; the
 /// context among them does.
@@ -38,6 +41,8 @@ pub struct BlockAttention {
 enum Way {
     /// For each sequence, tiles of blocks over parts of the context, which are merged.
     Parts(Vec<OfSequence>),
+    /// For each sequence, with its blocks and tokens, all tiles at once, by fused kernels of a GPU.
+    Tiled(Vec<(TiledAttention, [i64; 2])>),
     /// One block after the other.
     ByBlock { sequences: Vec<SequenceBlocks>, window: Option<i64> },
 }
@@ -69,6 +74,13 @@ impl BlockAttention {
             };
             let window = window.map(|window| window as i64);
             Way::ByBlock { sequences: spans.iter().map(of).collect(), window }
+        } else if window.is_none() && attends_in_tiles(&spans[0].positions, kind, heads.dim) {
+            let of = |span: &SequenceSpan| {
+                let (tokens, anchors) = (span.tokens, &span.anchors);
+                let attention = tiled(heads, scale, block_size, (tokens, anchors), span.positions.device());
+                (attention, [anchors.len() as i64, tokens])
+            };
+            Way::Tiled(spans.iter().map(of).collect())
         } else {
             Way::Parts(spans.iter().map(|span| OfSequence::new(spec, block_size, span, kind)).collect())
         };
@@ -77,21 +89,45 @@ impl BlockAttention {
 
     /// Queries, keys and values of the blocks, `[ΣA·B, heads, D]`, and keys and values of the context, `[ΣT, G, D]`, to `[ΣA·B, H·D]`.
     pub fn forward(&self, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
-        let sequences = match &self.way {
+        match &self.way {
             Way::ByBlock { sequences, window } => {
                 let (context, own) = (KeysValues { k, v }, KeysValues { k: &block.k, v: &block.v });
-                return attend_by_block(&block.q, &context, &own, sequences, *window, self.scale)
-                    .expect("it was asked whether there are kernels for them");
+                attend_by_block(&block.q, &context, &own, sequences, *window, self.scale)
+                    .expect("it was asked whether there are kernels for them")
             }
-            Way::Parts(sequences) => sequences,
-        };
-        let rows: Vec<i64> = sequences.iter().map(|of| of.blocks * self.block_size).collect();
-        let tokens: Vec<i64> = sequences.iter().map(|of| of.tokens).collect();
+            Way::Parts(sequences) => {
+                let sizes: Vec<[i64; 2]> = sequences.iter().map(|of| [of.blocks, of.tokens]).collect();
+                let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
+                    self.of_sequence(&sequences[at], block, k, v)
+                };
+                self.one_by_one(&sizes, block, (k, v), attend)
+            }
+            Way::Tiled(sequences) => {
+                let sizes: Vec<[i64; 2]> = sequences.iter().map(|of| of.1).collect();
+                let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
+                    let (context, own) = (KeysValues { k, v }, KeysValues { k: &block.k, v: &block.v });
+                    sequences[at].0.attend(&block.q, &context, &own)
+                };
+                self.one_by_one(&sizes, block, (k, v), attend)
+            }
+        }
+    }
+
+    /// What `attend` makes of one sequence after the other, of so many blocks and tokens each.
+    fn one_by_one(
+        &self,
+        sizes: &[[i64; 2]],
+        block: &Qkv,
+        (k, v): (&Tensor, &Tensor),
+        attend: impl Fn(usize, &Qkv, &Tensor, &Tensor) -> Tensor,
+    ) -> Tensor {
+        let rows: Vec<i64> = sizes.iter().map(|[blocks, _]| blocks * self.block_size).collect();
+        let tokens: Vec<i64> = sizes.iter().map(|[_, tokens]| *tokens).collect();
         let [q, own_k, own_v] = [&block.q, &block.k, &block.v].map(|whole| apart(whole, &rows));
         let [k, v] = [k, v].map(|whole| apart(whole, &tokens));
         let own = q.into_iter().zip(own_k).zip(own_v).map(|((q, k), v)| Qkv { q, k, v });
-        let mut outputs: Vec<Tensor> = (sequences.iter().zip(own).zip(k.iter().zip(&v)))
-            .map(|((of, block), (k, v))| self.of_sequence(of, &block, k, v))
+        let mut outputs: Vec<Tensor> = (own.zip(k.iter().zip(&v)).enumerate())
+            .map(|(at, (block, (k, v)))| attend(at, &block, k, v))
             .collect();
         match outputs.len() {
             1 => outputs.remove(0),

@@ -14,6 +14,7 @@ mod examined;
 mod layers;
 mod proposer;
 pub(crate) mod sums;
+mod tiles;
 mod token_sums;
 
 pub use attention::{BlockAttention, SequenceSpan};

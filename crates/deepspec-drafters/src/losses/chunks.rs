@@ -2,14 +2,14 @@
 
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Vocabulary;
-use deepspec_native::{WeighedTarget, multiply, range, weigh_target};
+use deepspec_native::{LogitRows, RowsMeasured, WeighedTarget, multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
 use super::pieces::{TokenRange, pitch, spaced};
 use super::rows::{Rows, Target};
 use super::sources::Sources;
-use super::terms::{Evaluated, LossAlphas, Needs, TERMS};
+use super::terms::{Evaluated, GradCoeffs, LossAlphas, Needs, RowDistances, TERMS};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
 const CHUNK_BYTES: i64 = 40 << 20;
@@ -369,6 +369,9 @@ impl Logits {
         span: &Span,
         alphas: &LossAlphas,
     ) -> Tensor {
+        if let Some(found) = self.differentiate_where_they_lie(vocabulary, rows, span, alphas) {
+            return found;
+        }
         let Self { base, bias, target, entropies, source_of_row } = self;
         let capped = vocabulary.cap(base.to_kind(Kind::Float));
         let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
@@ -393,17 +396,11 @@ impl Logits {
         };
         let needs = rows.needs(alphas);
         let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
-        let weights = span.of(rows.weights).unsqueeze(1);
-        let paced = alphas.dpace.map(|dpace| {
-            let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
-            LossAlphas::dpace_weights(dpace, &distances.ce, &slots, span.blocks as i64, rows.gamma)
-        });
-        let Evaluated { terms, mut loss, coeffs } =
-            alphas.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
-        let mut gradient = rows_of.gradient(&coeffs.scaled(rows.scale));
+        let mut judged = Judged::of(distances, rows, span, alphas);
+        let mut gradient = rows_of.gradient(&std::mem::take(&mut judged.coeffs).scaled(rows.scale));
         if let Some(extra) = &extra {
             let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
-            loss += &extra.loss;
+            judged.loss += &extra.loss;
         }
         let by_base = slope.map(|slope| &gradient * slope);
         match bias {
@@ -415,10 +412,69 @@ impl Logits {
             }
             None => put(base, by_base.as_ref().unwrap_or(&gradient)),
         }
-        let paced = paced.map(|paced| &distances.ce * paced);
-        let zero = distances.ce.zeros_like();
+        judged.columns(extra)
+    }
+
+    /// The same on a GPU, for logits that stay in bfloat16; None where there are no kernels for it.
+    fn differentiate_where_they_lie(
+        &self,
+        vocabulary: &Vocabulary,
+        rows: &Supervised,
+        span: &Span,
+        alphas: &LossAlphas,
+    ) -> Option<Tensor> {
+        if rows.extra.is_some() || self.entropies.is_some() {
+            return None;
+        }
+        let labels = span.of(rows.labels);
+        let logits = LogitRows {
+            base: &self.base,
+            bias: self.bias.as_ref(),
+            target: &self.target,
+            source_of_row: self.source_of_row.as_ref(),
+            labels: &labels,
+            cap: vocabulary.softcap(),
+        };
+        let measured = logits.measure()?;
+        let (needs, RowsMeasured { ce, l1, overlap, soft }) = (rows.needs(alphas), measured.distances());
+        let agreement = needs.agreement.then(|| measured.agreement());
+        let soft = soft.filter(|_| needs.soft);
+        let distances = RowDistances { ce, l1, soft, overlap: Some(overlap), agreement };
+        let mut judged = Judged::of(distances, rows, span, alphas);
+        logits.slope(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).factors(&labels));
+        Some(judged.columns(None))
+    }
+}
+
+/// The losses of measured rows.
+struct Judged {
+    distances: RowDistances,
+    terms: [Option<Tensor>; TERMS.len()],
+    loss: Tensor,
+    coeffs: GradCoeffs,
+    /// D-PACE's weights.
+    paced: Option<Tensor>,
+}
+
+impl Judged {
+    fn of(distances: RowDistances, rows: &Supervised, span: &Span, alphas: &LossAlphas) -> Self {
+        let weights = span.of(rows.weights).unsqueeze(1);
+        let paced = alphas.dpace.map(|dpace| {
+            let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
+            LossAlphas::dpace_weights(dpace, &distances.ce, &slots, span.blocks as i64, rows.gamma)
+        });
+        let Evaluated { terms, loss, coeffs } =
+            alphas.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
+        Self { distances, terms, loss, coeffs, paced }
+    }
+
+    /// The [`Column`]s.
+    fn columns(self, extra: Option<RowFindings>) -> Tensor {
+        let Self { distances: RowDistances { ce, agreement, .. }, terms, loss, paced, .. } = self;
+        let paced = paced.map(|paced| &ce * paced);
+        let zero = ce.zeros_like();
         let none = || zero.shallow_clone();
-        let columns = terms.into_iter().chain([paced, Some(loss), distances.agreement]);
+        let columns = terms.into_iter().chain([paced, Some(loss), agreement]);
         let columns = columns.map(|column| column.unwrap_or_else(none));
         Tensor::cat(&columns.chain(extra.map(|extra| extra.columns)).collect::<Vec<_>>(), 1)
     }

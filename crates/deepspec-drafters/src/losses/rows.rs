@@ -111,9 +111,7 @@ impl Rows {
         let (mut target, mut difference) = match against {
             Against::Apart { target, difference } => (target, difference),
             Against::Weighed(target) => {
-                let factors =
-                    [&coeffs.label, &coeffs.soft, &coeffs.l1].map(|of| of.as_ref().unwrap_or(&none));
-                let done = slope_rows(&mut draft, &target, &labels, &Tensor::cat(&factors, 1));
+                let done = slope_rows(&mut draft, &target, &labels, &coeffs.factors(&labels));
                 assert!(done, "rows that were measured have no gradient");
                 return draft;
             }

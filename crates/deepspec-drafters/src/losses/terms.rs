@@ -266,6 +266,13 @@ impl GradCoeffs {
         }
     }
 
+    /// All three side by side, `[n, 3]`, for rows of `labels`.
+    pub fn factors(&self, labels: &Tensor) -> Tensor {
+        let none = labels.zeros_like().to_kind(Kind::Float).view([-1, 1]);
+        let factors = [&self.label, &self.soft, &self.l1].map(|of| of.as_ref().unwrap_or(&none));
+        Tensor::cat(&factors, 1)
+    }
+
     /// All of them times a number.
     pub fn scaled(self, factor: f64) -> Self {
         let scaled = |coefficient: Option<Tensor>| coefficient.map(|coefficient| coefficient * factor);

@@ -7,12 +7,14 @@ mod pool;
 use std::collections::BTreeMap;
 
 use deepspec_decode::Ruler;
-use deepspec_native::{HistoryChunk, HistoryView, has_history_attention, history_attention};
+use deepspec_native::{
+    FewRowsHeads, HistoryChunk, HistoryView, few_rows_attention, has_history_attention, history_attention,
+};
 use tch::{Device, Kind, Tensor};
 
 use crate::nn::{AttentionSpec, Heads, Qkv};
 use calls::{AttentionCall, MaskShape};
-pub use plan::{BatchPlan, MaskKind, Rows};
+pub use plan::{BatchPlan, FewPlan, MaskKind, Rows};
 use plan::{Group, Placed, Slots};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
@@ -262,15 +264,33 @@ impl KvCache {
         }
     }
 
-    /// The same for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
-    fn attend_in_place(&self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
+    /// The same of a [`FewPlan`], whose queries, keys and values lie side by side and are neither normed nor rotated, `[N, (H + 2G)·D]`.
+    pub fn attend_few_rows(
+        &mut self,
+        layer: usize,
+        plan: &FewPlan,
+        qkv: &Tensor,
+        heads: &FewRowsHeads<'_>,
+    ) -> Tensor {
         let Layer { scale, view, .. } = self.layers[layer];
+        let view = HistoryView { scale, window: self.views[view].window, sees_chunk: false };
+        few_rows_attention(qkv, heads, &self.history_chunks(layer, &plan.placed), view)
+    }
+
+    /// Where chunks lie in a layer.
+    fn history_chunks(&self, layer: usize, placed: &[Placed]) -> Vec<HistoryChunk<'_>> {
         let chunk = |placed: &Placed| {
             let pool = self.pools.get(&placed.capacity)?.layer(layer);
             let Placed { chunk: Chunk { past_len, len, .. }, row, first, .. } = *placed;
             Some(HistoryChunk { pool, row, past_len, len, first })
         };
-        let chunks: Vec<HistoryChunk> = plan.few.iter().filter_map(chunk).collect();
+        placed.iter().filter_map(chunk).collect()
+    }
+
+    /// The same for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
+    fn attend_in_place(&self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
+        let Layer { scale, view, .. } = self.layers[layer];
+        let chunks = self.history_chunks(layer, &plan.few);
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
         let sees_chunk = plan.visibility == MaskKind::Block;
         let view = HistoryView { scale, window: self.views[view].window, sees_chunk };

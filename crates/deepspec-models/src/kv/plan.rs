@@ -1,5 +1,6 @@
 //! Where the rows of a feed go and what they see.
 
+use deepspec_native::FEW_ROWS;
 use tch::{Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};
@@ -49,6 +50,13 @@ pub struct BatchPlan {
     pub(super) back: Option<Tensor>,
     pub(super) groups: Vec<Group>,
     pub(super) visibility: MaskKind,
+}
+
+/// Chunks of a few rows in all, each of which sees itself and what came before, for kernels of a GPU that take all of them at once.
+pub struct FewPlan {
+    /// Absolute position of every row, `[N]` int64.
+    pub positions: Tensor,
+    pub(super) placed: Vec<Placed>,
 }
 
 /// Chunks of one length in one pool whose histories need the same span.
@@ -135,6 +143,15 @@ impl KvCache {
             few,
             visibility,
         }
+    }
+
+    /// The same for chunks of at most [`FEW_ROWS`] rows in all, in another way; none of more.
+    pub fn few_plan(&self, chunks: &[Chunk]) -> Option<FewPlan> {
+        let rows = chunks.iter().map(|chunk| chunk.len).sum::<usize>();
+        (1..=FEW_ROWS).contains(&rows).then(|| FewPlan {
+            positions: self.ruler.runs(chunks.iter().map(positions)),
+            placed: self.placed(chunks),
+        })
     }
 
     fn group(&self, group: &[Placed], visibility: MaskKind) -> Group {

@@ -1,7 +1,10 @@
 //! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
-use deepspec_native::{gated_product, rms_norm, silu_times};
-use tch::Tensor;
+use deepspec_native::{
+    FewRowsHeads, Gain, few_rows_gated_product, few_rows_product, gated_product, has_few_rows, rms_norm,
+    silu_times,
+};
+use tch::{Kind, Tensor};
 
 use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
 use super::{Builder, Init, Rotation, Weight};
@@ -35,6 +38,14 @@ impl Linear {
         self.weight.product(x, self.bias.as_ref())
     }
 
+    /// Its weight, where that is as it is stored and there is nothing beside it.
+    fn alone(&self) -> Option<&Tensor> {
+        match (&self.weight, &self.bias) {
+            (Weight::Stored(weight), None) => Some(weight),
+            _ => None,
+        }
+    }
+
     /// `silu(gate(x)) ⊙ self(x)` in one, where both are packed and without bias.
     fn gated_by(&self, gate: &Self, x: &Tensor) -> Option<Tensor> {
         let (Weight::Packed(up), Weight::Packed(packed)) = (&self.weight, &gate.weight) else { return None };
@@ -62,6 +73,10 @@ impl RmsNorm {
     /// A norm over `size` channels.
     pub fn new(b: &Builder, name: &str, size: i64, eps: f64) -> Result<Self, ModelError> {
         Ok(Self { weight: b.get(&format!("{name}.weight"), &[size], Init::Ones)?, eps })
+    }
+
+    fn gain(&self) -> Gain<'_> {
+        Gain { weights: &self.weight, eps: self.eps }
     }
 
     /// Norms the last dimension.
@@ -223,7 +238,64 @@ pub struct DecoderLayer {
     layer_scalar: Option<Tensor>,
 }
 
+/// What a layer for a few rows on a GPU is made of.
+struct FewRows<'a> {
+    qkv: [&'a Tensor; 3],
+    output: &'a Tensor,
+    gate: &'a Tensor,
+    up: &'a Tensor,
+    down: &'a Tensor,
+}
+
 impl DecoderLayer {
+    /// Its weights, where it is a layer that there are kernels for.
+    fn few_rows(&self) -> Option<FewRows<'_>> {
+        let Self { attention, mlp, attention_norms, mlp_norms, layer_scalar } = self;
+        let is_plain = attention_norms.after.is_none() && mlp_norms.after.is_none() && layer_scalar.is_none();
+        let fits = is_plain
+            && attention.v_norm.is_none()
+            && attention.q_norm.is_some() == attention.k_norm.is_some()
+            && mlp.activation == Activation::Silu;
+        fits.then_some(())?;
+        Some(FewRows {
+            qkv: [attention.q_proj.alone()?, attention.k_proj.alone()?, attention.v_proj.as_ref()?.alone()?],
+            output: attention.o_proj.alone()?,
+            gate: mlp.gate_proj.alone()?,
+            up: mlp.up_proj.alone()?,
+            down: mlp.down_proj.alone()?,
+        })
+    }
+
+    /// Whether [`DecoderLayer::forward_few_rows`] can be had: for bfloat16 on a GPU, and layers as Qwen3's and Llama's.
+    pub fn has_few_rows(&self) -> bool {
+        let heads = self.attention.heads;
+        self.few_rows().is_some_and(|FewRows { qkv, output, gate, .. }| {
+            let (width, inner) = (qkv[0].size()[1], gate.size()[0]);
+            gate.kind() == Kind::BFloat16
+                && output.size()[0] == width
+                && has_few_rows(gate, width, inner, heads.dim, heads.repeats())
+        })
+    }
+
+    /// [`DecoderLayer::forward`] of up to [`deepspec_native::FEW_ROWS`] rows, where there is such a thing: `attend` takes queries, keys and values side by
+    /// side, `[N, (H + 2G)·D]`, and norms and rotates them by itself.
+    pub fn forward_few_rows(
+        &self,
+        x: &Tensor,
+        rotation: &Rotation,
+        attend: impl FnOnce(&Tensor, &FewRowsHeads<'_>) -> Tensor,
+    ) -> Option<Tensor> {
+        let FewRows { qkv, output, gate, up, down } = self.few_rows()?;
+        let Attention { q_norm, k_norm, heads, .. } = &self.attention;
+        let gains = q_norm.as_ref().zip(k_norm.as_ref()).map(|(q, k)| [q.gain(), k.gain()]);
+        let Heads { query, key_value, dim } = *heads;
+        let heads = FewRowsHeads { query, key_value, dim, gains, angles: rotation.angles() };
+        let qkv = few_rows_product(x, Some(self.attention_norms.before.gain()), &qkv, None);
+        let x = few_rows_product(&attend(&qkv, &heads), None, &[output], Some(x));
+        let inner = few_rows_gated_product(&x, self.mlp_norms.before.gain(), gate, up);
+        Some(few_rows_product(&inner, None, &[down], Some(&x)))
+    }
+
     /// The layer `name` (`model.layers.3`, `layers.0`).
     pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
         Self::reading(b, name, spec, spec.hidden_size)

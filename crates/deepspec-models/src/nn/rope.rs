@@ -192,6 +192,11 @@ fn ramp(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
 }
 
 impl Rotation {
+    /// Cosines and sines.
+    pub fn angles(&self) -> [&Tensor; 2] {
+        [&self.cos, &self.sin]
+    }
+
     /// Rotates `x [N, heads, D]`, whose halves are the two coordinates of each plane.
     pub fn rotate(&self, x: &Tensor) -> Tensor {
         if let Some(rotated) = deepspec_native::rotate(x, &self.cos, &self.sin) {

@@ -338,6 +338,8 @@ at::Tensor* ds_argmax(const at::Tensor* x) {
 // Turns the planes (i, D/2 + i) of x [N, heads, D]; cosines and sines are [N, 1, D/2] and do not learn.
 at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::Tensor* sines) {
   return made([&]() -> at::Tensor {
+    if (on_gpu::can_be_turned(*x, *cosines, *sines))
+      return learns(*x) ? on_gpu::Rotation::apply(*x, *cosines, *sines) : on_gpu::turned(*x, *cosines, *sines, 1.0f);
     if (!plain(*x) || !plain(*cosines) || !plain(*sines) || x->dim() != 3 || x->numel() == 0) return {};
     const int64_t width = x->size(2), needed = x->size(0) * (width / 2);
     if (width % 2 != 0 || cosines->numel() != needed || sines->numel() != needed) return {};
@@ -350,6 +352,7 @@ at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::
 // gate * sigmoid(gate) * up, of one shape [.., d]; nothing learns of it.
 at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
   return made([&]() -> at::Tensor {
+    if (on_gpu::can_be_gated(*gate, *up)) return learns(*gate) || learns(*up) ? on_gpu::Gate::apply(*gate, *up) : on_gpu::gated(*gate, *up);
     if (!can_be_gated(*gate, *up) || learns(*gate) || learns(*up)) return {};
     RECORD_USER_SCOPE("silu_times");
     return gated(*gate, *up);

@@ -5,7 +5,9 @@
 #include "mkl.cpp"
 #include "matrices.cpp"
 #include "profile.cpp"
-// Behind matrices.cpp, whose products it takes.
+#include "gpu.cpp"
+#include "gpu_rows.cpp"
+// Behind matrices.cpp, whose products it takes, and what GPUs have.
 #include "rows.cpp"
 #include "stream.cpp"
 // Behind rows.cpp, of which they use what computes with lanes, and blocks.cpp behind matrices.cpp.
@@ -16,6 +18,9 @@
 // Behind losses.cpp, whose sums they take.
 #include "adamw.cpp"
 #include "draws.cpp"
+#include "gpu_attention.cpp"
+#include "gpu_decode.cpp"
+#include "gpu_losses.cpp"
 
 #ifdef __linux__
 #include "pool.cpp"

@@ -17,7 +17,7 @@ c10::impl::VirtualGuardImpl gpus() {
   return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA);
 }
 
-c10::Device gpu(int index) {
+c10::Device device_of(int index) {
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
@@ -29,20 +29,20 @@ using OnGpu = c10::DeviceGuard;
 extern "C" {
 
 char* ds_side_stream(int index, int64_t* id) {
-  return caught([&] { *id = gpus().getStreamFromGlobalPool(gpu(index)).id(); });
+  return caught([&] { *id = gpus().getStreamFromGlobalPool(device_of(index)).id(); });
 }
 
 // Makes a stream this thread's; `before` is the one that was.
 char* ds_enter_stream(int index, int64_t id, int64_t* before) {
-  return caught([&] { *before = gpus().exchangeStream(c10::Stream(c10::Stream::UNSAFE, gpu(index), id)).id(); });
+  return caught([&] { *before = gpus().exchangeStream(c10::Stream(c10::Stream::UNSAFE, device_of(index), id)).id(); });
 }
 
 // An event behind all that this thread's stream was asked for.
 char* ds_event_here(int index, c10::Event** out) {
   return caught([&] {
-    const OnGpu on(gpu(index));
+    const OnGpu on(device_of(index));
     auto event = std::make_unique<c10::Event>(c10::DeviceType::CUDA);
-    event->record(gpus().getStream(gpu(index)));
+    event->record(gpus().getStream(device_of(index)));
     *out = event.release();
   });
 }
@@ -50,8 +50,8 @@ char* ds_event_here(int index, c10::Event** out) {
 // This thread's stream of a GPU waits for the event.
 char* ds_event_block(c10::Event* event, int index) {
   return caught([&] {
-    const OnGpu on(gpu(index));
-    event->block(gpus().getStream(gpu(index)));
+    const OnGpu on(device_of(index));
+    event->block(gpus().getStream(device_of(index)));
   });
 }
 

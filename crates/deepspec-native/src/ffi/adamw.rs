@@ -89,6 +89,16 @@ pub fn square_sum(values: &Tensor) -> Option<Tensor> {
     unsafe { owned(ds_square_sum(values.as_ptr().cast())) }
 }
 
+unsafe extern "C" {
+    fn ds_take_gradient(parameter: *const c_void) -> *mut c_void;
+}
+
+/// The gradient that a parameter has. It has none afterwards, so that the next is not added to zeros.
+pub fn take_gradient(parameter: &Tensor) -> Option<Tensor> {
+    // SAFETY: the shim takes the parameter's own reference to its gradient over, or returns null; it catches every C++ exception.
+    unsafe { owned(ds_take_gradient(parameter.as_ptr().cast())) }
+}
+
 #[cfg(test)]
 mod tests {
     use tch::{Device, Kind};

@@ -2,9 +2,9 @@
 
 use std::ffi::{c_char, c_void};
 use std::ops::Range;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::c10d::check;
 use super::rows::owned;
@@ -163,6 +163,108 @@ pub fn attend_by_block(
     }
     // SAFETY: it is null or a tensor from `new` that belongs to nobody else.
     unsafe { owned(out) }
+}
+
+/// A plan of the shim.
+#[repr(C)]
+struct RawPlan([u8; 0]);
+
+unsafe extern "C" {
+    fn ds_attends_in_tiles(like: *const c_void, dim: i64) -> bool;
+    fn ds_tiled_plan(numbers: *const c_void, of: *const TiledBlocks, out: *mut *mut RawPlan) -> *mut c_char;
+    fn ds_tiled_plan_free(plan: *mut RawPlan);
+    fn ds_attend_in_tiles(
+        q: *const c_void,
+        k: *const c_void,
+        v: *const c_void,
+        own_k: *const c_void,
+        own_v: *const c_void,
+        plan: *mut RawPlan,
+        out: *mut *mut c_void,
+    ) -> *mut c_char;
+}
+
+/// Whether there is [`TiledAttention`] for heads of `dim` values of a kind, on the device of `like`.
+pub fn attends_in_tiles(like: &Tensor, kind: Kind, dim: i64) -> bool {
+    // SAFETY: the shim reads the tensor's device, and catches every C++ exception.
+    kind == Kind::BFloat16 && unsafe { ds_attends_in_tiles(like.as_ptr().cast(), dim) }
+}
+
+/// How the blocks of a sequence are cut into tiles, on a GPU. Beside these numbers there is a tensor of others, int32, one list after the other: for each
+/// tile the keys that all its blocks see and where those lie among all tiles' (`2 · tiles`); for each slot its block and that one's anchor
+/// (`2 · tiles · slots`); the slot of each block (`blocks`); and three sums with a beginning of 0 (`3 · (tiles + 1)`): of the tiles' queries, of the keys that
+/// they see, and of nothing.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct TiledBlocks {
+    /// Tiles.
+    pub tiles: i64,
+    /// Blocks of a tile.
+    pub slots: i64,
+    /// Positions of a block.
+    pub size: i64,
+    /// Heads of queries to a head of keys.
+    pub repeats: i64,
+    /// Heads of keys.
+    pub groups: i64,
+    /// D.
+    pub dim: i64,
+    /// Keys behind those that all blocks of a tile see.
+    pub rest: i64,
+    /// T, tokens of the context.
+    pub tokens: i64,
+    /// Blocks of the sequence.
+    pub blocks: i64,
+    /// Keys that tiles see, added up.
+    pub packed: i64,
+    /// The most that one sees.
+    pub most_seen: i64,
+    /// Of the scores.
+    pub scale: f64,
+}
+
+/// The attention of [`block_attention`] for bfloat16 on a GPU, where each block of a sequence sees the context before its anchor.
+pub struct TiledAttention(NonNull<RawPlan>);
+
+impl TiledAttention {
+    /// For layers of one shape; `numbers` is the tensor that [`TiledBlocks`] tells of, on the GPU.
+    ///
+    /// # Panics
+    /// If there are not so many numbers, or with the driver's words.
+    pub fn new(numbers: &Tensor, blocks: &TiledBlocks) -> Self {
+        let mut plan = ptr::null_mut();
+        // SAFETY: the shim reads the struct and keeps a counted reference to the tensor; it catches every C++ exception, and sets `plan` where it returns
+        // null.
+        if let Err(problem) = check(unsafe { ds_tiled_plan(numbers.as_ptr().cast(), blocks, &mut plan) }) {
+            panic!("attention in tiles: {problem}");
+        }
+        Self(NonNull::new(plan).expect("a plan without an error"))
+    }
+
+    /// Queries, keys and values of the blocks, `[A·B, heads, D]`, and keys and values of the context, `[T, G, D]`, to `[A·B, H·D]`, with gradients for all.
+    ///
+    /// # Panics
+    /// If shapes do not fit the plan, or with libtorch's words.
+    pub fn attend(&self, q: &Tensor, context: &KeysValues<'_>, own: &KeysValues<'_>) -> Tensor {
+        let [q, k, v, own_k, own_v] =
+            [q, context.k, context.v, own.k, own.v].map(|tensor| tensor.as_ptr().cast());
+        let mut out = ptr::null_mut();
+        // SAFETY: the plan is alive, and the graph counts a reference to it of its own. The shim takes counted references to all tensors, looks at their
+        // shapes, and catches every C++ exception; it sets `out` where it returns null.
+        let outcome = check(unsafe { ds_attend_in_tiles(q, k, v, own_k, own_v, self.0.as_ptr(), &mut out) });
+        if let Err(problem) = outcome {
+            panic!("attention in tiles: {problem}");
+        }
+        // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+        unsafe { Tensor::from_ptr(out.cast()) }
+    }
+}
+
+impl Drop for TiledAttention {
+    fn drop(&mut self) {
+        // SAFETY: it came from the shim, and this reference is given back here only.
+        unsafe { ds_tiled_plan_free(self.0.as_ptr()) };
+    }
 }
 
 #[cfg(test)]

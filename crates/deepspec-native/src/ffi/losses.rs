@@ -26,6 +26,24 @@ unsafe extern "C" {
         labels: *const c_void,
         factors: *const c_void,
     ) -> bool;
+    fn ds_measure_logits(
+        base: *const c_void,
+        bias: *const c_void,
+        target: *const c_void,
+        source_of_row: *const c_void,
+        labels: *const c_void,
+        cap: f64,
+    ) -> *mut c_void;
+    fn ds_slope_logits(
+        base: *const c_void,
+        bias: *const c_void,
+        target: *const c_void,
+        source_of_row: *const c_void,
+        labels: *const c_void,
+        cap: f64,
+        found: *const c_void,
+        factors: *const c_void,
+    ) -> bool;
 }
 
 /// What a target predicts for n rows of a drafter.
@@ -49,6 +67,86 @@ pub struct RowsMeasured {
     pub overlap: Tensor,
     /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for. Rounding leaves the latter some 1e-7 beside 0, or below it, where both are equal.
     pub soft: Option<(Tensor, Tensor)>,
+}
+
+/// Logits of n rows of a drafter and of its target, in bfloat16 on a GPU.
+pub struct LogitRows<'a> {
+    /// The drafter's `[n, V]`, before a bias and a cap.
+    pub base: &'a Tensor,
+    /// What a Markov head adds, `[n, V]`.
+    pub bias: Option<&'a Tensor>,
+    /// The target's `[n, V]`, or of S sources `[S, V]`, before a cap.
+    pub target: &'a Tensor,
+    /// Each row's source, `[n]` int64, where rows share them.
+    pub source_of_row: Option<&'a Tensor>,
+    /// `[n]` int64.
+    pub labels: &'a Tensor,
+    /// c of `c · tanh(logit / c)`, which base and target are bent by.
+    pub cap: Option<f64>,
+}
+
+/// What [`LogitRows::measure`] found: a column for each of the distances, and what the gradients need.
+pub struct LogitsMeasured {
+    found: Tensor, // [n, 9] float32
+}
+
+impl LogitRows<'_> {
+    /// Measures the rows, which stay as they are.
+    ///
+    /// None where there are no kernels for them: on the CPU, of other kinds, and where a GPU's driver or compiler is not found.
+    pub fn measure(&self) -> Option<LogitsMeasured> {
+        let Self { base, bias, target, source_of_row, labels, cap } = self;
+        // SAFETY: the shim has a GPU read all of them, of which two may be null, behind what the thread's stream has to do, and libtorch gives their memory
+        // to nobody else before. Labels and sources are the caller's own numbers of tokens and rows. It catches every C++ exception, and returns null or a
+        // tensor of its own.
+        let found = unsafe {
+            owned(ds_measure_logits(
+                base.as_ptr().cast(),
+                pointer(*bias),
+                target.as_ptr().cast(),
+                pointer(*source_of_row),
+                labels.as_ptr().cast(),
+                cap.unwrap_or(0.0),
+            ))
+        };
+        found.map(|found| LogitsMeasured { found })
+    }
+
+    /// Puts gradients in place of rows that were measured: by the bias where there is one, and by the base where there is none or a cap between both.
+    /// `factors [n, 3]` are those of [`slope_rows`].
+    ///
+    /// # Panics
+    /// If the rows are not those that were measured, or the driver refuses.
+    pub fn slope(self, measured: &LogitsMeasured, factors: &Tensor) {
+        let Self { base, bias, target, source_of_row, labels, cap } = self;
+        // SAFETY: as above; the rows that are written are the caller's alone.
+        let done = unsafe {
+            ds_slope_logits(
+                base.as_ptr().cast(),
+                pointer(bias),
+                target.as_ptr().cast(),
+                pointer(source_of_row),
+                labels.as_ptr().cast(),
+                cap.unwrap_or(0.0),
+                measured.found.as_ptr().cast(),
+                factors.as_ptr().cast(),
+            )
+        };
+        assert!(done, "rows that were measured have no gradient");
+    }
+}
+
+impl LogitsMeasured {
+    /// The distances; the soft ones always.
+    pub fn distances(&self) -> RowsMeasured {
+        let column = |column: i64| self.found.narrow(1, column, 1);
+        RowsMeasured { ce: column(2), l1: column(3), overlap: column(4), soft: Some((column(5), column(6))) }
+    }
+
+    /// 1 where drafter and target prefer the same token, `[n, 1]`.
+    pub fn agreement(&self) -> Tensor {
+        self.found.narrow(1, 7, 1)
+    }
 }
 
 fn pointer(tensor: Option<&Tensor>) -> *const c_void {
@@ -285,6 +383,98 @@ mod tests {
             assert!(sums.equal(&target.zeros_like().index_add(0, &of, &draft)));
             add_to_rows(&mut more, &of, &sums);
             assert!(more.equal(&(&draft + sums.index_select(0, &of))));
+        }
+    }
+
+    /// Where there are kernels, on a GPU, what they find of bfloat16 logits is what float64 finds of the same numbers; elsewhere there are none.
+    #[test]
+    fn logits_on_a_gpu_are_measured_where_they_lie() {
+        let device = match std::env::var("DEEPSPEC_TEST_DEVICE").as_deref() {
+            Ok("cuda") => {
+                crate::ffi::load_cuda().unwrap();
+                Device::Cuda(0)
+            }
+            _ => Device::Cpu,
+        };
+        let labels = Tensor::from_slice(&[3_i64, 0, 36, 7, 7]);
+        let source = Tensor::from_slice(&[0_i64, 0, 2, 1, 1]);
+        // Of whole vectors, and not.
+        for (vocab, cap, has_bias, shares) in [
+            (4096, None, true, true),
+            (4099, None, false, false),
+            (1000, Some(3.0), true, true),
+            (37, Some(2.0), false, false),
+        ] {
+            let of = |rows, step| values(rows, vocab, step).to_kind(Kind::BFloat16);
+            let (base, bias, target) = (of(5, 0.37), of(5, 0.11), of(if shares { 3 } else { 5 }, 1.3));
+            let there = [&base, &bias, &target, &labels, &source].map(|of| of.to_device(device).copy());
+            let logits = || LogitRows {
+                base: &there[0],
+                bias: has_bias.then_some(&there[1]),
+                target: &there[2],
+                source_of_row: shares.then_some(&there[4]),
+                labels: &there[3],
+                cap,
+            };
+            let Some(measured) = logits().measure() else {
+                assert_eq!(device, Device::Cpu, "no kernels on the GPU");
+                continue;
+            };
+            let exact = |of: &Tensor| of.to_kind(Kind::Double);
+            let bent = |of: &Tensor| cap.map_or_else(|| exact(of), |cap| (exact(of) / cap).tanh() * cap);
+            let draft = bent(&base) + if has_bias { exact(&bias) } else { exact(&bias).zeros_like() };
+            let theirs = if shares { bent(&target).index_select(0, &source) } else { bent(&target) };
+            let (p, t) = (draft.softmax(-1, Kind::Double), theirs.softmax(-1, Kind::Double));
+            let (log_p, log_t) = (draft.log_softmax(-1, Kind::Double), theirs.log_softmax(-1, Kind::Double));
+            let sum = |of: Tensor| of.sum_dim_intlist(-1, true, Kind::Double);
+            let found = measured.distances();
+            let (soft, kl) = found.soft.unwrap();
+            let host = |of: &Tensor| of.to_device(Device::Cpu);
+            let expected = [
+                (found.ce, -log_p.gather(1, &labels.unsqueeze(1), false), "ce"),
+                (found.l1, sum((&p - &t).abs()), "l1"),
+                (found.overlap, sum(p.minimum(&t)), "overlap"),
+                (soft, -sum(&t * &log_p), "soft"),
+                (kl, sum(&t * (&log_t - &log_p)), "kl"),
+                (
+                    measured.agreement(),
+                    draft.argmax(-1, true).eq_tensor(&theirs.argmax(-1, true)).to_kind(Kind::Double),
+                    "agreement",
+                ),
+            ];
+            for (found, exact, what) in &expected {
+                let off = (host(found).to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
+                assert!(
+                    off <= 2e-5 * exact.abs().max().double_value(&[]).max(1.0),
+                    "{what} of {vocab}: off by {off}"
+                );
+            }
+            let factors = Tensor::from_slice(&[0.5f32, 0.25, 2.0]).repeat([5, 1]);
+            logits().slope(&measured, &factors.to_device(device));
+            let sign = (&p - &t).sign();
+            let label = Tensor::zeros_like(&p).scatter_value(1, &labels.unsqueeze(1), 1.0);
+            let along = &sign - sum(&p * &sign);
+            let by_logit = (&p - label) * 0.5 + (&p - &t) * 0.25 + &p * along * 2.0;
+            let by_base = match cap {
+                Some(cap) => &by_logit * (1.0 - (exact(&base) / cap).tanh().square()),
+                None => by_logit.shallow_clone(),
+            };
+            let near = |found: &Tensor, exact: &Tensor, what| {
+                let off = (host(found).to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
+                // Half a unit of bfloat16, and what rounding does to a sign where both are equal.
+                assert!(
+                    off <= 0.005 * exact.abs().max().double_value(&[]),
+                    "{what} of {vocab}: off by {off}"
+                );
+            };
+            if has_bias {
+                near(&there[1], &by_logit, "slope by the bias");
+            }
+            if cap.is_some() || !has_bias {
+                near(&there[0], &by_base, "slope by the base");
+            } else {
+                assert_eq!(host(&there[0]), base, "the base is not written");
+            }
         }
     }
 }

@@ -7,6 +7,7 @@
 mod adamw;
 mod attention;
 pub mod c10d;
+mod few_rows;
 mod filling;
 mod history;
 mod losses;
@@ -23,14 +24,19 @@ use std::process::{Child, Command};
 
 use libloading::Library;
 
-pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum};
+pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
 pub use attention::{
-    AttentionPart, KeysValues, SequenceBlocks, attend_by_block, attends_by_block, block_attention,
+    AttentionPart, KeysValues, SequenceBlocks, TiledAttention, TiledBlocks, attend_by_block,
+    attends_by_block, attends_in_tiles, block_attention,
+};
+pub use few_rows::{
+    FEW_ROWS, FewRowsHeads, Gain, few_rows_attention, few_rows_gated_product, few_rows_product, has_few_rows,
 };
 pub use filling::Filling;
 pub use history::{HistoryChunk, HistoryView, has_history_attention, history_attention};
 pub use losses::{
-    RowsMeasured, WeighedTarget, add_to_rows, measure_rows, slope_rows, sum_rows, weigh_target,
+    LogitRows, LogitsMeasured, RowsMeasured, WeighedTarget, add_to_rows, measure_rows, slope_rows, sum_rows,
+    weigh_target,
 };
 pub use matrices::{multiply, projection};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
