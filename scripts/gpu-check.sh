@@ -1,13 +1,26 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in less than ten minutes from built binaries: the golden suite on the device, groups of 1 and of all
-# GPUs, a training step at full size, decoding at full size beside transformers. Weights are random; nothing is downloaded.
+# Everything that wants a GPU, in less than ten minutes from built binaries: the golden suite on the device, our own kernels, groups of 1
+# and of all GPUs, training steps at full size, decoding at full size beside transformers. Weights are random; nothing is downloaded.
 #
 #   scripts/gpu-check.sh [OUTPUT_DIR]              default runs/gpu-check: gpu-check.json, a table in gpu-check.md, logs
 #   scripts/gpu-check.sh --standin [OUTPUT_DIR]    the same at toy size on the GPU that is none (tests/standin), which any machine can
+#   scripts/gpu-check.sh --pack DIR                puts the programs that it runs in DIR, for a machine without Rust: there,
+#                                                  with this tree at the same path, DEEPSPEC_GPU_PROGRAMS=DIR names them
 #
 # Python with torch and transformers is DEEPSPEC_TEST_PYTHON, else python3.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+# What is compared on the device. Attention of blocks and our own kernels are others there than on the CPU.
+tests=(--workspace --test 'golden*' --test block_attention --test on_gpu)
+if [ "${1:-}" = --pack ]; then
+    into=${2:?usage: scripts/gpu-check.sh --pack DIR}
+    mkdir -p "$into/tests"
+    cargo build --release --locked --bin deepspec-train --bin deepspec-eval
+    built=$(cargo test --release --locked "${tests[@]}" --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*deps[^"]*\)".*/\1/p')
+    for program in $built; do strip -o "$into/tests/$(basename "$program")" "$program"; done
+    for program in deepspec-train deepspec-eval; do strip -o "$into/$program" "${CARGO_TARGET_DIR:-target}/release/$program"; done
+    exit
+fi
 standin=0
 if [ "${1:-}" = --standin ]; then
     standin=1
@@ -17,7 +30,8 @@ out=${1:-runs/gpu-check}
 mkdir -p "$out"
 out=$(cd "$out" && pwd -P)
 python=${DEEPSPEC_TEST_PYTHON:-python3}
-bin=${CARGO_TARGET_DIR:-target}/release
+programs=${DEEPSPEC_GPU_PROGRAMS:-}
+bin=${programs:-${CARGO_TARGET_DIR:-target}/release}
 train=$bin/deepspec-train
 eval=$bin/deepspec-eval
 # What is tokenised here is of no use to other runs.
@@ -28,7 +42,7 @@ if [ $standin = 0 ] && ! nvidia-smi -L >"$out/gpus.txt" 2>/dev/null; then
     echo "gpu-check: nvidia-smi shows no GPU here; --standin runs the same at toy size without one" >&2
     exit 1
 fi
-cargo build --quiet --release --workspace --bins --test 'golden*'
+[ -n "$programs" ] || cargo build --quiet --release --workspace --bins --test 'golden*'
 if [ $standin = 1 ] && grep -qa ProcessGroupNCCL "$train"; then
     echo "gpu-check: the programs are built with NCCL, for true GPUs; left out here" >&2
     exit 0
@@ -48,14 +62,21 @@ if [ $standin = 1 ]; then
 else
     gpus=$(grep -c '^GPU ' "$out/gpus.txt") backend=nccl
     if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
-    bench=(--config configs/dspark/qwen3_4b.yaml --set train.global_batch_size=8 --processes 1 --bench 3)
+    # As many samples to a step as one of eight GPUs has of the recipe's 512.
+    bench=(--config configs/dspark/qwen3_4b.yaml --set train.global_batch_size=64 --processes 1 --bench 1)
     shape=(configs/shapes/qwen3_4b.json) slots=32 tokens=128
 fi
 
 say "golden suite on the device"
 golden=0
-# With one thread, for which bits are promised. Attention of blocks is computed otherwise than on the CPU, so it is compared here too.
-OMP_NUM_THREADS=1 DEEPSPEC_TEST_DEVICE=cuda cargo test --quiet --release --workspace --no-fail-fast --test 'golden*' --test block_attention >"$out/golden.log" 2>&1 || golden=$?
+rm -f "$out/golden.log"
+# With one thread, for which bits are promised.
+compare=(env OMP_NUM_THREADS=1 DEEPSPEC_TEST_DEVICE=cuda)
+if [ -n "$programs" ]; then
+    for program in "$programs"/tests/*; do "${compare[@]}" "$program" >>"$out/golden.log" 2>&1 || golden=$?; done
+else
+    "${compare[@]}" cargo test --quiet --release --no-fail-fast "${tests[@]}" >"$out/golden.log" 2>&1 || golden=$?
+fi
 
 say "groups of 1 and $gpus over $backend"
 "$python" scripts/gpu_check.py rows assets/demo-prompts.jsonl 32 >"$out/rows.jsonl"
@@ -82,13 +103,15 @@ if [ ${#shape[@]} -gt 0 ]; then
     target=$out/target
     "$python" scripts/gpu_check.py target "${shape[@]}" assets/tiny-target "$target"
 fi
+# Of one slot longer, so that the first step, in which libraries choose their kernels, weighs little.
 for count in 1 "$slots"; do
     $eval run --quiet --device cuda --dtype bfloat16 --target "$target" --draft none --no-baseline --suite smoke-chat --limit "$count" \
-        --slots "$count" --temperature 0 --max-new-tokens "$tokens" --overwrite --output-dir "$out/decode-$count" >/dev/null
+        --slots "$count" --temperature 0 --max-new-tokens $((count == 1 ? 4 * tokens : tokens)) --overwrite --output-dir "$out/decode-$count" >/dev/null
 done
+weights=$(stat -c %s "$target"/*.safetensors | awk '{ bytes += $1 } END { printf "%d", bytes }')
 device=$([ $standin = 1 ] && echo cpu || echo cuda)
 LD_LIBRARY_PATH='' "$python" scripts/gpu_check.py loop "$target" eval_datasets/smoke-chat.jsonl "$tokens" "$device" >"$out/loop.json"
 if [ $standin = 0 ]; then rm -r "$target"; fi
 
 "$python" scripts/gpu_check.py report "$out" --seconds "$SECONDS" --standin $standin --backend $backend --golden $golden \
-    --groups "${groups[@]}" --slots 1 "$slots"
+    --groups "${groups[@]}" --slots 1 "$slots" --weights "$weights"

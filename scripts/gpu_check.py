@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 ROLES = {"human": "user", "gpt": "assistant"}
+# Bytes a second that makers state of a GPU's memory, by part of its name.
+BANDWIDTHS = [("H200", 4.8e12), ("H100 PCIe", 2.0e12), ("H100", 3.35e12), ("A100-SXM4-80GB", 2.04e12), ("A100", 1.56e12), ("B200", 8.0e12)]
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
@@ -73,11 +75,23 @@ def decoded(folder):
     return {"tokens": tokens, "seconds": timing["wall_s"], "tokens_per_s": tokens / timing["wall_s"], "steps": timing["steps"]}
 
 
+def decoding(run):
+    share = run["of_memory_bandwidth"]
+    told = "" if share is None else f", {100 * share:.1f} % of the memory's bandwidth"
+    return f"{run['tokens_per_s']:.0f} tokens/s{told}"
+
+
 def device(is_standin):
     if is_standin:
         return "none: the stand-in of tests/standin, at toy size"
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+def of_bandwidth(run, weights, device):
+    """How much of its memory's bandwidth a device needs to read all weights once in each step."""
+    known = [bandwidth for name, bandwidth in BANDWIDTHS if name in device]
+    return weights * run["steps"] / run["seconds"] / known[0] if known else None
 
 
 def report(args):
@@ -96,6 +110,8 @@ def report(args):
         "decode": {str(slots): decoded(out / f"decode-{slots}") for slots in args.slots},
         "transformers_loop": json.loads((out / "loop.json").read_text()),
     }
+    for run in found["decode"].values():
+        run["of_memory_bandwidth"] = of_bandwidth(run, args.weights, found["device"])
     (out / "gpu-check.json").write_text(json.dumps(found, indent=2) + "\n")
     bench = found["bench"]
     mfu = "not known" if bench["mfu"] is None else f"{100 * bench['mfu']:.1f} %"
@@ -104,7 +120,7 @@ def report(args):
         *[(f"group of {g['processes']} over {g['backend']}", "passed" if g["passed"] else "FAILED") for g in groups],
         (f"training {bench['name']}", f"{bench['samples_per_s']:.2f} samples/s, MFU {mfu}"),
         ("GPU memory of it at most", f"{bench['device_memory_peak_bytes'] / 1e9:.2f} GB"),
-        *[(f"decoding, slots: {slots}", f"{run['tokens_per_s']:.0f} tokens/s") for slots, run in found["decode"].items()],
+        *[(f"decoding, slots: {slots}", decoding(run)) for slots, run in found["decode"].items()],
         ("transformers, one by one", f"{found['transformers_loop']['tokens_per_s']:.0f} tokens/s"),
     ]
     table = [f"| {found['device']} | |", "|---|---|", *[f"| {what} | {value} |" for what, value in lines]]
@@ -140,6 +156,7 @@ def main():
     command.add_argument("--golden", type=int)
     command.add_argument("--groups", nargs="+")
     command.add_argument("--slots", nargs="+", type=int)
+    command.add_argument("--weights", type=int)
     command.set_defaults(run=report)
     args = parser.parse_args()
     args.run(args)

@@ -53,6 +53,9 @@ pub fn verify(
 /// [`verify`] for a target that is sure of a token at every place, as it is at temperature 0; `target [S, Γ+1]` int64 holds these tokens. Neither
 /// chance nor how sure the drafter was decides anything then.
 pub fn verify_sure(target: &Tensor, tokens: &Tensor, lens: &Tensor) -> Verdict {
+    if tokens.size()[1] == 0 {
+        return Verdict { accepted: lens.zeros_like(), next: target.select(1, 0) };
+    }
     let accepted = survivors(&target.narrow(1, 0, tokens.size()[1]).eq_tensor(tokens), lens);
     let next = target.gather(1, &accepted.unsqueeze(1), false).squeeze_dim(1);
     Verdict { accepted, next }

@@ -185,7 +185,10 @@ impl TargetModel {
             Some(few) => Plan::Few(few),
             None => Plan::Any(self.cache.plan(chunks, MaskKind::Causal)),
         };
-        let rotations = self.ropes.at(plan.positions(), self.kind);
+        let rotations = match &plan {
+            Plan::Few(few) => self.ropes.below(few.end, &few.positions, self.kind),
+            Plan::Any(plan) => self.ropes.at(plan.positions(), self.kind),
+        };
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&Tap::Embedding) {
@@ -263,16 +266,6 @@ impl Target for TargetModel {
 enum Plan {
     Few(FewPlan),
     Any(BatchPlan),
-}
-
-impl Plan {
-    /// Absolute position of every row, `[N]` int64.
-    fn positions(&self) -> &Tensor {
-        match self {
-            Self::Few(few) => &few.positions,
-            Self::Any(plan) => plan.positions(),
-        }
-    }
 }
 
 /// Rows of a feed that one slot takes in within one pass.

@@ -56,6 +56,8 @@ pub struct BatchPlan {
 pub struct FewPlan {
     /// Absolute position of every row, `[N]` int64.
     pub positions: Tensor,
+    /// All of them are below.
+    pub end: usize,
     pub(super) placed: Vec<Placed>,
 }
 
@@ -150,6 +152,7 @@ impl KvCache {
         let rows = chunks.iter().map(|chunk| chunk.len).sum::<usize>();
         (1..=FEW_ROWS).contains(&rows).then(|| FewPlan {
             positions: self.ruler.runs(chunks.iter().map(positions)),
+            end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
             placed: self.placed(chunks),
         })
     }

@@ -194,7 +194,8 @@ class Gpu {
 
  private:
   void* find(Text text, const char* name, unsigned shared) {
-    constexpr unsigned kUnasked = 48 << 10;
+    // Up to 48 KB need not be asked for, with what the kernel has by itself, which is not known here.
+    constexpr unsigned kUnasked = 16 << 10;
     constexpr int kShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     const std::lock_guard<std::mutex> lock(mutex_);
     Function& function = functions_[{text, name}];

@@ -113,8 +113,12 @@ char* ds_few_rows_gated_product(const at::Tensor* x, const at::Tensor* gain, dou
                     height % few::kTile == 0,
                 "weights of a gated product do not fit rows of ", width);
     at::Tensor inner = at::empty({rows, height}, x->options());
-    const gpu::Shape shape{{static_cast<unsigned>((height / few::kTile + 1) / 2), 1, 1}, 256, few::normed_bytes(rows, width), true};
-    gpu::run(gpu::Text::kDecode, "gated_product", shape, *x, x->const_data_ptr(), static_cast<long long>(width), gate->const_data_ptr(),
+    const bool is_small = rows <= 2;
+    const int64_t tiles = is_small ? 1 : 2;
+    const gpu::Shape shape{{static_cast<unsigned>((height / few::kTile + tiles - 1) / tiles), 1, 1}, static_cast<unsigned>(128 * tiles),
+                           few::normed_bytes(rows, width), true};
+    gpu::run(gpu::Text::kDecode, is_small ? "gated_product_1" : "gated_product_2", shape, *x, x->const_data_ptr(), static_cast<long long>(width),
+             gate->const_data_ptr(),
              up->const_data_ptr(), static_cast<int>(height), gain->const_data_ptr(), static_cast<float>(eps), inner.data_ptr(), static_cast<int>(rows),
              static_cast<int>(width));
     *out = new at::Tensor(std::move(inner));

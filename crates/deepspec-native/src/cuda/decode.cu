@@ -95,8 +95,20 @@ __device__ __forceinline__ void wait_for_previous() {
 __device__ __forceinline__ void prefetch_rows(const bfloat* weight, int width) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x < tile_rows) {
-        const int columns = min(width, 2560);
+        const int columns = min(width, 4096);
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(weight + static_cast<long long>(threadIdx.x) * width),
+                     "r"(columns * 2)
+                     : "memory");
+    }
+#endif
+}
+
+// Asks for columns of a tile of weights that lie behind those that its warps begin with, a part of the rows for each of four warps.
+__device__ __forceinline__ void prefetch_columns(const bfloat* weight, int width, int part) {
+#if __CUDA_ARCH__ >= 900
+    const int lane = threadIdx.x % 32, columns = min(width - 384, 640);
+    if (lane < 4 && columns > 0) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(weight + static_cast<long long>(part * 4 + lane) * width + 384),
                      "r"(columns * 2)
                      : "memory");
     }
@@ -307,8 +319,7 @@ __device__ __forceinline__ void product(
     }
 }
 
-constexpr int gated_warps = 8;                 // warps of a gated block
-constexpr int warps_per_tile = 4;              // warps that share the columns of one tile; a block has two tiles
+constexpr int warps_per_tile = 4;              // warps that share the columns of one tile of a gated product
 
 constexpr int attend_warps = 4;
 constexpr int attend_threads = 32 * attend_warps;
@@ -674,43 +685,17 @@ __device__ __forceinline__ void attend(
     }
 }
 
-}  // namespace
-
-// product_plain, product_normalised: y [rows, height] = h(x) [rows, width] times the transpose of the stacked weights
-// [height1, width], [height2, width], [height3, width], plus an optional residual [rows, height], rounded once.
-//   height  height1 + height2 + height3, each a multiple of 16, absent ones null and 0; width a multiple of 64
-//   x       rows `x_stride` values apart, a multiple of 8; y must not overlap x, nor the residual of another row
-//   h       plain: the row itself; normalised: bfloat(x * rsqrt(mean(x * x) + epsilon) * gain)
-//   grid    (height / 16, 1, 1); block (256, 1, 1): eight warps share the columns
-//   shared  dynamic bytes: plain 8 * 12288; normalised (rows + 1) * (width + 32) * 2
-extern "C" __global__ void __launch_bounds__(256, 2) product_plain(
-    const bfloat* x, long long x_stride, const bfloat* weight1, int height1, const bfloat* weight2, int height2,
-    const bfloat* weight3, int height3, const bfloat* residual, bfloat* y, int rows, int width) {
-    product<false>(x, x_stride, weight1, height1, weight2, height2, weight3, height3, nullptr, 0.0f, residual, y, rows,
-                   width);
-}
-
-extern "C" __global__ void __launch_bounds__(256, 3) product_normalised(
-    const bfloat* x, long long x_stride, const bfloat* weight1, int height1, const bfloat* weight2, int height2,
-    const bfloat* weight3, int height3, const bfloat* gain, float epsilon, const bfloat* residual, bfloat* y, int rows,
-    int width) {
-    product<true>(x, x_stride, weight1, height1, weight2, height2, weight3, height3, gain, epsilon, residual, y, rows, width);
-}
-
-// gated_product: inner [rows, height] = bfloat(silu(h(x) * gate transposed) * (h(x) * up transposed)).
-//   h       as product_normalised; a null gain means the row itself
-//   height  a multiple of 16; width a multiple of 64; x_stride a multiple of 8
-//   grid    ((height / 16 + 1) / 2, 1, 1); block (256, 1, 1)
-//   shared  dynamic bytes: (rows + 1) * (width + 32) * 2
-extern "C" __global__ void __launch_bounds__(256, 3) gated_product(
+// A block has so many tiles of both matrices, each of which four warps share.
+template <int tiles>
+__device__ __forceinline__ void gated(
     const bfloat* x, long long x_stride, const bfloat* gate, const bfloat* up, int height, const bfloat* gain,
     float epsilon, bfloat* inner, int rows, int width) {
     let_next_begin();
     extern __shared__ uint4 staged[];
-    __shared__ float partial[gated_warps][2][most_rows][padded_tile];
+    __shared__ float partial[tiles * warps_per_tile][2][most_rows][padded_tile];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = lane / 4, member = lane % 4;
     const int part = warp % warps_per_tile;
-    const int first_row = (blockIdx.x * 2 + warp / warps_per_tile) * tile_rows;
+    const int first_row = (blockIdx.x * tiles + warp / warps_per_tile) * tile_rows;
     const int pieces = width / 8, line = pieces + line_padding, units = width / unit_columns;
     const long long offset = static_cast<long long>(first_row + group) * pieces + member;
     const uint4* gate_low = reinterpret_cast<const uint4*>(gate) + offset;
@@ -733,19 +718,13 @@ extern "C" __global__ void __launch_bounds__(256, 3) gated_product(
     for (int slot = 0; slot < depth; ++slot) {
         if (slot < count) load(slot, slot);
     }
-    wait_for_previous();
-    if (gain) {
-        stage_normalised(staged, x, x_stride, gain, epsilon, rows, width);
-    } else {
-        for (int piece = thread; piece < pieces; piece += blockDim.x) {
-            for (int token = 0; token < rows; ++token) {
-                copy_token_async(staged + token * line + piece, x + token * x_stride + piece * 8);
-            }
-        }
-        commit_copies();
-        wait_for_copies<0>();
-        __syncthreads();
+    // The memory has little else to do while the kernels in front attend: what follows comes nearer.
+    if (first_row < height) {
+        prefetch_columns(gate + static_cast<long long>(first_row) * width, width, part);
+        prefetch_columns(up + static_cast<long long>(first_row) * width, width, part);
     }
+    wait_for_previous();
+    stage_normalised(staged, x, x_stride, gain, epsilon, rows, width);
 
     float gate_sums[4] = {0.0f, 0.0f, 0.0f, 0.0f}, up_sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const auto consume = [&](int slot, int step) {
@@ -772,16 +751,59 @@ extern "C" __global__ void __launch_bounds__(256, 3) gated_product(
     store_tile(partial[warp][1], up_sums, group, member);
     __syncthreads();
 
-    const int token = thread / 32, row = thread % 32;
-    const int first_warp = row / tile_rows * warps_per_tile, target = blockIdx.x * 2 * tile_rows + row;
-    if (token < rows && target < height) {
+    for (int cell = thread; cell < rows * tiles * tile_rows; cell += blockDim.x) {
+        const int token = cell / (tiles * tile_rows), row = cell % (tiles * tile_rows);
+        const int first_warp = row / tile_rows * warps_per_tile, target = blockIdx.x * tiles * tile_rows + row;
+        if (target >= height) continue;
         float gate_sum = 0.0f, up_sum = 0.0f;
         for (int index = 0; index < warps_per_tile; ++index) {
             gate_sum += partial[first_warp + index][0][token][row % tile_rows];
             up_sum += partial[first_warp + index][1][token][row % tile_rows];
         }
-        inner[static_cast<long long>(token) * height + target] = narrow(gate_sum / (1.0f + expf(-gate_sum)) * up_sum);
+        const float opened = gate_sum / (1.0f + __expf(-gate_sum));
+        inner[static_cast<long long>(token) * height + target] = narrow(opened * up_sum);
     }
+}
+
+}  // namespace
+
+// product_plain, product_normalised: y [rows, height] = h(x) [rows, width] times the transpose of the stacked weights
+// [height1, width], [height2, width], [height3, width], plus an optional residual [rows, height], rounded once.
+//   height  height1 + height2 + height3, each a multiple of 16, absent ones null and 0; width a multiple of 64
+//   x       rows `x_stride` values apart, a multiple of 8; y must not overlap x, nor the residual of another row
+//   h       plain: the row itself; normalised: bfloat(x * rsqrt(mean(x * x) + epsilon) * gain)
+//   grid    (height / 16, 1, 1); block (256, 1, 1): eight warps share the columns
+//   shared  dynamic bytes: plain 8 * 12288; normalised (rows + 1) * (width + 32) * 2
+extern "C" __global__ void __launch_bounds__(256, 2) product_plain(
+    const bfloat* x, long long x_stride, const bfloat* weight1, int height1, const bfloat* weight2, int height2,
+    const bfloat* weight3, int height3, const bfloat* residual, bfloat* y, int rows, int width) {
+    product<false>(x, x_stride, weight1, height1, weight2, height2, weight3, height3, nullptr, 0.0f, residual, y, rows,
+                   width);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) product_normalised(
+    const bfloat* x, long long x_stride, const bfloat* weight1, int height1, const bfloat* weight2, int height2,
+    const bfloat* weight3, int height3, const bfloat* gain, float epsilon, const bfloat* residual, bfloat* y, int rows,
+    int width) {
+    product<true>(x, x_stride, weight1, height1, weight2, height2, weight3, height3, gain, epsilon, residual, y, rows, width);
+}
+
+// gated_product_1, gated_product_2: inner [rows, height] = bfloat(silu(h(x) * gate transposed) * (h(x) * up transposed)).
+//   h       as product_normalised
+//   height  a multiple of 16; width a multiple of 64; x_stride a multiple of 8
+//   grid    height / 16 over the number in the name, rounded up; block that number times 128. Of few rows smaller blocks share the
+//           work more evenly, of many the room for their rows is too small for as many. Sums are the same.
+//   shared  dynamic bytes: (rows + 1) * (width + 32) * 2
+extern "C" __global__ void __launch_bounds__(128, 6) gated_product_1(
+    const bfloat* x, long long x_stride, const bfloat* gate, const bfloat* up, int height, const bfloat* gain,
+    float epsilon, bfloat* inner, int rows, int width) {
+    gated<1>(x, x_stride, gate, up, height, gain, epsilon, inner, rows, width);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) gated_product_2(
+    const bfloat* x, long long x_stride, const bfloat* gate, const bfloat* up, int height, const bfloat* gain,
+    float epsilon, bfloat* inner, int rows, int width) {
+    gated<2>(x, x_stride, gate, up, height, gain, epsilon, inner, rows, width);
 }
 
 // attend_128, attend_64: for each chunk (1 to 8 rows of qkv at the end of one history), normalises and rotates the
