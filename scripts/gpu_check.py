@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROLES = {"human": "user", "gpt": "assistant"}
 # Bytes a second that makers state of a GPU's memory, by part of its name.
-BANDWIDTHS = [("H200", 4.8e12), ("H100 PCIe", 2.0e12), ("H100", 3.35e12), ("A100-SXM4-80GB", 2.04e12), ("A100", 1.56e12), ("B200", 8.0e12)]
+BANDWIDTHS = [("NVIDIA H200", 4.8e12), ("H100 80GB HBM3", 3.35e12), ("H100 PCIe", 2.0e12), ("A100-SXM4-80GB", 2.04e12), ("NVIDIA B200", 8.0e12)]
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
@@ -89,7 +89,7 @@ def device(is_standin):
 
 
 def of_bandwidth(run, weights, device):
-    """How much of its memory's bandwidth a device needs to read all weights once in each step."""
+    """How much of its memory's bandwidth a device needs to read all weights, the embedding's tied to the head's, once in each step."""
     known = [bandwidth for name, bandwidth in BANDWIDTHS if name in device]
     return weights * run["steps"] / run["seconds"] / known[0] if known else None
 

@@ -41,7 +41,13 @@ fn main() {
             }
             shim.define("DEEPSPEC_NCCL", None);
             println!("cargo::rustc-link-search=native={}", libtorch.join("lib").display());
+            // What NCCL's part and the headers that it includes call: linkers do not look into the libraries of libraries.
             println!("cargo::rustc-link-lib=torch_cuda");
+            println!("cargo::rustc-link-lib=c10_cuda");
+            if let Some((folder, name)) = includes.iter().find_map(|include| runtime_beside(include)) {
+                println!("cargo::rustc-link-search=native={}", folder.display());
+                println!("cargo::rustc-link-lib=dylib:+verbatim={name}");
+            }
             String::new()
         }
         Err(missing) => missing,
@@ -79,6 +85,18 @@ fn version(libtorch: &Path) -> String {
         line.and_then(|words| words.get(2).cloned()).unwrap_or_else(|| "?".into())
     };
     ["TORCH_VERSION_MAJOR", "TORCH_VERSION_MINOR", "TORCH_VERSION_PATCH"].map(part).join(".")
+}
+
+/// CUDA's runtime in the folder of libraries beside one of headers, and what it is called: wheels have none without a version.
+fn runtime_beside(include: &Path) -> Option<(PathBuf, String)> {
+    ["lib", "lib64"].into_iter().find_map(|folder| {
+        let folder = include.parent()?.join(folder);
+        let name = fs::read_dir(&folder).ok()?.flatten().find_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            name.starts_with("libcudart.so").then_some(name)
+        })?;
+        Some((folder, name))
+    })
 }
 
 /// Where NCCL's headers are: in the wheels beside torch, else in a CUDA toolkit; otherwise what is missing.

@@ -91,6 +91,8 @@ fn cases() -> Vec<Case> {
             // Three tiles, of which the last is not full, and with a window of 120 has keys that all see between such that not all do; one
             // block with nothing before it; some far apart.
             cases.extend([case(&many, 240), case(&[0], 3), case(&[0, 1, 150], 200)]);
+            // In no order, and some alone.
+            cases.push(case(&[900, 3, 640, 644, 0, 899, 320, 70, 71, 898], 901));
         }
     }
     cases
@@ -116,6 +118,51 @@ fn in_bfloat16_it_is_as_close_as_bfloat16_can_be() {
         for (name, distance) in NAMES.iter().zip(distances(&case, Kind::BFloat16)) {
             let Case { heads, window, .. } = &case;
             assert!(distance < 0.03, "{name}: {distance:e}, {heads:?}, window {window:?}");
+        }
+    }
+}
+
+/// Sequences do not see each other, and have the bits that they have alone, on a GPU but for those whose sums are in no order there.
+#[test]
+fn sequences_ride_together_as_they_do_alone() {
+    let heads = Heads { query: 4, key_value: 2, dim: 32 };
+    let spec = AttentionSpec { heads, scale: 0.2, window: None };
+    let (size, spans) = (3, [(50, vec![4_usize, 9, 40]), (400, vec![0, 300, 310, 311, 399])]);
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let run = |spans: &[&(i64, Vec<usize>)], of: [usize; 2]| {
+            let rows: i64 = spans.iter().map(|(_, anchors)| (anchors.len() * size) as i64).sum();
+            let tokens: i64 = spans.iter().map(|(tokens, _)| tokens).sum();
+            // The values of all, of which these are a part.
+            let values = |seed: f64, heads: i64, all: i64, first: usize, count: i64| {
+                let numbers = Tensor::arange(all * heads * 32, (Kind::Double, Device::Cpu));
+                let all = ((numbers * 0.731 + seed).sin() * 37.0).sin().view([all, heads, 32]);
+                let part = all.narrow(0, first as i64, count).to_kind(kind).to_device(device()).copy();
+                part.set_requires_grad(true)
+            };
+            let [first_row, first_token] = of;
+            let of_rows = |seed, heads| values(seed, heads, 24, first_row, rows);
+            let block = Qkv { q: of_rows(0.1, 4), k: of_rows(0.2, 2), v: of_rows(0.3, 2) };
+            let [k, v] = [0.4, 0.5].map(|seed| values(seed, 2, 450, first_token, tokens));
+            let spans: Vec<SequenceSpan> = spans
+                .iter()
+                .map(|(tokens, anchors)| {
+                    let positions: Vec<i64> = anchors.iter().map(|&anchor| anchor as i64).collect();
+                    let positions = Tensor::from_slice(&positions).to_device(device());
+                    SequenceSpan { tokens: *tokens, anchors: anchors.clone(), positions }
+                })
+                .collect();
+            let y = BlockAttention::new(&spec, size, &spans, kind).forward(&block, &k, &v);
+            (&y * y.detach().cos()).sum(Kind::Float).backward();
+            let gradients = [&block.q, &block.k, &block.v, &k, &v].map(Tensor::grad);
+            [y.detach()].into_iter().chain(gradients).collect::<Vec<_>>()
+        };
+        let together = run(&[&spans[0], &spans[1]], [0, 0]);
+        let alone = [run(&[&spans[0]], [0, 0]), run(&[&spans[1]], [9, 50])];
+        for (i, (name, together)) in NAMES.iter().zip(&together).enumerate() {
+            let alone = Tensor::cat(&[&alone[0][i], &alone[1][i]], 0);
+            let off = (together - &alone).abs().max().double_value(&[]);
+            let allowed = if device() == Device::Cpu { 0.0 } else { 0.01 };
+            assert!(off <= allowed, "{name} in {kind:?}: off by {off}");
         }
     }
 }

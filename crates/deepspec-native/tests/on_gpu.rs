@@ -35,7 +35,14 @@ fn assert_near(found: &Tensor, exact: &Tensor, what: &str) {
 /// On a GPU, where there is one to test on, a layer of a few rows is that of the formulas in float64; elsewhere there are no kernels.
 #[test]
 fn a_layer_of_a_few_rows_is_that_of_the_formulas() {
-    let (width, inner, [query, group, dim], eps) = (256, 320, [6, 2, 64], 1e-6);
+    compare_layer([6, 2, 64], [5, 200, 0], 256);
+    // Histories in several pieces, and in pieces of more keys.
+    compare_layer([8, 1, 128], [2100, 0, 8500], 8512);
+    compare_layer([2, 2, 128], [40, 700, 1], 704);
+}
+
+fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], capacity: i64) {
+    let (width, inner, eps) = (256, 320, 1e-6);
     let device = test_device();
     if device == Device::Cpu {
         assert!(!has_few_rows(&values(&[1], 1.0), width, inner, dim, query / group));
@@ -53,7 +60,6 @@ fn a_layer_of_a_few_rows_is_that_of_the_formulas() {
     let [w1, w2, w3] = [(query * dim, 0.11), (group * dim, 0.17), (group * dim, 0.19)]
         .map(|(outputs, step)| values(&[outputs, width], step));
     let [gate, up] = [0.23, 0.29].map(|step| values(&[inner, width], step));
-    let (past, capacity) = ([5_usize, 200, 0], 256_i64);
     let rows: i64 = 8;
     let lens = [3_usize, 4, 1];
     let x = values(&[rows, width], 0.41);
@@ -127,9 +133,18 @@ fn a_layer_of_a_few_rows_is_that_of_the_formulas() {
         }
     }
     assert_near(&found, &Tensor::stack(&outputs, 0), "attention");
+    let of_first = angles.map(|of| of.narrow(0, 0, lens[0] as i64));
+    let heads = FewRowsHeads { angles: [&of_first[0], &of_first[1]], ..heads };
+    let alone = few_rows_attention(&qkv.narrow(0, 0, lens[0] as i64), &heads, &chunks[..1], view);
+    assert!(alone.equal(&found.narrow(0, 0, lens[0] as i64)), "a lone chunk has other bits");
 
     let opened =
         few_rows_gated_product(&device_x, Gain { weights: &there(&gain), eps }, &there(&gate), &there(&up));
+    for rows in [1, 2, 3] {
+        let gain = Gain { weights: &there(&gain), eps };
+        let alone = few_rows_gated_product(&device_x.narrow(0, 0, rows), gain, &there(&gate), &there(&up));
+        assert!(alone.equal(&opened.narrow(0, 0, rows)), "{rows} rows have other bits");
+    }
     let [left, right] = [&gate, &up].map(|w| normed.matmul(&exact(w).tr()));
     assert_near(&opened, &(left.silu() * right), "a gated product");
     let down = values(&[width, inner], 0.31);

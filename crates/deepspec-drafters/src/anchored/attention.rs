@@ -42,7 +42,7 @@ enum Way {
     /// For each sequence, tiles of blocks over parts of the context, which are merged.
     Parts(Vec<OfSequence>),
     /// For each sequence, with its blocks and tokens, all tiles at once, by fused kernels of a GPU.
-    Tiled(Vec<(TiledAttention, [i64; 2])>),
+    Tiled { sequences: Vec<TiledAttention>, sizes: Vec<[i64; 2]> },
     /// One block after the other.
     ByBlock { sequences: Vec<SequenceBlocks>, window: Option<i64> },
 }
@@ -74,13 +74,12 @@ impl BlockAttention {
             };
             let window = window.map(|window| window as i64);
             Way::ByBlock { sequences: spans.iter().map(of).collect(), window }
-        } else if window.is_none() && attends_in_tiles(&spans[0].positions, kind, heads.dim) {
-            let of = |span: &SequenceSpan| {
-                let (tokens, anchors) = (span.tokens, &span.anchors);
-                let attention = tiled(heads, scale, block_size, (tokens, anchors), span.positions.device());
-                (attention, [anchors.len() as i64, tokens])
-            };
-            Way::Tiled(spans.iter().map(of).collect())
+        } else if window.is_none()
+            && attends_in_tiles(&spans[0].positions, kind, heads.dim)
+            && let Some(sequences) = tiled(heads, scale, block_size, spans, spans[0].positions.device())
+        {
+            let sizes = spans.iter().map(|span| [span.anchors.len() as i64, span.tokens]).collect();
+            Way::Tiled { sequences, sizes }
         } else {
             Way::Parts(spans.iter().map(|span| OfSequence::new(spec, block_size, span, kind)).collect())
         };
@@ -102,13 +101,12 @@ impl BlockAttention {
                 };
                 self.one_by_one(&sizes, block, (k, v), attend)
             }
-            Way::Tiled(sequences) => {
-                let sizes: Vec<[i64; 2]> = sequences.iter().map(|of| of.1).collect();
+            Way::Tiled { sequences, sizes } => {
                 let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
                     let (context, own) = (KeysValues { k, v }, KeysValues { k: &block.k, v: &block.v });
-                    sequences[at].0.attend(&block.q, &context, &own)
+                    sequences[at].attend(&block.q, &context, &own)
                 };
-                self.one_by_one(&sizes, block, (k, v), attend)
+                self.one_by_one(sizes, block, (k, v), attend)
             }
         }
     }

@@ -5,6 +5,7 @@ use tch::{Device, Kind};
 
 use super::AnchoredBlocks;
 use super::attention::{ALIGNED, TILE, is_by_block};
+use super::tiles::{COPIES, SLOTS, most_rest};
 use crate::TrainSample;
 use crate::trained::{
     DIRECTIONS, DraftDecoder, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
@@ -87,7 +88,13 @@ pub fn backbone_pass_bytes(
             };
             let of_keys = if device == Device::Cpu { PANELS_AT_WORK } else { KEYS_AT_WORK };
             let of_queries = if by_block { QUERIES_BY_BLOCK } else { QUERIES_AT_WORK };
-            (of_queries * slots * queries + of_keys * sources * keys + scores) * FLOAT
+            let in_parts = (of_queries * slots * queries + of_keys * sources * keys + scores) * FLOAT;
+            let may_be_tiled = device != Device::Cpu && bytes < FLOAT && layer.attention.window.is_none();
+            if may_be_tiled {
+                in_parts.max(tiled_at_work(sample, size, queries, keys, bytes))
+            } else {
+                in_parts
+            }
         };
         // Slopes of all sequences are there together.
         let sloped = |sample: &SampleSize| {
@@ -101,6 +108,16 @@ pub fn backbone_pass_bytes(
     // The layer's output, its slope, their product and the slope of its input; the context's slope so far, and that by this layer.
     let between = (4 * slots + 2 * tokens) * d * bytes;
     PassBytes { kept, by_layer, input: slots * d * bytes, between, layers, ..PassBytes::default() }
+}
+
+/// What the backward of one sequence's attention in tiles has at a time on a GPU: copies of what tiles see, which is half of the context where anchors
+/// are spread over it, and of what only some blocks see, with their slopes; queries, their slopes by both parts, those of the output, and sums of the
+/// fused kernel in float32.
+fn tiled_at_work(sample: &SampleSize, size: usize, queries: usize, keys: usize, bytes: usize) -> usize {
+    const OF_QUERIES: usize = 4;
+    let tiles = sample.anchors.div_ceil(SLOTS);
+    let copied = tiles * (sample.tokens / 2 + most_rest(sample.anchors, sample.tokens) + SLOTS * size);
+    COPIES * copied * keys * bytes + tiles * SLOTS * size * queries * (OF_QUERIES * bytes + FLOAT)
 }
 
 /// Shapes of matrix products in passes over micro-batches of one size.

@@ -4,12 +4,18 @@ use deepspec_models::nn::Heads;
 use deepspec_native::{TiledAttention, TiledBlocks, pinned};
 use tch::{Device, Kind, Tensor};
 
+use super::SequenceSpan;
+
 /// Blocks of a tile. Of what only some of them see most is computed in vain, and what all see is copied once a tile.
-const SLOTS: usize = 16;
+pub(super) const SLOTS: usize = 16;
 /// What all blocks of a tile see ends at a multiple of so many keys.
 const ALIGNED: usize = 64;
-/// A tile ends where more keys than these would be seen by some of its blocks only.
-const MOST_REST: usize = 256;
+/// A tile ends where more keys than these, or twice as many as its blocks take on average, would be seen by some of its blocks only.
+const LEAST_REST: usize = 256;
+/// Bytes that copies of what tiles see, and their slopes, may take in a backward.
+const MOST_BYTES: usize = 4 << 30;
+/// Keys and values, and the slopes of both.
+pub(super) const COPIES: usize = 4;
 
 /// Which blocks share a tile.
 #[derive(Debug, PartialEq, Eq)]
@@ -25,7 +31,9 @@ struct Tiles {
 }
 
 impl Tiles {
-    fn of(anchors: &[usize]) -> Self {
+    /// Of a sequence of so many tokens.
+    fn of(anchors: &[usize], tokens: usize) -> Self {
+        let most_rest = most_rest(anchors.len(), tokens);
         let mut order: Vec<usize> = (0..anchors.len()).collect();
         order.sort_by_key(|&block| anchors[block]);
         let mut tiles = Self { seen: vec![], blocks: vec![], places: vec![0; anchors.len()], rest: 0 };
@@ -35,7 +43,7 @@ impl Tiles {
             let start = tiles.blocks.len();
             tiles.blocks.push(first);
             while tiles.blocks.len() < start + SLOTS
-                && let Some(next) = order.next_if(|&next| anchors[next] - seen <= MOST_REST)
+                && let Some(next) = order.next_if(|&next| anchors[next] - seen <= most_rest)
             {
                 tiles.blocks.push(next);
             }
@@ -52,50 +60,71 @@ impl Tiles {
     }
 }
 
-/// The attention of blocks of `size` positions behind `anchors` of a sequence of `tokens`, on a GPU.
+/// Keys that some blocks of a tile may see alone.
+pub(super) fn most_rest(anchors: usize, tokens: usize) -> usize {
+    (2 * SLOTS * tokens / anchors.max(1)).max(LEAST_REST)
+}
+
+/// The attention of blocks of `size` positions behind the anchors of sequences, on a GPU; None where it would take too much memory.
 pub(super) fn tiled(
     heads: Heads,
     scale: f64,
     size: usize,
-    (tokens, anchors): (i64, &[usize]),
+    spans: &[SequenceSpan],
     device: Device,
-) -> TiledAttention {
-    let tiles = Tiles::of(anchors);
-    let (count, rows) = (tiles.seen.len(), SLOTS * size * heads.repeats() as usize);
-    let mut offsets = vec![0];
-    for seen in &tiles.seen {
-        offsets.push(offsets[offsets.len() - 1] + seen);
+) -> Option<Vec<TiledAttention>> {
+    let rows = SLOTS * size * heads.repeats() as usize;
+    let line = (heads.key_value * heads.dim) as usize * Kind::BFloat16.elt_size_in_bytes();
+    // All sequences' numbers travel together.
+    let (mut numbers, mut of_sequences): (Vec<i32>, Vec<(i64, TiledBlocks)>) = (vec![], vec![]);
+    for SequenceSpan { tokens, anchors, .. } in spans {
+        let tiles = Tiles::of(anchors, *tokens as usize);
+        let count = tiles.seen.len();
+        let mut offsets = vec![0];
+        for seen in &tiles.seen {
+            offsets.push(offsets[offsets.len() - 1] + seen);
+        }
+        if COPIES * offsets[count] * line > MOST_BYTES {
+            return None;
+        }
+        let first = numbers.len();
+        let of_slot = tiles.blocks.iter().map(|&block| anchors[block]);
+        // As `TiledBlocks` wants them.
+        let list = (tiles.seen.iter().copied())
+            .chain(offsets[..count].iter().copied())
+            .chain(tiles.blocks.iter().copied())
+            .chain(of_slot)
+            .chain(tiles.places.iter().copied())
+            .chain((0..=count).map(|tile| tile * rows))
+            .chain(offsets.iter().copied())
+            .chain((0..=count).map(|_| 0));
+        numbers.extend(list.map(|number| number as i32));
+        let blocks = TiledBlocks {
+            tiles: count as i64,
+            slots: SLOTS as i64,
+            size: size as i64,
+            repeats: heads.repeats(),
+            groups: heads.key_value,
+            dim: heads.dim,
+            rest: tiles.rest as i64,
+            tokens: *tokens,
+            blocks: anchors.len() as i64,
+            packed: offsets[count] as i64,
+            most_seen: tiles.seen.iter().max().copied().unwrap_or(0) as i64,
+            scale,
+        };
+        of_sequences.push(((numbers.len() - first) as i64, blocks));
     }
-    let of_slot = tiles.blocks.iter().map(|&block| anchors[block]);
-    // As `TiledBlocks` wants them.
-    let numbers: Vec<i32> = (tiles.seen.iter().copied())
-        .chain(offsets[..count].iter().copied())
-        .chain(tiles.blocks.iter().copied())
-        .chain(of_slot)
-        .chain(tiles.places.iter().copied())
-        .chain((0..=count).map(|tile| tile * rows))
-        .chain(offsets.iter().copied())
-        .chain((0..=count).map(|_| 0))
-        .map(|number| number as i32)
-        .collect();
     let numbers = Tensor::from_slice(&numbers);
     let mut staged = pinned(&numbers.size(), &numbers);
     staged.copy_(&numbers);
-    let blocks = TiledBlocks {
-        tiles: count as i64,
-        slots: SLOTS as i64,
-        size: size as i64,
-        repeats: heads.repeats(),
-        groups: heads.key_value,
-        dim: heads.dim,
-        rest: tiles.rest as i64,
-        tokens,
-        blocks: anchors.len() as i64,
-        packed: offsets[count] as i64,
-        most_seen: tiles.seen.iter().max().copied().unwrap_or(0) as i64,
-        scale,
+    let there = staged.to_device_(device, Kind::Int, true, false);
+    let mut first = 0;
+    let plan = |(count, blocks): &(i64, TiledBlocks)| {
+        first += count;
+        TiledAttention::new(&there.narrow(0, first - count, *count), blocks)
     };
-    TiledAttention::new(&staged.to_device_(device, Kind::Int, true, false), &blocks)
+    Some(of_sequences.iter().map(plan).collect())
 }
 
 #[cfg(test)]
@@ -110,16 +139,19 @@ mod tests {
             all
         };
         // In no order; behind 70 to 320 the next is too far away.
-        let tiles = Tiles::of(&[320, 70, 1000, 130, 321]);
+        let tiles = Tiles::of(&[320, 70, 1000, 130, 321], 40);
         assert_eq!(tiles.seen, [64, 320, 960]);
         assert_eq!(tiles.blocks, [repeated(&[1, 3, 0]), repeated(&[4]), repeated(&[2])].concat());
         assert_eq!(tiles.places, [2, 0, 32, 1, 16]);
         assert_eq!(tiles.rest, 256);
 
         let many: Vec<usize> = (0..20).collect();
-        let tiles = Tiles::of(&many);
+        let tiles = Tiles::of(&many, 40);
         assert_eq!((tiles.seen, tiles.rest), (vec![0, 0], 64));
         assert_eq!(tiles.places, [(0..16).collect::<Vec<_>>(), (16..20).collect()].concat());
-        assert_eq!(Tiles::of(&[0]).rest, 0);
+        assert_eq!(Tiles::of(&[0], 40).rest, 0);
+        // Far apart from one another, as many share a tile.
+        let sparse: Vec<usize> = (0..64).map(|block| 500 * block).collect();
+        assert_eq!(Tiles::of(&sparse, 32000).seen.len(), 4);
     }
 }

@@ -17,9 +17,10 @@ const CHUNK_ROWS: (i64, i64) = (64, 224);
 /// Where a bias is added to the logits in place and has no buffer of its own: of more rows, more may have it in common.
 const CHUNK_BYTES_IN_PLACE: i64 = 64 << 20;
 const CHUNK_ROWS_IN_PLACE: (i64, i64) = (64, 448);
-/// A GPU reads the whole head for every chunk, and writes the gradients of all of a Markov head's weights, which few rows do not pay for: with 512 each
-/// of the latter's products took 0.5 ms of an H200, at V = 151,936, however few rows there were.
-const GPU_CHUNK_ROWS: i64 = 1792;
+/// A GPU reads the whole head for every chunk, and writes the gradients of all of a Markov head's weights, which few rows do not pay for: each of the latter's
+/// products took 0.5 ms of an H200 at V = 151,936, with 512 rows. A chunk with this many bytes per buffer lies between.
+const GPU_CHUNK_BYTES: i64 = 544 << 20;
+const GPU_CHUNK_ROWS: (i64, i64) = (512, 1792);
 /// Rows whose temporaries a GPU has at a time, where it has any.
 const GPU_TILE_ROWS: i64 = 512;
 /// Between the products lie a few passes over a tile, which the CPU's caches should hold.
@@ -180,14 +181,14 @@ fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     spans
 }
 
-/// Most rows of a chunk; `adds_in_place` says whether on the CPU a bias is added to its logits in place.
-fn most_chunk_rows(vocab: i64, adds_in_place: bool, device: Device) -> i64 {
-    let (bytes, (least, most)) = match (device, adds_in_place) {
-        (Device::Cpu, false) => (CHUNK_BYTES, CHUNK_ROWS),
-        (Device::Cpu, true) => (CHUNK_BYTES_IN_PLACE, CHUNK_ROWS_IN_PLACE),
-        _ => return GPU_CHUNK_ROWS,
+/// Most rows of a chunk, of values of so many bytes; `adds_in_place` says whether on the CPU a bias is added to its logits in place.
+fn most_chunk_rows(vocab: i64, adds_in_place: bool, value: usize, device: Device) -> i64 {
+    let (bytes, value, (least, most)) = match (device, adds_in_place) {
+        (Device::Cpu, false) => (CHUNK_BYTES, 4, CHUNK_ROWS),
+        (Device::Cpu, true) => (CHUNK_BYTES_IN_PLACE, 4, CHUNK_ROWS_IN_PLACE),
+        _ => (GPU_CHUNK_BYTES, value as i64, GPU_CHUNK_ROWS),
     };
-    (bytes / (4 * vocab)).clamp(least, most)
+    (bytes / (value * vocab)).clamp(least, most)
 }
 
 /// Most rows of a tile.
@@ -220,7 +221,7 @@ pub fn buffer_bytes(
     let (vocab, states) = (model.vocab_size, model.hidden_size as usize);
     let is_float_on_cpu = device == Device::Cpu && value == size_of::<f32>();
     let is_weighed = is_float_on_cpu && model.logit_softcap.is_none();
-    let most = most_chunk_rows(vocab, bias && is_weighed, device);
+    let most = most_chunk_rows(vocab, bias && is_weighed, value, device);
     let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
     let of_logits = if is_weighed { pitch(vocab) } else { vocab };
     let of_bias = match (bias, is_weighed) {
@@ -262,7 +263,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
     // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums over rows
     // that have it in common would depend on the order of threads, a soft-cap lies between both, and narrower kinds would be rounded once more.
     let adds_in_place = is_weighed && rows.bias.is_some();
-    let most = most_chunk_rows(vocab, adds_in_place, device);
+    let most = most_chunk_rows(vocab, adds_in_place, kind.elt_size_in_bytes(), device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
     // For bfloat16 products of the CPU libtorch keeps code for each number of rows: there they stay as many as the chunk's.
     let are_shared = kind == Kind::Float || device != Device::Cpu;

@@ -150,7 +150,8 @@ impl KvCache {
     /// The same for chunks of at most [`FEW_ROWS`] rows in all, in another way; none of more.
     pub fn few_plan(&self, chunks: &[Chunk]) -> Option<FewPlan> {
         let rows = chunks.iter().map(|chunk| chunk.len).sum::<usize>();
-        (1..=FEW_ROWS).contains(&rows).then(|| FewPlan {
+        let are_few = rows <= FEW_ROWS && !chunks.is_empty() && chunks.iter().all(|chunk| chunk.len > 0);
+        are_few.then(|| FewPlan {
             positions: self.ruler.runs(chunks.iter().map(positions)),
             end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
             placed: self.placed(chunks),

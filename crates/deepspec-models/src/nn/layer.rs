@@ -269,10 +269,18 @@ impl DecoderLayer {
     /// Whether [`DecoderLayer::forward_few_rows`] can be had: for bfloat16 on a GPU, and layers as Qwen3's and Llama's.
     pub fn has_few_rows(&self) -> bool {
         let heads = self.attention.heads;
-        self.few_rows().is_some_and(|FewRows { qkv, output, gate, .. }| {
+        self.few_rows().is_some_and(|FewRows { qkv, output, gate, up, down }| {
             let (width, inner) = (qkv[0].size()[1], gate.size()[0]);
-            gate.kind() == Kind::BFloat16
-                && output.size()[0] == width
+            let norms = [Some(&self.attention_norms.before), Some(&self.mlp_norms.before)];
+            let of_heads = [self.attention.q_norm.as_ref(), self.attention.k_norm.as_ref()];
+            let gains = norms.into_iter().chain(of_heads).flatten().map(|norm| &norm.weight);
+            let lies = |of: &Tensor| {
+                of.kind() == Kind::BFloat16
+                    && of.is_contiguous()
+                    && (of.data_ptr() as usize).is_multiple_of(16)
+            };
+            output.size()[0] == width
+                && qkv.into_iter().chain([output, gate, up, down]).chain(gains).all(lies)
                 && has_few_rows(gate, width, inner, heads.dim, heads.repeats())
         })
     }

@@ -43,9 +43,7 @@ impl Ropes {
             of_layer: &self.of_layer,
         }
     }
-}
 
-impl Ropes {
     /// The same of positions that are all below `end`, wherever they are: those of a GPU are cut from a table, in two kernels instead of eight.
     pub fn below(&self, end: usize, positions: &Tensor, kind: Kind) -> Rotations<'_> {
         Rotations {
@@ -135,7 +133,9 @@ impl Rope {
         }
         let mut kept = self.kept.borrow_mut();
         let whole = kept.take().filter(|kept| kept.cos.kind() == kind && end <= kept.cos.size()[0]);
-        let whole = whole.unwrap_or_else(|| self.table(end.max(KEPT_FIRST), kind));
+        // All of them where streams may read what would be freed as it grows.
+        let first = if positions.device() == Device::Cpu { KEPT_FIRST } else { KEPT };
+        let whole = whole.unwrap_or_else(|| self.table(end.max(first), kind));
         let picked = |of: &Tensor| of.index_select(0, positions);
         let rotation = Rotation { cos: picked(&whole.cos), sin: picked(&whole.sin) };
         *kept = Some(whole);

@@ -4,7 +4,7 @@
 // Nothing of the size of all queries times all keys exists, neither forwards nor backwards.
 //
 // On the CPU libtorch's fused kernels do the parts; their backward uses as many threads as there are heads of keys. Elsewhere plain products
-// do, a part's scores at a time.
+// do, a part's scores at a time; for what GPUs can do in tiles see gpu_attention.cpp.
 #include "group.h"
 
 #include <limits>

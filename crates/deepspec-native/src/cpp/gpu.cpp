@@ -91,7 +91,11 @@ const Library* library() {
         take(library->compile_program, "nvrtcCompileProgram") && take(library->log_size, "nvrtcGetProgramLogSize") &&
         take(library->log, "nvrtcGetProgramLog") && take(library->binary_size, "nvrtcGetCUBINSize") &&
         take(library->binary, "nvrtcGetCUBIN") && take(library->destroy_program, "nvrtcDestroyProgram");
-    return all ? std::move(library) : std::move(none);
+    if (!all) {
+      TORCH_WARN("the driver or the compiler is too old for the kernels of this program, libtorch's own are taken and are slower");
+      return none;
+    }
+    return library;
   }();
   return found.get();
 }

@@ -1,7 +1,7 @@
 // Attention of blocks behind anchors on a GPU, in bfloat16, by libtorch's fused kernels. Neighbouring blocks, in order of their anchors, form a tile. What
 // all blocks of a tile see of the context is one part, without a mask, and one call does it for all tiles; the little behind it and the blocks themselves are
 // the other, with a mask. Both are merged by their log-sum-exp, and the backward of each is its own with what was merged, as in attention.cpp. Nothing is
-// materialised but copies of keys and values.
+// materialised but copies of keys and values. The fused backward adds up the slopes of queries in no fixed order.
 #include "gpu.h"
 
 #include <algorithm>
@@ -15,7 +15,6 @@
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
@@ -114,9 +113,9 @@ struct Attention : torch::autograd::Function<Attention> {
       first = first.contiguous();
       first_log = first_log.contiguous();
     } else {
-      // Nothing is seen: a log-sum-exp that is not finite says so.
+      // Nothing is seen, and nothing read of it.
       first = out;
-      first_log = at::full({tiles.groups, queries.size(0)}, std::numeric_limits<double>::infinity(), log.options());
+      first_log = at::empty({tiles.groups, queries.size(0)}, log.options());
     }
     gpu::run(gpu::Text::kAttention, "merge_parts", {{static_cast<unsigned>(queries.size(0)), 1, 1}, threads_for(plan->line())}, queries, tiles, at_(first),
              at_(first_log), at_(out), at_(log), static_cast<int>(log.size(2)));
@@ -137,7 +136,7 @@ struct Attention : torch::autograd::Function<Attention> {
         slopes.view(by_tile), queries.view(by_tile), rest(*plan, k, own_k), rest(*plan, v, own_v), plan->bias.expand({-1, tiles.groups, -1, -1}),
         out.view(by_tile), {}, {}, plan->rows(), plan->keys(), log, 0.0, saved[8], saved[9], 0, /*bias_requires_grad=*/false, plan->scale);
     rest_dk = rest_dk.contiguous(), rest_dv = rest_dv.contiguous();
-    dq = dq.reshape(queries.sizes());
+    dq = dq.reshape(queries.sizes()).contiguous();
     Tensor seen_dk = rest_dk, seen_dv = rest_dv;  // not read where nothing is packed
     if (plan->packed > 0) {
       Tensor seen_dq;
@@ -163,7 +162,10 @@ extern "C" {
 // Whether there are such kernels for heads of `dim` values on the device of `like`.
 bool ds_attends_in_tiles(const at::Tensor* like, int64_t dim) {
   try {
-    return dim % 8 == 0 && dim <= 256 && gpu::has_kernels(*like, gpu::Text::kAttention);
+    // Of wide heads the fused backward asks for more shared memory than small GPUs have.
+    constexpr unsigned kOfWide = 160 << 10;
+    const bool fits = dim % 8 == 0 && (dim <= 192 || (dim <= 256 && gpu::shared_memory(*like) >= kOfWide));
+    return fits && gpu::has_kernels(*like, gpu::Text::kAttention);
   } catch (...) {
     return false;
   }

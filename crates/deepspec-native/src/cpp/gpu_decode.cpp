@@ -43,7 +43,7 @@ const void* pointer(const at::Tensor* of) { return of ? of->const_data_ptr() : n
 unsigned normed_bytes(int64_t rows, int64_t width) { return static_cast<unsigned>((rows + 1) * (width + 32) * 2); }
 
 // Counters that are zero between kernels, of a stream by itself.
-const at::Tensor& counters_on(const at::Tensor& on, int64_t count) {
+at::Tensor counters_on(const at::Tensor& on, int64_t count) {
   static std::mutex mutex;
   static std::map<std::pair<int, int64_t>, at::Tensor> known;
   const c10::Stream stream = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(on.device());
@@ -173,7 +173,7 @@ char* ds_few_rows_attention(const at::Tensor* qkv, const FewRowsHeads* heads, co
     const int64_t tiles = (longest * (H / G) + 15) / 16;
     at::Tensor y = at::empty({rows, H * D}, qkv->options());
     at::Tensor space = at::empty({pieces * G * tiles * static_cast<int64_t>(count) * 16 * (D + 2)}, qkv->options().dtype(at::kFloat));
-    const at::Tensor& counters = few::counters_on(*qkv, G * tiles * static_cast<int64_t>(count));
+    const at::Tensor counters = few::counters_on(*qkv, G * tiles * static_cast<int64_t>(count));
     const gpu::Shape shape{{static_cast<unsigned>(pieces), static_cast<unsigned>(G * tiles), static_cast<unsigned>(count)}, 128,
                            static_cast<unsigned>(512 * (D + 8))};
     gpu::run(gpu::Text::kDecode, D == 128 ? "attend_128" : "attend_64", shape, *qkv, qkv->const_data_ptr(), few::pointer(heads->query_gain),

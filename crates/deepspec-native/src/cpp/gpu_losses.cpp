@@ -77,23 +77,21 @@ at::Tensor* ds_measure_logits(const at::Tensor* base, const at::Tensor* bias, co
 }
 
 // Puts gradients in place of the logits that were measured: by the bias where there is one, and by the base where there is none or a cap.
-bool ds_slope_logits(const at::Tensor* base, const at::Tensor* bias, const at::Tensor* target, const at::Tensor* source, const at::Tensor* labels,
+char* ds_slope_logits(const at::Tensor* base, const at::Tensor* bias, const at::Tensor* target, const at::Tensor* source, const at::Tensor* labels,
                      double cap, const at::Tensor* found, const at::Tensor* factors) {
-  try {
+  return caught([&] {
     LogitRows rows;
     const auto fits = [&](const at::Tensor& of, int64_t width) {
       return of.device() == base->device() && of.scalar_type() == at::kFloat && of.is_contiguous() && of.numel() == base->size(0) * width;
     };
-    if (!rows_of(*base, bias, *target, source, *labels, cap, rows) || !fits(*found, kFound) || !fits(*factors, kFactors)) return false;
+    TORCH_CHECK(rows_of(*base, bias, *target, source, *labels, cap, rows) && fits(*found, kFound) && fits(*factors, kFactors),
+                "rows, or what was found of them, do not fit");
     RECORD_USER_SCOPE("slope_logits");
     // So many tokens to a block: whole turns of its threads.
     const long long piece = 16384;
     const auto pieces = static_cast<unsigned>((rows.vocab + piece - 1) / piece);
     const gpu::Shape shape{{static_cast<unsigned>(base->size(0)), pieces, 1}, 256};
     gpu::run(gpu::Text::kLosses, "slope_logits", shape, *base, rows, found->const_data_ptr<float>(), factors->const_data_ptr<float>(), piece);
-    return true;
-  } catch (...) {
-    return false;
-  }
+  });
 }
 }

@@ -1,5 +1,5 @@
 // What brings rows to and from the fused attention of blocks behind anchors (gpu_attention.cpp): the blocks of a sequence in tiles of as many slots,
-// queries that share keys one after the other, and sums in a fixed order.
+// queries that share keys one after the other, and what tiles give for the same key added up.
 
 // Blocks of a sequence, cut into tiles. The context of a tile is in two parts: what all its blocks see, from the first key on, and `rest` keys behind that,
 // which some see. A slot that is left over repeats the tile's last block.
@@ -81,17 +81,17 @@ extern "C" __global__ void write_bias(Tiles tiles, bf16* out) {
   }
 }
 
-// Merges two parts of an attention in place of the outputs of the second, [tiles · rows, groups, dim]. Log-sum-exps: `first_log` [groups, tiles · rows], not
-// finite where a row sees nothing of the part, and `log` [tiles, groups, padded], in which those of both are left; in `first_log` too. A block of threads has
-// a row.
+// Merges two parts of an attention in place of the outputs of the second, [tiles · rows, groups, dim]. Log-sum-exps: `first_log` [groups, tiles · rows], of no
+// meaning where a tile sees nothing of the part, and `log` [tiles, groups, padded], in which those of both are left; in `first_log` too. A block of threads
+// has a row.
 extern "C" __global__ void merge_parts(Tiles tiles, const bf16* first, float* first_log, bf16* out, float* log, int padded) {
   const int all = tiles.tiles * tiles.rows(), row = blockIdx.x;
   float* of_row = log + static_cast<long long>(row / tiles.rows()) * tiles.groups * padded + row % tiles.rows();
   const long long line = static_cast<long long>(row) * tiles.line();
+  const bool is_seen = tiles.seen[row / tiles.rows()] > 0;
   for (int i = threadIdx.x * 8; i < tiles.line(); i += blockDim.x * 8) {
     const int group = i / tiles.dim;
     const float a = first_log[static_cast<long long>(group) * all + row], b = of_row[group * padded];
-    const bool is_seen = fabsf(a) < 1e30f;
     const float most = is_seen ? fmaxf(a, b) : b;
     const float by_first = is_seen ? __expf(a - most) : 0.0f, by_second = __expf(b - most), share = 1.0f / (by_first + by_second);
     const Eight seen = is_seen ? *reinterpret_cast<const Eight*>(first + line + i) : Eight{};
@@ -107,7 +107,6 @@ extern "C" __global__ void merge_parts(Tiles tiles, const bf16* first, float* fi
     float* ours = first_log + static_cast<long long>(group) * all + row;
     float* theirs = of_row + group * padded;
     const float a = *ours, b = *theirs;
-    const bool is_seen = fabsf(a) < 1e30f;
     const float most = is_seen ? fmaxf(a, b) : b;
     *ours = *theirs = most + logf((is_seen ? __expf(a - most) : 0.0f) + __expf(b - most));
   }

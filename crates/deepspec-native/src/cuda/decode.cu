@@ -150,12 +150,13 @@ __device__ __forceinline__ uint4 scale_piece(const uint4& value, float factor, c
                       scale_pair(value.z, factor, gain.z), scale_pair(value.w, factor, gain.w));
 }
 
-// Puts the normalised rows into shared memory. A thread handles the same pieces in every pass, so only the sums of
-// squares need a barrier. The gain lies behind the last row.
+// Puts the normalised rows into shared memory. Each row is summed by a team of 128 threads, however many a block has, so that its sum is the same in all. The
+// gain lies behind the last row.
 __device__ __forceinline__ void stage_normalised(
     uint4* staged, const bfloat* x, long long x_stride, const bfloat* gain, float epsilon, int rows, int width) {
-    __shared__ float squares[most_rows][product_warps];
-    const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32;
+    constexpr int team = 128, team_warps = team / 32;
+    __shared__ float squares[most_rows][team_warps];
+    const int thread = threadIdx.x, threads = blockDim.x;
     const int pieces = width / 8, line = pieces + line_padding;
     uint4* staged_gain = staged + rows * line;
     for (int piece = thread; piece < pieces; piece += threads) {
@@ -166,16 +167,17 @@ __device__ __forceinline__ void stage_normalised(
     }
     commit_copies();
     wait_for_copies<0>();
-    for (int token = 0; token < rows; ++token) {
+    __syncthreads();
+    for (int token = thread / team; token < rows; token += threads / team) {
         float sum = 0.0f;
-        for (int piece = thread; piece < pieces; piece += threads) sum = sum_of_squares(staged[token * line + piece], sum);
+        for (int piece = thread % team; piece < pieces; piece += team) sum = sum_of_squares(staged[token * line + piece], sum);
         sum = sum_over_warp(sum);
-        if (thread % 32 == 0) squares[token][warp] = sum;
+        if (thread % 32 == 0) squares[token][thread % team / 32] = sum;
     }
     __syncthreads();
     for (int token = 0; token < rows; ++token) {
         float sum = 0.0f;
-        for (int index = 0; index < warps; ++index) sum += squares[token][index];
+        for (int index = 0; index < team_warps; ++index) sum += squares[token][index];
         const float factor = rsqrtf(sum / width + epsilon);
         for (int piece = thread; piece < pieces; piece += threads) {
             staged[token * line + piece] = scale_piece(staged[token * line + piece], factor, staged_gain[piece]);

@@ -1,10 +1,11 @@
 //! Losses of rows of logits on the CPU, in place.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::ptr;
 
 use tch::Tensor;
 
+use super::c10d::check;
 use super::rows::owned;
 
 unsafe extern "C" {
@@ -43,7 +44,7 @@ unsafe extern "C" {
         cap: f64,
         found: *const c_void,
         factors: *const c_void,
-    ) -> bool;
+    ) -> *mut c_char;
 }
 
 /// What a target predicts for n rows of a drafter.
@@ -116,11 +117,11 @@ impl LogitRows<'_> {
     /// `factors [n, 3]` are those of [`slope_rows`].
     ///
     /// # Panics
-    /// If the rows are not those that were measured, or the driver refuses.
+    /// If the rows are not those that were measured, or with the driver's words.
     pub fn slope(self, measured: &LogitsMeasured, factors: &Tensor) {
         let Self { base, bias, target, source_of_row, labels, cap } = self;
         // SAFETY: as above; the rows that are written are the caller's alone.
-        let done = unsafe {
+        let problem = unsafe {
             ds_slope_logits(
                 base.as_ptr().cast(),
                 pointer(bias),
@@ -132,7 +133,9 @@ impl LogitRows<'_> {
                 factors.as_ptr().cast(),
             )
         };
-        assert!(done, "rows that were measured have no gradient");
+        if let Err(problem) = check(problem) {
+            panic!("gradients of rows that were measured: {problem}");
+        }
     }
 }
 

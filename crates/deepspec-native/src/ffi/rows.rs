@@ -52,7 +52,7 @@ pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
 
 /// Turns the planes (i, D/2 + i) of `x [N, heads, D]` by angles whose cosines and sines are `[N, 1, D/2]`.
 ///
-/// None as for [`rms_norm`].
+/// None as for [`rms_norm`], but that bfloat16 on a GPU is taken where that can be compiled for.
 pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_rotate(x.as_ptr().cast(), cosines.as_ptr().cast(), sines.as_ptr().cast())) }
@@ -60,7 +60,7 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
 
 /// `silu(gate) ⊙ up`, of one shape.
 ///
-/// None as for [`rms_norm`], and for gradients.
+/// None as for [`rms_norm`], and for gradients; but bfloat16 on a GPU is taken where that can be compiled for, with gradients too.
 pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
