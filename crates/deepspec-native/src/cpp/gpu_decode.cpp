@@ -175,7 +175,7 @@ char* ds_few_rows_attention(const at::Tensor* qkv, const FewRowsHeads* heads, co
     at::Tensor space = at::empty({pieces * G * tiles * static_cast<int64_t>(count) * 16 * (D + 2)}, qkv->options().dtype(at::kFloat));
     const at::Tensor counters = few::counters_on(*qkv, G * tiles * static_cast<int64_t>(count));
     const gpu::Shape shape{{static_cast<unsigned>(pieces), static_cast<unsigned>(G * tiles), static_cast<unsigned>(count)}, 128,
-                           static_cast<unsigned>(512 * (D + 8))};
+                           static_cast<unsigned>(512 * (D + 8)), true};
     gpu::run(gpu::Text::kDecode, D == 128 ? "attend_128" : "attend_64", shape, *qkv, qkv->const_data_ptr(), few::pointer(heads->query_gain),
              few::pointer(heads->key_gain), heads->cosines->const_data_ptr(), heads->sines->const_data_ptr(), y.data_ptr(), space.data_ptr(),
              counters.data_ptr(), static_cast<int>(H), static_cast<int>(G), static_cast<float>(heads->eps), static_cast<float>(heads->scale),

@@ -1,5 +1,5 @@
 // Kernels for decoding a few rows (1 to 8) of a Qwen3- or Llama-like transformer in bfloat16, for sm_80 and later. From sm_90 on
-// products may be launched before the kernel in front of them is done: what they read of it they wait for.
+// these may be launched before the kernel in front of them is done: what they read of it they wait for.
 //
 // Every sum runs in a fixed order that depends on the shapes only, so results repeat bit for bit and a row's result does
 // not depend on the other rows of the call. All matrices are row-major, and every pointer is 16-byte aligned.
@@ -33,6 +33,22 @@ __device__ __forceinline__ uint4 load_weights(const uint4* source) {
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(source));
+    return value;
+}
+
+// Of what the kernel in front writes: by no path that takes it for constant, and not before it was waited for.
+__device__ __forceinline__ bfloat load_fresh(const bfloat* source) {
+    bfloat value;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(source) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_fresh(const uint4* source) {
+    uint4 value;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(source)
+                 : "memory");
     return value;
 }
 
@@ -365,8 +381,8 @@ template <int size> struct Head {
 #pragma unroll
         for (int index = 0; index < pairs; ++index) {
             const int place = lane + 32 * index;
-            low[index] = wide(__ldg(source + place));
-            high[index] = wide(__ldg(source + place + size / 2));
+            low[index] = wide(load_fresh(source + place));
+            high[index] = wide(load_fresh(source + place + size / 2));
             cosine[index] = wide(__ldg(cosines + place));
             sine[index] = wide(__ldg(sines + place));
         }
@@ -438,17 +454,6 @@ __device__ __forceinline__ void attend(
     const long long key_stride = static_cast<long long>(key_heads) * size;
     const long long pool_offset = static_cast<long long>(chunk.row) * chunk.capacity * key_stride + head * size;
 
-    Head<size> mine[rows_per_warp];
-#pragma unroll
-    for (int index = 0; index < rows_per_warp; ++index) {
-        const int local = attend_warps * index + warp;
-        if (local < valid) {
-            const int row = (first_query + local) / ratio, query_head = head * ratio + (first_query + local) % ratio;
-            mine[index].load(own + row * row_width + query_head * size, own_cosines + row * (size / 2),
-                             own_sines + row * (size / 2), lane);
-        }
-    }
-
     // Keys before this block's first key, or before every window of its queries, are not read.
     int start = piece * span;
     const int end = min(limit, start + span);
@@ -457,7 +462,7 @@ __device__ __forceinline__ void attend(
 
     // History comes from the pool; the chunk's own keys and values come from its rows, because no block may read what
     // another one of this call writes. Absent keys are zeros, so that their zero probabilities meet no stray NaN.
-    const auto load_tile = [&](int step) {
+    const auto load_history = [&](int step) {
         const int first_key = start + step * key_tile;
         bfloat* keys = stages + (step % 2) * stage;
         bfloat* values = keys + key_tile * line;
@@ -473,6 +478,11 @@ __device__ __forceinline__ void attend(
             }
         }
         commit_copies();
+    };
+    const auto make_own = [&](int step) {
+        const int first_key = start + step * key_tile;
+        bfloat* keys = stages + (step % 2) * stage;
+        bfloat* values = keys + key_tile * line;
         for (int row = warp; row < length; row += attend_warps) {
             const int key = past + row, slot = key - first_key;
             if (slot < 0 || slot >= key_tile) continue;
@@ -481,7 +491,7 @@ __device__ __forceinline__ void attend(
             made.load(source, own_cosines + row * (size / 2), own_sines + row * (size / 2), lane);
             uint4 value = make_uint4(0, 0, 0, 0);
             const bool carries = lane < size / 8;
-            if (carries) value = __ldg(reinterpret_cast<const uint4*>(source + key_stride) + lane);
+            if (carries) value = load_fresh(reinterpret_cast<const uint4*>(source + key_stride) + lane);
             made.finish(key_gain, epsilon, lane);
             made.store(keys + slot * line, lane);
             if (carries) reinterpret_cast<uint4*>(values + slot * line)[lane] = value;
@@ -492,12 +502,27 @@ __device__ __forceinline__ void attend(
             }
         }
     };
-    if (steps > 0) load_tile(0);
+    // What is of steps before is on its way while the block waits for its rows.
+    if (steps > 0) load_history(0);
     if (steps > 1) {
-        load_tile(1);
+        load_history(1);
     } else {
         commit_copies();
     }
+    wait_for_previous();
+    Head<size> mine[rows_per_warp];
+#pragma unroll
+    for (int index = 0; index < rows_per_warp; ++index) {
+        const int local = attend_warps * index + warp;
+        if (local < valid) {
+            const int row = (first_query + local) / ratio, query_head = head * ratio + (first_query + local) % ratio;
+            mine[index].load(own + row * row_width + query_head * size, own_cosines + row * (size / 2),
+                             own_sines + row * (size / 2), lane);
+        }
+    }
+
+    if (steps > 0) make_own(0);
+    if (steps > 1) make_own(1);
 
 #pragma unroll
     for (int index = 0; index < rows_per_warp; ++index) {
@@ -603,7 +628,8 @@ __device__ __forceinline__ void attend(
         }
         __syncthreads();
         if (step + 2 < steps) {
-            load_tile(step + 2);
+            load_history(step + 2);
+            make_own(step + 2);
         } else {
             commit_copies();
         }
