@@ -73,6 +73,8 @@ if [ -n "$with_libtorch" ]; then
         parts+=("$libtorch/lib/libtorch_cuda.so")
         # Some of CUDA's libraries are opened by name while it runs.
         find "$libtorch/../nvidia" -path '*/lib/*.so*' -exec cp -L -n {} "$stage/libtorch/lib/" \;
+        # By which our own kernels are compiled.
+        cp -L "$libtorch/lib/libcaffe2_nvrtc.so" "$stage/libtorch/lib/"
     fi
     LD_LIBRARY_PATH=$libtorch/lib ldd "${parts[@]}" | awk '$2 == "=>" { print $3 }' | sort -u | while read -r library; do
         case $(readlink -f "$library") in

@@ -119,18 +119,6 @@ __device__ __forceinline__ void prefetch_rows(const bfloat* weight, int width) {
 #endif
 }
 
-// Asks for columns of a tile of weights that lie behind those that its warps begin with, a part of the rows for each of four warps.
-__device__ __forceinline__ void prefetch_columns(const bfloat* weight, int width, int part) {
-#if __CUDA_ARCH__ >= 900
-    const int lane = threadIdx.x % 32, columns = min(width - 384, 640);
-    if (lane < 4 && columns > 0) {
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(weight + static_cast<long long>(part * 4 + lane) * width + 384),
-                     "r"(columns * 2)
-                     : "memory");
-    }
-#endif
-}
-
 __device__ __forceinline__ float sum_over_warp(float value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
@@ -745,11 +733,6 @@ __device__ __forceinline__ void gated(
 #pragma unroll
     for (int slot = 0; slot < depth; ++slot) {
         if (slot < count) load(slot, slot);
-    }
-    // The memory has little else to do while the kernels in front attend: what follows comes nearer.
-    if (first_row < height) {
-        prefetch_columns(gate + static_cast<long long>(first_row) * width, width, part);
-        prefetch_columns(up + static_cast<long long>(first_row) * width, width, part);
     }
     wait_for_previous();
     stage_normalised(staged, x, x_stride, gain, epsilon, rows, width);
