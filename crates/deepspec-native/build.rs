@@ -91,10 +91,10 @@ fn version(libtorch: &Path) -> String {
 fn runtime_beside(include: &Path) -> Option<(PathBuf, String)> {
     ["lib", "lib64"].into_iter().find_map(|folder| {
         let folder = include.parent()?.join(folder);
-        let name = fs::read_dir(&folder).ok()?.flatten().find_map(|entry| {
-            let name = entry.file_name().into_string().ok()?;
-            name.starts_with("libcudart.so").then_some(name)
-        })?;
+        let names =
+            fs::read_dir(&folder).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+        // The shortest is the one that linkers ask for, where there is one.
+        let name = names.filter(|name| name.starts_with("libcudart.so")).min_by_key(String::len)?;
         Some((folder, name))
     })
 }

@@ -122,7 +122,7 @@ fn in_bfloat16_it_is_as_close_as_bfloat16_can_be() {
     }
 }
 
-/// Sequences do not see each other, and have the bits that they have alone, on a GPU but for those whose sums are in no order there.
+/// Sequences do not see each other; on the CPU they have the bits that they have alone.
 #[test]
 fn sequences_ride_together_as_they_do_alone() {
     let heads = Heads { query: 4, key_value: 2, dim: 32 };
@@ -161,7 +161,11 @@ fn sequences_ride_together_as_they_do_alone() {
         for (i, (name, together)) in NAMES.iter().zip(&together).enumerate() {
             let alone = Tensor::cat(&[&alone[0][i], &alone[1][i]], 0);
             let off = (together - &alone).abs().max().double_value(&[]);
-            let allowed = if device() == Device::Cpu { 0.0 } else { 0.01 };
+            let allowed = match (device(), kind) {
+                (Device::Cpu, _) => 0.0,
+                (_, Kind::Float) => 1e-5,
+                _ => 0.01,
+            };
             assert!(off <= allowed, "{name} in {kind:?}: off by {off}");
         }
     }

@@ -5,7 +5,7 @@ use tch::{Device, Kind};
 
 use super::AnchoredBlocks;
 use super::attention::{ALIGNED, TILE, is_by_block};
-use super::tiles::{COPIES, SLOTS, most_rest};
+use super::tiles::{COPIES, MOST_BYTES, SLOTS, most_rest};
 use crate::TrainSample;
 use crate::trained::{
     DIRECTIONS, DraftDecoder, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
@@ -110,14 +110,14 @@ pub fn backbone_pass_bytes(
     PassBytes { kept, by_layer, input: slots * d * bytes, between, layers, ..PassBytes::default() }
 }
 
-/// What the backward of one sequence's attention in tiles has at a time on a GPU: copies of what tiles see, which is half of the context where anchors
-/// are spread over it, and of what only some blocks see, with their slopes; queries, their slopes by both parts, those of the output, and sums of the
-/// fused kernel in float32.
+/// What the backward of one sequence's attention in tiles has at a time on a GPU: copies of what tiles see, at most all of the context, and of what only some
+/// blocks see, with their slopes; queries, their slopes by both parts, those of the output, and sums of the fused kernel in float32.
 fn tiled_at_work(sample: &SampleSize, size: usize, queries: usize, keys: usize, bytes: usize) -> usize {
     const OF_QUERIES: usize = 4;
     let tiles = sample.anchors.div_ceil(SLOTS);
-    let copied = tiles * (sample.tokens / 2 + most_rest(sample.anchors, sample.tokens) + SLOTS * size);
-    COPIES * copied * keys * bytes + tiles * SLOTS * size * queries * (OF_QUERIES * bytes + FLOAT)
+    let seen = (COPIES * tiles * sample.tokens * keys * bytes).min(MOST_BYTES);
+    let rest = tiles * (most_rest(sample.anchors, sample.tokens) + SLOTS * size);
+    seen + COPIES * rest * keys * bytes + tiles * SLOTS * size * queries * (OF_QUERIES * bytes + FLOAT)
 }
 
 /// Shapes of matrix products in passes over micro-batches of one size.

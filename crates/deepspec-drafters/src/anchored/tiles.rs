@@ -10,10 +10,10 @@ use super::SequenceSpan;
 pub(super) const SLOTS: usize = 16;
 /// What all blocks of a tile see ends at a multiple of so many keys.
 const ALIGNED: usize = 64;
-/// A tile ends where more keys than these, or twice as many as its blocks take on average, would be seen by some of its blocks only.
+/// A tile ends where more keys would be seen by some of its blocks only than these, and than twice as many as so many blocks take on average.
 const LEAST_REST: usize = 256;
-/// Bytes that copies of what tiles see, and their slopes, may take in a backward.
-const MOST_BYTES: usize = 4 << 30;
+/// Bytes that copies of what a sequence's tiles see, and their slopes, may take in a backward.
+pub(super) const MOST_BYTES: usize = 4 << 30;
 /// Keys and values, and the slopes of both.
 pub(super) const COPIES: usize = 4;
 
@@ -58,6 +58,11 @@ impl Tiles {
         tiles.rest = tiles.rest.next_multiple_of(ALIGNED);
         tiles
     }
+
+    /// Whether what its backward copies has room, with heads of keys of so many bytes in all.
+    fn has_room(&self, line: usize) -> bool {
+        COPIES * self.seen.iter().sum::<usize>() * line <= MOST_BYTES
+    }
 }
 
 /// Keys that some blocks of a tile may see alone.
@@ -65,7 +70,7 @@ pub(super) fn most_rest(anchors: usize, tokens: usize) -> usize {
     (2 * SLOTS * tokens / anchors.max(1)).max(LEAST_REST)
 }
 
-/// The attention of blocks of `size` positions behind the anchors of sequences, on a GPU; None where it would take too much memory.
+/// The attention of blocks of `size` positions behind the anchors of sequences, on a GPU; None where one of them would take too much memory.
 pub(super) fn tiled(
     heads: Heads,
     scale: f64,
@@ -79,13 +84,13 @@ pub(super) fn tiled(
     let (mut numbers, mut of_sequences): (Vec<i32>, Vec<(i64, TiledBlocks)>) = (vec![], vec![]);
     for SequenceSpan { tokens, anchors, .. } in spans {
         let tiles = Tiles::of(anchors, *tokens as usize);
+        if !tiles.has_room(line) {
+            return None;
+        }
         let count = tiles.seen.len();
         let mut offsets = vec![0];
         for seen in &tiles.seen {
             offsets.push(offsets[offsets.len() - 1] + seen);
-        }
-        if COPIES * offsets[count] * line > MOST_BYTES {
-            return None;
         }
         let first = numbers.len();
         let of_slot = tiles.blocks.iter().map(|&block| anchors[block]);
@@ -152,6 +157,8 @@ mod tests {
         assert_eq!(Tiles::of(&[0], 40).rest, 0);
         // Far apart from one another, as many share a tile.
         let sparse: Vec<usize> = (0..64).map(|block| 500 * block).collect();
-        assert_eq!(Tiles::of(&sparse, 32000).seen.len(), 4);
+        let tiles = Tiles::of(&sparse, 32000);
+        assert_eq!(tiles.seen.len(), 4);
+        assert!(tiles.has_room(2048) && !tiles.has_room(32_000));
     }
 }

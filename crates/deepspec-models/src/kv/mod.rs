@@ -264,7 +264,8 @@ impl KvCache {
         }
     }
 
-    /// The same of a [`FewPlan`], whose queries, keys and values lie side by side and are neither normed nor rotated, `[N, (H + 2G)·D]`.
+    /// The same of a [`FewPlan`], which reads histories before the kernel in front of it is done: what moves them must have been asked for before the layers. Queries, keys and values
+    /// lie side by side and are neither normed nor rotated, `[N, (H + 2G)·D]`.
     pub fn attend_few_rows(
         &mut self,
         layer: usize,

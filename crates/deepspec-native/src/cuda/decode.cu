@@ -1,8 +1,8 @@
 // Kernels for decoding a few rows (1 to 8) of a Qwen3- or Llama-like transformer in bfloat16, for sm_80 and later. From sm_90 on
 // these may be launched before the kernel in front of them is done: what they read of it they wait for.
 //
-// Every sum runs in a fixed order that depends on the shapes only, so results repeat bit for bit and a row's result does
-// not depend on the other rows of the call. All matrices are row-major, and every pointer is 16-byte aligned.
+// Every sum runs in a fixed order that depends on the shapes only, so results repeat bit for bit and a row's result depends on no other
+// sequence, nor on rows behind it; its attention on where its chunk begins, by which keys are shared out. All matrices are row-major, and every pointer is 16-byte aligned.
 
 using bfloat = bf16;
 
@@ -371,8 +371,8 @@ template <int size> struct Head {
             const int place = lane + 32 * index;
             low[index] = wide(load_fresh(source + place));
             high[index] = wide(load_fresh(source + place + size / 2));
-            cosine[index] = wide(__ldg(cosines + place));
-            sine[index] = wide(__ldg(sines + place));
+            cosine[index] = wide(load_fresh(cosines + place));
+            sine[index] = wide(load_fresh(sines + place));
         }
     }
 
@@ -490,7 +490,8 @@ __device__ __forceinline__ void attend(
             }
         }
     };
-    // What is of steps before is on its way while the block waits for its rows.
+    // What is of steps before is on its way while the block waits for its rows. Whoever else wrote to the pools did it with ordinary kernels in front of
+    // the layers, for which products wait whole.
     if (steps > 0) load_history(0);
     if (steps > 1) {
         load_history(1);

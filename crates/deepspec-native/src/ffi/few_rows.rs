@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::c10d::check;
 use super::history::{HistoryChunk, HistoryView};
 
-/// Most rows of a call. A row's bits do not depend on the rows beside it.
+/// Most rows of a call. A row's bits do not depend on rows of other sequences, nor on those behind it.
 pub const FEW_ROWS: usize = 8;
 
 #[repr(C)]

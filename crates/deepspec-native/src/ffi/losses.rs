@@ -1,4 +1,4 @@
-//! Losses of rows of logits on the CPU, in place.
+//! Losses of rows of logits, in place: float32 on the CPU, and bfloat16 on a GPU.
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
