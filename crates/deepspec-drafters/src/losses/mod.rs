@@ -10,6 +10,7 @@ mod recipe;
 mod rows;
 mod sources;
 mod terms;
+mod tile;
 
 pub use bias::Bias;
 pub use chunks::{

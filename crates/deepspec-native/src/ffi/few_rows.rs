@@ -6,20 +6,10 @@ use std::ptr;
 use tch::Tensor;
 
 use super::c10d::check;
-use super::history::{HistoryChunk, HistoryView};
+use super::history::{HistoryChunk, HistoryView, RawChunk};
 
 /// Most rows of a call. A row's bits do not depend on rows of other sequences, nor on those behind it.
 pub const FEW_ROWS: usize = 8;
-
-#[repr(C)]
-struct RawChunk {
-    keys: *const c_void,
-    values: *const c_void,
-    row: i64,
-    past: i64,
-    len: i64,
-    first: i64,
-}
 
 #[repr(C)]
 struct RawHeads {
@@ -156,17 +146,7 @@ pub fn few_rows_attention(
         };
         assert!(!chunks[..at].iter().any(is_shared), "two chunks share a row of a pool");
     }
-    let raw: Vec<RawChunk> = chunks
-        .iter()
-        .map(|chunk| RawChunk {
-            keys: chunk.pool[0].as_ptr().cast(),
-            values: chunk.pool[1].as_ptr().cast(),
-            row: chunk.row as i64,
-            past: chunk.past_len as i64,
-            len: chunk.len as i64,
-            first: chunk.first as i64,
-        })
-        .collect();
+    let raw: Vec<RawChunk> = chunks.iter().map(RawChunk::of).collect();
     let FewRowsHeads { query, key_value, dim, gains, angles } = *heads;
     let [(query_gain, eps), (key_gain, _)] = [0, 1].map(|of| pointers(gains.map(|gains| gains[of])));
     let [cosines, sines] = angles.map(|angles| angles.as_ptr().cast());

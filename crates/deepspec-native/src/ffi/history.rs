@@ -34,13 +34,26 @@ pub struct HistoryView {
 }
 
 #[repr(C)]
-struct RawChunk {
+pub(super) struct RawChunk {
     keys: *const c_void,
     values: *const c_void,
     row: i64,
     past: i64,
     len: i64,
     first: i64,
+}
+
+impl RawChunk {
+    pub(super) fn of(chunk: &HistoryChunk<'_>) -> Self {
+        Self {
+            keys: chunk.pool[0].as_ptr().cast(),
+            values: chunk.pool[1].as_ptr().cast(),
+            row: chunk.row as i64,
+            past: chunk.past_len as i64,
+            len: chunk.len as i64,
+            first: chunk.first as i64,
+        }
+    }
 }
 
 unsafe extern "C" {
@@ -117,17 +130,7 @@ pub fn history_attention(
     let mut queries: Vec<_> = chunks.iter().map(|chunk| (chunk.first, chunk.len)).collect();
     queries.sort_unstable();
     assert!(queries.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "two chunks share a query");
-    let raw: Vec<RawChunk> = chunks
-        .iter()
-        .map(|chunk| RawChunk {
-            keys: chunk.pool[0].as_ptr().cast(),
-            values: chunk.pool[1].as_ptr().cast(),
-            row: chunk.row as i64,
-            past: chunk.past_len as i64,
-            len: chunk.len as i64,
-            first: chunk.first as i64,
-        })
-        .collect();
+    let raw: Vec<RawChunk> = chunks.iter().map(RawChunk::of).collect();
     let window = window.map_or(0, |window| i64::try_from(window.max(1)).unwrap_or(i64::MAX));
     let ([q, k, v], mut out) = ([q, k, v].map(|tensor| tensor.as_ptr().cast()), ptr::null_mut());
     let (chunks, count) = (raw.as_ptr(), raw.len());
