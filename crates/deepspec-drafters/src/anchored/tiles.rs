@@ -1,8 +1,9 @@
 //! Blocks of a sequence in tiles, as fused attention on a GPU takes them.
 
+use deepspec_decode::Upload;
 use deepspec_models::nn::Heads;
-use deepspec_native::{TiledAttention, TiledBlocks, pinned};
-use tch::{Device, Kind, Tensor};
+use deepspec_native::{TiledAttention, TiledBlocks};
+use tch::{Device, Kind};
 
 use super::SequenceSpan;
 
@@ -81,7 +82,7 @@ pub(super) fn tiled(
     let rows = SLOTS * size * heads.repeats() as usize;
     let line = (heads.key_value * heads.dim) as usize * Kind::BFloat16.elt_size_in_bytes();
     // All sequences' numbers travel together.
-    let (mut numbers, mut of_sequences): (Vec<i32>, Vec<(i64, TiledBlocks)>) = (vec![], vec![]);
+    let (mut numbers, mut of_sequences) = (Upload::default(), vec![]);
     for SequenceSpan { tokens, anchors, .. } in spans {
         let tiles = Tiles::of(anchors, *tokens as usize);
         if !tiles.has_room(line) {
@@ -92,7 +93,6 @@ pub(super) fn tiled(
         for seen in &tiles.seen {
             offsets.push(offsets[offsets.len() - 1] + seen);
         }
-        let first = numbers.len();
         let of_slot = tiles.blocks.iter().map(|&block| anchors[block]);
         // As `TiledBlocks` wants them.
         let list = (tiles.seen.iter().copied())
@@ -103,7 +103,7 @@ pub(super) fn tiled(
             .chain((0..=count).map(|tile| tile * rows))
             .chain(offsets.iter().copied())
             .chain((0..=count).map(|_| 0));
-        numbers.extend(list.map(|number| number as i32));
+        let numbers = numbers.push(list.map(|number| number as i32));
         let blocks = TiledBlocks {
             tiles: count as i64,
             slots: SLOTS as i64,
@@ -118,18 +118,11 @@ pub(super) fn tiled(
             most_seen: tiles.seen.iter().max().copied().unwrap_or(0) as i64,
             scale,
         };
-        of_sequences.push(((numbers.len() - first) as i64, blocks));
+        of_sequences.push((numbers, blocks));
     }
-    let numbers = Tensor::from_slice(&numbers);
-    let mut staged = pinned(&numbers.size(), &numbers);
-    staged.copy_(&numbers);
-    let there = staged.to_device_(device, Kind::Int, true, false);
-    let mut first = 0;
-    let plan = |(count, blocks): &(i64, TiledBlocks)| {
-        first += count;
-        TiledAttention::new(&there.narrow(0, first - count, *count), blocks)
-    };
-    Some(of_sequences.iter().map(plan).collect())
+    let there = numbers.send(device);
+    let plan = |(numbers, blocks)| TiledAttention::new(&there.of(numbers), &blocks);
+    Some(of_sequences.into_iter().map(plan).collect())
 }
 
 #[cfg(test)]

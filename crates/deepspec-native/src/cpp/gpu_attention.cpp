@@ -46,49 +46,49 @@ struct Plan : torch::CustomClassHolder {
 
 unsigned threads_for(int64_t values) { return static_cast<unsigned>(std::clamp<int64_t>((values / 8 + 31) / 32 * 32, 32, 256)); }
 
-void* at_(const Tensor& tensor) { return tensor.data_ptr(); }
+void* values(const Tensor& tensor) { return tensor.data_ptr(); }
 
 // Rows [tiles · rows, G, D] of heads [A · B, H, D].
 Tensor gathered(const Plan& plan, const Tensor& heads, bool with_zeros) {
   Tensor rows = at::empty({plan.tiles.tiles * plan.rows(), plan.tiles.groups, plan.tiles.dim}, heads.options());
   const auto blocks = static_cast<unsigned>(plan.slots() * plan.tiles.size);
-  gpu::run(gpu::Text::kAttention, "gather_heads", {{blocks, 1, 1}, threads_for(plan.line() * plan.tiles.repeats)}, heads, plan.tiles, at_(heads),
-           at_(rows), static_cast<int>(with_zeros));
+  gpu::run(gpu::Text::kAttention, "gather_heads", {{blocks, 1, 1}, threads_for(plan.line() * plan.tiles.repeats)}, heads, plan.tiles, values(heads),
+           values(rows), static_cast<int>(with_zeros));
   return rows;
 }
 
 Tensor scattered(const Plan& plan, const Tensor& rows) {
   Tensor heads = at::empty({plan.blocks * plan.tiles.size, plan.line() * plan.tiles.repeats}, rows.options());
   const auto blocks = static_cast<unsigned>(heads.size(0));
-  gpu::run(gpu::Text::kAttention, "scatter_heads", {{blocks, 1, 1}, threads_for(heads.size(1))}, rows, plan.tiles, at_(rows), at_(heads));
+  gpu::run(gpu::Text::kAttention, "scatter_heads", {{blocks, 1, 1}, threads_for(heads.size(1))}, rows, plan.tiles, values(rows), values(heads));
   return heads;
 }
 
 Tensor rest(const Plan& plan, const Tensor& context, const Tensor& own) {
   Tensor out = at::empty({plan.tiles.tiles, plan.keys(), plan.tiles.groups, plan.tiles.dim}, context.options());
   const gpu::Shape shape{{static_cast<unsigned>(plan.keys()), static_cast<unsigned>(plan.tiles.tiles), 1}, threads_for(plan.line())};
-  gpu::run(gpu::Text::kAttention, "gather_rest", shape, context, plan.tiles, at_(context), at_(own), at_(out));
+  gpu::run(gpu::Text::kAttention, "gather_rest", shape, context, plan.tiles, values(context), values(own), values(out));
   return out;
 }
 
 Tensor packed(const Plan& plan, const Tensor& context) {
   Tensor out = at::empty({plan.packed, plan.tiles.groups, plan.tiles.dim}, context.options());
   const gpu::Shape shape{{static_cast<unsigned>(plan.most_seen), static_cast<unsigned>(plan.tiles.tiles), 1}, threads_for(plan.line())};
-  gpu::run(gpu::Text::kAttention, "pack_seen", shape, context, plan.tiles, at_(context), at_(out));
+  gpu::run(gpu::Text::kAttention, "pack_seen", shape, context, plan.tiles, values(context), values(out));
   return out;
 }
 
 Tensor summed(const Plan& plan, const Tensor& of_packed, const Tensor& of_rest) {
   Tensor out = at::empty({plan.tiles.tokens, plan.tiles.groups, plan.tiles.dim}, of_rest.options());
   const gpu::Shape shape{{static_cast<unsigned>(plan.tiles.tokens), 1, 1}, threads_for(plan.line())};
-  gpu::run(gpu::Text::kAttention, "sum_slopes", shape, of_rest, plan.tiles, at_(of_packed), at_(of_rest), at_(out));
+  gpu::run(gpu::Text::kAttention, "sum_slopes", shape, of_rest, plan.tiles, values(of_packed), values(of_rest), values(out));
   return out;
 }
 
 Tensor own_of(const Plan& plan, const Tensor& of_rest) {
   Tensor out = at::empty({plan.blocks * plan.tiles.size, plan.tiles.groups, plan.tiles.dim}, of_rest.options());
   const gpu::Shape shape{{static_cast<unsigned>(out.size(0)), 1, 1}, threads_for(plan.line())};
-  gpu::run(gpu::Text::kAttention, "take_own", shape, of_rest, plan.tiles, at_(of_rest), at_(out));
+  gpu::run(gpu::Text::kAttention, "take_own", shape, of_rest, plan.tiles, values(of_rest), values(out));
   return out;
 }
 
@@ -117,8 +117,8 @@ struct Attention : torch::autograd::Function<Attention> {
       first = out;
       first_log = at::empty({tiles.groups, queries.size(0)}, log.options());
     }
-    gpu::run(gpu::Text::kAttention, "merge_parts", {{static_cast<unsigned>(queries.size(0)), 1, 1}, threads_for(plan->line())}, queries, tiles, at_(first),
-             at_(first_log), at_(out), at_(log), static_cast<int>(log.size(2)));
+    gpu::run(gpu::Text::kAttention, "merge_parts", {{static_cast<unsigned>(queries.size(0)), 1, 1}, threads_for(plan->line())}, queries, tiles, values(first),
+             values(first_log), values(out), values(log), static_cast<int>(log.size(2)));
     ctx->save_for_backward({q, k, v, own_k, own_v, out, first_log, log, seed, offset, state, unused});
     ctx->saved_data["plan"] = c10::IValue::make_capsule(plan);
     return scattered(*plan, out);

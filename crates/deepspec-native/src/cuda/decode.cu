@@ -1,10 +1,9 @@
 // Kernels for decoding a few rows (1 to 8) of a Qwen3- or Llama-like transformer in bfloat16, for sm_80 and later. From sm_90 on
 // these may be launched before the kernel in front of them is done: what they read of it they wait for.
 //
-// Every sum runs in a fixed order that depends on the shapes only, so results repeat bit for bit and a row's result depends on no other
-// sequence, nor on rows behind it; its attention on where its chunk begins, by which keys are shared out. All matrices are row-major, and every pointer is 16-byte aligned.
-
-using bfloat = bf16;
+// Every sum runs in a fixed order that depends on the shapes only, so results repeat bit for bit and a row's result depends on no
+// other sequence, nor on rows behind it; its attention on where its chunk begins, by which keys are shared out. All matrices are
+// row-major, and every pointer is 16-byte aligned.
 
 namespace {
 
@@ -37,8 +36,8 @@ __device__ __forceinline__ uint4 load_weights(const uint4* source) {
 }
 
 // Of what the kernel in front writes: by no path that takes it for constant, and not before it was waited for.
-__device__ __forceinline__ bfloat load_fresh(const bfloat* source) {
-    bfloat value;
+__device__ __forceinline__ bf16 load_fresh(const bf16* source) {
+    bf16 value;
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(source) : "memory");
     return value;
 }
@@ -108,7 +107,7 @@ __device__ __forceinline__ void wait_for_previous() {
 }
 
 // Asks for the beginning of weight rows, one for each of the first threads, so that they are near when the kernel before is done.
-__device__ __forceinline__ void prefetch_rows(const bfloat* weight, int width) {
+__device__ __forceinline__ void prefetch_rows(const bf16* weight, int width) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x < tile_rows) {
         const int columns = min(width, 4096);
@@ -157,7 +156,7 @@ __device__ __forceinline__ uint4 scale_piece(const uint4& value, float factor, c
 // Puts the normalised rows into shared memory. Each row is summed by a team of 128 threads, however many a block has, so that its sum is the same in all. The
 // gain lies behind the last row.
 __device__ __forceinline__ void stage_normalised(
-    uint4* staged, const bfloat* x, long long x_stride, const bfloat* gain, float epsilon, int rows, int width) {
+    uint4* staged, const bf16* x, long long x_stride, const bf16* gain, float epsilon, int rows, int width) {
     constexpr int team = 128, team_warps = team / 32;
     __shared__ float squares[most_rows][team_warps];
     const int thread = threadIdx.x, threads = blockDim.x;
@@ -214,8 +213,8 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, unsigned expecte
 
 template <bool normalised>
 __device__ __forceinline__ void product(
-    const bfloat* x, long long x_stride, const bfloat* weight1, int height1, const bfloat* weight2, int height2,
-    const bfloat* weight3, int height3, const bfloat* gain, float epsilon, const bfloat* residual, bfloat* y, int rows,
+    const bf16* x, long long x_stride, const bf16* weight1, int height1, const bf16* weight2, int height2,
+    const bf16* weight3, int height3, const bf16* gain, float epsilon, const bf16* residual, bf16* y, int rows,
     int width) {
     let_next_begin();
     extern __shared__ uint4 staged[];
@@ -227,7 +226,7 @@ __device__ __forceinline__ void product(
     const int pieces = width / 8, line = pieces + line_padding;
 
     const int first_row = blockIdx.x * tile_rows;
-    const bfloat* weight = weight1 + static_cast<long long>(first_row) * width;
+    const bf16* weight = weight1 + static_cast<long long>(first_row) * width;
     if (first_row >= height1 + height2) {
         weight = weight3 + static_cast<long long>(first_row - height1 - height2) * width;
     } else if (first_row >= height1) {
@@ -348,11 +347,11 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     return result;
 }
 
-__device__ __forceinline__ unsigned load_pair(const bfloat* source) { return *reinterpret_cast<const unsigned*>(source); }
+__device__ __forceinline__ unsigned load_pair(const bf16* source) { return *reinterpret_cast<const unsigned*>(source); }
 
 struct Chunk {
-    bfloat* keys;
-    bfloat* values;
+    bf16* keys;
+    bf16* values;
     int row, past, length, first_row, capacity, sees_chunk;
 };
 
@@ -365,7 +364,7 @@ template <int size> struct Head {
     static constexpr int pairs = size / 64;
     float low[pairs], high[pairs], cosine[pairs], sine[pairs];
 
-    __device__ __forceinline__ void load(const bfloat* source, const bfloat* cosines, const bfloat* sines, int lane) {
+    __device__ __forceinline__ void load(const bf16* source, const bf16* cosines, const bf16* sines, int lane) {
 #pragma unroll
         for (int index = 0; index < pairs; ++index) {
             const int place = lane + 32 * index;
@@ -377,7 +376,7 @@ template <int size> struct Head {
     }
 
     // Normalises when there is a gain, then rotates.
-    __device__ __forceinline__ void finish(const bfloat* gain, float epsilon, int lane) {
+    __device__ __forceinline__ void finish(const bf16* gain, float epsilon, int lane) {
         if (gain) {
             float sum = 0.0f;
 #pragma unroll
@@ -399,7 +398,7 @@ template <int size> struct Head {
         }
     }
 
-    __device__ __forceinline__ void store(bfloat* target, int lane) const {
+    __device__ __forceinline__ void store(bf16* target, int lane) const {
 #pragma unroll
         for (int index = 0; index < pairs; ++index) {
             target[lane + 32 * index] = narrow(low[index]);
@@ -410,8 +409,8 @@ template <int size> struct Head {
 
 template <int size>
 __device__ __forceinline__ void attend(
-    const bfloat* qkv, const bfloat* query_gain, const bfloat* key_gain, const bfloat* cosines, const bfloat* sines,
-    bfloat* output, float* workspace, unsigned* counters, int query_heads, int key_heads, float epsilon, float scale,
+    const bf16* qkv, const bf16* query_gain, const bf16* key_gain, const bf16* cosines, const bf16* sines,
+    bf16* output, float* workspace, unsigned* counters, int query_heads, int key_heads, float epsilon, float scale,
     int window, const Chunks& chunks) {
     let_next_begin();
     constexpr int line = size + 8;                    // values between staged rows, so that fragments hit distinct banks
@@ -419,11 +418,11 @@ __device__ __forceinline__ void attend(
     constexpr int column_tiles = size / 8 / attend_warps;
     constexpr int rows_per_warp = query_tile / attend_warps;
     extern __shared__ uint4 dynamic_shared[];
-    __shared__ __align__(16) bfloat queries[query_tile * line];
+    __shared__ __align__(16) bf16 queries[query_tile * line];
     __shared__ __align__(16) float scores[query_tile * score_line];
-    __shared__ __align__(16) bfloat probabilities[query_tile * probability_line];
+    __shared__ __align__(16) bf16 probabilities[query_tile * probability_line];
     __shared__ float rescale[query_tile], maxima[query_tile], totals[query_tile];
-    bfloat* stages = reinterpret_cast<bfloat*>(dynamic_shared);
+    bf16* stages = reinterpret_cast<bf16*>(dynamic_shared);
 
     const Chunk& chunk = chunks.chunk[blockIdx.z];
     const int past = chunk.past, length = chunk.length, limit = past + length;
@@ -436,9 +435,9 @@ __device__ __forceinline__ void attend(
 
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = lane / 4, member = lane % 4;
     const long long row_width = static_cast<long long>(query_heads + 2 * key_heads) * size;
-    const bfloat* own = qkv + chunk.first_row * row_width;
-    const bfloat* own_cosines = cosines + chunk.first_row * (size / 2);
-    const bfloat* own_sines = sines + chunk.first_row * (size / 2);
+    const bf16* own = qkv + chunk.first_row * row_width;
+    const bf16* own_cosines = cosines + chunk.first_row * (size / 2);
+    const bf16* own_sines = sines + chunk.first_row * (size / 2);
     const long long key_stride = static_cast<long long>(key_heads) * size;
     const long long pool_offset = static_cast<long long>(chunk.row) * chunk.capacity * key_stride + head * size;
 
@@ -452,8 +451,8 @@ __device__ __forceinline__ void attend(
     // another one of this call writes. Absent keys are zeros, so that their zero probabilities meet no stray NaN.
     const auto load_history = [&](int step) {
         const int first_key = start + step * key_tile;
-        bfloat* keys = stages + (step % 2) * stage;
-        bfloat* values = keys + key_tile * line;
+        bf16* keys = stages + (step % 2) * stage;
+        bf16* values = keys + key_tile * line;
         for (int index = thread; index < key_tile * size / 8; index += attend_threads) {
             const int slot = index / (size / 8), column = index % (size / 8) * 8, key = first_key + slot;
             if (key < past) {
@@ -469,12 +468,12 @@ __device__ __forceinline__ void attend(
     };
     const auto make_own = [&](int step) {
         const int first_key = start + step * key_tile;
-        bfloat* keys = stages + (step % 2) * stage;
-        bfloat* values = keys + key_tile * line;
+        bf16* keys = stages + (step % 2) * stage;
+        bf16* values = keys + key_tile * line;
         for (int row = warp; row < length; row += attend_warps) {
             const int key = past + row, slot = key - first_key;
             if (slot < 0 || slot >= key_tile) continue;
-            const bfloat* source = own + row * row_width + (query_heads + head) * size;
+            const bf16* source = own + row * row_width + (query_heads + head) * size;
             Head<size> made;
             made.load(source, own_cosines + row * (size / 2), own_sines + row * (size / 2), lane);
             uint4 value = make_uint4(0, 0, 0, 0);
@@ -540,8 +539,8 @@ __device__ __forceinline__ void attend(
 
     for (int step = 0; step < steps; ++step) {
         const int first_key = start + step * key_tile;
-        const bfloat* keys = stages + (step % 2) * stage;
-        const bfloat* values = keys + key_tile * line;
+        const bf16* keys = stages + (step % 2) * stage;
+        const bf16* values = keys + key_tile * line;
         wait_for_copies<1>();
         __syncthreads();
 
@@ -549,12 +548,12 @@ __device__ __forceinline__ void attend(
         float dots[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
         for (int column = 0; column < size; column += 16) {
-            const bfloat* query = queries + group * line + column + 2 * member;
+            const bf16* query = queries + group * line + column + 2 * member;
             const unsigned a0 = load_pair(query), a1 = load_pair(query + 8 * line);
             const unsigned a2 = load_pair(query + 8), a3 = load_pair(query + 8 * line + 8);
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
-                const bfloat* key = keys + (warp * 16 + part * 8 + group) * line + column + 2 * member;
+                const bf16* key = keys + (warp * 16 + part * 8 + group) * line + column + 2 * member;
                 multiply(dots[part], a0, a1, a2, a3, load_pair(key), load_pair(key + 8));
             }
         }
@@ -600,7 +599,7 @@ __device__ __forceinline__ void attend(
         }
 #pragma unroll
         for (int key = 0; key < key_tile; key += 16) {
-            const bfloat* probability = probabilities + group * probability_line + key + 2 * member;
+            const bf16* probability = probabilities + group * probability_line + key + 2 * member;
             const unsigned a0 = load_pair(probability), a1 = load_pair(probability + 8 * probability_line);
             const unsigned a2 = load_pair(probability + 8), a3 = load_pair(probability + 8 * probability_line + 8);
 #pragma unroll
@@ -705,8 +704,8 @@ __device__ __forceinline__ void attend(
 // A block has so many tiles of both matrices, each of which four warps share.
 template <int tiles>
 __device__ __forceinline__ void gated(
-    const bfloat* x, long long x_stride, const bfloat* gate, const bfloat* up, int height, const bfloat* gain,
-    float epsilon, bfloat* inner, int rows, int width) {
+    const bf16* x, long long x_stride, const bf16* gate, const bf16* up, int height, const bf16* gain,
+    float epsilon, bf16* inner, int rows, int width) {
     let_next_begin();
     extern __shared__ uint4 staged[];
     __shared__ float partial[tiles * warps_per_tile][2][most_rows][padded_tile];
@@ -783,38 +782,38 @@ __device__ __forceinline__ void gated(
 // [height1, width], [height2, width], [height3, width], plus an optional residual [rows, height], rounded once.
 //   height  height1 + height2 + height3, each a multiple of 16, absent ones null and 0; width a multiple of 64
 //   x       rows `x_stride` values apart, a multiple of 8; y must not overlap x, nor the residual of another row
-//   h       plain: the row itself; normalised: bfloat(x * rsqrt(mean(x * x) + epsilon) * gain)
+//   h       plain: the row itself; normalised: bf16(x * rsqrt(mean(x * x) + epsilon) * gain)
 //   grid    (height / 16, 1, 1); block (256, 1, 1): eight warps share the columns
 //   shared  dynamic bytes: plain 8 * 12288; normalised (rows + 1) * (width + 32) * 2
 extern "C" __global__ void __launch_bounds__(256, 2) product_plain(
-    const bfloat* x, long long x_stride, const bfloat* weight1, int height1, const bfloat* weight2, int height2,
-    const bfloat* weight3, int height3, const bfloat* residual, bfloat* y, int rows, int width) {
+    const bf16* x, long long x_stride, const bf16* weight1, int height1, const bf16* weight2, int height2,
+    const bf16* weight3, int height3, const bf16* residual, bf16* y, int rows, int width) {
     product<false>(x, x_stride, weight1, height1, weight2, height2, weight3, height3, nullptr, 0.0f, residual, y, rows,
                    width);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 3) product_normalised(
-    const bfloat* x, long long x_stride, const bfloat* weight1, int height1, const bfloat* weight2, int height2,
-    const bfloat* weight3, int height3, const bfloat* gain, float epsilon, const bfloat* residual, bfloat* y, int rows,
+    const bf16* x, long long x_stride, const bf16* weight1, int height1, const bf16* weight2, int height2,
+    const bf16* weight3, int height3, const bf16* gain, float epsilon, const bf16* residual, bf16* y, int rows,
     int width) {
     product<true>(x, x_stride, weight1, height1, weight2, height2, weight3, height3, gain, epsilon, residual, y, rows, width);
 }
 
-// gated_product_1, gated_product_2: inner [rows, height] = bfloat(silu(h(x) * gate transposed) * (h(x) * up transposed)).
+// gated_product_1, gated_product_2: inner [rows, height] = bf16(silu(h(x) * gate transposed) * (h(x) * up transposed)).
 //   h       as product_normalised
 //   height  a multiple of 16; width a multiple of 64; x_stride a multiple of 8
 //   grid    height / 16 over the number in the name, rounded up; block that number times 128. Of few rows smaller blocks share the
 //           work more evenly, of many the room for their rows is too small for as many. Sums are the same.
 //   shared  dynamic bytes: (rows + 1) * (width + 32) * 2
 extern "C" __global__ void __launch_bounds__(128, 6) gated_product_1(
-    const bfloat* x, long long x_stride, const bfloat* gate, const bfloat* up, int height, const bfloat* gain,
-    float epsilon, bfloat* inner, int rows, int width) {
+    const bf16* x, long long x_stride, const bf16* gate, const bf16* up, int height, const bf16* gain,
+    float epsilon, bf16* inner, int rows, int width) {
     gated<1>(x, x_stride, gate, up, height, gain, epsilon, inner, rows, width);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 3) gated_product_2(
-    const bfloat* x, long long x_stride, const bfloat* gate, const bfloat* up, int height, const bfloat* gain,
-    float epsilon, bfloat* inner, int rows, int width) {
+    const bf16* x, long long x_stride, const bf16* gate, const bf16* up, int height, const bf16* gain,
+    float epsilon, bf16* inner, int rows, int width) {
     gated<2>(x, x_stride, gate, up, height, gain, epsilon, inner, rows, width);
 }
 
@@ -835,16 +834,16 @@ extern "C" __global__ void __launch_bounds__(256, 3) gated_product_2(
 //   workspace  grid.x * grid.y * grid.z * 16 * (size + 2) * 4 bytes; counters  grid.y * grid.z words,
 //           zero at first and zero again after every call; calls that may run at the same time need their own
 extern "C" __global__ void __launch_bounds__(attend_threads) attend_128(
-    const bfloat* qkv, const bfloat* query_gain, const bfloat* key_gain, const bfloat* cosines, const bfloat* sines,
-    bfloat* output, float* workspace, unsigned* counters, int query_heads, int key_heads, float epsilon, float scale,
+    const bf16* qkv, const bf16* query_gain, const bf16* key_gain, const bf16* cosines, const bf16* sines,
+    bf16* output, float* workspace, unsigned* counters, int query_heads, int key_heads, float epsilon, float scale,
     int window, const __grid_constant__ Chunks chunks) {
     attend<128>(qkv, query_gain, key_gain, cosines, sines, output, workspace, counters, query_heads, key_heads, epsilon,
                 scale, window, chunks);
 }
 
 extern "C" __global__ void __launch_bounds__(attend_threads) attend_64(
-    const bfloat* qkv, const bfloat* query_gain, const bfloat* key_gain, const bfloat* cosines, const bfloat* sines,
-    bfloat* output, float* workspace, unsigned* counters, int query_heads, int key_heads, float epsilon, float scale,
+    const bf16* qkv, const bf16* query_gain, const bf16* key_gain, const bf16* cosines, const bf16* sines,
+    bf16* output, float* workspace, unsigned* counters, int query_heads, int key_heads, float epsilon, float scale,
     int window, const __grid_constant__ Chunks chunks) {
     attend<64>(qkv, query_gain, key_gain, cosines, sines, output, workspace, counters, query_heads, key_heads, epsilon,
                scale, window, chunks);
