@@ -451,7 +451,7 @@ impl Proposer for Recorded<Box<dyn Drafter>, Drafted> {
         let proposal = self.inner.propose(request);
         self.tape.borrow_mut().push(Drafted {
             tokens: proposal.tokens.get(0).copy(),
-            probs: proposal.probs.get(0).copy(),
+            probs: proposal.probs.as_ref().expect("drawn at a temperature").get(0).copy(),
             confidence: proposal.confidence.as_ref().unwrap().get(0).sigmoid(),
         });
         proposal

@@ -1,6 +1,6 @@
 //! What the engine needs from a target and from a drafter.
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::SamplingBatch;
 
@@ -123,10 +123,33 @@ pub struct DraftRequest<'a> {
 pub struct Proposal {
     /// `[S, γ]` int64.
     pub tokens: Tensor,
-    /// The distributions the tokens were drawn from, float32 `[S, γ, V]`.
-    pub probs: Tensor,
+    /// The distributions the tokens were drawn from, float32 `[S, γ, V]`; None where the drafter was sure of all of them.
+    pub probs: Option<Tensor>,
     /// Logit of the probability that each token is accepted given that its predecessors were, `[S, γ]`.
     pub confidence: Option<Tensor>,
+}
+
+impl Proposal {
+    /// Of tokens `[S]` and their distributions, one after the other, as [`SamplingBatch::sample`] gives them.
+    pub fn of(draws: Vec<(Tensor, Option<Tensor>)>, confidence: Option<Tensor>) -> Self {
+        let (tokens, probs): (Vec<Tensor>, Vec<Option<Tensor>>) = draws.into_iter().unzip();
+        let probs = probs.into_iter().collect::<Option<Vec<Tensor>>>();
+        Self {
+            tokens: Tensor::stack(&tokens, 1),
+            probs: probs.map(|probs| Tensor::stack(&probs, 1)),
+            confidence,
+        }
+    }
+
+    /// The distributions over a vocabulary of so many, those of sure tokens too: `[S, γ, V]`.
+    pub fn distributions(&self, vocab: usize) -> Tensor {
+        let sure = || {
+            let [sequences, gamma] = [0, 1].map(|dim| self.tokens.size()[dim]);
+            let zeros = Tensor::zeros([sequences, gamma, vocab as i64], (Kind::Float, self.tokens.device()));
+            zeros.scatter_value(2, &self.tokens.unsqueeze(2), 1.0)
+        };
+        self.probs.as_ref().map_or_else(sure, Tensor::shallow_clone)
+    }
 }
 
 /// A drafter with one context history per slot.

@@ -139,16 +139,13 @@ impl SamplingBatch {
     }
 
     /// A token `[S]` of each of the [`Self::distributions`] `[S, V]` of logits `[S, V]`, by `uniforms [S]` as [`draw`] takes them; and the
-    /// distributions.
-    pub fn sample(&self, logits: &Tensor, uniforms: &Tensor) -> (Tensor, Tensor) {
-        // A one-hot leaves no choice, and its sums need not be taken.
+    /// distributions, where they are not all sure of their token.
+    pub fn sample(&self, logits: &Tensor, uniforms: &Tensor) -> (Tensor, Option<Tensor>) {
         if self.is_greedy() {
-            let best = likeliest(logits);
-            let distributions = one_hot(logits, &best);
-            return (best, distributions);
+            return (likeliest(logits), None);
         }
         let distributions = self.distributions(logits);
-        (draw(&distributions, uniforms), distributions)
+        (draw(&distributions, uniforms), Some(distributions))
     }
 
     /// Applies top-k, top-p and min-p row by row and renormalises. What becomes of a row does not depend on the others.
@@ -216,6 +213,7 @@ pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Proposal;
 
     fn distribution(logits: &[f32], sampling: Sampling) -> Vec<f32> {
         let logits = Tensor::from_slice(logits).unsqueeze(0);
@@ -312,8 +310,11 @@ mod tests {
         for uniform in [0.0, 0.5, 0.999_999_9] {
             let uniforms = Tensor::from_slice(&[uniform; 2]);
             let (tokens, distributions) = batch.sample(&logits, &uniforms);
-            assert_eq!(distributions, batch.distributions(&logits));
-            assert_eq!(tokens, draw(&distributions, &uniforms));
+            assert!(distributions.is_none());
+            let one_hots = batch.distributions(&logits);
+            assert_eq!(tokens, draw(&one_hots, &uniforms));
+            let proposal = Proposal::of(vec![(tokens, None)], None);
+            assert_eq!(proposal.distributions(3), one_hots.unsqueeze(1));
         }
     }
 

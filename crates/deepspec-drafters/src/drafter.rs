@@ -272,12 +272,10 @@ pub(crate) fn token_by_token(
     gamma: usize,
     mut logits: impl FnMut(Option<&Tensor>) -> Tensor,
 ) -> Proposal {
-    let (mut tokens, mut probs): (Vec<Tensor>, Vec<Tensor>) = (vec![], vec![]);
+    let mut draws: Vec<(Tensor, Option<Tensor>)> = vec![];
     for k in 0..gamma {
-        let (drawn, distribution) =
-            request.sampling.sample(&logits(tokens.last()), &request.uniforms.select(1, k as i64));
-        tokens.push(drawn);
-        probs.push(distribution);
+        let logits = logits(draws.last().map(|(drawn, _)| drawn));
+        draws.push(request.sampling.sample(&logits, &request.uniforms.select(1, k as i64)));
     }
-    Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence: None }
+    Proposal::of(draws, None)
 }

@@ -140,7 +140,12 @@ fn decodes_as_trained(target: &ModelConfig, slots: Slots, sample: &TrainSample) 
                 sampling: &at_temperature_one(),
             });
             let what = format!("{} {slots:?} window {window}, anchor {anchor}", target.family);
-            assert_close(&what, &proposal.probs.get(0), &expected.get(b as i64), 1e-5);
+            assert_close(
+                &what,
+                &proposal.probs.expect("drawn at temperature 1").get(0),
+                &expected.get(b as i64),
+                1e-5,
+            );
             seen = anchor;
         }
     }
@@ -234,7 +239,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 });
                 assert_eq!(Vec::<i64>::try_from(proposal.tokens.reshape([-1])).unwrap(), tokens);
                 let what = format!("{} {supervise:?}, column {column}", target.family);
-                assert_close(&what, &proposal.probs.get(0), &expected, 1e-5);
+                assert_close(&what, &proposal.probs.expect("drawn at temperature 1").get(0), &expected, 1e-5);
                 seen = column + 1;
             }
         }

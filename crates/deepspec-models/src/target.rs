@@ -10,7 +10,7 @@ use deepspec_native::PackedWeight;
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
-use crate::kv::{BatchPlan, Chunk, FewPlan, KvCache, MaskKind};
+use crate::kv::{Chunk, KvCache, MaskKind};
 use crate::nn::{AttentionSpec, Builder, DecoderLayer, Named, RmsNorm, Ropes, Vocabulary, Weight};
 use crate::{ModelConfig, ModelError, Weights};
 
@@ -46,8 +46,8 @@ pub struct TargetModel {
     ropes: Ropes,
     cache: KvCache,
     taps: Vec<Tap>,
-    /// Whether there are kernels for all layers that take a few rows.
-    has_few_rows: bool,
+    /// Whether all layers run in few kernels.
+    has_fused: bool,
     kind: Kind,
     device: Device,
     /// What its checkpoint calls its tensors.
@@ -114,7 +114,7 @@ impl TargetModel {
             ropes: Ropes::new(&config.layers, device),
             cache: KvCache::new(&attentions, options.slots, kind, device),
             taps: options.taps.clone(),
-            has_few_rows: layers.iter().all(DecoderLayer::has_few_rows),
+            has_fused: layers.iter().all(DecoderLayer::is_fused),
             config,
             layers,
             kind,
@@ -180,29 +180,15 @@ impl TargetModel {
 
     /// One pass over all rows at once.
     fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> Forwarded {
-        let few = self.has_few_rows.then(|| self.cache.few_plan(chunks)).flatten();
-        let plan = match few {
-            Some(few) => Plan::Few(few),
-            None => Plan::Any(self.cache.plan(chunks, MaskKind::Causal)),
-        };
-        let rotations = match &plan {
-            Plan::Few(few) => self.ropes.below(few.end, &few.positions, self.kind),
-            Plan::Any(plan) => self.ropes.at(plan.positions(), self.kind),
-        };
+        let plan = self.cache.pass_plan(chunks, MaskKind::Causal, self.has_fused);
+        let rotations = plan.rotations(&self.ropes, self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&Tap::Embedding) {
             captured.push(x.shallow_clone());
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            x = match &plan {
-                Plan::Few(few) => layer
-                    .forward_few_rows(&x, rotations.of(i), |qkv, heads| {
-                        self.cache.attend_few_rows(i, few, qkv, heads)
-                    })
-                    .expect("every layer was asked whether it has them"),
-                Plan::Any(plan) => layer.forward(&x, rotations.of(i), |qkv| self.cache.attend(i, plan, qkv)),
-            };
+            x = self.cache.run((i, layer), &plan, &x, None, rotations.of(i));
             if self.taps.contains(&Tap::Layer(i as u32)) {
                 captured.push(x.shallow_clone());
             }
@@ -260,12 +246,6 @@ impl Target for TargetModel {
     fn device(&self) -> Device {
         self.device
     }
-}
-
-/// What the rows of a pass see.
-enum Plan {
-    Few(FewPlan),
-    Any(BatchPlan),
 }
 
 /// Rows of a feed that one slot takes in within one pass.

@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 
 use deepspec_native::{
-    FewRowsHeads, Gain, HistoryChunk, HistoryView, LogitRows, few_rows_attention, few_rows_gated_product,
+    Gain, HistoryChunk, HistoryView, LogitRows, ProjectedHeads, few_rows_attention, few_rows_gated_product,
     few_rows_product, has_few_rows, rotate, silu_times,
 };
 use tch::{Device, Kind, Tensor};
@@ -98,7 +98,7 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let device_gain = there(&head_gain);
     let head_norm = Gain { weights: &device_gain, eps };
     let angles = [&there(&cosines), &there(&sines)];
-    let heads = FewRowsHeads { query, key_value: group, dim, gains: Some([head_norm; 2]), angles };
+    let heads = ProjectedHeads { query, key_value: group, dim, gains: Some([head_norm; 2]), angles };
     let view = HistoryView { scale: 0.3, window, sees_chunk: false };
     let found = few_rows_attention(&qkv, &heads, &chunks, view);
     let products = exact(&qkv.to_device(Device::Cpu));
@@ -137,7 +137,7 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     }
     assert_near(&found, &Tensor::stack(&outputs, 0), "attention");
     let of_first = angles.map(|of| of.narrow(0, 0, lens[0] as i64));
-    let heads = FewRowsHeads { angles: [&of_first[0], &of_first[1]], ..heads };
+    let heads = ProjectedHeads { angles: [&of_first[0], &of_first[1]], ..heads };
     let alone = few_rows_attention(&qkv.narrow(0, 0, lens[0] as i64), &heads, &chunks[..1], view);
     assert!(alone.equal(&found.narrow(0, 0, lens[0] as i64)), "a lone chunk has other bits");
 

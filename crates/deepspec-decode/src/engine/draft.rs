@@ -43,7 +43,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         if block < full_block {
             proposal.tokens = proposal.tokens.narrow(1, 0, block as i64);
-            proposal.probs = proposal.probs.narrow(1, 0, block as i64);
+            proposal.probs = proposal.probs.map(|probs| probs.narrow(1, 0, block as i64));
             proposal.confidence = proposal.confidence.map(|c| c.narrow(1, 0, block as i64));
         }
         let lens = self.planner.lengths(load, block, self.confidences(&proposal, block));

@@ -146,7 +146,7 @@ impl Proposer for ToyDrafter {
 }
 
 pub fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
-    let (mut tokens, mut probs, mut confidence) = (vec![], vec![], vec![]);
+    let (mut draws, mut confidence) = (vec![], vec![]);
     for k in 0..GAMMA as i64 {
         let distribution = sampling.distributions(&logits_of(prefixes_now.iter().copied(), draft_logits));
         let drawn = draw(&distribution, &uniforms.select(1, k));
@@ -156,9 +156,7 @@ pub fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &Samplin
         for (prefix, token) in prefixes_now.iter_mut().zip(prefixes(&drawn)) {
             *prefix = extended(*prefix, token);
         }
-        tokens.push(drawn);
-        probs.push(distribution);
+        draws.push((drawn, Some(distribution)));
     }
-    let confidence = Some(Tensor::stack(&confidence, 1).logit(None));
-    Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
+    Proposal::of(draws, Some(Tensor::stack(&confidence, 1).logit(None)))
 }

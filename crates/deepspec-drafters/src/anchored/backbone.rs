@@ -1,6 +1,6 @@
 //! The backbone: draft layers whose queries come from the block and whose keys come from the target's states and the block.
 
-use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Qkv, RmsNorm, Rotation, Rotations};
+use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Qkv, RmsNorm, Rotation, Rotations, Spread};
 use deepspec_models::{ModelConfig, ModelError};
 use deepspec_native::range;
 use tch::{Kind, Tensor};
@@ -240,7 +240,7 @@ impl<K: Anchored> Trained<K> {
     }
 
     /// The first layer over rows of whole blocks, `[N·B, d]`, which [`over_blocks`] makes of those that are `distinct`, `[N + 1, d]`.
-    pub(super) fn run_first_layer(
+    fn run_first_layer(
         &self,
         layer: &DecoderLayer,
         x: &Tensor,
@@ -252,7 +252,8 @@ impl<K: Anchored> Trained<K> {
         if K::RUNS_AROUND || size == 1 {
             return self.run_layer(0, layer, x, rotation, attend);
         }
-        layer.forward_spread(x, &distinct(), |rows| over_blocks(rows, size), rotation, attend)
+        let spread = Spread { distinct: &distinct(), over: &|rows| over_blocks(rows, size) };
+        layer.forward_spread(x, spread, rotation, attend)
     }
 
     /// Layer `i` over rows of whole blocks, `[N·B, d]`.

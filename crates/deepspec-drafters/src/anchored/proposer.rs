@@ -2,8 +2,8 @@
 
 use deepspec_core::Tap;
 use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
-use deepspec_models::kv::{BatchPlan, Chunk, KvCache, MaskKind, Rows};
-use deepspec_models::nn::Qkv;
+use deepspec_models::kv::{Chunk, KvCache, MaskKind, PassPlan, Rows};
+use deepspec_models::nn::{DecoderLayer, Spread};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::{Device, Tensor};
 
@@ -16,6 +16,8 @@ use crate::{Drafter, ExaminedDrafter};
 pub struct AnchoredProposer<K: Anchored> {
     model: Trained<K>,
     cache: KvCache,
+    /// Whether all layers run in few kernels, with nothing around their halves. On a GPU there are none for drafters yet.
+    has_fused: bool,
 }
 
 /// What a drafted block leaves behind for the confidence head.
@@ -30,7 +32,10 @@ impl<K: Anchored> AnchoredProposer<K> {
     /// A proposer with empty histories for `slots` sequences.
     pub fn new(model: Trained<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attentions(), slots, model.kind(), model.device());
-        Self { model, cache }
+        let has_fused = model.device() == Device::Cpu
+            && !K::RUNS_AROUND
+            && model.parts.backbone().layers.iter().all(DecoderLayer::is_fused);
+        Self { model, cache, has_fused }
     }
 
     /// The model.
@@ -53,7 +58,7 @@ impl<K: Anchored> AnchoredProposer<K> {
         if !taken.is_empty() {
             self.append_context(context, &taken, &self.cache.place(&taken));
         }
-        let hidden = self.hidden(&self.cache.plan(&blocks, MaskKind::Block), anchors); // [S, γ, d]
+        let hidden = self.hidden(&blocks, anchors); // [S, γ, d]
         let base = self.model.base_logits(&hidden); // [S, γ, V]
         let (mut previous, mut state, mut embeddings) =
             (anchors.shallow_clone(), K::State::default(), vec![]);
@@ -94,21 +99,27 @@ impl<K: Anchored> AnchoredProposer<K> {
 
     /// Backbone states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The blocks' own keys stand behind the context
     /// for this pass only: the history does not advance over them.
-    fn hidden(&mut self, plan: &BatchPlan, anchors: &Tensor) -> Tensor {
-        let rotations = self.model.rotations(plan.positions());
-        let mask = K::blocks(self.model.config()).mask_token_id;
+    fn hidden(&mut self, blocks: &[Chunk], anchors: &Tensor) -> Tensor {
+        let plan = self.cache.pass_plan(blocks, MaskKind::Block, self.has_fused);
+        let rotations = plan.rotations(self.model.ropes(), self.model.kind());
+        let (mask, size) = (K::blocks(self.model.config()).mask_token_id, self.slots() as i64);
         let distinct =
             Tensor::cat(&[anchors, &Tensor::full([1], mask, (anchors.kind(), anchors.device()))], 0);
         let distinct = self.model.embed(&distinct); // [S + 1, d]
-        let mut x = over_blocks(&distinct, self.slots() as i64); // [S·B, d]
+        let over = |rows: &Tensor| over_blocks(rows, size);
+        let mut x = over(&distinct); // [S·B, d]
         for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
-            let (rotation, attend) = (rotations.of(i), |qkv: &Qkv| self.cache.attend(i, plan, qkv));
-            x = match i {
-                // On a GPU its launches would cost more than the rows that it leaves out.
-                0 if self.model.device() == Device::Cpu => {
-                    self.model.run_first_layer(layer, &x, || distinct.shallow_clone(), rotation, attend)
+            let rotation = rotations.of(i);
+            x = match &plan {
+                PassPlan::Apart(plan) if K::RUNS_AROUND => {
+                    self.model.run_layer(i, layer, &x, rotation, |qkv| self.cache.attend(i, plan, qkv))
                 }
-                _ => self.model.run_layer(i, layer, &x, rotation, attend),
+                plan => {
+                    // On a GPU its launches would cost more than the rows that it leaves out.
+                    let is_spread = i == 0 && size > 1 && self.model.device() == Device::Cpu;
+                    let spread = is_spread.then_some(Spread { distinct: &distinct, over: &over });
+                    self.cache.run((i, layer), plan, &x, spread, rotation)
+                }
             };
         }
         self.model.drafting_states(&x)
@@ -157,15 +168,14 @@ impl<K: Anchored> Proposer for AnchoredProposer<K> {
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
-        let (mut tokens, mut probs) = (vec![], vec![]);
+        let mut draws = vec![];
         let Drafting { hidden, embeddings } = self.forward(context, slots, anchors, |k, logits| {
             let (drawn, distribution) = sampling.sample(logits, &uniforms.select(1, k));
-            tokens.push(drawn.shallow_clone());
-            probs.push(distribution);
+            draws.push((drawn.shallow_clone(), distribution));
             drawn
         });
         let confidence = self.model.confidence_logits(&hidden, embeddings.as_ref());
-        Proposal { tokens: Tensor::stack(&tokens, 1), probs: Tensor::stack(&probs, 1), confidence }
+        Proposal::of(draws, confidence)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {

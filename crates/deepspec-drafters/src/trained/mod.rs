@@ -191,6 +191,10 @@ impl<K: DrafterKind> Trained<K> {
         self.config.model().layers.iter().map(|layer| layer.attention).collect()
     }
 
+    pub(crate) fn ropes(&self) -> &Ropes {
+        &self.ropes
+    }
+
     pub(crate) fn rotations(&self, positions: &Tensor) -> Rotations<'_> {
         self.ropes.at(positions, self.kind)
     }

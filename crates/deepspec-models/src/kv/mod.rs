@@ -8,13 +8,14 @@ use std::collections::BTreeMap;
 
 use deepspec_decode::Ruler;
 use deepspec_native::{
-    FewRowsHeads, HistoryChunk, HistoryView, few_rows_attention, has_history_attention, history_attention,
+    HistoryChunk, HistoryRows, HistoryView, ProjectedHeads, few_rows_attention, has_history_attention,
+    history_attention,
 };
 use tch::{Device, Kind, Tensor};
 
-use crate::nn::{AttentionSpec, Heads, Qkv};
+use crate::nn::{AttentionSpec, DecoderLayer, Heads, Qkv, Rotation, Spread};
 use calls::{AttentionCall, MaskShape};
-pub use plan::{BatchPlan, FewPlan, MaskKind, Rows};
+pub use plan::{BatchPlan, FusedPlan, MaskKind, PassPlan, Rows};
 use plan::{Group, Placed, Slots};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
@@ -264,18 +265,46 @@ impl KvCache {
         }
     }
 
-    /// The same of a [`FewPlan`], which reads histories before the kernel in front of it is done: what moves them must have been asked for before the layers. Queries, keys and values
-    /// lie side by side and are neither normed nor rotated, `[N, (H + 2G)·D]`.
-    pub fn attend_few_rows(
+    /// Runs `layer`, the cache's layer `i`, over the planned rows `x [N, d]`: `[N, d]`.
+    ///
+    /// # Panics
+    /// If the plan is for fused layers and this is none.
+    pub fn run(
+        &mut self,
+        (i, layer): (usize, &DecoderLayer),
+        plan: &PassPlan,
+        x: &Tensor,
+        spread: Option<Spread<'_>>,
+        rotation: &Rotation,
+    ) -> Tensor {
+        match (plan, spread) {
+            (PassPlan::Fused(plan), spread) => layer
+                .forward_fused(x, spread, rotation, |qkv, heads| self.attend_fused(i, plan, qkv, heads))
+                .expect("all layers were asked whether they are fused"),
+            (PassPlan::Apart(plan), Some(spread)) => {
+                layer.forward_spread(x, spread, rotation, |qkv| self.attend(i, plan, qkv))
+            }
+            (PassPlan::Apart(plan), None) => layer.forward(x, rotation, |qkv| self.attend(i, plan, qkv)),
+        }
+    }
+
+    /// [`KvCache::attend`] of a [`FusedPlan`]. On a GPU it reads histories before the kernel in front of it is done: what moves them must have been asked
+    /// for before the layers. Queries, keys and values lie side by side and are neither normed nor rotated, `[N, (H + 2G)·D]`.
+    fn attend_fused(
         &mut self,
         layer: usize,
-        plan: &FewPlan,
+        plan: &FusedPlan,
         qkv: &Tensor,
-        heads: &FewRowsHeads<'_>,
+        heads: ProjectedHeads<'_>,
     ) -> Tensor {
         let Layer { scale, view, .. } = self.layers[layer];
-        let view = HistoryView { scale, window: self.views[view].window, sees_chunk: false };
-        few_rows_attention(qkv, heads, &self.history_chunks(layer, &plan.placed), view)
+        let sees_chunk = plan.visibility == MaskKind::Block;
+        let view = HistoryView { scale, window: self.views[view].window, sees_chunk };
+        let chunks = self.history_chunks(layer, &plan.placed);
+        match self.attends_in_place() {
+            true => history_attention(HistoryRows::Projected(qkv, heads), &chunks, view),
+            false => few_rows_attention(qkv, &heads, &chunks, view),
+        }
     }
 
     /// Where chunks lie in a layer.
@@ -295,7 +324,7 @@ impl KvCache {
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
         let sees_chunk = plan.visibility == MaskKind::Block;
         let view = HistoryView { scale, window: self.views[view].window, sees_chunk };
-        history_attention([&q, &k, &v], &chunks, view).flatten(1, 2)
+        history_attention(HistoryRows::Ready([&q, &k, &v]), &chunks, view)
     }
 
     /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.

@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
+use crate::nn::{Ropes, Rotations};
 
 /// Tokens of a chunk that attends by itself on the CPU: blocks, what was accepted of them, and short prompts, which would be padded to
 /// [`SPAN`]. The scores of those query heads that share keys, which each thread keeps room for (4 MiB), are no more than `FEW_SCORES`.
@@ -52,13 +53,32 @@ pub struct BatchPlan {
     pub(super) visibility: MaskKind,
 }
 
-/// Chunks of a few rows in all, each of which sees itself and what came before, for kernels of a GPU that take all of them at once.
-pub struct FewPlan {
+/// Chunks that attend one by one where their histories lie, in layers of few kernels ([`DecoderLayer::forward_fused`]).
+pub struct FusedPlan {
     /// Absolute position of every row, `[N]` int64.
-    pub positions: Tensor,
+    pub(super) positions: Tensor,
     /// All of them are below.
-    pub end: usize,
+    end: usize,
     pub(super) placed: Vec<Placed>,
+    pub(super) visibility: MaskKind,
+}
+
+/// How chunks run through layers.
+pub enum PassPlan {
+    /// In few kernels.
+    Fused(FusedPlan),
+    /// Operator by operator.
+    Apart(BatchPlan),
+}
+
+impl PassPlan {
+    /// What the rows turn by.
+    pub fn rotations<'a>(&self, ropes: &'a Ropes, kind: Kind) -> Rotations<'a> {
+        match self {
+            Self::Fused(plan) => ropes.below(plan.end, &plan.positions, kind),
+            Self::Apart(plan) => ropes.at(plan.positions(), kind),
+        }
+    }
 }
 
 /// Chunks of one length in one pool whose histories need the same span.
@@ -147,14 +167,23 @@ impl KvCache {
         }
     }
 
-    /// The same for chunks of at most [`FEW_ROWS`] rows in all, in another way; none of more.
-    pub fn few_plan(&self, chunks: &[Chunk]) -> Option<FewPlan> {
+    /// The same for layers that are fused, if they are (`has_fused`): in few kernels where every chunk is short, or on a GPU all of them together have at
+    /// most [`FEW_ROWS`] rows.
+    pub fn pass_plan(&self, chunks: &[Chunk], visibility: MaskKind, has_fused: bool) -> PassPlan {
         let rows = chunks.iter().map(|chunk| chunk.len).sum::<usize>();
-        let are_few = rows <= FEW_ROWS && !chunks.is_empty() && chunks.iter().all(|chunk| chunk.len > 0);
-        are_few.then(|| FewPlan {
+        let are_few = match self.attends_in_place() {
+            true => chunks.iter().all(|chunk| self.is_few(chunk)),
+            false => rows <= FEW_ROWS,
+        };
+        let is_any_empty = chunks.is_empty() || chunks.iter().any(|chunk| chunk.len == 0);
+        if !has_fused || !are_few || is_any_empty {
+            return PassPlan::Apart(self.plan(chunks, visibility));
+        }
+        PassPlan::Fused(FusedPlan {
             positions: self.ruler.runs(chunks.iter().map(positions)),
             end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
             placed: self.placed(chunks),
+            visibility,
         })
     }
 

@@ -1,7 +1,7 @@
 //! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
 use deepspec_native::{
-    FewRowsHeads, Gain, few_rows_gated_product, few_rows_product, gated_product, has_few_rows, rms_norm,
+    Gain, ProjectedHeads, gated_product, has_few_rows, has_history_attention, packed_gated_product, rms_norm,
     silu_times,
 };
 use tch::{Kind, Tensor};
@@ -38,18 +38,15 @@ impl Linear {
         self.weight.product(x, self.bias.as_ref())
     }
 
-    /// Its weight, where that is as it is stored and there is nothing beside it.
-    fn alone(&self) -> Option<&Tensor> {
-        match (&self.weight, &self.bias) {
-            (Weight::Stored(weight), None) => Some(weight),
-            _ => None,
-        }
+    /// Its weight, where there is nothing beside it.
+    fn alone(&self) -> Option<&Weight> {
+        self.bias.is_none().then_some(&self.weight)
     }
 
     /// `silu(gate(x)) ⊙ self(x)` in one, where both are packed and without bias.
     fn gated_by(&self, gate: &Self, x: &Tensor) -> Option<Tensor> {
         let (Weight::Packed(up), Weight::Packed(packed)) = (&self.weight, &gate.weight) else { return None };
-        (self.bias.is_none() && gate.bias.is_none()).then(|| up.gated_product(packed, x))
+        (self.bias.is_none() && gate.bias.is_none()).then(|| packed_gated_product(x, None, packed, up))
     }
 
     /// Applies it to `silu(gate) ⊙ up`.
@@ -238,18 +235,26 @@ pub struct DecoderLayer {
     layer_scalar: Option<Tensor>,
 }
 
-/// What a layer for a few rows on a GPU is made of.
-struct FewRows<'a> {
-    qkv: [&'a Tensor; 3],
-    output: &'a Tensor,
-    gate: &'a Tensor,
-    up: &'a Tensor,
-    down: &'a Tensor,
+/// The weights of a layer that runs in five kernels.
+struct Fused<'a> {
+    qkv: [&'a Weight; 3],
+    output: &'a Weight,
+    gate: &'a Weight,
+    up: &'a Weight,
+    down: &'a Weight,
+}
+
+/// Rows of which some are alike until they are turned.
+pub struct Spread<'a> {
+    /// The distinct ones, `[M, d]`.
+    pub distinct: &'a Tensor,
+    /// Makes all rows of what belongs to the distinct ones.
+    pub over: &'a dyn Fn(&Tensor) -> Tensor,
 }
 
 impl DecoderLayer {
     /// Its weights, where it is a layer that there are kernels for.
-    fn few_rows(&self) -> Option<FewRows<'_>> {
+    fn fused(&self) -> Option<Fused<'_>> {
         let Self { attention, mlp, attention_norms, mlp_norms, layer_scalar } = self;
         let is_plain = attention_norms.after.is_none() && mlp_norms.after.is_none() && layer_scalar.is_none();
         let fits = is_plain
@@ -257,7 +262,7 @@ impl DecoderLayer {
             && attention.q_norm.is_some() == attention.k_norm.is_some()
             && mlp.activation == Activation::Silu;
         fits.then_some(())?;
-        Some(FewRows {
+        Some(Fused {
             qkv: [attention.q_proj.alone()?, attention.k_proj.alone()?, attention.v_proj.as_ref()?.alone()?],
             output: attention.o_proj.alone()?,
             gate: mlp.gate_proj.alone()?,
@@ -266,42 +271,54 @@ impl DecoderLayer {
         })
     }
 
-    /// Whether [`DecoderLayer::forward_few_rows`] can be had: for bfloat16 on a GPU, and layers as Qwen3's and Llama's.
-    pub fn has_few_rows(&self) -> bool {
-        let heads = self.attention.heads;
-        self.few_rows().is_some_and(|FewRows { qkv, output, gate, up, down }| {
-            let (width, inner) = (qkv[0].size()[1], gate.size()[0]);
-            let norms = [Some(&self.attention_norms.before), Some(&self.mlp_norms.before)];
-            let of_heads = [self.attention.q_norm.as_ref(), self.attention.k_norm.as_ref()];
-            let gains = norms.into_iter().chain(of_heads).flatten().map(|norm| &norm.weight);
-            let lies = |of: &Tensor| {
-                of.kind() == Kind::BFloat16
-                    && of.is_contiguous()
-                    && (of.data_ptr() as usize).is_multiple_of(16)
-            };
-            output.size()[0] == width
-                && qkv.into_iter().chain([output, gate, up, down]).chain(gains).all(lies)
-                && has_few_rows(gate, width, inner, heads.dim, heads.repeats())
-        })
+    /// Whether [`DecoderLayer::forward_fused`] can be had: for layers as Qwen3's and Llama's, in bfloat16 on a GPU, or with packed weights.
+    pub fn is_fused(&self) -> bool {
+        let Some(Fused { qkv, output, gate, up, down }) = self.fused() else { return false };
+        let (heads, weights) = (self.attention.heads, qkv.into_iter().chain([output, gate, up, down]));
+        if weights.clone().all(|weight| weight.as_packed().is_some()) {
+            return has_history_attention(heads.dim);
+        }
+        let norms = [Some(&self.attention_norms.before), Some(&self.mlp_norms.before)];
+        let of_heads = [self.attention.q_norm.as_ref(), self.attention.k_norm.as_ref()];
+        let gains = norms.into_iter().chain(of_heads).flatten().map(|norm| &norm.weight);
+        let lies = |of: &Tensor| {
+            of.kind() == Kind::BFloat16 && of.is_contiguous() && (of.data_ptr() as usize).is_multiple_of(16)
+        };
+        let (Some(query), Some(gate), Some(output)) =
+            (qkv[0].as_stored(), gate.as_stored(), output.as_stored())
+        else {
+            return false;
+        };
+        let (width, inner) = (query.size()[1], gate.size()[0]);
+        output.size()[0] == width
+            && weights.map(Weight::as_stored).all(|weight| weight.is_some_and(lies))
+            && gains.into_iter().all(lies)
+            && has_few_rows(gate, width, inner, heads.dim, heads.repeats())
     }
 
-    /// [`DecoderLayer::forward`] of up to [`deepspec_native::FEW_ROWS`] rows, where there is such a thing: `attend` takes queries, keys and values side by
-    /// side, `[N, (H + 2G)·D]`, and norms and rotates them by itself.
-    pub fn forward_few_rows(
+    /// [`DecoderLayer::forward`] in five kernels, where [`DecoderLayer::is_fused`] says that they can be had: on a GPU for up to
+    /// [`deepspec_native::FEW_ROWS`] rows, and with no difference to the last bit where weights are packed. `attend` takes queries, keys and values side by
+    /// side, `[N, (H + 2G)·D]`, and norms and rotates them by itself. What of `spread` rows is alike is projected once.
+    pub fn forward_fused(
         &self,
         x: &Tensor,
+        spread: Option<Spread<'_>>,
         rotation: &Rotation,
-        attend: impl FnOnce(&Tensor, &FewRowsHeads<'_>) -> Tensor,
+        attend: impl FnOnce(&Tensor, ProjectedHeads<'_>) -> Tensor,
     ) -> Option<Tensor> {
-        let FewRows { qkv, output, gate, up, down } = self.few_rows()?;
+        let Fused { qkv, output, gate, up, down } = self.fused()?;
         let Attention { q_norm, k_norm, heads, .. } = &self.attention;
         let gains = q_norm.as_ref().zip(k_norm.as_ref()).map(|(q, k)| [q.gain(), k.gain()]);
         let Heads { query, key_value, dim } = *heads;
-        let heads = FewRowsHeads { query, key_value, dim, gains, angles: rotation.angles() };
-        let qkv = few_rows_product(x, Some(self.attention_norms.before.gain()), &qkv, None);
-        let x = few_rows_product(&attend(&qkv, &heads), None, &[output], Some(x));
-        let inner = few_rows_gated_product(&x, self.mlp_norms.before.gain(), gate, up);
-        Some(few_rows_product(&inner, None, &[down], Some(&x)))
+        let heads = ProjectedHeads { query, key_value, dim, gains, angles: rotation.angles() };
+        let project = |x: &Tensor| Weight::products(qkv, x, Some(self.attention_norms.before.gain()), None);
+        let qkv = match spread {
+            Some(Spread { distinct, over }) => over(&project(distinct)),
+            None => project(x),
+        };
+        let x = Weight::products([output], &attend(&qkv, heads), None, Some(x));
+        let inner = up.gated_product(gate, &x, self.mlp_norms.before.gain());
+        Some(Weight::products([down], &inner, None, Some(&x)))
     }
 
     /// The layer `name` (`model.layers.3`, `layers.0`).
@@ -369,17 +386,15 @@ impl DecoderLayer {
         self.close(x, y, plainly)
     }
 
-    /// The layer whose rows `x [N, d]` `spread` makes of fewer ones, `distinct`, by repeating some: what does not depend on their positions is
-    /// computed once.
+    /// The layer whose rows `x [N, d]` `spread` makes of fewer ones: what does not depend on their positions is computed once.
     pub fn forward_spread(
         &self,
         x: &Tensor,
-        distinct: &Tensor,
-        spread: impl Fn(&Tensor) -> Tensor,
+        Spread { distinct, over }: Spread<'_>,
         rotation: &Rotation,
         attend: impl FnOnce(&Qkv) -> Tensor,
     ) -> Tensor {
-        let projected = self.attention.project_spread(&self.input_norm(distinct), spread, rotation);
+        let projected = self.attention.project_spread(&self.input_norm(distinct), over, rotation);
         self.close(x, self.attention.o_proj.forward(&attend(&projected)), plainly)
     }
 

@@ -1,6 +1,9 @@
 //! Weights of products.
 
-use deepspec_native::{PackedWeight, projection};
+use deepspec_native::{
+    Gain, PackedWeight, few_rows_gated_product, few_rows_product, packed_gated_product, packed_product,
+    projection,
+};
 use tch::{Device, Tensor};
 
 /// The weight `[output, input]` of a product.
@@ -36,6 +39,40 @@ impl Weight {
             Self::Stored(stored) => stored.shallow_clone(),
             Self::Packed(packed) => packed.unpacked(),
         }
+    }
+
+    /// `norm(x) [W₁; W₂; …]ᵀ + residual`, the outputs of all weights side by side, in one kernel: of packed weights any rows `x [N, I]`, of others as
+    /// [`few_rows_product`] takes them. All weights are of one form.
+    pub(super) fn products<const N: usize>(
+        weights: [&Self; N],
+        x: &Tensor,
+        gain: Option<Gain<'_>>,
+        residual: Option<&Tensor>,
+    ) -> Tensor {
+        let packed: Vec<&PackedWeight> = weights.into_iter().filter_map(Self::as_packed).collect();
+        if packed.len() == N {
+            return packed_product(x, gain, &packed, residual);
+        }
+        let stored: Vec<&Tensor> = weights.into_iter().filter_map(Self::as_stored).collect();
+        few_rows_product(x, gain, &stored, residual)
+    }
+
+    /// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)` of rows and weights like these.
+    pub(super) fn gated_product(&self, gate: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor {
+        match (self, gate) {
+            (Self::Packed(up), Self::Packed(gate)) => packed_gated_product(x, Some(gain), gate, up),
+            _ => few_rows_gated_product(x, gain, &gate.stored(), &self.stored()),
+        }
+    }
+
+    /// As it is packed.
+    pub(super) fn as_packed(&self) -> Option<&PackedWeight> {
+        if let Self::Packed(packed) = self { Some(packed) } else { None }
+    }
+
+    /// As it is stored, where it is not packed.
+    pub(super) fn as_stored(&self) -> Option<&Tensor> {
+        if let Self::Stored(stored) = self { Some(stored) } else { None }
     }
 
     /// `x Wᵀ (+ b)` over the last dimension.

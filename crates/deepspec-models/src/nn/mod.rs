@@ -8,7 +8,7 @@ mod spec;
 mod vocabulary;
 
 pub use builder::{Builder, Init, Named};
-pub use layer::{DecoderLayer, Half, Linear, Qkv, RmsNorm};
+pub use layer::{DecoderLayer, Half, Linear, Qkv, RmsNorm, Spread};
 pub use linear::Weight;
 pub use rope::{Ropes, Rotation, Rotations};
 pub use spec::{Activation, AttentionSpec, Heads, LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};

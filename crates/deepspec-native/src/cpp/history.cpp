@@ -6,8 +6,8 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
 #include "group.h"
@@ -23,13 +23,21 @@ struct HistoryChunk {
   int64_t first;  // of its rows in q
 };
 
+// What attends: queries [N, H, D], keys and values [N, G, D] of all rows.
+struct HistoryRows {
+  const float *q, *k, *v;
+  int64_t rows, heads, groups, dim;
+  int64_t query_line, key_line;  // rows of queries, and of keys and values, are so far apart
+  // By these [D] queries and keys are normed, and by these [N, D/2] turned; null where they were before, or are not.
+  const float *query_gain, *key_gain, *cosines, *sines;
+  float eps;
+};
+
 #if DEEPSPEC_TILES
 
 // All chunks of a call, and how they are read.
-struct Reading {
-  const float *q, *k, *v;  // [N, H, D], [N, G, D] twice
-  float* out;              // [N, H, D]
-  int64_t heads, groups, dim;
+struct Reading : HistoryRows {
+  float* out;  // [N, H, D]
   float scale;
   int64_t window;  // keys that a query sees; 0 for all before it
   bool causal;     // else a query sees all of its chunk
@@ -51,28 +59,29 @@ struct Reading {
     const HistoryChunk& chunk = chunks[task / groups];
     const int64_t group = task % groups, repeats = heads / groups, step = groups * dim;
     float *keys = history(*chunk.keys, task), *values = history(*chunk.values, task);
-    for (int64_t i = 0; i < chunk.len; ++i) {
-      const int64_t from = (chunk.first + i) * step + group * dim, to = (chunk.past + i) * step;
-      std::memcpy(keys + to, k + from, dim * sizeof(float));
-      std::memcpy(values + to, v + from, dim * sizeof(float));
-    }
     const int64_t before = first_seen(chunk);
     const int64_t seen = chunk.past + chunk.len - before, rows = repeats * chunk.len;
     const int64_t line = (rows + kLength<Vector> - 1) / kLength<Vector> * kLength<Vector>;
     // Kept from call to call.
     static thread_local std::vector<float> memory;
-    const size_t needed = (dim + seen + 1) * line + rows * dim + kKeys * 2 * kLength<Vector>;
+    const size_t needed = (dim + seen + 1) * line + (rows + 2) * dim + kKeys * 2 * kLength<Vector>;
     if (memory.size() < needed) {
       memory.clear();
       memory.resize(needed);
     }
-    float *queries = memory.data(), *scores = queries + dim * line, *totals = scores + seen * line, *sums = totals + line;
-    const auto head_of = [&](int64_t row) {
-      return ((chunk.first + row / repeats) * heads + group * repeats + row % repeats) * dim;
-    };
+    float *queries = memory.data(), *scores = queries + dim * line, *totals = scores + seen * line, *room = totals + line;
+    float* sums = room + 2 * dim;
+    for (int64_t i = 0; i < chunk.len; ++i) {
+      const int64_t row = chunk.first + i, from = row * key_line + group * dim, to = (chunk.past + i) * step;
+      std::memcpy(keys + to, attending(k + from, key_gain, row, room), dim * sizeof(float));
+      std::memcpy(values + to, v + from, dim * sizeof(float));
+    }
     std::fill(queries, scores, 0.0f);
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t i = 0; i < dim; ++i) queries[i * line + row] = q[head_of(row) + i] * scale;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t own = chunk.first + row / repeats, head = group * repeats + row % repeats;
+      const float* query = attending(q + own * query_line + head * dim, query_gain, own, room);
+      for (int64_t i = 0; i < dim; ++i) queries[i * line + row] = query[i] * scale;
+    }
     score<Vector>(keys + before * step, values + before * step, step, seen, queries, line, scores);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t position = chunk.past + row / repeats;
@@ -88,10 +97,19 @@ struct Reading {
           scores + key * line, line, rows, values + (before + key) * step, step, std::min(kKeys, seen - key), sums + rows * dim, sums,
           key > 0);
     for (int64_t row = 0; row < rows; ++row) {
-      float* to = out + head_of(row);
+      float* to = out + ((chunk.first + row / repeats) * heads + group * repeats + row % repeats) * dim;
       const float factor = 1.0f / totals[row];
       for (int64_t i = 0; i < dim; ++i) to[i] = sums[row * dim + i] * factor;
     }
+  }
+
+  // A head of a row as it attends: normed and turned in `room`, [2, D], where that is to be done.
+  const float* attending(const float* head, const float* gain, int64_t row, float* room) const {
+    if (gain) norm_row(head, gain, eps, dim, room), head = room;
+    if (!cosines) return head;
+    const int64_t half = dim / 2;
+    rotate_row(head, cosines + row * half, sines + row * half, 1.0f, half, room + dim);
+    return room + dim;
   }
 
   // Where keys or values of a task's chunk begin, which are groups * dim apart.
@@ -214,33 +232,22 @@ bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
 #endif
 }
 
-// Stores k and v [N, G, D] in the chunks' histories and gives what their queries q [N, H, D] see there, [N, H, D]; zeros in rows of no chunk.
-// Everything was checked before.
+// Stores keys and values in the chunks' histories and gives what their queries see there, [N, H * D]; zeros in rows of no chunk. Everything was checked
+// before.
 char* ds_history_attention(
-    [[maybe_unused]] const at::Tensor* q, [[maybe_unused]] const at::Tensor* k, [[maybe_unused]] const at::Tensor* v,
-    [[maybe_unused]] const HistoryChunk* chunks, [[maybe_unused]] size_t count, [[maybe_unused]] double scale,
-    [[maybe_unused]] int64_t window, [[maybe_unused]] bool causal, [[maybe_unused]] at::Tensor** result) {
+    [[maybe_unused]] const HistoryRows* rows, [[maybe_unused]] const HistoryChunk* chunks, [[maybe_unused]] size_t count,
+    [[maybe_unused]] double scale, [[maybe_unused]] int64_t window, [[maybe_unused]] bool causal, [[maybe_unused]] at::Tensor** result) {
   return caught([&] {
 #if DEEPSPEC_TILES
     RECORD_USER_SCOPE("history_attention");
-    int64_t rows = 0;
-    for (size_t i = 0; i < count; ++i) rows += chunks[i].len;
-    at::Tensor out = rows == q->size(0) ? at::empty_like(*q) : at::zeros_like(*q);
+    int64_t attending = 0;
+    for (size_t i = 0; i < count; ++i) attending += chunks[i].len;
+    const auto size = {rows->rows, rows->heads * rows->dim};
+    at::Tensor out = attending == rows->rows ? at::empty(size, at::kFloat) : at::zeros(size, at::kFloat);
     const Reading reading{
-        q->const_data_ptr<float>(),
-        k->const_data_ptr<float>(),
-        v->const_data_ptr<float>(),
-        out.mutable_data_ptr<float>(),
-        q->size(1),
-        k->size(1),
-        q->size(2),
-        static_cast<float>(scale),
-        window,
-        causal,
-        chunks,
-        static_cast<int64_t>(count)};
-    const auto attend = tile_level() == kAvx512 && reading.dim % kLength<Sixteen> == 0 ? attend_avx512 : attend_avx2;
-    for_tasks(static_cast<int64_t>(count) * k->size(1), 1, [&](int64_t task) { attend(reading, task); });
+        *rows, out.mutable_data_ptr<float>(), static_cast<float>(scale), window, causal, chunks, static_cast<int64_t>(count)};
+    const auto attend = tile_level() == kAvx512 && rows->dim % kLength<Sixteen> == 0 ? attend_avx512 : attend_avx2;
+    for_tasks(static_cast<int64_t>(count) * rows->groups, 1, [&](int64_t task) { attend(reading, task); });
     *result = new at::Tensor(std::move(out));
 #else
     TORCH_CHECK(false, "built for another processor");

@@ -29,10 +29,11 @@ constexpr int64_t kPanel = kPanelVectors<Vector> * kLength<Vector>;
 template <typename Vector>
 constexpr int64_t kPanelRows = kTileRows<Vector, kPanelVectors<Vector>>;
 
-// Where a product's values go: so many of a panel's outputs, in rows that are `line` apart.
+// Where a product's values go: so many of a panel's outputs, in rows that are `line` apart. What lies likewise at `residual` is added, unless that is null.
 struct Place {
   float* at;
   int64_t line, kept;
+  const float* residual;
 };
 
 // Rows [rows, width] times panels [panels, width, kPanel].
@@ -61,8 +62,12 @@ struct Product {
       for (int64_t row = first, count; row < end; row += count, ahead.fetch()) {
         count = rows_of_tile<Vector, kPanelVectors<Vector>>(end - row);
         const TileOf of{x + row * width + input, width, 1, columns, kPanel<Vector>, depth};
-        const Place to{place.at + (row - first) * place.line, place.line, place.kept};
+        const int64_t start = (row - first) * place.line;
+        const Place to{place.at + start, place.line, place.kept, place.residual && behind == 0 ? place.residual + start : nullptr};
         few && row == first ? write<Vector, true>(count, of, to, input > 0) : write<Vector, false>(count, of, to, input > 0);
+        // Tile by tile, so that what is read for it is waited for beside the next one's products.
+        for (int64_t r = 0; to.residual && r < count; ++r)
+          for (int64_t i = 0; i < to.kept; ++i) to.at[r * to.line + i] += to.residual[r * to.line + i];
       }
     }
   }
@@ -81,28 +86,31 @@ struct Product {
 // A product, or where `gate` has panels too, the product with `up`'s times silu of that with `gate`'s.
 struct Products {
   Product up, gate;
-  float* out;  // [rows, outputs]
-  int64_t rows, outputs;
+  float* out;             // [rows, outputs], rows `line` apart
+  const float* residual;  // is added, lying like `out`; or null
+  int64_t rows, outputs, line;
 
   // One panel and all rows of one pass; panels go round within a pass.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void run(int64_t task) const {
     const int64_t panel = task % panel_count<Vector>(), first = task / panel_count<Vector>() * kPass;
     const int64_t end = std::min(rows, first + kPass), output = panel * kPanel<Vector>, kept = std::min(kPanel<Vector>, outputs - output);
-    float* to = out + first * outputs + output;
+    const int64_t start = first * line + output;
+    float* to = out + start;
     const auto next_of = [&](const Product& product) {
       return panel + 1 < panel_count<Vector>() ? product.panel<Vector>(panel + 1) : nullptr;
     };
-    if (!gate.panels) return up.run<Vector>(panel, first, end, {to, outputs, kept}, next_of(up));
+    if (!gate.panels)
+      return up.run<Vector>(panel, first, end, {to, line, kept, residual ? residual + start : nullptr}, next_of(up));
     float gates[kPass * kPanel<Vector>], ups[kPass * kPanel<Vector>];
-    gate.run<Vector>(panel, first, end, {gates, kPanel<Vector>, kPanel<Vector>}, up.panel<Vector>(panel));
-    up.run<Vector>(panel, first, end, {ups, kPanel<Vector>, kPanel<Vector>}, next_of(gate));
+    gate.run<Vector>(panel, first, end, {gates, kPanel<Vector>, kPanel<Vector>, nullptr}, up.panel<Vector>(panel));
+    up.run<Vector>(panel, first, end, {ups, kPanel<Vector>, kPanel<Vector>, nullptr}, next_of(gate));
     for (int64_t row = 0; row < end - first; ++row) {
       const float *gate_row = gates + row * kPanel<Vector>, *up_row = ups + row * kPanel<Vector>;
       if (kept == kPanel<Vector>)
-        for (int64_t i = 0; i < kPanel<Vector>; ++i) to[row * outputs + i] = gate_row[i] * sigmoid(gate_row[i]) * up_row[i];
+        for (int64_t i = 0; i < kPanel<Vector>; ++i) to[row * line + i] = gate_row[i] * sigmoid(gate_row[i]) * up_row[i];
       else
-        for (int64_t i = 0; i < kept; ++i) to[row * outputs + i] = gate_row[i] * sigmoid(gate_row[i]) * up_row[i];
+        for (int64_t i = 0; i < kept; ++i) to[row * line + i] = gate_row[i] * sigmoid(gate_row[i]) * up_row[i];
     }
   }
 
@@ -140,24 +148,40 @@ int64_t ds_panel([[maybe_unused]] int32_t level) {
 #endif
 }
 
-// x [.., width] times the transpose of a weight [outputs, width] in panels: [.., outputs], by the instructions of a level that the processor has and the
-// panels are for; times silu of the same with the panels of `gate`, where that is not null. x was checked before.
+// A packed weight: panels, and the outputs that they are of.
+struct PackedPart {
+  const at::Tensor* panels;
+  int64_t outputs;
+};
+
+// x [.., width], or what its norm by `gain` is, times the transposes of weights [outputs, width] in panels, whose outputs lie side by side: [.., outputs],
+// by the instructions of a level that the processor has and the panels are for; times silu of the same with the panels of `gate`, where that is not
+// null, or with `residual` added. All was checked before.
 char* ds_product(
-    [[maybe_unused]] const at::Tensor* x, [[maybe_unused]] const at::Tensor* panels, [[maybe_unused]] const at::Tensor* gate,
-    [[maybe_unused]] int64_t outputs, [[maybe_unused]] int32_t level, [[maybe_unused]] at::Tensor** result) {
+    [[maybe_unused]] const at::Tensor* x, [[maybe_unused]] const at::Tensor* gain, [[maybe_unused]] double eps,
+    [[maybe_unused]] const PackedPart* parts, [[maybe_unused]] size_t count, [[maybe_unused]] const at::Tensor* gate,
+    [[maybe_unused]] const at::Tensor* residual, [[maybe_unused]] int32_t level, [[maybe_unused]] at::Tensor** result) {
   return caught([&] {
 #if DEEPSPEC_TILES
     RECORD_USER_SCOPE(gate ? "packed_gated_product" : "packed_product");
-    const at::Tensor rows = x->contiguous();
+    at::Tensor rows = x->contiguous();
+    if (gain) rows = normed(rows, *gain, static_cast<float>(eps));
     std::vector<int64_t> size = rows.sizes().vec();
     const int64_t width = size.back();
-    size.back() = outputs;
+    size.back() = 0;
+    for (size_t part = 0; part < count; ++part) size.back() += parts[part].outputs;
     at::Tensor out = at::empty(size, rows.options());
     const auto product = [&](const at::Tensor* panels) {
       return Product{rows.const_data_ptr<float>(), panels ? panels->const_data_ptr<float>() : nullptr, width};
     };
-    const Products products{product(panels), product(gate), out.mutable_data_ptr<float>(), rows.numel() / width, outputs};
-    level == kAvx512 ? products.for_all<Sixteen>(run_avx512) : products.for_all<Eight>(run_avx2);
+    const float* added = residual ? residual->const_data_ptr<float>() : nullptr;
+    float* to = out.mutable_data_ptr<float>();
+    for (const PackedPart* part = parts; part < parts + count; ++part) {
+      const Products products{product(part->panels), product(gate), to, added, rows.numel() / width, part->outputs, size.back()};
+      level == kAvx512 ? products.for_all<Sixteen>(run_avx512) : products.for_all<Eight>(run_avx2);
+      to += part->outputs;
+      added = added ? added + part->outputs : nullptr;
+    }
     *result = new at::Tensor(std::move(out));
 #else
     TORCH_CHECK(false, "built for another processor");

@@ -6,7 +6,8 @@ use std::ptr;
 use tch::Tensor;
 
 use super::c10d::check;
-use super::history::{HistoryChunk, HistoryView, RawChunk};
+use super::history::{HistoryChunk, HistoryView, ProjectedHeads, RawChunk};
+use super::rows::Gain;
 
 /// Most rows of a call. A row's bits do not depend on rows of other sequences, nor on those behind it.
 pub const FEW_ROWS: usize = 8;
@@ -52,30 +53,6 @@ unsafe extern "C" {
         count: usize,
         out: *mut *mut c_void,
     ) -> *mut c_char;
-}
-
-/// The weights `[width]` and ε of an RMS norm.
-#[derive(Clone, Copy)]
-pub struct Gain<'a> {
-    /// Its weights.
-    pub weights: &'a Tensor,
-    /// Its ε.
-    pub eps: f64,
-}
-
-/// What [`few_rows_attention`] does to queries and keys before it attends.
-#[derive(Clone, Copy)]
-pub struct FewRowsHeads<'a> {
-    /// H, heads of queries.
-    pub query: i64,
-    /// G, heads of keys.
-    pub key_value: i64,
-    /// D.
-    pub dim: i64,
-    /// Norms of queries and keys, `[D]`, of one ε.
-    pub gains: Option<[Gain<'a>; 2]>,
-    /// Cosines and sines of what each row is turned by, D/2 of each.
-    pub angles: [&'a Tensor; 2],
 }
 
 /// Whether there are kernels for layers of rows of `width` values, `inner` in the MLP, and heads of `dim` values, `repeats` of queries to one of keys, on
@@ -136,7 +113,7 @@ pub fn few_rows_gated_product(x: &Tensor, gain: Gain<'_>, gate: &Tensor, up: &Te
 /// As [`few_rows_product`], and if two chunks share a row of a pool.
 pub fn few_rows_attention(
     qkv: &Tensor,
-    heads: &FewRowsHeads<'_>,
+    heads: &ProjectedHeads<'_>,
     chunks: &[HistoryChunk<'_>],
     HistoryView { scale, window, sees_chunk }: HistoryView,
 ) -> Tensor {
@@ -147,7 +124,7 @@ pub fn few_rows_attention(
         assert!(!chunks[..at].iter().any(is_shared), "two chunks share a row of a pool");
     }
     let raw: Vec<RawChunk> = chunks.iter().map(RawChunk::of).collect();
-    let FewRowsHeads { query, key_value, dim, gains, angles } = *heads;
+    let ProjectedHeads { query, key_value, dim, gains, angles } = *heads;
     let [(query_gain, eps), (key_gain, _)] = [0, 1].map(|of| pointers(gains.map(|gains| gains[of])));
     let [cosines, sines] = angles.map(|angles| angles.as_ptr().cast());
     // A window that no history is as long as is none.

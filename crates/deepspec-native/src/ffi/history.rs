@@ -6,6 +6,7 @@ use std::ptr;
 use tch::{Device, Kind, Tensor};
 
 use super::c10d::check;
+use super::rows::Gain;
 
 /// One sequence's queries, and where its history is.
 #[derive(Clone, Copy)]
@@ -56,12 +57,130 @@ impl RawChunk {
     }
 }
 
+/// Heads of queries, keys and values that lie side by side, and what is done to queries and keys before they attend.
+#[derive(Clone, Copy)]
+pub struct ProjectedHeads<'a> {
+    /// H, heads of queries.
+    pub query: i64,
+    /// G, heads of keys.
+    pub key_value: i64,
+    /// D.
+    pub dim: i64,
+    /// Norms of queries and keys, `[D]`, of one ε.
+    pub gains: Option<[Gain<'a>; 2]>,
+    /// Cosines and sines of what each row is turned by, D/2 of each.
+    pub angles: [&'a Tensor; 2],
+}
+
+/// Queries, keys and values of N rows.
+#[derive(Clone, Copy)]
+pub enum HistoryRows<'a> {
+    /// As they attend: `[N, H, D]`, and `[N, G, D]` twice.
+    Ready([&'a Tensor; 3]),
+    /// Side by side, `[N, (H + 2G)·D]`, neither normed nor turned yet.
+    Projected(&'a Tensor, ProjectedHeads<'a>),
+}
+
+/// The shim's `HistoryRows`.
+#[repr(C)]
+struct RawRows {
+    q: *const f32,
+    k: *const f32,
+    v: *const f32,
+    rows: i64,
+    heads: i64,
+    groups: i64,
+    dim: i64,
+    query_line: i64,
+    key_line: i64,
+    query_gain: *const f32,
+    key_gain: *const f32,
+    cosines: *const f32,
+    sines: *const f32,
+    eps: f32,
+}
+
+impl RawRows {
+    /// # Panics
+    /// If shapes or kinds do not fit each other.
+    fn of(rows: HistoryRows<'_>) -> Self {
+        let values = |of: &Tensor| {
+            assert!(is_plain(of), "float32 of the CPU, row by row");
+            of.data_ptr().cast::<f32>().cast_const()
+        };
+        match rows {
+            HistoryRows::Ready([q, k, v]) => {
+                let (size, [n, groups, dim]) = (q.size(), [0, 1, 2].map(|dim| k.size()[dim]));
+                let fits = size.len() == 3 && size[0] == n && size[2] == dim && size[1] % groups.max(1) == 0;
+                assert!(
+                    fits && k.size() == v.size(),
+                    "queries {size:?} over {:?} and {:?}",
+                    k.size(),
+                    v.size()
+                );
+                let [q, k, v] = [q, k, v].map(values);
+                let ([query_gain, key_gain, cosines, sines], heads) = ([ptr::null(); 4], size[1]);
+                let (query_line, key_line) = (heads * dim, groups * dim);
+                let (rows, eps) = (n, 0.0);
+                Self {
+                    q,
+                    k,
+                    v,
+                    rows,
+                    heads,
+                    groups,
+                    dim,
+                    query_line,
+                    key_line,
+                    query_gain,
+                    key_gain,
+                    cosines,
+                    sines,
+                    eps,
+                }
+            }
+            HistoryRows::Projected(
+                qkv,
+                ProjectedHeads { query: heads, key_value: groups, dim, gains, angles },
+            ) => {
+                let (size, line) = (qkv.size(), (heads + 2 * groups) * dim);
+                let fits =
+                    size.len() == 2 && size[1] == line && groups > 0 && heads % groups == 0 && dim % 2 == 0;
+                assert!(fits, "{heads}, {groups} and {groups} heads of {dim} in {size:?}");
+                let turns = |of: &&Tensor| of.numel() as i64 == size[0] * dim / 2;
+                assert!(angles.iter().all(turns), "angles of {} rows, half of {dim} each", size[0]);
+                let norms = |of: &Gain<'_>| of.weights.numel() as i64 == dim;
+                assert!(gains.iter().flatten().all(norms), "norms of {dim} values");
+                let [cosines, sines] = angles.map(values);
+                let [query_gain, key_gain] =
+                    [0, 1].map(|of| gains.map_or(ptr::null(), |gains| values(gains[of].weights)));
+                let q = values(qkv);
+                let k = q.wrapping_add((heads * dim) as usize);
+                Self {
+                    q,
+                    k,
+                    v: k.wrapping_add((groups * dim) as usize),
+                    rows: size[0],
+                    heads,
+                    groups,
+                    dim,
+                    query_line: line,
+                    key_line: line,
+                    query_gain,
+                    key_gain,
+                    cosines,
+                    sines,
+                    eps: gains.map_or(0.0, |[query, _]| query.eps as f32),
+                }
+            }
+        }
+    }
+}
+
 unsafe extern "C" {
     fn ds_has_history_attention(dim: i64) -> bool;
     fn ds_history_attention(
-        q: *const c_void,
-        k: *const c_void,
-        v: *const c_void,
+        rows: *const RawRows,
         chunks: *const RawChunk,
         count: usize,
         scale: f64,
@@ -77,8 +196,8 @@ pub fn has_history_attention(dim: i64) -> bool {
     unsafe { ds_has_history_attention(dim) }
 }
 
-/// Stores keys and values `[N, G, D]` of the chunks behind what their histories hold, and lets the queries `[N, H, D]` see those: `[N, H, D]`,
-/// with zeros in rows of no chunk. All float32, on the CPU and without a graph. Chunks share neither rows of a pool nor queries.
+/// Stores the chunks' keys and values behind what their histories hold, and lets their queries see those: `[N, H·D]`, with zeros in rows of no chunk. All
+/// float32, on the CPU and without a graph. Chunks share neither rows of a pool nor queries.
 ///
 /// What becomes of a query depends on its own sequence alone, and its bits on no other query. Histories are not copied, and what lies behind them is
 /// not read.
@@ -86,17 +205,17 @@ pub fn has_history_attention(dim: i64) -> bool {
 /// # Panics
 /// If shapes, kinds or places do not fit each other, or where [`has_history_attention`] says no.
 pub fn history_attention(
-    [q, k, v]: [&Tensor; 3],
+    rows: HistoryRows<'_>,
     chunks: &[HistoryChunk<'_>],
     HistoryView { scale, window, sees_chunk }: HistoryView,
 ) -> Tensor {
-    let learns = [q, k, v].into_iter().any(Tensor::requires_grad);
+    let learns = match rows {
+        HistoryRows::Ready(parts) => parts.into_iter().any(Tensor::requires_grad),
+        HistoryRows::Projected(qkv, _) => qkv.requires_grad(),
+    };
     assert!(!learns, "attention over histories has no gradient");
-    let is_plain = |of: &Tensor| of.device() == Device::Cpu && of.kind() == Kind::Float && of.is_contiguous();
-    let (size, [n, groups, dim]) = (q.size(), [0, 1, 2].map(|dim| k.size()[dim]));
-    let fits = size.len() == 3 && size[0] == n && size[2] == dim && size[1] % groups.max(1) == 0;
-    assert!(fits && k.size() == v.size(), "queries {size:?} over {:?} and {:?}", k.size(), v.size());
-    assert!([q, k, v].into_iter().all(is_plain), "float32 of the CPU, row by row");
+    let attending = RawRows::of(rows);
+    let RawRows { rows: n, groups, dim, .. } = attending;
     assert!(has_history_attention(dim), "heads of {dim} on this processor");
     // Chunks of one pool mostly follow one another, and it takes longer to ask than to attend.
     let mut known: Option<([&Tensor; 2], [usize; 2])> = None;
@@ -132,17 +251,21 @@ pub fn history_attention(
     assert!(queries.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "two chunks share a query");
     let raw: Vec<RawChunk> = chunks.iter().map(RawChunk::of).collect();
     let window = window.map_or(0, |window| i64::try_from(window.max(1)).unwrap_or(i64::MAX));
-    let ([q, k, v], mut out) = ([q, k, v].map(|tensor| tensor.as_ptr().cast()), ptr::null_mut());
-    let (chunks, count) = (raw.as_ptr(), raw.len());
+    let ((chunks, count), mut out) = ((raw.as_ptr(), raw.len()), ptr::null_mut());
     // SAFETY: all tensors outlive the call; that every place which the shim reads or writes is one of theirs was checked above. It catches every C++
     // exception, and sets `out` where it returns null.
     let problem =
-        unsafe { ds_history_attention(q, k, v, chunks, count, scale, window, !sees_chunk, &mut out) };
+        unsafe { ds_history_attention(&attending, chunks, count, scale, window, !sees_chunk, &mut out) };
     if let Err(problem) = check(problem) {
         panic!("attention over histories: {problem}");
     }
     // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
+}
+
+/// Whether it lies as the shim reads it.
+fn is_plain(of: &Tensor) -> bool {
+    of.device() == Device::Cpu && of.kind() == Kind::Float && of.is_contiguous()
 }
 
 /// Whether `len` from `first` on end within `all`.
@@ -184,7 +307,10 @@ mod tests {
                 first,
             });
             let view = HistoryView { scale: 0.2, window, sees_chunk };
-            let all = history_attention([&q, &k, &v], &chunks, view);
+            let attend = |chunks: &[HistoryChunk<'_>]| {
+                history_attention(HistoryRows::Ready([&q, &k, &v]), chunks, view).view([14, heads, dim])
+            };
+            let all = attend(&chunks);
             for chunk in &chunks {
                 let [row, past, len, first] =
                     [chunk.row, chunk.past_len, chunk.len, chunk.first].map(|number| number as i64);
@@ -213,16 +339,74 @@ mod tests {
                 let found = all.narrow(0, first, len).transpose(0, 1);
                 assert!(found.allclose(&expected, 1e-5, 1e-5, false), "window {window:?}, {sees_chunk}");
                 // Alone it is the same to the last bit.
-                let alone = history_attention([&q, &k, &v], std::slice::from_ref(chunk), view);
+                let alone = attend(std::slice::from_ref(chunk));
                 assert!(alone.narrow(0, first, len).equal(&all.narrow(0, first, len)));
                 // And so is a query that nobody follows.
                 if !sees_chunk {
                     let brief = HistoryChunk { len: 1, ..*chunk };
-                    let brief = history_attention([&q, &k, &v], &[brief], view);
+                    let brief = attend(&[brief]);
                     assert!(brief.narrow(0, first, 1).equal(&all.narrow(0, first, 1)));
                 }
             }
         }
+    }
+
+    #[test]
+    fn what_is_normed_and_turned_on_the_way_has_the_same_bits() {
+        let (heads, groups, dim, n) = (6, 2, 24, 9);
+        let qkv = values(&[n, (heads + 2 * groups) * dim], 0.1);
+        let part = |first: i64, count: i64| {
+            qkv.narrow(1, first * dim, count * dim).contiguous().view([n, count, dim])
+        };
+        let [q, k, v] = [(0, heads), (heads, groups), (heads + groups, groups)].map(|(at, of)| part(at, of));
+        let gains = [0.3, 0.6].map(|seed| values(&[dim], seed) + 1.5);
+        let angles = Tensor::arange(n * dim / 2, CPU).view([n, 1, dim / 2]);
+        let (cosines, sines) = (angles.cos(), angles.sin());
+        for is_normed in [true, false] {
+            let gains = is_normed.then(|| gains.each_ref().map(|weights| Gain { weights, eps: 1e-6 }));
+            let ready = |x: &Tensor, of: usize| {
+                let normed = match gains {
+                    Some(gains) => super::super::rms_norm(x, gains[of].weights, gains[of].eps).unwrap(),
+                    None => x.shallow_clone(),
+                };
+                super::super::rotate(&normed, &cosines, &sines).unwrap()
+            };
+            let (q, k) = (ready(&q, 0), ready(&k, 1));
+            let angles = [&cosines, &sines];
+            let raw = ProjectedHeads { query: heads, key_value: groups, dim, gains, angles };
+            let view = HistoryView { scale: 0.2, window: Some(11), sees_chunk: !is_normed };
+            let attended =
+                [HistoryRows::Ready([&q, &k, &v]), HistoryRows::Projected(&qkv, raw)].map(|rows| {
+                    let pool = [0.2, 0.4].map(|seed| values(&[2, 40, groups, dim], seed));
+                    let chunk = |row, past_len, len, first| HistoryChunk {
+                        pool: [&pool[0], &pool[1]],
+                        row,
+                        past_len,
+                        len,
+                        first,
+                    };
+                    // The eighth row is of no chunk.
+                    let seen = history_attention(rows, &[chunk(1, 30, 7, 0), chunk(0, 3, 1, 8)], view);
+                    let [keys, values] = pool;
+                    [seen, keys, values]
+                });
+            let [apart, together] = attended;
+            assert!(
+                apart.iter().zip(&together).all(|(apart, together)| apart.equal(together)),
+                "{is_normed}"
+            );
+            assert_eq!(together[0].get(7).abs().max().double_value(&[]), 0.0);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "6, 2 and 2 heads of 8 in [3, 72]")]
+    fn rows_of_another_width_are_refused() {
+        let (qkv, angles) = (values(&[3, 72], 0.0), values(&[3, 1, 4], 0.0));
+        let angles = [&angles; 2];
+        let heads = ProjectedHeads { query: 6, key_value: 2, dim: 8, gains: None, angles };
+        let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
+        let _ = history_attention(HistoryRows::Projected(&qkv, heads), &[], view);
     }
 
     #[test]
@@ -234,7 +418,7 @@ mod tests {
         let chunks =
             [0, 1].map(|row| HistoryChunk { pool: [&first, &last], row, past_len: 0, len: 1, first: row });
         let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention([&new, &new, &new], &chunks, view);
+        let _ = history_attention(HistoryRows::Ready([&new, &new, &new]), &chunks, view);
     }
 
     #[test]
@@ -244,7 +428,7 @@ mod tests {
         let new = values(&[2, 1, 8], 0.0);
         let chunk = |row| HistoryChunk { pool: [&pools[0], &pools[1]], row, past_len: 0, len: 1, first: 0 };
         let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention([&new, &new, &new], &[chunk(0), chunk(1)], view);
+        let _ = history_attention(HistoryRows::Ready([&new, &new, &new]), &[chunk(0), chunk(1)], view);
     }
 
     #[test]
@@ -254,6 +438,6 @@ mod tests {
         let new = values(&[3, 1, 8], 0.0);
         let chunk = HistoryChunk { pool: [&pool, &pool], row: 0, past_len: 2, len: 3, first: 0 };
         let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention([&new, &new, &new], &[chunk], view);
+        let _ = history_attention(HistoryRows::Ready([&new, &new, &new]), &[chunk], view);
     }
 }

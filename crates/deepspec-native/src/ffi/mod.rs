@@ -29,20 +29,20 @@ pub use attention::{
     AttentionPart, KeysValues, SequenceBlocks, TiledAttention, TiledBlocks, attend_by_block,
     attends_by_block, attends_in_tiles, block_attention,
 };
-pub use few_rows::{
-    FEW_ROWS, FewRowsHeads, Gain, few_rows_attention, few_rows_gated_product, few_rows_product, has_few_rows,
-};
+pub use few_rows::{FEW_ROWS, few_rows_attention, few_rows_gated_product, few_rows_product, has_few_rows};
 pub use filling::Filling;
-pub use history::{HistoryChunk, HistoryView, has_history_attention, history_attention};
+pub use history::{
+    HistoryChunk, HistoryRows, HistoryView, ProjectedHeads, has_history_attention, history_attention,
+};
 pub use losses::{
     LogitRows, LogitsMeasured, RowsMeasured, WeighedTarget, add_to_rows, measure_rows, slope_rows, sum_rows,
     weigh_target,
 };
 pub use matrices::{multiply, projection};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
-pub use products::PackedWeight;
+pub use products::{PackedWeight, packed_gated_product, packed_product};
 pub use profile::{Profile, Range, range};
-pub use rows::{argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
+pub use rows::{Gain, argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
 pub use stream::{OnStream, Ready, SideStream, pinned};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.

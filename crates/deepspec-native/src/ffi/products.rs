@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 use tch::{Device, Kind, Tensor};
 
 use super::c10d::check;
+use super::rows::Gain;
 
 /// The instructions that products are computed by, as the shim numbers them; 0 where it has none for the processor.
 static LEVEL: LazyLock<i32> = LazyLock::new(|| {
@@ -14,14 +15,24 @@ static LEVEL: LazyLock<i32> = LazyLock::new(|| {
     unsafe { ds_product_level() }
 });
 
+/// The shim's `PackedPart`.
+#[repr(C)]
+struct RawPart {
+    panels: *const c_void,
+    outputs: i64,
+}
+
 unsafe extern "C" {
     fn ds_product_level() -> i32;
     fn ds_panel(level: i32) -> i64;
     fn ds_product(
         x: *const c_void,
-        panels: *const c_void,
+        gain: *const c_void,
+        eps: f64,
+        parts: *const RawPart,
+        count: usize,
         gate: *const c_void,
-        outputs: i64,
+        residual: *const c_void,
         level: i32,
         out: *mut *mut c_void,
     ) -> *mut c_char;
@@ -92,39 +103,84 @@ impl PackedWeight {
     /// `x Wᵀ` over the last dimension of `x [.., input]`: `[.., output]`.
     ///
     /// # Panics
-    /// If x is not float32 of the CPU, is of another width, or wants a gradient, or there is no memory for the result.
+    /// As [`packed_product`].
     pub fn product(&self, x: &Tensor) -> Tensor {
-        self.gated_by(None, x)
+        packed_product(x, None, &[self], None)
     }
+}
 
-    /// `silu(x Gᵀ) ⊙ x Wᵀ`, of which neither factor is written down.
-    ///
-    /// # Panics
-    /// As [`PackedWeight::product`], and if G is of another size.
-    pub fn gated_product(&self, gate: &Self, x: &Tensor) -> Tensor {
-        assert_eq!((gate.size(), gate.level), (self.size(), self.level), "a gate of another weight");
-        self.gated_by(Some(gate), x)
-    }
+/// `norm(x) [W₁; W₂; …]ᵀ + residual` over the last dimension of `x [.., input]`: the weights' outputs lie side by side. Bits are those of a norm, products and
+/// a sum apart. Nothing is differentiated.
+///
+/// # Panics
+/// If x, the norm or the residual are not float32 of the CPU, are of another width, or x or the residual want a gradient, or there is no memory for the result.
+pub fn packed_product(
+    x: &Tensor,
+    gain: Option<Gain<'_>>,
+    weights: &[&PackedWeight],
+    residual: Option<&Tensor>,
+) -> Tensor {
+    product_of(x, gain, weights, None, residual)
+}
 
-    /// The product, times silu of the gate's where there is one; all was said of them above.
-    fn gated_by(&self, gate: Option<&Self>, x: &Tensor) -> Tensor {
-        let ([outputs, width], size) = (self.size(), x.size());
-        let fits = x.device() == Device::Cpu && x.kind() == Kind::Float && size.last() == Some(&width);
-        assert!(fits, "{:?} {size:?} on {:?} and a packed weight of {width} inputs", x.kind(), x.device());
-        assert!(!x.requires_grad(), "a packed weight gives no gradient");
-        let [x, panels] = [x, &self.panels].map(|tensor| tensor.as_ptr().cast());
-        let gate = gate.map_or(ptr::null(), |gate| gate.panels.as_ptr().cast());
-        let mut out = ptr::null_mut();
-        // SAFETY: the shim reads the tensors during the call only. x is rows of `width` float32, panels hold as many for all outputs and are contiguous,
-        // which was checked, here and where they were packed; the processor has the level that they are for. It catches every C++ exception, and sets
-        // `out` where it returns null.
-        let problem = unsafe { ds_product(x, panels, gate, outputs, self.level, &mut out) };
-        if let Err(problem) = check(problem) {
-            panic!("a product with a packed weight: {problem}");
-        }
-        // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
-        unsafe { Tensor::from_ptr(out.cast()) }
+/// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)`, of which neither factor is written down.
+///
+/// # Panics
+/// As [`packed_product`], and if G is of another size.
+pub fn packed_gated_product(
+    x: &Tensor,
+    gain: Option<Gain<'_>>,
+    gate: &PackedWeight,
+    up: &PackedWeight,
+) -> Tensor {
+    assert_eq!((gate.size(), gate.level), (up.size(), up.level), "a gate of another weight");
+    product_of(x, gain, &[up], Some(gate), None)
+}
+
+/// Either of them.
+fn product_of(
+    x: &Tensor,
+    gain: Option<Gain<'_>>,
+    weights: &[&PackedWeight],
+    gate: Option<&PackedWeight>,
+    residual: Option<&Tensor>,
+) -> Tensor {
+    let is_plain = |of: &Tensor| of.device() == Device::Cpu && of.kind() == Kind::Float;
+    let (size, outputs) = (x.size(), weights.iter().map(|weight| weight.outputs).sum::<i64>());
+    let (width, level) =
+        (size.last().copied().unwrap_or(0), weights.first().map_or(*LEVEL, |weight| weight.level));
+    for weight in weights {
+        let [_, inputs] = weight.size();
+        let fits = is_plain(x) && inputs == width && weight.level == level;
+        assert!(fits, "{:?} {size:?} on {:?} and a packed weight of {inputs} inputs", x.kind(), x.device());
     }
+    let lies = |of: &Tensor, values: i64| is_plain(of) && of.is_contiguous() && of.numel() as i64 == values;
+    assert!(
+        !x.requires_grad() && residual.is_none_or(|of| !of.requires_grad()),
+        "a packed weight gives no gradient"
+    );
+    let rows = x.numel() as i64 / width.max(1);
+    assert!(gain.is_none_or(|gain| lies(gain.weights, width)), "a norm of {width} values");
+    assert!(
+        residual.is_none_or(|residual| lies(residual, rows * outputs)),
+        "a residual of {rows} rows of {outputs}"
+    );
+    let part =
+        |weight: &&PackedWeight| RawPart { panels: weight.panels.as_ptr().cast(), outputs: weight.outputs };
+    let parts: Vec<RawPart> = weights.iter().map(part).collect();
+    let pointer = |of: Option<&Tensor>| of.map_or(ptr::null(), |of| of.as_ptr().cast());
+    let (norm, eps) = (pointer(gain.map(|gain| gain.weights)), gain.map_or(0.0, |gain| gain.eps));
+    let (gate, residual) = (pointer(gate.map(|gate| &gate.panels)), pointer(residual));
+    let (x, count, mut out) = (x.as_ptr().cast(), parts.len(), ptr::null_mut());
+    // SAFETY: the shim reads the tensors during the call only. x is rows of `width` float32, panels hold as many for all outputs and are contiguous, and so
+    // are norm and residual, which was checked, here and where weights were packed; the processor has the level that they are for. It catches every C++
+    // exception, and sets `out` where it returns null.
+    let problem = unsafe { ds_product(x, norm, eps, parts.as_ptr(), count, gate, residual, level, &mut out) };
+    if let Err(problem) = check(problem) {
+        panic!("a product with a packed weight: {problem}");
+    }
+    // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+    unsafe { Tensor::from_ptr(out.cast()) }
 }
 
 fn can_be_packed(weight: &Tensor) -> bool {
@@ -176,9 +232,55 @@ mod tests {
             for level in 1..=*LEVEL {
                 let [gate, up] = [&gate, &up].map(|weight| PackedWeight::for_level(level, weight).unwrap());
                 let expected = gate.product(&x).silu() * up.product(&x);
-                assert!(up.gated_product(&gate, &x).allclose(&expected, 1e-6, 1e-6, false));
+                assert!(packed_gated_product(&x, None, &gate, &up).allclose(&expected, 1e-6, 1e-6, false));
             }
         }
+    }
+
+    #[test]
+    fn norms_sums_and_weights_side_by_side_change_no_bit() {
+        let before = tch::get_num_threads();
+        for ([rows, width], outputs) in
+            [([1, 192], [288, 96, 96]), ([131, 300], [40, 7, 25]), ([17, 5], [1, 24, 2])]
+        {
+            let (x, gain) = (values(&[rows, width]), values(&[width]) * 0.3 + 1.0);
+            let gain = Gain { weights: &gain, eps: 1e-5 };
+            let normed = super::super::rms_norm(&x, gain.weights, gain.eps).unwrap();
+            for level in 1..=*LEVEL {
+                let packed = outputs
+                    .map(|lines| PackedWeight::for_level(level, &(values(&[lines, width]) + 0.1)).unwrap());
+                let [first, second, third] = &packed;
+                let apart = Tensor::cat(&packed.each_ref().map(|weight| weight.product(&normed)), 1);
+                let residual = values(&[rows, outputs.iter().sum()]) * 3.0;
+                for threads in [1, 3] {
+                    tch::set_num_threads(threads);
+                    let weights = [first, second, third];
+                    assert!(packed_product(&x, Some(gain), &weights, None).equal(&apart));
+                    let added = packed_product(&x, Some(gain), &weights, Some(&residual));
+                    assert!(
+                        added.equal(&(&apart + &residual)),
+                        "{rows} rows, {threads} threads, level {level}"
+                    );
+                    let gated = packed_gated_product(&x, Some(gain), first, first);
+                    assert!(gated.equal(&packed_gated_product(&normed, None, first, first)));
+                }
+            }
+        }
+        tch::set_num_threads(before);
+    }
+
+    #[test]
+    #[should_panic(expected = "a residual of 2 rows of 40")]
+    fn residuals_of_another_size_are_refused() {
+        let (x, weight) = (values(&[2, 16]), PackedWeight::new(&values(&[40, 16])).unwrap());
+        let _ = packed_product(&x, None, &[&weight], Some(&values(&[1, 40])));
+    }
+
+    #[test]
+    #[should_panic(expected = "a norm of 16 values")]
+    fn norms_of_another_width_are_refused() {
+        let (x, weight) = (values(&[2, 16]), PackedWeight::new(&values(&[40, 16])).unwrap());
+        let _ = packed_product(&x, Some(Gain { weights: &values(&[8]), eps: 1e-6 }), &[&weight], None);
     }
 
     #[test]

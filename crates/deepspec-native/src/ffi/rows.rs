@@ -15,6 +15,15 @@ unsafe extern "C" {
     fn ds_gated_product(gate: *const c_void, up: *const c_void, weight: *const c_void) -> *mut c_void;
 }
 
+/// The weights `[d]` and ε of an RMS norm.
+#[derive(Clone, Copy)]
+pub struct Gain<'a> {
+    /// Its weights.
+    pub weights: &'a Tensor,
+    /// Its ε.
+    pub eps: f64,
+}
+
 /// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight [d]`. A row's bits do not depend on the other rows.
 ///
 /// None where libtorch's own operators are to be taken: on other devices, of other kinds or layouts. Gradients are those of the formula; they cannot be
