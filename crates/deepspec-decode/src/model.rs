@@ -130,7 +130,7 @@ pub struct Proposal {
 }
 
 impl Proposal {
-    /// Of tokens `[S]` and their distributions, one after the other, as [`SamplingBatch::sample`] gives them.
+    /// Of tokens `[S]` and their distributions, one after the other, as [`SamplingBatch::sample`] gives them of one batch: all with distributions, or none.
     pub fn of(draws: Vec<(Tensor, Option<Tensor>)>, confidence: Option<Tensor>) -> Self {
         let (tokens, probs): (Vec<Tensor>, Vec<Option<Tensor>>) = draws.into_iter().unzip();
         let probs = probs.into_iter().collect::<Option<Vec<Tensor>>>();
@@ -141,14 +141,14 @@ impl Proposal {
         }
     }
 
-    /// The distributions over a vocabulary of so many, those of sure tokens too: `[S, γ, V]`.
-    pub fn distributions(&self, vocab: usize) -> Tensor {
-        let sure = || {
-            let [sequences, gamma] = [0, 1].map(|dim| self.tokens.size()[dim]);
-            let zeros = Tensor::zeros([sequences, gamma, vocab as i64], (Kind::Float, self.tokens.device()));
-            zeros.scatter_value(2, &self.tokens.unsqueeze(2), 1.0)
-        };
-        self.probs.as_ref().map_or_else(sure, Tensor::shallow_clone)
+    /// The distributions of so many drafts over a vocabulary of V, those of sure ones too: `[S, drafts, V]`.
+    pub fn distributions(&self, drafts: i64, vocab: usize) -> Tensor {
+        if let Some(probs) = &self.probs {
+            return probs.narrow(1, 0, drafts);
+        }
+        let tokens = self.tokens.narrow(1, 0, drafts);
+        let size = [tokens.size()[0], drafts, vocab as i64];
+        Tensor::zeros(size, (Kind::Float, tokens.device())).scatter_value_(2, &tokens.unsqueeze(2), 1.0)
     }
 }
 

@@ -314,7 +314,7 @@ mod tests {
             let one_hots = batch.distributions(&logits);
             assert_eq!(tokens, draw(&one_hots, &uniforms));
             let proposal = Proposal::of(vec![(tokens, None)], None);
-            assert_eq!(proposal.distributions(3), one_hots.unsqueeze(1));
+            assert_eq!(proposal.distributions(1, 3), one_hots.unsqueeze(1));
         }
     }
 

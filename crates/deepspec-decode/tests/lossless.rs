@@ -244,7 +244,7 @@ fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
         let lens = Tensor::from_slice(&vec![GAMMA as i64; count_of]);
         let verdict = verify(
             &Tensor::stack(&targets, 1),
-            &drafted.distributions(V as usize),
+            &drafted.distributions(GAMMA as i64, V as usize),
             &drafted.tokens,
             &lens,
             &uniforms(step, Purpose::Accept, GAMMA),

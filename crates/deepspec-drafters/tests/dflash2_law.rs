@@ -40,7 +40,9 @@ impl<P: Proposer> Proposer for Told<P> {
         let proposal = self.inner.propose(request);
         let probs = match self.lies {
             // As though all tokens could have been drawn.
-            true => Some((proposal.distributions(VOCAB) + 0.1) / (1.0 + 0.1 * VOCAB as f64)),
+            true => Some(
+                (proposal.distributions(proposal.tokens.size()[1], VOCAB) + 0.1) / (1.0 + 0.1 * VOCAB as f64),
+            ),
             false => proposal.probs,
         };
         Proposal { probs, ..proposal }

@@ -46,7 +46,7 @@ pub struct TargetModel {
     ropes: Ropes,
     cache: KvCache,
     taps: Vec<Tap>,
-    /// Whether all layers run in few kernels.
+    /// Whether all layers are fused.
     has_fused: bool,
     kind: Kind,
     device: Device,
@@ -188,7 +188,7 @@ impl TargetModel {
             captured.push(x.shallow_clone());
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            x = self.cache.run((i, layer), &plan, &x, None, rotations.of(i));
+            x = self.cache.run_layer((i, layer), &plan, &x, None, rotations.of(i));
             if self.taps.contains(&Tap::Layer(i as u32)) {
                 captured.push(x.shallow_clone());
             }

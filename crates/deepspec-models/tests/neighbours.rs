@@ -17,10 +17,17 @@ use tch::{Device, Kind, Tensor};
 /// Whole vectors of the widest processors.
 const UNIT: i64 = 64;
 
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Family {
+    Qwen3,
+    Llama,
+    Gemma4,
+}
+
 /// A model of any shape.
 #[derive(Debug, Clone)]
 struct Shape {
-    gemma4: bool,
+    family: Family,
     hidden: i64,
     inner: i64,
     vocab: i64,
@@ -40,14 +47,15 @@ struct Rider {
 
 fn shape() -> impl Strategy<Value = Shape> {
     let sizes = (1..=8i64, 1..=6i64, 64..=600i64);
-    let heads = (1..=4i64, 1..=4i64, 1..=8i64, 1..=8i64);
-    (any::<bool>(), sizes, heads, 1..=3usize, any::<bool>()).prop_map(
-        |(gemma4, (hidden, inner, vocab), (key_value, repeats, dim, global), layers, tied)| Shape {
-            gemma4,
+    let heads = (1..=4i64, 1..=4i64, 1..=16i64, 1..=8i64);
+    let family = prop_oneof![Just(Family::Qwen3), Just(Family::Llama), Just(Family::Gemma4)];
+    (family, sizes, heads, 1..=3usize, any::<bool>()).prop_map(
+        |(family, (hidden, inner, vocab), (key_value, repeats, dim, global), layers, tied)| Shape {
+            family,
             hidden: hidden * 32,
             inner: inner * UNIT,
-            vocab: if gemma4 { (vocab / UNIT).max(1) * UNIT } else { vocab },
-            local: (key_value, repeats, dim * 16),
+            vocab: if family == Family::Gemma4 { (vocab / UNIT).max(1) * UNIT } else { vocab },
+            local: (key_value, repeats, dim * 8),
             global_dim: global * 16,
             layers,
             tied,
@@ -68,7 +76,11 @@ impl Shape {
             "num_key_value_heads": key_value, "head_dim": dim, "max_position_embeddings": 4096,
             "tie_word_embeddings": self.tied, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
         });
-        if self.gemma4 {
+        if self.family == Family::Llama {
+            let own = json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"]});
+            config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        }
+        if self.family == Family::Gemma4 {
             let kinds = ["full_attention", "sliding_attention"].iter().cycle();
             // The last layer is a full one.
             let kinds: Vec<_> = kinds.skip((self.layers + 1) % 2).take(self.layers).collect();
@@ -115,18 +127,20 @@ impl Shape {
             let mut own = |name: &str, shape: &[i64]| add(format!("model.layers.{i}.{name}.weight"), shape);
             own("self_attn.q_proj", &[queries, d]);
             own("self_attn.k_proj", &[keys, d]);
-            if !self.gemma4 || window.is_some() {
+            if self.family != Family::Gemma4 || window.is_some() {
                 own("self_attn.v_proj", &[keys, d]);
             }
             own("self_attn.o_proj", &[d, queries]);
-            own("self_attn.q_norm", &[heads.dim]);
-            own("self_attn.k_norm", &[heads.dim]);
+            if self.family != Family::Llama {
+                own("self_attn.q_norm", &[heads.dim]);
+                own("self_attn.k_norm", &[heads.dim]);
+            }
             own("mlp.gate_proj", &[inner, d]);
             own("mlp.up_proj", &[inner, d]);
             own("mlp.down_proj", &[d, inner]);
             own("input_layernorm", &[d]);
             own("post_attention_layernorm", &[d]);
-            if self.gemma4 {
+            if self.family == Family::Gemma4 {
                 own("pre_feedforward_layernorm", &[d]);
                 own("post_feedforward_layernorm", &[d]);
                 add(format!("model.layers.{i}.layer_scalar"), &[1]);

@@ -112,7 +112,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
             let probs = numbers.decoding.repeated(&repeats, lengths.of_row.as_ref()).distributions(logits);
             let draft = match &step.proposal {
-                Some(proposal) => proposal.distributions(self.target.vocab_size()).narrow(1, 0, longest),
+                Some(proposal) => proposal.distributions(longest, self.target.vocab_size()),
                 None => Tensor::zeros([0], (Kind::Float, self.target.device())),
             };
             let accept = numbers.accept.narrow(1, 0, longest);

@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_decode::{DraftRequest, Feed, Forwarded, Proposal, Proposer, SamplingBatch, Target, draw};
+use deepspec_decode::{DraftRequest, Feed, Forwarded, Proposal, Proposer, SamplingBatch, Target};
 use tch::{Device, Kind, Tensor};
 
 pub const V: i64 = 4;
@@ -148,15 +148,15 @@ impl Proposer for ToyDrafter {
 pub fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
     let (mut draws, mut confidence) = (vec![], vec![]);
     for k in 0..GAMMA as i64 {
-        let distribution = sampling.distributions(&logits_of(prefixes_now.iter().copied(), draft_logits));
-        let drawn = draw(&distribution, &uniforms.select(1, k));
+        let logits = logits_of(prefixes_now.iter().copied(), draft_logits);
+        let (drawn, distribution) = sampling.sample(&logits, &uniforms.select(1, k));
         // Depends on what came before the token, never on the token itself.
         let sure = |&prefix: &i64| Stream::new(3, "sure").uniform(prefix as u64, Purpose::Init, 0) as f32;
         confidence.push(Tensor::from_slice(&prefixes_now.iter().map(sure).collect::<Vec<_>>()));
         for (prefix, token) in prefixes_now.iter_mut().zip(prefixes(&drawn)) {
             *prefix = extended(*prefix, token);
         }
-        draws.push((drawn, Some(distribution)));
+        draws.push((drawn, distribution));
     }
     Proposal::of(draws, Some(Tensor::stack(&confidence, 1).logit(None)))
 }

@@ -252,7 +252,7 @@ impl<K: Anchored> Trained<K> {
         if K::RUNS_AROUND || size == 1 {
             return self.run_layer(0, layer, x, rotation, attend);
         }
-        let spread = Spread { distinct: &distinct(), over: &|rows| over_blocks(rows, size) };
+        let spread = Spread { distinct: &distinct(), repeat: &|rows| over_blocks(rows, size) };
         layer.forward_spread(x, spread, rotation, attend)
     }
 

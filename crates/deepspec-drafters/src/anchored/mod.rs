@@ -45,7 +45,7 @@ pub trait Anchored: DrafterKind {
     /// Its backbone.
     fn backbone(&self) -> &Backbone;
 
-    /// Whether [`Anchored::around`] does more than `run` does: what slots have in common is not computed once then.
+    /// Whether [`Anchored::around`] does more than `run` does: layers are not fused then, and what slots have in common is not computed once.
     const RUNS_AROUND: bool;
 
     /// Called in place of `run(normed)` for each half of layer `layer`: rows of whole blocks, `[N·B, d]`.

@@ -16,7 +16,7 @@ use crate::{Drafter, ExaminedDrafter};
 pub struct AnchoredProposer<K: Anchored> {
     model: Trained<K>,
     cache: KvCache,
-    /// Whether all layers run in few kernels, with nothing around their halves. On a GPU there are none for drafters yet.
+    /// Whether all layers are fused, with nothing around their halves. Drafters do not use a GPU's kernels for that yet.
     has_fused: bool,
 }
 
@@ -106,19 +106,19 @@ impl<K: Anchored> AnchoredProposer<K> {
         let distinct =
             Tensor::cat(&[anchors, &Tensor::full([1], mask, (anchors.kind(), anchors.device()))], 0);
         let distinct = self.model.embed(&distinct); // [S + 1, d]
-        let over = |rows: &Tensor| over_blocks(rows, size);
-        let mut x = over(&distinct); // [S·B, d]
+        let repeat = |rows: &Tensor| over_blocks(rows, size);
+        let mut x = repeat(&distinct); // [S·B, d]
         for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
             let rotation = rotations.of(i);
             x = match &plan {
-                PassPlan::Apart(plan) if K::RUNS_AROUND => {
+                PassPlan::ByOperator(plan) if K::RUNS_AROUND => {
                     self.model.run_layer(i, layer, &x, rotation, |qkv| self.cache.attend(i, plan, qkv))
                 }
                 plan => {
                     // On a GPU its launches would cost more than the rows that it leaves out.
                     let is_spread = i == 0 && size > 1 && self.model.device() == Device::Cpu;
-                    let spread = is_spread.then_some(Spread { distinct: &distinct, over: &over });
-                    self.cache.run((i, layer), plan, &x, spread, rotation)
+                    let spread = is_spread.then_some(Spread { distinct: &distinct, repeat: &repeat });
+                    self.cache.run_layer((i, layer), plan, &x, spread, rotation)
                 }
             };
         }

@@ -39,6 +39,8 @@ pub struct KvCache {
     pools: BTreeMap<usize, Pool>,
     slots: Vec<Slot>,
     options: (Kind, Device),
+    /// Whether chunks of a few tokens can attend one by one on the CPU, where their histories lie.
+    attends_in_place: bool,
     /// Which rows and positions are cut from.
     ruler: Ruler,
 }
@@ -77,7 +79,7 @@ impl KvCache {
     pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
         let mut views: Vec<MaskShape> = vec![];
         let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
-        let layers = layers
+        let layers: Vec<Layer> = layers
             .iter()
             .map(|&AttentionSpec { heads, scale, window }| {
                 let view = MaskShape { repeats: heads.repeats() as usize, window };
@@ -88,19 +90,15 @@ impl KvCache {
                 Layer { heads, scale, view: number }
             })
             .collect();
+        let has = |layer: &Layer| has_history_attention(layer.heads.dim);
+        let attends_in_place = (kind, device) == (Kind::Float, Device::Cpu) && layers.iter().all(has);
         let slots = vec![Slot::default(); slots];
         let (options, ruler) = ((kind, device), Ruler::new(device));
-        Self { layers, views, layout, pools: BTreeMap::new(), slots, options, ruler }
+        Self { layers, views, layout, pools: BTreeMap::new(), slots, options, attends_in_place, ruler }
     }
 
     fn kind(&self) -> Kind {
         self.options.0
-    }
-
-    /// Whether chunks of a few tokens can attend one by one, where their histories lie.
-    fn attends_in_place(&self) -> bool {
-        let has = |layer: &Layer| has_history_attention(layer.heads.dim);
-        self.options == (Kind::Float, Device::Cpu) && self.layers.iter().all(has)
     }
 
     fn views(&self) -> &[MaskShape] {
@@ -269,7 +267,7 @@ impl KvCache {
     ///
     /// # Panics
     /// If the plan is for fused layers and this is none.
-    pub fn run(
+    pub fn run_layer(
         &mut self,
         (i, layer): (usize, &DecoderLayer),
         plan: &PassPlan,
@@ -281,10 +279,10 @@ impl KvCache {
             (PassPlan::Fused(plan), spread) => layer
                 .forward_fused(x, spread, rotation, |qkv, heads| self.attend_fused(i, plan, qkv, heads))
                 .expect("all layers were asked whether they are fused"),
-            (PassPlan::Apart(plan), Some(spread)) => {
+            (PassPlan::ByOperator(plan), Some(spread)) => {
                 layer.forward_spread(x, spread, rotation, |qkv| self.attend(i, plan, qkv))
             }
-            (PassPlan::Apart(plan), None) => layer.forward(x, rotation, |qkv| self.attend(i, plan, qkv)),
+            (PassPlan::ByOperator(plan), None) => layer.forward(x, rotation, |qkv| self.attend(i, plan, qkv)),
         }
     }
 
@@ -301,7 +299,7 @@ impl KvCache {
         let sees_chunk = plan.visibility == MaskKind::Block;
         let view = HistoryView { scale, window: self.views[view].window, sees_chunk };
         let chunks = self.history_chunks(layer, &plan.placed);
-        match self.attends_in_place() {
+        match self.attends_in_place {
             true => history_attention(HistoryRows::Projected(qkv, heads), &chunks, view),
             false => few_rows_attention(qkv, &heads, &chunks, view),
         }
@@ -317,7 +315,7 @@ impl KvCache {
         placed.iter().filter_map(chunk).collect()
     }
 
-    /// The same for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
+    /// What [`KvCache::attend`] gives for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
     fn attend_in_place(&self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
         let Layer { scale, view, .. } = self.layers[layer];
         let chunks = self.history_chunks(layer, &plan.few);

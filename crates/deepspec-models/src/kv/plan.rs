@@ -53,10 +53,10 @@ pub struct BatchPlan {
     pub(super) visibility: MaskKind,
 }
 
-/// Chunks that attend one by one where their histories lie, in layers of few kernels ([`DecoderLayer::forward_fused`]).
+/// Chunks that attend one by one where their histories lie, for layers that are fused ([`crate::nn::DecoderLayer::is_fused`]).
 pub struct FusedPlan {
     /// Absolute position of every row, `[N]` int64.
-    pub(super) positions: Tensor,
+    positions: Tensor,
     /// All of them are below.
     end: usize,
     pub(super) placed: Vec<Placed>,
@@ -65,10 +65,10 @@ pub struct FusedPlan {
 
 /// How chunks run through layers.
 pub enum PassPlan {
-    /// In few kernels.
+    /// In five calls a layer.
     Fused(FusedPlan),
     /// Operator by operator.
-    Apart(BatchPlan),
+    ByOperator(BatchPlan),
 }
 
 impl PassPlan {
@@ -76,7 +76,7 @@ impl PassPlan {
     pub fn rotations<'a>(&self, ropes: &'a Ropes, kind: Kind) -> Rotations<'a> {
         match self {
             Self::Fused(plan) => ropes.below(plan.end, &plan.positions, kind),
-            Self::Apart(plan) => ropes.at(plan.positions(), kind),
+            Self::ByOperator(plan) => ropes.at(plan.positions(), kind),
         }
     }
 }
@@ -167,17 +167,16 @@ impl KvCache {
         }
     }
 
-    /// The same for layers that are fused, if they are (`has_fused`): in few kernels where every chunk is short, or on a GPU all of them together have at
-    /// most [`FEW_ROWS`] rows.
+    /// How these chunks run: fused, where all layers are (`has_fused`) and every chunk is short, or on a GPU all of them together have at most [`FEW_ROWS`]
+    /// rows; else as [`KvCache::plan`] has it. On the CPU that changes no bit.
     pub fn pass_plan(&self, chunks: &[Chunk], visibility: MaskKind, has_fused: bool) -> PassPlan {
-        let rows = chunks.iter().map(|chunk| chunk.len).sum::<usize>();
-        let are_few = match self.attends_in_place() {
+        let are_few = || match self.attends_in_place {
             true => chunks.iter().all(|chunk| self.is_few(chunk)),
-            false => rows <= FEW_ROWS,
+            false => chunks.iter().map(|chunk| chunk.len).sum::<usize>() <= FEW_ROWS,
         };
         let is_any_empty = chunks.is_empty() || chunks.iter().any(|chunk| chunk.len == 0);
-        if !has_fused || !are_few || is_any_empty {
-            return PassPlan::Apart(self.plan(chunks, visibility));
+        if !has_fused || is_any_empty || !are_few() {
+            return PassPlan::ByOperator(self.plan(chunks, visibility));
         }
         PassPlan::Fused(FusedPlan {
             positions: self.ruler.runs(chunks.iter().map(positions)),
@@ -216,7 +215,7 @@ impl KvCache {
         let repeats = self.views().iter().map(|view| view.repeats).max().unwrap_or(1);
         // Whole vectors of queries for each key.
         let scores = (repeats * chunk.len).next_multiple_of(16) * (chunk.past_len + chunk.len);
-        self.attends_in_place() && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
+        self.attends_in_place && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
     }
 
     fn placed(&self, chunks: &[Chunk]) -> Vec<Placed> {

@@ -1,11 +1,12 @@
 //! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
 use deepspec_native::{
-    Gain, ProjectedHeads, gated_product, has_few_rows, has_history_attention, packed_gated_product, rms_norm,
-    silu_times,
+    Gain, PackedWeight, ProjectedHeads, gated_product, has_few_rows, has_history_attention,
+    packed_gated_product, rms_norm, silu_times,
 };
 use tch::{Kind, Tensor};
 
+use super::linear::Fusable;
 use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
 use super::{Builder, Init, Rotation, Weight};
 use crate::ModelError;
@@ -38,9 +39,9 @@ impl Linear {
         self.weight.product(x, self.bias.as_ref())
     }
 
-    /// Its weight, where there is nothing beside it.
-    fn alone(&self) -> Option<&Weight> {
-        self.bias.is_none().then_some(&self.weight)
+    /// Its weight, where that is of this form and there is no bias.
+    fn unbiased<W: Fusable>(&self) -> Option<&W> {
+        if self.bias.is_none() { W::of(&self.weight) } else { None }
     }
 
     /// `silu(gate(x)) ⊙ self(x)` in one, where both are packed and without bias.
@@ -235,26 +236,26 @@ pub struct DecoderLayer {
     layer_scalar: Option<Tensor>,
 }
 
-/// The weights of a layer that runs in five kernels.
-struct Fused<'a> {
-    qkv: [&'a Weight; 3],
-    output: &'a Weight,
-    gate: &'a Weight,
-    up: &'a Weight,
-    down: &'a Weight,
+/// The weights of a fused layer.
+struct Fused<'a, W> {
+    qkv: [&'a W; 3],
+    output: &'a W,
+    gate: &'a W,
+    up: &'a W,
+    down: &'a W,
 }
 
 /// Rows of which some are alike until they are turned.
 pub struct Spread<'a> {
     /// The distinct ones, `[M, d]`.
     pub distinct: &'a Tensor,
-    /// Makes all rows of what belongs to the distinct ones.
-    pub over: &'a dyn Fn(&Tensor) -> Tensor,
+    /// Makes all rows of what belongs to the distinct ones, by repeating some.
+    pub repeat: &'a dyn Fn(&Tensor) -> Tensor,
 }
 
 impl DecoderLayer {
-    /// Its weights, where it is a layer that there are kernels for.
-    fn fused(&self) -> Option<Fused<'_>> {
+    /// Its weights in a form, where it is a layer as Qwen3's and Llama's.
+    fn fused<W: Fusable>(&self) -> Option<Fused<'_, W>> {
         let Self { attention, mlp, attention_norms, mlp_norms, layer_scalar } = self;
         let is_plain = attention_norms.after.is_none() && mlp_norms.after.is_none() && layer_scalar.is_none();
         let fits = is_plain
@@ -262,63 +263,81 @@ impl DecoderLayer {
             && attention.q_norm.is_some() == attention.k_norm.is_some()
             && mlp.activation == Activation::Silu;
         fits.then_some(())?;
+        let [query, key, value] = [&attention.q_proj, &attention.k_proj, attention.v_proj.as_ref()?];
         Some(Fused {
-            qkv: [attention.q_proj.alone()?, attention.k_proj.alone()?, attention.v_proj.as_ref()?.alone()?],
-            output: attention.o_proj.alone()?,
-            gate: mlp.gate_proj.alone()?,
-            up: mlp.up_proj.alone()?,
-            down: mlp.down_proj.alone()?,
+            qkv: [query.unbiased()?, key.unbiased()?, value.unbiased()?],
+            output: attention.o_proj.unbiased()?,
+            gate: mlp.gate_proj.unbiased()?,
+            up: mlp.up_proj.unbiased()?,
+            down: mlp.down_proj.unbiased()?,
         })
     }
 
-    /// Whether [`DecoderLayer::forward_fused`] can be had: for layers as Qwen3's and Llama's, in bfloat16 on a GPU, or with packed weights.
+    /// Whether the layer can run in five calls: of layers as Qwen3's and Llama's those with packed weights and heads of a multiple of 8, and those in
+    /// bfloat16 on a GPU that there are kernels for.
     pub fn is_fused(&self) -> bool {
-        let Some(Fused { qkv, output, gate, up, down }) = self.fused() else { return false };
-        let (heads, weights) = (self.attention.heads, qkv.into_iter().chain([output, gate, up, down]));
-        if weights.clone().all(|weight| weight.as_packed().is_some()) {
-            return has_history_attention(heads.dim);
-        }
+        let heads = self.attention.heads;
         let norms = [Some(&self.attention_norms.before), Some(&self.mlp_norms.before)];
         let of_heads = [self.attention.q_norm.as_ref(), self.attention.k_norm.as_ref()];
-        let gains = norms.into_iter().chain(of_heads).flatten().map(|norm| &norm.weight);
+        let mut gains = norms.into_iter().chain(of_heads).flatten().map(|norm| &norm.weight);
+        if let Some(Fused { qkv, output, .. }) = self.fused::<PackedWeight>() {
+            let lies = |of: &Tensor| of.kind() == Kind::Float && of.is_contiguous();
+            return output.size()[0] == qkv[0].size()[1]
+                && gains.all(lies)
+                && has_history_attention(heads.dim);
+        }
+        let Some(Fused { qkv, output, gate, up, down }) = self.fused::<Tensor>() else { return false };
+        let (width, inner) = (qkv[0].size()[1], gate.size()[0]);
         let lies = |of: &Tensor| {
             of.kind() == Kind::BFloat16 && of.is_contiguous() && (of.data_ptr() as usize).is_multiple_of(16)
         };
-        let (Some(query), Some(gate), Some(output)) =
-            (qkv[0].as_stored(), gate.as_stored(), output.as_stored())
-        else {
-            return false;
-        };
-        let (width, inner) = (query.size()[1], gate.size()[0]);
         output.size()[0] == width
-            && weights.map(Weight::as_stored).all(|weight| weight.is_some_and(lies))
-            && gains.into_iter().all(lies)
+            && qkv.into_iter().chain([output, gate, up, down]).chain(gains).all(lies)
             && has_few_rows(gate, width, inner, heads.dim, heads.repeats())
     }
 
-    /// [`DecoderLayer::forward`] in five kernels, where [`DecoderLayer::is_fused`] says that they can be had: on a GPU for up to
-    /// [`deepspec_native::FEW_ROWS`] rows, and with no difference to the last bit where weights are packed. `attend` takes queries, keys and values side by
-    /// side, `[N, (H + 2G)·D]`, and norms and rotates them by itself. What of `spread` rows is alike is projected once.
-    pub fn forward_fused(
+    /// [`DecoderLayer::forward`] in five calls, where [`DecoderLayer::is_fused`]: on a GPU for up to [`deepspec_native::FEW_ROWS`] rows, and with no
+    /// difference to the last bit where weights are packed. `attend` takes queries, keys and values side by side, `[N, (H + 2G)·D]`, and norms and rotates
+    /// them by itself. What of `spread` rows is alike is projected once.
+    ///
+    /// None where the layer is of another form.
+    pub(crate) fn forward_fused(
         &self,
         x: &Tensor,
         spread: Option<Spread<'_>>,
         rotation: &Rotation,
         attend: impl FnOnce(&Tensor, ProjectedHeads<'_>) -> Tensor,
     ) -> Option<Tensor> {
-        let Fused { qkv, output, gate, up, down } = self.fused()?;
+        if let Some(packed) = self.fused::<PackedWeight>() {
+            return Some(self.run_fused(&packed, x, spread, rotation, attend));
+        }
+        self.fused::<Tensor>().map(|stored| self.run_fused(&stored, x, spread, rotation, attend))
+    }
+
+    /// The same with its weights.
+    fn run_fused<W: Fusable>(
+        &self,
+        Fused { qkv, output, gate, up, down }: &Fused<'_, W>,
+        x: &Tensor,
+        spread: Option<Spread<'_>>,
+        rotation: &Rotation,
+        attend: impl FnOnce(&Tensor, ProjectedHeads<'_>) -> Tensor,
+    ) -> Tensor {
         let Attention { q_norm, k_norm, heads, .. } = &self.attention;
         let gains = q_norm.as_ref().zip(k_norm.as_ref()).map(|(q, k)| [q.gain(), k.gain()]);
         let Heads { query, key_value, dim } = *heads;
         let heads = ProjectedHeads { query, key_value, dim, gains, angles: rotation.angles() };
-        let project = |x: &Tensor| Weight::products(qkv, x, Some(self.attention_norms.before.gain()), None);
+        let project = |x: &Tensor| W::products(qkv, x, Some(self.attention_norms.before.gain()), None);
         let qkv = match spread {
-            Some(Spread { distinct, over }) => over(&project(distinct)),
+            Some(Spread { distinct, repeat }) => repeat(&project(distinct)),
             None => project(x),
         };
-        let x = Weight::products([output], &attend(&qkv, heads), None, Some(x));
-        let inner = up.gated_product(gate, &x, self.mlp_norms.before.gain());
-        Some(Weight::products([down], &inner, None, Some(&x)))
+        let seen = attend(&qkv, heads);
+        drop(qkv);
+        let x = W::products(&[*output], &seen, None, Some(x));
+        drop(seen);
+        let inner = W::gated_product(gate, up, &x, self.mlp_norms.before.gain());
+        W::products(&[*down], &inner, None, Some(&x))
     }
 
     /// The layer `name` (`model.layers.3`, `layers.0`).
@@ -390,11 +409,11 @@ impl DecoderLayer {
     pub fn forward_spread(
         &self,
         x: &Tensor,
-        Spread { distinct, over }: Spread<'_>,
+        Spread { distinct, repeat }: Spread<'_>,
         rotation: &Rotation,
         attend: impl FnOnce(&Qkv) -> Tensor,
     ) -> Tensor {
-        let projected = self.attention.project_spread(&self.input_norm(distinct), over, rotation);
+        let projected = self.attention.project_spread(&self.input_norm(distinct), repeat, rotation);
         self.close(x, self.attention.o_proj.forward(&attend(&projected)), plainly)
     }
 

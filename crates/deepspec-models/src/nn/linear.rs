@@ -41,40 +41,6 @@ impl Weight {
         }
     }
 
-    /// `norm(x) [W₁; W₂; …]ᵀ + residual`, the outputs of all weights side by side, in one kernel: of packed weights any rows `x [N, I]`, of others as
-    /// [`few_rows_product`] takes them. All weights are of one form.
-    pub(super) fn products<const N: usize>(
-        weights: [&Self; N],
-        x: &Tensor,
-        gain: Option<Gain<'_>>,
-        residual: Option<&Tensor>,
-    ) -> Tensor {
-        let packed: Vec<&PackedWeight> = weights.into_iter().filter_map(Self::as_packed).collect();
-        if packed.len() == N {
-            return packed_product(x, gain, &packed, residual);
-        }
-        let stored: Vec<&Tensor> = weights.into_iter().filter_map(Self::as_stored).collect();
-        few_rows_product(x, gain, &stored, residual)
-    }
-
-    /// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)` of rows and weights like these.
-    pub(super) fn gated_product(&self, gate: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor {
-        match (self, gate) {
-            (Self::Packed(up), Self::Packed(gate)) => packed_gated_product(x, Some(gain), gate, up),
-            _ => few_rows_gated_product(x, gain, &gate.stored(), &self.stored()),
-        }
-    }
-
-    /// As it is packed.
-    pub(super) fn as_packed(&self) -> Option<&PackedWeight> {
-        if let Self::Packed(packed) = self { Some(packed) } else { None }
-    }
-
-    /// As it is stored, where it is not packed.
-    pub(super) fn as_stored(&self) -> Option<&Tensor> {
-        if let Self::Stored(stored) = self { Some(stored) } else { None }
-    }
-
     /// `x Wᵀ (+ b)` over the last dimension.
     pub fn product(&self, x: &Tensor, bias: Option<&Tensor>) -> Tensor {
         match self {
@@ -87,6 +53,47 @@ impl Weight {
                 y
             }
         }
+    }
+}
+
+/// A form of weights that layers are fused for.
+pub(super) trait Fusable {
+    /// The weight in this form, if it is in it.
+    fn of(weight: &Weight) -> Option<&Self>;
+
+    /// `norm(x) [W₁; W₂; …]ᵀ + residual` in one call, the outputs of all weights side by side.
+    fn products(weights: &[&Self], x: &Tensor, gain: Option<Gain<'_>>, residual: Option<&Tensor>) -> Tensor;
+
+    /// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)` in one call.
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor;
+}
+
+impl Fusable for PackedWeight {
+    fn of(weight: &Weight) -> Option<&Self> {
+        if let Weight::Packed(packed) = weight { Some(packed) } else { None }
+    }
+
+    fn products(weights: &[&Self], x: &Tensor, gain: Option<Gain<'_>>, residual: Option<&Tensor>) -> Tensor {
+        packed_product(x, gain, weights, residual)
+    }
+
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor {
+        packed_gated_product(x, Some(gain), gate, up)
+    }
+}
+
+/// As they are stored: on a GPU.
+impl Fusable for Tensor {
+    fn of(weight: &Weight) -> Option<&Self> {
+        if let Weight::Stored(stored) = weight { Some(stored) } else { None }
+    }
+
+    fn products(weights: &[&Self], x: &Tensor, gain: Option<Gain<'_>>, residual: Option<&Tensor>) -> Tensor {
+        few_rows_product(x, gain, weights, residual)
+    }
+
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor {
+        few_rows_gated_product(x, gain, gate, up)
     }
 }
 

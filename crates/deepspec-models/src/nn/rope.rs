@@ -44,7 +44,7 @@ impl Ropes {
         }
     }
 
-    /// The same of positions that are all below `end`, wherever they are: those of a GPU are cut from a table, in two kernels instead of eight.
+    /// The same of positions that are all below `end`, wherever they are. They are cut from a table: on a GPU that takes two kernels instead of eight, and on the CPU nobody looks for the largest.
     pub fn below(&self, end: usize, positions: &Tensor, kind: Kind) -> Rotations<'_> {
         Rotations {
             distinct: self.ropes.iter().map(|rope| rope.below(end as i64, positions, kind)).collect(),

@@ -28,7 +28,7 @@ struct HistoryRows {
   const float *q, *k, *v;
   int64_t rows, heads, groups, dim;
   int64_t query_line, key_line;  // rows of queries, and of keys and values, are so far apart
-  // By these [D] queries and keys are normed, and by these [N, D/2] turned; null where they were before, or are not.
+  // By these [D] queries and keys are normed, and by these [N, D/2] turned; null where that is done already, or not wanted.
   const float *query_gain, *key_gain, *cosines, *sines;
   float eps;
 };
@@ -240,10 +240,10 @@ char* ds_history_attention(
   return caught([&] {
 #if DEEPSPEC_TILES
     RECORD_USER_SCOPE("history_attention");
-    int64_t attending = 0;
-    for (size_t i = 0; i < count; ++i) attending += chunks[i].len;
+    int64_t queries = 0;
+    for (size_t i = 0; i < count; ++i) queries += chunks[i].len;
     const auto size = {rows->rows, rows->heads * rows->dim};
-    at::Tensor out = attending == rows->rows ? at::empty(size, at::kFloat) : at::zeros(size, at::kFloat);
+    at::Tensor out = queries == rows->rows ? at::empty(size, at::kFloat) : at::zeros(size, at::kFloat);
     const Reading reading{
         *rows, out.mutable_data_ptr<float>(), static_cast<float>(scale), window, causal, chunks, static_cast<int64_t>(count)};
     const auto attend = tile_level() == kAvx512 && rows->dim % kLength<Sixteen> == 0 ? attend_avx512 : attend_avx2;

@@ -101,6 +101,8 @@ struct RawRows {
 }
 
 impl RawRows {
+    /// Checks all but that there are kernels for the heads.
+    ///
     /// # Panics
     /// If shapes or kinds do not fit each other.
     fn of(rows: HistoryRows<'_>) -> Self {
@@ -143,10 +145,15 @@ impl RawRows {
                 qkv,
                 ProjectedHeads { query: heads, key_value: groups, dim, gains, angles },
             ) => {
-                let (size, line) = (qkv.size(), (heads + 2 * groups) * dim);
+                let size = qkv.size();
+                let line = groups.checked_mul(2).and_then(|both| both.checked_add(heads)?.checked_mul(dim));
+                let are_some = heads > 0 && groups > 0 && dim > 0;
                 let fits =
-                    size.len() == 2 && size[1] == line && groups > 0 && heads % groups == 0 && dim % 2 == 0;
-                assert!(fits, "{heads}, {groups} and {groups} heads of {dim} in {size:?}");
+                    size.len() == 2 && line == Some(size[1]) && heads % groups.max(1) == 0 && dim % 2 == 0;
+                assert!(are_some && fits, "{heads}, {groups} and {groups} heads of {dim} in {size:?}");
+                let (line, [of_queries, of_keys]) =
+                    (size[1], gains.map_or([0.0; 2], |gains| gains.map(|gain| gain.eps)));
+                assert!(of_queries == of_keys, "norms of one ε: {of_queries} and {of_keys}");
                 let turns = |of: &&Tensor| of.numel() as i64 == size[0] * dim / 2;
                 assert!(angles.iter().all(turns), "angles of {} rows, half of {dim} each", size[0]);
                 let norms = |of: &Gain<'_>| of.weights.numel() as i64 == dim;
@@ -170,7 +177,7 @@ impl RawRows {
                     key_gain,
                     cosines,
                     sines,
-                    eps: gains.map_or(0.0, |[query, _]| query.eps as f32),
+                    eps: of_queries as f32,
                 }
             }
         }
@@ -203,7 +210,7 @@ pub fn has_history_attention(dim: i64) -> bool {
 /// not read.
 ///
 /// # Panics
-/// If shapes, kinds or places do not fit each other, or where [`has_history_attention`] says no.
+/// If shapes, kinds or places do not fit each other, where [`has_history_attention`] says no, or if something wants a gradient.
 pub fn history_attention(
     rows: HistoryRows<'_>,
     chunks: &[HistoryChunk<'_>],
@@ -399,14 +406,25 @@ mod tests {
         }
     }
 
-    #[test]
-    #[should_panic(expected = "6, 2 and 2 heads of 8 in [3, 72]")]
-    fn rows_of_another_width_are_refused() {
+    /// What is said of so many heads of queries, of keys, and of so many values, in rows of 72.
+    fn refusal(query: i64, key_value: i64, dim: i64) -> String {
         let (qkv, angles) = (values(&[3, 72], 0.0), values(&[3, 1, 4], 0.0));
         let angles = [&angles; 2];
-        let heads = ProjectedHeads { query: 6, key_value: 2, dim: 8, gains: None, angles };
+        let heads = ProjectedHeads { query, key_value, dim, gains: None, angles };
         let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(HistoryRows::Projected(&qkv, heads), &[], view);
+        let attend = || history_attention(HistoryRows::Projected(&qkv, heads), &[], view);
+        let words = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attend)).expect_err("refused");
+        words.downcast_ref::<String>().cloned().unwrap_or_default()
+    }
+
+    #[test]
+    fn heads_that_do_not_fit_their_rows_are_refused() {
+        // The last ones would be 72 values, were it not for what no number holds.
+        for (query, key_value, dim) in [(6, 2, 8), (0, 1, 36), (-9, 9, 8), (5, 2, 8), ((1 << 61) + 5, 2, 8)] {
+            let said = refusal(query, key_value, dim);
+            let expected = format!("{query}, {key_value} and {key_value} heads of {dim} in [3, 72]");
+            assert!(said.contains(&expected), "{said:?}");
+        }
     }
 
     #[test]

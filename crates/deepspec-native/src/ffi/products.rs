@@ -113,7 +113,7 @@ impl PackedWeight {
 /// a sum apart. Nothing is differentiated.
 ///
 /// # Panics
-/// If x, the norm or the residual are not float32 of the CPU, are of another width, or x or the residual want a gradient, or there is no memory for the result.
+/// If x, the norm or the residual are not float32 of the CPU, are of another width, or x or the residual want a gradient; if norm or residual do not lie row by row; if there is no weight, or weights are packed for several levels of instructions; or if there is no memory for the result.
 pub fn packed_product(
     x: &Tensor,
     gain: Option<Gain<'_>>,
@@ -149,6 +149,7 @@ fn product_of(
     let (size, outputs) = (x.size(), weights.iter().map(|weight| weight.outputs).sum::<i64>());
     let (width, level) =
         (size.last().copied().unwrap_or(0), weights.first().map_or(*LEVEL, |weight| weight.level));
+    assert!(!weights.is_empty(), "a product with no weight");
     for weight in weights {
         let [_, inputs] = weight.size();
         let fits = is_plain(x) && inputs == width && weight.level == level;
