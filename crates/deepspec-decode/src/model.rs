@@ -1,8 +1,9 @@
 //! What the engine needs from a target and from a drafter.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use crate::SamplingBatch;
+use crate::sampling::one_hot;
 
 /// Tokens appended to the histories of some slots.
 pub struct Feed<'a> {
@@ -131,6 +132,9 @@ pub struct Proposal {
 
 impl Proposal {
     /// Of tokens `[S]` and their distributions, one after the other, as [`SamplingBatch::sample`] gives them of one batch: all with distributions, or none.
+    ///
+    /// # Panics
+    /// If there are no tokens.
     pub fn of(draws: Vec<(Tensor, Option<Tensor>)>, confidence: Option<Tensor>) -> Self {
         let (tokens, probs): (Vec<Tensor>, Vec<Option<Tensor>>) = draws.into_iter().unzip();
         let probs = probs.into_iter().collect::<Option<Vec<Tensor>>>();
@@ -141,14 +145,12 @@ impl Proposal {
         }
     }
 
-    /// The distributions of so many drafts over a vocabulary of V, those of sure ones too: `[S, drafts, V]`.
+    /// The distributions of the first `drafts` tokens over a vocabulary of V, those of sure ones too: float32 `[S, drafts, V]`.
     pub fn distributions(&self, drafts: i64, vocab: usize) -> Tensor {
         if let Some(probs) = &self.probs {
             return probs.narrow(1, 0, drafts);
         }
-        let tokens = self.tokens.narrow(1, 0, drafts);
-        let size = [tokens.size()[0], drafts, vocab as i64];
-        Tensor::zeros(size, (Kind::Float, tokens.device())).scatter_value_(2, &tokens.unsqueeze(2), 1.0)
+        one_hot(&self.tokens.narrow(1, 0, drafts), vocab as i64)
     }
 }
 

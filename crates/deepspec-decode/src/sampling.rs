@@ -120,7 +120,7 @@ impl SamplingBatch {
     /// The distributions that tokens are drawn from: float32 `[S, V]` from logits `[S, V]`.
     pub fn distributions(&self, logits: &Tensor) -> Tensor {
         if self.is_greedy() {
-            return one_hot(logits, &likeliest(logits));
+            return one_hot(&likeliest(logits), logits.size()[1]);
         }
         let (mut in_float32, temperatures) = (logits.to_kind(Kind::Float), self.column(0));
         if logits.device() == Device::Cpu {
@@ -133,7 +133,7 @@ impl SamplingBatch {
             probs = self.filtered(&probs);
         }
         if self.rows.iter().any(Sampling::is_greedy) {
-            probs = one_hot(logits, &likeliest(logits)).where_self(&self.column(1).gt(0.0), &probs);
+            probs = one_hot(&likeliest(logits), logits.size()[1]).where_self(&self.column(1).gt(0.0), &probs);
         }
         probs
     }
@@ -195,9 +195,10 @@ pub(crate) fn likeliest(logits: &Tensor) -> Tensor {
     deepspec_native::argmax(logits).unwrap_or_else(|| logits.argmax(-1, false))
 }
 
-/// Float32 distributions `[S, V]` that are sure of a token `[S]` each; logits `[S, V]`.
-fn one_hot(logits: &Tensor, tokens: &Tensor) -> Tensor {
-    logits.zeros_like().to_kind(Kind::Float).scatter_value(-1, &tokens.unsqueeze(-1), 1.0)
+/// Float32 distributions `[.., V]` that are sure of a token `[..]` each, of a vocabulary of V.
+pub(crate) fn one_hot(tokens: &Tensor, vocab: i64) -> Tensor {
+    let size = [tokens.size().as_slice(), &[vocab]].concat();
+    Tensor::zeros(size, (Kind::Float, tokens.device())).scatter_value_(-1, &tokens.unsqueeze(-1), 1.0)
 }
 
 /// Inverse-CDF draws: token = first index with cdf > u·total; `weights [S, V]` need no normalisation, `uniforms [S]` float64.

@@ -76,10 +76,12 @@ struct Reading : HistoryRows {
       std::memcpy(keys + to, attending(k + from, key_gain, row, room), dim * sizeof(float));
       std::memcpy(values + to, v + from, dim * sizeof(float));
     }
+    // Columns of scores are the group's heads of all of the chunk's rows.
+    const auto row_of = [&](int64_t row) { return chunk.first + row / repeats; };
+    const auto head_of = [&](int64_t row) { return (group * repeats + row % repeats) * dim; };
     std::fill(queries, scores, 0.0f);
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t own = chunk.first + row / repeats, head = group * repeats + row % repeats;
-      const float* query = attending(q + own * query_line + head * dim, query_gain, own, room);
+      const float* query = attending(q + row_of(row) * query_line + head_of(row), query_gain, row_of(row), room);
       for (int64_t i = 0; i < dim; ++i) queries[i * line + row] = query[i] * scale;
     }
     score<Vector>(keys + before * step, values + before * step, step, seen, queries, line, scores);
@@ -97,7 +99,7 @@ struct Reading : HistoryRows {
           scores + key * line, line, rows, values + (before + key) * step, step, std::min(kKeys, seen - key), sums + rows * dim, sums,
           key > 0);
     for (int64_t row = 0; row < rows; ++row) {
-      float* to = out + ((chunk.first + row / repeats) * heads + group * repeats + row % repeats) * dim;
+      float* to = out + row_of(row) * heads * dim + head_of(row);
       const float factor = 1.0f / totals[row];
       for (int64_t i = 0; i < dim; ++i) to[i] = sums[row * dim + i] * factor;
     }

@@ -221,8 +221,8 @@ pub fn history_attention(
         HistoryRows::Projected(qkv, _) => qkv.requires_grad(),
     };
     assert!(!learns, "attention over histories has no gradient");
-    let attending = RawRows::of(rows);
-    let RawRows { rows: n, groups, dim, .. } = attending;
+    let rows = RawRows::of(rows);
+    let RawRows { rows: n, groups, dim, .. } = rows;
     assert!(has_history_attention(dim), "heads of {dim} on this processor");
     // Chunks of one pool mostly follow one another, and it takes longer to ask than to attend.
     let mut known: Option<([&Tensor; 2], [usize; 2])> = None;
@@ -261,8 +261,7 @@ pub fn history_attention(
     let ((chunks, count), mut out) = ((raw.as_ptr(), raw.len()), ptr::null_mut());
     // SAFETY: all tensors outlive the call; that every place which the shim reads or writes is one of theirs was checked above. It catches every C++
     // exception, and sets `out` where it returns null.
-    let problem =
-        unsafe { ds_history_attention(&attending, chunks, count, scale, window, !sees_chunk, &mut out) };
+    let problem = unsafe { ds_history_attention(&rows, chunks, count, scale, window, !sees_chunk, &mut out) };
     if let Err(problem) = check(problem) {
         panic!("attention over histories: {problem}");
     }
