@@ -67,8 +67,11 @@ conclude() {
         0) note 'done' ;;
         75)
             note stopped
-            # Where Slurm pre-empts it has done so itself, and refuses.
-            scontrol requeue "$SLURM_JOB_ID"
+            # The last task of an array has the array's number for its own, by which Slurm would requeue all tasks. Where Slurm pre-empts, it
+            # has requeued the job itself, and refuses.
+            local job=$SLURM_JOB_ID
+            [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+            scontrol requeue "$job"
             ;;
         *) note "failed with code $status" ;;
     esac

@@ -100,6 +100,28 @@ done
 [ "$(state)" = CANCELLED ] || fail "the cancelled job is $(state)"
 scontrol show job "$job" | grep -q 'Restarts=0' || fail "the cancelled job was put back into the queue"
 
+echo "== an array whose last task is stopped: the others do not run again" >&2
+cat >"$work/array.sbatch" <<'SBATCH'
+#!/bin/bash
+. scripts/slurm/common.sh
+begun
+# Task 0 is done at once; task 1 stops the first time.
+status=0
+[ "$task:${SLURM_RESTART_COUNT:-0}" != 1:0 ] || status=75
+conclude
+SBATCH
+export DEEPSPEC_STATE=$work/array.tsv
+job=$(sbatch --parsable --array=0-1%1 --gpus-per-node=0 --requeue --output="$work/batch.log" "$work/array.sbatch")
+for ((attempt = 0; attempt < 1200; attempt++)); do
+    hurry
+    [ -n "$(squeue --noheader --array --jobs="$job" --states=PENDING,CONFIGURING,RUNNING,COMPLETING,SUSPENDED 2>/dev/null)" ] || break
+    sleep 0.2
+done
+unset DEEPSPEC_STATE
+starts=$(cut -f 3,5 "$work/array.tsv" | grep started | sort)
+expected=$'0/2\tstarted, restart 0\n1/2\tstarted, restart 0\n1/2\tstarted, restart 1'
+[ "$starts" = "$expected" ] || fail "the array's tasks started so: $starts"
+
 echo "== regenerate.sbatch with a server on each of two GPUs, which are none" >&2
 target=assets/tiny-target
 "$bin/deepspec-data" --quiet split --dataset assets/demo-prompts.jsonl --sample-size 40 --test-size 0.2 --train-output "$work/prompts.jsonl" \
