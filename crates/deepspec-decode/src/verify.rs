@@ -4,8 +4,6 @@ use tch::{Kind, Tensor};
 
 use crate::sampling::draw;
 
-/// Draft probabilities are clamped below at this before the division.
-const DRAFT_PROB_FLOOR: f64 = 1e-8;
 /// A residual with less mass than this is replaced by the target distribution.
 const RESIDUAL_FLOOR: f64 = 1e-8;
 
@@ -36,8 +34,9 @@ pub fn verify(
     }
     let chosen =
         |probs: &Tensor| probs.narrow(1, 0, longest).gather(2, &tokens.unsqueeze(2), false).squeeze_dim(2); // [S, Γ]
+    // A token that was drawn has q > 0; the least positive number keeps 0 / 0 from being no number.
     let ratio = chosen(target).to_kind(Kind::Double)
-        / chosen(draft).to_kind(Kind::Double).clamp_min(DRAFT_PROB_FLOOR);
+        / chosen(draft).to_kind(Kind::Double).clamp_min(f64::MIN_POSITIVE);
     let accepted = survivors(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
 
     let blocks = Tensor::arange(target.size()[0], (Kind::Int64, target.device()));
