@@ -190,6 +190,10 @@ pub fn experts_touched(experts: f64, active: f64, tokens: f64) -> f64 {
 /// A'(B): experts that one more token touches.
 pub fn experts_touched_by_another(experts: f64, active: f64, tokens: f64) -> f64 {
     let untouched = 1.0 - active / experts;
+    // Each token touches all of them: the first one has left none.
+    if untouched <= 0.0 {
+        return 0.0;
+    }
     -experts * untouched.ln() * untouched.powf(tokens)
 }
 
