@@ -1,6 +1,6 @@
 //! Choosing where tensors live.
 
-use std::sync::OnceLock;
+use std::sync::{Once, OnceLock};
 
 use tch::{Cuda, Device, Kind};
 
@@ -112,9 +112,41 @@ fn usable() -> Result<usize, DeviceError> {
     cuda().map_err(|absence| DeviceError::NoCuda(absence.to_string()))
 }
 
-/// The kind that weights take by default: float32 on the CPU, bfloat16 on a GPU.
+/// The device as `--device` spells it.
+pub fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(index) => format!("cuda:{index}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
+/// The kind as PyTorch spells it.
+pub fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Float => "float32",
+        Kind::Half => "float16",
+        Kind::BFloat16 => "bfloat16",
+        Kind::Double => "float64",
+        _ => "another kind",
+    }
+}
+
+/// The kind that weights take by default: float32 on the CPU and on GPUs before compute capability 8, which compute in bfloat16 slowly or not at
+/// all; bfloat16 on the others.
 pub fn default_kind(device: Device) -> Kind {
-    if device == Device::Cpu { Kind::Float } else { Kind::BFloat16 }
+    match device {
+        Device::Cuda(index) if !ffi::has_bfloat16(index) => {
+            static TOLD: Once = Once::new();
+            TOLD.call_once(|| {
+                tracing::warn!(
+                    "GPU {index} is older than compute capability 8, without bfloat16: weights are float32"
+                );
+            });
+            Kind::Float
+        }
+        Device::Cpu => Kind::Float,
+        _ => Kind::BFloat16,
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ mod free_memory;
 mod step_trace;
 mod unused;
 
-pub use device::{LocalRank, default_kind, device, gpus, is_one_gpu, rank_device};
+pub use device::{LocalRank, default_kind, device, device_name, gpus, is_one_gpu, kind_name, rank_device};
 pub use error::DeviceError;
 pub use ffi::{
     AdamWSettings, AdamWTensors, AttentionPart, DeviceMemory, FEW_ROWS, Filling, Gain, HistoryChunk,

@@ -165,6 +165,8 @@ class Gpu {
     library.check(library.device_attribute(&shared_, kShared, device), "cuDeviceGetAttribute");
   }
 
+  bool has_bfloat16() const { return is_new_enough_; }
+
   // Whether the kernels of this text could be compiled; the first time, they are.
   bool has(Text text) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -239,6 +241,11 @@ bool has_kernels(const at::Tensor& tensor, Text text) {
 unsigned shared_memory(const at::Tensor& on) {
   const Library* found = on.is_cuda() ? library() : nullptr;
   return found ? gpu_of(*found, on.get_device()).shared() : 0;
+}
+
+bool has_bfloat16(int index) {
+  const Library* found = library();
+  return !found || gpu_of(*found, index).has_bfloat16();
 }
 
 void launch(Text text, const char* name, const Shape& shape, const at::Tensor& on, void** arguments) {

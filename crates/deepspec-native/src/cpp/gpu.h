@@ -26,6 +26,9 @@ bool has_kernels(const at::Tensor& tensor, Text text);
 // Bytes of shared memory that a block on the device of `on` can have.
 unsigned shared_memory(const at::Tensor& on);
 
+// Whether the GPU of this index computes in bfloat16 by itself, as all do since compute capability 8; true where the driver does not say.
+bool has_bfloat16(int index);
+
 // Runs a kernel on the present stream of `on`'s device, with pointers to its arguments. Throws what the driver says.
 void launch(Text text, const char* name, const Shape& shape, const at::Tensor& on, void** arguments);
 

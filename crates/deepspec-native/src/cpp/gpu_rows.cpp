@@ -63,7 +63,9 @@ struct Gate : torch::autograd::Function<Gate> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor slope = gradients[0].contiguous();
+    // The kernel reads 16 bytes at a time; a contiguous view may begin between them.
+    at::Tensor slope = gradients[0].contiguous();
+    if (reinterpret_cast<uintptr_t>(slope.const_data_ptr()) % 16 != 0) slope = slope.clone();
     at::Tensor by_gate = at::empty_like(slope), by_up = at::empty_like(slope);
     const long long eights = slope.numel() / 8;
     gpu::run(gpu::Text::kRows, "gate_back", by_eights(eights), slope, saved[0].const_data_ptr(), saved[1].const_data_ptr(), slope.const_data_ptr(),

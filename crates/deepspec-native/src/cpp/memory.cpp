@@ -1,4 +1,5 @@
 // What libtorch's allocator for GPUs has given and gives; through its interface that needs no header of CUDA's.
+#include "gpu.h"
 #include "group.h"
 
 #include <cstdint>
@@ -24,6 +25,15 @@ char* ds_device_memory(int index, DeviceMemory* found) {
 
 char* ds_restart_device_peak(int index) {
   return caught([&] { c10::getDeviceAllocator(c10::kCUDA)->resetPeakStats(static_cast<c10::DeviceIndex>(index)); });
+}
+
+// Whether a GPU computes in bfloat16 by itself; true where nobody says.
+bool ds_has_bfloat16(int index) {
+  try {
+    return gpu::has_bfloat16(index);
+  } catch (...) {
+    return true;
+  }
 }
 
 // Bytes that can still be had on a GPU, those that libtorch keeps for reuse among them; negative where nobody says.

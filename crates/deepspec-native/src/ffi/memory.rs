@@ -22,6 +22,7 @@ unsafe extern "C" {
     fn ds_device_memory(index: c_int, found: *mut DeviceMemory) -> *mut c_char;
     fn ds_restart_device_peak(index: c_int) -> *mut c_char;
     fn ds_free_memory(index: c_int) -> i64;
+    fn ds_has_bfloat16(index: c_int) -> bool;
 }
 
 /// What this process has of a GPU's memory; none of the CPU and of GPUs that libtorch has not used.
@@ -40,6 +41,12 @@ pub fn restart_device_peak(device: Device) {
         // SAFETY: the shim takes a plain number and catches every C++ exception. A GPU that was not used has no peak to restart.
         let _ = check(unsafe { ds_restart_device_peak(index) });
     }
+}
+
+/// Whether the GPU of this index computes in bfloat16 by itself; true where the driver does not say.
+pub fn has_bfloat16(index: usize) -> bool {
+    // SAFETY: the shim takes a plain number and catches every C++ exception.
+    c_int::try_from(index).map_or(true, |index| unsafe { ds_has_bfloat16(index) })
 }
 
 /// Bytes that can still be had on the GPU of this index, those that libtorch keeps for reuse among them; none where its allocator does

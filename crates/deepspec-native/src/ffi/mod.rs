@@ -39,7 +39,7 @@ pub use losses::{
     weigh_target,
 };
 pub use matrices::{multiply, projection};
-pub use memory::{DeviceMemory, device_memory, gpu_free_memory, restart_device_peak};
+pub use memory::{DeviceMemory, device_memory, gpu_free_memory, has_bfloat16, restart_device_peak};
 pub use products::{PackedWeight, packed_gated_product, packed_product};
 pub use profile::{Profile, Range, range};
 pub use rows::{Gain, argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
