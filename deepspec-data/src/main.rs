@@ -21,10 +21,10 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
     /// Say nothing but warnings, errors and results
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, help_heading = "Output")]
     quiet: bool,
     /// Also say why
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, help_heading = "Output")]
     verbose: bool,
 }
 

@@ -1,9 +1,9 @@
 //! `suites`: public datasets, and the user's own, become files of prompts for `deepspec-eval`.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::PathBuf;
 
-use deepspec_core::cli::{ExitWith, Verbosity, one_line};
+use deepspec_core::cli::{self, ExitWith, Verbosity, one_line};
 use deepspec_core::{atomic, digest};
 
 use deepspec_suites::{Asked, Fetcher, Outcome, Store};
@@ -57,7 +57,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
                 let what = if new { "rows" } else { "rows, there already," };
                 let (name, rows, digest) = (&plan.name, entry.rows, digest::short(&entry.sha256));
                 let origin = deepspec_suites::shown(&entry.source);
-                writeln!(io::stdout(), "{name}: {rows} {what} from {origin}, sha256 {digest}")?;
+                writeln!(cli::stdout(), "{name}: {rows} {what} from {origin}, sha256 {digest}")?;
             }
             Err(error) if plans.len() == 1 => return Err(error.context(plan.name.clone())),
             Err(error) => {
@@ -68,7 +68,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let total = plans.len();
     writeln!(
-        io::stdout(),
+        cli::stdout(),
         "{total} suites = {written} written + {kept} there already + {} failed",
         failed.len()
     )?;

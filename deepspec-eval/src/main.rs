@@ -32,10 +32,10 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
     /// Say nothing but warnings, errors and results
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, help_heading = "Output")]
     quiet: bool,
     /// Also say why
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, help_heading = "Output")]
     verbose: bool,
 }
 
@@ -76,7 +76,7 @@ fn main() -> ExitCode {
         Command::Checkpoint(command) => checkpoint::run(&command, verbosity),
         Command::Profile(args) => profile::run(&args, verbosity),
         Command::Load(args) => load::run(&args, verbosity),
-        Command::Economics(args) => economics::run(&args),
+        Command::Economics(args) => economics::run(&args, verbosity),
         Command::Watch(args) => watch::run(&args, verbosity),
         Command::Simulate(args) => simulate::run(&args, verbosity),
         Command::Calibrate(args) => calibration::run(&args),

@@ -9,6 +9,8 @@ use tabled::settings::{Alignment, Padding, Style};
 
 use crate::statistics::Interval;
 
+/// Columns of a terminal that a table fits; what is wider goes on below, under the first column again.
+const WIDTH: usize = 80;
 /// Blanks between columns.
 const GAP: usize = 2;
 /// Stands for a value that does not exist.
@@ -44,8 +46,59 @@ impl Table {
         self.rows.push(None);
     }
 
-    /// The whole table with a final newline.
+    /// The whole table with a final newline, in parts below each other where it is wider than a terminal.
     pub fn render(&self) -> String {
+        let parts: Vec<String> = self.parts().iter().map(|columns| self.part(columns)).collect();
+        parts.join("\n")
+    }
+
+    /// Columns of each part. Each begins with the first one.
+    fn parts(&self) -> Vec<Vec<usize>> {
+        let width = |column: usize| {
+            let rows = self.rows.iter().flatten().chain([&self.header]);
+            rows.map(|cells| cells[column].chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..self.header.len()).map(width).collect();
+        let Some(first) = widths.first() else { return vec![vec![]] };
+        // Columns under one title stay together where they can.
+        let mut groups = vec![0; widths.len()];
+        let mut from = 0;
+        for (count, _) in &self.titles {
+            if let Some(group) = groups.get_mut(from) {
+                *group = widths.iter().skip(from).take(*count).map(|width| GAP + width).sum();
+            }
+            from += count;
+        }
+        let (mut parts, mut taken) = (vec![vec![0]], *first);
+        for (column, width) in widths.iter().enumerate().skip(1) {
+            let part = parts.len() - 1;
+            let group = if first + groups[column] <= WIDTH { groups[column] } else { 0 };
+            if taken + group.max(GAP + width) > WIDTH && parts[part].len() > 1 {
+                parts.push(vec![0, column]);
+                taken = first + GAP + width;
+            } else {
+                parts[part].push(column);
+                taken += GAP + width;
+            }
+        }
+        parts
+    }
+
+    /// The table of these columns alone.
+    fn part(&self, columns: &[usize]) -> String {
+        let chosen =
+            |cells: &[String]| columns.iter().map(|&column| cells[column].clone()).collect::<Vec<_>>();
+        let (mut titles, mut from) = (vec![], 0);
+        for (count, title) in &self.titles {
+            let within = columns.iter().filter(|&&column| (from..from + count).contains(&column)).count();
+            titles.extend((within > 0).then(|| (within, title.clone())));
+            from += count;
+        }
+        let rows = self.rows.iter().map(|row| row.as_deref().map(chosen)).collect();
+        Self { header: chosen(&self.header), titles, rows }.grid()
+    }
+
+    fn grid(&self) -> String {
         let (mut grid, mut theme) = (Builder::new(), Theme::from_style(Style::empty()));
         if !self.titles.is_empty() {
             let cells = |(columns, title): &(usize, String)| {
@@ -121,5 +174,22 @@ a        0.50      –
 overall  1234  2.00×
 ";
         assert_eq!(format!("\n{}", table.render()), expected);
+    }
+
+    #[test]
+    fn wide_tables_go_on_below_under_their_first_column() {
+        let mut table = Table::new((0..30).map(|column| format!("column {column}")).collect());
+        table.title(1, "");
+        table.title(29, "numbers");
+        table.row((0..30).map(|column| column.to_string()).collect());
+        let text = table.render();
+        assert!(text.lines().all(|line| line.chars().count() <= WIDTH), "{text}");
+        assert!(
+            (1..30).all(|column| text.matches(&format!("column {column}\n")).count()
+                + text.matches(&format!("column {column} ")).count()
+                == 1),
+            "{text}"
+        );
+        assert!(text.matches("column 0 ").count() > 3 && text.matches("numbers").count() > 3, "{text}");
     }
 }

@@ -118,6 +118,8 @@ fn refusals_are_the_callers_mistakes() {
     fs::create_dir(&nothing).unwrap();
     assert_refused(&convert(&nothing, "z-lab", &away, &[]), 1, &["nothing/config.json", "no such file"]);
     ok(convert(&own, "specforge", &away, &[]));
+    ok(convert(&own, "specforge", &away, &[])); // the same again has nothing to do
+    fs::write(away.join("config.json"), "{}").unwrap();
     assert_refused(&convert(&own, "specforge", &away, &[]), 2, &["--overwrite replaces it"]);
     ok(convert(&own, "specforge", &away, &["--overwrite"]));
     let unknown = convert(&own, "medusa", &away, &[]);

@@ -111,7 +111,13 @@ fn results_are_replaced_only_when_told() {
     let first = results(dir.path());
     assert_eq!((&first["drafter"], &first["suites"][0]["baseline"]), (&Value::Null, &Value::Null));
     assert_eq!(first["overall"]["accepted_length"], 1.0);
-    assert_refused(&run("none", dir.path(), &small), 2, &["--overwrite"]);
+    let again = run_ok("none", dir.path(), &[&small[..], &["--json"]].concat());
+    assert_eq!(again, printed, "the same again has nothing to do");
+    assert_refused(
+        &run("none", dir.path(), &[&small[..], &["--temperature", "0"]].concat()),
+        2,
+        &["--overwrite"],
+    );
     run_ok("none", dir.path(), &[&small[..], &["--overwrite", "--temperature", "0"]].concat());
     assert_eq!(results(dir.path())["settings"]["temperature"], 0.0);
 }
@@ -305,6 +311,21 @@ fn comparisons_show_what_differs() {
         2,
         &["broken.json", "deepspec-results"],
     );
+}
+
+#[test]
+fn comparisons_are_named_by_what_differs_in_their_paths() {
+    let dir = tempfile::tempdir().unwrap();
+    let eval = |name: &str| dir.path().join(name).join("eval");
+    for name in ["a", "b"] {
+        run_ok("none", &eval(name), &["--suite", "smoke-math", "--limit", "1", "--max-new-tokens", "4"]);
+    }
+    let paths = ["a", "b"].map(|name| eval(name).display().to_string());
+    let output = deepspec_eval(&["compare", &paths[0], &paths[1]]);
+    let table = String::from_utf8(output.stdout).unwrap();
+    let header: Vec<&str> = table.lines().nth(1).unwrap().split_whitespace().collect();
+    assert_eq!(header[..3], ["suite", "a", "b"], "{table}");
+    assert!(table.contains("b less a"), "{table}");
 }
 
 #[test]

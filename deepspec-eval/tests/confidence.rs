@@ -176,6 +176,9 @@ fn a_calibrated_run_cuts_by_calibrated_confidences() {
     calibrate(&[&path("corpus"), "--output", &other], &["plain decoding"]);
     let cut = dir.path().join("cut").display().to_string();
     calibrate(&[&cut, "--output", &other], &["--schedule threshold:0.1"]);
+    let again = deepspec_eval(&["calibrate", &path("modest-run"), "--output", file]);
+    assert!(again.status.success(), "the same again has nothing to do");
+    fs::write(file, "{}").unwrap();
     calibrate(&[&path("modest-run"), "--output", file], &["--overwrite"]);
 }
 

@@ -1,12 +1,12 @@
 //! `--bench`: steps of a recipe on random states, by the clock.
 
-use std::io::{Write, stdout};
+use std::io::Write;
 use std::iter;
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use deepspec_core::cli::UsageError;
+use deepspec_core::cli::{self, UsageError};
 use deepspec_core::recipe::Recipe;
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
@@ -150,7 +150,7 @@ pub fn run(
         "device_memory_reserved_peak_bytes": measured.device.map(|memory| memory.reserved_peak),
     });
     let text = if args.json { serde_json::to_string_pretty(&found)? } else { render(&found) };
-    writeln!(stdout(), "{text}").context("writing the result")
+    writeln!(cli::stdout(), "{text}").context("writing the result")
 }
 
 /// A step of a drafter with the parts of this one but hardly any values, on the CPU: bytes of the program and its libraries, resident

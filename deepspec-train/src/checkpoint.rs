@@ -103,37 +103,64 @@ impl Checkpoints {
         atomic::create_dir(&self.dir)?;
         let path = self.dir.join(".lock");
         let file = fs::File::create(&path).map_err(FileError::at("opening", &path))?;
-        match file.try_lock() {
-            Ok(()) => {
-                self.claim = Some(file);
-                Ok(())
-            }
-            Err(fs::TryLockError::WouldBlock) => {
-                usage!("{}: another training run is writing here", self.dir.display())
-            }
-            Err(fs::TryLockError::Error(error)) => Err(FileError::at("locking", &path)(error).into()),
+        if !atomic::try_lock(&file, &path)? {
+            usage!("{}: another training run is writing here", self.dir.display());
         }
+        self.claim = Some(file);
+        Ok(())
     }
 
-    /// The newest finished checkpoint.
+    /// The checkpoint to resume from: the one that `step_latest` points at, else the whole one of the most steps, because links get
+    /// lost where files are copied.
     ///
     /// # Errors
-    /// If the folder cannot be read or `step_latest` points nowhere.
+    /// If the folder cannot be read, or holds checkpoints none of which is whole: they must not be trained over.
     pub fn latest(&self) -> anyhow::Result<Option<PathBuf>> {
         let link = self.dir.join(LATEST);
-        if link.symlink_metadata().is_err() {
+        let pointed = fs::read_link(&link).ok().map(|target| self.dir.join(target));
+        if let Some(path) = pointed.as_ref().filter(|path| is_whole(path)) {
+            return Ok(Some(path.clone()));
+        }
+        let steps = self.steps()?;
+        let newest =
+            steps.iter().rev().map(|step| self.dir.join(format!("step_{step}"))).find(|path| is_whole(path));
+        let what = match (&pointed, link.symlink_metadata()) {
+            (Some(path), _) => format!("points at {}, which is no whole checkpoint", path.display()),
+            (None, Ok(_)) => "is no link".into(),
+            (None, Err(_)) => "is missing".into(),
+        };
+        if let Some(path) = newest {
+            tracing::warn!("{} {what}; the newest whole checkpoint is {}", link.display(), path.display());
+            return Ok(Some(path));
+        }
+        // A copy that followed links leaves a folder in the place of the link, and perhaps nothing else.
+        if pointed.is_none() && is_whole(&link) {
+            return Ok(Some(link));
+        }
+        if steps.is_empty() && link.symlink_metadata().is_err() {
             return Ok(None);
         }
-        let target = fs::read_link(&link).map_err(FileError::at("reading", &link))?;
-        let path = self.dir.join(target);
-        if !path.join(STATE_JSON).is_file() {
-            bail!(
-                "{} points at {}, which is no checkpoint; point it at a whole step_N folder or remove it",
-                link.display(),
-                path.display()
-            );
+        bail!(
+            "{} {what}, and none of the checkpoints in {} is whole (config.json, weights, {STATE_JSON} and its tensors); restore one, or start \
+             anew with --overwrite",
+            link.display(),
+            self.dir.display()
+        )
+    }
+
+    /// The steps of the folders `step_N`, ascending.
+    pub(self) fn steps(&self) -> anyhow::Result<Vec<usize>> {
+        if !self.dir.is_dir() {
+            return Ok(vec![]);
         }
-        Ok(Some(path))
+        let entries = fs::read_dir(&self.dir).map_err(FileError::at("reading", &self.dir))?;
+        let mut steps = vec![];
+        for entry in entries {
+            let name = entry.map_err(FileError::at("reading", &self.dir))?.file_name();
+            steps.extend(name.to_str().and_then(|name| name.strip_prefix("step_")?.parse::<usize>().ok()));
+        }
+        steps.sort_unstable();
+        Ok(steps)
     }
 
     /// Removes all checkpoints and logs of the experiment, and nothing else.
@@ -143,8 +170,9 @@ impl Checkpoints {
     pub fn clear(&self) -> anyhow::Result<()> {
         for name in [LATEST, BEST, BEST_FILE] {
             let path = self.dir.join(name);
-            if path.symlink_metadata().is_ok() {
-                fs::remove_file(&path).map_err(FileError::at("removing", &path))?;
+            if let Ok(found) = path.symlink_metadata() {
+                let removed = if found.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+                removed.map_err(FileError::at("removing", &path))?;
             }
         }
         let Ok(entries) = fs::read_dir(&self.dir) else { return Ok(()) };
@@ -192,7 +220,7 @@ impl Checkpoints {
         fs::File::open(&partial)
             .and_then(|dir| dir.sync_all())
             .map_err(FileError::at("syncing", &partial))?;
-        // Only a kill between the rename and the link leaves such a folder; `step_latest` does not point at it.
+        // Such a folder is not whole, or it would have been resumed from.
         if path.exists() {
             fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
         }
@@ -203,7 +231,21 @@ impl Checkpoints {
     }
 }
 
-/// Puts a checkpoint's masters and moments back.
+/// Whether a folder holds all that training resumes from.
+fn is_whole(path: &Path) -> bool {
+    let any = |names: &[&str]| names.iter().any(|name| path.join(name).is_file());
+    let is_object = |name: &str| {
+        let text = fs::read_to_string(path.join(name)).unwrap_or_default();
+        serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(&text)
+            .is_ok_and(|map| !map.is_empty())
+    };
+    is_object(STATE_JSON)
+        && is_object("config.json")
+        && any(&["model.safetensors", "model.safetensors.index.json"])
+        && any(&[STATE_TENSORS, EARLIER_STATE_TENSORS])
+}
+
+/// Puts a checkpoint's masters and moments back, for one of `processes` processes.
 ///
 /// # Errors
 /// If it was written by another recipe or from other data (usage errors naming what differs), or is damaged.
@@ -211,6 +253,7 @@ pub fn restore(
     path: &Path,
     recipe: &Recipe,
     data: &DataId,
+    processes: usize,
     optimizer: &mut AdamW,
 ) -> anyhow::Result<TrainState> {
     let file = path.join(STATE_JSON);
@@ -227,9 +270,10 @@ pub fn restore(
     let differences = config::differences(&comparable(&saved)?, &comparable(recipe)?);
     if !differences.is_empty() {
         usage!(
-            "{} was trained by another recipe: {}; undo the change, choose another name, or start anew with --overwrite",
+            "{} was trained by another recipe: {}; undo the change, start anew with --overwrite, or choose another name (and go on from these weights with --set train.init_from={})",
             path.display(),
-            differences.join(", ")
+            differences.join(", "),
+            path.display()
         );
     }
     if state.rounding != data.rounding {
@@ -252,6 +296,17 @@ pub fn restore(
             path.display()
         );
     }
+    if recipe.train.loss_normalization == LossNormalization::MicroBatch && state.world_size != processes {
+        usage!(
+            "{} was trained by {} processes, and now there are {processes}: with train.loss_normalization micro_batch the loss depends on \
+             that; run it with --processes {}, or choose another name",
+            path.display(),
+            state.world_size,
+            state.world_size
+        );
+    }
+    // Its header and its length: a torn copy is found before anything is called complete.
+    Weights::open(path, "drafter", Device::Cpu, Kind::Float)?;
     let files = [STATE_TENSORS, EARLIER_STATE_TENSORS].map(|name| path.join(name));
     let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
     let tensors = Weights::open_file(file, "training state", Device::Cpu, Kind::Float)?;

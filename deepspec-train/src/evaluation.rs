@@ -157,7 +157,8 @@ impl Evaluation {
     fn decode(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let started = Instant::now();
         let drafter = trainee.drafter(self.options.slots)?;
-        let mut engine = Engine::new(&mut self.target, Some(drafter), self.options);
+        let options = EngineOptions { draft_sampling: drafter.draft_sampling(), ..self.options };
+        let mut engine = Engine::new(&mut self.target, Some(drafter), options);
         let mut suites = vec![];
         for suite in &self.suites {
             let mut tally = Tally::new(engine.draft_len());

@@ -1,13 +1,14 @@
 //! What will run, said before it does: a line per topic, or JSON.
 
-use std::io::{Write, stdout};
+use std::io::Write;
 
 use anyhow::Context;
+use deepspec_core::cli::{self, count};
 use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
 use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
-use deepspec_native::LocalRank;
+use deepspec_native::{LocalRank, device_name, kind_name};
 use deepspec_states::{Budget, Dataset, StatesError, TargetBundle, TargetRuntime, batches, check_fit};
 use serde_json::{Value, json};
 use tch::Device;
@@ -49,7 +50,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let (target, drafter_plan) = (&shape.config, drafter_plan.as_ref());
     let costs = Costs { recipe, target, drafter_plan, weights, processes, program, device };
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
-    let latest = Checkpoints::new(recipe.output_dir()).latest()?;
+    let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).latest()? };
     let resumes = latest.map(|path| path.display().to_string());
     let foretold = args.foretell.is_asked().then(|| Foretold::of(&args.foretell, &plan)).transpose()?;
     let text = if args.json {
@@ -60,10 +61,12 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
         serde_json::to_string_pretty(&json)?
     } else {
         let resumes = resumes.map_or("starts anew".into(), |path| format!("resumes {path}"));
-        let foretold = foretold.map(|foretold| format!("\n{:<14}{}", "all stages", foretold.text()));
-        format!("{}\n{:<14}{resumes}{}", plan.text()?, "checkpoints", foretold.unwrap_or_default())
+        let foretold =
+            foretold.map(|foretold| format!("\n{}", cli::wrapped("all stages", 14, &foretold.text())));
+        let checkpoints = cli::wrapped("checkpoints", 14, &resumes);
+        format!("{}\n{checkpoints}{}", plan.text()?, foretold.unwrap_or_default())
     };
-    writeln!(stdout(), "{text}").context("writing the plan")
+    writeln!(cli::stdout(), "{text}").context("writing the plan")
 }
 
 /// What has to come to this machine before the samples can be looked at.
@@ -127,7 +130,7 @@ impl Plan<'_> {
             ("schedule", Some(self.schedule())),
             ("memory", Some(self.memory_lines(&self.memory()?))),
         ];
-        let lines = lines.into_iter().filter_map(|(topic, text)| Some(format!("{topic:<14}{}", text?)));
+        let lines = lines.into_iter().filter_map(|(topic, text)| Some(cli::wrapped(topic, 14, &text?)));
         Ok(lines.collect::<Vec<_>>().join("\n"))
     }
 
@@ -196,7 +199,9 @@ impl Plan<'_> {
         let Passes { tokens, forwards } = self.passes(data);
         let per_step = forwards as f64 / data.schedule.steps_per_epoch as f64;
         Ok(format!(
-            "on {device:?} in {kind:?}: {tokens} tokens per epoch in {forwards} forwards ({per_step:.1} per step); {} of weights, {} of keys and values",
+            "on {} in {}: {tokens} tokens per epoch in {forwards} forwards ({per_step:.1} per step); {} of weights, {} of keys and values",
+            device_name(device),
+            kind_name(kind),
             megabytes(bytes_of(self.target_weights(data)?, kind) as f64),
             megabytes(bytes_of(self.histories(data), kind) as f64),
         ))
@@ -236,13 +241,15 @@ impl Plan<'_> {
         let train = &self.recipe().train;
         let (samples, local) = (train.global_batch_size, train.local_batch_size);
         let each = match train.max_tokens_per_batch {
-            None => format!("{samples} samples, {local} per forward"),
+            None => format!("{}, {local} per forward", count(samples, "sample")),
             Some(tokens) => format!("{samples} samples, at most {local} and {tokens} tokens per forward"),
         };
         match (&self.data, train.max_train_steps) {
             (Ok(Data { schedule, .. }), _) => format!(
-                "{} steps of {each}; {} steps per epoch, {} epochs begun",
-                schedule.max_train_steps, schedule.steps_per_epoch, schedule.num_train_epochs
+                "{} of {each}; {} per epoch, {} begun",
+                count(schedule.max_train_steps, "step"),
+                count(schedule.steps_per_epoch, "step"),
+                count(schedule.num_train_epochs, "epoch")
             ),
             (Err(_), Some(steps)) => format!("{steps} steps of {each}"),
             (Err(_), None) => format!("{} epochs in steps of {each}", train.num_train_epochs),

@@ -3,11 +3,14 @@
 use std::path::Path;
 
 use anyhow::Context;
+use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{config, usage};
 use deepspec_dist::ProcessGroup;
+use deepspec_drafters::{TrainableDrafter, is_embed_or_head};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use tch::Device;
 
 use crate::checkpoint::without_places;
 
@@ -48,6 +51,40 @@ pub fn check(
         }
     }
     Ok(())
+}
+
+/// Compares the weights with which all ranks begin. Gradients are summed, weights are not: a difference would stay for ever.
+///
+/// # Errors
+/// A usage error, the same on all ranks, that names the ranks which differ; or another rank's failure.
+pub fn check_weights(group: &ProcessGroup, trainee: &dyn TrainableDrafter) -> anyhow::Result<()> {
+    if group.world_size() == 1 {
+        return Ok(());
+    }
+    let own = digest(trainee);
+    let all = group.all_gather("comparing the ranks' first weights", own.as_bytes())?;
+    let differing: Vec<String> =
+        (1..all.len()).filter(|&rank| all[rank] != all[0]).map(|rank| rank.to_string()).collect();
+    if !differing.is_empty() {
+        usage!(
+            "the ranks cannot train together: the first weights of rank {} are not those of rank 0; let train.init_from name the same weights on \
+             all machines, or, where processors of other kinds draw other fresh weights, a checkpoint that --init-only made on one of them",
+            differing.join(", ")
+        );
+    }
+    Ok(())
+}
+
+/// A digest of all tensors but the target's embedding and head, which the data set's digest stands for.
+fn digest(trainee: &dyn TrainableDrafter) -> String {
+    let mut hasher = Hasher::default();
+    for (name, tensor) in trainee.checkpoint().into_iter().filter(|(name, _)| !is_embed_or_head(name)) {
+        let values = tensor.detach().to_device(Device::Cpu).contiguous();
+        let mut bytes = vec![0; values.numel() * values.kind().elt_size_in_bytes()];
+        values.copy_data_u8(&mut bytes, values.numel());
+        hasher.part(name.as_bytes()).part(&bytes);
+    }
+    hasher.hex()
 }
 
 fn difference(leader: &View, view: &View, rank: usize) -> Option<String> {

@@ -1,5 +1,6 @@
 //! From the command line to the loop: everything that can be wrong is found here, before the first forward.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Backend, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
 use deepspec_dist::{Carrier, GroupError, ProcessGroup};
-use deepspec_drafters::{DrafterPlan, TrainableDrafter};
+use deepspec_drafters::{DrafterPlan, TrainableDrafter, is_embed_or_head};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
 use deepspec_native::{DeviceError, LocalRank, StepTrace};
@@ -27,7 +28,7 @@ use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
 use crate::plan::{self, Data, Plan};
 use crate::schedule::{self, Schedule};
-use crate::setup::{kind, open_data, target_runtime};
+use crate::setup::{kind, open_data, report_mask_token, target_runtime};
 use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
 use crate::{launch, rank_check, signals};
@@ -132,17 +133,35 @@ fn train(
     rank_check::check(group, recipe, inputs.dataset.digest(), run_dir.latest.as_deref())?;
     let states = (!args.init_only).then(|| inputs.states(recipe)).transpose()?;
     let trainee = inputs.build(&job, &run_dir, states.as_ref())?;
+    // Behind this all ranks have read what they begin from, so that the leader may remove it.
+    rank_check::check_weights(group, trainee.as_ref())?;
     let (mut trainer, latest) = inputs.trainer(&job, run_dir, trainee, questions)?;
     let first = resume(&mut trainer, latest.as_deref())?;
     if args.init_only {
         return keep_untrained(&mut trainer, latest.is_some(), first);
     }
     match states.filter(|_| first < inputs.schedule.max_train_steps) {
-        Some(states) => inputs.run(trainer, states, device, first),
+        Some(states) => {
+            inputs.run(trainer, states, device, first)?;
+            report_unused(&inputs.dataset, group)
+        }
         None => {
             tracing::info!("{} is complete at step {first}; nothing to do", recipe.name);
             Ok(())
         }
+    }
+}
+
+/// The leader tells whoever looks at exit codes only that rows were left out, as `cache build` does.
+fn report_unused(dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> {
+    match dataset.report().map(|report| report.rejected()) {
+        Some(rejected) if rejected > 0 && group.is_leader() => {
+            let reason = format!(
+                "training is complete, but {rejected} rows of data.states are unusable; see the warnings above"
+            );
+            Err(ExitWith { code: 1, reason }.into())
+        }
+        _ => Ok(()),
     }
 }
 
@@ -174,6 +193,7 @@ impl Inputs {
         let Job { args, recipe, group, device, local, .. } = *job;
         let source = TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report)?;
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
+        report_mask_token(recipe, &source);
         let dataset = open_data(recipe, &source)?;
         let questions = Questions::read(recipe, &source)?;
         let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
@@ -197,9 +217,14 @@ impl Inputs {
         let Job { args, recipe, device, kind, .. } = *job;
         let (embed, head) = embed_and_head(states, &self.source, device, kind)?;
         let trainee = self.drafter_plan.build(&embed, &head, recipe.seed, kind)?;
-        // What is frozen is in no state of the optimiser.
-        if run_dir.latest.is_none() || !recipe.train.freeze.is_empty() {
-            start_from(recipe, trainee.as_ref(), args.verbosity())?;
+        match &run_dir.latest {
+            None => start_from(recipe, trainee.as_ref(), args.verbosity())?,
+            // What is frozen is in no state of the optimiser, but in the checkpoint.
+            Some(latest) if !recipe.train.freeze.is_empty() => drop(trainee.start_from(latest)?),
+            Some(_) => {}
+        }
+        if !recipe.train.freeze.is_empty() {
+            round_frozen(trainee.as_ref());
         }
         Ok(trainee)
     }
@@ -319,7 +344,8 @@ impl RunDir {
 /// Takes up the newest checkpoint; gives the step at which it was made.
 fn resume(trainer: &mut Trainer, latest: Option<&Path>) -> anyhow::Result<usize> {
     let Some(path) = latest else { return Ok(0) };
-    let state = restore(path, trainer.recipe, &trainer.data, &mut trainer.optimizer)?;
+    let processes = trainer.group.world_size();
+    let state = restore(path, trainer.recipe, &trainer.data, processes, &mut trainer.optimizer)?;
     tracing::info!("resuming from {}", path.display());
     if trainer.group.is_leader() {
         trainer.checkpoints.settle(&state)?;
@@ -338,6 +364,18 @@ fn keep_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow:
         (true, _) => {
             let name = &trainer.recipe.name;
             usage!("{name} is already trained for {first} steps; --init-only wants a fresh one")
+        }
+    }
+}
+
+/// Rounds what is frozen to what checkpoints store, so that a resumed run goes on with the same values.
+fn round_frozen(trainee: &dyn TrainableDrafter) {
+    let _guard = tch::no_grad_guard();
+    let learns: HashSet<&str> = trainee.parameters().iter().map(|(name, _)| name.as_str()).collect();
+    for (name, mut tensor) in trainee.checkpoint() {
+        if !learns.contains(name.as_str()) && !is_embed_or_head(&name) {
+            let rounded = tensor.to_kind(Kind::BFloat16).to_kind(tensor.kind());
+            tensor.copy_(&rounded);
         }
     }
 }

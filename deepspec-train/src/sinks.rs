@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use deepspec_core::atomic::{self, FileError};
+use deepspec_core::cli::count;
 use deepspec_core::jsonl::{Appender, Line, Reader};
 use deepspec_drafters::Metrics;
 use serde_json::{Map, Value, json};
@@ -148,8 +149,10 @@ impl Report {
         let Totals { samples, tokens, seconds, taus } = &self.totals;
         let path = checkpoint.display();
         let mut lines = vec![format!(
-            "trained {} steps: {samples} samples, {tokens} tokens, {}",
-            self.total_steps,
+            "trained {}: {}, {}, {}",
+            count(self.total_steps, "step"),
+            count(*samples as usize, "sample"),
+            count(*tokens as usize, "token"),
             minutes(*seconds)
         )];
         if let (Some((_, last)), Some((step, best))) =
@@ -159,12 +162,30 @@ impl Report {
         }
         lines.push(format!("the drafter is in {path}"));
         lines.push(format!(
-            "measure it: deepspec-eval run --target {target} --draft {path} --output-dir {path}-results"
+            "measure it: deepspec-eval run --target {} --draft {} --output-dir {}",
+            quoted(target),
+            quoted(&path.to_string()),
+            quoted(&format!("{path}-results"))
         ));
         lines.join("\n")
     }
 }
 
+/// A word as a shell takes it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+:@=,~".contains(c);
+    match word.chars().all(is_plain) {
+        true => word.into(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    }
+}
+
+/// A time as people say it: 11 s, 2 min 5 s, 3 h 20 min.
 fn minutes(seconds: f64) -> String {
-    format!("{}:{:02} min", (seconds / 60.0) as u64, (seconds % 60.0) as u64)
+    let seconds = seconds.round() as u64;
+    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+        (0, 0, seconds) => format!("{seconds} s"),
+        (0, minutes, seconds) => format!("{minutes} min {seconds} s"),
+        (hours, minutes, _) => format!("{hours} h {minutes} min"),
+    }
 }

@@ -95,6 +95,14 @@ impl Trainer<'_> {
                 let _range = range(c"collectives");
                 self.group.any("ending a step", self.stop.load(Ordering::Relaxed))?
             };
+            if step == first && self.group.is_leader() {
+                tracing::info!(
+                    "step {done}/{} took {:.1} s; a line every {} steps follows",
+                    self.schedule.max_train_steps,
+                    begun.elapsed().as_secs_f64(),
+                    logging.logging_steps
+                );
+            }
             let logs = done % logging.logging_steps == 0 || last;
             // Who is told to stop has no time to measure.
             let evaluates = logging.eval_every.is_some_and(|every| done % every == 0 || last) && !stopping;

@@ -142,7 +142,9 @@ fn a_plan_says_what_the_target_has_to_do() {
     let plan = |args: &[String]| {
         let output = bench.run(&with(args, &["--plan", "--quiet"]));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
     };
     let text = plan(&online(&bench));
     for words in ["24 samples", "nothing on disk", "tokens per epoch", "per step", "MB of weights, "] {

@@ -407,3 +407,71 @@ fn only_the_newest_checkpoints_are_kept() {
     kept.sort();
     assert_eq!(kept, ["step_21", "step_24", "step_latest"]);
 }
+
+#[test]
+fn ranks_with_other_first_weights_do_not_train_together() {
+    let bench = Bench::new();
+    // The same relative path on two machines, and another checkpoint behind it.
+    let machines = ["7", "8"].map(|seed| {
+        let (source, machine) = (Bench::new(), bench.path(seed));
+        source.succeeds(&["--init-only", &format!("--set=seed={seed}")]);
+        copy(&source.path("out/t/step_0"), &machine.join("init"));
+        machine
+    });
+    for strategy in ["no_shard", "shard_optimizer"] {
+        let port = free_port();
+        let args = ["--set=train.init_from=init", &format!("--set=train.sharding_strategy={strategy}")];
+        let start = |rank: usize| {
+            let mut command = by_hand(&bench, rank, 2, port, &args);
+            command
+                .current_dir(&machines[rank])
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        };
+        for rank in [0, 1].map(start) {
+            let output = rank.wait_with_output().unwrap();
+            assert_ended(
+                &output,
+                2,
+                &["cannot train together", "the first weights of rank 1 are not those of rank 0"],
+            );
+        }
+        assert!(!bench.path("out/t/step_3").exists());
+    }
+    // With the same weights they do.
+    let port = free_port();
+    let start = |rank: usize| {
+        let mut command = by_hand(&bench, rank, 2, port, &["--set=train.init_from=init"]);
+        command.current_dir(&machines[0]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for rank in [0, 1].map(start) {
+        assert!(rank.wait_with_output().unwrap().status.success());
+    }
+}
+
+#[test]
+fn the_reference_normalisation_keeps_its_number_of_processes() {
+    let normalization = "--set=train.loss_normalization=micro_batch";
+    let bench = Bench::new();
+    kill(Run::start(bench.command(&[normalization])).until(4));
+    bench.fails(
+        &["--processes=2", normalization],
+        2,
+        &["was trained by 1 processes, and now there are 2", "--processes 1"],
+    );
+    bench.succeeds(&[normalization]);
+    let single = Bench::new();
+    single.succeeds(&[normalization]);
+    assert!(bench.result() == single.result());
+}
+
+#[test]
+fn all_ranks_have_read_what_they_start_from_before_it_is_overwritten() {
+    let bench = Bench::new();
+    bench.succeeds(&["--set=train.max_train_steps=3"]);
+    let from = format!("--set=train.init_from={}", bench.path("out/t/step_latest").display());
+    bench.succeeds(&with(&on(2), &["--overwrite", &from]));
+    assert_eq!(bench.losses().len(), STEPS);
+}

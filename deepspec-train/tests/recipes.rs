@@ -9,6 +9,7 @@ use std::process::{Command, Output};
 use deepspec_core::Tap;
 use deepspec_core::recipe::Precision;
 use deepspec_drafters::BlockRecipe;
+use deepspec_testkit::mutate::Dice;
 use serde_json::{Value, json};
 
 use common::workspace;
@@ -286,4 +287,61 @@ fn mistakes_are_named_before_anything_is_allocated() {
     fails(&["--plan", "--hardware", "h100", "--rows", "9", "--devices", "1,0"], &["--devices"]);
     fails(&["--plan", "--hardware", "h100", "--rows", "9", "--price=-1"], &["--price -1"]);
     fails(&["--plan", "--measured", "absent.json", "--rows", "9"], &["absent.json"]);
+}
+
+/// Damaged recipes: each is read, or refused with the key or the line that is wrong.
+#[test]
+fn damaged_recipes_are_read_or_refused_by_name() {
+    let sound = fs::read_to_string(workspace().join("configs/tiny/dspark.yaml")).unwrap();
+    let whole = json!({
+        "name": "t", "seed": 7, "target": {"model": "assets/tiny-target", "revision": "main", "layer_ids": [0, 2, 4]},
+        "drafter": {"dspark": {"block_size": 7, "num_draft_layers": 2, "mask_token_id": 1023, "num_anchors": 24,
+            "markov": {"type": "vanilla", "rank": 64}, "confidence": {"with_markov": true, "alpha": 1.0}}},
+        "data": {"states": {"cache": "runs/cache"}, "input": ["a.jsonl"], "chat_template": "qwen", "max_length": 512},
+        "train": {"lr": 1e-3, "precision": "fp32", "local_batch_size": 4, "global_batch_size": 8, "freeze": []},
+        "logging": {"logging_steps": 1, "checkpointing_steps": 3, "output_dir": "runs"},
+    });
+    let words = [
+        "train",
+        "lr",
+        "data",
+        "states",
+        "cache",
+        "drafter",
+        "dspark",
+        "target",
+        "layer_ids",
+        "null",
+        "none",
+        "nosuch",
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("recipe.yaml");
+    let (mut read, mut refused) = (0, 0);
+    for seed in 0..3000 {
+        let mut dice = Dice::new(seed, &words);
+        // A JSON text is YAML too.
+        let text = match seed % 2 {
+            0 => dice.file(sound.as_bytes()),
+            _ => {
+                let mut recipe = whole.clone();
+                (0..=dice.roll(2)).for_each(|_| dice.mutate(&mut recipe));
+                recipe.to_string().into_bytes()
+            }
+        };
+        fs::write(&path, &text).unwrap();
+        match deepspec_drafters::load_recipe(&path, &[]) {
+            Ok(_) => read += 1,
+            Err(error) => {
+                refused += 1;
+                let told = error.to_string();
+                assert!(told.contains("recipe.yaml") && told.len() > 20, "seed {seed}: {told}");
+                assert!(
+                    !told.contains("Some(") && !told.contains("usize") && !told.contains("struct "),
+                    "seed {seed}: {told}"
+                );
+            }
+        }
+    }
+    assert!(read > 100 && refused > 1000, "{read} read, {refused} refused");
 }

@@ -4,8 +4,7 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
 
-use deepspec_core::atomic::FileError;
-use fs4::fs_std::FileExt;
+use deepspec_core::atomic::{self, FileError};
 use serde::{Deserialize, Serialize};
 
 use crate::error::CacheError;
@@ -141,7 +140,7 @@ pub(crate) fn lock(part: &Path) -> Result<File, CacheError> {
     let path = part.join("lock");
     let open = || OpenOptions::new().write(true).create(true).truncate(false).open(&path);
     let file = open().map_err(FileError::at("opening", &path))?;
-    match file.try_lock_exclusive().map_err(FileError::at("locking", &path))? {
+    match atomic::try_lock(&file, &path)? {
         true => Ok(file),
         false => Err(CacheError::Locked { dir: part.to_path_buf() }),
     }

@@ -1,8 +1,9 @@
 //! Files that appear whole or not at all.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -51,7 +52,106 @@ pub fn replace(
         writer.get_ref().sync_all()?;
         fs::rename(&partial, path)
     };
-    attempt().map_err(FileError::at("writing", path))
+    attempt().map_err(FileError::at("writing", path))?;
+    sync_folder_of(path);
+    Ok(())
+}
+
+/// Secures the names of a folder's files against a crash of the machine, where the file system lets folders be synced.
+pub fn sync_folder_of(path: &Path) {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if let Err(error) = File::open(parent).and_then(|folder| folder.sync_all()) {
+        tracing::debug!("{} is not synced: {error}", parent.display());
+    }
+}
+
+/// Locks a file for this process until it is closed; false if another process has it. On a file system without locks (some Lustre and
+/// NFS mounts) it warns and says true.
+///
+/// # Errors
+/// Any other I/O failure, with the path.
+pub fn try_lock(file: &File, path: &Path) -> Result<bool, FileError> {
+    match file.try_lock() {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => Ok(false),
+        Err(TryLockError::Error(error)) if has_no_locks(&error) => {
+            tracing::warn!(
+                "{}: the file system has no locks ({error}); do not start a second process with this output",
+                path.display()
+            );
+            Ok(true)
+        }
+        Err(TryLockError::Error(error)) => Err(FileError::at("locking", path)(error)),
+    }
+}
+
+/// Whether an error of locking says that the file system cannot.
+fn has_no_locks(error: &io::Error) -> bool {
+    // ENOLCK: an NFS mount whose lock service is away.
+    const ENOLCK: i32 = 37;
+    error.kind() == io::ErrorKind::Unsupported || error.raw_os_error() == Some(ENOLCK)
+}
+
+/// The lock on a file that is written aside, under [`partial_name`]. When it is dropped, what was not renamed is removed.
+#[derive(Debug)]
+pub struct PartialLock {
+    path: PathBuf,
+    partial: PathBuf,
+    file: File,
+}
+
+impl PartialLock {
+    /// Creates and locks the partial file of `path`; `None` if another process is writing it.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn take(path: &Path) -> Result<Option<Self>, FileError> {
+        let partial = partial_name(path);
+        loop {
+            let open = File::options().write(true).create(true).truncate(false).open(&partial);
+            let file = open.map_err(FileError::at("writing", path))?;
+            if !try_lock(&file, &partial)? {
+                return Ok(None);
+            }
+            // Who held it before may have renamed or removed the file that was opened.
+            let is_same = fs::metadata(&partial)
+                .ok()
+                .zip(file.metadata().ok())
+                .is_some_and(|(a, b)| a.ino() == b.ino());
+            if is_same {
+                file.set_len(0).map_err(FileError::at("writing", path))?;
+                return Ok(Some(Self { path: path.to_path_buf(), partial, file }));
+            }
+        }
+    }
+
+    /// Another handle to the file, emptied.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn begin(&self) -> Result<File, FileError> {
+        let open = File::options().write(true).truncate(true).open(&self.partial);
+        open.map_err(FileError::at("writing", &self.path))
+    }
+
+    /// Renames the file into place.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn publish(&self) -> Result<(), FileError> {
+        fs::rename(&self.partial, &self.path).map_err(FileError::at("writing", &self.path))?;
+        sync_folder_of(&self.path);
+        Ok(())
+    }
+}
+
+impl Drop for PartialLock {
+    fn drop(&mut self) {
+        let own = self.file.metadata().ok().map(|metadata| metadata.ino());
+        if fs::metadata(&self.partial).ok().map(|metadata| metadata.ino()) == own {
+            let _ = fs::remove_file(&self.partial);
+        }
+    }
 }
 
 /// [`replace`]s `path` with `value` as indented JSON and a final newline.
@@ -70,7 +170,12 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FileError> 
 /// # Errors
 /// Any I/O failure, with the path.
 pub fn read_text(path: &Path) -> Result<String, FileError> {
-    fs::read_to_string(path).map_err(FileError::at("reading", path))
+    let text = fs::read_to_string(path).map_err(FileError::at("reading", path))?;
+    // Editors on Windows begin files with a byte order mark.
+    Ok(match text.strip_prefix('\u{feff}') {
+        Some(rest) => rest.to_string(),
+        None => text,
+    })
 }
 
 /// Creates a folder and its parents.
@@ -84,6 +189,23 @@ pub fn create_dir(path: &Path) -> Result<(), FileError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_process_at_a_time_writes_aside() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.jsonl");
+        let lock = PartialLock::take(&path).unwrap().unwrap();
+        assert!(PartialLock::take(&path).unwrap().is_none());
+        lock.begin().unwrap().write_all(b"a").unwrap();
+        lock.publish().unwrap();
+        let second = PartialLock::take(&path).unwrap().unwrap();
+        // The first one's end does not touch what is the second one's.
+        drop(lock);
+        assert!(partial_name(&path).exists());
+        drop(second);
+        assert!(!partial_name(&path).exists());
+        assert_eq!(read_text(&path).unwrap(), "a");
+    }
 
     #[test]
     fn a_failed_write_leaves_the_old_file() {

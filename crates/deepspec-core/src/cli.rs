@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::cell::Cell;
-use std::io::{IsTerminal, stderr};
+use std::io::{self, IsTerminal, Write, stderr};
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 
@@ -61,6 +61,61 @@ pub fn start_logging(verbosity: Verbosity) {
         .without_time();
     // A second call (tests in one process) keeps the first subscriber.
     let _ = subscriber.try_init();
+}
+
+/// A number of things: 1 row, 2 rows.
+pub fn count(number: usize, thing: &str) -> String {
+    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
+}
+
+/// A topic and what is said of it, in lines of 80 columns at most that begin at column `indent`; words are never broken.
+pub fn wrapped(topic: &str, indent: usize, text: &str) -> String {
+    let width = 80 - indent;
+    let mut lines = vec![];
+    for paragraph in text.lines() {
+        let mut line = String::new();
+        for word in paragraph.split(' ') {
+            if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > width {
+                lines.push(std::mem::take(&mut line));
+            }
+            if !line.is_empty() {
+                line.push(' ');
+            }
+            line.push_str(word);
+        }
+        lines.push(line);
+    }
+    format!("{topic:<indent$}{}", lines.join(&format!("\n{}", " ".repeat(indent))))
+}
+
+/// Standard output. A reader that has gone away (`| head`) has seen enough; any other failure says where it was written.
+pub fn stdout() -> impl Write {
+    Stdout(std::io::stdout())
+}
+
+struct Stdout(std::io::Stdout);
+
+impl Write for Stdout {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self.0.write(bytes) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(bytes.len()),
+            written => written.map_err(on_stdout),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self.0.flush() {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            flushed => flushed.map_err(on_stdout),
+        }
+    }
+}
+
+fn on_stdout(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::Interrupted => error,
+        kind => io::Error::new(kind, format!("writing to standard output: {error}")),
+    }
 }
 
 /// An outcome that is neither success nor error and has its own exit code, such as "saved, run me again" (75).

@@ -67,6 +67,8 @@ pub struct Document {
     path: PathBuf,
     text: String,
     value: serde_json::Value,
+    /// Keys that overrides have set, which stand in no line.
+    set: Vec<String>,
 }
 
 impl Document {
@@ -84,18 +86,29 @@ impl Document {
     /// See [`ConfigError`].
     pub fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
         let syntax = |problem: String| ConfigError::Syntax { path: path.to_path_buf(), problem };
+        // Editors on Windows begin files with a byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let mut value: Value = serde_yaml::from_str(text).map_err(|error| syntax(error.to_string()))?;
         for item in overrides {
             set(&mut value, item)?;
         }
+        if let Some(key) = not_a_number(&value, String::new()) {
+            let is_set = overrides.iter().any(|item| item.split_once('=').is_some_and(|(set, _)| set == key));
+            let (path, line) = match is_set {
+                true => (PathBuf::from("--set"), None),
+                false => (path.to_path_buf(), line_of(text, &key)),
+            };
+            return Err(ConfigError::Key { path, line, key, problem: "a number must be finite".into() });
+        }
+        let set = overrides.iter().filter_map(|item| Some(item.split_once('=')?.0.to_string())).collect();
         // Through JSON's data model, where an enum is a map with one key rather than a YAML tag.
         let value = serde_json::to_value(value).map_err(|error| syntax(error.to_string()))?;
-        Ok(Self { path: path.to_path_buf(), text: text.into(), value })
+        Ok(Self { path: path.to_path_buf(), text: text.into(), value, set })
     }
 
     /// A value that was read before; `path` labels errors.
     pub fn from_value(path: &Path, value: serde_json::Value) -> Self {
-        Self { path: path.to_path_buf(), text: String::new(), value }
+        Self { path: path.to_path_buf(), text: String::new(), value, set: vec![] }
     }
 
     /// All of it.
@@ -119,7 +132,7 @@ impl Document {
             if within != "." {
                 path = if path.is_empty() { within } else { format!("{path}.{within}") };
             }
-            let problem = error.inner().to_string();
+            let problem = in_words(&error.inner().to_string());
             let unknown = between(&problem, "unknown field `", "`")
                 .or_else(|| between(&problem, "unknown variant `", "`"));
             match unknown {
@@ -135,7 +148,11 @@ impl Document {
 
     /// An error about a dotted key, with its line where it stands in the file.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> ConfigError {
-        let (path, line) = (self.path.clone(), line_of(&self.text, key));
+        let is_set = self.set.iter().any(|set| {
+            key == set || key.strip_prefix(set.as_str()).is_some_and(|rest| rest.starts_with(['.', '[']))
+        });
+        let line = if is_set { None } else { line_of(&self.text, key) };
+        let path = if is_set { PathBuf::from("--set") } else { self.path.clone() };
         ConfigError::Key { path, line, key: key.into(), problem: problem.into() }
     }
 }
@@ -205,6 +222,41 @@ fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {
     }
     *place = value;
     Ok(())
+}
+
+/// The dotted key of a number that is infinite or none, which JSON cannot say.
+fn not_a_number(value: &Value, path: String) -> Option<String> {
+    match value {
+        Value::Number(number) => number.as_f64().is_some_and(|number| !number.is_finite()).then_some(path),
+        Value::Mapping(mapping) => mapping.iter().find_map(|(key, value)| {
+            let key = key.as_str().unwrap_or_default();
+            not_a_number(value, if path.is_empty() { key.into() } else { format!("{path}.{key}") })
+        }),
+        Value::Sequence(list) => {
+            list.iter().enumerate().find_map(|(i, value)| not_a_number(value, format!("{path}[{i}]")))
+        }
+        _ => None,
+    }
+}
+
+/// A message of serde's without the names of Rust's types.
+pub fn in_words(problem: &str) -> String {
+    let (head, expected) = match problem.rsplit_once("expected ") {
+        Some((head, expected)) => (head, expected),
+        None => return problem.into(),
+    };
+    let expected = match expected {
+        "usize" | "u64" | "u32" | "u16" | "u8" => "a whole number from 0",
+        "isize" | "i64" | "i32" => "a whole number",
+        "f64" | "f32" => "a number",
+        "a string" | "string" => "a text",
+        "a boolean" => "true or false",
+        "a sequence" => "a list",
+        other if other.starts_with("struct ") || other.starts_with("a map") => "a mapping of keys to values",
+        other if other.starts_with("internally tagged enum") => "a mapping of keys to values",
+        other => other,
+    };
+    format!("{head}expected {expected}").replace("null", "nothing")
 }
 
 fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {

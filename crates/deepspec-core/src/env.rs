@@ -24,6 +24,27 @@ pub fn secret(name: &str) -> Option<String> {
     var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty())
 }
 
+/// Warns where the key in `variable` would go to a server in clear: over plain HTTP to another machine.
+pub fn report_key_in_clear(variable: &str, url: &str) {
+    if secret(variable).is_some() && leaves_in_clear(url) {
+        tracing::warn!(
+            "the key in {variable} is sent to {url} in clear: use https, or unset {variable} where the server asks for none"
+        );
+    }
+}
+
+fn leaves_in_clear(url: &str) -> bool {
+    let Some(rest) = url.strip_prefix("http://") else { return false };
+    let place = rest.split(['/', '?']).next().unwrap_or_default();
+    let place = place.rsplit('@').next().unwrap_or_default();
+    let host = match place.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => place.split(':').next().unwrap_or_default(),
+    };
+    let is_loopback = host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+    !host.eq_ignore_ascii_case("localhost") && !is_loopback
+}
+
 /// `CUDA_VISIBLE_DEVICES`: whether it says that no GPU is to be used.
 pub fn hides_gpus() -> bool {
     let first =
@@ -187,6 +208,18 @@ mod tests {
         assert_eq!((set.cache, set.token_path), (Some("/c".into()), Some("/h/token".into())));
         assert_eq!((set.anonymous, set.offline), (true, Some("TRANSFORMERS_OFFLINE")));
         assert_eq!(hub_with(&[]).cache, None);
+    }
+
+    #[test]
+    fn keys_are_in_clear_on_plain_http_to_other_machines() {
+        for url in ["http://10.0.0.5:8000", "http://gpu-1/v1", "http://me:pw@gpu-1:80", "http://[fe80::1]:80"]
+        {
+            assert!(leaves_in_clear(url), "{url}");
+        }
+        for url in ["https://10.0.0.5", "http://localhost:1", "http://127.0.0.1:30000/v1", "http://[::1]:80"]
+        {
+            assert!(!leaves_in_clear(url), "{url}");
+        }
     }
 
     #[test]

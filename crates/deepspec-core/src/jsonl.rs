@@ -144,12 +144,57 @@ impl RawLine {
     pub fn parse(&self, path: &Path) -> Line {
         let bad = |problem| Line::Bad(BadLine { path: path.to_path_buf(), line: self.number, problem });
         let Some(bytes) = &self.bytes else { return bad(self.problem.clone()) };
-        match serde_json::from_slice::<Value>(bytes) {
+        let parsed = serde_json::from_slice::<Value>(bytes);
+        let parsed = parsed.or_else(|error| without_python_numbers(bytes).ok_or(error));
+        match parsed {
             Ok(Value::Object(row)) => Line::Row(self.number, row),
             Ok(other) => bad(format!("expected a JSON object, found {}", kind_of(&other))),
             Err(error) => bad(format!("not valid JSON ({error})")),
         }
     }
+}
+
+/// Parses text with `NaN`, `Infinity` and `-Infinity`, which Python's `json.dumps` writes for floats that JSON has no form
+/// for, as null. `None` where the text holds none of them, or is not valid even so.
+fn without_python_numbers(bytes: &[u8]) -> Option<Value> {
+    const WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
+    let (mut text, mut found) = (Vec::with_capacity(bytes.len()), false);
+    let (mut rest, mut in_string) = (bytes, false);
+    while let Some(&byte) = rest.first() {
+        if !in_string && let Some(word) = WORDS.iter().find(|word| rest.starts_with(word)) {
+            text.extend_from_slice(b"null");
+            (rest, found) = (&rest[word.len()..], true);
+            continue;
+        }
+        let length = if in_string && byte == b'\\' { rest.len().min(2) } else { 1 };
+        in_string ^= byte == b'"';
+        text.extend_from_slice(&rest[..length]);
+        rest = &rest[length..];
+    }
+    if found { serde_json::from_slice(&text).ok() } else { None }
+}
+
+/// Checks that a file holds one JSON object a line, as far as its first bytes tell.
+///
+/// # Errors
+/// If the file cannot be read; what it is instead, and the command that turns it into such lines.
+pub fn check_lines(path: &Path) -> Result<(), String> {
+    let text = open_text(path).map_err(|error| error.to_string())?;
+    let mut bytes = vec![];
+    let read = text.take(64).read_to_end(&mut bytes);
+    read.map_err(|error| FileError::at("reading", path)(error).to_string())?;
+    let kind = match bytes.trim_ascii_start() {
+        [b'P', b'A', b'R', b'1', ..] => "a parquet file",
+        [0x1f, 0x8b, ..] => "a gzip file without .gz in its name",
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => "a zstd file without .zst in its name",
+        [b'[', ..] => "a JSON array",
+        _ => return Ok(()),
+    };
+    Err(format!(
+        "{} is {kind}, expected JSON Lines; run `deepspec-data split --dataset {} --test-size 0 --train-output rows.jsonl --eval-output none.jsonl` first",
+        path.display(),
+        path.display()
+    ))
 }
 
 /// Iterates over the non-empty lines of a JSONL file, plain or compressed, without parsing them.
@@ -363,6 +408,37 @@ mod tests {
             })
             .collect();
         assert_eq!(lines, ["1 1", "bad 3 expected", "bad 4 not vali", "5 2"]);
+    }
+
+    #[test]
+    fn pythons_numbers_without_a_form_in_json_are_null() {
+        let read = |text: &str| match RawLine::new(1, text.into(), false).parse(Path::new("x")) {
+            Line::Row(_, row) => Value::Object(row).to_string(),
+            Line::Bad(bad) => bad.problem,
+        };
+        assert_eq!(
+            read(r#"{"a":NaN,"b":[-Infinity,Infinity],"NaN":"NaN \" Infinity"}"#),
+            r#"{"a":null,"b":[null,null],"NaN":"NaN \" Infinity"}"#
+        );
+        assert!(read(r#"{"a":NaN"#).contains("not valid JSON"));
+        assert!(read(r#"{"a":nan}"#).contains("not valid JSON"));
+    }
+
+    #[test]
+    fn files_of_another_kind_are_named_with_the_remedy() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.jsonl");
+        for (bytes, kind) in [
+            (&b"PAR1\x15"[..], "a parquet file"),
+            (b" [{\"id\": 1}]", "a JSON array"),
+            (b"\x1f\x8b\x08", "a gzip file"),
+        ] {
+            fs::write(&path, bytes).unwrap();
+            let problem = check_lines(&path).unwrap_err();
+            assert!(problem.contains(kind) && problem.contains("deepspec-data split"), "{problem}");
+        }
+        fs::write(&path, "{\"id\": 1}\n").unwrap();
+        assert_eq!(check_lines(&path), Ok(()));
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Progress of long work: a bar with rate and remaining time on a terminal, a log line now and then elsewhere.
 
+use std::fmt;
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
-use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressState, ProgressStyle};
 
 use crate::cli::Verbosity;
 
@@ -26,7 +27,7 @@ pub struct Progress {
 impl Progress {
     /// Starts counting `total` units, of which `already` were done by an earlier run.
     pub fn new(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
-        let template = "{msg:12} {wide_bar} {human_pos}/{human_len} {per_sec} ETA {eta}";
+        let template = "{msg:12} {wide_bar} {human_pos}/{human_len} {rate} ETA {eta}";
         Self::start(verbosity, what, total, already, template)
     }
 
@@ -47,6 +48,10 @@ impl Progress {
         let bar = (terminal && verbosity != Verbosity::Quiet).then(|| {
             let style =
                 ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+            let rate = |state: &ProgressState, text: &mut dyn fmt::Write| {
+                let _ = write!(text, "{:.1}/s", state.per_sec());
+            };
+            let style = style.with_key("rate", rate);
             let bar = ProgressBar::new(total).with_style(style).with_message(what).with_position(already);
             bar.reset_eta();
             bar

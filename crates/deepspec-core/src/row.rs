@@ -1,20 +1,83 @@
 //! The id that a data row keeps through every stage.
 
+use std::collections::HashMap;
+
 use serde_json::{Map, Number, Value};
 
-/// The row's `id` as text, or why it has none. Integers and strings are ids; `1` and `"1"` are the same one.
+use crate::digest;
+
+/// The row's own `id` as text, `None` where it is absent, null or empty. Integers and strings are ids; `1` and `"1"` are the
+/// same one.
 ///
 /// # Errors
-/// A phrase to follow the file and line: the id is missing, null or of another type.
-pub fn id_of(row: &Map<String, Value>) -> Result<String, String> {
+/// A phrase to follow the file and line: the id is of another type.
+pub fn own_id(row: &Map<String, Value>) -> Result<Option<String>, String> {
     match row.get("id") {
-        Some(Value::String(id)) if !id.is_empty() => Ok(id.clone()),
-        Some(Value::Number(id)) => id_of_number(id),
-        Some(other) => Err(format!(
-            "`id` must be a non-empty string or an integer, found {}",
-            crate::jsonl::kind_of(other)
-        )),
-        None => Err("the row has no `id`".into()),
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(id)) if id.is_empty() => Ok(None),
+        Some(Value::String(id)) => Ok(Some(id.clone())),
+        Some(Value::Number(id)) => id_of_number(id).map(Some),
+        Some(other) => {
+            Err(format!("`id` must be a string or an integer, found {}", crate::jsonl::kind_of(other)))
+        }
+    }
+}
+
+/// The row's `id` as text, where it must have one.
+///
+/// # Errors
+/// A phrase to follow the file and line: there is none, or it is of another type.
+pub fn id_of(row: &Map<String, Value>) -> Result<String, String> {
+    own_id(row)?.ok_or_else(|| "the row has no `id`".into())
+}
+
+/// Gives every row of a data set an id of its own.
+///
+/// A row without an id is called by its place, counted from 0 over all files. The second row of an id becomes `ID~2`, the
+/// third `ID~3`. The same rows in the same order always get the same ids.
+#[derive(Debug, Default)]
+pub struct UniqueIds {
+    /// By the id's fingerprint: the number that the next row of this id gets.
+    next: HashMap<u128, u32>,
+    renamed: usize,
+}
+
+impl UniqueIds {
+    /// The id of the row at `place`, which brings `own`.
+    pub fn name(&mut self, own: Option<&str>, place: usize) -> String {
+        let id = own.map_or_else(|| place.to_string(), str::to_owned);
+        let key = digest::fingerprint(id.as_bytes());
+        let Some(&first) = self.next.get(&key) else {
+            self.next.insert(key, 2);
+            return id;
+        };
+        self.renamed += 1;
+        let mut number = first;
+        loop {
+            let name = format!("{id}~{number}");
+            let taken = digest::fingerprint(name.as_bytes());
+            number += 1;
+            if let std::collections::hash_map::Entry::Vacant(free) = self.next.entry(taken) {
+                free.insert(2);
+                self.next.insert(key, number);
+                return name;
+            }
+        }
+    }
+
+    /// How many rows had to be renamed because an earlier row has their id.
+    pub fn renamed(&self) -> usize {
+        self.renamed
+    }
+
+    /// Warns of renamed rows, if there are any.
+    pub fn report(&self) {
+        if self.renamed > 0 {
+            tracing::warn!(
+                "{} rows repeat the id of an earlier row; they are called ID~2, ID~3, …",
+                self.renamed
+            );
+        }
     }
 }
 
@@ -49,8 +112,18 @@ mod tests {
         for text in ["18446744073709551616", "-9223372036854775809", "1.5", "1.0", "1e3"] {
             assert!(id(text).unwrap_err().contains("use a string"), "{text}");
         }
-        for text in ["null", "\"\"", "[1]"] {
-            assert!(id(text).unwrap_err().contains("`id` must be"), "{text}");
+        assert!(id("[1]").unwrap_err().contains("`id` must be"));
+        for text in ["null", "\"\""] {
+            assert!(id(text).unwrap_err().contains("no `id`"), "{text}");
         }
+    }
+
+    #[test]
+    fn repeated_and_missing_ids_become_unique() {
+        let mut ids = UniqueIds::default();
+        let rows = [Some("a"), None, Some("a"), Some("a~2"), Some("a"), Some("1"), None];
+        let named: Vec<String> = rows.iter().enumerate().map(|(place, own)| ids.name(*own, place)).collect();
+        assert_eq!(named, ["a", "1", "a~2", "a~2~2", "a~3", "1~2", "6"]);
+        assert_eq!(ids.renamed(), 4);
     }
 }

@@ -1,5 +1,6 @@
 //! What goes into the engine and what comes out of it.
 
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -148,13 +149,32 @@ pub enum Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DraftSampling {
-    /// Drawn from its distribution q as the sequence is sampled: a token is accepted with probability Σ min(p, q), the most there is.
-    /// vLLM's `draft_sample_method: probabilistic`.
+    /// Drawn from its distribution q as the sequence is sampled: a token is accepted with probability Σ min(p, q). vLLM's
+    /// `draft_sample_method: probabilistic`.
     #[default]
     Probabilistic,
     /// The likeliest token: it is accepted with the target's probability of it, p(argmax q). llama.cpp's rule, and vLLM's unless told
     /// otherwise.
     Greedy,
+}
+
+impl DraftSampling {
+    /// The rule that this is not.
+    pub fn other(self) -> Self {
+        match self {
+            Self::Probabilistic => Self::Greedy,
+            Self::Greedy => Self::Probabilistic,
+        }
+    }
+}
+
+impl fmt::Display for DraftSampling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Probabilistic => "drawn from the drafter's distribution",
+            Self::Greedy => "the drafter's likeliest",
+        })
+    }
 }
 
 /// How the engine runs.

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 
+use crate::drafter::Obstacle;
 use crate::fields::read_object;
 use crate::shapes::{self, REBUILT};
-use crate::{Dialect, DialectError, Drafter, Known, TensorFacts, Tensors, layouts};
+use crate::{Dialect, DialectError, Drafter, Known, TensorFacts, Tensors, layouts, quantised_folder};
 
 /// A drafter checkpoint of any known dialect.
 pub struct Checkpoint {
@@ -26,8 +27,18 @@ impl Checkpoint {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
         let tensors = Tensors::open(dir)?;
+        if let Some(problem) = quantised_folder(dir, &map) {
+            return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
+        }
         let (dialect, drafter) = layouts::read(&path, &map, &tensors, known)?;
         Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors })
+    }
+
+    /// Adds what stops a conversion, unless the same key is known to.
+    pub fn add_obstacle(&mut self, key: String, reason: String) {
+        if self.drafter.obstacles.iter().all(|known| known.key != key) {
+            self.drafter.obstacles.push(Obstacle { key, reason });
+        }
     }
 
     /// Its folder.
@@ -91,11 +102,17 @@ impl Checkpoint {
         self.find("fc.weight").map_or(Dtype::BF16, |(_, facts)| facts.dtype)
     }
 
-    /// Whether the tensors are those that the config asks for, each in its shape.
+    /// Whether the tensors are those that the config asks for, each in its shape, of plain types and with finite values.
     ///
     /// # Errors
-    /// [`DialectError::Tensor`] naming the first that is missing, misshapen or of no use.
+    /// [`DialectError::Tensor`] naming the first that is missing, misshapen, quantised, of no use, or not finite.
     pub fn check(&self) -> Result<(), DialectError> {
+        self.tensors.check_types()?;
+        self.check_shapes()?;
+        self.tensors.check_finite()
+    }
+
+    fn check_shapes(&self) -> Result<(), DialectError> {
         let Some(wanted) = shapes::tensors(&self.dir.join("config.json"), &self.drafter)? else {
             return Ok(());
         };

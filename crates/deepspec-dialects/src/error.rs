@@ -39,6 +39,12 @@ pub enum DialectError {
         /// What is wrong.
         problem: String,
     },
+    /// Something else is where the result is to be written.
+    #[error("{} exists already and holds something else; --overwrite replaces it", path.display())]
+    Exists {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The checkpoint is sound, but must not or cannot be said in the other dialect.
     #[error("{}: not convertible to {to}: {reason}", path.display())]
     Refused {

@@ -4,14 +4,16 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use deepspec_core::atomic::{self, FileError};
+use deepspec_core::atomic::{self, FileError, PartialLock};
+use deepspec_core::digest;
 
 use crate::DialectError;
 
-/// Has `fill` write a folder beside `dir` and renames it into place. `overwrite` replaces a folder whose files all are `own`.
+/// Has `fill` write a folder beside `dir` and renames it into place. `overwrite` replaces a folder whose files all are `own`; without it a folder
+/// that holds the very same files is left as it is.
 ///
 /// # Errors
-/// If the folder exists and may not be replaced, what `fill` says, or any I/O failure.
+/// If the folder exists and holds something else, what `fill` says, or any I/O failure.
 pub fn replace(
     dir: &Path,
     overwrite: bool,
@@ -20,13 +22,10 @@ pub fn replace(
 ) -> Result<(), DialectError> {
     let bad = |problem: String| DialectError::NotADrafter { path: dir.to_path_buf(), problem };
     if dir.exists() {
-        if !overwrite {
-            return Err(bad("exists already; --overwrite replaces it".into()));
-        }
         let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
         let mut names =
             entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
-        if let Some(other) = names.find(|name| !own(name)) {
+        if let Some(other) = names.find(|name| overwrite && !own(name)) {
             return Err(bad(format!(
                 "it holds {other} too and is not replaced; remove it, or choose another folder"
             )));
@@ -35,10 +34,22 @@ pub fn replace(
     if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         atomic::create_dir(parent)?;
     }
+    // The lock is a file of its own beside the folder that is written.
+    let Some(_lock) = PartialLock::take(&beside(dir, ".lock"))? else {
+        return Err(bad("another process is writing it; wait for it, or end it".into()));
+    };
     let partial = beside(dir, ".partial");
     clear(&partial)?;
     atomic::create_dir(&partial)?;
     fill(&partial)?;
+    if dir.exists() && !overwrite {
+        let same = holds_the_same(&partial, dir)?;
+        clear(&partial)?;
+        return match same {
+            true => Ok(()),
+            false => Err(DialectError::Exists { path: dir.to_path_buf() }),
+        };
+    }
     let old = beside(dir, ".old");
     if dir.exists() {
         clear(&old)?;
@@ -46,6 +57,19 @@ pub fn replace(
     }
     fs::rename(&partial, dir).map_err(FileError::at("writing", dir))?;
     clear(&old)
+}
+
+/// Whether each file of `one` is in `other` with the same bytes.
+fn holds_the_same(one: &Path, other: &Path) -> Result<bool, DialectError> {
+    for entry in fs::read_dir(one).map_err(FileError::at("reading", one))? {
+        let file = entry.map_err(FileError::at("reading", one))?.path();
+        let counterpart = other.join(file.file_name().unwrap_or_default());
+        let bytes = |path: &Path| fs::metadata(path).map(|found| found.len()).ok();
+        if bytes(&file) != bytes(&counterpart) || digest::file(&file)? != digest::file(&counterpart)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 fn beside(dir: &Path, suffix: &str) -> PathBuf {

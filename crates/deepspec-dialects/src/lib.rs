@@ -24,6 +24,7 @@ mod kind;
 mod layouts;
 mod loaders;
 mod numbers;
+mod quantised;
 mod rope;
 mod serving;
 mod shapes;
@@ -43,9 +44,12 @@ pub use families::{DecoderFamily, Family};
 pub use fields::Fields;
 pub use gguf::Gguf;
 pub use kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict, keys};
-pub use layouts::{ContainerConfig, Decoder, ForeignClass, Known, Reader, taps};
+pub use layouts::{
+    ContainerConfig, Decoder, ForeignClass, Known, Reader, foreign_attention, foreign_layout, taps,
+};
 pub use loaders::{Loader, loaders};
+pub use quantised::quantised_folder;
 pub use serving::{Risk, Server, risks};
-pub use shards::{MAX_SHARD_BYTES, Shard, cut, write_index};
+pub use shards::{MAX_SHARD_BYTES, Shard, cut, no_weights, write_index};
 pub use target::Target;
-pub use tensors::{TensorFacts, Tensors};
+pub use tensors::{TensorFacts, Tensors, quantised};

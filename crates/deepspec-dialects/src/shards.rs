@@ -79,6 +79,34 @@ pub fn is_weights(name: &str) -> bool {
     name == SINGLE || name == INDEX || numbered().unwrap_or(false)
 }
 
+/// What is there in the place of weights that can be read, and what to do about it.
+pub fn no_weights(dir: &Path) -> String {
+    let names = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let names: Vec<String> = names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let is_pickle = |name: &&String| [".bin", ".pt", ".pth"].iter().any(|end| name.ends_with(end));
+    if let Some(pickle) = names.iter().filter(is_pickle).min() {
+        return format!(
+            "the weights are in {pickle}, a pickle file, which is not read because loading one runs code; write safetensors with \
+             transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)"
+        );
+    }
+    if let Some(gguf) = names.iter().filter(|name| name.ends_with(".gguf")).min() {
+        return format!(
+            "the folder has no safetensors; name the GGUF file itself: {}",
+            dir.join(gguf).display()
+        );
+    }
+    if names.iter().any(|name| name == "adapter_model.safetensors") {
+        return "the folder holds an adapter (LoRA), not a model; merge it into its base model first".into();
+    }
+    if let Some(other) = names.iter().filter(|name| name.ends_with(".safetensors")).min() {
+        return format!(
+            "the folder has neither {SINGLE} nor {INDEX}, but {other}; rename it if it holds the model"
+        );
+    }
+    format!("the folder has neither {SINGLE} nor {INDEX}")
+}
+
 /// The files of the weights in `dir`: the index says, or there is one.
 pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, DialectError> {
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
@@ -86,8 +114,7 @@ pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, DialectError> {
         if single.is_file() {
             return Ok(vec![single]);
         }
-        let problem = format!("the folder has neither {SINGLE} nor {INDEX}");
-        return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
+        return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem: no_weights(dir) });
     }
     let bad = |problem: &str| DialectError::Key {
         path: index.clone(),

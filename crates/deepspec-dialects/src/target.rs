@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::fields::{Fields, read_object};
-use crate::{DialectError, Drafter, Tensors};
+use crate::{DialectError, Drafter, Tensors, quantised_folder};
 
 /// What special tokens are for, and the keys of their ids.
 const SPECIAL: [(&str, &str); 3] =
@@ -58,11 +58,16 @@ impl Target {
             })
             .collect();
         let text = text.unwrap_or(outer);
+        if let Some(problem) = quantised_folder(dir, &map) {
+            return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
+        }
         let tensors = Tensors::open(dir)?;
         let known = [
             ("model.", "lm_head.weight"),
             ("model.language_model.", "lm_head.weight"),
             ("language_model.model.", "language_model.lm_head.weight"),
+            // Saved without the head's class around it.
+            ("", "lm_head.weight"),
         ];
         let there = |(body, _): &(&str, &str)| tensors.get(&format!("{body}embed_tokens.weight")).is_some();
         let (body, head) = known.into_iter().find(there).ok_or_else(|| {

@@ -92,7 +92,39 @@ impl Tensors {
             }
             files.push((path, file));
         }
+        let (facts, places) = without_wrappers(facts, places);
         Ok(Self { dir: dir.to_path_buf(), store: Store::Shards { files, places }, facts })
+    }
+
+    /// Checks that no value is NaN or infinite. It reads all of them.
+    ///
+    /// # Errors
+    /// [`DialectError::Tensor`] naming the first tensor with such a value; a file that cannot be read.
+    pub fn check_finite(&self) -> Result<(), DialectError> {
+        for (name, facts) in self.iter().filter(|(_, facts)| is_float(facts.dtype)) {
+            if let Some(place) = first_non_finite(&self.bytes(name)?, facts.dtype) {
+                let problem = format!(
+                    "value {place} of {} is NaN or infinite; training diverged, or the file is damaged",
+                    facts.shape.iter().product::<usize>()
+                );
+                return Err(self.error(name, problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that all tensors are plain numbers: floats, or integers of maps.
+    ///
+    /// # Errors
+    /// [`DialectError::Tensor`] naming the first tensor of a quantised type.
+    pub fn check_types(&self) -> Result<(), DialectError> {
+        let is_wrong = |(name, facts): &(&str, &TensorFacts)| {
+            is_quantised(facts.dtype) || (!is_float(facts.dtype) && !is_map_of_vocabularies(name))
+        };
+        match self.iter().find(is_wrong) {
+            None => Ok(()),
+            Some((name, facts)) => Err(self.error(name, quantised(facts.dtype))),
+        }
     }
 
     /// What was opened: the folder, or the one file.
@@ -157,6 +189,63 @@ impl Tensors {
             done += part;
         }
         Ok(())
+    }
+}
+
+/// Beginnings that training wrappers put before every name of a module: DataParallel's, torch.compile's, FSDP's and PEFT's.
+const WRAPPERS: [&str; 4] = ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model."];
+
+/// Tensors by name, and where each lies.
+type Named = (BTreeMap<String, TensorFacts>, BTreeMap<String, (usize, u64)>);
+
+/// Takes off the names what wrappers have put before all of them.
+fn without_wrappers(
+    mut facts: BTreeMap<String, TensorFacts>,
+    mut places: BTreeMap<String, (usize, u64)>,
+) -> Named {
+    let wraps_all = |wrapper: &&&str, facts: &BTreeMap<String, TensorFacts>| {
+        !facts.is_empty() && facts.keys().all(|name| name.starts_with(**wrapper))
+    };
+    while let Some(wrapper) = WRAPPERS.iter().find(|wrapper| wraps_all(wrapper, &facts)) {
+        facts = facts.into_iter().map(|(name, facts)| (name[wrapper.len()..].to_string(), facts)).collect();
+        places = places.into_iter().map(|(name, place)| (name[wrapper.len()..].to_string(), place)).collect();
+    }
+    (facts, places)
+}
+
+/// Whether the name is one of the maps between the vocabularies of target and drafter, which are no weights.
+fn is_map_of_vocabularies(name: &str) -> bool {
+    matches!(name.rsplit('.').next(), Some("d2t" | "t2d"))
+}
+
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16)
+}
+
+/// Whether values of this type mean something only beside scales. Maps of vocabularies are integers and booleans.
+fn is_quantised(dtype: Dtype) -> bool {
+    !is_float(dtype) && !matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::BOOL)
+}
+
+/// What is wrong with a tensor of such a type, and what to do.
+pub fn quantised(dtype: Dtype) -> String {
+    format!(
+        "its type {dtype:?} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32"
+    )
+}
+
+/// The place of the first NaN or infinity among little-endian floats: all bits of its exponent are set.
+fn first_non_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
+    match dtype {
+        Dtype::BF16 => {
+            bytes.as_chunks::<2>().0.iter().position(|&word| u16::from_le_bytes(word) & 0x7f80 == 0x7f80)
+        }
+        Dtype::F16 => {
+            bytes.as_chunks::<2>().0.iter().position(|&word| u16::from_le_bytes(word) & 0x7c00 == 0x7c00)
+        }
+        Dtype::F32 => bytes.as_chunks::<4>().0.iter().position(|&word| !f32::from_le_bytes(word).is_finite()),
+        Dtype::F64 => bytes.as_chunks::<8>().0.iter().position(|&word| !f64::from_le_bytes(word).is_finite()),
+        _ => None,
     }
 }
 

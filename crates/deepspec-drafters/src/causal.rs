@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Context, DraftRequest, Proposal, Proposer, Target, runs};
+use deepspec_decode::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
 use deepspec_models::kv::Chunk;
 use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
 use tch::Tensor;
@@ -24,6 +24,7 @@ pub const KIND: Registration = Registration {
         classes: || families().flat_map(|family| family.classes).map(|class| class.to_string()).collect(),
         hold: "a causal language model",
         are_language_models: true,
+        check: |dir| ModelConfig::load(dir).map(drop),
         load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),
         layouts: None,
     }),
@@ -93,6 +94,10 @@ fn rows_by_slot(chunks: &[(usize, usize)]) -> BTreeMap<usize, Range<usize>> {
 impl Drafter for CausalProposer {
     fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
         Ok(Box::new(Self::new(self.model.share(slots)?, slots)))
+    }
+
+    fn draft_sampling(&self) -> DraftSampling {
+        DraftSampling::Probabilistic
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{FinalStates, Slots, Tap};
-use deepspec_decode::{DraftRequest, Proposal, Proposer};
+use deepspec_decode::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
@@ -41,6 +41,10 @@ pub trait Drafter: Proposer + Send {
     fn has_confidence(&self) -> bool {
         false
     }
+
+    /// The rule under which the target was seen to accept more tokens of this kind of drafter at temperatures above 0. Each drawn token
+    /// has to follow from the drawn ones before it: kinds that predict their positions side by side gain by taking the likeliest.
+    fn draft_sampling(&self) -> DraftSampling;
 
     /// Drafts without the Markov head from now on; whether there is one.
     fn ignore_markov(&mut self) -> bool {

@@ -45,4 +45,7 @@ pub use registry::{
     recipe_schema, title,
 };
 pub use sample::{Normaliser, TrainSample};
-pub use trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer};
+pub use trained::{
+    DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer,
+    is_embed_or_head,
+};

@@ -50,6 +50,8 @@ pub struct Checkpoints {
     pub hold: &'static str,
     /// Whether they are language models in their own right, whose ids mean what their own tokenizer says.
     pub are_language_models: bool,
+    /// Checks what a config.json says as loading does, without the weights.
+    pub check: fn(&Path) -> Result<(), ModelError>,
     /// Loads one.
     pub load: Load,
     /// How their settings are read, in the reference's layout and those of other tools; None for what `checkpoint inspect` and

@@ -5,7 +5,9 @@ use std::path::Path;
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
 use deepspec_core::recipe::{DrafterRecipe, Recipe};
-use deepspec_dialects::{Checkpoint, DialectError, Known};
+use deepspec_dialects::{
+    Checkpoint, Dialect, DialectError, Known, Tensors, foreign_attention, foreign_layout,
+};
 use deepspec_models::config::{Fields, read_json};
 use deepspec_models::{ModelConfig, ModelError, families};
 use schemars::{JsonSchema, SchemaGenerator};
@@ -128,14 +130,21 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
     let all = || KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
     let is_meant = |known: &&Checkpoints| (known.classes)().iter().any(|class| Some(class.as_str()) == found);
-    let known = all().find(is_meant);
+    let foreign = || Tensors::open(dir).ok().and_then(|tensors| foreign_layout(&map, &tensors));
+    // EAGLE's own drafters name the class of a language model.
+    let known = all().find(is_meant).filter(|known| !known.are_language_models || foreign().is_none());
     known.ok_or_else(|| {
         if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.advice()) {
             let found = found.unwrap_or("no class");
             return fields.error("architectures", format!("{found} is not read: {advice}"));
         }
+        if let Some(problem) = foreign() {
+            return fields.error("architectures", problem);
+        }
         let names = all().flat_map(|known| (known.classes)()).collect::<Vec<_>>().join(", ");
-        fields.error("architectures", format!("{found:?} is no known drafter; expected one of {names}"))
+        let found = found
+            .map_or_else(|| "no class is named".into(), |found| format!("\"{found}\" is no known drafter"));
+        fields.error("architectures", format!("{found}; expected one of {names}"))
     })
 }
 
@@ -150,6 +159,12 @@ pub fn check_layout(dir: &Path) -> Result<(), ModelError> {
 /// [`checkpoints_like`], of a folder that holds all that drafting takes.
 fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> {
     let known = checkpoints_like(dir)?;
+    if known.layouts.is_some() {
+        let (path, map) = read_json(dir)?;
+        if let Some((key, problem)) = foreign_attention(&map) {
+            return Err(Fields::new(&path, &map).error(&key, problem));
+        }
+    }
     let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::leaves_ends);
     match for_engines.and_then(|checkpoint| checkpoint.advice()) {
         Some(advice) => {
@@ -167,7 +182,29 @@ fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError
 pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, DialectError> {
     let kinds: Vec<_> = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts).collect();
     let families: Vec<_> = families().map(|family| family.decoder).collect();
-    Checkpoint::open(dir, Known { kinds: &kinds, families: &families })
+    let mut checkpoint = Checkpoint::open(dir, Known { kinds: &kinds, families: &families })?;
+    if checkpoint.dialect() == Dialect::Reference
+        && let Err(error) = check_reference(dir)
+    {
+        let (key, reason) = match error {
+            ModelError::Config { key, problem, .. } => (key, problem),
+            error => ("config.json".into(), error.to_string()),
+        };
+        checkpoint.add_obstacle(key, format!("it is not run here: {reason}"));
+    }
+    Ok(checkpoint)
+}
+
+/// Checks the config.json of the layout that is loaded, as loading does: whatever looks at a checkpoint then says the same.
+fn check_reference(dir: &Path) -> Result<(), ModelError> {
+    let (path, map) = read_json(dir)?;
+    if let Some((key, problem)) = foreign_attention(&map) {
+        return Err(Fields::new(&path, &map).error(&key, problem));
+    }
+    let found = map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
+    let all = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
+    let mut like = all.filter(|known| (known.classes)().iter().any(|class| Some(class.as_str()) == found));
+    like.next().map_or(Ok(()), |known| (known.check)(dir))
 }
 
 /// Loads the drafter checkpoint in `dir`.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use deepspec_decode::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{TargetModel, TargetOptions};
+use safetensors::SafeTensors;
 use serde_json::Value;
 use tch::{Device, Kind};
 
@@ -30,6 +31,10 @@ fn shallow(dir: &Path) {
         config["num_hidden_layers"] = 5.into();
         config["layer_types"].as_array_mut().unwrap().pop();
     });
+    let whole = fs::read(dir.join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&whole).unwrap();
+    let kept = tensors.iter().filter(|(name, _)| !name.starts_with("model.layers.5."));
+    fs::write(dir.join("model.safetensors"), safetensors::serialize(kept, None).unwrap()).unwrap();
 }
 
 fn load(draft: &Path, slots: usize) -> Box<dyn Drafter> {

@@ -49,7 +49,37 @@ static TYPES: [BlockType; 11] = [
     packed("Q6_K", 14, 256, 210, q6_k),
 ];
 
+/// Types of ggml that are not read, by their numbers.
+const UNREAD: [(u32, &str); 21] = [
+    (9, "Q8_1"),
+    (10, "Q2_K"),
+    (11, "Q3_K"),
+    (15, "Q8_K"),
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (20, "IQ4_NL"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (23, "IQ4_XS"),
+    (24, "I8"),
+    (25, "I16"),
+    (26, "I32"),
+    (27, "I64"),
+    (28, "F64"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (39, "MXFP4"),
+];
+
 impl BlockType {
+    /// What ggml calls a type that is not read.
+    pub(crate) fn unread_name(id: u32) -> Option<&'static str> {
+        UNREAD.iter().find(|(number, _)| *number == id).map(|(_, name)| *name)
+    }
+
     /// All that are read.
     pub fn all() -> impl Iterator<Item = &'static Self> {
         TYPES.iter()

@@ -323,9 +323,12 @@ impl Head<'_> {
         let start = self.u64(name)?;
         let Some(kind) = BlockType::of(id) else {
             let known: Vec<&str> = BlockType::all().map(|kind| kind.name).collect();
-            return Err(
-                self.bad(format!("tensor `{name}` is of type {id}; what is read: {}", known.join(", ")))
+            let kind = BlockType::unread_name(id).map_or_else(|| id.to_string(), str::to_string);
+            let problem = format!(
+                "tensor `{name}` is of type {kind}, which is not read; give a file quantised to one of {}",
+                known.join(", ")
             );
+            return Err(self.bad(problem));
         };
         if shape.contains(&0) {
             return Err(self.bad(format!("tensor `{name}` has a dimension of 0")));

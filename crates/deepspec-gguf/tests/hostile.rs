@@ -148,6 +148,31 @@ fn what_cannot_be_read_is_named() {
 }
 
 #[test]
+fn types_that_are_not_read_are_named_with_those_that_are() {
+    let whole = written(|_| ());
+    let tensor = b"blk.0.attn_q.weight";
+    let name = whole.windows(tensor.len()).position(|bytes| bytes == tensor).unwrap();
+    // Behind the name: the number of dimensions, two of them, and the type.
+    let place = name + tensor.len() + 4 + 2 * 8;
+    for (id, kind) in [
+        (10u32, "Q2_K"),
+        (11, "Q3_K"),
+        (16, "IQ2_XXS"),
+        (23, "IQ4_XS"),
+        (24, "I8"),
+        (35, "TQ2_0"),
+        (39, "MXFP4"),
+        (999, "999"),
+    ] {
+        let mut bytes = whole.clone();
+        bytes[place..place + 4].copy_from_slice(&id.to_le_bytes());
+        let told = told(&bytes);
+        let words = ["blk.0.attn_q.weight", &format!("type {kind}, which is not read"), "Q4_K", "Q8_0"];
+        assert!(words.iter().all(|word| told.contains(word)), "{words:?} in {told}");
+    }
+}
+
+#[test]
 fn two_thousand_damaged_files_are_refused_or_read() {
     let whole = written(|_| ());
     // Where damage is noticed: before the values of tensors, any of which are good.

@@ -13,13 +13,22 @@ use crate::{Kind, Repo};
 pub enum HubError {
     /// Text that is neither here nor a hub id.
     #[error(
-        "{text} does not exist: no such folder or file is here, and it is no hub id of a {kind} (`owner/name` or `owner/name@revision`)"
+        "{text} does not exist: there is no such folder or file{}, and it is no hub id of a {kind} (`owner/name` or `owner/name@revision`)",
+        here()
     )]
     NotAnId {
         /// What was looked for.
         kind: Kind,
         /// What was given.
         text: String,
+    },
+    /// A hub id that could have been meant as a path.
+    #[error("{source}. (There is no folder {text}{}, so it was taken as a hub id)", here())]
+    TakenAsId {
+        /// What was given.
+        text: String,
+        /// What came of it.
+        source: Box<HubError>,
     },
     /// A revision for what lies here already.
     #[error(
@@ -318,6 +327,9 @@ pub enum HubError {
 impl HubError {
     /// Whether the caller asked for something that does not exist or cannot be meant, so that trying again is no use.
     pub fn is_usage(&self) -> bool {
+        if let Self::TakenAsId { source, .. } = self {
+            return source.is_usage();
+        }
         matches!(
             self,
             Self::NotAnId { .. }
@@ -343,6 +355,9 @@ impl HubError {
 
     /// Whether the hub gave no usable answer, so that what is cached may stand in.
     pub(crate) fn is_outage(&self) -> bool {
+        if let Self::TakenAsId { source, .. } = self {
+            return source.is_outage();
+        }
         matches!(self, Self::Unreachable { .. } | Self::Server { .. } | Self::RateLimited { .. })
     }
 }
@@ -357,6 +372,11 @@ fn remedy(error: &io::Error) -> &'static str {
         }
         _ => "",
     }
+}
+
+/// The working folder, where relative paths begin.
+fn here() -> String {
+    std::env::current_dir().map_or_else(|_| String::new(), |dir| format!(" in {}", dir.display()))
 }
 
 fn located(place: &str) -> String {

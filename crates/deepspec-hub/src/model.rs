@@ -78,7 +78,8 @@ pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> R
         };
     }
     let repo = Repo::parse(Kind::Model, model, revision)?;
-    Hub::from_env(verbosity)?.model(&repo)
+    let taken_as_id = |source| HubError::TakenAsId { text: model.into(), source: Box::new(source) };
+    Hub::from_env(verbosity)?.model(&repo).map_err(taken_as_id)
 }
 
 /// Configuration, tokenizer and chat template, in the top folder.

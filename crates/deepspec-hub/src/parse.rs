@@ -3,6 +3,9 @@
 use crate::HubError;
 use crate::repo::{Kind, Repo, is_name, is_path, split};
 
+/// Ends of names that mean files, which are looked for here and nowhere else.
+const FILES: [&str; 6] = [".gguf", ".safetensors", ".json", ".jsonl", ".parquet", ".yaml"];
+
 impl Repo {
     /// Reads `owner/name` or `owner/name@revision`; `revision` is the same said elsewhere, such as by a flag.
     ///
@@ -10,7 +13,8 @@ impl Repo {
     /// If the text has another form, or if the two revisions differ.
     pub fn parse(kind: Kind, text: &str, revision: Option<&str>) -> Result<Self, HubError> {
         let (id, own) = split(text);
-        if !is_name(id) {
+        let is_file = FILES.iter().any(|end| id.to_ascii_lowercase().ends_with(end));
+        if !is_name(id) || is_file {
             return Err(HubError::NotAnId { kind, text: text.into() });
         }
         match (own, revision) {

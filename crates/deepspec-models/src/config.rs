@@ -80,7 +80,9 @@ impl<'a> Fields<'a> {
 
     /// A positive integer, if the key is there.
     pub fn size(&self, key: &str) -> Result<Option<i64>, ModelError> {
-        self.typed(key, "a positive integer", |value| value.as_i64().filter(|&n| n > 0 && n < 1 << 31))
+        self.typed(key, "a whole number from 1 to 2147483647", |value| {
+            value.as_i64().filter(|&n| n > 0 && n < 1 << 31)
+        })
     }
 
     /// An integer from 0, if the key is there.

@@ -67,6 +67,9 @@ impl From<DialectError> for ModelError {
             DialectError::Tensor { path, name, problem } => {
                 Self::NotAModel { path, problem: format!("tensor `{name}`: {problem}") }
             }
+            DialectError::Exists { ref path } => {
+                Self::NotAModel { path: path.clone(), problem: "exists already".into() }
+            }
             DialectError::Refused { path, to, reason } => {
                 Self::NotAModel { path, problem: format!("not convertible to {to}: {reason}") }
             }

@@ -1,21 +1,24 @@
 //! What makes two targets the same, and the tokens that end their answers.
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
 
 use deepspec_core::atomic::{self, FileError};
-use deepspec_core::digest::Hasher;
+use deepspec_core::digest::{self, Hasher};
+use deepspec_core::env;
+use deepspec_dialects::no_weights;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
 use crate::config::read_json;
 
-/// Files up to this many bytes are read whole.
-const WHOLE: u64 = 64 << 20;
-/// Bytes read at each probe of a larger file.
+/// Files up to this many bytes are hashed anew each time; the digests of larger ones are remembered.
+const SMALL: u64 = 64 << 20;
+/// Bytes that versions before 0.2 read at each probe of a larger file, and how many probes there were.
 const PROBE: u64 = 64 << 10;
-/// Probes per larger file, the first at its start and the last at its end.
 const PROBES: u64 = 16;
 
 /// A digest of the target's architecture: config.json without the keys that do not change its states.
@@ -39,18 +42,53 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
     Ok(hasher.hex())
 }
 
-/// A digest of the weights that is quick for any size: per file its name, length, and all of its bytes, or, past
-/// 64 MiB, its two ends and probes spread evenly between them. Fine-tunes of one model differ in it; of a large file a single
-/// changed byte need not.
+/// A digest of all bytes of the weights, file by file with its name. Large files are hashed once: their digests are remembered in
+/// the cache folder by path, size and time of change.
 ///
 /// # Errors
 /// If the folder cannot be read or holds no weights.
 pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
-    let all: Vec<_> = fs::read_dir(dir)
+    digest_of(dir, |path, len| {
+        if len <= SMALL {
+            let mut bytes = len.to_le_bytes().to_vec();
+            bytes.extend(fs::read(path).map_err(FileError::at("reading", path))?);
+            return Ok(bytes);
+        }
+        Ok([&len.to_le_bytes()[..], remembered_digest(path)?.as_bytes()].concat())
+    })
+}
+
+/// The digest of the weights as versions before 0.2 made it: of large files by probes of their bytes. Caches of hidden states that were
+/// built by them are bound to it.
+///
+/// # Errors
+/// As [`weights_digest`].
+pub fn probed_weights_digest(dir: &Path) -> Result<String, ModelError> {
+    digest_of(dir, |path, len| {
+        let probe = || -> std::io::Result<Vec<u8>> {
+            let (file, mut bytes) = (File::open(path)?, len.to_le_bytes().to_vec());
+            let (size, probes) = if len <= SMALL { (len, 1) } else { (PROBE, PROBES) };
+            let mut buffer = vec![0; size as usize];
+            for i in 0..probes {
+                file.read_exact_at(&mut buffer, (len - size) * i / (probes - 1).max(1))?;
+                bytes.extend_from_slice(&buffer);
+            }
+            Ok(bytes)
+        };
+        probe().map_err(FileError::at("reading", path))
+    })
+}
+
+/// A digest over the weight files of a folder, by name: over what `part` makes of each file and its length.
+fn digest_of(
+    dir: &Path,
+    part: impl Fn(&Path, u64) -> Result<Vec<u8>, FileError>,
+) -> Result<String, ModelError> {
+    let all: Vec<PathBuf> = fs::read_dir(dir)
         .map_err(FileError::at("reading", dir))?
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
         .collect();
-    let of = |kind: &str| -> Vec<_> {
+    let of = |kind: &str| -> Vec<&PathBuf> {
         all.iter().filter(|path| path.extension().is_some_and(|found| found == kind)).collect()
     };
     // A GGUF beside safetensors is not what is read.
@@ -62,31 +100,44 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
     if paths.is_empty() {
         return Err(ModelError::NotAModel {
             path: dir.to_path_buf(),
-            problem: "the folder has no safetensors files and no GGUF".into(),
+            problem: format!("{}, and no GGUF", no_weights(dir)),
         });
     }
     let mut hasher = Hasher::default();
     for path in paths {
-        let probe = || -> std::io::Result<Vec<u8>> {
-            let file = File::open(path)?;
-            let len = file.metadata()?.len();
-            let mut bytes = len.to_le_bytes().to_vec();
-            let (size, probes) = if len <= WHOLE { (len, 1) } else { (PROBE, PROBES) };
-            let mut buffer = vec![0; size as usize];
-            for i in 0..probes {
-                file.read_exact_at(&mut buffer, (len - size) * i / (probes - 1).max(1))?;
-                bytes.extend_from_slice(&buffer);
-            }
-            Ok(bytes)
-        };
-        let bytes = probe().map_err(FileError::at("reading", path))?;
-        hasher.part(path.file_name().unwrap_or_default().as_encoded_bytes()).part(&bytes);
+        let len = fs::metadata(path).map_err(FileError::at("reading", path))?.len();
+        hasher.part(path.file_name().unwrap_or_default().as_encoded_bytes()).part(&part(path, len)?);
     }
     Ok(hasher.hex())
 }
 
-/// The ids that end an answer: `eos_token_id` of generation_config.json, else of config.json or of its text part, else the
-/// tokenizer's.
+/// The SHA-256 of a file. It is kept in the cache folder and taken from there as long as path, size and time of change are the same.
+fn remembered_digest(path: &Path) -> Result<String, FileError> {
+    let known = env::cache_dir().and_then(|cache| {
+        let place = fs::canonicalize(path).ok()?;
+        let metadata = fs::metadata(&place).ok()?;
+        let changed = metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?.as_nanos();
+        let key = format!("{}\n{}\n{changed}", place.display(), metadata.len());
+        Some(cache.join("digests").join(format!("{:032x}", digest::fingerprint(key.as_bytes()))))
+    });
+    let is_digest = |text: &String| text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if let Some(digest) = known.as_ref().and_then(|file| fs::read_to_string(file).ok()).filter(is_digest) {
+        return Ok(digest);
+    }
+    let digest = digest::file(path)?;
+    if let Some(file) = known {
+        // Who cannot remember hashes again next time.
+        let folder = file.parent().map_or(Ok(()), atomic::create_dir);
+        let kept = folder.and_then(|()| atomic::replace(&file, |out| out.write_all(digest.as_bytes())));
+        if let Err(error) = kept {
+            tracing::debug!("the digest of {} is not remembered: {error}", path.display());
+        }
+    }
+    Ok(digest)
+}
+
+/// The ids that end an answer, as vLLM has them: all `eos_token_id` of generation_config.json, of config.json and of its text
+/// part, and the tokenizer's `eos_token`.
 ///
 /// # Errors
 /// If a file is broken or nothing names a stop token.
@@ -102,18 +153,23 @@ pub fn stop_ids(dir: &Path, tokenizer_eos: Option<i64>) -> Result<Vec<i64>, Mode
     };
     let (_, config) = read_json(dir)?;
     let text = config.get("text_config").and_then(Value::as_object);
-    let maps = [Some(&generation), Some(&config), text];
-    let named = maps.into_iter().flatten().find_map(|map| match map.get("eos_token_id") {
-        Some(Value::Array(ids)) => {
-            Some(ids.iter().filter_map(Value::as_i64).collect::<Vec<_>>()).filter(|ids| !ids.is_empty())
+    let mut ids: Vec<i64> = vec![];
+    for map in [Some(&generation), Some(&config), text].into_iter().flatten() {
+        match map.get("eos_token_id") {
+            Some(Value::Array(list)) => ids.extend(list.iter().filter_map(Value::as_i64)),
+            Some(id) => ids.extend(id.as_i64()),
+            None => {}
         }
-        Some(id) => id.as_i64().map(|id| vec![id]),
-        None => None,
-    });
-    named.or_else(|| tokenizer_eos.map(|id| vec![id])).ok_or_else(|| ModelError::NotAModel {
-        path: dir.to_path_buf(),
-        problem:
-            "no eos_token_id in generation_config.json, config.json or the tokenizer; answers would never end"
-                .into(),
-    })
+    }
+    ids.extend(tokenizer_eos);
+    ids.retain(|id| *id >= 0);
+    ids.sort_unstable();
+    ids.dedup();
+    if ids.is_empty() {
+        return Err(ModelError::NotAModel {
+            path: dir.to_path_buf(),
+            problem: "no eos_token_id in generation_config.json, config.json or the tokenizer; answers would never end".into(),
+        });
+    }
+    Ok(ids)
 }

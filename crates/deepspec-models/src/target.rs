@@ -69,7 +69,28 @@ impl TargetModel {
         let weights = Weights::open(dir, config.family.class(), device, kind)?;
         let names = Names::of(&weights);
         let (embed, head) = read_embed_and_head(&weights, names, &config)?;
-        Self::build(config, (embed, head), (names, Builder::from_checkpoint(&weights).packing()), options)
+        let is_tied = config.tie_word_embeddings;
+        let model = Self::build(
+            config,
+            (embed, head),
+            (names, Builder::from_checkpoint(&weights).packing()),
+            options,
+        )?;
+        let mut unread = weights.unread();
+        unread.retain(|name| !names.may_leave(name, is_tied));
+        if unread.is_empty() {
+            return Ok(model);
+        }
+        let (count, shown) = (unread.len(), unread.iter().take(5).cloned().collect::<Vec<_>>().join(", "));
+        let family = model.config.family;
+        Err(ModelError::NotAModel {
+            path: dir.to_path_buf(),
+            problem: format!(
+                "{count} tensors have no place in a {family} model of this config: {shown}{}; config.json and weights do not belong \
+                 together",
+                if count > 5 { ", …" } else { "" }
+            ),
+        })
     }
 
     /// The same model for `slots` other sequences: it shares the weights.

@@ -5,12 +5,13 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use deepspec_core::atomic;
-use deepspec_dialects::{Tensors, cut, write_index};
+use deepspec_dialects::{Tensors, cut, quantised, quantised_folder, write_index};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};
 
 use crate::ModelError;
+use crate::config::read_json;
 
 /// Values written at once.
 const PIECE: usize = 4 << 20;
@@ -29,13 +30,16 @@ impl Weights {
     /// Opens `dir/model.safetensors`, or the shards named by `dir/model.safetensors.index.json`, or `dir/model.gguf`. Floats are converted to `kind` on reading.
     ///
     /// # Errors
-    /// If no weights are there, or a file is truncated or no safetensors file.
+    /// If no weights are there, they are quantised, or a file is truncated or no safetensors file.
     pub fn open(
         dir: &Path,
         expected: impl Into<String>,
         device: Device,
         kind: Kind,
     ) -> Result<Self, ModelError> {
+        if let Some(problem) = read_json(dir).ok().and_then(|(_, config)| quantised_folder(dir, &config)) {
+            return Err(ModelError::NotAModel { path: dir.to_path_buf(), problem });
+        }
         Ok(Self::of(Tensors::open(dir)?, expected.into(), device, kind))
     }
 
@@ -67,6 +71,14 @@ impl Weights {
         self.tensors.get(name).is_some()
     }
 
+    /// Checks that no value is NaN or infinite. It reads all of them.
+    ///
+    /// # Errors
+    /// The first tensor with such a value.
+    pub fn check_finite(&self) -> Result<(), ModelError> {
+        Ok(self.tensors.check_finite()?)
+    }
+
     /// Names that were never asked for.
     pub fn unread(&self) -> Vec<String> {
         self.unread.borrow().clone()
@@ -92,7 +104,7 @@ impl Weights {
         }
         let kind = kind_of(facts.dtype).ok_or_else(|| ModelError::NotAModel {
             path: path(),
-            problem: format!("tensor `{name}` has dtype {:?}; expected a float or integer type", facts.dtype),
+            problem: format!("tensor `{name}`: {}", quantised(facts.dtype)),
         })?;
         let bytes = self.tensors.bytes(name)?;
         self.unread.borrow_mut().retain(|unread| unread != name);

@@ -197,13 +197,14 @@ fn qwen3_windows_in_both_spellings() {
 }
 
 #[test]
-fn stop_tokens_may_stand_in_the_text_part() {
+fn stop_tokens_of_all_places_are_taken_together() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, value: Value| std::fs::write(dir.path().join(name), value.to_string()).unwrap();
     write("config.json", json!({"text_config": {"eos_token_id": [1, 106]}}));
-    assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 106]);
+    assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 9, 106]);
+    assert_eq!(stop_ids(dir.path(), None).unwrap(), [1, 106]);
     write("generation_config.json", json!({"eos_token_id": [1, 50, 106]}));
-    assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 50, 106]);
+    assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 9, 50, 106]);
 }
 
 /// Both spellings of the rotary settings, what is left out, and what is refused.

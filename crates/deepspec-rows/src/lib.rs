@@ -14,7 +14,7 @@ use deepspec_core::usage;
 pub use cell::Cell;
 pub use files::{DataFile, Format};
 pub use rows::Item;
-pub use table::{MESSAGE_KEYS, Table};
+pub use table::Table;
 pub use units::{Unit, Units, decode};
 
 /// A dataset that can be read from its start any number of times.

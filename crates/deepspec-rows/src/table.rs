@@ -15,9 +15,6 @@ use parquet::arrow::arrow_reader::{
     ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder,
 };
 
-/// Where a row keeps its messages; the first that is there counts.
-pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
-
 /// Text that a batch should hold at most, in bytes, so that memory does not depend on how long rows are.
 pub const BATCH_BYTES: usize = 1 << 20;
 

@@ -200,8 +200,11 @@ pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost
 /// The costs, and the JSON that they stand in; null for a table.
 fn parse(file: &Path) -> Result<(StepCost, Value), String> {
     let name = file.display();
-    let bytes = fs::read(file)
+    let mut bytes = fs::read(file)
         .map_err(|error| format!("{name}: {error}; `deepspec-eval profile` writes such a file"))?;
+    if bytes.starts_with(b"\xef\xbb\xbf") {
+        bytes.drain(..3);
+    }
     let csv = file.extension().is_some_and(|extension| extension == "csv");
     let read = if csv { from_csv(&bytes).map(|cost| (cost, Value::Null)) } else { from_json(&bytes) };
     read.map_err(|problem| format!("{name}: {problem}"))
@@ -214,7 +217,9 @@ fn from_json(bytes: &[u8]) -> Result<(StepCost, Value), String> {
             key => format!("`{key}`: {}", error.inner()),
         })
     }
-    let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let value: Value = serde_json::from_slice(bytes).map_err(|error| {
+        format!("no JSON ({error}); expected a file that `deepspec-eval profile` wrote, one of SGLang's, or a table named .csv")
+    })?;
     let cost = if value.get("format").is_some_and(|format| format == FORMAT) {
         if value["format_version"] != VERSION {
             return Err(format!(
@@ -328,7 +333,7 @@ mod tests {
     #[test]
     fn files_that_are_none_are_refused_by_name() {
         for (name, text, words) in [
-            ("x.json", "{", "x.json: EOF"),
+            ("x.json", "{", "x.json: no JSON (EOF"),
             ("x.json", "{}", "has neither `format`"),
             ("x.json", r#"{"bias_seconds": 1}"#, "missing field `bs_probes`"),
             (

@@ -1,5 +1,11 @@
 //! The body of a chat completion request: what we accept of the OpenAI API, checked at the door.
 
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use deepspec_core::config::in_words;
+use deepspec_core::jsonl::kind_of;
 use deepspec_decode::Sampling;
 use deepspec_text::Message;
 use serde::Deserialize;
@@ -26,6 +32,8 @@ pub struct ChatRequest {
     pub max_tokens: Option<usize>,
     /// Texts that end the answer.
     pub stop: Vec<String>,
+    /// Tokens that end the answer, beside the model's own.
+    pub stop_token_ids: Vec<i64>,
     /// Goes on behind the model's end-of-turn tokens.
     pub ignore_eos: bool,
     /// Answers piece by piece.
@@ -36,10 +44,77 @@ pub struct ChatRequest {
     pub return_token_ids: bool,
 }
 
-/// The JSON object as sent. Unknown fields are ignored.
+/// What a request has where it says nothing: `generation_config.json` of the model, as vLLM applies it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Defaults {
+    /// Divides the logits.
+    pub temperature: f64,
+    /// Mass of the tokens that are sampled from.
+    pub top_p: f64,
+    /// How many tokens are sampled from; 0 for all.
+    pub top_k: i64,
+    /// Least probability of a token, relative to the likeliest.
+    pub min_p: f64,
+    /// Limit of an answer.
+    pub max_tokens: Option<u64>,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, max_tokens: None }
+    }
+}
+
+impl Defaults {
+    /// Reads `generation_config.json` of the model in `dir`, and says what of it is applied. Values that no request may have, and
+    /// settings that are not supported, are left out with a warning.
+    pub fn read(dir: &Path) -> Self {
+        let path = dir.join("generation_config.json");
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let config: Map<String, Value> = serde_json::from_str(&text).unwrap_or_default();
+        let plain = Self::default();
+        let number = |key: &str, plain: f64, check: &dyn Fn(f64) -> bool| match config
+            .get(key)
+            .and_then(Value::as_f64)
+        {
+            Some(value) if check(value) => value,
+            Some(value) => {
+                tracing::warn!("{}: `{key}` {value} is out of range and not applied", path.display());
+                plain
+            }
+            None => plain,
+        };
+        let found = Self {
+            temperature: number("temperature", plain.temperature, &|value| {
+                within("", value, 0.0, 2.0).is_ok()
+            }),
+            top_p: number("top_p", plain.top_p, &|value| top_p(value).is_ok()),
+            top_k: number("top_k", plain.top_k as f64, &|value| (-1.0..=1e9).contains(&value)) as i64,
+            min_p: number("min_p", plain.min_p, &|value| within("", value, 0.0, 1.0).is_ok()),
+            max_tokens: config.get("max_new_tokens").and_then(Value::as_u64).filter(|&limit| limit > 0),
+        };
+        for (key, neutral) in PENALTIES {
+            if let Some(value) = config.get(key).and_then(Value::as_f64).filter(|&value| value != neutral) {
+                tracing::warn!("{}: `{key}` {value} is not supported and not applied", path.display());
+            }
+        }
+        if found != plain {
+            let Self { temperature, top_p, top_k, min_p, max_tokens } = found;
+            let limit = max_tokens.map_or_else(String::new, |limit| format!(", max_tokens {limit}"));
+            tracing::info!(
+                "requests that say nothing have the model's defaults ({}): temperature {temperature}, top_p {top_p}, top_k {top_k}, min_p \
+                 {min_p}{limit}",
+                path.display()
+            );
+        }
+        found
+    }
+}
+
+/// The JSON object as sent, without nulls.
 #[derive(Deserialize)]
 struct Body {
-    model: String,
+    model: Option<String>,
     messages: Vec<Value>,
     temperature: Option<f64>,
     top_p: Option<f64>,
@@ -48,19 +123,126 @@ struct Body {
     max_tokens: Option<u64>,
     max_completion_tokens: Option<u64>,
     stop: Option<Value>,
+    stop_token_ids: Option<Vec<i64>>,
     seed: Option<i64>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<Value>,
     tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
     ignore_eos: Option<bool>,
     return_token_ids: Option<bool>,
     n: Option<u64>,
-    logprobs: Option<bool>,
     presence_penalty: Option<f64>,
     frequency_penalty: Option<f64>,
     repetition_penalty: Option<f64>,
 }
+
+/// The fields of [`Body`].
+const READ: [&str; 23] = [
+    "model",
+    "messages",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "stream",
+    "stream_options",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tools",
+    "tool_choice",
+    "ignore_eos",
+    "return_token_ids",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+];
+
+/// Penalties, and the values at which they do nothing.
+const PENALTIES: [(&str, f64); 3] =
+    [("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)];
+
+/// Fields that change the answer and are not supported, of OpenAI, vLLM and SGLang; they are refused but where their value does nothing.
+const UNSUPPORTED: [&str; 48] = [
+    "response_format",
+    "logit_bias",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "functions",
+    "function_call",
+    "modalities",
+    "audio",
+    "echo",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "regex",
+    "ebnf",
+    "json_schema",
+    "chat_template",
+    "documents",
+    "continue_final_message",
+    "add_generation_prompt",
+    "truncate_prompt_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "grammar",
+    "logits_processors",
+    "custom_logit_processor",
+    "stop_regex",
+    "no_stop_trim",
+    "typical_p",
+    "mirostat",
+    "dry_multiplier",
+    "xtc_probability",
+    "dynatemp_range",
+    "repeat_penalty",
+    "n_probs",
+    "lora_path",
+    "lora",
+    "top_a",
+    "tfs_z",
+    "samplers",
+];
+
+/// Fields that change no answer, and those that other servers are asked for beside ours.
+const HARMLESS: [&str; 18] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+    "parallel_tool_calls",
+    "priority",
+    "request_id",
+    "cache_salt",
+    "cache_prompt",
+    "return_tokens",
+    "verbose",
+    "timings_per_token",
+    "return_meta_info",
+    "separate_reasoning",
+];
 
 #[derive(Deserialize)]
 struct StreamOptions {
@@ -71,35 +253,50 @@ struct StreamOptions {
 ///
 /// # Errors
 /// See [`ChatError`].
-pub fn parse(bytes: &[u8], served: &str, fresh_seed: u64) -> Result<ChatRequest, ChatError> {
-    let mut json = serde_json::Deserializer::from_slice(bytes);
-    let body: Body = serde_path_to_error::deserialize(&mut json).map_err(|error| {
-        let (path, inner) = (error.path().to_string(), error.inner());
-        match inner.classify() {
-            serde_json::error::Category::Data => {
-                ChatError::field(if path == "." { "body".into() } else { path }, inner.to_string())
-            }
-            _ => ChatError::Malformed(inner.to_string()),
-        }
+pub fn parse(
+    bytes: &[u8],
+    served: &str,
+    defaults: &Defaults,
+    fresh_seed: u64,
+) -> Result<ChatRequest, ChatError> {
+    let sent: Value =
+        serde_json::from_slice(bytes).map_err(|error| ChatError::Malformed(in_words(&error.to_string())))?;
+    let Value::Object(mut sent) = sent else {
+        return Err(ChatError::field("body", format!("expected an object, found {}", kind_of(&sent))));
+    };
+    sent.retain(|_, value| !value.is_null());
+    refuse_unsupported(&sent)?;
+    sent.retain(|name, _| READ.contains(&name.as_str()));
+    let body: Body = serde_path_to_error::deserialize(Value::Object(sent)).map_err(|error| {
+        let (path, inner) = (error.path().to_string(), error.inner().to_string());
+        ChatError::field(if path == "." { "body".into() } else { path }, inner)
     })?;
-    json.end().map_err(|error| ChatError::Malformed(error.to_string()))?;
-    if body.model != served {
-        return Err(ChatError::UnknownModel { wanted: body.model, served: served.into() });
+    if let Some(model) = body.model.as_ref().filter(|model| *model != served) {
+        return Err(ChatError::UnknownModel { wanted: model.clone(), served: served.into() });
     }
-    refuse_unsupported(&body)?;
+    refuse_values(&body)?;
+    let mut template_kwargs = body.chat_template_kwargs.unwrap_or_default();
+    template_kwargs.retain(|_, value| !value.is_null());
+    if let Some(effort) = body.reasoning_effort {
+        template_kwargs.entry("reasoning_effort").or_insert(effort);
+    }
     Ok(ChatRequest {
         messages: messages(body.messages)?,
         sampling: Sampling {
-            temperature: within("temperature", body.temperature.unwrap_or(1.0), 0.0, 2.0)?,
-            top_p: top_p(body.top_p.unwrap_or(1.0))?,
-            top_k: top_k(body.top_k.unwrap_or(0))?,
-            min_p: within("min_p", body.min_p.unwrap_or(0.0), 0.0, 1.0)?,
+            temperature: within("temperature", body.temperature.unwrap_or(defaults.temperature), 0.0, 2.0)?,
+            top_p: top_p(body.top_p.unwrap_or(defaults.top_p))?,
+            top_k: top_k(body.top_k.unwrap_or(defaults.top_k))?,
+            min_p: within("min_p", body.min_p.unwrap_or(defaults.min_p), 0.0, 1.0)?,
             seed: body.seed.map_or(fresh_seed, i64::cast_unsigned),
         },
-        max_tokens: max_tokens(body.max_completion_tokens.or(body.max_tokens))?,
+        max_tokens: match (body.max_completion_tokens, body.max_tokens.or(defaults.max_tokens)) {
+            (None, limit) => max_tokens("max_tokens", limit)?,
+            (limit, _) => max_tokens("max_completion_tokens", limit)?,
+        },
         stop: stop(body.stop)?,
-        tools: body.tools.unwrap_or_default(),
-        template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
+        stop_token_ids: body.stop_token_ids.unwrap_or_default(),
+        tools: tools(body.tools.unwrap_or_default(), body.tool_choice)?,
+        template_kwargs,
         ignore_eos: body.ignore_eos.unwrap_or(false),
         return_token_ids: body.return_token_ids.unwrap_or(false),
         stream: body.stream.unwrap_or(false),
@@ -107,23 +304,79 @@ pub fn parse(bytes: &[u8], served: &str, fresh_seed: u64) -> Result<ChatRequest,
     })
 }
 
-/// Refuses what would change the answer if it were ignored.
-fn refuse_unsupported(body: &Body) -> Result<(), ChatError> {
-    let penalties = [
-        ("presence_penalty", body.presence_penalty.unwrap_or(0.0), 0.0),
-        ("frequency_penalty", body.frequency_penalty.unwrap_or(0.0), 0.0),
-        ("repetition_penalty", body.repetition_penalty.unwrap_or(1.0), 1.0),
-    ];
-    if let Some((name, value, neutral)) = penalties.into_iter().find(|(_, value, neutral)| value != neutral) {
-        return Err(ChatError::field(name, format!("{value} is not supported, only {neutral}")));
-    }
-    if let Some(n) = body.n.filter(|&n| n != 1) {
-        return Err(ChatError::field("n", format!("{n} is not supported, only 1")));
-    }
-    if body.logprobs == Some(true) {
-        return Err(ChatError::field("logprobs", "not supported"));
+/// Refuses what would change the answer if it were ignored, and tells once of every other field that is not known.
+fn refuse_unsupported(sent: &Map<String, Value>) -> Result<(), ChatError> {
+    for (name, value) in sent {
+        if UNSUPPORTED.contains(&name.as_str()) && !does_nothing(name, value) {
+            return Err(ChatError::field(name, "not supported by this server; leave it out"));
+        }
+        let is_known =
+            [&READ[..], &UNSUPPORTED, &HARMLESS].iter().any(|names| names.contains(&name.as_str()));
+        if !is_known {
+            tell_once(name);
+        }
     }
     Ok(())
+}
+
+/// Whether a value of an unsupported field asks for what is done anyhow.
+fn does_nothing(name: &str, value: &Value) -> bool {
+    match (name, value) {
+        ("response_format", format) => format.get("type").is_some_and(|kind| kind == "text"),
+        ("modalities", Value::Array(list)) => list.iter().all(|kind| kind == "text"),
+        ("add_generation_prompt" | "skip_special_tokens", value) => *value == true,
+        ("best_of" | "length_penalty" | "typical_p" | "repeat_penalty" | "tfs_z", value) => {
+            value.as_f64() == Some(1.0)
+        }
+        ("function_call", value) => value == "none" || value == "auto",
+        (_, Value::Bool(on)) => !on,
+        (_, Value::Number(number)) => number.as_f64() == Some(0.0),
+        (_, Value::Array(list)) => list.is_empty(),
+        (_, Value::Object(fields)) => fields.is_empty(),
+        _ => false,
+    }
+}
+
+/// Warns of a field that nobody reads, the first time that one of this name comes. Clients choose the names, so only some are kept.
+fn tell_once(name: &str) {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let short: String = name.chars().take(60).flat_map(char::escape_debug).collect();
+    if told.len() < 100 && told.insert(short.clone()) {
+        tracing::warn!("requests have the field `{short}`, which is not known and ignored");
+    }
+}
+
+fn refuse_values(body: &Body) -> Result<(), ChatError> {
+    let values = [body.presence_penalty, body.frequency_penalty, body.repetition_penalty];
+    let mut penalties = PENALTIES.into_iter().zip(values);
+    if let Some(((name, neutral), Some(value))) =
+        penalties.find(|((_, neutral), value)| value.is_some_and(|value| value != *neutral))
+    {
+        return Err(ChatError::field(name, format!("{value} is not supported, only {neutral}")));
+    }
+    match body.n.filter(|&n| n != 1) {
+        Some(n) => Err(ChatError::field("n", format!("{n} is not supported, only 1"))),
+        None => Ok(()),
+    }
+}
+
+/// The tools that the template may write: none where the request forbids calls.
+fn tools(tools: Vec<Value>, choice: Option<Value>) -> Result<Vec<Value>, ChatError> {
+    match choice.as_ref().map(|choice| choice.as_str()) {
+        None | Some(Some("auto")) if tools.iter().any(|tool| !tool.is_object()) => {
+            Err(ChatError::field("tools", "expected a list of objects"))
+        }
+        None | Some(Some("auto")) => Ok(tools),
+        Some(Some("none")) => Ok(vec![]),
+        _ => {
+            let choice = choice.unwrap_or_default();
+            Err(ChatError::field(
+                "tool_choice",
+                format!("{choice} is not supported, only \"auto\" and \"none\""),
+            ))
+        }
+    }
 }
 
 fn messages(values: Vec<Value>) -> Result<Vec<Message>, ChatError> {
@@ -158,11 +411,9 @@ fn top_k(value: i64) -> Result<usize, ChatError> {
     })
 }
 
-fn max_tokens(value: Option<u64>) -> Result<Option<usize>, ChatError> {
+fn max_tokens(field: &'static str, value: Option<u64>) -> Result<Option<usize>, ChatError> {
     match value {
-        Some(0) => {
-            Err(ChatError::field("max_tokens", "0 leaves no room for an answer; ask for at least 1 token"))
-        }
+        Some(0) => Err(ChatError::field(field, "0 leaves no room for an answer; ask for at least 1 token")),
         Some(limit) => Ok(Some(usize::try_from(limit).unwrap_or(usize::MAX))),
         None => Ok(None),
     }
@@ -203,7 +454,7 @@ mod tests {
         let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});
         let (Some(body), Value::Object(changes)) = (body.as_object_mut(), changes) else { unreachable!() };
         body.extend(changes);
-        parse(&serde_json::to_vec(body).unwrap(), "m", 5)
+        parse(&serde_json::to_vec(body).unwrap(), "m", &Defaults::default(), 5)
     }
 
     #[test]
@@ -219,6 +470,33 @@ mod tests {
         assert_eq!((full.stop, full.max_tokens), (vec!["x".to_string()], Some(7)));
         let most = request(json!({"stop": vec!["x".repeat(1024); 16]})).unwrap();
         assert_eq!(most.stop.len(), 16);
+    }
+
+    #[test]
+    fn what_does_nothing_is_taken_and_defaults_are_the_models() {
+        let idle = json!({
+            "model": null, "response_format": {"type": "text"}, "logit_bias": {}, "tool_choice": "none", "tools": [{"type": "function"}],
+            "top_logprobs": 0, "logprobs": false, "n": 1, "best_of": 1, "min_tokens": 0, "skip_special_tokens": true, "user": "me",
+            "stop_token_ids": [7], "reasoning_effort": "low",
+        });
+        let request = request(idle).unwrap();
+        assert!(request.tools.is_empty());
+        assert_eq!(
+            (request.stop_token_ids, &request.template_kwargs["reasoning_effort"]),
+            (vec![7], &json!("low"))
+        );
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Defaults::read(dir.path()), Defaults::default());
+        let config = json!({"temperature": 0.6, "top_k": 20, "top_p": 7, "repetition_penalty": 1.05, "max_new_tokens": 9});
+        std::fs::write(dir.path().join("generation_config.json"), config.to_string()).unwrap();
+        let read = Defaults::read(dir.path());
+        assert_eq!(
+            read,
+            Defaults { temperature: 0.6, top_k: 20, max_tokens: Some(9), ..Defaults::default() }
+        );
+        let body = br#"{"messages": [{"role": "user", "content": "hi"}], "top_k": 5}"#;
+        let sampling = parse(body, "m", &read, 5).unwrap().sampling;
+        assert_eq!((sampling.temperature, sampling.top_k), (0.6, 5));
     }
 
     #[test]
@@ -238,6 +516,13 @@ mod tests {
             (json!({"stop": ["x", "x".repeat(1025)]}), 400, "`stop`: a text of 1025 bytes, but at most 1024"),
             (json!({"n": 2}), 400, "`n`"),
             (json!({"logprobs": true}), 400, "`logprobs`"),
+            (json!({"response_format": {"type": "json_object"}}), 400, "`response_format`"),
+            (json!({"tool_choice": "required"}), 400, "`tool_choice`"),
+            (json!({"tool_choice": {"type": "function"}}), 400, "`tool_choice`"),
+            (json!({"logit_bias": {"5": 1}}), 400, "`logit_bias`"),
+            (json!({"min_tokens": 3}), 400, "`min_tokens`"),
+            (json!({"guided_json": {"type": "object"}}), 400, "`guided_json`"),
+            (json!({"top_logprobs": 2}), 400, "`top_logprobs`"),
             (json!({"repetition_penalty": 1.1}), 400, "`repetition_penalty`: 1.1"),
             (json!({"messages": []}), 400, "at least one message"),
             (json!({"messages": [{"role": "robot", "content": ""}]}), 400, "`messages[0]`: unknown role"),
@@ -256,9 +541,151 @@ mod tests {
             "{\"model\": nan}",
             "{\"model\":\"m\",\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]} x",
         ] {
-            assert!(matches!(parse(broken.as_bytes(), "m", 0), Err(ChatError::Malformed(_))), "{broken}");
+            assert!(
+                matches!(
+                    parse(broken.as_bytes(), "m", &Defaults::default(), 0),
+                    Err(ChatError::Malformed(_))
+                ),
+                "{broken}"
+            );
         }
-        assert!(parse(b"[]", "m", 0).unwrap_err().to_string().starts_with("`body`"));
-        assert!(parse(b"{}", "m", 0).unwrap_err().to_string().contains("missing field `model`"));
+        assert!(parse(b"[]", "m", &Defaults::default(), 0).unwrap_err().to_string().starts_with("`body`"));
+        let error = parse(b"{}", "m", &Defaults::default(), 0).unwrap_err();
+        assert!(error.to_string().contains("missing field `messages`"));
+    }
+
+    /// What nobody expects under a name.
+    fn odd() -> Vec<Value> {
+        let numbers = [json!(-7), json!(0), json!(0.5), json!(1e300), json!(u64::MAX)];
+        let others = [
+            json!(null),
+            json!(true),
+            json!(false),
+            json!(""),
+            json!("x"),
+            json!([]),
+            json!({}),
+            json!([null]),
+            json!({"type": "x"}),
+        ];
+        numbers.into_iter().chain(others).collect()
+    }
+
+    /// Every field with every kind of value: used, refused by its name, or known to change nothing. Never ignored where it changes the answer.
+    #[test]
+    fn whatever_a_field_holds_is_obeyed_or_refused_by_its_name() {
+        for name in READ.iter().chain(&UNSUPPORTED).chain(&HARMLESS).chain(&["a_field_of_tomorrow"]) {
+            for value in odd() {
+                let refused = request(json!({*name: value})).err();
+                if let Some(error) = &refused {
+                    let told = error.to_string();
+                    assert!([400, 404].contains(&error.status()), "{name} {value}: {told}");
+                    // The newer name of the same limit is told by the older one.
+                    let field = name.trim_start_matches("max_completion_").trim_start_matches("max_");
+                    let is_named = [format!("`{name}"), format!("`max_{field}")]
+                        .iter()
+                        .any(|field| told.contains(field))
+                        || (*name == "model" && told.contains("does not exist"));
+                    assert!(is_named && !told.contains("Some("), "{name} {value}: {told}");
+                }
+                let is_harmless = HARMLESS.contains(name) || *name == "a_field_of_tomorrow";
+                if is_harmless || (value.is_null() && *name != "messages") {
+                    assert!(refused.is_none(), "{name} {value}: {refused:?}");
+                }
+                if UNSUPPORTED.contains(name) {
+                    assert_eq!(
+                        refused.is_none(),
+                        value.is_null() || does_nothing(name, &value),
+                        "{name} {value}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn whatever_a_message_holds_is_used_or_refused_by_its_place() {
+        for name in [
+            "role",
+            "content",
+            "name",
+            "tool_calls",
+            "reasoning_content",
+            "reasoning",
+            "refusal",
+            "a_field_of_tomorrow",
+        ] {
+            for value in odd() {
+                let mut message = json!({"role": "assistant", "content": "a"});
+                message[name] = value.clone();
+                let sent = json!({"messages": [{"role": "user", "content": "hi"}, message]});
+                match request(sent) {
+                    Ok(read) => assert_eq!(read.messages.len(), 2, "{name} {value}"),
+                    Err(error) => {
+                        let told = error.to_string();
+                        assert!(
+                            told.contains("`messages[1]`") && error.status() == 400,
+                            "{name} {value}: {told}"
+                        );
+                    }
+                }
+            }
+        }
+        let nulls =
+            json!({"role": "user", "content": "hi", "name": null, "tool_calls": null, "refusal": null});
+        let read = request(json!({"messages": [nulls]})).unwrap().messages;
+        assert_eq!(read, [Message::new(deepspec_text::Role::User, "hi")]);
+    }
+
+    /// generation_config.json of any kind leaves defaults that a request may have.
+    #[test]
+    fn defaults_of_any_file_are_within_the_limits() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("generation_config.json");
+        let body = br#"{"messages": [{"role": "user", "content": "hi"}]}"#;
+        for name in [
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "max_new_tokens",
+            "repetition_penalty",
+            "do_sample",
+            "eos_token_id",
+        ] {
+            for value in odd() {
+                std::fs::write(&path, json!({name: value}).to_string()).unwrap();
+                let defaults = Defaults::read(dir.path());
+                let read = parse(body, "m", &defaults, 5);
+                assert!(read.is_ok(), "{name} {value}: {:?}", read.err());
+            }
+        }
+        for broken in ["", "[", "[]", "null", "{\"temperature\": NaN}"] {
+            std::fs::write(&path, broken).unwrap();
+            assert_eq!(Defaults::read(dir.path()), Defaults::default(), "{broken}");
+        }
+        // The model's limit holds where the request says nothing, and what the request says holds before it.
+        std::fs::write(&path, r#"{"temperature": 0.6, "top_p": 0.95, "min_p": 0.1, "max_new_tokens": 9}"#)
+            .unwrap();
+        let defaults = Defaults::read(dir.path());
+        let silent = parse(body, "m", &defaults, 5).unwrap();
+        assert_eq!((silent.max_tokens, silent.sampling.top_p, silent.sampling.min_p), (Some(9), 0.95, 0.1));
+        let own = br#"{"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}"#;
+        let own = parse(own, "m", &defaults, 5).unwrap();
+        assert_eq!((own.max_tokens, own.sampling.temperature, own.sampling.top_p), (Some(3), 0.0, 0.95));
+    }
+
+    #[test]
+    fn the_fields_of_a_body_are_those_that_are_listed() {
+        let everything: Map<String, Value> =
+            READ.iter().map(|name| (name.to_string(), Value::Null)).collect();
+        let mut names = READ.to_vec();
+        names.extend(UNSUPPORTED);
+        names.extend(HARMLESS);
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count, "a name stands in two lists");
+        assert!(request(Value::Object(everything)).unwrap_err().to_string().contains("messages"));
     }
 }

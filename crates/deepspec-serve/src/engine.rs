@@ -10,9 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::{
-    DraftSampling, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket,
-};
+use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
@@ -97,6 +95,9 @@ impl EngineArgs {
         if self.slots == 0 || self.max_context == Some(0) {
             usage!("--slots and --max-context must be at least 1");
         }
+        if self.slots > MOST_SLOTS {
+            usage!("--slots {}: expected at most {MOST_SLOTS}", self.slots);
+        }
         match (self.schedule, &self.cost) {
             (policy, None) if policy.reads_cost() => usage!(
                 "--schedule {policy} weighs tokens against the time they take: give --cost FILE, which `deepspec-eval profile` writes"
@@ -113,6 +114,9 @@ impl EngineArgs {
         Ok(())
     }
 }
+
+/// Sequences at once that an engine can be asked for; none on a single GPU runs as many.
+const MOST_SLOTS: usize = 1 << 16;
 
 /// News of one request.
 #[derive(Debug)]
@@ -273,17 +277,18 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)>
     if let Some(drafter) = &drafter {
         drafter.check_fits(target.config())?;
     }
+    let draft_sampling = drafter.as_ref().map(|drafter| drafter.draft_sampling()).unwrap_or_default();
     let longest = target.config().max_position_embeddings;
     let wanted = args.max_context.map_or(longest, |wanted| wanted.min(longest));
+    if let Some(asked) = args.max_context.filter(|&asked| asked > longest) {
+        tracing::warn!(
+            "--max-context {asked}: the model holds {longest} tokens; conversations may be as long"
+        );
+    }
     let (context, memory) =
         fitting(wanted, args, &target, drafter.as_ref().map(|drafter| drafter as &dyn Proposer))?;
-    let options = EngineOptions {
-        slots,
-        context,
-        max_draft_tokens: None,
-        draft_sampling: DraftSampling::default(),
-        counts_overrun: false,
-    };
+    let options =
+        EngineOptions { slots, context, max_draft_tokens: None, draft_sampling, counts_overrun: false };
     let engine = Engine::new(target, drafter, options).with_temperatures(temperatures).with_planner(planner);
     Ok((
         match memory {

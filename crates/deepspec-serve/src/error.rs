@@ -26,7 +26,7 @@ pub enum ChatError {
     },
     /// The prompt leaves no room for an answer.
     #[error(
-        "the prompt has {prompt} tokens, but the context holds {context}, prompt and answer together; shorten the messages"
+        "the prompt has {prompt} tokens or more, but the context holds {context}, prompt and answer together; shorten the messages"
     )]
     TooLong {
         /// Tokens of the prompt.
@@ -37,6 +37,12 @@ pub enum ChatError {
     /// The chat template refuses the messages.
     #[error("the chat template refuses the messages: {0}")]
     Template(String),
+    /// The model ended its turn at once.
+    #[error("the answer has no text")]
+    Empty,
+    /// The request does not bring the server's key.
+    #[error("this server wants its API key as `Authorization: Bearer KEY`")]
+    Unauthorised,
     /// All slots are taken, and as many requests wait as may.
     #[error("all {slots} slots are taken and {queue} requests are waiting; try again later")]
     Busy {
@@ -62,9 +68,10 @@ impl ChatError {
     /// The HTTP status.
     pub fn status(&self) -> u16 {
         match self {
+            Self::Unauthorised => 401,
             Self::UnknownModel { .. } => 404,
             Self::Busy { .. } => 503,
-            Self::Internal(_) => 500,
+            Self::Internal(_) | Self::Empty => 500,
             Self::Engine(error) => engine_status(error),
             Self::Malformed(_) | Self::Field { .. } | Self::TooLong { .. } | Self::Template(_) => 400,
         }
@@ -84,6 +91,7 @@ impl ChatError {
     pub fn code(&self) -> Option<&'static str> {
         match self {
             Self::UnknownModel { .. } => Some("model_not_found"),
+            Self::Unauthorised => Some("invalid_api_key"),
             Self::Busy { .. } => Some("queue_full"),
             Self::TooLong { .. }
             | Self::Engine(EngineError::TooLong { .. } | EngineError::TooLarge { .. }) => {

@@ -20,10 +20,10 @@ use deepspec_decode::Request;
 use deepspec_text::{ChatTokenizer, RenderOptions, TextError};
 use serde_json::Value;
 
-pub use body::{ChatRequest, parse};
+pub use body::{ChatRequest, Defaults, parse};
 pub use engine::{EngineArgs, Load};
 pub use error::ChatError;
-pub use reply::{Reply, Usage, finish_name};
+pub use reply::{Reply, Usage};
 pub use thinking::Delta;
 
 use engine::EngineThread;
@@ -31,10 +31,14 @@ use engine::EngineThread;
 /// Names the randomness of every answer, so that seed and prompt alone decide it.
 const REQUEST_ID: &str = "chat";
 
+/// Bytes of a text for each token of the context that are tokenised to see whether it fits. Languages take 1 to 6.
+const BYTES_PER_TOKEN: usize = 8;
+
 /// A loaded model with its tokenizer.
 pub struct ChatModel {
     tokenizer: ChatTokenizer,
     stop_ids: Arc<[i64]>,
+    defaults: Defaults,
     engine: EngineThread,
 }
 
@@ -51,8 +55,20 @@ impl ChatModel {
         {
             usage!("--draft {error}");
         }
-        let stop_ids = deepspec_models::stop_ids(dir, tokenizer.eos_token_id())?.into();
-        Ok(Self { tokenizer, stop_ids, engine: EngineThread::start(dir, args)? })
+        let stop_ids: Arc<[i64]> = deepspec_models::stop_ids(dir, tokenizer.eos_token_id())?.into();
+        tokenizer.report_ends(&stop_ids);
+        let defaults = Defaults::read(dir);
+        Ok(Self { tokenizer, stop_ids, defaults, engine: EngineThread::start(dir, args)? })
+    }
+
+    /// Whether the tokenizer has all of these ids.
+    pub fn knows(&self, ids: &[i64]) -> bool {
+        ids.iter().all(|&id| self.tokenizer.token(id).is_some())
+    }
+
+    /// What requests have that say nothing.
+    pub fn defaults(&self) -> &Defaults {
+        &self.defaults
     }
 
     /// Begins an answer. Dropping the reply cancels it.
@@ -64,13 +80,16 @@ impl ChatModel {
         let options =
             RenderOptions { add_generation_prompt: true, kwargs: request.template_kwargs.clone(), tools };
         let text = self.tokenizer.render(&request.messages, &options).map_err(text_error)?;
+        let context = self.engine.context();
+        self.check_length(&text, context)?;
         let prompt = self.tokenizer.encode(&text).map_err(text_error)?;
-        let (length, context) = (prompt.len(), self.engine.context());
+        let length = prompt.len();
         let room = context.saturating_sub(length);
         if room == 0 {
             return Err(ChatError::TooLong { prompt: length, context });
         }
-        let stop_ids: Arc<[i64]> = if request.ignore_eos { Arc::new([]) } else { Arc::clone(&self.stop_ids) };
+        let own = if request.ignore_eos { &[][..] } else { &self.stop_ids };
+        let stop_ids: Arc<[i64]> = own.iter().chain(&request.stop_token_ids).copied().collect();
         let news = self.engine.submit(Request {
             id: REQUEST_ID.into(),
             prompt: prompt.clone(),
@@ -79,6 +98,18 @@ impl ChatModel {
             stop_ids: stop_ids.to_vec(),
         });
         Ok(Reply::new(news, self.tokenizer.stream(&text), &text, prompt, stop_ids, &request.stop))
+    }
+
+    /// Refuses a text that cannot fit, without tokenising all of it: its beginning alone has more tokens than the context.
+    fn check_length(&self, text: &str, context: usize) -> Result<(), ChatError> {
+        let least = context.saturating_mul(BYTES_PER_TOKEN);
+        if text.len() <= least {
+            return Ok(());
+        }
+        let end = (least..=text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+        let begun = self.tokenizer.encode(&text[..end]).map_err(text_error)?.len();
+        // What follows may merge with the last token of the beginning.
+        if begun > context + 1 { Err(ChatError::TooLong { prompt: begun, context }) } else { Ok(()) }
     }
 
     /// What the engine is doing.
@@ -102,4 +133,55 @@ fn text_error(error: TextError) -> ChatError {
 /// A number that nobody could foresee, for requests without a seed and for names.
 pub fn fresh_number() -> u64 {
     RandomState::new().build_hasher().finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use deepspec_text::{Message, Role};
+    use serde_json::json;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        engine: EngineArgs,
+    }
+
+    fn tiny(context: &str) -> ChatModel {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
+        let line = ["x", "--device", "cpu", "--slots", "1", "--max-context", context];
+        ChatModel::load(&dir, &Line::parse_from(line).engine).unwrap()
+    }
+
+    fn asked(model: &ChatModel, text: &str) -> Result<Reply, ChatError> {
+        let body = json!({"messages": [{"role": "user", "content": text}], "max_tokens": 1});
+        model.start(&parse(body.to_string().as_bytes(), "m", model.defaults(), 5).unwrap())
+    }
+
+    #[test]
+    fn prompts_that_cannot_fit_are_refused_by_their_beginning() {
+        let model = tiny("64");
+        let long = "word ".repeat(1_400_000);
+        match asked(&model, &long).map(|_| ()).unwrap_err() {
+            // Of more than a million tokens.
+            ChatError::TooLong { prompt, context } => {
+                assert!(context == 64 && prompt > 64 && prompt <= 64 * BYTES_PER_TOKEN, "{prompt}");
+            }
+            other => panic!("{other}"),
+        }
+        // A text of few tokens and many bytes is not refused by its bytes.
+        let marks = "<|endoftext|>".repeat(50);
+        assert!(marks.len() > 64 * BYTES_PER_TOKEN);
+        assert!(asked(&model, &marks).is_ok());
+        // Whatever the length, what fits is answered and what does not is refused.
+        for words in 0..160 {
+            let text = "word ".repeat(words);
+            let request = [Message::new(Role::User, text.as_str())];
+            let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+            let rendered = model.tokenizer.render(&request, &options).unwrap();
+            let fits = model.tokenizer.encode(&rendered).unwrap().len() < 64;
+            assert_eq!(asked(&model, &text).is_ok(), fits, "{words} words");
+        }
+    }
 }

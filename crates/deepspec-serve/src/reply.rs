@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use deepspec_decode::Finish;
-use deepspec_text::TokenStream;
+use deepspec_text::{FinishReason, TokenStream};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::engine::Update;
@@ -20,14 +20,6 @@ pub struct Usage {
     pub completion: usize,
 }
 
-/// The OpenAI API's word for why an answer ended.
-pub fn finish_name(finish: Finish) -> &'static str {
-    match finish {
-        Finish::Stop => "stop",
-        Finish::Length => "length",
-    }
-}
-
 /// An answer in the making.
 pub struct Reply {
     news: UnboundedReceiver<Update>,
@@ -38,7 +30,9 @@ pub struct Reply {
     stop_ids: Arc<[i64]>,
     prompt: Vec<i64>,
     generated: Vec<i64>,
-    finish: Option<Finish>,
+    finish: Option<FinishReason>,
+    /// The stop string that ended it.
+    stop: Option<String>,
 }
 
 impl Reply {
@@ -59,6 +53,7 @@ impl Reply {
             prompt,
             generated: vec![],
             finish: None,
+            stop: None,
         }
     }
 
@@ -94,8 +89,13 @@ impl Reply {
     }
 
     /// Why it ended, once it has.
-    pub fn finish(&self) -> Option<Finish> {
+    pub fn finish(&self) -> Option<FinishReason> {
         self.finish
+    }
+
+    /// The stop string that ended it, if one did.
+    pub fn stop(&self) -> Option<&str> {
+        self.stop.as_deref()
     }
 
     /// Tokens so far.
@@ -138,10 +138,10 @@ impl Reply {
     fn read(&mut self, piece: &str, delta: &mut Delta) {
         match self.stops.push(piece) {
             Scan::Text(text) => delta.extend(&self.thoughts.push(&text)),
-            Scan::Stopped(text) => {
+            Scan::Stopped(text, stop) => {
                 delta.extend(&self.thoughts.push(&text));
                 delta.extend(&self.thoughts.finish());
-                self.finish = Some(Finish::Stop);
+                (self.finish, self.stop) = (Some(FinishReason::StopSequence), Some(stop));
                 self.news.close();
             }
         }
@@ -157,7 +157,10 @@ impl Reply {
         if self.finish.is_none() {
             delta.extend(&self.thoughts.push(&self.stops.finish()));
             delta.extend(&self.thoughts.finish());
-            self.finish = Some(finish);
+            self.finish = Some(match finish {
+                Finish::Stop => FinishReason::Stop,
+                Finish::Length => FinishReason::Length,
+            });
         }
         Ok(delta)
     }

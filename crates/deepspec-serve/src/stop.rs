@@ -13,8 +13,8 @@ pub struct StopFinder {
 pub enum Scan {
     /// Text that belongs to the answer, possibly empty.
     Text(String),
-    /// The last text before a stop string, which is left out together with everything behind it.
-    Stopped(String),
+    /// The last text before a stop string, which is left out together with everything behind it, and the stop string.
+    Stopped(String, String),
 }
 
 impl StopFinder {
@@ -29,10 +29,11 @@ impl StopFinder {
         let found = self
             .stops
             .iter()
-            .filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at + stop.len(), at)));
-        if let Some((_, start)) = found.min() {
+            .filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at + stop.len(), at, stop)));
+        if let Some((_, start, stop)) = found.min() {
+            let stop = stop.clone();
             self.held.truncate(start);
-            return Scan::Stopped(std::mem::take(&mut self.held));
+            return Scan::Stopped(std::mem::take(&mut self.held), stop);
         }
         let kept = self.stops.iter().map(|stop| overlap(&self.held, stop)).max().unwrap_or(0);
         let rest = self.held.split_off(self.held.len() - kept);
@@ -66,7 +67,7 @@ mod tests {
         for piece in characters.chunks(size) {
             match finder.push(&piece.iter().collect::<String>()) {
                 Scan::Text(text) => out.push_str(&text),
-                Scan::Stopped(text) => return (out + &text, true),
+                Scan::Stopped(text, _) => return (out + &text, true),
             }
         }
         (out + &finder.finish(), false)

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use deepspec_cache::{Counts, Encoding, MANIFEST_FILE, Plan, PlannedSample, Reader};
 use deepspec_core::digest::Hasher;
-use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
+use deepspec_core::{env, jsonl};
 
 use crate::samples::{SampleMeta, Samples, shared};
 use crate::{Report, StatesError, TargetBundle};
@@ -72,11 +72,18 @@ impl Dataset {
             let problem = format!("{}: no such file", missing.display());
             return Err(StatesError::Recipe { key: "data.input", problem });
         }
+        if let Some(problem) = files.iter().find_map(|file| jsonl::check_lines(file).err()) {
+            return Err(StatesError::Recipe { key: "data.input", problem });
+        }
         let samples = shared(place.ok_or(StatesError::NoPlace)?, &files, source)?;
         let report = samples.report().clone();
         if report.kept == 0 {
             let names: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
-            let problem = format!("{}: no row can be used: {report}", names.join(", "));
+            let problem = format!(
+                "{}: no row can be used: {report}; an answer behind data.max_length ({}) is cut off, and fewer than 14 supervised tokens, two blocks of seven, are left out",
+                names.join(", "),
+                recipe.data.max_length
+            );
             return Err(StatesError::Recipe { key: "data.input", problem });
         }
         let counts = Counts {

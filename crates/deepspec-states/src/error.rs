@@ -76,16 +76,6 @@ pub enum StatesError {
         /// Id of the first sample that is missing or other than the input's.
         sample: String,
     },
-    /// The tokenizer has ids for which the target has no embedding.
-    #[error("{}: the tokenizer has ids up to {}, the model's vocabulary ends at {}; copy the tokenizer of this model", dir.display(), ids - 1, vocab_size - 1)]
-    Vocabulary {
-        /// The target's folder.
-        dir: PathBuf,
-        /// Ids of the tokenizer, counted to the largest.
-        ids: usize,
-        /// Rows of the target's embedding.
-        vocab_size: usize,
-    },
 }
 
 impl StatesError {

@@ -1,14 +1,13 @@
 //! JSONL rows become samples: token ids, supervised spans, and an account of every row that did not.
 
-use std::collections::HashSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_cache::PlannedSample;
-use deepspec_core::digest;
+use deepspec_core::cli::count;
 use deepspec_core::jsonl::{self, Line};
-use deepspec_core::row;
-use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, Served, supervise};
+use deepspec_core::row::{self, UniqueIds};
+use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, Served, served_thinking, supervise};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
@@ -16,6 +15,8 @@ use crate::{StatesError, TargetBundle};
 
 /// Rows tokenised between two reports of progress; bounds the text held at once.
 const BATCH: usize = 4096;
+/// Of so many rows at most it is told whether they were answered with thinking on.
+const ASKED_FOR_THINKING: usize = 64;
 
 /// A line without a usable row.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,7 +62,8 @@ impl fmt::Display for Report {
         let Self { read, kept, failed, too_short, .. } = self;
         write!(
             f,
-            "{read} rows = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
+            "{} = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
+            count(*read, "row"),
             self.rejected()
         )?;
         match self.served {
@@ -112,7 +114,7 @@ pub struct Tokenised {
 }
 
 /// Tokenises the rows of `files` on all cores and keeps all samples. Rows of one conversation each: `{"id", "conversations", "tools"?, "status"?}`; ids
-/// are unique over all files. `progress` is called with the number of lines just dealt with.
+/// are made unique over all files. `progress` is called with the number of lines just dealt with.
 ///
 /// # Errors
 /// If a file cannot be read; bad rows are [`Report::rejected`].
@@ -137,11 +139,18 @@ pub(crate) fn for_each_sample(
     mut keep: impl FnMut(PlannedSample) -> Result<(), StatesError>,
 ) -> Result<Report, StatesError> {
     let mut report = Report::default();
-    let mut seen = HashSet::new();
+    let mut ids = UniqueIds::default();
+    let mut thought = 0;
     for batch in jsonl::batches_of(files, BATCH) {
         let (file, batch) = batch?;
         let lines: Vec<Line> = batch.into_par_iter().map(|line| line.parse(file)).collect();
-        let parsed: Vec<_> = lines.into_iter().map(|line| parse(line, &mut seen)).collect();
+        let first = report.read;
+        let parsed = lines.into_iter().enumerate().map(|(place, line)| parse(line, first + place, &mut ids));
+        let parsed: Vec<_> = parsed.collect();
+        if first < ASKED_FOR_THINKING {
+            thought +=
+                parsed.iter().take(ASKED_FOR_THINKING - first).filter(|(_, row)| thinks(row, source)).count();
+        }
         progress(parsed.len());
         let outcomes: Vec<_> =
             parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
@@ -149,7 +158,21 @@ pub(crate) fn for_each_sample(
             report.add(file, line, outcome).map_or(Ok(()), &mut keep)?;
         }
     }
+    ids.report();
+    if thought > 0 {
+        tracing::warn!(
+            "{thought} of the first {} rows were answered with thinking on; measure a drafter that is trained on them with `deepspec-eval run \
+             --thinking on`, for its default is off",
+            report.read.min(ASKED_FOR_THINKING)
+        );
+    }
     Ok(report)
+}
+
+/// Whether a row keeps a prompt that asked for thinking.
+fn thinks(row: &Parsed, source: &TargetBundle) -> bool {
+    let Parsed::Row(_, conversation) = row else { return false };
+    served_thinking(&source.tokenizer, conversation).is_ok_and(|thinking| thinking == Some(true))
 }
 
 /// A row's conversation, or what else it is.
@@ -167,8 +190,8 @@ enum Outcome {
     Bad(String),
 }
 
-/// Reads a line; in input order, because an id belongs to the first usable row that has it.
-fn parse(line: Line, seen: &mut HashSet<u128>) -> (usize, Parsed) {
+/// Reads a line, the one at `place` of all; in input order, because an id belongs to the first usable row that has it.
+fn parse(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
     let (number, fields) = match line {
         Line::Row(number, fields) => (number, fields),
         Line::Bad(bad) => return (bad.line, Parsed::Bad(bad.problem)),
@@ -177,17 +200,14 @@ fn parse(line: Line, seen: &mut HashSet<u128>) -> (usize, Parsed) {
         return (number, Parsed::Failed);
     }
     let parsed = match usable(&fields) {
-        Ok((id, conversation)) if seen.insert(digest::fingerprint(id.as_bytes())) => {
-            Parsed::Row(id, conversation)
-        }
-        Ok((id, _)) => Parsed::Bad(format!("id `{id}` was used by an earlier row")),
+        Ok((id, conversation)) => Parsed::Row(ids.name(id.as_deref(), place), conversation),
         Err(reason) => Parsed::Bad(reason),
     };
     (number, parsed)
 }
 
-fn usable(fields: &Map<String, Value>) -> Result<(String, Conversation), String> {
-    let id = row::id_of(fields)?;
+fn usable(fields: &Map<String, Value>) -> Result<(Option<String>, Conversation), String> {
+    let id = row::own_id(fields)?;
     let conversation = Conversation::from_row(fields).map_err(|error| error.to_string())?;
     Ok((id, conversation))
 }
@@ -201,6 +221,13 @@ fn sample(row: Parsed, source: &TargetBundle) -> Outcome {
     let max_length = source.identity.max_length;
     match supervise(&source.tokenizer, &source.template, &conversation, max_length) {
         Err(error) => Outcome::Bad(error.to_string().replace('\n', " ")),
+        Ok(found)
+            if let Some(&id) =
+                found.input_ids.iter().find(|&&id| id as usize >= source.identity.vocab_size) =>
+        {
+            let (token, rows) = (source.tokenizer.token(id).unwrap_or_default(), source.identity.vocab_size);
+            Outcome::Bad(format!("token {token:?} has the id {id}, and the target's embedding {rows} rows"))
+        }
         Ok(found) if found.supervised_count() < MIN_SUPERVISED_TOKENS => Outcome::TooShort,
         Ok(found) => Outcome::Kept {
             cut: found.untruncated_len > found.input_ids.len(),
@@ -208,7 +235,7 @@ fn sample(row: Parsed, source: &TargetBundle) -> Outcome {
             sample: PlannedSample {
                 id,
                 spans: found.spans(),
-                // The tokenizer's ids are 32-bit numbers below the target's vocabulary: `TargetBundle::open` has compared them.
+                // Below the target's vocabulary, which was compared above.
                 input_ids: found.input_ids.iter().map(|&id| id as i32).collect(),
             },
         },

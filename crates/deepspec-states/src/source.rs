@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use deepspec_cache::{Encoding, FinalStates, Identity, Layout};
+use deepspec_cache::{Encoding, FinalStates, Identity, Layout, Manifest};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::recipe::{Recipe, TemplateRecipe};
 use deepspec_drafters::DrafterPlan;
 use deepspec_hub::model_dir;
-use deepspec_models::{ModelConfig, chat_formats, config_digest, weights_digest};
+use deepspec_models::{ModelConfig, chat_formats, config_digest, probed_weights_digest, weights_digest};
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
 use crate::StatesError;
@@ -33,7 +33,7 @@ impl TargetBundle {
     ///
     /// # Errors
     /// An unknown chat template, or tags that the tokenizer's template does not have; a folder that is no target; taps, a
-    /// mask token or a length outside the target; a tokenizer of another model: all of these are mistakes in the recipe
+    /// mask token or a length outside the target; all of these are mistakes in the recipe
     /// or in what it points to. Also if the hub fails.
     pub fn open(recipe: &Recipe, verbosity: Verbosity) -> Result<Self, StatesError> {
         let template = chat_template(recipe)?;
@@ -42,11 +42,9 @@ impl TargetBundle {
         let final_states = check_fit(recipe, &config)?.final_states();
         let tokenizer = ChatTokenizer::load(&dir)?;
         check_rules(&template, &tokenizer).map_err(|problem| wrong("data.chat_template", problem))?;
-        let (ids, vocab_size) = (tokenizer.vocab_size(), config.vocab_size as usize);
-        if ids > vocab_size {
-            return Err(StatesError::Vocabulary { dir, ids, vocab_size });
-        }
-        let identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
+        tokenizer.report_wider_than(config.vocab_size as usize);
+        let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
+        keep_probed_digest(&mut identity, recipe.cache_dir(), &dir)?;
         Ok(Self { dir, tokenizer, template, config, identity, final_states })
     }
 
@@ -54,6 +52,20 @@ impl TargetBundle {
     pub fn layout(&self, last: FinalStates, encoding: Encoding) -> Layout {
         Layout { taps: self.identity.taps.clone(), hidden_size: self.identity.hidden_size, last, encoding }
     }
+}
+
+/// A cache that an older version built of this target is still this target's: it names the weights by the digest of that version.
+fn keep_probed_digest(
+    identity: &mut Identity,
+    cache: Option<PathBuf>,
+    target: &Path,
+) -> Result<(), StatesError> {
+    let Some(manifest) = cache.and_then(|dir| Manifest::read(&dir).ok()) else { return Ok(()) };
+    let there = manifest.identity.target_weights;
+    if there != identity.target_weights && there == probed_weights_digest(target)? {
+        identity.target_weights = there;
+    }
+    Ok(())
 }
 
 /// What the states of `recipe`, whose target lies in `dir`, are bound to. It does not matter whether `template` has its

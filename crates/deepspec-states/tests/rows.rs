@@ -4,6 +4,7 @@ mod common;
 
 use common::Bench;
 use deepspec_states::{Rejected, tokenise};
+use deepspec_testkit::mutate::Dice;
 use serde_json::json;
 
 const LONG: &str =
@@ -62,16 +63,14 @@ fn every_other_row_is_accounted_for() {
     let file = bench.write("rows.jsonl", &lines.join("\n"));
     let found = tokenise(std::slice::from_ref(&file), &source, |_| ()).unwrap();
     let report = found.report;
-    assert_eq!((report.read, report.kept, report.failed, report.too_short, report.cut), (12, 3, 1, 1, 1));
+    assert_eq!((report.read, report.kept, report.failed, report.too_short, report.cut), (12, 4, 1, 2, 1));
     assert_eq!(
         found.samples.iter().map(|sample| sample.id.as_str()).collect::<Vec<_>>(),
-        ["good", "cut", "late"]
+        ["good", "good~2", "cut", "late"]
     );
-    assert_eq!(found.samples[1].input_ids.len(), 80);
+    assert_eq!(found.samples[2].input_ids.len(), 80);
     let expected = [
         (2, "not valid JSON"),
-        (3, "the row has no `id`"),
-        (4, "id `good` was used by an earlier row"),
         (5, "must start with user, found assistant"),
         (6, "unknown role `robot`"),
         (9, "expected a JSON object, found an array"),
@@ -106,4 +105,113 @@ fn cut_answers_and_tools_reach_the_samples() {
     assert_eq!(whole.supervised(), cut.supervised() + 2);
     let [Rejected { line: 3, reason, .. }] = &found.report.rejected[..] else { panic!("{:?}", found.report) };
     assert!(reason.contains("`tools` must be an array of objects"), "{reason}");
+}
+
+#[test]
+fn rows_without_ids_and_with_repeated_ones_are_all_kept() {
+    let bench = Bench::new();
+    let source = bench.source(&[]).unwrap();
+    let without = |id: &str| row(id, LONG).replace(&format!("\"id\":\"{id}\","), "");
+    assert!(!without("x").contains("\"id\""));
+    let null = row("x", LONG).replace("\"id\":\"x\"", "\"id\":null");
+    // Two splits of rows without ids, a repeated id, and a number that is the place of another row.
+    let files = [
+        bench.write("a.jsonl", &[without("x"), row("a", LONG), null, row("a", LONG)].join("\n")),
+        bench.write("b.jsonl", &[without("x"), row("0", LONG), row("a", LONG), row("a~2", LONG)].join("\n")),
+    ];
+    let ids = || {
+        let found = tokenise(&files, &source, |_| ()).unwrap();
+        assert_eq!((found.report.kept, found.report.rejected.len()), (8, 0));
+        found.samples.into_iter().map(|sample| sample.id).collect::<Vec<_>>()
+    };
+    assert_eq!(ids(), ["0", "a", "2", "a~2", "4", "0~2", "a~3", "a~2~2"]);
+    assert_eq!(ids(), ids(), "the same rows get the same ids");
+    let odd = bench.write("odd.jsonl", &row("x", LONG).replace("\"id\":\"x\"", "\"id\":[1]"));
+    let found = tokenise(&[odd], &source, |_| ()).unwrap();
+    assert!(found.report.rejected[0].reason.contains("`id`"), "{:?}", found.report);
+}
+
+#[test]
+fn a_tokenizer_wider_than_the_embedding_costs_the_rows_that_use_it() {
+    let bench = Bench::new();
+    bench.edit("config.json", "\"vocab_size\": 1024", "\"vocab_size\": 1023");
+    let source = bench.source(&["drafter.dspark.mask_token_id=1018"]).unwrap();
+    let file = bench.write("rows.jsonl", &[row("a", LONG), row("b", &format!("{LONG} <|mask|>"))].join("\n"));
+    let found = tokenise(std::slice::from_ref(&file), &source, |_| ()).unwrap();
+    assert_eq!(found.samples.iter().map(|sample| sample.id.as_str()).collect::<Vec<_>>(), ["a"]);
+    let [Rejected { line: 2, reason, .. }] = &found.report.rejected[..] else { panic!("{:?}", found.report) };
+    assert!(["<|mask|>", "1023"].iter().all(|word| reason.contains(word)), "{reason}");
+}
+
+#[test]
+fn rows_of_every_shape_are_read_alike() {
+    let bench = Bench::new();
+    let source = bench.source(&[]).unwrap();
+    let asked = "How many seashells are there?";
+    let said = json!([{"role": "user", "content": asked}, {"role": "assistant", "content": LONG}]);
+    let rows = [
+        json!({"conversations": said}),
+        json!({"messages": said}),
+        json!({"messages": said.to_string()}),
+        json!({"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": LONG}]}),
+        json!({"prompt": asked, "response": LONG}),
+        json!({"instruction": asked, "input": "", "output": LONG}),
+        json!({"messages": [{"role": "User", "content": asked}, {"role": "MODEL", "content": LONG, "tool_calls": null}]}),
+    ];
+    let lines: Vec<String> = rows.iter().map(ToString::to_string).collect();
+    // A number that JSON cannot spell in a column that nobody needs.
+    let scored = lines[0].replacen('{', "{\"score\": NaN, \"best\": -Infinity, ", 1);
+    let file = bench.write("rows.jsonl", &[lines.join("\n"), scored].join("\n"));
+    let found = tokenise(&[file], &source, |_| ()).unwrap();
+    assert_eq!((found.report.kept, found.report.rejected.len()), (8, 0), "{:?}", found.report);
+    for sample in &found.samples {
+        assert_eq!(
+            (&sample.input_ids, &sample.spans),
+            (&found.samples[0].input_ids, &found.samples[0].spans)
+        );
+    }
+}
+
+/// Rows with nulls, wrong types and unknown keys: each is kept, counted, or rejected by file and line with a reason.
+#[test]
+fn no_damaged_row_is_lost_in_silence() {
+    let bench = Bench::new();
+    let source = bench.source(&[]).unwrap();
+    let words = [
+        "conversations",
+        "messages",
+        "role",
+        "content",
+        "id",
+        "tools",
+        "status",
+        "error",
+        "finish_reason",
+        "reasoning",
+        "prompt",
+    ];
+    let mut dice = Dice::new(46, &words);
+    let sound: serde_json::Value = serde_json::from_str(&row("a", LONG)).unwrap();
+    let mut text = vec![];
+    for _ in 0..600 {
+        text.extend(dice.line(sound.clone()));
+        text.push(b'\n');
+    }
+    let file = bench.path("rows.jsonl");
+    std::fs::write(&file, text).unwrap();
+    let found = tokenise(std::slice::from_ref(&file), &source, |_| ()).unwrap();
+    let report = found.report;
+    assert_eq!(report.read, 600);
+    assert_eq!(report.read, report.kept + report.failed + report.too_short + report.rejected.len());
+    assert!(
+        report.kept > 100 && report.rejected.len() > 50,
+        "{} kept, {} rejected",
+        report.kept,
+        report.rejected.len()
+    );
+    assert!(report.rejected.iter().all(|row| row.file == file && row.line > 0 && !row.reason.is_empty()));
+    let mut ids: Vec<&str> = found.samples.iter().map(|sample| sample.id.as_str()).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), report.kept, "no two samples have one id");
 }

@@ -215,7 +215,12 @@ fn sample(row: &Map<String, Value>, index: usize) -> Result<Sample, String> {
     let turns = match row.get("turns") {
         Some(Value::Array(turns)) => turns,
         Some(other) => return Err(format!("`turns` must be an array of texts, found {}", kind_of(other))),
-        None => return Err("the row has no `turns`".into()),
+        None => {
+            return Err(
+                "the row has no `turns`; a suite's rows are {\"turns\": [\"…\"]}, which `deepspec-data split` writes as --eval-output"
+                    .into(),
+            );
+        }
     };
     let texts = turns.iter().enumerate().map(|(turn, text)| match text {
         Value::String(text) if !text.trim().is_empty() => Ok(text.clone()),
@@ -282,7 +287,7 @@ mod tests {
         fs::write(&mine, "{\"turns\": [\"a\"]}\n{\"turn\": \"b\"}\n").unwrap();
         let found = select(&nowhere, &[&mine]).unwrap().remove(0);
         let told = Folder::open(&nowhere).unwrap().load(found, 1, None).unwrap_err().to_string();
-        assert!(told.ends_with("My Prompts.jsonl:2: the row has no `turns`"), "{told}");
+        assert!(told.ends_with("My Prompts.jsonl:2: the row has no `turns`; a suite's rows are {\"turns\": [\"…\"]}, which `deepspec-data split` writes as --eval-output"), "{told}");
     }
 
     fn load(dir: &Path, name: &str, seed: u64, limit: Option<usize>) -> anyhow::Result<Rows> {
@@ -320,14 +325,15 @@ mod tests {
         let good = "{\"id\":1,\"turns\":[\"a\"]}\n";
         assert!(problem(&format!("{good}{{oops\n")).starts_with("2: not valid JSON"));
         assert_eq!(problem(&format!("{good}\n{good}")), "3: the id `1` is that of line 1 too");
-        assert_eq!(problem("{\"id\":1}"), "1: the row has no `turns`");
+        assert!(problem("{\"id\":1}").starts_with("1: the row has no `turns`"));
         assert_eq!(problem("{\"turns\":\"a\"}"), "1: `turns` must be an array of texts, found a string");
         assert_eq!(problem("{\"turns\":[]}"), "1: `turns` is empty");
         assert_eq!(problem("{\"turns\":[\"a\",\" \"]}"), "1: turn 2 of `turns` is blank");
         assert_eq!(problem("{\"turns\":[{}]}"), "1: turn 1 of `turns` must be a text, found an object");
+        assert_eq!(problem("{\"id\":null,\"turns\":[\"a\"]}"), "1: the row has no `id`");
         assert_eq!(
-            problem("{\"id\":null,\"turns\":[\"a\"]}"),
-            "1: `id` must be a non-empty string or an integer, found null"
+            problem("{\"id\":[1],\"turns\":[\"a\"]}"),
+            "1: `id` must be a string or an integer, found an array"
         );
         assert_eq!(problem("\n"), " the suite has no rows");
     }

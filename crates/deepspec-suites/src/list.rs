@@ -1,11 +1,12 @@
 //! `suites --list`: which suites there are, and what is there of them.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::Path;
 
 use crate::known::SUITES;
 use crate::record::{Origin, Record};
 use crate::suite::{Class, Domain, Suite};
+use deepspec_core::cli;
 use deepspec_core::digest::{self, short};
 use deepspec_core::jsonl::RawLines;
 use serde::Serialize;
@@ -60,10 +61,7 @@ pub fn list(dir: &Path, json: bool) -> anyhow::Result<()> {
     let suites = SUITES.iter().cloned().chain(record.user_suites());
     let listed: Vec<Listed> = suites.map(|suite| look(suite, dir, &record)).collect::<anyhow::Result<_>>()?;
     let text = if json { serde_json::to_string_pretty(&listed)? + "\n" } else { table(&listed) };
-    match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        written => Ok(written?),
-    }
+    Ok(cli::stdout().write_all(text.as_bytes())?)
 }
 
 fn look(suite: Suite, dir: &Path, record: &Record) -> anyhow::Result<Listed> {

@@ -2,7 +2,7 @@
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
-use crate::mask::{Supervised, owners};
+use crate::mask::{Supervised, owners, without_end};
 use crate::message::{Message, Role};
 use crate::problem::{Checked, Problem};
 use crate::rules::ChatTemplate;
@@ -118,6 +118,10 @@ fn rewritten(
     checked.thoughts_left_out += usize::from(thought.is_empty() && !reasoning.is_empty());
 
     let calls = message.tool_calls();
+    if !calls.is_empty() && written.is_empty() && answer.is_empty() {
+        checked.calls_left_out += 1;
+        return None;
+    }
     let named = |call: &serde_json::Value| {
         let name = call.get("function").unwrap_or(call).get("name");
         name.and_then(serde_json::Value::as_str).is_none_or(|name| written.contains(name))
@@ -135,19 +139,6 @@ fn rewritten(
     };
     let at = said.chars().zip(found.chars()).take_while(|(a, b)| a == b).count();
     Some(Problem::Rewritten { index, part, said: excerpt(said, at), found: excerpt(found, at), at })
-}
-
-/// A supervised place without the marks that end the turn.
-fn without_end<'a>(tokenizer: &ChatTokenizer, template: &ChatTemplate, place: &'a str) -> &'a str {
-    if let Some(marks) = template.marks() {
-        return place.strip_suffix(marks.end_of_turn.as_str()).unwrap_or(place);
-    }
-    // The tags may enclose the mark or not; where they do it is a special token.
-    let mut rest = place.trim_end();
-    while let Some(shorter) = tokenizer.without_special_end(rest) {
-        rest = shorter.trim_end();
-    }
-    rest
 }
 
 /// Some characters around the one at `at`.

@@ -5,10 +5,10 @@ use std::borrow::Cow;
 use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value};
 
+use crate::finish::{self, FINISH_REASON};
 use crate::message::{Message, Role, RowError, check_starts_with_user, conversation};
+use crate::thoughts;
 
-/// Why an answer ended, as `regenerate` notes it on a message.
-const FINISH_REASON: &str = "finish_reason";
 /// The tokens that an answer was served as, where the server told them.
 pub const TOKEN_IDS: &str = "token_ids";
 /// The tokens of the prompt that it was given to; only of a conversation's last answer.
@@ -32,13 +32,19 @@ impl From<Vec<Message>> for Conversation {
 }
 
 impl Conversation {
-    /// Parses `conversations` and `tools` of a JSONL row; someone asks before anyone answers.
+    /// Parses messages and `tools` of a row; someone asks before anyone answers. A `finish_reason` of the row is that of its
+    /// last answer, unless the answer has its own.
     ///
     /// # Errors
     /// If a field is missing or malformed, or the user does not speak first.
     pub fn from_row(row: &Map<String, Value>) -> Result<Self, RowError> {
-        let messages = conversation(row)?;
+        let mut messages = conversation(row)?;
         check_starts_with_user(&messages)?;
+        if let Some(last) = messages.last_mut().filter(|last| last.role == Role::Assistant)
+            && let Some(reason) = row.get(FINISH_REASON).filter(|reason| !reason.is_null())
+        {
+            last.extra.entry(FINISH_REASON).or_insert_with(|| reason.clone());
+        }
         Ok(Self { messages, tools: tools(row.get("tools"))? })
     }
 
@@ -61,18 +67,36 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
     };
     match parsed {
         Value::Null => Ok(None),
-        Value::Array(tools) => match tools.iter().find(|tool| !tool.is_object()) {
+        Value::Array(mut tools) => match tools.iter().find(|tool| !tool.is_object()) {
             Some(_) => Err(RowError::Tools { found: "an array with entries that are no objects" }),
-            None => Ok((!tools.is_empty()).then_some(Value::Array(tools))),
+            None => {
+                // Columnar files fill in nulls; what a schema says within `parameters` stays as it is.
+                for tool in tools.iter_mut().filter_map(Value::as_object_mut) {
+                    tool.retain(|_, value| !value.is_null());
+                    if let Some(Value::Object(function)) = tool.get_mut("function") {
+                        function.retain(|_, value| !value.is_null());
+                    }
+                }
+                Ok((!tools.is_empty()).then_some(Value::Array(tools)))
+            }
         },
         other => Err(RowError::Tools { found: kind_of(&other) }),
     }
 }
 
 impl Message {
-    /// Whether the answer was cut at the limit of tokens, so that the model never ended its turn.
+    /// Whether the model never ended this turn: the message says so, or the arguments of a call are no JSON.
     pub fn was_cut(&self) -> bool {
-        self.role == Role::Assistant && self.extra.get(FINISH_REASON).is_some_and(|reason| reason == "length")
+        let is_said = || finish::kept(&self.extra).is_some_and(|reason| !reason.is_whole());
+        let is_broken = || !self.tool_calls().iter().all(finish::has_json_arguments);
+        self.role == Role::Assistant && (is_said() || is_broken())
+    }
+
+    /// Whether an assistant neither says, thinks nor calls anything.
+    pub fn says_nothing(&self) -> bool {
+        let (thought, said) = thoughts::split(&self.content);
+        let kept = self.reasoning_content.as_deref().unwrap_or_default();
+        [thought, said, kept].iter().all(|text| text.trim().is_empty()) && self.tool_calls().is_empty()
     }
 
     /// The tools that the message calls.

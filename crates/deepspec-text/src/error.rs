@@ -74,6 +74,14 @@ pub enum TextError {
         /// The template's own words.
         message: String,
     },
+    /// The chat template runs for too long.
+    #[error("the chat template of {} does not come to an end within {steps} steps; look for nested loops in it", path.display())]
+    Endless {
+        /// The file that holds the template.
+        path: PathBuf,
+        /// Instructions that a rendering may take.
+        steps: u64,
+    },
     /// The chat template failed on a conversation.
     #[error("the chat template of {} failed: {source}", path.display())]
     Render {

@@ -61,7 +61,7 @@ fn exchange(
     text: &str,
 ) -> Result<Option<Exchange>, TextError> {
     let Some((last, before)) = conversation.messages.split_last() else { return Ok(None) };
-    if last.role != Role::Assistant {
+    if last.role != Role::Assistant || last.says_nothing() {
         return Ok(None);
     }
     let Some(mut answer) = ids(tokenizer, last, TOKEN_IDS)? else { return Ok(None) };
@@ -111,6 +111,32 @@ fn prompt(
         }
     }
     Ok(None)
+}
+
+/// Whether the last answer was asked for with thinking on, by the tokens of the prompt that it keeps. None where no prompt is kept, the
+/// template knows no such switch, or the prompt is neither.
+///
+/// # Errors
+/// If the ids are no ids, or the template refuses the conversation.
+pub fn served_thinking(
+    tokenizer: &ChatTokenizer,
+    conversation: &Conversation,
+) -> Result<Option<bool>, TextError> {
+    let Some((last, before)) = conversation.messages.split_last() else { return Ok(None) };
+    let Some(served) = ids(tokenizer, last, PROMPT_TOKEN_IDS)? else { return Ok(None) };
+    let prompt = |thinking| prompt_text(tokenizer, before, conversation.tools.as_ref(), Some(thinking));
+    let (on, off) = (prompt(true)?, prompt(false)?);
+    if on == off {
+        return Ok(None);
+    }
+    let is_served = |prompt: &str| Ok::<_, TextError>(tokenizer.encode(prompt)? == served);
+    Ok(if is_served(&on)? {
+        Some(true)
+    } else if is_served(&off)? {
+        Some(false)
+    } else {
+        None
+    })
 }
 
 /// The ids that a message keeps under this name.

@@ -3,8 +3,10 @@
 use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::message::{Message, Role, check_starts_with_user};
+use crate::prefixes::Prefixes;
 use crate::rules::{ChatTemplate, MaskRule};
 use crate::template::RenderOptions;
+use crate::thoughts;
 use crate::tokenizer::{ChatTokenizer, Encoded};
 
 /// Conversations with fewer supervised tokens are not worth a training sample.
@@ -63,8 +65,9 @@ impl Supervised {
 /// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens. Where its last answer keeps the ids that were served, they
 /// take the place of its text's.
 ///
-/// An answer that was cut at the limit of tokens is supervised up to its last word: the model never said the mark that
-/// the template puts behind it. (The reference supervises the mark, on rows that do not say how an answer ended.)
+/// An answer that was cut is supervised up to its last word: the model never said the mark that the template puts behind
+/// it. (The reference supervises the mark, on rows that do not say how an answer ended.) An answer without a word is not
+/// supervised at all.
 ///
 /// # Errors
 /// If the conversation does not start with the user, the template refuses it, has no tags although they are the rule, or
@@ -87,15 +90,45 @@ pub fn supervise(
             let text = tokenizer.render(&messages, &options)?;
             let mut places = marks.find(&text);
             end_at_last_words(&text, &mut places, &conversation.messages, &marks.end_of_turn);
+            leave_out_silence(tokenizer, template, &text, &mut places);
             by_prefixes(tokenizer, text, places, max_length)
         }
         MaskRule::Generation => {
             let (text, mut places) = tokenizer.render_generations(&messages, &options)?;
             end_at_last_words(&text, &mut places, &conversation.messages, "");
+            leave_out_silence(tokenizer, template, &text, &mut places);
             by_offsets(tokenizer, text, places, max_length)
         }
     }?;
     supervised.with_served_ids(tokenizer, template, conversation, max_length)
+}
+
+/// Empties the places in which nobody says, thinks or calls anything: the end of a turn alone teaches nothing.
+fn leave_out_silence(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    text: &str,
+    places: &mut [(usize, usize)],
+) {
+    for (start, end) in places {
+        let (thought, said) = thoughts::split(without_end(tokenizer, template, &text[*start..*end]));
+        if thought.trim().is_empty() && said.trim().is_empty() {
+            *end = *start;
+        }
+    }
+}
+
+/// A supervised place without the marks that end the turn.
+pub(crate) fn without_end<'a>(tokenizer: &ChatTokenizer, template: &ChatTemplate, place: &'a str) -> &'a str {
+    if let Some(marks) = template.marks() {
+        return place.strip_suffix(marks.end_of_turn.as_str()).unwrap_or(place);
+    }
+    // The tags may enclose the mark or not; where they do it is a special token.
+    let mut rest = place.trim_end();
+    while let Some(shorter) = tokenizer.without_special_end(rest) {
+        rest = shorter.trim_end();
+    }
+    rest
 }
 
 /// Takes from the places of cut answers what the model did not say.
@@ -141,7 +174,7 @@ pub(crate) fn owners(text: &str, places: &[(usize, usize)], messages: &[Message]
 
 /// The answer of a message without the thoughts before it and the white space around it.
 fn spoken(content: &str) -> &str {
-    crate::thoughts::split(content).1.trim()
+    thoughts::split(content).1.trim()
 }
 
 /// The mask of places whose borders are counted in tokens of the text before them, tokenised alone: where tokens merge
@@ -152,18 +185,18 @@ fn by_prefixes(
     places: Vec<(usize, usize)>,
     max_length: usize,
 ) -> Result<Supervised, TextError> {
-    let mut input_ids = tokenizer.encode(&text)?;
-    let untruncated_len = input_ids.len();
-    input_ids.truncate(max_length);
-    let border = |byte: usize| -> Result<usize, TextError> {
-        let count = if byte == text.len() { untruncated_len } else { tokenizer.encode(&text[..byte])?.len() };
-        Ok(count.min(input_ids.len()))
-    };
+    let prefixes = Prefixes::new(tokenizer, &text)?;
+    let untruncated_len = prefixes.ids().len();
+    let input_ids = prefixes.ids()[..untruncated_len.min(max_length)].to_vec();
     let mut loss_mask = vec![false; input_ids.len()];
-    for &(start, end) in &places {
-        let (start, end) = (border(start)?, border(end)?);
+    for &(start, end) in places.iter().filter(|(start, end)| start < end) {
+        let start = prefixes.count(start)?;
+        if start >= input_ids.len() {
+            break;
+        }
         // Merging may leave fewer tokens up to the end than up to the start: then nothing is supervised.
-        loss_mask[start..end.max(start)].fill(true);
+        let end = prefixes.count(end)?.clamp(start, input_ids.len());
+        loss_mask[start..end].fill(true);
     }
     Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
 }

@@ -6,6 +6,8 @@ use deepspec_core::jsonl::kind_of;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::records::{Records, records};
+
 /// Who speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -21,7 +23,19 @@ pub enum Role {
 }
 
 impl Role {
-    const ALL: [Self; 4] = [Self::System, Self::User, Self::Assistant, Self::Tool];
+    /// The role of a speaker as data sets and servers name it, in any case; `None` for a name that is not known.
+    ///
+    /// `developer` is OpenAI's newer name for system, `model` is Gemma's for assistant, `function` is the older one for
+    /// tool; the others are ShareGPT's and Llama's.
+    pub fn of_speaker(name: &str) -> Option<Self> {
+        Some(match name.trim().to_ascii_lowercase().as_str() {
+            "system" | "developer" => Self::System,
+            "user" | "human" => Self::User,
+            "assistant" | "model" | "gpt" | "chatgpt" | "bot" | "bing" | "bard" => Self::Assistant,
+            "tool" | "function" | "ipython" | "observation" => Self::Tool,
+            _ => return None,
+        })
+    }
 
     /// The name used in records and templates.
     pub fn as_str(self) -> &'static str {
@@ -84,7 +98,10 @@ pub enum MessageError {
     #[error("`tool_calls` is a text but no JSON")]
     Calls,
     /// A role outside the closed set.
-    #[error("unknown role `{role}` (known: system, user, assistant, tool)")]
+    #[error(
+        "unknown role `{}` (known: system or developer, user, assistant or model, tool or function)",
+        role.escape_debug()
+    )]
     Role {
         /// The role as written.
         role: String,
@@ -99,64 +116,146 @@ impl TryFrom<Value> for Message {
             Value::Object(fields) => fields,
             other => return Err(MessageError::NotAnObject { found: kind_of(&other) }),
         };
-        let role = text("role", fields.shift_remove("role").as_ref())?;
-        let role =
-            Role::ALL.into_iter().find(|known| known.as_str() == role).ok_or(MessageError::Role { role })?;
-        let content = match fields.shift_remove("content") {
-            // An assistant that only calls tools has nothing to say.
-            None | Some(Value::Null) if fields.contains_key("tool_calls") => String::new(),
-            Some(Value::Array(parts)) => text_parts(&parts)?,
-            content => text("content", content.as_ref())?,
+        // Python tools write an explicit null for every field that is not set.
+        fields.retain(|_, value| !value.is_null());
+        // ShareGPT's names for the same two fields.
+        let (speaker, said) = if fields.contains_key("role") || !fields.contains_key("from") {
+            ("role", "content")
+        } else {
+            ("from", "value")
         };
-        let reasoning_content = match fields.shift_remove("reasoning_content") {
-            None | Some(Value::Null) => None,
-            reasoning => Some(text("reasoning_content", reasoning.as_ref())?),
-        };
-        // Columnar files keep nested lists as their JSON text.
-        if let Some(Value::String(text)) = fields.get("tool_calls") {
-            match serde_json::from_str(text) {
-                Ok(calls) => drop(fields.insert("tool_calls".into(), calls)),
-                Err(_) if text.trim().is_empty() => drop(fields.shift_remove("tool_calls")),
-                Err(_) => return Err(MessageError::Calls),
+        let role = text(speaker, fields.shift_remove(speaker).as_ref())?;
+        let role = Role::of_speaker(&role).ok_or(MessageError::Role { role })?;
+        parse_calls(&mut fields)?;
+        let mut reasoning_content = thoughts(&mut fields)?;
+        let content = match fields.shift_remove(said) {
+            // An assistant that only calls tools has nothing to say, and a tool may return nothing.
+            None if matches!(role, Role::Assistant | Role::Tool) => String::new(),
+            Some(Value::Array(parts)) => {
+                let (said, thought) = text_parts(&parts)?;
+                reasoning_content = reasoning_content.or(thought);
+                said
             }
-        }
+            content => text(said, content.as_ref())?,
+        };
         Ok(Self { role, content, reasoning_content, extra: fields })
     }
+}
+
+/// Parses `tool_calls` that a columnar file keeps as JSON text, and leaves nulls out of calls.
+fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
+    if let Some(Value::String(text)) = fields.get("tool_calls") {
+        match serde_json::from_str(text) {
+            Ok(calls) => drop(fields.insert("tool_calls".into(), calls)),
+            Err(_) if text.trim().is_empty() => drop(fields.shift_remove("tool_calls")),
+            Err(_) => return Err(MessageError::Calls),
+        }
+    }
+    match fields.get_mut("tool_calls") {
+        Some(Value::Null) => drop(fields.shift_remove("tool_calls")),
+        // Arguments are the model's own JSON: a null in them is a value.
+        Some(Value::Array(calls)) => {
+            calls.retain(|call| !call.is_null());
+            for call in calls.iter_mut().filter_map(Value::as_object_mut) {
+                call.retain(|_, value| !value.is_null());
+                if let Some(Value::Object(function)) = call.get_mut("function") {
+                    function.retain(|_, value| !value.is_null());
+                }
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Names of the field with an assistant's thoughts: of SGLang and older vLLM, of newer vLLM, of DeepSpec's generator.
+const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
+
+/// Takes the thoughts out of a message. Values of another type under a name that others use for something else stay.
+fn thoughts(fields: &mut Map<String, Value>) -> Result<Option<String>, MessageError> {
+    if let Some(other) = fields.get(THOUGHTS[0]).filter(|value| !value.is_string()) {
+        return Err(MessageError::Field { field: THOUGHTS[0], found: kind_of(other) });
+    }
+    let mut found = None;
+    for name in THOUGHTS {
+        if let Some(Value::String(text)) = fields.get(name) {
+            let text = text.clone();
+            fields.shift_remove(name);
+            found = found.or((!text.is_empty()).then_some(text));
+        }
+    }
+    Ok(found)
 }
 
 /// The string that `value` must be.
 fn text(field: &'static str, value: Option<&Value>) -> Result<String, MessageError> {
     match value {
         Some(Value::String(text)) => Ok(text.clone()),
-        other => Err(MessageError::Field { field, found: other.map_or("nothing", kind_of) }),
+        other => Err(MessageError::Field { field, found: found(other) }),
     }
 }
 
-/// OpenAI's other form of `content`: `[{"type": "text", "text": …}]`, joined as chat templates join it.
-fn text_parts(parts: &[Value]) -> Result<String, MessageError> {
-    parts
-        .iter()
-        .map(|part| match part.get("type").and_then(Value::as_str) {
-            Some("text") => text("content[].text", part.get("text")),
-            _ => {
-                Err(MessageError::Field { field: "content", found: "an array with parts that are not text" })
+/// The kind of a value, for messages.
+fn found(value: Option<&Value>) -> &'static str {
+    value.map_or("nothing", kind_of)
+}
+
+/// OpenAI's other form of `content`: a list of parts. Texts are joined by line breaks as vLLM joins them; parts with
+/// thoughts, as Anthropic and Mistral write them, are given apart.
+fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError> {
+    let (mut said, mut thought): (Vec<&str>, Vec<&str>) = (vec![], vec![]);
+    for part in parts.iter().filter(|part| !part.is_null()) {
+        let kind = part.get("type").and_then(Value::as_str);
+        let field = |name: &str| part.get(name).and_then(Value::as_str);
+        match (part, kind) {
+            (Value::String(text), _) => said.push(text),
+            (_, Some("text" | "input_text" | "output_text")) => match field("text") {
+                Some(text) => said.push(text),
+                None => {
+                    return Err(MessageError::Field {
+                        field: "content[].text",
+                        found: found(part.get("text")),
+                    });
+                }
+            },
+            (_, Some("thinking" | "reasoning")) => {
+                thought.extend(THOUGHTS.into_iter().chain(["text"]).find_map(field))
             }
-        })
-        .collect()
+            _ => {
+                return Err(MessageError::Field {
+                    field: "content",
+                    found: "an array with parts that are not text",
+                });
+            }
+        }
+    }
+    Ok((said.join("\n"), (!thought.is_empty()).then(|| thought.join("\n"))))
 }
 
 /// Why a row has no usable conversation; a phrase to follow "file:line: ".
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
-    /// `conversations` is missing, empty or no array.
-    #[error("`conversations` must be a non-empty array of messages, found {found}")]
+    /// The row has no field that holds a conversation.
+    #[error(
+        "no conversation: expected `conversations` or `messages` with a list of messages, `prompt` with `response`, `instruction` with `output`, or `turns`; the row has {columns}"
+    )]
+    NoConversation {
+        /// The names of the row's fields.
+        columns: String,
+    },
+    /// The field that should hold the conversation holds something else.
+    #[error("`{key}` must be a non-empty array of messages, found {found}")]
     NotMessages {
+        /// The field.
+        key: &'static str,
         /// What it is.
         found: &'static str,
     },
     /// One of the messages is malformed.
-    #[error("conversations[{index}]: {problem}")]
+    #[error("{key}[{index}]: {problem}")]
     Message {
+        /// The field that holds the messages.
+        key: &'static str,
         /// Its place, from 0.
         index: usize,
         /// What is wrong with it.
@@ -179,25 +278,16 @@ pub enum RowError {
     NoUser,
 }
 
-/// Parses the `conversations` of a JSONL row, in the OpenAI form `{"role", "content"}`.
+/// Parses the messages of a row, whichever of the usual fields holds them. See [`records`].
 ///
 /// # Errors
-/// If the field is missing or empty, or a message is malformed.
+/// If no field holds a conversation, or a message is malformed.
 pub fn conversation(row: &Map<String, Value>) -> Result<Vec<Message>, RowError> {
-    let parse = |(index, value): (usize, &Value)| {
-        Message::try_from(value.clone()).map_err(|problem| RowError::Message { index, problem })
+    let Records { key, messages } = records(row)?;
+    let parse = |(index, value): (usize, Value)| {
+        Message::try_from(value).map_err(|problem| RowError::Message { key, index, problem })
     };
-    records(row)?.iter().enumerate().map(parse).collect()
-}
-
-fn records(row: &Map<String, Value>) -> Result<&[Value], RowError> {
-    match row.get("conversations") {
-        Some(Value::Array(records)) if records.is_empty() => {
-            Err(RowError::NotMessages { found: "an empty array" })
-        }
-        Some(Value::Array(records)) => Ok(records),
-        other => Err(RowError::NotMessages { found: other.map_or("nothing", kind_of) }),
-    }
+    messages.into_iter().enumerate().map(parse).collect()
 }
 
 /// Checks that the first message that is no system message is the user's.
@@ -229,7 +319,7 @@ mod tests {
             {"role": "tool", "content": "3", "name": "add"},
         ]);
         let messages = conversation(&row(calls)).unwrap();
-        assert_eq!(messages[0].content, "ab");
+        assert_eq!(messages[0].content, "a\nb");
         assert_eq!(
             serde_json::to_string(&messages[1..]).unwrap(),
             r#"[{"role":"assistant","content":"","reasoning_content":"hm","tool_calls":[{"z":1,"a":2}]},{"role":"tool","content":"3","name":"add"}]"#
@@ -246,17 +336,69 @@ mod tests {
             "`conversations` must be a non-empty array of messages, found a number"
         );
         assert!(problem(json!([])).ends_with("found an empty array"));
-        assert!(conversation(&Map::new()).unwrap_err().to_string().ends_with("found nothing"));
-        assert_eq!(
-            problem(json!([{"role": "developer", "content": ""}])),
-            "conversations[0]: unknown role `developer` (known: system, user, assistant, tool)"
+        assert!(conversation(&Map::new()).unwrap_err().to_string().ends_with("no fields"));
+        assert!(
+            problem(json!([{"role": "narrator", "content": ""}]))
+                .starts_with("conversations[0]: unknown role `narrator` (known: ")
         );
         assert_eq!(
             problem(json!([{"role": "user", "content": "a"}, {"role": "user"}])),
             "conversations[1]: `content` must be a string, found nothing"
         );
         assert!(problem(json!([{"role": "user", "content": [{"type": "image"}]}])).contains("not text"));
-        assert!(problem(json!(["hi"])).contains("expected an object"));
+        assert!(problem(json!(["hi", {"role": "user", "content": "a"}])).contains("expected an object"));
+        assert!(problem(json!(["hi"])).ends_with("found an array without objects"));
+    }
+
+    #[test]
+    fn roles_go_by_many_names_in_any_case() {
+        let role = |name: &str| {
+            Message::try_from(json!({"role": name, "content": "a"})).map(|message| message.role).ok()
+        };
+        for (names, expected) in [
+            (["system", "developer", "System"], Role::System),
+            (["user", "USER", "human"], Role::User),
+            (["assistant", "Assistant", "model"], Role::Assistant),
+            (["tool", "function", "ipython"], Role::Tool),
+        ] {
+            names.into_iter().for_each(|name| assert_eq!(role(name), Some(expected), "{name}"));
+        }
+        assert_eq!(role("narrator"), None);
+        let sharegpt = Message::try_from(json!({"from": "human", "value": "a"})).unwrap();
+        assert_eq!((sharegpt.role, sharegpt.content.as_str(), sharegpt.extra.len()), (Role::User, "a", 0));
+    }
+
+    #[test]
+    fn nulls_are_absent() {
+        let dumped = json!({"role": "assistant", "content": "a", "refusal": null, "tool_calls": null, "reasoning_content": null, "function_call": null});
+        assert_eq!(Message::try_from(dumped).unwrap(), Message::new(Role::Assistant, "a"));
+        let call = json!({"role": "assistant", "content": null, "tool_calls": [
+            {"id": null, "type": "function", "function": {"name": "f", "arguments": {"a": null}, "strict": null}}, null]});
+        let call = Message::try_from(call).unwrap();
+        assert_eq!(
+            json!(call.tool_calls()),
+            json!([{"type": "function", "function": {"name": "f", "arguments": {"a": null}}}])
+        );
+        assert!(Message::try_from(json!({"role": "assistant", "content": null})).unwrap().says_nothing());
+        assert!(Message::try_from(json!({"role": "user", "content": null})).is_err());
+    }
+
+    #[test]
+    fn thoughts_go_by_three_names() {
+        for name in THOUGHTS {
+            let message =
+                Message::try_from(json!({"role": "assistant", "content": "a", name: "hm"})).unwrap();
+            assert_eq!(
+                (message.reasoning_content.as_deref(), message.extra.len()),
+                (Some("hm"), 0),
+                "{name}"
+            );
+        }
+        let parts = json!({"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]});
+        let message = Message::try_from(parts).unwrap();
+        assert_eq!((message.reasoning_content.as_deref(), message.content.as_str()), (Some("hm"), "a"));
+        let flag = Message::try_from(json!({"role": "assistant", "content": "a", "thinking": true})).unwrap();
+        assert_eq!(flag.extra["thinking"], true);
     }
 
     #[test]

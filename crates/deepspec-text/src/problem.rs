@@ -74,6 +74,8 @@ pub struct Checked {
     pub problems: Vec<Problem>,
     /// Answers whose thoughts the template leaves out, as most do once the user speaks again.
     pub thoughts_left_out: usize,
+    /// Answers of tool calls alone that the template does not write, so that nothing of them is learned.
+    pub calls_left_out: usize,
     /// Earlier answers that the training text shows without what ended the prompt they were given to, such as an empty
     /// block of thoughts.
     pub outside_their_prompt: usize,

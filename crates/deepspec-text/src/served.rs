@@ -2,8 +2,9 @@
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
-use crate::mask::Supervised;
+use crate::mask::{Served, Supervised};
 use crate::message::Role;
+use crate::prefixes::Prefixes;
 use crate::problem::{Checked, Problem};
 use crate::prompt::prompt_text;
 use crate::rules::ChatTemplate;
@@ -12,6 +13,9 @@ use crate::tokenizer::ChatTokenizer;
 
 /// Tokens shown before a difference.
 const TOKENS_BEFORE: usize = 3;
+/// Answers of a conversation whose prompts are checked: the first, the last and some between. Each takes a rendering of all
+/// that lies before it, so that all of them would take the square of the conversation's length.
+const CHECKED: usize = 24;
 
 /// A conversation beside the prompts that lead to its answers.
 pub struct Context<'a> {
@@ -24,7 +28,14 @@ pub struct Context<'a> {
 impl Context<'_> {
     /// Adds to `checked` each answer whose prompt is not how the training text begins.
     pub fn check_prompts(&self, checked: &mut Checked) -> Result<(), TextError> {
-        self.answers().try_for_each(|index| self.check_prompt(index, checked))
+        let answers: Vec<usize> = self.answers().collect();
+        let prefixes = Prefixes::new(self.tokenizer, &self.supervised.text)?;
+        let chosen = answers.len().min(CHECKED);
+        for place in 0..chosen {
+            let index = answers[place * (answers.len() - 1) / (chosen - 1).max(1)];
+            self.check_prompt(index, &prefixes, checked)?;
+        }
+        Ok(())
     }
 
     /// The messages that answer a user or a tool.
@@ -39,7 +50,12 @@ impl Context<'_> {
     /// Checks that the training text begins with the prompt for an answer. Whether the answer was given with thinking is
     /// told by its thoughts. An answer before the last question may also stand behind another prompt, because templates
     /// take thoughts and their empty blocks out of what lies behind; that is counted.
-    fn check_prompt(&self, index: usize, checked: &mut Checked) -> Result<(), TextError> {
+    fn check_prompt(
+        &self,
+        index: usize,
+        prefixes: &Prefixes<'_>,
+        checked: &mut Checked,
+    ) -> Result<(), TextError> {
         let messages = &self.conversation.messages;
         let message = &messages[index];
         let (inline, _) = thoughts::split(&message.content);
@@ -66,7 +82,7 @@ impl Context<'_> {
             if tried.contains(&prompt) {
                 continue;
             }
-            match self.difference(&prompt)? {
+            match self.difference(&prompt, prefixes)? {
                 None => {
                     checked.outside_their_prompt += usize::from(!tried.is_empty() && !thinks);
                     return Ok(());
@@ -86,20 +102,25 @@ impl Context<'_> {
     }
 
     /// The first token, within the maximal length, in which the training text leaves the prompt.
-    fn difference(&self, prompt: &str) -> Result<Option<Difference>, TextError> {
-        let (ids, trained) = (self.tokenizer.encode(prompt)?, &self.supervised.input_ids);
-        let differs = |&at: &usize| trained.get(at).map_or(self.is_whole(), |&id| id != ids[at]);
+    fn difference(&self, prompt: &str, prefixes: &Prefixes<'_>) -> Result<Option<Difference>, TextError> {
+        let trained = &self.supervised.input_ids;
+        let (shared, ids) = match self.supervised.served {
+            // The ids are not those of the text.
+            Served::Otherwise => (0, self.tokenizer.encode(prompt)?),
+            Served::Unknown | Served::Alike => prefixes.behind_shared(prompt)?,
+        };
+        let differs = |&at: &usize| trained.get(shared + at).map_or(self.is_whole(), |&id| id != ids[at]);
         let Some(at) = (0..ids.len()).find(differs) else { return Ok(None) };
         let shown = |ids: &[i64]| self.tokenizer.decode(ids, false);
-        let token = |ids: &[i64]| match ids.get(at) {
-            Some(&id) => shown(&[id]),
-            None => Ok("the end".into()),
-        };
+        let token = |id: Option<&i64>| id.map_or_else(|| Ok("the end".into()), |&id| shown(&[id]));
         Ok(Some(Difference {
-            at,
-            before: shown(&ids[at.saturating_sub(TOKENS_BEFORE)..at])?,
-            served: token(&ids)?,
-            trained: token(trained)?,
+            at: shared + at,
+            before: shown(
+                &trained[(shared + at).saturating_sub(TOKENS_BEFORE).min(trained.len())
+                    ..(shared + at).min(trained.len())],
+            )?,
+            served: token(ids.get(at))?,
+            trained: token(trained.get(shared + at))?,
         }))
     }
 

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use chrono::{DateTime, Utc};
 use minijinja::syntax::SyntaxConfig;
@@ -27,8 +28,32 @@ pub struct RenderOptions {
 }
 
 /// The name of the template that is used unless there are tools and a template for them.
-const DEFAULT: &str = "default";
+pub(crate) const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
+/// Instructions that a rendering may take. A conversation of ten thousand messages takes about a million.
+const FUEL: u64 = 4_000_000;
+
+/// Numbers that all calls of `range` in one rendering may give together: filters work on them outside of what [`FUEL`] counts.
+const RANGES: u64 = 1_000_000;
+
+/// Jinja's `range`, for so many numbers in all.
+fn range_within(
+    most: u64,
+) -> impl Fn(i64, Option<i64>, Option<i64>) -> Result<Vec<i64>, Error> + Send + Sync + 'static {
+    let given = AtomicU64::new(0);
+    move |first, end, step| {
+        let (start, end, step) = (end.map_or(0, |_| first), end.unwrap_or(first), step.unwrap_or(1));
+        if step == 0 {
+            return Err(Error::new(ErrorKind::InvalidOperation, "range with a step of 0"));
+        }
+        let span = if step > 0 { end.saturating_sub(start) } else { start.saturating_sub(end) };
+        let count = span.max(0).unsigned_abs().div_ceil(step.unsigned_abs());
+        if given.fetch_add(count, Ordering::Relaxed).saturating_add(count) > most {
+            return Err(ErrorKind::OutOfFuel.into());
+        }
+        Ok((0..count as i64).map(|place| start + place * step).collect())
+    }
+}
 
 /// The compiled templates of one tokenizer.
 pub(crate) struct Jinja {
@@ -45,6 +70,7 @@ impl Jinja {
         environment.set_syntax(
             SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(syntax)?,
         );
+        environment.set_fuel(Some(FUEL));
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_filter("tojson", tojson);
@@ -116,6 +142,7 @@ impl Jinja {
         let tokens = tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str())));
         let kwargs = options.kwargs.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
         let ours = [
+            ("range", Value::from_function(range_within(RANGES))),
             ("strftime_now", Value::from_function(move |format: String| strftime(now, &format))),
             ("messages", Value::from(Serde(messages))),
             ("tools", Value::from(Serde(&options.tools))),
@@ -140,6 +167,9 @@ impl Jinja {
                 return TextError::Refused { path: self.origin.clone(), message: message.clone() };
             }
             cause = error.source();
+        }
+        if source.kind() == ErrorKind::OutOfFuel {
+            return TextError::Endless { path: self.origin.clone(), steps: FUEL };
         }
         TextError::Render { path: self.origin.clone(), source }
     }

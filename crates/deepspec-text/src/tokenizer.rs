@@ -1,5 +1,6 @@
 //! A tokenizer with its chat template: text to ids, ids to text, conversations to text.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use crate::error::TextError;
 use crate::marks::{Marks, SpecialFence};
 use crate::message::{Message, Role};
 use crate::stream::{TokenStream, as_id, decode};
-use crate::template::{Jinja, RenderOptions};
+use crate::template::{DEFAULT, Jinja, RenderOptions};
 
 /// The special tokens that transformers gives to chat templates.
 const SPECIAL_TOKENS: [&str; 7] =
@@ -40,16 +41,18 @@ pub struct ChatTokenizer {
     special_texts: Vec<String>,
     /// The fences of thoughts that are special tokens.
     fences: Vec<SpecialFence>,
+    /// Added tokens that are looked for in a text as it stands, before it is normalised.
+    cuts: HashSet<u32>,
     vocab_size: usize,
     digest: String,
 }
 
 impl ChatTokenizer {
-    /// Reads `tokenizer.json`, `tokenizer_config.json` and, if there is one, `chat_template.jinja`, which wins over
-    /// the config's `chat_template`.
+    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat templates, in the order of transformers: see
+    /// [`Config::chat_template`].
     ///
     /// # Errors
-    /// If a file is missing or not what it should be, or the template does not compile.
+    /// If a file is missing or not what it should be, or a template does not compile or does not come to an end.
     pub fn load(dir: &Path) -> Result<Self, TextError> {
         let path = dir.join("tokenizer.json");
         let bytes = fs::read(&path).map_err(FileError::at("reading", &path))?;
@@ -60,15 +63,21 @@ impl ChatTokenizer {
         tokenizer.with_truncation(None).map_err(unusable)?;
 
         let config = Config::read(dir)?;
-        Ok(Self {
+        let loaded = Self {
             vocab_size: tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1),
             special_texts: special_texts(&tokenizer),
             fences: SpecialFence::of(&tokenizer),
+            cuts: cuts(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             jinja: config.chat_template(dir)?,
             special: config.special_tokens()?,
             digest: digest::bytes(&bytes),
-        })
+        };
+        // An endless template is the model's fault, not that of the first row.
+        match loaded.render(&[Message::new(Role::User, "Hi")], &RenderOptions::default()) {
+            Err(error @ TextError::Endless { .. }) => Err(error),
+            _ => Ok(loaded),
+        }
     }
 
     /// The ids of `text`; special tokens that it spells are recognised, none are added.
@@ -135,6 +144,24 @@ impl ChatTokenizer {
         self.vocab_size
     }
 
+    /// Warns where the tokenizer has ids behind the `rows` of a model's embedding, as after tokens were added without a
+    /// resize. Texts without these tokens can be used.
+    pub fn report_wider_than(&self, rows: usize) {
+        if self.vocab_size > rows {
+            tracing::warn!(
+                "the tokenizer has ids up to {}, the model's embedding {rows} rows; texts with ids behind them cannot be used",
+                self.vocab_size - 1
+            );
+        }
+    }
+
+    /// Says which tokens end an answer.
+    pub fn report_ends(&self, ids: &[i64]) {
+        let name =
+            |id: &i64| self.token(*id).map_or_else(|| id.to_string(), |token| format!("{token} ({id})"));
+        tracing::info!("answers end at {}", ids.iter().map(name).collect::<Vec<_>>().join(", "));
+    }
+
     /// The id of a token as the vocabulary spells it.
     pub fn token_id(&self, token: &str) -> Option<i64> {
         self.tokenizer.token_to_id(token).map(i64::from)
@@ -162,6 +189,11 @@ impl ChatTokenizer {
     /// Whether an id stands for a special token such as an end-of-turn mark.
     pub fn is_special(&self, id: i64) -> bool {
         self.token(id).is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
+    }
+
+    /// Whether texts are cut at this token before anything else is looked at.
+    pub(crate) fn is_cut(&self, id: i64) -> bool {
+        u32::try_from(id).is_ok_and(|id| self.cuts.contains(&id))
     }
 
     /// `text` without the special token that it ends with, if it does.
@@ -232,6 +264,11 @@ impl ChatTokenizer {
     }
 }
 
+fn cuts(tokenizer: &Tokenizer) -> HashSet<u32> {
+    let added = tokenizer.get_added_tokens_decoder().into_iter();
+    added.filter(|(_, token)| !token.normalized && !token.content.is_empty()).map(|(id, _)| id).collect()
+}
+
 fn special_texts(tokenizer: &Tokenizer) -> Vec<String> {
     let added = tokenizer.get_added_tokens_decoder().into_values();
     added.filter(|token| token.special && !token.content.is_empty()).map(|token| token.content).collect()
@@ -246,10 +283,7 @@ struct Config {
 impl Config {
     fn read(dir: &Path) -> Result<Self, TextError> {
         let path = dir.join("tokenizer_config.json");
-        match serde_json::from_str(&atomic::read_text(&path)?) {
-            Ok(fields) => Ok(Self { path, fields }),
-            Err(source) => Err(TextError::Config { path, source }),
-        }
+        Ok(Self { fields: read_object(&path)?, path })
     }
 
     /// The special tokens that are set; a token is a string or an object with `content`.
@@ -267,36 +301,87 @@ impl Config {
         Ok(tokens)
     }
 
+    /// The templates of the folder: `chat_template.jinja` with the named ones of `additional_chat_templates/`, else the
+    /// config's `chat_template` (one, or a list of named ones), else the `chat_template.json` of older processors. Named
+    /// templates beside no default are completed by the config's.
     fn chat_template(&self, dir: &Path) -> Result<Jinja, TextError> {
         let file = dir.join("chat_template.jinja");
+        let mut templates = additional_templates(&dir.join("additional_chat_templates"))?;
+        let mut origin = file.clone();
         if file.exists() {
-            return Jinja::compile(vec![("default".into(), atomic::read_text(&file)?)], &file);
-        }
-        let templates = match self.fields.get("chat_template") {
-            None | Some(Value::Null) => vec![],
-            Some(Value::String(template)) => vec![("default".into(), template.clone())],
-            Some(Value::Array(entries)) => {
-                entries.iter().map(|entry| self.named(entry)).collect::<Result<_, _>>()?
+            templates.insert(0, (DEFAULT.into(), atomic::read_text(&file)?));
+        } else {
+            let mut own = self.configured(&self.path, &self.fields)?;
+            let processor = dir.join("chat_template.json");
+            origin.clone_from(&self.path);
+            if own.is_empty() && processor.exists() {
+                own = self.configured(&processor, &read_object(&processor)?)?;
+                origin = processor;
             }
-            Some(other) => return Err(self.wrong("chat_template", "a string or a list of templates", other)),
-        };
-        if templates.iter().all(|(name, _)| name != "default") {
+            templates.retain(|(name, _)| own.iter().all(|(known, _)| known != name));
+            templates.splice(0..0, own);
+        }
+        if templates.iter().all(|(name, _)| name != DEFAULT) {
             let named = templates.into_iter().map(|(name, _)| name).collect();
             return Err(TextError::NoTemplate { dir: dir.to_path_buf(), named });
         }
-        Jinja::compile(templates, &self.path)
+        Jinja::compile(templates, &origin)
     }
 
-    fn named(&self, entry: &Value) -> Result<(String, String), TextError> {
-        let text = |key| entry.get(key).and_then(Value::as_str).map(str::to_owned);
-        text("name")
-            .zip(text("template"))
-            .ok_or_else(|| self.wrong("chat_template", "a list of objects with `name` and `template`", entry))
+    /// The templates in the field `chat_template` of the file at `path`.
+    fn configured(
+        &self,
+        path: &Path,
+        fields: &Map<String, Value>,
+    ) -> Result<Vec<(String, String)>, TextError> {
+        let wrong = |expected, found: &Value| TextError::ConfigField {
+            path: path.to_path_buf(),
+            field: "chat_template",
+            expected,
+            found: kind_of(found),
+        };
+        let named = |entry: &Value| -> Result<(String, String), TextError> {
+            let text = |key| entry.get(key).and_then(Value::as_str).map(str::to_owned);
+            let named = text("name").zip(text("template"));
+            named.ok_or_else(|| wrong("a list of objects with `name` and `template`", entry))
+        };
+        match fields.get("chat_template") {
+            None | Some(Value::Null) => Ok(vec![]),
+            Some(Value::String(template)) => Ok(vec![(DEFAULT.into(), template.clone())]),
+            Some(Value::Array(entries)) => entries.iter().map(named).collect(),
+            Some(Value::Object(entries)) if entries.values().all(Value::is_string) => {
+                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+                Ok(entries.iter().map(|(name, template)| (name.clone(), text(template))).collect())
+            }
+            Some(other) => Err(wrong("a string or a list of templates", other)),
+        }
     }
 
     fn wrong(&self, field: &'static str, expected: &'static str, found: &Value) -> TextError {
         TextError::ConfigField { path: self.path.clone(), field, expected, found: kind_of(found) }
     }
+}
+
+fn read_object(path: &Path) -> Result<Map<String, Value>, TextError> {
+    let config = |source| TextError::Config { path: path.to_path_buf(), source };
+    serde_json::from_str(&atomic::read_text(path)?).map_err(config)
+}
+
+/// The templates of a folder, `NAME.jinja` each, by name; none where there is no folder.
+fn additional_templates(folder: &Path) -> Result<Vec<(String, String)>, TextError> {
+    if !folder.is_dir() {
+        return Ok(vec![]);
+    }
+    let mut paths: Vec<PathBuf> = fs::read_dir(folder)
+        .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
+        .map_err(FileError::at("reading", folder))?;
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "jinja"));
+    paths.sort();
+    let read = |path: &PathBuf| {
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        Ok((name, atomic::read_text(path)?))
+    };
+    paths.iter().map(read).collect()
 }
 
 /// Conversations on which templates differ where it matters to us.

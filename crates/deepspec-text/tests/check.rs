@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use deepspec_core::recipe::TemplateEntry;
 use deepspec_models::chat_formats;
@@ -70,10 +71,14 @@ fn good_rows_have_no_problems() {
     ] {
         let template = ChatTemplate::named(name, &chat_formats()).unwrap();
         assert_eq!(ChatTemplate::guess(&tokenizer, &chat_formats()).unwrap(), template);
-        for messages in [turn("Hi", "Hello."), turn("Hi", "<think>\nhm\n</think>\n\nHello."), turn("Hi", "")]
-        {
+        for messages in [turn("Hi", "Hello."), turn("Hi", "<think>\nhm\n</think>\n\nHello.")] {
             assert_eq!(problems(&tokenizer, &template, messages), [""; 0], "{name}");
         }
+        // The mark that ends a turn in which nothing is said teaches nothing.
+        assert_eq!(
+            problems(&tokenizer, &template, turn("Hi", "")),
+            ["the mask is empty: the answers have no text"]
+        );
     }
     let (_, checked) = look(&tiny(), &qwen(), two_turns(), 4096);
     assert_eq!((checked.problems.len(), checked.outside_their_prompt, checked.thoughts_left_out), (0, 1, 0));
@@ -196,6 +201,129 @@ fn a_cut_answer_ends_with_its_last_word() {
     });
     let generation = ChatTemplate::named("generation", &chat_formats()).unwrap();
     assert_eq!(said(&tagged, &generation, cut("one two thr")), "one two thr");
+}
+
+/// The texts that are supervised in a row.
+fn learnt(tokenizer: &ChatTokenizer, template: &ChatTemplate, row: &Value) -> Vec<String> {
+    let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
+    let supervised = supervise(tokenizer, template, &conversation, 4096).unwrap();
+    let spans = supervised.spans().into_iter();
+    spans
+        .map(|(start, end)| {
+            tokenizer.decode(&supervised.input_ids[start as usize..end as usize], false).unwrap()
+        })
+        .collect()
+}
+
+#[test]
+fn whatever_cut_an_answer_no_end_of_turn_is_learnt_behind_it() {
+    let (tokenizer, template) = (tiny(), qwen());
+    let row = |reason: Value| {
+        let mut row = json!({"conversations": turn("Hi", "one two three")});
+        row["conversations"][1]["finish_reason"] = reason;
+        row
+    };
+    let prefix = "<think>\n\n</think>\n\none two three";
+    for cut in [
+        "length",
+        "max_tokens",
+        "LENGTH",
+        "content_filter",
+        "stop_sequence",
+        "invalid_tool_call",
+        "abort",
+        "error",
+        "repetition",
+        "unknown",
+        "a word of tomorrow",
+    ] {
+        assert_eq!(learnt(&tokenizer, &template, &row(json!(cut))), [prefix], "{cut}");
+    }
+    assert_eq!(learnt(&tokenizer, &template, &row(json!({"type": "length", "length": 9}))), [prefix]);
+    for whole in [json!("stop"), json!("tool_calls"), json!("eos_token"), json!("end_turn"), json!(null)] {
+        let found = learnt(&tokenizer, &template, &row(whole.clone()));
+        assert_eq!(found, [format!("{prefix}<|im_end|>\n")], "{whole}");
+    }
+    // A reason of the whole row is that of its last answer, unless that has its own.
+    let mut of_row = json!({"conversations": two_turns(), "finish_reason": "content_filter"});
+    let found = learnt(&tokenizer, &template, &of_row);
+    assert!(found[0].ends_with("Hello. <|im_end|>\n") && found[1].ends_with('2'), "{found:?}");
+    of_row["conversations"][3]["finish_reason"] = json!("stop");
+    assert!(learnt(&tokenizer, &template, &of_row)[1].ends_with("2<|im_end|>\n"));
+    of_row["conversations"].as_array_mut().unwrap().push(json!({"role": "user", "content": "More?"}));
+    of_row["conversations"][3]["finish_reason"] = json!(null);
+    assert!(learnt(&tokenizer, &template, &of_row)[1].ends_with("2<|im_end|>\n"));
+}
+
+#[test]
+fn an_answer_of_nothing_teaches_nothing() {
+    let (tokenizer, template) = (tiny(), qwen());
+    for content in [json!(null), json!(""), json!(" \n"), json!([]), json!("<think>\n\n</think>\n\n")] {
+        let row = json!({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]});
+        assert_eq!(learnt(&tokenizer, &template, &row), [""; 0], "{row}");
+    }
+    let between = json!({"conversations": [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": null},
+        {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]});
+    let found = learnt(&tokenizer, &template, &between);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].ends_with("Yes.<|im_end|>\n"), "{found:?}");
+}
+
+#[test]
+fn nulls_and_spellings_change_no_mask() {
+    let (tokenizer, template) = (tiny(), qwen());
+    let plain = json!({"conversations": [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello.", "reasoning_content": "Well."}]});
+    let expected = learnt(&tokenizer, &template, &plain);
+    assert_eq!(expected, ["<think>\nWell.\n</think>\n\nHello.<|im_end|>\n"]);
+    let same = [
+        json!({"messages": [
+            {"role": "developer", "content": "Be brief.", "name": null}, {"role": "USER", "content": [{"type": "text", "text": "Hi"}], "tool_calls": null},
+            {"role": "model", "content": "Hello.", "reasoning": "Well.", "refusal": null, "tool_calls": null, "audio": null}], "tools": null, "finish_reason": null}),
+        json!({"conversations": null, "messages": [
+            {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello.", "thinking": "Well."}]}),
+        json!({"conversations": [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Well."}, null, {"type": "text", "text": "Hello."}], "reasoning_content": null}]}),
+        json!({"conversations": plain["conversations"].to_string(), "tools": "null"}),
+    ];
+    for row in same {
+        assert_eq!(learnt(&tokenizer, &template, &row), expected, "{row}");
+    }
+}
+
+/// A tool call that the template does not write is counted, and no fault of the row.
+#[test]
+fn calls_that_the_template_leaves_out_are_counted() {
+    // The tiny target's writes none.
+    let call = json!([{"role": "user", "content": "3+4?"},
+        {"role": "assistant", "content": null, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]},
+        {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]);
+    let (_, checked) = look(&tiny(), &qwen(), call, 4096);
+    assert_eq!((checked.problems.len(), checked.calls_left_out), (0, 1), "{checked:?}");
+}
+
+/// Such a row took minutes where each beginning was tokenised anew.
+#[test]
+fn a_row_of_a_thousand_turns_is_masked_and_checked_at_once() {
+    let (tokenizer, template) = (tiny(), qwen());
+    let turns: Vec<Value> = (0..500)
+        .flat_map(|at| {
+            let [question, answer] =
+                ["What would you like to say about it?", "I would like to say something about it here."]
+                    .map(|text| format!("{text} {at} {}", "and more of it ".repeat(10)));
+            turn(&question, &answer).as_array().unwrap().clone()
+        })
+        .collect();
+    let begun = Instant::now();
+    for max_length in [2048, 1 << 20] {
+        let (supervised, checked) = look(&tokenizer, &template, json!(turns), max_length);
+        assert_eq!(supervised.places.len(), 500);
+        assert!(checked.problems.is_empty(), "{:?}", checked.problems);
+    }
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
 }
 
 #[test]

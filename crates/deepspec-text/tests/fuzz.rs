@@ -1,11 +1,16 @@
 //! Rows as they come from the world: whatever is in them, they are masked or refused with a reason.
 
+use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
 
 use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
-use deepspec_text::{ChatTemplate, ChatTokenizer, Conversation, Supervised, check, supervise};
+use deepspec_testkit::mutate::Dice;
+use deepspec_text::{
+    ChatTemplate, ChatTokenizer, Conversation, FinishReason, Message, RenderOptions, Role, Supervised, check,
+    supervise,
+};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use serde_json::{Value, json};
@@ -195,4 +200,222 @@ proptest! {
             prop_assert_eq!(tokens, &found.text[from..to]);
         }
     }
+}
+
+/// Names that rows and messages of other tools have, and values that mean something under some of them.
+const WORDS: [&str; 30] = [
+    "conversations",
+    "messages",
+    "role",
+    "content",
+    "from",
+    "value",
+    "prompt",
+    "response",
+    "instruction",
+    "input",
+    "output",
+    "turns",
+    "tools",
+    "tool_calls",
+    "function_call",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "refusal",
+    "finish_reason",
+    "token_ids",
+    "prompt_token_ids",
+    "name",
+    "developer",
+    "model",
+    "FUNCTION",
+    "length",
+    "abort",
+    "[]",
+    "{}",
+];
+
+fn sound_rows() -> Vec<Value> {
+    let call =
+        json!([{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 3}"}}]);
+    vec![
+        json!({"id": "a", "conversations": [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": "Hello.", "reasoning_content": "Well.", "finish_reason": "stop"}]}),
+        json!({"id": 7, "messages": [
+            {"role": "user", "content": "3+4?"}, {"role": "assistant", "content": null, "tool_calls": call},
+            {"role": "tool", "content": "7", "tool_call_id": "c1"}, {"role": "assistant", "content": "It is 7."}],
+            "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}),
+        json!({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}], "finish_reason": "length"}),
+        json!({"prompt": "Hi", "response": "Hello."}),
+        json!({"instruction": "Add.", "input": "3 and 4", "output": "7"}),
+        json!({"turns": ["Hi", "And?"]}),
+    ]
+}
+
+/// A null under a name that nothing has yet, in the row or in a message.
+fn with_nulls(dice: &mut Dice, row: &mut Value) {
+    // A null in the schema of a tool may be a value.
+    let places: Vec<String> =
+        row.as_object().unwrap().keys().filter(|key| *key != "tools").cloned().collect();
+    for _ in 0..=dice.roll(3) {
+        let word = WORDS[dice.roll(WORDS.len())];
+        let key = &places[dice.roll(places.len())];
+        let place = match dice.roll(2) {
+            0 => row[key].as_array_mut().and_then(|list| {
+                let at = dice.roll(list.len().max(1));
+                list.get_mut(at).and_then(Value::as_object_mut)
+            }),
+            _ => row.as_object_mut(),
+        };
+        if let Some(fields) = place {
+            fields.entry(word).or_insert(Value::Null);
+        }
+    }
+}
+
+#[test]
+fn nulls_of_python_tools_change_nothing() {
+    let mut dice = Dice::new(46, &WORDS);
+    for run in 0..3000 {
+        let row = sound_rows()[run % 6].clone();
+        let mut dumped = row.clone();
+        with_nulls(&mut dice, &mut dumped);
+        let [expected, found] =
+            [&row, &dumped].map(|row| Conversation::from_row(row.as_object().unwrap()).unwrap());
+        assert_eq!(found, expected, "{dumped}");
+    }
+}
+
+/// A row is used, with each of its messages, or refused by the name of a field of it or of one that it lacks.
+#[test]
+fn foreign_rows_are_used_whole_or_refused_by_name() {
+    let mut dice = Dice::new(47, &WORDS);
+    let (mut used, mut refused) = (0, 0);
+    for run in 0..6000 {
+        let mut row = sound_rows()[run % 6].clone();
+        match run % 3 {
+            0 => row[WORDS[dice.roll(WORDS.len())]] = dice.value(),
+            _ => (0..=dice.roll(2)).for_each(|_| dice.mutate(&mut row)),
+        }
+        let Some(fields) = row.as_object() else { continue };
+        match Conversation::from_row(fields) {
+            Ok(conversation) => {
+                used += 1;
+                let said: Vec<&str> =
+                    conversation.messages.iter().map(|message| message.content.as_str()).collect();
+                let list = ["conversations", "messages"].iter().find_map(|key| fields.get(*key)?.as_array());
+                if let Some(list) = list.filter(|list| list.iter().any(Value::is_object)) {
+                    assert_eq!(said.len(), list.len(), "{row}");
+                }
+                // What is read is written, and read again.
+                for message in &conversation.messages {
+                    let again: Message = serde_json::from_value(json!(message)).unwrap();
+                    assert_eq!(again, *message, "{row}");
+                }
+                for (tokenizer, template) in BENCHES.iter() {
+                    if let Err(error) = supervise(tokenizer, template, &conversation, 64) {
+                        assert!(!error.to_string().is_empty(), "{row}");
+                    }
+                }
+            }
+            Err(error) => {
+                refused += 1;
+                let told = error.to_string();
+                assert!(
+                    told.contains('`') || told.contains('[') || told.contains("start with user"),
+                    "{told}: {row}"
+                );
+                assert!(!told.contains("Some("), "{told}: {row}");
+            }
+        }
+    }
+    assert!(used > 1000 && refused > 1000, "{used} used, {refused} refused");
+}
+
+/// Choices as servers send them: every one has a reason, and what is broken off or cut is never taken for whole.
+#[test]
+fn choices_of_any_kind_have_a_reason() {
+    let words = [
+        "stop",
+        "length",
+        "abort",
+        "error",
+        "tool_calls",
+        "content_filter",
+        "finish_reason",
+        "stop_reason",
+        "matched_stop",
+        "message",
+    ];
+    let mut dice = Dice::new(48, &words);
+    let sound = json!({"index": 0, "finish_reason": "stop", "stop_reason": null, "message": {"role": "assistant", "content": "a",
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}});
+    for _ in 0..4000 {
+        let mut choice = sound.clone();
+        (0..=dice.roll(2)).for_each(|_| dice.mutate(&mut choice));
+        for has_stops in [false, true] {
+            let reason = FinishReason::of_choice(&choice, has_stops);
+            assert_eq!(FinishReason::of_word(reason.word()), reason);
+            let said = choice["finish_reason"].as_str().map(FinishReason::of_word).unwrap_or_default();
+            assert!(!reason.is_whole() || said.is_whole() || choice["finish_reason"].is_object(), "{choice}");
+        }
+    }
+}
+
+/// Nulls, other types and unknown keys in tokenizer_config.json and templates: a tokenizer, or an error that names the file.
+#[test]
+fn damaged_tokenizer_configs_are_used_or_refused_by_name() {
+    let (dir, from) = (tempfile::tempdir().unwrap(), golden::dir("templates_qwen"));
+    fs::copy(from.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    let sound: Value =
+        serde_json::from_slice(&fs::read(from.join("tokenizer_config.json")).unwrap()).unwrap();
+    let words = [
+        "chat_template",
+        "eos_token",
+        "bos_token",
+        "pad_token",
+        "default",
+        "tool_use",
+        "name",
+        "template",
+        "{{ messages[0].content }}",
+        "{% for",
+        "content",
+        "added_tokens_decoder",
+    ];
+    let mut dice = Dice::new(49, &words);
+    let (mut used, mut refused) = (0, 0);
+    for run in 0..300 {
+        let mut damaged = sound.clone();
+        match run % 3 {
+            0 => damaged[words[dice.roll(8)]] = dice.value(),
+            1 => {
+                let named = json!([{"name": "default", "template": "{{ messages[0].content }}"}, {"name": "tool_use", "template": "x"}]);
+                damaged["chat_template"] = named;
+                dice.mutate(&mut damaged["chat_template"]);
+            }
+            _ => dice.mutate(&mut damaged),
+        }
+        fs::write(dir.path().join("tokenizer_config.json"), damaged.to_string()).unwrap();
+        let told = match ChatTokenizer::load(dir.path()) {
+            Ok(tokenizer) => {
+                let written = tokenizer.render(&[Message::new(Role::User, "Hi")], &RenderOptions::default());
+                used += usize::from(written.is_ok());
+                written.err()
+            }
+            Err(error) => Some(error),
+        };
+        if let Some(error) = told {
+            refused += 1;
+            let told = error.to_string();
+            assert!(
+                told.contains(dir.path().to_str().unwrap()),
+                "no file is named: {told}: {}",
+                damaged["chat_template"]
+            );
+        }
+    }
+    assert!(used > 50 && refused > 50, "{used} used, {refused} refused");
 }

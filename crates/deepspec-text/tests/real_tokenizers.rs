@@ -32,6 +32,24 @@ fn rendered(tokenizer: &ChatTokenizer, conversation: &Conversation) -> Result<St
     tokenizer.render(&conversation.messages, &options)
 }
 
+/// Marks around thoughts, which some tokenizers have as plain tokens.
+const MARKS: [&str; 2] = ["<think>", "</think>"];
+
+/// Whether a mask is the peer's but for the turns in which nothing is said: the peer learns their ends, and here they teach nothing.
+fn alike(tokenizer: &ChatTokenizer, ids: &[i64], own: &[bool], theirs: &[bool]) -> bool {
+    let mut start = 0;
+    own.len() == theirs.len()
+        && theirs.chunk_by(|a, b| a == b).all(|run| {
+            let place = start..start + run.len();
+            start = place.end;
+            let is_silent = || {
+                let said = tokenizer.decode(&ids[place.clone()], true).unwrap();
+                MARKS.iter().fold(said, |said, mark| said.replace(mark, "")).trim().is_empty()
+            };
+            own[place.clone()] == *run || (own[place.clone()].iter().all(|learnt| !learnt) && is_silent())
+        })
+}
+
 /// What transformers makes of the cases.
 fn transformers(python: impl AsRef<std::ffi::OsStr>, cases: &[Value], scratch: &Path) -> Vec<Value> {
     let [asked, answered] = ["cases.json", "answers.json"].map(|name| scratch.join(name));
@@ -114,7 +132,8 @@ fn real_tokenizers_do_as_in_transformers() {
 
             let supervised = supervise(&tokenizer, &template, &conversation, usize::MAX).unwrap();
             let mask: Vec<bool> = answer["mask"].as_array().unwrap().iter().map(|bit| *bit == 1).collect();
-            assert_eq!((supervised.input_ids, supervised.loss_mask), (ids.clone(), mask), "{name}: {case}");
+            assert_eq!(supervised.input_ids, ids, "{name}: {case}");
+            assert!(alike(&tokenizer, &ids, &supervised.loss_mask, &mask), "{name}: {case}");
 
             // Token by token it is the same text as at once.
             let mut stream = tokenizer.stream("");
@@ -220,12 +239,9 @@ fn a_llamas_own_marks_are_those_of_transformers() {
         let row = Map::from_iter([("conversations".to_string(), case["messages"].clone())]);
         let conversation = Conversation::from_row(&row).unwrap();
         let supervised = supervise(&tokenizer, &generation, &conversation, usize::MAX).unwrap();
-        let mask: Vec<u8> = supervised.loss_mask.iter().map(|&bit| u8::from(bit)).collect();
-        assert_eq!(
-            (json!(supervised.input_ids), json!(mask)),
-            (answer["ids"].clone(), answer["mask"].clone()),
-            "{case}"
-        );
+        assert_eq!(json!(supervised.input_ids), answer["ids"], "{case}");
+        let mask: Vec<bool> = answer["mask"].as_array().unwrap().iter().map(|bit| *bit == 1).collect();
+        assert!(alike(&tokenizer, &supervised.input_ids, &supervised.loss_mask, &mask), "{case}");
     }
     let marked = |answer: &Value| answer["mask"].as_array().unwrap().contains(&json!(1));
     assert!(answers.iter().filter(|answer| marked(answer)).count() > 50);

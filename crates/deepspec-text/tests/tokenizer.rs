@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
+use std::time::{Duration, Instant};
 
 use deepspec_testkit::golden;
 use deepspec_text::{
@@ -100,6 +101,101 @@ fn the_template_file_wins_and_tokens_may_be_objects() {
     assert_eq!(tokenizer.render(&hello(), &RenderOptions::default()).unwrap(), "False Hi");
     set(dir.path(), "eos_token", json!(2));
     assert!(problem(dir.path()).contains("`eos_token` must be a string"));
+}
+
+/// What the folder's default template and the one for tools write.
+fn written(dir: &Path) -> (String, String) {
+    let tokenizer = ChatTokenizer::load(dir).unwrap();
+    let tools = RenderOptions { tools: Some(json!([{"type": "function"}])), ..RenderOptions::default() };
+    let render = |options: &RenderOptions| tokenizer.render(&hello(), options).unwrap();
+    (render(&RenderOptions::default()), render(&tools))
+}
+
+#[test]
+fn templates_are_found_in_the_order_of_transformers() {
+    let expect = |dir: &TempDir, plain: &str, tools: &str| {
+        assert_eq!(written(dir.path()), (plain.to_string(), tools.to_string()));
+    };
+    let put = |dir: &TempDir, name: &str, text: &str| {
+        let path = dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    };
+    // Older processors keep it in a file of its own; the config's own comes before.
+    let dir = copy();
+    set(dir.path(), "chat_template", Value::Null);
+    put(&dir, "chat_template.json", &json!({"chat_template": "old"}).to_string());
+    expect(&dir, "old", "old");
+    set(dir.path(), "chat_template", json!("own"));
+    expect(&dir, "own", "own");
+    // A list of named ones, and an object of them.
+    let list = json!([{"name": "default", "template": "own"}, {"name": "tool_use", "template": "own tools"}, {"name": "rag", "template": "x"}]);
+    set(dir.path(), "chat_template", list);
+    expect(&dir, "own", "own tools");
+    set(dir.path(), "chat_template", json!({"default": "own", "tool_use": "object tools"}));
+    expect(&dir, "own", "object tools");
+    // The files of newer versions come before all of them.
+    put(&dir, "chat_template.jinja", "file");
+    expect(&dir, "file", "file");
+    put(&dir, "additional_chat_templates/tool_use.jinja", "file tools");
+    put(&dir, "additional_chat_templates/README.md", "{% no template %}");
+    expect(&dir, "file", "file tools");
+    // Named files beside a default in the config.
+    fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
+    set(dir.path(), "chat_template", json!("own"));
+    expect(&dir, "own", "file tools");
+    // Named ones alone are no default.
+    set(dir.path(), "chat_template", Value::Null);
+    fs::remove_file(dir.path().join("chat_template.json")).unwrap();
+    assert!(problem(dir.path()).contains("[\"tool_use\"]"), "{}", problem(dir.path()));
+    // Each is named when it is broken.
+    put(&dir, "chat_template.json", "[");
+    assert!(problem(dir.path()).contains("chat_template.json"));
+    put(&dir, "chat_template.json", &json!({"chat_template": 7}).to_string());
+    assert!(problem(dir.path()).contains("chat_template.json: `chat_template`"), "{}", problem(dir.path()));
+}
+
+#[test]
+fn a_template_without_an_end_is_an_error_and_no_hang() {
+    let dir = copy();
+    let spin = |what: &str| {
+        format!(
+            "{{% for a in range(99999) %}}{{% for b in range(99999) %}}{what}{{% endfor %}}{{% endfor %}}"
+        )
+    };
+    for template in
+        [spin(""), spin("{{ a }}"), "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}".into()]
+    {
+        set(dir.path(), "chat_template", json!(template));
+        let begun = Instant::now();
+        let told = match ChatTokenizer::load(dir.path()) {
+            Err(error) => error,
+            Ok(tokenizer) => tokenizer.render(&hello(), &RenderOptions::default()).unwrap_err(),
+        };
+        assert!(told.to_string().contains("tokenizer_config.json"), "{told}");
+        assert!(begun.elapsed() < Duration::from_secs(10), "{template}: {:?}", begun.elapsed());
+    }
+    // One that only long conversations drive so far.
+    let squared = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ loop.index }}{% endfor %}{% endfor %}{% endfor %}";
+    set(dir.path(), "chat_template", json!(squared));
+    let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+    let many = vec![hello()[0].clone(); 400];
+    let told = tokenizer.render(&many, &RenderOptions::default()).unwrap_err();
+    assert!(matches!(told, TextError::Endless { .. }), "{told}");
+    assert!(told.to_string().contains("tokenizer_config.json"), "{told}");
+}
+
+/// A conversation of 4,000 messages is no endless one, by any template that is known here.
+#[test]
+fn long_conversations_are_within_the_limit_of_templates() {
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
+    for dir in [tiny, golden::dir(CASES[0]), golden::dir(CASES[1])] {
+        let tokenizer = ChatTokenizer::load(&dir).unwrap();
+        let turn =
+            |at: usize| Message::new(if at.is_multiple_of(2) { Role::User } else { Role::Assistant }, "Hi");
+        let text = tokenizer.render(&(0..4000).map(turn).collect::<Vec<_>>(), &RenderOptions::default());
+        assert!(text.unwrap().len() > 4000 * 2, "{}", dir.display());
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! `cache build`: conversations become target states on disk.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -11,10 +11,11 @@ use deepspec_cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
 };
 use deepspec_core::atomic;
-use deepspec_core::cli::{ExitWith, UsageError, Verbosity};
+use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
+use deepspec_native::{default_kind, device_name, kind_name};
 use deepspec_states::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
 use tch::Device;
 
@@ -75,13 +76,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let layout = source.layout(args.last(source.final_states)?, args.encoding());
 
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
-    check_rows(args, &report, &dir)?;
+    check_rows(args, &report, &recipe, &dir)?;
     let plan = Plan::new(samples, layout, args.job.shard_bytes())?;
     if args.overwrite {
         remove_existing(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
-    let processes = if published { 1 } else { args.processes() };
+    let processes = if published { 1 } else { args.processes().min(plan.shards().len().max(1)) };
     let workers: Vec<Worker> = match args.worker {
         Some(worker) => vec![worker],
         None => (0..processes).filter_map(|i| Worker::new(i, processes)).collect(),
@@ -94,15 +95,15 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         // Each share reports rejected lines once it knows that it is not refused.
         together::build(processes, device, gpus, !report.rejected.is_empty())?;
         let rejects = rejects::path(&dir.components().collect::<PathBuf>());
-        writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
-        writeln!(io::stdout(), "{}: {}", dir.display(), contents(&merge(&dir, |_| ())?))?;
+        writeln!(cli::stdout(), "{}", accounts(&report, &recipe))?;
+        writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&merge(&dir, |_| ())?))?;
         return rejected(&report, &rejects);
     }
     let worker = args.worker.unwrap_or(Worker::ALONE);
     let builder = Builder::open_worker(&dir, &plan, &source.identity, worker).map_err(refusal)?;
     // Not before: a refused command must not touch the record of the cache that is there.
     let rejects = report_rejected(&report.rejected, &dir)?;
-    writeln!(io::stdout(), "{}", accounts(&report, &recipe))?;
+    writeln!(cli::stdout(), "{}", accounts(&report, &recipe))?;
     let summary = match published {
         true => format!("complete already: {}", contents(&builder.publish()?)),
         false => {
@@ -110,7 +111,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             Build { plan: &plan, missing, recipe: &recipe, target, device, verbosity, worker }.run(builder)?
         }
     };
-    writeln!(io::stdout(), "{}: {summary}", dir.display())?;
+    writeln!(cli::stdout(), "{}: {summary}", dir.display())?;
     rejected(&report, &rejects)
 }
 
@@ -176,14 +177,17 @@ pub(super) fn free_space(dir: &Path) -> anyhow::Result<u64> {
 }
 
 /// Refuses input that gives no sample.
-fn check_rows(args: &Args, report: &Report, dir: &Path) -> anyhow::Result<()> {
+fn check_rows(args: &Args, report: &Report, recipe: &Recipe, dir: &Path) -> anyhow::Result<()> {
     if report.read == 0 {
         let files: Vec<String> = args.job.input.iter().map(|input| input.display().to_string()).collect();
         usage!("--input {}: no rows", files.join(" "));
     }
     if report.kept == 0 {
         report_rejected(&report.rejected, dir)?;
-        anyhow::bail!("no row can be used: {}", report);
+        let limit = recipe.data.max_length;
+        anyhow::bail!(
+            "no row can be used: {report}; an answer behind data.max_length ({limit}) is cut off, and fewer than 14 supervised tokens, two blocks of seven, are left out"
+        );
     }
     Ok(())
 }
@@ -204,8 +208,9 @@ pub(super) fn accounts(report: &Report, recipe: &Recipe) -> String {
     let Report { cut, tokens, supervised_tokens, .. } = report;
     let limit = recipe.data.max_length;
     format!(
-        "{}\n{tokens} tokens, {supervised_tokens} of them supervised; {cut} rows cut at {limit} tokens",
-        report
+        "{}\n{tokens} tokens, {supervised_tokens} of them supervised; {} cut at {limit} tokens",
+        report,
+        count(*cut, "row")
     )
 }
 
@@ -247,11 +252,15 @@ impl Build<'_> {
 
     /// Fills the pending shards; how many tokens ran through the target.
     fn capture(&self, builder: &mut Builder) -> Result<u64, StatesError> {
-        let (samples, kind) = (self.plan.samples(), deepspec_native::default_kind(self.device));
+        let (samples, kind) = (self.plan.samples(), default_kind(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
         let mut capture = Capture::load(self.target, self.recipe, longest, self.device, kind)?;
         let (count, size) = (builder.samples() as u64, mib(self.missing));
-        tracing::info!("capturing {count} samples, {size}, on {:?} in {kind:?}", self.device);
+        tracing::info!(
+            "capturing {count} samples, {size}, on {} in {}",
+            device_name(self.device),
+            kind_name(kind)
+        );
         let (started, mut tokens) = (Instant::now(), 0);
         let mut progress = Progress::new(self.verbosity, "samples", count, builder.done_samples() as u64);
         fill(builder, &mut capture, |sample| {
@@ -265,5 +274,6 @@ impl Build<'_> {
 
 pub(super) fn contents(manifest: &Manifest) -> String {
     let (samples, shards) = (manifest.counts.samples, manifest.shards.len());
-    format!("{samples} samples in {shards} shards, {}", mib(manifest.bytes()))
+    let (samples, shards) = (count(samples as usize, "sample"), count(shards, "shard"));
+    format!("{samples} in {shards}, {}", mib(manifest.bytes()))
 }

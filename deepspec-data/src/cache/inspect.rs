@@ -1,10 +1,10 @@
 //! `cache inspect`: what a cache holds, what a sample looks like.
 
-use std::io::{self, Write};
+use std::io::Write;
 
 use deepspec_cache::{Inspection, Manifest, Reader, TensorSummary};
 use deepspec_core::Tap;
-use deepspec_core::usage;
+use deepspec_core::{cli, usage};
 use serde_json::{Value, json};
 
 use super::{Place, mib};
@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 fn print(text: &str) -> anyhow::Result<()> {
-    Ok(writeln!(io::stdout(), "{text}")?)
+    Ok(writeln!(cli::stdout(), "{text}")?)
 }
 
 fn print_json(value: &Value) -> anyhow::Result<()> {
@@ -86,7 +86,11 @@ fn summary(manifest: &Manifest) -> String {
             "samples     {}, {} tokens, {} of them supervised",
             counts.samples, counts.tokens, counts.supervised_tokens
         ),
-        format!("files       {} shards, {}, written by {tool}", shards.len(), mib(manifest.bytes())),
+        format!(
+            "files       {}, {}, written by {tool}",
+            cli::count(shards.len(), "shard"),
+            mib(manifest.bytes())
+        ),
     ];
     lines.join("\n")
 }

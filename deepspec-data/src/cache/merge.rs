@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 use deepspec_cache::merge;
-use deepspec_core::cli::Verbosity;
+use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::usage;
 
 use super::build::contents;
@@ -32,7 +32,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let progress = ByteProgress::new(verbosity, built);
     let manifest = merge(dir, |bytes| progress.add(bytes))?;
     progress.finish();
-    Ok(writeln!(io::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
+    Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
 }
 
 /// Bytes of the shards in the folder and its workers' folders.

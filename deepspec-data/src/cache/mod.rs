@@ -18,7 +18,7 @@ use deepspec_cache::CacheError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;
-use deepspec_core::usage;
+use deepspec_core::{jsonl, usage};
 
 /// What the states are captured from, and where they go.
 #[derive(clap::Args)]
@@ -29,7 +29,7 @@ struct Job {
     /// Override a value of the recipe, as in data.max_length=2048
     #[arg(long, value_name = "K=V")]
     set: Vec<String>,
-    /// JSONL rows with `id` and `conversations`
+    /// JSONL rows of conversations, plain, .gz or .zst
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
     input: Vec<PathBuf>,
     /// Folder of the cache, by default the recipe's; rejected lines go beside it, to D.rejected.jsonl
@@ -48,6 +48,9 @@ impl Job {
     fn open(&self) -> anyhow::Result<(Recipe, PathBuf)> {
         if let Some(missing) = self.input.iter().find(|input| !input.is_file()) {
             usage!("--input {}: no such file", missing.display());
+        }
+        if let Some(problem) = self.input.iter().find_map(|input| jsonl::check_lines(input).err()) {
+            usage!("--input {problem}");
         }
         if self.shard_size == 0 {
             usage!("--shard-size must be at least 1");

@@ -1,11 +1,11 @@
 //! `cache plan`: what a build would write, before anything runs.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use deepspec_cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
-use deepspec_core::cli::{UsageError, Verbosity};
+use deepspec_core::cli::{self, UsageError, Verbosity, count};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
 use deepspec_models::ModelConfig;
@@ -105,7 +105,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             "tool_version": deepspec_core::VERSION, "rows": rows, "tokens": report.tokens, "supervised_tokens": report.supervised_tokens,
             "choices": shown, "free_bytes": free, "tokens_per_s": rate, "seconds": seconds, "work": work,
         });
-        return Ok(writeln!(io::stdout(), "{}", serde_json::to_string_pretty(&plan)?)?);
+        return Ok(writeln!(cli::stdout(), "{}", serde_json::to_string_pretty(&plan)?)?);
     }
     let mut lines = vec![accounts(&report, &recipe)];
     for rejected in report.rejected.iter().take(5) {
@@ -124,7 +124,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             None => String::new(),
         };
         let name = encoding.to_string();
-        lines.push(format!("{name:<11} last {last:<10} {:>14} in {shards} shards{about}{fits}", mib(*bytes)));
+        lines.push(format!(
+            "{name:<11} last {last:<10} {:>14} in {}{about}{fits}",
+            mib(*bytes),
+            count(*shards, "shard")
+        ));
     }
     lines.push(format!("free        {} at {}", mib(free), dir.display()));
     lines.push(match (rate, seconds) {
@@ -142,7 +146,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         }
         _ => "time        unknown: give --rate TOKENS_PER_S, --hardware NAME, or --measure".to_string(),
     });
-    Ok(writeln!(io::stdout(), "{}", lines.join("\n"))?)
+    let wrapped = lines.iter().flat_map(|line| line.lines()).map(|line| {
+        // A label of one word, and blanks up to column 12.
+        let label =
+            line.get(..12).map(str::trim_end).filter(|label| label.len() < 12 && !label.contains(' '));
+        label.map_or_else(|| cli::wrapped("", 0, line), |label| cli::wrapped(label, 12, &line[12..]))
+    });
+    Ok(writeln!(cli::stdout(), "{}", wrapped.collect::<Vec<_>>().join("\n"))?)
 }
 
 /// All ways to store the samples.

@@ -1,10 +1,10 @@
 //! `cache import` and `cache export`: the reference's format 2.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::PathBuf;
 
 use deepspec_cache::{Identity, MANIFEST_FILE, Reader, Reference, export as export_cache, remove_existing};
-use deepspec_core::cli::Verbosity;
+use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::TemplateRecipe;
 use deepspec_core::usage;
@@ -70,7 +70,7 @@ pub fn import(args: &ImportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     let mut progress = Progress::new(verbosity, "samples", reference.len() as u64, 0);
     let manifest = reference.import(dir, &identity, || progress.add(1, String::new)).map_err(refusal)?;
     progress.finish();
-    Ok(writeln!(io::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
+    Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
 }
 
 /// What the states are bound to: what format 2 says, and of the rest what the target says.
@@ -122,5 +122,5 @@ pub fn export(args: &ExportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     let mut progress = Progress::new(verbosity, "samples", samples as u64, 0);
     export_cache(cache_dir, to, &model, || progress.add(1, String::new))?;
     progress.finish();
-    Ok(writeln!(io::stdout(), "{}: {samples} samples in format 2", to.display())?)
+    Ok(writeln!(cli::stdout(), "{}: {samples} samples in format 2", to.display())?)
 }

@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 use std::num::NonZero;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use deepspec_core::cli::UsageError;
@@ -19,11 +20,28 @@ const OWN: [(&str, bool); 6] = [
     ("--quiet", false),
     ("-q", false),
 ];
+/// How often it is looked whether a share has ended.
+const LOOK: Duration = Duration::from_millis(100);
 /// Exit code for a mistake of the user's.
 const USAGE: i32 = 2;
 
 /// Shares of a build. Those that still run are killed when it is dropped.
 struct Shares(Vec<Child>);
+
+impl Shares {
+    /// Waits for the first of these to end; `None` where there are none.
+    fn next_end(&mut self, running: &[usize]) -> anyhow::Result<Option<(usize, ExitStatus)>> {
+        while !running.is_empty() {
+            for &share in running {
+                if let Some(status) = self.0[share].try_wait().context("waiting for a process")? {
+                    return Ok(Some((share, status)));
+                }
+            }
+            thread::sleep(LOOK);
+        }
+        Ok(None)
+    }
+}
 
 impl Drop for Shares {
     fn drop(&mut self) {
@@ -38,8 +56,7 @@ impl Drop for Shares {
 /// share ends with exit code 1 though it is built.
 ///
 /// # Errors
-/// The first share, by number, that failed, once those before it have ended; the others are ended then. Nothing of what they finished
-/// is lost.
+/// The share that failed, as soon as it has; the others are ended then. Nothing of what they finished is lost.
 pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("finding this program")?;
     let asked: Vec<OsString> = std::env::args_os().skip(1).collect();
@@ -60,8 +77,9 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
         die_with_parent(&mut command);
         shares.0.push(command.spawn().with_context(|| format!("starting {}", program.display()))?);
     }
-    for share in 0..processes {
-        let status = shares.0[share].wait().context("waiting for a process")?;
+    let mut running: Vec<usize> = (0..processes).collect();
+    while let Some((share, status)) = shares.next_end(&running)? {
+        running.retain(|other| *other != share);
         match status.code() {
             Some(0) => {}
             Some(1) if rejected => {}

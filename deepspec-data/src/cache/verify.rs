@@ -1,9 +1,9 @@
 //! `cache verify`: every byte is what was written.
 
-use std::io::{self, Write};
+use std::io::Write;
 
 use deepspec_cache::{Manifest, verify};
-use deepspec_core::cli::{ExitWith, Verbosity};
+use deepspec_core::cli::{self, ExitWith, Verbosity, count};
 
 use super::{ByteProgress, Place, mib};
 
@@ -26,13 +26,20 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let problems = verify(dir, |bytes| progress.add(bytes))?;
     progress.finish();
     for problem in &problems {
-        writeln!(io::stdout(), "{problem}")?;
+        writeln!(cli::stdout(), "{problem}")?;
     }
     if !problems.is_empty() {
         let reason = format!("{} is damaged: {} problems", dir.display(), problems.len());
         return Err(ExitWith { code: 1, reason }.into());
     }
     let (samples, shards) = (manifest.counts.samples, manifest.shards.len());
-    writeln!(io::stdout(), "{}: sound; {samples} samples in {shards} shards, {}", dir.display(), mib(total))?;
+    writeln!(
+        cli::stdout(),
+        "{}: sound; {} in {}, {}",
+        dir.display(),
+        count(samples as usize, "sample"),
+        count(shards, "shard"),
+        mib(total)
+    )?;
     Ok(())
 }

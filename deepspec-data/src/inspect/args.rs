@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// What to look at and how to show it.
 #[derive(clap::Args)]
 pub struct Args {
-    /// JSONL rows with `id` and `conversations`, plain or compressed
+    /// JSONL rows of conversations, plain, .gz or .zst
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
     pub input: Vec<PathBuf>,
     /// Folder, GGUF file or hub id of the target, for its tokenizer and chat template; by default the recipe's

@@ -1,12 +1,12 @@
 //! All rows, looked at on all cores.
 
-use std::collections::HashSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::jsonl::{self, RawLines};
 use deepspec_core::progress::Progress;
+use deepspec_core::row::UniqueIds;
 use deepspec_text::Problem;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -65,7 +65,7 @@ impl Inspection {
         inspection.summary.chat_template = settings.template.name.clone();
         inspection.summary.max_length = settings.max_length;
         inspection.summary.tags_agree = settings.other.as_ref().map(|_| 0);
-        let (mut seen, mut lengths) = (HashSet::new(), Vec::new());
+        let (mut ids, mut lengths) = (UniqueIds::default(), Vec::new());
         for batch in jsonl::batches_of(files, BATCH) {
             let (file, batch) = batch?;
             let outcomes: Vec<(usize, Outcome)> = batch
@@ -74,10 +74,11 @@ impl Inspection {
                 .collect();
             progress.add(outcomes.len() as u64, String::new);
             for (line, outcome) in outcomes {
-                inspection.add(file, line, outcome, settings, &mut seen, &mut lengths);
+                inspection.add(file, line, outcome, settings, &mut ids, &mut lengths);
             }
         }
         progress.finish();
+        ids.report();
         inspection.summary.lengths = Lengths::of(lengths);
         Ok(inspection)
     }
@@ -87,18 +88,19 @@ impl Inspection {
         self.findings.push(Finding { file: file.to_path_buf(), line, id, reason });
     }
 
-    /// Adds a row; an id belongs to the first usable row that has it.
+    /// Adds a row.
     fn add(
         &mut self,
         file: &Path,
         line: usize,
         outcome: Outcome,
         settings: &Settings,
-        seen: &mut HashSet<String>,
+        ids: &mut UniqueIds,
         lengths: &mut Vec<u32>,
     ) {
+        let place = self.summary.rows;
         self.summary.rows += 1;
-        let row = match outcome {
+        let mut row = match outcome {
             Outcome::Failed => {
                 self.summary.status_error += 1;
                 return;
@@ -109,14 +111,11 @@ impl Inspection {
             }
             Outcome::Row(row) => row,
         };
-        if !seen.insert(row.id.clone()) {
-            self.summary.unusable += 1;
-            return self.find(file, line, Some(row.id), "the id was used by an earlier row".into());
-        }
+        let id = row.named(ids, place);
         lengths.push(u32::try_from(row.supervised.untruncated_len).unwrap_or(u32::MAX));
         self.count(file, line, &row, settings);
         for problem in &row.checked.problems {
-            self.find(file, line, Some(row.id.clone()), problem.to_string());
+            self.find(file, line, Some(id.clone()), problem.to_string());
         }
     }
 
@@ -142,6 +141,7 @@ impl Inspection {
         let masked = settings.mask_token.is_some_and(|mask| row.supervised.input_ids.contains(&mask));
         summary.with_mask_token += usize::from(masked);
         summary.thoughts_left_out += row.checked.thoughts_left_out;
+        summary.calls_left_out += row.checked.calls_left_out;
         summary.outside_their_prompt += row.checked.outside_their_prompt;
         match row.agrees {
             Some(true) => summary.tags_agree = summary.tags_agree.map(|count| count + 1),

@@ -13,8 +13,8 @@ mod terminal;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::Path;
 
-use deepspec_core::cli::{ExitWith, Verbosity};
-use deepspec_core::{atomic, env, usage};
+use deepspec_core::cli::{self, ExitWith, Verbosity};
+use deepspec_core::{atomic, env, jsonl, usage};
 use serde_json::json;
 
 pub use args::Args;
@@ -45,6 +45,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     if let Some(path) = &args.html {
         write_html(path, args, &settings, &inspection)?;
+        tracing::info!("page in {}", path.display());
     }
     let found = if args.json {
         print_json(args, &settings, &inspection)?
@@ -60,6 +61,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 fn check(args: &Args) -> anyhow::Result<()> {
     if let Some(missing) = args.input.iter().find(|input| !input.is_file()) {
         usage!("--input {}: no such file", missing.display());
+    }
+    if let Some(problem) = args.input.iter().find_map(|input| jsonl::check_lines(input).err()) {
+        usage!("--input {problem}");
     }
     if args.max_length == Some(0) {
         usage!("--max-length must be at least 1");
@@ -89,7 +93,7 @@ impl Args {
 
 /// Prints the selected rows and the summary; returns the ids of the rows.
 fn print_text(args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
-    let mut out = BufWriter::new(io::stdout().lock());
+    let mut out = BufWriter::new(cli::stdout());
     let mut found = Vec::new();
     if args.html.is_none() {
         let colour = io::stdout().is_terminal() && !env::no_color();
@@ -109,7 +113,7 @@ fn print_text(args: &Args, settings: &Settings, inspection: &Inspection) -> anyh
 
 /// Prints one JSON object, row by row; returns the ids of the rows.
 fn print_json(args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
-    let mut out = BufWriter::new(io::stdout().lock());
+    let mut out = BufWriter::new(cli::stdout());
     let mut found = Vec::new();
     write!(out, "{{\"rows\": [")?;
     args.each_shown(settings, |row| {

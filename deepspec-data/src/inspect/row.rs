@@ -1,7 +1,7 @@
 //! One row, looked at: its mask, and what is wrong with it.
 
 use deepspec_core::jsonl::Line;
-use deepspec_core::row;
+use deepspec_core::row::{self, UniqueIds};
 use deepspec_text::{Checked, Conversation, MIN_SUPERVISED_TOKENS, Role, Supervised, check, supervise};
 use serde_json::{Map, Value};
 
@@ -19,8 +19,8 @@ pub enum Outcome {
 
 /// A row whose conversation can be rendered.
 pub struct Examined {
-    /// Its id.
-    pub id: String,
+    /// The id that it brings, or that [`Examined::named`] gave it.
+    pub id: Option<String>,
     /// What its template is given.
     pub conversation: Conversation,
     /// Text, tokens and mask.
@@ -32,6 +32,13 @@ pub struct Examined {
 }
 
 impl Examined {
+    /// Gives the row, the one at `place` of all, the id that it has among all rows.
+    pub fn named(&mut self, ids: &mut UniqueIds, place: usize) -> String {
+        let id = ids.name(self.id.as_deref(), place);
+        self.id = Some(id.clone());
+        id
+    }
+
     /// Whether tokens were cut off.
     pub fn is_cut(&self) -> bool {
         self.supervised.untruncated_len > self.supervised.input_ids.len()
@@ -57,17 +64,21 @@ pub fn examine(settings: &Settings, line: Line) -> Outcome {
     if fields.get("status").is_some_and(|status| status == "error") {
         return Outcome::Failed;
     }
-    let id = match row::id_of(&fields) {
+    let id = match row::own_id(&fields) {
         Ok(id) => id,
         Err(problem) => return Outcome::Unusable(None, problem),
     };
-    match examine_row(settings, &id, &fields) {
+    match examine_row(settings, id.clone(), &fields) {
         Ok(examined) => Outcome::Row(Box::new(examined)),
-        Err(problem) => Outcome::Unusable(Some(id), problem),
+        Err(problem) => Outcome::Unusable(id, problem),
     }
 }
 
-fn examine_row(settings: &Settings, id: &str, fields: &Map<String, Value>) -> Result<Examined, String> {
+fn examine_row(
+    settings: &Settings,
+    id: Option<String>,
+    fields: &Map<String, Value>,
+) -> Result<Examined, String> {
     let one_line = |error: &dyn std::error::Error| error.to_string().replace('\n', " ");
     let Settings { tokenizer, template, other, max_length, .. } = settings;
     let conversation = Conversation::from_row(fields).map_err(|error| one_line(&error))?;
@@ -79,5 +90,5 @@ fn examine_row(settings: &Settings, id: &str, fields: &Map<String, Value>) -> Re
         seen.is_ok_and(|seen| seen.loss_mask == supervised.loss_mask)
     };
     let agrees = other.as_ref().map(same);
-    Ok(Examined { id: id.to_owned(), agrees, conversation, supervised, checked })
+    Ok(Examined { id, agrees, conversation, supervised, checked })
 }

@@ -85,7 +85,12 @@ fn probes(files: &[PathBuf], settings: &Settings) -> anyhow::Result<Vec<Probe>> 
             let last = before.messages.iter().rposition(|message| message.role == Role::Assistant);
             before.messages.truncate(last.unwrap_or(before.messages.len()));
             before.messages = settings.template.with_system(&before.messages);
-            probes.push(Probe { file: file.to_path_buf(), line: line.number, id: row.id, before });
+            probes.push(Probe {
+                file: file.to_path_buf(),
+                line: line.number,
+                id: row.id.unwrap_or_default(),
+                before,
+            });
             if probes.len() == ROWS {
                 return Ok(probes);
             }

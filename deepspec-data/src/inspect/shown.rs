@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use deepspec_core::jsonl::{self, RawLine};
+use deepspec_core::row::UniqueIds;
 use deepspec_text::{ChatTokenizer, Served, Supervised, TextError};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -50,8 +51,14 @@ pub struct ShownRow {
 }
 
 impl ShownRow {
-    fn new(file: PathBuf, line: usize, row: Examined, tokenizer: &ChatTokenizer) -> Result<Self, TextError> {
-        let Examined { id, supervised, checked, .. } = row;
+    fn new(
+        file: PathBuf,
+        line: usize,
+        id: String,
+        row: Examined,
+        tokenizer: &ChatTokenizer,
+    ) -> Result<Self, TextError> {
+        let Examined { supervised, checked, .. } = row;
         Ok(Self {
             file,
             line,
@@ -84,16 +91,24 @@ pub fn each(
     most: usize,
     mut show: impl FnMut(ShownRow) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let mut left = most;
+    let (mut left, mut names, mut place) = (most, UniqueIds::default(), 0);
     for batch in jsonl::batches_of(files, BATCH) {
         let (file, lines) = batch?;
-        let shown = |line: &RawLine| match examine(settings, line.parse(file)) {
-            Outcome::Row(row) if ids.is_empty() || ids.contains(&row.id) => {
-                ShownRow::new(file.to_path_buf(), line.number, *row, &settings.tokenizer).map(Some)
+        let examine = |line: &RawLine| (line.number, examine(settings, line.parse(file)));
+        let mut wanted = vec![];
+        for (line, outcome) in lines.par_iter().map(examine).collect::<Vec<_>>() {
+            if let Outcome::Row(mut row) = outcome {
+                let id = row.named(&mut names, place);
+                if ids.is_empty() || ids.contains(&id) {
+                    wanted.push((line, id, *row));
+                }
             }
-            _ => Ok(None),
-        };
-        for row in lines.par_iter().map(shown).collect::<Result<Vec<_>, _>>()?.into_iter().flatten() {
+            place += 1;
+        }
+        wanted.truncate(left.saturating_add(1));
+        let show_row =
+            |(line, id, row)| ShownRow::new(file.to_path_buf(), line, id, row, &settings.tokenizer);
+        for row in wanted.into_par_iter().map(show_row).collect::<Result<Vec<_>, _>>()? {
             if left == 0 {
                 return Ok(());
             }

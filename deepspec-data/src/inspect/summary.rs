@@ -38,6 +38,8 @@ pub struct Summary {
     pub default_system: usize,
     /// Answers whose thoughts the template leaves out.
     pub thoughts_left_out: usize,
+    /// Answers of tool calls alone that the template does not write.
+    pub calls_left_out: usize,
     /// Earlier answers outside the prompt they were given to.
     pub outside_their_prompt: usize,
     /// Rows that have the token which stands for what is to be drafted.
@@ -128,6 +130,10 @@ impl Summary {
                 "rows without a system message were given the default one; a server gets it only if the request has it",
             ),
             (self.thoughts_left_out, "answers stand without their thoughts, which the template leaves out"),
+            (
+                self.calls_left_out,
+                "answers are tool calls that the template does not write, so nothing of them is learned",
+            ),
             (
                 self.outside_their_prompt,
                 "earlier answers stand without what ended their prompt, such as an empty block of thoughts",

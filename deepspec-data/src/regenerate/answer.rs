@@ -2,7 +2,9 @@
 
 use std::ops::AddAssign;
 
-use deepspec_text::{Message, PROMPT_TOKEN_IDS, Role, TOKEN_IDS, without_thoughts};
+use deepspec_text::{
+    Completeness, FINISH_REASON, FinishReason, Message, PROMPT_TOKEN_IDS, Role, TOKEN_IDS, without_thoughts,
+};
 use serde_json::{Map, Value, json};
 
 use super::settings::Reasoning;
@@ -32,8 +34,8 @@ pub struct Answer {
     pub thoughts: Option<String>,
     /// Tools that it calls.
     pub tool_calls: Option<Value>,
-    /// Why it ended: `stop`, `length`, `tool_calls`, …
-    pub finish: Option<String>,
+    /// Why it ended.
+    pub finish: FinishReason,
     /// What it cost.
     pub tokens: Tokens,
     /// The tokens that it was generated as, where the server tells.
@@ -51,15 +53,27 @@ pub enum AskError {
     Run(anyhow::Error),
 }
 
+/// Why a chat completion holds no answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoAnswer {
+    /// It is no chat completion.
+    Invalid(&'static str),
+    /// It is a chat completion in which the model says nothing.
+    Empty,
+    /// The server broke it off.
+    BrokenOff(FinishReason),
+}
+
 impl Answer {
-    /// Reads a chat completion.
-    pub fn read(text: &str) -> Result<Self, &'static str> {
-        let mut completion: Value = serde_json::from_str(text).map_err(|_| "the answer is not JSON")?;
+    /// Reads a chat completion; `has_stops` says that stop strings were asked for.
+    pub fn read(text: &str, has_stops: bool) -> Result<Self, NoAnswer> {
+        let mut completion: Value =
+            serde_json::from_str(text).map_err(|_| NoAnswer::Invalid("the answer is not JSON"))?;
         let tokens = Tokens {
             prompt: completion["usage"]["prompt_tokens"].as_u64().unwrap_or(0),
             completion: completion["usage"]["completion_tokens"].as_u64().unwrap_or(0),
         };
-        let finish = completion["choices"][0]["finish_reason"].as_str().map(str::to_owned);
+        let finish = FinishReason::of_choice(&completion["choices"][0], has_stops);
         let ids = |place: &str| {
             let ids = completion.pointer(place)?.as_array()?;
             (!ids.is_empty() && ids.iter().all(Value::is_u64)).then(|| json!(ids))
@@ -70,16 +84,22 @@ impl Answer {
         // As vLLM and our own server say it; as SGLang does.
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
         // Reading by index gives null for what is not there; taking out by index would panic.
-        let message = completion.pointer_mut("/choices/0/message").ok_or("the answer has no choices")?.take();
-        let thoughts = ["reasoning_content", "reasoning"].iter().find_map(|&field| message[field].as_str());
-        let thoughts = thoughts.filter(|thoughts| !thoughts.is_empty()).map(str::to_owned);
+        let message = completion.pointer_mut("/choices/0/message");
+        let message = message.ok_or(NoAnswer::Invalid("the answer has no choices"))?.take();
+        if finish.completeness() == Completeness::Broken {
+            return Err(NoAnswer::BrokenOff(finish));
+        }
+        let thoughts = ["reasoning_content", "reasoning", "thinking"].iter();
+        let mut thoughts = thoughts.filter_map(|&field| message[field].as_str());
+        let thoughts = thoughts.find(|thoughts| !thoughts.is_empty()).map(str::to_owned);
         let tool_calls = message["tool_calls"].as_array().filter(|calls| !calls.is_empty());
         let tool_calls = tool_calls.map(|calls| json!(calls));
         let content = match &message["content"] {
-            Value::String(content) => content.clone(),
+            Value::String(content) if !content.is_empty() => content.clone(),
             // All the tokens went into thoughts or calls.
-            Value::Null if thoughts.is_some() || tool_calls.is_some() => String::new(),
-            _ => return Err("the answer has no text"),
+            Value::Null | Value::String(_) if thoughts.is_some() || tool_calls.is_some() => String::new(),
+            Value::Null | Value::String(_) => return Err(NoAnswer::Empty),
+            _ => return Err(NoAnswer::Invalid("the answer has no text")),
         };
         Ok(Self { content, thoughts, tool_calls, finish, tokens, token_ids, prompt_token_ids })
     }
@@ -90,9 +110,7 @@ impl Answer {
         if let Some(calls) = self.tool_calls {
             extra.insert("tool_calls".into(), calls);
         }
-        if let Some(finish) = self.finish {
-            extra.insert("finish_reason".into(), json!(finish));
-        }
+        extra.insert(FINISH_REASON.into(), json!(self.finish.word()));
         // Where thoughts are left out of the row, the tokens that were served are not what is to be learnt.
         if reasoning == Reasoning::Keep {
             let ids = [(TOKEN_IDS, self.token_ids), (PROMPT_TOKEN_IDS, self.prompt_token_ids)];
@@ -112,6 +130,7 @@ impl Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use deepspec_testkit::mutate::Dice;
 
     fn completion(message: Value) -> String {
         json!({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 3, "prompt_tokens": 5}})
@@ -120,23 +139,26 @@ mod tests {
 
     #[test]
     fn answers_are_read_with_their_thoughts_and_calls() {
-        let answer = Answer::read(&completion(json!({"content": "a", "reasoning": "b"}))).unwrap();
+        let answer = Answer::read(&completion(json!({"content": "a", "reasoning": "b"})), false).unwrap();
         assert_eq!(
             answer,
             Answer {
                 content: "a".into(),
                 thoughts: Some("b".into()),
                 tool_calls: None,
-                finish: Some("stop".into()),
+                finish: FinishReason::Stop,
                 tokens: Tokens { prompt: 5, completion: 3 },
                 ..Answer::default()
             }
         );
-        let thoughts = Answer::read(&completion(json!({"content": null, "reasoning_content": "b"}))).unwrap();
+        let thoughts =
+            Answer::read(&completion(json!({"content": null, "reasoning_content": "b"})), false).unwrap();
         assert_eq!(thoughts.content, "");
-        let plain = Answer::read(&completion(json!({"content": "a", "reasoning_content": null}))).unwrap();
+        let plain =
+            Answer::read(&completion(json!({"content": "a", "reasoning_content": null})), false).unwrap();
         assert_eq!(plain.thoughts, None);
-        let call = Answer::read(&completion(json!({"content": null, "tool_calls": [{"id": "x"}]}))).unwrap();
+        let call =
+            Answer::read(&completion(json!({"content": null, "tool_calls": [{"id": "x"}]})), false).unwrap();
         assert_eq!(call.message(Reasoning::Keep).extra["tool_calls"], json!([{"id": "x"}]));
         for broken in [
             "",
@@ -144,10 +166,26 @@ mod tests {
             "{\"choices\":[]}",
             "{\"choices\":3}",
             &completion(json!({"content": null})),
+            &completion(json!({"content": ""})),
             "{\"choices\":[1]}",
         ] {
-            assert!(Answer::read(broken).is_err(), "{broken}");
+            assert!(
+                matches!(Answer::read(broken, false), Err(NoAnswer::Invalid(_) | NoAnswer::Empty)),
+                "{broken}"
+            );
         }
+    }
+
+    #[test]
+    fn what_a_server_broke_off_is_no_answer() {
+        for word in ["abort", "error", "repetition"] {
+            let text = completion(json!({"content": "a"})).replace("\"stop\"", &format!("{word:?}"));
+            assert_eq!(Answer::read(&text, false), Err(NoAnswer::BrokenOff(FinishReason::of_word(word))));
+        }
+        let cut = completion(json!({"content": "a"})).replace("\"stop\"", "null");
+        assert_eq!(Answer::read(&cut, false).unwrap().finish, FinishReason::Unknown);
+        let stopped = Answer::read(&completion(json!({"content": "a"})), true).unwrap();
+        assert_eq!(stopped.message(Reasoning::Keep).extra[FINISH_REASON], "stop_sequence");
     }
 
     #[test]
@@ -156,7 +194,7 @@ mod tests {
             let mut whole: Value = serde_json::from_str(&completion(json!({"content": "a"}))).unwrap();
             let (parent, name) = place.rsplit_once('/').unwrap();
             whole.pointer_mut(parent).unwrap()[name] = value;
-            let Answer { token_ids, prompt_token_ids, .. } = Answer::read(&whole.to_string()).unwrap();
+            let Answer { token_ids, prompt_token_ids, .. } = Answer::read(&whole.to_string(), false).unwrap();
             (token_ids, prompt_token_ids)
         };
         let ids = json!([3, 4]);
@@ -181,7 +219,7 @@ mod tests {
         let answer = Answer {
             content: "<think>x</think>a".into(),
             thoughts: Some("b".into()),
-            finish: Some("length".into()),
+            finish: FinishReason::Length,
             ..Answer::default()
         };
         let kept = answer.clone().message(Reasoning::Keep);
@@ -203,5 +241,63 @@ mod tests {
         assert_eq!(dropped("<|channel>thought\na\n<channel|>b"), "b");
         assert_eq!((dropped("a<channel|>b").as_str(), dropped("<|channel>thought\na").as_str()), ("b", ""));
         assert_eq!(answer.message(Reasoning::Keep).content, "<think>x</think>a");
+    }
+
+    /// Answers of servers with nulls, other types and unknown keys anywhere: each says something, or why it is none.
+    #[test]
+    fn damaged_completions_are_answers_or_say_why_not() {
+        let words = [
+            "content",
+            "role",
+            "tool_calls",
+            "finish_reason",
+            "choices",
+            "message",
+            "abort",
+            "length",
+            "reasoning",
+            "x",
+        ];
+        let call =
+            json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
+        let (mut read, mut none) = (0, 0);
+        for seed in 0..20_000 {
+            let mut dice = Dice::new(seed, &words);
+            let message = match dice.roll(3) {
+                0 => json!({"role": "assistant", "content": null, "tool_calls": [call]}),
+                1 => {
+                    json!({"role": "assistant", "content": "a", "reasoning_content": "b", "token_ids": [1, 2]})
+                }
+                _ => json!({"role": "assistant", "content": "a", "refusal": null, "audio": null}),
+            };
+            let mut completion = json!({
+                "id": "x", "object": "chat.completion", "error": null, "prompt_token_ids": [1],
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop", "stop_reason": null, "logprobs": null}],
+                "usage": {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": null},
+            });
+            (0..dice.roll(4)).for_each(|_| dice.mutate(&mut completion));
+            let text = match dice.roll(20) {
+                0 => String::from_utf8_lossy(&dice.line(completion)).into_owned(),
+                _ => completion.to_string(),
+            };
+            match Answer::read(&text, dice.roll(2) == 0) {
+                Ok(answer) => {
+                    read += 1;
+                    assert_ne!(answer.finish.completeness(), Completeness::Broken, "seed {seed}: {text}");
+                    assert!(
+                        !answer.clone().message(Reasoning::Keep).says_nothing()
+                            || answer.content.trim().is_empty(),
+                        "seed {seed}: {text}"
+                    );
+                }
+                Err(NoAnswer::Empty) => {}
+                Err(NoAnswer::Invalid(why)) => {
+                    none += 1;
+                    assert!(why.len() > 10, "seed {seed}: {why}");
+                }
+                Err(NoAnswer::BrokenOff(reason)) => assert_eq!(reason.completeness(), Completeness::Broken),
+            }
+        }
+        assert!(read > 5_000 && none > 1_000, "{read} read, {none} none");
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::anyhow;
 use deepspec_decode::EngineError;
-use deepspec_serve::{ChatError, ChatModel, ChatRequest, finish_name, fresh_number, parse};
+use deepspec_serve::{ChatError, ChatModel, ChatRequest, fresh_number, parse};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, AskError, Tokens};
@@ -71,7 +71,8 @@ impl Embedded {
 
     async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
         // The same checks as `serve`'s, so that both give the same answers.
-        let request = parse(body.to_string().as_bytes(), &self.name, fresh_number())?;
+        let defaults = self.model.defaults();
+        let request = parse(body.to_string().as_bytes(), &self.name, defaults, fresh_number())?;
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         let answer = self.answer(&request).await;
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
@@ -81,15 +82,20 @@ impl Embedded {
     async fn answer(&self, request: &ChatRequest) -> Result<Answer, ChatError> {
         let mut reply = self.model.start(request)?;
         let whole = reply.collect().await?;
+        if whole.is_empty() {
+            return Err(ChatError::Empty);
+        }
         let usage = reply.usage();
         Ok(Answer {
             content: whole.content,
             // Parted already: nothing of the content is cut as thoughts, whatever it speaks of.
             thoughts: Some(whole.reasoning),
             tool_calls: None,
-            finish: reply.finish().map(finish_name).map(str::to_owned),
+            finish: reply.finish().unwrap_or_default(),
             tokens: Tokens { prompt: usage.prompt as u64, completion: usage.completion as u64 },
-            token_ids: request.return_token_ids.then(|| json!(reply.token_ids())),
+            // A vocabulary padded beyond the tokenizer has ids that no text has; the text stands for the answer then.
+            token_ids: (request.return_token_ids && self.model.knows(reply.token_ids()))
+                .then(|| json!(reply.token_ids())),
             prompt_token_ids: request.return_token_ids.then(|| json!(reply.prompt_token_ids())),
         })
     }

@@ -6,6 +6,7 @@ use std::vec;
 use deepspec_core::atomic::FileError;
 use deepspec_core::digest;
 use deepspec_core::jsonl::{self, BadLine, Line, RawLine};
+use deepspec_core::row::UniqueIds;
 use rayon::prelude::*;
 
 use super::ids::IdSet;
@@ -31,17 +32,19 @@ type Parsed = (usize, Result<Row, String>);
 /// Reads all inputs once.
 pub fn index(inputs: &[PathBuf], settings: &Settings) -> Result<InputIndex, FileError> {
     let mut index = InputIndex::default();
-    // By its id, so that rows of one id meet in one worker, which rejects the second. What has no id is told by the first.
+    // By its id, which all workers see alike. What is no row is told by the first.
     let falls_here = |id: &str| settings.worker.builds(digest::fingerprint(id.as_bytes()) as usize);
+    let mut names = Names::default();
     for batch in jsonl::batches_of(inputs, BATCH) {
         let (file, batch) = batch?;
-        for (line, row) in parse(file, batch, settings) {
+        for (line, row) in names.given(parse(file, batch, settings)) {
             let here = row.as_ref().map_or(settings.worker.builds(0), |row| falls_here(&row.id));
             if let Some(Err(reason)) = here.then(|| row.and_then(|row| index.add(&row, settings))) {
                 index.rejected.push(Rejected { file: file.to_path_buf(), line, reason });
             }
         }
     }
+    names.ids.report();
     Ok(index)
 }
 
@@ -64,16 +67,9 @@ pub fn select<'a>(
     settings: &'a Settings,
     wanted: impl Fn(&str) -> bool + 'a,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
-    let mut given = IdSet::default();
     rows(inputs, settings).flat_map(move |row| match row {
         Err(error) => vec![Err(error)],
-        Ok(row) => {
-            // A second row of the same id was rejected by the index.
-            if !given.insert(&row.id) {
-                return vec![];
-            }
-            row.samples(settings.samples).into_iter().filter(|row| wanted(&row.id)).map(Ok).collect()
-        }
+        Ok(row) => row.samples(settings.samples).into_iter().filter(|row| wanted(&row.id)).map(Ok).collect(),
     })
 }
 
@@ -82,12 +78,33 @@ pub fn rows<'a>(
     inputs: &'a [PathBuf],
     settings: &'a Settings,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
-    jsonl::batches_of(inputs, BATCH).flat_map(|batch| match batch {
+    let mut names = Names::default();
+    jsonl::batches_of(inputs, BATCH).flat_map(move |batch| match batch {
         Err(error) => vec![Err(error)],
         Ok((file, batch)) => {
-            parse(file, batch, settings).into_iter().filter_map(|(_, row)| row.ok().map(Ok)).collect()
+            let rows = names.given(parse(file, batch, settings));
+            rows.into_iter().filter_map(|(_, row)| row.ok().map(Ok)).collect()
         }
     })
+}
+
+/// The ids of usable rows, given in the order of the inputs.
+#[derive(Default)]
+struct Names {
+    ids: UniqueIds,
+    /// Lines so far.
+    lines: usize,
+}
+
+impl Names {
+    fn given(&mut self, parsed: Vec<Parsed>) -> Vec<Parsed> {
+        let name = |(line, row): Parsed| {
+            let place = self.lines;
+            self.lines += 1;
+            (line, row.map(|row| row.named(&mut self.ids, place)))
+        };
+        parsed.into_iter().map(name).collect()
+    }
 }
 
 fn parse(file: &Path, batch: Vec<RawLine>, settings: &Settings) -> Vec<Parsed> {

@@ -14,16 +14,17 @@ mod store;
 pub mod wire;
 mod work;
 
-use std::io::{self, Write};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use anyhow::Context;
 use deepspec_cache::Worker;
-use deepspec_core::cli::{ExitWith, Verbosity};
+use deepspec_core::cli::{self, ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
-use deepspec_core::usage;
+use deepspec_core::{jsonl, usage};
 use deepspec_models::weights_digest;
 use deepspec_serve::{ChatModel, EngineArgs};
 use serde_json::{Value, json};
@@ -47,18 +48,19 @@ const SHOWN: usize = 3;
 
 /// Arguments of `regenerate`.
 #[derive(clap::Args)]
+#[command(group = clap::ArgGroup::new("answering").required(true).args(["server", "embedded"]))]
 pub struct Args {
-    /// JSONL rows with `id` and `conversations`, plain, .gz or .zst; `tools` and `sampling` of a row are respected
+    /// JSONL rows of conversations or prompts, plain, .gz or .zst; `tools` and `sampling` of a row are respected
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
     input: Vec<PathBuf>,
     /// Where answered rows go, F.jsonl; failed ones go to F_error.jsonl, settings and accounts to F.jsonl.*.json
     #[arg(long, value_name = "F")]
     output: PathBuf,
-    /// Name of the model, as the servers know it
-    #[arg(long, value_name = "NAME")]
-    model: String,
+    /// Name of the model, as the servers know it; with --embedded another name for it
+    #[arg(long, value_name = "NAME", required_unless_present = "embedded")]
+    model: Option<String>,
     /// Base URL of an OpenAI-compatible server; give it again for more servers
-    #[arg(long, num_args = 1.., value_name = "URL", required_unless_present = "embedded", conflicts_with = "embedded")]
+    #[arg(long, num_args = 1.., value_name = "URL", conflicts_with = "embedded")]
     server: Vec<String>,
     /// Answer in this process with the model of this folder, GGUF file or hub id, without a server
     #[arg(long, value_name = "M")]
@@ -84,6 +86,13 @@ pub struct Args {
     overwrite: bool,
     #[command(flatten, next_help_heading = "With --embedded")]
     engine: EngineArgs,
+}
+
+impl Args {
+    /// The model's name.
+    fn model(&self) -> &str {
+        self.model.as_deref().or(self.embedded.as_deref()).unwrap_or_default()
+    }
 }
 
 /// Runs the command.
@@ -122,9 +131,14 @@ impl Inputs {
             embedded.map(|model| args.engine.resolve("--embedded", model, verbosity)).transpose()?;
         let weights = embedded.as_ref().map(|(dir, _)| weights_digest(dir)).transpose()?;
         let settings =
-            Arc::new(Settings::new(&args.input, &args.model, weights, &args.sampling, args.worker)?);
+            Arc::new(Settings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?);
         reuse::check(&args.reuse, &settings)?;
         let index = Arc::new(index::index(&args.input, &settings)?);
+        // A worker's share of few rows may well be empty.
+        if index.ids.len() + index.rejected.len() == 0 && args.worker == Worker::ALONE {
+            let inputs: Vec<String> = args.input.iter().map(|path| path.display().to_string()).collect();
+            usage!("--input {}: there are no rows", inputs.join(" "));
+        }
         Ok(Self { embedded, settings, index })
     }
 
@@ -183,7 +197,11 @@ fn check(args: &Args) -> anyhow::Result<()> {
             _ if input.to_str().is_none() => usage!("--input {}: the path is not UTF-8", input.display()),
             _ if input.is_dir() => usage!("--input {} is a folder; name its files", input.display()),
             _ if !input.is_file() => usage!("--input {}: no such file", input.display()),
-            _ => {}
+            _ => {
+                if let Err(problem) = jsonl::check_lines(input) {
+                    usage!("--input {problem}");
+                }
+            }
         }
     }
     let extension = args.output.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
@@ -211,11 +229,12 @@ fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow:
         let model = Box::new(ChatModel::load(&dir, &engine)?);
         return Ok(Backend::Embedded(Embedded {
             model,
-            name: args.model.clone(),
+            name: args.model().into(),
             in_flight: AtomicUsize::new(0),
         }));
     }
-    Ok(Backend::Servers(Arc::new(Pool::new(&args.server, args.asking.clone())?)))
+    let asking = Options { asks_thinking: args.sampling.asks_thinking(), ..args.asking.clone() };
+    Ok(Backend::Servers(Arc::new(Pool::new(&args.server, asking)?)))
 }
 
 /// Rows that are worked on at once: more than fit in at the servers, so that a slot never waits for a row.
@@ -252,7 +271,7 @@ fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
         }
     }
     let (rows, malformed) = (ok + failed + reused + asked, index.rejected.len());
-    let mut out = io::stdout().lock();
+    let mut out = cli::stdout();
     writeln!(
         out,
         "{rows} rows = {ok} ok + {failed} failed + {reused} to take over + {asked} to ask ({requests} requests); {malformed} \
@@ -260,6 +279,13 @@ fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
     )?;
     first.iter().try_for_each(|request| writeln!(out, "{request:#}"))?;
     Ok(writeln!(out, "nothing was asked and {} was not touched", args.output.display())?)
+}
+
+/// Why the first failed row failed.
+fn first_problem(failed: &Path) -> Option<String> {
+    let rows = BufReader::new(File::open(failed).ok()?);
+    let row: Value = serde_json::from_str(&rows.lines().next()?.ok()?).ok()?;
+    Some(row["error"].as_str()?.to_string())
 }
 
 /// Turns the end of the run into the exit code.
@@ -281,7 +307,9 @@ fn conclude(ending: Ending, store: &ResultStore) -> anyhow::Result<()> {
         Ending::Finished if failed + malformed > 0 => {
             let mut reasons = vec![];
             if failed > 0 {
-                reasons.push(format!("{failed} rows failed (see {})", store.failed_path().display()));
+                let path = store.failed_path();
+                let first = first_problem(path).map_or_else(String::new, |why| format!(", the first: {why}"));
+                reasons.push(format!("{failed} rows failed (see {}{first})", path.display()));
             }
             if malformed > 0 {
                 let rejects = rejects::path(store.output());

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::time::Instant;
 
 use deepspec_core::atomic::{self, FileError};
+use deepspec_core::cli;
 use serde_json::{Value, json};
 
 use super::answer::Tokens;
@@ -61,7 +62,8 @@ impl RunStats {
                 "failed": done.failed.len(),
                 "pending": store.pending(),
                 "malformed_lines": store.index.rejected.len(),
-                "truncated": done.truncated,
+                "cut": done.cut(),
+                "finish_reasons": done.finished,
             },
             "this_run": {
                 "rows_answered": self.rows,
@@ -92,17 +94,19 @@ impl RunStats {
             );
         }
         let done = store.done();
-        if done.truncated > 0 {
+        if done.cut() > 0 {
+            let reasons = done.finished.iter().map(|(reason, rows)| format!("{rows} {reason}"));
             tracing::info!(
-                "{} rows have answers cut at the limit of tokens (finish_reason \"length\")",
-                done.truncated
+                "{} rows have answers that were cut, whose end of turn is not learned (finish_reason: {})",
+                done.cut(),
+                reasons.collect::<Vec<_>>().join(", ")
             );
         }
         tracing::info!("accounts in {}", report_path(store.output()).display());
         writeln!(
-            io::stdout(),
-            "{} rows = {} ok + {} failed + {} pending; {} malformed lines",
-            store.index.ids.len(),
+            cli::stdout(),
+            "{} = {} ok + {} failed + {} pending; {} malformed lines",
+            cli::count(store.index.ids.len(), "row"),
             done.ok.len(),
             done.failed.len(),
             store.pending(),

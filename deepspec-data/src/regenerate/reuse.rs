@@ -129,9 +129,6 @@ pub fn take_over(
         inputs,
         settings,
         |id| index.ids.contains(id) && done.lacks(id),
-        |id, fields| {
-            let truncated = fields.get("finish_reason").is_some_and(|why| why == "length");
-            Ok(store.record_ok(id, &fields, truncated)?)
-        },
+        |id, fields| Ok(store.record_ok(id, &fields)?),
     )
 }

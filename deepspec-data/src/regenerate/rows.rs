@@ -1,19 +1,21 @@
 //! Input rows: what is asked of each, and what comes out.
 
-use deepspec_core::row;
-use deepspec_text::{Conversation, Message, PROMPT_TOKEN_IDS, Role};
+use deepspec_core::row::{self, UniqueIds};
+use deepspec_text::{
+    Conversation, FINISH_REASON, FinishReason, MESSAGE_KEYS, Message, PROMPT_TOKEN_IDS, Role,
+};
 use serde_json::{Map, Value, json};
 
 use super::answer::{AskError, Tokens};
 use super::backend::Backend;
 use super::overrides::Overrides;
-use super::settings::{Asked, Settings};
+use super::settings::{Asked, Reasoning, Settings};
 use super::wire;
 
 /// A usable input row, or one of several samples of it.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// The output row's id as text.
+    /// The output row's id as text; empty until [`Row::named`] of a row that brings none.
     pub id: String,
     /// The row to write, but for its conversation.
     fields: Map<String, Value>,
@@ -37,14 +39,12 @@ pub struct Answered {
     pub fields: Map<String, Value>,
     /// Tokens of its requests and answers.
     pub tokens: Tokens,
-    /// Whether an answer reached its limit of tokens.
-    pub truncated: bool,
 }
 
 impl Row {
     /// Reads a row and plans its conversation.
     pub fn parse(fields: Map<String, Value>, settings: &Settings) -> Result<Self, String> {
-        let id = row::id_of(&fields)?;
+        let id = row::own_id(&fields)?.unwrap_or_default();
         let Conversation { messages, tools } =
             Conversation::from_row(&fields).map_err(|error| error.to_string())?;
         let overrides = Overrides::parse(&fields)?;
@@ -52,6 +52,19 @@ impl Row {
             settings.trial(&overrides).map_err(|problem| format!("`sampling`: {problem}"))?;
         }
         Ok(Self { id, plan: plan(messages)?, tools, fields, overrides })
+    }
+
+    /// The row under the id that it has among all rows, which stand in its fields too.
+    pub fn named(mut self, ids: &mut UniqueIds, place: usize) -> Self {
+        let own = Some(self.id.as_str()).filter(|id| !id.is_empty());
+        let id = ids.name(own, place);
+        if self.id != id {
+            let value = if own.is_none() { json!(place) } else { json!(id) };
+            let is_number = value.is_number() && id == value.to_string().as_str();
+            self.fields.shift_insert(0, "id".into(), if is_number { value } else { json!(id) });
+            self.id = id;
+        }
+        self
     }
 
     /// The ids under which the samples of row `id` are written.
@@ -77,8 +90,9 @@ impl Row {
 
     /// Asks for an answer wherever the row needs one, with the conversation so far.
     pub async fn answered(&self, backend: &Backend, settings: &Settings) -> Result<Answered, AskError> {
-        let (mut said, mut tokens, mut finish, mut turn) = (vec![], Tokens::default(), None, 0);
-        let mut truncated = false;
+        let (mut said, mut tokens, mut turn) = (vec![], Tokens::default(), 0);
+        // Of the first answer that was cut, else of the last one.
+        let mut finish = FinishReason::default();
         // Answers of one conversation come from one server as long as it can: it still has the beginning in its cache.
         let mut home = None;
         for step in &self.plan {
@@ -88,11 +102,22 @@ impl Row {
                     let body = settings.body(&said, &self.asked(turn));
                     let answer = backend.ask(body, &mut home).await?;
                     tokens += answer.tokens;
-                    truncated |= answer.finish.as_deref() == Some("length");
-                    finish = answer.finish.clone();
+                    if turn == 0 || finish.is_whole() {
+                        finish = answer.finish;
+                    }
                     // Of prompts the last one holds the others.
                     said.iter_mut().for_each(|message| drop(message.extra.shift_remove(PROMPT_TOKEN_IDS)));
-                    said.push(answer.message(settings.reasoning));
+                    let message = answer.message(settings.reasoning);
+                    if message.says_nothing() {
+                        let words = match settings.reasoning {
+                            Reasoning::Drop => {
+                                "nothing is left of the answer but thoughts, which --reasoning drop leaves out"
+                            }
+                            Reasoning::Keep => "the answer has no text but white space",
+                        };
+                        return Err(AskError::Row(format!("{words} (finish_reason {:?})", finish.word())));
+                    }
+                    said.push(message);
                     turn += 1;
                     // Nothing is executed: what the row says next does not follow from a call that it did not record.
                     if said.last().is_some_and(|message| !message.tool_calls().is_empty()) {
@@ -103,11 +128,10 @@ impl Row {
         }
         let mut fields = self.fields.clone();
         fields.shift_remove("error");
-        fields.insert("conversations".into(), json!(said));
+        write_conversation(&mut fields, json!(said));
         fields.insert("status".into(), json!("success"));
-        let finish = if truncated { Some("length".into()) } else { finish };
-        fields.insert("finish_reason".into(), json!(finish));
-        Ok(Answered { fields, tokens, truncated })
+        fields.insert(FINISH_REASON.into(), json!(finish.word()));
+        Ok(Answered { fields, tokens })
     }
 
     /// The body of the row's first request.
@@ -143,7 +167,8 @@ impl Row {
     pub fn with_answers(&self, earlier: &Map<String, Value>) -> Map<String, Value> {
         let mut fields = self.fields.clone();
         fields.shift_remove("error");
-        for name in ["conversations", "status", "finish_reason"] {
+        write_conversation(&mut fields, earlier.get("conversations").cloned().unwrap_or_default());
+        for name in ["status", FINISH_REASON] {
             fields.insert(name.into(), earlier.get(name).cloned().unwrap_or_default());
         }
         fields
@@ -160,6 +185,12 @@ impl Row {
     fn asked(&self, turn: usize) -> Asked<'_> {
         Asked { id: &self.id, turn, overrides: &self.overrides, tools: self.tools.as_ref() }
     }
+}
+
+/// Puts a conversation into a row in place of the one that it came with.
+fn write_conversation(fields: &mut Map<String, Value>, conversation: Value) {
+    fields.retain(|name, _| !MESSAGE_KEYS.contains(&name.as_str()) || name == MESSAGE_KEYS[0]);
+    fields.insert(MESSAGE_KEYS[0].into(), conversation);
 }
 
 /// Keeps what the model did not say, and asks wherever it spoke or should have spoken. Tool calls are spliced in with
@@ -283,7 +314,8 @@ mod tests {
             assert!(error.contains(reason), "{error}");
         };
         let user = json!({"role": "user", "content": "x"});
-        says(json!({"conversations": []}), "no `id`");
+        says(json!({"conversations": []}), "`conversations` must be a non-empty array of messages");
+        says(json!({"id": [1], "conversations": [user]}), "`id` must be a string or an integer");
         says(
             json!({"id": 1, "conversations": [{"role": "assistant", "content": "x"}]}),
             "must start with user",

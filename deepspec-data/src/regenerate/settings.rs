@@ -14,7 +14,7 @@ use super::wire;
 /// Sampling as given; what is not given is not sent, so that the server's defaults hold.
 #[derive(clap::Args)]
 pub struct Sampling {
-    /// Sampling temperature, 0 for the most likely token; by default the server's, with --embedded 1
+    /// Sampling temperature, 0 for the most likely token; by default the server's, with --embedded that of its generation_config.json
     #[arg(long)]
     temperature: Option<f64>,
     /// Sample from the smallest set of tokens with this mass
@@ -35,15 +35,23 @@ pub struct Sampling {
     /// Answers per prompt; with more than one, the k-th answer to row ID becomes the row ID#k
     #[arg(long, default_value_t = 1, value_name = "N")]
     samples: usize,
-    /// Ask the chat template for answers without thinking
+    /// Ask the chat template for answers without thinking, as all commands do by default. With this flag a server that knows no such switch is an
+    /// error; by default it is asked without
     #[arg(long, conflicts_with = "enable_thinking")]
     disable_thinking: bool,
-    /// Ask the chat template for thinking
+    /// Ask the chat template for thinking; drafters of such answers are measured with `deepspec-eval run --thinking on`
     #[arg(long)]
     enable_thinking: bool,
     /// Whether rows keep what the model thought before it answered
     #[arg(long, value_enum, default_value_t = Reasoning::Keep)]
     reasoning: Reasoning,
+}
+
+impl Sampling {
+    /// Whether the user has said if the model is to think.
+    pub fn asks_thinking(&self) -> bool {
+        self.enable_thinking || self.disable_thinking
+    }
 }
 
 /// What becomes of the model's thoughts.
@@ -102,11 +110,6 @@ impl Settings {
         sampling: &Sampling,
         worker: Worker,
     ) -> anyhow::Result<Self> {
-        let thinking = match (sampling.enable_thinking, sampling.disable_thinking) {
-            (true, _) => Some(true),
-            (_, true) => Some(false),
-            _ => None,
-        };
         let numbers = [
             ("--temperature", sampling.temperature),
             ("--top-p", sampling.top_p),
@@ -123,7 +126,7 @@ impl Settings {
             ("top_k", json!(sampling.top_k)),
             ("min_p", json!(sampling.min_p)),
             ("max_tokens", json!(sampling.max_tokens)),
-            (THINKING, json!(thinking.map(|thinking| json!({"enable_thinking": thinking})))),
+            (THINKING, json!({"enable_thinking": sampling.enable_thinking})),
         ];
         let mut shared = Map::new();
         shared.insert("model".into(), json!(model));
@@ -172,7 +175,10 @@ impl Settings {
         body.retain(|name, _| !name.ends_with("_penalty"));
         let model = body["model"].as_str().unwrap_or_default().to_string();
         let bytes = Value::Object(body).to_string();
-        deepspec_serve::parse(bytes.as_bytes(), &model, 0).map(drop).map_err(|error| error.to_string())
+        let defaults = deepspec_serve::Defaults::default();
+        deepspec_serve::parse(bytes.as_bytes(), &model, &defaults, 0)
+            .map(drop)
+            .map_err(|error| error.to_string())
     }
 
     /// The body of a request for the answer to `messages`.

@@ -1,5 +1,6 @@
 //! Which rows are answered and which failed, on disk. Nothing else is remembered between runs.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::jsonl::{Appender, Line, RawLines};
 use deepspec_core::{row, usage};
-use fs4::fs_std::FileExt;
+use deepspec_text::{FINISH_REASON, FinishReason};
 use serde_json::{Map, Value};
 
 use super::ids::IdSet;
@@ -24,8 +25,8 @@ pub struct Done {
     pub ok: IdSet,
     /// Those that could not be answered.
     pub failed: IdSet,
-    /// Answered ones with an answer that reached its limit of tokens.
-    pub truncated: usize,
+    /// How many of the answered ones ended for which reason, by the reason's word.
+    pub finished: BTreeMap<&'static str, usize>,
 }
 
 impl Done {
@@ -36,9 +37,9 @@ impl Done {
     pub fn read(output: &Path, settings: &Settings, index: &InputIndex) -> anyhow::Result<Self> {
         let (failed_path, mut done, mut both) = (failed_path(output), Self::default(), None);
         if output.exists() {
-            read_rows(output, index, &mut done.ok, |_, row| {
-                done.truncated += usize::from(row.get("finish_reason").is_some_and(|why| why == "length"));
-            })?;
+            let mut ok = IdSet::default();
+            read_rows(output, index, &mut ok, |_, row| done.count(row))?;
+            done.ok = ok;
         }
         if failed_path.exists() {
             read_rows(&failed_path, index, &mut done.failed, |id, _| {
@@ -55,6 +56,18 @@ impl Done {
             check_settings(output, &beside(output, ".run.json"), settings)?;
         }
         Ok(done)
+    }
+
+    /// Counts how an answered row ended. Rows of older versions say nothing where nothing was said.
+    fn count(&mut self, row: &Map<String, Value>) {
+        let reason = FinishReason::of_field(row.get(FINISH_REASON)).unwrap_or_default();
+        *self.finished.entry(reason.word()).or_default() += 1;
+    }
+
+    /// Answered rows with an answer that was cut.
+    pub fn cut(&self) -> usize {
+        let cut = self.finished.iter().filter(|(word, _)| !FinishReason::of_word(word).is_whole());
+        cut.map(|(_, rows)| rows).sum()
     }
 
     /// Whether a row is neither answered nor failed.
@@ -120,15 +133,10 @@ impl ResultStore {
     }
 
     /// Records an answered row.
-    pub fn record_ok(
-        &mut self,
-        id: &str,
-        fields: &Map<String, Value>,
-        truncated: bool,
-    ) -> Result<(), FileError> {
+    pub fn record_ok(&mut self, id: &str, fields: &Map<String, Value>) -> Result<(), FileError> {
         self.answered.append(fields)?;
         self.done.ok.insert(id);
-        self.done.truncated += usize::from(truncated);
+        self.done.count(fields);
         Ok(())
     }
 
@@ -189,7 +197,7 @@ fn lock(output: &Path) -> anyhow::Result<File> {
         .create(true)
         .open(output)
         .map_err(FileError::at("opening", output))?;
-    if !file.try_lock_exclusive().with_context(|| format!("locking {}", output.display()))? {
+    if !atomic::try_lock(&file, output)? {
         bail!("{} is being written by another run", output.display());
     }
     Ok(file)
@@ -248,9 +256,10 @@ fn check_settings(output: &Path, record: &Path, settings: &Settings) -> anyhow::
     let differing = settings.differences(&earlier);
     if !differing.is_empty() {
         usage!(
-            "{} was made with other settings ({}); use the same, another --output, or --overwrite to start anew",
+            "{} was made with other settings ({}); use the same, --overwrite to start anew, or another --output (with --reuse {} for the answers of rows and settings that are the same)",
             output.display(),
-            differing.join(", ")
+            differing.join(", "),
+            output.display()
         );
     }
     Ok(())

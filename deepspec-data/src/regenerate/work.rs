@@ -124,7 +124,7 @@ impl Work<'_> {
             Ok(answered) => {
                 self.stats.rows += 1;
                 self.stats.tokens += answered.tokens;
-                self.store.record_ok(&row.id, &answered.fields, answered.truncated)?;
+                self.store.record_ok(&row.id, &answered.fields)?;
             }
             Err(AskError::Row(problem)) => {
                 tracing::debug!("row {}: {problem}", row.id);

@@ -48,13 +48,12 @@ pub fn check_inputs(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     let given = env::expand_home(&args.dataset);
     let files = inputs.iter().flat_map(|input| input.source.files()).map(|file| file.path());
     let files = files.chain([given.as_path()]).map(|file| ("the dataset itself", file));
-    refuse_to_replace(args, files)?;
-    for (flag, path) in outputs(args) {
-        if path.exists() && !args.overwrite {
-            usage!("{flag} {} exists; give another name or --overwrite", path.display());
-        }
-    }
-    Ok(())
+    refuse_to_replace(args, files)
+}
+
+/// The first output that is there, with its flag.
+pub fn existing(args: &Args) -> Option<(&'static str, &PathBuf)> {
+    outputs(args).into_iter().find(|(_, path)| path.exists())
 }
 
 fn outputs(args: &Args) -> [(&'static str, &PathBuf); 2] {

@@ -1,7 +1,8 @@
 //! What columns a dataset must have.
 
-use arrow_schema::DataType;
-use deepspec_rows::{MESSAGE_KEYS, Table};
+use arrow_schema::{DataType, FieldRef};
+use deepspec_rows::Table;
+use deepspec_text::is_record_key;
 
 /// Checks that a table has messages in a form that we know.
 ///
@@ -9,10 +10,11 @@ use deepspec_rows::{MESSAGE_KEYS, Table};
 /// With the columns found and what was expected.
 pub fn check(table: &Table) -> anyhow::Result<()> {
     let (path, schema) = (table.path().display(), table.schema());
-    let found: Vec<_> = MESSAGE_KEYS.iter().filter_map(|key| schema.field_with_name(key).ok()).collect();
+    let found: Vec<_> = schema.fields().iter().filter(|field| is_record_key(field.name())).collect();
     anyhow::ensure!(
         !found.is_empty(),
-        "{path}: no column `conversations` or `messages`; the columns are {}",
+        "{path}: no column holds conversations: `conversations` or `messages`, `prompt` with `response`, `instruction` with `output`, or \
+         `turns`; the columns are {}",
         table.columns()
     );
     let has = |data_type: &DataType, keys: [&str; 2]| match data_type {
@@ -23,12 +25,21 @@ pub fn check(table: &Table) -> anyhow::Result<()> {
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
             has(item.data_type(), ["from", "value"]) || has(item.data_type(), ["role", "content"])
         }
+        // Perhaps JSON, or the words of a prompt.
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
         _ => false,
     };
-    anyhow::ensure!(
-        found.iter().any(|field| known(field.data_type())),
-        "{path}: messages must be a list of struct<from, value> or of struct<role, content>; the columns are {}",
+    let is_turns = |field: &FieldRef| {
+        field.name() == "turns"
+            && matches!(field.data_type(), DataType::List(item) if item.data_type().is_string())
+    };
+    if found.iter().any(|field| known(field.data_type()) || is_turns(field)) {
+        return Ok(());
+    }
+    let names: Vec<String> = found.iter().map(|field| format!("`{}`", field.name())).collect();
+    anyhow::bail!(
+        "{path}: {} must be a list of struct<from, value> or of struct<role, content>, or its JSON text; the columns are {}",
+        names.join(" or "),
         table.columns()
-    );
-    Ok(())
+    )
 }

@@ -29,8 +29,6 @@ pub enum Kind {
     Order,
     /// The id is neither text nor number.
     Id,
-    /// An earlier row has the same id.
-    IdTwice,
 }
 
 impl Kind {
@@ -43,7 +41,6 @@ impl Kind {
             Self::Empty => "empty_message",
             Self::Order => "does_not_start_with_user",
             Self::Id => "malformed_id",
-            Self::IdTwice => "id_used_before",
         }
     }
 
@@ -85,16 +82,16 @@ pub struct Turn {
     pub rest: Vec<u8>,
 }
 
-/// Whether tool calls that are given as a JSON text call anything.
+/// Checks that tool calls which are given as a JSON text are one.
 ///
 /// # Errors
 /// If the text is no JSON: no later stage could read the row.
-pub fn calls_in_text(text: &str) -> Result<bool, Problem> {
+pub fn check_calls(text: &str) -> Result<(), Problem> {
     if text.trim().is_empty() {
-        return Ok(false);
+        return Ok(());
     }
     let parsed: Result<IgnoredAny, _> = serde_json::from_str(text);
-    parsed.map(|_| true).map_err(|_| Kind::Message.because(MessageError::Calls.to_string()))
+    parsed.map(drop).map_err(|_| Kind::Message.because(MessageError::Calls.to_string()))
 }
 
 /// A usable row.
@@ -118,8 +115,6 @@ pub struct Said {
     pub speaker: String,
     /// What is said; None where the dataset says so.
     pub text: Option<String>,
-    /// Whether the message calls tools.
-    pub calls: bool,
     /// Its other fields as the inside of a JSON object.
     pub rest: Vec<u8>,
 }
@@ -143,9 +138,9 @@ impl Conversation {
         if text.chars().all(char::is_whitespace) {
             match role {
                 Role::System => return Ok(()),
-                Role::Tool => {}
-                Role::Assistant if said.calls => {}
-                _ => return Err(Kind::Empty.because(format!("the {role}'s text is empty"))),
+                // An old answer is replaced by `regenerate`; one of nothing teaches nothing.
+                Role::Tool | Role::Assistant => {}
+                Role::User => return Err(Kind::Empty.because(format!("the {role}'s text is empty"))),
             }
         }
         self.turns.push(Turn { role, text, rest: said.rest });
@@ -167,6 +162,18 @@ impl Conversation {
     /// What the user says.
     pub fn user_turns(&self) -> impl Iterator<Item = &str> {
         self.turns.iter().filter(|turn| turn.role == Role::User).map(|turn| &*turn.text)
+    }
+
+    /// What the user says, in a form in which the same words are the same bytes, as in [`Conversation::prompt`].
+    pub fn asked(&self, out: &mut Vec<u8>) {
+        out.clear();
+        for turn in self.user_turns() {
+            out.push(2);
+            for word in turn.split_whitespace() {
+                out.extend_from_slice(word.as_bytes());
+                out.push(b' ');
+            }
+        }
     }
 
     /// What is asked, in a form in which the same prompts are the same bytes: the texts of the system and the user, blanks
@@ -226,11 +233,17 @@ pub struct Name<'a> {
     pub source: Option<&'a str>,
     /// The row's 0-based place in its source.
     pub index: usize,
+    /// What it is called instead, where an earlier row has its id.
+    pub renamed: Option<&'a str>,
 }
 
 impl Name<'_> {
     fn write(&self, id: &Id, out: &mut Vec<u8>) {
         out.extend_from_slice(b"{\"id\":");
+        if let Some(name) = self.renamed {
+            let name = self.source.map_or_else(|| name.to_owned(), |source| format!("{source}/{name}"));
+            return write_text(&name, out);
+        }
         match (self.source, id) {
             (Some(source), id) => {
                 let own = id.own().map_or_else(|| self.index.to_string(), str::to_owned);

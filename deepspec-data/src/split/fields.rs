@@ -38,6 +38,11 @@ impl<'a> Fields<'a> {
         fields
     }
 
+    /// The names of the fields.
+    pub fn names(&self) -> Vec<String> {
+        self.0.iter().map(|(name, _)| name.to_string()).collect()
+    }
+
     fn place(&self, key: &str) -> Option<usize> {
         self.0.iter().position(|(name, _)| name == key)
     }

@@ -1,10 +1,11 @@
 //! Which rows are usable, and what is wrong with the others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
 use deepspec_core::atomic::FileError;
+use deepspec_core::row::UniqueIds;
 use fixedbitset::FixedBitSet;
 
 use super::contamination::{Hit, Suites};
@@ -59,6 +60,10 @@ pub struct Found {
     pub contaminated: Vec<usize>,
     /// Messages of usable rows that were dropped, by speaker.
     pub dropped: BTreeMap<String, usize>,
+    /// What the user asks in each row, as a hash.
+    pub asked: Vec<u64>,
+    /// What rows are called whose id an earlier row has, by their place.
+    pub renamed: HashMap<usize, String>,
 }
 
 impl Found {
@@ -107,6 +112,7 @@ struct Good {
     /// Its id, unless it is its index.
     id: Option<String>,
     prompt: u64,
+    asked: u64,
     hit: Option<Hit>,
     dropped: Vec<String>,
 }
@@ -138,9 +144,14 @@ impl Judge<'_> {
         } else {
             0
         };
+        row.asked(scratch);
+        let asked = seen::hash(scratch);
         let hit = self.suites.find(row, scratch);
         let dropped = std::mem::take(&mut row.dropped);
-        Judged { line, verdict: Ok(Good { id: row.id.own().map(str::to_owned), prompt, hit, dropped }) }
+        Judged {
+            line,
+            verdict: Ok(Good { id: row.id.own().map(str::to_owned), prompt, asked, hit, dropped }),
+        }
     }
 }
 
@@ -151,7 +162,7 @@ impl<'a> RowFilter<'a> {
         Self { prompts: judge.dedup.then(Seen::new), recorder, examples }
     }
 
-    /// Decides what becomes of the next row of a source; whether it is usable.
+    /// Decides what becomes of the next row of a source; whether it is usable as it was read.
     pub fn settle(
         &mut self,
         file: &Arc<Path>,
@@ -160,33 +171,38 @@ impl<'a> RowFilter<'a> {
         found: &mut Found,
     ) -> Result<bool, FileError> {
         let Judged { line, verdict } = row;
-        let usable = match verdict.and_then(|good| ids.check(good, &found.usable)) {
+        let index = found.usable.len();
+        let asked = verdict.as_ref().map_or(0, |good| good.asked);
+        let (usable, as_read) = match verdict {
             Err(problem) => {
                 *found.rejected.entry(problem.kind).or_default() += 1;
                 self.recorder.add(&Rejected { file: file.to_path_buf(), line, reason: problem.text })?;
-                false
+                (false, false)
             }
-            Ok((Good { hit: Some(hit), .. }, _)) => {
+            Ok(Good { hit: Some(hit), .. }) => {
                 found.contaminated[hit.suite] += 1;
                 let examples = &mut self.examples[hit.suite];
                 if examples.len() < EXAMPLES {
                     examples.push(Example { file: Arc::clone(file), line, hit });
                 }
-                false
+                (false, false)
             }
-            Ok((good, _)) if self.prompts.as_mut().is_some_and(|seen| !seen.insert(good.prompt)) => {
+            Ok(good) if self.prompts.as_mut().is_some_and(|seen| !seen.insert(good.prompt)) => {
                 found.duplicates += 1;
-                false
+                (false, false)
             }
-            Ok((good, id)) => {
-                ids.claim(id);
+            Ok(good) => {
+                let renamed = ids.rename(good.id.as_deref(), &found.usable);
+                let as_read = renamed.is_none();
+                found.renamed.extend(renamed.map(|name| (index, name)));
                 good.dropped.into_iter().for_each(|speaker| count(&mut found.dropped, speaker));
                 found.usable_rows += 1;
-                true
+                (true, as_read)
             }
         };
         found.usable.push(usable);
-        Ok(usable)
+        found.asked.push(asked);
+        Ok(as_read)
     }
 }
 
@@ -199,42 +215,22 @@ fn count(speakers: &mut BTreeMap<String, usize>, speaker: String) {
 /// places and nothing needs to be remembered.
 #[derive(Default)]
 pub struct Ids {
-    claimed: Option<Seen>,
+    given: Option<UniqueIds>,
 }
 
 impl Ids {
-    fn of_index(index: usize) -> u64 {
-        seen::hash(index.to_string().as_bytes())
-    }
-
-    /// The hash of the next row's id, if it has to be remembered.
-    fn check(&mut self, good: Good, usable: &Bits) -> Result<(Good, Option<u64>), Problem> {
+    /// What the next row is called where an earlier one has its id, or its place for an id; `usable` are the rows before it.
+    fn rename(&mut self, own: Option<&str>, usable: &Bits) -> Option<String> {
         let index = usable.len();
-        if good.id.is_some() && self.claimed.is_none() {
-            let mut claimed = Seen::new();
-            let earlier = (0..index).filter(|&row| usable.get(row) == Some(true));
-            earlier.for_each(|row| {
-                claimed.insert(Self::of_index(row));
-            });
-            self.claimed = Some(claimed);
+        if own.is_some() && self.given.is_none() {
+            let mut given = UniqueIds::default();
+            (0..index)
+                .filter(|&row| usable.get(row) == Some(true))
+                .for_each(|row| drop(given.name(None, row)));
+            self.given = Some(given);
         }
-        let Some(claimed) = &self.claimed else { return Ok((good, None)) };
-        let hash = good.id.as_ref().map_or_else(|| Self::of_index(index), |id| seen::hash(id.as_bytes()));
-        if claimed.contains(hash) {
-            let id = good.id.as_deref().map_or_else(|| index.to_string(), shown);
-            return Err(Kind::IdTwice.because(format!("id `{id}` was used by an earlier row")));
-        }
-        Ok((good, Some(hash)))
+        let name = self.given.as_mut()?.name(own, index);
+        let meant = own.map_or_else(|| index.to_string(), str::to_owned);
+        (name != meant).then_some(name)
     }
-
-    fn claim(&mut self, hash: Option<u64>) {
-        if let (Some(claimed), Some(hash)) = (&mut self.claimed, hash) {
-            claimed.insert(hash);
-        }
-    }
-}
-
-/// An id in a message: on one line, and not longer than one.
-fn shown(id: &str) -> String {
-    id.chars().take(80).flat_map(char::escape_debug).collect()
 }

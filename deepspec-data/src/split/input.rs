@@ -133,11 +133,12 @@ fn open(origin: &mut Origin, what: &str, verbosity: Verbosity) -> anyhow::Result
     // A file that is not there is no dataset of that name.
     let is_file_name = DataFile::new(Path::new(dataset.as_str()).into()).is_some();
     if !is_file_name && deepspec_hub::is_id(dataset) {
-        let repo = Repo::parse(Kind::Dataset, dataset, revision.as_deref()).map_err(HubError::report)?;
+        let as_id = |source| HubError::TakenAsId { text: dataset.clone(), source: Box::new(source) }.report();
+        let repo = Repo::parse(Kind::Dataset, dataset, revision.as_deref()).map_err(as_id)?;
         let hub = Hub::from_env(verbosity).map_err(HubError::report)?;
         let files = hub.dataset(&repo, config_name.as_deref(), split.as_deref());
-        let source = Source::of_files(files.map_err(HubError::report)?)?;
-        *commit = Some(hub.commit(&repo).map_err(HubError::report)?);
+        let source = Source::of_files(files.map_err(as_id)?)?;
+        *commit = Some(hub.commit(&repo).map_err(as_id)?);
         return Ok(source);
     }
     let pins = [("revision", revision), ("config name", config_name), ("split", split)];

@@ -2,28 +2,53 @@
 
 use deepspec_core::jsonl::kind_of;
 use deepspec_core::row;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-use super::conversation::{Conversation, Id, Kind, Problem, Said, calls_in_text};
+use super::conversation::{Conversation, Id, Kind, Problem, Said, check_calls};
 use super::fields::{Field, Fields};
 use super::roles::{Roles, Shape};
-use deepspec_rows::MESSAGE_KEYS;
+use deepspec_text::{MESSAGE_KEYS, Records, RowError, is_record_key, records};
 
 /// Turns a row into a conversation; fields that we do not know travel along.
 pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Problem> {
-    let (key, messages) = MESSAGE_KEYS
-        .iter()
-        .find_map(|&key| row.take(key).filter(|found| !found.is_null()).map(|found| (key, found)))
-        .ok_or_else(|| Kind::NoMessages.because("no `conversations` or `messages`"))?;
-    let messages = messages.list()?.map_err(|other| {
-        Kind::NoMessages.because(format!("`{key}` must be a list, found {}", kind_of(&other)))
-    })?;
+    let (key, messages) = messages(&mut row)?;
     let id = row.take_value("id")?.map_or(Ok(Id::Index), id);
     let mut out = Conversation::new(id?, row.inside());
     for (position, value) in messages.into_iter().enumerate() {
         message(value, roles, &mut out).map_err(|problem| at(key, position, problem))?;
     }
     out.check()
+}
+
+/// The messages of a row, which are taken out of it: of the first field that holds a list of them, else as [`records`] finds them.
+fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), Problem> {
+    // What is no list of messages is looked at once more below, beside the others.
+    let mut rest = Map::new();
+    for key in MESSAGE_KEYS {
+        let Some(found) = row.take(key).filter(|found| !found.is_null()) else { continue };
+        match found.list()? {
+            Ok(messages) if !messages.is_empty() => return Ok((key, messages)),
+            Ok(_) => drop(rest.insert(key.into(), Value::Array(vec![]))),
+            Err(other) => drop(rest.insert(key.into(), other)),
+        }
+    }
+    for name in row.names() {
+        if is_record_key(&name)
+            && let Some(value) = row.take_value(&name)?
+        {
+            rest.insert(name, value);
+        }
+    }
+    let columns = || row.names().into_iter().map(|name| (name, Value::Null));
+    match records(&rest) {
+        Ok(Records { key, messages }) => Ok((key, messages.into_iter().map(Field::Value).collect())),
+        Err(RowError::NoConversation { .. }) => {
+            let all: Map<String, Value> = rest.into_iter().chain(columns()).collect();
+            Err(Kind::NoMessages
+                .because(records(&all).map_or_else(|error| error.to_string(), |_| String::new())))
+        }
+        Err(problem) => Err(Kind::NoMessages.because(problem.to_string())),
+    }
 }
 
 /// Says which message a problem is about.
@@ -38,12 +63,14 @@ fn at(key: &str, position: usize, problem: Problem) -> Problem {
 fn id(value: Value) -> Result<Id, Problem> {
     match value {
         Value::Null => Ok(Id::Index),
-        Value::String(id) if !id.is_empty() => Ok(Id::Text(id)),
+        Value::String(id) if id.is_empty() => Ok(Id::Index),
+        Value::String(id) => Ok(Id::Text(id)),
         Value::Number(id) => {
             row::id_of_number(&id).map(Id::Number).map_err(|problem| Kind::Id.because(problem))
         }
-        other => Err(Kind::Id
-            .because(format!("`id` must be a non-empty string or an integer, found {}", kind_of(&other)))),
+        other => {
+            Err(Kind::Id.because(format!("`id` must be a string or an integer, found {}", kind_of(&other))))
+        }
     }
 }
 
@@ -62,25 +89,24 @@ fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), 
         None => return Err(Kind::Message.because("neither `role` nor `from`")),
     };
     // What nobody will read need not be well-formed.
-    let (text, calls) = match roles.role(shape, &speaker) {
-        Some(_) => (text(text_key, message.take_value(text_key)?.unwrap_or(Value::Null))?, calls(&message)?),
-        None => (None, false),
+    let text = match roles.role(shape, &speaker) {
+        Some(_) => {
+            check_calls_of(&message)?;
+            text(text_key, message.take_value(text_key)?.unwrap_or(Value::Null))?
+        }
+        None => None,
     };
     // ShareGPT's text goes out under this name.
     message.take("content");
-    out.say(Said { shape, speaker, text, calls, rest: message.inside() }, roles)
+    out.say(Said { shape, speaker, text, rest: message.inside() }, roles)
 }
 
-/// Whether a message calls tools.
-fn calls(message: &Fields) -> Result<bool, Problem> {
-    let called = match message.value("tool_calls")? {
-        None | Some(Value::Null) => false,
-        Some(Value::Array(calls)) => !calls.is_empty(),
-        Some(Value::String(calls)) => calls_in_text(&calls)?,
-        Some(_) => true,
-    };
-    // The older form: one call.
-    Ok(called || message.value("function_call")?.is_some_and(|call| !call.is_null() && call != ""))
+/// Checks that a message's tool calls can be read by later stages.
+fn check_calls_of(message: &Fields) -> Result<(), Problem> {
+    match message.value("tool_calls")? {
+        Some(Value::String(calls)) => check_calls(&calls),
+        _ => Ok(()),
+    }
 }
 
 /// A message's text, given as a string or as a list of `{"type": "text"}` parts.
@@ -91,7 +117,8 @@ fn text(key: &str, value: Value) -> Result<Option<String>, Problem> {
         Value::Array(parts) => {
             let text =
                 |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(str::to_owned);
-            let text: Option<String> = parts.iter().map(text).collect();
+            let text: Option<Vec<String>> = parts.iter().map(text).collect();
+            let text = text.map(|parts| parts.join("\n"));
             let text =
                 text.ok_or_else(|| Kind::Message.because(format!("`{key}` has a part that is not text")))?;
             Ok(Some(text))
@@ -117,7 +144,7 @@ mod tests {
     fn line(row: Fields) -> Result<String, Problem> {
         let row = conversation(row, &Roles::default())?;
         let mut line = vec![];
-        row.write_train(&Name { source: None, index: 7 }, &mut line);
+        row.write_train(&Name { source: None, index: 7, renamed: None }, &mut line);
         Ok(String::from_utf8(line).unwrap().trim_end().to_string())
     }
 
@@ -194,8 +221,8 @@ mod tests {
             let problem = convert(json!({"conversations": messages})).unwrap_err();
             assert!(problem.kind == kind && problem.text.contains(reason), "{problem:?}");
         };
-        says(json!("hi"), Kind::NoMessages, "must be a list, found a string");
-        says(json!([]), Kind::Order, "no user message");
+        says(json!("hi"), Kind::NoMessages, "must be a non-empty array of messages, found a string");
+        says(json!([]), Kind::NoMessages, "found an empty array");
         says(json!([{"from": "gpt", "value": "x"}]), Kind::Order, "starts with an assistant");
         says(json!([{"role": "tool", "content": "x"}]), Kind::Order, "starts with a tool");
         says(
@@ -204,7 +231,10 @@ mod tests {
             "`conversations[0]`: the user's text is empty",
         );
         let silent = json!([{"from": "human", "value": "x"}, {"role": "assistant", "tool_calls": []}]);
-        says(silent, Kind::Empty, "`conversations[1]`: the assistant's text is empty");
+        assert!(
+            convert(json!({"conversations": silent})).is_ok(),
+            "regenerate may replace an answer of nothing"
+        );
         says(json!([{"from": "human", "value": 3}]), Kind::Message, "found a number");
         let calls = json!([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": "f("}]);
         says(calls, Kind::Message, "`tool_calls` is a text but no JSON");

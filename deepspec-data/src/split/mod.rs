@@ -14,6 +14,7 @@ mod filter;
 mod input;
 mod json_rows;
 mod output;
+mod overlap;
 mod passes;
 mod pipeline;
 mod report;
@@ -21,9 +22,9 @@ mod roles;
 mod seen;
 mod unit;
 
-use std::io::{self, Write};
+use std::io::Write;
 
-use deepspec_core::cli::{ExitWith, Verbosity};
+use deepspec_core::cli::{self, ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::{atomic, usage};
 
@@ -36,8 +37,9 @@ use deepspec_rows::{Format, Table};
 use filter::{Example, Found, Judge, RowFilter};
 use input::Input;
 use output::Outputs;
+use overlap::Overlap;
 use passes::{Drawn, OptimisticPass};
-use report::Sum;
+use report::{Rejected, Sum};
 
 /// Runs the command.
 ///
@@ -48,17 +50,34 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let inputs = input::find(args, verbosity)?;
     check_files(args, &inputs)?;
     let suites = Suites::load(&args.decontaminate)?;
-    let outputs = Outputs { train: &args.train_output, eval: &args.eval_output };
+    if let Some((flag, path)) = clashes::existing(args).filter(|_| !args.overwrite) {
+        return match report::kept(args, &inputs, &suites)? {
+            Some(rejected) => {
+                tracing::info!("{} is complete; nothing to do (--overwrite splits anew)", path.display());
+                conclude(args, &rejected)
+            }
+            None => usage!(
+                "{flag} {} exists and is not of this split; give another name or --overwrite",
+                path.display()
+            ),
+        };
+    }
+    let outputs = Outputs::claim(&args.train_output, &args.eval_output)?;
     let (digests, split) = rayon::join(
         || inputs.iter().map(report::digests).collect::<anyhow::Result<Vec<_>>>(),
         || split(args, &inputs, &suites, &outputs, verbosity),
     );
     let (digests, Split { found, quotas, examples }) = (digests?, split?);
     let sources = drawn(&inputs, &found, &quotas);
-    let report = report::value(args, &sources, &digests, &suites, &examples);
-    atomic::write_json(&report::path(&args.train_output), &report)?;
-    write!(io::stdout(), "{}", report::lines(args, &sources, &suites))?;
-    conclude(args, &sources)
+    let overlap = Overlap::of(&sources, args.seed);
+    let report = report::value(args, &sources, &digests, &suites, &examples, &overlap);
+    let path = report::path(&args.train_output);
+    atomic::write_json(&path, &report)?;
+    tell(&inputs, &found);
+    write!(cli::stdout(), "{}", report::lines(args, &sources, &suites, &overlap))?;
+    tracing::info!("report in {}", path.display());
+    let sum = Sum::total(&sources.iter().map(|source| Sum::of(source, 0)).collect::<Vec<_>>());
+    conclude(args, &Rejected { rejected: sum.rejected, rows: sum.rows })
 }
 
 /// What was found and written.
@@ -88,7 +107,8 @@ fn split(
     let mut recorder = Recorder::new(&args.train_output);
     let mut row_filter = RowFilter::new(&judge, &mut recorder);
     let mut progress = Progress::new(verbosity, "reading", total, 0);
-    let optimistic = OptimisticPass { outputs, seed: args.seed, quotas: &hoped };
+    let optimistic =
+        OptimisticPass { outputs, seed: args.seed, quotas: &hoped, allows_overlap: args.allow_overlap };
     let (found, written) = passes::first(inputs, &optimistic, judge, &mut row_filter, &mut progress)?;
     progress.finish();
     let examples = row_filter.examples;
@@ -101,9 +121,34 @@ fn split(
     let usable: Vec<usize> = found.iter().map(|found| found.usable_rows).collect();
     let quotas = quotas(args, inputs, &usable)?;
     let mut progress = Progress::new(verbosity, "writing", total, 0);
-    passes::second(&drawn(inputs, &found, &quotas), outputs, args.seed, &mut progress)?;
+    let sources = drawn(inputs, &found, &quotas);
+    let overlap = (!args.allow_overlap).then(|| Overlap::of(&sources, args.seed));
+    passes::second(&sources, outputs, args.seed, overlap.as_ref(), &mut progress)?;
     progress.finish();
     Ok(Split { found, quotas, examples })
+}
+
+/// Warns of what happened to rows and is easily overlooked.
+fn tell(inputs: &[Input], found: &[Found]) {
+    let renamed: usize = found.iter().map(|found| found.renamed.len()).sum();
+    if renamed > 0 {
+        tracing::warn!("{renamed} rows repeat the id of an earlier row; they are called ID~2, ID~3, …");
+    }
+    for (input, found) in inputs.iter().zip(found) {
+        let dataset = &input.origin.dataset;
+        let dropped: usize = found.dropped.values().sum();
+        if dropped > 0 {
+            let speakers = found.dropped.keys().take(5).map(|name| format!("`{name}`")).collect::<Vec<_>>();
+            tracing::warn!(
+                "{dataset}: {dropped} messages of speakers without a role were dropped ({}), and their conversations go on without \
+                 them; give --role SPEAKER=ROLE, or --role SPEAKER=drop",
+                speakers.join(", ")
+            );
+        }
+        for speaker in input.roles.unmet() {
+            tracing::warn!("{dataset}: --role {speaker}=…: nobody of that name speaks");
+        }
+    }
 }
 
 fn check(args: &Args) -> anyhow::Result<()> {
@@ -124,6 +169,12 @@ fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     for file in inputs.iter().flat_map(|input| input.source.files()) {
         match file.format() {
             Format::Parquet => columns::check(&Table::open(file.shared_path())?)?,
+            Format::Lines if file.is_array()? => {
+                let path = file.path().display();
+                anyhow::bail!(
+                    "{path}: a JSON array where one object per line is expected; name the file .json"
+                );
+            }
             _ => file.check()?,
         }
     }
@@ -164,6 +215,12 @@ fn quotas(args: &Args, inputs: &[Input], rows: &[usize]) -> anyhow::Result<Vec<Q
     let (train, eval) = (sum(|quota| quota.train), sum(|quota| quota.eval));
     if train == 0 && eval > 0 {
         let (test_size, dataset) = (args.test_size, &args.dataset);
+        if rows == [1] && dataset.contains(".json") {
+            usage!(
+                "{dataset}: the file holds one JSON object; expected one object per line, or an array of them (one inside an object, as in \
+                 {{\"data\": [...]}}, has to be taken out)"
+            );
+        }
         usage!(
             "{dataset}: too small for --test-size {test_size}: of {eval} rows, {eval} would be held out and none left \
              to train on; give more rows or a smaller --test-size"
@@ -178,13 +235,12 @@ fn drawn<'a>(inputs: &'a [Input], found: &'a [Found], quotas: &[Quota]) -> Vec<D
 }
 
 /// Rejected rows are an exit code of their own.
-fn conclude(args: &Args, sources: &[Drawn<'_>]) -> anyhow::Result<()> {
-    let sum = Sum::total(&sources.iter().map(Sum::of).collect::<Vec<_>>());
-    if sum.rejected == 0 {
+fn conclude(args: &Args, found: &Rejected) -> anyhow::Result<()> {
+    let Rejected { rejected, rows } = found;
+    if *rejected == 0 {
         return Ok(());
     }
-    let rejects = rejects::path(&args.train_output);
-    let (rejected, rows, dataset) = (sum.rejected, sum.rows, &args.dataset);
+    let (rejects, dataset) = (rejects::path(&args.train_output), &args.dataset);
     let reason = format!("{rejected} of {rows} rows of {dataset} were rejected; see {}", rejects.display());
     Err(ExitWith { code: 1, reason }.into())
 }

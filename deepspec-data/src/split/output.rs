@@ -1,12 +1,12 @@
 //! The two outputs: they appear when both are whole, or not at all.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::mpsc::{self, SyncSender};
 use std::thread;
 
-use deepspec_core::atomic::{self, FileError};
+use deepspec_core::atomic::{FileError, PartialLock};
 
 use super::assign::Side;
 use super::conversation::{Conversation, Name};
@@ -14,12 +14,30 @@ use super::conversation::{Conversation, Name};
 /// Bytes after which what was written is sent on to the disk, while more is being made.
 const SYNC: usize = 64 << 20;
 
-/// Where rows are written.
+/// Where rows are written; no other process writes there as long as this lives.
 pub struct Outputs<'a> {
     /// Training conversations.
-    pub train: &'a Path,
+    train: Output<'a>,
     /// Held-out prompts.
-    pub eval: &'a Path,
+    eval: Output<'a>,
+}
+
+/// One of the two.
+struct Output<'a> {
+    path: &'a Path,
+    lock: PartialLock,
+}
+
+impl<'a> Output<'a> {
+    fn lock(path: &'a Path) -> anyhow::Result<Self> {
+        match PartialLock::take(path)? {
+            Some(lock) => Ok(Self { path, lock }),
+            None => anyhow::bail!(
+                "{} is being written by another split; wait for it, or name another output",
+                path.display()
+            ),
+        }
+    }
 }
 
 /// Lines for the two outputs.
@@ -42,17 +60,18 @@ impl Lines {
 
 /// The open outputs.
 pub struct Writer<'a> {
-    train: &'a mut BufWriter<File>,
-    eval: &'a mut BufWriter<File>,
+    train: (&'a mut BufWriter<File>, &'a Path),
+    eval: (&'a mut BufWriter<File>, &'a Path),
     unsynced: usize,
     sync: SyncSender<()>,
 }
 
 impl Writer<'_> {
     /// Appends lines to both.
-    pub fn write(&mut self, lines: &Lines) -> io::Result<()> {
-        self.train.write_all(&lines.train)?;
-        self.eval.write_all(&lines.eval)?;
+    pub fn write(&mut self, lines: &Lines) -> Result<(), FileError> {
+        for ((file, path), lines) in [(&mut self.train, &lines.train), (&mut self.eval, &lines.eval)] {
+            file.write_all(lines).map_err(FileError::at("writing", path))?;
+        }
         self.unsynced += lines.train.len() + lines.eval.len();
         if self.unsynced >= SYNC {
             self.unsynced = 0;
@@ -63,37 +82,37 @@ impl Writer<'_> {
     }
 }
 
-impl Outputs<'_> {
+impl<'a> Outputs<'a> {
+    /// Claims both files.
+    ///
+    /// # Errors
+    /// If another process is writing one of them, or it cannot be created.
+    pub fn claim(train: &'a Path, eval: &'a Path) -> anyhow::Result<Self> {
+        Ok(Self { train: Output::lock(train)?, eval: Output::lock(eval)? })
+    }
+
     /// Lets `fill` write both files and, if it says true, publishes them; whether it did.
     pub fn write(&self, fill: impl FnOnce(&mut Writer<'_>) -> anyhow::Result<bool>) -> anyhow::Result<bool> {
-        let (mut train, mut eval) = (create(self.train)?, create(self.eval)?);
-        let background = (copy(&train, self.train)?, copy(&eval, self.eval)?);
+        let Self { train, eval } = self;
+        let (mut train_file, mut eval_file) =
+            (BufWriter::new(train.lock.begin()?), BufWriter::new(eval.lock.begin()?));
+        let background = (copy(&train_file, train.path)?, copy(&eval_file, eval.path)?);
         let (sync, requests) = mpsc::sync_channel(1);
         let filled = thread::scope(|scope| {
             // A failure shows again when the whole file is synced.
             scope.spawn(move || requests.iter().for_each(|()| drop(sync_both(&background))));
-            fill(&mut Writer { train: &mut train, eval: &mut eval, unsynced: 0, sync })
+            let (train, eval) = ((&mut train_file, train.path), (&mut eval_file, eval.path));
+            fill(&mut Writer { train, eval, unsynced: 0, sync })
         })?;
         if !filled {
-            for output in [self.train, self.eval] {
-                let partial = atomic::partial_name(output);
-                fs::remove_file(&partial).map_err(FileError::at("removing", &partial))?;
-            }
             return Ok(false);
         }
         // All that may fail for want of space comes before either file appears.
-        finish(train, self.train)?;
-        finish(eval, self.eval)?;
-        for output in [self.train, self.eval] {
-            fs::rename(atomic::partial_name(output), output).map_err(FileError::at("writing", output))?;
-        }
+        finish(train_file, train.path)?;
+        finish(eval_file, eval.path)?;
+        [train, eval].into_iter().try_for_each(|output| output.lock.publish())?;
         Ok(true)
     }
-}
-
-fn create(output: &Path) -> Result<BufWriter<File>, FileError> {
-    let file = File::create(atomic::partial_name(output)).map_err(FileError::at("writing", output))?;
-    Ok(BufWriter::new(file))
 }
 
 fn copy(file: &BufWriter<File>, output: &Path) -> Result<File, FileError> {

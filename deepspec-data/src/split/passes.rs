@@ -15,6 +15,7 @@ use super::conversation::Name;
 use super::filter::{Found, Ids, Judge, Judged, RowFilter};
 use super::input::Input;
 use super::output::{Lines, Outputs, Writer};
+use super::overlap::Overlap;
 use super::pipeline;
 use super::unit::each_row;
 use deepspec_rows::Unit;
@@ -35,9 +36,11 @@ pub struct OptimisticPass<'a> {
     pub seed: u64,
     /// All rows of each source, and how many of them go where.
     pub quotas: &'a [(usize, Quota)],
+    /// Whether a prompt may be on both sides.
+    pub allows_overlap: bool,
 }
 
-/// The first pass: what was found in each source, and whether all rows were usable, so that the outputs are there.
+/// The first pass: what was found in each source, and whether all rows went where they should, so that the outputs are there.
 pub fn first(
     inputs: &[Input],
     optimistic: &OptimisticPass<'_>,
@@ -65,7 +68,13 @@ pub fn first(
             all.push(found);
         }
         let complete = all.iter().zip(optimistic.quotas).all(|(found, (rows, _))| found.rows() == *rows);
-        Ok(complete && !lost.load(Ordering::Relaxed))
+        if !complete || lost.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        let quotas = optimistic.quotas.iter().map(|(_, quota)| *quota);
+        let drawn =
+            inputs.iter().zip(&all).zip(quotas).map(|((input, found), quota)| Drawn { input, found, quota });
+        Ok(optimistic.allows_overlap || Overlap::of(&drawn.collect::<Vec<_>>(), optimistic.seed).total() == 0)
     })?;
     Ok((all, written))
 }
@@ -96,7 +105,8 @@ fn first_of(
                 judged.push(judge.judge(place.line, &mut row, &mut scratch));
                 match row {
                     Ok(row) if !lost.load(Ordering::Relaxed) => {
-                        let name = Name { source: input.name.as_deref(), index: first + place.index };
+                        let name =
+                            Name { source: input.name.as_deref(), index: first + place.index, renamed: None };
                         lines.add(sides[place.index], &row, &name);
                     }
                     _ => {}
@@ -124,7 +134,8 @@ pub struct Drawn<'a> {
     pub quota: Quota,
 }
 
-/// The second pass: writes what is drawn of the usable rows, in the order of the datasets.
+/// The second pass: writes what is drawn of the usable rows, in the order of the datasets, without training rows that ask what is held out
+/// where `left_out` is given.
 ///
 /// # Errors
 /// Unreadable or unwritable files; if a dataset is not what it was in the first pass.
@@ -132,10 +143,11 @@ pub fn second(
     sources: &[Drawn<'_>],
     outputs: &Outputs<'_>,
     seed: u64,
+    left_out: Option<&Overlap>,
     progress: &mut Progress,
 ) -> anyhow::Result<()> {
     outputs.write(|writer| {
-        sources.iter().try_for_each(|source| second_of(source, seed, writer, progress))?;
+        sources.iter().try_for_each(|source| second_of(source, seed, left_out, writer, progress))?;
         Ok(true)
     })?;
     Ok(())
@@ -144,6 +156,7 @@ pub fn second(
 fn second_of(
     source: &Drawn<'_>,
     seed: u64,
+    left_out: Option<&Overlap>,
     writer: &mut Writer<'_>,
     progress: &mut Progress,
 ) -> anyhow::Result<()> {
@@ -158,7 +171,12 @@ fn second_of(
         };
         let first = next;
         next += unit.rows();
-        let side = |row| found.usable.get(row).map(|usable| if usable { assigner.next() } else { Side::Out });
+        let side = |row| {
+            let side = if found.usable.get(row)? { assigner.next() } else { Side::Out };
+            let overlaps =
+                side == Side::Train && left_out.is_some_and(|held| held.holds_out(found.asked[row]));
+            Some(if overlaps { Side::Out } else { side })
+        };
         let sides: Option<Vec<Side>> = (first..next).map(side).collect();
         Ok(Some(Piece { unit, sides: sides.ok_or_else(changed)?, first }))
     };
@@ -166,7 +184,7 @@ fn second_of(
         read,
         |piece| {
             let rows = piece.sides.len();
-            Ok((rows, lines(piece, input)?.ok_or_else(changed)?))
+            Ok((rows, lines(piece, input, found)?.ok_or_else(changed)?))
         },
         |(rows, lines)| {
             progress.add(rows as u64, String::new);
@@ -176,13 +194,15 @@ fn second_of(
 }
 
 /// None if a row that was usable no longer is.
-fn lines(piece: Piece, input: &Input) -> anyhow::Result<Option<Lines>> {
+fn lines(piece: Piece, input: &Input, found: &Found) -> anyhow::Result<Option<Lines>> {
     let Piece { unit, sides, first } = piece;
     let (mut lines, mut bad) = (Lines::default(), false);
     let wanted = |row: usize| sides[row] != Side::Out;
     each_row(unit, &input.roles, wanted, |place, row| match row {
         Ok(row) => {
-            let name = Name { source: input.name.as_deref(), index: first + place.index };
+            let index = first + place.index;
+            let renamed = found.renamed.get(&index).map(String::as_str);
+            let name = Name { source: input.name.as_deref(), index, renamed };
             lines.add(sides[place.index], &row, &name);
         }
         Err(_) => bad |= wanted(place.index),

@@ -12,6 +12,7 @@ use super::args::Args;
 use super::contamination::Suites;
 use super::filter::{Example, Found};
 use super::input::{Input, Origin};
+use super::overlap::Overlap;
 use super::passes::Drawn;
 use super::roles::Target;
 use crate::rejects;
@@ -33,6 +34,8 @@ pub struct Sum {
     pub train: usize,
     /// Held-out prompts.
     pub eval: usize,
+    /// Left out of the training conversations, because a held-out row asks the same.
+    pub overlap: usize,
     /// Usable, but left out of the sample.
     pub not_drawn: usize,
     /// Their prompts occurred before.
@@ -44,13 +47,14 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// Of one source.
-    pub fn of(drawn: &Drawn<'_>) -> Self {
+    /// Of one source, of which so many training rows were left out because a held-out row asks the same.
+    pub fn of(drawn: &Drawn<'_>, overlap: usize) -> Self {
         let Drawn { found, quota, .. } = drawn;
         Self {
             rows: found.rows(),
-            train: quota.train,
+            train: quota.train - overlap,
             eval: quota.eval,
+            overlap,
             not_drawn: found.usable_rows - quota.train - quota.eval,
             duplicates: found.duplicates,
             contaminated: found.contaminated.iter().sum(),
@@ -64,6 +68,7 @@ impl Sum {
             rows: a.rows + b.rows,
             train: a.train + b.train,
             eval: a.eval + b.eval,
+            overlap: a.overlap + b.overlap,
             not_drawn: a.not_drawn + b.not_drawn,
             duplicates: a.duplicates + b.duplicates,
             contaminated: a.contaminated + b.contaminated,
@@ -73,8 +78,11 @@ impl Sum {
 
     /// As a line; what was not looked for is left out.
     pub fn line(&self, args: &Args) -> String {
-        let Self { rows, train, eval, not_drawn, duplicates, contaminated, rejected } = self;
+        let Self { rows, train, eval, overlap, not_drawn, duplicates, contaminated, rejected } = self;
         let mut line = format!("{rows} rows = {train} train + {eval} eval + {not_drawn} not drawn");
+        if *overlap > 0 {
+            line = format!("{line} + {overlap} that ask what is held out");
+        }
         if args.dedup {
             line = format!("{line} + {duplicates} duplicates");
         }
@@ -85,9 +93,15 @@ impl Sum {
     }
 }
 
+/// The sums of all sources.
+pub fn sums(args: &Args, sources: &[Drawn<'_>], overlap: &Overlap) -> Vec<Sum> {
+    let left_out = |rows: usize| if args.allow_overlap { 0 } else { rows };
+    sources.iter().zip(&overlap.rows).map(|(source, &rows)| Sum::of(source, left_out(rows))).collect()
+}
+
 /// The lines that are printed.
-pub fn lines(args: &Args, sources: &[Drawn<'_>], suites: &Suites) -> String {
-    let sums: Vec<Sum> = sources.iter().map(Sum::of).collect();
+pub fn lines(args: &Args, sources: &[Drawn<'_>], suites: &Suites, overlap: &Overlap) -> String {
+    let sums = sums(args, sources, overlap);
     let mut text = Sum::total(&sums).line(args) + "\n";
     for (source, sum) in sources.iter().zip(&sums) {
         if let Some(name) = &source.input.name {
@@ -101,6 +115,9 @@ pub fn lines(args: &Args, sources: &[Drawn<'_>], suites: &Suites) -> String {
     let hits: BTreeMap<String, usize> = hits.filter(|(_, rows)| *rows > 0).collect();
     if !hits.is_empty() {
         text += &format!("contaminated: {}\n", counts(&hits));
+    }
+    if args.allow_overlap && overlap.total() > 0 {
+        text += &format!("{} training rows ask what a held-out row asks\n", overlap.total());
     }
     let dropped = dropped(sources);
     if !dropped.is_empty() {
@@ -156,6 +173,62 @@ struct SourceReport<'a> {
     rejected_by_reason: BTreeMap<&'static str, usize>,
     contaminated_by_suite: BTreeMap<String, usize>,
     dropped_messages: &'a BTreeMap<String, usize>,
+    renamed: usize,
+}
+
+/// Rows that a split could not use, among all.
+pub struct Rejected {
+    /// Those.
+    pub rejected: usize,
+    /// All.
+    pub rows: usize,
+}
+
+/// Whether the outputs that are there are of the split that is asked for, of the same files: what their report says was rejected.
+///
+/// # Errors
+/// A file that cannot be read.
+pub fn kept(args: &Args, inputs: &[Input], suites: &Suites) -> anyhow::Result<Option<Rejected>> {
+    if [&args.train_output, &args.eval_output].iter().any(|path| !path.is_file()) {
+        return Ok(None);
+    }
+    let Ok(text) = std::fs::read_to_string(path(&args.train_output)) else { return Ok(None) };
+    let report: Value = serde_json::from_str(&text).unwrap_or_default();
+    let asked = asked(args);
+    let asks_the_same = asked.as_object().into_iter().flatten().all(|(key, value)| report[key] == *value);
+    let list = |key: &str| report[key].as_array().cloned().unwrap_or_default();
+    let (sources, filters) = (list("sources"), list("suites"));
+    if !asks_the_same || sources.len() != inputs.len() || filters.len() != suites.suites().len() {
+        return Ok(None);
+    }
+    let same_filters =
+        filters.iter().zip(suites.suites()).all(|(kept, suite)| kept["sha256"] == json!(suite.digest));
+    for (kept, input) in sources.iter().zip(inputs) {
+        let weight = input.name.as_ref().map(|_| input.weight);
+        let same_source = kept["name"].as_str() == input.name.as_deref()
+            && kept["roles"] == json!(input.given)
+            && kept["weight"].as_f64() == weight
+            && kept["files"] == json!(digests(input)?);
+        if !(same_source && same_filters) {
+            return Ok(None);
+        }
+    }
+    let count = |key: &str| report["total"][key].as_u64().unwrap_or(0) as usize;
+    Ok(Some(Rejected { rejected: count("rejected"), rows: count("rows") }))
+}
+
+/// The arguments that decide what is written.
+fn asked(args: &Args) -> Value {
+    json!({
+        "version": VERSION,
+        "eval_output": args.eval_output,
+        "seed": args.seed,
+        "test_size": args.test_size,
+        "sample_size": args.sample_size,
+        "dedup": args.dedup,
+        "drop_system": args.drop_system,
+        "allow_overlap": args.allow_overlap,
+    })
 }
 
 /// The whole report.
@@ -165,8 +238,9 @@ pub fn value(
     digests: &[Vec<FileDigest>],
     suites: &Suites,
     examples: &[Vec<Example>],
+    overlap: &Overlap,
 ) -> Value {
-    let sums: Vec<Sum> = sources.iter().map(Sum::of).collect();
+    let sums = sums(args, sources, overlap);
     let reports = sources.iter().zip(&sums).zip(digests).map(|((source, sum), files)| SourceReport {
         name: source.input.name.as_deref(),
         origin: &source.input.origin,
@@ -177,24 +251,25 @@ pub fn value(
         rejected_by_reason: by_reason(source.found),
         contaminated_by_suite: by_suite(source.found, suites),
         dropped_messages: &source.found.dropped,
+        renamed: source.found.renamed.len(),
     });
     let suites = suites.suites().iter().zip(examples).enumerate().map(|(index, (suite, examples))| {
         let rows = sources.iter().map(|source| source.found.contaminated[index]).sum::<usize>();
         json!({"file": suite.path, "sha256": suite.digest, "prompts": suite.rows, "contaminated": rows,
             "examples": examples.iter().map(example).collect::<Vec<_>>()})
     });
-    json!({
-        "version": VERSION,
+    let mut report = asked(args);
+    let found = json!({
         "tool_version": deepspec_core::VERSION,
-        "seed": args.seed,
-        "test_size": args.test_size,
-        "sample_size": args.sample_size,
-        "dedup": args.dedup,
-        "drop_system": args.drop_system,
+        "train_rows_that_ask_what_is_held_out": overlap.total(),
         "total": Sum::total(&sums),
         "sources": reports.collect::<Vec<_>>(),
         "suites": suites.collect::<Vec<_>>(),
-    })
+    });
+    if let (Some(report), Value::Object(found)) = (report.as_object_mut(), found) {
+        report.extend(found);
+    }
+    report
 }
 
 fn by_reason(found: &Found) -> BTreeMap<&'static str, usize> {

@@ -1,6 +1,7 @@
 //! Who speaks: the names that datasets use, and the roles that they become.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use deepspec_text::Role;
 
@@ -63,30 +64,44 @@ pub fn parse(text: &str) -> Result<(String, Target), String> {
 }
 
 /// What each speaker's messages become.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub struct Roles {
-    given: BTreeMap<String, Target>,
+    given: BTreeMap<String, Given>,
     drop_system: bool,
+}
+
+/// What the user said of a speaker, and whether such a speaker was met.
+#[derive(Debug)]
+struct Given {
+    target: Target,
+    met: AtomicBool,
 }
 
 impl Roles {
     /// The usual map, with `given` before it; `drop_system` leaves out all messages that would be the system's.
     pub fn new(given: impl IntoIterator<Item = (String, Target)>, drop_system: bool) -> Self {
-        Self { given: given.into_iter().collect(), drop_system }
+        let given =
+            given.into_iter().map(|(name, target)| (name, Given { target, met: AtomicBool::new(false) }));
+        Self { given: given.collect(), drop_system }
+    }
+
+    /// Speakers that were given a role and never met.
+    pub fn unmet(&self) -> impl Iterator<Item = &str> {
+        self.given
+            .iter()
+            .filter(|(_, given)| !given.met.load(Ordering::Relaxed))
+            .map(|(name, _)| name.as_str())
     }
 
     /// What a speaker's message becomes; None if it is dropped.
     pub fn role(&self, shape: Shape, speaker: &str) -> Option<Role> {
         let role = match self.given.get(speaker) {
-            Some(target) => target.role(),
-            None => match speaker {
-                "system" => Some(Role::System),
-                "user" | "human" => Some(Role::User),
-                "assistant" | "gpt" | "chatgpt" | "bing" | "bard" => Some(Role::Assistant),
-                // OpenAI's tool results say which call they answer; ShareGPT's only make sense with a map for the calls.
-                "tool" if shape == Shape::OpenAi => Some(Role::Tool),
-                _ => None,
-            },
+            Some(given) => {
+                given.met.store(true, Ordering::Relaxed);
+                given.target.role()
+            }
+            // OpenAI's tool results say which call they answer; ShareGPT's only make sense with a map for the calls.
+            None => Role::of_speaker(speaker).filter(|&role| role != Role::Tool || shape == Shape::OpenAi),
         };
         role.filter(|&role| !(self.drop_system && role == Role::System))
     }

@@ -5,7 +5,7 @@ use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use deepspec_testkit::folder;
+use deepspec_testkit::{folder, signal};
 
 use crate::bench::{Bench, build_args};
 
@@ -185,4 +185,46 @@ fn killed_workers_merge_to_what_undisturbed_ones_build() {
         }
         assert_same(&crew.finish(), &calm);
     }
+}
+
+/// The share of a running build with this argument.
+fn share_of(build: &Child, worker: &str) -> Option<u32> {
+    let id = build.id();
+    let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).ok()?;
+    let is_share = |child: &&str| {
+        let command = std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+        command.split(|&byte| byte == 0).any(|word| word == worker.as_bytes())
+    };
+    children.split_whitespace().find(is_share)?.parse().ok()
+}
+
+#[test]
+fn a_share_that_fails_is_told_while_the_others_are_at_work() {
+    let bench = Bench::new(40);
+    let args = build_args("cache", &["--processes", "2"]);
+    let mut build = bench.command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    let [first, second] = ["0/2", "1/2"].map(|worker| {
+        loop {
+            assert!(started.elapsed() < DEADLINE && build.try_wait().unwrap().is_none(), "no share {worker}");
+            if let Some(share) = share_of(&build, worker) {
+                return share;
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    });
+    // The first never ends.
+    assert!(signal::send("STOP", first.into()) && signal::send("KILL", second.into()));
+    while build.try_wait().unwrap().is_none() {
+        if started.elapsed() > DEADLINE {
+            let _ = signal::send("KILL", first.into());
+            panic!("the build waits for a share that hangs");
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    let output = build.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("share 1 of 2 failed"), "{stderr}");
+    bench.build("cache", &["--processes", "2"]).succeeds_with(&["40 samples"]);
 }

@@ -79,6 +79,8 @@ fn a_given_rate_gives_the_time_without_a_trial() {
     let foretold = json(&plan(&bench, &["--rate", "1000", "--json"]));
     assert_eq!(foretold["seconds"].as_f64().unwrap(), foretold["tokens"].as_f64().unwrap() / 1000.0);
     let text = plan(&bench, &[]).stdout;
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(text.contains("give --rate TOKENS_PER_S, --hardware NAME, or --measure"), "{text}");
     assert!(text.contains("at most, two thirds of it as a rule"), "{text}");
     plan(&bench, &["--rate", "0"]).fails_with(2, &["--rate"]);

@@ -35,8 +35,9 @@ fn only_what_was_given_is_sent() {
     let messages = json!([{"role": "user", "content": "Hello?"}]);
     assert_eq!(
         bodies[0],
-        json!({"model": "tiny", "max_tokens": 4096, "messages": messages,
-            "return_token_ids": true, "return_tokens": true, "verbose": true})
+        json!({"model": "tiny", "max_tokens": 4096, "messages": messages, "chat_template_kwargs": {"enable_thinking": false},
+            "return_token_ids": true, "return_tokens": true, "verbose": true}),
+        "without a flag the model does not think"
     );
     let seed = &bodies[1]["seed"];
     assert!(seed.as_u64().unwrap() < 1 << 31);

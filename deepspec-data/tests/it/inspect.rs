@@ -29,7 +29,7 @@ fn parsed(ended: &Ended) -> Value {
     serde_json::from_str(&ended.stdout).unwrap_or_else(|error| panic!("{error}: {ended:?}"))
 }
 
-/// A file with rows of every kind; the third to the seventh and the ninth are not fit for training.
+/// A file with rows of every kind; all but the first, second, fifth and eighth are not fit for training.
 fn mixed(dir: &Path) -> std::path::PathBuf {
     let mut system = row("ok", "What is 3 + 4?", ANSWER);
     system["conversations"]
@@ -111,14 +111,14 @@ fn every_row_that_is_not_fit_is_named() {
     assert_eq!((at(1), at(2), at(8)), Default::default());
     assert!(at(3).contains("conversations[0], the user's, holds the assistant's header"), "{problems:?}");
     assert!(at(4).contains("no assistant speaks"), "{problems:?}");
-    assert!(at(5).contains("used by an earlier row"), "{problems:?}");
+    assert_eq!(at(5), "", "a row that repeats an id is a row");
     assert!(at(6).contains("not valid JSON"), "{problems:?}");
     assert!(at(7).contains("must start with user"), "{problems:?}");
     assert!(at(9).contains("cut at 200 tokens, before the first answer"), "{problems:?}");
     let summary = &found["summary"];
     let counts = ["rows", "good", "too_short", "with_problems", "status_error", "unusable"]
         .map(|name| summary[name].as_u64().unwrap());
-    assert_eq!(counts, [9, 1, 1, 3, 1, 3]);
+    assert_eq!(counts, [9, 2, 1, 3, 1, 2]);
     assert_eq!(
         (&summary["empty_masks"], &summary["other_words"], &summary["cut"]),
         (&json!(2), &json!(1), &json!(1))
@@ -128,7 +128,7 @@ fn every_row_that_is_not_fit_is_named() {
         assert!(ended.stderr.contains(problem["reason"].as_str().unwrap()), "{ended:?}");
     }
     assert!(
-        ended.stderr.trim_end().lines().last().unwrap().contains("6 of 9 rows are not fit for training"),
+        ended.stderr.trim_end().lines().last().unwrap().contains("5 of 9 rows are not fit for training"),
         "{ended:?}"
     );
     // The segments are the whole text.
@@ -156,7 +156,7 @@ fn the_page_is_whole_and_harmless() {
     assert!(html.ends_with("</body></html>\n") && html.contains("prefers-color-scheme: dark"));
     assert!(html.contains("&lt;b&gt;nothing&lt;/b&gt; else.") && !html.contains("<b>"));
     assert!(html.contains("<span class=\"learnt special\">&lt;|im_end|&gt;</span>"));
-    assert!(html.contains("Be brief.␛[31m") && html.contains("6 problems"));
+    assert!(html.contains("Be brief.␛[31m") && html.contains("5 problems"));
     assert!(!html.contains("http://") && !html.contains("https://") && !html.contains("<script"));
     assert!(!dir.path().join("masks.html.partial").exists());
 
@@ -398,8 +398,7 @@ fn a_reader_that_is_gone_is_no_panic() {
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
-    assert!(stderr.contains("roken pipe") && !stderr.contains("panicked"), "{stderr}");
+    assert_eq!((output.status.code(), stderr.as_str()), (Some(0), ""), "who has seen enough is no failure");
 }
 
 /// Tokens, masks and text of real tokenizers' conversations, as transformers has them.
@@ -447,6 +446,7 @@ fn real_tokenizers_are_inspected_as_transformers_reads_them() {
         assert!(peer.status.success(), "{}", String::from_utf8_lossy(&peer.stderr));
         let answers: Vec<Value> = serde_json::from_slice(&fs::read(&answered).unwrap()).unwrap();
         let mut compared = 0;
+        let tokenizer = ChatTokenizer::load(&folder).unwrap();
         for row in found["rows"].as_array().unwrap() {
             let at = row["line"].as_u64().unwrap() as usize - 1;
             let answer = &answers[at];
@@ -462,6 +462,12 @@ fn real_tokenizers_are_inspected_as_transformers_reads_them() {
                     _ => spans.push([at, at + 1]),
                 }
             }
+            // transformers also learns the ends of turns in which nothing is said.
+            let says_something = |&[start, end]: &[usize; 2]| {
+                let ids: Vec<i64> = ids[start..end].iter().map(|id| id.as_i64().unwrap()).collect();
+                !tokenizer.decode(&ids, true).unwrap().trim().is_empty()
+            };
+            spans.retain(says_something);
             assert_eq!(row["spans"], json!(spans), "{name}: {row}");
             let shown = row["segments"].as_array().unwrap().iter();
             let shown: String = shown.map(|segment| segment["text"].as_str().unwrap()).collect();

@@ -135,7 +135,7 @@ fn failed_and_malformed_rows_are_accounted_for() {
     let short = [&sampling[..], &["--embedded", &tiny, "--device", "cpu", "--max-context", "64"]].concat();
     let ended = regenerate(&input, &output, &short);
     assert_eq!(ended.code, Some(1), "{ended:?}");
-    assert_eq!(ended.stdout, "3 rows = 2 ok + 1 failed + 0 pending; 2 malformed lines\n");
+    assert_eq!(ended.stdout, "4 rows = 3 ok + 1 failed + 0 pending; 1 malformed lines\n");
     assert!(ended.stderr.contains(&format!("{}:3: not valid JSON", input.display())), "{ended:?}");
     let failed = &rows(&errors)[0];
     assert_eq!(
@@ -145,7 +145,8 @@ fn failed_and_malformed_rows_are_accounted_for() {
     assert!(failed["error"].as_str().unwrap().contains("the context holds 64"), "{failed:?}");
     assert_eq!(answers(failed), ["to be replaced"], "a failed row is the input row");
     let rejected = rows(&dir.path().join("out.jsonl.rejected.jsonl"));
-    assert_eq!(rejected.iter().map(|row| row["line"].as_u64().unwrap()).collect::<Vec<_>>(), [3, 4]);
+    assert_eq!(rejected.iter().map(|row| row["line"].as_u64().unwrap()).collect::<Vec<_>>(), [3]);
+    assert!(by_id(&output).contains_key("\"1~2\""), "a repeated id is made unique");
 
     let before = (fs::read(&output).unwrap(), fs::read(&errors).unwrap());
     let again = regenerate(&input, &output, &short);
@@ -154,9 +155,9 @@ fn failed_and_malformed_rows_are_accounted_for() {
 
     let roomy = [&sampling[..], &["--embedded", &tiny, "--device", "cpu", "--retry-failed"]].concat();
     let ended = regenerate(&input, &output, &roomy);
-    assert_eq!(ended.stdout, "3 rows = 3 ok + 0 failed + 0 pending; 2 malformed lines\n");
+    assert_eq!(ended.stdout, "4 rows = 4 ok + 0 failed + 0 pending; 1 malformed lines\n");
     assert!(!errors.exists());
-    assert_eq!(by_id(&output).len(), 3);
+    assert_eq!(by_id(&output).len(), 4);
 }
 
 #[test]

@@ -125,9 +125,9 @@ fn messages_may_come_in_parts() {
     let (server, http) = (Server::start(&[]), Http::new());
     let mut parts = ask("", 8);
     parts["messages"][0]["content"] =
-        json!([{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo?"}]);
+        json!([{"type": "text", "text": "Hello?"}, {"type": "text", "text": "Again?"}]);
     parts["unknown_field"] = json!({"is": "ignored"});
-    let plain = http.complete(&server.url, &ask("Hello?", 8));
+    let plain = http.complete(&server.url, &ask("Hello?\nAgain?", 8));
     let joined = http.complete(&server.url, &parts);
     assert_eq!((&plain["choices"], &plain["usage"]), (&joined["choices"], &joined["usage"]));
 }

@@ -21,7 +21,7 @@ pub fn connection(server: &Server, sent: &str) -> TcpStream {
 /// A request for a chat completion as it goes over the wire, with a body of so many bytes to come.
 pub fn head(length: usize) -> String {
     format!(
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     )
 }
 
@@ -29,7 +29,7 @@ pub fn head(length: usize) -> String {
 fn clients_that_never_finish_are_given_up() {
     let (server, http) =
         (Server::start(&["--client-timeout", "1", "--slots", "1", "--queue", "0"]), Http::new());
-    let sent = ["", "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", &(head(100) + "{")];
+    let sent = ["", "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n", &(head(100) + "{")];
     let answers = sent.map(|sent| connection(&server, sent)).map(|mut stream| {
         let mut answer = vec![];
         // A server that waits for more makes this fail when the deadline has passed.

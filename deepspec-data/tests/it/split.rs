@@ -57,7 +57,10 @@ fn every_row_lands_on_one_side() {
     assert!(!dir.path().join("train.jsonl.partial").exists());
 
     let before = fs::read(dir.path().join("train.jsonl")).unwrap();
-    split(&dataset, &["--test-size", "0.1"]).fails_with(2, &["train.jsonl exists", "--overwrite"]);
+    let again = split(&dataset, &["--test-size", "0.1"]);
+    assert!(again.code == Some(0) && again.stderr.contains("nothing to do"), "{again:?}");
+    split(&dataset, &["--test-size", "0.1", "--seed", "1"])
+        .fails_with(2, &["train.jsonl exists", "--overwrite"]);
     assert_eq!(split(&dataset, &["--test-size", "0.1", "--overwrite"]).code, Some(0));
     assert_eq!(
         fs::read(dir.path().join("train.jsonl")).unwrap(),
@@ -87,17 +90,19 @@ fn bad_rows_are_recorded_and_the_others_kept() {
     let dataset = lines(dir.path(), "data.jsonl", &data);
     let ended = split(&dataset, &["--test-size", "0"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");
-    assert_eq!(ended.stdout, "8 rows = 2 train + 0 eval + 0 not drawn + 6 rejected\n");
+    assert_eq!(ended.stdout, "8 rows = 3 train + 0 eval + 0 not drawn + 5 rejected\n");
     assert!(
         ended
             .stderr
             .contains(&format!("{}:3: the conversation starts with an assistant message", dataset.display()))
     );
-    assert_eq!(rows(&dir.path().join("train.jsonl")).len(), 2);
+    let kept: Vec<Value> =
+        rows(&dir.path().join("train.jsonl")).iter().map(|row| row["id"].clone()).collect();
+    assert_eq!(kept, [json!(0), json!("a"), json!("a~2")]);
     let report = report(dir.path());
-    assert_eq!(report["total"]["rejected"], 6);
+    assert_eq!((&report["total"]["rejected"], &report["sources"][0]["renamed"]), (&json!(5), &json!(1)));
     let reasons = json!({"not_a_json_object": 2, "does_not_start_with_user": 1, "empty_message": 1,
-        "id_used_before": 1, "malformed_id": 1});
+        "malformed_id": 1});
     assert_eq!(report["sources"][0]["rejected_by_reason"], reasons);
     let rejected = rows(&dir.path().join("train.jsonl.rejected.jsonl"));
     let found: Vec<(u64, &str)> =
@@ -106,7 +111,6 @@ fn bad_rows_are_recorded_and_the_others_kept() {
         (2, "not valid JSON"),
         (3, "starts with an assistant"),
         (4, "is empty"),
-        (6, "`a` was used"),
         (7, "an array"),
         (8, "`id` must be"),
     ];
@@ -139,8 +143,8 @@ fn mistakes_are_one_line() {
     let eval = text(&dir.path().join("eval.jsonl"));
     run(&["split", "--dataset", &itself, "--train-output", &itself, "--eval-output", &eval])
         .fails_with(2, &["the dataset itself"]);
-    split(&dataset, &["--test-size", "0.05"])
-        .fails_with(2, &["data.jsonl", "too small for --test-size 0.05"]);
+    let few = lines(dir.path(), "few.jsonl", &[good(0).to_string(), good(1).to_string()]);
+    split(&few, &["--test-size", "0.95"]).fails_with(2, &["few.jsonl", "too small for --test-size 0.95"]);
     assert!(!dir.path().join("train.jsonl").exists());
 }
 
@@ -183,18 +187,19 @@ fn ids_are_unique_however_they_are_given() {
         Value::Null => json!({"messages": [{"role": "user", "content": "hi"}]}).to_string(),
         id => json!({"id": id, "messages": [{"role": "user", "content": "hi"}]}).to_string(),
     };
-    // Rows without an id are called by their place: 0, 1, 3 and 5; the last row that brings one takes what is taken.
+    // Rows without an id are called by their place: 0, 1, 3 and 5; whoever comes second is numbered.
     let ids =
         [json!(null), json!(null), json!("5"), json!(null), json!(1), json!(null), json!("a"), json!(3)];
     let dataset = lines(dir.path(), "data.jsonl", &ids.map(row));
     let ended = split(&dataset, &["--test-size", "0"]);
-    assert_eq!(ended.stdout, "8 rows = 5 train + 0 eval + 0 not drawn + 3 rejected\n");
+    assert_eq!(ended.stdout, "8 rows = 8 train + 0 eval + 0 not drawn + 0 rejected\n");
     let kept: Vec<Value> =
         rows(&dir.path().join("train.jsonl")).iter().map(|row| row["id"].clone()).collect();
-    assert_eq!(kept, [json!(0), json!(1), json!("5"), json!(3), json!("a")]);
-    for line in ["data.jsonl:5: id `1`", "data.jsonl:6: id `5`", "data.jsonl:8: id `3`"] {
-        assert!(ended.stderr.contains(line), "{ended:?}");
-    }
+    let expected =
+        [json!(0), json!(1), json!("5"), json!(3), json!("1~2"), json!("5~2"), json!("a"), json!("3~2")];
+    assert_eq!(kept, expected);
+    assert!(ended.stderr.contains("3 rows repeat the id of an earlier row"), "{ended:?}");
+    assert_eq!(report(dir.path())["sources"][0]["renamed"], 3);
 }
 
 /// A row that turns out to be unusable must not change what the others become.

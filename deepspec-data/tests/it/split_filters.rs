@@ -110,12 +110,12 @@ fn a_mix_has_its_sources_in_proportion() {
     let dir = tempfile::tempdir().unwrap();
     let many: Vec<String> = (0..900).map(|index| good(index).to_string()).collect();
     let few: Vec<String> = (0..100)
-        .map(|index| json!({"id": format!("r{index}"), "messages": [{"role": "user", "content": "q"}, {"role": "bot", "content": "a"}]}).to_string())
+        .map(|index| json!({"id": format!("r{index}"), "messages": [{"role": "user", "content": format!("q {index}")}, {"role": "poet", "content": "a"}]}).to_string())
         .collect();
     let (many, few) =
         (text(&lines(dir.path(), "many.jsonl", &many)), text(&lines(dir.path(), "few.jsonl", &few)));
     let sources = format!(
-        "  - {{name: big, dataset: {many}, weight: 3}}\n  - {{name: small, dataset: {few}, weight: 1, roles: {{bot: assistant}}}}\n"
+        "  - {{name: big, dataset: {many}, weight: 3}}\n  - {{name: small, dataset: {few}, weight: 1, roles: {{poet: assistant}}}}\n"
     );
     let config = mix(dir.path(), &sources);
     let ended = split(&config, &["--test-size", "0.1"]);

@@ -159,11 +159,14 @@ fn an_unknown_schema_shows_its_columns() {
     let dir = tempfile::tempdir().unwrap();
     let dataset = dir.path().join("data.parquet");
     let texts = || -> ArrayRef { Arc::new(StringArray::from(vec!["a"])) };
-    write_parquet(&dataset, vec![("instruction", texts()), ("output", texts())], Codec::SNAPPY, 10);
-    let columns = "the columns are `instruction` (string), `output` (string)";
-    split(&dataset, &[]).fails_with(1, &["data.parquet: no column `conversations` or `messages`", columns]);
+    write_parquet(&dataset, vec![("title", texts()), ("text", texts())], Codec::SNAPPY, 10);
+    let columns = "the columns are `title` (string), `text` (string)";
+    split(&dataset, &[]).fails_with(1, &["data.parquet: no column holds conversations", "`prompt`", columns]);
     write_parquet(&dataset, vec![("messages", texts())], Codec::SNAPPY, 10);
-    split(&dataset, &[]).fails_with(1, &["list of struct<from, value>", "`messages` (string)"]);
+    let ended = split(&dataset, &["--test-size", "0"]);
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    let reason = "data.parquet:1: `messages` must be a non-empty array of messages, found a string";
+    assert!(ended.stderr.contains(reason), "{ended:?}");
     let other = messages(["speaker", "text"], &[&[("a", "b")]]);
     write_parquet(&dataset, vec![("messages", other)], Codec::SNAPPY, 10);
     split(&dataset, &[]).fails_with(1, &["`messages` (list<struct<speaker: string, text: string>>)"]);

@@ -32,10 +32,10 @@ const WORDS: [&str; 13] = [
 fn row(dice: &mut Dice, index: usize) -> Value {
     let mut row = if dice.roll(2) == 0 {
         json!({"conversations": [
-            {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})
+            {"from": "system", "value": "s"}, {"from": "human", "value": format!("q{}", index / 2)}, {"from": "gpt", "value": "a"}]})
     } else {
         json!({"tools": [{"name": "f"}], "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+            {"role": "user", "content": [{"type": "text", "text": format!("q{}", index / 2)}]},
             {"role": "assistant", "content": null, "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
             {"role": "tool", "content": "r", "tool_call_id": "c"}, {"role": "assistant", "content": "a"}]})
     };
@@ -52,9 +52,9 @@ fn check(dir: &Path, count: usize, files: &[&Path]) {
         true => rows(&dir.join("train.jsonl.rejected.jsonl")),
         false => vec![],
     };
-    assert_eq!(train.len() + eval.len() + rejected.len(), count);
     let report = report(dir);
     let of = |name: &str| report["total"][name].as_u64().unwrap() as usize;
+    assert_eq!(train.len() + eval.len() + rejected.len() + of("overlap"), count);
     assert_eq!(
         [of("rows"), of("train"), of("eval"), of("rejected")],
         [count, train.len(), eval.len(), rejected.len()]

@@ -91,10 +91,10 @@ fn conversations_are_as_long_as_the_gpu_has_room_for() {
     stopped(server);
 
     let longest = LONGEST.to_string();
-    let insist = ["--max-context", longest.as_str()];
+    let insist = ["--quiet", "--max-context", longest.as_str()];
     let advice = format!("give --max-context {context} or less");
     ended(with(TIGHT, &insist)).fails_with(2, &["one conversation of 32768 tokens", &advice]);
-    for more in [&insist[..0], &insist[..]] {
+    for more in [&insist[..1], &insist[..]] {
         let hopeless = ended(with(TIGHT / 2, more));
         hopeless.fails_with(
             2,

@@ -35,7 +35,8 @@ fn thoughts_between_special_tokens_are_none_of_the_answer() {
 
     // Nor are they trained on as such.
     let input = lines(dir.path(), "in.jsonl", &[question(1, QUESTION)]);
-    let sampling = ["--temperature", "0", "--max-tokens", "70", "--device", "cpu", "--slots", "1"];
+    let sampling =
+        ["--temperature", "0", "--max-tokens", "70", "--device", "cpu", "--slots", "1", "--enable-thinking"];
     let usual = tiny();
     let whose = [(special.as_str(), "keep"), (special.as_str(), "drop"), (usual.as_str(), "keep")];
     let rows = whose.map(|(model, reasoning)| {

@@ -50,9 +50,6 @@ pub struct Args {
 /// # Errors
 /// Usage errors: results without confidences, or too few prompts. An unwritable output.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    if args.output.exists() && !args.overwrite {
-        usage!("{} exists; --overwrite replaces it", args.output.display());
-    }
     let results = Results::read(&args.results)?;
     let policy = results.settings.policy();
     if policy.cuts() {
@@ -64,9 +61,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let Some(drafter) = results.drafter else {
         usage!("{} is of plain decoding; there is no confidence to calibrate", args.results.display());
     };
-    if let Some(dir) = &args.fold {
-        fold::check(&drafter, dir)?;
-    }
     let [fitted, held_out] = Side::read(args)?;
     let positions = fitted.positions().max(held_out.positions());
     let traces = || format!("the traces of {}", args.results.display());
@@ -79,7 +73,23 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         results.suites.iter().map(|suite| (suite.name.clone(), suite.domain)).collect();
     let alternatives =
         alternatives(&fitted, &held_out, positions, &temperatures, &domains).with_context(traces)?;
+    let calibration = Calibration::new(
+        (drafter.clone(), results.target),
+        results.settings.temperature,
+        temperatures.temperatures().to_vec(),
+        fits.collect(),
+        fitted.prompts.len(),
+        held_out.judge(positions, &temperatures).with_context(traces)?,
+        alternatives.clone(),
+    );
+    if !args.overwrite
+        && args.fold.as_ref().is_none_or(|dir| dir.exists())
+        && crate::output::is_there(&args.output, &calibration)?
+    {
+        return Ok(());
+    }
     if let Some(dir) = &args.fold {
+        fold::check(&drafter, dir)?;
         let pooled = alternatives.iter().find(|other| other.method == POOLED);
         let temperature = pooled.and_then(|pooled| pooled.temperatures[ALL].first().copied()).unwrap_or(1.0);
         fold::write(Path::new(&drafter.path), dir, temperature)?;
@@ -88,19 +98,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             dir.display()
         );
     }
-    let calibration = Calibration::new(
-        (drafter, results.target),
-        results.settings.temperature,
-        temperatures.temperatures().to_vec(),
-        fits.collect(),
-        fitted.prompts.len(),
-        held_out.judge(positions, &temperatures).with_context(traces)?,
-        alternatives,
-    );
     if let Some(dir) = args.output.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         atomic::create_dir(dir)?;
     }
     atomic::write_json(&args.output, &calibration)?;
+    tracing::info!("temperatures in {}", args.output.display());
     let text = if args.json {
         serde_json::to_string_pretty(&calibration)? + "\n"
     } else {

@@ -60,9 +60,6 @@ impl FromStr for Layout {
 /// # Errors
 /// Usage errors and refusals, broken checkpoints, unwritable outputs.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    if args.output_dir.exists() && !args.overwrite {
-        usage!("{} exists already; --overwrite replaces it", args.output_dir.display());
-    }
     let from = dir("--from", &args.from, verbosity)?;
     let source = open_checkpoint(&from).map_err(report)?;
     let target = match &args.target {

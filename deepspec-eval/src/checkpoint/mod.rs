@@ -42,7 +42,7 @@ fn dir(flag: &'static str, model: &str, verbosity: Verbosity) -> anyhow::Result<
 /// A refusal is a mistake of the caller's, anything else is one of the files'.
 fn report(error: DialectError) -> anyhow::Error {
     match error {
-        DialectError::Refused { .. } => UsageError(error.to_string()).into(),
+        DialectError::Refused { .. } | DialectError::Exists { .. } => UsageError(error.to_string()).into(),
         other => other.into(),
     }
 }

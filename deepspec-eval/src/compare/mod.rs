@@ -55,8 +55,9 @@ impl Comparison {
             );
         }
         let mut compared = vec![];
+        let defaults = default_labels(&args.results);
         for (i, path) in args.results.iter().enumerate() {
-            let label = args.labels.get(i).cloned().unwrap_or_else(|| default_label(path));
+            let label = args.labels.get(i).cloned().unwrap_or_else(|| defaults[i].clone());
             let results = Results::read(path)?;
             compared.push(Labelled { label, path: path.clone(), prompts: prompts(path, &results), results });
         }
@@ -77,11 +78,30 @@ impl Comparison {
     }
 }
 
-/// The folder's name; for a results file, that of its folder.
-fn default_label(path: &Path) -> String {
-    let dir = if path.is_file() { path.parent().unwrap_or(path) } else { path };
-    let resolved = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
-    resolved.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned())
+/// The folders' names (of a results file, that of its folder), as far as they differ; else as many of the folders above as tell them apart.
+fn default_labels(paths: &[PathBuf]) -> Vec<String> {
+    let parts = |path: &PathBuf| {
+        let dir = if path.is_file() { path.parent().unwrap_or(path) } else { path };
+        let resolved = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+        let parts = resolved.components().map(|part| part.as_os_str().to_string_lossy().into_owned());
+        parts.collect::<Vec<_>>()
+    };
+    let all: Vec<Vec<String>> = paths.iter().map(parts).collect();
+    // From the end; a part that all folders share says nothing, and is left out unless it is the only one.
+    let part = |parts: &[String], depth: usize| parts.iter().rev().nth(depth).cloned();
+    let deepest = all.iter().map(Vec::len).max().unwrap_or(0);
+    let differs = |depth: &usize| all.iter().any(|parts| part(parts, *depth) != part(&all[0], *depth));
+    let depths: Vec<usize> = (0..deepest).filter(differs).collect();
+    let labels = |depths: &[usize]| -> Vec<String> {
+        let label = |parts: &Vec<String>| {
+            let named: Vec<String> = depths.iter().rev().filter_map(|&depth| part(parts, depth)).collect();
+            if named.is_empty() { parts.last().cloned().unwrap_or_default() } else { named.join("/") }
+        };
+        all.iter().map(label).collect()
+    };
+    let are_distinct = |labels: &Vec<String>| (1..labels.len()).all(|i| !labels[..i].contains(&labels[i]));
+    let mut tried = (1..=depths.len()).map(|count| labels(&depths[..count]));
+    tried.find(are_distinct).unwrap_or_else(|| labels(&depths))
 }
 
 /// What the traces beside the results say of every prompt; nothing, with a warning, where they do not belong to them.

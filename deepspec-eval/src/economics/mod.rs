@@ -4,7 +4,9 @@ mod config;
 
 use std::path::{Path, PathBuf};
 
-use deepspec_core::{atomic, usage};
+use deepspec_core::cli::{self, Verbosity};
+use deepspec_core::{atomic, env, usage};
+use deepspec_hub::{HubError, model_dir};
 use deepspec_schedule::economics::{Draft, Hardware, Load, Precision, Target};
 use serde::Serialize;
 use serde_json::Value;
@@ -19,9 +21,9 @@ const MOST: u32 = 64;
 /// Which target where, and what is drafted.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A model's folder or config.json, or a description of its layers (.yaml; `economics --print-model` writes one to start from)
+    /// A model's folder, config.json or hub id, or a description of its layers (.yaml; `economics --print-model` writes one to start from)
     #[arg(value_name = "MODEL")]
-    model: PathBuf,
+    model: String,
     /// Accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`, `fp8`, `fp4` and `link` per second
     #[arg(long, default_value = "h100", value_name = "NAME|FILE")]
     hardware: String,
@@ -32,7 +34,7 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_name = "N")]
     expert_parallel: u32,
     /// Requests decoded at once, by commas
-    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])]
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 8, 64, 512])]
     batch: Vec<u32>,
     /// Tokens of their contexts, by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1024, 8192, 65536])]
@@ -40,16 +42,17 @@ pub struct Args {
     /// Probability that a drafted token is accepted given those before it, by commas
     #[arg(long, value_name = "P", value_delimiter = ',', default_values_t = [0.6, 0.75, 0.9])]
     acceptance: Vec<f64>,
-    /// A drafter's folder or config.json, or a description of its layers (.yaml), for its own roofline; instead of --draft-share
+    /// A drafter's folder, config.json or hub id, or a description of its layers (.yaml), for its own roofline; instead of --draft-share
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["draft_share", "draft_weights"])]
-    draft_model: Option<PathBuf>,
+    draft_model: Option<String>,
     /// The drafter of --draft-model drafts one token after the other; its config.json tells that of Eagle3 and of whole models
     #[arg(long, requires = "draft_model")]
     draft_in_turn: bool,
     /// Weights of the drafter, which are read once for a block (parallel drafters); instead of --draft-share
     #[arg(long, value_name = "N", conflicts_with = "draft_share")]
     draft_weights: Option<f64>,
-    /// Share of a plain step that drafting a token costs (drafters that run once per token)
+    /// Share of a plain step that drafting a token costs, of drafters that run once per token. For those that draft a block at once (DSpark,
+    /// DFlash, DFlash 2) give --draft-model or --draft-weights
     #[arg(long, value_name = "SHARE", default_value_t = 0.1)]
     draft_share: f64,
     /// Folder for economics.json, report.md, report.html and plots
@@ -118,14 +121,23 @@ struct Map<'a> {
 ///
 /// # Errors
 /// Usage errors: no such model or accelerator, a config that leaves something open. An unwritable output.
-pub fn run(args: &Args) -> anyhow::Result<()> {
+pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.expert_parallel == 0 {
         usage!("--expert-parallel must be at least 1");
     }
     if args.print_model {
-        return print_model(args);
+        return print_model(args, verbosity);
     }
-    let (target, _) = args.described(&args.model, f64::from(args.expert_parallel))?;
+    let model = found(&args.model, verbosity)?;
+    let (target, _) = args.described(&model, f64::from(args.expert_parallel))?;
+    let limit = context_limit(&model)?;
+    if let Some(context) = args.context.iter().find(|&&context| limit.is_some_and(|limit| context > limit)) {
+        tracing::warn!(
+            "--context {context}: {} holds {} tokens (max_position_embeddings)",
+            args.model,
+            limit.unwrap_or_default()
+        );
+    }
     let hardware = match deepspec_scale::read_hardware(&args.hardware) {
         Ok(hardware) => hardware,
         Err(error) => usage!("{error}"),
@@ -143,7 +155,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let draft = match (&args.draft_model, args.draft_weights) {
         (Some(path), _) => {
-            let (model, at_once) = args.described(path, 1.0)?;
+            let (model, at_once) = args.described(&found(path, verbosity)?, 1.0)?;
             Draft::Model { model, at_once: at_once && !args.draft_in_turn }
         }
         (None, Some(weights)) => Draft::PerBlock { weights, precision: args.weights.into() },
@@ -179,10 +191,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     };
     if let Some(dir) = &args.output_dir {
         let file = dir.join("economics.json");
-        crate::output::check_fresh(dir, "economics.json", &["report.md", "report.html"], args.overwrite)?;
-        atomic::create_dir(dir)?;
-        write_document(dir, &args.document(&map.points)?)?;
-        atomic::write_json(&file, &map)?;
+        crate::output::check_fresh(dir, "economics.json", &["report.md", "report.html"], true)?;
+        if args.overwrite || !crate::output::is_there(&file, &map)? {
+            atomic::create_dir(dir)?;
+            write_document(dir, &args.document(&map)?)?;
+            atomic::write_json(&file, &map)?;
+        }
     }
     let text = if args.json {
         serde_json::to_string_pretty(&map)? + "\n"
@@ -190,9 +204,17 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         let (header, rows) = args.table(&map.points);
         let mut table = Table::new(header);
         rows.into_iter().for_each(|row| table.row(row));
-        table.render()
-            + "Each cell: drafted tokens that are fastest, and throughput over plain decoding; in brackets what one more verified\n\
-            token costs, where a token of plain decoding costs 1. A roofline, nothing measured.\n"
+        format!(
+            "{}\n\n{}\n{}\n",
+            cli::wrapped("", 0, &args.assumptions(&map.draft)),
+            table.render(),
+            cli::wrapped(
+                "",
+                0,
+                "Each cell: drafted tokens that are fastest, and throughput over plain decoding; in brackets what one more verified token \
+                 costs, where a token of plain decoding costs 1. A roofline, nothing measured."
+            )
+        )
     };
     Ok(crate::output::print(&text)?)
 }
@@ -201,7 +223,7 @@ impl Args {
     /// The layers that a folder, a config.json or a .yaml describes, and whether a config.json says that whole blocks go through them.
     fn described(&self, model: &Path, expert_parallel: f64) -> anyhow::Result<(Target, bool)> {
         let name = model.display();
-        if model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml") {
+        if is_description(model) {
             return match serde_yaml::from_str(&atomic::read_text(model)?) {
                 Ok(_) if expert_parallel != 1.0 => {
                     usage!("--expert-parallel: {name} says it itself, as `expert_parallel`")
@@ -241,13 +263,32 @@ impl Args {
         (header, points.chunks(self.batch.len()).map(row).collect())
     }
 
-    fn document(&self, points: &[Point]) -> anyhow::Result<Document> {
+    /// What was taken for granted, in a sentence.
+    fn assumptions(&self, draft: &Draft) -> String {
+        let drafting = match (draft, &self.draft_model) {
+            (Draft::PerToken(share), _) => format!(
+                "drafting a token costs {share} of a plain step, as of a drafter that runs once per token (--draft-share); for one that drafts \
+                 whole blocks give --draft-model or --draft-weights"
+            ),
+            (Draft::PerBlock { weights, .. }, _) => {
+                format!("drafting a block reads {weights:.3e} weights once (--draft-weights)")
+            }
+            (Draft::Model { at_once, .. }, model) => format!(
+                "drafting is the roofline of {}, {}",
+                model.as_deref().unwrap_or("the drafter"),
+                if *at_once { "a whole block at once" } else { "one token after the other" }
+            ),
+        };
+        format!("{} on {}; {drafting}.", self.model, self.hardware)
+    }
+
+    fn document(&self, map: &Map<'_>) -> anyhow::Result<Document> {
+        let points = &map.points;
         let (header, rows) = self.table(points);
         let words = format!(
-            "{} on {}. Each cell: drafted tokens that are fastest, throughput over plain decoding, and in brackets what one more verified token \
+            "{} Each cell: drafted tokens that are fastest, throughput over plain decoding, and in brackets what one more verified token \
              costs, where a token of plain decoding costs 1. A roofline, nothing measured.",
-            self.model.display(),
-            self.hardware
+            self.assumptions(&map.draft)
         );
         let blocks = vec![
             Block::Paragraph(words),
@@ -294,7 +335,7 @@ impl Args {
         let highest = points.iter().map(of).fold(1.0, f64::max) * 1.05;
         Plot::draw(title, (240 + 110 * keys.len() as u32, 360), |canvas| {
             let area = heading(canvas, title, &keys)?;
-            let x = Axis::doublings("log2 of requests decoded at once", f64::from(most));
+            let x = Axis::doublings("requests decoded at once", f64::from(most));
             let mut chart = chart(&area, x, Axis::values(label, 0.0..highest, 7))?;
             for (index, row) in points.chunks(self.batch.len()).enumerate() {
                 series(
@@ -309,11 +350,12 @@ impl Args {
 }
 
 /// Prints the description of the model's layers, and before it what of them is not read.
-fn print_model(args: &Args) -> anyhow::Result<()> {
-    if args.model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml") {
-        usage!("--print-model: {} is a description already", args.model.display());
+fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
+    let model = found(&args.model, verbosity)?;
+    if is_description(&model) {
+        usage!("--print-model: {} is a description already", args.model);
     }
-    let (file, json) = config_json(&args.model)?;
+    let (file, json) = config_json(&model)?;
     let target = match config::target(&json, args.weights.into(), f64::from(args.expert_parallel)) {
         Ok(target) => target,
         Err(problem) => usage!("{}: {problem}", file.display()),
@@ -322,6 +364,31 @@ fn print_model(args: &Args) -> anyhow::Result<()> {
         .into_iter()
         .map(|key| format!("# `{key}` of config.json is not read: change the layers that it speaks of.\n"));
     Ok(crate::output::print(&(unread.collect::<String>() + &serde_yaml::to_string(&target)?))?)
+}
+
+/// Where a model is: a path, or what a hub id is fetched to.
+fn found(model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
+    let path = env::expand_home(model);
+    if path.exists() || is_description(&path) || path.extension().is_some_and(|extension| extension == "json")
+    {
+        return Ok(path);
+    }
+    model_dir(model, None, verbosity).map_err(HubError::report)
+}
+
+fn is_description(model: &Path) -> bool {
+    model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
+}
+
+/// Tokens that a model's config.json says it holds; None where it does not say.
+fn context_limit(model: &Path) -> anyhow::Result<Option<u32>> {
+    if is_description(model) {
+        return Ok(None);
+    }
+    let (_, json) = config_json(model)?;
+    let limit =
+        [&json, &json["text_config"]].into_iter().find_map(|of| of["max_position_embeddings"].as_u64());
+    Ok(limit.and_then(|limit| u32::try_from(limit).ok()))
 }
 
 /// The config.json of a folder, or that file itself.

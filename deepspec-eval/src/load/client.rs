@@ -1,12 +1,13 @@
 //! Users of a server: each request is timed from its first byte out to its last byte in.
 
-use std::env;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
+use deepspec_core::env;
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_text::{Completeness, FinishReason};
 use reqwest::Url;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde_json::{Value, json};
@@ -15,6 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time;
 
 use super::Level;
+use super::events::Events;
 
 /// How long a server may say nothing.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -56,6 +58,8 @@ pub struct Asked {
     pub chunks: Vec<Duration>,
     /// Tokens of prompt and answer, as the server counts them.
     pub tokens: [u64; 2],
+    /// Whether the server did not count the answer's, so that these are its pieces of text.
+    pub tokens_are_pieces: bool,
     /// Why there is no answer.
     pub problem: Option<String>,
 }
@@ -92,7 +96,8 @@ impl Client {
         asking: Asking,
     ) -> anyhow::Result<Self> {
         let mut headers = HeaderMap::new();
-        if let Ok(key) = env::var("OPENAI_API_KEY") {
+        env::report_key_in_clear("OPENAI_API_KEY", server);
+        if let Some(key) = env::secret("OPENAI_API_KEY") {
             let value = HeaderValue::from_str(&format!("Bearer {key}"));
             headers.insert(
                 AUTHORIZATION,
@@ -197,33 +202,173 @@ impl Client {
             let said = response.text().await.unwrap_or_default();
             bail!("status {status}: {}", said.chars().take(200).collect::<String>());
         }
-        let (mut buffer, mut usage) = (Vec::new(), None);
+        let (mut events, mut stream) = (Events::default(), Streamed::default());
         while let Some(bytes) = response.chunk().await? {
             let now = begun.elapsed();
-            buffer.extend_from_slice(&bytes);
-            while let Some(at) = buffer.iter().position(|&byte| byte == b'\n') {
-                let line: Vec<u8> = buffer.drain(..=at).collect();
-                let line = String::from_utf8_lossy(&line);
-                let Some(data) = line.trim_end().strip_prefix("data:").map(str::trim_start) else { continue };
-                if data == "[DONE]" {
-                    continue;
-                }
-                let event: Value = serde_json::from_str(data).context("a line of the stream")?;
-                if let Some(error) = event.get("error") {
-                    bail!("{error}");
-                }
-                let delta = &event["choices"][0]["delta"];
-                let said = ["content", "reasoning_content", "reasoning"]
-                    .iter()
-                    .any(|key| delta[key].as_str().is_some_and(|text| !text.is_empty()));
-                if said {
-                    asked.chunks.push(now);
-                }
-                usage = event.get("usage").filter(|usage| usage.is_object()).cloned().or(usage);
+            for data in events.push(&bytes) {
+                stream.take(&data, now, asked)?;
             }
         }
-        let Some(usage) = usage else { bail!("the stream ended without `usage`") };
-        asked.tokens = ["prompt_tokens", "completion_tokens"].map(|key| usage[key].as_u64().unwrap_or(0));
+        if let Some(data) = events.finish() {
+            stream.take(&data, begun.elapsed(), asked)?;
+        }
+        stream.end(asked)
+    }
+}
+
+/// What a stream has said so far.
+#[derive(Default)]
+struct Streamed {
+    finish: Option<FinishReason>,
+    is_done: bool,
+    /// Tokens of prompt and answer, as last counted.
+    counted: [Option<u64>; 2],
+}
+
+impl Streamed {
+    /// Takes the data of an event.
+    fn take(&mut self, data: &str, now: Duration, asked: &mut Asked) -> anyhow::Result<()> {
+        if data.trim() == "[DONE]" {
+            self.is_done = true;
+            return Ok(());
+        }
+        let event: Value = serde_json::from_str(data).context("an event of the stream is no JSON")?;
+        // vLLM also writes errors as events of their own.
+        let own = (event["object"] == "error").then_some(&event);
+        if let Some(error) = event.get("error").filter(|error| !error.is_null()).or(own) {
+            bail!("{}", error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned));
+        }
+        let choice = &event["choices"][0];
+        let said = ["content", "reasoning_content", "reasoning", "thinking"]
+            .iter()
+            .any(|key| choice["delta"][key].as_str().is_some_and(|text| !text.is_empty()));
+        if said || choice["delta"]["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty()) {
+            asked.chunks.push(now);
+        }
+        self.finish = FinishReason::of_field(choice.get("finish_reason")).or(self.finish);
+        // OpenAI's names, and those of llama.cpp beside them.
+        let counts =
+            [("timings", ["prompt_n", "predicted_n"]), ("usage", ["prompt_tokens", "completion_tokens"])];
+        for (object, keys) in counts {
+            for (counted, key) in self.counted.iter_mut().zip(keys) {
+                *counted = event[object][key].as_u64().or(*counted);
+            }
+        }
         Ok(())
+    }
+
+    /// What the request came to, once nothing more comes.
+    fn end(self, asked: &mut Asked) -> anyhow::Result<()> {
+        match self.finish {
+            Some(reason) if reason.completeness() == Completeness::Broken => {
+                bail!("the answer was broken off (finish_reason {})", reason.word())
+            }
+            None if !self.is_done => {
+                bail!("the stream ended before the answer did: neither finish_reason nor [DONE] came")
+            }
+            _ if asked.chunks.is_empty() => bail!("the stream had no text"),
+            _ => {}
+        }
+        let [prompt, completion] = self.counted;
+        asked.tokens_are_pieces = completion.is_none_or(|tokens| tokens == 0 && !asked.chunks.is_empty());
+        let pieces = asked.chunks.len() as u64;
+        asked.tokens =
+            [prompt.unwrap_or(0), completion.filter(|_| !asked.tokens_are_pieces).unwrap_or(pieces)];
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use deepspec_testkit::mutate::Dice;
+
+    /// What becomes of a stream that comes in pieces of so many bytes.
+    fn read(stream: &[u8], piece: usize) -> (anyhow::Result<()>, Asked) {
+        let (mut events, mut streamed, mut asked) =
+            (Events::default(), Streamed::default(), Asked::default());
+        let mut take = || {
+            for bytes in stream.chunks(piece) {
+                for data in events.push(bytes) {
+                    streamed.take(&data, Duration::ZERO, &mut asked)?;
+                }
+            }
+            if let Some(data) = std::mem::take(&mut events).finish() {
+                streamed.take(&data, Duration::ZERO, &mut asked)?;
+            }
+            std::mem::take(&mut streamed).end(&mut asked)
+        };
+        let ended = take();
+        (ended, asked)
+    }
+
+    /// Pieces of text in a stream, as the plainest reader has them; `None` where a line is no JSON.
+    fn pieces(stream: &[u8]) -> Option<usize> {
+        let text = String::from_utf8_lossy(stream);
+        let data = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("data: "))
+            .filter(|data| !data.trim().is_empty() && *data != "[DONE]");
+        let said = |event: Value| {
+            let delta = &event["choices"][0]["delta"];
+            let texts = ["content", "reasoning_content", "reasoning"]
+                .map(|key| delta[key].as_str().unwrap_or_default().to_owned());
+            texts.iter().any(|text| !text.is_empty())
+        };
+        data.map(|data| serde_json::from_str(data).ok().map(said))
+            .collect::<Option<Vec<_>>>()
+            .map(|all| all.into_iter().filter(|&said| said).count())
+    }
+
+    /// Streams with nulls, other types and unknown keys anywhere, and lines that are cut: each is counted, or it is said what is wrong.
+    #[test]
+    fn damaged_streams_are_counted_or_say_what_is_wrong() {
+        let words = ["content", "delta", "choices", "error", "usage", "finish_reason", "abort", "stop", "x"];
+        let (mut whole, mut failed) = (0, 0);
+        for seed in 0..10_000 {
+            let mut dice = Dice::new(seed, &words);
+            let mut chunks = vec![
+                json!({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": null}], "error": null}),
+            ];
+            for _ in 0..=dice.roll(3) {
+                chunks.push(json!({"choices": [{"index": 0, "delta": {"content": "a", "tool_calls": null}, "finish_reason": null}], "usage": null}));
+            }
+            chunks.push(json!({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}));
+            chunks.push(json!({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}));
+            let at = dice.roll(chunks.len());
+            (0..dice.roll(3)).for_each(|_| dice.mutate(&mut chunks[at]));
+            let mut stream: Vec<u8> =
+                chunks.iter().flat_map(|chunk| format!("data: {chunk}\n\n").into_bytes()).collect();
+            if dice.roll(4) > 0 {
+                stream.extend_from_slice(b"data: [DONE]\n\n");
+            }
+            if dice.roll(8) == 0 {
+                stream.truncate(dice.roll(stream.len()));
+            }
+            let piece = 1 + dice.roll(50);
+            let (ended, asked) = read(&stream, piece);
+            let shown = String::from_utf8_lossy(&stream);
+            match ended {
+                Ok(()) => {
+                    whole += 1;
+                    let pieces = pieces(&stream).unwrap_or_else(|| {
+                        panic!("seed {seed}: a line that is no JSON was passed over: {shown}")
+                    });
+                    assert!(asked.chunks.len() >= pieces, "seed {seed}: {shown}");
+                    assert!(pieces == 0 || asked.tokens[1] > 0, "seed {seed}: text without tokens: {shown}");
+                }
+                Err(error) => {
+                    failed += 1;
+                    assert!(!format!("{error:#}").is_empty(), "seed {seed}: {shown}");
+                }
+            }
+            let again = read(&stream, stream.len().max(1));
+            assert_eq!(
+                (again.0.is_ok(), again.1.tokens),
+                (read(&stream, piece).0.is_ok(), asked.tokens),
+                "seed {seed}: pieces matter: {shown}"
+            );
+        }
+        assert!(whole > 4_000 && failed > 500, "{whole} whole, {failed} failed");
     }
 }

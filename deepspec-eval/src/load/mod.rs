@@ -1,9 +1,12 @@
 //! `load`: asks a server as many users would, and says how fast answers come to each of them and to all.
 
 mod client;
+mod events;
 mod shown;
 mod summary;
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -11,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use deepspec_core::cli::Verbosity;
+use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::{atomic, usage};
 use deepspec_suites::Folder;
 use serde::Serialize;
@@ -24,6 +27,8 @@ use summary::Summary;
 pub const FORMAT: &str = "deepspec-load";
 /// Its version.
 pub const VERSION: u64 = 1;
+/// Share of requests that may fail in a run whose figures mean something.
+const FEW: f64 = 0.05;
 
 /// Whom to ask what, and how often. A key for the server is taken from OPENAI_API_KEY.
 #[derive(clap::Args)]
@@ -213,6 +218,14 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         temperature: args.temperature,
         runs,
     };
+    for run in report.runs.iter().filter(|run| run.tokens_are_pieces > 0) {
+        tracing::warn!(
+            "{} at {}: {} answers came without token counts (`usage`); their pieces of text are counted as tokens",
+            run.server,
+            run.level,
+            run.tokens_are_pieces
+        );
+    }
     shown::write_requests(&args.output_dir, &requests)?;
     shown::write_report(&args.output_dir, &report)?;
     atomic::write_json(&file, &report)?;
@@ -221,7 +234,30 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     } else {
         shown::table(&report).render()
     };
-    Ok(crate::output::print(&text)?)
+    crate::output::print(&text)?;
+    conclude(&report)
+}
+
+/// Exit code 1 where more than a few requests failed, with the reasons.
+fn conclude(report: &Report) -> anyhow::Result<()> {
+    let sum = |of: fn(&Summary) -> usize| report.runs.iter().map(of).sum::<usize>();
+    let (requests, failed) = (sum(|run| run.requests), sum(|run| run.failed));
+    if failed as f64 <= FEW * requests as f64 {
+        return Ok(());
+    }
+    let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
+    for (reason, count) in report.runs.iter().flat_map(|run| &run.problems) {
+        *reasons.entry(reason).or_default() += count;
+    }
+    let mut reasons: Vec<_> = reasons.into_iter().collect();
+    reasons.sort_by_key(|(_, count)| Reverse(*count));
+    let shown =
+        reasons.iter().take(3).map(|(reason, count)| format!("{count} × {reason}")).collect::<Vec<_>>();
+    let reason = format!(
+        "{failed} of {requests} requests failed, so the figures are not those of a working server: {}; all reasons are in requests.parquet",
+        shown.join("; ")
+    );
+    Err(ExitWith { code: 1, reason }.into())
 }
 
 impl Args {

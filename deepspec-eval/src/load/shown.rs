@@ -12,7 +12,7 @@ use parquet::arrow::ArrowWriter;
 use super::client::Asked;
 use super::summary::Summary;
 use super::{Level, Report};
-use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
+use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series};
 use crate::report::{Block, Document, write_document};
 use crate::statistics::Percentiles;
 use crate::table::Table;
@@ -102,6 +102,11 @@ fn frontier(report: &Report) -> Result<Plot> {
         let mut chart = chart(&area, x, Axis::values("tokens/s of all", 0.0..highest(|point| point.1), 7))?;
         for (index, server) in servers.iter().enumerate() {
             series(&mut chart, points(server), SeriesStyle::nth(index))?;
+            let runs = report.runs.iter().filter(|run| run.server == *server);
+            let named = runs.filter_map(|run| {
+                Some((run.user_tokens_per_second?, run.tokens_per_second, run.level.to_string()))
+            });
+            point_labels(&mut chart, named)?;
         }
         Ok(())
     })

@@ -1,5 +1,6 @@
 //! What a run comes to.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -19,6 +20,10 @@ pub struct Summary {
     pub requests: usize,
     /// Failed ones.
     pub failed: usize,
+    /// Why they failed, and how many for each reason.
+    pub problems: BTreeMap<String, usize>,
+    /// Answers whose tokens the server did not count: their pieces of text were counted.
+    pub tokens_are_pieces: usize,
     /// Tokens of answers per second that came within the time, of all users together.
     pub tokens_per_second: f64,
     /// Tokens of prompts per second.
@@ -93,11 +98,16 @@ impl Summary {
         let of = |time: Duration| time.as_secs_f64();
         let (mut tokens, mut prompts, mut under_way) = (0.0, 0.0, 0.0);
         let (mut first, mut between, mut per_token, mut speeds) = (vec![], vec![], vec![], vec![]);
-        let (mut requests, mut failed) = (0, 0);
+        let (mut requests, mut failed, mut problems) = (0, 0, BTreeMap::new());
+        let mut tokens_are_pieces = 0;
         for one in asked {
             let counts = (window.0..window.1).contains(&of(one.begun));
             requests += usize::from(counts);
-            failed += usize::from(counts && one.problem.is_some());
+            tokens_are_pieces += usize::from(counts && one.problem.is_none() && one.tokens_are_pieces);
+            if let Some(problem) = one.problem.as_ref().filter(|_| counts) {
+                failed += 1;
+                *problems.entry(problem.clone()).or_default() += 1;
+            }
             let (Some(&begin), Some(&end), None) = (one.chunks.first(), one.chunks.last(), &one.problem)
             else {
                 continue;
@@ -129,6 +139,8 @@ impl Summary {
             level,
             requests,
             failed,
+            problems,
+            tokens_are_pieces,
             tokens_per_second: tokens / seconds,
             prompt_tokens_per_second: prompts / seconds,
             decoding: Decoding::of(asked, window),

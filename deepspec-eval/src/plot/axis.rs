@@ -33,10 +33,19 @@ impl Axis {
         Self { label, scale, ticks }
     }
 
-    /// Base-2 logarithms of counts from 1 to `most`, with a tick for every doubling.
+    /// Base-2 logarithms of counts from 1 to `most`, with a tick at every doubling that says the count.
     pub fn doublings(label: &'static str, most: f64) -> Self {
         let most = most.max(2.0).log2().ceil();
-        Self::values(label, 0.0..most, most as usize + 1)
+        let ticks = (0..=most as u32).map(|power| (f64::from(power), (1u64 << power).to_string())).collect();
+        Self { label, scale: (0.0..most).into(), ticks }
+    }
+
+    /// [`Axis::doublings`] with a place for 0 before the 1: see [`doubling`].
+    pub fn doublings_and_zero(label: &'static str, most: f64) -> Self {
+        let Self { label, mut ticks, .. } = Self::doublings(label, most);
+        let last = ticks.last().map_or(1.0, |(at, _)| *at);
+        ticks.insert(0, (NONE_AT, "0".into()));
+        Self { label, scale: (NONE_AT..last).into(), ticks }
     }
 
     /// The integers from 1 to `count`, each in the middle of its place.
@@ -66,6 +75,14 @@ impl Axis {
         }
         Ok(widest.div_ceil(UNITS))
     }
+}
+
+/// Where 0 stands before the logarithms of counts from 1.
+const NONE_AT: f64 = -1.0;
+
+/// Where a count from 0 stands on [`Axis::doublings_and_zero`].
+pub fn doubling(count: f64) -> f64 {
+    if count < 1.0 { NONE_AT } else { count.log2() }
 }
 
 impl Ranged for Axis {

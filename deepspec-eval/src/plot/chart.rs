@@ -55,6 +55,19 @@ pub fn chart<'a>(area: &Canvas<'a>, x: Axis, y: Axis) -> Result<Chart<'a>> {
     Ok(chart)
 }
 
+/// Writes a text above and to the right of each value.
+///
+/// # Errors
+/// Drawing fails.
+pub fn point_labels(chart: &mut Chart, values: impl IntoIterator<Item = (f64, f64, String)>) -> Result<()> {
+    let style = letters(SMALL, GREY).pos(Pos::new(HPos::Left, VPos::Bottom));
+    let finite = values.into_iter().filter(|(x, y, _)| x.is_finite() && y.is_finite());
+    let texts = finite
+        .map(|(x, y, text)| EmptyElement::at((x, y)) + Text::new(text, (px(4.0), px(-3.0)), style.clone()));
+    chart.draw_series(texts)?;
+    Ok(())
+}
+
 /// Joins values by a line and marks each of them. Values that are not finite are left out.
 ///
 /// # Errors

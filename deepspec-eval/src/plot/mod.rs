@@ -11,7 +11,7 @@ mod chart;
 mod paper;
 mod theme;
 
-pub use axis::Axis;
+pub use axis::{Axis, doubling};
 pub use canvas::{Canvas, Plot, px};
-pub use chart::{Chart, chart, heading, series};
+pub use chart::{Chart, chart, heading, point_labels, series};
 pub use theme::{Marker, SeriesStyle, palette, stroke};

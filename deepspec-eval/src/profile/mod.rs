@@ -1,6 +1,6 @@
 //! `profile`: seconds of a step of our engine by tokens in the batch and by context, and of drafting by requests.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -9,17 +9,18 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_core::{atomic, usage};
-use deepspec_decode::{DraftSampling, Engine, EngineOptions, Event, Proposer, Request, Sampling, Target};
+use deepspec_core::{atomic, config, usage};
+use deepspec_decode::{Engine, EngineOptions, Event, Proposer, Request, Sampling, Target};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{TargetModel, TargetOptions};
+use deepspec_models::{TargetModel, TargetOptions, weights_digest};
 use deepspec_schedule::cost_file::{self, MeasuredCost, RequestCost, VerifyCost};
 use deepspec_schedule::curve::never_falling;
 use deepspec_schedule::planner::Planner;
 use deepspec_schedule::policy::Policy;
 use deepspec_text::ChatTokenizer;
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::results::{DrafterIdentity, TargetIdentity};
 use crate::run::{Dtype, models};
@@ -115,9 +116,6 @@ struct Profile {
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (requests, contexts) =
         (ascending("--requests", &args.requests)?, ascending("--contexts", &args.contexts)?);
-    if args.output.exists() && !args.overwrite {
-        usage!("{} exists; --overwrite replaces it", args.output.display());
-    }
     let place = models::place(&args.device, args.dtype)?;
     let fetch = |flag: &'static str, model: &str| {
         model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
@@ -129,6 +127,14 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let stop_ids = deepspec_models::stop_ids(&target_dir, tokenizer.eos_token_id())?;
     let identity = models::target_identity(&args.target, &target_dir, &tokenizer, stop_ids)?;
 
+    let drafter_weights = draft.as_ref().map(|(_, dir)| weights_digest(dir)).transpose()?;
+    let asked = json!({
+        "target": identity.weights_digest, "drafter": drafter_weights, "requests": requests, "contexts": contexts,
+        "device": place.device_name(), "dtype": place.kind_name(),
+    });
+    if !args.overwrite && is_measured(&args.output, &asked)? {
+        return Ok(());
+    }
     let (models::Place { device, kind }, slots) = (place, requests.iter().copied().max().unwrap_or(1));
     let load = |(_, dir): &(&String, PathBuf)| -> anyhow::Result<Box<dyn Drafter>> {
         models::check_tokens(dir, &tokenizer)?;
@@ -151,11 +157,12 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             "--contexts {context}: with the {answer} tokens of timed steps more than the {longest} that the target holds"
         );
     }
+    let draft_sampling = drafter.as_ref().map(|drafter| drafter.draft_sampling()).unwrap_or_default();
     let options = EngineOptions {
         slots,
         context: longest,
         max_draft_tokens: None,
-        draft_sampling: DraftSampling::default(),
+        draft_sampling,
         counts_overrun: false,
     };
     let drafts = drafter.is_some();
@@ -185,8 +192,32 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     profile.cost.cost().context("the measured times")?;
     write(&args.output, &profile)?;
+    tracing::info!("costs in {}", args.output.display());
     let text = if args.json { serde_json::to_string_pretty(&profile)? + "\n" } else { table(&profile.cost) };
     Ok(crate::output::print(&text)?)
+}
+
+/// Whether the file has measurements of what is asked for already.
+fn is_measured(file: &Path, asked: &Value) -> anyhow::Result<bool> {
+    if !file.exists() {
+        return Ok(false);
+    }
+    let kept: Value = serde_json::from_str(&atomic::read_text(file)?).unwrap_or_default();
+    let column = |name: &str| {
+        let cells = kept["measured"].as_array().into_iter().flatten();
+        cells.filter_map(|cell| cell[name].as_u64()).collect::<BTreeSet<u64>>()
+    };
+    let found = json!({
+        "target": kept["target"]["weights_digest"], "drafter": kept["drafter"]["weights_digest"],
+        "requests": column("requests"), "contexts": column("context"),
+        "device": kept["machine"]["device"], "dtype": kept["machine"]["dtype"],
+    });
+    let differences = config::differences(&found, asked);
+    if !differences.is_empty() {
+        usage!("{} exists: {}; --overwrite replaces it", file.display(), differences.join(", "));
+    }
+    tracing::info!("{} is complete; nothing to do (--overwrite measures anew)", file.display());
+    Ok(true)
 }
 
 fn write(file: &Path, profile: &Profile) -> anyhow::Result<()> {

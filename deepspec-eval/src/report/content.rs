@@ -1,14 +1,14 @@
 //! What a report says, in order.
 
 use anyhow::Result;
+use deepspec_core::cli::count;
 use deepspec_core::digest::short;
-use deepspec_decode::DraftSampling;
 use deepspec_schedule::reliability::{Metrics as Reliability, ReliabilityReport};
 
 use super::charts;
 use super::document::{Block, Document};
 use super::published::Published;
-use super::terminal::notes;
+use super::terminal::{by_rule, notes};
 use crate::confidence::ConfidenceResult;
 use crate::results::{Metrics, Results, Turns};
 use crate::table::{factor, number, range, rate};
@@ -29,6 +29,10 @@ pub fn document(results: &Results) -> Result<Document> {
         scores(results),
         Block::Plot("accepted_length", charts::lengths(results, published(results))?),
     ]);
+    if let Some((names, rows)) = by_rule(results) {
+        blocks.push(Block::Heading("Accepted length by draft rule"));
+        blocks.push(Block::Table(header(&names), rows));
+    }
     if !results.overall.conditional_rates.is_empty() {
         blocks.extend([Block::Heading("Acceptance by position"), positions(results)]);
         blocks.push(Block::Plot("positions", charts::positions(results)?));
@@ -42,14 +46,6 @@ pub fn document(results: &Results) -> Result<Document> {
     blocks.extend([Block::Heading("Notes"), Block::List(notes(results))]);
     blocks.extend([Block::Heading("What was run"), identity(results)]);
     Ok(Document { title, blocks })
-}
-
-/// How drafted tokens were chosen.
-fn drafted(rule: DraftSampling) -> &'static str {
-    match rule {
-        DraftSampling::Probabilistic => "drawn from the drafter's distribution",
-        DraftSampling::Greedy => "the likeliest",
-    }
 }
 
 /// The hub id, or the folder's name; that of a training step says little without its run's.
@@ -70,10 +66,11 @@ fn summary(results: &Results) -> String {
     let Metrics { accepted_length, accepted_length_interval, speed_up, .. } = &results.overall;
     let samples: u64 = results.suites.iter().map(|suite| suite.counts.samples).sum();
     let mut words = format!(
-        "Accepted length τ {} ({}), the mean over {} suites and {samples} answers at temperature {}.",
+        "Accepted length τ {} ({}), the mean over {} and {} at temperature {}.",
         number(*accepted_length, 2),
         range(*accepted_length_interval),
-        results.suites.len(),
+        count(results.suites.len(), "suite"),
+        count(samples as usize, "answer"),
         results.settings.temperature
     );
     if speed_up.is_some() {
@@ -225,7 +222,7 @@ fn identity(results: &Results) -> Block {
         ("calibration", or_none(s.calibration.as_ref().map(|t| format!("{t:.2?}")))),
         ("Markov head", if s.no_markov { "left out" } else { "as trained" }.to_string()),
         ("limit of drafted tokens", or_none(s.max_draft_tokens.map(|n| n.to_string()))),
-        ("drafted tokens", drafted(s.draft_sampling).into()),
+        ("drafted tokens", s.draft_sampling.to_string()),
         (
             "slots",
             if s.lanes > 1 { format!("{} in {} lanes", s.slots, s.lanes) } else { s.slots.to_string() },
@@ -234,7 +231,10 @@ fn identity(results: &Results) -> Block {
         ("deepspec-eval", results.tool_version.clone()),
     ]);
     for suite in &results.suites {
-        rows.push(("suite", format!("{} ({} rows, {})", suite.name, suite.rows, short(&suite.file_digest))));
+        rows.push((
+            "suite",
+            format!("{} ({}, {})", suite.name, count(suite.rows, "row"), short(&suite.file_digest)),
+        ));
     }
     let rows = rows.into_iter().map(|(name, value)| vec![name.to_string(), value]).collect();
     Block::Table(header(&["setting", "value"]), rows)

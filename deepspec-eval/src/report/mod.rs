@@ -38,7 +38,9 @@ pub fn write_document(dir: &Path, document: &Document) -> anyhow::Result<()> {
         }
     }
     put(&dir.join("report.md"), document.markdown().as_bytes())?;
-    put(&dir.join("report.html"), document.html().as_bytes())?;
+    let page = dir.join("report.html");
+    put(&page, document.html().as_bytes())?;
+    tracing::info!("report in {}", page.display());
     Ok(())
 }
 

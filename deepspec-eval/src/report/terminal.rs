@@ -11,6 +11,11 @@ const SIDE_BY_SIDE: usize = 8;
 /// What was run, a table of lengths and speeds, a table of positions, and notes.
 pub fn render(results: &Results) -> String {
     let mut parts = vec![heading(results), speeds(results).render()];
+    parts.extend(by_rule(results).map(|(names, rows)| {
+        let mut table = Table::new(names.map(String::from).to_vec());
+        rows.into_iter().for_each(|row| table.row(row));
+        table.render()
+    }));
     parts.extend(positions(results).iter().map(Table::render));
     parts.push(notes(results).iter().map(|note| format!("{note}\n")).collect());
     parts.join("\n")
@@ -45,7 +50,7 @@ fn fill(table: &mut Table, results: &Results, cells: impl Fn(&Metrics, [String; 
 }
 
 fn speeds(results: &Results) -> Table {
-    let header = ["suite", "τ", "95 % interval", "verify rate", "tokens/s", "speed-up", "samples", "cycles"];
+    let header = ["suite", "τ", "interval", "verify rate", "tokens/s", "speed-up", "answers", "cycles"];
     let mut table = Table::new(header.map(String::from).to_vec());
     fill(&mut table, results, |metrics, [samples, cycles]| {
         vec![
@@ -88,15 +93,37 @@ fn positions(results: &Results) -> Vec<Table> {
     }
 }
 
+/// Accepted lengths under both rules, with a row per suite and one for all: names of the columns, and the rows.
+pub fn by_rule(results: &Results) -> Option<([&'static str; 5], Vec<Vec<String>>)> {
+    let other = results.other_rule.as_ref()?;
+    let suites = results.suites.iter().zip(&other.suites).map(|(suite, other)| {
+        (suite.name.as_str(), &suite.metrics, (other.accepted_length, other.accepted_length_interval))
+    });
+    let overall = ("overall", &results.overall, (other.accepted_length, other.accepted_length_interval));
+    let rows = suites.chain([overall]).map(|(name, metrics, other)| {
+        let run = (metrics.accepted_length, metrics.accepted_length_interval);
+        let (drawn, likeliest) = match results.settings.draft_sampling {
+            DraftSampling::Probabilistic => (run, other),
+            DraftSampling::Greedy => (other, run),
+        };
+        let cells = [drawn, likeliest].map(|(length, interval)| [number(length, 2), range(interval)]);
+        std::iter::once(name.to_string()).chain(cells.into_iter().flatten()).collect()
+    });
+    Some((["suite", "τ probabilistic", "95 % interval", "τ greedy", "95 % interval"], rows.collect()))
+}
+
 /// Under which rule the accepted lengths stand. At temperature 0, and without a drafter, there is one.
-fn rule(results: &Results) -> Option<&'static str> {
+fn rule(results: &Results) -> Option<String> {
     let one = results.drafter.is_none() || Sampling::new(results.settings.temperature, 0).is_greedy();
-    (!one).then_some(match results.settings.draft_sampling {
+    let rule = results.settings.draft_sampling;
+    (!one).then(|| match rule {
         DraftSampling::Probabilistic => {
-            "Drafted tokens are drawn and accepted at Σ min(p, q); llama.cpp's rule and vLLM's default: --draft-sampling greedy."
+            format!("Drafted tokens are {rule} (--draft-sampling probabilistic), accepted at Σ min(p, q).")
         }
         DraftSampling::Greedy => {
-            "Drafted tokens are the likeliest, accepted at the target's probability of them: llama.cpp's rule, vLLM's default."
+            format!(
+                "Drafted tokens are {rule} (--draft-sampling greedy), as in llama.cpp and vLLM by default."
+            )
         }
     })
 }
@@ -107,7 +134,7 @@ pub fn notes(results: &Results) -> Vec<String> {
         "Domains and overall are means over suites; intervals hold 95 % of 2000 bootstrap resamples of prompts."
             .to_string(),
     ];
-    notes.extend(rule(results).map(String::from));
+    notes.extend(rule(results));
     let sum = |part: fn(&Timing) -> f64| results.suites.iter().map(|suite| part(&suite.timing)).sum::<f64>();
     let wall = sum(|timing| timing.wall_s);
     let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);
@@ -116,6 +143,21 @@ pub fn notes(results: &Results) -> Vec<String> {
     notes.push(format!(
         "Time: {wall:.1} s, of it {draft:.0} % drafting, {verify:.0} % target, {host:.0} % host."
     ));
+    let behind: u64 = results
+        .suites
+        .iter()
+        .map(|suite| {
+            let counts = &suite.counts;
+            // The first token of an answer is the prefill's, and of no cycle.
+            (counts.committed + counts.samples).saturating_sub(counts.output_tokens)
+        })
+        .sum();
+    if behind > 0 {
+        notes.push(format!(
+            "τ counts whole blocks: {behind} committed tokens lie behind an answer's end or beyond --max-new-tokens ({}).",
+            results.settings.max_new_tokens
+        ));
+    }
     let baseline: f64 = results
         .suites
         .iter()

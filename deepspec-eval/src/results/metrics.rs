@@ -135,7 +135,8 @@ impl Metrics {
     }
 }
 
-fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+/// The mean, of what there is.
+pub fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + value, count + 1));
     (count > 0).then(|| sum / f64::from(count))
 }

@@ -9,14 +9,15 @@ use std::path::Path;
 
 use anyhow::Context;
 use deepspec_core::{atomic, usage};
-use deepspec_decode::Tally;
+use deepspec_decode::{DraftSampling, Tally};
 use deepspec_suites::Domain;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::confidence::{ConfidenceResult, SweepPoint};
-use crate::statistics::Estimate;
+use crate::statistics::{Estimate, Interval};
 use crate::versioned;
-pub use metrics::{Baseline, Metrics, Timing};
+pub use metrics::{Baseline, Metrics, Timing, mean};
 pub use settings::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
 /// Name of the file; it is written last and says that the other outputs are whole.
@@ -35,6 +36,9 @@ pub struct Results {
     pub tool_version: String,
     /// How it was run.
     pub settings: Settings,
+    /// What decided the answers, digests of models and suites among it: the same command again has nothing to do.
+    #[serde(default)]
+    pub asked: Map<String, Value>,
     /// The model that was decoded.
     pub target: TargetIdentity,
     /// The drafter; none for plain decoding.
@@ -45,6 +49,9 @@ pub struct Results {
     pub domains: Vec<DomainResult>,
     /// Averages over all suites.
     pub overall: Metrics,
+    /// Accepted lengths where drafted tokens are chosen by the other rule; none at temperature 0, where both are one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub other_rule: Option<OtherRule>,
     /// How far the drafter's confidences can be believed, over the cycles of all suites.
     #[serde(default)]
     pub confidence: Option<ConfidenceResult>,
@@ -85,6 +92,30 @@ pub struct SuiteResult {
     pub metrics: Metrics,
 }
 
+/// Accepted lengths of the same samples under the rule that is not the run's.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OtherRule {
+    /// The rule.
+    pub draft_sampling: DraftSampling,
+    /// The suites, in the order of the results.
+    pub suites: Vec<RuleLength>,
+    /// The mean over them.
+    pub accepted_length: Option<f64>,
+    /// Its 95 % bootstrap interval over prompts.
+    pub accepted_length_interval: Option<Interval>,
+}
+
+/// The accepted length of a suite under a rule.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RuleLength {
+    /// The suite.
+    pub suite: String,
+    /// τ: tokens committed per cycle.
+    pub accepted_length: Option<f64>,
+    /// Its 95 % bootstrap interval over prompts.
+    pub accepted_length_interval: Option<Interval>,
+}
+
 /// Averages over the suites of a domain.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DomainResult {
@@ -114,11 +145,13 @@ impl Results {
             format_version: VERSION,
             tool_version: deepspec_core::VERSION.into(),
             settings,
+            asked: Map::new(),
             target,
             drafter,
             domains,
             overall,
             suites,
+            other_rule: None,
             confidence: None,
         }
     }
@@ -189,7 +222,6 @@ mod tests {
 
     use super::sample::{results, suite};
     use super::*;
-    use crate::statistics::Interval;
 
     #[test]
     fn suites_weigh_the_same_whatever_their_size() {

@@ -6,13 +6,16 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use deepspec_core::usage;
-use deepspec_decode::DraftSampling;
+use deepspec_decode::{DraftSampling, Sampling};
+use deepspec_drafters::Drafter;
 use deepspec_schedule::policy::Policy;
 use deepspec_suites::Domain;
 use tch::Device;
 
-use crate::results::{self, Turns};
+use crate::results::Turns;
 
+/// Samples that can be decoded at once at most.
+const MOST_SLOTS: usize = 1 << 16;
 /// Slots of a lane that was not asked for.
 const SLOTS_OF_LANE: usize = 8;
 /// Values of the largest models that get lanes unasked: of larger ones caches hold too little, and each lane waits for memory on its own. With 16
@@ -75,10 +78,14 @@ pub struct Args {
     /// Verify at most this many drafted tokens per cycle; of a language model as drafter just so many (else 7)
     #[arg(long, value_name = "N")]
     pub max_draft_tokens: Option<usize>,
-    /// How drafted tokens are chosen at temperatures above 0: drawn from the drafter's distribution, which accepts most, or its likeliest
-    /// one, as llama.cpp does and vLLM unless told otherwise. Answers follow the target's law either way
-    #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftRule::Probabilistic)]
+    /// How drafted tokens are chosen at temperatures above 0: drawn from the drafter's distribution (probabilistic), or its likeliest one
+    /// (greedy), as llama.cpp does and vLLM unless told otherwise. Auto is by kind: probabilistic for DSpark with its Markov head, Eagle3 and
+    /// language models, greedy for the others. Answers follow the target's law either way
+    #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftRule::Auto)]
     pub draft_sampling: DraftRule,
+    /// Report the accepted length of the other rule too, from a second pass over the samples, above temperature 0
+    #[arg(long, value_enum, value_name = "ON", default_value_t = Switch::On)]
+    pub other_rule: Switch,
     /// Draft without the drafter's Markov head, to see what it contributes
     #[arg(long)]
     pub no_markov: bool,
@@ -132,17 +139,21 @@ pub enum Switch {
 /// How drafted tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum DraftRule {
+    /// As the kind of drafter has it.
+    Auto,
     /// Drawn.
     Probabilistic,
     /// The likeliest.
     Greedy,
 }
 
-impl From<DraftRule> for DraftSampling {
-    fn from(rule: DraftRule) -> Self {
-        match rule {
-            DraftRule::Probabilistic => Self::Probabilistic,
-            DraftRule::Greedy => Self::Greedy,
+impl DraftRule {
+    /// The rule for a drafter, if there is one.
+    pub fn of(self, drafter: Option<&dyn Drafter>) -> DraftSampling {
+        match self {
+            Self::Auto => drafter.map(Drafter::draft_sampling).unwrap_or_default(),
+            Self::Probabilistic => DraftSampling::Probabilistic,
+            Self::Greedy => DraftSampling::Greedy,
         }
     }
 }
@@ -194,6 +205,11 @@ impl Args {
     /// The drafter, if there is one.
     pub fn draft(&self) -> Option<&str> {
         (self.draft != "none").then_some(self.draft.as_str())
+    }
+
+    /// Whether the samples are decoded again under the other rule: at temperature 0 both are one.
+    pub fn reports_other_rule(&self) -> bool {
+        self.other_rule == Switch::On && !Sampling::new(self.temperature, 0).is_greedy()
     }
 
     /// How much of each block is verified.
@@ -256,6 +272,9 @@ impl Args {
         {
             usage!("--seed {seed} is given twice; its answers would be the same");
         }
+        if self.slots > MOST_SLOTS {
+            usage!("--slots {}: expected at most {MOST_SLOTS}", self.slots);
+        }
         if let Some(threshold) =
             self.confidence_threshold.filter(|threshold| !(0.0..=1.0).contains(threshold))
         {
@@ -267,7 +286,7 @@ impl Args {
             ("--calibration", self.calibration.is_some()),
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--no-markov", self.no_markov),
-            ("--draft-sampling greedy", self.draft_sampling == DraftRule::Greedy),
+            ("--draft-sampling", self.draft_sampling != DraftRule::Auto),
         ];
         if let Some((flag, _)) = needs_drafter.iter().find(|(_, given)| *given && self.draft().is_none()) {
             usage!("{flag} needs a drafter, but --draft is none");
@@ -284,9 +303,6 @@ impl Args {
             usage!(
                 "--overwrite with --shard {shard} would drop what the other shards decoded; empty the folder first"
             );
-        }
-        if self.output_dir.join(results::FILE).exists() && !self.overwrite {
-            usage!("{} has results already; --overwrite replaces them", self.output_dir.display());
         }
         Ok(())
     }

@@ -11,6 +11,8 @@ use crate::results::Timing;
 pub enum Arm {
     /// With the drafter of the run, or without one if it has none.
     Main,
+    /// With the drafter of the run, whose tokens are chosen by the rule that is not the run's.
+    Other,
     /// Plain decoding beside a drafter.
     Baseline,
 }

@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use deepspec_core::atomic::FileError;
+use deepspec_core::atomic::{self, FileError};
 use deepspec_core::jsonl::Appender;
 use deepspec_core::usage;
 use serde::{Deserialize, Serialize};
@@ -127,7 +127,7 @@ fn journals(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
 fn lock(file: &Path) -> anyhow::Result<File> {
     let open = File::options().append(true).create(true).open(file);
     let handle = open.map_err(FileError::at("opening", file))?;
-    if handle.try_lock().is_err() {
+    if !atomic::try_lock(&handle, file)? {
         usage!("{} is being written by another process; wait for it, or end it", file.display());
     }
     Ok(handle)

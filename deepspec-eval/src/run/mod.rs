@@ -14,9 +14,10 @@ mod score;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use deepspec_core::atomic;
 use deepspec_core::cli::{UsageError, Verbosity};
+use deepspec_core::{atomic, config, usage};
 use deepspec_decode::Sampling;
+use deepspec_drafters::Drafter;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, Weights, config_digest, weights_digest};
 use deepspec_native::StepTrace;
@@ -27,7 +28,7 @@ use serde_json::{Map, Value, json};
 
 use crate::calibration::Calibration;
 use crate::report;
-use crate::results::{Results, Settings};
+use crate::results::{self, Results, Settings};
 pub use args::{Args, Dtype, Switch};
 use decode::Plan;
 use entry::Arm;
@@ -66,8 +67,14 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let dirs = Dirs::find(args, verbosity)?;
     let tokenizer = ChatTokenizer::load(&dirs.target)?;
     let stop_ids = deepspec_models::stop_ids(&dirs.target, tokenizer.eos_token_id())?;
+    tokenizer.report_ends(&stop_ids);
     let context = models::context(&dirs.target, &tokenizer)?;
-    let settings = settings(args, &dirs, place)?;
+    let named = args.draft().zip(dirs.draft.as_deref());
+    let drafter = named.map(|(_, dir)| models::drafter(dir, args, &tokenizer, place)).transpose()?;
+    let identity = named.zip(drafter.as_deref());
+    let identity =
+        identity.map(|((name, dir), drafter)| models::drafter_identity(name, dir, drafter)).transpose()?;
+    let settings = settings(args, &dirs, place, drafter.as_deref())?;
     let asking = Asking {
         tokenizer: &tokenizer,
         sampling: Sampling::new(args.temperature, settings.seed),
@@ -85,6 +92,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     atomic::create_dir(&args.output_dir)?;
     let target = models::target_identity(&args.target, &dirs.target, &tokenizer, stop_ids.clone())?;
     let facts = facts(&settings, &json!(target), dirs.draft.as_deref(), &suites)?;
+    let mut asked = facts.clone();
+    asked.insert("speed-up".into(), json!(!args.no_baseline));
+    asked.insert("other rule".into(), json!(args.reports_other_rule()));
+    asked.remove("tool_version");
+    if args.output_dir.join(results::FILE).exists() && !args.overwrite {
+        return show_again(args, &asked);
+    }
     let mut journal = Journal::open(&args.output_dir, args.shard, &facts, args.overwrite)?;
 
     let plan = Plan {
@@ -94,11 +108,18 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         turns: settings.turns,
         shard: args.shard,
     };
-    let models = Models { target: &dirs.target, tokenizer: &tokenizer, place, context, settings: &settings };
+    let models = Models { target: &dirs.target, place, context, settings: &settings };
     let mut decode = |draft, arm| models.decode(draft, &plan, arm, &mut journal, &mut trace, verbosity);
-    let Decoded { passes: drafted, identity: drafter, lanes } =
-        decode(args.draft().zip(dirs.draft.as_deref()), (Arm::Main, settings.lanes))?;
-    let plain = match drafter {
+    let with = drafter.as_deref().zip(identity.as_ref());
+    if with.is_some() && !asking.sampling.is_greedy() {
+        tracing::info!("drafted tokens: {}", settings.draft_sampling);
+    }
+    let Decoded { passes: drafted, lanes } = decode(with, (Arm::Main, settings.lanes))?;
+    let other = match with {
+        Some(_) if args.reports_other_rule() => Some(decode(with, (Arm::Other, lanes))?.passes),
+        _ => None,
+    };
+    let plain = match with {
         Some(_) if !args.no_baseline => Some(decode(None, (Arm::Baseline, lanes))?.passes),
         _ => None,
     };
@@ -108,19 +129,42 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         );
         return Ok(());
     }
-    let block_size = drafter.as_ref().map_or(0, |drafter| {
+    let block_size = identity.as_ref().map_or(0, |drafter| {
         args.max_draft_tokens.map_or(drafter.block_size, |limit| limit.min(drafter.block_size))
     });
     let scored = score::all(&suites, &drafted, plain.as_deref(), block_size, &settings);
-    let mut results = Results::new(Settings { lanes, ..settings.clone() }, target, drafter, scored);
+    let mut results = Results::new(Settings { lanes, ..settings.clone() }, target, identity, scored);
+    results.other_rule = other.map(|passes| score::other_rule(&suites, &passes, &settings));
     results.confidence = score::confidence(&drafted, block_size, &settings);
+    results.asked = asked;
     outputs::write(&args.output_dir, &tokenizer, &suites, &drafted, &results)?;
     journal.remove()?;
     let text = if args.json { results.to_json()? } else { report::terminal(&results) };
     Ok(crate::output::print(&text)?)
 }
 
-fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Settings> {
+/// Prints the results that are there, of the same evaluation.
+///
+/// # Errors
+/// A usage error where they are of another one.
+fn show_again(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
+    let (results, dir) = (Results::read(&args.output_dir)?, args.output_dir.display());
+    let differences = config::differences(&json!(results.asked), &json!(asked));
+    if !differences.is_empty() {
+        let told = differences.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
+        usage!("{dir} has results of another evaluation already: {told}; --overwrite replaces them");
+    }
+    tracing::info!("{dir} is complete; nothing to do (--overwrite evaluates anew)");
+    let text = if args.json { results.to_json()? } else { report::terminal(&results) };
+    Ok(crate::output::print(&text)?)
+}
+
+fn settings(
+    args: &Args,
+    dirs: &Dirs,
+    place: models::Place,
+    drafter: Option<&dyn Drafter>,
+) -> anyhow::Result<Settings> {
     let folders = [Some(&dirs.target), dirs.draft.as_ref()].into_iter().flatten();
     let open = |dir: &PathBuf| Weights::open(dir, "a model", place.device, place.kind);
     let values = folders.map(|dir| Ok(open(dir)?.values())).sum::<Result<usize, ModelError>>()?;
@@ -146,7 +190,7 @@ fn settings(args: &Args, dirs: &Dirs, place: models::Place) -> anyhow::Result<Se
         calibration,
         no_markov: args.no_markov,
         max_draft_tokens: args.max_draft_tokens,
-        draft_sampling: args.draft_sampling.into(),
+        draft_sampling: args.draft_sampling.of(drafter),
         slots: args.slots,
         lanes: args.lanes(place.device, tch::get_num_threads() as usize, values)?,
         device: place.device_name(),
@@ -170,6 +214,8 @@ fn facts(
     for speed in ["threads", "lanes"] {
         facts.remove(speed);
     }
+    // Two versions need not decode alike.
+    facts.insert("tool_version".into(), json!(deepspec_core::VERSION));
     // Shards may run on the devices of one machine.
     let kind = settings.device.split(':').next().unwrap_or_default();
     facts.insert("device".into(), json!(kind));

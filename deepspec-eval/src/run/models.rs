@@ -17,7 +17,7 @@ use deepspec_schedule::planner::Planner;
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
-use super::args::Dtype;
+use super::args::{Args, Dtype};
 use super::decode::{Pass, Plan, decode};
 use super::entry::Arm;
 use super::journal::Journal;
@@ -35,15 +35,12 @@ pub struct Place {
 impl Place {
     /// The device as `--device` spells it.
     pub fn device_name(self) -> String {
-        match self.device {
-            Device::Cuda(index) => format!("cuda:{index}"),
-            other => format!("{other:?}").to_lowercase(),
-        }
+        deepspec_native::device_name(self.device)
     }
 
     /// The kind as `--dtype` spells it.
     pub fn kind_name(self) -> &'static str {
-        if self.kind == Kind::BFloat16 { "bfloat16" } else { "float32" }
+        deepspec_native::kind_name(self.kind)
     }
 }
 
@@ -61,16 +58,10 @@ pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<Place> {
     Ok(Place { device, kind })
 }
 
-/// Tokens that the target in `dir` can hold, once it is clear that the tokenizer is one for it.
+/// Tokens that the target in `dir` can hold. Warns of a tokenizer with more ids than it.
 pub fn context(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<usize> {
     let config = ModelConfig::load(dir)?;
-    let (ids, vocab) = (tokenizer.vocab_size(), config.vocab_size);
-    if ids as i64 > vocab {
-        usage!(
-            "{}: the tokenizer has {ids} ids, the model only {vocab}; they do not belong together",
-            dir.display()
-        );
-    }
+    tokenizer.report_wider_than(config.vocab_size as usize);
     Ok(config.max_position_embeddings)
 }
 
@@ -78,8 +69,6 @@ pub fn context(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<usize> {
 pub struct Decoded {
     /// Suite by suite.
     pub passes: Vec<Pass>,
-    /// The drafter, if there was one.
-    pub identity: Option<DrafterIdentity>,
     /// Engines that the slots were shared out among.
     pub lanes: usize,
 }
@@ -88,8 +77,6 @@ pub struct Decoded {
 pub struct Models<'a> {
     /// The target's folder.
     pub target: &'a Path,
-    /// Its tokenizer.
-    pub tokenizer: &'a ChatTokenizer,
     /// Where everything runs.
     pub place: Place,
     /// Tokens per slot.
@@ -99,14 +86,13 @@ pub struct Models<'a> {
 }
 
 impl Models<'_> {
-    /// Loads the target, and the drafter if there is one (its name and folder), and decodes the suites in so many lanes or fewer. Nothing
-    /// stays loaded.
+    /// Loads the target and decodes the suites with the drafter, if there is one, in so many lanes or fewer. The target does not stay loaded.
     ///
     /// # Errors
-    /// If a model cannot be loaded, or the drafter does not belong to the target.
+    /// If the target cannot be loaded, or the drafter does not belong to it.
     pub fn decode(
         &self,
-        draft: Option<(&str, &Path)>,
+        drafter: Option<(&dyn Drafter, &DrafterIdentity)>,
         plan: &Plan,
         (arm, lanes): (Arm, usize),
         journal: &mut Journal,
@@ -114,20 +100,9 @@ impl Models<'_> {
         verbosity: Verbosity,
     ) -> anyhow::Result<Decoded> {
         let (Place { device, kind }, settings) = (self.place, self.settings);
-        if let Some((_, dir)) = draft {
-            check_tokens(dir, self.tokenizer)?;
-        }
         let slots = settings.slots;
-        let load =
-            |(_, dir): (_, &Path)| deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots });
-        let mut drafter = draft.map(load).transpose()?;
-        if let Some(drafter) = &mut drafter {
-            self.set_up(drafter.as_mut())?;
-        }
-        let identity = draft
-            .zip(drafter.as_ref())
-            .map(|((name, dir), drafter)| drafter_identity(name, dir, drafter.as_ref()))
-            .transpose()?;
+        let (drafter, identity) = drafter.unzip();
+        let drafter = drafter.map(|drafter| self.shared(drafter, slots)).transpose()?;
         // Plain decoding captures nothing, so that it is as fast as it can be.
         let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
@@ -145,7 +120,7 @@ impl Models<'_> {
         }
         let weights = Weights {
             target: &weights_digest(self.target)?,
-            drafter: identity.as_ref().map(|identity| identity.weights_digest.as_str()),
+            drafter: identity.map(|identity| identity.weights_digest.as_str()),
         };
         let planner = planner(settings, weights)?;
         let engine = |(target, drafter, slots): (TargetModel, Option<Box<dyn Drafter>>, usize)| {
@@ -153,7 +128,10 @@ impl Models<'_> {
                 slots,
                 context: self.context,
                 max_draft_tokens: settings.max_draft_tokens,
-                draft_sampling: settings.draft_sampling,
+                draft_sampling: match arm {
+                    Arm::Main | Arm::Baseline => settings.draft_sampling,
+                    Arm::Other => settings.draft_sampling.other(),
+                },
                 counts_overrun: true,
             };
             let temperatures = settings.calibration.clone().unwrap_or_default();
@@ -177,7 +155,7 @@ impl Models<'_> {
             let threads = usize::try_from(settings.threads).unwrap_or(1);
             decode(&mut Lanes::new(engines, threads), plan, arm, journal, trace, verbosity)?
         };
-        Ok(Decoded { passes, identity, lanes })
+        Ok(Decoded { passes, lanes })
     }
 
     /// Slots of each lane, and the bytes of all sequences' histories where the device says what is free: as many lanes as are wanted, or fewer,
@@ -206,22 +184,38 @@ impl Models<'_> {
     }
 
     /// Has a drafter draft as it is asked to.
-    fn set_up(&self, drafter: &mut dyn Drafter) -> anyhow::Result<()> {
-        if let Some(tokens) = self.settings.max_draft_tokens {
-            drafter.draft(tokens);
-        }
-        if self.settings.no_markov && !drafter.ignore_markov() {
-            usage!("--no-markov: the drafter has no Markov head");
-        }
-        Ok(())
-    }
-
     /// Another of the drafter, for other slots.
     fn shared(&self, drafter: &dyn Drafter, slots: usize) -> anyhow::Result<Box<dyn Drafter>> {
         let mut shared = drafter.share(slots)?;
-        self.set_up(shared.as_mut())?;
+        set_up(shared.as_mut(), self.settings.max_draft_tokens, self.settings.no_markov)?;
         Ok(shared)
     }
+}
+
+/// Loads the drafter in `dir`, to draft as the arguments ask.
+///
+/// # Errors
+/// If it cannot be loaded, or is a language model of another tokenizer.
+pub fn drafter(
+    dir: &Path,
+    args: &Args,
+    tokenizer: &ChatTokenizer,
+    Place { device, kind }: Place,
+) -> anyhow::Result<Box<dyn Drafter>> {
+    check_tokens(dir, tokenizer)?;
+    let mut drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: args.slots })?;
+    set_up(drafter.as_mut(), args.max_draft_tokens, args.no_markov)?;
+    Ok(drafter)
+}
+
+fn set_up(drafter: &mut dyn Drafter, max_draft_tokens: Option<usize>, no_markov: bool) -> anyhow::Result<()> {
+    if let Some(tokens) = max_draft_tokens {
+        drafter.draft(tokens);
+    }
+    if no_markov && !drafter.ignore_markov() {
+        usage!("--no-markov: the drafter has no Markov head");
+    }
+    Ok(())
 }
 
 /// What says how much of each block is verified.

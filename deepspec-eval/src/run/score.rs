@@ -7,7 +7,7 @@ use deepspec_suites::Prepared;
 
 use super::decode::{Answer, Pass};
 use crate::confidence::{self, ConfidenceResult};
-use crate::results::{Baseline, Metrics, Scored, Settings, SuiteResult};
+use crate::results::{Baseline, Metrics, OtherRule, RuleLength, Scored, Settings, SuiteResult};
 use crate::statistics::{Counts, Estimate};
 
 /// Scores the suites; `plain` is plain decoding of the same samples.
@@ -23,6 +23,34 @@ pub fn all(
     passes.map(|((suite, pass), plain)| score(suite, pass, plain, block_size, settings)).collect()
 }
 
+/// Accepted lengths under the rule that is not the run's.
+pub fn other_rule(suites: &[Prepared], passes: &[Pass], settings: &Settings) -> OtherRule {
+    let lengths: Vec<Estimate> = suites.iter().zip(passes).map(|(suite, pass)| length(suite, pass)).collect();
+    let named = suites.iter().zip(passes).zip(&lengths).map(|((suite, pass), length)| RuleLength {
+        suite: suite.rows.suite.name.to_string(),
+        accepted_length: tally(&pass.answers, 0).accepted_length(),
+        accepted_length_interval: length.interval(),
+    });
+    let suites: Vec<RuleLength> = named.collect();
+    OtherRule {
+        draft_sampling: settings.draft_sampling.other(),
+        accepted_length: crate::results::mean(suites.iter().filter_map(|suite| suite.accepted_length)),
+        accepted_length_interval: Estimate::mean(lengths.iter()).interval(),
+        suites,
+    }
+}
+
+/// A suite's τ over resampled prompts.
+fn length(suite: &Prepared, pass: &Pass) -> Estimate {
+    let mut prompts = BTreeMap::<&str, Counts>::new();
+    for answer in &pass.answers {
+        let prompt = prompts.entry(&suite.ids[answer.sample]).or_default();
+        prompt.cycles += answer.completion.cycles.len() as u64;
+        prompt.committed += answer.completion.cycles.iter().map(|c| u64::from(c.committed)).sum::<u64>();
+    }
+    Estimate::accepted_length(&suite.rows.suite.name.to_string(), prompts)
+}
+
 fn score(
     suite: &Prepared,
     pass: &Pass,
@@ -33,13 +61,7 @@ fn score(
     let counts = tally(&pass.answers, block_size);
     let baseline = plain.map(|plain| Baseline::new(tally(&plain.answers, 0).output_tokens, plain.timing));
     let name = suite.rows.suite.name.to_string();
-    let mut prompts = BTreeMap::<&str, Counts>::new();
-    for answer in &pass.answers {
-        let prompt = prompts.entry(&suite.ids[answer.sample]).or_default();
-        prompt.cycles += answer.completion.cycles.len() as u64;
-        prompt.committed += answer.completion.cycles.iter().map(|c| u64::from(c.committed)).sum::<u64>();
-    }
-    let length = Estimate::accepted_length(&name, prompts);
+    let length = length(suite, pass);
     let sweep = if settings.policy().cuts() {
         vec![]
     } else {

@@ -146,7 +146,8 @@ pub struct Advice {
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let file = args.output_dir.join("simulation.json");
     let others = [&emit::FILES[..], &["throughput.svg", "frontier.svg"]].concat();
-    crate::output::check_fresh(&args.output_dir, "simulation.json", &others, args.overwrite)?;
+    // What is there already is compared with what is found.
+    crate::output::check_fresh(&args.output_dir, "simulation.json", &others, true)?;
     if args.concurrency.is_empty() || args.concurrency.contains(&0) || args.cycles == 0 {
         usage!("--concurrency and --cycles must be at least 1");
     }
@@ -206,6 +207,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         );
     }
     let simulation = simulate(args, &recording, &cost, &schedules, served, verbosity)?;
+    let emits = || !args.emit || args.output_dir.join("engines.md").exists();
+    if !args.overwrite && emits() && crate::output::is_there(&file, &simulation)? {
+        return Ok(());
+    }
     atomic::create_dir(&args.output_dir)?;
     shown::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
     // What an earlier simulation said to engines does not follow from this one.
@@ -214,6 +219,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         emit::write(&args.output_dir, &simulation, &cost, drafter, temperatures.as_deref())?;
     }
     atomic::write_json(&file, &simulation)?;
+    tracing::info!("simulation and plots in {}", args.output_dir.display());
+    if args.emit {
+        tracing::info!("settings of engines in {}", args.output_dir.join("engines.md").display());
+    }
     let text = if args.json {
         serde_json::to_string_pretty(&simulation)? + "\n"
     } else {

@@ -8,7 +8,7 @@ use deepspec_schedule::policy::Policy;
 use super::host::Host;
 use super::served::weighs_costs;
 use super::{Course, Crossover, Outcome, Simulation};
-use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
+use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series};
 use crate::report::write_plot;
 use crate::table::Table;
 
@@ -103,7 +103,7 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
     let speed_ups = Plot::draw("Throughput by load", (width, 360), |canvas| {
         let area = heading(canvas, "Throughput over plain decoding, by sequences decoded at once", &keys)?;
         let most = concurrency.iter().copied().max().unwrap_or(1);
-        let x = Axis::doublings("log2 of sequences decoded at once", most as f64);
+        let x = Axis::doublings("sequences decoded at once", most as f64);
         let mut chart = chart(&area, x, Axis::values("throughput over plain", 0.0..highest(&over), 7))?;
         for (index, course) in simulation.courses.iter().enumerate() {
             let values = concurrency.iter().map(|&count| (count as f64).log2()).zip(over(course));
@@ -124,6 +124,8 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
                 per_user(course).into_iter().zip(throughputs(course)),
                 SeriesStyle::nth(index),
             )?;
+            let at = per_user(course).into_iter().zip(throughputs(course)).zip(concurrency);
+            point_labels(&mut chart, at.map(|((x, y), count)| (x, y, count.to_string())))?;
         }
         Ok(())
     })?;

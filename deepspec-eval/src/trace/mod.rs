@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{env, usage};
-use deepspec_decode::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
+use deepspec_decode::{Completion, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::DrafterOptions;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{TargetModel, TargetOptions};
@@ -94,6 +94,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         max_new_tokens: args.max_new_tokens,
         stop_ids: deepspec_models::stop_ids(&target, tokenizer.eos_token_id())?,
     };
+    tokenizer.report_ends(&request.stop_ids);
     let (completion, blocks) = args.generate(&target, &draft, &tokenizer, request)?;
     let trace = Trace::new(&tokenizer, &completion, &blocks)?;
     let colour = match args.color {
@@ -144,7 +145,7 @@ impl Args {
             slots: 1,
             context,
             max_draft_tokens: self.max_draft_tokens,
-            draft_sampling: DraftSampling::default(),
+            draft_sampling: drafter.draft_sampling(),
             counts_overrun: false,
         };
         let recorder = Recorder::new(drafter);

@@ -95,7 +95,17 @@ impl Trace {
         let cycles = self.cycles.len();
         let _ = match self.accepted_length {
             Some(length) => {
-                writeln!(out, "{} tokens in {cycles} cycles: accepted length {length:.2}", self.tokens)
+                let word = if cycles == 1 { "cycle" } else { "cycles" };
+                let tokens = self.tokens;
+                let counted = (length * cycles as f64).round() as usize;
+                let behind = counted.saturating_sub(tokens);
+                let told = match behind {
+                    0 => String::new(),
+                    behind => format!(
+                        " ({behind} of its tokens lie behind the end of the answer or --max-new-tokens)"
+                    ),
+                };
+                writeln!(out, "{tokens} tokens in {cycles} {word}: accepted length {length:.2}{told}")
             }
             None => writeln!(out, "{} tokens, no cycle", self.tokens),
         };

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{atomic, usage};
+use reqwest::Url;
 use serde::Serialize;
 use tokio::runtime::Runtime;
 use tokio::time::{self, MissedTickBehavior};
 
 use crate::plot::palette::{BLUE, GREEN, VERMILION};
-use crate::plot::{Axis, Marker, Plot, SeriesStyle, chart, heading, series};
+use crate::plot::{Axis, Marker, Plot, SeriesStyle, chart, doubling, heading, series};
 use crate::report::{Block, Document, write_document};
 use crate::statistics::Percentiles;
 use crate::table::Table;
@@ -127,6 +128,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         usage!(
             "--every must be between 0.01 and 86400 seconds, and --seconds at least as long and 10000000 at most"
         );
+    }
+    if !Url::parse(&args.url).is_ok_and(|url| matches!(url.scheme(), "http" | "https")) {
+        usage!("{}: expected the address of an engine, such as http://127.0.0.1:8000", args.url);
     }
     if let Some(dir) = &args.output_dir {
         crate::output::check_fresh(dir, "watch.json", &["report.md", "report.html"], args.overwrite)?;
@@ -289,17 +293,21 @@ fn plot(
 ) -> anyhow::Result<Plot> {
     let looks = [BLUE, GREEN, VERMILION].map(|colour| SeriesStyle(colour, Marker::Disc));
     let keys = [("mean", looks[0]), ("p50", looks[1]), ("p95", looks[2])];
-    let point = |occupancy: &Occupancy| Some((occupancy.running[0].max(1) as f64, of(occupancy)?));
+    let point = |occupancy: &Occupancy| Some((occupancy.running[0] as f64, of(occupancy)?));
     let points: Vec<(f64, Percentiles)> = occupancy.iter().filter_map(point).collect();
     let most = points.iter().map(|(running, _)| *running).fold(1.0, f64::max);
     let highest = points.iter().flat_map(|(_, s)| [s.mean, s.p95]).fold(0.01, f64::max) * 1.05;
     Plot::draw(title, (560, 300), |canvas| {
         let area = heading(canvas, title, &keys)?;
-        let x = Axis::doublings("log2 of running requests", most);
+        let x = Axis::doublings_and_zero("running requests", most);
         let mut chart = chart(&area, x, Axis::values(label, 0.0..highest, 6))?;
         let values: [fn(&Percentiles) -> f64; 3] = [|s| s.mean, |s| s.p50, |s| s.p95];
         for (value, look) in values.into_iter().zip(looks) {
-            series(&mut chart, points.iter().map(|(running, spread)| (running.log2(), value(spread))), look)?;
+            series(
+                &mut chart,
+                points.iter().map(|(running, spread)| (doubling(*running), value(spread))),
+                look,
+            )?;
         }
         Ok(())
     })

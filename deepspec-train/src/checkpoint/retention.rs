@@ -72,14 +72,9 @@ impl Checkpoints {
     /// Removes all but the newest `keep` checkpoints, `step_latest` and `step_best`; nothing where `keep` is `None`.
     pub(super) fn retain(&self, keep: Option<usize>) -> anyhow::Result<()> {
         let Some(keep) = keep else { return Ok(()) };
-        let entries = fs::read_dir(&self.dir).map_err(FileError::at("reading", &self.dir))?;
-        let mut steps = vec![];
-        for entry in entries {
-            let name = entry.map_err(FileError::at("reading", &self.dir))?.file_name();
-            let step = name.to_str().and_then(|name| name.strip_prefix("step_")?.parse().ok());
-            steps.extend(step.filter(|&step| self.is_checkpoint(step)));
-        }
-        steps.sort_unstable_by(|a, b| b.cmp(a));
+        let mut steps = self.steps()?;
+        steps.retain(|&step| self.is_checkpoint(step));
+        steps.reverse();
         let linked = [LATEST, BEST].map(|name| fs::read_link(self.dir.join(name)).ok());
         for step in steps.into_iter().skip(keep) {
             let name = format!("step_{step}");
@@ -99,7 +94,17 @@ impl Checkpoints {
     pub(super) fn point(&self, name: &str, step: usize) -> anyhow::Result<()> {
         let (link, fresh) = (self.dir.join(name), self.dir.join(format!("{name}.partial")));
         let _ = fs::remove_file(&fresh);
-        symlink(format!("step_{step}"), &fresh).map_err(FileError::at("writing", &fresh))?;
+        if let Err(error) = symlink(format!("step_{step}"), &fresh) {
+            tracing::warn!(
+                "{}: no link ({error}); a resume takes the checkpoint of the most steps",
+                link.display()
+            );
+            return Ok(());
+        }
+        // What a copy that followed links has left in the place of the link.
+        if link.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+            fs::remove_dir_all(&link).map_err(FileError::at("removing", &link))?;
+        }
         fs::rename(&fresh, &link).map_err(FileError::at("writing", &link))?;
         let dir = fs::File::open(&self.dir).and_then(|dir| dir.sync_all());
         Ok(dir.map_err(FileError::at("syncing", &self.dir))?)

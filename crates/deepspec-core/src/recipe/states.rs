@@ -149,7 +149,7 @@ mod tests {
         wrong("states: {cach: a}\n", &["did you mean `cache`?"]);
         wrong("states: {online: a}\n", &["takes no value"]);
         wrong("states: {cache: a, hybrid: b}\n", &["both cache and hybrid"]);
-        wrong("states: {cache: [a]}\n", &["expected a string"]);
+        wrong("states: {cache: [a]}\n", &["expected a text"]);
         wrong("states: {}\n", &["{cache: DIR}, online or {hybrid: DIR}"]);
         wrong("states: 3\n", &["{cache: DIR}, online or {hybrid: DIR}"]);
     }

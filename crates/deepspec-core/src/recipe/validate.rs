@@ -2,6 +2,9 @@
 
 use super::{DataRecipe, LossNormalization, Recipe, States, TemplateRecipe};
 
+/// Layers of a drafter at most.
+const MOST_LAYERS: usize = 1024;
+
 impl Recipe {
     /// Checks values against their ranges and each other; the error is a key and what is wrong with it.
     pub(super) fn validate(&self) -> Result<(), (&'static str, String)> {
@@ -80,6 +83,11 @@ impl Recipe {
 /// # Errors
 /// If one is.
 pub fn at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static str, String)> {
+    if let Some((key, layers)) =
+        values.iter().find(|(key, value)| *key == "num_draft_layers" && *value > MOST_LAYERS)
+    {
+        return Err((*key, format!("{layers} is not between 1 and {MOST_LAYERS}")));
+    }
     match values.iter().find(|(_, value)| *value == 0) {
         Some((key, _)) => Err((key, "must be at least 1".into())),
         None => Ok(()),

@@ -38,7 +38,9 @@ impl Decoder {
         let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
         let Some(&family) = families.iter().find(is_meant) else {
             let names = families.iter().map(|family| family.name).collect::<Vec<_>>().join(", ");
-            let problem = format!("{found:?} is no known decoder; known are {names}");
+            let found =
+                found.map_or_else(|| "missing".into(), |found| format!("\"{found}\" is no known decoder"));
+            let problem = format!("{found}; known are {names}");
             return Err(fields.error("model_type", problem));
         };
         let layers = fields.required_size("num_hidden_layers")?;

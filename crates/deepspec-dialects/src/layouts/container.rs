@@ -14,6 +14,57 @@ use crate::{Dialect, DialectError, Family};
 const OWN: [&str; 6] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
 
+/// Where the container keeps a drafter's own settings.
+const INNER: &str = "dflash_config";
+
+/// Keys within it that are known: of all kinds and tools, read here, or without a meaning for the weights.
+const WITHIN: [&str; 20] = [
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "projector_type",
+    "sample_from_anchor",
+    "shift_label",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "use_confidence_head",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "num_anchors",
+    "swa_window_size",
+    // Domino's, which is refused as a whole.
+    "emb_dim",
+    "gru_hidden_dim",
+    "pure_draft_prefix_len",
+];
+
+fn is_known(key: &str) -> bool {
+    WITHIN.contains(&key)
+        || SCALES.iter().any(|(scale, _)| *scale == key)
+        || SWITCHES.iter().any(|(switch, _)| *switch == key)
+}
+
+/// Switches of the layers that change what the same weights compute, and why each stops a drafter. They are on where they are neither
+/// false, 0, null nor absent; `attention_mode` where it is another than full attention.
+const SWITCHES: [(&str, &str); 9] = [
+    ("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block"),
+    ("causal", CAUSAL),
+    ("is_causal", CAUSAL),
+    ("causal_head", CAUSAL),
+    ("attention_mode", "only full attention within a block means the same elsewhere"),
+    ("attention_sink_bias", SINKS),
+    ("attention_sinks", SINKS),
+    ("use_sinks", SINKS),
+    ("sinks", SINKS),
+];
+
+const CAUSAL: &str = "slots that see only those before them; elsewhere a block sees all of itself";
+const SINKS: &str = "attention sinks have no counterpart in the other dialects";
+
 /// Scales of z-lab's drafters, and what they are where nothing is scaled; a soft cap of 0 is none.
 const SCALES: [(&str, f64); 4] = [
     ("input_embedding_scale", 1.0),
@@ -38,10 +89,10 @@ impl<'a> ContainerConfig<'a> {
     /// # Errors
     /// If a key is missing or wrong.
     pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, DialectError> {
-        let inner = fields.required_object("dflash_config")?;
+        let inner = fields.required_object(INNER)?;
         let mut decoder = Decoder::read(fields, &[&OWN, own].concat(), families)?;
-        decoder.obstacles.extend(switches(fields, "")?);
-        decoder.obstacles.extend(switches(&inner, "dflash_config.")?);
+        decoder.obstacles.extend(attention(fields.map));
+        decoder.obstacles.extend(unknown(inner.map));
         decoder.obstacles.extend(scales(fields, &inner));
         let slots = slots(fields, &inner)?;
         Ok(Self { inner, decoder, slots })
@@ -80,27 +131,47 @@ fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, DialectError>
     Ok(Some(if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn }))
 }
 
-/// Switches of the layers that change what the same weights compute. Tools write them at the top level or `within` an object.
-fn switches(inner: &Fields, within: &str) -> Result<Vec<Obstacle>, DialectError> {
+/// The switches that are on, at the top level of a config or in its `dflash_config`: tools write them in either place.
+pub(super) fn attention(map: &Map<String, Value>) -> Vec<Obstacle> {
+    let inner = map.get(INNER).and_then(Value::as_object);
+    let places = [(Some(map), String::new()), (inner, format!("{INNER}."))];
     let mut found = vec![];
-    let mut stops = |key: &str, reason: &str| {
-        found.push(Obstacle { key: format!("{within}{key}"), reason: reason.into() });
-    };
-    if inner.flag("use_swa")?.unwrap_or(false) {
-        stops("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block");
-    }
-    for key in ["causal", "is_causal"] {
-        if inner.flag(key)?.unwrap_or(false) {
-            stops(key, "slots that see only those before them; elsewhere a block sees all of itself");
+    for (map, within) in &places {
+        for (key, reason) in SWITCHES {
+            if map.and_then(|map| map.get(key)).is_some_and(|value| is_on(key, value)) {
+                found.push(Obstacle { key: format!("{within}{key}"), reason: reason.into() });
+            }
         }
     }
-    if inner.flag("attention_sink_bias")?.unwrap_or(false) {
-        stops("attention_sink_bias", "attention sinks have no counterpart in the other dialects");
+    found
+}
+
+fn is_on(key: &str, value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => false,
+        Value::Number(number) => number.as_f64() != Some(0.0),
+        Value::String(mode) if key == "attention_mode" => !matches!(mode.as_str(), "full" | "bidirectional"),
+        _ => true,
     }
-    if inner.text("attention_mode")?.is_some_and(|mode| !matches!(mode, "full" | "bidirectional")) {
-        stops("attention_mode", "only full attention within a block means the same elsewhere");
-    }
-    Ok(found)
+}
+
+/// An attention that is not the block drafters', as a config of any layout says it, or a key of `dflash_config` that is not known: the key, and
+/// why the drafter is not run.
+pub fn foreign_attention(map: &Map<String, Value>) -> Option<(String, String)> {
+    let attention = attention(map).into_iter().next();
+    let attention = attention
+        .map(|Obstacle { key, reason }| (key, format!("an attention that is not run here: {reason}")));
+    let unknown = || map.get(INNER).and_then(Value::as_object).and_then(|inner| unknown(inner).next());
+    attention.or_else(|| unknown().map(|Obstacle { key, reason }| (key, reason)))
+}
+
+/// Keys of `dflash_config` that are not known, each of which may change what the weights compute.
+fn unknown(inner: &Map<String, Value>) -> impl Iterator<Item = Obstacle> {
+    let unknown = inner.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
+    unknown.map(|(key, value)| Obstacle {
+        key: format!("{INNER}.{key}"),
+        reason: format!("the key is not known (its value is {value}), so what it changes cannot be told"),
+    })
 }
 
 pub fn config(drafter: &Drafter, dialect: Dialect, mut map: Map<String, Value>) -> Map<String, Value> {
@@ -108,6 +179,6 @@ pub fn config(drafter: &Drafter, dialect: Dialect, mut map: Map<String, Value>) 
     inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
     map.insert("architectures".into(), json!([class]));
     map.extend(top);
-    map.insert("dflash_config".into(), inner.into());
+    map.insert(INNER.into(), inner.into());
     map
 }

@@ -7,7 +7,7 @@ mod reference;
 mod speculators;
 
 pub use common::{Decoder, taps};
-pub use container::ContainerConfig;
+pub use container::{ContainerConfig, foreign_attention};
 pub use reader::{ForeignClass, Known, Reader};
 
 use std::path::Path;
@@ -39,18 +39,24 @@ pub fn read(
                        architecture; there is nothing to convert";
         return Err(fields.error("dspark_block_size", problem));
     }
-    let found = fields.required("architectures", fields.architecture()?)?;
-    let of_family = |kind: &&&Reader| {
-        let prefix = found.strip_suffix(kind.class);
-        prefix.is_some_and(|prefix| families.iter().any(|family| family.prefix == prefix))
-    };
-    if let Some(kind) = kinds.iter().find(of_family) {
-        return Ok((Dialect::Reference, reference::read(&fields, found, kind, known)?));
+    let architecture = fields.architecture()?;
+    if let Some(found) = architecture {
+        let of_family = |kind: &&&Reader| {
+            let prefix = found.strip_suffix(kind.class);
+            prefix.is_some_and(|prefix| families.iter().any(|family| family.prefix == prefix))
+        };
+        if let Some(kind) = kinds.iter().find(of_family) {
+            return Ok((Dialect::Reference, reference::read(&fields, found, kind, known)?));
+        }
+        let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
+        if let Some(class) = foreign.find(|class| class.name == found) {
+            return (class.read)(&fields, tensors, families);
+        }
     }
-    let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
-    if let Some(class) = foreign.find(|class| class.name == found) {
-        return (class.read)(&fields, tensors, families);
+    if let Some(problem) = foreign_layout(map, tensors) {
+        return Err(fields.error("architectures", problem));
     }
+    let found = fields.required("architectures", architecture)?;
     let listed = |names: Vec<String>| names.join(", ");
     let prefixes = listed(families.iter().map(|family| family.prefix.into()).collect());
     let own = listed(kinds.iter().map(|kind| kind.class.into()).collect());
@@ -61,6 +67,26 @@ pub fn read(
          (reference), one of {foreign}, or a speculators_model_type"
     );
     Err(fields.error("architectures", problem))
+}
+
+/// Checkpoints of drafters that are known by sight but not read, as a sentence that says so.
+pub fn foreign_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<String> {
+    let class =
+        map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("no class");
+    let has = |part: &str| tensors.iter().any(|(name, _)| name.contains(part));
+    let of_eagle = class.to_ascii_lowercase().contains("eagle") && !class.ends_with("Eagle3Model");
+    if has("midlayer.") || of_eagle {
+        let pruned = map.get("draft_vocab_size").is_some() || has("d2t");
+        let vocabulary = if pruned { " with a reduced vocabulary (d2t)" } else { "" };
+        return Some(format!(
+            "{class}: an EAGLE-3 drafter in the layout of EAGLE's own repository{vocabulary}, which is not read; an engine runs it, and \
+             `deepspec-train` with `drafter: {{eagle3: …}}` trains one that is read here"
+        ));
+    }
+    if class.contains("Medusa") || tensors.iter().any(|(name, _)| name.starts_with("medusa_head.")) {
+        return Some(format!("{class}: Medusa heads, which are no drafter that is read"));
+    }
+    None
 }
 
 /// The config.json of a drafter in a dialect that can say it.

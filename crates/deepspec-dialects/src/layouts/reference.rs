@@ -4,6 +4,7 @@ use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
 use super::common::{Decoder, flat, taps};
+use super::container;
 use super::reader::{Known, Reader};
 use crate::DialectError;
 use crate::drafter::Drafter;
@@ -29,7 +30,8 @@ pub fn read(
 ) -> Result<Drafter, DialectError> {
     let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
     let own: Vec<&str> = OWN.iter().chain(of_kinds).copied().collect();
-    let decoder = Decoder::read(fields, &own, known.families)?;
+    let mut decoder = Decoder::read(fields, &own, known.families)?;
+    decoder.obstacles.extend(container::attention(fields.map));
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size("num_target_layers")?;
     let taps = taps(fields, "target_layer_ids", -1)?;

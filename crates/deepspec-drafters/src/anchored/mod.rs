@@ -27,6 +27,7 @@ pub use layers::{DraftLayers, LayerType};
 pub use proposer::{AnchoredProposer, Drafting};
 pub use sums::AnchoredSum;
 
+use deepspec_decode::DraftSampling;
 use deepspec_models::nn::Half;
 use tch::Tensor;
 
@@ -65,6 +66,13 @@ pub trait Anchored: DrafterKind {
     /// Whether its proposals come with confidences.
     fn has_confidence(_config: &Self::Config) -> bool {
         false
+    }
+
+    /// See [`Drafter::draft_sampling`].
+    ///
+    /// [`Drafter::draft_sampling`]: crate::Drafter::draft_sampling
+    fn draft_sampling(&self) -> DraftSampling {
+        DraftSampling::Greedy
     }
 
     /// Drafts without the Markov head from now on; whether there is one.

@@ -1,7 +1,7 @@
 //! Proposing: the context's keys and values are projected once per verified token and cached per slot.
 
 use deepspec_core::Tap;
-use deepspec_decode::{Context, DraftRequest, Proposal, Proposer};
+use deepspec_decode::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::kv::{Chunk, KvCache, MaskKind, PassPlan, Rows};
 use deepspec_models::nn::{DecoderLayer, Spread};
 use deepspec_models::{ModelConfig, ModelError};
@@ -142,6 +142,10 @@ impl<K: Anchored> Drafter for AnchoredProposer<K> {
 
     fn has_confidence(&self) -> bool {
         K::has_confidence(self.model.config())
+    }
+
+    fn draft_sampling(&self) -> DraftSampling {
+        self.model.parts.draft_sampling()
     }
 
     fn ignore_markov(&mut self) -> bool {

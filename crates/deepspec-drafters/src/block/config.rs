@@ -88,11 +88,11 @@ impl DrafterConfig for BlockConfig {
     fn transfer(&self, from: &Self, transfer: &mut Transfer) {
         self.blocks.transfer(&from.blocks, transfer);
         match from.markov {
-            Some(_) => transfer.compare("markov", &from.markov, &self.markov),
+            Some(_) => transfer.compare_words("markov", from.markov_words(), self.markov_words()),
             None => transfer.may_be_fresh.push("markov_head."),
         }
         match from.confidence {
-            Some(_) => transfer.compare("confidence", &from.confidence, &self.confidence),
+            Some(_) => transfer.compare_words("confidence", from.confidence_words(), self.confidence_words()),
             None => transfer.may_be_fresh.push("confidence_head."),
         }
     }
@@ -117,6 +117,21 @@ impl DrafterConfig for BlockConfig {
 }
 
 impl BlockConfig {
+    fn markov_words(&self) -> String {
+        self.markov
+            .map_or("none".into(), |head| format!("{:?}, rank {}", head.kind, head.rank).to_lowercase())
+    }
+
+    fn confidence_words(&self) -> String {
+        self.confidence.map_or("none".into(), |head| {
+            if head.with_markov {
+                "with Markov embeddings".into()
+            } else {
+                "without Markov embeddings".into()
+            }
+        })
+    }
+
     /// The tensors of one pass over samples; see [`BlockBatch::new`].
     pub fn batch(
         &self,

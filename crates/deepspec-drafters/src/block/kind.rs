@@ -15,7 +15,7 @@ use super::recipe::BlockRecipe;
 use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates, block_weight};
 use crate::losses::{LossAlphas, LossRecipe};
 use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, Section, classes};
-use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
     Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
 };
@@ -40,6 +40,7 @@ pub const DSPARK: Registration = Registration {
         classes: || classes(BlockConfig::CLASS),
         hold: "a block drafter (DSpark, DFlash)",
         are_language_models: false,
+        check: check::<BlockParts>,
         load: load::<BlockParts>,
         layouts: Some(&super::layouts::READER),
     }),

@@ -1,5 +1,6 @@
 //! DSpark and DFlash: a backbone and, behind it, the heads that there are.
 
+use deepspec_decode::DraftSampling;
 use deepspec_models::ModelError;
 use deepspec_models::nn::Builder;
 use tch::{Kind, Tensor};
@@ -55,6 +56,13 @@ impl Anchored for BlockParts {
 
     fn has_confidence(config: &BlockConfig) -> bool {
         config.confidence.is_some()
+    }
+
+    fn draft_sampling(&self) -> DraftSampling {
+        match self.biased && self.markov.is_some() {
+            true => DraftSampling::Probabilistic,
+            false => DraftSampling::Greedy,
+        }
     }
 
     /// Confidences still read the head's embeddings, where they were trained to.

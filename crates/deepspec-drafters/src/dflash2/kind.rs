@@ -14,7 +14,7 @@ use super::recipe::DFlash2Recipe;
 use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, BlockBatch, anchor_candidates, block_weight};
 use crate::losses::LossAlphas;
 use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
-use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
     Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
 };
@@ -37,6 +37,7 @@ pub const KIND: Registration = Registration {
         classes: || classes(DFlash2Config::CLASS),
         hold: "DFlash 2",
         are_language_models: false,
+        check: check::<DFlash2Parts>,
         load: load::<DFlash2Parts>,
         layouts: Some(&super::layouts::READER),
     }),

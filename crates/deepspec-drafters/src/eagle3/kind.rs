@@ -15,7 +15,7 @@ use super::proposer::Eagle3Proposer;
 use super::recipe::Eagle3Objective;
 use super::recipe::{Eagle3Recipe, Supervise};
 use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
-use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, load};
+use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
     Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
 };
@@ -41,6 +41,7 @@ pub const KIND: Registration = Registration {
         classes: || classes(Eagle3Config::CLASS),
         hold: "Eagle3",
         are_language_models: false,
+        check: check::<Eagle3Parts>,
         load: load::<Eagle3Parts>,
         layouts: Some(&super::layouts::READER),
     }),

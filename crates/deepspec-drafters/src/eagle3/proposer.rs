@@ -1,7 +1,7 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
 use deepspec_core::Tap;
-use deepspec_decode::{DraftRequest, Proposal, Proposer, Ruler, runs};
+use deepspec_decode::{DraftRequest, DraftSampling, Proposal, Proposer, Ruler, runs};
 use deepspec_models::kv::{Chunk, KvCache, MaskKind};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::Tensor;
@@ -69,6 +69,10 @@ impl Drafter for Eagle3Proposer {
 
     fn taps(&self) -> &[Tap] {
         &self.model.config().decoder.taps
+    }
+
+    fn draft_sampling(&self) -> DraftSampling {
+        DraftSampling::Probabilistic
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {

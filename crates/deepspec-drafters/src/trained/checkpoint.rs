@@ -33,7 +33,7 @@ pub fn freeze(named: &mut Named, prefixes: &[&str]) {
 /// Reads the drafter in `dir`, packed or not: `build` asks for its tensors by name, beside its embedding and head.
 ///
 /// # Errors
-/// If a tensor is missing, misshapen, or of no use to the config.
+/// If a tensor is missing, misshapen, not finite, or of no use to the config.
 pub fn load<T>(
     dir: &Path,
     architecture: String,
@@ -43,6 +43,7 @@ pub fn load<T>(
     build: impl FnOnce(Builder, Tensor, Weight) -> Result<T, ModelError>,
 ) -> Result<T, ModelError> {
     let weights = Weights::open(dir, architecture, device, kind)?;
+    weights.check_finite()?;
     let shape = [model.vocab_size, model.hidden_size];
     let (embed, head) = (weights.get(EMBED, &shape)?, weights.get(HEAD, &shape)?);
     let (b, head) = (Builder::from_checkpoint(&weights), Weight::Stored(head));

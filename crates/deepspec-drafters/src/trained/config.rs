@@ -105,6 +105,12 @@ impl DraftDecoder {
             differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
         }
         if differences.is_empty() {
+            let (own, theirs) = (model.max_position_embeddings, target.max_position_embeddings);
+            if own < theirs {
+                tracing::warn!(
+                    "the drafter was made for {own} positions, the target for {theirs}; behind position {own} drafts may be accepted less"
+                );
+            }
             return Ok(());
         }
         Err(ModelError::Mismatch(UsageError(format!(

@@ -137,6 +137,14 @@ pub trait DrafterKind: Sized + Send + 'static {
     fn predict<'a>(model: &'a Trained<Self>, samples: &[TrainSample]) -> Option<Predictions<'a>>;
 }
 
+/// Checks the config.json of a drafter of one kind.
+///
+/// # Errors
+/// If a key is missing, wrong, or asks for what is not computed.
+pub fn check<K: DrafterKind>(dir: &Path) -> Result<(), ModelError> {
+    K::Config::load(dir).map(drop)
+}
+
 /// Loads a drafter of one kind.
 ///
 /// # Errors

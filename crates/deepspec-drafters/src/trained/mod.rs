@@ -14,9 +14,10 @@ use deepspec_models::ModelError;
 use deepspec_models::nn::{AttentionSpec, Builder, Linear, Named, Ropes, Rotations, Vocabulary, Weight};
 use tch::{Device, Kind, Tensor};
 
+pub use checkpoint::is_embed_or_head;
 pub use config::DraftDecoder;
 pub use cost::{PassBytes, SampleSize};
-pub use kind::{DrafterConfig, DrafterKind, Plan, load};
+pub use kind::{DrafterConfig, DrafterKind, Plan, check, load};
 pub use transfer::Transfer;
 
 pub(crate) use cost::{DIRECTIONS, OfAutograd, PROJECTIONS, family_norms, layer_shapes};

@@ -33,6 +33,11 @@ impl Transfer {
         self.settings.push(Setting { key, there: format!("{there:?}"), here: format!("{here:?}") });
     }
 
+    /// [`Transfer::compare`], by words.
+    pub fn compare_words(&mut self, key: &'static str, there: String, here: String) {
+        self.settings.push(Setting { key, there, here });
+    }
+
     fn decoders(&mut self, there: &ModelConfig, here: &ModelConfig) {
         self.compare("family", &there.family, &here.family);
         self.compare("hidden_size", &there.hidden_size, &here.hidden_size);
@@ -80,6 +85,7 @@ impl<K: DrafterKind> Trained<K> {
         }
         let _guard = tch::no_grad_guard();
         let weights = Weights::open(dir, "drafter", self.device(), Kind::Float)?;
+        weights.check_finite()?;
         let mut fresh = vec![];
         for (name, mut tensor) in self.checkpoint() {
             if is_embed_or_head(&name) {

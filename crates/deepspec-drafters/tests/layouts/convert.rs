@@ -378,7 +378,14 @@ fn each_refusal_names_its_reason() {
         ),
         (eagle3, Dialect::Specforge, &["LlamaForCausalLMEagle3", "norms on queries and keys"]),
         (golden("eagle3_qwen3"), Dialect::Zlab, &["no Eagle3"]),
-        (set(&golden("eagle3_qwen3"), "num_hidden_layers", json!(2)), Dialect::Speculators, &["2 layers"]),
+        (
+            edited(&golden("eagle3_qwen3"), |config| {
+                config["num_hidden_layers"] = json!(2);
+                config["draft_num_hidden_layers"] = json!(2);
+            }),
+            Dialect::Speculators,
+            &["2 layers"],
+        ),
         (dflash, Dialect::Modelopt, &["needs a Markov head"]),
         (set(&vanilla, "confidence_head_with_markov", json!(false)), Dialect::Modelopt, &["confidence head"]),
         (golden("dspark_vanilla"), Dialect::Reference, &["already"]),
@@ -458,6 +465,8 @@ fn only_a_converted_checkpoint_is_replaced() {
     let write =
         |overwrite| convert(&source, Dialect::Specforge, Some(&target)).unwrap().write(&out, overwrite);
     write(false).unwrap();
+    write(false).unwrap(); // the same again has nothing to do
+    std::fs::write(out.join("config.json"), "{}").unwrap();
     assert!(write(false).unwrap_err().to_string().contains("--overwrite"));
     write(true).unwrap();
     std::fs::write(out.join("notes.txt"), "mine").unwrap();

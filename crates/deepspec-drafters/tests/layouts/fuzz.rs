@@ -58,6 +58,7 @@ fn provoke(folder: &Folder, target: &Target) -> usize {
         match error {
             DialectError::Key { key, problem, .. } => assert!(!key.is_empty() && !problem.is_empty()),
             DialectError::Tensor { name, problem, .. } => assert!(!name.is_empty() && !problem.is_empty()),
+            DialectError::Exists { .. } => unreachable!("nothing is written"),
             DialectError::Refused { reason, .. } => assert!(reason.len() > 10, "{reason}"),
             DialectError::NotADrafter { problem, .. } => assert!(!problem.is_empty()),
             DialectError::File(_) => {}

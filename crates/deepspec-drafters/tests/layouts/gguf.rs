@@ -265,6 +265,8 @@ fn only_a_folder_of_such_a_file_is_replaced() {
     let gguf = Gguf::plan(&source, &target, None).unwrap();
     let out = drafter.path().join("out");
     gguf.write(&out, false).unwrap();
+    gguf.write(&out, false).unwrap(); // the same again has nothing to do
+    fs::write(out.join(Gguf::FILE), "other").unwrap();
     let told = gguf.write(&out, false).unwrap_err().to_string();
     assert!(told.contains("exists already"), "{told}");
     gguf.write(&out, true).unwrap();
@@ -304,7 +306,14 @@ fn what_llama_cpp_cannot_run_is_refused_with_the_reason() {
         ),
         ("dspark_vanilla", |config| config["model_type"] = json!("llama"), "its layers are Llama's"),
         ("dflash2", |config| config["selector_top_k"] = json!(8), "8 candidates are too many for 64 values"),
-        ("dspark_vanilla", |config| config["rope_parameters"]["rope_type"] = json!("yarn"), "scaled (yarn)"),
+        (
+            "dspark_vanilla",
+            |config| {
+                config["rope_parameters"]["rope_type"] = json!("yarn");
+                config["rope_parameters"]["factor"] = json!(2.0);
+            },
+            "scaled (yarn)",
+        ),
         (
             "dspark_vanilla",
             |config| config["rope_scaling"] = json!({"type": "linear", "factor": 2.0}),

@@ -3,6 +3,7 @@
 mod common;
 mod convert;
 mod engines;
+mod foreign;
 mod fuzz;
 mod gguf;
 mod serving;

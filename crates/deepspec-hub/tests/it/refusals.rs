@@ -3,7 +3,7 @@
 use std::fs;
 use std::net::TcpListener;
 
-use deepspec_hub::{Hub, HubError, Patience, Repo, Settings};
+use deepspec_hub::{Hub, HubError, Kind, Patience, Repo, Settings};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, bytes, says};
@@ -144,4 +144,43 @@ fn a_cache_that_cannot_be_written_is_said() {
     fs::write(bench.dir.path().join("hub"), "a file where the folder should be").unwrap();
     let error = says(bench.hub().fetch(&repo(), "w.bin"), &["own/tiny", "hub/models--own--tiny"]);
     assert!(matches!(error, HubError::Disk { .. }));
+}
+
+#[test]
+fn names_of_files_and_paths_are_no_ids() {
+    let here = std::env::current_dir().unwrap();
+    for text in [
+        "models/tiny.gguf",
+        "own/model.safetensors",
+        "own/recipe.YAML",
+        "./tiny",
+        "/nowhere/at/all",
+        "../tiny",
+        "own/tiny/",
+    ] {
+        let error = Repo::parse(Kind::Model, text, None).unwrap_err();
+        let told = error.to_string();
+        assert!(matches!(error, HubError::NotAnId { .. }) && error.is_usage(), "{told}");
+        assert!(
+            told.contains(text)
+                && told.contains("no such folder or file")
+                && told.contains(here.to_str().unwrap()),
+            "{told}"
+        );
+    }
+    assert!(Repo::parse(Kind::Model, "own/tiny-v1.2", None).is_ok());
+}
+
+/// A mistyped path of two parts is asked for at the hub, and the answer says so.
+#[test]
+fn a_path_that_was_taken_as_an_id_is_told_with_the_folder() {
+    let bench = bench();
+    let source = bench.hub().fetch(&Repo::model("assets/tiny-targt", None), "config.json").unwrap_err();
+    let (usage, words) = (source.is_usage(), source.to_string());
+    let taken = HubError::TakenAsId { text: "assets/tiny-targt".into(), source: Box::new(source) };
+    let (told, here) = (taken.to_string(), std::env::current_dir().unwrap());
+    assert_eq!(taken.is_usage(), usage);
+    for part in [words.as_str(), "There is no folder assets/tiny-targt", here.to_str().unwrap(), "hub id"] {
+        assert!(told.contains(part), "{part} not in {told}");
+    }
 }

@@ -80,8 +80,20 @@ impl Names {
             PLAIN,
             Self { body: "model.language_model.", head: "lm_head.weight" },
             Self { body: "language_model.model.", head: "language_model.lm_head.weight" },
+            // Saved without the head's class around it.
+            Self { body: "", head: "lm_head.weight" },
         ];
         let there = |names: &Self| weights.contains(&format!("{}embed_tokens.weight", names.body));
         known.into_iter().find(there).unwrap_or(PLAIN)
+    }
+
+    /// Whether a model without use for this tensor computes what the checkpoint means: it belongs to a part that is not the language
+    /// model (vision, audio), is rebuilt, or drafts tokens beyond the next one (MTP).
+    pub fn may_leave(&self, name: &str, is_tied: bool) -> bool {
+        let of_language = match self.body {
+            "" | "model." => !name.starts_with("mtp."),
+            body => name.starts_with(body),
+        };
+        !of_language || name.ends_with("rotary_emb.inv_freq") || (is_tied && name == self.head)
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -10,28 +11,31 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 use tokio::time::sleep;
 use tokio_io_timeout::TimeoutStream;
+
+use super::routes::Limits;
 
 /// Pause when no connection can be taken, as for want of file descriptors, which other connections give back.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Answers connections until `stopped`, and then those that are there to their end. A client has `patience` for the head of a
-/// request, and for reading any of an answer that fills the socket.
-pub async fn serve(
-    listener: TcpListener,
-    router: Router,
-    patience: Duration,
-    stopped: impl Future<Output = ()>,
-) {
+/// Answers connections until `stopped`, and then those that are there to their end. A client has the `limits`' patience for the head of a
+/// request, and for reading any of an answer that fills the socket. Beyond so many connections further ones wait to be taken.
+pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stopped: impl Future<Output = ()>) {
     let mut server = http1::Builder::new();
-    server.timer(TokioTimer::new()).header_read_timeout(patience);
+    server.timer(TokioTimer::new()).header_read_timeout(limits.patience);
+    let free = Arc::new(Semaphore::new(limits.connections));
     let connections = GracefulShutdown::new();
     let mut stopped = pin!(stopped);
     loop {
-        let accepted = tokio::select! {
+        let taken = async {
+            let place = Arc::clone(&free).acquire_owned().await;
+            (place, listener.accept().await)
+        };
+        let (place, accepted) = tokio::select! {
             () = &mut stopped => break,
-            accepted = listener.accept() => accepted,
+            taken = taken => taken,
         };
         let stream = match accepted {
             Ok((stream, _)) => stream,
@@ -47,11 +51,12 @@ pub async fn serve(
             tracing::debug!("no TCP_NODELAY: {error}");
         }
         let mut stream = TimeoutStream::new(stream);
-        stream.set_write_timeout(Some(patience));
+        stream.set_write_timeout(Some(limits.patience));
         let service = TowerToHyperService::new(router.clone());
         let connection = server.serve_connection(Box::pin(TokioIo::new(stream)), service);
         let connection = connections.watch(connection);
         tokio::spawn(async move {
+            let _place = place;
             if let Err(error) = connection.await {
                 tracing::debug!("a connection ended: {error}");
             }

@@ -1,6 +1,7 @@
 //! A model behind the OpenAI API's chat completions.
 
 mod connections;
+mod door;
 mod respond;
 mod routes;
 
@@ -17,6 +18,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::{ChatModel, EngineArgs};
+use door::{Door, is_loopback};
 use routes::{App, Limits};
 
 /// How long running answers may take to finish once the server was told to stop.
@@ -43,6 +45,12 @@ pub struct Args {
     /// Largest body of a request
     #[arg(long, default_value_t = 8, value_name = "MB")]
     max_body: usize,
+    /// Key that requests must bring as `Authorization: Bearer KEY`; without it everyone who reaches the port is answered
+    #[arg(long, value_name = "KEY")]
+    api_key: Option<String>,
+    /// Connections that are open at once; further ones wait
+    #[arg(long, default_value_t = 1024, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: u32,
     /// Seconds that a client may take to send the head of a request, to send its body, and to read any of an answer
     #[arg(long, default_value_t = 30, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     client_timeout: u64,
@@ -74,7 +82,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
     let model = ChatModel::load(&dir, &engine)?;
     let name = args.served_name.clone().unwrap_or_else(|| args.model.clone());
-    let app = Arc::new(App::new(model, name, engine.slots, limits));
+    let door = Door { key: args.api_key.clone(), is_local: is_loopback(&args.host) };
+    if !door.is_local && door.key.is_none() {
+        tracing::warn!("--host {} without --api-key: everyone who reaches the port is answered", args.host);
+    }
+    let app = Arc::new(App::new(model, name, engine.slots, limits, door));
     // Dropped at the end of this line, and with it every request, so that the engine is idle when `app` ends it.
     Runtime::new().context("starting the server's threads")?.block_on(serve(
         listener,
@@ -84,12 +96,16 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 impl Args {
+    /// The limits of what clients may ask.
     fn limits(&self) -> anyhow::Result<Limits> {
         let (mb, seconds) = (self.max_body, self.client_timeout);
         match mb.checked_mul(1 << 20) {
-            Some(body) if body > 0 => {
-                Ok(Limits { queue: self.queue, body, patience: Duration::from_secs(seconds) })
-            }
+            Some(body) if body > 0 => Ok(Limits {
+                queue: self.queue,
+                body,
+                patience: Duration::from_secs(seconds),
+                connections: self.max_connections as usize,
+            }),
             _ => usage!("--max-body {mb}: must be at least 1 and fit into memory"),
         }
     }
@@ -120,7 +136,7 @@ async fn serve(listener: TcpListener, app: Arc<App>, limits: Limits) -> anyhow::
         () = connections::serve(
             listener,
             routes::router(app),
-            limits.patience,
+            limits,
             reaches(phase.clone(), Phase::Draining),
         ) => {}
         () = reaches(phase, Phase::Over) => tracing::warn!("abandoned the answers that were still running"),

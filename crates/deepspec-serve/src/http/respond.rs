@@ -10,7 +10,9 @@ use futures::stream;
 use serde_json::{Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 
-use crate::{ChatError, Delta, Reply, Usage, finish_name};
+use deepspec_text::FinishReason;
+
+use crate::{ChatError, Delta, Reply, Usage};
 
 /// Seconds after which a client may try again when there was no room.
 const RETRY_AFTER: u16 = 1;
@@ -30,10 +32,23 @@ impl Heading {
         json!({"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices})
     }
 
-    fn chunk(&self, delta: Value, finish: Option<&str>) -> Value {
-        let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish});
+    fn chunk(&self, delta: Value, ended: Option<&Reply>) -> Value {
+        let finish = ended.and_then(finish_reason);
+        let mut choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish});
+        if let Some(reply) = ended {
+            choice["stop_reason"] = json!(reply.stop());
+        }
         self.object("chat.completion.chunk", json!([choice]))
     }
+}
+
+/// The OpenAI API's word for why an answer ended: it has one for ends of turns and stop strings.
+fn finish_reason(reply: &Reply) -> Option<&'static str> {
+    let word = |reason: FinishReason| match reason {
+        FinishReason::StopSequence => FinishReason::Stop.word(),
+        reason => reason.word(),
+    };
+    reply.finish().map(word)
 }
 
 /// A finished answer, with the ids of prompt and answer as vLLM names them if they are wanted.
@@ -42,8 +57,10 @@ pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply, with_ids: boo
     if !whole.reasoning.is_empty() {
         message["reasoning_content"] = json!(whole.reasoning);
     }
-    let finish = reply.finish().map(finish_name);
-    let choice = json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish});
+    // `stop_reason` as vLLM has it: the stop string, or null.
+    let choice = json!({
+        "index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reply), "stop_reason": reply.stop(),
+    });
     let mut object = heading.object("chat.completion", json!([choice]));
     object["usage"] = usage(reply.usage());
     if with_ids {
@@ -76,8 +93,8 @@ pub fn stream(heading: Heading, reply: Reply, place: OwnedSemaphorePermit, inclu
             Next::Text => match reply.next().await {
                 Ok(Some(delta)) => (heading.chunk(piece(&delta), None), Next::Text),
                 Ok(None) => {
-                    let finish = reply.finish().map(finish_name);
-                    (heading.chunk(json!({}), finish), if include_usage { Next::Usage } else { Next::Done })
+                    let next = if include_usage { Next::Usage } else { Next::Done };
+                    (heading.chunk(json!({}), Some(&reply)), next)
                 }
                 Err(error) => (body(&error), Next::Done),
             },

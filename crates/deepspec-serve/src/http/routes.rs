@@ -10,6 +10,7 @@ use axum::body::{Bytes, HttpBody};
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -17,6 +18,7 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
+use super::door::{Door, check_type};
 use super::respond::{self, Heading};
 use crate::{ChatError, ChatModel, ChatRequest, Reply, fresh_number, parse};
 
@@ -32,6 +34,8 @@ pub struct Limits {
     pub body: usize,
     /// Time for sending the head of a request, and again for its body.
     pub patience: Duration,
+    /// Connections that are open at once.
+    pub connections: usize,
 }
 
 /// What the handlers share.
@@ -41,6 +45,7 @@ pub struct App {
     slots: usize,
     started: u64,
     limits: Limits,
+    door: Door,
     /// One for each request that may be here, from before its body is read to the end of its answer, so that neither
     /// bodies nor answers add up without bound.
     places: Arc<Semaphore>,
@@ -50,7 +55,7 @@ pub struct App {
 
 impl App {
     /// A model, the name that requests use for it, how many of them it answers at once, and what they may ask.
-    pub fn new(model: ChatModel, name: String, slots: usize, limits: Limits) -> Self {
+    pub fn new(model: ChatModel, name: String, slots: usize, limits: Limits, door: Door) -> Self {
         let places = slots.saturating_add(limits.queue).min(Semaphore::MAX_PERMITS);
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
         Self {
@@ -59,6 +64,7 @@ impl App {
             slots,
             started: now(),
             limits,
+            door,
             places: Arc::new(Semaphore::new(places)),
             desks: Arc::new(Semaphore::new(cores)),
         }
@@ -75,6 +81,12 @@ impl App {
         let patience = self.limits.patience;
         match timeout(patience, Bytes::from_request(request, &())).await {
             Ok(Ok(body)) => Ok(body),
+            Ok(Err(rejection)) if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE => {
+                let most = self.limits.body >> 20;
+                let large =
+                    format!("the body is larger than {most} MB, which --max-body of this server allows");
+                Err(respond::failure(rejection.status(), &large))
+            }
             Ok(Err(rejection)) => Err(respond::failure(rejection.status(), &rejection.body_text())),
             Err(_) => {
                 let late = format!("the body did not come within {} seconds", patience.as_secs());
@@ -91,7 +103,7 @@ impl App {
         let app = Arc::clone(self);
         let start = move || {
             let _desk = desk;
-            let request = parse(&body, &app.name, fresh_number())?;
+            let request = parse(&body, &app.name, app.model.defaults(), fresh_number())?;
             let reply = app.model.start(&request)?;
             Ok((request, reply))
         };
@@ -122,7 +134,18 @@ pub fn router(app: Arc<App>) -> Router {
             respond::failure(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
         })
         .layer(limit)
+        .layer(from_fn_with_state(Arc::clone(&app), at_the_door))
         .with_state(app)
+}
+
+/// Lets requests in; health and metrics are for everyone who reaches the port.
+async fn at_the_door(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let is_open = matches!(request.uri().path(), "/health" | "/metrics");
+    let door = if is_open { Door { key: None, ..app.door.clone() } } else { app.door.clone() };
+    match door.check(request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => *refusal,
+    }
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
@@ -154,6 +177,9 @@ async fn models(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    if let Err(refusal) = check_type(request.headers()) {
+        return *refusal;
+    }
     answer(&app, request).await.unwrap_or_else(|refused| refused)
 }
 

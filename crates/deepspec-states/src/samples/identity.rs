@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::TargetBundle;
 
 /// Raised when the file's layout or the way to its samples changes.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Inputs, rules and program: with the same ones the same samples come out. Neither the layers that are tapped nor the drafter matter, so
 /// recipes for one target share a file.
@@ -27,6 +27,8 @@ pub(super) struct SamplesIdentity {
     system_prompt: Option<String>,
     max_length: usize,
     min_supervised: usize,
+    /// Rows of the target's embedding: conversations with ids behind them are rejected.
+    vocab_size: usize,
     /// In their order.
     inputs: Vec<Input>,
 }
@@ -55,6 +57,7 @@ impl SamplesIdentity {
             system_prompt: source.identity.system_prompt.clone(),
             max_length: source.identity.max_length,
             min_supervised: MIN_SUPERVISED_TOKENS,
+            vocab_size: source.identity.vocab_size,
             inputs: files.par_iter().map(input).collect::<Result<_, FileError>>()?,
         })
     }

@@ -2,14 +2,14 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::super::overrides::THINKING;
 use super::super::settings::TOKEN_ID_FIELDS;
 use super::failure::{Class, Failure};
 
 /// Fields without which a server still answers the question that was asked, if with other luck, or without the answer's token ids.
-pub const OPTIONAL: [&str; 7] = [
+pub const OPTIONAL: [&str; 8] = [
     "top_k",
     "min_p",
     "repetition_penalty",
@@ -17,6 +17,7 @@ pub const OPTIONAL: [&str; 7] = [
     TOKEN_ID_FIELDS[0],
     TOKEN_ID_FIELDS[1],
     TOKEN_ID_FIELDS[2],
+    THINKING,
 ];
 
 /// What a refusal means for the fields of a request.
@@ -39,7 +40,9 @@ pub struct Fields(u8);
 impl Fields {
     /// The fields that a request has.
     pub fn of(body: &Map<String, Value>) -> Self {
-        Self::those(|name| body.contains_key(name))
+        // Only the switch that nobody asked for may be left out; it stands at off.
+        let off = json!({"enable_thinking": false});
+        Self::those(|name| body.get(name).is_some_and(|value| name != THINKING || *value == off))
     }
 
     fn those(mut wanted: impl FnMut(&str) -> bool) -> Self {
@@ -120,15 +123,29 @@ impl Extensions {
         before | fields.0 != before
     }
 
-    /// Reads a refusal of a request that had these fields.
-    pub fn read(&self, failure: &Failure, body: &Map<String, Value>, sent: Fields) -> Refusal {
+    /// Reads a refusal of a request that had these fields. `asks_thinking`: the switch is the user's, not the default.
+    pub fn read(
+        &self,
+        failure: &Failure,
+        body: &Map<String, Value>,
+        sent: Fields,
+        asks_thinking: bool,
+    ) -> Refusal {
         if failure.class != Class::Refused {
             return Refusal::Other;
         }
         // What was accepted before is not what a refusal is about, even if it repeats the whole request.
-        let unproven = sent.without(Fields(self.accepted.load(Ordering::Relaxed)));
+        let mut unproven = sent.without(Fields(self.accepted.load(Ordering::Relaxed)));
+        let switch = Fields::those(|name| name == THINKING);
+        let names_switch = failure.names(THINKING) || failure.names("enable_thinking");
+        if !asks_thinking && names_switch && !unproven.without(switch).eq(&unproven) {
+            return Refusal::Of(switch);
+        }
+        if asks_thinking {
+            unproven = unproven.without(switch);
+        }
         let switched = body.contains_key(THINKING) && !self.accepted_thinking.load(Ordering::Relaxed);
-        if switched && (failure.names(THINKING) || failure.names("enable_thinking")) {
+        if switched && names_switch {
             return Refusal::OfThinking;
         }
         let named = Fields::those(|name| failure.names(name));
@@ -170,7 +187,7 @@ mod tests {
         let (server, body) = (Extensions::default(), body());
         let sent = server.sent(&body);
         assert_eq!(sent.names(), ["top_k", "seed"]);
-        let Refusal::Of(fields) = server.read(&refused("unknown field `top_k`"), &body, sent) else {
+        let Refusal::Of(fields) = server.read(&refused("unknown field `top_k`"), &body, sent, true) else {
             panic!()
         };
         assert_eq!(fields.names(), ["top_k"]);
@@ -179,7 +196,7 @@ mod tests {
         let trimmed: Value = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(trimmed, json!({"seed": 1, "temperature": 0, "chat_template_kwargs": {}}));
         // A field that was not sent is not what the refusal is about.
-        let again = server.read(&refused("top_k"), &body, server.sent(&body));
+        let again = server.read(&refused("top_k"), &body, server.sent(&body), true);
         assert!(matches!(again, Refusal::Perhaps(_)));
     }
 
@@ -198,22 +215,38 @@ mod tests {
     fn a_refused_switch_is_never_dropped() {
         let (server, body) = (Extensions::default(), body());
         let both = refused("Unexpected: {'chat_template_kwargs', 'top_k'}");
-        assert_eq!(server.read(&both, &body, server.sent(&body)), Refusal::OfThinking);
+        assert_eq!(server.read(&both, &body, server.sent(&body), true), Refusal::OfThinking);
+    }
+
+    #[test]
+    fn a_switch_that_nobody_asked_for_is_left_out_where_it_is_refused() {
+        let (server, mut body) = (Extensions::default(), body());
+        body.insert(THINKING.into(), json!({"enable_thinking": false}));
+        let refused = refused("Unexpected: chat_template_kwargs");
+        let Refusal::Of(fields) = server.read(&refused, &body, server.sent(&body), false) else { panic!() };
+        assert_eq!(fields.names(), [THINKING]);
+        server.drop(fields);
+        assert!(!server.sent(&body).names().contains(&THINKING));
+        // A row that asks for thinking is asked so all the same.
+        body.insert(THINKING.into(), json!({"enable_thinking": true}));
+        let trimmed = Extensions::trim(&body, server.sent(&body));
+        assert!(String::from_utf8(trimmed).unwrap().contains("enable_thinking"));
+        assert_eq!(server.read(&refused, &body, server.sent(&body), false), Refusal::OfThinking);
     }
 
     #[test]
     fn fields_that_were_accepted_are_not_suspected() {
         let (server, body) = (Extensions::default(), body());
         let sent = server.sent(&body);
-        assert!(matches!(server.read(&refused("bad request"), &body, sent), Refusal::Perhaps(_)));
+        assert!(matches!(server.read(&refused("bad request"), &body, sent, true), Refusal::Perhaps(_)));
         server.accept(&body, sent);
-        assert_eq!(server.read(&refused("bad request"), &body, sent), Refusal::Other);
+        assert_eq!(server.read(&refused("bad request"), &body, sent, true), Refusal::Other);
         let echo = refused(
             r#"{"detail": [{"msg": "bad tools", "input": {"top_k": 3, "chat_template_kwargs": {}}}]}"#,
         );
-        assert_eq!(server.read(&echo, &body, sent), Refusal::Other);
-        assert!(matches!(Extensions::default().read(&echo, &body, sent), Refusal::Perhaps(_)));
+        assert_eq!(server.read(&echo, &body, sent, true), Refusal::Other);
+        assert!(matches!(Extensions::default().read(&echo, &body, sent, true), Refusal::Perhaps(_)));
         let passing = Failure { class: Class::ServerError, ..refused("top_k") };
-        assert_eq!(server.read(&passing, &body, sent), Refusal::Other);
+        assert_eq!(server.read(&passing, &body, sent, true), Refusal::Other);
     }
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
+use deepspec_text::FinishReason;
 use reqwest::StatusCode;
 use reqwest::header::{HeaderMap, LOCATION, RETRY_AFTER};
 use serde_json::Value;
@@ -10,7 +11,7 @@ use serde_json::Value;
 /// Longest part of a server's message that is kept.
 const MESSAGE_CHARS: usize = 300;
 
-/// Classes of failure. The first six may pass: another attempt, perhaps at another server, can succeed.
+/// Classes of failure. The first seven may pass: another attempt, perhaps at another server, can succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// No connection: the server's trouble, not the request's.
@@ -25,6 +26,8 @@ pub enum Class {
     Broken,
     /// The answer is no chat completion.
     Garbage,
+    /// The answer was broken off.
+    BrokenOff,
     /// This request is refused; others may not be.
     Refused,
     /// The server refuses every request: wrong address, key or model.
@@ -35,13 +38,14 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Unreachable,
         Self::RateLimited,
         Self::ServerError,
         Self::Timeout,
         Self::Broken,
         Self::Garbage,
+        Self::BrokenOff,
         Self::Refused,
         Self::Denied,
         Self::Recalled,
@@ -56,6 +60,7 @@ impl Class {
             Self::Timeout => "timeout",
             Self::Broken => "broken_connection",
             Self::Garbage => "invalid_answer",
+            Self::BrokenOff => "broken_off",
             Self::Refused => "refused",
             Self::Denied => "denied",
             Self::Recalled => "recalled",
@@ -95,6 +100,16 @@ impl Failure {
     /// What came is no answer.
     pub fn garbage(problem: &str, text: &str) -> Self {
         Self::new(Class::Garbage, format!("{problem}: {}", shortened(text)))
+    }
+
+    /// The server ended the answer before the model did.
+    pub fn broken_off(reason: FinishReason) -> Self {
+        Self::new(Class::BrokenOff, format!("the answer was broken off (finish_reason {:?})", reason.word()))
+    }
+
+    /// The model said nothing; asked again, it may.
+    pub fn empty() -> Self {
+        Self::new(Class::BrokenOff, "the answer has no text".into())
     }
 
     /// There was no answer, or not all of it.

@@ -54,6 +54,9 @@ pub struct Options {
     /// Environment variable with the servers' API key
     #[arg(long, default_value = "OPENAI_API_KEY", value_name = "NAME")]
     pub api_key_env: String,
+    /// Whether the user has said if the model is to think.
+    #[arg(skip)]
+    pub asks_thinking: bool,
 }
 
 impl Options {
@@ -91,6 +94,7 @@ impl Pool {
     /// A pool of servers given by base URL.
     pub fn new(urls: &[String], options: Options) -> anyhow::Result<Self> {
         let http = client(urls, Duration::from_secs(options.timeout), options.concurrency)?;
+        urls.iter().for_each(|url| env::report_key_in_clear(&options.api_key_env, url));
         let key = || env::secret(&options.api_key_env);
         let server = |url: &String| Arc::new(Server::new(&http, url, key(), options.concurrency));
         let servers = urls.iter().map(server).collect();
@@ -160,7 +164,12 @@ impl Pool {
                     return Err(AskError::Run(error));
                 }
                 Class::Refused => return Err(AskError::Row(problem)),
-                Class::ServerError | Class::Timeout | Class::Broken | Class::Garbage | Class::Denied => {
+                Class::ServerError
+                | Class::Timeout
+                | Class::Broken
+                | Class::Garbage
+                | Class::BrokenOff
+                | Class::Denied => {
                     attempts += 1;
                     if attempts >= self.options.attempts {
                         return Err(AskError::Row(format!("{problem} (attempt {attempts})")));
@@ -284,7 +293,7 @@ impl Pool {
                 }
                 Err(failure) => failure,
             };
-            match server.extensions.read(&failure, body, sent) {
+            match server.extensions.read(&failure, body, sent, self.options.asks_thinking) {
                 Refusal::OfThinking => {
                     return Err(Attempt::Hopeless(anyhow!(
                         "{} refuses the thinking switch ({failure}); without it the answers would silently be others: ask \
@@ -347,7 +356,8 @@ impl Pool {
             Class::ServerError | Class::Timeout | Class::Broken | Class::Garbage | Class::Denied => {
                 gate.failure(problem)
             }
-            Class::Refused | Class::Recalled => Change::None,
+            // The server is there; what it broke off, it may answer next time.
+            Class::BrokenOff | Class::Refused | Class::Recalled => Change::None,
         };
         self.follow(server, change);
         Ok(())

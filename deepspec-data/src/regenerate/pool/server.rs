@@ -11,7 +11,7 @@ use reqwest::{RequestBuilder, Response, Url};
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
 
-use super::super::answer::Answer;
+use super::super::answer::{Answer, NoAnswer};
 use super::extensions::{Extensions, Fields};
 use super::failure::Failure;
 use super::gate::{CircuitState, Gate};
@@ -121,12 +121,12 @@ impl Server {
             return Err(Failure::recalled());
         }
         tokio::select! {
-            answer = self.ask(Extensions::trim(body, sent)) => answer,
+            answer = self.ask(Extensions::trim(body, sent), body.contains_key("stop")) => answer,
             () = recalled => Err(Failure::recalled()),
         }
     }
 
-    async fn ask(&self, body: Vec<u8>) -> Result<Answer, Failure> {
+    async fn ask(&self, body: Vec<u8>, has_stops: bool) -> Result<Answer, Failure> {
         let request = self.http.post(format!("{}/v1/chat/completions", self.base));
         let request = self.authorised(request).header(CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await.map_err(|error| Failure::transport(&error))?;
@@ -139,7 +139,11 @@ impl Server {
             Err(failure) => return Err(failure),
         };
         if status.is_success() {
-            Answer::read(&text).map_err(|problem| Failure::garbage(problem, &text))
+            Answer::read(&text, has_stops).map_err(|why| match why {
+                NoAnswer::Invalid(problem) => Failure::garbage(problem, &text),
+                NoAnswer::Empty => Failure::empty(),
+                NoAnswer::BrokenOff(reason) => Failure::broken_off(reason),
+            })
         } else {
             Err(Failure::status(status, &headers, text))
         }

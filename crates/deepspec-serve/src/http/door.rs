@@ -1,0 +1,122 @@
+//! Who is let in: the API key, and pages in browsers that were not meant to ask.
+
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HOST, ORIGIN};
+use axum::http::{HeaderMap, HeaderName, StatusCode};
+
+use super::respond;
+use crate::ChatError;
+use axum::response::Response;
+
+/// What a request must bring.
+#[derive(Debug, Clone)]
+pub struct Door {
+    /// The API key, if there is one.
+    pub key: Option<String>,
+    /// Whether the server listens on a loopback address only.
+    pub is_local: bool,
+}
+
+impl Door {
+    /// Lets a request in or says why not.
+    ///
+    /// A page of a browser may send requests to this machine's own ports. Its `Origin` tells it, which browsers always send with a POST;
+    /// a name that was made to mean this machine (DNS rebinding) shows in `Host`.
+    pub fn check(&self, headers: &HeaderMap) -> Result<(), Box<Response>> {
+        let text = |name: HeaderName| headers.get(name).map(|value| value.to_str().unwrap_or("unreadable"));
+        let host = text(HOST).unwrap_or_default();
+        if self.is_local && !host.is_empty() && !is_loopback(without_port(host)) {
+            let problem = format!("this server listens on loopback only, and `Host` is {host}");
+            return Err(respond::failure(StatusCode::FORBIDDEN, &problem).into());
+        }
+        if let Some(origin) = text(ORIGIN) {
+            let from = origin.split_once("://").map_or("", |(_, host)| host);
+            if !(from.eq_ignore_ascii_case(host) || is_loopback(without_port(from))) {
+                let problem = format!("pages of {origin} are not answered");
+                return Err(respond::failure(StatusCode::FORBIDDEN, &problem).into());
+            }
+        }
+        match &self.key {
+            Some(key) if !text(AUTHORIZATION).is_some_and(|sent| is_key(sent, key)) => {
+                Err(respond::refusal(&ChatError::Unauthorised).into())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Refuses bodies that say they are not JSON. curl's default for `-d` is taken, which says nothing of the body; a form of a page has
+/// the same type, but its `Origin` tells it.
+pub fn check_type(headers: &HeaderMap) -> Result<(), Box<Response>> {
+    let Some(sent) = headers.get(CONTENT_TYPE) else { return Ok(()) };
+    let sent = sent.to_str().unwrap_or("unreadable");
+    let kind = sent.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let is_json = kind == "application/json" || kind.ends_with("+json");
+    if is_json || (kind == "application/x-www-form-urlencoded" && !headers.contains_key(ORIGIN)) {
+        return Ok(());
+    }
+    let problem = format!("`Content-Type` is {sent}; expected application/json");
+    Err(respond::failure(StatusCode::UNSUPPORTED_MEDIA_TYPE, &problem).into())
+}
+
+/// Whether a host is this machine itself.
+pub fn is_loopback(host: &str) -> bool {
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost")
+        || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+fn without_port(host: &str) -> &str {
+    match host.rsplit_once(':') {
+        Some((name, port))
+            if port.bytes().all(|byte| byte.is_ascii_digit())
+                && (!name.contains(':') || name.ends_with(']')) =>
+        {
+            name
+        }
+        _ => host,
+    }
+}
+
+/// Whether a header brings the key; in a time that does not tell how much of it was right.
+fn is_key(sent: &str, key: &str) -> bool {
+    let sent = sent.strip_prefix("Bearer ").unwrap_or_default().as_bytes();
+    let differing = sent.iter().zip(key.as_bytes()).fold(0, |all, (a, b)| all | (a ^ b));
+    sent.len() == key.len() && differing == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::http::HeaderValue;
+
+    fn status(door: &Door, headers: &[(HeaderName, &'static str)]) -> u16 {
+        let headers =
+            headers.iter().map(|(name, value)| (name.clone(), HeaderValue::from_static(value))).collect();
+        let checked = door.check(&headers).and_then(|()| check_type(&headers));
+        checked.err().map_or(200, |response| response.status().as_u16())
+    }
+
+    #[test]
+    fn pages_of_others_and_wrong_keys_stay_outside() {
+        let open = Door { key: None, is_local: true };
+        for host in ["127.0.0.1:30000", "localhost", "[::1]:30000"] {
+            assert_eq!(status(&open, &[(HOST, host)]), 200, "{host}");
+        }
+        assert_eq!(status(&open, &[(HOST, "evil.example:30000")]), 403);
+        assert_eq!(status(&open, &[(HOST, "localhost:1"), (ORIGIN, "http://evil.example")]), 403);
+        assert_eq!(status(&open, &[(HOST, "localhost:1"), (ORIGIN, "null")]), 403);
+        assert_eq!(status(&open, &[(HOST, "localhost:1"), (ORIGIN, "http://localhost:8080")]), 200);
+        assert_eq!(status(&open, &[(CONTENT_TYPE, "text/plain")]), 415);
+        assert_eq!(status(&open, &[(CONTENT_TYPE, "application/json; charset=utf-8")]), 200);
+        assert_eq!(status(&open, &[(CONTENT_TYPE, "application/x-www-form-urlencoded")]), 200);
+        let far = Door { key: Some("secret".into()), is_local: false };
+        assert_eq!(status(&far, &[(HOST, "gpu1:30000")]), 401);
+        assert_eq!(status(&far, &[(HOST, "gpu1:30000"), (AUTHORIZATION, "Bearer secret")]), 200);
+        assert_eq!(status(&far, &[(AUTHORIZATION, "Bearer secrex")]), 401);
+        assert_eq!(status(&far, &[(AUTHORIZATION, "Bearer secret2")]), 401);
+        assert_eq!(
+            status(&far, &[(HOST, "gpu1:1"), (ORIGIN, "http://gpu1:1"), (AUTHORIZATION, "Bearer secret")]),
+            200
+        );
+    }
+}

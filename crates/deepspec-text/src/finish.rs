@@ -1,0 +1,219 @@
+//! Why an answer ended, in one vocabulary for the words of all servers.
+
+use serde_json::{Map, Value};
+
+/// Where messages, rows and chat completions keep the reason.
+pub const FINISH_REASON: &str = "finish_reason";
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum FinishReason {
+    /// The model ended its turn.
+    Stop,
+    /// The model ended its turn with tool calls.
+    ToolCalls,
+    /// The answer reached its token limit or the end of the context.
+    Length,
+    /// A filter cut the answer.
+    ContentFilter,
+    /// A stop string of the request cut the answer.
+    StopSequence,
+    /// The arguments of a tool call are no JSON, so the call was cut.
+    InvalidToolCall,
+    /// The server gave the request up.
+    Abort,
+    /// The server failed.
+    Error,
+    /// The server ended an answer that repeated itself.
+    Repetition,
+    /// The server gives no reason, or a word that is not known.
+    #[default]
+    Unknown,
+}
+
+/// Whether an answer can be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Completeness {
+    /// The model said all that it had to say, and its end of turn.
+    Whole,
+    /// The model wrote all of this text, but not the end of turn behind it.
+    Cut,
+    /// The server failed on the way. The request can be sent again.
+    Broken,
+}
+
+/// The words of servers and their libraries, in small letters: OpenAI, vLLM, SGLang, llama.cpp, TGI, Mistral, Anthropic, Gemini, DeepSeek.
+const WORDS: [(&str, FinishReason); 38] = [
+    ("stop", FinishReason::Stop),
+    ("eos", FinishReason::Stop),
+    ("eos_token", FinishReason::Stop),
+    ("end_turn", FinishReason::Stop),
+    ("complete", FinishReason::Stop),
+    ("completed", FinishReason::Stop),
+    ("tool_calls", FinishReason::ToolCalls),
+    ("tool_call", FinishReason::ToolCalls),
+    ("tool_use", FinishReason::ToolCalls),
+    ("function_call", FinishReason::ToolCalls),
+    ("length", FinishReason::Length),
+    ("limit", FinishReason::Length),
+    ("max_length", FinishReason::Length),
+    ("max_tokens", FinishReason::Length),
+    ("max_new_tokens", FinishReason::Length),
+    ("max_output_tokens", FinishReason::Length),
+    ("max_completion_tokens", FinishReason::Length),
+    ("model_length", FinishReason::Length),
+    ("model_context_window_exceeded", FinishReason::Length),
+    ("content_filter", FinishReason::ContentFilter),
+    ("safety", FinishReason::ContentFilter),
+    ("recitation", FinishReason::ContentFilter),
+    ("prohibited_content", FinishReason::ContentFilter),
+    ("refusal", FinishReason::ContentFilter),
+    ("stop_sequence", FinishReason::StopSequence),
+    ("stop_string", FinishReason::StopSequence),
+    ("invalid_tool_call", FinishReason::InvalidToolCall),
+    ("malformed_function_call", FinishReason::InvalidToolCall),
+    ("abort", FinishReason::Abort),
+    ("aborted", FinishReason::Abort),
+    ("cancelled", FinishReason::Abort),
+    ("canceled", FinishReason::Abort),
+    ("timeout", FinishReason::Abort),
+    ("error", FinishReason::Error),
+    ("internal_error", FinishReason::Error),
+    ("insufficient_system_resource", FinishReason::Error),
+    ("repetition", FinishReason::Repetition),
+    ("unknown", FinishReason::Unknown),
+];
+
+impl FinishReason {
+    /// Reads the word of a server, in any case.
+    pub fn of_word(word: &str) -> Self {
+        let word = word.trim().to_ascii_lowercase();
+        WORDS.iter().find(|(known, _)| *known == word).map_or(Self::Unknown, |&(_, reason)| reason)
+    }
+
+    /// Reads `finish_reason` of a message, a row or a choice. Null and absent are `None`.
+    ///
+    /// SGLang's own endpoints give an object with the word in `type`.
+    pub fn of_field(value: Option<&Value>) -> Option<Self> {
+        match value? {
+            Value::Null => None,
+            Value::String(word) => Some(Self::of_word(word)),
+            Value::Object(fields) => Self::of_field(fields.get("type")),
+            _ => Some(Self::Unknown),
+        }
+    }
+
+    /// Reads a choice of a chat completion that was asked for with the stop strings `stops`.
+    ///
+    /// Most servers say `stop` for a stop string too. vLLM names it in `stop_reason`, SGLang in `matched_stop`; with a
+    /// server that names nothing the answer counts as cut.
+    pub fn of_choice(choice: &Value, has_stops: bool) -> Self {
+        let reason = Self::of_field(choice.get(FINISH_REASON)).unwrap_or(Self::Unknown);
+        let arguments_are_json = choice["message"]["tool_calls"]
+            .as_array()
+            .is_none_or(|calls| calls.iter().all(has_json_arguments));
+        if !arguments_are_json && reason.completeness() != Completeness::Broken {
+            return Self::InvalidToolCall;
+        }
+        if reason != Self::Stop {
+            return reason;
+        }
+        match choice.get("stop_reason").or_else(|| choice.get("matched_stop")) {
+            Some(Value::String(_)) => Self::StopSequence,
+            // A token id, or null where the model ended its turn.
+            Some(_) => Self::Stop,
+            None if has_stops => Self::StopSequence,
+            None => Self::Stop,
+        }
+    }
+
+    /// The word that is written into rows, reports and answers of our own server.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::ToolCalls => "tool_calls",
+            Self::Length => "length",
+            Self::ContentFilter => "content_filter",
+            Self::StopSequence => "stop_sequence",
+            Self::InvalidToolCall => "invalid_tool_call",
+            Self::Abort => "abort",
+            Self::Error => "error",
+            Self::Repetition => "repetition",
+            Self::Unknown => "unknown",
+        }
+    }
+
+    /// What the reason says of the answer.
+    pub fn completeness(self) -> Completeness {
+        match self {
+            Self::Stop | Self::ToolCalls => Completeness::Whole,
+            Self::Length
+            | Self::ContentFilter
+            | Self::StopSequence
+            | Self::InvalidToolCall
+            | Self::Unknown => Completeness::Cut,
+            Self::Abort | Self::Error | Self::Repetition => Completeness::Broken,
+        }
+    }
+
+    /// Whether the model ended its turn.
+    pub fn is_whole(self) -> bool {
+        self.completeness() == Completeness::Whole
+    }
+}
+
+/// Whether the arguments of a tool call are JSON. Absent ones and objects are.
+pub(crate) fn has_json_arguments(call: &Value) -> bool {
+    match call.get("function").unwrap_or(call).get("arguments") {
+        Some(Value::String(text)) => {
+            text.trim().is_empty() || serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
+        }
+        _ => true,
+    }
+}
+
+/// The reason that a message or a row keeps.
+pub(crate) fn kept(fields: &Map<String, Value>) -> Option<FinishReason> {
+    FinishReason::of_field(fields.get(FINISH_REASON))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn words_of_all_servers_are_one_vocabulary() {
+        for (word, expected) in WORDS {
+            assert_eq!(FinishReason::of_word(word), expected);
+            assert_eq!(FinishReason::of_word(&word.to_uppercase()), expected);
+            assert_eq!(FinishReason::of_word(expected.word()), expected, "what is written is read again");
+        }
+        assert_eq!(FinishReason::of_word("something new"), FinishReason::Unknown);
+        assert_eq!(
+            FinishReason::of_field(Some(&json!({"type": "abort", "message": "x"}))),
+            Some(FinishReason::Abort)
+        );
+        assert_eq!(FinishReason::of_field(Some(&json!(null))), None);
+        assert_eq!(FinishReason::of_field(None), None);
+    }
+
+    #[test]
+    fn stop_strings_and_cut_calls_are_told_from_ends_of_turns() {
+        let read = |choice: Value, stops| FinishReason::of_choice(&choice, stops);
+        assert_eq!(read(json!({"finish_reason": "stop"}), false), FinishReason::Stop);
+        assert_eq!(read(json!({"finish_reason": "stop"}), true), FinishReason::StopSequence);
+        assert_eq!(read(json!({"finish_reason": "stop", "stop_reason": null}), true), FinishReason::Stop);
+        assert_eq!(
+            read(json!({"finish_reason": "stop", "stop_reason": "END"}), true),
+            FinishReason::StopSequence
+        );
+        assert_eq!(read(json!({"finish_reason": "stop", "matched_stop": 151645}), true), FinishReason::Stop);
+        assert_eq!(read(json!({"finish_reason": null}), false), FinishReason::Unknown);
+        let call = |arguments: &str, finish: &str| json!({"finish_reason": finish, "message": {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}});
+        assert_eq!(read(call("{\"a\": 1}", "tool_calls"), false), FinishReason::ToolCalls);
+        assert_eq!(read(call("{\"a\": ", "tool_calls"), false), FinishReason::InvalidToolCall);
+        assert_eq!(read(call("{\"a\": ", "stop"), false), FinishReason::InvalidToolCall);
+        assert_eq!(read(call("{\"a\": ", "abort"), false), FinishReason::Abort);
+    }
+}

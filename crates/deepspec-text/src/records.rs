@@ -1,0 +1,202 @@
+//! Where a row keeps its conversation: the fields that public data sets use.
+
+use std::borrow::Cow;
+use std::sync::Once;
+
+use deepspec_core::jsonl::kind_of;
+use serde_json::{Map, Value, json};
+
+use crate::message::RowError;
+
+/// Fields with a list of messages. The first that holds one is used.
+pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
+
+/// Pairs of a question's and an answer's field, with a field whose text follows the question.
+const PAIRS: [(&str, Option<&str>, &[&str]); 3] = [
+    ("prompt", None, &["response", "completion", "answer"]),
+    ("instruction", Some("input"), &["output", "response"]),
+    ("question", None, &["answer", "response"]),
+];
+
+/// Lists of what the user says, without answers.
+const TURNS: &str = "turns";
+
+/// All fields that [`records`] may read.
+pub fn is_record_key(key: &str) -> bool {
+    MESSAGE_KEYS.contains(&key)
+        || key == TURNS
+        || PAIRS
+            .iter()
+            .any(|(asked, more, answers)| key == *asked || *more == Some(key) || answers.contains(&key))
+}
+
+/// The messages of a row, as the row writes them.
+#[derive(Debug, PartialEq)]
+pub struct Records {
+    /// The field that held them, or the first of those that did.
+    pub key: &'static str,
+    /// In the form of OpenAI (`role`, `content`) or of ShareGPT (`from`, `value`).
+    pub messages: Vec<Value>,
+}
+
+/// Finds the messages of a row: a list in `conversations` or `messages` or its JSON text; `prompt` and `response`,
+/// `instruction` and `output`, `question` and `answer`, whose texts are a user's and an assistant's; `turns`, a list of what
+/// the user says.
+///
+/// # Errors
+/// If no field holds messages: with what `conversations` or `messages` hold instead, or the names of all fields.
+pub fn records(row: &Map<String, Value>) -> Result<Records, RowError> {
+    let mut wrong = None;
+    for key in MESSAGE_KEYS {
+        let Some(value) = row.get(key).filter(|value| !value.is_null()) else { continue };
+        match list(value).as_deref() {
+            Some(Value::Array(messages)) if messages.iter().any(Value::is_object) => {
+                tell_choice(row, key);
+                return Ok(Records { key, messages: messages.clone() });
+            }
+            Some(Value::Array(messages)) if messages.is_empty() => {
+                wrong = wrong.or(Some((key, "an empty array")));
+            }
+            Some(Value::Array(_)) => wrong = wrong.or(Some((key, "an array without objects"))),
+            _ => wrong = wrong.or(Some((key, kind_of(value)))),
+        }
+    }
+    if let Some(found) = pair(row).or_else(|| turns(row)) {
+        return Ok(found);
+    }
+    Err(match wrong {
+        Some((key, found)) => RowError::NotMessages { key, found },
+        None => RowError::NoConversation { columns: columns(row) },
+    })
+}
+
+/// Warns once where a row has messages under two names, of which one is read.
+fn tell_choice(row: &Map<String, Value>, key: &'static str) {
+    static TOLD: Once = Once::new();
+    let has_messages = |other: &&&str| {
+        **other != key
+            && row
+                .get(**other)
+                .and_then(list)
+                .is_some_and(|value| value[0].is_object() && Some(&*value) != row.get(key))
+    };
+    if let Some(other) = MESSAGE_KEYS.iter().find(has_messages) {
+        TOLD.call_once(|| tracing::warn!("rows have both `{key}` and `{other}`: `{key}` is read"));
+    }
+}
+
+/// A list, or the list that a text spells as JSON: columnar files keep nested values so.
+fn list(value: &Value) -> Option<Cow<'_, Value>> {
+    match value {
+        Value::Array(_) => Some(Cow::Borrowed(value)),
+        Value::String(text) if text.trim_start().starts_with('[') => {
+            serde_json::from_str(text).ok().map(Cow::Owned)
+        }
+        _ => None,
+    }
+}
+
+/// A question with its answer, where there is one. `prompt` may be a list of messages itself.
+fn pair(row: &Map<String, Value>) -> Option<Records> {
+    let present = |key: &str| row.get(key).filter(|value| !value.is_null());
+    PAIRS.iter().find_map(|&(asked, more, answers)| {
+        let question = present(asked)?;
+        let answer = answers.iter().find_map(|key| present(key));
+        let mut messages = match (list(question).as_deref(), question) {
+            (Some(Value::Array(messages)), _)
+                if messages.iter().all(Value::is_object) && !messages.is_empty() =>
+            {
+                messages.clone()
+            }
+            (_, Value::String(text)) => {
+                let more =
+                    more.and_then(present).and_then(Value::as_str).filter(|more| !more.trim().is_empty());
+                let text = more.map_or_else(|| text.clone(), |more| format!("{text}\n\n{more}"));
+                vec![json!({"role": "user", "content": text})]
+            }
+            _ => return None,
+        };
+        match answer {
+            None => {}
+            Some(Value::String(text)) => messages.push(json!({"role": "assistant", "content": text})),
+            Some(Value::Array(said)) if said.iter().all(Value::is_object) => {
+                messages.extend(said.iter().cloned())
+            }
+            Some(_) => return None,
+        }
+        Some(Records { key: asked, messages })
+    })
+}
+
+/// What the user says, turn after turn, as evaluation suites have it.
+fn turns(row: &Map<String, Value>) -> Option<Records> {
+    let turns = row.get(TURNS)?.as_array().filter(|turns| !turns.is_empty())?;
+    let said: Option<Vec<&str>> = turns.iter().map(Value::as_str).collect();
+    let messages = said?.into_iter().map(|text| json!({"role": "user", "content": text})).collect();
+    Some(Records { key: TURNS, messages })
+}
+
+/// The names of a row's fields, for messages.
+fn columns(row: &Map<String, Value>) -> String {
+    let names: Vec<String> = row.keys().take(12).map(|name| format!("`{name}`")).collect();
+    if names.is_empty() { "no fields".into() } else { names.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The field that was read, and who says what.
+    type Said = (&'static str, Vec<(String, String)>);
+
+    fn read(row: Value) -> Result<Said, String> {
+        let found = records(row.as_object().unwrap()).map_err(|error| error.to_string())?;
+        let said = found.messages.iter().map(|message| {
+            (message["role"].as_str().unwrap().into(), message["content"].as_str().unwrap().into())
+        });
+        Ok((found.key, said.collect()))
+    }
+
+    #[test]
+    fn the_field_that_holds_messages_is_used() {
+        let messages = json!([{"role": "user", "content": "a"}]);
+        let said = vec![("user".to_string(), "a".to_string())];
+        for row in [
+            json!({"conversations": messages}),
+            json!({"conversations": messages.to_string()}),
+            json!({"conversations": null, "messages": messages}),
+            json!({"conversations": "a talk", "messages": messages}),
+            json!({"conversations": [], "messages": messages.to_string()}),
+            json!({"prompt": "a"}),
+            json!({"prompt": messages}),
+            json!({"instruction": "a", "input": " "}),
+            json!({"turns": ["a"]}),
+        ] {
+            assert_eq!(read(row.clone()).unwrap().1, said, "{row}");
+        }
+        let answered =
+            vec![("user".to_string(), "a\n\nb".to_string()), ("assistant".to_string(), "c".to_string())];
+        assert_eq!(read(json!({"instruction": "a", "input": "b", "output": "c"})).unwrap().1, answered);
+        assert_eq!(read(json!({"prompt": "a", "response": "c"})).unwrap().1[1].1, "c");
+        assert_eq!(
+            read(json!({"prompt": "a", "completion": [{"role": "assistant", "content": "c"}]})).unwrap().1[1]
+                .1,
+            "c"
+        );
+    }
+
+    #[test]
+    fn what_holds_none_is_named() {
+        assert_eq!(
+            read(json!({"messages": 1})).unwrap_err(),
+            "`messages` must be a non-empty array of messages, found a number"
+        );
+        assert_eq!(
+            read(json!({"conversations": "talk"})).unwrap_err(),
+            "`conversations` must be a non-empty array of messages, found a string"
+        );
+        let error = read(json!({"text": "a", "id": 1})).unwrap_err();
+        assert!(error.contains("`text`, `id`") && error.contains("`prompt` with `response`"), "{error}");
+        assert!(read(json!({"turns": [1]})).is_err());
+    }
+}

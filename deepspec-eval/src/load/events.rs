@@ -1,0 +1,89 @@
+//! Server-sent events out of bytes as they arrive.
+
+/// Gathers lines into events, as the HTML standard has them: an event's data are its `data` lines, and a blank line ends it. Comments,
+/// other fields and events without data are left out.
+#[derive(Default)]
+pub struct Events {
+    /// Bytes of a line that has not ended.
+    line: Vec<u8>,
+    /// Data lines of an event that has not ended.
+    data: Vec<String>,
+    /// Whether the last byte was a carriage return, which a line feed may belong to.
+    returned: bool,
+}
+
+impl Events {
+    /// Takes the next bytes; the data of the events that they complete.
+    pub fn push(&mut self, bytes: &[u8]) -> Vec<String> {
+        let mut complete = vec![];
+        for &byte in bytes {
+            match byte {
+                b'\n' if self.returned => self.returned = false,
+                b'\n' | b'\r' => {
+                    self.returned = byte == b'\r';
+                    complete.extend(self.end_line());
+                }
+                _ => {
+                    self.returned = false;
+                    self.line.push(byte);
+                }
+            }
+        }
+        complete
+    }
+
+    /// The data of an event that the end of the stream cut off before its blank line.
+    pub fn finish(mut self) -> Option<String> {
+        let complete = if self.line.is_empty() { None } else { self.end_line() };
+        complete.or_else(|| self.end_line())
+    }
+
+    fn end_line(&mut self) -> Option<String> {
+        let line = String::from_utf8_lossy(&std::mem::take(&mut self.line)).into_owned();
+        if line.is_empty() {
+            let data = std::mem::take(&mut self.data).join("\n");
+            return Some(data).filter(|data| !data.trim().is_empty());
+        }
+        if let Some(value) = line.strip_prefix("data:") {
+            self.data.push(value.strip_prefix(' ').unwrap_or(value).to_string());
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use deepspec_testkit::mutate::Dice;
+
+    fn read(pieces: &[&[u8]]) -> Vec<String> {
+        let mut events = Events::default();
+        let mut found: Vec<String> = pieces.iter().flat_map(|piece| events.push(piece)).collect();
+        found.extend(events.finish());
+        found
+    }
+
+    #[test]
+    fn events_are_data_between_blank_lines() {
+        assert_eq!(read(&[b"data: a\n\ndata:b\n\n"]), ["a", "b"]);
+        assert_eq!(read(&[b": ping\n\ndata:\n\nevent: x\nid: 1\ndata: a\n\n"]), ["a"]);
+        assert_eq!(read(&[b"data: a\r\n\r\ndata: b\r\rdata: [DONE]"]), ["a", "b", "[DONE]"]);
+        assert_eq!(read(&[b"data: {\ndata: }\n\n"]), ["{\n}"]);
+        assert_eq!(read(&[b"data: a\n"]), ["a"]);
+        assert_eq!(read(&[]), [""; 0]);
+    }
+
+    #[test]
+    fn pieces_do_not_matter() {
+        let mut dice = Dice::new(5, &["x"]);
+        for _ in 0..20_000 {
+            let lines = ["data: a", "data:b", "data:", ": c", "event: x", ""];
+            let text: String = (0..dice.roll(12))
+                .map(|_| [lines[dice.roll(lines.len())], ["\r\n", "\n", "\r"][dice.roll(3)]].concat())
+                .collect();
+            let whole = read(&[text.as_bytes()]);
+            let (front, back) = text.as_bytes().split_at(dice.roll(text.len() + 1));
+            assert_eq!(read(&[front, back]), whole, "{text:?}");
+        }
+    }
+}

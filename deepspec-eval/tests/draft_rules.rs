@@ -1,0 +1,117 @@
+//! Which draws are drafted: the default by kind, and both rules side by side.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::{
+    assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
+    write_drafter,
+};
+use serde_json::{Value, json};
+
+const SMALL: [&str; 9] =
+    ["--limit", "3", "--max-new-tokens", "24", "--slots", "1", "--no-baseline", "--suite", "smoke-math"];
+
+fn tiny(name: &str) -> String {
+    repository(&format!("assets/{name}")).display().to_string()
+}
+
+fn evaluated(draft: &str, out: &Path, more: &[&str]) -> (Value, String) {
+    let table = run_ok(draft, out, &[&SMALL[..], &["--overwrite"], more].concat());
+    (results(out), table)
+}
+
+#[test]
+fn a_run_reports_both_rules_as_two_runs_would() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = tiny("tiny-dspark");
+    let (found, table) = evaluated(&draft, dir.path(), &[]);
+    assert_eq!(found["settings"]["draft_sampling"], "probabilistic", "DSpark with its Markov head draws");
+    let other = &found["other_rule"];
+    assert_eq!(
+        (&other["draft_sampling"], &other["suites"][0]["suite"]),
+        (&json!("greedy"), &json!("smoke-math"))
+    );
+    for words in ["τ probabilistic", "τ greedy", "--draft-sampling probabilistic"] {
+        assert!(table.contains(words), "{words} not in {table}");
+    }
+    let report = fs::read_to_string(dir.path().join("report.md")).unwrap();
+    assert!(report.contains("Accepted length by draft rule") && report.contains("τ greedy"), "{report}");
+
+    let (flipped, _) = evaluated(&draft, dir.path(), &["--draft-sampling", "greedy"]);
+    let lengths =
+        |metrics: &Value| ["accepted_length", "accepted_length_interval"].map(|key| metrics[key].clone());
+    assert_eq!(lengths(other), lengths(&flipped["overall"]));
+    assert_eq!(lengths(&other["suites"][0]), lengths(&flipped["suites"][0]["metrics"]));
+    assert_eq!(lengths(&flipped["other_rule"]), lengths(&found["overall"]));
+    assert_eq!(flipped["other_rule"]["draft_sampling"], "probabilistic");
+    // What is drafted changes no law, and the second pass changes nothing of the first.
+    let (alone, table) = evaluated(&draft, dir.path(), &["--other-rule", "off"]);
+    assert_eq!((lengths(&alone["overall"]), alone.get("other_rule")), (lengths(&found["overall"]), None));
+    assert!(!table.contains("τ greedy"), "{table}");
+    // At temperature 0 both rules are one.
+    let (greedy, _) = evaluated(&draft, dir.path(), &["--temperature", "0"]);
+    assert_eq!(greedy.get("other_rule"), None);
+}
+
+#[test]
+fn the_default_is_by_kind_and_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let kinds = [
+        ("tiny-dspark", &[][..], "probabilistic"),
+        ("tiny-dspark", &["--no-markov"], "greedy"),
+        ("tiny-dflash2", &[], "greedy"),
+        ("tiny-dflash2", &["--draft-sampling", "probabilistic"], "probabilistic"),
+    ];
+    for (draft, more, rule) in kinds {
+        let (found, _) = evaluated(&tiny(draft), dir.path(), &[more, &["--other-rule", "off"]].concat());
+        assert_eq!(found["settings"]["draft_sampling"], rule, "{draft} {more:?}");
+    }
+    let mut dflash = drafter_config();
+    (dflash.markov, dflash.confidence) = (None, None);
+    let folder = dir.path().join("dflash");
+    write_drafter(&folder, dflash, |_, tensor| tensor);
+    let (target, out) = (target_dir().display().to_string(), dir.path().join("out").display().to_string());
+    let suites = repository("eval_datasets").display().to_string();
+    let args = [
+        "run",
+        "--target",
+        &target,
+        "--draft",
+        folder.to_str().unwrap(),
+        "--output-dir",
+        &out,
+        "--suites-dir",
+        &suites,
+    ];
+    let output =
+        deepspec_eval(&[&args[..], &SMALL[..], &["--device", "cpu", "--other-rule", "off"]].concat());
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && told.contains("drafted tokens: the drafter's likeliest"), "{told}");
+    assert_refused(
+        &run("none", dir.path(), &["--draft-sampling", "greedy"]),
+        2,
+        &["--draft-sampling needs a drafter"],
+    );
+
+    let help = String::from_utf8(deepspec_eval(&["run", "--help"]).stdout).unwrap();
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(!help.contains("accepts most"), "{help}");
+    assert!(help.contains("Auto is by kind: probabilistic for DSpark with its Markov head"), "{help}");
+}
+
+/// A second pass that was interrupted goes on, as the first does.
+#[test]
+fn shards_hold_the_other_rule_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = tiny("tiny-dspark");
+    let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
+    let (expected, _) = evaluated(&draft, &whole, &[]);
+    for shard in ["1/2", "2/2"] {
+        run_ok(&draft, &parts, &[&SMALL[..], &["--shard", shard]].concat());
+    }
+    run_ok(&draft, &parts, &SMALL[..]);
+    assert_eq!(results(&parts)["other_rule"], expected["other_rule"]);
+}
