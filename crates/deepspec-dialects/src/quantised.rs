@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-/// What `quantization_config` of a config.json says, as a refusal with the remedy; `None` where the weights are plain.
+/// A refusal, with the remedy, of what `quantization_config` of a config.json says; `None` where the weights are plain.
 pub fn quantisation(config: &Map<String, Value>) -> Option<String> {
     let text = config.get("text_config").and_then(Value::as_object);
     let said = |map: &Map<String, Value>| {

@@ -79,7 +79,7 @@ pub fn is_weights(name: &str) -> bool {
     name == SINGLE || name == INDEX || numbered().unwrap_or(false)
 }
 
-/// What is there in the place of weights that can be read, and what to do about it.
+/// Names the files in place of readable weights, and the remedy.
 pub fn no_weights(dir: &Path) -> String {
     let names = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names: Vec<String> = names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();

@@ -227,7 +227,7 @@ fn is_quantised(dtype: Dtype) -> bool {
     !is_float(dtype) && !matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::BOOL)
 }
 
-/// What is wrong with a tensor of such a type, and what to do.
+/// The refusal of a tensor of such a type, with the remedy.
 pub fn quantised(dtype: Dtype) -> String {
     format!(
         "its type {dtype:?} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32"

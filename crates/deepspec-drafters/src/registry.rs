@@ -128,11 +128,9 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let (path, map) = read_json(dir)?;
     let fields = Fields::new(&path, &map);
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
-    let all = || KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
-    let is_meant = |known: &&Checkpoints| (known.classes)().iter().any(|class| Some(class.as_str()) == found);
     let foreign = || Tensors::open(dir).ok().and_then(|tensors| foreign_layout(&map, &tensors));
     // EAGLE's own drafters name the class of a language model.
-    let known = all().find(is_meant).filter(|known| !known.are_language_models || foreign().is_none());
+    let known = of_class(found).filter(|known| !known.are_language_models || foreign().is_none());
     known.ok_or_else(|| {
         if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.advice()) {
             let found = found.unwrap_or("no class");
@@ -141,7 +139,7 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
         if let Some(problem) = foreign() {
             return fields.error("architectures", problem);
         }
-        let names = all().flat_map(|known| (known.classes)()).collect::<Vec<_>>().join(", ");
+        let names = all_checkpoints().flat_map(|known| (known.classes)()).collect::<Vec<_>>().join(", ");
         let found = found
             .map_or_else(|| "no class is named".into(), |found| format!("\"{found}\" is no known drafter"));
         fields.error("architectures", format!("{found}; expected one of {names}"))
@@ -202,9 +200,17 @@ fn check_reference(dir: &Path) -> Result<(), ModelError> {
         return Err(Fields::new(&path, &map).error(&key, problem));
     }
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
-    let all = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref());
-    let mut like = all.filter(|known| (known.classes)().iter().any(|class| Some(class.as_str()) == found));
-    like.next().map_or(Ok(()), |known| (known.check)(dir))
+    of_class(found).map_or(Ok(()), |known| (known.check)(dir))
+}
+
+fn all_checkpoints() -> impl Iterator<Item = &'static Checkpoints> {
+    KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref())
+}
+
+/// The checkpoints of the kind that names this class its own.
+fn of_class(class: Option<&str>) -> Option<&'static Checkpoints> {
+    let class = class?;
+    all_checkpoints().find(|known| (known.classes)().iter().any(|known| known == class))
 }
 
 /// Loads the drafter checkpoint in `dir`.

@@ -75,7 +75,7 @@ const UNREAD: [(u32, &str); 21] = [
 ];
 
 impl BlockType {
-    /// What ggml calls a type that is not read.
+    /// ggml's name of a type that is not read.
     pub(crate) fn unread_name(id: u32) -> Option<&'static str> {
         UNREAD.iter().find(|(number, _)| *number == id).map(|(_, name)| *name)
     }

@@ -25,7 +25,7 @@ pub enum HubError {
     /// A hub id that could have been meant as a path.
     #[error("{source}. (There is no folder {text}{}, so it was taken as a hub id)", here())]
     TakenAsId {
-        /// What was given.
+        /// The name, as it was given.
         text: String,
         /// What came of it.
         source: Box<HubError>,

@@ -1,7 +1,6 @@
 //! The body of a chat completion request: what we accept of the OpenAI API, checked at the door.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use deepspec_core::config::in_words;
@@ -11,6 +10,7 @@ use deepspec_text::Message;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::defaults::Defaults;
 use crate::error::ChatError;
 
 /// Texts that may end an answer, and bytes of each: they are looked for at every token.
@@ -42,73 +42,6 @@ pub struct ChatRequest {
     pub include_usage: bool,
     /// Sends the ids of prompt and answer with a whole answer.
     pub return_token_ids: bool,
-}
-
-/// What a request has where it says nothing: `generation_config.json` of the model, as vLLM applies it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Defaults {
-    /// Divides the logits.
-    pub temperature: f64,
-    /// Mass of the tokens that are sampled from.
-    pub top_p: f64,
-    /// How many tokens are sampled from; 0 for all.
-    pub top_k: i64,
-    /// Least probability of a token, relative to the likeliest.
-    pub min_p: f64,
-    /// Limit of an answer.
-    pub max_tokens: Option<u64>,
-}
-
-impl Default for Defaults {
-    fn default() -> Self {
-        Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, max_tokens: None }
-    }
-}
-
-impl Defaults {
-    /// Reads `generation_config.json` of the model in `dir`, and says what of it is applied. Values that no request may have, and
-    /// settings that are not supported, are left out with a warning.
-    pub fn read(dir: &Path) -> Self {
-        let path = dir.join("generation_config.json");
-        let text = std::fs::read_to_string(&path).unwrap_or_default();
-        let config: Map<String, Value> = serde_json::from_str(&text).unwrap_or_default();
-        let plain = Self::default();
-        let number = |key: &str, plain: f64, check: &dyn Fn(f64) -> bool| match config
-            .get(key)
-            .and_then(Value::as_f64)
-        {
-            Some(value) if check(value) => value,
-            Some(value) => {
-                tracing::warn!("{}: `{key}` {value} is out of range and not applied", path.display());
-                plain
-            }
-            None => plain,
-        };
-        let found = Self {
-            temperature: number("temperature", plain.temperature, &|value| {
-                within("", value, 0.0, 2.0).is_ok()
-            }),
-            top_p: number("top_p", plain.top_p, &|value| top_p(value).is_ok()),
-            top_k: number("top_k", plain.top_k as f64, &|value| (-1.0..=1e9).contains(&value)) as i64,
-            min_p: number("min_p", plain.min_p, &|value| within("", value, 0.0, 1.0).is_ok()),
-            max_tokens: config.get("max_new_tokens").and_then(Value::as_u64).filter(|&limit| limit > 0),
-        };
-        for (key, neutral) in PENALTIES {
-            if let Some(value) = config.get(key).and_then(Value::as_f64).filter(|&value| value != neutral) {
-                tracing::warn!("{}: `{key}` {value} is not supported and not applied", path.display());
-            }
-        }
-        if found != plain {
-            let Self { temperature, top_p, top_k, min_p, max_tokens } = found;
-            let limit = max_tokens.map_or_else(String::new, |limit| format!(", max_tokens {limit}"));
-            tracing::info!(
-                "requests that say nothing have the model's defaults ({}): temperature {temperature}, top_p {top_p}, top_k {top_k}, min_p \
-                 {min_p}{limit}",
-                path.display()
-            );
-        }
-        found
-    }
 }
 
 /// The JSON object as sent, without nulls.
@@ -167,7 +100,7 @@ const READ: [&str; 23] = [
 ];
 
 /// Penalties, and the values at which they do nothing.
-const PENALTIES: [(&str, f64); 3] =
+pub(crate) const PENALTIES: [(&str, f64); 3] =
     [("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)];
 
 /// Fields that change the answer and are not supported, of OpenAI, vLLM and SGLang; they are refused but where their value does nothing.
@@ -390,14 +323,14 @@ fn messages(values: Vec<Value>) -> Result<Vec<Message>, ChatError> {
     values.into_iter().enumerate().map(parse).collect()
 }
 
-fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f64, ChatError> {
+pub(crate) fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f64, ChatError> {
     let inside = (least..=most).contains(&value);
     inside
         .then_some(value)
         .ok_or_else(|| ChatError::field(name, format!("{value} is not between {least} and {most}")))
 }
 
-fn top_p(value: f64) -> Result<f64, ChatError> {
+pub(crate) fn top_p(value: f64) -> Result<f64, ChatError> {
     let inside = value > 0.0 && value <= 1.0;
     inside
         .then_some(value)

@@ -2,6 +2,7 @@
 //! it; within a process [`ChatModel`] is asked directly.
 
 mod body;
+mod defaults;
 mod engine;
 mod error;
 pub mod http;
@@ -20,7 +21,8 @@ use deepspec_decode::Request;
 use deepspec_text::{ChatTokenizer, RenderOptions, TextError};
 use serde_json::Value;
 
-pub use body::{ChatRequest, Defaults, parse};
+pub use body::{ChatRequest, parse};
+pub use defaults::Defaults;
 pub use engine::{EngineArgs, Load};
 pub use error::ChatError;
 pub use reply::{Reply, Usage};

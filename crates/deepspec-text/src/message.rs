@@ -168,8 +168,8 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
     Ok(())
 }
 
-/// Names of the field with an assistant's thoughts: of SGLang and older vLLM, of newer vLLM, of DeepSpec's generator.
-const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
+/// Names of the message field with an assistant's thoughts: of SGLang and older vLLM, of newer vLLM, of DeepSpec's generator.
+pub const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 
 /// Takes the thoughts out of a message. Values of another type under a name that others use for something else stay.
 fn thoughts(fields: &mut Map<String, Value>) -> Result<Option<String>, MessageError> {

@@ -3,10 +3,13 @@
 //!
 //! `scripts/test.sh` fetches the tokenizers and says where they are in `DEEPSPEC_TOKENIZERS`.
 
+mod common;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use common::alike;
 use deepspec_gguf::{Tensor, TensorType, Tokenizer, Value as Entry, Writer, unpack};
 use deepspec_models::chat_formats;
 use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
@@ -34,21 +37,6 @@ fn rendered(tokenizer: &ChatTokenizer, conversation: &Conversation) -> Result<St
 
 /// Marks around thoughts, which some tokenizers have as plain tokens.
 const MARKS: [&str; 2] = ["<think>", "</think>"];
-
-/// Whether a mask is the peer's but for the turns in which nothing is said: the peer learns their ends, and here they teach nothing.
-fn alike(tokenizer: &ChatTokenizer, ids: &[i64], own: &[bool], theirs: &[bool]) -> bool {
-    let mut start = 0;
-    own.len() == theirs.len()
-        && theirs.chunk_by(|a, b| a == b).all(|run| {
-            let place = start..start + run.len();
-            start = place.end;
-            let is_silent = || {
-                let said = tokenizer.decode(&ids[place.clone()], true).unwrap();
-                MARKS.iter().fold(said, |said, mark| said.replace(mark, "")).trim().is_empty()
-            };
-            own[place.clone()] == *run || (own[place.clone()].iter().all(|learnt| !learnt) && is_silent())
-        })
-}
 
 /// What transformers makes of the cases.
 fn transformers(python: impl AsRef<std::ffi::OsStr>, cases: &[Value], scratch: &Path) -> Vec<Value> {
@@ -133,7 +121,7 @@ fn real_tokenizers_do_as_in_transformers() {
             let supervised = supervise(&tokenizer, &template, &conversation, usize::MAX).unwrap();
             let mask: Vec<bool> = answer["mask"].as_array().unwrap().iter().map(|bit| *bit == 1).collect();
             assert_eq!(supervised.input_ids, ids, "{name}: {case}");
-            assert!(alike(&tokenizer, &ids, &supervised.loss_mask, &mask), "{name}: {case}");
+            assert!(alike(&tokenizer, &ids, &supervised.loss_mask, &mask, &MARKS), "{name}: {case}");
 
             // Token by token it is the same text as at once.
             let mut stream = tokenizer.stream("");
@@ -241,7 +229,7 @@ fn a_llamas_own_marks_are_those_of_transformers() {
         let supervised = supervise(&tokenizer, &generation, &conversation, usize::MAX).unwrap();
         assert_eq!(json!(supervised.input_ids), answer["ids"], "{case}");
         let mask: Vec<bool> = answer["mask"].as_array().unwrap().iter().map(|bit| *bit == 1).collect();
-        assert!(alike(&tokenizer, &supervised.input_ids, &supervised.loss_mask, &mask), "{case}");
+        assert!(alike(&tokenizer, &supervised.input_ids, &supervised.loss_mask, &mask, &MARKS), "{case}");
     }
     let marked = |answer: &Value| answer["mask"].as_array().unwrap().contains(&json!(1));
     assert!(answers.iter().filter(|answer| marked(answer)).count() > 50);

@@ -2,10 +2,13 @@
 //!
 //! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has transformers.
 
+mod common;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use common::alike;
 use deepspec_models::chat_formats;
 use deepspec_testkit::{golden, skip};
 use deepspec_text::{ChatTemplate, ChatTokenizer, Conversation, supervise};
@@ -98,21 +101,6 @@ fn as_recorded(messages: &Value) -> Value {
 /// Marks around thoughts and at the ends of turns, which some templates write within their tags.
 const MARKS: [&str; 4] = ["<think>", "</think>", "<|im_end|>", "<turn|>"];
 
-/// Whether a mask is the peer's but for the turns in which nothing is said: the peer learns their ends, and here they teach nothing.
-fn alike(tokenizer: &ChatTokenizer, ids: &[i64], own: &[bool], theirs: &[bool]) -> bool {
-    let mut start = 0;
-    own.len() == theirs.len()
-        && theirs.chunk_by(|a, b| a == b).all(|run| {
-            let place = start..start + run.len();
-            start = place.end;
-            let is_silent = || {
-                let said = tokenizer.decode(&ids[place.clone()], true).unwrap();
-                MARKS.iter().fold(said, |said, mark| said.replace(mark, "")).trim().is_empty()
-            };
-            own[place.clone()] == *run || (own[place.clone()].iter().all(|learnt| !learnt) && is_silent())
-        })
-}
-
 #[test]
 fn generation_masks_are_those_of_transformers() {
     let Some(python) = skip::python("transformers") else { return };
@@ -155,7 +143,11 @@ fn generation_masks_are_those_of_transformers() {
         assert_eq!(found.text, answer["text"], "{case}");
         assert_eq!(json!(found.input_ids), answer["ids"], "{case}");
         let mask: Vec<bool> = answer["mask"].as_array().unwrap().iter().map(|bit| *bit == 1).collect();
-        assert!(alike(&tokenizer, &found.input_ids, &found.loss_mask, &mask), "{case}\n{}", found.text);
+        assert!(
+            alike(&tokenizer, &found.input_ids, &found.loss_mask, &mask, &MARKS),
+            "{case}\n{}",
+            found.text
+        );
         tokens += mask.len();
         supervised += found.supervised_count();
     }

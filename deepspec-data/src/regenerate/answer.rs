@@ -3,7 +3,8 @@
 use std::ops::AddAssign;
 
 use deepspec_text::{
-    Completeness, FINISH_REASON, FinishReason, Message, PROMPT_TOKEN_IDS, Role, TOKEN_IDS, without_thoughts,
+    Completeness, FINISH_REASON, FinishReason, Message, PROMPT_TOKEN_IDS, Role, THOUGHTS, TOKEN_IDS,
+    without_thoughts,
 };
 use serde_json::{Map, Value, json};
 
@@ -89,8 +90,7 @@ impl Answer {
         if finish.completeness() == Completeness::Broken {
             return Err(NoAnswer::BrokenOff(finish));
         }
-        let thoughts = ["reasoning_content", "reasoning", "thinking"].iter();
-        let mut thoughts = thoughts.filter_map(|&field| message[field].as_str());
+        let mut thoughts = THOUGHTS.iter().filter_map(|&field| message[field].as_str());
         let thoughts = thoughts.find(|thoughts| !thoughts.is_empty()).map(str::to_owned);
         let tool_calls = message["tool_calls"].as_array().filter(|calls| !calls.is_empty());
         let tool_calls = tool_calls.map(|calls| json!(calls));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, bail};
 use deepspec_core::env;
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_text::{Completeness, FinishReason};
+use deepspec_text::{Completeness, FinishReason, THOUGHTS};
 use reqwest::Url;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde_json::{Value, json};
@@ -239,8 +239,9 @@ impl Streamed {
             bail!("{}", error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned));
         }
         let choice = &event["choices"][0];
-        let said = ["content", "reasoning_content", "reasoning", "thinking"]
+        let said = ["content"]
             .iter()
+            .chain(&THOUGHTS)
             .any(|key| choice["delta"][key].as_str().is_some_and(|text| !text.is_empty()));
         if said || choice["delta"]["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty()) {
             asked.chunks.push(now);

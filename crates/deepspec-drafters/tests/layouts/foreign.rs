@@ -15,12 +15,12 @@ use tch::{Device, Kind};
 
 const OPTIONS: DrafterOptions = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
 
-/// What running the folder says, before its weights are read.
+/// The words of a run of the folder, before its weights are read.
 fn run(folder: &Folder) -> Result<(), String> {
     check_layout(folder.path()).map_err(|error| error.to_string())
 }
 
-/// What converting it to the reference's layout says.
+/// The words of its conversion to the reference's layout.
 fn to_reference(folder: &Folder, target: &Folder) -> Result<(), String> {
     let source = open_checkpoint(folder.path()).map_err(|error| error.to_string())?;
     let target = Target::open(target.path(), "owner/target").unwrap();
@@ -143,7 +143,7 @@ fn drafters_of_other_methods_are_known_by_sight() {
     }
 }
 
-/// What one command reads, no other calls unreadable.
+/// No command calls unreadable what another reads.
 #[test]
 fn what_can_be_converted_is_told_so_when_it_is_run() {
     let (eagle3, dflash) = (golden("eagle3_qwen3"), golden("dflash"));

@@ -1,0 +1,74 @@
+//! Defaults of requests, as the model's folder gives them.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::body::{PENALTIES, top_p, within};
+
+/// Values of the fields that a request leaves out: `generation_config.json` of the model, as vLLM applies it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Defaults {
+    /// Divides the logits.
+    pub temperature: f64,
+    /// Mass of the tokens that are sampled from.
+    pub top_p: f64,
+    /// How many tokens are sampled from; 0 for all.
+    pub top_k: i64,
+    /// Least probability of a token, relative to the likeliest.
+    pub min_p: f64,
+    /// Limit of an answer.
+    pub max_tokens: Option<u64>,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, max_tokens: None }
+    }
+}
+
+impl Defaults {
+    /// Reads `generation_config.json` of the model in `dir`, and says what of it is applied. Values that no request may have, and
+    /// settings that are not supported, are left out with a warning.
+    pub fn read(dir: &Path) -> Self {
+        let path = dir.join("generation_config.json");
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let config: Map<String, Value> = serde_json::from_str(&text).unwrap_or_default();
+        let plain = Self::default();
+        let number = |key: &str, plain: f64, check: &dyn Fn(f64) -> bool| match config
+            .get(key)
+            .and_then(Value::as_f64)
+        {
+            Some(value) if check(value) => value,
+            Some(value) => {
+                tracing::warn!("{}: `{key}` {value} is out of range and not applied", path.display());
+                plain
+            }
+            None => plain,
+        };
+        let found = Self {
+            temperature: number("temperature", plain.temperature, &|value| {
+                within("", value, 0.0, 2.0).is_ok()
+            }),
+            top_p: number("top_p", plain.top_p, &|value| top_p(value).is_ok()),
+            top_k: number("top_k", plain.top_k as f64, &|value| (-1.0..=1e9).contains(&value)) as i64,
+            min_p: number("min_p", plain.min_p, &|value| within("", value, 0.0, 1.0).is_ok()),
+            max_tokens: config.get("max_new_tokens").and_then(Value::as_u64).filter(|&limit| limit > 0),
+        };
+        for (key, neutral) in PENALTIES {
+            if let Some(value) = config.get(key).and_then(Value::as_f64).filter(|&value| value != neutral) {
+                tracing::warn!("{}: `{key}` {value} is not supported and not applied", path.display());
+            }
+        }
+        if found != plain {
+            let Self { temperature, top_p, top_k, min_p, max_tokens } = found;
+            let limit = max_tokens.map_or_else(String::new, |limit| format!(", max_tokens {limit}"));
+            tracing::info!(
+                "requests that say nothing have the model's defaults ({}): temperature {temperature}, top_p {top_p}, top_k {top_k}, min_p \
+                 {min_p}{limit}",
+                path.display()
+            );
+        }
+        found
+    }
+}
