@@ -103,7 +103,8 @@ pub fn supervise(
     supervised.with_served_ids(tokenizer, template, conversation, max_length)
 }
 
-/// Empties the places in which nobody says, thinks or calls anything: the end of a turn alone teaches nothing.
+/// Empties the places in which nobody says, thinks or calls anything: the end of a turn alone teaches nothing, nor do
+/// special tokens that stand in for an answer.
 fn leave_out_silence(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
@@ -111,7 +112,8 @@ fn leave_out_silence(
     places: &mut [(usize, usize)],
 ) {
     for (start, end) in places {
-        let (thought, said) = thoughts::split(without_end(tokenizer, template, &text[*start..*end]));
+        let answer = without_end(tokenizer, template, &text[*start..*end]);
+        let (thought, said) = thoughts::split(tokenizer.without_special_ends(answer));
         if thought.trim().is_empty() && said.trim().is_empty() {
             *end = *start;
         }
@@ -124,11 +126,7 @@ pub(crate) fn without_end<'a>(tokenizer: &ChatTokenizer, template: &ChatTemplate
         return place.strip_suffix(marks.end_of_turn.as_str()).unwrap_or(place);
     }
     // The tags may enclose the mark or not; where they do it is a special token.
-    let mut rest = place.trim_end();
-    while let Some(shorter) = tokenizer.without_special_end(rest) {
-        rest = shorter.trim_end();
-    }
-    rest
+    tokenizer.without_special_ends(place)
 }
 
 /// Takes from the places of cut answers what the model did not say.

@@ -196,9 +196,15 @@ impl ChatTokenizer {
         u32::try_from(id).is_ok_and(|id| self.cuts.contains(&id))
     }
 
-    /// `text` without the special token that it ends with, if it does.
-    pub(crate) fn without_special_end<'a>(&self, text: &'a str) -> Option<&'a str> {
-        self.special_texts.iter().find_map(|token| text.strip_suffix(token.as_str()))
+    /// `text` without the special tokens and the white space at its end.
+    pub(crate) fn without_special_ends<'a>(&self, text: &'a str) -> &'a str {
+        let mut rest = text.trim_end();
+        while let Some(shorter) =
+            self.special_texts.iter().find_map(|token| rest.strip_suffix(token.as_str()))
+        {
+            rest = shorter.trim_end();
+        }
+        rest
     }
 
     /// The id of the config's `eos_token`.

@@ -75,10 +75,11 @@ fn good_rows_have_no_problems() {
             assert_eq!(problems(&tokenizer, &template, messages), [""; 0], "{name}");
         }
         // The mark that ends a turn in which nothing is said teaches nothing.
-        assert_eq!(
-            problems(&tokenizer, &template, turn("Hi", "")),
-            ["the mask is empty: the answers have no text"]
-        );
+        let mark = template.marks().unwrap().end_of_turn.clone();
+        for nothing in [String::new(), mark] {
+            let found = problems(&tokenizer, &template, turn("Hi", &nothing));
+            assert_eq!(found[0], "the mask is empty: the answers have no text", "{name}: {nothing:?}");
+        }
     }
     let (_, checked) = look(&tiny(), &qwen(), two_turns(), 4096);
     assert_eq!((checked.problems.len(), checked.outside_their_prompt, checked.thoughts_left_out), (0, 1, 0));
