@@ -10,7 +10,7 @@ use deepspec_cache::Encoding;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_core::{VERSION, config, usage};
-use deepspec_drafters::TrainableDrafter;
+use deepspec_drafters::{TRAIN_STATE, TrainableDrafter};
 use deepspec_models::{MAX_SHARD_BYTES, Weights, save, save_checkpoint};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -28,7 +28,6 @@ const BEST: &str = "step_best";
 /// What is known of it.
 const BEST_FILE: &str = "best.json";
 
-const STATE_JSON: &str = "train_state.json";
 /// In a folder of its own: engines read every safetensors file beside config.json.
 const STATE_TENSORS: &str = "train_state/optimizer.safetensors";
 /// Where earlier versions wrote them.
@@ -41,6 +40,8 @@ pub struct DataId {
     pub digest: String,
     /// The encoding that rounds the states.
     pub rounding: Option<Encoding>,
+    /// Whether the samples were answered with thinking on; None where that is unknown.
+    pub thinking: Option<bool>,
 }
 
 /// Where training stands.
@@ -57,6 +58,9 @@ pub struct TrainState {
     /// The encoding that has rounded the states; absent where none has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounding: Option<Encoding>,
+    /// Whether the samples were answered with thinking on; absent where that is unknown. For `deepspec-eval run`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub thinking: Option<bool>,
     /// What wrote it; for information.
     #[serde(default)]
     pub tool_version: String,
@@ -70,10 +74,20 @@ pub struct TrainState {
 impl TrainState {
     /// The state after `step` steps of `global_batch_size` samples.
     pub fn new(step: usize, global_batch_size: usize, data: &DataId, world_size: usize) -> Self {
-        let DataId { digest, rounding } = data.clone();
+        let DataId { digest, rounding, thinking } = data.clone();
         let samples = step * global_batch_size;
         let tool_version = VERSION.to_string();
-        Self { format: FORMAT, step, samples, data: digest, rounding, tool_version, world_size, tau: None }
+        Self {
+            format: FORMAT,
+            step,
+            samples,
+            data: digest,
+            rounding,
+            thinking,
+            tool_version,
+            world_size,
+            tau: None,
+        }
     }
 }
 
@@ -141,7 +155,7 @@ impl Checkpoints {
             return Ok(None);
         }
         bail!(
-            "{} {what}, and none of the checkpoints in {} is whole (config.json, weights, {STATE_JSON} and its tensors); restore one, or start \
+            "{} {what}, and none of the checkpoints in {} is whole (config.json, weights, {TRAIN_STATE} and its tensors); restore one, or start \
              anew with --overwrite",
             link.display(),
             self.dir.display()
@@ -216,7 +230,7 @@ impl Checkpoints {
         atomic::replace(&partial.join("config.yaml"), |file| {
             std::io::Write::write_all(file, yaml.as_bytes())
         })?;
-        atomic::write_json(&partial.join(STATE_JSON), state)?;
+        atomic::write_json(&partial.join(TRAIN_STATE), state)?;
         fs::File::open(&partial)
             .and_then(|dir| dir.sync_all())
             .map_err(FileError::at("syncing", &partial))?;
@@ -239,7 +253,7 @@ fn is_whole(path: &Path) -> bool {
         serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(&text)
             .is_ok_and(|map| !map.is_empty())
     };
-    is_object(STATE_JSON)
+    is_object(TRAIN_STATE)
         && is_object("config.json")
         && any(&["model.safetensors", "model.safetensors.index.json"])
         && any(&[STATE_TENSORS, EARLIER_STATE_TENSORS])
@@ -256,7 +270,7 @@ pub fn restore(
     processes: usize,
     optimizer: &mut AdamW,
 ) -> anyhow::Result<TrainState> {
-    let file = path.join(STATE_JSON);
+    let file = path.join(TRAIN_STATE);
     let state: TrainState = serde_json::from_str(&atomic::read_text(&file)?)
         .with_context(|| format!("{}: not a training state", file.display()))?;
     if state.format != FORMAT {

@@ -9,7 +9,7 @@ use deepspec_decode::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Tar
 use deepspec_dist::ProcessGroup;
 use deepspec_drafters::TrainableDrafter;
 use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
-use deepspec_states::TargetBundle;
+use deepspec_states::{Dataset, TargetBundle};
 use deepspec_suites::{Asking, Folder, Prepared, is_file};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -47,11 +47,11 @@ pub struct Questions {
 
 impl Questions {
     /// Reads the suites of `recipe`, if it has accepted length measured while training. They are asked as `deepspec-eval run`
-    /// asks them: no system prompt, no thinking.
+    /// asks them, without a system prompt, and with thinking on where the samples were answered so.
     ///
     /// # Errors
     /// Usage errors for suites that are not there or do not fit.
-    pub fn read(recipe: &Recipe, source: &TargetBundle) -> anyhow::Result<Option<Self>> {
+    pub fn read(recipe: &Recipe, source: &TargetBundle, dataset: &Dataset) -> anyhow::Result<Option<Self>> {
         if recipe.logging.eval_every.is_none() {
             return Ok(None);
         }
@@ -61,7 +61,7 @@ impl Questions {
             tokenizer: &source.tokenizer,
             sampling: Sampling::new(eval.temperature, eval.seed),
             max_new_tokens: eval.max_new_tokens,
-            thinking: false,
+            thinking: dataset.thinking(&source.tokenizer) == Some(true),
             system_prompt: None,
             stop_ids: &stop_ids,
             context: source.config.max_position_embeddings,

@@ -37,7 +37,9 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
         missing.is_none().then(|| TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| open_data(recipe, source)).transpose()?;
-    let questions = source.as_ref().map(|source| Questions::read(recipe, source)).transpose()?.flatten();
+    let opened = source.as_ref().zip(dataset.as_ref());
+    let questions = opened.map(|(source, dataset)| Questions::read(recipe, source, dataset));
+    let questions = questions.transpose()?.flatten();
     let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {

@@ -195,7 +195,7 @@ impl Inputs {
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
         report_mask_token(recipe, &source);
         let dataset = open_data(recipe, &source)?;
-        let questions = Questions::read(recipe, &source)?;
+        let questions = Questions::read(recipe, &source, &dataset)?;
         let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
         check_writer(recipe, &dataset, group)?;
         let schedule = schedule::of_recipe(recipe, dataset.len(), local.processes)?;
@@ -276,7 +276,11 @@ impl Inputs {
         }
         let trainer = Trainer {
             lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
-            data: DataId { digest: dataset.digest().to_string(), rounding: dataset.rounding() },
+            data: DataId {
+                digest: dataset.digest().to_string(),
+                rounding: dataset.rounding(),
+                thinking: dataset.thinking(&source.tokenizer),
+            },
             recipe,
             group,
             trainee,

@@ -144,8 +144,8 @@ impl Report {
         self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.add(&row))
     }
 
-    /// What the whole run came to, a line per topic.
-    pub fn summary(&self, checkpoint: &Path, target: &str) -> String {
+    /// What the whole run came to, a line per topic. `thinking` says whether the samples were answered with thinking on.
+    pub fn summary(&self, checkpoint: &Path, target: &str, thinking: Option<bool>) -> String {
         let Totals { samples, tokens, seconds, taus } = &self.totals;
         let path = checkpoint.display();
         let mut lines = vec![format!(
@@ -162,10 +162,11 @@ impl Report {
         }
         lines.push(format!("the drafter is in {path}"));
         lines.push(format!(
-            "measure it: deepspec-eval run --target {} --draft {} --output-dir {}",
+            "measure it: deepspec-eval run --target {} --draft {} --output-dir {}{}",
             quoted(target),
             quoted(&path.to_string()),
-            quoted(&format!("{path}-results"))
+            quoted(&format!("{path}-results")),
+            if thinking == Some(true) { " --thinking on" } else { "" }
         ));
         lines.join("\n")
     }

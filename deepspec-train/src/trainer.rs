@@ -151,7 +151,7 @@ impl Trainer<'_> {
         loader.finish()?;
         if let Some(report) = report {
             let checkpoint = self.checkpoints.dir().join(format!("step_{}", self.schedule.max_train_steps));
-            let summary = report.summary(&checkpoint, &self.recipe.target.model);
+            let summary = report.summary(&checkpoint, &self.recipe.target.model, self.data.thinking);
             summary.lines().for_each(|line| tracing::info!("{line}"));
         }
         Ok(())

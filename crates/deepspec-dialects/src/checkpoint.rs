@@ -16,6 +16,8 @@ pub struct Checkpoint {
     dialect: Dialect,
     drafter: Drafter,
     tensors: Tensors,
+    /// The key of its config that the loader refuses, and why.
+    unsupported: Option<(String, String)>,
 }
 
 impl Checkpoint {
@@ -31,14 +33,16 @@ impl Checkpoint {
             return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
         }
         let (dialect, drafter) = layouts::read(&path, &map, &tensors, known)?;
-        Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors })
+        Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors, unsupported: None })
     }
 
-    /// Adds what stops a conversion, unless the same key is known to.
-    pub fn add_obstacle(&mut self, key: String, reason: String) {
+    /// Notes that the loader refuses a key of the config: it fails [`Self::check`] and stops conversions.
+    pub fn set_unsupported(&mut self, key: String, reason: String) {
         if self.drafter.obstacles.iter().all(|known| known.key != key) {
-            self.drafter.obstacles.push(Obstacle { key, reason });
+            let reason = format!("it is not run here: {reason}");
+            self.drafter.obstacles.push(Obstacle { key: key.clone(), reason });
         }
+        self.unsupported = Some((key, reason));
     }
 
     /// Its folder.
@@ -102,11 +106,16 @@ impl Checkpoint {
         self.find("fc.weight").map_or(Dtype::BF16, |(_, facts)| facts.dtype)
     }
 
-    /// Whether the tensors are those that the config asks for, each in its shape, of plain types and with finite values.
+    /// Whether the loader takes the config, and the tensors are those that it asks for, each in its shape, of plain types and
+    /// with finite values.
     ///
     /// # Errors
-    /// [`DialectError::Tensor`] naming the first that is missing, misshapen, quantised, of no use, or not finite.
+    /// [`DialectError::Key`] for the config, [`DialectError::Tensor`] naming the first tensor that is missing, misshapen,
+    /// quantised, of no use, or not finite.
     pub fn check(&self) -> Result<(), DialectError> {
+        if let Some((key, problem)) = self.unsupported.clone() {
+            return Err(DialectError::Key { path: self.dir.join("config.json"), key, problem });
+        }
         self.tensors.check_types()?;
         self.check_shapes()?;
         self.tensors.check_finite()

@@ -118,9 +118,7 @@ impl Tensors {
     /// # Errors
     /// [`DialectError::Tensor`] naming the first tensor of a quantised type.
     pub fn check_types(&self) -> Result<(), DialectError> {
-        let is_wrong = |(name, facts): &(&str, &TensorFacts)| {
-            is_quantised(facts.dtype) || (!is_float(facts.dtype) && !is_map_of_vocabularies(name))
-        };
+        let is_wrong = |(name, facts): &(&str, &TensorFacts)| !is_readable(name, facts.dtype);
         match self.iter().find(is_wrong) {
             None => Ok(()),
             Some((name, facts)) => Err(self.error(name, quantised(facts.dtype))),
@@ -216,6 +214,11 @@ fn without_wrappers(
 /// Whether the name is one of the maps between the vocabularies of target and drafter, which are no weights.
 fn is_map_of_vocabularies(name: &str) -> bool {
     matches!(name.rsplit('.').next(), Some("d2t" | "t2d"))
+}
+
+/// Whether a tensor of this name and type is read: floats, and integers of the maps between vocabularies.
+pub fn is_readable(name: &str, dtype: Dtype) -> bool {
+    is_float(dtype) || (!is_quantised(dtype) && is_map_of_vocabularies(name))
 }
 
 fn is_float(dtype: Dtype) -> bool {

@@ -17,6 +17,7 @@ mod losses;
 mod registration;
 mod registry;
 mod sample;
+mod train_state;
 mod trained;
 
 pub use anchored::{
@@ -45,6 +46,7 @@ pub use registry::{
     recipe_schema, title,
 };
 pub use sample::{Normaliser, TrainSample};
+pub use train_state::{TRAIN_STATE, trained_thinking};
 pub use trained::{
     DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer,
     is_embed_or_head,

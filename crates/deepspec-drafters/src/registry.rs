@@ -188,7 +188,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, DialectError> {
             ModelError::Config { key, problem, .. } => (key, problem),
             error => ("config.json".into(), error.to_string()),
         };
-        checkpoint.add_obstacle(key, format!("it is not run here: {reason}"));
+        checkpoint.set_unsupported(key, reason);
     }
     Ok(checkpoint)
 }

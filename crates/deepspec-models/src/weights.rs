@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use deepspec_core::atomic;
-use deepspec_dialects::{Tensors, cut, quantised, quantised_folder, write_index};
+use deepspec_dialects::{Tensors, cut, is_readable, quantised, quantised_folder, write_index};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};
@@ -102,7 +102,8 @@ impl Weights {
                 expected: shape.to_vec(),
             });
         }
-        let kind = kind_of(facts.dtype).ok_or_else(|| ModelError::NotAModel {
+        let readable = kind_of(facts.dtype).filter(|_| is_readable(name, facts.dtype));
+        let kind = readable.ok_or_else(|| ModelError::NotAModel {
             path: path(),
             problem: format!("tensor `{name}`: {}", quantised(facts.dtype)),
         })?;

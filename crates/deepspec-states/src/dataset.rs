@@ -9,12 +9,16 @@ use deepspec_cache::{Counts, Encoding, MANIFEST_FILE, Plan, PlannedSample, Reade
 use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::{Recipe, States};
 use deepspec_core::{env, jsonl};
+use deepspec_text::{ChatTokenizer, trained_thinking};
 
 use crate::samples::{SampleMeta, Samples, shared};
 use crate::{Report, StatesError, TargetBundle};
 
 /// Hidden states per shard of a cache that training writes, in bytes. A resumed first epoch captures at most so much anew.
 const SHARD_BYTES: u64 = 256 << 20;
+
+/// Samples that [`Dataset::thinking`] looks at.
+const LOOKED_AT: usize = 64;
 
 /// The samples of a recipe. Sample i is the i-th that a cache of the same files holds.
 pub struct Dataset {
@@ -150,6 +154,17 @@ impl Dataset {
     /// data sets of one digest train alike, wherever their states come from.
     pub fn digest(&self) -> &str {
         &self.digest
+    }
+
+    /// Whether the first samples were answered with thinking on, as their prompts tell; `None` where they differ or do not
+    /// tell.
+    pub fn thinking(&self, tokenizer: &ChatTokenizer) -> Option<bool> {
+        let thinking = |index: usize| {
+            let ids: Vec<i64> = self.facts(index).input_ids.iter().map(|&id| id.into()).collect();
+            trained_thinking(tokenizer, &ids).ok().flatten()
+        };
+        let first = (!self.is_empty()).then(|| thinking(0)).flatten()?;
+        (1..self.len().min(LOOKED_AT)).all(|index| thinking(index) == Some(first)).then_some(first)
     }
 
     /// The encoding that rounds the states; `None` where they are those of the target, bit for bit.

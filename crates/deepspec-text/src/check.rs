@@ -26,6 +26,9 @@ pub fn check(
 ) -> Result<Checked, TextError> {
     let template = &*template.of(conversation);
     let mut checked = Checked::default();
+    let assistants = || conversation.messages.iter().filter(|message| message.role == Role::Assistant);
+    checked.untrained = assistants().filter(|message| !message.is_trained_on()).count();
+    checked.recorded_calls = conversation.messages.windows(2).map(recorded_calls).sum();
     if supervised.supervised_count() == 0 {
         checked.problems.push(Problem::Empty { why: why_empty(template, conversation, supervised) });
         if supervised.places.is_empty() {
@@ -35,6 +38,14 @@ pub fn check(
     check_words(tokenizer, template, conversation, supervised, &mut checked);
     Context { tokenizer, template, conversation, supervised }.check_prompts(&mut checked)?;
     Ok(checked)
+}
+
+/// Calls of a trained message whose result follows it.
+fn recorded_calls(pair: &[Message]) -> usize {
+    match pair {
+        [call, result] if call.is_trained_on() && result.role == Role::Tool => call.tool_calls().len(),
+        _ => 0,
+    }
 }
 
 fn why_empty(template: &ChatTemplate, conversation: &Conversation, supervised: &Supervised) -> String {
@@ -48,6 +59,7 @@ fn why_empty(template: &ChatTemplate, conversation: &Conversation, supervised: &
                 supervised.input_ids.len()
             )
         }
+        _ if !conversation.messages.iter().any(Message::is_trained_on) => "every answer has weight 0".into(),
         _ if !supervised.places.is_empty() => "the answers have no text".into(),
         Some(marks) => format!(
             "the rendered text has no {:?}; the rules `{}` are not those of this template",
@@ -69,6 +81,9 @@ fn check_words(
     let owners = owners(&supervised.text, &supervised.places, messages);
     for (&(start, end), owner) in supervised.places.iter().zip(&owners) {
         let place = &supervised.text[start..end];
+        if start == end && owner.is_none_or(|owner| !messages[owner].is_trained_on()) {
+            continue;
+        }
         let Some(index) = *owner else {
             let why = why_stray(template, messages);
             checked.problems.push(Problem::Stray { found: excerpt(place, 0), why });
@@ -79,7 +94,7 @@ fn check_words(
             break;
         }
     }
-    let mut assistants = (0..messages.len()).filter(|&index| messages[index].role == Role::Assistant);
+    let mut assistants = (0..messages.len()).filter(|&index| messages[index].is_trained_on());
     if let Some(index) = assistants.find(|index| !owners.contains(&Some(*index))) {
         checked.problems.push(Problem::Missing { index });
     }

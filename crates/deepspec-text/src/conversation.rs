@@ -6,15 +6,15 @@ use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value};
 
 use crate::finish::{self, FINISH_REASON};
-use crate::message::{Message, Role, RowError, check_starts_with_user, conversation};
+use crate::message::{Message, Role, RowError, WEIGHT, check_starts_with_user, conversation};
 use crate::thoughts;
 
 /// The tokens that an answer was served as, where the server told them.
 pub const TOKEN_IDS: &str = "token_ids";
 /// The tokens of the prompt that it was given to; only of a conversation's last answer.
 pub const PROMPT_TOKEN_IDS: &str = "prompt_token_ids";
-/// What `regenerate` notes on messages. It is not for the template's eyes.
-const NOTES: [&str; 3] = [FINISH_REASON, TOKEN_IDS, PROMPT_TOKEN_IDS];
+/// What `regenerate` and fine-tuning rows note on messages. It is not for the template's eyes.
+const NOTES: [&str; 4] = [FINISH_REASON, TOKEN_IDS, PROMPT_TOKEN_IDS, WEIGHT];
 
 /// What a chat template is given.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -90,6 +90,11 @@ impl Message {
         let is_said = || finish::kept(&self.extra).is_some_and(|reason| !reason.is_whole());
         let is_broken = || !self.tool_calls().iter().all(finish::has_json_arguments);
         self.role == Role::Assistant && (is_said() || is_broken())
+    }
+
+    /// Whether a drafter learns from the message: an assistant's, unless its `weight` is 0.
+    pub fn is_trained_on(&self) -> bool {
+        self.role == Role::Assistant && self.extra.get(WEIGHT).and_then(Value::as_f64) != Some(0.0)
     }
 
     /// Whether an assistant neither says, thinks nor calls anything.

@@ -61,7 +61,7 @@ fn exchange(
     text: &str,
 ) -> Result<Option<Exchange>, TextError> {
     let Some((last, before)) = conversation.messages.split_last() else { return Ok(None) };
-    if last.role != Role::Assistant || last.says_nothing() {
+    if !last.is_trained_on() || last.says_nothing() {
         return Ok(None);
     }
     let Some(mut answer) = ids(tokenizer, last, TOKEN_IDS)? else { return Ok(None) };

@@ -67,7 +67,7 @@ impl Supervised {
 ///
 /// An answer that was cut is supervised up to its last word: the model never said the mark that the template puts behind
 /// it. (The reference supervises the mark, on rows that do not say how an answer ended.) An answer without a word is not
-/// supervised at all.
+/// supervised at all, nor is one whose `weight` is 0.
 ///
 /// # Errors
 /// If the conversation does not start with the user, the template refuses it, has no tags although they are the rule, or
@@ -89,18 +89,33 @@ pub fn supervise(
             }
             let text = tokenizer.render(&messages, &options)?;
             let mut places = marks.find(&text);
+            leave_out_untrained(&text, &mut places, &conversation.messages);
             end_at_last_words(&text, &mut places, &conversation.messages, &marks.end_of_turn);
             leave_out_silence(tokenizer, template, &text, &mut places);
             by_prefixes(tokenizer, text, places, max_length)
         }
         MaskRule::Generation => {
             let (text, mut places) = tokenizer.render_generations(&messages, &options)?;
+            leave_out_untrained(&text, &mut places, &conversation.messages);
             end_at_last_words(&text, &mut places, &conversation.messages, "");
             leave_out_silence(tokenizer, template, &text, &mut places);
             by_offsets(tokenizer, text, places, max_length)
         }
     }?;
     supervised.with_served_ids(tokenizer, template, conversation, max_length)
+}
+
+/// Empties the places of messages whose `weight` is 0.
+fn leave_out_untrained(text: &str, places: &mut [(usize, usize)], messages: &[Message]) {
+    if messages.iter().all(|message| message.role != Role::Assistant || message.is_trained_on()) {
+        return;
+    }
+    let owners = owners(text, places, messages);
+    for ((start, end), owner) in places.iter_mut().zip(owners) {
+        if owner.is_some_and(|owner| !messages[owner].is_trained_on()) {
+            *end = *start;
+        }
+    }
 }
 
 /// Empties the places in which nobody says, thinks or calls anything: the end of a turn alone teaches nothing, nor do

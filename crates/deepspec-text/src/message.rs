@@ -94,9 +94,18 @@ pub enum MessageError {
         /// What it holds.
         found: &'static str,
     },
-    /// Tool calls given as a text.
-    #[error("`tool_calls` is a text but no JSON")]
-    Calls,
+    /// Tool calls that are no list.
+    #[error("`tool_calls` must be an array of calls or its JSON text, found {found}")]
+    Calls {
+        /// What they are.
+        found: &'static str,
+    },
+    /// A weight that is neither 0 nor 1.
+    #[error("`weight` must be 1, or 0 for a message that is not trained on, found {found}")]
+    Weight {
+        /// The weight as written.
+        found: String,
+    },
     /// A role outside the closed set.
     #[error(
         "unknown role `{}` (known: system or developer, user, assistant or model, tool or function)",
@@ -127,6 +136,11 @@ impl TryFrom<Value> for Message {
         let role = text(speaker, fields.shift_remove(speaker).as_ref())?;
         let role = Role::of_speaker(&role).ok_or(MessageError::Role { role })?;
         parse_calls(&mut fields)?;
+        if let Some(weight) = fields.get(WEIGHT).filter(|_| role == Role::Assistant)
+            && !weight.as_f64().is_some_and(|weight| weight == 0.0 || weight == 1.0)
+        {
+            return Err(MessageError::Weight { found: weight.to_string() });
+        }
         let mut reasoning_content = thoughts(&mut fields)?;
         let content = match fields.shift_remove(said) {
             // An assistant that only calls tools has nothing to say, and a tool may return nothing.
@@ -142,13 +156,16 @@ impl TryFrom<Value> for Message {
     }
 }
 
+/// OpenAI's field of fine-tuning rows: an assistant message of weight 0 is context and not trained on.
+pub const WEIGHT: &str = "weight";
+
 /// Parses `tool_calls` that a columnar file keeps as JSON text, and leaves nulls out of calls.
 fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
     if let Some(Value::String(text)) = fields.get("tool_calls") {
         match serde_json::from_str(text) {
             Ok(calls) => drop(fields.insert("tool_calls".into(), calls)),
             Err(_) if text.trim().is_empty() => drop(fields.shift_remove("tool_calls")),
-            Err(_) => return Err(MessageError::Calls),
+            Err(_) => return Err(MessageError::Calls { found: "a text that is not JSON" }),
         }
     }
     match fields.get_mut("tool_calls") {
@@ -163,7 +180,8 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
                 }
             }
         }
-        _ => {}
+        Some(other) => return Err(MessageError::Calls { found: kind_of(other) }),
+        None => {}
     }
     Ok(())
 }

@@ -76,6 +76,10 @@ pub struct Checked {
     pub thoughts_left_out: usize,
     /// Answers of tool calls alone that the template does not write, so that nothing of them is learned.
     pub calls_left_out: usize,
+    /// Tool calls with recorded results that are trained on, whoever wrote them.
+    pub recorded_calls: usize,
+    /// Assistant messages that are not trained on, because their `weight` is 0.
+    pub untrained: usize,
     /// Earlier answers that the training text shows without what ended the prompt they were given to, such as an empty
     /// block of thoughts.
     pub outside_their_prompt: usize,

@@ -31,6 +31,30 @@ pub fn served_prompt(tokenizer: &ChatTokenizer, conversation: &Conversation) -> 
     tokenizer.encode(&prompt_text(tokenizer, messages, tools.as_ref(), None)?)
 }
 
+/// Whether the last answer among `ids`, those of a whole conversation, stands behind a prompt that asks for thinking. None
+/// where the template's `enable_thinking` changes nothing in front of an answer, or no answer is found.
+///
+/// # Errors
+/// If the template refuses a question without a system message, or the ids are none of the tokenizer's.
+pub fn trained_thinking(tokenizer: &ChatTokenizer, ids: &[i64]) -> Result<Option<bool>, TextError> {
+    const QUESTION: &str = "Hi";
+    let question = [Message::new(Role::User, QUESTION)];
+    let prompt = |thinking| prompt_text(tokenizer, &question, None, Some(thinking));
+    let (on, off) = (prompt(true)?, prompt(false)?);
+    let common = on.char_indices().zip(off.chars()).find(|&((_, a), b)| a != b).map(|((at, _), _)| at);
+    let common = common.unwrap_or(on.len().min(off.len()));
+    let Some(asked) = on[..common].rfind(QUESTION).filter(|_| on != off) else { return Ok(None) };
+    let header = &on[asked + QUESTION.len()..common];
+    let text = tokenizer.decode(ids, false)?;
+    let Some((_, answer)) = text.rsplit_once(header).filter(|(_, answer)| !answer.is_empty()) else {
+        return Ok(None);
+    };
+    let forms = [(&on[common..], true), (&off[common..], false)];
+    let fits = forms.into_iter().filter(|(form, _)| answer.starts_with(form));
+    // One form may be the beginning of the other.
+    Ok(fits.max_by_key(|(form, _)| form.len()).map(|(_, thinking)| thinking))
+}
+
 /// The text that asks for the answer to `messages`, which may call `tools`.
 pub(crate) fn prompt_text(
     tokenizer: &ChatTokenizer,

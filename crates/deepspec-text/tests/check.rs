@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use deepspec_core::recipe::TemplateEntry;
 use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
-use deepspec_text::{ChatTemplate, ChatTokenizer, Checked, Conversation, Supervised, check, supervise};
+use deepspec_text::{
+    ChatTemplate, ChatTokenizer, Checked, Conversation, Message, Supervised, check, supervise,
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -304,6 +306,35 @@ fn calls_that_the_template_leaves_out_are_counted() {
         {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]);
     let (_, checked) = look(&tiny(), &qwen(), call, 4096);
     assert_eq!((checked.problems.len(), checked.calls_left_out), (0, 1), "{checked:?}");
+    assert_eq!((checked.recorded_calls, checked.untrained), (1, 0));
+}
+
+#[test]
+fn messages_of_weight_0_are_context() {
+    let weighted = |weights: [Value; 2]| {
+        let mut messages = two_turns();
+        for (at, weight) in [1, 3].into_iter().zip(weights) {
+            messages[at]["weight"] = weight;
+        }
+        look(&tiny(), &qwen(), messages, 4096)
+    };
+    let (all, _) = look(&tiny(), &qwen(), two_turns(), 4096);
+    let [first, second] = all.spans()[..] else { panic!("{all:?}") };
+    for (weights, spans, untrained) in [
+        ([json!(1), Value::Null], vec![first, second], 0),
+        ([json!(0), json!(1.0)], vec![second], 1),
+        ([json!(1), json!(0)], vec![first], 1),
+    ] {
+        let (found, checked) = weighted(weights);
+        assert_eq!((&found.input_ids, found.spans()), (&all.input_ids, spans), "{checked:?}");
+        assert_eq!((checked.problems.as_slice(), checked.untrained), (&[][..], untrained));
+    }
+    let (_, none) = weighted([json!(0), json!(0)]);
+    assert_eq!(none.problems[0].to_string(), "the mask is empty: every answer has weight 0");
+    for weight in [json!(2), json!("0"), json!(true)] {
+        let error = Message::try_from(json!({"role": "assistant", "content": "a", "weight": weight}));
+        assert!(error.unwrap_err().to_string().contains("`weight` must be 1, or 0"), "{weight}");
+    }
 }
 
 /// Such a row took minutes where each beginning was tokenised anew.

@@ -142,6 +142,8 @@ impl Inspection {
         summary.with_mask_token += usize::from(masked);
         summary.thoughts_left_out += row.checked.thoughts_left_out;
         summary.calls_left_out += row.checked.calls_left_out;
+        summary.recorded_calls += row.checked.recorded_calls;
+        summary.untrained += row.checked.untrained;
         summary.outside_their_prompt += row.checked.outside_their_prompt;
         match row.agrees {
             Some(true) => summary.tags_agree = summary.tags_agree.map(|count| count + 1),

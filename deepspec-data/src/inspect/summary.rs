@@ -40,6 +40,10 @@ pub struct Summary {
     pub thoughts_left_out: usize,
     /// Answers of tool calls alone that the template does not write.
     pub calls_left_out: usize,
+    /// Tool calls with recorded results that are trained on.
+    pub recorded_calls: usize,
+    /// Assistant messages of weight 0, which are not trained on.
+    pub untrained: usize,
     /// Earlier answers outside the prompt they were given to.
     pub outside_their_prompt: usize,
     /// Rows that have the token which stands for what is to be drafted.
@@ -134,6 +138,11 @@ impl Summary {
                 self.calls_left_out,
                 "answers are tool calls that the template does not write, so nothing of them is learned",
             ),
+            (
+                self.recorded_calls,
+                "tool calls with recorded results are trained on; where the target did not write them, regenerate with --recorded-calls mask",
+            ),
+            (self.untrained, "assistant messages have weight 0 and are not trained on"),
             (
                 self.outside_their_prompt,
                 "earlier answers stand without what ended their prompt, such as an empty block of thoughts",

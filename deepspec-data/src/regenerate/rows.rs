@@ -97,7 +97,7 @@ impl Row {
         let mut home = None;
         for step in &self.plan {
             match step {
-                Step::Say(message) => said.push(message.clone()),
+                Step::Say(message) => said.push(settings.recorded(message)),
                 Step::Ask => {
                     let body = settings.body(&said, &self.asked(turn));
                     let answer = backend.ask(body, &mut home).await?;
@@ -293,6 +293,21 @@ mod tests {
         // A call without a result is the model's to make.
         assert_eq!(told(json!([user, call])), ["user:q", "?"]);
         assert_eq!(told(json!([user, call, tool("1")])), ["user:q", "assistant:c", "tool:1", "?"]);
+    }
+
+    #[test]
+    fn recorded_calls_may_be_kept_out_of_the_loss() {
+        let call =
+            Message::try_from(json!({"role": "assistant", "content": "c", "tool_calls": [{"name": "f"}]}));
+        let (call, user) = (call.unwrap(), Message::new(Role::User, "q"));
+        let written = |flags: &[&str], message: &Message| {
+            let sampling = Line::try_parse_from([&["x"], flags].concat()).unwrap().sampling;
+            Settings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap().recorded(message)
+        };
+        assert_eq!(written(&[], &call), call);
+        let masked = ["--recorded-calls", "mask"];
+        assert_eq!(written(&masked, &user), user);
+        assert!(call.is_trained_on() && !written(&masked, &call).is_trained_on());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use deepspec_cache::Worker;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::usage;
-use deepspec_text::{Message, Role};
+use deepspec_text::{Message, Role, WEIGHT};
 use serde_json::{Map, Value, json};
 
 use super::overrides::{Overrides, THINKING};
@@ -45,6 +45,9 @@ pub struct Sampling {
     /// Whether rows keep what the model thought before it answered
     #[arg(long, value_enum, default_value_t = Reasoning::Keep)]
     reasoning: Reasoning,
+    /// Whether training learns tool calls that the rows recorded with their results, and that the target therefore did not write
+    #[arg(long, value_enum, default_value_t = RecordedCalls::Train)]
+    recorded_calls: RecordedCalls,
 }
 
 impl Sampling {
@@ -63,6 +66,15 @@ pub enum Reasoning {
     Drop,
 }
 
+/// How recorded tool calls are written into the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum RecordedCalls {
+    /// As they are: the loss counts their tokens, as the reference's does.
+    Train,
+    /// With `"weight": 0`, which keeps their tokens out of the loss.
+    Mask,
+}
+
 /// Everything that decides an answer but the row itself.
 pub struct Settings {
     record: Map<String, Value>,
@@ -73,6 +85,8 @@ pub struct Settings {
     pub samples: usize,
     /// What becomes of thoughts.
     pub reasoning: Reasoning,
+    /// How recorded tool calls are written.
+    pub recorded_calls: RecordedCalls,
     /// Whose share of the rows is answered.
     pub worker: Worker,
 }
@@ -146,6 +160,9 @@ impl Settings {
         if sampling.reasoning == Reasoning::Drop {
             record.insert("reasoning".into(), json!("drop"));
         }
+        if sampling.recorded_calls == RecordedCalls::Mask {
+            record.insert("recorded_calls".into(), json!("mask"));
+        }
         if !worker.is_alone() {
             record.insert(WORKER.into(), json!(worker.to_string()));
         }
@@ -155,13 +172,22 @@ impl Settings {
         if sampling.samples > 1 && sampling.temperature == Some(0.0) {
             usage!("--samples {} with --temperature 0 would ask for the same answer again", sampling.samples);
         }
-        let (samples, reasoning) = (sampling.samples, sampling.reasoning);
-        let settings = Self { record, shared, seed: sampling.seed, samples, reasoning, worker };
+        let &Sampling { seed, samples, reasoning, recorded_calls, .. } = sampling;
+        let settings = Self { record, shared, seed, samples, reasoning, recorded_calls, worker };
         let none = Overrides::default();
         if let Err(problem) = settings.trial(&none) {
             usage!("{problem}");
         }
         Ok(settings)
+    }
+
+    /// A message of the row as it is written beside the answers.
+    pub fn recorded(&self, message: &Message) -> Message {
+        let mut written = message.clone();
+        if self.recorded_calls == RecordedCalls::Mask && message.role == Role::Assistant {
+            written.extra.insert(WEIGHT.into(), json!(0));
+        }
+        written
     }
 
     /// Checks the values that a request with these overrides would have.

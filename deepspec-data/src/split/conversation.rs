@@ -91,7 +91,8 @@ pub fn check_calls(text: &str) -> Result<(), Problem> {
         return Ok(());
     }
     let parsed: Result<IgnoredAny, _> = serde_json::from_str(text);
-    parsed.map(drop).map_err(|_| Kind::Message.because(MessageError::Calls.to_string()))
+    let no_json = MessageError::Calls { found: "a text that is not JSON" };
+    parsed.map(drop).map_err(|_| Kind::Message.because(no_json.to_string()))
 }
 
 /// A usable row.

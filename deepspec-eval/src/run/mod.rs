@@ -11,7 +11,7 @@ mod outputs;
 mod plausible;
 mod score;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use deepspec_core::cli::{UsageError, Verbosity};
@@ -75,6 +75,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let identity =
         identity.map(|((name, dir), drafter)| models::drafter_identity(name, dir, drafter)).transpose()?;
     let settings = settings(args, &dirs, place, drafter.as_deref())?;
+    warn_of_thinking(dirs.draft.as_deref(), settings.thinking);
     let asking = Asking {
         tokenizer: &tokenizer,
         sampling: Sampling::new(args.temperature, settings.seed),
@@ -199,12 +200,26 @@ fn settings(
     })
 }
 
+/// Warns where prompts ask for thinking otherwise than those that the drafter was trained on.
+fn warn_of_thinking(draft: Option<&Path>, thinking: bool) {
+    let trained = draft.and_then(deepspec_drafters::trained_thinking).filter(|&trained| trained != thinking);
+    if let Some(trained) = trained {
+        let name = |thinking| if thinking { "on" } else { "off" };
+        tracing::warn!(
+            "the drafter was trained on answers with thinking {}, this run asks with thinking {}; --thinking {} asks as in training",
+            name(trained),
+            name(thinking),
+            name(trained)
+        );
+    }
+}
+
 /// What decides the answers, and how fast they come but for threads and the lanes that follow from them: an interrupted evaluation is only gone on
 /// with where it is the same.
 fn facts(
     settings: &Settings,
     target: &Value,
-    draft: Option<&std::path::Path>,
+    draft: Option<&Path>,
     suites: &[Prepared],
 ) -> anyhow::Result<Map<String, Value>> {
     let mut facts = match json!(settings) {

@@ -8,7 +8,8 @@ use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
 use serde::{Deserialize, Serialize};
 
-use super::{BEST, BEST_FILE, Checkpoints, LATEST, STATE_JSON, TrainState};
+use super::{BEST, BEST_FILE, Checkpoints, LATEST, TrainState};
+use deepspec_drafters::TRAIN_STATE;
 
 /// The best checkpoint so far.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -111,7 +112,7 @@ impl Checkpoints {
     }
 
     fn is_checkpoint(&self, step: usize) -> bool {
-        self.dir.join(format!("step_{step}")).join(STATE_JSON).is_file()
+        self.dir.join(format!("step_{step}")).join(TRAIN_STATE).is_file()
     }
 }
 
@@ -126,7 +127,7 @@ mod tests {
         for step in steps {
             let path = dir.path().join(format!("step_{step}"));
             fs::create_dir(&path).unwrap();
-            fs::write(path.join(STATE_JSON), "{}").unwrap();
+            fs::write(path.join(TRAIN_STATE), "{}").unwrap();
         }
         (dir, checkpoints)
     }
@@ -165,7 +166,7 @@ mod tests {
         let (dir, checkpoints) = with_steps(&[3, 6]);
         assert!(checkpoints.mark_best(3, 2.5).unwrap());
         checkpoints.point(LATEST, 6).unwrap();
-        let data = DataId { digest: "d".into(), rounding: None };
+        let data = DataId { digest: "d".into(), rounding: None, thinking: None };
         let state = |tau| TrainState { tau, ..TrainState::new(6, 4, &data, 1) };
         checkpoints.settle(&state(None)).unwrap();
         checkpoints.settle(&state(Some(2.0))).unwrap();
@@ -182,7 +183,7 @@ mod tests {
         assert!(checkpoints.mark_best(3, 2.5).unwrap());
         let best = Best { step: 6, tau: 3.0 };
         atomic::write_json(&dir.path().join(BEST_FILE), &best).unwrap();
-        let data = DataId { digest: "d".into(), rounding: None };
+        let data = DataId { digest: "d".into(), rounding: None, thinking: None };
         checkpoints.settle(&TrainState::new(9, 4, &data, 1)).unwrap();
         assert_eq!(checkpoints.best().unwrap(), Some(best));
         checkpoints.point(LATEST, 9).unwrap();
