@@ -28,7 +28,7 @@ use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
 use crate::plan::{self, Data, Plan};
 use crate::schedule::{self, Schedule};
-use crate::setup::{kind, open_data, report_mask_token, target_runtime};
+use crate::setup::{kind, open_data, target_runtime};
 use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
 use crate::{launch, rank_check, signals};
@@ -193,7 +193,6 @@ impl Inputs {
         let Job { args, recipe, group, device, local, .. } = *job;
         let source = TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report)?;
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
-        report_mask_token(recipe, &source);
         let dataset = open_data(recipe, &source)?;
         let questions = Questions::read(recipe, &source, &dataset)?;
         let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);

@@ -35,17 +35,6 @@ pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> any
     Ok(TargetRuntime { device, kind, per_step: recipe.train.global_batch_size })
 }
 
-/// Warns of a mask token that texts have too: what stands for a hidden place is then also a word.
-pub fn report_mask_token(recipe: &Recipe, source: &TargetBundle) {
-    let Some(id) = recipe.drafter.settings["mask_token_id"].as_i64() else { return };
-    let tokenizer = &source.tokenizer;
-    if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_special(id)) {
-        tracing::warn!(
-            "`mask_token_id` {id} is the ordinary token {token:?}, which texts hold too; choose a special or an unused one"
-        );
-    }
-}
-
 /// The data set of a recipe, with a word on the rows that are left out.
 ///
 /// # Errors

@@ -50,7 +50,8 @@ impl Shape {
             let config = ModelConfig::parse(Path::new(&format!("built-in sizes of {id}")), map)?;
             return Ok(Self { config, origin: format!("built-in sizes of {id}"), has_weights: false });
         }
-        let path = Hub::new(settings).fetch(&repo, CONFIG).map_err(HubError::report)?;
+        let fetched = Hub::new(settings).fetch(&repo, CONFIG);
+        let path = fetched.map_err(|error| error.taken_as_id(&target.model).report())?;
         Ok(Self::in_folder(path.parent().unwrap_or(&path))?)
     }
 

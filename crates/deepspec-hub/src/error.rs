@@ -325,6 +325,11 @@ pub enum HubError {
 }
 
 impl HubError {
+    /// The error about a hub id which was given as `text`, and which may have been meant as a path.
+    pub fn taken_as_id(self, text: &str) -> Self {
+        Self::TakenAsId { text: text.into(), source: Box::new(self) }
+    }
+
     /// Whether the caller asked for something that does not exist or cannot be meant, so that trying again is no use.
     pub fn is_usage(&self) -> bool {
         if let Self::TakenAsId { source, .. } = self {

@@ -78,8 +78,7 @@ pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> R
         };
     }
     let repo = Repo::parse(Kind::Model, model, revision)?;
-    let taken_as_id = |source| HubError::TakenAsId { text: model.into(), source: Box::new(source) };
-    Hub::from_env(verbosity)?.model(&repo).map_err(taken_as_id)
+    Hub::from_env(verbosity)?.model(&repo).map_err(|error| error.taken_as_id(model))
 }
 
 /// Configuration, tokenizer and chat template, in the top folder.

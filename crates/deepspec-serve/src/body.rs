@@ -1,8 +1,5 @@
 //! The body of a chat completion request: what we accept of the OpenAI API, checked at the door.
 
-use std::collections::BTreeSet;
-use std::sync::{Mutex, PoisonError};
-
 use deepspec_core::config::in_words;
 use deepspec_core::jsonl::kind_of;
 use deepspec_decode::Sampling;
@@ -104,7 +101,7 @@ pub(crate) const PENALTIES: [(&str, f64); 3] =
     [("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)];
 
 /// Fields that change the answer and are not supported, of OpenAI, vLLM and SGLang; they are refused but where their value does nothing.
-const UNSUPPORTED: [&str; 48] = [
+const UNSUPPORTED: [&str; 49] = [
     "response_format",
     "logit_bias",
     "logprobs",
@@ -153,10 +150,11 @@ const UNSUPPORTED: [&str; 48] = [
     "top_a",
     "tfs_z",
     "samplers",
+    "separate_reasoning",
 ];
 
 /// Fields that change no answer, and those that other servers are asked for beside ours.
-const HARMLESS: [&str; 18] = [
+const HARMLESS: [&str; 17] = [
     "user",
     "metadata",
     "store",
@@ -174,7 +172,6 @@ const HARMLESS: [&str; 18] = [
     "verbose",
     "timings_per_token",
     "return_meta_info",
-    "separate_reasoning",
 ];
 
 #[derive(Deserialize)]
@@ -202,7 +199,7 @@ pub fn parse(
     sent.retain(|name, _| READ.contains(&name.as_str()));
     let body: Body = serde_path_to_error::deserialize(Value::Object(sent)).map_err(|error| {
         let (path, inner) = (error.path().to_string(), error.inner().to_string());
-        ChatError::field(if path == "." { "body".into() } else { path }, inner)
+        ChatError::field(if path == "." { "body".into() } else { path }, in_words(&inner))
     })?;
     if let Some(model) = body.model.as_ref().filter(|model| *model != served) {
         return Err(ChatError::UnknownModel { wanted: model.clone(), served: served.into() });
@@ -222,9 +219,13 @@ pub fn parse(
             min_p: within("min_p", body.min_p.unwrap_or(defaults.min_p), 0.0, 1.0)?,
             seed: body.seed.map_or(fresh_seed, i64::cast_unsigned),
         },
-        max_tokens: match (body.max_completion_tokens, body.max_tokens.or(defaults.max_tokens)) {
-            (None, limit) => max_tokens("max_tokens", limit)?,
-            (limit, _) => max_tokens("max_completion_tokens", limit)?,
+        max_tokens: {
+            let asked = match (body.max_completion_tokens, body.max_tokens) {
+                (None, limit) => max_tokens("max_tokens", limit)?,
+                (limit, _) => max_tokens("max_completion_tokens", limit)?,
+            };
+            // The model's own limit holds for requests with a higher one too, as in vLLM.
+            asked.into_iter().chain(defaults.max_tokens).min()
         },
         stop: stop(body.stop)?,
         stop_token_ids: body.stop_token_ids.unwrap_or_default(),
@@ -237,7 +238,8 @@ pub fn parse(
     })
 }
 
-/// Refuses what would change the answer if it were ignored, and tells once of every other field that is not known.
+/// Refuses what would change the answer if it were ignored: a field that is not supported, unless its value does nothing,
+/// and one of which nothing is known.
 fn refuse_unsupported(sent: &Map<String, Value>) -> Result<(), ChatError> {
     for (name, value) in sent {
         if UNSUPPORTED.contains(&name.as_str()) && !does_nothing(name, value) {
@@ -246,7 +248,7 @@ fn refuse_unsupported(sent: &Map<String, Value>) -> Result<(), ChatError> {
         let is_known =
             [&READ[..], &UNSUPPORTED, &HARMLESS].iter().any(|names| names.contains(&name.as_str()));
         if !is_known {
-            tell_once(name);
+            return Err(ChatError::field(name, "not a field that this server knows; leave it out"));
         }
     }
     Ok(())
@@ -257,7 +259,9 @@ fn does_nothing(name: &str, value: &Value) -> bool {
     match (name, value) {
         ("response_format", format) => format.get("type").is_some_and(|kind| kind == "text"),
         ("modalities", Value::Array(list)) => list.iter().all(|kind| kind == "text"),
-        ("add_generation_prompt" | "skip_special_tokens", value) => *value == true,
+        ("add_generation_prompt" | "skip_special_tokens" | "separate_reasoning", value) => *value == true,
+        // An empty schema asks for any JSON.
+        ("guided_json" | "json_schema" | "structured_outputs", value) => *value == false,
         ("best_of" | "length_penalty" | "typical_p" | "repeat_penalty" | "tfs_z", value) => {
             value.as_f64() == Some(1.0)
         }
@@ -267,16 +271,6 @@ fn does_nothing(name: &str, value: &Value) -> bool {
         (_, Value::Array(list)) => list.is_empty(),
         (_, Value::Object(fields)) => fields.is_empty(),
         _ => false,
-    }
-}
-
-/// Warns of a field that nobody reads, the first time that one of this name comes. Clients choose the names, so only some are kept.
-fn tell_once(name: &str) {
-    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    let short: String = name.chars().take(60).flat_map(char::escape_debug).collect();
-    if told.len() < 100 && told.insert(short.clone()) {
-        tracing::warn!("requests have the field `{short}`, which is not known and ignored");
     }
 }
 

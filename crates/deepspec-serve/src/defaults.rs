@@ -18,7 +18,7 @@ pub struct Defaults {
     /// Least probability of a token, relative to the likeliest.
     pub min_p: f64,
     /// Limit of an answer.
-    pub max_tokens: Option<u64>,
+    pub max_tokens: Option<usize>,
 }
 
 impl Default for Defaults {
@@ -35,16 +35,12 @@ impl Defaults {
         let text = std::fs::read_to_string(&path).unwrap_or_default();
         let config: Map<String, Value> = serde_json::from_str(&text).unwrap_or_default();
         let plain = Self::default();
-        let number = |key: &str, plain: f64, check: &dyn Fn(f64) -> bool| match config
-            .get(key)
-            .and_then(Value::as_f64)
-        {
-            Some(value) if check(value) => value,
-            Some(value) => {
-                tracing::warn!("{}: `{key}` {value} is out of range and not applied", path.display());
+        let number = |key: &str, plain: f64, check: &dyn Fn(f64) -> bool| match config.get(key) {
+            None | Some(Value::Null) => plain,
+            Some(value) => value.as_f64().filter(|&value| check(value)).unwrap_or_else(|| {
+                tracing::warn!("{}: `{key}` {value} is no number in range and not applied", path.display());
                 plain
-            }
-            None => plain,
+            }),
         };
         let found = Self {
             temperature: number("temperature", plain.temperature, &|value| {
@@ -53,7 +49,8 @@ impl Defaults {
             top_p: number("top_p", plain.top_p, &|value| top_p(value).is_ok()),
             top_k: number("top_k", plain.top_k as f64, &|value| (-1.0..=1e9).contains(&value)) as i64,
             min_p: number("min_p", plain.min_p, &|value| within("", value, 0.0, 1.0).is_ok()),
-            max_tokens: config.get("max_new_tokens").and_then(Value::as_u64).filter(|&limit| limit > 0),
+            max_tokens: Some(number("max_new_tokens", 0.0, &|limit| limit >= 1.0) as usize)
+                .filter(|&limit| limit > 0),
         };
         for (key, neutral) in PENALTIES {
             if let Some(value) = config.get(key).and_then(Value::as_f64).filter(|&value| value != neutral) {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use deepspec_core::usage;
 use deepspec_decode::Request;
-use deepspec_text::{ChatTokenizer, RenderOptions, TextError};
+use deepspec_text::{ChatTokenizer, Message, RenderOptions, Role, TextError, generation_prompt};
 use serde_json::Value;
 
 pub use body::{ChatRequest, parse};
@@ -63,6 +63,19 @@ impl ChatModel {
         Ok(Self { tokenizer, stop_ids, defaults, engine: EngineThread::start(dir, args)? })
     }
 
+    /// Says so where requests that leave thinking to the template are answered with it, for the other commands ask without.
+    pub fn report_thinking(&self) {
+        let question = [Message::new(Role::User, "Hi")];
+        let prompt = |thinking| generation_prompt(&self.tokenizer, &question, None, thinking).ok();
+        let unsaid = prompt(None);
+        if unsaid.is_some() && unsaid == prompt(Some(true)) && unsaid != prompt(Some(false)) {
+            tracing::info!(
+                "requests without chat_template_kwargs.enable_thinking are answered with thinking on, the template's default; \
+                 deepspec-eval run and load ask without thinking"
+            );
+        }
+    }
+
     /// Whether the tokenizer has all of these ids.
     pub fn knows(&self, ids: &[i64]) -> bool {
         ids.iter().all(|&id| self.tokenizer.token(id).is_some())
@@ -102,16 +115,19 @@ impl ChatModel {
         Ok(Reply::new(news, self.tokenizer.stream(&text), &text, prompt, stop_ids, &request.stop))
     }
 
-    /// Refuses a text that cannot fit, without tokenising all of it: its beginning alone has more tokens than the context.
+    /// Refuses a text that cannot fit, without tokenising all of it: a beginning alone has more tokens than the context.
     fn check_length(&self, text: &str, context: usize) -> Result<(), ChatError> {
-        let least = context.saturating_mul(BYTES_PER_TOKEN);
-        if text.len() <= least {
-            return Ok(());
+        let mut least = context.saturating_mul(BYTES_PER_TOKEN);
+        while text.len() > least {
+            let end = (least..=text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+            let begun = self.tokenizer.encode(&text[..end]).map_err(text_error)?.len();
+            // What follows may merge with the last token of the beginning.
+            if begun > context + 1 {
+                return Err(ChatError::TooLong { prompt: begun, context });
+            }
+            least = least.saturating_mul(2);
         }
-        let end = (least..=text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
-        let begun = self.tokenizer.encode(&text[..end]).map_err(text_error)?.len();
-        // What follows may merge with the last token of the beginning.
-        if begun > context + 1 { Err(ChatError::TooLong { prompt: begun, context }) } else { Ok(()) }
+        Ok(())
     }
 
     /// What the engine is doing.
@@ -127,7 +143,9 @@ impl ChatModel {
 
 fn text_error(error: TextError) -> ChatError {
     match error {
-        TextError::Refused { .. } | TextError::Render { .. } => ChatError::Template(error.to_string()),
+        TextError::Refused { .. } | TextError::Render { .. } | TextError::Endless { .. } => {
+            ChatError::Template(error.to_string())
+        }
         other => ChatError::Internal(other.to_string()),
     }
 }
@@ -141,7 +159,6 @@ pub fn fresh_number() -> u64 {
 mod tests {
     use super::*;
     use clap::Parser;
-    use deepspec_text::{Message, Role};
     use serde_json::json;
 
     #[derive(Parser)]
@@ -170,6 +187,11 @@ mod tests {
             ChatError::TooLong { prompt, context } => {
                 assert!(context == 64 && prompt > 64 && prompt <= 64 * BYTES_PER_TOKEN, "{prompt}");
             }
+            other => panic!("{other}"),
+        }
+        let marks = "<|endoftext|>".repeat(100_000);
+        match asked(&model, &marks).map(|_| ()).unwrap_err() {
+            ChatError::TooLong { prompt, .. } => assert!(prompt < 64 * BYTES_PER_TOKEN, "{prompt}"),
             other => panic!("{other}"),
         }
         // A text of few tokens and many bytes is not refused by its bytes.

@@ -43,6 +43,7 @@ impl TargetBundle {
         let tokenizer = ChatTokenizer::load(&dir)?;
         check_rules(&template, &tokenizer).map_err(|problem| wrong("data.chat_template", problem))?;
         tokenizer.report_wider_than(config.vocab_size as usize);
+        report_mask_token(recipe, &tokenizer);
         let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
         keep_probed_digest(&mut identity, recipe.cache_dir(), &dir)?;
         Ok(Self { dir, tokenizer, template, config, identity, final_states })
@@ -51,6 +52,16 @@ impl TargetBundle {
     /// The rows of a cache of these states.
     pub fn layout(&self, last: FinalStates, encoding: Encoding) -> Layout {
         Layout { taps: self.identity.taps.clone(), hidden_size: self.identity.hidden_size, last, encoding }
+    }
+}
+
+/// Warns of a mask token that texts have too: what stands for a hidden place is then also a word.
+fn report_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
+    let Some(id) = recipe.drafter.settings["mask_token_id"].as_i64() else { return };
+    if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_special(id)) {
+        tracing::warn!(
+            "`mask_token_id` {id} is the ordinary token {token:?}, which texts hold too; choose a special or an unused one"
+        );
     }
 }
 

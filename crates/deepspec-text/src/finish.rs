@@ -43,7 +43,7 @@ pub enum Completeness {
 }
 
 /// The words of servers and their libraries, in small letters: OpenAI, vLLM, SGLang, llama.cpp, TGI, Mistral, Anthropic, Gemini, DeepSeek.
-const WORDS: [(&str, FinishReason); 38] = [
+const WORDS: [(&str, FinishReason); 42] = [
     ("stop", FinishReason::Stop),
     ("eos", FinishReason::Stop),
     ("eos_token", FinishReason::Stop),
@@ -80,6 +80,10 @@ const WORDS: [(&str, FinishReason); 38] = [
     ("error", FinishReason::Error),
     ("internal_error", FinishReason::Error),
     ("insufficient_system_resource", FinishReason::Error),
+    ("network_error", FinishReason::Error),
+    ("server_error", FinishReason::Error),
+    ("overloaded", FinishReason::Error),
+    ("unavailable", FinishReason::Error),
     ("repetition", FinishReason::Repetition),
     ("unknown", FinishReason::Unknown),
 ];

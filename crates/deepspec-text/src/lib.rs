@@ -35,7 +35,7 @@ pub use message::{
 };
 pub use problem::{Checked, Problem};
 pub use prompt::{generation_prompt, served_prompt, trained_thinking};
-pub use records::{MESSAGE_KEYS, Records, is_record_key, records};
+pub use records::{MESSAGE_KEYS, Records, is_record_key, records, report_choice};
 pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
 pub use stream::TokenStream;
 pub use template::RenderOptions;

@@ -70,9 +70,13 @@ pub fn records(row: &Map<String, Value>) -> Result<Records, RowError> {
     })
 }
 
-/// Warns once where a row has messages under two names, of which one is read.
-fn tell_choice(row: &Map<String, Value>, key: &'static str) {
+/// Warns once that rows have messages under two names, of which the first is read.
+pub fn report_choice(read: &str, other: &str) {
     static TOLD: Once = Once::new();
+    TOLD.call_once(|| tracing::warn!("rows have both `{read}` and `{other}`: `{read}` is read"));
+}
+
+fn tell_choice(row: &Map<String, Value>, key: &'static str) {
     let has_messages = |other: &&&str| {
         **other != key
             && row
@@ -81,7 +85,7 @@ fn tell_choice(row: &Map<String, Value>, key: &'static str) {
                 .is_some_and(|value| value[0].is_object() && Some(&*value) != row.get(key))
     };
     if let Some(other) = MESSAGE_KEYS.iter().find(has_messages) {
-        TOLD.call_once(|| tracing::warn!("rows have both `{key}` and `{other}`: `{key}` is read"));
+        report_choice(key, other);
     }
 }
 

@@ -17,6 +17,8 @@ use crate::regenerate::wire;
 
 /// Rows whose prompts are compared: the first ones.
 const ROWS: usize = 64;
+/// Where the server's key is.
+const KEY: &str = "OPENAI_API_KEY";
 /// A server that renders does so at once.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -44,6 +46,7 @@ pub fn compare(
         _ => usage!("--server {url}: expected a URL such as http://127.0.0.1:8000"),
     }
     let base = url.trim_end_matches('/').trim_end_matches("/v1");
+    env::report_key_in_clear(KEY, base);
     let probes = probes(files, settings)?;
     let runtime =
         Builder::new_current_thread().enable_all().build().context("starting the network's runtime")?;
@@ -107,7 +110,7 @@ async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Resu
         body["tools"] = tools.clone();
     }
     let mut request = client.post(&url).json(&body);
-    if let Some(key) = env::secret("OPENAI_API_KEY") {
+    if let Some(key) = env::secret(KEY) {
         request = request.bearer_auth(key);
     }
     let response = request.send().await.with_context(|| format!("asking {url}"))?;

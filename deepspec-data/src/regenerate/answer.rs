@@ -50,6 +50,8 @@ pub struct Answer {
 pub enum AskError {
     /// The row cannot be answered; others may.
     Row(String),
+    /// The servers broke the answer off as often as it was asked for; others may come to their ends.
+    BrokenOff(String, FinishReason),
     /// No row can be answered; those without an answer stay pending.
     Run(anyhow::Error),
 }

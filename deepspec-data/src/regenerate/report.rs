@@ -64,6 +64,7 @@ impl RunStats {
                 "malformed_lines": store.index.rejected.len(),
                 "cut": done.cut(),
                 "finish_reasons": done.finished,
+                "broken_off": done.broken_off,
             },
             "this_run": {
                 "rows_answered": self.rows,

@@ -174,9 +174,13 @@ impl Row {
         fields
     }
 
-    /// The row to write when it could not be answered.
-    pub fn failed(self, problem: &str) -> Map<String, Value> {
+    /// The row to write when it could not be answered, with the reason of an answer that was broken off.
+    pub fn failed(self, problem: &str, finish: Option<FinishReason>) -> Map<String, Value> {
         let mut fields = self.fields;
+        fields.shift_remove(FINISH_REASON);
+        if let Some(reason) = finish {
+            fields.insert(FINISH_REASON.into(), json!(reason.word()));
+        }
         fields.insert("status".into(), json!("error"));
         fields.insert("error".into(), json!(problem));
         fields

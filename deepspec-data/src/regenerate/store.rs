@@ -27,6 +27,8 @@ pub struct Done {
     pub failed: IdSet,
     /// How many of the answered ones ended for which reason, by the reason's word.
     pub finished: BTreeMap<&'static str, usize>,
+    /// How many of the failed ones the servers broke off, by the reason's word.
+    pub broken_off: BTreeMap<&'static str, usize>,
 }
 
 impl Done {
@@ -42,11 +44,14 @@ impl Done {
             done.ok = ok;
         }
         if failed_path.exists() {
-            read_rows(&failed_path, index, &mut done.failed, |id, _| {
+            let mut failed = IdSet::default();
+            read_rows(&failed_path, index, &mut failed, |id, row| {
                 if done.ok.contains(id) {
                     both = Some(id.to_string());
                 }
+                done.count_failed(row);
             })?;
+            done.failed = failed;
         }
         if let Some(id) = both {
             let (output, failed) = (output.display(), failed_path.display());
@@ -62,6 +67,13 @@ impl Done {
     fn count(&mut self, row: &Map<String, Value>) {
         let reason = FinishReason::of_field(row.get(FINISH_REASON)).unwrap_or_default();
         *self.finished.entry(reason.word()).or_default() += 1;
+    }
+
+    /// Counts a failed row whose answer was broken off.
+    fn count_failed(&mut self, row: &Map<String, Value>) {
+        if let Some(reason) = FinishReason::of_field(row.get(FINISH_REASON)) {
+            *self.broken_off.entry(reason.word()).or_default() += 1;
+        }
     }
 
     /// Answered rows with an answer that was cut.
@@ -129,6 +141,7 @@ impl ResultStore {
         self.failures = None;
         remove(&self.failed_path)?;
         self.done.failed.clear();
+        self.done.broken_off.clear();
         Ok(())
     }
 
@@ -141,13 +154,20 @@ impl ResultStore {
     }
 
     /// Records a row that could not be answered.
-    pub fn record_failed(&mut self, row: Row, problem: &str) -> Result<(), FileError> {
+    pub fn record_failed(
+        &mut self,
+        row: Row,
+        problem: &str,
+        finish: Option<FinishReason>,
+    ) -> Result<(), FileError> {
         let failures = match &mut self.failures {
             Some(failures) => failures,
             none => none.insert(Appender::open(&self.failed_path)?),
         };
         let id = row.id.clone();
-        failures.append(&row.failed(problem))?;
+        let row = row.failed(problem, finish);
+        failures.append(&row)?;
+        self.done.count_failed(&row);
         self.done.failed.insert(&id);
         Ok(())
     }

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use deepspec_core::atomic::FileError;
 use deepspec_core::progress::Progress;
+use deepspec_text::FinishReason;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Mutex;
 use tokio::sync::mpsc::{self, Receiver, Sender};
@@ -126,15 +128,18 @@ impl Work<'_> {
                 self.stats.tokens += answered.tokens;
                 self.store.record_ok(&row.id, &answered.fields)?;
             }
-            Err(AskError::Row(problem)) => {
-                tracing::debug!("row {}: {problem}", row.id);
-                self.store.record_failed(row, &problem)?;
-            }
+            Err(AskError::Row(problem)) => self.fail(row, &problem, None)?,
+            Err(AskError::BrokenOff(problem, reason)) => self.fail(row, &problem, Some(reason))?,
             Err(AskError::Run(error)) => return Ok(Some(error)),
         }
         let (stats, backend) = (&*self.stats, &self.backend);
         self.progress.add(1, || stats.note(backend));
         Ok(None)
+    }
+
+    fn fail(&mut self, row: Row, problem: &str, finish: Option<FinishReason>) -> Result<(), FileError> {
+        tracing::debug!("row {}: {problem}", row.id);
+        self.store.record_failed(row, problem, finish)
     }
 }
 

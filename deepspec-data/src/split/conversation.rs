@@ -165,33 +165,17 @@ impl Conversation {
         self.turns.iter().filter(|turn| turn.role == Role::User).map(|turn| &*turn.text)
     }
 
-    /// What the user says, in a form in which the same words are the same bytes, as in [`Conversation::prompt`].
+    /// What its first answer is given to, in the form of [`Conversation::prompt`]: whatever follows, this prompt is
+    /// trained on or measured.
     pub fn asked(&self, out: &mut Vec<u8>) {
-        out.clear();
-        for turn in self.user_turns() {
-            out.push(2);
-            for word in turn.split_whitespace() {
-                out.extend_from_slice(word.as_bytes());
-                out.push(b' ');
-            }
-        }
+        let first = self.turns.iter().position(|turn| turn.role == Role::User);
+        write_prompt(&self.turns[..first.map_or(0, |first| first + 1)], out);
     }
 
     /// What is asked, in a form in which the same prompts are the same bytes: the texts of the system and the user, blanks
     /// at their ends cut off and blanks within made one, each behind its role.
     pub fn prompt(&self, out: &mut Vec<u8>) {
-        out.clear();
-        for turn in &self.turns {
-            match turn.role {
-                Role::System => out.push(1),
-                Role::User => out.push(2),
-                Role::Assistant | Role::Tool => continue,
-            }
-            for word in turn.text.split_whitespace() {
-                out.extend_from_slice(word.as_bytes());
-                out.push(b' ');
-            }
-        }
+        write_prompt(&self.turns, out);
     }
 
     /// Writes the row as a line of training data: `{"id", "conversations": [{"role", "content", …}], …}`.
@@ -225,6 +209,21 @@ impl Conversation {
             write_text(text, out);
         }
         out.extend_from_slice(b"]}\n");
+    }
+}
+
+fn write_prompt(turns: &[Turn], out: &mut Vec<u8>) {
+    out.clear();
+    for turn in turns {
+        match turn.role {
+            Role::System => out.push(1),
+            Role::User => out.push(2),
+            Role::Assistant | Role::Tool => continue,
+        }
+        for word in turn.text.split_whitespace() {
+            out.extend_from_slice(word.as_bytes());
+            out.push(b' ');
+        }
     }
 }
 

@@ -104,6 +104,14 @@ impl<'a> Field<'a> {
         }
     }
 
+    /// Whether it is an object.
+    pub fn is_object(&self) -> bool {
+        match self {
+            Self::Value(value) => value.is_object(),
+            Self::Cell(cell) => cell.fields().is_some(),
+        }
+    }
+
     /// Its value.
     ///
     /// # Errors

@@ -133,7 +133,7 @@ fn open(origin: &mut Origin, what: &str, verbosity: Verbosity) -> anyhow::Result
     // A file that is not there is no dataset of that name.
     let is_file_name = DataFile::new(Path::new(dataset.as_str()).into()).is_some();
     if !is_file_name && deepspec_hub::is_id(dataset) {
-        let as_id = |source| HubError::TakenAsId { text: dataset.clone(), source: Box::new(source) }.report();
+        let as_id = |source| HubError::taken_as_id(source, dataset).report();
         let repo = Repo::parse(Kind::Dataset, dataset, revision.as_deref()).map_err(as_id)?;
         let hub = Hub::from_env(verbosity).map_err(HubError::report)?;
         let files = hub.dataset(&repo, config_name.as_deref(), split.as_deref());

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::conversation::{Conversation, Id, Kind, Problem, Said, check_calls};
 use super::fields::{Field, Fields};
 use super::roles::{Roles, Shape};
-use deepspec_text::{MESSAGE_KEYS, Records, RowError, is_record_key, records};
+use deepspec_text::{MESSAGE_KEYS, Records, RowError, is_record_key, records, report_choice};
 
 /// Turns a row into a conversation; fields that we do not know travel along.
 pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Problem> {
@@ -23,14 +23,23 @@ pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Prob
 /// The messages of a row, which are taken out of it: of the first field that holds a list of them, else as [`records`] finds them.
 fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), Problem> {
     // What is no list of messages is looked at once more below, beside the others.
-    let mut rest = Map::new();
+    let (mut rest, mut chosen) = (Map::new(), None);
     for key in MESSAGE_KEYS {
         let Some(found) = row.take(key).filter(|found| !found.is_null()) else { continue };
-        match found.list()? {
-            Ok(messages) if !messages.is_empty() => return Ok((key, messages)),
-            Ok(_) => drop(rest.insert(key.into(), Value::Array(vec![]))),
-            Err(other) => drop(rest.insert(key.into(), other)),
+        match (found.list()?, &chosen) {
+            (Ok(messages), None) if messages.iter().any(Field::is_object) => chosen = Some((key, messages)),
+            (Ok(messages), Some((read, _))) if messages.iter().any(Field::is_object) => {
+                report_choice(read, key);
+            }
+            (Ok(items), _) => {
+                let items = items.into_iter().map(Field::value).collect::<Result<_, _>>()?;
+                rest.insert(key.into(), Value::Array(items));
+            }
+            (Err(other), _) => drop(rest.insert(key.into(), other)),
         }
+    }
+    if let Some(chosen) = chosen {
+        return Ok(chosen);
     }
     for name in row.names() {
         if is_record_key(&name)

@@ -20,6 +20,7 @@ mod pipeline;
 mod report;
 mod roles;
 mod seen;
+mod shape;
 mod unit;
 
 use std::io::Write;
@@ -70,7 +71,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (digests, Split { found, quotas, examples }) = (digests?, split?);
     let sources = drawn(&inputs, &found, &quotas);
     let overlap = Overlap::of(&sources, args.seed);
-    let report = report::value(args, &sources, &digests, &suites, &examples, &overlap);
+    let report = report::value(args, &sources, &digests, &suites, &examples, &overlap)?;
     let path = report::path(&args.train_output);
     atomic::write_json(&path, &report)?;
     tell(&inputs, &found);
@@ -123,6 +124,14 @@ fn split(
     let mut progress = Progress::new(verbosity, "writing", total, 0);
     let sources = drawn(inputs, &found, &quotas);
     let overlap = (!args.allow_overlap).then(|| Overlap::of(&sources, args.seed));
+    let train: usize = quotas.iter().map(|quota| quota.train).sum();
+    if train > 0 && overlap.as_ref().is_some_and(|overlap| overlap.total() == train) {
+        anyhow::bail!(
+            "{}: all {train} training rows ask what a held-out row asks, so that none is left to train on; --test-size 0 holds out \
+             nothing, --dedup keeps one row of each prompt, --allow-overlap keeps them all",
+            args.dataset
+        );
+    }
     passes::second(&sources, outputs, args.seed, overlap.as_ref(), &mut progress)?;
     progress.finish();
     Ok(Split { found, quotas, examples })
@@ -175,6 +184,7 @@ fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
                     "{path}: a JSON array where one object per line is expected; name the file .json"
                 );
             }
+            Format::Lines => shape::check(file)?,
             _ => file.check()?,
         }
     }
@@ -215,12 +225,6 @@ fn quotas(args: &Args, inputs: &[Input], rows: &[usize]) -> anyhow::Result<Vec<Q
     let (train, eval) = (sum(|quota| quota.train), sum(|quota| quota.eval));
     if train == 0 && eval > 0 {
         let (test_size, dataset) = (args.test_size, &args.dataset);
-        if rows == [1] && dataset.contains(".json") {
-            usage!(
-                "{dataset}: the file holds one JSON object; expected one object per line, or an array of them (one inside an object, as in \
-                 {{\"data\": [...]}}, has to be taken out)"
-            );
-        }
         usage!(
             "{dataset}: too small for --test-size {test_size}: of {eval} rows, {eval} would be held out and none left \
              to train on; give more rows or a smaller --test-size"

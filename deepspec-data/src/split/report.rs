@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use deepspec_core::atomic::FileError;
 use deepspec_core::digest;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde::Serialize;
@@ -184,7 +185,8 @@ pub struct Rejected {
     pub rows: usize,
 }
 
-/// Whether the outputs that are there are of the split that is asked for, of the same files: what their report says was rejected.
+/// Whether the outputs that are there are of the split that is asked for, of the same files, and as it wrote them: what their
+/// report says was rejected.
 ///
 /// # Errors
 /// A file that cannot be read.
@@ -198,7 +200,9 @@ pub fn kept(args: &Args, inputs: &[Input], suites: &Suites) -> anyhow::Result<Op
     let asks_the_same = asked.as_object().into_iter().flatten().all(|(key, value)| report[key] == *value);
     let list = |key: &str| report[key].as_array().cloned().unwrap_or_default();
     let (sources, filters) = (list("sources"), list("suites"));
-    if !asks_the_same || sources.len() != inputs.len() || filters.len() != suites.suites().len() {
+    let is_whole = outputs(args).is_ok_and(|files| report["outputs"] == json!(files));
+    if !asks_the_same || !is_whole || sources.len() != inputs.len() || filters.len() != suites.suites().len()
+    {
         return Ok(None);
     }
     let same_filters =
@@ -217,11 +221,20 @@ pub fn kept(args: &Args, inputs: &[Input], suites: &Suites) -> anyhow::Result<Op
     Ok(Some(Rejected { rejected: count("rejected"), rows: count("rows") }))
 }
 
+/// Digests of both outputs.
+fn outputs(args: &Args) -> Result<[FileDigest; 2], FileError> {
+    let one = |path: &Path| {
+        let path = std::path::absolute(path).map_err(FileError::at("finding", path))?;
+        let bytes = std::fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
+        Ok(FileDigest { bytes, sha256: digest::file(&path)?, path })
+    };
+    Ok([one(&args.train_output)?, one(&args.eval_output)?])
+}
+
 /// The arguments that decide what is written.
 fn asked(args: &Args) -> Value {
     json!({
         "version": VERSION,
-        "eval_output": args.eval_output,
         "seed": args.seed,
         "test_size": args.test_size,
         "sample_size": args.sample_size,
@@ -232,6 +245,9 @@ fn asked(args: &Args) -> Value {
 }
 
 /// The whole report.
+///
+/// # Errors
+/// If an output cannot be read.
 pub fn value(
     args: &Args,
     sources: &[Drawn<'_>],
@@ -239,7 +255,7 @@ pub fn value(
     suites: &Suites,
     examples: &[Vec<Example>],
     overlap: &Overlap,
-) -> Value {
+) -> anyhow::Result<Value> {
     let sums = sums(args, sources, overlap);
     let reports = sources.iter().zip(&sums).zip(digests).map(|((source, sum), files)| SourceReport {
         name: source.input.name.as_deref(),
@@ -261,6 +277,7 @@ pub fn value(
     let mut report = asked(args);
     let found = json!({
         "tool_version": deepspec_core::VERSION,
+        "outputs": outputs(args)?,
         "train_rows_that_ask_what_is_held_out": overlap.total(),
         "total": Sum::total(&sums),
         "sources": reports.collect::<Vec<_>>(),
@@ -269,7 +286,7 @@ pub fn value(
     if let (Some(report), Value::Object(found)) = (report.as_object_mut(), found) {
         report.extend(found);
     }
-    report
+    Ok(report)
 }
 
 fn by_reason(found: &Found) -> BTreeMap<&'static str, usize> {

@@ -9,7 +9,7 @@ use deepspec_core::env;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_text::{Completeness, FinishReason, THOUGHTS};
 use reqwest::Url;
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
@@ -202,6 +202,12 @@ impl Client {
             let said = response.text().await.unwrap_or_default();
             bail!("status {status}: {}", said.chars().take(200).collect::<String>());
         }
+        let kind =
+            response.headers().get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+        if kind.starts_with("application/json") {
+            let said = response.text().await.unwrap_or_default();
+            bail!("no stream but JSON: {}", said.chars().take(200).collect::<String>());
+        }
         let (mut events, mut stream) = (Events::default(), Streamed::default());
         while let Some(bytes) = response.chunk().await? {
             let now = begun.elapsed();
@@ -233,8 +239,10 @@ impl Streamed {
             return Ok(());
         }
         let event: Value = serde_json::from_str(data).context("an event of the stream is no JSON")?;
-        // vLLM also writes errors as events of their own.
-        let own = (event["object"] == "error").then_some(&event);
+        // vLLM and others also write errors as events of their own.
+        let is_error =
+            event["object"] == "error" || (event.get("choices").is_none() && event["message"].is_string());
+        let own = is_error.then_some(&event);
         if let Some(error) = event.get("error").filter(|error| !error.is_null()).or(own) {
             bail!("{}", error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned));
         }

@@ -10,6 +10,8 @@ pub struct Events {
     data: Vec<String>,
     /// Whether the last byte was a carriage return, which a line feed may belong to.
     returned: bool,
+    /// Whether the first line has ended, before which a byte order mark may stand.
+    begun: bool,
 }
 
 impl Events {
@@ -39,7 +41,10 @@ impl Events {
     }
 
     fn end_line(&mut self) -> Option<String> {
-        let line = String::from_utf8_lossy(&std::mem::take(&mut self.line)).into_owned();
+        let mut line = String::from_utf8_lossy(&std::mem::take(&mut self.line)).into_owned();
+        if !std::mem::replace(&mut self.begun, true) && line.starts_with('\u{feff}') {
+            line.remove(0);
+        }
         if line.is_empty() {
             let data = std::mem::take(&mut self.data).join("\n");
             return Some(data).filter(|data| !data.trim().is_empty());

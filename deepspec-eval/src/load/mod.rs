@@ -238,23 +238,27 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     conclude(&report)
 }
 
-/// Exit code 1 where more than a few requests failed, with the reasons.
+/// Exit code 1 where more than a few requests of a run failed, with the reasons.
 fn conclude(report: &Report) -> anyhow::Result<()> {
-    let sum = |of: fn(&Summary) -> usize| report.runs.iter().map(of).sum::<usize>();
-    let (requests, failed) = (sum(|run| run.requests), sum(|run| run.failed));
-    if failed as f64 <= FEW * requests as f64 {
+    let has_failed = |run: &&Summary| run.failed as f64 > FEW * run.requests as f64;
+    let runs: Vec<&Summary> = report.runs.iter().filter(has_failed).collect();
+    if runs.is_empty() {
         return Ok(());
     }
+    let sum = |of: fn(&Summary) -> usize| runs.iter().map(|run| of(run)).sum::<usize>();
+    let (requests, failed) = (sum(|run| run.requests), sum(|run| run.failed));
     let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
-    for (reason, count) in report.runs.iter().flat_map(|run| &run.problems) {
+    for (reason, count) in runs.iter().flat_map(|run| &run.problems) {
         *reasons.entry(reason).or_default() += count;
     }
     let mut reasons: Vec<_> = reasons.into_iter().collect();
     reasons.sort_by_key(|(_, count)| Reverse(*count));
     let shown =
         reasons.iter().take(3).map(|(reason, count)| format!("{count} × {reason}")).collect::<Vec<_>>();
+    let names: Vec<String> = runs.iter().map(|run| format!("{} at {}", run.server, run.level)).collect();
     let reason = format!(
-        "{failed} of {requests} requests failed, so the figures are not those of a working server: {}; all reasons are in requests.parquet",
+        "{}: {failed} of {requests} requests failed, so the figures are not those of a working server: {}; all reasons are in requests.parquet",
+        names.join(", "),
         shown.join("; ")
     );
     Err(ExitWith { code: 1, reason }.into())

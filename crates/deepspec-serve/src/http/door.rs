@@ -79,9 +79,9 @@ fn without_port(host: &str) -> &str {
 
 /// Whether a header brings the key; in a time that does not tell how much of it was right.
 fn is_key(sent: &str, key: &str) -> bool {
-    let sent = sent.strip_prefix("Bearer ").unwrap_or_default().as_bytes();
-    let differing = sent.iter().zip(key.as_bytes()).fold(0, |all, (a, b)| all | (a ^ b));
-    sent.len() == key.len() && differing == 0
+    let Some((scheme, sent)) = sent.split_once(' ') else { return false };
+    let differing = sent.bytes().zip(key.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
+    scheme.eq_ignore_ascii_case("bearer") && sent.len() == key.len() && differing == 0
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ pub struct Args {
     #[arg(long, default_value_t = 8, value_name = "MB")]
     max_body: usize,
     /// Key that requests must bring as `Authorization: Bearer KEY`; without it everyone who reaches the port is answered
-    #[arg(long, value_name = "KEY")]
+    #[arg(long, value_name = "KEY", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     api_key: Option<String>,
     /// Connections that are open at once; further ones wait
     #[arg(long, default_value_t = 1024, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -86,6 +86,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if !door.is_local && door.key.is_none() {
         tracing::warn!("--host {} without --api-key: everyone who reaches the port is answered", args.host);
     }
+    model.report_thinking();
     let app = Arc::new(App::new(model, name, engine.slots, limits, door));
     // Dropped at the end of this line, and with it every request, so that the engine is idle when `app` ends it.
     Runtime::new().context("starting the server's threads")?.block_on(serve(

@@ -79,6 +79,8 @@ pub struct Failure {
     pub retry_after: Option<Duration>,
     /// All that the server said, to look for names of fields in.
     pub said: String,
+    /// Why the answer ended, of one that was broken off.
+    pub finish: Option<FinishReason>,
 }
 
 impl fmt::Display for Failure {
@@ -89,7 +91,7 @@ impl fmt::Display for Failure {
 
 impl Failure {
     fn new(class: Class, problem: String) -> Self {
-        Self { class, problem, retry_after: None, said: String::new() }
+        Self { class, problem, retry_after: None, said: String::new(), finish: None }
     }
 
     /// The request was taken back.
@@ -104,7 +106,8 @@ impl Failure {
 
     /// The server ended the answer before the model did.
     pub fn broken_off(reason: FinishReason) -> Self {
-        Self::new(Class::BrokenOff, format!("the answer was broken off (finish_reason {:?})", reason.word()))
+        let problem = format!("the answer was broken off (finish_reason {:?})", reason.word());
+        Self { finish: Some(reason), ..Self::new(Class::BrokenOff, problem) }
     }
 
     /// The model said nothing; asked again, it may.
@@ -145,7 +148,7 @@ impl Failure {
         {
             problem = format!("HTTP {}: it sends us on to {to}; give that address", status.as_u16());
         }
-        Self { class, problem, retry_after, said: said(text) }
+        Self { class, problem, retry_after, said: said(text), finish: None }
     }
 
     /// Whether the server names this field in its refusal, as a word.

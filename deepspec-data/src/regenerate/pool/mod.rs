@@ -172,7 +172,11 @@ impl Pool {
                 | Class::Denied => {
                     attempts += 1;
                     if attempts >= self.options.attempts {
-                        return Err(AskError::Row(format!("{problem} (attempt {attempts})")));
+                        let problem = format!("{problem} (attempt {attempts})");
+                        return Err(match failure.finish {
+                            Some(reason) => AskError::BrokenOff(problem, reason),
+                            None => AskError::Row(problem),
+                        });
                     }
                     tokio::time::sleep(pauses.next().unwrap_or(BACK_OFF.1)).await;
                 }

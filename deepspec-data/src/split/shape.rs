@@ -1,0 +1,65 @@
+//! JSON files whose rows do not stand one on each line.
+
+use std::fs;
+use std::io::{BufRead, Read};
+
+use deepspec_core::atomic::FileError;
+use deepspec_core::jsonl;
+use deepspec_rows::DataFile;
+use deepspec_text::is_record_key;
+use serde_json::{Map, Value};
+
+/// Bytes of a file that is parsed to say what it holds.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// Refuses a file of JSON text whose rows are spread over lines or lie inside an object, with the command that takes them out.
+///
+/// # Errors
+/// What the file holds; a file that cannot be read.
+pub fn check(file: &DataFile) -> anyhow::Result<()> {
+    let mut text = jsonl::open_text(file.path())?;
+    let mut line = vec![];
+    while line.trim_ascii().is_empty() {
+        line.clear();
+        let read = Read::take(&mut text, MOST_BYTES).read_until(b'\n', &mut line);
+        if read.map_err(FileError::at("reading", file.path()))? == 0 {
+            return Ok(());
+        }
+    }
+    let first = serde_json::from_slice::<Value>(&line).ok();
+    let is_alone = first.is_some()
+        && text.fill_buf().map_err(FileError::at("reading", file.path()))?.trim_ascii().is_empty();
+    let held = match first {
+        Some(value) if is_alone => Some(value),
+        Some(_) => None,
+        None if fs::metadata(file.path()).is_ok_and(|data| data.len() > MOST_BYTES) => None,
+        None => {
+            let text = jsonl::open_text(file.path())?;
+            let mut values = serde_json::Deserializer::from_reader(text).into_iter::<Value>();
+            values.next().and_then(Result::ok)
+        }
+    };
+    let Some(Value::Object(fields)) = held else { return Ok(()) };
+    let path = file.path().display();
+    match wrapped(&fields) {
+        Some(key) => anyhow::bail!(
+            "{path} is one JSON object with its rows in `{key}`, expected one object per line; take them out: \
+             jq -c '.{key}[]' {path} > rows.jsonl"
+        ),
+        None if !is_alone => anyhow::bail!(
+            "{path} holds JSON objects over several lines, expected one object per line; write them so: \
+             jq -c . {path} > rows.jsonl"
+        ),
+        None => Ok(()),
+    }
+}
+
+/// The key of the rows that an object holds, if it is no row itself.
+fn wrapped(fields: &Map<String, Value>) -> Option<&str> {
+    if fields.keys().any(|key| is_record_key(key)) {
+        return None;
+    }
+    let holds_rows =
+        |value: &Value| value.as_array().is_some_and(|rows| rows.first().is_some_and(Value::is_object));
+    fields.iter().find(|(_, value)| holds_rows(value)).map(|(key, _)| key.as_str())
+}
