@@ -34,6 +34,8 @@ fn a_run_reports_both_rules_as_two_runs_would() {
         (&other["draft_sampling"], &other["suites"][0]["suite"]),
         (&json!("greedy"), &json!("smoke-math"))
     );
+    // Sentences are wrapped.
+    let table = table.replace('\n', " ");
     for words in ["τ probabilistic", "τ greedy", "--draft-sampling probabilistic"] {
         assert!(table.contains(words), "{words} not in {table}");
     }

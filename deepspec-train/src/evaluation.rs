@@ -65,6 +65,7 @@ impl Questions {
             system_prompt: None,
             stop_ids: &stop_ids,
             context: source.config.max_position_embeddings,
+            vocab_size: source.config.vocab_size as usize,
         };
         let dir = env::expand_home(&eval.suites_dir);
         if !Path::new(&dir).is_dir() && !eval.suites.iter().all(|name| is_file(name)) {

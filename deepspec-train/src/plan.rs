@@ -253,8 +253,8 @@ impl Plan<'_> {
                 count(schedule.steps_per_epoch, "step"),
                 count(schedule.num_train_epochs, "epoch")
             ),
-            (Err(_), Some(steps)) => format!("{steps} steps of {each}"),
-            (Err(_), None) => format!("{} epochs in steps of {each}", train.num_train_epochs),
+            (Err(_), Some(steps)) => format!("{} of {each}", count(steps, "step")),
+            (Err(_), None) => format!("{} in steps of {each}", count(train.num_train_epochs, "epoch")),
         }
     }
 

@@ -147,7 +147,7 @@ fn train(
         }
         None => {
             tracing::info!("{} is complete at step {first}; nothing to do", recipe.name);
-            Ok(())
+            report_unused(&inputs.dataset, group)
         }
     }
 }

@@ -127,6 +127,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
         system_prompt: None,
         stop_ids: &stop_ids,
         context,
+        vocab_size: source.config.vocab_size as usize,
     };
     let dir = workspace().join("eval_datasets");
     let folder = Folder::open(&dir).unwrap();

@@ -67,8 +67,8 @@ pub struct Document {
     path: PathBuf,
     text: String,
     value: serde_json::Value,
-    /// Keys that overrides have set, which stand in no line.
-    set: Vec<String>,
+    /// Keys that overrides have set, which stand in no line, and whether the file has them too.
+    set: Vec<(String, bool)>,
 }
 
 impl Document {
@@ -89,6 +89,9 @@ impl Document {
         // Editors on Windows begin files with a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let mut value: Value = serde_yaml::from_str(text).map_err(|error| syntax(error.to_string()))?;
+        let keys = overrides.iter().filter_map(|item| Some(item.split_once('=')?.0.to_string()));
+        let is_there = |key: &str| key.split('.').try_fold(&value, |within, key| within.get(key)).is_some();
+        let set_keys = keys.map(|key| (key.clone(), is_there(&key))).collect();
         for item in overrides {
             set(&mut value, item)?;
         }
@@ -100,10 +103,9 @@ impl Document {
             };
             return Err(ConfigError::Key { path, line, key, problem: "a number must be finite".into() });
         }
-        let set = overrides.iter().filter_map(|item| Some(item.split_once('=')?.0.to_string())).collect();
         // Through JSON's data model, where an enum is a map with one key rather than a YAML tag.
         let value = serde_json::to_value(value).map_err(|error| syntax(error.to_string()))?;
-        Ok(Self { path: path.to_path_buf(), text: text.into(), value, set })
+        Ok(Self { path: path.to_path_buf(), text: text.into(), value, set: set_keys })
     }
 
     /// A value that was read before; `path` labels errors.
@@ -148,9 +150,12 @@ impl Document {
 
     /// An error about a dotted key, with its line where it stands in the file.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> ConfigError {
-        let is_set = self.set.iter().any(|set| {
-            key == set || key.strip_prefix(set.as_str()).is_some_and(|rest| rest.starts_with(['.', '[']))
-        });
+        let is_within = |inner: &str, outer: &str| {
+            inner == outer || inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with(['.', '[']))
+        };
+        // A set key, what stands in it, and a section which only a set key that the file lacks can have made wrong.
+        let is_set =
+            self.set.iter().any(|(set, is_there)| is_within(key, set) || (is_within(set, key) && !is_there));
         let line = if is_set { None } else { line_of(&self.text, key) };
         let path = if is_set { PathBuf::from("--set") } else { self.path.clone() };
         ConfigError::Key { path, line, key: key.into(), problem: problem.into() }

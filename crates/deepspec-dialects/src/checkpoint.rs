@@ -45,6 +45,11 @@ impl Checkpoint {
         self.unsupported = Some((key, reason));
     }
 
+    /// What [`Self::set_unsupported`] noted.
+    pub(crate) fn unsupported(&self) -> Option<(&str, &str)> {
+        self.unsupported.as_ref().map(|(key, reason)| (key.as_str(), reason.as_str()))
+    }
+
     /// Its folder.
     pub fn dir(&self) -> &Path {
         &self.dir

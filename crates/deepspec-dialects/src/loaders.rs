@@ -61,6 +61,9 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
 /// reference's classes without norms on queries and keys are not known to others.
 fn of_layers(checkpoint: &Checkpoint) -> Option<String> {
     let family = checkpoint.drafter().family;
+    if let Some((key, reason)) = checkpoint.unsupported() {
+        return Some(format!("not known, for `{key}` is not run here: {reason}"));
+    }
     match checkpoint.dialect() {
         _ if !family.pre_norm => Some(format!("no engine's drafter has {family} layers")),
         Dialect::Reference if !family.qk_norm => {

@@ -1,6 +1,6 @@
 //! Tensors as bytes, from one safetensors file or several, or from the GGUF of a language model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
@@ -190,24 +190,38 @@ impl Tensors {
     }
 }
 
-/// Beginnings that training wrappers put before every name of a module: DataParallel's, torch.compile's, FSDP's and PEFT's.
-const WRAPPERS: [&str; 4] = ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model."];
+/// Beginnings that training wrappers put before the names of a module: DataParallel's, PEFT's, vLLM's of drafters.
+const WRAPPERS: [&str; 3] = ["module.", "base_model.model.", "draft_model."];
+/// What torch.compile, FSDP and checkpointing put into names, before any module.
+const INNER_WRAPPERS: [&str; 3] = ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."];
 
 /// Tensors by name, and where each lies.
 type Named = (BTreeMap<String, TensorFacts>, BTreeMap<String, (usize, u64)>);
 
-/// Takes off the names what wrappers have put before all of them.
-fn without_wrappers(
-    mut facts: BTreeMap<String, TensorFacts>,
-    mut places: BTreeMap<String, (usize, u64)>,
-) -> Named {
-    let wraps_all = |wrapper: &&&str, facts: &BTreeMap<String, TensorFacts>| {
-        !facts.is_empty() && facts.keys().all(|name| name.starts_with(**wrapper))
+/// Takes off the names what wrappers have put into them, unless two names would be the same then.
+fn without_wrappers(facts: BTreeMap<String, TensorFacts>, places: BTreeMap<String, (usize, u64)>) -> Named {
+    // Lightning and vLLM call a whole model `model`, within which a drafter has its `fc` and a target its own `model`.
+    let is_within = |name: &str| facts.contains_key(&format!("model.{name}"));
+    let holds_model = facts.keys().all(|name| name.starts_with("model."))
+        && (is_within("fc.weight") || is_within("model.embed_tokens.weight"));
+    let bare = |name: &str| {
+        let mut rest = if holds_model { &name["model.".len()..] } else { name };
+        while let Some(shorter) =
+            WRAPPERS.iter().chain(&INNER_WRAPPERS).find_map(|wrapper| rest.strip_prefix(wrapper))
+        {
+            rest = shorter;
+        }
+        INNER_WRAPPERS
+            .iter()
+            .fold(rest.to_string(), |name, wrapper| name.replace(&format!(".{wrapper}"), "."))
     };
-    while let Some(wrapper) = WRAPPERS.iter().find(|wrapper| wraps_all(wrapper, &facts)) {
-        facts = facts.into_iter().map(|(name, facts)| (name[wrapper.len()..].to_string(), facts)).collect();
-        places = places.into_iter().map(|(name, place)| (name[wrapper.len()..].to_string(), place)).collect();
+    let names: BTreeMap<String, String> = facts.keys().map(|name| (name.clone(), bare(name))).collect();
+    let distinct: BTreeSet<&String> = names.values().collect();
+    if distinct.len() < names.len() || names.iter().all(|(name, bare)| name == bare) {
+        return (facts, places);
     }
+    let facts = facts.into_iter().map(|(name, facts)| (names[&name].clone(), facts)).collect();
+    let places = places.into_iter().map(|(name, place)| (names[&name].clone(), place)).collect();
     (facts, places)
 }
 

@@ -31,7 +31,10 @@ pub enum ModelError {
         problem: String,
     },
     /// A tensor is not in the checkpoint.
-    #[error("{}: no tensor `{name}`; is this a {expected} checkpoint?", path.display())]
+    #[error("{}: no tensor `{name}`; {}", path.display(), like.as_ref().map_or_else(
+        || format!("is this a {expected} checkpoint?"),
+        |like| format!("it has `{like}`: rename the tensors to those of a {expected} checkpoint"),
+    ))]
     MissingTensor {
         /// The checkpoint.
         path: PathBuf,
@@ -39,6 +42,8 @@ pub enum ModelError {
         name: String,
         /// What was being loaded.
         expected: String,
+        /// A tensor there whose name has the same end.
+        like: Option<String>,
     },
     /// A tensor has another shape than the config says.
     #[error("{}: tensor `{name}` has shape {found:?}, the config wants {expected:?}", path.display())]

@@ -151,14 +151,23 @@ pub fn stop_ids(dir: &Path, tokenizer_eos: Option<i64>) -> Result<Vec<i64>, Mode
     } else {
         Map::new()
     };
-    let (_, config) = read_json(dir)?;
+    let (config_path, config) = read_json(dir)?;
     let text = config.get("text_config").and_then(Value::as_object);
     let mut ids: Vec<i64> = vec![];
-    for map in [Some(&generation), Some(&config), text].into_iter().flatten() {
-        match map.get("eos_token_id") {
-            Some(Value::Array(list)) => ids.extend(list.iter().filter_map(Value::as_i64)),
-            Some(id) => ids.extend(id.as_i64()),
-            None => {}
+    for (file, map) in
+        [(&path, Some(&generation)), (&config_path, Some(&config)), (&config_path, text)].into_iter()
+    {
+        let found = map.and_then(|map| map.get("eos_token_id")).filter(|id| !id.is_null());
+        let listed = match found {
+            Some(Value::Array(list)) => list.as_slice(),
+            Some(id) => std::slice::from_ref(id),
+            None => &[],
+        };
+        for id in listed {
+            ids.push(id.as_i64().ok_or_else(|| ModelError::NotAModel {
+                path: file.clone(),
+                problem: format!("`eos_token_id` must be a token id or a list of them, found {id}"),
+            })?);
         }
     }
     ids.extend(tokenizer_eos);

@@ -79,6 +79,17 @@ impl Weights {
         Ok(self.tensors.check_finite()?)
     }
 
+    /// A tensor whose name is `name` behind another beginning, or the same module's in a quantised form.
+    fn like(&self, name: &str) -> Option<String> {
+        let within = name.strip_prefix("model.").unwrap_or(name);
+        let module = name.strip_suffix("weight").unwrap_or(name);
+        let is_like = |other: &&str| {
+            other.strip_suffix(within).is_some_and(|before| before.ends_with('.'))
+                || (other.starts_with(module) && other.ends_with("qweight"))
+        };
+        self.tensors.iter().map(|(other, _)| other).find(is_like).map(str::to_owned)
+    }
+
     /// Names that were never asked for.
     pub fn unread(&self) -> Vec<String> {
         self.unread.borrow().clone()
@@ -90,8 +101,12 @@ impl Weights {
     /// If it is missing, has another shape or dtype, or cannot be read.
     pub fn get(&self, name: &str, shape: &[i64]) -> Result<Tensor, ModelError> {
         let path = || self.tensors.dir().to_path_buf();
-        let missing =
-            || ModelError::MissingTensor { path: path(), name: name.into(), expected: self.expected.clone() };
+        let missing = || ModelError::MissingTensor {
+            path: path(),
+            name: name.into(),
+            expected: self.expected.clone(),
+            like: self.like(name),
+        };
         let facts = self.tensors.get(name).ok_or_else(missing)?;
         let found: Vec<i64> = facts.shape.iter().map(|&n| n as i64).collect();
         if found != shape {

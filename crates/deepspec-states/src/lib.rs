@@ -28,7 +28,7 @@ pub use dataset::Dataset;
 pub use error::StatesError;
 pub use fill::fill;
 pub use online::SampleStates;
-pub use rows::{Rejected, Report, Tokenised, tokenise};
+pub use rows::{Rejected, Report, Tokenised, tokenise, unknown_token};
 pub use samples::SampleMeta;
 pub use source::{TargetBundle, chat_template, check_fit, check_rules, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};

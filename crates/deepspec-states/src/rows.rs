@@ -7,7 +7,7 @@ use deepspec_cache::PlannedSample;
 use deepspec_core::cli::count;
 use deepspec_core::jsonl::{self, Line};
 use deepspec_core::row::{self, UniqueIds};
-use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, Served, served_thinking, supervise};
+use deepspec_text::{ChatTokenizer, Conversation, MIN_SUPERVISED_TOKENS, Served, served_thinking, supervise};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
@@ -206,6 +206,13 @@ fn parse(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
     (number, parsed)
 }
 
+/// Why a target whose embedding has `vocab_size` rows cannot read these ids, if so.
+pub fn unknown_token(tokenizer: &ChatTokenizer, ids: &[i64], vocab_size: usize) -> Option<String> {
+    let id = *ids.iter().find(|&&id| id as usize >= vocab_size)?;
+    let token = tokenizer.token(id).unwrap_or_default();
+    Some(format!("token {token:?} has the id {id}, and the target's embedding {vocab_size} rows"))
+}
+
 fn usable(fields: &Map<String, Value>) -> Result<(Option<String>, Conversation), String> {
     let id = row::own_id(fields)?;
     let conversation = Conversation::from_row(fields).map_err(|error| error.to_string())?;
@@ -222,11 +229,10 @@ fn sample(row: Parsed, source: &TargetBundle) -> Outcome {
     match supervise(&source.tokenizer, &source.template, &conversation, max_length) {
         Err(error) => Outcome::Bad(error.to_string().replace('\n', " ")),
         Ok(found)
-            if let Some(&id) =
-                found.input_ids.iter().find(|&&id| id as usize >= source.identity.vocab_size) =>
+            if let Some(problem) =
+                unknown_token(&source.tokenizer, &found.input_ids, source.identity.vocab_size) =>
         {
-            let (token, rows) = (source.tokenizer.token(id).unwrap_or_default(), source.identity.vocab_size);
-            Outcome::Bad(format!("token {token:?} has the id {id}, and the target's embedding {rows} rows"))
+            Outcome::Bad(problem)
         }
         Ok(found) if found.supervised_count() < MIN_SUPERVISED_TOKENS => Outcome::TooShort,
         Ok(found) => Outcome::Kept {

@@ -211,7 +211,8 @@ fn samples(path: &Path) -> anyhow::Result<Vec<Sample>> {
 }
 
 fn sample(row: &Map<String, Value>, index: usize) -> Result<Sample, String> {
-    let id = if row.contains_key("id") { row::id_of(row)? } else { index.to_string() };
+    let has_id = row.get("id").is_some_and(|id| !id.is_null());
+    let id = if has_id { row::id_of(row)? } else { index.to_string() };
     let turns = match row.get("turns") {
         Some(Value::Array(turns)) => turns,
         Some(other) => return Err(format!("`turns` must be an array of texts, found {}", kind_of(other))),
@@ -330,7 +331,8 @@ mod tests {
         assert_eq!(problem("{\"turns\":[]}"), "1: `turns` is empty");
         assert_eq!(problem("{\"turns\":[\"a\",\" \"]}"), "1: turn 2 of `turns` is blank");
         assert_eq!(problem("{\"turns\":[{}]}"), "1: turn 1 of `turns` must be a text, found an object");
-        assert_eq!(problem("{\"id\":null,\"turns\":[\"a\"]}"), "1: the row has no `id`");
+        fs::write(dir.path().join("aime24.jsonl"), "{\"id\":null,\"turns\":[\"a\"]}").unwrap();
+        assert_eq!(load(dir.path(), "aime24", 0, None).unwrap().samples[0].id, "0", "null is no id");
         assert_eq!(
             problem("{\"id\":[1],\"turns\":[\"a\"]}"),
             "1: `id` must be a string or an integer, found an array"

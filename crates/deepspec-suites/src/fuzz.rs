@@ -40,9 +40,16 @@ fn rows(dir: &Path) -> PathBuf {
 /// From the folder to requests, as a run does it; the refusal as a run prints it.
 fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<Prepared>, String> {
     let (sampling, stop_ids) = (Sampling::new(1.0, 1), [0]);
-    let (max_new_tokens, thinking, system_prompt, context) = (64, false, None, 4096);
-    let asking =
-        Asking { tokenizer, sampling, max_new_tokens, thinking, system_prompt, stop_ids: &stop_ids, context };
+    let asking = Asking {
+        tokenizer,
+        sampling,
+        max_new_tokens: 64,
+        thinking: false,
+        system_prompt: None,
+        stop_ids: &stop_ids,
+        context: 4096,
+        vocab_size: 1024,
+    };
     let prepare = || -> anyhow::Result<Vec<Prepared>> {
         let folder = Folder::open(dir)?;
         let suites = folder.select(&[NAME.to_string()], &[])?;

@@ -23,6 +23,17 @@ pub struct Asking<'a> {
     pub stop_ids: &'a [i64],
     /// Tokens of prompt and answer that the target can hold.
     pub context: usize,
+    /// Rows of the target's embedding: ids of prompts are below.
+    pub vocab_size: usize,
+}
+
+/// Why the target cannot be asked a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unaskable {
+    /// It has so many tokens, and the context no room for an answer.
+    TooLong(usize),
+    /// It has this token, for which the target has no embedding.
+    UnknownToken(i64),
 }
 
 /// A suite ready to decode.
@@ -35,7 +46,7 @@ pub struct Prepared {
     pub requests: Vec<Request>,
     /// What the user says in each such row, turn by turn.
     pub turns: Vec<Vec<String>>,
-    /// Ids of the rows whose prompt leaves no room for an answer.
+    /// Ids of the rows whose prompt leaves no room for an answer, or has tokens that the target does not know.
     pub skipped: Vec<String>,
     /// Requests with less room than asked for.
     pub shortened: usize,
@@ -57,11 +68,17 @@ impl Asking<'_> {
                     requests.push(request);
                     turns.push(sample.turns.clone());
                 }
-                Err(length) => {
-                    let (id, context) = (&sample.id, self.context);
-                    tracing::warn!(
-                        "{name}/{id} is skipped: its prompt has {length} tokens, the target holds {context}"
-                    );
+                Err(problem) => {
+                    let (id, context, vocab) = (&sample.id, self.context, self.vocab_size);
+                    let problem = match problem {
+                        Unaskable::TooLong(length) => {
+                            format!("its prompt has {length} tokens, the target holds {context}")
+                        }
+                        Unaskable::UnknownToken(token) => {
+                            format!("its prompt has token {token}, the target's vocabulary has {vocab}")
+                        }
+                    };
+                    tracing::warn!("{name}/{id} is skipped: {problem}");
                     skipped.push(sample.id.clone());
                 }
             }
@@ -69,7 +86,8 @@ impl Asking<'_> {
         let shortened =
             requests.iter().filter(|request| request.max_new_tokens < self.max_new_tokens).count();
         if requests.is_empty() {
-            usage!("{name}: no prompt fits into the target's {} tokens", self.context);
+            let (context, vocab) = (self.context, self.vocab_size);
+            usage!("{name}: no prompt fits into the target's {context} tokens and its vocabulary of {vocab}");
         }
         if shortened > 0 {
             let (count, asked, context) = (requests.len(), self.max_new_tokens, self.context);
@@ -81,16 +99,19 @@ impl Asking<'_> {
         Ok(Prepared { rows, ids, requests, turns, skipped, shortened })
     }
 
-    /// Asks for the next answer of a conversation; the prompt's length instead where it leaves no room for an answer.
+    /// Asks for the next answer of a conversation, or says why that cannot be.
     ///
     /// # Errors
     /// If the template refuses the conversation.
-    pub fn request(&self, id: String, messages: &[Message]) -> anyhow::Result<Result<Request, usize>> {
+    pub fn request(&self, id: String, messages: &[Message]) -> anyhow::Result<Result<Request, Unaskable>> {
         let prompt = generation_prompt(self.tokenizer, messages, self.system_prompt, Some(self.thinking))
             .with_context(|| format!("asking {id}"))?;
         let room = self.context.saturating_sub(prompt.len());
         if room == 0 {
-            return Ok(Err(prompt.len()));
+            return Ok(Err(Unaskable::TooLong(prompt.len())));
+        }
+        if let Some(&token) = prompt.iter().find(|&&token| token >= self.vocab_size as i64) {
+            return Ok(Err(Unaskable::UnknownToken(token)));
         }
         Ok(Ok(Request {
             id,

@@ -67,9 +67,10 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
     };
     match parsed {
         Value::Null => Ok(None),
-        Value::Array(mut tools) => match tools.iter().find(|tool| !tool.is_object()) {
+        Value::Array(mut tools) => match tools.iter().find(|tool| !tool.is_object() && !tool.is_null()) {
             Some(_) => Err(RowError::Tools { found: "an array with entries that are no objects" }),
             None => {
+                tools.retain(|tool| !tool.is_null());
                 // Columnar files fill in nulls; what a schema says within `parameters` stays as it is.
                 for tool in tools.iter_mut().filter_map(Value::as_object_mut) {
                     tool.retain(|_, value| !value.is_null());

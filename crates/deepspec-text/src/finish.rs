@@ -43,7 +43,7 @@ pub enum Completeness {
 }
 
 /// The words of servers and their libraries, in small letters: OpenAI, vLLM, SGLang, llama.cpp, TGI, Mistral, Anthropic, Gemini, DeepSeek.
-const WORDS: [(&str, FinishReason); 42] = [
+const WORDS: [(&str, FinishReason); 38] = [
     ("stop", FinishReason::Stop),
     ("eos", FinishReason::Stop),
     ("eos_token", FinishReason::Stop),
@@ -80,10 +80,6 @@ const WORDS: [(&str, FinishReason); 42] = [
     ("error", FinishReason::Error),
     ("internal_error", FinishReason::Error),
     ("insufficient_system_resource", FinishReason::Error),
-    ("network_error", FinishReason::Error),
-    ("server_error", FinishReason::Error),
-    ("overloaded", FinishReason::Error),
-    ("unavailable", FinishReason::Error),
     ("repetition", FinishReason::Repetition),
     ("unknown", FinishReason::Unknown),
 ];
@@ -92,7 +88,16 @@ impl FinishReason {
     /// Reads the word of a server, in any case.
     pub fn of_word(word: &str) -> Self {
         let word = word.trim().to_ascii_lowercase();
-        WORDS.iter().find(|(known, _)| *known == word).map_or(Self::Unknown, |&(_, reason)| reason)
+        let known = WORDS.iter().find(|(known, _)| *known == word).map(|&(_, reason)| reason);
+        known.unwrap_or_else(|| match word.as_str() {
+            word if ["error", "fail", "overload", "unavailable"].iter().any(|part| word.contains(part)) => {
+                Self::Error
+            }
+            word if ["abort", "cancel", "timeout", "timed"].iter().any(|part| word.contains(part)) => {
+                Self::Abort
+            }
+            _ => Self::Unknown,
+        })
     }
 
     /// Reads `finish_reason` of a message, a row or a choice. Null and absent are `None`.
@@ -101,6 +106,7 @@ impl FinishReason {
     pub fn of_field(value: Option<&Value>) -> Option<Self> {
         match value? {
             Value::Null => None,
+            Value::String(word) if word.trim().is_empty() => None,
             Value::String(word) => Some(Self::of_word(word)),
             Value::Object(fields) => Self::of_field(fields.get("type")),
             _ => Some(Self::Unknown),
@@ -110,8 +116,11 @@ impl FinishReason {
     /// Reads a choice of a chat completion that was asked for with the stop strings `stops`.
     ///
     /// Most servers say `stop` for a stop string too. vLLM names it in `stop_reason`, SGLang in `matched_stop`; with a
-    /// server that names nothing the answer counts as cut.
-    pub fn of_choice(choice: &Value, has_stops: bool) -> Self {
+    /// server that names nothing the answer counts as cut. Routers repeat the reason in `stop_reason`.
+    pub fn of_choice(choice: &Value, stops: &[&str]) -> Self {
+        if choice.get("error").is_some_and(|error| !error.is_null()) {
+            return Self::Error;
+        }
         let reason = Self::of_field(choice.get(FINISH_REASON)).unwrap_or(Self::Unknown);
         let arguments_are_json = choice["message"]["tool_calls"]
             .as_array()
@@ -122,12 +131,13 @@ impl FinishReason {
         if reason != Self::Stop {
             return reason;
         }
-        match choice.get("stop_reason").or_else(|| choice.get("matched_stop")) {
-            Some(Value::String(_)) => Self::StopSequence,
-            // A token id, or null where the model ended its turn.
-            Some(_) => Self::Stop,
-            None if has_stops => Self::StopSequence,
-            None => Self::Stop,
+        let named = ["stop_reason", "matched_stop"].map(|name| choice.get(name));
+        let mut texts = named.into_iter().flatten().filter_map(Value::as_str);
+        match named {
+            _ if texts.any(|text| stops.contains(&text)) => Self::StopSequence,
+            [None, None] if !stops.is_empty() => Self::StopSequence,
+            // A token id, null, or another word for the end of the turn.
+            _ => Self::Stop,
         }
     }
 
@@ -194,6 +204,8 @@ mod tests {
             assert_eq!(FinishReason::of_word(expected.word()), expected, "what is written is read again");
         }
         assert_eq!(FinishReason::of_word("something new"), FinishReason::Unknown);
+        assert_eq!(FinishReason::of_word("server_error"), FinishReason::Error);
+        assert_eq!(FinishReason::of_word("timed out"), FinishReason::Abort);
         assert_eq!(
             FinishReason::of_field(Some(&json!({"type": "abort", "message": "x"}))),
             Some(FinishReason::Abort)
@@ -204,7 +216,8 @@ mod tests {
 
     #[test]
     fn stop_strings_and_cut_calls_are_told_from_ends_of_turns() {
-        let read = |choice: Value, stops| FinishReason::of_choice(&choice, stops);
+        let read =
+            |choice: Value, stops: bool| FinishReason::of_choice(&choice, if stops { &["END"] } else { &[] });
         assert_eq!(read(json!({"finish_reason": "stop"}), false), FinishReason::Stop);
         assert_eq!(read(json!({"finish_reason": "stop"}), true), FinishReason::StopSequence);
         assert_eq!(read(json!({"finish_reason": "stop", "stop_reason": null}), true), FinishReason::Stop);
@@ -213,7 +226,19 @@ mod tests {
             FinishReason::StopSequence
         );
         assert_eq!(read(json!({"finish_reason": "stop", "matched_stop": 151645}), true), FinishReason::Stop);
+        assert_eq!(
+            read(json!({"finish_reason": "stop", "stop_reason": null, "matched_stop": "END"}), true),
+            FinishReason::StopSequence
+        );
+        for word in ["end_turn", "stop", "<|im_end|>"] {
+            assert_eq!(read(json!({"finish_reason": "stop", "stop_reason": word}), true), FinishReason::Stop);
+        }
+        assert_eq!(
+            read(json!({"finish_reason": "stop", "error": {"message": "x"}}), false),
+            FinishReason::Error
+        );
         assert_eq!(read(json!({"finish_reason": null}), false), FinishReason::Unknown);
+        assert_eq!(read(json!({"finish_reason": ""}), false), FinishReason::Unknown);
         let call = |arguments: &str, finish: &str| json!({"finish_reason": finish, "message": {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}});
         assert_eq!(read(call("{\"a\": 1}", "tool_calls"), false), FinishReason::ToolCalls);
         assert_eq!(read(call("{\"a\": ", "tool_calls"), false), FinishReason::InvalidToolCall);

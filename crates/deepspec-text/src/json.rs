@@ -10,9 +10,14 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
+use crate::template::{WIDEST, too_wide};
+
 /// `{{ value | tojson }}` or `{{ value | tojson(indent=2) }}`; keys keep their order.
 pub fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
+    if let Some(width) = indent.filter(|&width| width > WIDEST as usize) {
+        return Err(too_wide(width as i64));
+    }
     if options.get::<Option<bool>>("ensure_ascii")? == Some(true) {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=True) is not supported"));
     }

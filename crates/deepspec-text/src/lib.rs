@@ -17,6 +17,7 @@ mod prefixes;
 mod problem;
 mod prompt;
 mod records;
+mod rendering;
 mod rules;
 mod served;
 mod stream;
@@ -35,7 +36,7 @@ pub use message::{
 };
 pub use problem::{Checked, Problem};
 pub use prompt::{generation_prompt, served_prompt, trained_thinking};
-pub use records::{MESSAGE_KEYS, Records, is_record_key, records, report_choice};
+pub use records::{MESSAGE_KEYS, Records, is_record_key, records, report_choice, system_message};
 pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
 pub use stream::TokenStream;
 pub use template::RenderOptions;

@@ -125,14 +125,15 @@ impl TryFrom<Value> for Message {
             Value::Object(fields) => fields,
             other => return Err(MessageError::NotAnObject { found: kind_of(&other) }),
         };
+        // Nothing is said where the text is null, in contrast to a text that is missing.
+        let has_null = TEXTS.iter().any(|name| fields.get(*name).is_some_and(Value::is_null));
         // Python tools write an explicit null for every field that is not set.
         fields.retain(|_, value| !value.is_null());
-        // ShareGPT's names for the same two fields.
-        let (speaker, said) = if fields.contains_key("role") || !fields.contains_key("from") {
-            ("role", "content")
-        } else {
-            ("from", "value")
-        };
+        // ShareGPT's names for the same two fields; some data sets mix them.
+        let speaker =
+            if fields.contains_key("role") || !fields.contains_key("from") { "role" } else { "from" };
+        let own = if speaker == "role" { TEXTS[0] } else { TEXTS[1] };
+        let said = [own].into_iter().chain(TEXTS).find(|name| fields.contains_key(*name)).unwrap_or(own);
         let role = text(speaker, fields.shift_remove(speaker).as_ref())?;
         let role = Role::of_speaker(&role).ok_or(MessageError::Role { role })?;
         parse_calls(&mut fields)?;
@@ -142,9 +143,10 @@ impl TryFrom<Value> for Message {
             return Err(MessageError::Weight { found: weight.to_string() });
         }
         let mut reasoning_content = thoughts(&mut fields)?;
+        // An assistant that calls tools or only thinks has nothing to say, and a tool may return nothing.
+        let says_otherwise = has_null || reasoning_content.is_some() || fields.contains_key(CALLS);
         let content = match fields.shift_remove(said) {
-            // An assistant that only calls tools has nothing to say, and a tool may return nothing.
-            None if matches!(role, Role::Assistant | Role::Tool) => String::new(),
+            None if matches!(role, Role::Assistant | Role::Tool) && says_otherwise => String::new(),
             Some(Value::Array(parts)) => {
                 let (said, thought) = text_parts(&parts)?;
                 reasoning_content = reasoning_content.or(thought);
@@ -156,20 +158,25 @@ impl TryFrom<Value> for Message {
     }
 }
 
+/// Names of the field with a message's text: OpenAI's, ShareGPT's, and that of others.
+const TEXTS: [&str; 3] = ["content", "value", "text"];
+/// Where an assistant calls tools.
+const CALLS: &str = "tool_calls";
+
 /// OpenAI's field of fine-tuning rows: an assistant message of weight 0 is context and not trained on.
 pub const WEIGHT: &str = "weight";
 
 /// Parses `tool_calls` that a columnar file keeps as JSON text, and leaves nulls out of calls.
 fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
-    if let Some(Value::String(text)) = fields.get("tool_calls") {
+    if let Some(Value::String(text)) = fields.get(CALLS) {
         match serde_json::from_str(text) {
-            Ok(calls) => drop(fields.insert("tool_calls".into(), calls)),
-            Err(_) if text.trim().is_empty() => drop(fields.shift_remove("tool_calls")),
+            Ok(calls) => drop(fields.insert(CALLS.into(), calls)),
+            Err(_) if text.trim().is_empty() => drop(fields.shift_remove(CALLS)),
             Err(_) => return Err(MessageError::Calls { found: "a text that is not JSON" }),
         }
     }
-    match fields.get_mut("tool_calls") {
-        Some(Value::Null) => drop(fields.shift_remove("tool_calls")),
+    match fields.get_mut(CALLS) {
+        Some(Value::Null) => drop(fields.shift_remove(CALLS)),
         // Arguments are the model's own JSON: a null in them is a value.
         Some(Value::Array(calls)) => {
             calls.retain(|call| !call.is_null());
@@ -229,6 +236,7 @@ fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError>
             (Value::String(text), _) => said.push(text),
             (_, Some("text" | "input_text" | "output_text")) => match field("text") {
                 Some(text) => said.push(text),
+                None if part.get("text").is_some_and(Value::is_null) => {}
                 None => {
                     return Err(MessageError::Field {
                         field: "content[].text",
@@ -239,6 +247,7 @@ fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError>
             (_, Some("thinking" | "reasoning")) => {
                 thought.extend(THOUGHTS.into_iter().chain(["text"]).find_map(field))
             }
+            (_, None) if field("text").is_some() => said.extend(field("text")),
             _ => {
                 return Err(MessageError::Field {
                     field: "content",
@@ -443,6 +452,9 @@ mod tests {
         );
         assert_eq!(read(json!(calls.to_string())).unwrap().extra["tool_calls"], calls);
         assert!(read(json!(" ")).unwrap().extra.is_empty());
-        assert_eq!(read(json!("[")).unwrap_err().to_string(), "`tool_calls` is a text but no JSON");
+        assert_eq!(
+            read(json!("[")).unwrap_err().to_string(),
+            "`tool_calls` must be an array of calls or its JSON text, found a text that is not JSON"
+        );
     }
 }

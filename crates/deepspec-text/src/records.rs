@@ -11,12 +11,17 @@ use crate::message::RowError;
 /// Fields with a list of messages. The first that holds one is used.
 pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
 
-/// Pairs of a question's and an answer's field, with a field whose text follows the question.
-const PAIRS: [(&str, Option<&str>, &[&str]); 3] = [
-    ("prompt", None, &["response", "completion", "answer"]),
-    ("instruction", Some("input"), &["output", "response"]),
-    ("question", None, &["answer", "response"]),
+/// Pairs of a question's and an answer's field, with fields whose text follows the question.
+const PAIRS: [(&str, &[&str], &[&str]); 3] = [
+    ("prompt", &[], &["response", "completion", "answer"]),
+    ("instruction", &["input", "context"], &["output", "response"]),
+    ("question", &[], &["answer", "response"]),
 ];
+
+/// A system message beside the others.
+const SYSTEM: &str = "system";
+/// Earlier questions and answers of a pair, each a list of two texts.
+const HISTORY: &str = "history";
 
 /// Lists of what the user says, without answers.
 const TURNS: &str = "turns";
@@ -24,10 +29,10 @@ const TURNS: &str = "turns";
 /// All fields that [`records`] may read.
 pub fn is_record_key(key: &str) -> bool {
     MESSAGE_KEYS.contains(&key)
-        || key == TURNS
+        || [TURNS, SYSTEM, HISTORY].contains(&key)
         || PAIRS
             .iter()
-            .any(|(asked, more, answers)| key == *asked || *more == Some(key) || answers.contains(&key))
+            .any(|(asked, more, answers)| key == *asked || more.contains(&key) || answers.contains(&key))
 }
 
 /// The messages of a row, as the row writes them.
@@ -40,20 +45,49 @@ pub struct Records {
 }
 
 /// Finds the messages of a row: a list in `conversations` or `messages` or its JSON text; `prompt` and `response`,
-/// `instruction` and `output`, `question` and `answer`, whose texts are a user's and an assistant's; `turns`, a list of what
-/// the user says.
+/// `instruction` and `output`, `question` and `answer`, whose texts are a user's and an assistant's, with `history` before
+/// them; `turns`, a list of what the user says. A text in `system` is the system's message.
 ///
 /// # Errors
 /// If no field holds messages: with what `conversations` or `messages` hold instead, or the names of all fields.
 pub fn records(row: &Map<String, Value>) -> Result<Records, RowError> {
+    let mut found = found(row)?;
+    if let Some(system) = row.get(SYSTEM) {
+        found.messages.splice(0..0, system_message(system, found.messages.first()));
+    }
+    Ok(found)
+}
+
+/// The message of a row's `system`, where it is a text and the messages do not begin with one of their own.
+pub fn system_message(system: &Value, first: Option<&Value>) -> Option<Value> {
+    let text = system.as_str().filter(|text| !text.trim().is_empty())?;
+    let speaks = |message: &Value| ["role", "from"].iter().any(|key| message[key] == SYSTEM);
+    (!first.is_some_and(speaks)).then(|| json!({"role": SYSTEM, "content": text}))
+}
+
+/// Whether a value says who speaks.
+fn is_message(value: &Value) -> bool {
+    value.get("role").or_else(|| value.get("from")).is_some()
+}
+
+fn found(row: &Map<String, Value>) -> Result<Records, RowError> {
     let mut wrong = None;
+    // A list whose entries are all messages goes before one that has other objects.
+    for fits in [|all: &[Value]| all.iter().all(is_message), |all: &[Value]| all.iter().any(Value::is_object)]
+    {
+        for key in MESSAGE_KEYS {
+            let Some(list) = row.get(key).and_then(list) else { continue };
+            let messages: Vec<Value> =
+                list.as_array().into_iter().flatten().filter(|value| !value.is_null()).cloned().collect();
+            if !messages.is_empty() && fits(&messages) {
+                tell_choice(row, key);
+                return Ok(Records { key, messages });
+            }
+        }
+    }
     for key in MESSAGE_KEYS {
         let Some(value) = row.get(key).filter(|value| !value.is_null()) else { continue };
         match list(value).as_deref() {
-            Some(Value::Array(messages)) if messages.iter().any(Value::is_object) => {
-                tell_choice(row, key);
-                return Ok(Records { key, messages: messages.clone() });
-            }
             Some(Value::Array(messages)) if messages.is_empty() => {
                 wrong = wrong.or(Some((key, "an empty array")));
             }
@@ -103,9 +137,13 @@ fn list(value: &Value) -> Option<Cow<'_, Value>> {
 /// A question with its answer, where there is one. `prompt` may be a list of messages itself.
 fn pair(row: &Map<String, Value>) -> Option<Records> {
     let present = |key: &str| row.get(key).filter(|value| !value.is_null());
-    PAIRS.iter().find_map(|&(asked, more, answers)| {
+    let answer_of = |answers: &[&str]| answers.iter().find_map(|key| present(key));
+    // Of several questions the one with an answer.
+    let (answered, open): (Vec<_>, Vec<_>) =
+        PAIRS.iter().partition(|(_, _, answers)| answer_of(answers).is_some());
+    answered.into_iter().chain(open).find_map(|&(asked, more, answers)| {
         let question = present(asked)?;
-        let answer = answers.iter().find_map(|key| present(key));
+        let answer = answer_of(answers);
         let mut messages = match (list(question).as_deref(), question) {
             (Some(Value::Array(messages)), _)
                 if messages.iter().all(Value::is_object) && !messages.is_empty() =>
@@ -113,8 +151,8 @@ fn pair(row: &Map<String, Value>) -> Option<Records> {
                 messages.clone()
             }
             (_, Value::String(text)) => {
-                let more =
-                    more.and_then(present).and_then(Value::as_str).filter(|more| !more.trim().is_empty());
+                let mut more = more.iter().filter_map(|key| present(key)).filter_map(Value::as_str);
+                let more = more.find(|more| !more.trim().is_empty());
                 let text = more.map_or_else(|| text.clone(), |more| format!("{text}\n\n{more}"));
                 vec![json!({"role": "user", "content": text})]
             }
@@ -128,8 +166,22 @@ fn pair(row: &Map<String, Value>) -> Option<Records> {
             }
             Some(_) => return None,
         }
+        if let Some(history) = present(HISTORY) {
+            messages.splice(0..0, earlier(history)?);
+        }
         Some(Records { key: asked, messages })
     })
+}
+
+/// The messages of earlier questions and answers; None where they are something else.
+fn earlier(history: &Value) -> Option<Vec<Value>> {
+    let mut messages = vec![];
+    for pair in history.as_array()? {
+        let [question, answer] = pair.as_array()?.as_slice() else { return None };
+        messages.push(json!({"role": "user", "content": question.as_str()?}));
+        messages.push(json!({"role": "assistant", "content": answer.as_str()?}));
+    }
+    Some(messages)
 }
 
 /// What the user says, turn after turn, as evaluation suites have it.
@@ -187,6 +239,15 @@ mod tests {
                 .1,
             "c"
         );
+        assert_eq!(
+            read(json!({"prompt": "x", "instruction": "a", "context": "b", "output": "c"})).unwrap().1,
+            answered
+        );
+        let told = [("system", "s"), ("user", "h"), ("assistant", "i"), ("user", "a"), ("assistant", "c")];
+        let row = json!({"system": "s", "history": [["h", "i"]], "instruction": "a", "output": "c"});
+        assert_eq!(read(row).unwrap().1, told.map(|(role, text)| (role.to_string(), text.to_string())));
+        let row = json!({"conversations": [{"x": 1}], "messages": [null, {"role": "user", "content": "a"}]});
+        assert_eq!(read(row).unwrap(), ("messages", said));
     }
 
     #[test]

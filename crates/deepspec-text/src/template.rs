@@ -2,12 +2,13 @@
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use chrono::{DateTime, Utc};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja::value::{Kwargs, Rest, Serde, ValueOrKwargs};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::Map;
 
@@ -15,6 +16,7 @@ use crate::error::TextError;
 use crate::generation;
 use crate::json::tojson;
 use crate::message::Message;
+use crate::rendering;
 
 /// What a rendering depends on besides the messages.
 #[derive(Debug, Clone, Default)]
@@ -55,9 +57,39 @@ fn range_within(
     }
 }
 
+/// Blanks that filters may write before a line or a value: more is a mistake that costs gigabytes.
+pub(crate) const WIDEST: i64 = 1000;
+/// The names under which the engine's own filters stay.
+const INDENT: &str = "unbounded_indent";
+const FORMAT: &str = "unbounded_format";
+
+pub(crate) fn too_wide(width: i64) -> Error {
+    Error::new(ErrorKind::InvalidOperation, format!("a width of {width}; at most {WIDEST} is written"))
+}
+
+/// The engine's own filter of this name, for widths up to [`WIDEST`]: as a number, as `width=`, or within a format.
+fn bounded(
+    own: &'static str,
+) -> impl Fn(&mut State, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
+    move |state, arguments| {
+        let arguments = arguments.into_values();
+        let widths = arguments.iter().skip(1).filter_map(|value| match Kwargs::try_from(value.clone()) {
+            Ok(named) => named.get::<Option<i64>>("width").ok().flatten(),
+            Err(_) => value.as_i64().filter(|_| own == INDENT),
+        });
+        let text = arguments.first().and_then(Value::as_str).filter(|_| own == FORMAT).unwrap_or_default();
+        let numbers = text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
+        let numbers = numbers.map(|digits| digits.parse().unwrap_or(i64::MAX));
+        match widths.chain(numbers).find(|&width| width > WIDEST) {
+            Some(width) => Err(too_wide(width)),
+            None => state.apply_filter(own, &arguments),
+        }
+    }
+}
+
 /// The compiled templates of one tokenizer.
 pub(crate) struct Jinja {
-    environment: Environment<'static>,
+    environment: Arc<Environment<'static>>,
     origin: PathBuf,
     has_generation_tags: bool,
 }
@@ -74,6 +106,10 @@ impl Jinja {
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_filter("tojson", tojson);
+        environment.add_filter(INDENT, filters::indent);
+        environment.add_filter("indent", bounded(INDENT));
+        environment.add_filter(FORMAT, filters::format);
+        environment.add_filter("format", bounded(FORMAT));
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
         });
@@ -85,7 +121,7 @@ impl Jinja {
             has_generation_tags |= found && name == DEFAULT;
             environment.add_template_owned(name, template).map_err(syntax)?;
         }
-        Ok(Self { environment, origin: origin.to_path_buf(), has_generation_tags })
+        Ok(Self { environment: Arc::new(environment), origin: origin.to_path_buf(), has_generation_tags })
     }
 
     /// Whether the default template says itself what the assistant wrote.
@@ -151,12 +187,9 @@ impl Jinja {
         ];
         let marks = marks.map(|marks| (generation::MARKS, Value::from(String::from_iter(marks))));
         let context = Value::from_pairs(tokens.chain(kwargs).chain(ours).chain(marks));
-        let for_tools = options.tools.as_ref().and_then(|_| self.environment.get_template(TOOL_USE).ok());
-        let template = match for_tools {
-            Some(template) => Ok(template),
-            None => self.environment.get_template(DEFAULT),
-        };
-        template.and_then(|template| template.render(context)).map_err(|source| self.explain(source))
+        let has_tools = options.tools.is_some() && self.environment.get_template(TOOL_USE).is_ok();
+        let template = if has_tools { TOOL_USE } else { DEFAULT };
+        rendering::render(&self.environment, template, context).map_err(|source| self.explain(source))
     }
 
     /// Tells a template that refuses from one that fails.
@@ -332,5 +365,31 @@ mod tests {
         );
         let broken = render("{% if %}", &RenderOptions::default()).unwrap_err();
         assert!(matches!(broken, TextError::Syntax { .. }), "{broken:?}");
+    }
+
+    #[test]
+    fn costly_instructions_end_too() {
+        let options = RenderOptions::default();
+        for endless in [
+            "{% set ns = namespace(l=range(900000)) %}{% for i in range(90000) %}{% if -1 in ns.l %}a{% endif %}{% endfor %}",
+            "{% set l = range(900000) %}{% for i in range(90000) %}{% set m = l|sort(reverse=true) %}{% endfor %}",
+        ] {
+            let error = render(endless, &options).unwrap_err();
+            assert!(matches!(error, TextError::Endless { .. }), "{error}");
+        }
+        for wide in [
+            "{{ 'x'|indent(3000000000, true) }}",
+            "{{ 'x'|indent(width=3000000000) }}",
+            "{{ '%3000000000d'|format(3) }}",
+            "{{ {'a': [1]}|tojson(indent=70000) }}",
+        ] {
+            let error = render(wide, &options).unwrap_err();
+            assert!(error.to_string().contains("at most 1000"), "{error}");
+        }
+        for (template, text) in
+            [("{{ 'a\nb'|indent(2, true) }}", "  a\n  b"), ("{{ '%03d %s'|format(3, 'x') }}", "003 x")]
+        {
+            assert_eq!(render(template, &options).unwrap(), text);
+        }
     }
 }

@@ -57,7 +57,8 @@ impl ChatTokenizer {
         let path = dir.join("tokenizer.json");
         let bytes = fs::read(&path).map_err(FileError::at("reading", &path))?;
         let unusable = |source| TextError::Tokenizer { path: path.clone(), source };
-        let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(unusable)?;
+        let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes); // A byte order mark.
+        let mut tokenizer = Tokenizer::from_bytes(text).map_err(unusable)?;
         // Whoever saved it may have left settings of one batch in it.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(unusable)?;
@@ -309,7 +310,7 @@ impl Config {
 
     /// The templates of the folder: `chat_template.jinja` with the named ones of `additional_chat_templates/`, else the
     /// config's `chat_template` (one, or a list of named ones), else the `chat_template.json` of older processors. Named
-    /// templates beside no default are completed by the config's.
+    /// templates beside no default are completed by the config's. Files go before entries of the config of the same name.
     fn chat_template(&self, dir: &Path) -> Result<Jinja, TextError> {
         let file = dir.join("chat_template.jinja");
         let mut templates = additional_templates(&dir.join("additional_chat_templates"))?;
@@ -324,7 +325,7 @@ impl Config {
                 own = self.configured(&processor, &read_object(&processor)?)?;
                 origin = processor;
             }
-            templates.retain(|(name, _)| own.iter().all(|(known, _)| known != name));
+            own.retain(|(name, _)| templates.iter().all(|(known, _)| known != name));
             templates.splice(0..0, own);
         }
         if templates.iter().all(|(name, _)| name != DEFAULT) {
@@ -381,7 +382,11 @@ fn additional_templates(folder: &Path) -> Result<Vec<(String, String)>, TextErro
     let mut paths: Vec<PathBuf> = fs::read_dir(folder)
         .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
         .map_err(FileError::at("reading", folder))?;
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == "jinja"));
+    let is_hidden =
+        |path: &Path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+    paths.retain(|path| {
+        path.extension().is_some_and(|extension| extension == "jinja") && path.is_file() && !is_hidden(path)
+    });
     paths.sort();
     let read = |path: &PathBuf| {
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();

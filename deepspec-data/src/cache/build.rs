@@ -255,14 +255,16 @@ impl Build<'_> {
         let (samples, kind) = (self.plan.samples(), default_kind(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
         let mut capture = Capture::load(self.target, self.recipe, longest, self.device, kind)?;
-        let (count, size) = (builder.samples() as u64, mib(self.missing));
+        let (samples, size) = (builder.samples(), mib(self.missing));
         tracing::info!(
-            "capturing {count} samples, {size}, on {} in {}",
+            "capturing {}, {size}, on {} in {}",
+            count(samples, "sample"),
             device_name(self.device),
             kind_name(kind)
         );
         let (started, mut tokens) = (Instant::now(), 0);
-        let mut progress = Progress::new(self.verbosity, "samples", count, builder.done_samples() as u64);
+        let mut progress =
+            Progress::new(self.verbosity, "samples", samples as u64, builder.done_samples() as u64);
         fill(builder, &mut capture, |sample| {
             tokens += u64::from(sample.length());
             progress.add(1, || format!("{:.0} tokens/s", tokens as f64 / started.elapsed().as_secs_f64()));

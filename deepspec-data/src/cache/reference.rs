@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use deepspec_cache::{Identity, MANIFEST_FILE, Reader, Reference, export as export_cache, remove_existing};
+use deepspec_cache::{Identity, Reader, Reference, export as export_cache, remove_existing};
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::TemplateRecipe;
@@ -113,14 +113,15 @@ pub fn export(args: &ExportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     if !cache_dir.is_dir() {
         usage!("--cache-dir {}: no such folder", cache_dir.display());
     }
-    if to.join(MANIFEST_FILE).exists() {
-        usage!("--to {} holds a cache already; give another folder", to.display());
-    }
     let reader = Reader::open(cache_dir)?;
     let model = model.clone().unwrap_or_else(|| reader.manifest().identity.model_type.clone());
     let samples = reader.len();
     let mut progress = Progress::new(verbosity, "samples", samples as u64, 0);
-    export_cache(cache_dir, to, &model, || progress.add(1, String::new))?;
+    let written = export_cache(cache_dir, to, &model, || progress.add(1, String::new))?;
     progress.finish();
-    Ok(writeln!(cli::stdout(), "{}: {samples} samples in format 2", to.display())?)
+    if !written {
+        tracing::info!("{} is complete; nothing to do", to.display());
+    }
+    let samples = cli::count(samples, "sample");
+    Ok(writeln!(cli::stdout(), "{}: {samples} in format 2", to.display())?)
 }

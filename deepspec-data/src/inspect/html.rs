@@ -10,7 +10,7 @@ const STYLE: &str = "
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #161616; --quiet: #7c7c7c; --line: #383838; --learnt: #1e4d2b; --wrong: #ff7b88 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: 2rem 0 .3rem; overflow-wrap: anywhere }
-table { border-collapse: collapse; margin: .5rem 0 } td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere }
+table { border-collapse: collapse; margin: .5rem 0 } td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere } th { white-space: nowrap }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .6rem; margin: 0; font: 13px/1.5 ui-monospace, monospace }
 .learnt { background: var(--learnt); border-radius: 2px } .special { color: var(--quiet) } .cut { color: var(--quiet); text-decoration: line-through } .wrong { color: var(--wrong) }
 ";

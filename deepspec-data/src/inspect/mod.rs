@@ -10,9 +10,11 @@ mod shown;
 mod summary;
 mod terminal;
 
+use std::fs;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::Path;
 
+use deepspec_core::atomic::FileError;
 use deepspec_core::cli::{self, ExitWith, Verbosity};
 use deepspec_core::{atomic, env, jsonl, usage};
 use serde_json::json;
@@ -72,9 +74,6 @@ fn check(args: &Args) -> anyhow::Result<()> {
         if args.input.iter().any(|input| places::same(input, path)) {
             usage!("--html {} is also an input", path.display());
         }
-        if path.exists() && !args.overwrite {
-            usage!("--html {} exists; give --overwrite to replace it", path.display());
-        }
     }
     Ok(())
 }
@@ -132,20 +131,24 @@ fn print_json(args: &Args, settings: &Settings, inspection: &Inspection) -> anyh
 
 fn write_html(path: &Path, args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<()> {
     let mut missing: Vec<&String> = args.id.iter().collect();
-    // What is no I/O failure travels through one.
-    atomic::replace(path, |out| {
-        html::begin(out, inspection)?;
-        args.each_shown(settings, |row| {
-            missing.retain(|id| **id != row.id);
-            Ok(html::row(out, &row)?)
-        })
-        .map_err(io::Error::other)?;
-        html::end(out)
+    let mut page = vec![];
+    html::begin(&mut page, inspection)?;
+    args.each_shown(settings, |row| {
+        missing.retain(|id| **id != row.id);
+        Ok(html::row(&mut page, &row)?)
     })?;
+    html::end(&mut page)?;
     if let Some(missing) = missing.first() {
         usage!("--id {missing}: no usable row has it");
     }
-    Ok(())
+    if path.exists() && !args.overwrite {
+        if fs::read(path).map_err(FileError::at("reading", path))? != page {
+            usage!("--html {} exists and shows something else; --overwrite replaces it", path.display());
+        }
+        tracing::info!("{} is complete; nothing to do (--overwrite makes it anew)", path.display());
+        return Ok(());
+    }
+    Ok(atomic::replace(path, |out| out.write_all(&page))?)
 }
 
 /// Shows the first findings and turns them into the exit code.

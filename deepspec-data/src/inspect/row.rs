@@ -2,6 +2,7 @@
 
 use deepspec_core::jsonl::Line;
 use deepspec_core::row::{self, UniqueIds};
+use deepspec_states::unknown_token;
 use deepspec_text::{Checked, Conversation, MIN_SUPERVISED_TOKENS, Role, Supervised, check, supervise};
 use serde_json::{Map, Value};
 
@@ -80,10 +81,15 @@ fn examine_row(
     fields: &Map<String, Value>,
 ) -> Result<Examined, String> {
     let one_line = |error: &dyn std::error::Error| error.to_string().replace('\n', " ");
-    let Settings { tokenizer, template, other, max_length, .. } = settings;
+    let Settings { tokenizer, template, other, max_length, vocab_size, .. } = settings;
     let conversation = Conversation::from_row(fields).map_err(|error| one_line(&error))?;
     let supervised =
         supervise(tokenizer, template, &conversation, *max_length).map_err(|error| one_line(&error))?;
+    let unknown =
+        vocab_size.and_then(|vocab_size| unknown_token(tokenizer, &supervised.input_ids, vocab_size));
+    if let Some(problem) = unknown {
+        return Err(problem);
+    }
     let checked = check(tokenizer, template, &conversation, &supervised).map_err(|error| one_line(&error))?;
     let same = |other| {
         let seen = supervise(tokenizer, other, &conversation, *max_length);

@@ -5,7 +5,7 @@ use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::{MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::chat_formats;
+use deepspec_models::{ModelConfig, chat_formats};
 use deepspec_states::{StatesError, chat_template, check_rules, mask_rules};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
@@ -23,6 +23,8 @@ pub struct Settings {
     pub max_length: usize,
     /// What stands for tokens that are to be drafted, where the recipe's drafter has such a token.
     pub mask_token: Option<i64>,
+    /// Rows of the target's embedding, where its config is there.
+    pub vocab_size: Option<usize>,
 }
 
 impl Settings {
@@ -61,7 +63,8 @@ impl Settings {
         let mask_token = recipe.as_ref().and_then(|recipe| recipe.drafter.settings["mask_token_id"].as_i64());
         let own = recipe.map_or(MAX_LENGTH, |recipe| recipe.data.max_length);
         let max_length = args.max_length.unwrap_or(own);
-        Ok(Self { tokenizer, template, other, max_length, mask_token })
+        let vocab_size = ModelConfig::load(&dir).ok().map(|config| config.vocab_size as usize);
+        Ok(Self { tokenizer, template, other, max_length, mask_token, vocab_size })
     }
 }
 

@@ -68,15 +68,18 @@ pub enum NoAnswer {
 }
 
 impl Answer {
-    /// Reads a chat completion; `has_stops` says that stop strings were asked for.
-    pub fn read(text: &str, has_stops: bool) -> Result<Self, NoAnswer> {
+    /// Reads a chat completion that was asked for with the stop strings `stops`.
+    pub fn read(text: &str, stops: &[&str]) -> Result<Self, NoAnswer> {
         let mut completion: Value =
             serde_json::from_str(text).map_err(|_| NoAnswer::Invalid("the answer is not JSON"))?;
         let tokens = Tokens {
             prompt: completion["usage"]["prompt_tokens"].as_u64().unwrap_or(0),
             completion: completion["usage"]["completion_tokens"].as_u64().unwrap_or(0),
         };
-        let finish = FinishReason::of_choice(&completion["choices"][0], has_stops);
+        if !completion["error"].is_null() {
+            return Err(NoAnswer::BrokenOff(FinishReason::Error));
+        }
+        let finish = FinishReason::of_choice(&completion["choices"][0], stops);
         let ids = |place: &str| {
             let ids = completion.pointer(place)?.as_array()?;
             (!ids.is_empty() && ids.iter().all(Value::is_u64)).then(|| json!(ids))
@@ -88,14 +91,26 @@ impl Answer {
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
         // Reading by index gives null for what is not there; taking out by index would panic.
         let message = completion.pointer_mut("/choices/0/message");
-        let message = message.ok_or(NoAnswer::Invalid("the answer has no choices"))?.take();
+        let mut message = message.ok_or(NoAnswer::Invalid("the answer has no choices"))?.take();
         if finish.completeness() == Completeness::Broken {
             return Err(NoAnswer::BrokenOff(finish));
         }
         let mut thoughts = THOUGHTS.iter().filter_map(|&field| message[field].as_str());
-        let thoughts = thoughts.find(|thoughts| !thoughts.is_empty()).map(str::to_owned);
-        let tool_calls = message["tool_calls"].as_array().filter(|calls| !calls.is_empty());
-        let tool_calls = tool_calls.map(|calls| json!(calls));
+        let mut thoughts = thoughts.find(|thoughts| !thoughts.is_empty()).map(str::to_owned);
+        let calls = message["tool_calls"].as_array().into_iter().flatten();
+        let mut calls: Vec<Value> = calls.filter(|call| call.is_object()).cloned().collect();
+        // The older form of one call.
+        if calls.is_empty() && message["function_call"].is_object() {
+            calls.push(json!({"type": "function", "function": message["function_call"]}));
+        }
+        let tool_calls = (!calls.is_empty()).then(|| json!(calls));
+        if message["content"].is_array() {
+            let parts = json!({"role": "assistant", "content": message["content"]});
+            let parts = Message::try_from(parts)
+                .map_err(|_| NoAnswer::Invalid("the answer has parts that are no text"))?;
+            thoughts = thoughts.or(parts.reasoning_content);
+            message["content"] = json!(parts.content);
+        }
         let content = match &message["content"] {
             Value::String(content) if !content.is_empty() => content.clone(),
             // All the tokens went into thoughts or calls.
@@ -141,7 +156,7 @@ mod tests {
 
     #[test]
     fn answers_are_read_with_their_thoughts_and_calls() {
-        let answer = Answer::read(&completion(json!({"content": "a", "reasoning": "b"})), false).unwrap();
+        let answer = Answer::read(&completion(json!({"content": "a", "reasoning": "b"})), &[]).unwrap();
         assert_eq!(
             answer,
             Answer {
@@ -154,13 +169,13 @@ mod tests {
             }
         );
         let thoughts =
-            Answer::read(&completion(json!({"content": null, "reasoning_content": "b"})), false).unwrap();
+            Answer::read(&completion(json!({"content": null, "reasoning_content": "b"})), &[]).unwrap();
         assert_eq!(thoughts.content, "");
         let plain =
-            Answer::read(&completion(json!({"content": "a", "reasoning_content": null})), false).unwrap();
+            Answer::read(&completion(json!({"content": "a", "reasoning_content": null})), &[]).unwrap();
         assert_eq!(plain.thoughts, None);
         let call =
-            Answer::read(&completion(json!({"content": null, "tool_calls": [{"id": "x"}]})), false).unwrap();
+            Answer::read(&completion(json!({"content": null, "tool_calls": [{"id": "x"}]})), &[]).unwrap();
         assert_eq!(call.message(Reasoning::Keep).extra["tool_calls"], json!([{"id": "x"}]));
         for broken in [
             "",
@@ -172,7 +187,7 @@ mod tests {
             "{\"choices\":[1]}",
         ] {
             assert!(
-                matches!(Answer::read(broken, false), Err(NoAnswer::Invalid(_) | NoAnswer::Empty)),
+                matches!(Answer::read(broken, &[]), Err(NoAnswer::Invalid(_) | NoAnswer::Empty)),
                 "{broken}"
             );
         }
@@ -182,11 +197,11 @@ mod tests {
     fn what_a_server_broke_off_is_no_answer() {
         for word in ["abort", "error", "repetition"] {
             let text = completion(json!({"content": "a"})).replace("\"stop\"", &format!("{word:?}"));
-            assert_eq!(Answer::read(&text, false), Err(NoAnswer::BrokenOff(FinishReason::of_word(word))));
+            assert_eq!(Answer::read(&text, &[]), Err(NoAnswer::BrokenOff(FinishReason::of_word(word))));
         }
         let cut = completion(json!({"content": "a"})).replace("\"stop\"", "null");
-        assert_eq!(Answer::read(&cut, false).unwrap().finish, FinishReason::Unknown);
-        let stopped = Answer::read(&completion(json!({"content": "a"})), true).unwrap();
+        assert_eq!(Answer::read(&cut, &[]).unwrap().finish, FinishReason::Unknown);
+        let stopped = Answer::read(&completion(json!({"content": "a"})), &["END"]).unwrap();
         assert_eq!(stopped.message(Reasoning::Keep).extra[FINISH_REASON], "stop_sequence");
     }
 
@@ -196,7 +211,7 @@ mod tests {
             let mut whole: Value = serde_json::from_str(&completion(json!({"content": "a"}))).unwrap();
             let (parent, name) = place.rsplit_once('/').unwrap();
             whole.pointer_mut(parent).unwrap()[name] = value;
-            let Answer { token_ids, prompt_token_ids, .. } = Answer::read(&whole.to_string(), false).unwrap();
+            let Answer { token_ids, prompt_token_ids, .. } = Answer::read(&whole.to_string(), &[]).unwrap();
             (token_ids, prompt_token_ids)
         };
         let ids = json!([3, 4]);
@@ -282,7 +297,7 @@ mod tests {
                 0 => String::from_utf8_lossy(&dice.line(completion)).into_owned(),
                 _ => completion.to_string(),
             };
-            match Answer::read(&text, dice.roll(2) == 0) {
+            match Answer::read(&text, if dice.roll(2) == 0 { &["END"] } else { &[] }) {
                 Ok(answer) => {
                     read += 1;
                     assert_ne!(answer.finish.completeness(), Completeness::Broken, "seed {seed}: {text}");

@@ -39,7 +39,7 @@ impl Overrides {
             Some(other) => return Err(format!("`sampling` must be an object, found {}", kind_of(other))),
         };
         let mut overrides = Self::default();
-        for (name, value) in fields {
+        for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
             let expected = |what: &str| Err(format!("`sampling.{name}` must be {what}, found {value}"));
             match name.as_str() {
                 "seed" => match value.as_u64() {
@@ -50,7 +50,11 @@ impl Overrides {
                     Some(thinking) => overrides.thinking = Some(thinking),
                     None => return expected("true or false"),
                 },
-                "stop" => drop(overrides.fields.insert(name.clone(), value.clone())),
+                "stop" => {
+                    let mut stops = value.clone();
+                    stops.as_array_mut().into_iter().for_each(|stops| stops.retain(|stop| !stop.is_null()));
+                    overrides.fields.insert(name.clone(), stops);
+                }
                 number if NUMBERS.contains(&number) => match value {
                     Value::Number(_) => drop(overrides.fields.insert(name.clone(), value.clone())),
                     _ => return expected("a number"),

@@ -88,8 +88,8 @@ impl RunStats {
             let seconds = self.started.elapsed().as_secs_f64().max(1e-9);
             let Tokens { prompt, completion } = self.tokens;
             tracing::info!(
-                "{} rows in {seconds:.1} s ({:.1} rows/s), {prompt} tokens read, {completion} written ({:.0}/s)",
-                self.rows,
+                "{} in {seconds:.1} s ({:.1} rows/s), {prompt} tokens read, {completion} written ({:.0}/s)",
+                cli::count(self.rows as usize, "row"),
                 self.rows as f64 / seconds,
                 completion as f64 / seconds
             );

@@ -35,7 +35,7 @@ pub struct Sampling {
     /// Answers per prompt; with more than one, the k-th answer to row ID becomes the row ID#k
     #[arg(long, default_value_t = 1, value_name = "N")]
     samples: usize,
-    /// Ask the chat template for answers without thinking, as all commands do by default. With this flag a server that knows no such switch is an
+    /// Ask the chat template for answers without thinking, as `deepspec-eval run` and `load` do by default. With this flag a server that knows no such switch is an
     /// error; by default it is asked without
     #[arg(long, conflicts_with = "enable_thinking")]
     disable_thinking: bool,

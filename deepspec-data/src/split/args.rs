@@ -47,7 +47,7 @@ pub struct Args {
     /// Leave out rows in which the user says what an evaluation suite ({"turns"} JSONL) asks: a whole turn, or 13 words in a row
     #[arg(long, num_args = 1.., value_name = "FILE")]
     pub decontaminate: Vec<PathBuf>,
-    /// Keep training rows whose user asks what a held-out row's does; without it they are left out
+    /// Keep training rows whose user begins with what a held-out row asks; without it they are left out
     #[arg(long)]
     pub allow_overlap: bool,
     /// Replace outputs that exist

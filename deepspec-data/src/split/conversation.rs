@@ -1,7 +1,6 @@
 //! A dataset row on its way out: messages with roles, and the lines that are written of them.
 
-use deepspec_text::{MessageError, Role};
-use serde::de::IgnoredAny;
+use deepspec_text::Role;
 
 use super::roles::{Roles, Shape};
 
@@ -82,19 +81,6 @@ pub struct Turn {
     pub rest: Vec<u8>,
 }
 
-/// Checks that tool calls which are given as a JSON text are one.
-///
-/// # Errors
-/// If the text is no JSON: no later stage could read the row.
-pub fn check_calls(text: &str) -> Result<(), Problem> {
-    if text.trim().is_empty() {
-        return Ok(());
-    }
-    let parsed: Result<IgnoredAny, _> = serde_json::from_str(text);
-    let no_json = MessageError::Calls { found: "a text that is not JSON" };
-    parsed.map(drop).map_err(|_| Kind::Message.because(no_json.to_string()))
-}
-
 /// A usable row.
 #[derive(Debug, PartialEq)]
 pub struct Conversation {
@@ -165,17 +151,17 @@ impl Conversation {
         self.turns.iter().filter(|turn| turn.role == Role::User).map(|turn| &*turn.text)
     }
 
-    /// What its first answer is given to, in the form of [`Conversation::prompt`]: whatever follows, this prompt is
-    /// trained on or measured.
+    /// What the user says first, in the form of [`Conversation::prompt`]: whatever follows, this is trained on, and a
+    /// held-out row is measured on it without its system message.
     pub fn asked(&self, out: &mut Vec<u8>) {
-        let first = self.turns.iter().position(|turn| turn.role == Role::User);
-        write_prompt(&self.turns[..first.map_or(0, |first| first + 1)], out);
+        let first = self.turns.iter().find(|turn| turn.role == Role::User);
+        write_prompt(first.into_iter(), out);
     }
 
     /// What is asked, in a form in which the same prompts are the same bytes: the texts of the system and the user, blanks
     /// at their ends cut off and blanks within made one, each behind its role.
     pub fn prompt(&self, out: &mut Vec<u8>) {
-        write_prompt(&self.turns, out);
+        write_prompt(self.turns.iter(), out);
     }
 
     /// Writes the row as a line of training data: `{"id", "conversations": [{"role", "content", …}], …}`.
@@ -212,7 +198,7 @@ impl Conversation {
     }
 }
 
-fn write_prompt(turns: &[Turn], out: &mut Vec<u8>) {
+fn write_prompt<'a>(turns: impl Iterator<Item = &'a Turn>, out: &mut Vec<u8>) {
     out.clear();
     for turn in turns {
         match turn.role {

@@ -12,6 +12,7 @@ use super::conversation::{Kind, Problem};
 pub struct Fields<'a>(Vec<(Cow<'a, str>, Field<'a>)>);
 
 /// A field's value.
+#[derive(Clone)]
 pub enum Field<'a> {
     /// As it was read.
     Value(Value),
@@ -101,6 +102,16 @@ impl<'a> Field<'a> {
         match self {
             Self::Value(value) => value.is_null(),
             Self::Cell(cell) => cell.is_null(),
+        }
+    }
+
+    /// Whether it is an object that says who speaks.
+    pub fn is_message(&self) -> bool {
+        match self {
+            Self::Value(value) => value.get("role").or_else(|| value.get("from")).is_some(),
+            Self::Cell(cell) => cell
+                .fields()
+                .is_some_and(|mut fields| fields.any(|(name, _)| name == "role" || name == "from")),
         }
     }
 

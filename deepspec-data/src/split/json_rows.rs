@@ -4,10 +4,12 @@ use deepspec_core::jsonl::kind_of;
 use deepspec_core::row;
 use serde_json::{Map, Value};
 
-use super::conversation::{Conversation, Id, Kind, Problem, Said, check_calls};
+use super::conversation::{Conversation, Id, Kind, Problem, Said};
 use super::fields::{Field, Fields};
 use super::roles::{Roles, Shape};
-use deepspec_text::{MESSAGE_KEYS, Records, RowError, is_record_key, records, report_choice};
+use deepspec_text::{
+    MESSAGE_KEYS, Message, Records, Role, RowError, is_record_key, records, report_choice, system_message,
+};
 
 /// Turns a row into a conversation; fields that we do not know travel along.
 pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Problem> {
@@ -23,23 +25,34 @@ pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Prob
 /// The messages of a row, which are taken out of it: of the first field that holds a list of them, else as [`records`] finds them.
 fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), Problem> {
     // What is no list of messages is looked at once more below, beside the others.
-    let (mut rest, mut chosen) = (Map::new(), None);
+    let (mut rest, mut lists) = (Map::new(), vec![]);
     for key in MESSAGE_KEYS {
         let Some(found) = row.take(key).filter(|found| !found.is_null()) else { continue };
-        match (found.list()?, &chosen) {
-            (Ok(messages), None) if messages.iter().any(Field::is_object) => chosen = Some((key, messages)),
-            (Ok(messages), Some((read, _))) if messages.iter().any(Field::is_object) => {
-                report_choice(read, key);
+        match found.list()? {
+            Ok(mut items) => {
+                items.retain(|item| !item.is_null());
+                lists.push((key, items));
             }
-            (Ok(items), _) => {
-                let items = items.into_iter().map(Field::value).collect::<Result<_, _>>()?;
-                rest.insert(key.into(), Value::Array(items));
-            }
-            (Err(other), _) => drop(rest.insert(key.into(), other)),
+            Err(other) => drop(rest.insert(key.into(), other)),
         }
     }
+    let fits = |items: &[Field]| !items.is_empty() && items.iter().all(Field::is_message);
+    let chosen = lists.iter().position(|(_, items)| fits(items));
+    let chosen = chosen.or_else(|| lists.iter().position(|(_, items)| items.iter().any(Field::is_object)));
     if let Some(chosen) = chosen {
-        return Ok(chosen);
+        let (key, mut messages) = lists.swap_remove(chosen);
+        if let Some((other, _)) = lists.iter().find(|(_, items)| fits(items)) {
+            report_choice(key, other);
+        }
+        if let Some(system) = row.take_value("system")? {
+            let first = messages.first().map(|first| first.clone().value()).transpose()?;
+            messages.splice(0..0, system_message(&system, first.as_ref()).map(Field::Value));
+        }
+        return Ok((key, messages));
+    }
+    for (key, items) in lists {
+        let items = items.into_iter().map(Field::value).collect::<Result<_, _>>()?;
+        rest.insert(key.into(), Value::Array(items));
     }
     for name in row.names() {
         if is_record_key(&name)
@@ -99,9 +112,11 @@ fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), 
     };
     // What nobody will read need not be well-formed.
     let text = match roles.role(shape, &speaker) {
-        Some(_) => {
-            check_calls_of(&message)?;
-            text(text_key, message.take_value(text_key)?.unwrap_or(Value::Null))?
+        Some(role) => {
+            check_rest(role, &message)?;
+            let mut names = [text_key, "content", "value", "text"].into_iter();
+            let name = names.find(|name| message.has(name)).unwrap_or(text_key);
+            text(name, message.take_value(name)?.unwrap_or(Value::Null))?
         }
         None => None,
     };
@@ -110,11 +125,17 @@ fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), 
     out.say(Said { shape, speaker, text, rest: message.inside() }, roles)
 }
 
-/// Checks that a message's tool calls can be read by later stages.
-fn check_calls_of(message: &Fields) -> Result<(), Problem> {
-    match message.value("tool_calls")? {
-        Some(Value::String(calls)) => check_calls(&calls),
-        _ => Ok(()),
+/// Checks that a message's other fields can be read by later stages.
+fn check_rest(role: Role, message: &Fields) -> Result<(), Problem> {
+    let mut probe = Map::from_iter([("role".into(), role.as_str().into()), ("content".into(), "".into())]);
+    for name in ["tool_calls", "reasoning_content", "weight"] {
+        probe.extend(message.value(name)?.map(|value| (name.to_string(), value)));
+    }
+    match probe.len() {
+        2 => Ok(()),
+        _ => Message::try_from(Value::Object(probe))
+            .map(drop)
+            .map_err(|error| Kind::Message.because(error.to_string())),
     }
 }
 
@@ -246,7 +267,11 @@ mod tests {
         );
         says(json!([{"from": "human", "value": 3}]), Kind::Message, "found a number");
         let calls = json!([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": "f("}]);
-        says(calls, Kind::Message, "`tool_calls` is a text but no JSON");
+        says(
+            calls,
+            Kind::Message,
+            "`tool_calls` must be an array of calls or its JSON text, found a text that is not JSON",
+        );
         says(json!([{"value": "x"}]), Kind::Message, "neither `role` nor `from`");
         says(json!([{"role": "user", "content": [{"type": "image_url"}]}]), Kind::Message, "not text");
         assert_eq!(convert(json!({"id": 1})).unwrap_err().kind, Kind::NoMessages);

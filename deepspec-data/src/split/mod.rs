@@ -128,7 +128,7 @@ fn split(
     if train > 0 && overlap.as_ref().is_some_and(|overlap| overlap.total() == train) {
         anyhow::bail!(
             "{}: all {train} training rows ask what a held-out row asks, so that none is left to train on; --test-size 0 holds out \
-             nothing, --dedup keeps one row of each prompt, --allow-overlap keeps them all",
+             nothing, --allow-overlap keeps them",
             args.dataset
         );
     }
@@ -184,7 +184,7 @@ fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
                     "{path}: a JSON array where one object per line is expected; name the file .json"
                 );
             }
-            Format::Lines => shape::check(file)?,
+            _ if !file.is_array()? => shape::check(file)?,
             _ => file.check()?,
         }
     }

@@ -160,8 +160,14 @@ fn the_page_is_whole_and_harmless() {
     assert!(!html.contains("http://") && !html.contains("https://") && !html.contains("<script"));
     assert!(!dir.path().join("masks.html.partial").exists());
 
-    inspect(&input, &["--html", &text(&page), "--quiet"])
-        .fails_with(2, &["masks.html exists", "--overwrite"]);
+    let other = inspect(&input, &["--html", &text(&page), "--quiet"]);
+    assert_eq!(other.code, Some(2), "{other:?}");
+    assert!(other.stderr.contains("masks.html exists and shows something else; --overwrite"), "{other:?}");
+    assert_eq!(
+        inspect(&input, &["--html", &text(&page), "--max-length", "200"]).code,
+        Some(1),
+        "it is there"
+    );
     assert_eq!(fs::read_to_string(&page).unwrap(), html);
     assert_eq!(inspect(&input, &["--html", &text(&page), "--overwrite"]).code, Some(1));
     inspect(&input, &["--html", &text(&input), "--overwrite"]).fails_with(2, &["is also an input"]);

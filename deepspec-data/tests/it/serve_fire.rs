@@ -94,7 +94,7 @@ fn a_full_queue_is_told_to_come_again() {
 fn large_bodies_need_a_flag() {
     let http = Http::new();
     let mut body = ask("Hello?", 3);
-    body["unknown"] = json!("x".repeat(1 << 20));
+    body["user"] = json!("x".repeat(1 << 20));
     let (usual, small) = (Server::start(&[]), Server::start(&["--max-body", "1"]));
     assert_eq!(http.post_text(&usual.url, body.to_string()).0, 200);
     let (status, told) = http.post_text(&small.url, body.to_string());

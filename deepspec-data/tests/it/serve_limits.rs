@@ -23,7 +23,7 @@ fn bad_requests_are_explained() {
         ("{".to_string(), 400, Value::Null, "not valid JSON"),
         (json!({"model": "tiny"}).to_string(), 400, json!("body"), "missing field `messages`"),
         (with("model", json!("gpt-4")), 404, json!("model"), "`gpt-4` does not exist"),
-        (with("messages", json!("hi")), 400, json!("messages"), "expected a sequence"),
+        (with("messages", json!("hi")), 400, json!("messages"), "expected a list"),
         (
             with("messages", json!([{"role": "user", "content": 3}])),
             400,

@@ -1,6 +1,7 @@
 //! What keeps results from being comparable.
 
 use deepspec_core::digest::short;
+use deepspec_decode::DraftSampling;
 use serde_json::{Value, json};
 
 use super::labelled::Labelled;
@@ -44,7 +45,28 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
             }
         }
     }
+    sentences.extend(by_rule(compared));
     sentences
+}
+
+/// The accepted lengths under each draft rule, where the results stand under several and all of them know it.
+fn by_rule(compared: &[Labelled]) -> Vec<String> {
+    let rule = |one: &Labelled| one.results.settings.draft_sampling;
+    if compared.windows(2).all(|pair| rule(&pair[0]) == rule(&pair[1])) {
+        return vec![];
+    }
+    let under = |wanted: DraftSampling| {
+        let length = |one: &Labelled| {
+            let other = one.results.other_rule.as_ref().filter(|other| other.draft_sampling == wanted);
+            let own = one.results.overall.accepted_length.filter(|_| rule(one) == wanted);
+            let length = own.or_else(|| other.and_then(|other| other.accepted_length))?;
+            Some(format!("{length:.2} {}", one.label))
+        };
+        let lengths: Option<Vec<String>> = compared.iter().map(length).collect();
+        lengths
+            .map(|lengths| format!("accepted length, drafted tokens {wanted} in all: {}", lengths.join(", ")))
+    };
+    [DraftSampling::Probabilistic, DraftSampling::Greedy].into_iter().filter_map(under).collect()
 }
 
 const LENGTHS: &str = "accepted lengths are not comparable";

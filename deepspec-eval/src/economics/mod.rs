@@ -192,7 +192,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if let Some(dir) = &args.output_dir {
         let file = dir.join("economics.json");
         crate::output::check_fresh(dir, "economics.json", &["report.md", "report.html"], true)?;
-        if args.overwrite || !crate::output::is_there(&file, &map)? {
+        let is_whole = dir.join("report.html").is_file();
+        if args.overwrite || !crate::output::is_there(&file, &map)? || !is_whole {
             atomic::create_dir(dir)?;
             write_document(dir, &args.document(&map)?)?;
             atomic::write_json(&file, &map)?;

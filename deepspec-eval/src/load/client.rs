@@ -239,6 +239,9 @@ impl Streamed {
             return Ok(());
         }
         let event: Value = serde_json::from_str(data).context("an event of the stream is no JSON")?;
+        if !event.is_object() {
+            bail!("an event of the stream is no object: {}", data.chars().take(200).collect::<String>());
+        }
         // vLLM and others also write errors as events of their own.
         let is_error =
             event["object"] == "error" || (event.get("choices").is_none() && event["message"].is_string());

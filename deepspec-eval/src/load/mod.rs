@@ -8,7 +8,7 @@ mod summary;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +18,7 @@ use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::{atomic, usage};
 use deepspec_suites::Folder;
 use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
 use client::{Arrivals, Asking, Client, Prompt};
@@ -154,8 +155,12 @@ pub struct Report {
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let file = args.output_dir.join("load.json");
     let others = ["report.md", "report.html", "requests.parquet"];
-    crate::output::check_fresh(&args.output_dir, "load.json", &others, args.overwrite)?;
     let levels = args.levels()?;
+    if !args.overwrite && args.is_measured(&file, &levels) {
+        tracing::info!("{} is complete; nothing to do (--overwrite measures anew)", file.display());
+        return Ok(());
+    }
+    crate::output::check_fresh(&args.output_dir, "load.json", &others, args.overwrite)?;
     let folder = Folder::open(&args.suites_dir)?;
     let mut prompts = vec![];
     for suite in folder.select(&args.suites, &[])? {
@@ -265,6 +270,36 @@ fn conclude(report: &Report) -> anyhow::Result<()> {
 }
 
 impl Args {
+    /// Whether `file` holds what is asked for: the same prompts, limits and servers at the same levels, with few failures.
+    fn is_measured(&self, file: &Path, levels: &[Level]) -> bool {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        let kept: Value = serde_json::from_str(&text).unwrap_or_default();
+        let asked = json!({
+            "suites": self.suites,
+            "seconds": self.seconds,
+            "warm_up": self.warm_up,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+        });
+        let runs: Vec<(Value, Value)> = self
+            .servers
+            .iter()
+            .flat_map(|server| levels.iter().map(|level| (json!(server.name), json!(level))))
+            .collect();
+        let measured = kept["runs"].as_array().is_some_and(|kept| {
+            let few = |run: &Value| {
+                run["failed"].as_f64().unwrap_or(1.0) <= FEW * run["requests"].as_f64().unwrap_or(0.0)
+            };
+            kept.len() == runs.len()
+                && kept
+                    .iter()
+                    .zip(&runs)
+                    .all(|(run, asked)| (&run["server"], &run["level"]) == (&asked.0, &asked.1) && few(run))
+        });
+        measured
+            && asked.as_object().is_some_and(|asked| asked.iter().all(|(key, value)| kept[key] == *value))
+    }
+
     fn levels(&self) -> anyhow::Result<Vec<Level>> {
         // A day is more than anybody measures, and times stay within what clocks can add.
         let lasts = |seconds: f64| (0.0..=86_400.0).contains(&seconds);

@@ -1,5 +1,6 @@
 //! Results as tables for people.
 
+use deepspec_core::cli;
 use deepspec_decode::{DraftSampling, Sampling};
 
 use crate::results::{Metrics, Results, Settings, Timing};
@@ -17,7 +18,7 @@ pub fn render(results: &Results) -> String {
         table.render()
     }));
     parts.extend(positions(results).iter().map(Table::render));
-    parts.push(notes(results).iter().map(|note| format!("{note}\n")).collect());
+    parts.push(notes(results).iter().map(|note| cli::wrapped("", 0, note) + "\n").collect());
     parts.join("\n")
 }
 

@@ -107,7 +107,7 @@ pub struct Args {
     /// Do not decode the samples again without the drafter, and so measure no speed-up
     #[arg(long)]
     pub no_baseline: bool,
-    /// Decode only part I of N of every suite's samples and leave the answers in the output folder. When all parts are done,
+    /// Decode only part I of N, from 1/N to N/N, of every suite's samples and leave the answers in the output folder. When all parts are done,
     /// the same command without --shard gathers them and writes the results
     #[arg(long, value_name = "I/N")]
     pub shard: Option<Shard>,
@@ -185,7 +185,7 @@ impl FromStr for Shard {
         let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
         match numbers {
             Some((index, count)) if (1..=count).contains(&index) => Ok(Self { index, count }),
-            _ => Err("expected a part and how many there are, such as 1/4".into()),
+            _ => Err("expected I/N with I from 1 to N, as in 1/4".into()),
         }
     }
 }

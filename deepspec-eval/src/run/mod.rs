@@ -68,7 +68,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let tokenizer = ChatTokenizer::load(&dirs.target)?;
     let stop_ids = deepspec_models::stop_ids(&dirs.target, tokenizer.eos_token_id())?;
     tokenizer.report_ends(&stop_ids);
-    let context = models::context(&dirs.target, &tokenizer)?;
+    let (context, vocab_size) = models::limits(&dirs.target, &tokenizer)?;
     let named = args.draft().zip(dirs.draft.as_deref());
     let drafter = named.map(|(_, dir)| models::drafter(dir, args, &tokenizer, place)).transpose()?;
     let identity = named.zip(drafter.as_deref());
@@ -84,6 +84,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         system_prompt: settings.system_prompt.as_deref(),
         stop_ids: &stop_ids,
         context,
+        vocab_size,
     };
     let mut suites = vec![];
     let folder = Folder::open(&args.suites_dir)?;

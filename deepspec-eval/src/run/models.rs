@@ -58,11 +58,12 @@ pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<Place> {
     Ok(Place { device, kind })
 }
 
-/// Tokens that the target in `dir` can hold. Warns of a tokenizer with more ids than it.
-pub fn context(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<usize> {
+/// Tokens that the target in `dir` can hold, and rows of its embedding. Warns of a tokenizer with more ids than it.
+pub fn limits(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(usize, usize)> {
     let config = ModelConfig::load(dir)?;
-    tokenizer.report_wider_than(config.vocab_size as usize);
-    Ok(config.max_position_embeddings)
+    let vocab_size = config.vocab_size as usize;
+    tokenizer.report_wider_than(vocab_size);
+    Ok((config.max_position_embeddings, vocab_size))
 }
 
 /// What came of decoding.

@@ -129,7 +129,7 @@ impl Args {
         request: Request,
     ) -> anyhow::Result<(Completion, Vec<Vec<i64>>)> {
         let models::Place { device, kind } = models::place(&self.device, self.dtype)?;
-        let context = models::context(target, tokenizer)?;
+        let (context, _) = models::limits(target, tokenizer)?;
         models::check_tokens(draft, tokenizer)?;
         let mut drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: 1 })?;
         if let Some(tokens) = self.max_draft_tokens {

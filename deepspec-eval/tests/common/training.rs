@@ -42,7 +42,8 @@ impl Lessons {
     fn answers(&self) -> Vec<(Vec<i64>, usize)> {
         let tokenizer = ChatTokenizer::load(&self.target).unwrap();
         let stops = stop_ids(&self.target, tokenizer.eos_token_id()).unwrap();
-        let context = ModelConfig::load(&self.target).unwrap().max_position_embeddings;
+        let config = ModelConfig::load(&self.target).unwrap();
+        let context = config.max_position_embeddings;
         let asking = Asking {
             tokenizer: &tokenizer,
             sampling: Sampling::new(0.0, 1),
@@ -51,6 +52,7 @@ impl Lessons {
             system_prompt: None,
             stop_ids: &stops,
             context,
+            vocab_size: config.vocab_size as usize,
         };
         let options = EngineOptions {
             slots: SLOTS,

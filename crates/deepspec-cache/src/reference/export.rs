@@ -1,10 +1,9 @@
 //! Writes format 2.
 
-use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use deepspec_core::atomic::{self, FileError};
+use deepspec_core::atomic;
 use serde_json::{Value, json};
 
 use super::record::{RECORD, Record};
@@ -17,11 +16,12 @@ use crate::reader::Reader;
 use deepspec_core::FinalStates;
 
 /// Writes the cache in `dir` to the folder `to` in format 2. `model` is the target's name where the cache was not imported
-/// from that format. `progress` is called for each sample. The manifest is written last.
+/// from that format. `progress` is called for each sample. The manifest is written last; where it is there already, nothing
+/// is written, and the answer is false.
 ///
 /// # Errors
-/// A cache in another encoding than bf16, or without all last states; damage; something in `to`; I/O failures.
-pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) -> Result<(), CacheError> {
+/// A cache in another encoding than bf16, or without all last states; damage; another cache in `to`; I/O failures.
+pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) -> Result<bool, CacheError> {
     let reader = Reader::open(dir)?;
     let layout = reader.layout();
     if (layout.encoding, layout.last) != (Encoding::Bf16, FinalStates::All) {
@@ -32,9 +32,15 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
         return Err(CacheError::Reference { path: dir.to_path_buf(), problem });
     }
     atomic::create_dir(to)?;
-    let occupied = fs::read_dir(to).map_err(FileError::at("reading", to))?.next().is_some();
-    if occupied && to.join(MANIFEST_FILE).exists() {
-        let problem = "holds a cache already; give another folder".to_string();
+    let manifest = reader.manifest();
+    let manifest = manifest.reference.clone().unwrap_or_else(|| described(manifest, model));
+    let manifest_path = to.join(MANIFEST_FILE);
+    if manifest_path.exists() {
+        let there: Value = serde_json::from_str(&atomic::read_text(&manifest_path)?).unwrap_or_default();
+        if there == manifest {
+            return Ok(false);
+        }
+        let problem = "holds another cache already; give another folder".to_string();
         return Err(CacheError::Reference { path: to.to_path_buf(), problem });
     }
     let (mut records, mut index) = (Vec::with_capacity(reader.len() * RECORD), 0);
@@ -72,9 +78,8 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
         written?;
     }
     atomic::replace(&to.join(INDEX_FILE), |file| file.write_all(&records))?;
-    let manifest = reader.manifest();
-    let manifest = manifest.reference.clone().unwrap_or_else(|| described(manifest, model));
-    Ok(atomic::write_json(&to.join(MANIFEST_FILE), &manifest)?)
+    atomic::write_json(&manifest_path, &manifest)?;
+    Ok(true)
 }
 
 /// The format 2 manifest of a cache that was built here.

@@ -42,10 +42,12 @@ const WITHIN: [&str; 20] = [
     "pure_draft_prefix_len",
 ];
 
+/// Those of them that say the same wherever they stand.
+const CONSTANTS: [&str; 5] =
+    ["block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"];
+
 fn is_known(key: &str) -> bool {
-    WITHIN.contains(&key)
-        || SCALES.iter().any(|(scale, _)| *scale == key)
-        || SWITCHES.iter().any(|(switch, _)| *switch == key)
+    WITHIN.contains(&key) || SCALES.iter().any(|(scale, _)| *scale == key) || switch(key).is_some()
 }
 
 /// Switches of the layers that change what the same weights compute, and why each stops a drafter. They are on where they are neither
@@ -55,13 +57,14 @@ const SWITCHES: [(&str, &str); 9] = [
     ("causal", CAUSAL),
     ("is_causal", CAUSAL),
     ("causal_head", CAUSAL),
-    ("attention_mode", "only full attention within a block means the same elsewhere"),
+    ("attention_mode", MODE),
     ("attention_sink_bias", SINKS),
     ("attention_sinks", SINKS),
     ("use_sinks", SINKS),
     ("sinks", SINKS),
 ];
 
+const MODE: &str = "only full attention within a block means the same elsewhere";
 const CAUSAL: &str = "slots that see only those before them; elsewhere a block sees all of itself";
 const SINKS: &str = "attention sinks have no counterpart in the other dialects";
 
@@ -137,8 +140,8 @@ pub(super) fn attention(map: &Map<String, Value>) -> Vec<Obstacle> {
     let places = [(Some(map), String::new()), (inner, format!("{INNER}."))];
     let mut found = vec![];
     for (map, within) in &places {
-        for (key, reason) in SWITCHES {
-            if map.and_then(|map| map.get(key)).is_some_and(|value| is_on(key, value)) {
+        for (key, value) in map.into_iter().flat_map(|map| map.iter()) {
+            if let Some(reason) = switch(key).filter(|_| is_on(value)) {
                 found.push(Obstacle { key: format!("{within}{key}"), reason: reason.into() });
             }
         }
@@ -146,13 +149,43 @@ pub(super) fn attention(map: &Map<String, Value>) -> Vec<Obstacle> {
     found
 }
 
-fn is_on(key: &str, value: &Value) -> bool {
+/// Why a key of this name stops a drafter where it is on: one that is known, or spelled much like those that are.
+fn switch(key: &str) -> Option<&'static str> {
+    let known = SWITCHES.iter().find(|(known, _)| *known == key).map(|&(_, reason)| reason);
+    let mut words = key.split('_');
+    known.or_else(|| match key {
+        "s_aux" => Some(SINKS),
+        "attention_type" | "attn_mode" | "attn_type" | "mask_type" => Some(MODE),
+        _ => words.find_map(|word| match word {
+            "causal" => Some(CAUSAL),
+            "sink" | "sinks" => Some(SINKS),
+            _ => None,
+        }),
+    })
+}
+
+fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
         Value::Number(number) => number.as_f64() != Some(0.0),
-        Value::String(mode) if key == "attention_mode" => !matches!(mode.as_str(), "full" | "bidirectional"),
+        Value::String(mode) => !matches!(mode.as_str(), "full" | "bidirectional" | "full_attention"),
         _ => true,
     }
+}
+
+/// A key that `dflash_config` and the top level of a config have with other values.
+fn contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
+    let inner = match map.get(INNER)? {
+        Value::Null => return None,
+        Value::Object(inner) => inner,
+        other => return Some((INNER.into(), format!("expected an object, found {other}"))),
+    };
+    let differs = |(key, value): &(&String, &Value)| {
+        map.get(key.as_str()).is_some_and(|outer| !outer.is_null() && !value.is_null() && outer != *value)
+    };
+    let (key, value) = inner.iter().filter(|(key, _)| CONSTANTS.contains(&key.as_str())).find(differs)?;
+    let outer = &map[key];
+    Some((format!("{INNER}.{key}"), format!("it is {value}, and `{key}` beside `{INNER}` is {outer}")))
 }
 
 /// An attention that is not the block drafters', as a config of any layout says it, or a key of `dflash_config` that is not known: the key, and
@@ -162,7 +195,9 @@ pub fn foreign_attention(map: &Map<String, Value>) -> Option<(String, String)> {
     let attention = attention
         .map(|Obstacle { key, reason }| (key, format!("an attention that is not run here: {reason}")));
     let unknown = || map.get(INNER).and_then(Value::as_object).and_then(|inner| unknown(inner).next());
-    attention.or_else(|| unknown().map(|Obstacle { key, reason }| (key, reason)))
+    attention
+        .or_else(|| unknown().map(|Obstacle { key, reason }| (key, reason)))
+        .or_else(|| contradiction(map))
 }
 
 /// Keys of `dflash_config` that are not known, each of which may change what the weights compute.

@@ -62,6 +62,10 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))))
 }
 
+/// Words in the names of a multimodal model's other modules, and of modules that draft (MTP).
+const PARTS: [&str; 9] =
+    ["vis", "image", "video", "audio", "multi_modal", "multimodal", "mm_", "projector", "mtp"];
+
 /// What a checkpoint calls the language model's tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Names {
@@ -90,10 +94,14 @@ impl Names {
     /// Whether a model without use for this tensor computes what the checkpoint means: it belongs to a part that is not the language
     /// model (vision, audio), is rebuilt, or drafts tokens beyond the next one (MTP).
     pub fn may_leave(&self, name: &str, is_tied: bool) -> bool {
-        let of_language = match self.body {
-            "" | "model." => !name.starts_with("mtp."),
-            body => name.starts_with(body),
+        let mut modules = name.strip_prefix("model.").unwrap_or(name).split('.').take(2);
+        let is_other_part = match self.body {
+            "" | "model." => name.starts_with("mtp."),
+            body => {
+                !name.starts_with(body)
+                    && modules.any(|module| PARTS.iter().any(|part| module.contains(part)))
+            }
         };
-        !of_language || name.ends_with("rotary_emb.inv_freq") || (is_tied && name == self.head)
+        is_other_part || name.ends_with("rotary_emb.inv_freq") || (is_tied && name == self.head)
     }
 }

@@ -120,13 +120,18 @@ impl Server {
         if self.is_out() {
             return Err(Failure::recalled());
         }
+        let stops = match body.get("stop") {
+            Some(Value::Array(stops)) => stops.iter().filter_map(Value::as_str).collect(),
+            Some(Value::String(stop)) => vec![stop.as_str()],
+            _ => vec![],
+        };
         tokio::select! {
-            answer = self.ask(Extensions::trim(body, sent), body.contains_key("stop")) => answer,
+            answer = self.ask(Extensions::trim(body, sent), &stops) => answer,
             () = recalled => Err(Failure::recalled()),
         }
     }
 
-    async fn ask(&self, body: Vec<u8>, has_stops: bool) -> Result<Answer, Failure> {
+    async fn ask(&self, body: Vec<u8>, stops: &[&str]) -> Result<Answer, Failure> {
         let request = self.http.post(format!("{}/v1/chat/completions", self.base));
         let request = self.authorised(request).header(CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await.map_err(|error| Failure::transport(&error))?;
@@ -139,7 +144,7 @@ impl Server {
             Err(failure) => return Err(failure),
         };
         if status.is_success() {
-            Answer::read(&text, has_stops).map_err(|why| match why {
+            Answer::read(&text, stops).map_err(|why| match why {
                 NoAnswer::Invalid(problem) => Failure::garbage(problem, &text),
                 NoAnswer::Empty => Failure::empty(),
                 NoAnswer::BrokenOff(reason) => Failure::broken_off(reason),

@@ -113,6 +113,7 @@ impl Prompts<'_> {
             system_prompt: manner.system_prompt.as_deref(),
             stop_ids: self.stop_ids,
             context: self.config.max_position_embeddings,
+            vocab_size: self.config.vocab_size as usize,
         };
         let (mut answers, mut cycles) = (vec![], vec![]);
         for rows in self.args.rows()? {
