@@ -154,7 +154,8 @@ impl Bench {
         let draft = std::env::var_os("DEEPSPEC_DRAFT");
         let draft = root.join(draft.unwrap_or_else(|| "assets/tiny-dspark".into()));
         let tokenizer = ChatTokenizer::load(&target)?;
-        let context = ModelConfig::load(&target)?.max_position_embeddings;
+        let config = ModelConfig::load(&target)?;
+        let context = config.max_position_embeddings;
         let asking = Asking {
             tokenizer: &tokenizer,
             sampling: Sampling::new(0.0, 0),
@@ -163,6 +164,7 @@ impl Bench {
             system_prompt: None,
             stop_ids: &stop_ids(&target, tokenizer.eos_token_id())?,
             context,
+            vocab_size: config.vocab_size as usize,
         };
         let suites = root.join("eval_datasets");
         let folder = Folder::open(&suites)?;

@@ -70,10 +70,10 @@ fn check(args: &Args) -> anyhow::Result<()> {
     if args.max_length == Some(0) {
         usage!("--max-length must be at least 1");
     }
-    if let Some(path) = &args.html {
-        if args.input.iter().any(|input| places::same(input, path)) {
-            usage!("--html {} is also an input", path.display());
-        }
+    if let Some(path) =
+        args.html.as_ref().filter(|path| args.input.iter().any(|input| places::same(input, path)))
+    {
+        usage!("--html {} is also an input", path.display());
     }
     Ok(())
 }

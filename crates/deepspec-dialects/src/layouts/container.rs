@@ -140,7 +140,7 @@ pub(super) fn attention(map: &Map<String, Value>) -> Vec<Obstacle> {
     let places = [(Some(map), String::new()), (inner, format!("{INNER}."))];
     let mut found = vec![];
     for (map, within) in &places {
-        for (key, value) in map.into_iter().flat_map(|map| map.iter()) {
+        for (key, value) in map.iter().flat_map(|map| map.iter()) {
             if let Some(reason) = switch(key).filter(|_| is_on(value)) {
                 found.push(Obstacle { key: format!("{within}{key}"), reason: reason.into() });
             }
