@@ -108,7 +108,7 @@ install_wheel() {
     fi
     say "installing torch $torch_pin with its CUDA libraries in .venv (3 GB to download)"
     "${pip[@]}" "torch==$torch_pin"
-    # Headers that come with a CUDA toolkit only, for the part of deepspec-native that speaks to NCCL.
+    # Headers that come with a CUDA toolkit only, for the part of deepspec-ops that speaks to NCCL.
     toolkit=$(toolkit_of "$(torch_of .venv/bin/python)")
     [ -z "$toolkit" ] || "${pip[@]}" --no-warn-conflicts "cuda-toolkit[crt,cccl]==$toolkit"
 }
@@ -127,7 +127,7 @@ link() {
         mv -T ".libtorch.$$" .libtorch
         # Objects compiled against the headers of another libtorch would be reused: their paths have not changed.
         if [ -d target ]; then
-            for package in torch-sys deepspec-native; do
+            for package in torch-sys deepspec-ops; do
                 cargo clean --quiet --offline --profile dev -p "$package" || true
                 cargo clean --quiet --offline --profile release -p "$package" || true
             done

@@ -5,7 +5,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::{self, FileError};
-use deepspec_states::Rejected;
+use deepspec_capture::Rejected;
 use serde_json::json;
 
 /// Lines that are shown one by one; all of them are in the file.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use deepspec_core::cli::{self, ExitWith, Verbosity, one_line};
 use deepspec_core::{atomic, digest};
 
-use deepspec_suites::{Asked, Fetcher, Outcome, Store};
+use deepspec_datasets::suites::{Asked, Fetcher, Outcome, Store};
 
 /// Which suites to write, from what, and where to.
 #[derive(clap::Args)]
@@ -42,10 +42,10 @@ pub struct Args {
 /// the other suites are written all the same, and then the exit code is 1.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.list {
-        return deepspec_suites::list(&args.output_dir, args.json);
+        return deepspec_datasets::suites::list(&args.output_dir, args.json);
     }
     let (suites, descriptions, sources) = (&args.suites, &args.descriptions, &args.sources);
-    let plans = deepspec_suites::plans(&Asked { suites, descriptions, sources })?;
+    let plans = deepspec_datasets::suites::plans(&Asked { suites, descriptions, sources })?;
     atomic::create_dir(&args.output_dir)?;
     let store = Store::open(&args.output_dir, args.overwrite)?;
     let mut fetcher = Fetcher::new(verbosity);
@@ -56,7 +56,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
                 *(if new { &mut written } else { &mut kept }) += 1;
                 let what = if new { "rows" } else { "rows, there already," };
                 let (name, rows, digest) = (&plan.name, entry.rows, digest::short(&entry.sha256));
-                let origin = deepspec_suites::shown(&entry.source);
+                let origin = deepspec_datasets::suites::shown(&entry.source);
                 writeln!(cli::stdout(), "{name}: {rows} {what} from {origin}, sha256 {digest}")?;
             }
             Err(error) if plans.len() == 1 => return Err(error.context(plan.name.clone())),

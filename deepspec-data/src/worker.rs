@@ -1,6 +1,6 @@
 //! `--worker I/N`: one of several processes that share a stage's work.
 
-use deepspec_cache::Worker;
+use deepspec_capture::cache::Worker;
 
 /// Reads `I/N`.
 ///

@@ -20,13 +20,13 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
-use deepspec_decode::{
+use deepspec_engine::{
     Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Proposal,
     Proposer, Request, Sampling, Tally, Target,
 };
 use deepspec_drafters::{Block, BlockProposer};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, stop_ids};
-use deepspec_suites::{Asking, Folder};
+use deepspec_datasets::suites::{Asking, Folder};
 use deepspec_text::ChatTokenizer;
 use serde::Deserialize;
 use serde_json::json;
@@ -307,7 +307,7 @@ fn tokens(completions: &[Completion]) -> usize {
 }
 
 fn main() -> anyhow::Result<()> {
-    deepspec_native::prepare_process();
+    deepspec_ops::prepare_process();
     tch::set_num_threads(1);
     let limit = std::env::args().skip(1).find_map(|argument| argument.parse().ok());
     let python = std::env::var("DEEPSPEC_TEST_PYTHON").unwrap_or_else(|_| "python3".into());

@@ -65,8 +65,8 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    deepspec_native::prepare_process();
-    let cli: Cli = deepspec_cli::parse(deepspec_native::LIBTORCH, &[]);
+    deepspec_ops::prepare_process();
+    let cli: Cli = deepspec_core::command_line::parse(deepspec_ops::LIBTORCH, &[]);
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);
     cli::run(|| match cli.command {

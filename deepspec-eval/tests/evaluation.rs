@@ -256,21 +256,21 @@ fn later_turns_follow_the_models_own_answers() {
         Message::new(Role::User, questions[1]),
     ];
     let prompt = generation_prompt(&tokenizer, &messages, None, Some(false)).unwrap();
-    let mut engine = deepspec_decode::Engine::new(
+    let mut engine = deepspec_engine::Engine::new(
         common::target(1, &[]),
         None::<Box<dyn deepspec_drafters::Drafter>>,
-        deepspec_decode::EngineOptions {
+        deepspec_engine::EngineOptions {
             slots: 1,
             context: 2048,
             max_draft_tokens: None,
-            draft_sampling: deepspec_decode::DraftSampling::default(),
+            draft_sampling: deepspec_engine::DraftSampling::default(),
             counts_overrun: true,
         },
     );
-    let request = deepspec_decode::Request {
+    let request = deepspec_engine::Request {
         id: "x".into(),
         max_new_tokens: 2048 - prompt.len(),
-        sampling: deepspec_decode::Sampling::new(0.0, 1),
+        sampling: deepspec_engine::Sampling::new(0.0, 1),
         stop_ids: deepspec_models::stop_ids(&target, None).unwrap(),
         prompt,
     };

@@ -19,7 +19,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use deepspec_core::{Slots, Tap};
-use deepspec_dist::ProcessGroup;
+use deepspec_train::dist::ProcessGroup;
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, LossAlphas, Markov, MarkovKind, Normaliser,
     TrainSample, anchor_candidates,
@@ -289,7 +289,7 @@ fn measure(shape: &Shape) {
     drop(state);
     let text = text();
     // Not before: memory that making the weights left behind would be kept, and used without being counted.
-    deepspec_native::prepare_process();
+    deepspec_ops::prepare_process();
     let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
     // Milliseconds of step number `number`, without the making of its data.
     let mut step = |number: usize| {

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use deepspec_cache::Encoding;
+use deepspec_capture::cache::Encoding;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_core::{VERSION, config, usage};

@@ -6,11 +6,11 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::States;
 use deepspec_core::usage;
 use deepspec_drafters::TrainSample;
-use deepspec_scale::{
+use deepspec_cost::estimate::{
     Asked, Basis, Bytes, Drafting, Estimate, Machine, Measured, Pipeline, ScaleError, Stage, Training,
     UPDATE_BYTES, Work, captured, decoded, judged, read_measured,
 };
-use deepspec_states::Budget;
+use deepspec_capture::Budget;
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
@@ -131,7 +131,7 @@ impl Foretold {
             weights: (costs.weights.trained + costs.weights.frozen) as f64,
             at_once: !stateless(plan, &[true; 64]).anchors.is_empty(),
         };
-        let read = |file: &Path| read_measured(file, costs.target, Some(drafting), value_bytes);
+        let read = |file: &Path| read_measured(file, &costs.target.size(), Some(drafting), value_bytes);
         let usage = |error: ScaleError| UsageError(error.to_string());
         let mut machine = Machine::open(args.hardware.as_deref(), &args.measured, read).map_err(usage)?;
         if let Some(link) = args.link {
@@ -299,10 +299,10 @@ fn pipeline(
     let per_forward = Budget::new(length, device).tokens.max(length) as f64;
     let sequences = (rows * passes / devices as f64).ceil();
     let forwards = (sequences * length as f64 / per_forward).ceil();
-    let weights = costs.weights;
+    let (weights, size) = (costs.weights, target.size());
     Pipeline {
-        answers: decoded(target, asked(rows)),
-        states: captured(target, [(sequences, length as f64)], forwards, value_bytes),
+        answers: decoded(&size, asked(rows)),
+        states: captured(&size, [(sequences, length as f64)], forwards, value_bytes),
         training: Training {
             steps,
             samples_per_step: train.global_batch_size,
@@ -316,7 +316,7 @@ fn pipeline(
             read: if caches { kept(last) } else { 0.0 },
         },
         evaluation: judged(
-            target,
+            &size,
             drafting,
             asked(args.eval_prompts as f64),
             args.accepted_length.min(drafting.length + 1.0),

@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use deepspec_core::cli::{ExitWith, UsageError};
 use deepspec_core::env;
-use deepspec_dist::Host;
-use deepspec_native::{die_with_parent, signal};
+use crate::dist::Host;
+use deepspec_ops::{die_with_parent, signal};
 use signal_hook::consts::{SIGCHLD, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 

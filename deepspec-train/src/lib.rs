@@ -7,6 +7,7 @@ mod args;
 mod bench;
 mod budget;
 pub mod checkpoint;
+pub mod dist;
 mod evaluation;
 mod events;
 mod foretell;

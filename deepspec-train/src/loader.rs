@@ -6,12 +6,12 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use deepspec_cache::loss_mask;
+use deepspec_capture::cache::loss_mask;
 use deepspec_core::cli;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
-use deepspec_native::{Ready, SideStream};
-use deepspec_states::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
+use deepspec_ops::{Ready, SideStream};
+use deepspec_capture::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
 use tch::{Device, Tensor};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};

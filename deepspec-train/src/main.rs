@@ -7,8 +7,8 @@ use deepspec_core::env;
 use deepspec_train::{Args, DESCRIPTIONS, run};
 
 fn main() -> ExitCode {
-    deepspec_native::prepare_process();
-    let args: Args = deepspec_cli::parse(deepspec_native::LIBTORCH, &DESCRIPTIONS);
+    deepspec_ops::prepare_process();
+    let args: Args = deepspec_core::command_line::parse(deepspec_ops::LIBTORCH, &DESCRIPTIONS);
     // The leader speaks for all; the others only when something is wrong.
     let follows = env::ranks().is_ok_and(|place| place.is_some_and(|place| place.rank > 0));
     cli::start_logging(if follows { Verbosity::Quiet } else { args.verbosity() });

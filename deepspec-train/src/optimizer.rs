@@ -1,7 +1,7 @@
 //! AdamW (Loshchilov & Hutter 2019) on float32 masters of working weights of any kind.
 
-use deepspec_dist::{GroupError, ProcessGroup};
-use deepspec_native::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
+use crate::dist::{GroupError, ProcessGroup};
+use deepspec_ops::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
 use tch::{Device, Kind, Tensor};
 
 use crate::sync::{self, Sums};
@@ -301,7 +301,7 @@ mod tests {
     use std::time::Duration;
 
     use deepspec_core::recipe::Backend;
-    use deepspec_dist::Host;
+    use crate::dist::Host;
 
     use super::*;
 

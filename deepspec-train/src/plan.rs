@@ -8,8 +8,8 @@ use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
 use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
-use deepspec_native::{LocalRank, device_name, kind_name};
-use deepspec_states::{Budget, Dataset, StatesError, TargetBundle, TargetRuntime, batches, check_fit};
+use deepspec_ops::{LocalRank, device_name, kind_name};
+use deepspec_capture::{Budget, Dataset, StatesError, TargetBundle, TargetRuntime, batches, check_fit};
 use serde_json::{Value, json};
 use tch::Device;
 

@@ -6,7 +6,7 @@ use anyhow::Context;
 use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{config, usage};
-use deepspec_dist::ProcessGroup;
+use crate::dist::ProcessGroup;
 use deepspec_drafters::{TrainableDrafter, is_embed_or_head};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

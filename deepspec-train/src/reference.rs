@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use deepspec_cli::Description;
+use deepspec_core::command_line::Description;
 use serde_json::Value;
 
 /// What `deepspec-train` says of recipes.

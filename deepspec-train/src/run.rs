@@ -10,12 +10,12 @@ use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Backend, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
-use deepspec_dist::{Carrier, GroupError, ProcessGroup};
+use crate::dist::{Carrier, GroupError, ProcessGroup};
 use deepspec_drafters::{DrafterPlan, TrainableDrafter, is_embed_or_head};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
-use deepspec_native::{DeviceError, LocalRank, StepTrace};
-use deepspec_states::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
+use deepspec_ops::{DeviceError, LocalRank, StepTrace};
+use deepspec_capture::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
@@ -47,7 +47,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
     let local = LocalRank { local_rank, processes, shares: backend == Backend::Gloo };
     let device =
-        deepspec_native::rank_device(&args.device, local).map_err(|error| UsageError(error.to_string()))?;
+        deepspec_ops::rank_device(&args.device, local).map_err(|error| UsageError(error.to_string()))?;
     if trains && processes > 1 {
         check_carrier(args, backend, device, place.as_ref(), processes)?;
     }
@@ -87,9 +87,9 @@ fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Re
         }
         (Some(asked), _) => asked,
         (None, Some(place)) => place.world_size,
-        (None, None) => deepspec_native::gpus(&args.device).max(1),
+        (None, None) => deepspec_ops::gpus(&args.device).max(1),
     };
-    if processes > 1 && deepspec_native::is_one_gpu(&args.device) && backend != Backend::Gloo {
+    if processes > 1 && deepspec_ops::is_one_gpu(&args.device) && backend != Backend::Gloo {
         usage!(
             "--device {} is one device for {processes} processes; use --device cuda, or let them share it with --set train.backend=gloo, which is slow",
             args.device
@@ -111,7 +111,7 @@ fn check_carrier(
         return Ok(());
     }
     // Under another launcher each process may be shown its own GPU only.
-    let gpus = deepspec_native::gpus(&args.device);
+    let gpus = deepspec_ops::gpus(&args.device);
     if place.is_none() && (1..processes).contains(&gpus) {
         let error = DeviceError::NoneLeft { local_rank: gpus, count: gpus };
         return Err(UsageError(error.to_string()).into());

@@ -3,7 +3,7 @@
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{Recipe, TrainRecipe};
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_states::Budget;
+use deepspec_capture::Budget;
 
 /// What the arithmetic starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

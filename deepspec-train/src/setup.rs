@@ -3,8 +3,8 @@
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_core::recipe::{Precision, Recipe};
-use deepspec_native::LocalRank;
-use deepspec_states::{Dataset, StatesError, TargetBundle, TargetRuntime};
+use deepspec_ops::LocalRank;
+use deepspec_capture::{Dataset, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind};
 
 use crate::schedule::shuffled;
@@ -27,11 +27,11 @@ pub fn kind(precision: Precision) -> Kind {
 pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> anyhow::Result<TargetRuntime> {
     let device = match &recipe.data.target_device {
         // Targets tell each other nothing: they may share a GPU.
-        Some(name) => deepspec_native::rank_device(name, LocalRank { shares: true, ..local })
+        Some(name) => deepspec_ops::rank_device(name, LocalRank { shares: true, ..local })
             .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
         None => trainer,
     };
-    let kind = deepspec_native::default_kind(device);
+    let kind = deepspec_ops::default_kind(device);
     Ok(TargetRuntime { device, kind, per_step: recipe.train.global_batch_size })
 }
 

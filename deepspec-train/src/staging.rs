@@ -1,7 +1,7 @@
 //! States on their way to the GPU that learns from them, while it learns from those before.
 
 use deepspec_drafters::TrainSample;
-use deepspec_native::{Ready, SideStream, pinned};
+use deepspec_ops::{Ready, SideStream, pinned};
 use tch::{Device, Tensor};
 
 /// Micro-batches whose states are on the GPU at once: one is learned from, one waits, one is on its way, and the host may be ahead of the GPU by two.

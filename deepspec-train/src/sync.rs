@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use deepspec_dist::{GroupError, ProcessGroup, Sum};
-use deepspec_native::range;
+use crate::dist::{GroupError, ProcessGroup, Sum};
+use deepspec_ops::range;
 use tch::Tensor;
 
 /// Values that travel at once: large enough that a collective's fixed cost does not count, small beside the model.
@@ -187,7 +187,7 @@ mod tests {
     use std::time::Duration;
 
     use deepspec_core::recipe::Backend;
-    use deepspec_dist::Host;
+    use crate::dist::Host;
     use tch::{Device, Kind};
 
     use super::*;

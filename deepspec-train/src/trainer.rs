@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
-use deepspec_dist::ProcessGroup;
+use crate::dist::ProcessGroup;
 use deepspec_drafters::{Listener, Metrics, TrainableDrafter};
-use deepspec_native::{StepTrace, range};
+use deepspec_ops::{StepTrace, range};
 
 use crate::checkpoint::{Checkpoints, DataId, TrainState};
 use crate::evaluation::Evaluation;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use deepspec_dist::{GroupError, ProcessGroup};
+use crate::dist::{GroupError, ProcessGroup};
 use deepspec_drafters::Metrics;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use deepspec_dist::ProcessGroup;
+use deepspec_train::dist::ProcessGroup;
 use deepspec_testkit::golden::{Array, Case, Values};
 use deepspec_train::lr::LrSchedule;
 use deepspec_train::optimizer::{AdamW, clip};
@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 /// Where parameters and gradients live: `DEEPSPEC_TEST_DEVICE`, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    deepspec_native::device(&name).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn tensor(array: &Array) -> Tensor {

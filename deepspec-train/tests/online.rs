@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 
 use common::{Bench, STEPS, start_until};
-use deepspec_cache::verify;
+use deepspec_capture::cache::verify;
 use deepspec_testkit::folder::files;
 use deepspec_testkit::signal;
 

@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 
 use common::{Bench, gpu, start_until};
-use deepspec_cache::verify;
+use deepspec_capture::cache::verify;
 use deepspec_testkit::standin::{Report, Standin};
 
 const DSPARK: &str = "name=t";

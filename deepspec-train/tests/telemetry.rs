@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use deepspec_core::cli::Verbosity;
-use deepspec_decode::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
 use deepspec_drafters::DrafterOptions;
 use deepspec_models::{TargetModel, TargetOptions};
-use deepspec_states::TargetBundle;
-use deepspec_suites::{Asking, Folder};
+use deepspec_capture::TargetBundle;
+use deepspec_datasets::suites::{Asking, Folder};
 use serde_json::Value;
 use tch::{Device, Kind};
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{Bench, STEPS, start_until, workspace};
-use deepspec_cache::Encoding;
+use deepspec_capture::cache::Encoding;
 use deepspec_drafters::Block;
 use deepspec_models::save_checkpoint;
 use deepspec_testkit::hub::{FakeHub, FakeRepo};

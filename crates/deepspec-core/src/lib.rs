@@ -4,6 +4,7 @@
 
 pub mod atomic;
 pub mod cli;
+pub mod command_line;
 pub mod config;
 pub mod digest;
 pub mod env;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::{Slots, Tap};
-use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, BlockProposer, Confidence, DraftDecoder, LossAlphas, Markov,
     MarkovKind, Normaliser, TrainSample,
@@ -108,7 +108,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
 
 fn benches(criterion: &mut Criterion) {
     measure(criterion, "memory handed back");
-    deepspec_native::prepare_process();
+    deepspec_ops::prepare_process();
     measure(criterion, "memory kept");
 }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
+use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
 use deepspec_models::kv::Chunk;
 use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
 use tch::Tensor;

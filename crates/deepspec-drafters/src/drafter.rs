@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{FinalStates, Slots, Tap};
-use deepspec_decode::{DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};

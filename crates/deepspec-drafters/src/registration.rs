@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::config::{ConfigError, Document};
-use deepspec_dialects::Reader;
+use deepspec_checkpoint::Reader;
 use deepspec_models::{ModelError, families};
 use schemars::{Schema, SchemaGenerator};
 use serde::de::DeserializeOwned;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use deepspec_decode::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
+use deepspec_engine::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{TargetModel, TargetOptions};
 use safetensors::SafeTensors;

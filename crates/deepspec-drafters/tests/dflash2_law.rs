@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use deepspec_core::{Slots, Tap};
-use deepspec_decode::{
+use deepspec_engine::{
     DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Proposal, Proposer, Request, Sampling,
     SamplingBatch, Target,
 };

@@ -3,11 +3,11 @@
 mod common;
 
 use common::device;
-use deepspec_decode::{DraftSampling, Engine, EngineOptions, Request, Sampling, Tally};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, Tally};
 use deepspec_drafters::DrafterOptions;
 use deepspec_models::{TargetModel, TargetOptions};
-use deepspec_schedule::planner::Planner;
-use deepspec_schedule::policy::Policy;
+use deepspec_cost::planner::Planner;
+use deepspec_cost::policy::Policy;
 use deepspec_testkit::golden::Case;
 use tch::Kind;
 
@@ -45,7 +45,7 @@ fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool,
         let ids: Vec<i64> =
             prompts.ragged_row(i).into_iter().chain(completion.tokens.iter().copied()).collect();
         assert_eq!(ids, expected("output_ids"), "{name}, prompt {i}");
-        let lengths = |of: fn(&deepspec_decode::Cycle) -> u32| {
+        let lengths = |of: fn(&deepspec_engine::Cycle) -> u32| {
             completion.cycles.iter().map(|c| i64::from(of(c))).collect::<Vec<_>>()
         };
         assert_eq!(lengths(|c| c.committed), expected("acceptance_lengths"), "{name}, prompt {i}");

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use deepspec_decode::Context;
+use deepspec_engine::Context;
 use deepspec_drafters::{Block, BlockProposer};
 use tch::{Device, Kind, Tensor};
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
-use deepspec_decode::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, BlockProposer, DraftDecoder, Markov, MarkovKind, TrainSample,
     anchor_candidates, eval_mask, slot_weight,

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use common::{assert_close, noise};
 use deepspec_core::recipe::LossNormalization;
-use deepspec_dialects::{Dialect, Target, convert};
+use deepspec_checkpoint::{Dialect, Target, convert};
 use deepspec_drafters::{
     Block, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample, open_checkpoint,
 };

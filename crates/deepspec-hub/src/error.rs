@@ -58,7 +58,7 @@ pub enum HubError {
     NowhereToUnpack,
     /// A file that is no GGUF of a model that is read.
     #[error(transparent)]
-    Gguf(#[from] deepspec_gguf::GgufError),
+    Gguf(#[from] deepspec_checkpoint::gguf::GgufError),
     /// No answer.
     #[error(
         "fetching {what}: {url} cannot be reached ({problem}; {attempts} attempts); give a local path instead of the hub id, \

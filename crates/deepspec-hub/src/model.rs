@@ -72,7 +72,7 @@ pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> R
             }
             None if place.is_file() => {
                 let cache = env::cache_dir().ok_or(HubError::NowhereToUnpack)?;
-                Ok(deepspec_gguf::unpack(&place, &cache)?)
+                Ok(deepspec_checkpoint::gguf::unpack(&place, &cache)?)
             }
             None => Ok(place),
         };

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use deepspec_cost::estimate::{AttentionSize, ModelSize};
 use deepspec_core::atomic;
-use deepspec_dialects::DecoderFamily;
+use deepspec_checkpoint::DecoderFamily;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
@@ -205,6 +206,25 @@ impl ModelConfig {
         let ends = if self.tie_word_embeddings { 1 } else { 2 };
         let layers: i64 = self.layers.iter().map(projections).sum();
         (layers + ends * self.vocab_size * self.hidden_size) as usize
+    }
+
+    /// The sizes by which costs of passes are estimated.
+    pub fn size(&self) -> ModelSize {
+        let layers = self.layers.iter().map(|layer| {
+            let Heads { query, key_value, dim } = layer.attention.heads;
+            AttentionSize {
+                query_heads: query as usize,
+                key_value_heads: key_value as usize,
+                head_dim: dim as usize,
+                window: layer.attention.window,
+            }
+        });
+        ModelSize {
+            weights: self.weights() as f64,
+            embedding: (self.vocab_size * self.hidden_size) as f64,
+            is_tied: self.tie_word_embeddings,
+            layers: layers.collect(),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli::UsageError;
-use deepspec_dialects::DialectError;
+use deepspec_checkpoint::DialectError;
 
 /// A model that cannot be loaded or does not fit.
 #[derive(Debug, thiserror::Error)]

@@ -9,7 +9,7 @@ use std::time::UNIX_EPOCH;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::{self, Hasher};
 use deepspec_core::env;
-use deepspec_dialects::no_weights;
+use deepspec_checkpoint::no_weights;
 use serde_json::{Map, Value};
 
 use crate::ModelError;

@@ -14,7 +14,7 @@ mod target;
 mod weights;
 
 pub use config::{Family, ModelConfig, TargetFamily};
-pub use deepspec_dialects::MAX_SHARD_BYTES;
+pub use deepspec_checkpoint::MAX_SHARD_BYTES;
 pub use error::ModelError;
 pub use families::{chat_formats, families};
 pub use identity::{config_digest, probed_weights_digest, stop_ids, weights_digest};

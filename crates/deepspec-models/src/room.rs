@@ -1,6 +1,6 @@
 //! What histories may take of the memory that is free beside the models.
 
-use deepspec_decode::{Proposer, Target};
+use deepspec_engine::{Proposer, Target};
 
 use crate::TargetModel;
 use crate::kv::KEPT;
@@ -18,7 +18,7 @@ pub fn room(
     slots: usize,
     engines: usize,
 ) -> Option<u64> {
-    let free = deepspec_native::free_memory(target.device())?;
+    let free = deepspec_ops::free_memory(target.device())?;
     let judged = slots.div_ceil(engines.max(1)) * (1 + drafter.map_or(0, |drafter| drafter.draft_len()));
     let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
     let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);

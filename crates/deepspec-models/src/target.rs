@@ -5,8 +5,8 @@ use std::path::Path;
 
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
-use deepspec_decode::{Feed, Forwarded, Target, runs};
-use deepspec_native::PackedWeight;
+use deepspec_engine::{Feed, Forwarded, Target, runs};
+use deepspec_ops::PackedWeight;
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use deepspec_core::atomic;
-use deepspec_dialects::{Tensors, cut, is_readable, quantised, quantised_folder, write_index};
+use deepspec_checkpoint::{Tensors, cut, is_readable, quantised, quantised_folder, write_index};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use deepspec_decode::{Feed, Target};
+use deepspec_engine::{Feed, Target};
 use deepspec_models::{
     ModelError, TargetModel, TargetOptions, Weights, probed_weights_digest, stop_ids, weights_digest,
 };

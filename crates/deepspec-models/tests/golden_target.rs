@@ -6,7 +6,7 @@ use std::path::Path;
 
 use common::{assert_close, device, tensor};
 use deepspec_core::Tap;
-use deepspec_decode::{DraftSampling, Engine, EngineOptions, Feed, Proposer, Request, Sampling, Target};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Feed, Proposer, Request, Sampling, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::{Kind, Tensor};

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use common::{assert_close, device};
 use deepspec_core::Tap;
-use deepspec_decode::{Feed, Forwarded, Target};
+use deepspec_engine::{Feed, Forwarded, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::tiny;
 use tch::{Device, Kind, Tensor};

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use deepspec_core::Tap;
-use deepspec_decode::{Feed, Forwarded, Target};
+use deepspec_engine::{Feed, Forwarded, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, save};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use common::{assert_close, device, max_abs, tensor};
 use deepspec_core::Tap;
-use deepspec_decode::{Feed, Target};
+use deepspec_engine::{Feed, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_testkit::golden::{self, Array};
 use deepspec_testkit::skip;

@@ -2,7 +2,7 @@
 
 use deepspec_core::config::in_words;
 use deepspec_core::jsonl::kind_of;
-use deepspec_decode::Sampling;
+use deepspec_engine::Sampling;
 use deepspec_text::Message;
 use serde::Deserialize;
 use serde_json::{Map, Value};

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket};
+use deepspec_engine::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
-use deepspec_schedule::policy::Policy;
+use deepspec_cost::policy::Policy;
 use hdrhistogram::Histogram;
 use tokio::sync::{mpsc, oneshot};
 
@@ -108,7 +108,7 @@ impl EngineArgs {
         if self.calibration.is_some() && !self.schedule.reads_confidence() {
             usage!("--calibration: --schedule {} reads no confidences", self.schedule);
         }
-        if let Err(error) = deepspec_native::device(&self.device) {
+        if let Err(error) = deepspec_ops::device(&self.device) {
             usage!("--device: {error}");
         }
         Ok(())
@@ -258,8 +258,8 @@ impl Drop for EngineThread {
 type ChatEngine = Engine<TargetModel, Box<dyn Drafter>>;
 
 fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
-    let device = deepspec_native::device(&args.device)?;
-    let (kind, slots) = (deepspec_native::default_kind(device), args.slots);
+    let device = deepspec_ops::device(&args.device)?;
+    let (kind, slots) = (deepspec_ops::default_kind(device), args.slots);
     let dir = args.draft.as_ref().filter(|_| args.schedule != Policy::Plain);
     let drafter = match dir {
         Some(dir) => Some(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?),

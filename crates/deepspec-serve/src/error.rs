@@ -1,6 +1,6 @@
 //! Why a chat request is refused, in the OpenAI API's terms.
 
-use deepspec_decode::EngineError;
+use deepspec_engine::EngineError;
 
 /// A request that cannot be answered.
 #[derive(Debug, thiserror::Error)]

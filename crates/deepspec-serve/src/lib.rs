@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use deepspec_core::usage;
-use deepspec_decode::Request;
+use deepspec_engine::Request;
 use deepspec_text::{ChatTokenizer, Message, RenderOptions, Role, TextError, generation_prompt};
 use serde_json::Value;
 

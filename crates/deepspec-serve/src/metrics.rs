@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use deepspec_decode::Tally;
+use deepspec_engine::Tally;
 use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
     TextEncoder,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use deepspec_decode::Finish;
+use deepspec_engine::Finish;
 use deepspec_text::{FinishReason, TokenStream};
 use tokio::sync::mpsc::UnboundedReceiver;
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use deepspec_core::usage;
 use deepspec_models::{config_digest, weights_digest};
-use deepspec_schedule::cost_file::{self, Weights};
-use deepspec_schedule::planner::Planner;
-use deepspec_schedule::temperatures::Temperatures;
+use deepspec_cost::cost_file::{self, Weights};
+use deepspec_cost::planner::Planner;
+use deepspec_cost::temperatures::Temperatures;
 
 use crate::EngineArgs;
 

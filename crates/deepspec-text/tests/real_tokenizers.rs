@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::alike;
-use deepspec_gguf::{Tensor, TensorType, Tokenizer, Value as Entry, Writer, unpack};
+use deepspec_checkpoint::gguf::{Tensor, TensorType, Tokenizer, Value as Entry, Writer, unpack};
 use deepspec_models::chat_formats;
 use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
 use deepspec_testkit::skip;

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use deepspec_cache::{
+use deepspec_capture::cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
 };
 use deepspec_core::atomic;
@@ -15,8 +15,8 @@ use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
-use deepspec_native::{default_kind, device_name, kind_name};
-use deepspec_states::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
+use deepspec_ops::{default_kind, device_name, kind_name};
+use deepspec_capture::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
 use tch::Device;
 
 use super::{Job, mib, refusal, together};
@@ -71,7 +71,7 @@ pub(super) enum LastArg {
 /// Usage errors, I/O failures, and, after the work is done, exit code 1 if lines were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
-    let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     let source = TargetBundle::open(&recipe, verbosity).map_err(StatesError::report)?;
     let layout = source.layout(args.last(source.final_states)?, args.encoding());
 
@@ -91,7 +91,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let missing = missing.sum::<Result<u64, _>>()?;
     check_room(missing, &dir, args.force)?;
     if processes > 1 {
-        let (device, gpus) = (&args.job.device, deepspec_native::gpus(&args.job.device));
+        let (device, gpus) = (&args.job.device, deepspec_ops::gpus(&args.job.device));
         // Each share reports rejected lines once it knows that it is not refused.
         together::build(processes, device, gpus, !report.rejected.is_empty())?;
         let rejects = rejects::path(&dir.components().collect::<PathBuf>());
@@ -130,7 +130,7 @@ impl Args {
         match (self.worker, self.processes) {
             (Some(_), _) => 1,
             (None, Some(asked)) => asked.get(),
-            (None, None) => deepspec_native::gpus(&self.job.device).max(1),
+            (None, None) => deepspec_ops::gpus(&self.job.device).max(1),
         }
     }
 

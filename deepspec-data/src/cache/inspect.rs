@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use deepspec_cache::{Inspection, Manifest, Reader, TensorSummary};
+use deepspec_capture::cache::{Inspection, Manifest, Reader, TensorSummary};
 use deepspec_core::Tap;
 use deepspec_core::{cli, usage};
 use serde_json::{Value, json};
@@ -45,7 +45,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         usage!("--sample {wanted}: {} has no such id, and its indices are 0 to {last}", dir.display());
     };
     let sample = reader.sample(index)?;
-    let (inspection, ids) = (deepspec_cache::inspect(&sample)?, sample.input_ids);
+    let (inspection, ids) = (deepspec_capture::cache::inspect(&sample)?, sample.input_ids);
     match args.json {
         true => print_json(&sample_json(index, &inspection, ids)),
         false => print(&sample_text(index, &inspection, ids)),

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-use deepspec_cache::merge;
+use deepspec_capture::cache::merge;
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::usage;
 

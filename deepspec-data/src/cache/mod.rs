@@ -14,7 +14,7 @@ pub use command::{Command, run};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use deepspec_cache::CacheError;
+use deepspec_capture::cache::CacheError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;

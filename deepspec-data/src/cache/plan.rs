@@ -4,13 +4,13 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use deepspec_cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
+use deepspec_capture::cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
 use deepspec_core::cli::{self, UsageError, Verbosity, count};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
 use deepspec_models::ModelConfig;
-use deepspec_scale::{Machine, Measured, Stage, Work, captured, read_measured};
-use deepspec_states::{Budget, Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
+use deepspec_cost::estimate::{Machine, Measured, Stage, Work, captured, read_measured};
+use deepspec_capture::{Budget, Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -193,14 +193,14 @@ fn foretold(args: &Args, source: &TargetBundle, samples: &[PlannedSample]) -> an
         return Ok(None);
     }
     let target = ModelConfig::load(&source.dir)?;
-    let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     // What is stated of accelerators is in bfloat16.
     let (device, value_bytes) = match args.hardware {
         Some(_) => (Device::Cuda(0), 2.0),
-        None => (device, deepspec_native::default_kind(device).elt_size_in_bytes() as f64),
+        None => (device, deepspec_ops::default_kind(device).elt_size_in_bytes() as f64),
     };
     let machine = Machine::open(args.hardware.as_deref(), &args.measured, |file| {
-        read_measured(file, &target, None, value_bytes)
+        read_measured(file, &target.size(), None, value_bytes)
     });
     let machine = machine.map_err(|error| UsageError(error.to_string()))?;
     let Some((rates, _)) = machine.rates(Stage::States) else {
@@ -215,7 +215,7 @@ fn foretold(args: &Args, source: &TargetBundle, samples: &[PlannedSample]) -> an
 /// What capturing the states of these samples in so many forwards does.
 fn work_of(target: &ModelConfig, samples: &[PlannedSample], forwards: usize, value_bytes: f64) -> Work {
     let lengths = samples.iter().map(|sample| (1.0, sample.input_ids.len() as f64));
-    captured(target, lengths, forwards as f64, value_bytes)
+    captured(&target.size(), lengths, forwards as f64, value_bytes)
 }
 
 /// Runs the target on the first samples. Time counts from after the first forward; its states are compressed.
@@ -225,8 +225,8 @@ fn measured(
     source: &TargetBundle,
     samples: &[PlannedSample],
 ) -> anyhow::Result<Trial> {
-    let device = deepspec_native::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    let kind = deepspec_native::default_kind(device);
+    let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let kind = deepspec_ops::default_kind(device);
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
     let mut capture = Capture::load(&source.dir, recipe, longest, device, kind)?;
     let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), capture.budget());

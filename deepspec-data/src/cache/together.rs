@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
-use deepspec_native::die_with_parent;
+use deepspec_ops::die_with_parent;
 
 /// Flags that are not handed on, and whether a value follows them: each share has its own, or they have been dealt with.
 const OWN: [(&str, bool); 6] = [

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use deepspec_cache::{Manifest, verify};
+use deepspec_capture::cache::{Manifest, verify};
 use deepspec_core::cli::{self, ExitWith, Verbosity, count};
 
 use super::{ByteProgress, Place, mib};

@@ -2,7 +2,7 @@
 
 use deepspec_core::jsonl::Line;
 use deepspec_core::row::{self, UniqueIds};
-use deepspec_states::unknown_token;
+use deepspec_capture::unknown_token;
 use deepspec_text::{Checked, Conversation, MIN_SUPERVISED_TOKENS, Role, Supervised, check, supervise};
 use serde_json::{Map, Value};
 

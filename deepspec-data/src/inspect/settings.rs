@@ -6,7 +6,7 @@ use deepspec_core::recipe::{MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelConfig, chat_formats};
-use deepspec_states::{StatesError, chat_template, check_rules, mask_rules};
+use deepspec_capture::{StatesError, chat_template, check_rules, mask_rules};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
 use super::args::Args;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::anyhow;
-use deepspec_decode::EngineError;
+use deepspec_engine::EngineError;
 use deepspec_serve::{ChatError, ChatModel, ChatRequest, fresh_number, parse};
 use serde_json::{Map, Value, json};
 

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use super::ids::IdSet;
 use super::rows::Row;
 use super::settings::Settings;
-use deepspec_states::Rejected;
+use deepspec_capture::Rejected;
 
 /// Lines that are parsed together on all cores; with the longest lines this bounds the memory.
 const BATCH: usize = 1024;

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use anyhow::Context;
-use deepspec_cache::Worker;
+use deepspec_capture::cache::Worker;
 use deepspec_core::cli::{self, ExitWith, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::{jsonl, usage};

@@ -247,7 +247,7 @@ mod tests {
     use super::*;
     use crate::regenerate::settings::Sampling;
     use clap::Parser;
-    use deepspec_cache::Worker;
+    use deepspec_capture::cache::Worker;
 
     #[derive(Parser)]
     struct Line {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use deepspec_cache::Worker;
+use deepspec_capture::cache::Worker;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::usage;
 use deepspec_text::{Message, Role, WEIGHT};

@@ -1,7 +1,7 @@
 //! What columns a dataset must have.
 
 use arrow_schema::{DataType, FieldRef};
-use deepspec_rows::Table;
+use deepspec_datasets::rows::Table;
 use deepspec_text::is_record_key;
 
 /// Checks that a table has messages in a form that we know.

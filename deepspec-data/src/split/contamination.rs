@@ -20,7 +20,7 @@ use serde_json::{Map, Value};
 
 use super::conversation::Conversation;
 use super::seen;
-use deepspec_rows::{Item, Source};
+use deepspec_datasets::rows::{Item, Source};
 use words::runs;
 
 /// Words that a suite's first turns must share at an end to be its wrapping.

@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-use deepspec_rows::Cell;
+use deepspec_datasets::rows::Cell;
 use serde_json::{Map, Value};
 
 use super::conversation::{Kind, Problem};

@@ -12,7 +12,7 @@ use super::contamination::{Hit, Suites};
 use super::conversation::{Conversation, Kind, Problem};
 use super::seen::{self, Seen};
 use crate::rejects::Recorder;
-use deepspec_states::Rejected;
+use deepspec_capture::Rejected;
 
 /// Speakers that are counted by name; in a file of garbage they could be as many as the rows.
 const SPEAKERS: usize = 1000;

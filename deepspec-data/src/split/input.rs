@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::args::Args;
 use super::roles::{Roles, Target};
-use deepspec_rows::{DataFile, Source};
+use deepspec_datasets::rows::{DataFile, Source};
 
 /// A mix: the rows of several datasets in given proportions.
 #[derive(Debug, Deserialize)]

@@ -166,7 +166,7 @@ mod tests {
     use arrow_json::ReaderBuilder;
     use arrow_json::reader::infer_json_schema;
     use arrow_schema::Schema;
-    use deepspec_rows::Cell;
+    use deepspec_datasets::rows::Cell;
     use serde_json::json;
     use std::sync::Arc;
 

@@ -34,7 +34,7 @@ pub use args::Args;
 use crate::rejects::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
-use deepspec_rows::{Format, Table};
+use deepspec_datasets::rows::{Format, Table};
 use filter::{Example, Found, Judge, RowFilter};
 use input::Input;
 use output::Outputs;

@@ -18,7 +18,7 @@ use super::output::{Lines, Outputs, Writer};
 use super::overlap::Overlap;
 use super::pipeline;
 use super::unit::each_row;
-use deepspec_rows::Unit;
+use deepspec_datasets::rows::Unit;
 
 /// Consecutive rows with the sides that were assigned to them.
 struct Piece {

@@ -151,7 +151,7 @@ pub struct FileDigest {
 
 /// Digests of all files of a source.
 pub fn digests(input: &Input) -> anyhow::Result<Vec<FileDigest>> {
-    let one = |file: &deepspec_rows::DataFile| {
+    let one = |file: &deepspec_datasets::rows::DataFile| {
         let (bytes, sha256) = (file.bytes()?, digest::file(file.path())?);
         Ok(FileDigest { path: file.path().to_path_buf(), bytes, sha256 })
     };

@@ -5,7 +5,7 @@ use std::io::{BufRead, Read};
 
 use deepspec_core::atomic::FileError;
 use deepspec_core::jsonl;
-use deepspec_rows::DataFile;
+use deepspec_datasets::rows::DataFile;
 use deepspec_text::is_record_key;
 use serde_json::{Map, Value};
 

@@ -7,7 +7,7 @@ use super::conversation::{Conversation, Kind, Problem};
 use super::fields::Fields;
 use super::json_rows;
 use super::roles::Roles;
-use deepspec_rows::{Cell, Unit, decode};
+use deepspec_datasets::rows::{Cell, Unit, decode};
 
 /// Where a row stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,9 +5,9 @@
 //! of absolute values, Σ_cells |Σ a − Σ accepted| per observation over the cells of position and bin: chance only makes it
 //! larger, and so does resampling.
 
-use deepspec_schedule::ScheduleError;
-use deepspec_schedule::calibrate::Calibration;
-use deepspec_schedule::reliability::{Binning, Reliability};
+use deepspec_cost::ScheduleError;
+use deepspec_cost::calibrate::Calibration;
+use deepspec_cost::reliability::{Binning, Reliability};
 
 use crate::confidence::Observed;
 use crate::statistics::{Estimate, RESAMPLES, quantiles, weights};
@@ -105,7 +105,7 @@ pub fn error_by_prompt<'t>(
 #[cfg(test)]
 mod tests {
     use deepspec_core::rng::{Purpose, Stream};
-    use deepspec_schedule::survival::sigmoid;
+    use deepspec_cost::survival::sigmoid;
 
     use super::*;
     use crate::confidence::{Observed, noise};

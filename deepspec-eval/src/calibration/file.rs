@@ -6,7 +6,7 @@ use std::path::Path;
 use deepspec_core::digest::short;
 use deepspec_core::usage;
 use deepspec_models::{config_digest, weights_digest};
-use deepspec_schedule::reliability::ReliabilityReport;
+use deepspec_cost::reliability::ReliabilityReport;
 use serde::{Deserialize, Serialize};
 
 use crate::results::{DrafterIdentity, TargetIdentity};

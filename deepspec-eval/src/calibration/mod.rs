@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::{atomic, usage};
-use deepspec_schedule::calibrate::{
+use deepspec_cost::calibrate::{
     Calibration as Temperatures, GridSearch, Proposal, fit, fit_joint, fit_pooled, logarithmic,
 };
-use deepspec_suites::Domain;
+use deepspec_datasets::suites::Domain;
 
 use crate::confidence::{self, Observed};
 use crate::results::Results;

@@ -1,6 +1,6 @@
 //! A calibration for people.
 
-use deepspec_schedule::reliability::{PositionReliability, ReliabilityReport};
+use deepspec_cost::reliability::{PositionReliability, ReliabilityReport};
 
 use super::file::{Alternative, Bootstrap, Calibration, HeldOut, Sureness};
 use crate::statistics::Interval;
@@ -118,7 +118,7 @@ fn verdict(change: Option<Interval>) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use deepspec_schedule::calibrate::Calibration as Temperatures;
+    use deepspec_cost::calibrate::Calibration as Temperatures;
 
     use super::*;
     use crate::calibration::{Prompt, Side};

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
-use deepspec_dialects::{Checkpoint, Dialect, loaders};
+use deepspec_checkpoint::{Checkpoint, Dialect, loaders};
 use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 

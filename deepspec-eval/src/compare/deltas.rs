@@ -1,6 +1,6 @@
 //! How much longer one result's accepted lengths are than another's, prompt by prompt.
 
-use deepspec_suites::Domain;
+use deepspec_datasets::suites::Domain;
 use serde::Serialize;
 
 use super::differences;

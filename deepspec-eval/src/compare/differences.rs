@@ -1,7 +1,7 @@
 //! What keeps results from being comparable.
 
 use deepspec_core::digest::short;
-use deepspec_decode::DraftSampling;
+use deepspec_engine::DraftSampling;
 use serde_json::{Value, json};
 
 use super::labelled::Labelled;

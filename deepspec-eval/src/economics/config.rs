@@ -1,6 +1,6 @@
 //! A model's config.json as layers that cost something.
 
-use deepspec_schedule::economics::{Attention, FeedForward, Layer, Precision, Target};
+use deepspec_cost::economics::{Attention, FeedForward, Layer, Precision, Target};
 use serde_json::Value;
 
 /// Keys of layers that are built in ways that are not read here.

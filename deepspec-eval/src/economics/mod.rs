@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::{atomic, env, usage};
 use deepspec_hub::{HubError, model_dir};
-use deepspec_schedule::economics::{Draft, Hardware, Load, Precision, Target};
+use deepspec_cost::economics::{Draft, Hardware, Load, Precision, Target};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -138,7 +138,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             limit.unwrap_or_default()
         );
     }
-    let hardware = match deepspec_scale::read_hardware(&args.hardware) {
+    let hardware = match deepspec_cost::estimate::read_hardware(&args.hardware) {
         Ok(hardware) => hardware,
         Err(error) => usage!("{error}"),
     };

@@ -16,7 +16,7 @@ use std::time::Duration;
 use anyhow::Context;
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::{atomic, usage};
-use deepspec_suites::Folder;
+use deepspec_datasets::suites::Folder;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -166,7 +166,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     for suite in folder.select(&args.suites, &[])? {
         let name = suite.name.to_string();
         let rows = folder.load(suite, 0, None)?;
-        let prompt = |sample: deepspec_suites::Sample| {
+        let prompt = |sample: deepspec_datasets::suites::Sample| {
             let text = sample.turns.into_iter().next().unwrap_or_default();
             Prompt { suite: name.clone(), sample: sample.id, text }
         };

@@ -3,8 +3,8 @@
 use crate::plot::palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
 use crate::plot::{Axis, Canvas, Chart, Marker, Plot, SeriesStyle, chart, heading, px, series, stroke};
 use anyhow::Result;
-use deepspec_schedule::reliability::PositionReliability;
-use deepspec_suites::Domain;
+use deepspec_cost::reliability::PositionReliability;
+use deepspec_datasets::suites::Domain;
 use plotters::prelude::*;
 
 use super::published::Published;
@@ -207,7 +207,7 @@ fn bars(suite: &SuiteResult) -> impl Iterator<Item = (&str, [f64; 3])> {
 
 #[cfg(test)]
 mod tests {
-    use deepspec_schedule::reliability::{Reliability, ReliabilityReport};
+    use deepspec_cost::reliability::{Reliability, ReliabilityReport};
 
     use super::*;
     use crate::results::sample::{results, suite};

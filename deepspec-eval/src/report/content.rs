@@ -3,7 +3,7 @@
 use anyhow::Result;
 use deepspec_core::cli::count;
 use deepspec_core::digest::short;
-use deepspec_schedule::reliability::{Metrics as Reliability, ReliabilityReport};
+use deepspec_cost::reliability::{Metrics as Reliability, ReliabilityReport};
 
 use super::charts;
 use super::document::{Block, Document};

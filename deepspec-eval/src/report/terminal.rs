@@ -1,7 +1,7 @@
 //! Results as tables for people.
 
 use deepspec_core::cli;
-use deepspec_decode::{DraftSampling, Sampling};
+use deepspec_engine::{DraftSampling, Sampling};
 
 use crate::results::{Metrics, Results, Settings, Timing};
 use crate::table::{Table, factor, number, range, rate};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use deepspec_decode::{StepTimes, Tally};
+use deepspec_engine::{StepTimes, Tally};
 use serde::{Deserialize, Serialize};
 
 use crate::statistics::Interval;

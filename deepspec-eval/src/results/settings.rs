@@ -1,7 +1,7 @@
 //! How a run was made, and with what.
 
-use deepspec_decode::DraftSampling;
-use deepspec_schedule::policy::Policy;
+use deepspec_engine::DraftSampling;
+use deepspec_cost::policy::Policy;
 use serde::{Deserialize, Serialize};
 
 /// How a run was made.

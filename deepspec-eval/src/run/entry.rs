@@ -1,6 +1,6 @@
 //! An answer of an evaluation.
 
-use deepspec_decode::{Completion, Cycle, Finish};
+use deepspec_engine::{Completion, Cycle, Finish};
 use serde::{Deserialize, Serialize};
 
 use crate::results::Timing;

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::cli::one_line;
-use deepspec_decode::{Cycle, Finish, Request, Sampling, Tally};
+use deepspec_engine::{Cycle, Finish, Request, Sampling, Tally};
 use deepspec_testkit::mutate::Dice;
 use serde_json::{Map, Value, json};
 

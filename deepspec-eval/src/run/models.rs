@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{Tap, env, usage};
-use deepspec_decode::{Engine, EngineOptions, Lanes, Proposer, shares};
+use deepspec_engine::{Engine, EngineOptions, Lanes, Proposer, shares};
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::{
     Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
     weights_digest,
 };
-use deepspec_native::StepTrace;
-use deepspec_schedule::cost_file::{self, Weights};
-use deepspec_schedule::planner::Planner;
+use deepspec_ops::StepTrace;
+use deepspec_cost::cost_file::{self, Weights};
+use deepspec_cost::planner::Planner;
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
@@ -35,23 +35,23 @@ pub struct Place {
 impl Place {
     /// The device as `--device` spells it.
     pub fn device_name(self) -> String {
-        deepspec_native::device_name(self.device)
+        deepspec_ops::device_name(self.device)
     }
 
     /// The kind as `--dtype` spells it.
     pub fn kind_name(self) -> &'static str {
-        deepspec_native::kind_name(self.kind)
+        deepspec_ops::kind_name(self.kind)
     }
 }
 
 /// Resolves `--device` and `--dtype`.
 pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<Place> {
-    let device = match deepspec_native::device(device) {
+    let device = match deepspec_ops::device(device) {
         Ok(device) => device,
         Err(error) => usage!("--device: {error}"),
     };
     let kind = match dtype {
-        Dtype::Auto => deepspec_native::default_kind(device),
+        Dtype::Auto => deepspec_ops::default_kind(device),
         Dtype::Float32 => Kind::Float,
         Dtype::Bfloat16 => Kind::BFloat16,
     };

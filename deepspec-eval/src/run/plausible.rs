@@ -1,7 +1,7 @@
 //! Whether a line of a journal can be the answer to what is asked. A damaged one must not be believed: it would spoil the
 //! results, and counts without bounds would fill the memory.
 
-use deepspec_decode::{Cycle, Finish, Request};
+use deepspec_engine::{Cycle, Finish, Request};
 
 use super::entry::Entry;
 

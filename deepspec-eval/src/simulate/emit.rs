@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use deepspec_core::atomic::{self, FileError};
-use deepspec_schedule::cost::StepCost;
+use deepspec_cost::cost::StepCost;
 use serde_json::{Value, json};
 
 use super::{Advice, Simulation};

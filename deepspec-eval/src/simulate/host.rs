@@ -1,6 +1,6 @@
 //! What a server takes beside the steps that a cost curve knows.
 
-use deepspec_schedule::policy::Policy;
+use deepspec_cost::policy::Policy;
 use serde::Serialize;
 
 /// Parts of a [`Host`].

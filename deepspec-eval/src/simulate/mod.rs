@@ -13,11 +13,11 @@ use std::sync::Arc;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
 use deepspec_core::{atomic, usage};
-use deepspec_schedule::ScheduleError;
-use deepspec_schedule::cost::StepCost;
-use deepspec_schedule::cost_file::{self, Weights};
-use deepspec_schedule::policy::Policy;
-use deepspec_schedule::temperatures::Temperatures;
+use deepspec_cost::ScheduleError;
+use deepspec_cost::cost::StepCost;
+use deepspec_cost::cost_file::{self, Weights};
+use deepspec_cost::policy::Policy;
+use deepspec_cost::temperatures::Temperatures;
 use rayon::prelude::*;
 use serde::Serialize;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use deepspec_core::usage;
-use deepspec_schedule::survival::sigmoid;
+use deepspec_cost::survival::sigmoid;
 
 use crate::results::Results;
 use crate::traces;

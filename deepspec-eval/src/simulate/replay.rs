@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_schedule::ScheduleError;
-use deepspec_schedule::cost::StepCost;
-use deepspec_schedule::planner::{Planner, StepLoad};
-use deepspec_schedule::policy::Policy;
-use deepspec_schedule::survival::sigmoid;
+use deepspec_cost::ScheduleError;
+use deepspec_cost::cost::StepCost;
+use deepspec_cost::planner::{Planner, StepLoad};
+use deepspec_cost::policy::Policy;
+use deepspec_cost::survival::sigmoid;
 use serde::Serialize;
 
 use super::host::{Host, PARTS};
@@ -230,7 +230,7 @@ impl Replay<'_> {
 mod tests {
     use std::path::Path;
 
-    use deepspec_schedule::curve::CostCurve;
+    use deepspec_cost::curve::CostCurve;
 
     use super::*;
 
@@ -270,7 +270,7 @@ mod tests {
     /// The costs that follow from the first two columns and an accepted length of 3.
     fn published_cost() -> Arc<StepCost> {
         let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/costs/deepseek-v4-flash.json");
-        Arc::new(deepspec_schedule::cost_file::read(Path::new(file)).unwrap())
+        Arc::new(deepspec_cost::cost_file::read(Path::new(file)).unwrap())
     }
 
     #[test]

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use deepspec_core::usage;
-use deepspec_schedule::ScheduleError;
-use deepspec_schedule::least_squares::non_negative;
-use deepspec_schedule::policy::Policy;
+use deepspec_cost::ScheduleError;
+use deepspec_cost::least_squares::non_negative;
+use deepspec_cost::policy::Policy;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use deepspec_schedule::policy::Policy;
+use deepspec_cost::policy::Policy;
 
 use super::host::Host;
 use super::served::weighs_costs;

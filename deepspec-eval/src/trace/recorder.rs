@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use deepspec_decode::{DraftRequest, Proposal, Proposer};
+use deepspec_engine::{DraftRequest, Proposal, Proposer};
 
 /// Hands on what the drafter within proposes for the first slot, and keeps it.
 pub struct Recorder<P> {

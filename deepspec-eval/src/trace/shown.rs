@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use deepspec_decode::Completion;
+use deepspec_engine::Completion;
 use deepspec_text::{ChatTokenizer, TextError};
 use serde::Serialize;
 

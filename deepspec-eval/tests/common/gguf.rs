@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_gguf::{
+use deepspec_checkpoint::gguf::{
     Entry as Found, Gguf, Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer, pairs,
 };
 use serde_json::Value;

@@ -103,7 +103,7 @@ impl RealModel {
         let root = tempfile::tempdir().unwrap();
         let [file, cache] = ["target.gguf", "unpacked"].map(|name| root.path().join(name));
         dequantised(&tokenizers()?.join("smollm2.gguf"), &file);
-        let folder = deepspec_gguf::unpack(&file, &cache).unwrap();
+        let folder = deepspec_checkpoint::gguf::unpack(&file, &cache).unwrap();
         Some(Self { file, folder, _root: root })
     }
 

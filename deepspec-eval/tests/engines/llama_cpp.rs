@@ -187,7 +187,7 @@ fn llama_cpp_runs_eagle3_cycle_by_cycle() {
     let root = tempfile::tempdir().unwrap();
     let [file, cache] = ["target.gguf", "unpacked"].map(|name| root.path().join(name));
     llama_gguf(&file);
-    let target = deepspec_gguf::unpack(&file, &cache).unwrap();
+    let target = deepspec_checkpoint::gguf::unpack(&file, &cache).unwrap();
     agrees_on(&server, [&target, &file], eagle3(&target, [0, 2, 4], 60).path(), LIMIT, 0);
 }
 
@@ -285,7 +285,7 @@ fn llama_cpp_tokenises_a_real_model_as_here() {
     let Some(server) = llama_server() else { return };
     let Some(folder) = tokenizers() else { return };
     let (root, file) = (tempfile::tempdir().unwrap(), folder.join("smollm2.gguf"));
-    let tokenizer = ChatTokenizer::load(&deepspec_gguf::unpack(&file, root.path()).unwrap()).unwrap();
+    let tokenizer = ChatTokenizer::load(&deepspec_checkpoint::gguf::unpack(&file, root.path()).unwrap()).unwrap();
     let llama = Llama::start(&server, &["--model", file.to_str().unwrap()]);
     let texts = [
         "What is 12345 + 678.90?",

@@ -16,7 +16,7 @@ use std::path::Path;
 
 use common::training::smoke;
 use common::{repository, run_on, traces};
-use deepspec_decode::{Feed, Target as _};
+use deepspec_engine::{Feed, Target as _};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::Value;

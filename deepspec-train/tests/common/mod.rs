@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::LazyLock;
 
-use deepspec_cache::{Builder, Encoding, FinalStates, Plan};
+use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan};
 use deepspec_core::cli::Verbosity;
-use deepspec_states::{Capture, TargetBundle, fill, tokenise};
+use deepspec_capture::{Capture, TargetBundle, fill, tokenise};
 use deepspec_testkit::standin::{Report, Standin};
 use serde_json::{Value, json};
 use tch::{Device, Kind};

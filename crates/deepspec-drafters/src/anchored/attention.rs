@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_native::{
+use deepspec_ops::{
     AttentionPart, KeysValues, SequenceBlocks, TiledAttention, attend_by_block, attends_by_block,
     attends_in_tiles, block_attention,
 };

@@ -2,7 +2,7 @@
 
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Qkv, RmsNorm, Rotation, Rotations, Spread};
 use deepspec_models::{ModelConfig, ModelError};
-use deepspec_native::range;
+use deepspec_ops::range;
 use tch::{Kind, Tensor};
 
 use super::Anchored;

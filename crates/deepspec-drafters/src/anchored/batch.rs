@@ -1,7 +1,7 @@
 //! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
 
-use deepspec_decode::{Part, Upload};
-use deepspec_native::range;
+use deepspec_engine::{Part, Upload};
+use deepspec_ops::range;
 use tch::{Device, Kind, Tensor};
 
 use super::AnchoredBlocks;

@@ -27,7 +27,7 @@ pub use layers::{DraftLayers, LayerType};
 pub use proposer::{AnchoredProposer, Drafting};
 pub use sums::AnchoredSum;
 
-use deepspec_decode::DraftSampling;
+use deepspec_engine::DraftSampling;
 use deepspec_models::nn::Half;
 use tch::Tensor;
 

@@ -1,7 +1,7 @@
 //! Proposing: the context's keys and values are projected once per verified token and cached per slot.
 
 use deepspec_core::Tap;
-use deepspec_decode::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::kv::{Chunk, KvCache, MaskKind, PassPlan, Rows};
 use deepspec_models::nn::{DecoderLayer, Spread};
 use deepspec_models::{ModelConfig, ModelError};

@@ -1,8 +1,8 @@
 //! Blocks of a sequence in tiles, as fused attention on a GPU takes them.
 
-use deepspec_decode::Upload;
+use deepspec_engine::Upload;
 use deepspec_models::nn::Heads;
-use deepspec_native::{TiledAttention, TiledBlocks};
+use deepspec_ops::{TiledAttention, TiledBlocks};
 use tch::{Device, Kind};
 
 use super::SequenceSpan;

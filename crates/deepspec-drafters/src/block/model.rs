@@ -1,6 +1,6 @@
 //! DSpark and DFlash: a backbone and, behind it, the heads that there are.
 
-use deepspec_decode::DraftSampling;
+use deepspec_engine::DraftSampling;
 use deepspec_models::ModelError;
 use deepspec_models::nn::Builder;
 use tch::{Kind, Tensor};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use deepspec_core::Slots;
-use deepspec_dialects::{
+use deepspec_checkpoint::{
     Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family,
     Fields, ForeignClass, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict, keys,
 };

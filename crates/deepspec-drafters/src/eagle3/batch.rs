@@ -2,8 +2,8 @@
 //! long as it or a later step of it is supervised, and no longer.
 
 use deepspec_core::recipe::LossNormalization;
-use deepspec_decode::{Part, Upload, Uploaded};
-use deepspec_native::range;
+use deepspec_engine::{Part, Upload, Uploaded};
+use deepspec_ops::range;
 use tch::{Device, Kind, Tensor};
 
 use super::recipe::{Eagle3Objective, Supervise};

@@ -4,7 +4,7 @@
 
 use deepspec_models::ModelError;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerSpec, Qkv, RmsNorm, Rotation};
-use deepspec_native::range;
+use deepspec_ops::range;
 use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step, TttCall};

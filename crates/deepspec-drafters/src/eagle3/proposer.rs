@@ -1,7 +1,7 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
 use deepspec_core::Tap;
-use deepspec_decode::{DraftRequest, DraftSampling, Proposal, Proposer, Ruler, runs};
+use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer, Ruler, runs};
 use deepspec_models::kv::{Chunk, KvCache, MaskKind};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::Tensor;

@@ -1,6 +1,6 @@
 //! The Markov head's part of the logits, and its gradients.
 
-use deepspec_native::{add_to_rows, multiply, sum_rows};
+use deepspec_ops::{add_to_rows, multiply, sum_rows};
 use tch::Tensor;
 
 use super::chunks::Span;

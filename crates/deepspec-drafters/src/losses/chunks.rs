@@ -2,7 +2,7 @@
 
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Vocabulary;
-use deepspec_native::{multiply, range, weigh_target};
+use deepspec_ops::{multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};

@@ -21,7 +21,7 @@ pub use sources::Sources;
 pub(crate) use sources::distinct;
 pub use terms::{LossAlphas, TERMS};
 
-use deepspec_native::range;
+use deepspec_ops::range;
 use tch::Tensor;
 
 /// Carries gradients on from what the losses left to the parameters.

@@ -1,6 +1,6 @@
 //! Some rows of logits: how far the drafter is from label and target, and the gradient by the drafter's logits.
 
-use deepspec_native::{RowsMeasured, WeighedTarget, measure_rows, slope_rows, weigh_target};
+use deepspec_ops::{RowsMeasured, WeighedTarget, measure_rows, slope_rows, weigh_target};
 use tch::{Kind, Tensor};
 
 use super::terms::{GradCoeffs, Needs, RowDistances};

@@ -1,7 +1,7 @@
 //! Rows of a chunk's logits: their losses, and the gradients that take the logits' place.
 
 use deepspec_models::nn::Vocabulary;
-use deepspec_native::{LogitRows, RowsMeasured, WeighedTarget};
+use deepspec_ops::{LogitRows, RowsMeasured, WeighedTarget};
 use tch::{Kind, Tensor};
 
 use super::chunks::{RowFindings, Span, Supervised};

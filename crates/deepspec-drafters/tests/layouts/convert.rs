@@ -4,7 +4,7 @@ use std::fs;
 
 use crate::common::{Folder, as_is, bytes, edited, fixture, golden, target};
 use deepspec_core::VERSION;
-use deepspec_dialects::{Dialect, DialectError, Server, Target, convert};
+use deepspec_checkpoint::{Dialect, DialectError, Server, Target, convert};
 use deepspec_drafters::open_checkpoint;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -242,7 +242,7 @@ fn what_is_too_large_for_one_file_is_written_in_shards() {
         assert_eq!(there.tensors().get(name), Some(facts));
         assert_eq!(there.tensors().bytes(name).unwrap(), whole.tensors().bytes(name).unwrap(), "{name}");
         let file = out.join(index["weight_map"][name].as_str().unwrap());
-        let own = deepspec_dialects::Tensors::open_file(&file).unwrap();
+        let own = deepspec_checkpoint::Tensors::open_file(&file).unwrap();
         let held: usize = own.iter().map(|(_, facts)| facts.bytes).sum();
         assert!(own.get(name).is_some() && (held <= most || own.iter().count() == 1), "{name} in {file:?}");
         total += facts.bytes;

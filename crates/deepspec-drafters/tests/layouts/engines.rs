@@ -1,7 +1,7 @@
 //! The layouts that engines load.
 
 use crate::common::{Folder, bytes, golden, target};
-use deepspec_dialects::{Dialect, DialectError, Engine, Target, for_engine};
+use deepspec_checkpoint::{Dialect, DialectError, Engine, Target, for_engine};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 

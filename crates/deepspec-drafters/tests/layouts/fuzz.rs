@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::common::{Folder, fixture, golden, target};
-use deepspec_dialects::{Dialect, DialectError, Target, convert};
+use deepspec_checkpoint::{Dialect, DialectError, Target, convert};
 use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::mutate::Dice;
 use serde_json::Value;
@@ -67,7 +67,7 @@ fn provoke(folder: &Folder, target: &Target) -> usize {
     match open_checkpoint(folder.path()) {
         Err(error) => told(error),
         Ok(checkpoint) => {
-            deepspec_dialects::loaders(&checkpoint);
+            deepspec_checkpoint::loaders(&checkpoint);
             for to in Dialect::ALL {
                 for target in [None, Some(target)] {
                     if let Err(error) = convert(&checkpoint, to, target).map(|_| ()) {

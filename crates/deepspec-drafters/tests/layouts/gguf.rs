@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::common::{Folder, golden};
-use deepspec_dialects::{DialectError, Gguf, Target, TensorType};
+use deepspec_checkpoint::{DialectError, Gguf, Target, TensorType};
 use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::{noise, skip};
 use safetensors::Dtype;

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::{Folder, edited, golden};
-use deepspec_dialects::{Dialect, Server, Target, convert, loaders, risks};
+use deepspec_checkpoint::{Dialect, Server, Target, convert, loaders, risks};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 

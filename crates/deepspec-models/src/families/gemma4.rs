@@ -1,6 +1,6 @@
 //! Gemma 4 (dense text part): most layers see a sliding window, every few see everything with wider heads of their own.
 
-use deepspec_dialects::DecoderFamily;
+use deepspec_checkpoint::DecoderFamily;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 

@@ -1,6 +1,6 @@
 //! Llama (dense): one kind of layer, without norms on queries and keys.
 
-use deepspec_dialects::DecoderFamily;
+use deepspec_checkpoint::DecoderFamily;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 

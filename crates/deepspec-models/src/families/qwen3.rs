@@ -1,6 +1,6 @@
 //! Qwen3 (dense): one kind of layer, with or without a sliding window.
 
-use deepspec_dialects::DecoderFamily;
+use deepspec_checkpoint::DecoderFamily;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 

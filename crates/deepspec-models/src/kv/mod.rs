@@ -6,8 +6,8 @@ mod pool;
 
 use std::collections::BTreeMap;
 
-use deepspec_decode::Ruler;
-use deepspec_native::{
+use deepspec_engine::Ruler;
+use deepspec_ops::{
     HistoryChunk, HistoryRows, HistoryView, ProjectedHeads, few_rows_attention, has_history_attention,
     history_attention,
 };

@@ -1,6 +1,6 @@
 //! Where the rows of a feed go and what they see.
 
-use deepspec_native::FEW_ROWS;
+use deepspec_ops::FEW_ROWS;
 use tch::{Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};

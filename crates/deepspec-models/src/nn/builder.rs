@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_native::PackedWeight;
+use deepspec_ops::PackedWeight;
 use tch::{Device, Kind, Tensor};
 
 use super::Weight;

@@ -1,6 +1,6 @@
 //! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
-use deepspec_native::{
+use deepspec_ops::{
     Gain, PackedWeight, ProjectedHeads, gated_product, has_few_rows, has_history_attention,
     packed_gated_product, rms_norm, silu_times,
 };
@@ -296,7 +296,7 @@ impl DecoderLayer {
             && has_few_rows(gate, width, inner, heads.dim, heads.repeats())
     }
 
-    /// [`DecoderLayer::forward`] in five calls, where [`DecoderLayer::is_fused`]: on a GPU for up to [`deepspec_native::FEW_ROWS`] rows, and with no
+    /// [`DecoderLayer::forward`] in five calls, where [`DecoderLayer::is_fused`]: on a GPU for up to [`deepspec_ops::FEW_ROWS`] rows, and with no
     /// difference to the last bit where weights are packed. `attend` takes queries, keys and values side by side, `[N, (H + 2G)·D]`, and norms and rotates
     /// them by itself. What of `spread` rows is alike is projected once.
     ///

@@ -1,6 +1,6 @@
 //! Weights of products.
 
-use deepspec_native::{
+use deepspec_ops::{
     Gain, PackedWeight, few_rows_gated_product, few_rows_product, packed_gated_product, packed_product,
     projection,
 };

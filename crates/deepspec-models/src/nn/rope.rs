@@ -219,7 +219,7 @@ impl Rotation {
 
     /// Rotates `x [N, heads, D]`, whose halves are the two coordinates of each plane.
     pub fn rotate(&self, x: &Tensor) -> Tensor {
-        if let Some(rotated) = deepspec_native::rotate(x, &self.cos, &self.sin) {
+        if let Some(rotated) = deepspec_ops::rotate(x, &self.cos, &self.sin) {
             return rotated;
         }
         let half = x.size()[2] / 2;

@@ -1,7 +1,7 @@
 //! The target's states of its own answers, of all layers that a suspicion may want.
 
 use deepspec_core::Tap;
-use deepspec_decode::{Feed, Target};
+use deepspec_engine::{Feed, Target};
 use deepspec_models::{ModelConfig, TargetModel};
 use tch::Tensor;
 

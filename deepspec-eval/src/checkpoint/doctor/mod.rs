@@ -15,10 +15,10 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_decode::DraftSampling;
-use deepspec_dialects::Server;
+use deepspec_engine::DraftSampling;
+use deepspec_checkpoint::Server;
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
-use deepspec_suites::{Folder, Rows};
+use deepspec_datasets::suites::{Folder, Rows};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
@@ -112,11 +112,11 @@ type Place = (Device, Kind);
 /// Usage errors, and models that cannot be loaded for another reason than those that are diagnosed.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
-    let device = match deepspec_native::device(&args.device) {
+    let device = match deepspec_ops::device(&args.device) {
         Ok(device) => device,
         Err(error) => usage!("--device: {error}"),
     };
-    let place = (device, deepspec_native::default_kind(device));
+    let place = (device, deepspec_ops::default_kind(device));
     let (target, draft) =
         (dir("--target", &args.target, verbosity)?, dir("--draft", &args.draft, verbosity)?);
     let serving = match args.engine {

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use deepspec_dialects::{Risk, Server, Target, risks};
+use deepspec_checkpoint::{Risk, Server, Target, risks};
 use deepspec_drafters::open_checkpoint;
 use deepspec_models::ModelError;
 use serde::Serialize;

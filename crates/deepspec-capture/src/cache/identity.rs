@@ -1,0 +1,134 @@
+//! What a cache was made from, so that it is never used for something else.
+
+use std::fmt::Display;
+
+use serde_json::Value;
+
+use crate::cache::files::Counts;
+use crate::cache::layout::Encoding;
+use serde::{Deserialize, Serialize};
+
+use deepspec_core::{FinalStates, Tap};
+
+/// Everything that decides the hidden states of a given conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    /// The target's `model_type`.
+    pub model_type: String,
+    /// Digest of the target's config.json.
+    pub target_config: String,
+    /// Digest of the target's weights (their index, or the file).
+    pub target_weights: String,
+    /// Digest of the tokenizer.
+    pub tokenizer: String,
+    /// Digest of the rendered chat template.
+    pub template: String,
+    /// Name of the chat template's mask rules.
+    pub chat_template: String,
+    /// The system prompt given to conversations that have none.
+    pub system_prompt: Option<String>,
+    /// Tapped places, in storage order.
+    pub taps: Vec<Tap>,
+    /// Length at which samples were truncated, in tokens.
+    pub max_length: usize,
+    /// Values per hidden state.
+    pub hidden_size: usize,
+    /// Rows of the target's embedding; every token id is below it.
+    pub vocab_size: usize,
+}
+
+impl Identity {
+    /// Names each field that differs, with the value of `self` (what is there) and of `other` (what is wanted).
+    pub fn differences(&self, other: &Self) -> Vec<String> {
+        // Taken apart by name, so that a new field cannot be forgotten here.
+        let Self {
+            model_type,
+            target_config,
+            target_weights,
+            tokenizer,
+            template,
+            chat_template,
+            system_prompt,
+            taps,
+            max_length,
+            hidden_size,
+            vocab_size,
+        } = self;
+        let mut found = Differences::default();
+        found.compare("model_type", model_type, &other.model_type);
+        found.compare("target_config", short(target_config), short(&other.target_config));
+        found.compare("target_weights", short(target_weights), short(&other.target_weights));
+        found.compare("tokenizer", short(tokenizer), short(&other.tokenizer));
+        found.compare("template", short(template), short(&other.template));
+        found.compare("chat_template", chat_template, &other.chat_template);
+        found.compare("system_prompt", quoted(system_prompt), quoted(&other.system_prompt));
+        found.compare("taps", listed(taps), listed(&other.taps));
+        found.compare("max_length", max_length, &other.max_length);
+        found.compare("hidden_size", hidden_size, &other.hidden_size);
+        found.compare("vocab_size", vocab_size, &other.vocab_size);
+        found.0
+    }
+}
+
+/// Collects the fields in which two records differ.
+#[derive(Default)]
+pub(crate) struct Differences(pub Vec<String>);
+
+impl Differences {
+    /// Adds a line when the two differ.
+    pub fn compare<T: PartialEq + Display>(&mut self, field: &str, there: T, wanted: T) {
+        if there != wanted {
+            self.0.push(format!("{field} is {there} there, {wanted} is wanted"));
+        }
+    }
+}
+
+/// A digest as it stands in messages: hexadecimal digests by their first 16 digits, so that a line stays readable.
+///
+/// Two digests that agree in 64 bits and differ after are not a case to plan for.
+fn short(digest: &str) -> &str {
+    let hex = digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if hex { &digest[..16] } else { digest }
+}
+
+fn quoted(text: &Option<String>) -> String {
+    text.as_ref().map_or_else(|| "absent".to_string(), |text| format!("{text:?}"))
+}
+
+fn listed(taps: &[Tap]) -> String {
+    let names: Vec<String> = taps.iter().map(Tap::to_string).collect();
+    format!("[{}]", names.join(", "))
+}
+
+/// Everything that decides the bytes of a cache: two builds with equal recipes may share shards.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Recipe {
+    pub identity: Identity,
+    pub encoding: Encoding,
+    pub last: FinalStates,
+    pub shard_bytes: u64,
+    pub counts: Counts,
+    pub input: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<Value>,
+}
+
+impl Recipe {
+    /// Names each field that differs, with the value there (`self`) and the wanted one.
+    pub fn differences(&self, wanted: &Self) -> Vec<String> {
+        let mut found = Differences(self.identity.differences(&wanted.identity));
+        found.compare("encoding", self.encoding, wanted.encoding);
+        found.compare("last", self.last, wanted.last);
+        found.compare("shard_bytes", self.shard_bytes, wanted.shard_bytes);
+        found.compare("samples", self.counts.samples, wanted.counts.samples);
+        found.compare("tokens", self.counts.tokens, wanted.counts.tokens);
+        found.compare("supervised tokens", self.counts.supervised_tokens, wanted.counts.supervised_tokens);
+        let reference =
+            |recipe: &Self| recipe.reference.as_ref().map_or("none".to_string(), Value::to_string);
+        found.compare("manifest of its origin", reference(self), reference(wanted));
+        found.compare("input digest", self.input.as_str(), wanted.input.as_str());
+        found.0
+    }
+}

@@ -1,0 +1,160 @@
+//! Makes the shards that several workers built one cache.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::FileError;
+use deepspec_core::digest::Hasher;
+use rayon::prelude::*;
+
+use crate::cache::builder::{Finished, commit, finished};
+use crate::cache::error::CacheError;
+use crate::cache::files::parts_dir;
+use crate::cache::identity::Recipe;
+use crate::cache::layout::Layout;
+use crate::cache::manifest::Manifest;
+use crate::cache::parts::{Claim, Worker, lock, parts, remove_if_present};
+use crate::cache::plan::Plan;
+use crate::cache::sample::PlannedSample;
+use crate::cache::shard;
+use crate::cache::writer::Sidecar;
+
+/// Bytes hashed between two reports of progress.
+const STEP: usize = 1 << 20;
+
+/// Publishes what the workers in `dir` have built, after checking that it is one build, that every sample of its plan is
+/// there once and that the shards hold the bytes that were written. Where all of it is published already, there is
+/// nothing to do; a merge that was killed is finished by the next.
+///
+/// `progress` is called, from several threads, with the number of shard bytes just checked.
+///
+/// # Errors
+/// Nothing was built there; workers that are still at work, that built something else or have not finished, by name;
+/// damaged shards; I/O failures.
+pub fn merge(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Manifest, CacheError> {
+    let parts = parts(dir)?;
+    let published = Manifest::read_if_present(dir)?;
+    if parts.is_empty() {
+        return published.ok_or_else(|| CacheError::NoParts { dir: dir.to_path_buf() });
+    }
+    let _locks: Vec<File> = parts.iter().map(|part| lock(part)).collect::<Result<_, _>>()?;
+    let (parts, claim) = claims(dir, parts)?;
+    if let Some(manifest) = published {
+        let differences = claim.build.differences(&manifest.recipe());
+        if !differences.is_empty() {
+            return Err(CacheError::PartDiffers { part: parts_dir(dir), differences });
+        }
+        remove_if_present(&parts_dir(dir))?;
+        return Ok(manifest);
+    }
+    let plan = plan(dir, &parts, &claim)?;
+    let mut shards = Vec::with_capacity(claim.shards);
+    for index in 0..claim.shards {
+        shards.push(finished(dir, &parts, &plan, index)?.ok_or_else(|| incomplete(dir, &claim, &[index]))?);
+    }
+    shards.par_iter().enumerate().try_for_each(|(index, found)| check_bytes(dir, index, found, &progress))?;
+    commit(dir, &plan, &claim.build, shards)
+}
+
+/// The folders of workers that have begun, and what all of them build.
+fn claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim), CacheError> {
+    let mut common: Option<Claim> = None;
+    let mut begun = Vec::with_capacity(parts.len());
+    for part in parts {
+        let Some(claim) = Claim::read(&part)? else { continue };
+        if let Some(first) = &mut common {
+            let mut differences = claim.build.differences(&first.build);
+            if claim.shards != first.shards {
+                differences.push(format!("shards is {} there, {} is wanted", claim.shards, first.shards));
+            }
+            if !differences.is_empty() {
+                return Err(CacheError::PartDiffers { part, differences });
+            }
+            first.workers = first.workers.max(claim.workers);
+        } else {
+            common = Some(claim);
+        }
+        begun.push(part);
+    }
+    common.map(|claim| (begun, claim)).ok_or_else(|| CacheError::NoParts { dir: dir.to_path_buf() })
+}
+
+/// The plan, put together again from the lists of samples beside the shards.
+fn plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError> {
+    let listed = |index: usize| {
+        let vouched = |part: &&PathBuf| {
+            Sidecar::path(part, index).exists() && Sidecar::samples_path(part, index).exists()
+        };
+        parts.iter().find(vouched).map(|part| Sidecar::samples_path(part, index))
+    };
+    let lists: Vec<Option<PathBuf>> = (0..claim.shards).map(listed).collect();
+    let missing: Vec<usize> = (0..claim.shards).filter(|&index| lists[index].is_none()).collect();
+    if !missing.is_empty() {
+        return Err(incomplete(dir, claim, &missing));
+    }
+    let mut samples = Vec::new();
+    for path in lists.into_iter().flatten() {
+        let file = File::open(&path).map_err(FileError::at("opening", &path))?;
+        for line in BufReader::new(file).lines() {
+            let line = line.map_err(FileError::at("reading", &path))?;
+            let sample: PlannedSample = serde_json::from_str(&line)
+                .map_err(|source| CacheError::Json { path: path.clone(), source })?;
+            samples.push(sample);
+        }
+    }
+    let Recipe { identity, encoding, last, shard_bytes, .. } = &claim.build;
+    let layout = Layout {
+        taps: identity.taps.clone(),
+        hidden_size: identity.hidden_size,
+        last: *last,
+        encoding: *encoding,
+    };
+    let plan = Plan::new(samples, layout, *shard_bytes)?;
+    // Its digest over all samples, in order, says that each is there once and none is another.
+    let differences = plan.recipe(identity)?.differences(&claim.build);
+    if !differences.is_empty() || plan.shards().len() != claim.shards {
+        return Err(CacheError::PartDiffers { part: parts_dir(dir), differences });
+    }
+    Ok(plan)
+}
+
+fn incomplete(dir: &Path, claim: &Claim, missing: &[usize]) -> CacheError {
+    let lacks = |worker: &Worker| missing.iter().any(|&shard| worker.builds(shard));
+    let workers = (0..claim.workers).filter_map(|index| Worker::new(index, claim.workers)).filter(lacks);
+    CacheError::Incomplete {
+        dir: dir.to_path_buf(),
+        missing: missing.len(),
+        expected: claim.shards,
+        workers: workers.map(|worker| worker.to_string()).collect(),
+    }
+}
+
+fn check_bytes(
+    dir: &Path,
+    index: usize,
+    (part, sidecar): &Finished,
+    progress: &(impl Fn(u64) + Sync),
+) -> Result<(), CacheError> {
+    let [own, moved] = [part, dir].map(|dir| shard::path(dir, index));
+    let path = if own.exists() { own } else { moved };
+    let mut hasher = Hasher::default();
+    let mut hash = || -> io::Result<()> {
+        let (mut file, mut buffer) = (File::open(&path)?, vec![0; STEP]);
+        loop {
+            match file.read(&mut buffer)? {
+                0 => return Ok(()),
+                read => {
+                    hasher.raw(&buffer[..read]);
+                    progress(read as u64);
+                }
+            }
+        }
+    };
+    hash().map_err(FileError::at("reading", &path))?;
+    let (found, expected) = (hasher.hex(), sidecar.shard.sha256.clone());
+    match found == expected {
+        true => Ok(()),
+        false => Err(CacheError::PartDamaged { path, found, expected }),
+    }
+}

@@ -1,0 +1,211 @@
+//! What a build will write, to the byte, before the target runs.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use deepspec_core::digest::Hasher;
+use serde_json::Value;
+
+use crate::cache::error::CacheError;
+use crate::cache::files::Counts;
+use crate::cache::identity::Identity;
+use crate::cache::identity::Recipe;
+use crate::cache::layout::Layout;
+use crate::cache::sample::{PlannedSample, outside};
+use crate::cache::shard::Geometry;
+
+/// A run of samples that share a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedShard {
+    /// Its samples, as indices into [`Plan::samples`].
+    pub samples: Range<usize>,
+    /// Rows of `taps`: tokens.
+    pub rows: u64,
+    /// Rows of `last`: kept positions.
+    pub last_rows: u64,
+}
+
+impl PlannedShard {
+    /// The geometry of its file; where it compresses, of one whose exponents would not be compressed.
+    pub(crate) fn geometry(&self, layout: &Layout) -> Result<Geometry, CacheError> {
+        let bytes = |planned: Option<u64>| planned.ok_or_else(|| bad_layout(layout, self.rows));
+        let most = bytes(layout.planned_bytes(self.rows, self.last_rows))?;
+        let exponents = most - bytes(layout.sample_bytes(self.rows, self.last_rows))?;
+        Geometry::new(layout, self.rows, self.last_rows, exponents)
+    }
+}
+
+/// Samples in input order, cut into shards. The same input always gives the same plan.
+#[derive(Debug)]
+pub struct Plan {
+    samples: Vec<PlannedSample>,
+    layout: Layout,
+    shard_bytes: u64,
+    shards: Vec<PlannedShard>,
+    counts: Counts,
+    bytes: u64,
+    digest: String,
+    reference: Option<Value>,
+}
+
+impl Plan {
+    /// Cuts `samples`, in their order, into shards of at most `shard_bytes` of hidden states (a larger sample has its own).
+    ///
+    /// # Errors
+    /// No samples, a sample that is empty or has spans outside it, an id twice, a layout without values.
+    pub fn new(samples: Vec<PlannedSample>, layout: Layout, shard_bytes: u64) -> Result<Self, CacheError> {
+        let mut filled: u64 = 0;
+        let starts = |_, bytes: u64| {
+            let new = filled.saturating_add(bytes) > shard_bytes;
+            filled = if new { bytes } else { filled + bytes };
+            new
+        };
+        Self::cut(samples, layout, shard_bytes, starts)
+    }
+
+    /// A plan whose shards begin at the given samples, for a cache that was cut by others; `reference` is kept in its
+    /// manifest.
+    pub(crate) fn imported(
+        samples: Vec<PlannedSample>,
+        layout: Layout,
+        starts: &HashSet<usize>,
+        reference: Value,
+    ) -> Result<Self, CacheError> {
+        let plan = Self::cut(samples, layout, u64::MAX, |index, _| starts.contains(&index))?;
+        let bytes =
+            |shard: &PlannedShard| plan.layout.planned_bytes(shard.rows, shard.last_rows).unwrap_or(0);
+        let shard_bytes = plan.shards.iter().map(bytes).max().unwrap_or(0);
+        Ok(Self { shard_bytes, reference: Some(reference), ..plan })
+    }
+
+    /// `starts` says of each sample, by its index and bytes, whether a shard begins with it.
+    fn cut(
+        samples: Vec<PlannedSample>,
+        layout: Layout,
+        shard_bytes: u64,
+        mut starts: impl FnMut(usize, u64) -> bool,
+    ) -> Result<Self, CacheError> {
+        if samples.is_empty() {
+            return Err(CacheError::EmptyPlan);
+        }
+        if shard_bytes == 0 {
+            return Err(CacheError::ZeroShardBytes);
+        }
+        let (mut seen, mut hasher) = (HashSet::new(), Hasher::default());
+        let mut shards: Vec<PlannedShard> = Vec::new();
+        let mut counts = Counts::default();
+        for (index, sample) in samples.iter().enumerate() {
+            sample.check()?;
+            if !seen.insert(sample.id.as_str()) {
+                return Err(CacheError::DuplicateId { sample: sample.id.clone() });
+            }
+            sample.add_to(&mut hasher);
+            let rows = u64::from(sample.length());
+            let last_rows = sample.last_positions(layout.last).len() as u64;
+            let bytes = layout.planned_bytes(rows, last_rows).ok_or_else(|| bad_layout(&layout, rows))?;
+            let new = starts(index, bytes);
+            match shards.last_mut() {
+                Some(shard) if !new => {
+                    shard.samples.end = index + 1;
+                    shard.rows += rows;
+                    shard.last_rows += last_rows;
+                }
+                _ => shards.push(PlannedShard { samples: index..index + 1, rows, last_rows }),
+            }
+            counts.samples += 1;
+            counts.tokens += rows;
+            counts.supervised_tokens += u64::from(sample.supervised());
+        }
+        drop(seen);
+        let mut bytes: u64 = 0;
+        for shard in &shards {
+            let total = shard.geometry(&layout)?.bytes();
+            bytes = bytes.checked_add(total).ok_or_else(|| bad_layout(&layout, counts.tokens))?;
+        }
+        let (digest, reference) = (hasher.hex(), None);
+        Ok(Self { samples, layout, shard_bytes, shards, counts, bytes, digest, reference })
+    }
+
+    /// The same samples in another layout: what the choice of an encoding costs.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn in_layout(self, layout: Layout) -> Result<Self, CacheError> {
+        Self::new(self.samples, layout, self.shard_bytes)
+    }
+
+    /// The samples, in input order.
+    pub fn samples(&self) -> &[PlannedSample] {
+        &self.samples
+    }
+
+    /// The shape of the rows.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The shards, in order; together they hold every sample once.
+    pub fn shards(&self) -> &[PlannedShard] {
+        &self.shards
+    }
+
+    /// Samples, tokens and supervised tokens.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Bytes of all shard files, headers included; the most, where an encoding compresses.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Digest over ids, token ids and spans of all samples, in order.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// What this plan builds for `identity`, after checking that the two fit together.
+    pub(crate) fn recipe(&self, identity: &Identity) -> Result<Recipe, CacheError> {
+        let planned = Identity {
+            taps: self.layout.taps.clone(),
+            hidden_size: self.layout.hidden_size,
+            ..identity.clone()
+        };
+        let differences = planned.differences(identity);
+        if !differences.is_empty() {
+            return Err(CacheError::PlanIdentity { differences });
+        }
+        for sample in &self.samples {
+            let length = sample.input_ids.len();
+            if length > identity.max_length {
+                return Err(CacheError::TooLong {
+                    sample: sample.id.clone(),
+                    length,
+                    max_length: identity.max_length,
+                });
+            }
+            if let Some(position) = outside(&sample.input_ids, identity.vocab_size) {
+                let (token, vocab_size) = (sample.input_ids[position], identity.vocab_size);
+                return Err(CacheError::TokenOutside {
+                    sample: sample.id.clone(),
+                    position,
+                    token,
+                    vocab_size,
+                });
+            }
+        }
+        Ok(Recipe {
+            identity: identity.clone(),
+            encoding: self.layout.encoding,
+            last: self.layout.last,
+            shard_bytes: self.shard_bytes,
+            counts: self.counts.clone(),
+            input: self.digest.clone(),
+            reference: self.reference.clone(),
+        })
+    }
+}
+
+fn bad_layout(layout: &Layout, rows: u64) -> CacheError {
+    CacheError::BadLayout { taps: layout.taps.len(), hidden_size: layout.hidden_size, rows }
+}

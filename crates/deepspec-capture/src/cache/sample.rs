@@ -1,0 +1,92 @@
+//! A sample before its states are there.
+
+use deepspec_core::digest::Hasher;
+use serde::{Deserialize, Serialize};
+
+use crate::cache::error::CacheError;
+use crate::cache::layout::loss_mask;
+use deepspec_core::FinalStates;
+
+/// A tokenised conversation that waits for its hidden states.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedSample {
+    /// Unique id, the input row's.
+    pub id: String,
+    /// Token ids, L of them.
+    pub input_ids: Vec<i32>,
+    /// Supervised tokens as half-open spans, ascending, not overlapping, within `0..L`.
+    pub spans: Vec<(u32, u32)>,
+}
+
+impl PlannedSample {
+    /// Tokens. [`crate::cache::Plan::new`] refuses what 32 bits cannot count.
+    pub fn length(&self) -> u32 {
+        u32::try_from(self.input_ids.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Supervised tokens.
+    pub fn supervised(&self) -> u32 {
+        supervised(&self.spans)
+    }
+
+    /// One flag per token, `true` where it is supervised.
+    pub fn loss_mask(&self) -> Vec<bool> {
+        loss_mask(self.length(), &self.spans)
+    }
+
+    /// Positions whose last hidden state is kept, ascending.
+    pub fn last_positions(&self, last: FinalStates) -> Vec<u32> {
+        last.positions(&self.loss_mask())
+    }
+
+    /// Refuses a sample without tokens, with more than 32 bits can count, or with spans that are empty, out of order or outside it.
+    ///
+    /// # Errors
+    /// What is wrong, by sample id.
+    pub fn check(&self) -> Result<(), CacheError> {
+        let length = self.input_ids.len();
+        if length == 0 || i32::try_from(length).is_err() {
+            return Err(CacheError::BadLength { sample: self.id.clone(), length });
+        }
+        match bad_span(self.length(), &self.spans) {
+            None => Ok(()),
+            Some((after, (start, end))) => {
+                Err(CacheError::BadSpan { sample: self.id.clone(), start, end, after, length })
+            }
+        }
+    }
+
+    /// Adds everything that a plan's digest is over.
+    pub(crate) fn add_to(&self, hasher: &mut Hasher) {
+        let ids: Vec<u8> = self.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let spans: Vec<u8> = self
+            .spans
+            .iter()
+            .flat_map(|(start, end)| [start.to_le_bytes(), end.to_le_bytes()].concat())
+            .collect();
+        hasher.part(self.id.as_bytes()).part(&ids).part(&spans);
+    }
+}
+
+/// The first span that is empty, out of order or past `length`, and the end of the span before it.
+pub(crate) fn bad_span(length: u32, spans: &[(u32, u32)]) -> Option<(u32, (u32, u32))> {
+    let mut after = 0;
+    for &(start, end) in spans {
+        if start < after || end <= start || end > length {
+            return Some((after, (start, end)));
+        }
+        after = end;
+    }
+    None
+}
+
+/// Position of the first token id outside the vocabulary.
+pub(crate) fn outside(ids: &[i32], vocab_size: usize) -> Option<usize> {
+    ids.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= vocab_size))
+}
+
+/// Tokens in spans that [`bad_span`] has passed.
+pub(crate) fn supervised(spans: &[(u32, u32)]) -> u32 {
+    spans.iter().map(|(start, end)| end - start).sum()
+}

@@ -1,0 +1,205 @@
+//! `samples.parquet`: one row per sample, in plan order.
+//!
+//! Columns: `id` text; `shard` number of its shard; `first_row` and `first_last_row`, where its rows begin in the shard's
+//! `taps` and `last`; `length` tokens; `supervised` tokens; `input_ids` token ids; `loss_spans` supervised half-open spans;
+//! `checksum` CRC-32 of the sample's bytes in `taps`, `last` and, where there are such, `taps_scale`, `last_scale` and
+//! `exponents`, in this order. Where exponents are compressed, two more: `first_exponent` and `exponent_bytes`, where the
+//! sample's frames lie in the shard's `exponents`.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::{Arc, LazyLock};
+
+use arrow_array::{
+    ArrayRef, Int32Array, Int64Array, ListArray, RecordBatch, StringArray, StructArray, UInt32Array,
+};
+use arrow_buffer::OffsetBuffer;
+use arrow_schema::ArrowError;
+use arrow_schema::{DataType, Field, Fields, Schema};
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::digest;
+use parquet::arrow::ArrowWriter;
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::file::properties::WriterProperties;
+
+use crate::cache::error::CacheError;
+use crate::cache::files::SamplesEntry;
+use crate::cache::layout::Encoding;
+use crate::cache::plan::Plan;
+use crate::cache::sample::PlannedSample;
+
+mod table;
+mod validate;
+
+pub(crate) use table::{Row, Table};
+
+/// Name of the samples' table.
+pub const SAMPLES_FILE: &str = "samples.parquet";
+
+/// A batch is handed to parquet when it has so many samples or tokens.
+const BATCH_SAMPLES: usize = 1024;
+const BATCH_TOKENS: u64 = 1 << 22;
+
+/// Bytes of a row group: what parquet holds in memory.
+const GROUP_BYTES: usize = 64 << 20;
+
+static SPAN: LazyLock<Fields> =
+    LazyLock::new(|| [("start", DataType::Int32), ("end", DataType::Int32)].map(column).to_vec().into());
+
+static PLAIN: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(columns(false)));
+static COMPRESSED: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(columns(true)));
+
+/// The columns of a table for this encoding.
+fn schema(encoding: Encoding) -> &'static Arc<Schema> {
+    if encoding.compresses() { &COMPRESSED } else { &PLAIN }
+}
+
+fn columns(compressed: bool) -> Schema {
+    let list = |element: DataType| DataType::List(Arc::new(Field::new("element", element, false)));
+    let mut columns = vec![
+        ("id", DataType::Utf8),
+        ("shard", DataType::UInt32),
+        ("first_row", DataType::Int64),
+        ("first_last_row", DataType::Int64),
+        ("length", DataType::Int32),
+        ("supervised", DataType::Int32),
+        ("input_ids", list(DataType::Int32)),
+        ("loss_spans", list(DataType::Struct(SPAN.clone()))),
+        ("checksum", DataType::UInt32),
+    ];
+    if compressed {
+        columns.extend([("first_exponent", DataType::Int64), ("exponent_bytes", DataType::Int64)]);
+    }
+    Schema::new(columns.into_iter().map(column).collect::<Vec<_>>())
+}
+
+fn column((name, kind): (&str, DataType)) -> Field {
+    Field::new(name, kind, false)
+}
+
+/// What is known of a sample once it is written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Written {
+    pub checksum: u32,
+    /// Bytes of its compressed exponents; 0 where nothing is compressed.
+    pub exponent_bytes: u64,
+}
+
+/// Writes the table of a plan whose samples were written like this. The entry is for the manifest.
+pub(crate) fn write(dir: &Path, plan: &Plan, written: &[Written]) -> Result<SamplesEntry, CacheError> {
+    let path = dir.join(SAMPLES_FILE);
+    let rows = rows(plan, |index| written[index]);
+    atomic::replace(&path, |file| write_rows(file, plan.layout().encoding, &rows))?;
+    let bytes = fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
+    Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::file(&path)? })
+}
+
+/// Size of the table of a plan, to within what checksums compress to, which is nothing.
+pub(crate) fn size(plan: &Plan) -> Result<u64, CacheError> {
+    let mut counter = Counter(0);
+    // Any numbers that are as hard to compress as the true ones.
+    let written = |index: usize| {
+        let checksum = crc_fast::crc32_iso_hdlc(&index.to_le_bytes());
+        Written { checksum, exponent_bytes: u64::from(checksum >> 12) }
+    };
+    let rows = rows(plan, written);
+    write_rows(&mut counter, plan.layout().encoding, &rows)
+        .map_err(FileError::at("planning", Path::new(SAMPLES_FILE)))?;
+    Ok(counter.0)
+}
+
+/// Counts what is written to it.
+struct Counter(u64);
+
+impl Write for Counter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn rows(plan: &Plan, written: impl Fn(usize) -> Written) -> Vec<NewRow<'_>> {
+    let mut rows = Vec::with_capacity(plan.samples().len());
+    for (shard, planned) in plan.shards().iter().enumerate() {
+        let (mut first_row, mut first_last_row, mut first_exponent) = (0, 0, 0);
+        for index in planned.samples.clone() {
+            let (sample, written) = (&plan.samples()[index], written(index));
+            let shard = shard as u32;
+            rows.push(NewRow { sample, shard, first_row, first_last_row, first_exponent, written });
+            first_exponent += written.exponent_bytes as i64;
+            first_row += i64::from(sample.length());
+            first_last_row += sample.last_positions(plan.layout().last).len() as i64;
+        }
+    }
+    rows
+}
+
+/// A row to be written.
+struct NewRow<'p> {
+    sample: &'p PlannedSample,
+    shard: u32,
+    first_row: i64,
+    first_last_row: i64,
+    first_exponent: i64,
+    written: Written,
+}
+
+fn write_rows(file: impl Write + Send, encoding: Encoding, mut rows: &[NewRow<'_>]) -> io::Result<()> {
+    let properties = WriterProperties::builder()
+        .set_compression(Compression::ZSTD(ZstdLevel::default()))
+        .set_max_row_group_bytes(Some(GROUP_BYTES))
+        .build();
+    let schema = schema(encoding);
+    let mut writer =
+        ArrowWriter::try_new(file, schema.clone(), Some(properties)).map_err(io::Error::other)?;
+    while !rows.is_empty() {
+        let (mut taken, mut tokens) = (0, 0);
+        while taken < rows.len().min(BATCH_SAMPLES) && tokens < BATCH_TOKENS {
+            tokens += u64::from(rows[taken].sample.length());
+            taken += 1;
+        }
+        let batch = batch(schema, &rows[..taken]).map_err(io::Error::other)?;
+        writer.write(&batch).map_err(io::Error::other)?;
+        rows = &rows[taken..];
+    }
+    writer.close().map_err(io::Error::other)?;
+    Ok(())
+}
+
+fn batch(schema: &Arc<Schema>, rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
+    let samples = || rows.iter().map(|row| row.sample);
+    let spans = || samples().flat_map(|sample| sample.spans.iter());
+    let list =
+        |name: &str, lengths: Vec<usize>, values: ArrayRef| match schema.field_with_name(name)?.data_type() {
+            DataType::List(element) => {
+                ListArray::try_new(element.clone(), OffsetBuffer::from_lengths(lengths), values, None)
+            }
+            other => Err(ArrowError::SchemaError(format!("{name} is {other}, not a list"))),
+        };
+    let ids = Int32Array::from_iter_values(samples().flat_map(|sample| sample.input_ids.iter().copied()));
+    let starts = Int32Array::from_iter_values(spans().map(|span| span.0 as i32));
+    let ends = Int32Array::from_iter_values(spans().map(|span| span.1 as i32));
+    let pairs = StructArray::try_new(SPAN.clone(), vec![Arc::new(starts), Arc::new(ends)], None)?;
+    let mut columns: Vec<ArrayRef> = vec![
+        Arc::new(StringArray::from_iter_values(samples().map(|sample| &sample.id))),
+        Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.shard))),
+        Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_row))),
+        Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_last_row))),
+        Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.length() as i32))),
+        Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.supervised() as i32))),
+        Arc::new(list("input_ids", samples().map(|sample| sample.input_ids.len()).collect(), Arc::new(ids))?),
+        Arc::new(list("loss_spans", samples().map(|sample| sample.spans.len()).collect(), Arc::new(pairs))?),
+        Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.written.checksum))),
+    ];
+    if columns.len() < schema.fields().len() {
+        let bytes = rows.iter().map(|row| row.written.exponent_bytes as i64);
+        columns.push(Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_exponent))));
+        columns.push(Arc::new(Int64Array::from_iter_values(bytes)));
+    }
+    RecordBatch::try_new(schema.clone(), columns)
+}

@@ -1,0 +1,170 @@
+//! Checks the rows of the samples' table against the manifest and each other.
+
+use std::path::Path;
+
+use crate::cache::error::CacheError;
+use crate::cache::identity::Identity;
+use crate::cache::layout::loss_mask;
+use crate::cache::manifest::Manifest;
+use crate::cache::sample::{bad_span, outside, supervised};
+use crate::cache::shard::{self, Rows};
+
+/// What a row says about itself; all of it follows from the rows before, the token ids and the spans.
+pub(super) struct Claim {
+    pub shard: i64,
+    pub first_row: i64,
+    pub first_last_row: i64,
+    pub length: i64,
+    pub supervised: i64,
+    /// Where its compressed exponents begin in the shard, and their bytes; zeros where nothing is compressed.
+    pub first_exponent: i64,
+    pub exponent_bytes: i64,
+}
+
+/// Where a sample lies, with every number recomputed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    pub shard: usize,
+    pub first_row: u64,
+    pub first_last_row: u64,
+    pub length: u32,
+    pub last_rows: u64,
+    pub first_exponent: u64,
+    pub exponent_bytes: u64,
+}
+
+impl Place {
+    /// Its rows within the shard.
+    pub fn rows(&self) -> Rows {
+        Rows {
+            first: self.first_row,
+            count: self.length.into(),
+            first_last: self.first_last_row,
+            last_count: self.last_rows,
+            first_exponent: self.first_exponent,
+            exponent_bytes: self.exponent_bytes,
+        }
+    }
+}
+
+/// Recomputes where each row must lie, so that nothing read later depends on a number that the file merely claims.
+pub(super) struct RowValidator<'m> {
+    pub path: &'m Path,
+    manifest: &'m Manifest,
+    shard: usize,
+    row: u64,
+    last_row: u64,
+    exponent: u64,
+    supervised: u64,
+    /// Bytes of compressed exponents of each shard.
+    exponent_bytes: Vec<u64>,
+}
+
+impl<'m> RowValidator<'m> {
+    pub fn new(path: &'m Path, manifest: &'m Manifest) -> Result<Self, CacheError> {
+        let layout = manifest.layout();
+        // A manifest that was read has sizes that can be.
+        let exponents = |shard| Ok(shard::exponent_bytes(&layout, shard)?.unwrap_or(0));
+        let exponent_bytes = manifest.shards.iter().map(exponents).collect::<Result<_, CacheError>>()?;
+        Ok(Self { path, manifest, shard: 0, row: 0, last_row: 0, exponent: 0, supervised: 0, exponent_bytes })
+    }
+
+    /// Where the next row, number `index`, lies.
+    pub fn admit(
+        &mut self,
+        index: usize,
+        claim: &Claim,
+        ids: &[i32],
+        spans: &[(u32, u32)],
+    ) -> Result<Place, CacheError> {
+        let length = u32::try_from(ids.len()).unwrap_or(0);
+        self.same(index, "length", claim.length, length)?;
+        if length == 0 {
+            return Err(self.lie(index, "length", 0, "at least 1"));
+        }
+        let Identity { max_length, vocab_size, .. } = self.manifest.identity;
+        if ids.len() > max_length {
+            return Err(self.lie(index, "length", length, format!("at most max_length {max_length}")));
+        }
+        if let Some(token) = outside(ids, vocab_size) {
+            return Err(self.lie(index, "input_ids", ids[token], format!("an id below {vocab_size}")));
+        }
+        if let Some((after, (start, end))) = bad_span(length, spans) {
+            let expected = format!("a non-empty span within {after}..{length}");
+            return Err(self.lie(index, "loss_spans", format!("{start}..{end}"), expected));
+        }
+        self.same(index, "supervised", claim.supervised, supervised(spans))?;
+        // The shard before is full when all its rows are taken; the plan leaves no shard empty.
+        if self.manifest.shards.get(self.shard).is_some_and(|shard| shard.rows == self.row) {
+            self.end_shard(index)?;
+            (self.shard, self.row, self.last_row, self.exponent) = (self.shard + 1, 0, 0, 0);
+        }
+        self.same(index, "shard", claim.shard, self.shard)?;
+        self.same(index, "first_row", claim.first_row, self.row)?;
+        self.same(index, "first_last_row", claim.first_last_row, self.last_row)?;
+        self.same(index, "first_exponent", claim.first_exponent, self.exponent)?;
+        let last_rows = self.manifest.last.positions(&loss_mask(length, spans)).len() as u64;
+        let Some(shard) = self.manifest.shards.get(self.shard) else {
+            let shards = self.manifest.shards.len();
+            return Err(self.lie(index, "shard", self.shard, format!("one of {shards}")));
+        };
+        let (end, last_end) = (self.row + u64::from(length), self.last_row + last_rows);
+        if end > shard.rows || last_end > shard.last_rows {
+            let expected = format!("rows up to {} and {}", shard.rows, shard.last_rows);
+            return Err(self.lie(index, "end", format!("row {end} and last row {last_end}"), expected));
+        }
+        let left = self.exponent_bytes[self.shard] - self.exponent;
+        let Some(exponent_bytes) = u64::try_from(claim.exponent_bytes).ok().filter(|&bytes| bytes <= left)
+        else {
+            return Err(self.lie(index, "exponent_bytes", claim.exponent_bytes, format!("at most {left}")));
+        };
+        let place = Place {
+            shard: self.shard,
+            first_row: self.row,
+            first_last_row: self.last_row,
+            length,
+            last_rows,
+            first_exponent: self.exponent,
+            exponent_bytes,
+        };
+        (self.row, self.last_row, self.exponent) = (end, last_end, self.exponent + exponent_bytes);
+        self.supervised += u64::from(supervised(spans));
+        Ok(place)
+    }
+
+    /// Checks the sums once all `rows` are in.
+    pub fn close(&self, rows: usize) -> Result<(), CacheError> {
+        let counts = &self.manifest.counts;
+        self.same(rows, "number", rows, counts.samples)?;
+        self.same(rows, "supervised tokens of all rows", self.supervised, counts.supervised_tokens)?;
+        self.same(rows, "shards used", self.shard + 1, self.manifest.shards.len())?;
+        self.end_shard(rows)
+    }
+
+    fn end_shard(&self, index: usize) -> Result<(), CacheError> {
+        let shard = &self.manifest.shards[self.shard];
+        self.same(index, "rows of the shard before", self.row, shard.rows)?;
+        self.same(index, "last rows of the shard before", self.last_row, shard.last_rows)?;
+        self.same(index, "exponents of the shard before", self.exponent, self.exponent_bytes[self.shard])
+    }
+
+    fn same<A, B>(&self, index: usize, field: &str, found: A, expected: B) -> Result<(), CacheError>
+    where
+        A: TryInto<i128> + Copy,
+        B: TryInto<i128> + Copy,
+    {
+        match (found.try_into(), expected.try_into()) {
+            (Ok(found), Ok(expected)) if found == expected => Ok(()),
+            (found, expected) => Err(self.lie(index, field, found.unwrap_or(-1), expected.unwrap_or(-1))),
+        }
+    }
+
+    fn lie(&self, index: usize, field: &str, found: impl ToString, expected: impl ToString) -> CacheError {
+        CacheError::Inconsistent {
+            path: self.path.to_path_buf(),
+            field: format!("row {index}: {field}"),
+            found: found.to_string(),
+            expected: expected.to_string(),
+        }
+    }
+}

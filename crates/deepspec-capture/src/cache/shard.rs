@@ -1,0 +1,220 @@
+//! The shape of a shard file: a safetensors header of known size, then `taps`, then `last`, then what their encoding needs
+//! beside them: scales, or compressed exponents.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::cache::error::CacheError;
+use crate::cache::files::ShardEntry;
+use crate::cache::layout::{Encoding, Layout};
+
+/// The data starts at a multiple of this, so that rows keep the alignment that their size gives them.
+const ALIGNMENT: usize = 64;
+
+/// `shard-00012.safetensors`.
+pub(crate) fn file_name(shard: usize) -> String {
+    format!("shard-{shard:05}.safetensors")
+}
+
+/// Whether a file name is one of [`file_name`]'s.
+pub(crate) fn is_file_name(name: &str) -> bool {
+    let number = name.strip_prefix("shard-").and_then(|rest| rest.strip_suffix(".safetensors"));
+    number.is_some_and(|number| number.len() >= 5 && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// The shard's path in `dir`.
+pub(crate) fn path(dir: &Path, shard: usize) -> PathBuf {
+    dir.join(file_name(shard))
+}
+
+/// Where everything lies in a shard file: N rows of m·d values, then M rows of d values, then the scales of both, then
+/// exponents.
+#[derive(Debug)]
+pub(crate) struct Geometry {
+    header: Vec<u8>,
+    /// `taps`, `last`, `taps_scale`, `last_scale`, `exponents`, whose rows are bytes.
+    regions: [Region; 5],
+    bytes: u64,
+}
+
+/// Rows of one size.
+#[derive(Debug, Clone, Copy)]
+struct Region {
+    start: u64,
+    row: u64,
+}
+
+impl Region {
+    fn rows(self, first: u64, rows: u64) -> Range<u64> {
+        let start = self.start + first * self.row;
+        start..start + rows * self.row
+    }
+}
+
+/// Something for each of the regions in which a sample has rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Parts<T> {
+    pub taps: T,
+    pub last: T,
+    pub taps_scale: T,
+    pub last_scale: T,
+    pub exponents: T,
+}
+
+impl<T> Parts<T> {
+    /// Borrows each.
+    pub fn each_ref(&self) -> Parts<&T> {
+        let Self { taps, last, taps_scale, last_scale, exponents } = self;
+        Parts { taps, last, taps_scale, last_scale, exponents }
+    }
+
+    /// Does the same to each.
+    pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> Parts<U> {
+        Parts {
+            taps: f(self.taps),
+            last: f(self.last),
+            taps_scale: f(self.taps_scale),
+            last_scale: f(self.last_scale),
+            exponents: f(self.exponents),
+        }
+    }
+
+    /// In the order of the file.
+    pub fn in_order(self) -> [T; 5] {
+        [self.taps, self.last, self.taps_scale, self.last_scale, self.exponents]
+    }
+}
+
+/// Where a sample's rows and exponents begin in its shard, and how many they are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rows {
+    pub first: u64,
+    pub count: u64,
+    pub first_last: u64,
+    pub last_count: u64,
+    pub first_exponent: u64,
+    pub exponent_bytes: u64,
+}
+
+impl Geometry {
+    /// The geometry of a shard with `rows` tokens, `last_rows` of which keep their last state, and so many bytes of
+    /// compressed exponents.
+    ///
+    /// # Errors
+    /// When there are no values, or more bytes than 64 bits count.
+    pub fn new(layout: &Layout, rows: u64, last_rows: u64, exponents: u64) -> Result<Self, CacheError> {
+        let bad = || CacheError::BadLayout { taps: layout.taps.len(), hidden_size: layout.hidden_size, rows };
+        let (tap_row, last_row) = layout.tap_row_bytes().zip(layout.last_row_bytes()).ok_or_else(bad)?;
+        let taps = tap_row.checked_mul(rows).filter(|&bytes| bytes > 0).ok_or_else(bad)?;
+        let data = layout.sample_bytes(rows, last_rows).and_then(|data| data.checked_add(exponents));
+        // The parts of a sum that fits fit too.
+        let (taps_scale, last_scale) = (layout.tap_scales_bytes(), layout.last_scale_bytes());
+        let data = data.ok_or_else(bad)?;
+        let sizes = [taps, last_row * last_rows, taps_scale * rows, last_scale * last_rows, exponents];
+        let header = header(layout, [rows, last_rows], sizes);
+        let bytes = data.checked_add(header.len() as u64).ok_or_else(bad)?;
+        let mut start = header.len() as u64;
+        let row_bytes = [tap_row, last_row, taps_scale, last_scale, 1];
+        let regions = std::array::from_fn(|index| {
+            let region = Region { start, row: row_bytes[index] };
+            start += sizes[index];
+            region
+        });
+        Ok(Self { header, regions, bytes })
+    }
+
+    /// The geometry of a finished shard; `None` when its size contradicts its rows.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of(layout: &Layout, entry: &ShardEntry) -> Result<Option<Self>, CacheError> {
+        let exponents = exponent_bytes(layout, entry)?;
+        exponents.map(|exponents| Self::new(layout, entry.rows, entry.last_rows, exponents)).transpose()
+    }
+
+    /// The file's first bytes, up to the data.
+    pub fn header(&self) -> &[u8] {
+        &self.header
+    }
+
+    /// Size of the file.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Where the tensors begin, in the order of the file.
+    pub fn starts(&self) -> [u64; 5] {
+        self.regions.map(|region| region.start)
+    }
+
+    /// File bytes of a sample's rows, which must lie within the shard.
+    pub fn sample(&self, rows: Rows) -> Parts<Range<u64>> {
+        let [taps, last, taps_scale, last_scale, exponents] = self.regions;
+        Parts {
+            taps: taps.rows(rows.first, rows.count),
+            last: last.rows(rows.first_last, rows.last_count),
+            taps_scale: taps_scale.rows(rows.first, rows.count),
+            last_scale: last_scale.rows(rows.first_last, rows.last_count),
+            exponents: exponents.rows(rows.first_exponent, rows.exponent_bytes),
+        }
+    }
+}
+
+/// Bytes of compressed exponents in a shard of this size: what its rows leave over. `None` when the size cannot be.
+///
+/// # Errors
+/// As [`Geometry::new`].
+pub(crate) fn exponent_bytes(layout: &Layout, entry: &ShardEntry) -> Result<Option<u64>, CacheError> {
+    // The header is as long whatever the exponents take.
+    let rest = entry.bytes.checked_sub(Geometry::new(layout, entry.rows, entry.last_rows, 0)?.bytes());
+    Ok(rest.filter(|&rest| rest == 0 || layout.encoding.compresses()))
+}
+
+/// A safetensors header, padded with spaces as the format allows. Its length does not depend on the size of the exponents,
+/// which is known last.
+fn header(layout: &Layout, rows: [u64; 2], sizes: [u64; 5]) -> Vec<u8> {
+    let mut text = header_text(layout, rows, sizes);
+    let [taps, last, ..] = sizes;
+    let longest = match layout.encoding {
+        Encoding::Bf16z => header_text(layout, rows, [taps, last, 0, 0, u64::MAX - taps - last]).len(),
+        Encoding::Bf16 | Encoding::Fp8 => text.len(),
+    };
+    let padded = (8 + longest).next_multiple_of(ALIGNMENT);
+    text.extend(std::iter::repeat_n(' ', padded - 8 - text.len()));
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+fn header_text(layout: &Layout, [rows, last_rows]: [u64; 2], sizes: [u64; 5]) -> String {
+    let dtype = match layout.encoding {
+        Encoding::Bf16 => "BF16",
+        Encoding::Bf16z => "U8",
+        Encoding::Fp8 => "F8_E4M3",
+    };
+    let mut end = 0;
+    let [taps, last, taps_scale, last_scale, exponents] = sizes.map(|size| {
+        let offsets = [end, end + size];
+        end += size;
+        offsets
+    });
+    // `format` is what transformers looks for before it loads a file.
+    let mut json = json!({
+        "__metadata__": {"format": "pt"},
+        "taps": {"dtype": dtype, "shape": [rows, layout.taps.len() * layout.hidden_size], "data_offsets": taps},
+        "last": {"dtype": dtype, "shape": [last_rows, layout.hidden_size], "data_offsets": last},
+    });
+    match layout.encoding {
+        Encoding::Bf16 => {}
+        Encoding::Bf16z => {
+            json["exponents"] =
+                json!({"dtype": "U8", "shape": [exponents[1] - exponents[0]], "data_offsets": exponents});
+        }
+        Encoding::Fp8 => {
+            json["taps_scale"] =
+                json!({"dtype": "BF16", "shape": [rows, layout.taps.len()], "data_offsets": taps_scale});
+            json["last_scale"] = json!({"dtype": "BF16", "shape": [last_rows], "data_offsets": last_scale});
+        }
+    }
+    json.to_string()
+}

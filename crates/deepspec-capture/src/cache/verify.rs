@@ -1,0 +1,116 @@
+//! Looks at every byte of a cache.
+
+use std::fmt;
+use std::path::Path;
+
+use deepspec_core::digest::Hasher;
+use rayon::prelude::*;
+
+use crate::cache::codec;
+use crate::cache::error::CacheError;
+use crate::cache::files::ShardEntry;
+use crate::cache::layout::Layout;
+use crate::cache::manifest::Manifest;
+use crate::cache::reader::checked;
+use crate::cache::reader::map::MappedShard;
+use crate::cache::samples::{Row, SAMPLES_FILE, Table};
+
+/// Bytes hashed between two reports of progress.
+const STEP: usize = 4 << 20;
+
+/// Something wrong with a cache.
+#[derive(Debug)]
+pub struct Problem {
+    /// The file's name within the cache.
+    pub file: String,
+    /// The sample's id, where one sample is concerned.
+    pub sample: Option<String>,
+    /// What is wrong.
+    pub error: CacheError,
+}
+
+impl fmt::Display for Problem {
+    /// The error's one line, which names file and sample with their paths.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+/// Checks all bytes of the cache in `dir` on all cores: digests of all files, headers, every sample's checksum, NaN and
+/// infinities. `progress` is called, from several threads, with the number of bytes just read; they sum to
+/// [`Manifest::bytes`] unless a file cannot be read.
+///
+/// # Errors
+/// Only when there is no usable manifest; everything else is a [`Problem`], and no problem means a sound cache.
+pub fn verify(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Vec<Problem>, CacheError> {
+    let manifest = Manifest::read(dir)?;
+    let layout = manifest.layout();
+    let mut problems = Vec::new();
+    let table = Table::read(dir, &manifest);
+    progress(manifest.samples.bytes);
+    let table = table.unwrap_or_else(|error| {
+        // Without the table the shards' digests still tell whether they are whole.
+        problems.push(Problem { file: SAMPLES_FILE.to_string(), sample: None, error });
+        Table::default()
+    });
+    let found: Vec<Vec<Problem>> = manifest
+        .shards
+        .par_iter()
+        .enumerate()
+        .map(|(index, entry)| {
+            let start = table.rows().partition_point(|row| row.place.shard < index);
+            let end = table.rows().partition_point(|row| row.place.shard <= index);
+            shard_problems(dir, &layout, (index, entry), &table.rows()[start..end], &progress)
+        })
+        .collect();
+    problems.extend(found.into_iter().flatten());
+    Ok(problems)
+}
+
+fn shard_problems(
+    dir: &Path,
+    layout: &Layout,
+    (index, entry): (usize, &ShardEntry),
+    rows: &[Row],
+    progress: &(impl Fn(u64) + Sync),
+) -> Vec<Problem> {
+    let problem = |sample: Option<&Row>, error| Problem {
+        file: entry.file.clone(),
+        sample: sample.map(|row| row.id.clone()),
+        error,
+    };
+    let shard = match MappedShard::open(dir, layout, index, entry) {
+        Ok(shard) => shard,
+        Err(error) => return vec![problem(None, error)],
+    };
+    let digest = || {
+        let mut hasher = Hasher::default();
+        for bytes in shard.bytes().chunks(STEP) {
+            hasher.raw(bytes);
+            progress(bytes.len() as u64);
+        }
+        let (found, expected) = (hasher.hex(), entry.sha256.clone());
+        let path = shard.path().to_path_buf();
+        (found != expected).then(|| problem(None, CacheError::Digest { path, found, expected }))
+    };
+    let samples = || -> Vec<Problem> {
+        let damage = |row: &Row| sample_damage(&shard, layout, row).map(|error| problem(Some(row), error));
+        rows.par_iter().filter_map(damage).collect()
+    };
+    // A digest is one long chain: the other cores look at the samples meanwhile.
+    let (digest, samples) = rayon::join(digest, samples);
+    digest.into_iter().chain(samples).collect()
+}
+
+fn sample_damage(shard: &MappedShard, layout: &Layout, row: &Row) -> Option<CacheError> {
+    let look = || -> Result<(), CacheError> {
+        let [taps, last] = codec::decoded(layout, checked(shard, row)?).map_err(row.undecodable())?;
+        match codec::first_non_finite(layout, [&taps, &last]) {
+            None => Ok(()),
+            Some((at, part, value)) => {
+                Err(CacheError::NotFinite { sample: row.id.clone(), row: at, part, value })
+            }
+        }
+    };
+    look().err()
+}

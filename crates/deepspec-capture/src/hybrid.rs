@@ -1,0 +1,188 @@
+//! States that the target computes in the first epoch, written down on the way.
+//!
+//! The cache has its samples in the order of the first epoch, so that whatever training takes is the next to be written. A
+//! run that is killed keeps its finished shards; the next one captures the rest of the torn shard anew, in the very
+//! forwards of the first time, and goes on.
+
+use std::sync::Arc;
+
+use crate::cache::{Builder, Plan, PlannedSample, Reader, ShardWriter};
+
+use crate::capture::bytes;
+use crate::dataset::{Recording, Stored};
+use crate::online::{Online, SampleStates};
+use crate::stored::CachedStates;
+use crate::{StatesError, TargetBundle};
+
+/// Writing while training, then reading.
+pub struct Hybrid<'d> {
+    recording: &'d Recording,
+    phase: Phase<'d>,
+    /// Samples of an optimiser step.
+    per_step: usize,
+    /// Place of the next sample that is taken.
+    place: usize,
+}
+
+enum Phase<'d> {
+    First { online: Box<Online>, recorder: Box<Recorder<'d>> },
+    Later(CachedStates),
+}
+
+impl<'d> Hybrid<'d> {
+    /// Begins or resumes the first epoch.
+    pub(crate) fn begin_first(
+        recording: &'d Recording,
+        online: Online,
+        source: &TargetBundle,
+        per_step: usize,
+    ) -> Result<Self, StatesError> {
+        let builder = Builder::open(&recording.dir, &recording.plan, &source.identity)?;
+        let phase = Phase::First {
+            online: Box::new(online),
+            recorder: Box::new(Recorder::new(builder, &recording.plan)?),
+        };
+        Ok(Self { recording, phase, per_step, place: 0 })
+    }
+
+    /// The resident target; `None` once it has done its work.
+    pub(crate) fn online(&self) -> Option<&Online> {
+        match &self.phase {
+            Phase::First { online, .. } => Some(online),
+            Phase::Later(_) => None,
+        }
+    }
+
+    /// Announces the samples of an optimiser step.
+    pub(crate) fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
+        if self.whole_steps() <= step {
+            self.publish()?;
+        }
+        self.place = step * self.per_step;
+        self.write_up_to(self.place)?;
+        match &mut self.phase {
+            Phase::First { online, .. } => {
+                online.begin(samples.iter().map(|&index| self.recording.sample(index).clone()).collect());
+            }
+            Phase::Later(shelf) => shelf.begin(samples),
+        }
+        Ok(())
+    }
+
+    /// The states of the next announced sample; `None` when all were taken.
+    pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
+        match &mut self.phase {
+            Phase::First { online, recorder } => {
+                let states = online.take()?;
+                if let Some(states) = &states {
+                    recorder.record(self.place, states)?;
+                    self.place += 1;
+                }
+                Ok(states)
+            }
+            Phase::Later(shelf) => shelf.take(),
+        }
+    }
+
+    /// Ends a run of `steps` steps: publishes the cache where that was an epoch or more.
+    pub(crate) fn finish(&mut self, steps: usize) -> Result<(), StatesError> {
+        if self.whole_steps() <= steps {
+            return self.publish();
+        }
+        if let Phase::First { .. } = self.phase {
+            let (dir, samples) = (self.recording.dir.display(), self.recording.plan.samples().len());
+            let held = steps * self.per_step;
+            tracing::info!("{dir} is no cache yet: {held} of {samples} samples were visited");
+        }
+        Ok(())
+    }
+
+    /// Steps of an epoch; what is left of the samples after them is captured when it is over.
+    fn whole_steps(&self) -> usize {
+        self.recording.plan.samples().len() / self.per_step
+    }
+
+    /// Captures what is missing and turns to reading.
+    fn publish(&mut self) -> Result<(), StatesError> {
+        self.write_up_to(self.recording.plan.samples().len())?;
+        let read = || -> Result<Phase<'d>, StatesError> {
+            let reader = Arc::new(Reader::open(&self.recording.dir)?);
+            let rows = Some(Arc::clone(&self.recording.places));
+            Ok(Phase::Later(CachedStates::new(Stored { reader, rows })))
+        };
+        if let Phase::First { recorder, .. } = &mut self.phase
+            && let Some(builder) = recorder.builder.take()
+        {
+            let manifest = builder.publish()?;
+            let (dir, samples) = (self.recording.dir.display(), manifest.counts.samples);
+            tracing::info!("{dir} is a cache of {samples} samples now; the target has done its work");
+            self.phase = read()?;
+        }
+        Ok(())
+    }
+
+    /// Captures the samples before `end` that an earlier run took and whose shard it did not finish.
+    fn write_up_to(&mut self, end: usize) -> Result<(), StatesError> {
+        let samples = self.recording.plan.samples();
+        while let Phase::First { online, recorder } = &mut self.phase
+            && let Some(place) = recorder.next_place().filter(|&place| place < end)
+        {
+            let first = place / self.per_step * self.per_step;
+            let step: &[PlannedSample] = &samples[first..(first + self.per_step).min(samples.len())];
+            let runs = online.runs_of(step);
+            let Some(run) = runs.into_iter().find(|run| run.contains(&(place - first))) else { break };
+            for (place, states) in (first + run.start..).zip(online.run(&step[run])?) {
+                recorder.record(place, &states)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Puts states into the shards that are not finished.
+struct Recorder<'d> {
+    plan: &'d Plan,
+    /// `None` when it has published.
+    builder: Option<Builder<'d>>,
+    /// The shard that is being written; `None` when all are.
+    writer: Option<ShardWriter<'d>>,
+    /// Place of the shard's first sample.
+    first: usize,
+}
+
+impl<'d> Recorder<'d> {
+    fn new(builder: Builder<'d>, plan: &'d Plan) -> Result<Self, StatesError> {
+        let mut recorder = Self { plan, builder: Some(builder), writer: None, first: 0 };
+        recorder.next_shard()?;
+        Ok(recorder)
+    }
+
+    fn next_shard(&mut self) -> Result<(), StatesError> {
+        let Some(builder) = &mut self.builder else { return Ok(()) };
+        self.writer = builder.next_shard()?;
+        if let Some(writer) = &self.writer {
+            self.first = self.plan.shards()[writer.shard()].samples.start;
+        }
+        Ok(())
+    }
+
+    /// The place that is to be written next; `None` when all are.
+    fn next_place(&self) -> Option<usize> {
+        self.writer.as_ref().map(|writer| self.first + writer.pushed())
+    }
+
+    /// Writes the sample at `place`, unless it lies in a shard that is finished.
+    fn record(&mut self, place: usize, states: &SampleStates) -> Result<(), StatesError> {
+        if self.next_place() != Some(place) {
+            return Ok(());
+        }
+        let Some(mut writer) = self.writer.take() else { return Ok(()) };
+        writer.push(&bytes(&states.taps), &bytes(&states.last))?;
+        if writer.pushed() < writer.samples().len() {
+            self.writer = Some(writer);
+            return Ok(());
+        }
+        writer.finish()?;
+        self.next_shard()
+    }
+}

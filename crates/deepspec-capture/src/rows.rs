@@ -1,0 +1,249 @@
+//! JSONL rows become samples: token ids, supervised spans, and an account of every row that did not.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use crate::cache::PlannedSample;
+use deepspec_core::cli::count;
+use deepspec_core::jsonl::{self, Line};
+use deepspec_core::row::{self, UniqueIds};
+use deepspec_text::{ChatTokenizer, Conversation, MIN_SUPERVISED_TOKENS, Served, served_thinking, supervise};
+use rayon::prelude::*;
+use serde_json::{Map, Value};
+
+use crate::{StatesError, TargetBundle};
+
+/// Rows tokenised between two reports of progress; bounds the text held at once.
+const BATCH: usize = 4096;
+/// Of so many rows at most it is told whether they were answered with thinking on.
+const ASKED_FOR_THINKING: usize = 64;
+
+/// A line without a usable row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rejected {
+    /// The file.
+    pub file: PathBuf,
+    /// 1-based line, or row of a parquet file.
+    pub line: usize,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+/// What became of the rows: `read` is the sum of kept, failed, too short and rejected ones.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Lines that are not blank.
+    pub read: usize,
+    /// Rows that became samples.
+    pub kept: usize,
+    /// Rows left out because their status is `error`.
+    pub failed: usize,
+    /// Rows left out because fewer than [`MIN_SUPERVISED_TOKENS`] tokens are supervised.
+    pub too_short: usize,
+    /// Unusable lines, in input order.
+    pub rejected: Vec<Rejected>,
+    /// Further unusable lines, of which nothing more is known.
+    pub unnamed: usize,
+    /// Kept rows that were cut at the maximal length.
+    pub cut: usize,
+    /// Tokens of the kept rows.
+    pub tokens: u64,
+    /// Supervised tokens of the kept rows.
+    pub supervised_tokens: u64,
+    /// Kept rows whose tokens are those that a server generated.
+    pub served: usize,
+    /// Of these, the ones whose text comes apart into other tokens.
+    pub served_otherwise: usize,
+}
+
+/// What became of the rows, as a sum.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { read, kept, failed, too_short, .. } = self;
+        write!(
+            f,
+            "{} = {kept} kept + {failed} with status error + {too_short} with fewer than {MIN_SUPERVISED_TOKENS} supervised tokens + {} rejected",
+            count(*read, "row"),
+            self.rejected()
+        )?;
+        match self.served {
+            0 => Ok(()),
+            served => write!(
+                f,
+                "; {served} keep the tokens that were served, in {} of them other ones than their text's",
+                self.served_otherwise
+            ),
+        }
+    }
+}
+
+impl Report {
+    /// Unusable lines, with and without a name.
+    pub fn rejected(&self) -> usize {
+        self.rejected.len() + self.unnamed
+    }
+
+    /// Counts a row.
+    fn add(&mut self, file: &Path, line: usize, outcome: Outcome) -> Option<PlannedSample> {
+        self.read += 1;
+        match outcome {
+            Outcome::Failed => self.failed += 1,
+            Outcome::TooShort => self.too_short += 1,
+            Outcome::Bad(reason) => self.rejected.push(Rejected { file: file.to_path_buf(), line, reason }),
+            Outcome::Kept { sample, cut, served } => {
+                self.kept += 1;
+                self.cut += usize::from(cut);
+                self.served += usize::from(served != Served::Unknown);
+                self.served_otherwise += usize::from(served == Served::Otherwise);
+                self.tokens += u64::from(sample.length());
+                self.supervised_tokens += u64::from(sample.supervised());
+                return Some(sample);
+            }
+        }
+        None
+    }
+}
+
+/// The samples of some files, in input order.
+#[derive(Debug, Default)]
+pub struct Tokenised {
+    /// Ready for a plan.
+    pub samples: Vec<PlannedSample>,
+    /// What became of the rows.
+    pub report: Report,
+}
+
+/// Tokenises the rows of `files` on all cores and keeps all samples. Rows of one conversation each: `{"id", "conversations", "tools"?, "status"?}`; ids
+/// are made unique over all files. `progress` is called with the number of lines just dealt with.
+///
+/// # Errors
+/// If a file cannot be read; bad rows are [`Report::rejected`].
+pub fn tokenise(
+    files: &[PathBuf],
+    source: &TargetBundle,
+    progress: impl FnMut(usize),
+) -> Result<Tokenised, StatesError> {
+    let mut samples = Vec::new();
+    let report = for_each_sample(files, source, progress, |sample| {
+        samples.push(sample);
+        Ok(())
+    })?;
+    Ok(Tokenised { samples, report })
+}
+
+/// As [`tokenise`], but `keep` gets the samples, in input order: of those before nothing is held but 16 bytes each.
+pub(crate) fn for_each_sample(
+    files: &[PathBuf],
+    source: &TargetBundle,
+    mut progress: impl FnMut(usize),
+    mut keep: impl FnMut(PlannedSample) -> Result<(), StatesError>,
+) -> Result<Report, StatesError> {
+    let mut report = Report::default();
+    let mut ids = UniqueIds::default();
+    let mut thought = 0;
+    for batch in jsonl::batches_of(files, BATCH) {
+        let (file, batch) = batch?;
+        let lines: Vec<Line> = batch.into_par_iter().map(|line| line.parse(file)).collect();
+        let first = report.read;
+        let parsed = lines.into_iter().enumerate().map(|(place, line)| parse(line, first + place, &mut ids));
+        let parsed: Vec<_> = parsed.collect();
+        if first < ASKED_FOR_THINKING {
+            thought +=
+                parsed.iter().take(ASKED_FOR_THINKING - first).filter(|(_, row)| thinks(row, source)).count();
+        }
+        progress(parsed.len());
+        let outcomes: Vec<_> =
+            parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
+        for (line, outcome) in outcomes {
+            report.add(file, line, outcome).map_or(Ok(()), &mut keep)?;
+        }
+    }
+    ids.report();
+    if thought > 0 {
+        tracing::warn!(
+            "{thought} of the first {} rows were answered with thinking on; measure a drafter that is trained on them with `deepspec-eval run \
+             --thinking on`, for its default is off",
+            report.read.min(ASKED_FOR_THINKING)
+        );
+    }
+    Ok(report)
+}
+
+/// Whether a row keeps a prompt that asked for thinking.
+fn thinks(row: &Parsed, source: &TargetBundle) -> bool {
+    let Parsed::Row(_, conversation) = row else { return false };
+    served_thinking(&source.tokenizer, conversation).is_ok_and(|thinking| thinking == Some(true))
+}
+
+/// A row's conversation, or what else it is.
+enum Parsed {
+    Row(String, Conversation),
+    Failed,
+    Bad(String),
+}
+
+/// What a row gave.
+enum Outcome {
+    Kept { sample: PlannedSample, cut: bool, served: Served },
+    Failed,
+    TooShort,
+    Bad(String),
+}
+
+/// Reads a line, the one at `place` of all; in input order, because an id belongs to the first usable row that has it.
+fn parse(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
+    let (number, fields) = match line {
+        Line::Row(number, fields) => (number, fields),
+        Line::Bad(bad) => return (bad.line, Parsed::Bad(bad.problem)),
+    };
+    if fields.get("status").is_some_and(|status| status == "error") {
+        return (number, Parsed::Failed);
+    }
+    let parsed = match usable(&fields) {
+        Ok((id, conversation)) => Parsed::Row(ids.name(id.as_deref(), place), conversation),
+        Err(reason) => Parsed::Bad(reason),
+    };
+    (number, parsed)
+}
+
+/// Why a target whose embedding has `vocab_size` rows cannot read these ids, if so.
+pub fn unknown_token(tokenizer: &ChatTokenizer, ids: &[i64], vocab_size: usize) -> Option<String> {
+    let id = *ids.iter().find(|&&id| id as usize >= vocab_size)?;
+    let token = tokenizer.token(id).unwrap_or_default();
+    Some(format!("token {token:?} has the id {id}, and the target's embedding {vocab_size} rows"))
+}
+
+fn usable(fields: &Map<String, Value>) -> Result<(Option<String>, Conversation), String> {
+    let id = row::own_id(fields)?;
+    let conversation = Conversation::from_row(fields).map_err(|error| error.to_string())?;
+    Ok((id, conversation))
+}
+
+fn sample(row: Parsed, source: &TargetBundle) -> Outcome {
+    let (id, conversation) = match row {
+        Parsed::Row(id, conversation) => (id, conversation),
+        Parsed::Failed => return Outcome::Failed,
+        Parsed::Bad(reason) => return Outcome::Bad(reason),
+    };
+    let max_length = source.identity.max_length;
+    match supervise(&source.tokenizer, &source.template, &conversation, max_length) {
+        Err(error) => Outcome::Bad(error.to_string().replace('\n', " ")),
+        Ok(found)
+            if let Some(problem) =
+                unknown_token(&source.tokenizer, &found.input_ids, source.identity.vocab_size) =>
+        {
+            Outcome::Bad(problem)
+        }
+        Ok(found) if found.supervised_count() < MIN_SUPERVISED_TOKENS => Outcome::TooShort,
+        Ok(found) => Outcome::Kept {
+            cut: found.untruncated_len > found.input_ids.len(),
+            served: found.served,
+            sample: PlannedSample {
+                id,
+                spans: found.spans(),
+                // Below the target's vocabulary, which was compared above.
+                input_ids: found.input_ids.iter().map(|&id| id as i32).collect(),
+            },
+        },
+    }
+}

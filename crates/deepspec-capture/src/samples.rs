@@ -1,0 +1,282 @@
+//! Tokenised samples in a file that all processes of a machine, and all runs of the same conversations, share.
+//!
+//! Layout, all numbers little-endian: eight bytes of magic; a record per sample, one behind the other (token ids as 4 bytes each, spans as
+//! two of 4 bytes each, the id as UTF-8); an index with 24 bytes per sample ([`Entry`]); an account as JSON ([`Account`]); then the
+//! account's bytes and the CRC-32 of index and account, each in 8 bytes, and the magic once more. The file is mapped, so that it lies in memory once
+//! for all who read it, and what is not being read need not lie there at all.
+
+use std::borrow::Cow;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::cache::{MappedFile, PlannedSample, faulted};
+use serde::{Deserialize, Serialize};
+
+use crate::{Rejected, Report, StatesError};
+
+mod entry;
+mod identity;
+mod share;
+mod writer;
+
+use entry::{Entry, checksum, u64_at};
+use identity::SamplesIdentity;
+pub(crate) use share::shared;
+
+const MAGIC: &[u8; 8] = b"DSSAMPLE";
+/// Account's length, checksum, magic.
+const TAIL: usize = 24;
+/// Bytes of mapped records that stay in the process. The kernel keeps in its own memory what it has room for.
+const PAGES_KEPT: u64 = 4 << 20;
+/// Unusable lines that the account names one by one.
+const NAMED: usize = 100;
+
+/// What is known of a sample without its states.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SampleMeta<'d> {
+    /// The input row's id.
+    pub id: Cow<'d, str>,
+    /// Token ids.
+    pub input_ids: Cow<'d, [i32]>,
+    /// Supervised tokens as half-open spans.
+    pub spans: Cow<'d, [(u32, u32)]>,
+}
+
+impl<'d> SampleMeta<'d> {
+    pub(crate) fn of(sample: &'d PlannedSample) -> Self {
+        Self {
+            id: Cow::Borrowed(&sample.id),
+            input_ids: Cow::Borrowed(&sample.input_ids),
+            spans: Cow::Borrowed(&sample.spans),
+        }
+    }
+}
+
+/// The samples of some files, mapped.
+#[derive(Debug)]
+pub struct Samples {
+    file: MappedFile,
+    /// Where the index lies.
+    index: Range<usize>,
+    /// What became of the rows.
+    report: Report,
+    /// Tokens of the longest.
+    longest: usize,
+    /// Bytes of pages that reading has brought into the process since they were last let go.
+    touched: AtomicU64,
+}
+
+/// Why a file is not taken as it is.
+pub(crate) enum Unusable {
+    /// There is none.
+    Absent,
+    /// It is not what was written, or not what its name says.
+    Damaged(String),
+    /// It cannot be read at all.
+    Unreadable(StatesError),
+}
+
+/// What the file says of itself.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Account {
+    identity: SamplesIdentity,
+    /// Offset of the index.
+    index: u64,
+    rows: Rows,
+}
+
+/// A [`Report`] whose files are told by their number, so that it holds wherever they lie.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rows {
+    read: usize,
+    kept: usize,
+    failed: usize,
+    too_short: usize,
+    rejected: usize,
+    cut: usize,
+    tokens: u64,
+    supervised_tokens: u64,
+    #[serde(default)]
+    served: usize,
+    #[serde(default)]
+    served_otherwise: usize,
+    /// File, line and reason of the first unusable lines.
+    named: Vec<(usize, usize, String)>,
+}
+
+impl Samples {
+    /// Maps the file at `path` and reads it through: it must be of `identity` and as it was written. `inputs` are the files that it was made from.
+    fn open(path: &Path, identity: &SamplesIdentity, inputs: &[PathBuf]) -> Result<Self, Unusable> {
+        let file = MappedFile::open(path).map_err(|error| match error.source.kind() {
+            io::ErrorKind::NotFound => Unusable::Absent,
+            _ => Unusable::Unreadable(StatesError::Unwritable(error)),
+        })?;
+        let (account, index) = account(file.bytes())?;
+        if account.identity != *identity {
+            return Err(damaged("it holds the samples of other conversations or rules"));
+        }
+        let (report, touched) = (account.rows.report(inputs), AtomicU64::new(0));
+        let mut samples = Self { file, index, report, longest: 0, touched };
+        samples.check(account.index)?;
+        Ok(samples)
+    }
+
+    /// Path of the file.
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Samples.
+    pub fn len(&self) -> usize {
+        self.index.len() / Entry::BYTES
+    }
+
+    /// What became of the rows.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    /// Tokens of the longest sample.
+    pub fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// Tokens of sample `index`, which is below [`Self::len`].
+    pub fn length(&self, index: usize) -> usize {
+        self.entry(index).tokens as usize
+    }
+
+    /// What is known of sample `index`, which is below [`Self::len`].
+    pub fn facts(&self, index: usize) -> SampleMeta<'static> {
+        let PlannedSample { id, input_ids, spans } = self.planned(index);
+        SampleMeta { id: Cow::Owned(id), input_ids: Cow::Owned(input_ids), spans: Cow::Owned(spans) }
+    }
+
+    /// Sample `index`, which is below [`Self::len`].
+    pub fn planned(&self, index: usize) -> PlannedSample {
+        let entry = self.entry(index);
+        let sample = entry.decode(self.record(&entry).unwrap_or_default());
+        self.let_go(&entry);
+        sample
+    }
+
+    /// Bytes of the file that lie in this process at most.
+    pub fn mapped_bytes(&self) -> u64 {
+        (self.index.len() as u64 + PAGES_KEPT).min(self.file.bytes().len() as u64)
+    }
+
+    fn entry(&self, index: usize) -> Entry {
+        Entry::read(&self.file.bytes()[self.index.start + index * Entry::BYTES..][..Entry::BYTES])
+    }
+
+    fn record(&self, entry: &Entry) -> Option<&[u8]> {
+        let range = entry.range()?;
+        self.file.bytes().get(usize::try_from(range.start).ok()?..usize::try_from(range.end).ok()?)
+    }
+
+    /// Counts the pages of a record that was read, and lets all of them go when they are [`PAGES_KEPT`].
+    fn let_go(&self, entry: &Entry) {
+        let bytes = entry.range().map_or(0, faulted);
+        if self.touched.fetch_add(bytes, Ordering::Relaxed) + bytes >= PAGES_KEPT {
+            self.touched.store(0, Ordering::Relaxed);
+            self.file.let_go();
+        }
+    }
+
+    /// Reads every record: they must lie one behind the other up to `end` and be as they were written.
+    fn check(&mut self, end: u64) -> Result<(), Unusable> {
+        let (mut place, mut tokens, mut supervised) = (MAGIC.len() as u64, 0, 0);
+        for index in 0..self.len() {
+            let entry = self.entry(index);
+            let record = self.record(&entry).filter(|_| entry.offset == place);
+            let Some(record) = record else {
+                return Err(damaged(&format!("sample {index} lies outside it")));
+            };
+            if checksum(&[record]) != entry.checksum {
+                return Err(damaged(&format!("sample {index} is not what was written")));
+            }
+            let sample = entry.decode(record);
+            sample.check().map_err(|error| damaged(&error.to_string()))?;
+            place += record.len() as u64;
+            tokens += u64::from(entry.tokens);
+            supervised += u64::from(sample.supervised());
+            self.longest = self.longest.max(entry.tokens as usize);
+            self.let_go(&entry);
+        }
+        let counted = (self.len(), tokens, supervised);
+        if place != end || counted != (self.report.kept, self.report.tokens, self.report.supervised_tokens) {
+            return Err(damaged("its samples are not those of its account"));
+        }
+        Ok(())
+    }
+}
+
+impl Rows {
+    /// `inputs` are the files in which the report's lines are.
+    fn of(report: &Report, inputs: &[PathBuf]) -> Self {
+        let named = report.rejected.iter().take(NAMED).map(|rejected| {
+            let file = inputs.iter().position(|input| *input == rejected.file);
+            (file.unwrap_or_default(), rejected.line, rejected.reason.clone())
+        });
+        Self {
+            read: report.read,
+            kept: report.kept,
+            failed: report.failed,
+            too_short: report.too_short,
+            rejected: report.rejected(),
+            cut: report.cut,
+            tokens: report.tokens,
+            supervised_tokens: report.supervised_tokens,
+            served: report.served,
+            served_otherwise: report.served_otherwise,
+            named: named.collect(),
+        }
+    }
+
+    fn report(self, inputs: &[PathBuf]) -> Report {
+        let unnamed = self.rejected.saturating_sub(self.named.len());
+        let named = self.named.into_iter().map(|(file, line, reason)| Rejected {
+            file: inputs.get(file).cloned().unwrap_or_default(),
+            line,
+            reason,
+        });
+        Report {
+            read: self.read,
+            kept: self.kept,
+            failed: self.failed,
+            too_short: self.too_short,
+            rejected: named.collect(),
+            unnamed,
+            cut: self.cut,
+            tokens: self.tokens,
+            supervised_tokens: self.supervised_tokens,
+            served: self.served,
+            served_otherwise: self.served_otherwise,
+        }
+    }
+}
+
+/// The account of a file with these bytes, and where its index lies.
+fn account(bytes: &[u8]) -> Result<(Account, Range<usize>), Unusable> {
+    let torn = || damaged("its end is missing");
+    let tail = bytes.len().checked_sub(TAIL).filter(|_| bytes.starts_with(MAGIC) && bytes.ends_with(MAGIC));
+    let tail = tail.ok_or_else(torn)?;
+    let length = u64_at(bytes, tail).and_then(|length| usize::try_from(length).ok());
+    let start = length.and_then(|length| tail.checked_sub(length)).ok_or_else(torn)?;
+    let account: Account = serde_json::from_slice(&bytes[start..tail])
+        .map_err(|error| damaged(&format!("its account cannot be read: {error}")))?;
+    let index = usize::try_from(account.index).ok().filter(|&index| index >= MAGIC.len() && index <= start);
+    let index = index.filter(|index| (start - index) % Entry::BYTES == 0).ok_or_else(torn)?;
+    if u64_at(bytes, tail + 8) != Some(u64::from(checksum(&[&bytes[index..tail]]))) {
+        return Err(damaged("its index is not what was written"));
+    }
+    Ok((account, index..start))
+}
+
+fn damaged(problem: &str) -> Unusable {
+    Unusable::Damaged(problem.to_string())
+}

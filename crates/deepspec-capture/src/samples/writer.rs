@@ -1,0 +1,102 @@
+//! Writes tokenised samples, one by one, without holding them.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use crate::cache::PlannedSample;
+use deepspec_core::atomic::FileError;
+
+use super::{Account, Entry, MAGIC, Rows, SamplesIdentity, checksum};
+use crate::{Report, StatesError};
+
+/// A file on its way. It goes when it is dropped before it is published; of a process that is killed it stays, for the next writer to remove.
+pub(super) struct Writer {
+    file: BufWriter<File>,
+    path: PathBuf,
+    /// Offset of the next record.
+    offset: u64,
+    /// The entries so far: all that is held of the samples.
+    index: Vec<u8>,
+}
+
+impl Writer {
+    /// Begins a file that nobody else writes, at a name of which `name` makes as many as are asked for.
+    pub fn begin(name: impl Fn(usize) -> PathBuf) -> Result<Self, StatesError> {
+        let mut tries = 0;
+        let (file, path) = loop {
+            let path = name(tries);
+            match File::create_new(&path) {
+                Ok(file) => break (file, path),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => tries += 1,
+                Err(error) => return Err(unwritable("creating", &path)(error)),
+            }
+        };
+        let mut writer =
+            Self { file: BufWriter::with_capacity(1 << 20, file), path, offset: 0, index: Vec::new() };
+        writer.write(MAGIC)?;
+        Ok(writer)
+    }
+
+    /// Adds a sample.
+    pub fn push(&mut self, sample: &PlannedSample) -> Result<(), StatesError> {
+        sample.check()?;
+        let (entry, record) = Entry::encode(sample, self.offset).ok_or_else(|| {
+            let problem = format!("sample {:?} is longer than a file of samples can say", sample.id);
+            StatesError::Recipe { key: "data.input", problem }
+        })?;
+        self.index.extend(entry.bytes());
+        self.write(&record)
+    }
+
+    /// Completes the file and makes it appear as `path`, unless another process was faster, whose file then is as good.
+    pub fn publish(
+        mut self,
+        path: &Path,
+        identity: SamplesIdentity,
+        report: &Report,
+        inputs: &[PathBuf],
+    ) -> Result<(), StatesError> {
+        let account = Account { identity, index: self.offset, rows: Rows::of(report, inputs) };
+        // An account is plain data, which always has a JSON form.
+        let account = serde_json::to_vec(&account).unwrap_or_default();
+        let sum = checksum(&[&self.index, &account]);
+        let index = std::mem::take(&mut self.index);
+        let length = account.len() as u64;
+        for part in [&index[..], &account, &length.to_le_bytes(), &u64::from(sum).to_le_bytes(), MAGIC] {
+            self.write(part)?;
+        }
+        let synced = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
+        synced.map_err(unwritable("writing", &self.path))?;
+        appear(&self.path, path).map_err(unwritable("writing", path))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), StatesError> {
+        self.file.write_all(bytes).map_err(unwritable("writing", &self.path))?;
+        self.offset += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // A published file has no such name any more.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn unwritable(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StatesError {
+    let at = FileError::at(action, path);
+    move |error| StatesError::Unwritable(at(error))
+}
+
+/// Moves a file to a name that is free. One that is there is left alone: a machine that shares the folder may have mapped it, and
+/// would lose it on some network file systems.
+fn appear(partial: &Path, path: &Path) -> io::Result<()> {
+    match fs::hard_link(partial, path) {
+        Ok(()) => fs::remove_file(partial),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(partial),
+        // A file system without links.
+        Err(_) => fs::rename(partial, path),
+    }
+}

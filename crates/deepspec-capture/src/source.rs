@@ -1,0 +1,172 @@
+//! What a recipe says about its target states.
+
+use std::path::{Path, PathBuf};
+
+use crate::cache::{Encoding, FinalStates, Identity, Layout, Manifest};
+use deepspec_core::cli::Verbosity;
+use deepspec_core::recipe::{Recipe, TemplateRecipe};
+use deepspec_drafters::DrafterPlan;
+use deepspec_hub::model_dir;
+use deepspec_models::{ModelConfig, chat_formats, config_digest, probed_weights_digest, weights_digest};
+use deepspec_text::{ChatTemplate, ChatTokenizer};
+
+use crate::StatesError;
+
+/// The source of a recipe's states, checked: everything but the target's weights.
+pub struct TargetBundle {
+    /// The target's folder.
+    pub dir: PathBuf,
+    /// The target's tokenizer.
+    pub tokenizer: ChatTokenizer,
+    /// Mask rules; their default system prompt is the recipe's.
+    pub template: ChatTemplate,
+    /// The target's architecture.
+    pub config: ModelConfig,
+    /// What the states are bound to.
+    pub identity: Identity,
+    /// The final states that the recipe's drafter learns from.
+    pub final_states: FinalStates,
+}
+
+impl TargetBundle {
+    /// Reads what `recipe` names, fetching a target that is a hub id, and checks that it fits together.
+    ///
+    /// # Errors
+    /// An unknown chat template, or tags that the tokenizer's template does not have; a folder that is no target; taps, a
+    /// mask token or a length outside the target; all of these are mistakes in the recipe
+    /// or in what it points to. Also if the hub fails.
+    pub fn open(recipe: &Recipe, verbosity: Verbosity) -> Result<Self, StatesError> {
+        let template = chat_template(recipe)?;
+        let dir = model_dir(&recipe.target.model, recipe.target.revision.as_deref(), verbosity)?;
+        let config = ModelConfig::load(&dir)?;
+        let final_states = check_fit(recipe, &config)?.final_states();
+        let tokenizer = ChatTokenizer::load(&dir)?;
+        check_rules(&template, &tokenizer).map_err(|problem| wrong("data.chat_template", problem))?;
+        tokenizer.report_wider_than(config.vocab_size as usize);
+        report_mask_token(recipe, &tokenizer);
+        let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
+        keep_probed_digest(&mut identity, recipe.cache_dir(), &dir)?;
+        Ok(Self { dir, tokenizer, template, config, identity, final_states })
+    }
+
+    /// The rows of a cache of these states.
+    pub fn layout(&self, last: FinalStates, encoding: Encoding) -> Layout {
+        Layout { taps: self.identity.taps.clone(), hidden_size: self.identity.hidden_size, last, encoding }
+    }
+}
+
+/// Warns of a mask token that texts have too: what stands for a hidden place is then also a word.
+fn report_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
+    let Some(id) = recipe.drafter.settings["mask_token_id"].as_i64() else { return };
+    if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_special(id)) {
+        tracing::warn!(
+            "`mask_token_id` {id} is the ordinary token {token:?}, which texts hold too; choose a special or an unused one"
+        );
+    }
+}
+
+/// A cache that an older version built of this target is still this target's: it names the weights by the digest of that version.
+fn keep_probed_digest(
+    identity: &mut Identity,
+    cache: Option<PathBuf>,
+    target: &Path,
+) -> Result<(), StatesError> {
+    let Some(manifest) = cache.and_then(|dir| Manifest::read(&dir).ok()) else { return Ok(()) };
+    let there = manifest.identity.target_weights;
+    if there != identity.target_weights && there == probed_weights_digest(target)? {
+        identity.target_weights = there;
+    }
+    Ok(())
+}
+
+/// What the states of `recipe`, whose target lies in `dir`, are bound to. It does not matter whether `template` has its
+/// own default system prompt or the recipe's already.
+///
+/// # Errors
+/// If config.json or the weights cannot be read.
+pub fn identity(
+    recipe: &Recipe,
+    dir: &Path,
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    config: &ModelConfig,
+) -> Result<Identity, StatesError> {
+    let model_type = config.raw.get("model_type").and_then(|value| value.as_str());
+    Ok(Identity {
+        model_type: model_type.unwrap_or_default().to_string(),
+        target_config: config_digest(dir)?,
+        target_weights: weights_digest(dir)?,
+        tokenizer: tokenizer.tokenizer_digest().to_string(),
+        template: template.digest(tokenizer, &chat_formats()),
+        chat_template: template.name.clone(),
+        system_prompt: recipe.data.default_system(template.default_system.as_deref()),
+        taps: recipe.target.layer_ids.clone(),
+        max_length: recipe.data.max_length,
+        hidden_size: config.hidden_size as usize,
+        vocab_size: config.vocab_size as usize,
+    })
+}
+
+/// The mask rules of a recipe, with the recipe's default system message.
+///
+/// # Errors
+/// As [`mask_rules`].
+pub fn chat_template(recipe: &Recipe) -> Result<ChatTemplate, StatesError> {
+    let mut template = mask_rules(&recipe.data.chat_template)?;
+    template.default_system = recipe.data.default_system(template.default_system.as_deref());
+    Ok(template)
+}
+
+/// The mask rules that a recipe names or brings.
+///
+/// # Errors
+/// If there are none of that name.
+pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError> {
+    let name = match template {
+        TemplateRecipe::Entry(entry) => return Ok(entry.clone().into()),
+        TemplateRecipe::Name(name) => name,
+    };
+    ChatTemplate::named(name, &chat_formats()).ok_or_else(|| {
+        let problem = format!(
+            "unknown chat template `{name}` ({}); rules of your own are an entry or a .yaml file",
+            known_formats()
+        );
+        wrong("data.chat_template", problem)
+    })
+}
+
+/// Checks that a tokenizer's template has what the mask rules need.
+///
+/// # Errors
+/// What it lacks, and which rules there are.
+pub fn check_rules(template: &ChatTemplate, tokenizer: &ChatTokenizer) -> Result<(), String> {
+    template.check_fits(tokenizer).map_err(|error| format!("{error} ({})", known_formats()))
+}
+
+fn known_formats() -> String {
+    format!("known: {}", ChatTemplate::names(&chat_formats()).join(", "))
+}
+
+/// Checks that taps, drafter and length of a recipe belong to a target of this architecture; gives the drafter.
+///
+/// # Errors
+/// A mistake in the recipe, by its key.
+pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dyn DrafterPlan>, StatesError> {
+    let (dir, layers) = (&recipe.target.model, config.layers.len());
+    if let Some(outside) = recipe.target.layer_ids.iter().find(|tap| !tap.is_within(layers)) {
+        let problem = format!("{dir} has no layer {outside}; its layers are 0 to {}", layers - 1);
+        return Err(wrong("target.layer_ids", problem));
+    }
+    let drafter = deepspec_drafters::plan(recipe, config)?;
+    let (asked, longest) = (recipe.data.max_length, config.max_position_embeddings);
+    if asked > longest {
+        let problem =
+            format!("{asked} tokens are more than {dir} was made for (max_position_embeddings {longest})");
+        return Err(wrong("data.max_length", problem));
+    }
+    Ok(drafter)
+}
+
+fn wrong(key: &'static str, problem: String) -> StatesError {
+    StatesError::Recipe { key, problem }
+}

@@ -1,0 +1,216 @@
+//! How tensors are stored: as plain floats, or in blocks of small integers with scales.
+//!
+//! The formulas are those of ggml, computed in float32 in its order, so that values come out equal to the last bit.
+
+use half::f16;
+
+use crate::gguf::TensorType;
+
+/// Longest block, in values.
+const LONGEST: usize = 256;
+
+/// Turns a block into its values.
+type Expand = fn(&[u8], &mut [f32]);
+
+/// How a tensor's values are stored.
+#[derive(Debug)]
+pub struct BlockType {
+    /// What ggml calls it.
+    pub name: &'static str,
+    /// Its number in the format.
+    id: u32,
+    /// Values of a block.
+    pub values: usize,
+    /// Bytes of a block.
+    pub bytes: usize,
+    /// Turns a block into values; None where these are stored as they are.
+    expand: Option<Expand>,
+}
+
+const fn plain(name: &'static str, id: u32, bytes: usize) -> BlockType {
+    BlockType { name, id, values: 1, bytes, expand: None }
+}
+
+const fn packed(name: &'static str, id: u32, values: usize, bytes: usize, expand: Expand) -> BlockType {
+    BlockType { name, id, values, bytes, expand: Some(expand) }
+}
+
+static TYPES: [BlockType; 11] = [
+    plain("F32", 0, 4),
+    plain("F16", 1, 2),
+    plain("BF16", 30, 2),
+    packed("Q4_0", 2, 32, 18, q4_0),
+    packed("Q4_1", 3, 32, 20, q4_1),
+    packed("Q5_0", 6, 32, 22, q5_0),
+    packed("Q5_1", 7, 32, 24, q5_1),
+    packed("Q8_0", 8, 32, 34, q8_0),
+    packed("Q4_K", 12, 256, 144, q4_k),
+    packed("Q5_K", 13, 256, 176, q5_k),
+    packed("Q6_K", 14, 256, 210, q6_k),
+];
+
+/// Types of ggml that are not read, by their numbers.
+const UNREAD: [(u32, &str); 21] = [
+    (9, "Q8_1"),
+    (10, "Q2_K"),
+    (11, "Q3_K"),
+    (15, "Q8_K"),
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (20, "IQ4_NL"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (23, "IQ4_XS"),
+    (24, "I8"),
+    (25, "I16"),
+    (26, "I32"),
+    (27, "I64"),
+    (28, "F64"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (39, "MXFP4"),
+];
+
+impl BlockType {
+    /// ggml's name of a type that is not read.
+    pub(crate) fn unread_name(id: u32) -> Option<&'static str> {
+        UNREAD.iter().find(|(number, _)| *number == id).map(|(_, name)| *name)
+    }
+
+    /// All that are read.
+    pub fn all() -> impl Iterator<Item = &'static Self> {
+        TYPES.iter()
+    }
+
+    /// The one of this number.
+    pub(crate) fn of(id: u32) -> Option<&'static Self> {
+        Self::all().find(|kind| kind.id == id)
+    }
+
+    /// The type that its values are read as: their own if they are plain, else float32.
+    pub fn read_as(&self) -> TensorType {
+        match self.id {
+            1 => TensorType::F16,
+            30 => TensorType::Bf16,
+            _ => TensorType::F32,
+        }
+    }
+
+    /// Whole blocks as little-endian float32; plain values as they are.
+    pub fn expand(&self, stored: Vec<u8>) -> Vec<u8> {
+        let Some(expand) = self.expand else { return stored };
+        let mut values = [0.0; LONGEST];
+        let values = &mut values[..self.values];
+        let mut bytes = Vec::with_capacity(stored.len() / self.bytes * self.values * size_of::<f32>());
+        for block in stored.chunks_exact(self.bytes) {
+            expand(block, values);
+            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        }
+        bytes
+    }
+}
+
+/// The float16 at `place`.
+fn half(block: &[u8], place: usize) -> f32 {
+    f16::from_le_bytes([block[place], block[place + 1]]).to_f32()
+}
+
+/// The two numbers of four bits in each byte: the lower ones are the first half of the block, the upper ones the second.
+fn nibbles(bytes: &[u8]) -> impl Iterator<Item = (usize, u8)> {
+    let (lower, upper) = (bytes.iter().map(|byte| byte & 15), bytes.iter().map(|byte| byte >> 4));
+    lower.chain(upper).enumerate()
+}
+
+fn q4_0(block: &[u8], values: &mut [f32]) {
+    let scale = half(block, 0);
+    for (place, number) in nibbles(&block[2..]) {
+        values[place] = scale * (f32::from(number) - 8.0);
+    }
+}
+
+fn q4_1(block: &[u8], values: &mut [f32]) {
+    let (scale, least) = (half(block, 0), half(block, 2));
+    for (place, number) in nibbles(&block[4..]) {
+        values[place] = scale * f32::from(number) + least;
+    }
+}
+
+/// The fifth bits of a block of 32, a bit each.
+fn fifth_bits(block: &[u8], place: usize) -> u32 {
+    u32::from_le_bytes([block[place], block[place + 1], block[place + 2], block[place + 3]])
+}
+
+fn fifth(bits: u32, place: usize) -> u8 {
+    if bits >> place & 1 == 1 { 16 } else { 0 }
+}
+
+fn q5_0(block: &[u8], values: &mut [f32]) {
+    let (scale, bits) = (half(block, 0), fifth_bits(block, 2));
+    for (place, number) in nibbles(&block[6..]) {
+        values[place] = scale * (f32::from(number | fifth(bits, place)) - 16.0);
+    }
+}
+
+fn q5_1(block: &[u8], values: &mut [f32]) {
+    let (scale, least, bits) = (half(block, 0), half(block, 2), fifth_bits(block, 4));
+    for (place, number) in nibbles(&block[8..]) {
+        values[place] = scale * f32::from(number | fifth(bits, place)) + least;
+    }
+}
+
+fn q8_0(block: &[u8], values: &mut [f32]) {
+    let scale = half(block, 0);
+    for (value, &number) in values.iter_mut().zip(&block[2..]) {
+        *value = scale * f32::from(number.cast_signed());
+    }
+}
+
+/// Scale and minimum, of six bits each, of part `part` of eight; they share twelve bytes.
+fn scale_and_least(packed: &[u8], part: usize) -> (f32, f32) {
+    let (scale, least) = match part {
+        0..4 => (packed[part] & 63, packed[part + 4] & 63),
+        _ => (
+            packed[part + 4] & 15 | packed[part - 4] >> 6 << 4,
+            packed[part + 4] >> 4 | packed[part] >> 6 << 4,
+        ),
+    };
+    (f32::from(scale), f32::from(least))
+}
+
+/// Eight parts of 32 values; two parts share 32 bytes. `upper` gives what a fifth bit adds to a number, by part and place.
+fn in_parts(block: &[u8], numbers: &[u8], values: &mut [f32], upper: impl Fn(usize, usize) -> u8) {
+    let (scale, least) = (half(block, 0), half(block, 2));
+    for (part, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        let (factor, shift) = scale_and_least(&block[4..16], part);
+        let (factor, shift) = (scale * factor, least * shift);
+        let bytes = &numbers[part / 2 * 32..];
+        for (place, value) in values.iter_mut().enumerate() {
+            let number = if part % 2 == 0 { bytes[place] & 15 } else { bytes[place] >> 4 };
+            *value = factor * f32::from(number | upper(part, place)) - shift;
+        }
+    }
+}
+
+fn q4_k(block: &[u8], values: &mut [f32]) {
+    in_parts(block, &block[16..], values, |_, _| 0);
+}
+
+fn q5_k(block: &[u8], values: &mut [f32]) {
+    in_parts(block, &block[48..], values, |part, place| (block[16 + place] >> part & 1) << 4);
+}
+
+fn q6_k(block: &[u8], values: &mut [f32]) {
+    let (lower, upper, scales, scale) = (&block[..128], &block[128..192], &block[192..208], half(block, 208));
+    for (place, value) in values.iter_mut().enumerate() {
+        // Of each half, four runs of 32 share 64 bytes of lower and 32 bytes of upper bits.
+        let (side, run, at) = (place / 128, place % 128 / 32, place % 32);
+        let low = lower[side * 64 + run % 2 * 32 + at];
+        let low = if run < 2 { low & 15 } else { low >> 4 };
+        let high = upper[side * 32 + at] >> (2 * run) & 3;
+        let factor = scale * f32::from(scales[place / 16].cast_signed());
+        *value = factor * (f32::from(low | high << 4) - 32.0);
+    }
+}

@@ -1,0 +1,305 @@
+//! A language model in a GGUF as transformers would have it: its config.json, its tokenizer, its tensors.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Map, Value as Json, json};
+
+use crate::gguf::rotation::halves;
+use crate::gguf::vocabulary::Vocabulary;
+use crate::gguf::{Gguf, GgufError, Stored, names};
+
+/// What llama.cpp calls an architecture, and what its config.json says.
+struct Architecture {
+    name: &'static str,
+    class: &'static str,
+    model_type: &'static str,
+    /// Whether the rows of each head's queries and keys are stored as pairs that turn together, not as two halves.
+    in_pairs: bool,
+}
+
+static ARCHITECTURES: [Architecture; 2] = [
+    Architecture { name: "llama", class: "LlamaForCausalLM", model_type: "llama", in_pairs: true },
+    Architecture { name: "qwen3", class: "Qwen3ForCausalLM", model_type: "qwen3", in_pairs: false },
+];
+
+/// What stretches the rotation of Llama 3's slow planes, a factor for each plane.
+pub const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// The settings that all of Llama 3's models with such factors have.
+const LLAMA3: Llama3 = Llama3 { slow: 1.0, fast: 4.0, original: 8192.0 };
+/// Factors that are read at most: heads are not as wide as that.
+const MOST_FACTORS: usize = 4096;
+/// How far stored factors, which are float32, may be from those of the settings.
+const FACTOR_TOLERANCE: f64 = 1e-4;
+
+/// How Llama 3 stretches its rotation.
+#[derive(Debug, Clone, Copy)]
+pub struct Llama3 {
+    /// Planes that turn less often than this within the original context are stretched whole.
+    pub slow: f64,
+    /// Those that turn more often than this are not.
+    pub fast: f64,
+    /// The original context, in tokens.
+    pub original: f64,
+}
+
+impl Llama3 {
+    /// The factor of a plane that turns by `frequency` per token, if the slow ones have `most`.
+    pub fn factor(&self, frequency: f64, most: f64) -> f64 {
+        let turns = self.original * frequency / std::f64::consts::TAU;
+        let part = ((turns - self.slow) / (self.fast - self.slow)).clamp(0.0, 1.0);
+        1.0 / ((1.0 - part) / most + part)
+    }
+}
+
+/// A model in a GGUF.
+pub struct Model {
+    file: Gguf,
+    config: Map<String, Json>,
+    /// The file's tensors by the names of transformers.
+    tensors: BTreeMap<String, Named>,
+}
+
+struct Named {
+    stored: String,
+    /// Heads whose rows are stored in pairs.
+    paired_heads: Option<usize>,
+}
+
+impl Model {
+    /// Opens the model in `path`.
+    ///
+    /// # Errors
+    /// As [`Gguf::open`]; if it is of an architecture that is not read, or has settings or tensors that would be lost.
+    pub fn open(path: &Path) -> Result<Self, GgufError> {
+        let file = Gguf::open(path)?;
+        let key = "general.architecture";
+        let name = file.required(key, file.text(key)?)?;
+        let known = ARCHITECTURES.iter().find(|known| known.name == name);
+        let architecture = known.ok_or_else(|| {
+            let known = ARCHITECTURES.each_ref().map(|known| known.name).join(", ");
+            file.error(format!("`{key}`: {name} is not an architecture that is read (known: {known})"))
+        })?;
+        let reader = Reader { file: &file, architecture };
+        let (config, heads) = reader.config()?;
+        let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
+        let tensors = reader.tensors(&heads, layers)?;
+        Ok(Self { file, config, tensors })
+    }
+
+    /// Its config.json, but for what its tokenizer knows.
+    pub fn config(&self) -> &Map<String, Json> {
+        &self.config
+    }
+
+    /// Its tensors by the names of transformers.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Stored)> {
+        let stored = |named: &Named| &self.file.tensors()[&named.stored];
+        self.tensors.iter().map(move |(name, named)| (name.as_str(), stored(named)))
+    }
+
+    /// The values of one of [`Model::tensors`] in the order of transformers, as [`Gguf::values`] gives them.
+    ///
+    /// # Errors
+    /// If there is none of this name, or the file cannot be read.
+    pub fn values(&self, name: &str) -> Result<Vec<u8>, GgufError> {
+        let missing = || self.file.error(format!("tensor `{name}` is missing"));
+        let named = self.tensors.get(name).ok_or_else(missing)?;
+        let values = self.file.values(&named.stored)?;
+        Ok(match named.paired_heads {
+            Some(heads) => halves(&values, heads, self.file.tensors()[&named.stored].shape[0]),
+            None => values,
+        })
+    }
+
+    /// Its tokenizer.
+    pub(crate) fn vocabulary(&self) -> Result<Vocabulary, GgufError> {
+        Vocabulary::read(&self.file)
+    }
+}
+
+/// Query heads and key heads.
+struct Heads {
+    query: u64,
+    key_value: u64,
+}
+
+struct Reader<'a> {
+    file: &'a Gguf,
+    architecture: &'static Architecture,
+}
+
+impl Reader<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.architecture.name)
+    }
+
+    fn count(&self, name: &str) -> Result<Option<u64>, GgufError> {
+        self.file.count(&self.key(name))
+    }
+
+    /// A size that must be there.
+    fn size(&self, name: &str) -> Result<u64, GgufError> {
+        let key = self.key(name);
+        match self.file.required(&key, self.file.count(&key)?)? {
+            0 => Err(self.file.error(format!("`{key}`: 0; expected 1 or more"))),
+            // What is multiplied with other sizes has to stay within 64 bits.
+            size if size > u64::from(u32::MAX) => {
+                Err(self.file.error(format!("`{key}`: {size} is more than any model has")))
+            }
+            size => Ok(size),
+        }
+    }
+
+    fn config(&self) -> Result<(Map<String, Json>, Heads), GgufError> {
+        for absent in ["expert_count", "attention.sliding_window"] {
+            if let Some(found) = self.count(absent)?.filter(|&found| found > 0) {
+                let problem = format!("`{}`: {found}; such models are not read", self.key(absent));
+                return Err(self.file.error(problem));
+            }
+        }
+        let (width, layers, query) =
+            (self.size("embedding_length")?, self.size("block_count")?, self.size("attention.head_count")?);
+        if layers > self.file.tensors().len() as u64 {
+            let problem = format!(
+                "`{}`: {layers} layers in {} tensors",
+                self.key("block_count"),
+                self.file.tensors().len()
+            );
+            return Err(self.file.error(problem));
+        }
+        let key_value = match self.count("attention.head_count_kv")? {
+            Some(_) => self.size("attention.head_count_kv")?,
+            None => query,
+        };
+        let dim = match self.count("attention.key_length")? {
+            Some(_) => self.size("attention.key_length")?,
+            None => width / query,
+        };
+        for same in ["attention.value_length", "rope.dimension_count"] {
+            if let Some(found) = self.count(same)?.filter(|&found| found != dim) {
+                let problem = format!(
+                    "`{}`: {found}, though heads are {dim} wide; such models are not read",
+                    self.key(same)
+                );
+                return Err(self.file.error(problem));
+            }
+        }
+        let eps = self.key("attention.layer_norm_rms_epsilon");
+        let theta = self.file.float(&self.key("rope.freq_base"))?.unwrap_or(10_000.0);
+        let embed = self.file.tensors().get("token_embd.weight");
+        let vocab = embed.and_then(|embed| embed.shape.first());
+        let vocab = vocab.ok_or_else(|| self.file.error("tensor `token_embd.weight` is missing"))?;
+        let config = json!({
+            "architectures": [self.architecture.class],
+            "model_type": self.architecture.model_type,
+            "hidden_size": width,
+            "intermediate_size": self.size("feed_forward_length")?,
+            "num_hidden_layers": layers,
+            "num_attention_heads": query,
+            "num_key_value_heads": key_value,
+            "head_dim": dim,
+            "hidden_act": "silu",
+            "attention_bias": false,
+            "vocab_size": vocab,
+            "max_position_embeddings": self.size("context_length")?,
+            "rms_norm_eps": self.file.required(&eps, self.file.float(&eps)?)?,
+            "rope_theta": theta,
+            "rope_scaling": self.scaling(theta, dim)?,
+            "tie_word_embeddings": !self.file.tensors().contains_key("output.weight"),
+        });
+        Ok((config.as_object().cloned().unwrap_or_default(), Heads { query, key_value }))
+    }
+
+    /// config.json's `rope_scaling`.
+    fn scaling(&self, theta: f64, dim: u64) -> Result<Json, GgufError> {
+        let (kind, factor) = (self.key("rope.scaling.type"), self.key("rope.scaling.factor"));
+        let older = self.key("rope.scale_linear");
+        if let Some(found) = self.file.float(&older)?.filter(|&found| found != 1.0) {
+            return Err(self.file.error(format!("`{older}`: {found}; expected rope.scaling in its place")));
+        }
+        let stretched = self.file.float(&factor)?.is_some_and(|factor| factor != 1.0);
+        // A factor alone is llama.cpp's linear one.
+        let said =
+            self.file.text(&kind)?.or(stretched.then(|| "linear".into())).filter(|said| said != "none");
+        let factors = self.factors()?;
+        match (said.as_deref(), factors) {
+            (None, None) => Ok(Json::Null),
+            (Some("linear"), None) => {
+                let factor = self.file.required(&factor, self.file.float(&factor)?)?;
+                Ok(json!({"rope_type": "linear", "factor": factor}))
+            }
+            (None, Some(factors)) => {
+                let most = factors.iter().copied().fold(1.0, f64::max);
+                let planes = dim / 2;
+                let like_llama3 = |(plane, found): (usize, &f64)| {
+                    let frequency = theta.powf(-(plane as f64) / planes as f64);
+                    (found / LLAMA3.factor(frequency, most) - 1.0).abs() < FACTOR_TOLERANCE
+                };
+                if factors.len() as u64 != planes || !factors.iter().enumerate().all(like_llama3) {
+                    let problem =
+                        format!("tensor `{ROPE_FACTORS}`: factors that are not Llama 3's are not read");
+                    return Err(self.file.error(problem));
+                }
+                Ok(json!({
+                    "rope_type": "llama3", "factor": most, "low_freq_factor": LLAMA3.slow,
+                    "high_freq_factor": LLAMA3.fast, "original_max_position_embeddings": LLAMA3.original,
+                }))
+            }
+            (Some("linear"), Some(_)) => {
+                let problem =
+                    format!("`{kind}` is linear beside the tensor `{ROPE_FACTORS}`; expected one of them");
+                Err(self.file.error(problem))
+            }
+            (Some(said), _) => {
+                Err(self.file.error(format!("`{kind}`: {said} is not read; expected none or linear")))
+            }
+        }
+    }
+
+    fn factors(&self) -> Result<Option<Vec<f64>>, GgufError> {
+        let Some(stored) = self.file.tensors().get(ROPE_FACTORS) else { return Ok(None) };
+        if stored.kind.name != "F32" {
+            let problem = format!("tensor `{ROPE_FACTORS}` is of type {}; expected F32", stored.kind.name);
+            return Err(self.file.error(problem));
+        }
+        // One for two values of a head: what is longer is none, however much the file says it holds.
+        if stored.shape.iter().product::<usize>() > MOST_FACTORS {
+            let problem =
+                format!("tensor `{ROPE_FACTORS}` is of {:?} values; expected half a head's", stored.shape);
+            return Err(self.file.error(problem));
+        }
+        let values = self.file.values(ROPE_FACTORS)?;
+        let values = values.as_chunks::<4>().0.iter();
+        Ok(Some(values.map(|&value| f64::from(f32::from_le_bytes(value))).collect()))
+    }
+
+    fn tensors(&self, heads: &Heads, layers: u64) -> Result<BTreeMap<String, Named>, GgufError> {
+        let mut tensors = BTreeMap::new();
+        for (stored, facts) in self.file.tensors() {
+            if stored == ROPE_FACTORS {
+                continue;
+            }
+            let name = names::of_model(stored, layers).ok_or_else(|| {
+                let class = self.architecture.class;
+                self.file.error(format!("tensor `{stored}` is none of a {class} as it is read; without it the model would be another"))
+            })?;
+            let paired = match stored.rsplit_once('.').map(|(layer, _)| layer) {
+                Some(layer) if !self.architecture.in_pairs || !layer.starts_with("blk.") => None,
+                Some(layer) if layer.ends_with(".attn_q") => Some(heads.query),
+                Some(layer) if layer.ends_with(".attn_k") => Some(heads.key_value),
+                _ => None,
+            };
+            if let Some(heads) = paired {
+                let rows = facts.shape.first().copied().unwrap_or(0) as u64;
+                if rows == 0 || !rows.is_multiple_of(2 * heads) {
+                    let problem = format!("tensor `{stored}`: {rows} rows are no pairs of {heads} heads");
+                    return Err(self.file.error(problem));
+                }
+            }
+            let paired_heads = paired.map(|heads| heads as usize);
+            tensors.insert(name, Named { stored: stored.clone(), paired_heads });
+        }
+        Ok(tensors)
+    }
+}

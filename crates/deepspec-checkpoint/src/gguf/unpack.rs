@@ -1,0 +1,79 @@
+//! The folder of a model in a GGUF: small files written anew, and a link to the weights.
+
+use std::collections::hash_map::RandomState;
+use std::fs;
+use std::hash::{BuildHasher, Hasher as _};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+use deepspec_core::atomic;
+use deepspec_core::digest::Hasher;
+use serde_json::{Value as Json, json};
+
+use crate::gguf::{GgufError, Model};
+
+/// What the folder calls the weights.
+pub const LINK: &str = "model.gguf";
+/// Changes when what is written does.
+const FORM: &[u8] = b"2";
+
+/// The folder of the model in `path`, made under `cache` unless it is there: config.json, generation_config.json, tokenizer.json,
+/// tokenizer_config.json, and [`LINK`]. A file that has changed gets another folder.
+///
+/// # Errors
+/// If the file is no model that is read, or the folder cannot be written.
+pub fn unpack(path: &Path, cache: &Path) -> Result<PathBuf, GgufError> {
+    let io = |error: std::io::Error| GgufError { path: path.into(), problem: format!("reading it: {error}") };
+    let place = fs::canonicalize(path).map_err(io)?;
+    let facts = fs::metadata(&place).map_err(io)?;
+    let changed = facts.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let mut hasher = Hasher::default();
+    hasher.part(FORM).part(place.as_os_str().as_encoded_bytes());
+    hasher.part(&facts.len().to_le_bytes()).part(format!("{changed:?}").as_bytes());
+    let name = place.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let digest = hasher.hex();
+    let dir = cache.join("gguf").join(format!("{name}-{}", &digest[..16]));
+    if dir.join(LINK).exists() {
+        return Ok(dir);
+    }
+    let model = Model::open(path)?;
+    // Whole and at once: other processes may be doing the same.
+    let unwritable =
+        |error: std::io::Error| GgufError { path: dir.clone(), problem: format!("creating it: {error}") };
+    let parent = cache.join("gguf");
+    fs::create_dir_all(&parent).map_err(unwritable)?;
+    let unique = RandomState::new().build_hasher().finish();
+    let partial = parent.join(format!(".{name}-{unique:016x}"));
+    let written = write(&model, &place, &partial).and_then(|()| match fs::rename(&partial, &dir) {
+        Err(_) if dir.join(LINK).exists() => Ok(()),
+        renamed => renamed.map_err(unwritable),
+    });
+    let _ = fs::remove_dir_all(&partial);
+    written.map(|()| dir)
+}
+
+fn write(model: &Model, place: &Path, dir: &Path) -> Result<(), GgufError> {
+    let vocabulary = model.vocabulary()?;
+    let mut config = model.config().clone();
+    let embedded = config["vocab_size"].as_u64().unwrap_or(0);
+    if vocabulary.size as u64 > embedded {
+        let problem = format!("{} tokens, but an embedding of {embedded}", vocabulary.size);
+        return Err(GgufError { path: place.into(), problem });
+    }
+    config.insert("eos_token_id".into(), json!(vocabulary.ends));
+    config.extend(vocabulary.special.iter().map(|(name, id)| (name.to_string(), json!(id))));
+    let generation = json!({"eos_token_id": vocabulary.ends});
+    let unwritable = |problem: String| GgufError { path: dir.into(), problem };
+    fs::create_dir_all(dir).map_err(|error| unwritable(format!("creating it: {error}")))?;
+    for (name, json) in [
+        ("config.json", &Json::Object(config)),
+        ("generation_config.json", &generation),
+        ("tokenizer.json", &vocabulary.tokenizer),
+        ("tokenizer_config.json", &vocabulary.config),
+    ] {
+        atomic::write_json(&dir.join(name), json).map_err(|error| unwritable(error.to_string()))?;
+    }
+    let unlinked = |error| unwritable(format!("linking {LINK} to {}: {error}", place.display()));
+    symlink(place, dir.join(LINK)).map_err(unlinked)
+}

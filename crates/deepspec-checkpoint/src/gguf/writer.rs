@@ -1,0 +1,206 @@
+//! Writing.
+
+use std::io::{self, Write};
+
+use crate::gguf::{ALIGNMENT, MAGIC};
+
+const VERSION: u32 = 3;
+
+/// A metadata value.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    /// Unsigned, 32 bits.
+    U32(u32),
+    /// A float of 32 bits.
+    F32(f32),
+    /// True or false.
+    Bool(bool),
+    /// A text.
+    Text(String),
+    /// Numbers.
+    Integers(Vec<i32>),
+    /// Texts.
+    Texts(Vec<String>),
+}
+
+impl Value {
+    /// Number of its type in the format.
+    fn kind(&self) -> u32 {
+        match self {
+            Self::U32(_) => 4,
+            Self::F32(_) => 6,
+            Self::Bool(_) => 7,
+            Self::Text(_) => 8,
+            Self::Integers(_) | Self::Texts(_) => 9,
+        }
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::U32(value) => out.extend(value.to_le_bytes()),
+            Self::F32(value) => out.extend(value.to_le_bytes()),
+            Self::Bool(value) => out.push(u8::from(*value)),
+            Self::Text(value) => text(out, value),
+            Self::Integers(values) => {
+                list(out, 5, values.len());
+                values.iter().for_each(|value| out.extend(value.to_le_bytes()));
+            }
+            Self::Texts(values) => {
+                list(out, 8, values.len());
+                values.iter().for_each(|value| text(out, value));
+            }
+        }
+    }
+}
+
+/// The head of a list.
+fn list(out: &mut Vec<u8>, kind: u32, length: usize) {
+    out.extend(kind.to_le_bytes());
+    out.extend((length as u64).to_le_bytes());
+}
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// How a tensor's values are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TensorType {
+    /// float32.
+    F32,
+    /// float16.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl std::str::FromStr for TensorType {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "f32" => Ok(Self::F32),
+            "f16" => Ok(Self::F16),
+            "bf16" => Ok(Self::Bf16),
+            other => Err(format!("`{other}` is no type of matrices; expected f32, f16 or bf16")),
+        }
+    }
+}
+
+impl TensorType {
+    /// Its number in the format.
+    fn id(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Bf16 => 30,
+        }
+    }
+
+    /// Bytes of a value.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// The number that `general.file_type` has for files whose matrices are of this type.
+    pub fn file_type(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Bf16 => 32,
+        }
+    }
+}
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// Its type.
+    pub kind: TensorType,
+    /// Its dimensions, slowest first, as safetensors and PyTorch have them.
+    pub shape: Vec<usize>,
+}
+
+impl Tensor {
+    /// Bytes of its data.
+    pub fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.kind.bytes()
+    }
+}
+
+/// What a file is to hold.
+#[derive(Default)]
+pub struct Writer {
+    entries: Vec<(String, Value)>,
+    tensors: Vec<Tensor>,
+}
+
+impl Writer {
+    /// Adds a metadata entry.
+    pub fn put(&mut self, key: &str, value: Value) {
+        self.entries.push((key.into(), value));
+    }
+
+    /// Adds metadata entries.
+    pub fn extend(&mut self, entries: impl IntoIterator<Item = (String, Value)>) {
+        self.entries.extend(entries);
+    }
+
+    /// Adds a tensor; its data are asked for when the file is written.
+    pub fn tensor(&mut self, tensor: Tensor) {
+        self.tensors.push(tensor);
+    }
+
+    /// Writes the file. `data` gives the bytes of the tensor of this number, little-endian and row-major.
+    ///
+    /// # Errors
+    /// What writing says, or `data`, or that it gives another number of bytes than the tensor has.
+    pub fn write(
+        &self,
+        out: &mut impl Write,
+        mut data: impl FnMut(usize, &Tensor) -> io::Result<Vec<u8>>,
+    ) -> io::Result<()> {
+        let mut head = MAGIC.to_vec();
+        head.extend(VERSION.to_le_bytes());
+        head.extend((self.tensors.len() as u64).to_le_bytes());
+        head.extend((self.entries.len() as u64).to_le_bytes());
+        for (key, value) in &self.entries {
+            text(&mut head, key);
+            head.extend(value.kind().to_le_bytes());
+            value.write(&mut head);
+        }
+        let mut offset: u64 = 0;
+        for tensor in &self.tensors {
+            text(&mut head, &tensor.name);
+            head.extend((tensor.shape.len() as u32).to_le_bytes());
+            tensor.shape.iter().rev().for_each(|&size| head.extend((size as u64).to_le_bytes()));
+            head.extend(tensor.kind.id().to_le_bytes());
+            head.extend(offset.to_le_bytes());
+            offset += (tensor.bytes() as u64).next_multiple_of(ALIGNMENT);
+        }
+        let length = head.len() as u64;
+        head.resize(length.next_multiple_of(ALIGNMENT) as usize, 0);
+        out.write_all(&head)?;
+        for (number, tensor) in self.tensors.iter().enumerate() {
+            let mut bytes = data(number, tensor)?;
+            if bytes.len() != tensor.bytes() {
+                let told = format!(
+                    "{} has {} bytes of data instead of {}",
+                    tensor.name,
+                    bytes.len(),
+                    tensor.bytes()
+                );
+                return Err(io::Error::new(io::ErrorKind::InvalidData, told));
+            }
+            bytes.resize(bytes.len().next_multiple_of(ALIGNMENT as usize), 0);
+            out.write_all(&bytes)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,206 @@
+//! Drafters as GGUF files, for llama.cpp (read of its sources of September 2026, `src/models/{dflash,eagle3}.cpp`).
+
+use std::io;
+use std::path::Path;
+
+use deepspec_core::{VERSION, atomic};
+use crate::gguf::{LAYER_NAMES, ROPE_FACTORS, Tensor, TensorType, Tokenizer, Value, Writer, pairs};
+use safetensors::Dtype;
+use serde_json::Value as Json;
+
+use crate::convert::{check_pair, complete};
+use crate::fields::Fields;
+use crate::kind::GgufParts;
+use crate::numbers::cast;
+use crate::shapes::{Heads, REBUILT, is_embed_or_head};
+use crate::{Checkpoint, DialectError, Drafter, Target, folder, rope};
+
+/// What refusals call it.
+const NAME: &str = "gguf";
+
+/// Tensors of all drafters, and of all behind anchors.
+const NAMES: [(&str, &str); 3] = [
+    ("fc.weight", "fc.weight"),
+    ("hidden_norm.weight", "enc.output_norm.weight"),
+    ("norm.weight", "output_norm.weight"),
+];
+/// A drafter ready to be written as GGUF.
+pub struct Gguf<'a> {
+    source: &'a Checkpoint,
+    writer: Writer,
+    /// For each tensor where its values come from.
+    tensors: Vec<Values>,
+    /// Whether llama.cpp has a name for how the target's tokenizer splits texts.
+    pub splits_as_known: bool,
+}
+
+/// Values of a tensor.
+enum Values {
+    Zeros,
+    /// These.
+    Own(Vec<f32>),
+    /// Those of a tensor of the checkpoint.
+    Of(String),
+    /// The same, the rows of so many heads in pairs.
+    Paired(String, usize),
+}
+
+impl<'a> Gguf<'a> {
+    /// The name of the file.
+    pub const FILE: &'static str = "model.gguf";
+
+    /// Plans the drafter of `source` as GGUF. Embedding and head are left to the target, which has to be the same; matrices are of the
+    /// type `matrices`, by default as they are stored, and all else is float32.
+    ///
+    /// # Errors
+    /// [`DialectError::Refused`] with the reason where llama.cpp cannot run the drafter; any other error if the checkpoint or the target
+    /// is broken.
+    pub fn plan(
+        source: &'a Checkpoint,
+        target: &Target,
+        matrices: Option<TensorType>,
+    ) -> Result<Self, DialectError> {
+        let drafter = complete(source, Some(target));
+        let parts = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(&drafter), Err);
+        let parts = parts.map_err(|reason| source.refused(NAME, reason))?;
+        let path = source.dir().join("config.json");
+        let fields = Fields::new(&path, &drafter.decoder);
+        let heads = Heads::of(&fields, &drafter)?;
+        let rope = rope::with_factors(source, heads.dim, NAME)?;
+        if parts.in_pairs && !heads.dim.is_multiple_of(2) {
+            return Err(source.refused(NAME, format!("heads of {} values do not turn in pairs", heads.dim)));
+        }
+        check_pair(source, &drafter, target, NAME)?;
+        let matrices = matrices.unwrap_or_else(|| kind_of(source.dtype()));
+        let tokenizer = Tokenizer::read(target.dir(), drafter.vocab_size as usize)?;
+        let splits_as_known = tokenizer.is_known();
+
+        let mut writer = Writer::default();
+        let own = |key: &str| format!("{}.{key}", parts.architecture);
+        writer.put("general.architecture", Value::Text(parts.architecture.into()));
+        writer.put("general.description", Value::Text(format!("written by deepspec {VERSION}")));
+        writer.put("general.file_type", Value::U32(matrices.file_type()));
+        writer.extend(decoder(&fields, &drafter, &heads, rope.theta)?.map(|(key, value)| (own(key), value)));
+        let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();
+        writer.put(&own("target_layers"), Value::Integers(taps));
+        writer.extend(parts.keys.iter().map(|(key, value)| (own(key), value.clone())));
+        writer.extend(tokenizer.entries());
+        let special = target.special_ids().iter();
+        writer.extend(special.map(|(name, id)| (format!("tokenizer.ggml.{name}_token_id"), Value::U32(*id))));
+        if let Some(mask) = drafter.kind.mask_token_id() {
+            writer.put("tokenizer.ggml.mask_token_id", Value::U32(mask as u32));
+        }
+
+        let mut tensors = vec![];
+        for (name, facts) in source.tensors().iter() {
+            if is_embed_or_head(name) || REBUILT.contains(&name) {
+                continue;
+            }
+            let canonical = source.dialect().canonical(drafter.kind.as_ref(), name);
+            let spelled = spelled(&canonical, &parts)
+                .ok_or_else(|| source.tensors().error(name, "llama.cpp has no tensor for it"))?;
+            // Kernels and heads of few values are computed with as they are.
+            let is_matrix = facts.shape.len() == 2 && spelled != "conf_proj.weight";
+            let kind = if is_matrix { matrices } else { TensorType::F32 };
+            let turning = [(".attn_q.weight", heads.query), (".attn_k.weight", heads.key_value)];
+            let turning = turning.into_iter().find(|(end, _)| parts.in_pairs && spelled.ends_with(end));
+            tensors.push(turning.map_or_else(
+                || Values::Of(name.into()),
+                |(_, heads)| Values::Paired(name.into(), heads as usize),
+            ));
+            writer.tensor(Tensor { name: spelled, kind, shape: facts.shape.clone() });
+        }
+        if let Some(factors) = rope.factors {
+            let shape = vec![factors.len()];
+            writer.tensor(Tensor { name: ROPE_FACTORS.into(), kind: TensorType::F32, shape });
+            tensors.push(Values::Own(factors));
+        }
+        for (name, shape) in parts.zeros {
+            writer.tensor(Tensor { name: name.into(), kind: TensorType::F32, shape });
+            tensors.push(Values::Zeros);
+        }
+        Ok(Self { source, writer, tensors, splits_as_known })
+    }
+
+    /// Writes [`Gguf::FILE`] into a folder that appears when it is whole. `overwrite` replaces a folder that holds such a file and
+    /// nothing else.
+    ///
+    /// # Errors
+    /// If the folder exists and may not be replaced, any I/O failure, and tensors whose values are no floats.
+    pub fn write(&self, dir: &Path, overwrite: bool) -> Result<(), DialectError> {
+        let data = |number, tensor: &Tensor| self.data(number, tensor).map_err(io::Error::other);
+        folder::replace(
+            dir,
+            overwrite,
+            |name| name == Self::FILE,
+            |partial| Ok(atomic::replace(&partial.join(Self::FILE), |out| self.writer.write(out, data))?),
+        )
+    }
+
+    fn data(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, DialectError> {
+        let (name, heads) = match &self.tensors[number] {
+            Values::Zeros => return Ok(vec![0; tensor.bytes()]),
+            Values::Own(values) => return Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
+            Values::Of(name) => (name, None),
+            Values::Paired(name, heads) => (name, Some(*heads)),
+        };
+        let tensors = self.source.tensors();
+        let facts = tensors.get(name).ok_or_else(|| tensors.error(name, "missing"))?;
+        let wanted = match tensor.kind {
+            TensorType::F32 => Dtype::F32,
+            TensorType::F16 => Dtype::F16,
+            TensorType::Bf16 => Dtype::BF16,
+        };
+        let values = cast(tensors.bytes(name)?, facts.dtype, wanted).ok_or_else(|| {
+            tensors.error(name, format!("{:?} cannot be written as {wanted:?}", facts.dtype))
+        })?;
+        Ok(match heads {
+            Some(heads) => pairs(&values, heads, tensor.shape[0]),
+            None => values,
+        })
+    }
+}
+
+fn kind_of(dtype: Dtype) -> TensorType {
+    match dtype {
+        Dtype::F32 => TensorType::F32,
+        Dtype::F16 => TensorType::F16,
+        _ => TensorType::Bf16,
+    }
+}
+
+/// What the layers are like.
+fn decoder(
+    fields: &Fields,
+    drafter: &Drafter,
+    heads: &Heads,
+    theta: f64,
+) -> Result<impl Iterator<Item = (&'static str, Value)>, DialectError> {
+    let eps = fields.required("rms_norm_eps", fields.map.get("rms_norm_eps").and_then(Json::as_f64))?;
+    let sizes = [
+        ("block_count", drafter.layers),
+        ("context_length", fields.required_size("max_position_embeddings")?),
+        ("embedding_length", drafter.hidden_size),
+        ("feed_forward_length", fields.required_size("intermediate_size")?),
+        ("attention.head_count", heads.query),
+        ("attention.head_count_kv", heads.key_value),
+        ("attention.key_length", heads.dim),
+        ("attention.value_length", heads.dim),
+    ];
+    let sizes = sizes.map(|(key, size)| (key, Value::U32(size as u32)));
+    let floats = [("attention.layer_norm_rms_epsilon", eps), ("rope.freq_base", theta)];
+    let floats = floats.map(|(key, value)| (key, Value::F32(value as f32)));
+    Ok(sizes.into_iter().chain(floats))
+}
+
+/// llama.cpp's name of a tensor; None if it has none.
+fn spelled(canonical: &str, parts: &GgufParts) -> Option<String> {
+    let renamed = |name: &str, known: &[(&str, &str)], own: &[(&'static str, &'static str)]| {
+        known.iter().chain(own).find(|(ours, _)| *ours == name).map(|(_, theirs)| theirs.to_string())
+    };
+    let Some(rest) = canonical.strip_prefix("layers.") else {
+        return renamed(canonical, &NAMES, &parts.names);
+    };
+    let (layer, name) = rest.split_once('.')?;
+    Some(format!("blk.{layer}.{}", renamed(name, &LAYER_NAMES, &parts.layer_names)?))
+}

@@ -1,0 +1,353 @@
+//! What an engine would misread in a checkpoint's folder, if it is served as it is.
+//!
+//! By the engines' sources of September 2026, and by trials with the versions that [`crate::loaders`] names. Nearly all of it happens without a
+//! word: the drafter runs, and little of what it drafts is accepted.
+
+use std::fmt;
+use std::fs;
+use std::str::FromStr;
+
+use crate::gguf::Tokenizer;
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+
+use crate::fields::read_object;
+use crate::kind::Engine;
+use crate::shapes::EMBED;
+use crate::shards::is_weights;
+use crate::{Checkpoint, Drafter, Loader, Target, loaders, rope};
+
+/// An engine that serves drafters: an [`Engine`], which loads folders, or llama.cpp, which loads a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Server {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+    /// llama.cpp.
+    LlamaCpp,
+}
+
+impl Serialize for Server {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl Server {
+    /// The arguments that serve `drafter`, converted to `path`.
+    pub fn arguments(self, drafter: &Drafter, path: &str) -> String {
+        let (method, drafted) = (drafter.kind.method(), drafter.kind.drafted());
+        match self {
+            Self::Vllm => format!(
+                "--speculative-config '{{\"method\": \"{method}\", \"model\": \"{path}\", \"num_speculative_tokens\": {drafted}}}'"
+            ),
+            Self::Sglang => {
+                let own = drafter.kind.sglang_arguments();
+                let algorithm = method.to_uppercase();
+                format!("--speculative-algorithm {algorithm} --speculative-draft-model-path {path}{own}")
+            }
+            Self::LlamaCpp => {
+                format!("--model-draft {path} --spec-type draft-{method} --spec-draft-n-max {drafted}")
+            }
+        }
+    }
+
+    /// What `--to` of a conversion is for it.
+    fn layout(self) -> &'static str {
+        match self {
+            Self::Vllm => "vllm",
+            Self::Sglang => "sglang",
+            Self::LlamaCpp => "gguf",
+        }
+    }
+}
+
+impl From<Engine> for Server {
+    fn from(engine: Engine) -> Self {
+        match engine {
+            Engine::Vllm => Self::Vllm,
+            Engine::Sglang => Self::Sglang,
+        }
+    }
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Vllm => Engine::Vllm.title(),
+            Self::Sglang => Engine::Sglang.title(),
+            Self::LlamaCpp => "llama.cpp",
+        })
+    }
+}
+
+impl FromStr for Server {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "vllm" => Ok(Self::Vllm),
+            "sglang" => Ok(Self::Sglang),
+            "llama.cpp" => Ok(Self::LlamaCpp),
+            other => Err(format!("unknown engine `{other}`; known are vllm, sglang and llama.cpp")),
+        }
+    }
+}
+
+/// Something to mend or to mind before serving.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Risk {
+    /// What it is about.
+    pub about: &'static str,
+    /// What is there, and what becomes of it.
+    pub told: String,
+    /// What to do.
+    pub cure: String,
+}
+
+/// What `server` would misread of `checkpoint` beside `target`, and what it has to be told.
+pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Risk> {
+    let found = Examined { checkpoint, server, target };
+    let drafter = found.drafter();
+    if drafter.is_some() && !found.loads_as_it_is() {
+        return drafter.into_iter().collect();
+    }
+    let all = [
+        drafter,
+        found.layout(),
+        found.files(),
+        found.verifier_norm(),
+        found.target(),
+        found.rotation(),
+        found.target_tokenizer(),
+        found.head(),
+        found.slots(),
+        found.layers(),
+        found.mask(),
+        found.length(),
+    ];
+    all.into_iter().flatten().collect()
+}
+
+struct Examined<'a> {
+    checkpoint: &'a Checkpoint,
+    server: Server,
+    target: &'a Target,
+}
+
+impl Examined<'_> {
+    fn converted(&self) -> String {
+        format!("deepspec-eval checkpoint convert --to {}", self.server.layout())
+    }
+
+    /// Layers, windows and layer ids that tools do not read alike.
+    fn drafter(&self) -> Option<Risk> {
+        let told = self.checkpoint.drafter().refusal_anywhere()?;
+        let cure = if self.loads_as_it_is() {
+            format!(
+                "by its sources {} loads this folder; that was not tried: compare its answers and cycles with those here",
+                self.server
+            )
+        } else {
+            "no conversion mends that: train it without".into()
+        };
+        Some(Risk { about: "drafter", told, cure })
+    }
+
+    /// What the engine makes of the folder; llama.cpp loads none.
+    fn loader(&self) -> Option<Loader> {
+        let name = self.server.to_string();
+        loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)
+    }
+
+    fn loads_as_it_is(&self) -> bool {
+        self.loader().is_some_and(|loader| loader.loads)
+    }
+
+    /// Whether the engine takes the folder at all.
+    fn layout(&self) -> Option<Risk> {
+        if self.server == Server::LlamaCpp {
+            let drafter = self.checkpoint.drafter();
+            return Some(match drafter.kind.gguf(drafter) {
+                Ok(_) => Risk {
+                    about: "layout",
+                    told:
+                        "it loads GGUF files; its converter tells drafters apart by what their folders hold"
+                            .into(),
+                    cure: format!("{} says in the file what they are", self.converted()),
+                },
+                Err(told) => Risk {
+                    about: "layout",
+                    told,
+                    cure: "it cannot run this drafter: take another engine, or train it without".into(),
+                },
+            });
+        }
+        let loader = self.loader()?;
+        let engine = if self.server == Server::Vllm { Engine::Vllm } else { Engine::Sglang };
+        let drafter = self.checkpoint.drafter();
+        (!loader.loads).then(|| Risk {
+            about: "layout",
+            told: format!("it does not load: {}", loader.note),
+            cure: match drafter.kind.engine_layout(engine, drafter) {
+                Ok(_) => self.converted(),
+                Err(reason) => format!("no conversion mends that: {reason}"),
+            },
+        })
+    }
+
+    /// vLLM reads every safetensors file of a folder without an index.
+    fn files(&self) -> Option<Risk> {
+        let dir = self.checkpoint.dir();
+        if self.server != Server::Vllm || dir.join("model.safetensors.index.json").is_file() {
+            return None;
+        }
+        let entries = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let mut strange: Vec<String> =
+            entries.filter(|name| name.ends_with(".safetensors") && !is_weights(name)).collect();
+        strange.sort();
+        (!strange.is_empty()).then(|| Risk {
+            about: "files",
+            told: format!("{} is read as weights too and stops the load", strange.join(", ")),
+            cure: format!("move it away, or {}", self.converted()),
+        })
+    }
+
+    fn verifier_norm(&self) -> Option<Risk> {
+        let name = "verifier_norm.weight";
+        let there = self.server == Server::Vllm && self.checkpoint.tensors().get(name).is_some();
+        there.then(|| Risk {
+            about: "tensors",
+            told: format!("`{name}` is unknown there and stops the load"),
+            cure: self.converted(),
+        })
+    }
+
+    fn target(&self) -> Option<Risk> {
+        let error = self.target.check_fits(self.checkpoint.drafter()).err()?;
+        let cure = "name the target that it was trained for; the engine does not compare them".into();
+        Some(Risk { about: "vocabulary and sizes", told: error.to_string(), cure })
+    }
+
+    /// A scaled rotation, or a base that newer and older keys would say differently.
+    fn rotation(&self) -> Option<Risk> {
+        let config = self.checkpoint.drafter();
+        if let Err(error) = rope::stretched(self.checkpoint, self.server.layout()) {
+            let cure = "compare the accepted length there with the one measured here".into();
+            return Some(Risk { about: "RoPE", told: error.to_string(), cure });
+        }
+        let base = |value: Option<&Value>| value.and_then(Value::as_f64);
+        let (older, newer) = (
+            base(config.decoder.get("rope_theta")),
+            base(config.decoder.get("rope_parameters")?.get("rope_theta")),
+        );
+        let (older, newer) = (older?, newer?);
+        (older != newer).then(|| Risk {
+            about: "RoPE",
+            told: format!(
+                "rope_theta is {older}, within rope_parameters {newer}; versions differ in which they read"
+            ),
+            cure: self.converted(),
+        })
+    }
+
+    /// llama.cpp's converter has to know the target's tokenizer.
+    fn target_tokenizer(&self) -> Option<Risk> {
+        if self.server != Server::LlamaCpp {
+            return None;
+        }
+        let known = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize);
+        let own = "take the GGUF that the target's own makers or llama.cpp's converter wrote";
+        let (told, cure) = match known {
+            Err(error) => (error.to_string(), own),
+            Ok(tokenizer) if !tokenizer.is_known() => {
+                ("it has no name for how the target's tokenizer splits texts".into(), own)
+            }
+            Ok(_) => {
+                let config = read_object(&self.target.dir().join("tokenizer_config.json")).ok()?;
+                let class = config.get("tokenizer_class").and_then(Value::as_str)?;
+                let told = format!("its converter does not know the tokenizer_class {class} of the target");
+                let cure = "write PreTrainedTokenizerFast in the target's tokenizer_config.json";
+                (class == "TokenizersBackend").then_some((told, cure))?
+            }
+        };
+        Some(Risk { about: "target's tokenizer", told, cure: cure.into() })
+    }
+
+    /// Of an own embedding without the head beside it, llama.cpp makes the head.
+    fn head(&self) -> Option<Risk> {
+        let own = self.checkpoint.find(EMBED).is_some();
+        let untied = self.target.head() != self.target.embed();
+        (self.server == Server::LlamaCpp && own && untied).then(|| Risk {
+            about: "head",
+            told: "its converter keeps the folder's embedding and drops its head; the embedding is then taken as head".into(),
+            cure: format!("{}, which leaves both to the target", self.converted()),
+        })
+    }
+
+    /// Engines are told, and do not check, what a slot predicts.
+    fn slots(&self) -> Option<Risk> {
+        let kind = &self.checkpoint.drafter().kind;
+        // Only blocks behind anchors have slots.
+        kind.mask_token_id()?;
+        let method = kind.method();
+        let flag = match self.server {
+            Server::LlamaCpp => {
+                kind.gguf(self.checkpoint.drafter()).ok()?;
+                format!("--spec-type draft-{method}")
+            }
+            Server::Vllm => format!("\"method\": \"{method}\""),
+            Server::Sglang => format!("--speculative-algorithm {}", method.to_uppercase()),
+        };
+        let told = match kind.fills_in() {
+            true => "slot k says what stands in it (1 + N slots for N tokens)",
+            false => "every slot drafts, the anchor's too (N slots for N tokens)",
+        };
+        Some(Risk {
+            about: "slots",
+            told: format!("{told}; read the other way the accepted length is 1.0, without a word"),
+            cure: format!("serve it with {flag}"),
+        })
+    }
+
+    /// Tools count layers from 0 or 1, the embedding in or out.
+    fn layers(&self) -> Option<Risk> {
+        let taps = &self.checkpoint.drafter().taps;
+        let ids: Vec<String> = taps.iter().map(|tap| tap.layer_id().to_string()).collect();
+        (!ids.is_empty()).then(|| Risk {
+            about: "layer ids",
+            told: format!(
+                "it reads what layers {} give, the first of the target's {} being 0; one off, the accepted length falls without a word",
+                ids.join(", "),
+                self.target.layers()
+            ),
+            cure: "compare with target.layer_ids of the recipe that it was trained by".into(),
+        })
+    }
+
+    /// What stands for tokens that are to be drafted should be no token of texts.
+    fn mask(&self) -> Option<Risk> {
+        let id = self.checkpoint.drafter().kind.mask_token_id()?;
+        let tokenizer = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize).ok()?;
+        let token = tokenizer.of_texts(usize::try_from(id).ok()?)?;
+        Some(Risk {
+            about: "mask token",
+            told: format!("mask_token_id is {id}, which is {token:?} in texts"),
+            cure: "where it was trained with another one, put that into config.json".into(),
+        })
+    }
+
+    /// How many tokens to draft is not asked of the drafter.
+    fn length(&self) -> Option<Risk> {
+        let drafter = self.checkpoint.drafter();
+        let drafted = drafter.kind.drafted();
+        let told = match self.server {
+            Server::LlamaCpp => "3 unless it is told",
+            Server::Vllm => "any number is taken, unchecked",
+            Server::Sglang => return None,
+        };
+        let cure = self.server.arguments(drafter, "DRAFTER");
+        Some(Risk { about: "drafted tokens", told: format!("{told}; this drafter drafts {drafted}"), cure })
+    }
+}

@@ -1,0 +1,296 @@
+//! Tensors as bytes, from one safetensors file or several, or from the GGUF of a language model.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::FileError;
+use crate::gguf::{LINK, Model, TensorType};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+
+use crate::{DialectError, shards};
+
+/// Longest header that is believed; the format's own limit.
+const MAX_HEADER: u64 = 100_000_000;
+/// Bytes copied at once.
+const CHUNK: usize = 16 << 20;
+
+/// What a header says of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorFacts {
+    /// Type of its values.
+    pub dtype: Dtype,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+    /// Bytes of its values.
+    pub bytes: usize,
+}
+
+/// The tensors of a folder, whose values are read when they are asked for.
+pub struct Tensors {
+    dir: PathBuf,
+    store: Store,
+    facts: BTreeMap<String, TensorFacts>,
+}
+
+enum Store {
+    /// safetensors files, and which of them a tensor is in, from which byte on.
+    Shards { files: Vec<(PathBuf, File)>, places: BTreeMap<String, (usize, u64)> },
+    /// A language model, whose values may be packed.
+    Gguf(Model),
+}
+
+impl Tensors {
+    /// Opens `dir/model.safetensors`, or the shards that its index names, or `dir/model.gguf`.
+    ///
+    /// # Errors
+    /// If no weights are there, or a file is truncated or not what its name says.
+    pub fn open(dir: &Path) -> Result<Self, DialectError> {
+        match shards::paths(dir) {
+            Err(_) if dir.join(LINK).is_file() => Ok(Self::of_gguf(dir, Model::open(&dir.join(LINK))?)),
+            paths => Self::of_files(dir, paths?),
+        }
+    }
+
+    fn of_gguf(dir: &Path, model: Model) -> Self {
+        let facts = model.tensors().map(|(name, stored)| {
+            let dtype = match stored.kind.read_as() {
+                TensorType::F32 => Dtype::F32,
+                TensorType::F16 => Dtype::F16,
+                TensorType::Bf16 => Dtype::BF16,
+            };
+            let bytes = stored.values() * stored.kind.read_as().bytes();
+            (name.to_string(), TensorFacts { dtype, shape: stored.shape.clone(), bytes })
+        });
+        Self { dir: dir.to_path_buf(), facts: facts.collect(), store: Store::Gguf(model) }
+    }
+
+    /// Opens one safetensors file of any name.
+    ///
+    /// # Errors
+    /// If the file is truncated or no safetensors file.
+    pub fn open_file(path: &Path) -> Result<Self, DialectError> {
+        Self::of_files(path, vec![path.to_path_buf()])
+    }
+
+    fn of_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, DialectError> {
+        let (mut files, mut places, mut facts) = (vec![], BTreeMap::new(), BTreeMap::new());
+        for path in paths {
+            let (file, data, header) = open_shard(&path)?;
+            for (name, info) in header.tensors() {
+                let (start, end) = info.data_offsets;
+                if let Some((twin, _)) = places.insert(name.clone(), (files.len(), data + start as u64)) {
+                    let (first, _): &(PathBuf, File) = &files[twin];
+                    let problem = format!("it is also in {}", first.display());
+                    return Err(DialectError::Tensor { path, name, problem });
+                }
+                let shape = info.shape.clone();
+                facts.insert(name, TensorFacts { dtype: info.dtype, shape, bytes: end - start });
+            }
+            files.push((path, file));
+        }
+        let (facts, places) = without_wrappers(facts, places);
+        Ok(Self { dir: dir.to_path_buf(), store: Store::Shards { files, places }, facts })
+    }
+
+    /// Checks that no value is NaN or infinite. It reads all of them.
+    ///
+    /// # Errors
+    /// [`DialectError::Tensor`] naming the first tensor with such a value; a file that cannot be read.
+    pub fn check_finite(&self) -> Result<(), DialectError> {
+        for (name, facts) in self.iter().filter(|(_, facts)| is_float(facts.dtype)) {
+            if let Some(place) = first_non_finite(&self.bytes(name)?, facts.dtype) {
+                let problem = format!(
+                    "value {place} of {} is NaN or infinite; training diverged, or the file is damaged",
+                    facts.shape.iter().product::<usize>()
+                );
+                return Err(self.error(name, problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that all tensors are plain numbers: floats, or integers of maps.
+    ///
+    /// # Errors
+    /// [`DialectError::Tensor`] naming the first tensor of a quantised type.
+    pub fn check_types(&self) -> Result<(), DialectError> {
+        let is_wrong = |(name, facts): &(&str, &TensorFacts)| !is_readable(name, facts.dtype);
+        match self.iter().find(is_wrong) {
+            None => Ok(()),
+            Some((name, facts)) => Err(self.error(name, quantised(facts.dtype))),
+        }
+    }
+
+    /// What was opened: the folder, or the one file.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Names and facts, sorted by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorFacts)> {
+        self.facts.iter().map(|(name, facts)| (name.as_str(), facts))
+    }
+
+    /// What is known of a tensor; None if there is none of this name.
+    pub fn get(&self, name: &str) -> Option<&TensorFacts> {
+        self.facts.get(name)
+    }
+
+    /// An error about a tensor.
+    pub fn error(&self, name: &str, problem: impl Into<String>) -> DialectError {
+        DialectError::Tensor { path: self.dir.clone(), name: name.into(), problem: problem.into() }
+    }
+
+    /// What is known of a tensor that must be there.
+    pub(crate) fn facts(&self, name: &str) -> Result<&TensorFacts, DialectError> {
+        self.get(name).ok_or_else(|| self.error(name, "missing"))
+    }
+
+    /// All bytes of a tensor, little-endian and row-major, of its facts' type.
+    ///
+    /// # Errors
+    /// If there is no such tensor, or its file cannot be read.
+    pub fn bytes(&self, name: &str) -> Result<Vec<u8>, DialectError> {
+        let size = self.facts(name)?.bytes;
+        if let Store::Gguf(model) = &self.store {
+            return Ok(model.values(name)?);
+        }
+        let mut bytes = Vec::with_capacity(size);
+        self.copy(name, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Writes the bytes of a tensor, a part at a time.
+    pub(crate) fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), DialectError> {
+        let bytes = self.facts(name)?.bytes;
+        let (path, file, start) = match &self.store {
+            Store::Gguf(model) => {
+                let values = model.values(name)?;
+                return Ok(out.write_all(&values).map_err(FileError::at("copying", &self.dir))?);
+            }
+            Store::Shards { files, places } => {
+                let (file, start) = places[name];
+                (&files[file].0, &files[file].1, start)
+            }
+        };
+        let mut buffer = vec![0; bytes.min(CHUNK)];
+        let mut done = 0;
+        while done < bytes {
+            let part = (bytes - done).min(CHUNK);
+            file.read_exact_at(&mut buffer[..part], start + done as u64)
+                .map_err(FileError::at("reading", path))?;
+            out.write_all(&buffer[..part]).map_err(FileError::at("copying", path))?;
+            done += part;
+        }
+        Ok(())
+    }
+}
+
+/// Beginnings that training wrappers put before the names of a module: DataParallel's, PEFT's, vLLM's of drafters.
+const WRAPPERS: [&str; 3] = ["module.", "base_model.model.", "draft_model."];
+/// What torch.compile, FSDP and checkpointing put into names, before any module.
+const INNER_WRAPPERS: [&str; 3] = ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."];
+
+/// Tensors by name, and where each lies.
+type Named = (BTreeMap<String, TensorFacts>, BTreeMap<String, (usize, u64)>);
+
+/// Takes off the names what wrappers have put into them, unless two names would be the same then.
+fn without_wrappers(facts: BTreeMap<String, TensorFacts>, places: BTreeMap<String, (usize, u64)>) -> Named {
+    // Lightning and vLLM call a whole model `model`, within which a drafter has its `fc` and a target its own `model`.
+    let is_within = |name: &str| facts.contains_key(&format!("model.{name}"));
+    let holds_model = facts.keys().all(|name| name.starts_with("model."))
+        && (is_within("fc.weight") || is_within("model.embed_tokens.weight"));
+    let bare = |name: &str| {
+        let mut rest = if holds_model { &name["model.".len()..] } else { name };
+        while let Some(shorter) =
+            WRAPPERS.iter().chain(&INNER_WRAPPERS).find_map(|wrapper| rest.strip_prefix(wrapper))
+        {
+            rest = shorter;
+        }
+        INNER_WRAPPERS
+            .iter()
+            .fold(rest.to_string(), |name, wrapper| name.replace(&format!(".{wrapper}"), "."))
+    };
+    let names: BTreeMap<String, String> = facts.keys().map(|name| (name.clone(), bare(name))).collect();
+    let distinct: BTreeSet<&String> = names.values().collect();
+    if distinct.len() < names.len() || names.iter().all(|(name, bare)| name == bare) {
+        return (facts, places);
+    }
+    let facts = facts.into_iter().map(|(name, facts)| (names[&name].clone(), facts)).collect();
+    let places = places.into_iter().map(|(name, place)| (names[&name].clone(), place)).collect();
+    (facts, places)
+}
+
+/// Whether the name is one of the maps between the vocabularies of target and drafter, which are no weights.
+fn is_map_of_vocabularies(name: &str) -> bool {
+    matches!(name.rsplit('.').next(), Some("d2t" | "t2d"))
+}
+
+/// Whether a tensor of this name and type is read: floats, and integers of the maps between vocabularies.
+pub fn is_readable(name: &str, dtype: Dtype) -> bool {
+    is_float(dtype) || (!is_quantised(dtype) && is_map_of_vocabularies(name))
+}
+
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16)
+}
+
+/// Whether values of this type mean something only beside scales. Maps of vocabularies are integers and booleans.
+fn is_quantised(dtype: Dtype) -> bool {
+    !is_float(dtype) && !matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::BOOL)
+}
+
+/// The refusal of a tensor of such a type, with the remedy.
+pub fn quantised(dtype: Dtype) -> String {
+    format!(
+        "its type {dtype:?} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32"
+    )
+}
+
+/// The place of the first NaN or infinity among little-endian floats: all bits of its exponent are set.
+fn first_non_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
+    match dtype {
+        Dtype::BF16 => {
+            bytes.as_chunks::<2>().0.iter().position(|&word| u16::from_le_bytes(word) & 0x7f80 == 0x7f80)
+        }
+        Dtype::F16 => {
+            bytes.as_chunks::<2>().0.iter().position(|&word| u16::from_le_bytes(word) & 0x7c00 == 0x7c00)
+        }
+        Dtype::F32 => bytes.as_chunks::<4>().0.iter().position(|&word| !f32::from_le_bytes(word).is_finite()),
+        Dtype::F64 => bytes.as_chunks::<8>().0.iter().position(|&word| !f64::from_le_bytes(word).is_finite()),
+        _ => None,
+    }
+}
+
+/// The file, where its data begin, and its header.
+fn open_shard(path: &Path) -> Result<(File, u64, Metadata), DialectError> {
+    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+    let file = File::open(path).map_err(FileError::at("reading", path))?;
+    let size = file.metadata().map_err(FileError::at("reading", path))?.len();
+    let mut start = [0; 8];
+    file.read_exact_at(&mut start, 0)
+        .map_err(|_| bad(format!("{size} bytes are too few for a safetensors file")))?;
+    let header_len = u64::from_le_bytes(start);
+    if header_len > MAX_HEADER.min(size.saturating_sub(8)) {
+        return Err(bad(format!(
+            "the header claims {header_len} bytes of a file of {size}; the file is truncated or no safetensors"
+        )));
+    }
+    let mut buffer = vec![0; header_len as usize];
+    file.read_exact_at(&mut buffer, 8).map_err(FileError::at("reading", path))?;
+    let header: Metadata =
+        serde_json::from_slice(&buffer).map_err(|error| bad(format!("bad safetensors header: {error}")))?;
+    let data = 8 + header_len;
+    let end = header.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
+    if end != size - data {
+        return Err(bad(format!(
+            "the header describes {end} bytes of values, the file has {}; it is truncated or damaged",
+            size - data
+        )));
+    }
+    Ok((file, data, header))
+}

@@ -1,0 +1,123 @@
+//! Targets in GGUF files that the gguf package wrote.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use deepspec_checkpoint::Tensors;
+use deepspec_checkpoint::gguf::unpack;
+use deepspec_testkit::{skip, tiny};
+use half::{bf16, f16};
+use safetensors::Dtype;
+use serde_json::Value;
+
+fn asset(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets").join(name)
+}
+
+fn json(path: PathBuf) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// The model in `folder` as a GGUF with such matrices, and what it then holds; None where the package is not there.
+fn write(folder: &Path, kind: &str, dir: &Path) -> Option<(PathBuf, PathBuf)> {
+    let python = skip::python("gguf")?;
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gguf_write.py");
+    let (file, expected) = (dir.join(format!("{kind}.gguf")), dir.join("expected.safetensors"));
+    let run =
+        Command::new(python).arg(script).arg(folder).arg(kind).args([&file, &expected]).output().unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    Some((file, expected))
+}
+
+fn holds_the_same(unpacked: &Path, expected: &Path) {
+    let (found, expected) = (Tensors::open(unpacked).unwrap(), Tensors::open_file(expected).unwrap());
+    assert!(found.iter().map(|(name, _)| name).eq(expected.iter().map(|(name, _)| name)));
+    for (name, facts) in expected.iter() {
+        let here = found.get(name).unwrap();
+        assert_eq!(here.shape, facts.shape, "{name}");
+        let bytes = found.bytes(name).unwrap();
+        let halves = bytes.as_chunks::<2>().0.iter();
+        let widened: Vec<u8> = match here.dtype {
+            Dtype::F16 => halves.flat_map(|&half| f16::from_le_bytes(half).to_f32().to_le_bytes()).collect(),
+            Dtype::BF16 => {
+                halves.flat_map(|&half| bf16::from_le_bytes(half).to_f32().to_le_bytes()).collect()
+            }
+            _ => bytes,
+        };
+        assert!(widened == expected.bytes(name).unwrap(), "{name}");
+    }
+}
+
+/// A Llama with the rotary settings of Llama 3, as long as its models are.
+fn llama(dir: &Path, original: u64) {
+    tiny::llama(dir);
+    let path = dir.join("config.json");
+    let mut config = json(path.clone());
+    config["rope_scaling"]["original_max_position_embeddings"] = original.into();
+    fs::write(path, config.to_string()).unwrap();
+}
+
+#[test]
+fn a_llama_comes_out_as_it_went_in() {
+    for kind in ["F32", "F16", "BF16", "Q8_0", "Q4_1"] {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("model");
+        fs::create_dir(&model).unwrap();
+        llama(&model, 8192);
+        let Some((file, expected)) = write(&model, kind, dir.path()) else { return };
+        let unpacked = unpack(&file, dir.path()).unwrap();
+        holds_the_same(&unpacked, &expected);
+        let (found, meant) = (json(unpacked.join("config.json")), json(model.join("config.json")));
+        for key in meant.as_object().unwrap().keys() {
+            match key.as_str() {
+                // A factor that is stored as float32 for each plane.
+                "rope_scaling" => {
+                    let factor = found[key]["factor"].as_f64().unwrap();
+                    assert!((factor - 8.0).abs() < 1e-4, "{factor}");
+                    for part in ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"] {
+                        assert_eq!(found[key][part].as_f64(), meant[key][part].as_f64(), "{part}");
+                    }
+                }
+                // And the special tokens that llama.cpp ends answers at besides.
+                "eos_token_id" => {
+                    assert!(found[key].as_array().unwrap().starts_with(meant[key].as_array().unwrap()));
+                }
+                "rope_theta" => assert_eq!(found[key].as_f64(), meant[key].as_f64()),
+                _ => assert_eq!(found[key], meant[key], "{key}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn the_tiny_target_comes_out_as_it_went_in() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = asset("tiny-target");
+    let Some((file, expected)) = write(&target, "Q8_0", dir.path()) else { return };
+    let unpacked = unpack(&file, dir.path()).unwrap();
+    holds_the_same(&unpacked, &expected);
+    let (found, meant) = (json(unpacked.join("tokenizer.json")), json(target.join("tokenizer.json")));
+    let mut vocabulary = meant["model"]["vocab"].clone();
+    for token in meant["added_tokens"].as_array().unwrap() {
+        vocabulary[token["content"].as_str().unwrap()] = token["id"].clone();
+    }
+    assert_eq!(found["model"]["vocab"], vocabulary);
+    for part in ["normalizer", "added_tokens"] {
+        assert_eq!(found[part], meant[part], "{part}");
+    }
+    assert_eq!(found["model"]["merges"], meant["model"]["merges"]);
+    let pattern = |json: &Value| json["pre_tokenizer"]["pretokenizers"][0]["pattern"].clone();
+    assert_eq!(pattern(&found), pattern(&meant));
+}
+
+#[test]
+fn factors_of_another_rotation_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    fs::create_dir(&model).unwrap();
+    llama(&model, 256);
+    let Some((file, _)) = write(&model, "F32", dir.path()) else { return };
+    let told = unpack(&file, dir.path()).unwrap_err().to_string();
+    assert!(told.contains("rope_freqs.weight") && told.contains("Llama 3"), "{told}");
+}

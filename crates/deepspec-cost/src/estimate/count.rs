@@ -1,0 +1,228 @@
+//! What the stages do, counted of a target and a drafter.
+//!
+//! P tokens of a prompt, A of its answer, C sequences that are decoded at once, τ accepted length.
+
+use crate::estimate::Work;
+
+/// The sizes of a decoder model that decide what its passes take.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelSize {
+    /// All weights.
+    pub weights: f64,
+    /// Weights of the embedding: rows of the vocabulary by the hidden size.
+    pub embedding: f64,
+    /// Whether the head is the embedding.
+    pub is_tied: bool,
+    /// The attention of each layer.
+    pub layers: Vec<AttentionSize>,
+}
+
+/// The sizes of a layer's attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionSize {
+    /// Query heads.
+    pub query_heads: usize,
+    /// Key and value heads.
+    pub key_value_heads: usize,
+    /// Values of a head.
+    pub head_dim: usize,
+    /// Tokens that a token sees, itself included; None for all before it.
+    pub window: Option<usize>,
+}
+
+/// What is asked of a model that decodes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Asked {
+    /// Prompts.
+    pub rows: f64,
+    /// P.
+    pub prompt: f64,
+    /// A.
+    pub answer: f64,
+    /// C.
+    pub concurrency: f64,
+    /// Bytes of a weight, and of a value of keys and values.
+    pub value_bytes: f64,
+}
+
+/// What drafting a block takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Drafting {
+    /// γ, drafted tokens.
+    pub length: f64,
+    /// Whether a whole block goes through the drafter at once, or one token after the other.
+    pub at_once: bool,
+    /// Weights that a drafted token goes through, embedding and head left out.
+    pub weights: f64,
+}
+
+/// The target answers prompts, a token a step. Prompts are taken in along with steps.
+pub fn decoded(target: &ModelSize, asked: Asked) -> Work {
+    let Asked { rows, prompt, answer, concurrency, value_bytes } = asked;
+    let head = head_operations(target);
+    let (read, written) = (operations(target, prompt, 0.0) + head, operations(target, answer, prompt));
+    let passes = rows * answer / concurrency;
+    let history = history(target, answer, prompt);
+    Work {
+        operations: rows * (read + written + answer * head),
+        bytes: (passes * read_weights(target) + rows * history) * value_bytes,
+        passes,
+    }
+}
+
+/// The target runs over sequences in so many passes, and makes no logits: for each length how many sequences have so many tokens.
+pub fn captured(
+    target: &ModelSize,
+    lengths: impl IntoIterator<Item = (f64, f64)>,
+    passes: f64,
+    value_bytes: f64,
+) -> Work {
+    let of = |(sequences, tokens)| sequences * operations(target, tokens, 0.0);
+    Work {
+        operations: lengths.into_iter().map(of).sum(),
+        bytes: passes * read_weights(target) * value_bytes,
+        passes,
+    }
+}
+
+/// Target and drafter answer prompts together; every cycle verifies γ + 1 tokens and commits τ.
+pub fn judged(target: &ModelSize, drafting: Drafting, asked: Asked, accepted_length: f64) -> Work {
+    let Asked { rows, prompt, answer, concurrency, value_bytes } = asked;
+    let Drafting { length, weights, at_once } = drafting;
+    let head = head_operations(target);
+    let cycles = answer / accepted_length;
+    let (verified, behind) = (length + 1.0, prompt + answer / 2.0);
+    let verify = operations(target, verified, behind) + verified * head;
+    let draft = length * (2.0 * weights + head);
+    let passes = rows * cycles / concurrency;
+    let drafts = if at_once { 1.0 } else { length };
+    let read = read_weights(target) + drafts * (weights + head / 2.0);
+    Work {
+        operations: rows * (operations(target, prompt, 0.0) + head + cycles * (verify + draft)),
+        bytes: (passes * read + rows * cycles * history(target, 1.0, behind)) * value_bytes,
+        passes,
+    }
+}
+
+/// Of a forward over T tokens behind others, without logits.
+fn operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
+    let ends = if target.is_tied { 1.0 } else { 2.0 };
+    let layers = target.weights - ends * target.embedding;
+    let attended = target.layers.iter().map(|layer| {
+        // Scores, and the sum of values by them.
+        2.0 * 2.0 * (layer.query_heads * layer.head_dim) as f64 * seen(tokens, before, layer.window)
+    });
+    2.0 * layers * tokens + attended.sum::<f64>()
+}
+
+/// Weights that a pass reads: of an embedding that is no head only some rows.
+fn read_weights(target: &ModelSize) -> f64 {
+    target.weights - if target.is_tied { 0.0 } else { target.embedding }
+}
+
+/// Of a token's logits.
+fn head_operations(target: &ModelSize) -> f64 {
+    2.0 * target.embedding
+}
+
+/// Keys and values that T tokens behind others read, all together.
+fn history(target: &ModelSize, tokens: f64, before: f64) -> f64 {
+    let of = |layer: &AttentionSize| {
+        2.0 * (layer.key_value_heads * layer.head_dim) as f64 * seen(tokens, before, layer.window)
+    };
+    target.layers.iter().map(of).sum()
+}
+
+/// Tokens that T tokens behind others see, themselves included, all together.
+fn seen(tokens: f64, before: f64, window: Option<usize>) -> f64 {
+    let growing = |tokens: f64| tokens * before + tokens * (tokens + 1.0) / 2.0;
+    match window.map(|window| window as f64) {
+        Some(window) if window < before + tokens => {
+            let partly = (window - before).clamp(0.0, tokens);
+            growing(partly) + (tokens - partly) * window
+        }
+        _ => growing(tokens),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Hidden size 2560, 36 layers of 32 query and 8 key-value heads of 128 with an MLP of 9728, tied.
+    fn qwen3_4b() -> ModelSize {
+        let (hidden, layers, vocab) = (2560.0, 36, 151_936.0);
+        let attention = 2.0 * hidden * 4096.0 + 2.0 * hidden * 1024.0 + 2.0 * 128.0;
+        let layer = attention + 3.0 * hidden * 9728.0 + 2.0 * hidden;
+        let size = AttentionSize { query_heads: 32, key_value_heads: 8, head_dim: 128, window: None };
+        ModelSize {
+            weights: vocab * hidden + f64::from(layers) * layer + hidden,
+            embedding: vocab * hidden,
+            is_tied: true,
+            layers: vec![size; 36],
+        }
+    }
+
+    #[test]
+    fn a_forward_is_two_operations_a_weight_and_what_attention_adds() {
+        // 3.63 billion weights in the layers of Qwen3-4B.
+        let one = operations(&qwen3_4b(), 1.0, 0.0);
+        assert!((one / 2.0 / 3.633e9 - 1.0).abs() < 0.01, "{one:e}");
+        // A token behind 4,096 others attends in 36 layers with 32 heads of 128: 4·36·4,096 operations each.
+        let behind = operations(&qwen3_4b(), 1.0, 4096.0) - one;
+        assert_eq!(behind, 4.0 * 36.0 * 4096.0 * 4096.0);
+    }
+
+    #[test]
+    fn what_is_seen_is_what_a_loop_counts() {
+        for (tokens, before, window) in [
+            (5, 0, None),
+            (5, 3, Some(4)),
+            (5, 9, Some(4)),
+            (7, 2, Some(100)),
+            (3, 0, Some(1)),
+            (6, 4, Some(7)),
+        ] {
+            let slow: usize = (0..tokens).map(|i| (before + i + 1).min(window.unwrap_or(usize::MAX))).sum();
+            assert_eq!(
+                seen(tokens as f64, before as f64, window),
+                slow as f64,
+                "{tokens} {before} {window:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn decoding_in_one_go_or_two_is_the_same_arithmetic() {
+        let target = qwen3_4b();
+        let all = operations(&target, 300.0, 0.0);
+        let parts = operations(&target, 100.0, 0.0) + operations(&target, 200.0, 100.0);
+        assert!((all / parts - 1.0).abs() < 1e-12);
+        let asked = Asked { rows: 10.0, prompt: 100.0, answer: 200.0, concurrency: 5.0, value_bytes: 2.0 };
+        let work = decoded(&target, asked);
+        assert_eq!(work.passes, 400.0);
+        let captured = captured(&target, [(2.0, 300.0), (1.0, 100.0)], 5.0, 2.0);
+        assert_eq!(captured.operations, 2.0 * all + operations(&target, 100.0, 0.0));
+        assert_eq!((captured.passes, captured.bytes), (5.0, 10.0 * target.weights));
+        assert!((work.operations / (10.0 * (all + 201.0 * head_operations(&target))) - 1.0).abs() < 1e-12);
+        // Every step reads all weights; 36 layers keep 2 · 8 · 128 values of a token.
+        let history = 10.0 * 36.0 * 2048.0 * (200.0 * 100.0 + 200.0 * 201.0 / 2.0) * 2.0;
+        assert!((work.bytes / (400.0 * 2.0 * target.weights + history) - 1.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_drafter_that_is_never_right_verifies_every_token() {
+        let target = qwen3_4b();
+        let asked = Asked { rows: 1.0, prompt: 10.0, answer: 100.0, concurrency: 1.0, value_bytes: 2.0 };
+        let drafting = Drafting { length: 7.0, weights: 6e8, at_once: true };
+        let [slow, fast] = [1.0, 4.0].map(|length| judged(&target, drafting, asked, length));
+        assert_eq!((slow.passes, fast.passes), (100.0, 25.0));
+        assert!(slow.operations > 3.5 * fast.operations);
+        // A drafter that runs once a token is read as often, with the head.
+        let in_turn = judged(&target, Drafting { at_once: false, ..drafting }, asked, 4.0);
+        let again = 6.0 * 25.0 * (6e8 + 151_936.0 * 2560.0) * 2.0;
+        assert!(((in_turn.bytes - fast.bytes) / again - 1.0).abs() < 1e-9);
+        // Eight tokens verified for each that is kept, at least.
+        assert!(slow.operations > 8.0 * decoded(&target, asked).operations * 0.9);
+    }
+}

@@ -1,0 +1,185 @@
+//! A dataset in pieces that are read in order and worked on in parallel.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::vec;
+
+use arrow_array::RecordBatch;
+use deepspec_core::atomic::FileError;
+use deepspec_core::jsonl::{RawLine, RawLines};
+
+use crate::rows::array::Elements;
+use crate::rows::files::{DataFile, Format};
+use crate::rows::table::{BATCH_BYTES, Batches, Table};
+
+/// A row group up to this many bytes is decoded whole, by the worker that needs it; a larger one is read in batches.
+const GROUP_BYTES: usize = 4 * BATCH_BYTES;
+
+/// Lines of a unit at most.
+const LINES: usize = 4096;
+
+/// Consecutive rows of one file.
+pub enum Unit {
+    /// Lines or array elements.
+    Lines {
+        /// Their file.
+        file: Arc<Path>,
+        /// The rows' text.
+        lines: Vec<RawLine>,
+    },
+    /// Decoded columns.
+    Batch {
+        /// Their file.
+        file: Arc<Path>,
+        /// 1-based row of the first one.
+        first: usize,
+        /// The rows.
+        batch: RecordBatch,
+    },
+    /// A row group that is still to be decoded.
+    Group {
+        /// Its file.
+        table: Table,
+        /// Which group.
+        group: usize,
+        /// 1-based row of the first one.
+        first: usize,
+    },
+}
+
+impl Unit {
+    /// How many rows it has.
+    pub fn rows(&self) -> usize {
+        match self {
+            Self::Lines { lines, .. } => lines.len(),
+            Self::Batch { batch, .. } => batch.num_rows(),
+            Self::Group { table, group, .. } => table.group_rows(*group),
+        }
+    }
+
+    /// The file that the rows are from.
+    pub fn file(&self) -> &Arc<Path> {
+        match self {
+            Self::Lines { file, .. } | Self::Batch { file, .. } => file,
+            Self::Group { table, .. } => table.path(),
+        }
+    }
+}
+
+/// The rows of `group` as batches, each with the 1-based row of its first one.
+///
+/// # Errors
+/// If the group is malformed, with the file and the row.
+pub fn decode(table: &Table, group: usize, first: usize) -> anyhow::Result<Vec<(usize, RecordBatch)>> {
+    let (mut batches, mut at) = (vec![], first);
+    let mut reader = table.batches(group)?;
+    while let Some(batch) = reader.next(at)? {
+        let rows = batch.num_rows();
+        batches.push((at, batch));
+        at += rows;
+    }
+    let (found, expected) = (at - first, table.group_rows(group));
+    anyhow::ensure!(
+        found == expected,
+        "{}: row group {group} holds {found} rows where the file says {expected}",
+        table.path().display()
+    );
+    Ok(batches)
+}
+
+/// What is being read.
+enum Open {
+    Lines(Arc<Path>, Box<dyn Iterator<Item = Result<RawLine, FileError>> + Send>),
+    Table { table: Table, group: usize, row: usize, batches: Option<Batches> },
+}
+
+/// Iterates over a dataset's [`Unit`]s.
+pub struct Units {
+    files: vec::IntoIter<DataFile>,
+    open: Option<Open>,
+}
+
+impl Units {
+    pub(super) fn new(files: Vec<DataFile>) -> Self {
+        Self { files: files.into_iter(), open: None }
+    }
+
+    fn step(&mut self) -> anyhow::Result<Option<Unit>> {
+        loop {
+            let unit = match &mut self.open {
+                Some(Open::Lines(file, lines)) => lines_unit(file, lines)?,
+                Some(Open::Table { table, group, row, batches }) => table_unit(table, group, row, batches)?,
+                None => None,
+            };
+            if unit.is_some() {
+                return Ok(unit);
+            }
+            match self.files.next() {
+                Some(file) => self.open = Some(open(&file)?),
+                None => return Ok(None),
+            }
+        }
+    }
+}
+
+impl Iterator for Units {
+    type Item = anyhow::Result<Unit>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let unit = self.step();
+        if unit.is_err() {
+            (self.open, self.files) = (None, vec![].into_iter());
+        }
+        unit.transpose()
+    }
+}
+
+fn open(file: &DataFile) -> anyhow::Result<Open> {
+    let path = file.shared_path();
+    Ok(match file.format() {
+        Format::Parquet => Open::Table { table: Table::open(path)?, group: 0, row: 1, batches: None },
+        Format::Json if file.is_array()? => Open::Lines(Arc::clone(&path), Box::new(Elements::open(&path)?)),
+        Format::Json | Format::Lines => Open::Lines(Arc::clone(&path), Box::new(RawLines::open(&path)?)),
+    })
+}
+
+fn lines_unit(
+    file: &Arc<Path>,
+    source: &mut impl Iterator<Item = Result<RawLine, FileError>>,
+) -> anyhow::Result<Option<Unit>> {
+    let (mut lines, mut bytes) = (vec![], 0);
+    while bytes < BATCH_BYTES && lines.len() < LINES {
+        let Some(line) = source.next().transpose()? else { break };
+        bytes += line.bytes.as_ref().map_or(0, Vec::len);
+        lines.push(line);
+    }
+    Ok((!lines.is_empty()).then(|| Unit::Lines { file: Arc::clone(file), lines }))
+}
+
+fn table_unit(
+    table: &Table,
+    group: &mut usize,
+    row: &mut usize,
+    batches: &mut Option<Batches>,
+) -> anyhow::Result<Option<Unit>> {
+    loop {
+        if let Some(reader) = batches {
+            if let Some(batch) = reader.next(*row)? {
+                let first = *row;
+                *row += batch.num_rows();
+                return Ok(Some(Unit::Batch { file: Arc::clone(table.path()), first, batch }));
+            }
+            *batches = None;
+        }
+        if *group == table.groups() {
+            return Ok(None);
+        }
+        let (this, first) = (*group, *row);
+        *group += 1;
+        if table.group_bytes(this) <= GROUP_BYTES {
+            *row += table.group_rows(this);
+            return Ok(Some(Unit::Group { table: table.clone(), group: this, first }));
+        }
+        *batches = Some(table.batches(this)?);
+    }
+}

@@ -1,0 +1,108 @@
+//! Which suites a command line asks for.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::anyhow;
+use deepspec_core::{env, usage};
+
+use crate::suites::description::{self, public};
+use crate::suites::plan::{Plan, Wanted};
+use crate::suites::suite::Suite;
+
+/// What is asked for on a command line.
+pub struct Asked<'a> {
+    /// Names.
+    pub suites: &'a [String],
+    /// Files that describe suites.
+    pub descriptions: &'a [PathBuf],
+    /// `NAME=FILE`: files to read rows from, in place of the hub.
+    pub sources: &'a [String],
+}
+
+/// The suites that are named in any way, or all public ones.
+///
+/// # Errors
+/// Usage errors: unknown names, names that occur twice, descriptions that cannot be used, files that are not there.
+pub fn plans(args: &Asked) -> anyhow::Result<Vec<Plan>> {
+    let mut plans: Vec<Plan> = vec![];
+    for path in args.descriptions {
+        let plan = description::read(path)?;
+        if Suite::known(&plan.name).is_some() {
+            let (path, name) = (path.display(), &plan.name);
+            usage!("{path}: `name`: {name} is a suite that needs no description; choose another name");
+        }
+        if plans.iter().any(|other| other.name == plan.name) {
+            usage!("--description {}: `{}` is described twice", path.display(), plan.name);
+        }
+        plans.push(plan);
+    }
+    let sources = sources(args.sources)?;
+    let everything = args.suites.is_empty() && args.descriptions.is_empty() && sources.is_empty();
+    let named = args.suites.iter().chain(sources.keys());
+    for name in named {
+        if public().iter().all(|suite| suite.name != *name) && plans.iter().all(|plan| plan.name != *name) {
+            let known: Vec<&str> = public().iter().map(|suite| suite.name.as_str()).collect();
+            usage!(
+                "`{name}` is no public suite; those are {}; one of your own needs its --description",
+                known.join(", ")
+            );
+        }
+    }
+    let asked = |name: &str| {
+        everything || args.suites.iter().any(|suite| suite == name) || sources.contains_key(name)
+    };
+    let public = public().iter().filter(|suite| asked(&suite.name));
+    let public =
+        public.map(|suite| suite.public_plan().map_err(|(key, problem)| anyhow!("`{key}`: {problem}")));
+    let mut plans: Vec<Plan> = public.chain(plans.into_iter().map(Ok)).collect::<anyhow::Result<_>>()?;
+    for plan in &mut plans {
+        if let Some(files) = sources.get(&plan.name) {
+            plan.wanted = Wanted::Files(files.clone());
+        }
+    }
+    Ok(plans)
+}
+
+/// The files given for suites, by name.
+fn sources(given: &[String]) -> anyhow::Result<BTreeMap<String, Vec<PathBuf>>> {
+    let mut sources = BTreeMap::<String, Vec<PathBuf>>::new();
+    for text in given {
+        let Some((name, file)) =
+            text.split_once('=').filter(|(name, file)| !name.is_empty() && !file.is_empty())
+        else {
+            usage!("--source {text}: expected NAME=FILE");
+        };
+        let path = env::expand_home(file);
+        if !path.is_file() {
+            usage!("--source {text}: {file} is no file");
+        }
+        sources.entry(name.into()).or_default().push(path);
+    }
+    Ok(sources)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_names_that_everybody_has_are_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("mine.yaml");
+        let text = |name: &str| format!("name: {name}\ndomain: code\ndataset: a/b\nsplit: test\nturns: q\n");
+        let asked = || plans(&Asked { suites: &[], descriptions: std::slice::from_ref(&path), sources: &[] });
+        fs::write(&path, text("mine")).unwrap();
+        assert_eq!(asked().unwrap().len(), 1);
+        for name in ["gsm8k", "smoke-math"] {
+            fs::write(&path, text(name)).unwrap();
+            let problem = asked().err().unwrap().to_string();
+            assert!(
+                problem.contains(&format!("`name`: {name} is a suite that needs no description")),
+                "{problem}"
+            );
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! A dataset's files become a suite's text, or nothing does: a suite without some of its rows is another suite.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use crate::rows::{Source, Table};
+use serde_json::Value;
+
+use crate::suites::turns::Form;
+
+/// A suite as it stands in its file.
+#[derive(Debug)]
+pub struct Converted {
+    /// The JSONL text.
+    pub text: String,
+    /// Its rows.
+    pub rows: usize,
+}
+
+/// Converts all rows of these files, in their order. Memory is that of the prompts, not of the files.
+///
+/// # Errors
+/// An unreadable file, one with other columns, a row that makes no prompt (by file, row and column), no rows at all.
+pub fn convert(form: &Form, files: &[PathBuf]) -> anyhow::Result<Converted> {
+    let mut converted = Converted { text: String::new(), rows: 0 };
+    for path in files {
+        let rows = one_file(form, path, &mut converted.text)?;
+        if rows == 0 {
+            bail!("{}: the file has no rows", path.display());
+        }
+        converted.rows += rows;
+    }
+    Ok(converted)
+}
+
+fn one_file(form: &Form, path: &Path, text: &mut String) -> anyhow::Result<usize> {
+    let source = source(path)?;
+    let columns = |table: Table| table.schema().fields().iter().map(|field| field.name().clone()).collect();
+    let schema: Option<BTreeSet<String>> =
+        kind(path).ends_with(".parquet").then(|| Table::open(path.into()).map(columns)).transpose()?;
+    if let Some(columns) = &schema {
+        check_columns(form, columns).with_context(|| path.display().to_string())?;
+    }
+    let (mut seen, mut rows) = (schema.clone().unwrap_or_default(), 0);
+    for item in source.rows()? {
+        let item = item?;
+        let place = || format!("{}:{}", path.display(), item.line);
+        let row = match &item.row {
+            Ok(row) => row,
+            Err(problem) => bail!("{}: {problem}", place()),
+        };
+        if schema.is_none() {
+            if rows == 0 {
+                check_columns(form, &row.keys().cloned().collect()).with_context(place)?;
+            }
+            seen.extend(form.optional().iter().filter(|&name| row.contains_key(name)).cloned());
+        }
+        match form.turns(row) {
+            Ok(turns) => push_line(text, &turns),
+            Err(odd) => bail!("{}: {odd}", place()),
+        }
+        rows += 1;
+    }
+    if let Some(absent) = form.optional().iter().find(|&name| rows > 0 && !seen.contains(name)) {
+        bail!("{}: no row has the column `{absent}`", path.display());
+    }
+    Ok(rows)
+}
+
+/// A file's name in lower case, without the ending of a compressed one.
+fn kind(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name).to_string()
+}
+
+/// The rows of a file, told by its name.
+fn source(path: &Path) -> anyhow::Result<Source> {
+    match path.to_str() {
+        Some(text) if [".parquet", ".jsonl", ".ndjson"].iter().any(|end| kind(path).ends_with(end)) => {
+            Source::find(text)
+        }
+        _ => bail!("{}: expected a .parquet or .jsonl file", path.display()),
+    }
+}
+
+/// Refuses a dataset of another shape before its first row is blamed for it.
+fn check_columns(form: &Form, found: &BTreeSet<String>) -> anyhow::Result<()> {
+    let expected = form.required();
+    match expected.iter().find(|&name| !found.contains(name)) {
+        None => Ok(()),
+        Some(absent) => bail!(
+            "there is no column `{absent}`; expected {}, found {}",
+            quoted(expected.iter().map(String::as_str)),
+            if found.is_empty() { "no columns".into() } else { quoted(found.iter().map(String::as_str)) }
+        ),
+    }
+}
+
+fn quoted<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let mut names: Vec<String> = names.map(|name| format!("`{name}`")).collect();
+    names.dedup();
+    names.join(", ")
+}
+
+/// Appends a row with blanks behind `:` and `,`, so that the files equal, byte by byte, those of earlier published runs.
+fn push_line(text: &mut String, turns: &[String]) {
+    let turns: Vec<String> = turns.iter().map(|turn| Value::from(turn.as_str()).to_string()).collect();
+    text.push_str("{\"turns\": [");
+    text.push_str(&turns.join(", "));
+    text.push_str("]}\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::suites::description::public;
+    use crate::suites::turns::Templates;
+
+    fn form(suite: &str) -> Form {
+        let suite = public().iter().find(|public| public.name == suite).unwrap();
+        suite.turns.form().unwrap()
+    }
+
+    fn converted(form: &Form, text: &str) -> Result<String, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.jsonl");
+        std::fs::write(&path, text).unwrap();
+        let converted = convert(form, &[path]).map_err(|error| deepspec_core::cli::one_line(&error))?;
+        assert_eq!(converted.rows, converted.text.lines().count());
+        Ok(converted.text)
+    }
+
+    #[test]
+    fn lines_have_the_published_form() {
+        let text = converted(
+            &form("arena-hard-v2"),
+            "{\"uid\": 1, \"prompt\": \"a/\\u00e9\\n\\u0001\\u007f\\\"\"}\n",
+        );
+        assert_eq!(text.unwrap(), "{\"turns\": [\"a/é\\n\\u0001\u{7f}\\\"\"]}\n");
+        let text =
+            converted(&form("mt-bench"), "{\"prompt\": [\"one\", \"two\"]}\n\n{\"prompt\": [\"three\"]}");
+        assert_eq!(text.unwrap(), "{\"turns\": [\"one\", \"two\"]}\n{\"turns\": [\"three\"]}\n");
+    }
+
+    #[test]
+    fn another_shape_shows_the_columns() {
+        let error = converted(&form("alpaca"), "{\"question\": \"?\", \"answer\": 1}\n").unwrap_err();
+        let words = [
+            "rows.jsonl:1",
+            "no column `input`",
+            "expected `input`, `instruction`, found `answer`, `question`",
+        ];
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        assert!(converted(&form("alpaca"), "{}").unwrap_err().contains("found no columns"));
+        assert!(converted(&form("alpaca"), "").unwrap_err().contains("rows.jsonl: the file has no rows"));
+        let optional =
+            Form::Templates(Box::new(Templates::new(&["{{ a }}{{ b|optional }}".into()]).unwrap()));
+        assert!(
+            converted(&optional, "{\"a\": 1}\n{\"a\": 2}\n")
+                .unwrap_err()
+                .contains("no row has the column `b`")
+        );
+        assert!(converted(&optional, "{\"a\": 1}\n{\"a\": 2, \"b\": null}\n").is_ok());
+    }
+
+    #[test]
+    fn an_odd_row_is_named() {
+        let says = |suite: &str, text: &str, words: &str| {
+            let error = converted(&form(suite), text).unwrap_err();
+            assert!(error.contains(words), "{words} not in: {error}");
+        };
+        let good = "{\"instruction\": \"a\", \"input\": \"\"}\n";
+        says(
+            "alpaca",
+            &format!("{good}{{\"input\": \"\"}}"),
+            "rows.jsonl:2: column `instruction`: expected a text, found nothing",
+        );
+        says(
+            "alpaca",
+            &format!("{good}\n{{\"instruction\": \"a\", \"input\": 3}}"),
+            "rows.jsonl:3: column `input`: expected a text, found a number",
+        );
+        says(
+            "alpaca",
+            "{\"instruction\": \" \", \"input\": \"\"}",
+            "rows.jsonl:1: column `instruction`: the text is blank",
+        );
+        says("mt-bench", "{\"prompt\": \"a\"}", "column `prompt`: expected a list of texts, found a string");
+        says("mt-bench", "{\"prompt\": []}", "column `prompt`: the list is empty");
+        says(
+            "mt-bench",
+            "{\"prompt\": [\"a\", 1]}",
+            "column `prompt`: expected a list of texts, item 2 is a number",
+        );
+        says("alpaca", &format!("{good}{{oops"), "rows.jsonl:2: not valid JSON");
+    }
+}

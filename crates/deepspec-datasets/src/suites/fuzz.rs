@@ -1,0 +1,106 @@
+//! Damaged suites and records: what is read can be asked, and what is refused names its file.
+
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::suites::record::{self, Entry, Origin, Record};
+use crate::suites::suite::Domain;
+use deepspec_core::cli::one_line;
+use deepspec_engine::Sampling;
+use deepspec_testkit::mutate::Dice;
+use deepspec_text::ChatTokenizer;
+use tempfile::TempDir;
+
+use crate::suites::{Asking, Folder, Prepared};
+
+const NAME: &str = "mine";
+const WORDS: [&str; 6] = ["id", "turns", "cap", "mine", "math", "<|im_end|>"];
+const ROWS: &str = "{\"id\": 1, \"turns\": [\"What is 2 + 3?\"]}\n\
+{\"id\": \"b\", \"turns\": [\"Say it.\", \"Again, in \\u00fc.\"], \"note\": null}\n\
+{\"id\": -7, \"turns\": [\"fn main() {\\n}\"]}\n\
+{\"id\": \"2024-I-4\", \"turns\": [\"Why?\", \"And then?\", \"So?\"]}\n";
+
+/// A folder with a suite and its record.
+fn folder() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(rows(dir.path()), ROWS).unwrap();
+    let mut record = Record::default();
+    let (source, sha256) = (Origin::Files(vec![]), deepspec_core::digest::bytes(ROWS.as_bytes()));
+    let entry = Entry { domain: Domain::Math, rows: 4, cap: Some(3), source, sha256, converter: "1".into() };
+    record.suites.insert(NAME.into(), entry);
+    record.write(dir.path()).unwrap();
+    dir
+}
+
+fn rows(dir: &Path) -> PathBuf {
+    dir.join(format!("{NAME}.jsonl"))
+}
+
+/// From the folder to requests, as a run does it; the refusal as a run prints it.
+fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<Prepared>, String> {
+    let (sampling, stop_ids) = (Sampling::new(1.0, 1), [0]);
+    let asking = Asking {
+        tokenizer,
+        sampling,
+        max_new_tokens: 64,
+        thinking: false,
+        system_prompt: None,
+        stop_ids: &stop_ids,
+        context: 4096,
+        vocab_size: 1024,
+    };
+    let prepare = || -> anyhow::Result<Vec<Prepared>> {
+        let folder = Folder::open(dir)?;
+        let suites = folder.select(&[NAME.to_string()], &[])?;
+        suites.into_iter().map(|suite| asking.prepare(folder.load(suite, 1, None)?)).collect()
+    };
+    prepare().map_err(|error| one_line(&error))
+}
+
+/// Damages a file so often; how often that was refused, each time in one line that has one of the names.
+fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> usize {
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
+    let tokenizer = ChatTokenizer::load(&tiny).unwrap();
+    let (sound, mut dice, mut refused) = (fs::read(file).unwrap(), Dice::new(seed, &WORDS), 0);
+    assert_eq!(prepare(dir, &tokenizer).unwrap()[0].requests.len(), 3);
+    for _ in 0..times {
+        fs::write(file, dice.file(&sound)).unwrap();
+        match prepare(dir, &tokenizer) {
+            Ok(suites) => suites.iter().for_each(check),
+            Err(told) => {
+                assert!(names.iter().any(|name| told.contains(name)), "no file is named: {told}");
+                assert!(!told.contains(char::is_control), "{told:?}");
+                refused += 1;
+            }
+        }
+    }
+    fs::write(file, sound).unwrap();
+    refused
+}
+
+/// Every request is one that an engine takes.
+fn check(suite: &Prepared) {
+    assert!(!suite.requests.is_empty());
+    assert_eq!(suite.ids.iter().collect::<HashSet<_>>().len(), suite.requests.len());
+    for (request, turns) in suite.requests.iter().zip(&suite.turns) {
+        assert!(!request.prompt.is_empty() && request.max_new_tokens > 0);
+        assert!(!turns.is_empty() && turns.iter().all(|turn| !turn.trim().is_empty()));
+    }
+}
+
+#[test]
+fn damaged_rows_are_refused_by_line() {
+    let dir = folder();
+    let refused = provoke(dir.path(), &rows(dir.path()), 11, 400, &["mine.jsonl:"]);
+    assert!(refused > 150, "only {refused} of 400 were refused");
+}
+
+#[test]
+fn damaged_records_are_refused_by_name() {
+    let dir = folder();
+    // Where the record has lost the suite, the suite is what cannot be found.
+    let names = [record::FILE, "`mine` is no suite"];
+    let refused = provoke(dir.path(), &dir.path().join(record::FILE), 12, 300, &names);
+    assert!(refused > 100, "only {refused} of 300 were refused");
+}

@@ -1,0 +1,119 @@
+//! `suites --list`: which suites there are, and what is there of them.
+
+use std::io::Write;
+use std::path::Path;
+
+use crate::suites::known::SUITES;
+use crate::suites::record::{Origin, Record};
+use crate::suites::suite::{Class, Domain, Suite};
+use deepspec_core::cli;
+use deepspec_core::digest::{self, short};
+use deepspec_core::jsonl::RawLines;
+use serde::Serialize;
+
+use crate::suites::description::public;
+use crate::suites::store::shown;
+
+/// A line of the list.
+#[derive(Serialize)]
+struct Listed {
+    name: String,
+    domain: Domain,
+    /// Rows of the file that is there.
+    rows: Option<usize>,
+    cap: Option<usize>,
+    /// Where its rows came from, or would come from.
+    source: String,
+    state: State,
+    /// SHA-256 of the file that is there.
+    sha256: Option<String>,
+}
+
+/// How a suite's file stands to the record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum State {
+    Absent,
+    /// There, and as recorded; our own smoke suites need no record.
+    Present,
+    /// There, but not written by this command.
+    Unrecorded,
+    ChangedSinceRecorded,
+}
+
+impl State {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Absent => "absent",
+            Self::Present => "present",
+            Self::Unrecorded => "unrecorded",
+            Self::ChangedSinceRecorded => "changed since recorded",
+        }
+    }
+}
+
+/// Prints which suites there are in a folder, as a table or as JSON.
+///
+/// # Errors
+/// An unreadable record or suite.
+pub fn list(dir: &Path, json: bool) -> anyhow::Result<()> {
+    let record = Record::read(dir)?;
+    let suites = SUITES.iter().cloned().chain(record.user_suites());
+    let listed: Vec<Listed> = suites.map(|suite| look(suite, dir, &record)).collect::<anyhow::Result<_>>()?;
+    let text = if json { serde_json::to_string_pretty(&listed)? + "\n" } else { table(&listed) };
+    Ok(cli::stdout().write_all(text.as_bytes())?)
+}
+
+fn look(suite: Suite, dir: &Path, record: &Record) -> anyhow::Result<Listed> {
+    let (path, entry) = (suite.path(dir), record.suites.get(&suite.name));
+    let there = path.is_file();
+    let sha256 = if there { Some(digest::file(&path)?) } else { None };
+    let state = match (&sha256, entry) {
+        (None, _) => State::Absent,
+        (Some(_), None) if suite.class == Class::Smoke => State::Present,
+        (Some(_), None) => State::Unrecorded,
+        (Some(found), Some(entry)) if *found == entry.sha256 => State::Present,
+        (Some(_), Some(_)) => State::ChangedSinceRecorded,
+    };
+    let mut rows = None;
+    if there {
+        rows = Some(RawLines::open(&path)?.try_fold(0, |count, line| line.map(|_| count + 1))?);
+    }
+    let source =
+        match (entry.map(|entry| &entry.source), public().iter().find(|public| public.name == suite.name)) {
+            (Some(Origin::Files(files)), _) if files.len() > 1 => {
+                format!("{} and {} more", files[0].path.display(), files.len() - 1)
+            }
+            (Some(origin), _) => shown(origin),
+            (None, Some(public)) => public.dataset.clone(),
+            (None, None) => "DeepSpec's own".into(),
+        };
+    Ok(Listed { cap: suite.cap(), name: suite.name, domain: suite.domain, rows, source, state, sha256 })
+}
+
+fn table(listed: &[Listed]) -> String {
+    let number = |number: Option<usize>| number.map_or_else(|| "–".into(), |number| number.to_string());
+    let cells = |one: &Listed| -> [String; 7] {
+        [
+            one.name.clone(),
+            one.domain.name().into(),
+            number(one.rows),
+            number(one.cap),
+            one.source.clone(),
+            one.state.name().into(),
+            one.sha256.as_deref().map_or("–", short).into(),
+        ]
+    };
+    let header = ["suite", "domain", "rows", "scored", "source", "state", "sha256"].map(String::from);
+    let rows: Vec<[String; 7]> = std::iter::once(header).chain(listed.iter().map(cells)).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..7).map(width).collect();
+    let line = |row: &[String; 7]| {
+        let padded = row.iter().zip(&widths).enumerate().map(|(column, (cell, &width))| {
+            // Numbers stand flush right.
+            if matches!(column, 2 | 3) { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
+        });
+        padded.collect::<Vec<_>>().join("  ").trim_end().to_string() + "\n"
+    };
+    rows.iter().map(line).collect()
+}

@@ -1,0 +1,191 @@
+//! `suites.json`: what stands in a folder of suites, so that a score names the exact suite it was measured on.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::usage;
+use serde::{Deserialize, Serialize};
+
+use crate::suites::suite::{Class, Domain, Suite, check_name};
+
+/// Name of the file.
+pub const FILE: &str = "suites.json";
+const FORMAT: &str = "deepspec-datasets";
+const VERSION: u64 = 1;
+
+/// What is recorded of a folder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Always `deepspec-datasets`.
+    pub format: String,
+    /// Version of this layout.
+    pub format_version: u64,
+    /// The version that wrote it last; records of earlier ones do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_version: Option<String>,
+    /// The suites by name.
+    pub suites: BTreeMap<String, Entry>,
+}
+
+/// What is recorded of a suite.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// Its domain.
+    pub domain: Domain,
+    /// Rows in the file.
+    pub rows: usize,
+    /// Rows that are scored, if there are more.
+    pub cap: Option<usize>,
+    /// Where the rows came from.
+    pub source: Origin,
+    /// SHA-256 of the JSONL file.
+    pub sha256: String,
+    /// Version of the conversion: a number for the public suites, `description DIGEST` for those that a user described.
+    pub converter: String,
+}
+
+/// Where a suite's rows came from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Origin {
+    /// A dataset on the hub.
+    Hub {
+        /// `owner/name`.
+        dataset: String,
+        /// The commit.
+        revision: String,
+    },
+    /// Files on disk, in their order.
+    Files(Vec<SourceFile>),
+}
+
+/// A file that rows came from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceFile {
+    /// Its path as it was given.
+    pub path: PathBuf,
+    /// SHA-256 of the file.
+    pub sha256: String,
+}
+
+impl Default for Record {
+    fn default() -> Self {
+        let tool_version = Some(deepspec_core::VERSION.into());
+        Self { format: FORMAT.into(), format_version: VERSION, tool_version, suites: BTreeMap::new() }
+    }
+}
+
+impl Record {
+    /// Reads the record of a folder; one without a record has none of its suites recorded.
+    ///
+    /// # Errors
+    /// An unreadable file, and usage errors: not a record that this version reads.
+    pub fn read(dir: &Path) -> anyhow::Result<Self> {
+        let path = dir.join(FILE);
+        if !path.exists() {
+            return Ok(Self::default());
+        }
+        let text = atomic::read_text(&path)?;
+        let record: Self = match serde_json::from_str(&text) {
+            Ok(record) => record,
+            Err(error) => usage!(
+                "{}: not a record of suites ({error}); move it away and run `deepspec-data suites` again",
+                path.display()
+            ),
+        };
+        if record.format != FORMAT || record.format_version != VERSION {
+            usage!(
+                "{}: found {} {}, expected {FORMAT} {VERSION}; it was written by another version of `deepspec-data`",
+                path.display(),
+                record.format,
+                record.format_version
+            );
+        }
+        if let Some(problem) = record.suites.keys().find_map(|name| check_name(name).err()) {
+            usage!("{}: {problem}", path.display());
+        }
+        if let Some((name, _)) = record.suites.iter().find(|(_, entry)| entry.cap == Some(0)) {
+            usage!("{}: `suites.{name}.cap` is 0; expected at least 1, or null for all rows", path.display());
+        }
+        Ok(record)
+    }
+
+    /// Writes the record of a folder, whole or not at all.
+    ///
+    /// # Errors
+    /// Any I/O failure, with the path.
+    pub fn write(&self, dir: &Path) -> Result<(), FileError> {
+        let tool_version = Some(deepspec_core::VERSION.into());
+        atomic::write_json(&dir.join(FILE), &Self { tool_version, ..self.clone() })
+    }
+
+    /// The suite `name`, if it is known or recorded. What is known wins: the caps of published suites are fixed.
+    pub fn suite(&self, name: &str) -> Option<Suite> {
+        let described = |entry: &Entry| Suite {
+            name: name.to_string(),
+            domain: entry.domain,
+            class: Class::User(entry.cap),
+        };
+        Suite::known(name).cloned().or_else(|| self.suites.get(name).map(described))
+    }
+
+    /// The recorded suites that are not among the known ones.
+    pub fn user_suites(&self) -> impl Iterator<Item = Suite> {
+        let names = self.suites.keys().filter(|name| Suite::known(name).is_none());
+        names.filter_map(|name| self.suite(name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn entry(source: Origin) -> Entry {
+        let (rows, cap) = (2, Some(1));
+        Entry { domain: Domain::Code, rows, cap, source, sha256: "ab".into(), converter: "1".into() }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Record::read(dir.path()).unwrap(), Record::default());
+        let mut record = Record::default();
+        let file = SourceFile { path: "a.jsonl".into(), sha256: "cd".into() };
+        record.suites.insert("mine".into(), entry(Origin::Files(vec![file])));
+        let hub = Origin::Hub { dataset: "owner/name".into(), revision: "main".into() };
+        record.suites.insert("gsm8k".into(), entry(hub));
+        record.write(dir.path()).unwrap();
+        assert_eq!(Record::read(dir.path()).unwrap(), record);
+        let named = fs::read_to_string(dir.path().join(FILE)).unwrap().contains(deepspec_core::VERSION);
+        assert!(named, "the version that wrote it");
+        assert_eq!(record.suite("mine").unwrap().cap(), Some(1));
+        assert_eq!(record.suite("gsm8k").unwrap(), *Suite::known("gsm8k").unwrap());
+        assert!(record.suite("other").is_none());
+        assert_eq!(record.user_suites().map(|suite| suite.name).collect::<Vec<_>>(), ["mine"]);
+    }
+
+    #[test]
+    fn what_is_no_record_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let says = |text: &str, words: &[&str]| {
+            fs::write(dir.path().join(FILE), text).unwrap();
+            let error = Record::read(dir.path()).unwrap_err().to_string();
+            assert!(words.iter().all(|word| error.contains(word)), "{words:?} not in: {error}");
+        };
+        says("{", &["suites.json: not a record", "line 1"]);
+        says("{\"format\": \"deepspec-datasets\"}", &["missing field `format_version`"]);
+        says(
+            "{\"format\": \"deepspec-datasets\", \"format_version\": 2, \"suites\": {}}",
+            &["found deepspec-datasets 2, expected deepspec-datasets 1"],
+        );
+        let mut record = Record::default();
+        record.suites.insert("../up".into(), entry(Origin::Files(vec![])));
+        says(&serde_json::to_string(&record).unwrap(), &["suites.json", "`../up` is no name"]);
+        let empty = Entry { cap: Some(0), ..entry(Origin::Files(vec![])) };
+        record.suites = [("mine".into(), empty)].into();
+        says(&serde_json::to_string(&record).unwrap(), &["suites.json: `suites.mine.cap` is 0"]);
+    }
+}

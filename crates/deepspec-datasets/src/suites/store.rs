@@ -1,0 +1,127 @@
+//! The folder of suites: files that are never replaced unasked, and the record of what they are.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+use crate::suites::record::{Entry, FILE, Origin, Record};
+use crate::suites::suite;
+use anyhow::bail;
+use deepspec_core::atomic::{self, FileError};
+use deepspec_core::digest::{self, short};
+
+use crate::suites::convert::convert;
+use crate::suites::fetch::Fetcher;
+use crate::suites::plan::{Plan, Wanted};
+
+/// A folder that suites are written into.
+pub struct Store<'a> {
+    dir: &'a Path,
+    overwrite: bool,
+}
+
+/// What stands in the folder now.
+pub struct Outcome {
+    /// What is recorded of it.
+    pub entry: Entry,
+    /// Whether its file was written just now.
+    pub new: bool,
+}
+
+impl<'a> Store<'a> {
+    /// A folder that exists.
+    ///
+    /// # Errors
+    /// If there is a record in it that cannot be read.
+    pub fn open(dir: &'a Path, overwrite: bool) -> anyhow::Result<Self> {
+        Record::read(dir)?;
+        Ok(Self { dir, overwrite })
+    }
+
+    /// Sees to it that a suite is in the folder and recorded, whole or not at all.
+    ///
+    /// # Errors
+    /// What keeps it from being fetched, converted or written; a file of its name that is not this suite.
+    pub fn keep(&self, plan: &Plan, fetcher: &mut Fetcher) -> anyhow::Result<Outcome> {
+        let path = suite::path(self.dir, &plan.name);
+        let recorded = Record::read(self.dir)?.suites.remove(&plan.name);
+        let there = if self.overwrite || !path.exists() { None } else { Some(digest::file(&path)?) };
+        if let (Some(found), Some(entry)) = (&there, recorded) {
+            check(plan, &path, found, &entry)?;
+            return Ok(Outcome { entry, new: false });
+        }
+        let (files, origin) = fetcher.fetch(plan)?;
+        tracing::debug!("converting {} of {}", plan.name, shown(&origin));
+        let converted = convert(&plan.form, &files)?;
+        let entry = Entry {
+            domain: plan.domain,
+            rows: converted.rows,
+            cap: plan.cap,
+            source: origin,
+            sha256: digest::bytes(converted.text.as_bytes()),
+            converter: plan.converter.clone(),
+        };
+        // A file without a record may be ours, of a run that was stopped before it could record it.
+        match &there {
+            Some(found) if *found != entry.sha256 => bail!(
+                "{} exists, is not recorded in {FILE} and differs from what {} gives; --overwrite replaces it",
+                path.display(),
+                shown(&entry.source)
+            ),
+            Some(_) => {}
+            None => atomic::replace(&path, |file| file.write_all(converted.text.as_bytes()))?,
+        }
+        self.record(&plan.name, &entry)?;
+        Ok(Outcome { entry, new: there.is_none() })
+    }
+
+    /// Adds a suite to the record; a lock on the folder keeps runs at the same time from losing each other's entries.
+    fn record(&self, name: &str, entry: &Entry) -> anyhow::Result<()> {
+        let folder = File::open(self.dir).map_err(FileError::at("opening", self.dir))?;
+        folder.lock().map_err(FileError::at("locking", self.dir))?;
+        let mut record = Record::read(self.dir)?;
+        record.suites.insert(name.into(), entry.clone());
+        Ok(record.write(self.dir)?)
+    }
+}
+
+/// Whether the file that is there is what was recorded, and what is asked for now.
+fn check(plan: &Plan, path: &Path, found: &str, entry: &Entry) -> anyhow::Result<()> {
+    let path = path.display();
+    if found != entry.sha256 {
+        let (found, recorded) = (short(found), short(&entry.sha256));
+        bail!(
+            "{path} was changed after it was written (sha256 {found}, recorded {recorded}); --overwrite replaces it"
+        );
+    }
+    if entry.converter != plan.converter {
+        let (was, is) = (&entry.converter, &plan.converter);
+        bail!("{path} was made by another conversion (`{was}`, now `{is}`); --overwrite makes it again");
+    }
+    let same = match (&plan.wanted, &entry.source) {
+        (Wanted::Hub { dataset, .. }, Origin::Hub { dataset: recorded, .. }) => dataset == recorded,
+        (Wanted::Files(files), Origin::Files(recorded)) => {
+            let digests = files.iter().map(|file| digest::file(file)).collect::<Result<Vec<_>, _>>()?;
+            digests.iter().eq(recorded.iter().map(|file| &file.sha256))
+        }
+        _ => false,
+    };
+    if !same {
+        bail!(
+            "{path} was made from {}, not from what is asked for now; --overwrite makes it again",
+            shown(&entry.source)
+        );
+    }
+    Ok(())
+}
+
+/// Where rows came from, for people.
+pub fn shown(origin: &Origin) -> String {
+    match origin {
+        Origin::Hub { dataset, revision } => format!("{dataset}@{}", short(revision)),
+        Origin::Files(files) => {
+            let names: Vec<String> = files.iter().map(|file| file.path.display().to_string()).collect();
+            names.join(", ")
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Damaged rows: whatever stands in a dataset, it becomes a whole suite or an error that names file, row and column.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+use serde_json::{Map, Value, json};
+
+use crate::suites::convert::convert;
+use crate::suites::description::public;
+use crate::suites::turns::{Form, Templates};
+
+/// The forms of the public suites and of described ones.
+fn forms() -> Vec<Form> {
+    let templates = |texts: &[&str]| {
+        let texts: Vec<String> = texts.iter().map(ToString::to_string).collect();
+        Form::Templates(Box::new(Templates::new(&texts).unwrap()))
+    };
+    let mut forms: Vec<Form> = public().iter().map(|suite| suite.turns.form().unwrap()).collect();
+    forms.extend([
+        templates(&["{{ a }}: {{ b }}", "{{ b }} {{ c|optional }}"]),
+        templates(&["{{ c|optional }}{{ a|optional }}"]),
+        Form::Column("turns".into()),
+    ]);
+    forms
+}
+
+/// What may stand in a column, good or bad.
+fn value() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(|number| json!(number)),
+        Just(json!("")),
+        "[ \t\n]{1,3}".prop_map(Value::from),
+        any::<String>().prop_map(Value::from),
+    ];
+    leaf.prop_recursive(2, 8, 3, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..3).prop_map(Value::from),
+            prop::collection::vec(("[a-c]", inner), 0..3)
+                .prop_map(|pairs| Value::Object(pairs.into_iter().collect::<Map<_, _>>())),
+        ]
+    })
+}
+
+/// What happens to a row.
+#[derive(Debug, Clone)]
+enum Mutation {
+    /// A column, picked by a fraction, gets another value.
+    Set(f64, Value),
+    /// A column goes.
+    Remove(f64),
+    /// The line ends early.
+    Cut(f64),
+    /// The line is another value altogether.
+    Replace(Value),
+}
+
+fn mutation() -> impl Strategy<Value = Mutation> {
+    prop_oneof![
+        4 => (0.0..1.0, value()).prop_map(|(column, value)| Mutation::Set(column, value)),
+        1 => (0.0..1.0).prop_map(Mutation::Remove),
+        1 => (0.0..1.0).prop_map(Mutation::Cut),
+        1 => value().prop_map(Mutation::Replace),
+    ]
+}
+
+/// A row that makes a prompt.
+fn good(form: &Form, number: usize) -> Map<String, Value> {
+    let value = match form {
+        Form::Column(_) => json!(["one", "two"]),
+        Form::Templates(_) => json!(format!("text {number}")),
+    };
+    form.required().iter().chain(form.optional()).map(|name| (name.clone(), value.clone())).collect()
+}
+
+fn mutate(row: &Map<String, Value>, mutation: &Mutation) -> String {
+    let mut row = row.clone();
+    let pick = |row: &Map<String, Value>, fraction: f64| {
+        row.keys().nth((fraction * row.len() as f64) as usize).cloned().unwrap_or_default()
+    };
+    match mutation {
+        Mutation::Set(column, value) => {
+            let column = pick(&row, *column);
+            row.insert(column, value.clone());
+        }
+        Mutation::Remove(column) => {
+            let column = pick(&row, *column);
+            row.shift_remove(&column);
+        }
+        Mutation::Cut(fraction) => {
+            let text = Value::Object(row).to_string();
+            let end = text.floor_char_boundary((fraction * text.len() as f64) as usize);
+            return text[..end].to_string();
+        }
+        Mutation::Replace(value) => return value.to_string(),
+    }
+    Value::Object(row).to_string()
+}
+
+fn check(form: &Form, path: &Path, line: usize) -> Result<(), TestCaseError> {
+    let converted = match convert(form, &[path.to_path_buf()]) {
+        Ok(converted) => converted,
+        Err(error) => {
+            let told = deepspec_core::cli::one_line(&error);
+            let place = format!("{}:{line}: ", path.display());
+            prop_assert!(told.starts_with(&place), "{told} does not begin with {place}");
+            let named = form
+                .required()
+                .iter()
+                .chain(form.optional())
+                .any(|name| told.contains(&format!("column `{name}`")));
+            prop_assert!(
+                named || told.contains("not valid JSON") || told.contains("expected a JSON object"),
+                "{told}"
+            );
+            return Ok(());
+        }
+    };
+    prop_assert_eq!(converted.text.lines().count(), converted.rows);
+    for line in converted.text.lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        let turns = row["turns"].as_array().unwrap();
+        prop_assert!(
+            !turns.is_empty() && turns.iter().all(|turn| !turn.as_str().unwrap().trim().is_empty()),
+            "{line}"
+        );
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4000))]
+
+    #[test]
+    fn damaged_rows_are_refused_by_file_row_and_column(
+        form in 0..15_usize, rows in 2..6_usize, place in 0.0..1.0, mutation in mutation()
+    ) {
+        let form = &forms()[form];
+        let mut lines: Vec<Map<String, Value>> = (0..rows).map(|number| good(form, number)).collect();
+        let at = (place * rows as f64) as usize;
+        let damaged = lines.remove(at);
+        let mut texts: Vec<String> = lines.into_iter().map(|row| Value::Object(row).to_string()).collect();
+        texts.insert(at, mutate(&damaged, &mutation));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.jsonl");
+        std::fs::write(&path, texts.join("\n")).unwrap();
+        check(form, &path, at + 1)?;
+    }
+}

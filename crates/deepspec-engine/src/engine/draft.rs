@@ -1,0 +1,115 @@
+//! What the drafter proposes, and how much of it is verified.
+
+use deepspec_cost::planner::StepLoad;
+use tch::{Kind, Tensor};
+
+use super::{Engine, Numbers, PREFILL_TOKENS, to_host};
+use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
+
+impl<T: Target, P: Proposer> Engine<T, P> {
+    /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft, and where the planner
+    /// says that drafting does not pay.
+    pub(super) fn draft(&mut self, decoding: &[usize], numbers: &Numbers) -> Option<(Proposal, Vec<usize>)> {
+        let block = self.draft_len();
+        if decoding.is_empty() || block == 0 {
+            return None;
+        }
+        let load = self.load(decoding);
+        // What waits for the drafter takes memory that nobody planned for: no more of it than a step may take in of prompts.
+        let waiting: usize =
+            self.pending.iter().flat_map(|context| &context.chunks).map(|&(_, rows)| rows).sum();
+        if !self.planner.drafts(load) && waiting <= PREFILL_TOKENS {
+            return None;
+        }
+        self.pending = vec![joined(&self.pending)];
+        let context = self.pending.first()?;
+        let proposer = self.proposer.as_mut()?;
+        let full_block = proposer.draft_len();
+        let greedy = match self.options.draft_sampling {
+            DraftSampling::Greedy => Some(numbers.decoding.greedy()),
+            DraftSampling::Probabilistic => None,
+        };
+        let mut proposal = proposer.propose(&DraftRequest {
+            context,
+            slots: decoding,
+            anchors: &numbers.anchors,
+            uniforms: &numbers.draft,
+            sampling: greedy.as_ref().unwrap_or(&numbers.decoding),
+        });
+        for (slot, rows) in self.pending.drain(..).flat_map(|context| context.chunks) {
+            if let Some(sequence) = &mut self.slots[slot] {
+                sequence.seen += rows;
+            }
+        }
+        if block < full_block {
+            proposal.tokens = proposal.tokens.narrow(1, 0, block as i64);
+            proposal.probs = proposal.probs.map(|probs| probs.narrow(1, 0, block as i64));
+            proposal.confidence = proposal.confidence.map(|c| c.narrow(1, 0, block as i64));
+        }
+        let lens = self.planner.lengths(load, block, self.confidences(&proposal, block));
+        Some((proposal, lens))
+    }
+
+    /// Calibrated confidences of the blocks, where the policy reads them: the target runs no more than it says, so that the host has to know
+    /// before. Without a confidence head every token is sure.
+    fn confidences(&self, proposal: &Proposal, block: usize) -> Vec<Vec<f64>> {
+        if !self.planner.policy().reads_confidence() {
+            return vec![];
+        }
+        match &proposal.confidence {
+            Some(logits) => {
+                let values = to_host(&self.calibrated(logits).to_kind(Kind::Double));
+                values.chunks(block).map(<[f64]>::to_vec).collect()
+            }
+            None => vec![vec![1.0; block]; proposal.tokens.size()[0] as usize],
+        }
+    }
+
+    /// What a step on these slots works on.
+    pub(super) fn load(&self, decoding: &[usize]) -> StepLoad {
+        let held: usize = self.sequences(decoding).map(|sequence| sequence.held).sum();
+        StepLoad { requests: decoding.len(), context: held / decoding.len().max(1) }
+    }
+
+    /// Confidence logits `[S, γ]` as probabilities.
+    fn calibrated(&self, logits: &Tensor) -> Tensor {
+        if self.temperatures.is_empty() {
+            return logits.sigmoid();
+        }
+        let temperatures = self.resident.temperatures.get_or_init(|| {
+            let of = |k: usize| self.temperatures.get(k).map_or(1.0, |&t| t as f32);
+            let temperatures: Vec<f32> = (0..logits.size()[1] as usize).map(of).collect();
+            Tensor::from_slice(&temperatures).to_device(logits.device())
+        });
+        (logits / temperatures).sigmoid()
+    }
+}
+
+/// What several steps left for the drafter, as if one had: all rows of a slot together, in their order.
+fn joined(pending: &[Context]) -> Context {
+    let pending: Vec<&Context> = pending.iter().filter(|context| !context.chunks.is_empty()).collect();
+    let mut rows: Vec<(usize, i64)> = vec![];
+    for &(slot, count) in pending.iter().flat_map(|context| &context.chunks) {
+        rows.extend((rows.len()..rows.len() + count).map(|row| (slot, row as i64)));
+    }
+    rows.sort_by_key(|&(slot, _)| slot); // stable
+    let of = |part: fn(&Context) -> &Tensor| match pending.as_slice() {
+        [] => Tensor::new(),
+        [one] => part(one).shallow_clone(),
+        several => {
+            let parts: Vec<&Tensor> = several.iter().map(|context| part(context)).collect();
+            runs(&Tensor::cat(&parts, 0), rows.iter().map(|&(_, row)| (row, 1)))
+        }
+    };
+    let hidden = pending.first().is_some_and(|context| context.hidden.is_some());
+    Context {
+        taps: of(|context| &context.taps),
+        hidden: hidden.then(|| of(|context| context.hidden.as_ref().unwrap_or(&context.taps))),
+        tokens: of(|context| &context.tokens),
+        next: of(|context| &context.next),
+        chunks: match pending.as_slice() {
+            [one] => one.chunks.clone(),
+            _ => rows.chunk_by(|a, b| a.0 == b.0).map(|chunk| (chunk[0].0, chunk.len())).collect(),
+        },
+    }
+}

@@ -1,0 +1,385 @@
+//! The loop: admit, propose, forward, verify, commit.
+
+mod commit;
+mod draft;
+mod forward;
+mod guard;
+mod memory;
+mod numbers;
+mod sequence;
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use deepspec_ops::range;
+use deepspec_cost::planner::Planner;
+use deepspec_cost::policy::Policy;
+use tch::{Device, Tensor};
+
+use crate::{
+    Completion, Context, EngineError, EngineOptions, Event, Feed, Proposal, Proposer, Request, StepTimes,
+    Tally, Target, Ticket,
+};
+use numbers::{Numbers, Resident};
+use sequence::Sequence;
+
+/// Prompt tokens that one step takes in, unless a single prompt is longer.
+const PREFILL_TOKENS: usize = 8192;
+
+/// A batched generation engine over one target and at most one drafter.
+pub struct Engine<T, P> {
+    target: T,
+    proposer: Option<P>,
+    options: EngineOptions,
+    slots: Vec<Option<Sequence>>,
+    queue: VecDeque<(Ticket, Request)>,
+    next_ticket: u64,
+    /// States of committed tokens that the drafter has not seen, by the steps that committed them.
+    pending: Vec<Context>,
+    /// What the device has of the step before.
+    resident: Resident,
+    /// Says when to draft, and how much of it to verify.
+    planner: Planner,
+    times: StepTimes,
+    /// Cycles since the start, of sequences that are not finished too.
+    counts: Tally,
+    /// Whether drafting is waited for before the target runs, so that times are told apart on a GPU too.
+    exact_times: bool,
+    /// Divide the confidence logits, position by position; empty leaves them.
+    temperatures: Vec<f64>,
+    /// Bytes that the histories of all sequences may take; None where nobody said.
+    memory: Option<u64>,
+}
+
+/// One turn of the loop: the slots that take part, and with what.
+struct Step {
+    /// Slots whose blocks are verified.
+    decoding: Vec<usize>,
+    /// Slots whose prompts are run.
+    prefilling: Vec<usize>,
+    /// Blocks of the decoding slots; None where each is its anchor alone.
+    proposal: Option<Proposal>,
+    /// γ' of each decoding slot.
+    lens: Vec<usize>,
+    /// Slots and how many tokens of each are run, the decoding ones first.
+    chunks: Vec<(usize, usize)>,
+}
+
+impl Step {
+    /// Rows of the decoding slots, Σ(1+γ').
+    fn verified(&self) -> usize {
+        self.lens.iter().map(|len| len + 1).sum()
+    }
+
+    /// Γ, the most tokens that are verified of a block.
+    fn longest(&self) -> usize {
+        self.lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// The last row of each prompt.
+    fn prompt_ends(&self) -> impl Iterator<Item = i64> {
+        self.chunks[self.decoding.len()..].iter().scan(self.verified(), |end, &(_, len)| {
+            *end += len;
+            Some(*end as i64 - 1)
+        })
+    }
+}
+
+impl<T: Target, P: Proposer> Engine<T, P> {
+    /// An engine with all slots empty. Target and drafter must hold at least `options.slots` sequences.
+    pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
+        let slots = (0..options.slots.max(1)).map(|_| None).collect();
+        let device = target.device();
+        Self {
+            target,
+            proposer,
+            options,
+            slots,
+            queue: VecDeque::new(),
+            next_ticket: 0,
+            pending: vec![],
+            resident: Resident::new(device),
+            planner: Planner::default(),
+            times: StepTimes::default(),
+            counts: Tally::default(),
+            exact_times: false,
+            temperatures: vec![],
+            memory: None,
+        }
+    }
+
+    /// Divides the drafter's confidence logits by one temperature per position of a block, as a calibration found them;
+    /// positions past the last one keep theirs.
+    #[must_use]
+    pub fn with_temperatures(mut self, temperatures: Vec<f64>) -> Self {
+        self.temperatures = temperatures;
+        self
+    }
+
+    /// Waits for every block before the target runs: a GPU's time of drafting is otherwise counted as verification's. It costs speed.
+    #[must_use]
+    pub fn with_exact_times(mut self) -> Self {
+        self.exact_times = true;
+        self
+    }
+
+    /// Has the planner say when to draft and how much of each block to verify; without it whole blocks are. One that never drafts lets the
+    /// drafter go.
+    #[must_use]
+    pub fn with_planner(mut self, planner: Planner) -> Self {
+        if planner.policy() == Policy::Plain {
+            self.proposer = None;
+        }
+        self.planner = planner;
+        self
+    }
+
+    /// Queues a request.
+    ///
+    /// # Errors
+    /// If the request cannot be run; see [`EngineError`].
+    pub fn submit(&mut self, request: Request) -> Result<Ticket, EngineError> {
+        let (prompt, max_new_tokens, context) =
+            (request.prompt.len(), request.max_new_tokens, self.options.context);
+        if prompt == 0 {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if max_new_tokens == 0 {
+            return Err(EngineError::NoTokens);
+        }
+        if prompt.saturating_add(max_new_tokens) > context {
+            return Err(EngineError::TooLong { prompt, max_new_tokens, context });
+        }
+        let vocab = self.target.vocab_size();
+        if let Some(&token) = request.prompt.iter().find(|&&token| token < 0 || token >= vocab as i64) {
+            return Err(EngineError::UnknownToken { token, vocab });
+        }
+        let ((tokens, bytes), memory) = (self.need(&request), self.memory.unwrap_or(u64::MAX));
+        if bytes > memory {
+            return Err(EngineError::TooLarge { tokens, bytes, memory });
+        }
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
+        self.queue.push_back((ticket, request));
+        Ok(ticket)
+    }
+
+    /// Drops a queued or running sequence; nothing more is reported of it.
+    pub fn cancel(&mut self, ticket: Ticket) {
+        self.queue.retain(|(queued, _)| *queued != ticket);
+        let holds = |slot: &Option<Sequence>| slot.as_ref().is_some_and(|s| s.ticket == ticket);
+        if let Some(slot) = self.slots.iter().position(holds) {
+            self.vacate(slot);
+        }
+    }
+
+    /// Whether nothing is queued or running.
+    pub fn is_idle(&self) -> bool {
+        self.queue.is_empty() && self.slots.iter().all(Option::is_none)
+    }
+
+    /// Sequences that it decodes at once.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Sequences waiting for a slot.
+    pub fn queued(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Where the time went so far.
+    pub fn times(&self) -> StepTimes {
+        self.times
+    }
+
+    /// Cycles since the start, of sequences that are not finished too; samples and output tokens are not counted.
+    pub fn counts(&self) -> &Tally {
+        &self.counts
+    }
+
+    /// γ of the drafter, 0 without one.
+    pub fn draft_len(&self) -> usize {
+        let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
+        self.options.max_draft_tokens.map_or(block, |limit| block.min(limit))
+    }
+
+    /// Ids of the target's vocabulary: those of answers are below.
+    pub fn vocab_size(&self) -> usize {
+        self.target.vocab_size()
+    }
+
+    /// Runs all requests to their end and returns the completions in the order of the requests.
+    ///
+    /// # Errors
+    /// If a request cannot be taken, and nothing is generated then; or if one of them fails, and the others are dropped.
+    pub fn run(
+        &mut self,
+        requests: Vec<Request>,
+        mut on_done: impl FnMut(&Completion),
+    ) -> Result<Vec<Completion>, EngineError> {
+        let mut tickets = Vec::with_capacity(requests.len());
+        for request in requests {
+            match self.submit(request) {
+                Ok(ticket) => tickets.push(ticket),
+                Err(error) => {
+                    tickets.into_iter().for_each(|ticket| self.cancel(ticket));
+                    return Err(error);
+                }
+            }
+        }
+        let mut done = Vec::with_capacity(tickets.len());
+        while !self.is_idle() {
+            for event in self.step() {
+                match event {
+                    Event::Tokens(..) => {}
+                    Event::Done(ticket, completion) => {
+                        on_done(&completion);
+                        done.push((ticket, completion));
+                    }
+                    Event::Failed(_, error) => {
+                        tickets.into_iter().for_each(|ticket| self.cancel(ticket));
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        done.sort_by_key(|(ticket, _)| *ticket);
+        Ok(done.into_iter().map(|(_, completion)| completion).collect())
+    }
+
+    /// Advances every running sequence by one cycle. One that cannot go on is said to have failed; where memory ran out, the
+    /// others take the step again without it.
+    pub fn step(&mut self) -> Vec<Event> {
+        let _guard = tch::no_grad_guard();
+        // Once: who takes the place of one that had to end for want of memory waits for the next step.
+        self.admit();
+        let mut events = vec![];
+        while !self.is_idle() {
+            match guard::guarded(|| self.attempt()) {
+                Ok(more) => {
+                    events.extend(more);
+                    return events;
+                }
+                Err(words) => match self.give_up_one(&words) {
+                    Some(failed) => events.push(failed),
+                    None => return events,
+                },
+            }
+        }
+        events
+    }
+
+    /// A step, of which nothing but the models' histories is changed before all of its tensors are made.
+    fn attempt(&mut self) -> Vec<Event> {
+        let started = Instant::now();
+        let (decoding, prefilling) = self.occupied();
+        if decoding.is_empty() && prefilling.is_empty() {
+            return vec![];
+        }
+        let numbers = self.numbers(&decoding, &prefilling);
+        let drafting = Instant::now();
+        let drafted = {
+            let _range = range(c"draft");
+            self.draft(&decoding, &numbers)
+        };
+        if let (true, Device::Cuda(index)) = (self.exact_times, self.target.device()) {
+            tch::Cuda::synchronize(index as i64);
+        }
+        let verifying = Instant::now();
+
+        let load = self.load(&decoding);
+        let step = self.plan(decoding, prefilling, drafted);
+        let lengths = self.lengths(&step, &numbers);
+        let verify = range(c"verify");
+        let tokens = self.feed(&step, &numbers);
+        let forwarded = self.target.forward(&Feed { chunks: &step.chunks, tokens: tokens.shallow_clone() });
+        let (outcome, drawn) = self.judge(&step, &numbers, &lengths, &forwarded.hidden);
+        drop(verify);
+        let committing = Instant::now();
+        let _range = range(c"commit");
+
+        let fates = self.fates(&step, &outcome);
+        if let Some(news) = self.news(&step, &fates, &tokens, &drawn, &forwarded) {
+            self.pending.push(news);
+        }
+        self.resident.drawn = Some((step.chunks.iter().map(|&(slot, _)| slot).collect(), drawn));
+        let events = self.commit(fates);
+        if step.prefilling.is_empty() {
+            let seconds = started.elapsed().as_secs_f64();
+            self.planner.observe(load, step.verified(), step.proposal.is_some(), seconds);
+        }
+        self.times.draft += verifying - drafting;
+        self.times.verify += committing - verifying;
+        self.times.host += (drafting - started) + committing.elapsed();
+        self.times.steps += 1;
+        events
+    }
+
+    /// Slots whose prompts have been run, and slots whose prompts wait for it.
+    fn occupied(&self) -> (Vec<usize>, Vec<usize>) {
+        let occupied = |slot: &usize| self.slots[*slot].is_some();
+        let decodes = |slot: &usize| self.slots[*slot].as_ref().is_some_and(|s| s.anchor.is_some());
+        (0..self.slots.len()).filter(occupied).partition(decodes)
+    }
+
+    fn plan(
+        &self,
+        decoding: Vec<usize>,
+        prefilling: Vec<usize>,
+        drafted: Option<(Proposal, Vec<usize>)>,
+    ) -> Step {
+        let (proposal, lens) = drafted.unzip();
+        let lens = lens.unwrap_or_else(|| vec![0; decoding.len()]);
+        let blocks = decoding.iter().zip(&lens).map(|(&slot, len)| (slot, 1 + len));
+        let prompts = self.sequences(&prefilling).map(|sequence| sequence.request.prompt.len());
+        let chunks = blocks.chain(prefilling.iter().copied().zip(prompts)).collect();
+        Step { decoding, prefilling, proposal, lens, chunks }
+    }
+
+    fn admit(&mut self) {
+        let mut admitted = 0;
+        for slot in 0..self.slots.len() {
+            if self.slots[slot].is_none() {
+                let Some((_, next)) = self.queue.front() else { return };
+                let (prompt, (_, bytes)) = (next.prompt.len(), self.need(next));
+                if (admitted > 0 && admitted + prompt > PREFILL_TOKENS) || !self.has_room(bytes) {
+                    return;
+                }
+                let Some((ticket, request)) = self.queue.pop_front() else { return };
+                admitted += prompt;
+                self.vacate(slot);
+                self.slots[slot] = Some(Sequence::new(ticket, request, bytes));
+            }
+        }
+    }
+
+    /// Ends what a slot has, and all that is kept for it.
+    fn vacate(&mut self, slot: usize) -> Option<Sequence> {
+        self.forget(slot);
+        self.target.truncate(slot, 0);
+        if let Some(proposer) = &mut self.proposer {
+            proposer.truncate(slot, 0);
+        }
+        self.slots[slot].take()
+    }
+
+    /// Drops states that a sequence left for the drafter. Where there is no memory to keep the others' apart from them, the drafter
+    /// does without those as well: it guesses worse then, and the answers stay what they are.
+    fn forget(&mut self, slot: usize) {
+        for context in &mut self.pending {
+            context.forget(slot);
+        }
+    }
+
+    fn sequences<'a>(&'a self, slots: &'a [usize]) -> impl Iterator<Item = &'a Sequence> {
+        slots.iter().filter_map(|&slot| self.slots[slot].as_ref())
+    }
+}
+
+/// Copies a float64 vector to the host.
+fn to_host(tensor: &Tensor) -> Vec<f64> {
+    let mut values = vec![0.0; tensor.numel()];
+    tensor.copy_data(&mut values, tensor.numel());
+    values
+}

@@ -1,0 +1,328 @@
+//! From logits to distributions and from distributions to tokens.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+/// Below this temperature a distribution is the one-hot at its argmax.
+const GREEDY_BELOW: f64 = 1e-5;
+
+/// How one sequence is sampled. Filters apply in the order temperature, top-k, top-p, min-p.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// Divides the logits; below 1e-5 the largest logit wins.
+    pub temperature: f64,
+    /// Keeps the smallest set of most likely tokens whose mass reaches this; 1 keeps all.
+    pub top_p: f64,
+    /// Keeps this many most likely tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
+    pub min_p: f64,
+    /// Seed of every draw of this sequence.
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// Unfiltered sampling.
+    pub fn new(temperature: f64, seed: u64) -> Self {
+        Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0, seed }
+    }
+
+    /// Whether the largest logit always wins.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < GREEDY_BELOW
+    }
+
+    /// Temperature, whether greedy, and the filters' settings: what filters nothing where they do not apply.
+    pub(crate) fn numbers(&self) -> [f64; NUMBERS] {
+        let temperature = if self.is_greedy() { 1.0 } else { self.temperature };
+        let greedy = f64::from(u8::from(self.is_greedy()));
+        let (top_k, top_p, min_p) = match self.filters() {
+            true => (if self.top_k > 0 { self.top_k as f64 } else { f64::INFINITY }, self.top_p, self.min_p),
+            false => (f64::INFINITY, 1.0, 0.0),
+        };
+        [temperature, greedy, top_k, top_p, min_p]
+    }
+
+    fn filters(&self) -> bool {
+        !self.is_greedy() && (self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0)
+    }
+
+    fn picks(&self) -> bool {
+        self.filters() && (1..=PICKED).contains(&self.top_k)
+    }
+
+    fn sorts(&self) -> bool {
+        self.filters() && !self.picks()
+    }
+}
+
+/// Up to so many most likely tokens are picked out; beyond, and without top-k, the whole vocabulary is sorted. Which of several tokens of one
+/// probability stands at rank k is libtorch's choice either way.
+const PICKED: usize = 1024;
+
+/// Numbers that stand for one sequence's settings on the device; see [`Sampling::numbers`].
+pub const NUMBERS: usize = 5;
+
+/// Sampling settings of S sequences as tensors.
+pub struct SamplingBatch {
+    rows: Vec<Sampling>,
+    numbers: Tensor, // [S, NUMBERS] float64
+}
+
+impl SamplingBatch {
+    /// Settings of a batch, one per row.
+    pub fn new(rows: Vec<Sampling>, device: Device) -> Self {
+        let numbers: Vec<f64> = rows.iter().flat_map(Sampling::numbers).collect();
+        let numbers = Tensor::from_slice(&numbers).view([-1, NUMBERS as i64]).to_device(device);
+        Self { rows, numbers }
+    }
+
+    /// The same with the settings' [`Sampling::numbers`] on the device already: `[S·NUMBERS]` float64.
+    pub(crate) fn with(rows: Vec<Sampling>, numbers: &Tensor) -> Self {
+        Self { rows, numbers: numbers.view([-1, NUMBERS as i64]) }
+    }
+
+    /// The same sequences where the largest logit wins in every row.
+    pub(crate) fn greedy(&self) -> Self {
+        let rows = self.rows.iter().map(|row| Sampling { temperature: 0.0, ..*row }).collect();
+        Self { rows, numbers: self.numbers.shallow_clone() }
+    }
+
+    /// Number of sequences S.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are no sequences.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// Whether the largest logit wins in every row.
+    pub(crate) fn is_greedy(&self) -> bool {
+        self.rows.iter().all(Sampling::is_greedy)
+    }
+
+    /// The settings with row `i` taken `repeats[i]` times, for logits with several rows per sequence; `index` is the same in numbers,
+    /// `[Σ repeats]` int64, and may be left out where all are greedy.
+    pub(crate) fn repeated(&self, repeats: &[usize], index: Option<&Tensor>) -> Self {
+        let rows = self.rows.iter().zip(repeats).flat_map(|(row, &n)| std::iter::repeat_n(*row, n)).collect();
+        let numbers =
+            index.map_or_else(|| self.numbers.shallow_clone(), |index| self.numbers.index_select(0, index));
+        Self { rows, numbers }
+    }
+
+    /// One number of every row, `[S, 1]` float32.
+    fn column(&self, number: i64) -> Tensor {
+        self.numbers.narrow(1, number, 1).to_kind(Kind::Float)
+    }
+
+    /// The distributions that tokens are drawn from: float32 `[S, V]` from logits `[S, V]`.
+    pub fn distributions(&self, logits: &Tensor) -> Tensor {
+        if self.is_greedy() {
+            return one_hot(&likeliest(logits), logits.size()[1]);
+        }
+        let (mut in_float32, temperatures) = (logits.to_kind(Kind::Float), self.column(0));
+        if logits.device() == Device::Cpu {
+            // The kernel refuses rows that lie apart, as one slot's rows of several blocks do, and takes the one of a single block.
+            in_float32 = in_float32.contiguous();
+        }
+        let mut probs = deepspec_ops::distributions(&in_float32, &temperatures)
+            .unwrap_or_else(|| (in_float32 / temperatures).softmax(-1, Kind::Float));
+        if self.rows.iter().any(Sampling::filters) {
+            probs = self.filtered(&probs);
+        }
+        if self.rows.iter().any(Sampling::is_greedy) {
+            probs = one_hot(&likeliest(logits), logits.size()[1]).where_self(&self.column(1).gt(0.0), &probs);
+        }
+        probs
+    }
+
+    /// A token `[S]` of each of the [`Self::distributions`] `[S, V]` of logits `[S, V]`, by `uniforms [S]` as [`draw`] takes them; and the
+    /// distributions, where they are not all sure of their token.
+    pub fn sample(&self, logits: &Tensor, uniforms: &Tensor) -> (Tensor, Option<Tensor>) {
+        if self.is_greedy() {
+            return (likeliest(logits), None);
+        }
+        let distributions = self.distributions(logits);
+        (draw(&distributions, uniforms), Some(distributions))
+    }
+
+    /// Applies top-k, top-p and min-p row by row and renormalises. What becomes of a row does not depend on the others.
+    fn filtered(&self, probs: &Tensor) -> Tensor {
+        let most = (PICKED as i64).min(probs.size()[1]);
+        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
+        let picks = top_k.le(PICKED as f64);
+        let sorts = picks
+            .logical_not()
+            .logical_and(&top_p.lt(1.0).logical_or(&min_p.gt(0.0)).logical_or(&top_k.isfinite()));
+        let mut filtered = probs.shallow_clone();
+        if self.rows.iter().any(Sampling::picks) {
+            filtered = self.kept(probs, &probs.topk(most, -1, true, true)).where_self(&picks, &filtered);
+        }
+        if self.rows.iter().any(Sampling::sorts) {
+            filtered = self.kept(probs, &probs.sort(-1, true)).where_self(&sorts, &filtered);
+        }
+        filtered
+    }
+
+    /// What the filters leave of `probs`, given the most likely tokens of each row, the likeliest first, and where they stand.
+    fn kept(&self, probs: &Tensor, (sorted, order): &(Tensor, Tensor)) -> Tensor {
+        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
+        let rank = Tensor::arange(sorted.size()[1], (Kind::Float, probs.device())).unsqueeze(0);
+        let kept = sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
+        let mass = mass_of(&kept);
+        // A token stays while the mass before it, within the top-k set, is short of top-p; the first always stays.
+        let before = kept.cumsum(-1, Kind::Float) - &kept;
+        let within = before.lt_tensor(&(&top_p * mass)).logical_or(&top_p.ge(1.0));
+        let likely = sorted.ge_tensor(&(min_p * sorted.narrow(1, 0, 1)));
+        let keep = within.logical_and(&likely).logical_or(&rank.lt(1.0));
+        let kept = kept * keep.to_kind(Kind::Float);
+        let kept = &kept / mass_of(&kept);
+        probs.zeros_like().scatter(-1, order, &kept)
+    }
+}
+
+/// The sum of each row, `[S, 1]` float32 of `[S, k]`: one addition after the other, because what libtorch sums side by side hangs on the number of rows and
+/// of threads.
+fn mass_of(weights: &Tensor) -> Tensor {
+    let sums = weights.cumsum(-1, Kind::Double);
+    sums.narrow(1, sums.size()[1] - 1, 1).to_kind(Kind::Float)
+}
+
+/// The token of the largest logit of each row, `[S]` from logits `[S, V]`.
+pub(crate) fn likeliest(logits: &Tensor) -> Tensor {
+    deepspec_ops::argmax(logits).unwrap_or_else(|| logits.argmax(-1, false))
+}
+
+/// Float32 distributions `[.., V]` that are sure of a token `[..]` each, of a vocabulary of V.
+pub(crate) fn one_hot(tokens: &Tensor, vocab: i64) -> Tensor {
+    let size = [tokens.size().as_slice(), &[vocab]].concat();
+    Tensor::zeros(size, (Kind::Float, tokens.device())).scatter_value_(-1, &tokens.unsqueeze(-1), 1.0)
+}
+
+/// Inverse-CDF draws: token = first index with cdf > u·total; `weights [S, V]` need no normalisation, `uniforms [S]` float64.
+pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Tensor {
+    deepspec_ops::draw(weights, uniforms).unwrap_or_else(|| {
+        let cdf = weights.cumsum(-1, Kind::Double);
+        let vocab = cdf.size()[1];
+        let threshold = cdf.narrow(1, vocab - 1, 1) * uniforms.unsqueeze(1);
+        cdf.le_tensor(&threshold).sum_dim_intlist(-1, false, Kind::Int64).clamp_max(vocab - 1)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Proposal;
+
+    fn distribution(logits: &[f32], sampling: Sampling) -> Vec<f32> {
+        let logits = Tensor::from_slice(logits).unsqueeze(0);
+        Vec::try_from(SamplingBatch::new(vec![sampling], Device::Cpu).distributions(&logits).squeeze())
+            .unwrap()
+    }
+
+    fn assert_near(found: &[f32], expected: &[f32]) {
+        assert!(
+            found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 1e-6),
+            "{found:?} instead of {expected:?}"
+        );
+    }
+
+    #[test]
+    fn filters_keep_what_they_say() {
+        let logits: Vec<f32> = [0.5f32, 0.1, 0.3, 0.1].iter().map(|p| p.ln()).collect();
+        let plain = Sampling::new(1.0, 0);
+        assert_near(&distribution(&logits, plain), &[0.5, 0.1, 0.3, 0.1]);
+        assert_near(&distribution(&logits, Sampling { top_k: 2, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
+        assert_near(&distribution(&logits, Sampling { top_p: 0.6, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
+        assert_near(&distribution(&logits, Sampling { top_p: 0.4, ..plain }), &[1.0, 0.0, 0.0, 0.0]);
+        assert_near(&distribution(&logits, Sampling { min_p: 0.5, ..plain }), &[0.625, 0.0, 0.375, 0.0]);
+        assert_near(&distribution(&logits, Sampling { top_p: 1e-50, ..plain }), &[1.0, 0.0, 0.0, 0.0]);
+        assert_near(&distribution(&logits, Sampling { min_p: 2.0, ..plain }), &[1.0, 0.0, 0.0, 0.0]);
+        assert_near(&distribution(&logits, Sampling::new(0.0, 0)), &[1.0, 0.0, 0.0, 0.0]);
+        let hot = distribution(&logits, Sampling::new(2.0, 0));
+        assert!(hot[0] < 0.5 && (hot.iter().sum::<f32>() - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn picking_out_the_likeliest_is_sorting() {
+        let vocab = 3000;
+        let logits = (Tensor::arange(vocab, (Kind::Float, Device::Cpu)) * 1.7).sin() * 4.0;
+        for (top_p, min_p) in [(1.0, 0.0), (0.8, 0.0), (1.0, 0.2), (0.6, 0.1)] {
+            for top_k in [1, 7, PICKED] {
+                let picking = Sampling { top_k, top_p, min_p, ..Sampling::new(0.9, 1) };
+                let batch = SamplingBatch::new(vec![picking], Device::Cpu);
+                let probs = (logits.unsqueeze(0) / 0.9).softmax(-1, Kind::Float);
+                let sorted = batch.kept(&probs, &probs.sort(-1, true));
+                assert!(batch.filtered(&probs).allclose(&sorted, 1e-6, 1e-9, false), "{picking:?}");
+            }
+        }
+        let all = [
+            Sampling { top_k: 5, ..Sampling::new(1.0, 1) },
+            Sampling::new(0.7, 2),
+            Sampling { top_p: 0.5, ..Sampling::new(1.0, 3) },
+            Sampling { top_k: PICKED + 1, ..Sampling::new(1.0, 4) },
+        ];
+        let together = SamplingBatch::new(all.to_vec(), Device::Cpu).distributions(&logits.repeat([4, 1]));
+        for (row, setting) in all.into_iter().enumerate() {
+            let alone = SamplingBatch::new(vec![setting], Device::Cpu).distributions(&logits.unsqueeze(0));
+            assert!(alone.squeeze().equal(&together.get(row as i64)), "{setting:?}");
+        }
+    }
+
+    #[test]
+    fn rows_of_a_batch_do_not_touch_each_other() {
+        let logits = Tensor::from_slice(&[0.1f32, 2.0, 0.3, 1.5, 0.2, 0.9]).view([2, 3]);
+        let settings = [Sampling::new(0.0, 1), Sampling { top_k: 2, ..Sampling::new(0.7, 2) }];
+        let together = SamplingBatch::new(settings.to_vec(), Device::Cpu).distributions(&logits);
+        for (row, setting) in settings.into_iter().enumerate() {
+            let alone = SamplingBatch::new(vec![setting], Device::Cpu)
+                .distributions(&logits.narrow(0, row as i64, 1));
+            assert!(alone.squeeze().allclose(&together.get(row as i64), 0.0, 1e-7, false));
+        }
+    }
+
+    /// Bit for bit, though the rows of one slot of many blocks lie apart, and that of a single block does not.
+    #[test]
+    fn a_distribution_does_not_depend_on_the_number_of_blocks() {
+        let logits =
+            (Tensor::arange(3 * 4 * 151_936, (Kind::Float, Device::Cpu)) * 0.7).sin().view([3, 4, 151_936])
+                * 6.0;
+        let plain = [0.3, 1.0, 1.7].map(|temperature| Sampling::new(temperature, 1));
+        let cut = plain.map(|plain| Sampling { top_p: 0.9, ..plain });
+        for (settings, slot) in
+            [plain, cut].into_iter().flat_map(|settings| (0..4).map(move |slot| (settings, slot)))
+        {
+            let together =
+                SamplingBatch::new(settings.to_vec(), Device::Cpu).distributions(&logits.select(1, slot));
+            for (block, setting) in settings.into_iter().enumerate() {
+                let logits = logits.narrow(0, block as i64, 1).select(1, slot);
+                let alone = SamplingBatch::new(vec![setting], Device::Cpu).distributions(&logits);
+                assert!(alone.squeeze().equal(&together.get(block as i64)), "{setting:?}, slot {slot}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_greedy_batch_draws_as_one_hots_do() {
+        let logits = Tensor::from_slice(&[0.5f32, 2.0, -1.0, 3.0, 1.0, 2.9]).view([2, 3]);
+        let batch = SamplingBatch::new(vec![Sampling::new(0.0, 1); 2], Device::Cpu);
+        for uniform in [0.0, 0.5, 0.999_999_9] {
+            let uniforms = Tensor::from_slice(&[uniform; 2]);
+            let (tokens, distributions) = batch.sample(&logits, &uniforms);
+            assert!(distributions.is_none());
+            let one_hots = batch.distributions(&logits);
+            assert_eq!(tokens, draw(&one_hots, &uniforms));
+            let proposal = Proposal::of(vec![(tokens, None)], None);
+            assert_eq!(proposal.distributions(1, 3), one_hots.unsqueeze(1));
+        }
+    }
+
+    #[test]
+    fn draws_invert_the_cdf() {
+        let weights = Tensor::from_slice(&[0.2f32, 0.0, 0.8]).unsqueeze(0).expand([4, 3], false);
+        let tokens = draw(&weights, &Tensor::from_slice(&[0.0, 0.19, 0.21, 0.999_999_9]));
+        assert_eq!(Vec::<i64>::try_from(tokens).unwrap(), [0, 0, 2, 2]);
+    }
+}

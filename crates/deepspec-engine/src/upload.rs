@@ -1,0 +1,213 @@
+//! Numbers of a step on their way to the device.
+//!
+//! A copy to a GPU costs about as much as a small kernel, however little it moves. What a step needs is gathered on the host
+//! first and sent as one tensor, of which every reader sees its part. Rows and positions lie in runs, which are cut out of what is there
+//! ([`runs`], [`Ruler`]): a step of nothing but whole blocks sends nothing at all.
+
+use std::cell::RefCell;
+use std::iter::repeat_n;
+
+use deepspec_ops::pinned;
+use tch::kind::Element;
+use tch::{Device, Kind, Tensor};
+
+/// Numbers that are gathered on the host.
+#[derive(Debug, Default)]
+pub struct Upload<T> {
+    values: Vec<T>,
+}
+
+/// Where some of an upload's numbers lie.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    first: i64,
+    len: i64,
+}
+
+/// An upload on its device.
+pub struct Uploaded(Tensor);
+
+impl<T: Element> Upload<T> {
+    /// Adds numbers.
+    pub fn push(&mut self, values: impl IntoIterator<Item = T>) -> Part {
+        let first = self.values.len();
+        self.values.extend(values);
+        Part { first: first as i64, len: (self.values.len() - first) as i64 }
+    }
+
+    /// Sends all of them, and the host goes on; nothing travels where there are none.
+    pub fn send(&self, device: Device) -> Uploaded {
+        if self.values.is_empty() {
+            return Uploaded(Tensor::zeros([0], (T::KIND, device)));
+        }
+        let values = Tensor::from_slice(&self.values);
+        if device == Device::Cpu {
+            return Uploaded(values);
+        }
+        let mut staged = pinned(&values.size(), &values);
+        staged.copy_(&values);
+        Uploaded(staged.to_device_(device, T::KIND, true, false))
+    }
+}
+
+impl Upload<i64> {
+    /// Adds float32 numbers, two in the place of one.
+    pub fn push_floats(&mut self, values: &[f32]) -> Floats {
+        let bits = |pair: &[f32]| {
+            let mut bytes = [0; 8];
+            bytes
+                .chunks_mut(4)
+                .zip(pair)
+                .for_each(|(half, value)| half.copy_from_slice(&value.to_ne_bytes()));
+            i64::from_ne_bytes(bytes)
+        };
+        Floats { part: self.push(values.chunks(2).map(bits)), len: values.len() as i64 }
+    }
+}
+
+/// Where some of an upload's float32 numbers lie.
+#[derive(Debug, Clone, Copy)]
+pub struct Floats {
+    part: Part,
+    len: i64,
+}
+
+impl Uploaded {
+    /// The float32 numbers of a part, `[len]`, sharing memory with all others.
+    pub fn floats(&self, floats: Floats) -> Tensor {
+        self.of(floats.part).view_dtype(Kind::Float).narrow(0, 0, floats.len)
+    }
+
+    /// The numbers of a part, `[len]`, sharing memory with all others.
+    pub fn of(&self, part: Part) -> Tensor {
+        self.0.narrow(0, part.first, part.len)
+    }
+}
+
+/// 0, 1, 2, … on a device, as far as anybody asked: lists of numbers that lie in runs are cut from it and need not be sent. On the CPU they are made
+/// where they are asked for.
+pub struct Ruler(RefCell<Tensor>);
+
+impl Ruler {
+    /// One on `device`, of no length yet.
+    pub fn new(device: Device) -> Self {
+        Self(RefCell::new(Tensor::zeros([0], (Kind::Int64, device))))
+    }
+
+    /// Runs `(first, count)` of consecutive numbers, one after the other, `[Σ count]` int64.
+    pub fn runs(&self, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+        let list: Vec<(i64, i64)> = list.into_iter().collect();
+        if self.0.borrow().device() == Device::Cpu {
+            return numbers(&list);
+        }
+        let end = list.iter().map(|(first, count)| first + count).max().unwrap_or(0);
+        let mut ruler = self.0.borrow_mut();
+        if ruler.size()[0] < end {
+            let length = (end as u64).next_power_of_two().max(SHORTEST) as i64;
+            *ruler = Tensor::arange(length, (Kind::Int64, ruler.device()));
+        }
+        runs(&ruler, list)
+    }
+
+    /// Single numbers, `[N]` int64.
+    pub fn pick(&self, list: impl IntoIterator<Item = usize>) -> Tensor {
+        self.runs(list.into_iter().map(|number| (number as i64, 1)))
+    }
+
+    /// Single numbers with how often each comes, `[Σ times]` int64.
+    pub fn repeated(&self, list: impl IntoIterator<Item = (usize, usize)>) -> Tensor {
+        let list: Vec<(usize, usize)> = list.into_iter().collect();
+        let all = || list.iter().flat_map(|&(number, times)| repeat_n(number, times));
+        if self.0.borrow().device() == Device::Cpu {
+            return self.pick(all());
+        }
+        let [single, times] =
+            [self.pick(list.iter().map(|one| one.0)), self.pick(list.iter().map(|one| one.1))];
+        single.repeat_interleave_self_tensor(&times, 0, all().count() as i64)
+    }
+}
+
+/// Numbers that a ruler begins with.
+const SHORTEST: u64 = 1 << 10;
+
+/// Runs `(first, count)` of rows, one after the other; what lies side by side is not copied.
+pub fn runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    match joined(list).as_slice() {
+        [] => of.narrow(0, 0, 0),
+        [(first, count)] => of.narrow(0, *first, *count),
+        // Where nothing has to be sent, one list costs less than a view of every run.
+        several if of.device() == Device::Cpu => of.index_select(0, &numbers(several)),
+        several => Tensor::cat(&several.iter().map(|&(at, n)| of.narrow(0, at, n)).collect::<Vec<_>>(), 0),
+    }
+}
+
+/// The numbers of runs, on the CPU.
+fn numbers(list: &[(i64, i64)]) -> Tensor {
+    let numbers: Vec<i64> = list.iter().flat_map(|&(first, count)| first..first + count).collect();
+    Tensor::from_slice(&numbers)
+}
+
+/// [`runs`] that keep none of the other rows in memory.
+pub(crate) fn kept(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    match joined(list).as_slice() {
+        [(first, count)] if *count < of.size()[0] => of.narrow(0, *first, *count).copy(),
+        list => runs(of, list.iter().copied()),
+    }
+}
+
+/// The same runs, as few as they can be.
+fn joined(list: impl IntoIterator<Item = (i64, i64)>) -> Vec<(i64, i64)> {
+    let mut joined: Vec<(i64, i64)> = vec![];
+    for (first, count) in list {
+        match joined.last_mut() {
+            Some((start, length)) if *start + *length == first => *length += count,
+            _ => joined.push((first, count)),
+        }
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_rows() {
+        let rows = Tensor::arange(10, (Kind::Int64, Device::Cpu));
+        let of = |list: &[(i64, i64)]| Vec::<i64>::try_from(runs(&rows, list.iter().copied())).unwrap();
+        assert_eq!(of(&[(7, 2), (1, 3), (4, 1)]), [7, 8, 1, 2, 3, 4]);
+        assert_eq!((of(&[]), of(&[(2, 0)])), (vec![], vec![]));
+        // A part that is kept takes no memory for the rest; all of it is not copied.
+        let (part, all) = (kept(&rows, [(2, 3)]), kept(&rows, [(0, 4), (4, 6)]));
+        assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [2, 3, 4]);
+        assert_ne!(part.data_ptr(), rows.narrow(0, 2, 3).data_ptr());
+        assert_eq!(all.data_ptr(), rows.data_ptr());
+        let ruler = Ruler::new(Device::Cpu);
+        assert_eq!(Vec::<i64>::try_from(ruler.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
+        assert_eq!(Vec::<i64>::try_from(ruler.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
+        assert_eq!(Vec::<i64>::try_from(ruler.repeated([(7, 2), (1, 0), (3, 1)])).unwrap(), [7, 7, 3]);
+        assert_eq!((ruler.pick([]).size(), ruler.runs([(4, 0)]).size()), (vec![0], vec![0]));
+    }
+
+    #[test]
+    fn lists_keep_their_places() {
+        let mut upload = Upload::default();
+        let parts = [vec![3i64, 1], vec![], vec![4]].map(|list| upload.push(list));
+        let there = upload.send(Device::Cpu);
+        let lists = parts.map(|part| Vec::<i64>::try_from(there.of(part)).unwrap());
+        assert_eq!(lists, [vec![3, 1], vec![], vec![4]]);
+    }
+
+    #[test]
+    fn floats_travel_among_integers() {
+        let mut upload = Upload::default();
+        let first = upload.push([7]);
+        let lists: [&[f32]; 4] = [&[1.5, -2.0, f32::MIN_POSITIVE], &[], &[0.25], &[-0.0, f32::INFINITY]];
+        let floats = lists.map(|list| upload.push_floats(list));
+        let there = upload.send(Device::Cpu);
+        assert_eq!(Vec::<i64>::try_from(there.of(first)).unwrap(), [7]);
+        for (list, floats) in lists.iter().zip(floats) {
+            assert_eq!(Vec::<f32>::try_from(there.floats(floats)).unwrap(), *list);
+        }
+    }
+}

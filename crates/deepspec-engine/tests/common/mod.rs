@@ -1,0 +1,162 @@
+//! A target and a drafter that are toys: their distributions depend on the whole prefix, so that the law of short outputs can be
+//! written down exactly. A prefix is a number: 1, then a digit of base V per token.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use deepspec_core::rng::{Purpose, Stream};
+use deepspec_engine::{DraftRequest, Feed, Forwarded, Proposal, Proposer, SamplingBatch, Target};
+use tch::{Device, Kind, Tensor};
+
+pub const V: i64 = 4;
+pub const GAMMA: usize = 3;
+pub const PROMPT: [i64; 2] = [2, 1];
+
+pub fn extended(prefix: i64, token: i64) -> i64 {
+    prefix * V + token
+}
+
+pub fn prompt_prefix() -> i64 {
+    PROMPT.iter().fold(1, |prefix, &token| extended(prefix, token))
+}
+
+/// Logits of the target after a prefix.
+pub fn target_logits(prefix: i64) -> [f32; V as usize] {
+    let stream = Stream::new(1, "target");
+    std::array::from_fn(|v| (3.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64)) as f32)
+}
+
+/// Logits of the drafter: half right, and surer of itself than it should be.
+pub fn draft_logits(prefix: i64) -> [f32; V as usize] {
+    let (right, stream) = (target_logits(prefix), Stream::new(2, "draft"));
+    std::array::from_fn(|v| right[v] + 2.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64) as f32)
+}
+
+pub fn logits_of(prefixes: impl Iterator<Item = i64>, law: fn(i64) -> [f32; V as usize]) -> Tensor {
+    let logits: Vec<f32> = prefixes.flat_map(law).collect();
+    Tensor::from_slice(&logits).view([-1, V])
+}
+
+pub fn prefixes(tensor: &Tensor) -> Vec<i64> {
+    Vec::try_from(tensor.to_kind(Kind::Int64).reshape([-1])).unwrap()
+}
+
+/// Keeps the prefix behind every token of every slot; hands it out as hidden state and as tap.
+pub struct ToyTarget {
+    pub slots: Vec<Vec<i64>>,
+}
+
+impl ToyTarget {
+    pub fn new(slots: usize) -> Self {
+        Self { slots: vec![vec![]; slots] }
+    }
+}
+
+impl Target for ToyTarget {
+    fn forward(&mut self, feed: &Feed) -> Forwarded {
+        let mut tokens = prefixes(&feed.tokens).into_iter();
+        let mut rows = vec![];
+        for &(slot, count) in feed.chunks {
+            for token in tokens.by_ref().take(count) {
+                let prefix = extended(self.slots[slot].last().copied().unwrap_or(1), token);
+                self.slots[slot].push(prefix);
+                rows.push(prefix);
+            }
+        }
+        let hidden = Tensor::from_slice(&rows).unsqueeze(1);
+        Forwarded { taps: hidden.copy(), hidden }
+    }
+
+    fn logits(&self, hidden: &Tensor) -> Tensor {
+        logits_of(prefixes(hidden).into_iter(), target_logits)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.slots[slot].truncate(len);
+    }
+
+    fn vocab_size(&self) -> usize {
+        V as usize
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+}
+
+/// Knows each slot's committed prefix from the taps alone; that the final states are of the same tokens it checks.
+pub struct ToyDrafter {
+    slots: Vec<i64>,
+    /// The prefixes that it went through.
+    taken: Vec<Vec<i64>>,
+    /// What the next state of each slot must be of, by the token that was said to follow the last one.
+    announced: Vec<Option<i64>>,
+}
+
+impl ToyDrafter {
+    pub fn new(slots: usize) -> Self {
+        Self { slots: vec![1; slots], taken: vec![vec![]; slots], announced: vec![None; slots] }
+    }
+}
+
+impl Proposer for ToyDrafter {
+    fn draft_len(&self) -> usize {
+        GAMMA
+    }
+
+    fn reads_hidden(&self) -> bool {
+        true
+    }
+
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
+        if !context.chunks.is_empty() {
+            assert_eq!(context.hidden.as_ref(), Some(&context.taps));
+            let mut rows = prefixes(&context.taps).into_iter();
+            let mut followers = prefixes(&context.next).into_iter();
+            for &(slot, count) in &context.chunks {
+                for (prefix, follower) in rows.by_ref().take(count).zip(followers.by_ref()) {
+                    assert!(self.announced[slot].is_none_or(|announced| announced == prefix));
+                    self.announced[slot] = Some(extended(prefix, follower));
+                    assert_eq!(
+                        prefix / V,
+                        self.slots[slot],
+                        "a state is missing, doubled or of a rejected token"
+                    );
+                    self.slots[slot] = prefix;
+                    self.taken[slot].push(prefix);
+                }
+            }
+        }
+        let committed = slots.iter().map(|&slot| self.slots[slot]);
+        let starts: Vec<i64> =
+            committed.zip(prefixes(anchors)).map(|(prefix, anchor)| extended(prefix, anchor)).collect();
+        for (&slot, &start) in slots.iter().zip(&starts) {
+            assert!(
+                self.announced[slot].is_none_or(|announced| announced == start),
+                "the anchor is not what was said to follow"
+            );
+        }
+        propose(starts, uniforms, sampling)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.taken[slot].truncate(len);
+        self.slots[slot] = self.taken[slot].last().copied().unwrap_or(1);
+        self.announced[slot] = None;
+    }
+}
+
+pub fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {
+    let (mut draws, mut confidence) = (vec![], vec![]);
+    for k in 0..GAMMA as i64 {
+        let logits = logits_of(prefixes_now.iter().copied(), draft_logits);
+        let (drawn, distribution) = sampling.sample(&logits, &uniforms.select(1, k));
+        // Depends on what came before the token, never on the token itself.
+        let sure = |&prefix: &i64| Stream::new(3, "sure").uniform(prefix as u64, Purpose::Init, 0) as f32;
+        confidence.push(Tensor::from_slice(&prefixes_now.iter().map(sure).collect::<Vec<_>>()));
+        for (prefix, token) in prefixes_now.iter_mut().zip(prefixes(&drawn)) {
+            *prefix = extended(*prefix, token);
+        }
+        draws.push((drawn, distribution));
+    }
+    Proposal::of(draws, Some(Tensor::stack(&confidence, 1).logit(None)))
+}

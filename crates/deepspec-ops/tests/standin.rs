@@ -1,0 +1,104 @@
+//! The GPU that is none (`tests/standin`) refuses and counts what a GPU would, so that tests on it mean something. Each test runs itself
+//! again in a process that has it.
+
+use std::env;
+use std::process::Command;
+
+use deepspec_ops::{device, device_memory, restart_device_peak};
+use deepspec_testkit::standin::{Report, Standin};
+use tch::{Device, Kind, TchError, Tensor};
+
+/// Nothing in a process that has the GPUs. If this one has not, the test `name` is run in one that has two of a megabyte each; what it
+/// did, unless this build is for true GPUs.
+fn lent(name: &str) -> Result<(), Option<Report>> {
+    if env::var_os("DEEPSPEC_STANDIN_DEVICES").is_some() {
+        assert_eq!(device("cuda"), Ok(Device::Cuda(0)));
+        return Ok(());
+    }
+    let program = env::current_exe().unwrap();
+    let Some(gpu) = Standin::for_program(&program) else { return Err(None) };
+    let dir = tempfile::tempdir().unwrap();
+    let report = dir.path().join("report.json");
+    let mut command = Command::new(&program);
+    command
+        .args(["--exact", name])
+        .env("DEEPSPEC_STANDIN_DEVICES", "2")
+        .env("DEEPSPEC_STANDIN_MEMORY", "1048576");
+    let output = gpu.watch(&mut command, &report).output().unwrap();
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    Err(Some(Report::load(&report)))
+}
+
+fn ones(device: Device) -> Tensor {
+    Tensor::ones([2, 3], (Kind::Float, device))
+}
+
+#[track_caller]
+fn refused(outcome: Result<Tensor, TchError>, words: &[&str]) {
+    let error = outcome.expect_err("it was not refused").to_string();
+    assert!(words.iter().all(|word| error.contains(word)), "{words:?} not in {error}");
+}
+
+#[test]
+fn operands_on_two_devices_are_refused() {
+    if lent("operands_on_two_devices_are_refused").is_err() {
+        return;
+    }
+    let (host, gpu, other) = (ones(Device::Cpu), ones(Device::Cuda(0)), ones(Device::Cuda(1)));
+    refused(gpu.f_add(&host), &["on the same device", "cuda:0", "cpu"]);
+    refused(gpu.f_add(&other), &["on the same device", "cuda:0", "cuda:1"]);
+    refused(gpu.f_matmul(&host.transpose(0, 1)), &["on the same device", "mat2"]);
+    refused(gpu.f_masked_select(&host.gt(0.0)), &["on the same device", "mask"]);
+    let rows = Tensor::from_slice(&[0i64]);
+    refused(gpu.f_index_select(0, &rows), &["on the same device", "index"]);
+    refused(host.f_index(&[Some(rows.to_device(Device::Cuda(0)))]), &["indices should be either on cpu"]);
+    refused(Tensor::f_ones([1], (Kind::Float, Device::Cuda(2))), &["invalid device ordinal"]);
+    // A host's scalar goes along with the call.
+    assert_eq!((gpu + Tensor::from(1.0f32)).device(), Device::Cuda(0));
+}
+
+#[test]
+fn memory_is_counted_and_ends() {
+    if lent("memory_is_counted_and_ends").is_err() {
+        return;
+    }
+    let gpu = Device::Cuda(1);
+    let fresh = |bytes: i64| Tensor::f_zeros([bytes], (Kind::Uint8, gpu));
+    let block = fresh(600_000).unwrap();
+    refused(
+        fresh(600_000),
+        &["CUDA out of memory. Tried to allocate 586.", "GPU 1 has a total capacity of 1.00 MiB"],
+    );
+    drop(block);
+    drop(fresh(700_000).unwrap());
+    let small = fresh(1000).unwrap();
+    let found = device_memory(gpu).unwrap();
+    assert_eq!(found.in_use, 1024);
+    assert!((700_000..701_000).contains(&found.peak), "{found:?}");
+    restart_device_peak(gpu);
+    assert_eq!(device_memory(gpu).unwrap().peak, 1024);
+    assert_eq!((device_memory(Device::Cuda(0)).unwrap().peak, device_memory(Device::Cpu)), (0, None));
+    drop(small);
+}
+
+#[test]
+fn transfers_and_waits_are_counted() {
+    let Err(report) = lent("transfers_and_waits_are_counted") else {
+        let gpu = ones(Device::Cpu).to_device(Device::Cuda(0)); // an upload
+        let mask = gpu.gt(0.0);
+        let _ = gpu.index(&[Some(Tensor::from_slice(&[1i64]))]); // a hidden one
+        let _ = gpu.index(&[Some(mask.shallow_clone())]); // a wait
+        let _ = gpu.shallow_clone().masked_fill_(&mask, 2.0);
+        let _ = mask.nonzero(); // a wait
+        let _ = gpu.sum(Kind::Float).double_value(&[]); // a download
+        let _ = gpu.to_device(Device::Cpu); // a download
+        let _ = gpu.to_device(Device::Cuda(1)); // neither
+        tch::Cuda::synchronize(0); // a wait
+        return;
+    };
+    let Some(found) = report else { return };
+    let counts = ["uploads", "downloads", "waits", "peer_copies"].map(|what| found.total(what));
+    assert_eq!(counts, [2, 2, 3, 1]);
+}

@@ -1,0 +1,102 @@
+//! What carries the ranks' tensors, and GPUs connected under supervision.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use deepspec_core::recipe::Backend;
+use tch::Device;
+
+use crate::dist::GroupError;
+use crate::dist::rendezvous::Rendezvous;
+
+/// How often a rank whose GPU is being connected looks whether another has ended.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// What carries tensors of a rank's device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Carrier {
+    /// Gloo, from and to host memory, where they live.
+    Gloo,
+    /// Gloo as well, with a copy of each GPU tensor in host memory.
+    Staged,
+    /// NCCL, from and to this GPU.
+    Nccl(usize),
+}
+
+impl Carrier {
+    /// The carrier that `backend` means for tensors of `device`.
+    ///
+    /// # Errors
+    /// [`GroupError::NoNccl`] where the build has none; [`GroupError::NcclOnCpu`].
+    pub fn new(backend: Backend, device: Device) -> Result<Self, GroupError> {
+        match (device, backend) {
+            (Device::Cuda(_), Backend::Gloo) => Ok(Self::Staged),
+            (Device::Cuda(index), Backend::Auto | Backend::Nccl) => nccl().map(|()| Self::Nccl(index)),
+            (_, Backend::Auto | Backend::Gloo) => Ok(Self::Gloo),
+            (_, Backend::Nccl) => Err(GroupError::NcclOnCpu),
+        }
+    }
+}
+
+/// Whether the build has NCCL, which carries tensors among GPUs.
+fn nccl() -> Result<(), GroupError> {
+    match deepspec_ops::NCCL_MISSING {
+        "" => Ok(()),
+        missing => Err(GroupError::NoNccl(missing.into())),
+    }
+}
+
+/// Runs `connect`, which waits for all ranks and cannot be interrupted, on a thread of its own, and gives it up after `timeout` or
+/// when another rank has ended. `abandon` is called where that thread is left behind.
+///
+/// # Errors
+/// What went wrong, in a line.
+pub fn watched<T: Send + 'static>(
+    rendezvous: &Rendezvous,
+    timeout: Duration,
+    connect: impl FnOnce() -> Result<T, String> + Send + 'static,
+    abandon: impl FnOnce(),
+) -> Result<T, String> {
+    let (tell, told) = mpsc::channel();
+    let worker = thread::Builder::new().name("connect".into());
+    // Nobody hears it where it comes too late.
+    worker.spawn(move || drop(tell.send(connect()))).map_err(|error| error.to_string())?;
+    let deadline = Instant::now() + timeout;
+    let problem = loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match told.recv_timeout(left.min(LOOK)) {
+            Ok(connected) => return connected,
+            Err(RecvTimeoutError::Disconnected) => return Err("the connecting thread has panicked".into()),
+            Err(RecvTimeoutError::Timeout) if left.is_zero() => {
+                let waited = timeout.as_secs();
+                break format!("not connected within {waited} s; NCCL_DEBUG=INFO shows what it waits for");
+            }
+            Err(RecvTimeoutError::Timeout) if rendezvous.has_ended() => {
+                break "another rank has ended before it was connected".into();
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    };
+    abandon();
+    Err(problem)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_has_its_carrier() {
+        assert_eq!(Carrier::new(Backend::Auto, Device::Cpu), Ok(Carrier::Gloo));
+        assert_eq!(Carrier::new(Backend::Gloo, Device::Cpu), Ok(Carrier::Gloo));
+        assert_eq!(Carrier::new(Backend::Nccl, Device::Cpu), Err(GroupError::NcclOnCpu));
+        assert_eq!(Carrier::new(Backend::Gloo, Device::Cuda(1)), Ok(Carrier::Staged));
+        for backend in [Backend::Auto, Backend::Nccl] {
+            match Carrier::new(backend, Device::Cuda(1)) {
+                Ok(carrier) => assert_eq!(carrier, Carrier::Nccl(1)),
+                Err(error) => assert!(error.to_string().contains("train.backend=gloo"), "{error}"),
+            }
+        }
+    }
+}

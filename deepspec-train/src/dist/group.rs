@@ -1,0 +1,308 @@
+//! The processes of a job as a group: collectives that all ranks call in the same order.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use deepspec_core::env::Ranks;
+use deepspec_core::recipe::Backend;
+use tch::{Device, Kind, Tensor};
+
+use crate::dist::GroupError;
+use crate::dist::carrier::{Carrier, watched};
+use crate::dist::rendezvous::{PeerStatus, Rendezvous, one_line};
+use deepspec_ops::c10d;
+
+/// The processes of a job. All ranks call the same operations in the same order; each fails if a rank has failed, is gone,
+/// or takes longer than the timeout.
+pub struct ProcessGroup {
+    rank: usize,
+    world_size: usize,
+    /// `None` for a process on its own.
+    link: Option<Link>,
+}
+
+struct Link {
+    // Dropped before the meeting place that it was made at.
+    group: c10d::Group,
+    rendezvous: Rendezvous,
+    timeout: Duration,
+    /// Whether tensors of a GPU go through host memory.
+    is_staged: bool,
+}
+
+impl ProcessGroup {
+    /// A process on its own: nothing to do for any operation.
+    pub fn alone() -> Self {
+        Self { rank: 0, world_size: 1, link: None }
+    }
+
+    /// Meets all other ranks. Tensors of `device` and of the CPU can be passed around then. A GPU becomes the calling thread's current
+    /// one, before anything else is done.
+    ///
+    /// # Errors
+    /// If ranks are missing after `timeout`, within which any later operation is given up too, last words included, or the backend is.
+    pub fn connect(
+        ranks: &Ranks,
+        device: Device,
+        backend: Backend,
+        timeout: Duration,
+    ) -> Result<Self, GroupError> {
+        let (rank, world_size) = (ranks.rank, ranks.world_size);
+        let carrier = Carrier::new(backend, device)?;
+        if let Device::Cuda(index) = device {
+            c10d::set_device(index).map_err(|problem| GroupError::Collective {
+                rank,
+                operation: "taking its GPU",
+                problem: one_line(&problem),
+            })?;
+        }
+        let rendezvous = Rendezvous::open(ranks, timeout)?;
+        let member = c10d::Member { rank, world_size, timeout: rendezvous.patience() };
+        let group = match c10d::Group::open(&rendezvous.store, &rendezvous.address(), member) {
+            Ok(group) => group,
+            Err(problem) => return Err(explain(rank, &rendezvous, timeout, "connecting", &problem)),
+        };
+        let link = Link { group, rendezvous, timeout, is_staged: carrier == Carrier::Staged };
+        let mut group = Self { rank, world_size, link: Some(link) };
+        if let Carrier::Nccl(device) = carrier {
+            let open = move |store: c10d::Store| c10d::Nccl::open(&store, member, device);
+            let nccl = group.connect_gpus(member.timeout, open, deepspec_ops::leave_at_exit)?;
+            if let (Some(link), Some(nccl)) = (&mut group.link, nccl) {
+                link.group.take_nccl(nccl);
+            }
+        }
+        Ok(group)
+    }
+
+    /// Runs `open`, which blocks until it has been called by all ranks, once all are known to be there; a rank that does not come
+    /// through it is given up after `timeout`, and one that fails at once. `abandon` is called where `open` is left running.
+    fn connect_gpus<T: Send + 'static>(
+        &self,
+        timeout: Duration,
+        open: impl FnOnce(c10d::Store) -> Result<T, String> + Send + 'static,
+        abandon: impl FnOnce(),
+    ) -> Result<Option<T>, GroupError> {
+        self.barrier("meeting before the GPUs are connected")?;
+        let Some(link) = &self.link else { return Ok(None) };
+        let own_failure = Arc::new(OnceLock::new());
+        let noted = Arc::clone(&own_failure);
+        let open = move |store| open(store).inspect_err(|problem| drop(noted.set(problem.clone())));
+        let store = link.rendezvous.store.another();
+        let opened = store.and_then(|store| watched(&link.rendezvous, timeout, || open(store), abandon));
+        opened.map(Some).map_err(|problem| {
+            let (rank, operation) = (self.rank, "connecting the GPUs");
+            if let Some(problem) = own_failure.get().map(|problem| one_line(problem)) {
+                link.rendezvous.fail(&problem);
+                return GroupError::Collective { rank, operation, problem };
+            }
+            // Whether that works or not, this rank ends now.
+            let _ = link.group.abort();
+            explain(rank, &link.rendezvous, link.timeout, operation, &problem)
+        })
+    }
+
+    /// This process, from 0.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// All processes.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Whether this is the rank that writes and speaks for all.
+    pub fn is_leader(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Adds up a contiguous tensor over all ranks, in place. All ranks get the same bits.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn all_reduce(&self, operation: &'static str, tensor: &mut Tensor) -> Result<(), GroupError> {
+        self.call(operation, |link| match link.stages(tensor) {
+            false => link.group.all_reduce(tensor),
+            true => {
+                let mut host = tensor.detach().to_device(Device::Cpu);
+                link.group.all_reduce(&mut host)?;
+                tensor.detach().copy_(&host);
+                Ok(())
+            }
+        })
+    }
+
+    /// Whether sums that were started go on by themselves. Those that go through host memory are waited for.
+    pub fn sums_beside(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| !link.is_staged)
+    }
+
+    /// Begins to add up a contiguous tensor over all ranks, in place where nothing has to go through host memory; [`Sum::finish`] gives the result.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn start_all_reduce(&self, operation: &'static str, mut tensor: Tensor) -> Result<Sum, GroupError> {
+        let state = match &self.link {
+            None => SumState::Done(tensor),
+            Some(link) if link.stages(&tensor) => {
+                self.all_reduce(operation, &mut tensor)?;
+                SumState::Done(tensor)
+            }
+            Some(link) => {
+                let sum = link.group.start_all_reduce(tensor);
+                SumState::Pending(sum.map_err(|problem| self.give_up(operation, &problem))?)
+            }
+        };
+        Ok(Sum { operation, state })
+    }
+
+    /// Copies a contiguous tensor of rank `root` to all ranks, in place.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn broadcast(
+        &self,
+        operation: &'static str,
+        tensor: &mut Tensor,
+        root: usize,
+    ) -> Result<(), GroupError> {
+        self.call(operation, |link| match link.stages(tensor) {
+            false => link.group.broadcast(tensor, root),
+            true if self.rank == root => {
+                link.group.broadcast(&mut tensor.detach().to_device(Device::Cpu), root)
+            }
+            true => {
+                let mut host = Tensor::empty(tensor.size(), (tensor.kind(), Device::Cpu));
+                link.group.broadcast(&mut host, root)?;
+                tensor.detach().copy_(&host);
+                Ok(())
+            }
+        })
+    }
+
+    /// The bytes of all ranks, by rank.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn all_gather(&self, operation: &'static str, bytes: &[u8]) -> Result<Vec<Vec<u8>>, GroupError> {
+        if self.link.is_none() {
+            return Ok(vec![bytes.to_vec()]);
+        }
+        let ranks = self.world_size as i64;
+        let mut lengths = Tensor::zeros([ranks, 1], (Kind::Int64, Device::Cpu));
+        let length = Tensor::from_slice(&[bytes.len() as i64]);
+        self.call(operation, |link| link.group.all_gather(&mut lengths, &length))?;
+        let longest = lengths.max().int64_value(&[]).max(1);
+        let mut padded = bytes.to_vec();
+        padded.resize(longest as usize, 0);
+        let mut rows = Tensor::zeros([ranks, longest], (Kind::Uint8, Device::Cpu));
+        let padded = Tensor::from_slice(&padded);
+        self.call(operation, |link| link.group.all_gather(&mut rows, &padded))?;
+        let row = |rank: i64| {
+            let length = lengths.int64_value(&[rank, 0]) as usize;
+            let mut bytes = vec![0; length];
+            rows.get(rank).copy_data(&mut bytes, length);
+            bytes
+        };
+        Ok((0..ranks).map(row).collect())
+    }
+
+    /// Whether any rank says yes.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn any(&self, operation: &'static str, yes: bool) -> Result<bool, GroupError> {
+        let mut count = Tensor::from_slice(&[i64::from(yes)]);
+        self.all_reduce(operation, &mut count)?;
+        Ok(count.int64_value(&[0]) > 0)
+    }
+
+    /// Waits for all ranks.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn barrier(&self, operation: &'static str) -> Result<(), GroupError> {
+        self.any(operation, false).map(drop)
+    }
+
+    /// Tells the other ranks which error of its own ends this one.
+    pub fn fail(&self, cause: &str) {
+        if let Some(link) = &self.link {
+            link.rendezvous.fail(cause);
+        }
+    }
+
+    fn call(
+        &self,
+        operation: &'static str,
+        work: impl FnOnce(&Link) -> Result<(), String>,
+    ) -> Result<(), GroupError> {
+        let Some(link) = &self.link else { return Ok(()) };
+        work(link).map_err(|problem| self.give_up(operation, &problem))
+    }
+
+    /// Closes all connections after a collective has failed; says why it has.
+    fn give_up(&self, operation: &'static str, problem: &str) -> GroupError {
+        let Some(link) = &self.link else {
+            return GroupError::Collective { rank: self.rank, operation, problem: one_line(problem) };
+        };
+        // Whether that works or not, this rank ends now.
+        let _ = link.group.abort();
+        explain(self.rank, &link.rendezvous, link.timeout, operation, problem)
+    }
+}
+
+/// A sum over all ranks that may be under way.
+pub struct Sum {
+    operation: &'static str,
+    state: SumState,
+}
+
+enum SumState {
+    Done(Tensor),
+    Pending(c10d::Sum),
+}
+
+impl Sum {
+    /// Waits for it in the group that started it. All ranks get the same bits.
+    ///
+    /// # Errors
+    /// See [`ProcessGroup`].
+    pub fn finish(self, group: &ProcessGroup) -> Result<Tensor, GroupError> {
+        match self.state {
+            SumState::Done(tensor) => Ok(tensor),
+            SumState::Pending(sum) => match &group.link {
+                Some(link) => {
+                    link.group.finish(sum).map_err(|problem| group.give_up(self.operation, &problem))
+                }
+                None => Err(group.give_up(self.operation, "it is another group's")),
+            },
+        }
+    }
+}
+
+impl Link {
+    /// Whether a tensor is carried by way of host memory.
+    fn stages(&self, tensor: &Tensor) -> bool {
+        self.is_staged && tensor.device() != Device::Cpu
+    }
+}
+
+/// Why a collective failed.
+fn explain(
+    rank: usize,
+    rendezvous: &Rendezvous,
+    timeout: Duration,
+    operation: &'static str,
+    problem: &str,
+) -> GroupError {
+    let problem = one_line(problem);
+    match rendezvous.ask() {
+        PeerStatus::Failed(peer, cause) => GroupError::Peer { rank, operation, peer, cause },
+        PeerStatus::Silent(silent) => GroupError::Silent { rank, operation, timeout, silent, problem },
+        PeerStatus::Alive => GroupError::Collective { rank, operation, problem },
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,123 @@
+//! GPUs that are connected, by something else than NCCL: who is named when that does not come to an end.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Barrier, mpsc};
+use std::thread;
+
+use super::*;
+use crate::dist::Host;
+
+/// Long enough for any machine; only what is meant to wait so long does.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Two ranks whose GPUs are connected by something that never comes back, as NCCL does while a rank is missing: rank 0 connects
+/// with `timeout`, rank 1 does `other` and then stays as long with the group that it gets back. Returns what became of rank 0, and
+/// how many threads were left behind.
+fn stuck(
+    timeout: Duration,
+    other: impl Fn(ProcessGroup) -> Option<ProcessGroup> + Sync,
+) -> (GroupError, usize) {
+    let host = Host::open(2, PATIENCE).unwrap();
+    let places = [0, 1].map(|rank| host.place(rank, 2));
+    let abandoned = AtomicUsize::new(0);
+    // A rank that leaves while another still shakes hands is missed there already.
+    let met = Barrier::new(2);
+    let (done, rank_0_is_done) = mpsc::channel::<()>();
+    let connect = |place| {
+        let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE);
+        met.wait();
+        group.unwrap()
+    };
+    let error = thread::scope(|scope| {
+        let (connect, other) = (&connect, &other);
+        let second = &places[1];
+        scope.spawn(move || {
+            let _stays = other(connect(second));
+            assert!(rank_0_is_done.recv().is_err());
+        });
+        let group = connect(&places[0]);
+        let (hold, held) = mpsc::channel::<()>();
+        let open = move |_| held.recv().map_err(|_| "released".to_string());
+        let count = || {
+            abandoned.fetch_add(1, Ordering::Relaxed);
+        };
+        let error = group.connect_gpus(timeout, open, count).map(drop).unwrap_err();
+        drop((hold, done));
+        error
+    });
+    (error, abandoned.into_inner())
+}
+
+#[test]
+fn a_rank_that_fails_while_gpus_are_connected_is_named_at_once() {
+    let (error, abandoned) = stuck(PATIENCE, |group| {
+        group.barrier("meeting").unwrap();
+        group.fail("no room on the GPU");
+        Some(group)
+    });
+    let operation = "connecting the GPUs";
+    let cause = "no room on the GPU".into();
+    assert_eq!(error, GroupError::Peer { rank: 0, operation, peer: 1, cause });
+    assert_eq!(abandoned, 1);
+}
+
+#[test]
+fn a_rank_whose_own_gpu_cannot_be_connected_tells_the_others_why() {
+    let (error, abandoned) = stuck(PATIENCE, |group| {
+        let failing = |_| Err::<(), _>("no room\non the GPU".to_string());
+        let own = group.connect_gpus(PATIENCE, failing, || panic!("it was left behind")).unwrap_err();
+        assert!(own.to_string().contains("no room"), "{own}");
+        Some(group)
+    });
+    let GroupError::Peer { rank: 0, peer: 1, operation: "connecting the GPUs", cause } = error else {
+        panic!("{error}")
+    };
+    assert!(cause.contains("no room") && !cause.contains('\n'), "{cause}");
+    assert_eq!(abandoned, 1);
+}
+
+#[test]
+fn a_rank_that_hangs_while_gpus_are_connected_is_given_up_and_named() {
+    let (error, abandoned) = stuck(Duration::from_secs(1), |group| {
+        group.barrier("meeting").unwrap();
+        Some(group)
+    });
+    let GroupError::Silent { silent, operation: "connecting the GPUs", problem, .. } = error else {
+        panic!("{error}")
+    };
+    assert_eq!((silent, abandoned), (vec![1], 1));
+    assert!(problem.contains("not connected within 1 s"), "{problem}");
+}
+
+#[test]
+fn a_rank_that_ends_before_gpus_are_connected_is_named_and_none_is_waited_for() {
+    let (error, abandoned) = stuck(PATIENCE, |group| {
+        group.fail("no GPU");
+        None
+    });
+    let operation = "meeting before the GPUs are connected";
+    assert_eq!(error, GroupError::Peer { rank: 0, operation, peer: 1, cause: "no GPU".into() });
+    assert_eq!(abandoned, 0);
+}
+
+#[test]
+fn what_is_connected_is_handed_on_with_keys_of_its_own() {
+    let host = Host::open(2, PATIENCE).unwrap();
+    let places = [0, 1].map(|rank| host.place(rank, 2));
+    thread::scope(|scope| {
+        for place in &places {
+            scope.spawn(|| {
+                let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
+                let rank = group.rank();
+                let open = move |store: c10d::Store| {
+                    store.set(&format!("met/{rank}"), &[7])?;
+                    store.get(&format!("met/{}", 1 - rank), PATIENCE)
+                };
+                let got = group.connect_gpus(PATIENCE, open, || panic!("it was left behind"));
+                assert_eq!(got, Ok(Some(vec![7])));
+                // The connection among the CPUs is as it was.
+                group.barrier("afterwards").unwrap();
+            });
+        }
+    });
+}
