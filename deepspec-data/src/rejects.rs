@@ -4,8 +4,8 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use deepspec_core::atomic::{self, FileError};
 use deepspec_capture::Rejected;
+use deepspec_core::atomic::{self, FileError};
 use serde_json::json;
 
 /// Lines that are shown one by one; all of them are in the file.

@@ -20,13 +20,13 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
+use deepspec_datasets::suites::{Asking, Folder};
+use deepspec_drafters::{Block, BlockProposer};
 use deepspec_engine::{
     Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Proposal,
     Proposer, Request, Sampling, Tally, Target,
 };
-use deepspec_drafters::{Block, BlockProposer};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, stop_ids};
-use deepspec_datasets::suites::{Asking, Folder};
 use deepspec_text::ChatTokenizer;
 use serde::Deserialize;
 use serde_json::json;

@@ -1,10 +1,10 @@
 //! How far a drafter's confidences can be believed, and what cutting blocks by them would give.
 
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_engine::Cycle;
 use deepspec_cost::ScheduleError;
 use deepspec_cost::calibrate::Calibration;
 use deepspec_cost::reliability::{Reliability, ReliabilityReport};
+use deepspec_engine::Cycle;
 use serde::{Deserialize, Serialize};
 
 /// Thresholds of the sweep: 0, 0.05, …, 0.95.

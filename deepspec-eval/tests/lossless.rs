@@ -11,14 +11,14 @@ use std::sync::OnceLock;
 use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3};
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_cost::planner::Planner;
+use deepspec_cost::policy::Policy;
+use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{
     Completion, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Proposal,
     Proposer, Request, Sampling, SamplingBatch, Target,
 };
-use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_models::TargetModel;
-use deepspec_cost::planner::Planner;
-use deepspec_cost::policy::Policy;
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};

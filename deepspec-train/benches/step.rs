@@ -19,12 +19,12 @@ use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use deepspec_core::{Slots, Tap};
-use deepspec_train::dist::ProcessGroup;
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, LossAlphas, Markov, MarkovKind, Normaliser,
     TrainSample, anchor_candidates,
 };
 use deepspec_models::ModelConfig;
+use deepspec_train::dist::ProcessGroup;
 use deepspec_train::optimizer::AdamW;
 use deepspec_train::schedule::anchors;
 use serde::Serialize;

@@ -5,15 +5,15 @@ use std::iter;
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
+use crate::dist::ProcessGroup;
 use anyhow::Context;
+use deepspec_capture::{StatesError, check_fit};
 use deepspec_core::cli::{self, UsageError};
 use deepspec_core::recipe::Recipe;
-use crate::dist::ProcessGroup;
+use deepspec_cost::estimate::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
 use deepspec_ops::{DeviceMemory, Ready, StepTrace, device_memory, range, restart_device_peak};
-use deepspec_cost::estimate::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
-use deepspec_capture::{StatesError, check_fit};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

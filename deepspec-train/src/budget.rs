@@ -1,11 +1,11 @@
 //! What a run holds in memory, worked out before it does.
 
 use deepspec_capture::cache::PAGES_KEPT;
+use deepspec_capture::{Dataset, batches, readers};
 use deepspec_core::FinalStates;
 use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
 use deepspec_drafters::{DrafterPlan, PassBytes, SampleSize, WeightCounts};
 use deepspec_models::ModelConfig;
-use deepspec_capture::{Dataset, batches, readers};
 use serde::Serialize;
 use tch::{Device, Kind};
 

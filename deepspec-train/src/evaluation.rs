@@ -3,14 +3,14 @@
 use std::path::Path;
 use std::time::Instant;
 
+use crate::dist::ProcessGroup;
+use deepspec_capture::{Dataset, TargetBundle};
 use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_core::{Tap, env, usage};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Target as _};
-use crate::dist::ProcessGroup;
-use deepspec_drafters::TrainableDrafter;
-use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
-use deepspec_capture::{Dataset, TargetBundle};
 use deepspec_datasets::suites::{Asking, Folder, Prepared, is_file};
+use deepspec_drafters::TrainableDrafter;
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Target as _};
+use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 

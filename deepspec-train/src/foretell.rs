@@ -2,15 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
+use deepspec_capture::Budget;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::States;
 use deepspec_core::usage;
-use deepspec_drafters::TrainSample;
 use deepspec_cost::estimate::{
     Asked, Basis, Bytes, Drafting, Estimate, Machine, Measured, Pipeline, ScaleError, Stage, Training,
     UPDATE_BYTES, Work, captured, decoded, judged, read_measured,
 };
-use deepspec_capture::Budget;
+use deepspec_drafters::TrainSample;
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 

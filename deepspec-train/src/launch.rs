@@ -8,10 +8,10 @@ use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use crate::dist::Host;
 use anyhow::{Context, bail};
 use deepspec_core::cli::{ExitWith, UsageError};
 use deepspec_core::env;
-use crate::dist::Host;
 use deepspec_ops::{die_with_parent, signal};
 use signal_hook::consts::{SIGCHLD, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;

@@ -25,6 +25,7 @@ mod run;
 pub mod schedule;
 mod setup;
 mod shape;
+mod show_plan;
 mod signals;
 mod sinks;
 mod staging;

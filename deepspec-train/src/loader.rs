@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use deepspec_capture::cache::loss_mask;
+use deepspec_capture::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
 use deepspec_core::cli;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
 use deepspec_ops::{Ready, SideStream};
-use deepspec_capture::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
 use tch::{Device, Tensor};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};

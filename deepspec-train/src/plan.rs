@@ -1,87 +1,18 @@
 //! What will run, said before it does: a line per topic, or JSON.
 
-use std::io::Write;
-
-use anyhow::Context;
+use deepspec_capture::{Budget, Dataset, TargetBundle, TargetRuntime, batches};
 use deepspec_core::cli::{self, count};
-use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
 use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
-use deepspec_ops::{LocalRank, device_name, kind_name};
-use deepspec_capture::{Budget, Dataset, StatesError, TargetBundle, TargetRuntime, batches, check_fit};
+use deepspec_ops::{device_name, kind_name};
 use serde_json::{Value, json};
 use tch::Device;
 
-use crate::args::Args;
 use crate::budget::{Costs, Memory, bytes_of};
-use crate::checkpoint::Checkpoints;
 use crate::evaluation::Questions;
-use crate::foretell::Foretold;
 use crate::schedule::{Order, Schedule, shuffled};
-use crate::setup::{kind, open_data, target_runtime};
-use crate::shape::Shape;
-use crate::{bench, schedule};
-
-/// Prints the plan of `recipe`: with its data where that is there, else as far as the target's sizes tell.
-///
-/// # Errors
-/// Usage errors for a recipe that does not fit its target or its data; damaged data.
-pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> anyhow::Result<()> {
-    let processes = local.processes;
-    let shape = Shape::of(&recipe.target, args.verbosity())?;
-    let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
-    let runtime = target_runtime(recipe, device, local)?;
-    let missing = missing(recipe, &shape);
-    let source =
-        missing.is_none().then(|| TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report));
-    let source = source.transpose()?;
-    let dataset = source.as_ref().map(|source| open_data(recipe, source)).transpose()?;
-    let opened = source.as_ref().zip(dataset.as_ref());
-    let questions = opened.map(|(source, dataset)| Questions::read(recipe, source, dataset));
-    let questions = questions.transpose()?.flatten();
-    let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
-    let data = match (&source, &dataset) {
-        (Some(source), Some(dataset)) => {
-            let schedule = schedule::of_recipe(recipe, dataset.len(), processes)?;
-            Ok(Data { source, dataset, schedule, questions: questions.as_ref() })
-        }
-        _ => Err(missing.unwrap_or_default()),
-    };
-    let weights = drafter_plan.weights()?;
-    let (target, drafter_plan) = (&shape.config, drafter_plan.as_ref());
-    let costs = Costs { recipe, target, drafter_plan, weights, processes, program, device };
-    let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
-    let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).latest()? };
-    let resumes = latest.map(|path| path.display().to_string());
-    let foretold = args.foretell.is_asked().then(|| Foretold::of(&args.foretell, &plan)).transpose()?;
-    let text = if args.json {
-        let mut json = plan.json()?;
-        json["tool_version"] = json!(deepspec_core::VERSION);
-        json["pipeline"] = json!(foretold.as_ref().map(Foretold::json));
-        json["resumes"] = json!(resumes);
-        serde_json::to_string_pretty(&json)?
-    } else {
-        let resumes = resumes.map_or("starts anew".into(), |path| format!("resumes {path}"));
-        let foretold =
-            foretold.map(|foretold| format!("\n{}", cli::wrapped("all stages", 14, &foretold.text())));
-        let checkpoints = cli::wrapped("checkpoints", 14, &resumes);
-        format!("{}\n{checkpoints}{}", plan.text()?, foretold.unwrap_or_default())
-    };
-    writeln!(cli::stdout(), "{text}").context("writing the plan")
-}
-
-/// What has to come to this machine before the samples can be looked at.
-fn missing(recipe: &Recipe, shape: &Shape) -> Option<String> {
-    if !shape.has_weights {
-        return Some(format!("{} is not on this machine", recipe.target.model));
-    }
-    match &recipe.data.states {
-        States::Cache(dir) => (!env::expand_home(dir).is_dir())
-            .then(|| format!("no cache in {dir} (deepspec-data cache build)")),
-        States::Online | States::Hybrid(_) => None,
-    }
-}
+use crate::setup::kind;
 
 /// Everything that is said.
 pub struct Plan<'a> {

@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
+use crate::dist::ProcessGroup;
 use anyhow::Context;
 use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{config, usage};
-use crate::dist::ProcessGroup;
 use deepspec_drafters::{TrainableDrafter, is_embed_or_head};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

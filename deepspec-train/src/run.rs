@@ -5,17 +5,17 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
+use crate::dist::{Carrier, GroupError, ProcessGroup};
 use anyhow::Context;
+use deepspec_capture::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Backend, Recipe, ShardingStrategy, States};
 use deepspec_core::{config, usage};
-use crate::dist::{Carrier, GroupError, ProcessGroup};
 use deepspec_drafters::{DrafterPlan, TrainableDrafter, is_embed_or_head};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
 use deepspec_ops::{DeviceError, LocalRank, StepTrace};
-use deepspec_capture::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
@@ -26,12 +26,12 @@ use crate::evaluation::{Evaluation, Questions};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
-use crate::plan::{self, Data, Plan};
+use crate::plan::{Data, Plan};
 use crate::schedule::{self, Schedule};
 use crate::setup::{kind, open_data, target_runtime};
 use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
-use crate::{launch, rank_check, signals};
+use crate::{launch, rank_check, show_plan, signals};
 
 /// Runs `deepspec-train`: as one process, as one of many, or as the launcher of many.
 ///
@@ -62,7 +62,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         return bench::run(args, &recipe, steps, device, processes);
     }
     if args.plan {
-        return plan::show(args, &recipe, device, local);
+        return show_plan::show(args, &recipe, device, local);
     }
     let group = match &place {
         Some(place) => ProcessGroup::connect(place, device, backend, timeout)?,

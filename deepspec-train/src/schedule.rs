@@ -1,9 +1,9 @@
 //! Batch arithmetic: steps, epochs, and which sample comes when. Pure numbers.
 
+use deepspec_capture::Budget;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{Recipe, TrainRecipe};
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_capture::Budget;
 
 /// What the arithmetic starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,10 +1,10 @@
 //! What a recipe comes to on this machine, for training as for planning: kinds, devices, data.
 
+use deepspec_capture::{Dataset, StatesError, TargetBundle, TargetRuntime};
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_core::recipe::{Precision, Recipe};
 use deepspec_ops::LocalRank;
-use deepspec_capture::{Dataset, StatesError, TargetBundle, TargetRuntime};
 use tch::{Device, Kind};
 
 use crate::schedule::shuffled;

@@ -186,8 +186,8 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use deepspec_core::recipe::Backend;
     use crate::dist::Host;
+    use deepspec_core::recipe::Backend;
     use tch::{Device, Kind};
 
     use super::*;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::dist::ProcessGroup;
 use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
-use crate::dist::ProcessGroup;
 use deepspec_drafters::{Listener, Metrics, TrainableDrafter};
 use deepspec_ops::{StepTrace, range};
 

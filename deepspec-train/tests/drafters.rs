@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use common::{Bench, STEPS};
 use deepspec_core::Tap;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_models::{TargetModel, TargetOptions, Weights};
 use deepspec_testkit::golden::{Values, arrays};
 use deepspec_testkit::tiny;

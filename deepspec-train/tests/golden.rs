@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use deepspec_train::dist::ProcessGroup;
 use deepspec_testkit::golden::{Array, Case, Values};
+use deepspec_train::dist::ProcessGroup;
 use deepspec_train::lr::LrSchedule;
 use deepspec_train::optimizer::{AdamW, clip};
 use deepspec_train::schedule::{Order, Schedule, SizeError, Sizes};

@@ -7,12 +7,12 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use deepspec_core::cli::Verbosity;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
-use deepspec_drafters::DrafterOptions;
-use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_capture::TargetBundle;
+use deepspec_core::cli::Verbosity;
 use deepspec_datasets::suites::{Asking, Folder};
+use deepspec_drafters::DrafterOptions;
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
+use deepspec_models::{TargetModel, TargetOptions};
 use serde_json::Value;
 use tch::{Device, Kind};
 

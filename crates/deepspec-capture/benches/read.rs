@@ -15,7 +15,9 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{cpu_seconds, load};
-use deepspec_capture::cache::{Builder, Encoding, FinalStates, Identity, Layout, Plan, PlannedSample, Reader};
+use deepspec_capture::cache::{
+    Builder, Encoding, FinalStates, Identity, Layout, Plan, PlannedSample, Reader,
+};
 use deepspec_core::Tap;
 
 const TAPS: usize = 5;

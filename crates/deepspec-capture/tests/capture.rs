@@ -6,9 +6,9 @@ use std::path::Path;
 
 use common::Bench;
 use deepspec_capture::cache::{Builder, FinalStates, Plan, PlannedSample, Reader};
+use deepspec_capture::{Capture, fill};
 use deepspec_core::recipe::Recipe;
 use deepspec_engine::{Feed, Target};
-use deepspec_capture::{Capture, fill};
 use deepspec_testkit::skip;
 use tch::{Device, Kind, Tensor};
 

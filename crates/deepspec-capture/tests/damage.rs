@@ -156,7 +156,9 @@ fn nan_in_a_cache_that_is_otherwise_consistent_is_found_by_verify() {
     assert_eq!(problems.len(), 1, "{text:?}");
     assert!(text[0].contains("row 0 of tap embedding has the value NaN"), "{text:?}");
     assert_eq!(
-        deepspec_capture::cache::inspect(&Reader::open(dir.path()).unwrap().sample(0).unwrap()).unwrap().tensors[0]
+        deepspec_capture::cache::inspect(&Reader::open(dir.path()).unwrap().sample(0).unwrap())
+            .unwrap()
+            .tensors[0]
             .non_finite,
         1
     );

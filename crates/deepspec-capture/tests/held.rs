@@ -8,8 +8,8 @@ use std::path::Path;
 use std::process::Command;
 
 use common::Bench;
-use deepspec_core::cli::Verbosity;
 use deepspec_capture::{Dataset, TargetBundle};
+use deepspec_core::cli::Verbosity;
 use serde_json::json;
 
 const ROWS: usize = 1500;

@@ -9,8 +9,8 @@ use std::thread;
 
 use common::Bench;
 use deepspec_capture::cache::PlannedSample;
-use deepspec_core::recipe::Recipe;
 use deepspec_capture::{Dataset, TargetBundle, tokenise};
+use deepspec_core::recipe::Recipe;
 use serde_json::json;
 
 const SAMPLES: usize = 40;

@@ -6,9 +6,9 @@ use std::fs;
 
 use common::Bench;
 use deepspec_capture::cache::{Encoding, FinalStates};
+use deepspec_capture::identity;
 use deepspec_core::Tap;
 use deepspec_models::chat_formats;
-use deepspec_capture::identity;
 use deepspec_text::ChatTemplate;
 
 #[test]

@@ -7,10 +7,10 @@ use std::path::Path;
 
 use common::Bench;
 use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan, verify};
-use deepspec_core::recipe::Recipe;
 use deepspec_capture::{
     Capture, Dataset, SampleStates, StateSource, TargetBundle, TargetRuntime, fill, tokenise,
 };
+use deepspec_core::recipe::Recipe;
 use deepspec_testkit::folder::files;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use deepspec_core::atomic::FileError;
 use crate::gguf::GgufError;
+use deepspec_core::atomic::FileError;
 
 /// A checkpoint that cannot be read or converted.
 #[derive(Debug, thiserror::Error)]

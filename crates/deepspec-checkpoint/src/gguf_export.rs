@@ -3,8 +3,8 @@
 use std::io;
 use std::path::Path;
 
-use deepspec_core::{VERSION, atomic};
 use crate::gguf::{LAYER_NAMES, ROPE_FACTORS, Tensor, TensorType, Tokenizer, Value, Writer, pairs};
+use deepspec_core::{VERSION, atomic};
 use safetensors::Dtype;
 use serde_json::Value as Json;
 

@@ -6,8 +6,8 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use deepspec_core::atomic::FileError;
 use crate::gguf::{LINK, Model, TensorType};
+use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 

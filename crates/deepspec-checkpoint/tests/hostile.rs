@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_core::rng::{Purpose, Stream};
 use deepspec_checkpoint::gguf::{Gguf, Model, Tensor, TensorType, Value, Writer, unpack};
+use deepspec_core::rng::{Purpose, Stream};
 
 const WIDTH: usize = 8;
 const TOKENS: [&str; 6] = ["a", "b", "ab", "<|end|>", "c", "[PAD5]"];

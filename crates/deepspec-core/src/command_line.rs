@@ -6,10 +6,10 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
+use crate::VERSION;
 use anyhow::Context;
 use clap::{Arg, ArgMatches, Command, Parser, value_parser};
 use clap_complete::Shell;
-use crate::VERSION;
 
 /// Something more that a program can say of itself, under a subcommand of its own.
 pub struct Description {

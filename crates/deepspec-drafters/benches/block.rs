@@ -6,11 +6,11 @@ use std::path::Path;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::{Slots, Tap};
-use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, BlockProposer, Confidence, DraftDecoder, LossAlphas, Markov,
     MarkovKind, Normaliser, TrainSample,
 };
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
 

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use deepspec_core::config::{ConfigError, Document};
 use deepspec_checkpoint::Reader;
+use deepspec_core::config::{ConfigError, Document};
 use deepspec_models::{ModelError, families};
 use schemars::{Schema, SchemaGenerator};
 use serde::de::DeserializeOwned;

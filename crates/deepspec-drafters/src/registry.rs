@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use deepspec_core::cli::UsageError;
-use deepspec_core::config::{ConfigError, Document, with_nearest};
-use deepspec_core::recipe::{DrafterRecipe, Recipe};
 use deepspec_checkpoint::{
     Checkpoint, Dialect, DialectError, Known, Tensors, foreign_attention, foreign_layout,
 };
+use deepspec_core::cli::UsageError;
+use deepspec_core::config::{ConfigError, Document, with_nearest};
+use deepspec_core::recipe::{DrafterRecipe, Recipe};
 use deepspec_models::config::{Fields, read_json};
 use deepspec_models::{ModelConfig, ModelError, families};
 use schemars::{JsonSchema, SchemaGenerator};

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use deepspec_engine::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_engine::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_models::{TargetModel, TargetOptions};
 use safetensors::SafeTensors;
 use serde_json::Value;

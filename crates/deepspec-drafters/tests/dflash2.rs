@@ -7,13 +7,13 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{assert_close, noise};
-use deepspec_core::{Slots, Tap};
-use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_checkpoint::{Dialect, Target, convert};
+use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockBatch, BlockConfig, Convolution, DFlash2, DFlash2Config, DFlash2Proposer,
     DFlash2Sum, DraftDecoder, DrafterConfig, LossAlphas, Normaliser, TrainSample, open_checkpoint,
 };
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{ModelConfig, Weights, save};
 use deepspec_testkit::{golden, skip};
 use serde_json::{Value, json};

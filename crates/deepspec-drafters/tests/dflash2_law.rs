@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 
 use deepspec_core::{Slots, Tap};
+use deepspec_drafters::{AnchoredBlocks, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
 use deepspec_engine::{
     DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Proposal, Proposer, Request, Sampling,
     SamplingBatch, Target,
 };
-use deepspec_drafters::{AnchoredBlocks, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head};
 use deepspec_testkit::law::{count, misfit};
 use deepspec_testkit::{noise, tiny};

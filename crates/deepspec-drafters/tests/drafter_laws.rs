@@ -8,11 +8,11 @@ use std::path::Path;
 use common::assert_close;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
-use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, BlockProposer, DraftDecoder, DrafterConfig, Eagle3, Eagle3Batch,
     Eagle3Config, Eagle3Objective, Eagle3Proposer, Normaliser, Supervise, TrainSample,
 };
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

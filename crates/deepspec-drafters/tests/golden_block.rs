@@ -3,12 +3,12 @@
 mod common;
 
 use common::{assert_close, device, tensor};
-use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
+use deepspec_cost::planner::{Planner, StepLoad};
+use deepspec_cost::policy::Policy;
 use deepspec_drafters::{
     Block, BlockProposer, BlockSum, LossAlphas, Normaliser, TrainSample, anchor_candidates, eval_mask,
 };
-use deepspec_cost::planner::{Planner, StepLoad};
-use deepspec_cost::policy::Policy;
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
 use tch::{Device, Kind, Tensor};
 

@@ -4,10 +4,10 @@ mod common;
 
 use common::{assert_close, device, tensor};
 use deepspec_core::recipe::LossNormalization;
-use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
     Eagle3, Eagle3Batch, Eagle3Metrics, Eagle3Objective, Eagle3Proposer, Metrics, Normaliser, Supervise,
 };
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
 use tch::{Device, Kind, Tensor};
 

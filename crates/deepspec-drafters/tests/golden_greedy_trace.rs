@@ -3,11 +3,11 @@
 mod common;
 
 use common::device;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, Tally};
-use deepspec_drafters::DrafterOptions;
-use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
+use deepspec_drafters::DrafterOptions;
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, Tally};
+use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::Kind;
 

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use deepspec_engine::Context;
 use deepspec_drafters::{Block, BlockProposer};
+use deepspec_engine::Context;
 use tch::{Device, Kind, Tensor};
 
 /// Tokens of the histories: the last one's is too long to attend where it lies.

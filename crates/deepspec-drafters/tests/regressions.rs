@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
-use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_drafters::{
     AnchoredBlocks, Block, BlockConfig, BlockProposer, DraftDecoder, Markov, MarkovKind, TrainSample,
     anchor_candidates, eval_mask, slot_weight,
 };
+use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};

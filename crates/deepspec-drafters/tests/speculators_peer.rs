@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{assert_close, noise};
-use deepspec_core::recipe::LossNormalization;
 use deepspec_checkpoint::{Dialect, Target, convert};
+use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{
     Block, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample, open_checkpoint,
 };

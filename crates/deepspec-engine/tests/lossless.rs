@@ -12,13 +12,13 @@ use common::{
     target_logits,
 };
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_cost::cost::StepCost;
+use deepspec_cost::curve::CostCurve;
+use deepspec_cost::planner::Planner;
 use deepspec_engine::{
     Completion, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Request, Sampling, SamplingBatch,
     Target, Verdict, draw, verify,
 };
-use deepspec_cost::cost::StepCost;
-use deepspec_cost::curve::CostCurve;
-use deepspec_cost::planner::Planner;
 use deepspec_testkit::law::{Counts, count, misfit};
 use tch::{Device, Kind, Tensor};
 

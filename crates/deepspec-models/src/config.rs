@@ -3,9 +3,9 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use deepspec_cost::estimate::{AttentionSize, ModelSize};
-use deepspec_core::atomic;
 use deepspec_checkpoint::DecoderFamily;
+use deepspec_core::atomic;
+use deepspec_cost::estimate::{AttentionSize, ModelSize};
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 

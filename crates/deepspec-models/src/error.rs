@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
+use deepspec_checkpoint::DialectError;
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli::UsageError;
-use deepspec_checkpoint::DialectError;
 
 /// A model that cannot be loaded or does not fit.
 #[derive(Debug, thiserror::Error)]

@@ -6,10 +6,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
+use deepspec_checkpoint::no_weights;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::{self, Hasher};
 use deepspec_core::env;
-use deepspec_checkpoint::no_weights;
 use serde_json::{Map, Value};
 
 use crate::ModelError;

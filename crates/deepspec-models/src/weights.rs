@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::io::{self, Write};
 use std::path::Path;
 
-use deepspec_core::atomic;
 use deepspec_checkpoint::{Tensors, cut, is_readable, quantised, quantised_folder, write_index};
+use deepspec_core::atomic;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};

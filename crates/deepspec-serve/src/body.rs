@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::defaults::Defaults;
 use crate::error::ChatError;
+use crate::ranges::{PENALTIES, top_p, within};
 
 /// Texts that may end an answer, and bytes of each: they are looked for at every token.
 const MAX_STOPS: usize = 16;
@@ -95,10 +96,6 @@ const READ: [&str; 23] = [
     "frequency_penalty",
     "repetition_penalty",
 ];
-
-/// Penalties, and the values at which they do nothing.
-pub(crate) const PENALTIES: [(&str, f64); 3] =
-    [("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)];
 
 /// Fields that change the answer and are not supported, of OpenAI, vLLM and SGLang; they are refused but where their value does nothing.
 const UNSUPPORTED: [&str; 49] = [
@@ -315,20 +312,6 @@ fn messages(values: Vec<Value>) -> Result<Vec<Message>, ChatError> {
             .map_err(|problem| ChatError::field(format!("messages[{index}]"), problem.to_string()))
     };
     values.into_iter().enumerate().map(parse).collect()
-}
-
-pub(crate) fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f64, ChatError> {
-    let inside = (least..=most).contains(&value);
-    inside
-        .then_some(value)
-        .ok_or_else(|| ChatError::field(name, format!("{value} is not between {least} and {most}")))
-}
-
-pub(crate) fn top_p(value: f64) -> Result<f64, ChatError> {
-    let inside = value > 0.0 && value <= 1.0;
-    inside
-        .then_some(value)
-        .ok_or_else(|| ChatError::field("top_p", format!("{value} is not above 0 and at most 1")))
 }
 
 /// −1 is how other servers write "all".

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::body::{PENALTIES, top_p, within};
+use crate::ranges::{PENALTIES, top_p, within};
 
 /// Values of the fields that a request leaves out: `generation_config.json` of the model, as vLLM applies it.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_engine::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket};
+use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_engine::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
-use deepspec_cost::policy::Policy;
 use hdrhistogram::Histogram;
 use tokio::sync::{mpsc, oneshot};
 

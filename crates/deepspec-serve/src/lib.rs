@@ -7,6 +7,7 @@ mod engine;
 mod error;
 pub mod http;
 mod metrics;
+mod ranges;
 mod reply;
 mod schedule;
 mod stop;

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use deepspec_core::usage;
-use deepspec_models::{config_digest, weights_digest};
 use deepspec_cost::cost_file::{self, Weights};
 use deepspec_cost::planner::Planner;
 use deepspec_cost::temperatures::Temperatures;
+use deepspec_models::{config_digest, weights_digest};
 
 use crate::EngineArgs;
 

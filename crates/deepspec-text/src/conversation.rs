@@ -6,7 +6,8 @@ use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value};
 
 use crate::finish::{self, FINISH_REASON};
-use crate::message::{Message, Role, RowError, WEIGHT, check_starts_with_user, conversation};
+use crate::message::{Message, Role, WEIGHT};
+use crate::records::{RowError, check_starts_with_user, conversation};
 use crate::thoughts;
 
 /// The tokens that an answer was served as, where the server told them.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
 
-use crate::message::RowError;
+use crate::records::RowError;
 
 /// A tokenizer, template or conversation that cannot be used.
 #[derive(Debug, thiserror::Error)]

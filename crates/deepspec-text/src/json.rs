@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
-use crate::template::{WIDEST, too_wide};
+use crate::rendering::{WIDEST, too_wide};
 
 /// `{{ value | tojson }}` or `{{ value | tojson(indent=2) }}`; keys keep their order.
 pub fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {

@@ -31,12 +31,13 @@ pub use error::TextError;
 pub use exact::served_thinking;
 pub use finish::{Completeness, FINISH_REASON, FinishReason};
 pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
-pub use message::{
-    Message, MessageError, Role, RowError, THOUGHTS, WEIGHT, check_starts_with_user, conversation,
-};
+pub use message::{Message, MessageError, Role, THOUGHTS, WEIGHT};
 pub use problem::{Checked, Problem};
 pub use prompt::{generation_prompt, served_prompt, trained_thinking};
-pub use records::{MESSAGE_KEYS, Records, is_record_key, records, report_choice, system_message};
+pub use records::{
+    MESSAGE_KEYS, Records, RowError, check_starts_with_user, conversation, is_record_key, records,
+    report_choice, system_message,
+};
 pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
 pub use stream::TokenStream;
 pub use template::RenderOptions;

@@ -2,8 +2,9 @@
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
-use crate::message::{Message, Role, check_starts_with_user};
+use crate::message::{Message, Role};
 use crate::prefixes::Prefixes;
+use crate::records::check_starts_with_user;
 use crate::rules::{ChatTemplate, MaskRule};
 use crate::template::RenderOptions;
 use crate::thoughts;

@@ -6,7 +6,7 @@ use std::sync::Once;
 use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value, json};
 
-use crate::message::RowError;
+use crate::message::{Message, MessageError, Role};
 
 /// Fields with a list of messages. The first that holds one is used.
 pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
@@ -196,6 +196,76 @@ fn turns(row: &Map<String, Value>) -> Option<Records> {
 fn columns(row: &Map<String, Value>) -> String {
     let names: Vec<String> = row.keys().take(12).map(|name| format!("`{name}`")).collect();
     if names.is_empty() { "no fields".into() } else { names.join(", ") }
+}
+
+/// Why a row has no usable conversation; a phrase to follow "file:line: ".
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RowError {
+    /// The row has no field that holds a conversation.
+    #[error(
+        "no conversation: expected `conversations` or `messages` with a list of messages, `prompt` with `response`, `instruction` with `output`, or `turns`; the row has {columns}"
+    )]
+    NoConversation {
+        /// The names of the row's fields.
+        columns: String,
+    },
+    /// The field that should hold the conversation holds something else.
+    #[error("`{key}` must be a non-empty array of messages, found {found}")]
+    NotMessages {
+        /// The field.
+        key: &'static str,
+        /// What it is.
+        found: &'static str,
+    },
+    /// One of the messages is malformed.
+    #[error("{key}[{index}]: {problem}")]
+    Message {
+        /// The field that holds the messages.
+        key: &'static str,
+        /// Its place, from 0.
+        index: usize,
+        /// What is wrong with it.
+        problem: MessageError,
+    },
+    /// `tools` is no array of objects.
+    #[error("`tools` must be an array of objects or its JSON text, found {found}")]
+    Tools {
+        /// What it is.
+        found: &'static str,
+    },
+    /// Someone else than the user speaks first.
+    #[error("Conversation must start with user, found {found}")]
+    StartsWith {
+        /// The role of the first message that is no system message.
+        found: Role,
+    },
+    /// Nobody asks anything.
+    #[error("Conversation must start with user, found no message besides the system's")]
+    NoUser,
+}
+
+/// Parses the messages of a row, whichever of the usual fields holds them. See [`records`].
+///
+/// # Errors
+/// If no field holds a conversation, or a message is malformed.
+pub fn conversation(row: &Map<String, Value>) -> Result<Vec<Message>, RowError> {
+    let Records { key, messages } = records(row)?;
+    let parse = |(index, value): (usize, Value)| {
+        Message::try_from(value).map_err(|problem| RowError::Message { key, index, problem })
+    };
+    messages.into_iter().enumerate().map(parse).collect()
+}
+
+/// Checks that the first message that is no system message is the user's.
+///
+/// # Errors
+/// With the role that speaks first instead.
+pub fn check_starts_with_user(messages: &[Message]) -> Result<(), RowError> {
+    match messages.iter().map(|message| message.role).find(|&role| role != Role::System) {
+        Some(Role::User) => Ok(()),
+        Some(found) => Err(RowError::StartsWith { found }),
+        None => Err(RowError::NoUser),
+    }
 }
 
 #[cfg(test)]

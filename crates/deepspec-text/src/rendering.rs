@@ -12,6 +12,9 @@ use std::time::Duration;
 
 use minijinja::{Environment, Error, ErrorKind, Value};
 
+/// Blanks that filters may write before a line or a value: more is a mistake that costs gigabytes.
+pub(crate) const WIDEST: i64 = 1000;
+
 /// How long is waited before the thread's own time is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Processor time that a rendering may take from the first look on.
@@ -34,6 +37,11 @@ struct Worker {
 
 thread_local! {
     static WORKER: RefCell<Option<Worker>> = const { RefCell::new(None) };
+}
+
+/// The error of a wider one.
+pub(crate) fn too_wide(width: i64) -> Error {
+    Error::new(ErrorKind::InvalidOperation, format!("a width of {width}; at most {WIDEST} is written"))
 }
 
 /// Renders the template of this name.

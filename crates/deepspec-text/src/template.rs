@@ -16,7 +16,7 @@ use crate::error::TextError;
 use crate::generation;
 use crate::json::tojson;
 use crate::message::Message;
-use crate::rendering;
+use crate::rendering::{self, WIDEST, too_wide};
 
 /// What a rendering depends on besides the messages.
 #[derive(Debug, Clone, Default)]
@@ -57,15 +57,9 @@ fn range_within(
     }
 }
 
-/// Blanks that filters may write before a line or a value: more is a mistake that costs gigabytes.
-pub(crate) const WIDEST: i64 = 1000;
 /// The names under which the engine's own filters stay.
 const INDENT: &str = "unbounded_indent";
 const FORMAT: &str = "unbounded_format";
-
-pub(crate) fn too_wide(width: i64) -> Error {
-    Error::new(ErrorKind::InvalidOperation, format!("a width of {width}; at most {WIDEST} is written"))
-}
 
 /// The engine's own filter of this name, for widths up to [`WIDEST`]: as a number, as `width=`, or within a format.
 fn bounded(

@@ -10,13 +10,13 @@ use clap::ValueEnum;
 use deepspec_capture::cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
 };
+use deepspec_capture::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
 use deepspec_core::atomic;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
 use deepspec_ops::{default_kind, device_name, kind_name};
-use deepspec_capture::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
 use tch::Device;
 
 use super::{Job, mib, refusal, together};

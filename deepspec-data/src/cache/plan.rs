@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use deepspec_capture::cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
+use deepspec_capture::{Budget, Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
 use deepspec_core::cli::{self, UsageError, Verbosity, count};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
-use deepspec_models::ModelConfig;
 use deepspec_cost::estimate::{Machine, Measured, Stage, Work, captured, read_measured};
-use deepspec_capture::{Budget, Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
+use deepspec_models::ModelConfig;
 use serde_json::{Value, json};
 use tch::Device;
 

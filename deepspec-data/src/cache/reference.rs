@@ -4,13 +4,13 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use deepspec_capture::cache::{Identity, Reader, Reference, export as export_cache, remove_existing};
+use deepspec_capture::{StatesError, mask_rules};
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::recipe::TemplateRecipe;
 use deepspec_core::usage;
 use deepspec_hub::model_dir;
 use deepspec_models::{ModelConfig, chat_formats, config_digest, weights_digest};
-use deepspec_capture::{StatesError, mask_rules};
 use deepspec_text::ChatTokenizer;
 
 use super::build::contents;

@@ -1,8 +1,8 @@
 //! One row, looked at: its mask, and what is wrong with it.
 
+use deepspec_capture::unknown_token;
 use deepspec_core::jsonl::Line;
 use deepspec_core::row::{self, UniqueIds};
-use deepspec_capture::unknown_token;
 use deepspec_text::{Checked, Conversation, MIN_SUPERVISED_TOKENS, Role, Supervised, check, supervise};
 use serde_json::{Map, Value};
 

@@ -1,12 +1,12 @@
 //! The tokenizer and the mask rules by which rows are looked at.
 
 use anyhow::Context;
+use deepspec_capture::{StatesError, chat_template, check_rules, mask_rules};
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::{MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelConfig, chat_formats};
-use deepspec_capture::{StatesError, chat_template, check_rules, mask_rules};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
 use super::args::Args;

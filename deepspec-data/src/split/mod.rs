@@ -9,6 +9,7 @@ mod clashes;
 mod columns;
 mod contamination;
 mod conversation;
+mod drawn;
 mod fields;
 mod filter;
 mod input;
@@ -35,11 +36,12 @@ use crate::rejects::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
 use deepspec_datasets::rows::{Format, Table};
+use drawn::Drawn;
 use filter::{Example, Found, Judge, RowFilter};
 use input::Input;
 use output::Outputs;
 use overlap::Overlap;
-use passes::{Drawn, OptimisticPass};
+use passes::OptimisticPass;
 use report::{Rejected, Sum};
 
 /// Runs the command.

@@ -1,7 +1,7 @@
 //! Prompts that would stand on both sides: a held-out prompt that was trained on is answered too well.
 
 use super::assign::{Side, SplitAssigner};
-use super::passes::Drawn;
+use super::drawn::Drawn;
 use super::seen::Seen;
 
 /// The prompts that are held out, and how many training rows of each source ask the same.

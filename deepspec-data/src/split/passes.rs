@@ -12,6 +12,7 @@ use deepspec_core::progress::Progress;
 
 use super::assign::{Quota, Side, SplitAssigner};
 use super::conversation::Name;
+use super::drawn::Drawn;
 use super::filter::{Found, Ids, Judge, Judged, RowFilter};
 use super::input::Input;
 use super::output::{Lines, Outputs, Writer};
@@ -122,16 +123,6 @@ fn first_of(
         Ok((file, judged, lines))
     };
     pipeline::run(read, work, |(file, judged, lines)| deliver(file, judged, lines, &mut ids))
-}
-
-/// A source, what was found in it and how much of it goes where.
-pub struct Drawn<'a> {
-    /// The source.
-    pub input: &'a Input,
-    /// What the first pass found.
-    pub found: &'a Found,
-    /// How many of the usable rows are written.
-    pub quota: Quota,
 }
 
 /// The second pass: writes what is drawn of the usable rows, in the order of the datasets, without training rows that ask what is held out

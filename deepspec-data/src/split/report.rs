@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use super::args::Args;
 use super::contamination::Suites;
+use super::drawn::Drawn;
 use super::filter::{Example, Found};
 use super::input::{Input, Origin};
 use super::overlap::Overlap;
-use super::passes::Drawn;
 use super::roles::Target;
 use crate::rejects;
 

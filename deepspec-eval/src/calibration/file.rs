@@ -5,8 +5,8 @@ use std::path::Path;
 
 use deepspec_core::digest::short;
 use deepspec_core::usage;
-use deepspec_models::{config_digest, weights_digest};
 use deepspec_cost::reliability::ReliabilityReport;
+use deepspec_models::{config_digest, weights_digest};
 use serde::{Deserialize, Serialize};
 
 use crate::results::{DrafterIdentity, TargetIdentity};

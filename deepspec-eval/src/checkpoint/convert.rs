@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use deepspec_checkpoint::{
+    Checkpoint, Dialect, Engine, Gguf, Server, Target, TensorType, convert, for_engine,
+};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_checkpoint::{Checkpoint, Dialect, Engine, Gguf, Server, Target, TensorType, convert, for_engine};
 use deepspec_drafters::open_checkpoint;
 
 use super::{dir, report};

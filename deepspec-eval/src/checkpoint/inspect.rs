@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+use deepspec_checkpoint::{Checkpoint, Dialect, loaders};
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
-use deepspec_checkpoint::{Checkpoint, Dialect, loaders};
 use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 

@@ -7,8 +7,8 @@ mod inspect;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_checkpoint::DialectError;
+use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_hub::{HubError, model_dir};
 
 /// What is done with a checkpoint.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::{atomic, env, usage};
-use deepspec_hub::{HubError, model_dir};
 use deepspec_cost::economics::{Draft, Hardware, Load, Precision, Target};
+use deepspec_hub::{HubError, model_dir};
 use serde::Serialize;
 use serde_json::Value;
 

@@ -6,9 +6,9 @@ use anyhow::Result;
 use plotters::coord::ranged1d::{KeyPointHint, KeyPointWeight, NoDefaultFormatting, Ranged, ValueFormatter};
 use plotters::coord::types::RangedCoordf64;
 
-use super::canvas::UNITS;
 use super::palette::GREY;
 use super::theme::{SMALL, letters};
+use super::units::UNITS;
 
 /// A range of values with ticks; plotters takes it as a coordinate.
 #[derive(Clone)]

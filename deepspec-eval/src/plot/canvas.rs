@@ -6,14 +6,7 @@ use plotters::prelude::*;
 use tiny_skia::Pixmap;
 
 use super::paper::Paper;
-
-/// Units per pixel. Plotters counts in whole units: were they pixels, curves would have steps and discs few sizes.
-pub(crate) const UNITS: u32 = 10;
-/// Our letters, whatever fonts are installed. See `assets/LICENSE-DejaVu.txt`.
-pub(crate) static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-subset.ttf");
-
-/// How far the base line of a text lies below its middle, in em: so it is as high above that as below.
-pub(crate) const MIDDLE: f32 = 0.36;
+use super::units::{MIDDLE, UNITS, is_shown, px};
 
 /// Pixels of a PNG for each of the drawing's, either way: it looks sharp on dense screens too.
 const DENSITY: u32 = 2;
@@ -22,18 +15,8 @@ const MOST_PIXELS: u32 = 16_384;
 /// Pixels left free at each edge.
 const MARGIN: f64 = 16.0;
 
-/// What is drawn on; lengths on it are [`px`].
+/// What is drawn on; lengths on it are [`super::px`].
 pub type Canvas<'a> = DrawingArea<Paper<'a>, Shift>;
-
-/// A length of so many pixels on a [`Canvas`].
-pub fn px(pixels: f64) -> i32 {
-    (pixels * f64::from(UNITS)).round() as i32
-}
-
-/// Whether a character of a text is drawn: XML forbids the others.
-pub(crate) fn is_shown(c: char) -> bool {
-    !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')
-}
 
 /// A finished drawing.
 pub struct Plot {

@@ -10,8 +10,10 @@ mod canvas;
 mod chart;
 mod paper;
 mod theme;
+mod units;
 
 pub use axis::{Axis, doubling};
-pub use canvas::{Canvas, Plot, px};
+pub use canvas::{Canvas, Plot};
 pub use chart::{Chart, chart, heading, point_labels, series};
 pub use theme::{Marker, SeriesStyle, palette, stroke};
+pub use units::px;

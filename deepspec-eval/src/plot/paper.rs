@@ -8,7 +8,7 @@ use plotters::style::text_anchor::{HPos, VPos};
 use plotters_backend::{BackendColor, BackendCoord, BackendStyle, BackendTextStyle, DrawingErrorKind};
 use tiny_skia::{FillRule, LineJoin, Paint, Path, PathBuilder, Pixmap, Rect, Stroke, Transform};
 
-use super::canvas::{FONT, MIDDLE, UNITS, is_shown};
+use super::units::{FONT, MIDDLE, UNITS, is_shown};
 
 type Drawn = Result<(), DrawingErrorKind<io::Error>>;
 

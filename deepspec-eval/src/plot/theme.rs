@@ -6,9 +6,9 @@ use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::register_font;
 
-use super::canvas::FONT;
 use super::paper::Paper;
 use super::px;
+use super::units::FONT;
 
 /// Colours that are told apart in colour-blind vision (Okabe & Ito 2008).
 pub mod palette {

@@ -9,8 +9,8 @@ use std::path::Path;
 
 use anyhow::Context;
 use deepspec_core::{atomic, usage};
-use deepspec_engine::{DraftSampling, Tally};
 use deepspec_datasets::suites::Domain;
+use deepspec_engine::{DraftSampling, Tally};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 

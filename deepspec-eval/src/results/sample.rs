@@ -1,7 +1,7 @@
 //! Results for tests.
 
-use deepspec_engine::{Completion, Cycle, Finish, Tally};
 use deepspec_datasets::suites::Domain;
+use deepspec_engine::{Completion, Cycle, Finish, Tally};
 use serde_json::json;
 
 use super::{Baseline, Metrics, Results, Scored, SuiteResult, Timing};

@@ -1,7 +1,7 @@
 //! How a run was made, and with what.
 
-use deepspec_engine::DraftSampling;
 use deepspec_cost::policy::Policy;
+use deepspec_engine::DraftSampling;
 use serde::{Deserialize, Serialize};
 
 /// How a run was made.

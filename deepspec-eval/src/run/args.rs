@@ -6,10 +6,10 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use deepspec_core::usage;
-use deepspec_engine::{DraftSampling, Sampling};
-use deepspec_drafters::Drafter;
 use deepspec_cost::policy::Policy;
 use deepspec_datasets::suites::Domain;
+use deepspec_drafters::Drafter;
+use deepspec_engine::{DraftSampling, Sampling};
 use tch::Device;
 
 use crate::results::Turns;

@@ -6,9 +6,9 @@ use std::time::Instant;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
+use deepspec_datasets::suites::{Asking, Prepared};
 use deepspec_engine::{Completion, Event, Finish, Generator, Request, Sampling, StepTimes, Tally, Ticket};
 use deepspec_ops::StepTrace;
-use deepspec_datasets::suites::{Asking, Prepared};
 use deepspec_text::{Message, Role, without_thoughts};
 
 use super::args::Shard;

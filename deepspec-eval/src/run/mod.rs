@@ -16,13 +16,13 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::{atomic, config, usage};
-use deepspec_engine::Sampling;
+use deepspec_cost::policy::Policy;
+use deepspec_datasets::suites::{Asking, Folder, Prepared};
 use deepspec_drafters::Drafter;
+use deepspec_engine::Sampling;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, Weights, config_digest, weights_digest};
 use deepspec_ops::StepTrace;
-use deepspec_cost::policy::Policy;
-use deepspec_datasets::suites::{Asking, Folder, Prepared};
 use deepspec_text::ChatTokenizer;
 use serde_json::{Map, Value, json};
 

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{Tap, env, usage};
-use deepspec_engine::{Engine, EngineOptions, Lanes, Proposer, shares};
+use deepspec_cost::cost_file::{self, Weights};
+use deepspec_cost::planner::Planner;
 use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_engine::{Engine, EngineOptions, Lanes, Proposer, shares};
 use deepspec_models::{
     Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
     weights_digest,
 };
 use deepspec_ops::StepTrace;
-use deepspec_cost::cost_file::{self, Weights};
-use deepspec_cost::planner::Planner;
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 

@@ -5,9 +5,9 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use deepspec_core::atomic::{self, FileError};
-use deepspec_engine::Finish;
 use deepspec_cost::survival::sigmoid;
 use deepspec_datasets::suites::Prepared;
+use deepspec_engine::Finish;
 use deepspec_text::ChatTokenizer;
 use serde::Serialize;
 

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use deepspec_engine::Tally;
 use deepspec_datasets::suites::Prepared;
+use deepspec_engine::Tally;
 
 use super::decode::{Answer, Pass};
 use crate::confidence::{self, ConfidenceResult};

@@ -9,12 +9,12 @@ use std::path::Path;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{env, usage};
-use deepspec_engine::{Completion, Engine, EngineOptions, Request, Sampling};
-use deepspec_drafters::DrafterOptions;
-use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
+use deepspec_drafters::DrafterOptions;
+use deepspec_engine::{Completion, Engine, EngineOptions, Request, Sampling};
+use deepspec_hub::{HubError, model_dir};
+use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
 use crate::run::{Dtype, Switch, models};

@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::Tap;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
-use deepspec_drafters::{BlockProposer, DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
 use deepspec_datasets::suites::{Asking, Folder};
+use deepspec_drafters::{BlockProposer, DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind, Tensor};
 

@@ -285,7 +285,8 @@ fn llama_cpp_tokenises_a_real_model_as_here() {
     let Some(server) = llama_server() else { return };
     let Some(folder) = tokenizers() else { return };
     let (root, file) = (tempfile::tempdir().unwrap(), folder.join("smollm2.gguf"));
-    let tokenizer = ChatTokenizer::load(&deepspec_checkpoint::gguf::unpack(&file, root.path()).unwrap()).unwrap();
+    let tokenizer =
+        ChatTokenizer::load(&deepspec_checkpoint::gguf::unpack(&file, root.path()).unwrap()).unwrap();
     let llama = Llama::start(&server, &["--model", file.to_str().unwrap()]);
     let texts = [
         "What is 12345 + 678.90?",

@@ -9,8 +9,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::LazyLock;
 
 use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan};
-use deepspec_core::cli::Verbosity;
 use deepspec_capture::{Capture, TargetBundle, fill, tokenise};
+use deepspec_core::cli::Verbosity;
 use deepspec_testkit::standin::{Report, Standin};
 use serde_json::{Value, json};
 use tch::{Device, Kind};

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crc_fast::CrcAlgorithm;
 use crate::cache::PlannedSample;
+use crc_fast::CrcAlgorithm;
 
 /// Where a sample lies, and how large it is.
 pub(super) struct Entry {

@@ -5,10 +5,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use deepspec_capture::{StatesError, TargetBundle};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::config;
 use deepspec_core::recipe::Recipe;
-use deepspec_capture::{StatesError, TargetBundle};
 use tempfile::TempDir;
 
 /// A folder of its own with a copy of the tiny target, so that a test may change it.

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
 use crate::rows::{Source, Table};
+use anyhow::{Context, bail};
 use serde_json::Value;
 
 use crate::suites::turns::Form;

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use deepspec_core::Slots;
 use deepspec_checkpoint::{
     Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family,
     Fields, ForeignClass, GgufParts, GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes,
     Speculators, Tensors, Verdict, keys,
 };
+use deepspec_core::Slots;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 

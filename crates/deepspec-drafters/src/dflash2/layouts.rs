@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use deepspec_core::Slots;
 use deepspec_checkpoint::{
     Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family,
     Fields, ForeignClass, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict, keys,
 };
+use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
 use super::config::DFlash2Config;

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use deepspec_core::Tap;
 use deepspec_checkpoint::{
     Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family, Fields, ForeignClass, GgufParts,
     GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes, Speculators, Verdict, keys, taps,
 };
+use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
 use super::config::Eagle3Config;

@@ -3,9 +3,9 @@
 use deepspec_ops::{add_to_rows, multiply, sum_rows};
 use tch::Tensor;
 
-use super::chunks::Span;
 use super::pieces::TokenRange;
 use super::sources::distinct;
+use super::span::Span;
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]

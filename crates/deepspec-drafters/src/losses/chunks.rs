@@ -6,9 +6,10 @@ use deepspec_ops::{multiply, range, weigh_target};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
+use super::inputs::{RowObjective, Supervised};
 use super::pieces::{TokenRange, pitch, spaced};
-use super::sources::Sources;
-use super::terms::{LossAlphas, Needs, TERMS};
+use super::span::{Span, spans};
+use super::terms::{LossAlphas, TERMS};
 use super::tile::Logits;
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
@@ -39,62 +40,6 @@ const TEMPORARIES: usize = 6;
 const TEMPORARIES_OF_CAP: usize = TEMPORARIES + 1;
 /// The same of float32 on the CPU, where losses are measured and differentiated in place, and only a soft-cap leaves something.
 const TEMPORARIES_OF_CAP_IN_PLACE: usize = 5;
-
-/// R supervised rows, in whole blocks of at most γ.
-#[derive(Clone, Copy)]
-pub struct Supervised<'a> {
-    /// Final-normed states of the drafter, `[R, d]`.
-    pub hidden: &'a Tensor,
-    /// None without a Markov head.
-    pub bias: Option<Bias<'a>>,
-    /// Final-normed states of the target that predict the labels, `[S, d]`.
-    pub teacher: &'a Tensor,
-    /// Which of them is each row's.
-    pub sources: Sources<'a>,
-    /// `[R]`.
-    pub labels: &'a Tensor,
-    /// Position weights, `[R]` float32.
-    pub weights: &'a Tensor,
-    /// Where each row stands: block · γ + position, `[R]`.
-    pub slot_index: &'a Tensor,
-    /// Rows of each block, one after the other.
-    pub counts: &'a [usize],
-    /// γ.
-    pub gamma: i64,
-    /// Factor on the gradients: one over the normaliser.
-    pub scale: f64,
-    /// Whether it is to be found out in which rows drafter and target prefer the same token.
-    pub agreement: bool,
-    /// What is learned beside the terms.
-    pub extra: Option<&'a dyn RowObjective>,
-}
-
-impl Supervised<'_> {
-    pub(super) fn needs(&self, alphas: &LossAlphas) -> Needs {
-        Needs { agreement: self.agreement, ..alphas.needs() }
-    }
-}
-
-/// What a kind of drafter learns of its logits beside the terms.
-pub trait RowObjective {
-    /// Columns that it finds of each row.
-    fn columns(&self) -> i64;
-
-    /// Some rows, which `span` picks of tensors over all rows, with the float32 logits of drafter and target, `[n, V]`.
-    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> RowFindings;
-}
-
-/// What a [`RowObjective`] finds of n rows, float32.
-pub struct RowFindings {
-    /// Its columns, `[n, C]`.
-    pub columns: Tensor,
-    /// Its loss with all its weights but the factor on gradients, `[n, 1]`.
-    pub loss: Tensor,
-    /// Tokens whose logits have a gradient, `[n, k]`, each once in a row.
-    pub tokens: Tensor,
-    /// Their gradients with that factor, `[n, k]`.
-    pub gradient: Tensor,
-}
 
 /// Gradients by the inputs, and what was found about each row.
 pub struct LossOutput {
@@ -144,41 +89,6 @@ impl LossOutput {
     pub fn column(&self, column: Column) -> Tensor {
         self.rows.select(1, column.place())
     }
-}
-
-/// Some consecutive blocks and their rows.
-#[derive(Clone, Copy)]
-pub struct Span {
-    pub(super) first_block: usize,
-    pub(super) blocks: usize,
-    pub(super) first_row: i64,
-    pub(super) rows: i64,
-}
-
-impl Span {
-    /// Its rows of a tensor.
-    pub fn of(&self, tensor: &Tensor) -> Tensor {
-        tensor.narrow(0, self.first_row, self.rows)
-    }
-}
-
-/// Whole blocks in groups of at most `most` rows, but at least one block each.
-fn spans(counts: &[usize], most: i64) -> Vec<Span> {
-    let mut spans: Vec<Span> = vec![];
-    let mut next = Span { first_block: 0, blocks: 0, first_row: 0, rows: 0 };
-    for &count in counts {
-        let count = count as i64;
-        if next.blocks > 0 && next.rows + count > most {
-            spans.push(next);
-            let (first_block, first_row) = (next.first_block + next.blocks, next.first_row + next.rows);
-            next = Span { first_block, blocks: 0, first_row, rows: 0 };
-        }
-        next.blocks += 1;
-        next.rows += count;
-    }
-    spans.push(next);
-    spans.retain(|span| span.rows > 0);
-    spans
 }
 
 /// Most rows of a chunk, of values of so many bytes; `adds_in_place` says whether on the CPU a bias is added to its logits in place.

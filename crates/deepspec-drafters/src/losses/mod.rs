@@ -5,20 +5,22 @@
 
 mod bias;
 mod chunks;
+mod inputs;
 mod pieces;
 mod recipe;
 mod rows;
 mod sources;
+mod span;
 mod terms;
 mod tile;
 
 pub use bias::Bias;
-pub use chunks::{
-    Column, LossOutput, RowFindings, RowObjective, Span, Supervised, accumulate, buffer_bytes, tile_rows,
-};
+pub use chunks::{Column, LossOutput, accumulate, buffer_bytes, tile_rows};
+pub use inputs::{RowFindings, RowObjective, Supervised};
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use sources::Sources;
 pub(crate) use sources::distinct;
+pub use span::Span;
 pub use terms::{LossAlphas, TERMS};
 
 use deepspec_ops::range;

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::chunks::Span;
+use super::span::Span;
 
 /// The target's states that predict labels, each once: blocks that overlap share them.
 #[derive(Clone, Copy)]

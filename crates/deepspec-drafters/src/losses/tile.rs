@@ -4,8 +4,9 @@ use deepspec_models::nn::Vocabulary;
 use deepspec_ops::{LogitRows, RowsMeasured, WeighedTarget};
 use tch::{Kind, Tensor};
 
-use super::chunks::{RowFindings, Span, Supervised};
+use super::inputs::{RowFindings, Supervised};
 use super::rows::{Rows, Target};
+use super::span::Span;
 use super::terms::{Evaluated, GradCoeffs, LossAlphas, RowDistances, TERMS};
 
 /// A tile of the buffers, in the kind of the weights.

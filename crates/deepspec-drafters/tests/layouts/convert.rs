@@ -3,8 +3,8 @@
 use std::fs;
 
 use crate::common::{Folder, as_is, bytes, edited, fixture, golden, target};
-use deepspec_core::VERSION;
 use deepspec_checkpoint::{Dialect, DialectError, Server, Target, convert};
+use deepspec_core::VERSION;
 use deepspec_drafters::open_checkpoint;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};

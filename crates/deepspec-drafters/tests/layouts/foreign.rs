@@ -4,9 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::{Bytes, Folder, bytes, edited, fixture, golden, target, write};
-use deepspec_engine::DraftSampling;
 use deepspec_checkpoint::{Dialect, Target, convert};
 use deepspec_drafters::{DrafterOptions, check_layout, load, open_checkpoint};
+use deepspec_engine::DraftSampling;
 use deepspec_testkit::mutate::Dice;
 use deepspec_testkit::tiny;
 use safetensors::Dtype;

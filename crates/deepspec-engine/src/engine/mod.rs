@@ -2,6 +2,7 @@
 
 mod commit;
 mod draft;
+mod draws;
 mod forward;
 mod guard;
 mod memory;
@@ -11,9 +12,9 @@ mod sequence;
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use deepspec_ops::range;
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
+use deepspec_ops::range;
 use tch::{Device, Tensor};
 
 use crate::{

@@ -6,11 +6,8 @@ use deepspec_core::rng::Purpose;
 use tch::{Device, Kind, Tensor};
 
 use super::Engine;
-use super::sequence::Sequence;
+use super::draws::{DrawCounts, DrawSource};
 use crate::{Proposer, Ruler, Sampling, SamplingBatch, Target, Upload, runs};
-
-/// Steps of a sequence whose draws are sent at once.
-const STEPS: usize = 256;
 
 /// Anchors, draws and settings of the slots that take part in a step.
 pub struct Numbers {
@@ -48,36 +45,6 @@ impl Resident {
     /// Nothing yet.
     pub fn new(device: Device) -> Self {
         Self { drawn: None, halves: None, temperatures: OnceCell::new(), ruler: Ruler::new(device) }
-    }
-}
-
-/// Draws of some steps of a sequence, and how it is sampled.
-pub struct Draws {
-    /// The first of the steps.
-    first: u64,
-    /// [`Sampling::numbers`], `[5]` float64.
-    settings: Tensor,
-    /// Those of the drafter, of acceptance and of the token behind, `[steps, γ + γ' + 1]` float64.
-    lanes: Tensor,
-}
-
-/// How many draws of each purpose a step of a sequence takes.
-#[derive(Clone, Copy)]
-struct DrawCounts {
-    draft: usize,
-    accept: usize,
-}
-
-impl DrawCounts {
-    fn all(self) -> usize {
-        self.draft + self.accept + 1
-    }
-
-    /// Every draw is keyed by its sequence, step, purpose and lane.
-    fn of(self, sequence: &Sequence, step: u64) -> impl Iterator<Item = f64> {
-        let lanes = [(Purpose::Draft, self.draft), (Purpose::Accept, self.accept), (Purpose::Target, 1)];
-        let draw = move |purpose, lane| sequence.stream.uniform(step, purpose, lane as u64);
-        lanes.into_iter().flat_map(move |(purpose, lanes)| (0..lanes).map(move |lane| draw(purpose, lane)))
     }
 }
 
@@ -144,39 +111,14 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let device = self.target.device();
         let sequences = slots.iter().filter_map(|&slot| {
             let sequence = self.slots.get_mut(slot)?.as_mut()?;
-            Some(sequence.draws(lanes, device))
+            let (step, steps) = (sequence.step(), sequence.request.max_new_tokens);
+            let source = DrawSource { stream: &sequence.stream, sampling: &sequence.request.sampling, steps };
+            Some(source.draws(&mut sequence.draws, step, lanes, device))
         });
         let (draws, settings): (Vec<Tensor>, Vec<Tensor>) = sequences.unzip();
         match (draws.as_slice(), settings.as_slice()) {
             ([draws], [settings]) => (draws.shallow_clone(), settings.shallow_clone()),
             _ => (Tensor::cat(&draws, 0), Tensor::cat(&settings, 0)),
         }
-    }
-}
-
-impl Sequence {
-    /// Those of its present step, `[1, lanes]` float64, and its settings. Those of the steps behind it are sent with them, so that they need not be.
-    fn draws(&mut self, lanes: DrawCounts, device: Device) -> (Tensor, Tensor) {
-        let step = self.step();
-        let place = |draws: &Draws| {
-            let at = step.checked_sub(draws.first)? as i64;
-            let [steps, width] = [0, 1].map(|dim| draws.lanes.size()[dim]);
-            let is_there = at < steps && width == lanes.all() as i64;
-            is_there.then(|| (draws.lanes.narrow(0, at, 1), draws.settings.shallow_clone()))
-        };
-        if let Some(found) = self.draws.as_ref().and_then(place) {
-            return found;
-        }
-        let steps = STEPS.min(self.request.max_new_tokens);
-        let mut upload = Upload::default();
-        let mut table = Vec::with_capacity(steps * lanes.all());
-        (step..step + steps as u64).for_each(|step| table.extend(lanes.of(self, step)));
-        let table = upload.push(table);
-        let settings = upload.push(self.request.sampling.numbers());
-        let sent = upload.send(device);
-        let (lanes, settings) = (sent.of(table).view([steps as i64, lanes.all() as i64]), sent.of(settings));
-        let found = (lanes.narrow(0, 0, 1), settings.shallow_clone());
-        self.draws = Some(Draws { first: step, lanes, settings });
-        found
     }
 }

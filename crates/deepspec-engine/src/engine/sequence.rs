@@ -2,7 +2,7 @@
 
 use deepspec_core::rng::Stream;
 
-use super::numbers::Draws;
+use super::draws::Draws;
 use crate::{Completion, Cycle, Finish, Request, Ticket};
 
 /// A request that is being answered.

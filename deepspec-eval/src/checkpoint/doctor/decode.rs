@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use deepspec_core::usage;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling};
-use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_datasets::suites::Asking;
+use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
 
 use super::{Args, Place, SLOTS};

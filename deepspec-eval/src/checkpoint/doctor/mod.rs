@@ -13,12 +13,12 @@ mod trials;
 
 use std::path::{Path, PathBuf};
 
+use deepspec_checkpoint::Server;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_engine::DraftSampling;
-use deepspec_checkpoint::Server;
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_datasets::suites::{Folder, Rows};
+use deepspec_engine::DraftSampling;
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use deepspec_core::cli::UsageError;
 use deepspec_core::{Slots, Tap};
-use deepspec_engine::Target;
 use deepspec_drafters::{DrafterOptions, ExaminedDrafter, Predictions, Reading, TrainSample};
+use deepspec_engine::Target;
 use deepspec_models::{ModelError, TargetModel};
 use serde::Serialize;
 use tch::{Kind, Tensor};

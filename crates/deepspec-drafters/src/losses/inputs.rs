@@ -1,0 +1,64 @@
+//! What the losses are computed from.
+
+use tch::Tensor;
+
+use super::bias::Bias;
+use super::sources::Sources;
+use super::span::Span;
+use super::terms::{LossAlphas, Needs};
+
+/// R supervised rows, in whole blocks of at most γ.
+#[derive(Clone, Copy)]
+pub struct Supervised<'a> {
+    /// Final-normed states of the drafter, `[R, d]`.
+    pub hidden: &'a Tensor,
+    /// None without a Markov head.
+    pub bias: Option<Bias<'a>>,
+    /// Final-normed states of the target that predict the labels, `[S, d]`.
+    pub teacher: &'a Tensor,
+    /// Which of them is each row's.
+    pub sources: Sources<'a>,
+    /// `[R]`.
+    pub labels: &'a Tensor,
+    /// Position weights, `[R]` float32.
+    pub weights: &'a Tensor,
+    /// Where each row stands: block · γ + position, `[R]`.
+    pub slot_index: &'a Tensor,
+    /// Rows of each block, one after the other.
+    pub counts: &'a [usize],
+    /// γ.
+    pub gamma: i64,
+    /// Factor on the gradients: one over the normaliser.
+    pub scale: f64,
+    /// Whether it is to be found out in which rows drafter and target prefer the same token.
+    pub agreement: bool,
+    /// What is learned beside the terms.
+    pub extra: Option<&'a dyn RowObjective>,
+}
+
+impl Supervised<'_> {
+    pub(super) fn needs(&self, alphas: &LossAlphas) -> Needs {
+        Needs { agreement: self.agreement, ..alphas.needs() }
+    }
+}
+
+/// What a kind of drafter learns of its logits beside the terms.
+pub trait RowObjective {
+    /// Columns that it finds of each row.
+    fn columns(&self) -> i64;
+
+    /// Some rows, which `span` picks of tensors over all rows, with the float32 logits of drafter and target, `[n, V]`.
+    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> RowFindings;
+}
+
+/// What a [`RowObjective`] finds of n rows, float32.
+pub struct RowFindings {
+    /// Its columns, `[n, C]`.
+    pub columns: Tensor,
+    /// Its loss with all its weights but the factor on gradients, `[n, 1]`.
+    pub loss: Tensor,
+    /// Tokens whose logits have a gradient, `[n, k]`, each once in a row.
+    pub tokens: Tensor,
+    /// Their gradients with that factor, `[n, k]`.
+    pub gradient: Tensor,
+}

@@ -1,0 +1,38 @@
+//! Ranges of rows that are worked on together.
+
+use tch::Tensor;
+
+/// Some consecutive blocks and their rows.
+#[derive(Clone, Copy)]
+pub struct Span {
+    pub(super) first_block: usize,
+    pub(super) blocks: usize,
+    pub(super) first_row: i64,
+    pub(super) rows: i64,
+}
+
+impl Span {
+    /// Its rows of a tensor.
+    pub fn of(&self, tensor: &Tensor) -> Tensor {
+        tensor.narrow(0, self.first_row, self.rows)
+    }
+}
+
+/// Whole blocks in groups of at most `most` rows, but at least one block each.
+pub(super) fn spans(counts: &[usize], most: i64) -> Vec<Span> {
+    let mut spans: Vec<Span> = vec![];
+    let mut next = Span { first_block: 0, blocks: 0, first_row: 0, rows: 0 };
+    for &count in counts {
+        let count = count as i64;
+        if next.blocks > 0 && next.rows + count > most {
+            spans.push(next);
+            let (first_block, first_row) = (next.first_block + next.blocks, next.first_row + next.rows);
+            next = Span { first_block, blocks: 0, first_row, rows: 0 };
+        }
+        next.blocks += 1;
+        next.rows += count;
+    }
+    spans.push(next);
+    spans.retain(|span| span.rows > 0);
+    spans
+}

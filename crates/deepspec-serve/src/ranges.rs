@@ -1,0 +1,29 @@
+//! Values that fields of requests may have.
+
+use crate::error::ChatError;
+
+/// Penalties, and the values at which they do nothing.
+pub(crate) const PENALTIES: [(&str, f64); 3] =
+    [("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)];
+
+/// A value between two others.
+///
+/// # Errors
+/// If it is not.
+pub(crate) fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f64, ChatError> {
+    let inside = (least..=most).contains(&value);
+    inside
+        .then_some(value)
+        .ok_or_else(|| ChatError::field(name, format!("{value} is not between {least} and {most}")))
+}
+
+/// A probability mass.
+///
+/// # Errors
+/// If it is not above 0 and at most 1.
+pub(crate) fn top_p(value: f64) -> Result<f64, ChatError> {
+    let inside = value > 0.0 && value <= 1.0;
+    inside
+        .then_some(value)
+        .ok_or_else(|| ChatError::field("top_p", format!("{value} is not above 0 and at most 1")))
+}
