@@ -23,8 +23,8 @@ use anyhow::{Context as _, bail};
 use deepspec_datasets::suites::{Asking, Folder};
 use deepspec_drafters::{Block, BlockProposer};
 use deepspec_engine::{
-    Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Proposal,
-    Proposer, Request, Sampling, Tally, Target,
+    Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput,
+    Proposal, Proposer, Request, Sampling, Tally, Target,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, stop_ids};
 use deepspec_text::ChatTokenizer;
@@ -57,7 +57,7 @@ struct Recorded<M> {
 }
 
 impl<T: Target> Target for Recorded<T> {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
+    fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         let (chunks, tokens) = (feed.chunks.to_vec(), feed.tokens.copy());
         self.calls.borrow_mut().push(Call::Forward { chunks, tokens });
         self.model.forward(feed)
@@ -116,7 +116,7 @@ fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, BlockProposer))
     for call in calls {
         match call {
             Call::Forward { chunks, tokens } => {
-                hidden = target.forward(&Feed { chunks, tokens: tokens.shallow_clone() }).hidden;
+                hidden = target.forward(&ModelInput { chunks, tokens: tokens.shallow_clone() }).hidden;
             }
             Call::Logits { rows } => drop(target.logits(&hidden.narrow(0, 0, *rows))),
             Call::Truncate { slot, len } => target.truncate(*slot, *len),

@@ -15,7 +15,7 @@ use common::{deepspec_eval, repository, target_dir};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, BlockConfig, BlockObjective, BlockPlan, DraftDecoder, Eagle3Config, Eagle3Objective,
+    BlockConfig, BlockObjective, BlockPlan, BlockSpec, DraftDecoder, Eagle3Config, Eagle3Objective,
     Eagle3Plan, LossAlphas, Supervise, TrainSample, TrainableDrafter,
 };
 use deepspec_models::{ModelConfig, save};
@@ -73,12 +73,7 @@ fn block(taps: [i64; 3], slots: Slots) -> BlockPlan {
             taps: Tap::from_layer_ids(taps).unwrap(),
             num_target_layers: model.layers.len(),
         },
-        blocks: AnchoredBlocks {
-            block_size: GAMMA,
-            slots,
-            mask_token_id: model.vocab_size - 1,
-            num_anchors: 8,
-        },
+        blocks: BlockSpec { block_size: GAMMA, slots, mask_token_id: model.vocab_size - 1, num_anchors: 8 },
         markov: None,
         confidence: None,
     };

@@ -10,7 +10,7 @@ use common::training::{GAMMA, Lessons, smoke, train};
 use common::{answers, deepspec_eval, repository, results};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, BlockConfig, BlockObjective, BlockPlan, Confidence, DraftDecoder, LossAlphas,
+    BlockConfig, BlockObjective, BlockPlan, BlockSpec, Confidence, DraftDecoder, LossAlphas,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::tiny;
@@ -43,7 +43,7 @@ fn bench() -> &'static Path {
                 taps: Tap::from_layer_ids([0, 2]).unwrap(),
                 num_target_layers: model.layers.len(),
             },
-            blocks: AnchoredBlocks {
+            blocks: BlockSpec {
                 block_size: GAMMA,
                 slots: Slots::AnchorPredicts,
                 mask_token_id: MASK,

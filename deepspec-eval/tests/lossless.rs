@@ -15,7 +15,7 @@ use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{
-    Completion, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Proposal,
+    Completion, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Proposal,
     Proposer, Request, Sampling, SamplingBatch, Target,
 };
 use deepspec_models::TargetModel;
@@ -111,7 +111,7 @@ fn prompt(tokenizer: &ChatTokenizer, id: &str) -> Vec<i64> {
 /// The target's logits after each of the last `count` of `ids`, from one forward.
 fn last_logits(target: &mut TargetModel, ids: &[i64], count: usize) -> Tensor {
     target.truncate(0, 0);
-    let fed = Feed { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(ids) };
+    let fed = ModelInput { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(ids) };
     let hidden = tch::no_grad(|| target.forward(&fed)).hidden;
     target.logits(&hidden.narrow(0, (ids.len() - count) as i64, count as i64))
 }
@@ -417,7 +417,7 @@ struct Recorded<M, T> {
 }
 
 impl Target for Recorded<TargetModel, Tensor> {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
+    fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         self.inner.forward(feed)
     }
     fn logits(&self, hidden: &Tensor) -> Tensor {

@@ -20,7 +20,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, LossAlphas, Markov, MarkovKind, Normaliser,
+    Block, BlockConfig, BlockSpec, Confidence, DraftDecoder, LossAlphas, LossDenominator, Markov, MarkovKind,
     TrainSample, anchor_candidates,
 };
 use deepspec_models::ModelConfig;
@@ -208,7 +208,7 @@ impl Shape {
                 taps: Tap::from_layer_ids(0..self.taps).unwrap(),
                 num_target_layers: 16,
             },
-            blocks: AnchoredBlocks {
+            blocks: BlockSpec {
                 block_size: self.block,
                 slots: Slots::AnchorPredicts,
                 mask_token_id: 3,
@@ -298,7 +298,7 @@ fn measure(shape: &Shape) {
         let before = on_core();
         let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("anchors");
         drop(samples);
-        let _ = block.accumulate(&batch, &alphas, Normaliser(1000.0), None);
+        let _ = block.accumulate(&batch, &alphas, LossDenominator(1000.0), None);
         let _ = optimizer.step(6e-4, &alone).expect("alone");
         on_core() - before
     };

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Parser};
 use deepspec_core::cli::Verbosity;
 
-use crate::foretell::ForetellArgs;
+use crate::foretell::EstimateArgs;
 
 /// Train a drafter by a recipe. Running the same recipe again resumes it.
 #[derive(Debug, Parser)]
@@ -48,7 +48,7 @@ pub struct Args {
     pub overwrite: bool,
     /// What a plan says of all stages.
     #[command(flatten)]
-    pub foretell: ForetellArgs,
+    pub foretell: EstimateArgs,
     /// Only warnings and errors.
     #[arg(long, short)]
     pub quiet: bool,

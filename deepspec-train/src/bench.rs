@@ -11,9 +11,9 @@ use deepspec_capture::{StatesError, check_fit};
 use deepspec_core::cli::{self, UsageError};
 use deepspec_core::recipe::Recipe;
 use deepspec_cost::estimate::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
-use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
+use deepspec_drafters::{DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
-use deepspec_ops::{DeviceMemory, Ready, StepTrace, device_memory, range, restart_device_peak};
+use deepspec_ops::{CudaEvent, DeviceMemory, StepTrace, device_memory, range, restart_device_peak};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -273,15 +273,15 @@ impl Bench<'_> {
         });
         let mut samples: Vec<TrainSample> = drawn.collect();
         let ready = self.staging.as_ref().and_then(|staging| staging.bring(&mut samples));
-        Drawn { samples, normaliser: Normaliser(weight * self.forwards.len() as f64), ready }
+        Drawn { samples, normaliser: LossDenominator(weight * self.forwards.len() as f64), ready }
     }
 }
 
 /// What a pass learns from.
 struct Drawn {
     samples: Vec<TrainSample>,
-    normaliser: Normaliser,
-    ready: Option<Ready>,
+    normaliser: LossDenominator,
+    ready: Option<CudaEvent>,
 }
 
 /// An embedding and a head of the target's sizes; one tensor where they are tied.

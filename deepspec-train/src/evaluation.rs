@@ -4,10 +4,10 @@ use std::path::Path;
 use std::time::Instant;
 
 use crate::dist::ProcessGroup;
-use deepspec_capture::{Dataset, TargetBundle};
+use deepspec_capture::{Dataset, TargetSpec};
 use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_core::{Tap, env, usage};
-use deepspec_datasets::suites::{Asking, Folder, Prepared, is_file};
+use deepspec_datasets::suites::{Asking, Folder, TokenizedSuite, is_file};
 use deepspec_drafters::TrainableDrafter;
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Target as _};
 use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
@@ -19,7 +19,7 @@ use crate::budget::bytes_of;
 /// The target and the suites, kept for the whole run.
 pub struct Evaluation {
     target: TargetModel,
-    suites: Vec<Prepared>,
+    suites: Vec<TokenizedSuite>,
     options: EngineOptions,
 }
 
@@ -40,18 +40,18 @@ pub struct SuiteScore {
 }
 
 /// What the evaluations of a run ask, and how.
-pub struct Questions {
+pub struct EvalPrompts {
     eval: EvalRecipe,
-    suites: Vec<Prepared>,
+    suites: Vec<TokenizedSuite>,
 }
 
-impl Questions {
+impl EvalPrompts {
     /// Reads the suites of `recipe`, if it has accepted length measured while training. They are asked as `deepspec-eval run`
     /// asks them, without a system prompt, and with thinking on where the samples were answered so.
     ///
     /// # Errors
     /// Usage errors for suites that are not there or do not fit.
-    pub fn read(recipe: &Recipe, source: &TargetBundle, dataset: &Dataset) -> anyhow::Result<Option<Self>> {
+    pub fn read(recipe: &Recipe, source: &TargetSpec, dataset: &Dataset) -> anyhow::Result<Option<Self>> {
         if recipe.logging.eval_every.is_none() {
             return Ok(None);
         }
@@ -85,7 +85,7 @@ impl Questions {
     /// If the target's weights cannot be opened.
     pub fn bytes(
         &self,
-        source: &TargetBundle,
+        source: &TargetSpec,
         drafter: usize,
         drafts: usize,
         device: Device,
@@ -122,9 +122,9 @@ impl Evaluation {
     /// # Errors
     /// If the target cannot be loaded.
     pub fn open(
-        questions: Questions,
+        questions: EvalPrompts,
         taps: Vec<Tap>,
-        source: &TargetBundle,
+        source: &TargetSpec,
         device: Device,
         kind: Kind,
     ) -> anyhow::Result<Self> {

@@ -24,7 +24,7 @@ const STATE_BYTES: f64 = 12.0;
 /// What is foretold, and of which devices.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "All stages (with --plan)")]
-pub struct ForetellArgs {
+pub struct EstimateArgs {
     /// Foretell how long all stages take on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`,
     /// `fp8`, `fp4` and `link` per second.
     #[arg(long, value_name = "NAME|FILE", requires = "plan")]
@@ -66,7 +66,7 @@ pub struct ForetellArgs {
     pub accepted_length: f64,
 }
 
-impl ForetellArgs {
+impl EstimateArgs {
     /// Whether anything is to be foretold.
     pub fn is_asked(&self) -> bool {
         self.hardware.is_some() || !self.measured.is_empty()
@@ -98,7 +98,7 @@ impl ForetellArgs {
 }
 
 /// What was foretold.
-pub struct Foretold {
+pub struct PipelineEstimate {
     machine: Machine,
     pipeline: Pipeline,
     rows: f64,
@@ -117,12 +117,12 @@ struct HeldOut {
     foretold: Option<f64>,
 }
 
-impl Foretold {
+impl PipelineEstimate {
     /// Of a plan.
     ///
     /// # Errors
     /// Usage errors: numbers that are none, no such hardware, files that tell nothing, and no samples to speak of.
-    pub fn of(args: &ForetellArgs, plan: &Plan) -> anyhow::Result<Self> {
+    pub fn of(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<Self> {
         args.check()?;
         let costs = &plan.costs;
         let value_bytes = value_bytes(args, plan);
@@ -244,7 +244,7 @@ impl Foretold {
 }
 
 /// Rows, and the tokens of a prompt and of an answer.
-fn sizes(args: &ForetellArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
+fn sizes(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
     let counts = plan.data.as_ref().ok().map(|data| data.dataset.counts());
     let Some(rows) = args.rows.map(|rows| rows as u64).or(counts.map(|counts| counts.samples)) else {
         usage!("--rows is missing, and there are no samples yet to count");
@@ -256,13 +256,13 @@ fn sizes(args: &ForetellArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
 }
 
 /// Bytes of a value where the target runs: what is stated of accelerators is in bfloat16.
-fn value_bytes(args: &ForetellArgs, plan: &Plan) -> f64 {
+fn value_bytes(args: &EstimateArgs, plan: &Plan) -> f64 {
     if args.hardware.is_some() { 2.0 } else { plan.runtime.kind.elt_size_in_bytes() as f64 }
 }
 
 /// The work of all stages on so many devices.
 fn pipeline(
-    args: &ForetellArgs,
+    args: &EstimateArgs,
     plan: &Plan,
     drafting: Drafting,
     (rows, prompt, answer): (f64, f64, f64),

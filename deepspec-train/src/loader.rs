@@ -10,8 +10,8 @@ use deepspec_capture::cache::loss_mask;
 use deepspec_capture::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
 use deepspec_core::cli;
 use deepspec_core::recipe::LossNormalization;
-use deepspec_drafters::{DrafterPlan, Normaliser, TrainSample};
-use deepspec_ops::{Ready, SideStream};
+use deepspec_drafters::{DrafterPlan, LossDenominator, TrainSample};
+use deepspec_ops::{CudaEvent, CudaStream};
 use tch::{Device, Tensor};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};
@@ -27,7 +27,7 @@ pub struct MicroBatch {
     /// The samples, those without anchors included.
     pub samples: Vec<TrainSample>,
     /// What their losses are divided by.
-    pub normaliser: Normaliser,
+    pub normaliser: LossDenominator,
     /// Tokens in all samples.
     pub tokens: usize,
     /// Whether it is the last one of its optimiser step.
@@ -35,7 +35,7 @@ pub struct MicroBatch {
     /// Samples of which nobody has looked yet whether their states are finite: id, and a bool where the target runs.
     pub unseen: Vec<(String, Tensor)>,
     /// When its tensors are there, where they are on a GPU; for who takes it out of the loader.
-    ready: Option<Ready>,
+    ready: Option<CudaEvent>,
 }
 
 /// What decides which samples, anchors and denominators come.
@@ -78,10 +78,10 @@ impl Loader {
     ) -> Self {
         let (sender, mut ready) = sync_channel(READ_AHEAD);
         // What the target's stream is to come behind: its weights.
-        let loaded = Ready::here(options.states_device);
+        let loaded = CudaEvent::here(options.states_device);
         scope.spawn(move || {
             // Beside what learns, not in turn with it.
-            let _on = SideStream::of(options.states_device).map(SideStream::enter);
+            let _on = CudaStream::of(options.states_device).map(CudaStream::enter);
             if let Some(loaded) = loaded {
                 loaded.block(options.states_device);
             }
@@ -208,8 +208,8 @@ impl Work<'_> {
                 .map(|planned| self.sample(planned, &mut unseen))
                 .collect::<Result<Vec<_>, StatesError>>()?;
             let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
-            let (normaliser, ends_step) = (Normaliser(normaliser), number == last);
-            let ready = Ready::here(options.states_device);
+            let (normaliser, ends_step) = (LossDenominator(normaliser), number == last);
+            let ready = CudaEvent::here(options.states_device);
             let batch = MicroBatch { samples, normaliser, tokens, ends_step, unseen, ready };
             self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
         }

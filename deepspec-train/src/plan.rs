@@ -1,6 +1,6 @@
 //! What will run, said before it does: a line per topic, or JSON.
 
-use deepspec_capture::{Budget, Dataset, TargetBundle, TargetRuntime, batches};
+use deepspec_capture::{Budget, Dataset, TargetRuntime, TargetSpec, batches};
 use deepspec_core::cli::{self, count};
 use deepspec_core::recipe::{Recipe, States};
 use deepspec_drafters::WeightCounts;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tch::Device;
 
 use crate::budget::{Costs, Memory, bytes_of};
-use crate::evaluation::Questions;
+use crate::evaluation::EvalPrompts;
 use crate::schedule::{Order, Schedule, shuffled};
 use crate::setup::kind;
 
@@ -26,11 +26,11 @@ pub struct Plan<'a> {
 
 /// What the samples are, and in which steps they come.
 pub struct Data<'a> {
-    pub source: &'a TargetBundle,
+    pub source: &'a TargetSpec,
     pub dataset: &'a Dataset,
     pub schedule: Schedule,
     /// What its evaluations ask, where it has any.
-    pub questions: Option<&'a Questions>,
+    pub questions: Option<&'a EvalPrompts>,
 }
 
 /// What the target does in the first epoch.
@@ -212,7 +212,7 @@ impl Plan<'_> {
         };
         let kind = kind(self.recipe().train.precision);
         let WeightCounts { trained, frozen } = self.costs.weights;
-        let asked = |asked: &Questions| {
+        let asked = |asked: &EvalPrompts| {
             asked.bytes(
                 data.source,
                 trained + frozen,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::dist::{Carrier, GroupError, ProcessGroup};
 use anyhow::Context;
-use deepspec_capture::{Dataset, StateSource, StatesError, TargetBundle, TargetRuntime};
+use deepspec_capture::{Dataset, StateSource, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
 use deepspec_core::recipe::{Backend, Recipe, ShardingStrategy, States};
@@ -22,7 +22,7 @@ use crate::args::Args;
 use crate::bench;
 use crate::budget::Costs;
 use crate::checkpoint::{Checkpoints, DataId, restore};
-use crate::evaluation::{Evaluation, Questions};
+use crate::evaluation::{EvalPrompts, Evaluation};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
@@ -178,7 +178,7 @@ struct Job<'a> {
 
 /// All that is read before anything is made.
 struct Inputs {
-    source: TargetBundle,
+    source: TargetSpec,
     drafter_plan: Box<dyn DrafterPlan>,
     dataset: Dataset,
     /// Bytes of the program and its libraries.
@@ -189,12 +189,12 @@ struct Inputs {
 
 impl Inputs {
     /// Also the questions that are asked while it trains.
-    fn open(job: &Job) -> anyhow::Result<(Self, Option<Questions>)> {
+    fn open(job: &Job) -> anyhow::Result<(Self, Option<EvalPrompts>)> {
         let Job { args, recipe, group, device, local, .. } = *job;
-        let source = TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report)?;
+        let source = TargetSpec::open(recipe, args.verbosity()).map_err(StatesError::report)?;
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
         let dataset = open_data(recipe, &source)?;
-        let questions = Questions::read(recipe, &source, &dataset)?;
+        let questions = EvalPrompts::read(recipe, &source, &dataset)?;
         let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
         check_writer(recipe, &dataset, group)?;
         let schedule = schedule::of_recipe(recipe, dataset.len(), local.processes)?;
@@ -234,7 +234,7 @@ impl Inputs {
         job: &Job<'a>,
         run_dir: RunDir,
         trainee: Box<dyn TrainableDrafter>,
-        questions: Option<Questions>,
+        questions: Option<EvalPrompts>,
     ) -> anyhow::Result<(Trainer<'a>, Option<PathBuf>)> {
         let Job { args, recipe, group, device, local, kind } = *job;
         let share = match recipe.train.sharding_strategy {
@@ -406,7 +406,7 @@ fn check_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> any
 /// The target's embedding and head: the resident target's own where they fit, so that they are held once.
 fn embed_and_head(
     states: Option<&StateSource<'_>>,
-    source: &TargetBundle,
+    source: &TargetSpec,
     device: Device,
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {

@@ -1,6 +1,6 @@
 //! What a recipe comes to on this machine, for training as for planning: kinds, devices, data.
 
-use deepspec_capture::{Dataset, StatesError, TargetBundle, TargetRuntime};
+use deepspec_capture::{Dataset, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_core::recipe::{Precision, Recipe};
@@ -39,7 +39,7 @@ pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> any
 ///
 /// # Errors
 /// If an input or the cache cannot be read, or has no usable rows.
-pub fn open_data(recipe: &Recipe, source: &TargetBundle) -> anyhow::Result<Dataset> {
+pub fn open_data(recipe: &Recipe, source: &TargetSpec) -> anyhow::Result<Dataset> {
     let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
     let place = env::cache_dir().map(|dir| dir.join("samples"));
     let dataset =

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use anyhow::Context;
-use deepspec_capture::{StatesError, TargetBundle, check_fit};
+use deepspec_capture::{StatesError, TargetSpec, check_fit};
 use deepspec_core::cli;
 use deepspec_core::env;
 use deepspec_core::recipe::{Recipe, States};
@@ -14,8 +14,8 @@ use tch::Device;
 use crate::args::Args;
 use crate::budget::Costs;
 use crate::checkpoint::Checkpoints;
-use crate::evaluation::Questions;
-use crate::foretell::Foretold;
+use crate::evaluation::EvalPrompts;
+use crate::foretell::PipelineEstimate;
 use crate::plan::{Data, Plan};
 use crate::setup::{open_data, target_runtime};
 use crate::shape::Shape;
@@ -32,11 +32,11 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let runtime = target_runtime(recipe, device, local)?;
     let missing = missing(recipe, &shape);
     let source =
-        missing.is_none().then(|| TargetBundle::open(recipe, args.verbosity()).map_err(StatesError::report));
+        missing.is_none().then(|| TargetSpec::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| open_data(recipe, source)).transpose()?;
     let opened = source.as_ref().zip(dataset.as_ref());
-    let questions = opened.map(|(source, dataset)| Questions::read(recipe, source, dataset));
+    let questions = opened.map(|(source, dataset)| EvalPrompts::read(recipe, source, dataset));
     let questions = questions.transpose()?.flatten();
     let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     let data = match (&source, &dataset) {
@@ -52,11 +52,12 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
     let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).latest()? };
     let resumes = latest.map(|path| path.display().to_string());
-    let foretold = args.foretell.is_asked().then(|| Foretold::of(&args.foretell, &plan)).transpose()?;
+    let foretold =
+        args.foretell.is_asked().then(|| PipelineEstimate::of(&args.foretell, &plan)).transpose()?;
     let text = if args.json {
         let mut json = plan.json()?;
         json["tool_version"] = json!(deepspec_core::VERSION);
-        json["pipeline"] = json!(foretold.as_ref().map(Foretold::json));
+        json["pipeline"] = json!(foretold.as_ref().map(PipelineEstimate::json));
         json["resumes"] = json!(resumes);
         serde_json::to_string_pretty(&json)?
     } else {

@@ -1,7 +1,7 @@
 //! States on their way to the GPU that learns from them, while it learns from those before.
 
 use deepspec_drafters::TrainSample;
-use deepspec_ops::{Ready, SideStream, pinned};
+use deepspec_ops::{CudaEvent, CudaStream, pinned};
 use tch::{Device, Tensor};
 
 /// Micro-batches whose states are on the GPU at once: one is learned from, one waits, one is on its way, and the host may be ahead of the GPU by two.
@@ -14,18 +14,18 @@ pub const LOCKED: usize = 4;
 /// Brings states from the host to a GPU on a stream of its own.
 pub struct Staging {
     device: Device,
-    stream: SideStream,
+    stream: CudaStream,
 }
 
 impl Staging {
     /// None for the CPU, where states are read as they lie.
     pub fn to(device: Device) -> Option<Self> {
-        SideStream::of(device).map(|stream| Self { device, stream })
+        CudaStream::of(device).map(|stream| Self { device, stream })
     }
 
     /// Sends the samples' states off, by way of host memory that the GPU copies from by itself; who uses them lets that wait first. None where they
     /// are no host's.
-    pub fn bring(&self, samples: &mut [TrainSample]) -> Option<Ready> {
+    pub fn bring(&self, samples: &mut [TrainSample]) -> Option<CudaEvent> {
         if samples.iter().any(|sample| sample.last.device() != Device::Cpu) {
             return None;
         }
@@ -39,7 +39,7 @@ impl Staging {
             sample.last = last.narrow(0, last_rows, kept);
             (tap_rows, last_rows) = (tap_rows + tokens, last_rows + kept);
         }
-        Ready::here(self.device)
+        CudaEvent::here(self.device)
     }
 
     /// The parts, one after the other, by one transfer.
@@ -53,6 +53,6 @@ impl Staging {
 }
 
 /// Lets what is asked of the samples' device from now on wait for their states; `others` came with them.
-pub fn hold<'t>(ready: &Ready, samples: &'t [TrainSample], others: impl Iterator<Item = &'t Tensor>) {
+pub fn hold<'t>(ready: &CudaEvent, samples: &'t [TrainSample], others: impl Iterator<Item = &'t Tensor>) {
     ready.hold(samples.iter().flat_map(|sample| [&sample.taps, &sample.last]).chain(others));
 }

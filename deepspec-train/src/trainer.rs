@@ -8,7 +8,7 @@ use crate::dist::ProcessGroup;
 use anyhow::bail;
 use deepspec_core::cli::ExitWith;
 use deepspec_core::recipe::Recipe;
-use deepspec_drafters::{Listener, Metrics, TrainableDrafter};
+use deepspec_drafters::{GradReadyHook, Metrics, TrainableDrafter};
 use deepspec_ops::{StepTrace, range};
 
 use crate::checkpoint::{Checkpoints, DataId, TrainState};
@@ -74,7 +74,7 @@ impl Trainer<'_> {
                         started = optimizer.start(stages, group);
                     }
                 };
-                let listener = is_heard.then_some(&mut start as Listener);
+                let listener = is_heard.then_some(&mut start as GradReadyHook);
                 let sums = self.trainee.accumulate(&micro.samples, micro.normaliser, listener);
                 started?;
                 self.optimizer.accumulate();

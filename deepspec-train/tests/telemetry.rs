@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use deepspec_capture::TargetBundle;
+use deepspec_capture::TargetSpec;
 use deepspec_core::cli::Verbosity;
 use deepspec_datasets::suites::{Asking, Folder};
 use deepspec_drafters::DrafterOptions;
@@ -116,7 +116,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
 
     let overrides: Vec<String> = args.chunks(2).map(|pair| pair[1].clone()).collect();
     let recipe = deepspec_drafters::load_recipe(&bench.path("recipe.yaml"), &overrides).unwrap();
-    let source = TargetBundle::open(&recipe, Verbosity::Quiet).unwrap();
+    let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id()).unwrap();
     let context = source.config.max_position_embeddings;
     let asking = Asking {

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use crate::cache::{FinalStates, PlannedSample};
 use deepspec_core::recipe::Recipe;
-use deepspec_engine::{Feed, Target, Upload};
+use deepspec_engine::{ModelInput, Target, Upload};
 use deepspec_models::{TargetModel, TargetOptions};
-use deepspec_ops::{Ready, SideStream};
+use deepspec_ops::{CudaEvent, CudaStream};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Budget, StatesError};
@@ -25,7 +25,7 @@ pub struct Capture {
     target: TargetModel,
     budget: Budget,
     /// On which states leave a GPU while it runs the next samples.
-    leaving: Option<SideStream>,
+    leaving: Option<CudaStream>,
 }
 
 /// The states of a batch of samples, row after row in their order, in bfloat16 on the target's device.
@@ -52,7 +52,7 @@ impl Capture {
         let options =
             TargetOptions { device, kind, slots: budget.sequences, taps: recipe.target.layer_ids.clone() };
         let target = TargetModel::load(dir, &options)?;
-        Ok(Self { target, budget, leaving: SideStream::of(device) })
+        Ok(Self { target, budget, leaving: CudaStream::of(device) })
     }
 
     /// The model that runs.
@@ -66,16 +66,16 @@ impl Capture {
     }
 
     /// Sends states to the host, which need not wait for them.
-    pub fn download(&self, captured: Captured) -> Leaving {
+    pub fn download(&self, captured: Captured) -> HostCopy {
         let (Captured { taps, last }, device) = (captured, self.target.device());
         let states = [taps, last];
-        let Some((stream, done)) = self.leaving.zip(Ready::here(device)) else {
-            return Leaving { states, there: None };
+        let Some((stream, done)) = self.leaving.zip(CudaEvent::here(device)) else {
+            return HostCopy { states, there: None };
         };
         let _on = stream.enter();
         done.hold(&states);
         let states = states.map(|states| states.to_device_(Device::Cpu, states.kind(), true, false));
-        Leaving { states, there: Ready::here(device) }
+        HostCopy { states, there: CudaEvent::here(device) }
     }
 
     /// The states of `batch`, which keeps the [`Self::budget`]: rounded to bfloat16, whatever the target computes in.
@@ -89,7 +89,7 @@ impl Capture {
         let (tokens, kept) = (upload.push(ids), upload.push(kept_rows(batch, last)));
         let sent = upload.send(device);
         let (tokens, kept) = (sent.of(tokens), sent.of(kept));
-        let forwarded = self.target.forward(&Feed { chunks: &chunks, tokens });
+        let forwarded = self.target.forward(&ModelInput { chunks: &chunks, tokens });
         for &(slot, _) in &chunks {
             self.target.truncate(slot, 0);
         }
@@ -103,20 +103,20 @@ impl Capture {
 impl Drop for Capture {
     /// Its memory is another stream's than that on which it ran.
     fn drop(&mut self) {
-        if let Some(done) = Ready::here(self.target.device()) {
+        if let Some(done) = CudaEvent::here(self.target.device()) {
             done.wait();
         }
     }
 }
 
 /// States on their way to the host.
-pub struct Leaving {
+pub struct HostCopy {
     states: [Tensor; 2],
     /// When they are there; None where they always were.
-    there: Option<Ready>,
+    there: Option<CudaEvent>,
 }
 
-impl Leaving {
+impl HostCopy {
     /// Whether the host has to wait for them.
     pub fn is_under_way(&self) -> bool {
         self.there.is_some()

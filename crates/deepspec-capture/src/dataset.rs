@@ -12,7 +12,7 @@ use deepspec_core::{env, jsonl};
 use deepspec_text::{ChatTokenizer, trained_thinking};
 
 use crate::samples::{SampleMeta, Samples, shared};
-use crate::{Report, StatesError, TargetBundle};
+use crate::{Report, StatesError, TargetSpec};
 
 /// Hidden states per shard of a cache that training writes, in bytes. A resumed first epoch captures at most so much anew.
 const SHARD_BYTES: u64 = 256 << 20;
@@ -32,7 +32,7 @@ pub struct Dataset {
 pub(crate) enum Origin {
     Cache(Stored),
     Online(Samples),
-    Hybrid(Box<Recording>),
+    Hybrid(Box<CacheRecorder>),
 }
 
 /// A finished cache, and which of its rows each sample is.
@@ -44,7 +44,7 @@ pub(crate) struct Stored {
 }
 
 /// A cache that the first epoch writes.
-pub(crate) struct Recording {
+pub(crate) struct CacheRecorder {
     pub dir: PathBuf,
     /// The samples in the order in which the first epoch visits them: so the shards fill one after the other.
     pub plan: Plan,
@@ -62,7 +62,7 @@ impl Dataset {
     /// is tokenised.
     pub fn open(
         recipe: &Recipe,
-        source: &TargetBundle,
+        source: &TargetSpec,
         place: Option<&Path>,
         first_epoch: impl FnOnce(usize) -> Vec<usize>,
     ) -> Result<Self, StatesError> {
@@ -102,7 +102,7 @@ impl Dataset {
                     true => Origin::Cache(Stored::of_samples(&dir, &samples, source)?),
                     false => {
                         let order = first_epoch(samples.len());
-                        Origin::Hybrid(Box::new(Recording::new(dir, &samples, order, source)?))
+                        Origin::Hybrid(Box::new(CacheRecorder::new(dir, &samples, order, source)?))
                     }
                 }
             }
@@ -111,7 +111,7 @@ impl Dataset {
         Ok(Self::new(origin, counts, Some(report), source))
     }
 
-    fn new(origin: Origin, counts: Counts, report: Option<Report>, source: &TargetBundle) -> Self {
+    fn new(origin: Origin, counts: Counts, report: Option<Report>, source: &TargetSpec) -> Self {
         let mut dataset = Self { origin, counts, digest: String::new(), report };
         dataset.digest = dataset.fingerprint(source);
         dataset
@@ -216,7 +216,7 @@ impl Dataset {
         }
     }
 
-    fn fingerprint(&self, source: &TargetBundle) -> String {
+    fn fingerprint(&self, source: &TargetSpec) -> String {
         let mut hasher = Hasher::default();
         // An identity is plain data, which always has a JSON form.
         hasher.part(&serde_json::to_vec(&source.identity).unwrap_or_default());
@@ -234,7 +234,7 @@ impl Dataset {
 }
 
 impl Stored {
-    fn open(dir: &Path, source: &TargetBundle) -> Result<Self, StatesError> {
+    fn open(dir: &Path, source: &TargetSpec) -> Result<Self, StatesError> {
         if !dir.is_dir() {
             return Err(StatesError::NoCache { dir: dir.to_path_buf() });
         }
@@ -248,7 +248,7 @@ impl Stored {
     }
 
     /// The cache in `dir` of just these samples, in whatever order it has them.
-    fn of_samples(dir: &Path, samples: &Samples, source: &TargetBundle) -> Result<Self, StatesError> {
+    fn of_samples(dir: &Path, samples: &Samples, source: &TargetSpec) -> Result<Self, StatesError> {
         let stored = Self::open(dir, source)?;
         let reader = &stored.reader;
         let by_id: HashMap<&str, usize> =
@@ -281,12 +281,12 @@ impl Stored {
     }
 }
 
-impl Recording {
+impl CacheRecorder {
     fn new(
         dir: PathBuf,
         samples: &Samples,
         order: Vec<usize>,
-        source: &TargetBundle,
+        source: &TargetSpec,
     ) -> Result<Self, StatesError> {
         let mut places = vec![0; samples.len()];
         for (place, &sample) in order.iter().enumerate() {

@@ -6,7 +6,7 @@ use std::thread;
 
 use crate::cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSample, ShardWriter};
 
-use crate::capture::{Capture, Leaving};
+use crate::capture::{Capture, HostCopy};
 use crate::{StatesError, batches, windows};
 
 /// Forwards' worth of tokens that are sorted by length together, and held in memory until they can be written in order.
@@ -91,7 +91,7 @@ fn captured(
     order.sort_by_key(|&index| window[index].input_ids.len());
     let sorted: Vec<PlannedSample> = order.iter().map(|&index| window[index].clone()).collect();
     let mut states = vec![[Vec::new(), Vec::new()]; window.len()];
-    let mut keep = |run: Range<usize>, leaving: Leaving| {
+    let mut keep = |run: Range<usize>, leaving: HostCopy| {
         let split = split(&sorted[run.clone()], leaving, layout);
         for (&index, own) in order[run].iter().zip(split) {
             states[index] = own;
@@ -99,7 +99,7 @@ fn captured(
         }
     };
     // States leave a GPU while it runs the next batch; the CPU has only its own time.
-    let mut under_way: Option<(Range<usize>, Leaving)> = None;
+    let mut under_way: Option<(Range<usize>, HostCopy)> = None;
     for run in batches(sorted.iter().map(|sample| sample.input_ids.len()), capture.budget()) {
         let captured = capture.run(&sorted[run.clone()], layout.last);
         let leaving = capture.download(captured);
@@ -119,7 +119,7 @@ fn captured(
 }
 
 /// Cuts the states of a batch into those of each sample.
-fn split(batch: &[PlannedSample], leaving: Leaving, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
+fn split(batch: &[PlannedSample], leaving: HostCopy, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
     let last: FinalStates = layout.last;
     let [taps, kept] = leaving.bytes();
     let row = layout.hidden_size * Encoding::Bf16.value_bytes();

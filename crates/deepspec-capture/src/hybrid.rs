@@ -9,14 +9,14 @@ use std::sync::Arc;
 use crate::cache::{Builder, Plan, PlannedSample, Reader, ShardWriter};
 
 use crate::capture::bytes;
-use crate::dataset::{Recording, Stored};
+use crate::dataset::{CacheRecorder, Stored};
 use crate::online::{Online, SampleStates};
 use crate::stored::CachedStates;
-use crate::{StatesError, TargetBundle};
+use crate::{StatesError, TargetSpec};
 
 /// Writing while training, then reading.
 pub struct Hybrid<'d> {
-    recording: &'d Recording,
+    recording: &'d CacheRecorder,
     phase: Phase<'d>,
     /// Samples of an optimiser step.
     per_step: usize,
@@ -32,9 +32,9 @@ enum Phase<'d> {
 impl<'d> Hybrid<'d> {
     /// Begins or resumes the first epoch.
     pub(crate) fn begin_first(
-        recording: &'d Recording,
+        recording: &'d CacheRecorder,
         online: Online,
-        source: &TargetBundle,
+        source: &TargetSpec,
         per_step: usize,
     ) -> Result<Self, StatesError> {
         let builder = Builder::open(&recording.dir, &recording.plan, &source.identity)?;

@@ -1,6 +1,6 @@
 //! Hidden states of a target, from conversations to the [`cache`] on disk.
 //!
-//! A [`TargetBundle`] is what a recipe says about them: tokenizer, mask rules, target, and the identity that a cache carries.
+//! A [`TargetSpec`] is what a recipe says about them: tokenizer, mask rules, target, and the identity that a cache carries.
 //! [`tokenise`] turns JSONL rows into samples whose sizes are known, [`Capture`] runs the target over them, and [`fill`]
 //! writes what it captured into the shards of a cache.
 //!
@@ -31,6 +31,6 @@ pub use fill::fill;
 pub use online::SampleStates;
 pub use rows::{Rejected, Report, Tokenised, tokenise, unknown_token};
 pub use samples::SampleMeta;
-pub use source::{TargetBundle, chat_template, check_fit, check_rules, identity, mask_rules};
+pub use source::{TargetSpec, chat_template, check_fit, check_rules, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};
 pub use stored::readers;

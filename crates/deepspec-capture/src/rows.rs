@@ -11,7 +11,7 @@ use deepspec_text::{ChatTokenizer, Conversation, MIN_SUPERVISED_TOKENS, Served, 
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
-use crate::{StatesError, TargetBundle};
+use crate::{StatesError, TargetSpec};
 
 /// Rows tokenised between two reports of progress; bounds the text held at once.
 const BATCH: usize = 4096;
@@ -120,7 +120,7 @@ pub struct Tokenised {
 /// If a file cannot be read; bad rows are [`Report::rejected`].
 pub fn tokenise(
     files: &[PathBuf],
-    source: &TargetBundle,
+    source: &TargetSpec,
     progress: impl FnMut(usize),
 ) -> Result<Tokenised, StatesError> {
     let mut samples = Vec::new();
@@ -134,7 +134,7 @@ pub fn tokenise(
 /// As [`tokenise`], but `keep` gets the samples, in input order: of those before nothing is held but 16 bytes each.
 pub(crate) fn for_each_sample(
     files: &[PathBuf],
-    source: &TargetBundle,
+    source: &TargetSpec,
     mut progress: impl FnMut(usize),
     mut keep: impl FnMut(PlannedSample) -> Result<(), StatesError>,
 ) -> Result<Report, StatesError> {
@@ -170,7 +170,7 @@ pub(crate) fn for_each_sample(
 }
 
 /// Whether a row keeps a prompt that asked for thinking.
-fn thinks(row: &Parsed, source: &TargetBundle) -> bool {
+fn thinks(row: &Parsed, source: &TargetSpec) -> bool {
     let Parsed::Row(_, conversation) = row else { return false };
     served_thinking(&source.tokenizer, conversation).is_ok_and(|thinking| thinking == Some(true))
 }
@@ -219,7 +219,7 @@ fn usable(fields: &Map<String, Value>) -> Result<(Option<String>, Conversation),
     Ok((id, conversation))
 }
 
-fn sample(row: Parsed, source: &TargetBundle) -> Outcome {
+fn sample(row: Parsed, source: &TargetSpec) -> Outcome {
     let (id, conversation) = match row {
         Parsed::Row(id, conversation) => (id, conversation),
         Parsed::Failed => return Outcome::Failed,

@@ -13,7 +13,7 @@ use deepspec_text::{ChatTemplate, ChatTokenizer};
 use crate::StatesError;
 
 /// The source of a recipe's states, checked: everything but the target's weights.
-pub struct TargetBundle {
+pub struct TargetSpec {
     /// The target's folder.
     pub dir: PathBuf,
     /// The target's tokenizer.
@@ -28,7 +28,7 @@ pub struct TargetBundle {
     pub final_states: FinalStates,
 }
 
-impl TargetBundle {
+impl TargetSpec {
     /// Reads what `recipe` names, fetching a target that is a hub id, and checks that it fits together.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use crate::hybrid::Hybrid;
 use crate::online::{Online, SampleStates};
 use crate::samples::Samples;
 use crate::stored::CachedStates;
-use crate::{Capture, StatesError, TargetBundle};
+use crate::{Capture, StatesError, TargetSpec};
 
 /// A source of states, read step by step. Whoever reads cannot tell which one it is.
 pub enum StateSource<'d> {
@@ -44,7 +44,7 @@ impl<'d> StateSource<'d> {
     /// A target that cannot be loaded; a folder where another cache is being built.
     pub fn open(
         dataset: &'d Dataset,
-        source: &TargetBundle,
+        source: &TargetSpec,
         recipe: &Recipe,
         runtime: TargetRuntime,
     ) -> Result<Self, StatesError> {

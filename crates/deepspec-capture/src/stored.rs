@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use deepspec_ops::Filling;
+use deepspec_ops::UninitTensor;
 use rayon::prelude::*;
 use tch::Kind;
 
@@ -56,8 +56,8 @@ fn read(stored: &Stored, row: usize) -> Result<SampleStates, StatesError> {
     let layout = reader.layout();
     let hidden = layout.hidden_size as i64;
     let tokens = i64::from(reader.length(row).unwrap_or_default());
-    let mut taps = Filling::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
-    let mut last = Filling::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
+    let mut taps = UninitTensor::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
+    let mut last = UninitTensor::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
     reader.read_into(row, taps.bytes(), last.bytes())?;
     Ok(SampleStates { taps: taps.done(), last: last.done(), last_positions, unseen: None })
 }

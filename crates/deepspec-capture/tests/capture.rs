@@ -8,7 +8,7 @@ use common::Bench;
 use deepspec_capture::cache::{Builder, FinalStates, Plan, PlannedSample, Reader};
 use deepspec_capture::{Capture, fill};
 use deepspec_core::recipe::Recipe;
-use deepspec_engine::{Feed, Target};
+use deepspec_engine::{ModelInput, Target};
 use deepspec_testkit::skip;
 use tch::{Device, Kind, Tensor};
 
@@ -45,7 +45,7 @@ fn alone(recipe: &Recipe, sample: &PlannedSample) -> (Tensor, Tensor) {
     };
     let mut target = deepspec_models::TargetModel::load(Path::new(&recipe.target.model), &options).unwrap();
     let ids: Vec<i64> = sample.input_ids.iter().map(|&id| i64::from(id)).collect();
-    let out = target.forward(&Feed { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
+    let out = target.forward(&ModelInput { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
     (out.taps, out.hidden)
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::Bench;
-use deepspec_capture::{Dataset, TargetBundle};
+use deepspec_capture::{Dataset, TargetSpec};
 use deepspec_core::cli::Verbosity;
 use serde_json::json;
 
@@ -33,7 +33,7 @@ fn resident() -> [u64; 2] {
 /// Opens the data set and visits every sample.
 fn measure(dir: &Path) {
     let recipe = deepspec_drafters::load_recipe(&dir.join("recipe.yaml"), &[]).unwrap();
-    let source = TargetBundle::open(&recipe, Verbosity::Quiet).unwrap();
+    let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let before = resident();
     let dataset = Dataset::open(&recipe, &source, Some(dir), |_| vec![]).unwrap();
     let visited: u64 = (0..dataset.len()).map(|index| dataset.facts(index).input_ids.len() as u64).sum();
@@ -65,7 +65,7 @@ fn a_corpus_takes_no_memory_of_the_processes_that_read_it() {
     let recipe = bench.recipe(&["data.states=online", &input, "data.max_length=2048"]);
     let dir = bench.path("");
     fs::write(dir.join("recipe.yaml"), deepspec_core::config::to_yaml(&recipe).unwrap()).unwrap();
-    let source = TargetBundle::open(&recipe, Verbosity::Quiet).unwrap();
+    let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let dataset = Dataset::open(&recipe, &source, Some(&dir), |_| vec![]).unwrap();
     assert!(dataset.counts().tokens >= TOKENS, "{:?}", dataset.counts());
     // Another process, which finds the samples: what tokenising leaves in the allocator is not what is asked here.

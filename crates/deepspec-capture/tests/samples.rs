@@ -9,7 +9,7 @@ use std::thread;
 
 use common::Bench;
 use deepspec_capture::cache::PlannedSample;
-use deepspec_capture::{Dataset, TargetBundle, tokenise};
+use deepspec_capture::{Dataset, TargetSpec, tokenise};
 use deepspec_core::recipe::Recipe;
 use serde_json::json;
 
@@ -37,7 +37,7 @@ fn online(bench: &Bench, file: &str) -> Recipe {
     bench.recipe(&["data.states=online", &input])
 }
 
-fn open(bench: &Bench, recipe: &Recipe, source: &TargetBundle) -> Dataset {
+fn open(bench: &Bench, recipe: &Recipe, source: &TargetSpec) -> Dataset {
     Dataset::open(recipe, source, Some(&bench.path("kept")), |_| vec![]).unwrap()
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use common::Bench;
 use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan, verify};
 use deepspec_capture::{
-    Capture, Dataset, SampleStates, StateSource, TargetBundle, TargetRuntime, fill, tokenise,
+    Capture, Dataset, SampleStates, StateSource, TargetRuntime, TargetSpec, fill, tokenise,
 };
 use deepspec_core::recipe::Recipe;
 use deepspec_testkit::folder::files;
@@ -52,7 +52,7 @@ fn order(epoch: usize) -> Vec<usize> {
     (0..SAMPLES).map(|place| (place * 5 + 3 + epoch) % SAMPLES).collect()
 }
 
-fn dataset(bench: &Bench, recipe: &Recipe, source: &TargetBundle) -> Dataset {
+fn dataset(bench: &Bench, recipe: &Recipe, source: &TargetSpec) -> Dataset {
     Dataset::open(recipe, source, Some(&bench.path("kept")), |samples| {
         assert_eq!(samples, SAMPLES);
         order(0)
@@ -64,7 +64,7 @@ fn dataset(bench: &Bench, recipe: &Recipe, source: &TargetBundle) -> Dataset {
 fn read(
     bench: &Bench,
     recipe: &Recipe,
-    source: &TargetBundle,
+    source: &TargetSpec,
     steps: std::ops::Range<usize>,
 ) -> Vec<(String, SampleStates)> {
     let dataset = dataset(bench, recipe, source);
@@ -104,11 +104,11 @@ fn bits(states: &Tensor) -> Vec<u8> {
 }
 
 /// A cache as `cache build` makes it.
-fn build(recipe: &Recipe, source: &TargetBundle, dir: &Path, rows: &Path) {
+fn build(recipe: &Recipe, source: &TargetSpec, dir: &Path, rows: &Path) {
     build_as(Encoding::Bf16, recipe, source, dir, rows);
 }
 
-fn build_as(encoding: Encoding, recipe: &Recipe, source: &TargetBundle, dir: &Path, rows: &Path) {
+fn build_as(encoding: Encoding, recipe: &Recipe, source: &TargetSpec, dir: &Path, rows: &Path) {
     let samples = tokenise(&[rows.to_path_buf()], source, |_| ()).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
     let plan = Plan::new(samples, source.layout(FinalStates::Supervised, encoding), 1 << 20).unwrap();

@@ -5,15 +5,17 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 
-use crate::drafter::Obstacle;
+use crate::drafter::Incompatibility;
 use crate::fields::read_object;
 use crate::shapes::{self, REBUILT};
-use crate::{Dialect, DialectError, Drafter, Known, TensorFacts, Tensors, layouts, quantised_folder};
+use crate::{
+    CheckpointError, CheckpointFormat, Drafter, Known, TensorFacts, Tensors, layouts, quantised_folder,
+};
 
 /// A drafter checkpoint of any known dialect.
 pub struct Checkpoint {
     dir: PathBuf,
-    dialect: Dialect,
+    dialect: CheckpointFormat,
     drafter: Drafter,
     tensors: Tensors,
     /// The key of its config that the loader refuses, and why.
@@ -25,12 +27,12 @@ impl Checkpoint {
     ///
     /// # Errors
     /// If it is no drafter of a known dialect and kind, or a file or a key of it is broken.
-    pub fn open(dir: &Path, known: Known) -> Result<Self, DialectError> {
+    pub fn open(dir: &Path, known: Known) -> Result<Self, CheckpointError> {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
         let tensors = Tensors::open(dir)?;
         if let Some(problem) = quantised_folder(dir, &map) {
-            return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
+            return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
         }
         let (dialect, drafter) = layouts::read(&path, &map, &tensors, known)?;
         Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors, unsupported: None })
@@ -40,7 +42,7 @@ impl Checkpoint {
     pub fn set_unsupported(&mut self, key: String, reason: String) {
         if self.drafter.obstacles.iter().all(|known| known.key != key) {
             let reason = format!("it is not run here: {reason}");
-            self.drafter.obstacles.push(Obstacle { key: key.clone(), reason });
+            self.drafter.obstacles.push(Incompatibility { key: key.clone(), reason });
         }
         self.unsupported = Some((key, reason));
     }
@@ -56,7 +58,7 @@ impl Checkpoint {
     }
 
     /// Its dialect.
-    pub fn dialect(&self) -> Dialect {
+    pub fn dialect(&self) -> CheckpointFormat {
         self.dialect
     }
 
@@ -77,17 +79,17 @@ impl Checkpoint {
 
     /// Whether it is in the reference's layout but for embedding and head, which engines take from the target.
     pub fn leaves_ends(&self) -> bool {
-        self.dialect == Dialect::Reference
+        self.dialect == CheckpointFormat::Reference
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
     /// Why it cannot be converted to `to`, if so.
-    pub fn refusal(&self, to: Dialect) -> Option<String> {
+    pub fn refusal(&self, to: CheckpointFormat) -> Option<String> {
         self.refusal_of(&self.drafter, to)
     }
 
     /// The same of its drafter as a target completes it.
-    pub(crate) fn refusal_of(&self, drafter: &Drafter, to: Dialect) -> Option<String> {
+    pub(crate) fn refusal_of(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
         // Its own layout is left only where something is to be filled in.
         if to == self.dialect && !self.leaves_ends() {
             return Some(format!("it is a checkpoint of {to} already"));
@@ -96,8 +98,8 @@ impl Checkpoint {
     }
 
     /// A refusal to say it in the layout `to`.
-    pub(crate) fn refused(&self, to: &'static str, reason: String) -> DialectError {
-        DialectError::Refused { path: self.dir.clone(), to, reason }
+    pub(crate) fn refused(&self, to: &'static str, reason: String) -> CheckpointError {
+        CheckpointError::Refused { path: self.dir.clone(), to, reason }
     }
 
     /// A tensor by its name in the reference: its name in the files, and what is known of it.
@@ -115,18 +117,18 @@ impl Checkpoint {
     /// with finite values.
     ///
     /// # Errors
-    /// [`DialectError::Key`] for the config, [`DialectError::Tensor`] naming the first tensor that is missing, misshapen,
+    /// [`CheckpointError::Key`] for the config, [`CheckpointError::Tensor`] naming the first tensor that is missing, misshapen,
     /// quantised, of no use, or not finite.
-    pub fn check(&self) -> Result<(), DialectError> {
+    pub fn check(&self) -> Result<(), CheckpointError> {
         if let Some((key, problem)) = self.unsupported.clone() {
-            return Err(DialectError::Key { path: self.dir.join("config.json"), key, problem });
+            return Err(CheckpointError::Key { path: self.dir.join("config.json"), key, problem });
         }
         self.tensors.check_types()?;
         self.check_shapes()?;
         self.tensors.check_finite()
     }
 
-    fn check_shapes(&self) -> Result<(), DialectError> {
+    fn check_shapes(&self) -> Result<(), CheckpointError> {
         let Some(wanted) = shapes::tensors(&self.dir.join("config.json"), &self.drafter)? else {
             return Ok(());
         };
@@ -135,7 +137,8 @@ impl Checkpoint {
         let ends: Vec<(String, Vec<usize>)> = ends
             .iter()
             .filter(|(name, _)| {
-                self.dialect == Dialect::Reference && !self.leaves_ends() || self.find(name).is_some()
+                self.dialect == CheckpointFormat::Reference && !self.leaves_ends()
+                    || self.find(name).is_some()
             })
             .map(|&(name, rows)| (name.to_string(), shape(rows)))
             .collect();
@@ -151,7 +154,7 @@ impl Checkpoint {
             }
             useless.remove(name.as_str());
         }
-        if matches!(self.dialect, Dialect::Speculators | Dialect::Specforge) {
+        if matches!(self.dialect, CheckpointFormat::Speculators | CheckpointFormat::Specforge) {
             useless.retain(|name| !REBUILT.contains(name));
         }
         match useless.first() {
@@ -166,15 +169,15 @@ impl Checkpoint {
     pub fn advice(&self) -> Option<String> {
         let (dialect, kind) = (self.dialect, self.drafter.kind.title());
         let what = match dialect {
-            Dialect::Reference if self.leaves_ends() => {
+            CheckpointFormat::Reference if self.leaves_ends() => {
                 format!(
                     "it is a {kind} checkpoint for engines, which take embedding and head from the target"
                 )
             }
-            Dialect::Reference => return None,
+            CheckpointFormat::Reference => return None,
             _ => format!("it is a {kind} checkpoint of the dialect {dialect}"),
         };
-        Some(match self.refusal(Dialect::Reference) {
+        Some(match self.refusal(CheckpointFormat::Reference) {
             Some(reason) => format!("{what}, which cannot be converted: {reason}"),
             None => {
                 let dir = self.dir.display();

@@ -10,7 +10,7 @@ use crate::numbers::{cast, differing_rows};
 use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
 use crate::write::{Source, Written, write};
-use crate::{Checkpoint, Dialect, DialectError, Drafter, Target, folder, layouts};
+use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, folder, layouts};
 
 const CONFIG: &str = "config.json";
 
@@ -30,13 +30,13 @@ pub struct Converted<'a> {
 /// leaves out.
 ///
 /// # Errors
-/// [`DialectError::Refused`] with the reason where the drafter cannot or must not be said in `to`; any other error if the
+/// [`CheckpointError::Refused`] with the reason where the drafter cannot or must not be said in `to`; any other error if the
 /// checkpoint or the target is broken.
 pub fn convert<'a>(
     source: &'a Checkpoint,
-    to: Dialect,
+    to: CheckpointFormat,
     target: Option<&'a Target>,
-) -> Result<Converted<'a>, DialectError> {
+) -> Result<Converted<'a>, CheckpointError> {
     let refused = |reason: String| source.refused(to.name(), reason);
     let drafter = complete(source, target);
     if let Some(reason) = source.refusal_of(&drafter, to) {
@@ -54,7 +54,7 @@ pub fn convert<'a>(
     for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
         let own = source.find(end);
         // Speculators' own loader takes them from the target, and so do those of dialects without them.
-        if own.is_some() && to != Dialect::Reference {
+        if own.is_some() && to != CheckpointFormat::Reference {
             same_end(source, end, target, &theirs, to.name())?;
         }
         match own {
@@ -88,8 +88,12 @@ pub(crate) fn complete(source: &Checkpoint, target: Option<&Target>) -> Drafter 
 }
 
 /// A conversion that has all it needs: into the reference, with both ends at hand.
-fn without_target<'a>(source: &'a Checkpoint, to: Dialect, drafter: &Drafter) -> Option<Converted<'a>> {
-    if to != Dialect::Reference || drafter.num_target_layers.is_none() {
+fn without_target<'a>(
+    source: &'a Checkpoint,
+    to: CheckpointFormat,
+    drafter: &Drafter,
+) -> Option<Converted<'a>> {
+    if to != CheckpointFormat::Reference || drafter.num_target_layers.is_none() {
         return None;
     }
     let (mut tensors, dropped) = body(source, to);
@@ -107,20 +111,22 @@ fn without_target<'a>(source: &'a Checkpoint, to: Dialect, drafter: &Drafter) ->
     Some(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }
 
-fn why_target(to: Dialect, drafter: &Drafter) -> String {
+fn why_target(to: CheckpointFormat, drafter: &Drafter) -> String {
     let what = match to {
-        Dialect::Reference if drafter.num_target_layers.is_none() => {
+        CheckpointFormat::Reference if drafter.num_target_layers.is_none() => {
             "`num_target_layers` is not in config.json, and the target's layers have to be counted".into()
         }
-        Dialect::Reference => format!("{to} holds embedding and head, which are left to the target here"),
-        Dialect::Speculators => format!("{to} names its verifier"),
+        CheckpointFormat::Reference => {
+            format!("{to} holds embedding and head, which are left to the target here")
+        }
+        CheckpointFormat::Speculators => format!("{to} names its verifier"),
         _ => format!("{to} leaves embedding and head to the target, which therefore has to be the same"),
     };
     format!("the target is needed: {what}; give it with --target")
 }
 
 /// Everything but the ends, under its new names; and the names of what is left behind.
-pub(crate) fn body(source: &Checkpoint, to: Dialect) -> (Vec<Written<'_>>, Vec<String>) {
+pub(crate) fn body(source: &Checkpoint, to: CheckpointFormat) -> (Vec<Written<'_>>, Vec<String>) {
     let (mut tensors, mut dropped) = (vec![], vec![]);
     for (name, facts) in source.tensors().iter() {
         if is_embed_or_head(name) {
@@ -144,7 +150,7 @@ fn from_target<'a>(
     theirs: &str,
     name: &str,
     dtype: Dtype,
-) -> Result<Written<'a>, DialectError> {
+) -> Result<Written<'a>, CheckpointError> {
     let tensors = target.tensors();
     let facts = tensors.get(theirs).ok_or_else(|| tensors.error(theirs, "missing in the target"))?;
     let (shape, from) = (facts.shape.clone(), facts.dtype);
@@ -166,7 +172,7 @@ fn same_end(
     target: &Target,
     theirs: &str,
     to: &'static str,
-) -> Result<(), DialectError> {
+) -> Result<(), CheckpointError> {
     let Some((name, own)) = source.find(end) else { return Ok(()) };
     let other = target
         .tensors()
@@ -197,7 +203,7 @@ pub(crate) fn check_pair(
     drafter: &Drafter,
     target: &Target,
     to: &'static str,
-) -> Result<(), DialectError> {
+) -> Result<(), CheckpointError> {
     source.check()?;
     target.check_fits(drafter)?;
     let ends = [(EMBED, target.embed()), (HEAD, target.head())];
@@ -223,7 +229,7 @@ impl Converted<'_> {
     ///
     /// # Errors
     /// If the folder exists and may not be replaced, or any I/O failure.
-    pub fn write(mut self, dir: &Path, overwrite: bool) -> Result<(), DialectError> {
+    pub fn write(mut self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
         folder::replace(
             dir,
             overwrite,

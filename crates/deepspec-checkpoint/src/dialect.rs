@@ -10,7 +10,7 @@ use crate::drafter::KindSettings;
 /// A layout of checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Dialect {
+pub enum CheckpointFormat {
     /// DeepSpec's and this project's own.
     Reference,
     /// vllm-project/speculators.
@@ -24,7 +24,7 @@ pub enum Dialect {
     Modelopt,
 }
 
-impl Dialect {
+impl CheckpointFormat {
     /// All of them.
     pub const ALL: [Self; 5] =
         [Self::Reference, Self::Speculators, Self::Specforge, Self::Zlab, Self::Modelopt];
@@ -78,13 +78,13 @@ impl Dialect {
     }
 }
 
-impl fmt::Display for Dialect {
+impl fmt::Display for CheckpointFormat {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Dialect {
+impl FromStr for CheckpointFormat {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {

@@ -7,7 +7,7 @@ use deepspec_core::Tap;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::Dialect;
+use crate::CheckpointFormat;
 use crate::families::Family;
 use crate::kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict};
 
@@ -16,7 +16,7 @@ pub type Shapes = Vec<(String, Vec<usize>)>;
 
 /// Something that only this checkpoint's own dialect can say.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Obstacle {
+pub struct Incompatibility {
     /// The key, or the tensor, that says it.
     pub key: String,
     /// Why it stops a conversion.
@@ -51,7 +51,7 @@ pub struct Drafter {
     /// Keys that only inform, such as `num_anchors`.
     pub notes: Map<String, Value>,
     /// What stops a conversion to any other dialect.
-    pub obstacles: Vec<Obstacle>,
+    pub obstacles: Vec<Incompatibility>,
 }
 
 /// The settings of a drafter that its kind has and others have not.
@@ -101,7 +101,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes);
 
     /// Why this drafter cannot be said in `to`.
-    fn refusal(&self, drafter: &Drafter, to: Dialect) -> Option<String>;
+    fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String>;
 
     /// Its class in the reference's layout, behind the family's prefix, and its keys there.
     fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>);
@@ -110,17 +110,22 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     fn speculators(&self) -> Speculators;
 
     /// What a dialect calls tensors of this kind alone: prefixes there and in the reference.
-    fn renames(&self, _: Dialect) -> &'static [(&'static str, &'static str)] {
+    fn renames(&self, _: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
         &[]
     }
 
     /// Its config where a dialect has a layout for this kind alone, `flat` being the decoder's keys.
-    fn own_config(&self, _: &Drafter, _: Dialect, _flat: &Map<String, Value>) -> Option<Map<String, Value>> {
+    fn own_config(
+        &self,
+        _: &Drafter,
+        _: CheckpointFormat,
+        _flat: &Map<String, Value>,
+    ) -> Option<Map<String, Value>> {
         None
     }
 
     /// How the container of z-lab, SpecForge and ModelOpt says it; only for dialects that [`KindSettings::refusal`] lets pass.
-    fn container(&self, _to: Dialect) -> Option<Container> {
+    fn container(&self, _to: CheckpointFormat) -> Option<Container> {
         None
     }
 
@@ -142,10 +147,10 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
     /// Whether vLLM loads it in this dialect, and how, or why not.
-    fn vllm(&self, dialect: Dialect) -> Verdict;
+    fn vllm(&self, dialect: CheckpointFormat) -> Verdict;
 
     /// Whether SGLang loads it in this dialect, and how, or why not.
-    fn sglang(&self, dialect: Dialect) -> Verdict;
+    fn sglang(&self, dialect: CheckpointFormat) -> Verdict;
 }
 
 /// Keys that inform about training and change nothing else.
@@ -159,7 +164,7 @@ impl Drafter {
 
     /// Why this drafter can be said in no layout but its own, if so.
     pub(crate) fn refusal_anywhere(&self) -> Option<String> {
-        if let Some(Obstacle { key, reason }) = self.obstacles.first() {
+        if let Some(Incompatibility { key, reason }) = self.obstacles.first() {
             return Some(format!("`{key}`: {reason}"));
         }
         if !self.kind.has_layers_of(self.family) {

@@ -7,7 +7,7 @@ use crate::kind::{Engine, EngineLayout};
 use crate::shapes::{EMBED, HEAD};
 use crate::shards::MAX_SHARD_BYTES;
 use crate::write::{Source, Written};
-use crate::{Checkpoint, Dialect, DialectError, Drafter, Target, layouts, rope};
+use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, layouts, rope};
 
 /// The vanilla Markov head.
 const MARKOV: [&str; 2] = ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"];
@@ -17,27 +17,27 @@ const ZERO_RANK: usize = 16;
 /// Plans the drafter of `source` in the layout that `engine` loads. Embedding and head are left to the target.
 ///
 /// # Errors
-/// [`DialectError::Refused`] with the reason where the engine cannot run the drafter; any other error if the checkpoint or the target
+/// [`CheckpointError::Refused`] with the reason where the engine cannot run the drafter; any other error if the checkpoint or the target
 /// is broken.
 pub fn for_engine<'a>(
     source: &'a Checkpoint,
     engine: Engine,
     target: &'a Target,
-) -> Result<Converted<'a>, DialectError> {
+) -> Result<Converted<'a>, CheckpointError> {
     let to = engine.title();
     let drafter = complete(source, Some(target));
     let layout = drafter.refusal_anywhere().map_or_else(|| drafter.kind.engine_layout(engine, &drafter), Err);
     match layout.map_err(|reason| source.refused(to, reason))? {
-        EngineLayout::Dialect(dialect) if dialect == source.dialect() => {
+        EngineLayout::CheckpointFormat(dialect) if dialect == source.dialect() => {
             source.check()?;
             let reason = format!("it loads the checkpoint as it is, in the layout of {dialect}");
             Err(source.refused(to, reason))
         }
-        EngineLayout::Dialect(dialect) => {
+        EngineLayout::CheckpointFormat(dialect) => {
             rope::stretched(source, to)?;
             convert(source, dialect, Some(target))
         }
-        EngineLayout::Anchored => anchored(source, &drafter, target, to),
+        EngineLayout::BlockDrafter => anchored(source, &drafter, target, to),
     }
 }
 
@@ -47,12 +47,13 @@ fn anchored<'a>(
     drafter: &Drafter,
     target: &'a Target,
     to: &'static str,
-) -> Result<Converted<'a>, DialectError> {
+) -> Result<Converted<'a>, CheckpointError> {
     let rope = rope::stretched(source, to)?;
     check_pair(source, drafter, target, to)?;
-    let (mut tensors, mut dropped) = body(source, Dialect::Reference);
+    let (mut tensors, mut dropped) = body(source, CheckpointFormat::Reference);
     dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));
-    let mut config = layouts::config(drafter, Dialect::Reference, Some(target), dtype_name(source.dtype()));
+    let mut config =
+        layouts::config(drafter, CheckpointFormat::Reference, Some(target), dtype_name(source.dtype()));
     if source.find(MARKOV[0]).is_none() {
         // SGLang asks for such a head, and to the others it says that all slots draft: one of zeros changes nothing.
         let width = match source.dtype() {

@@ -7,7 +7,7 @@ use deepspec_core::atomic::FileError;
 
 /// A checkpoint that cannot be read or converted.
 #[derive(Debug, thiserror::Error)]
-pub enum DialectError {
+pub enum CheckpointError {
     /// A file cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
@@ -57,7 +57,7 @@ pub enum DialectError {
     },
 }
 
-impl From<GgufError> for DialectError {
+impl From<GgufError> for CheckpointError {
     fn from(GgufError { path, problem }: GgufError) -> Self {
         Self::NotADrafter { path, problem }
     }

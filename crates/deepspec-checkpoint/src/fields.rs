@@ -5,7 +5,7 @@ use std::path::Path;
 use deepspec_core::atomic;
 use serde_json::{Map, Value};
 
-use crate::DialectError;
+use crate::CheckpointError;
 
 /// An object of the file and the keys that lead to it.
 pub struct Fields<'a> {
@@ -22,9 +22,9 @@ impl<'a> Fields<'a> {
     }
 
     /// What is wrong with `key`.
-    pub fn error(&self, key: &str, problem: impl Into<String>) -> DialectError {
+    pub fn error(&self, key: &str, problem: impl Into<String>) -> CheckpointError {
         let key = format!("{}{key}", self.within);
-        DialectError::Key { path: self.path.to_path_buf(), key, problem: problem.into() }
+        CheckpointError::Key { path: self.path.to_path_buf(), key, problem: problem.into() }
     }
 
     fn typed<T>(
@@ -32,7 +32,7 @@ impl<'a> Fields<'a> {
         key: &str,
         expected: &str,
         read: impl Fn(&'a Value) -> Option<T>,
-    ) -> Result<Option<T>, DialectError> {
+    ) -> Result<Option<T>, CheckpointError> {
         match self.map.get(key) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => read(value)
@@ -45,7 +45,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn count(&self, key: &str) -> Result<Option<u64>, DialectError> {
+    pub fn count(&self, key: &str) -> Result<Option<u64>, CheckpointError> {
         self.typed(key, "an integer from 0", |value| value.as_u64().filter(|&count| count < 1 << 31))
     }
 
@@ -53,7 +53,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn size(&self, key: &str) -> Result<Option<u64>, DialectError> {
+    pub fn size(&self, key: &str) -> Result<Option<u64>, CheckpointError> {
         self.typed(key, "a positive integer", |value| {
             value.as_u64().filter(|count| (1..1 << 31).contains(count))
         })
@@ -63,7 +63,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn flag(&self, key: &str) -> Result<Option<bool>, DialectError> {
+    pub fn flag(&self, key: &str) -> Result<Option<bool>, CheckpointError> {
         self.typed(key, "true or false", Value::as_bool)
     }
 
@@ -71,7 +71,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn text(&self, key: &str) -> Result<Option<&'a str>, DialectError> {
+    pub fn text(&self, key: &str) -> Result<Option<&'a str>, CheckpointError> {
         self.typed(key, "a string", Value::as_str)
     }
 
@@ -79,7 +79,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, DialectError> {
+    pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, CheckpointError> {
         let small = |value: &Value| value.as_i64().filter(|id| id.unsigned_abs() < 1 << 31);
         self.typed(key, "a list of integers", |value| value.as_array()?.iter().map(small).collect())
     }
@@ -88,7 +88,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, DialectError> {
+    pub fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, CheckpointError> {
         self.typed(key, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
     }
 
@@ -96,7 +96,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn object(&self, key: &str) -> Result<Option<Self>, DialectError> {
+    pub fn object(&self, key: &str) -> Result<Option<Self>, CheckpointError> {
         let map = self.typed(key, "an object", Value::as_object)?;
         let within = format!("{}{key}.", self.within);
         Ok(map.map(|map| Self { path: self.path, map, within }))
@@ -114,7 +114,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If there was nothing.
-    pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, DialectError> {
+    pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, CheckpointError> {
         value.ok_or_else(|| self.error(key, "missing"))
     }
 
@@ -122,7 +122,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If there is none.
-    pub fn required_size(&self, key: &str) -> Result<u64, DialectError> {
+    pub fn required_size(&self, key: &str) -> Result<u64, CheckpointError> {
         self.required(key, self.size(key)?)
     }
 
@@ -130,7 +130,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If there is none.
-    pub fn required_object(&self, key: &str) -> Result<Self, DialectError> {
+    pub fn required_object(&self, key: &str) -> Result<Self, CheckpointError> {
         self.required(key, self.object(key)?)
     }
 
@@ -138,14 +138,14 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If they are no list of strings.
-    pub fn architecture(&self) -> Result<Option<&'a str>, DialectError> {
+    pub fn architecture(&self) -> Result<Option<&'a str>, CheckpointError> {
         Ok(self.texts("architectures")?.and_then(|names| names.first().copied()))
     }
 }
 
 /// Reads a JSON object.
-pub fn read_object(path: &Path) -> Result<Map<String, Value>, DialectError> {
-    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+pub fn read_object(path: &Path) -> Result<Map<String, Value>, CheckpointError> {
+    let bad = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
     if !path.is_file() {
         return Err(bad("no such file; a checkpoint is a folder with config.json and safetensors".into()));
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use deepspec_core::atomic::{self, FileError, PartialLock};
 use deepspec_core::digest;
 
-use crate::DialectError;
+use crate::CheckpointError;
 
 /// Has `fill` write a folder beside `dir` and renames it into place. `overwrite` replaces a folder whose files all are `own`; without it a folder
 /// that holds the very same files is left as it is.
@@ -18,9 +18,9 @@ pub fn replace(
     dir: &Path,
     overwrite: bool,
     own: impl Fn(&str) -> bool,
-    fill: impl FnOnce(&Path) -> Result<(), DialectError>,
-) -> Result<(), DialectError> {
-    let bad = |problem: String| DialectError::NotADrafter { path: dir.to_path_buf(), problem };
+    fill: impl FnOnce(&Path) -> Result<(), CheckpointError>,
+) -> Result<(), CheckpointError> {
+    let bad = |problem: String| CheckpointError::NotADrafter { path: dir.to_path_buf(), problem };
     if dir.exists() {
         let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
         let mut names =
@@ -47,7 +47,7 @@ pub fn replace(
         clear(&partial)?;
         return match same {
             true => Ok(()),
-            false => Err(DialectError::Exists { path: dir.to_path_buf() }),
+            false => Err(CheckpointError::Exists { path: dir.to_path_buf() }),
         };
     }
     let old = beside(dir, ".old");
@@ -60,7 +60,7 @@ pub fn replace(
 }
 
 /// Whether each file of `one` is in `other` with the same bytes.
-fn holds_the_same(one: &Path, other: &Path) -> Result<bool, DialectError> {
+fn holds_the_same(one: &Path, other: &Path) -> Result<bool, CheckpointError> {
     for entry in fs::read_dir(one).map_err(FileError::at("reading", one))? {
         let file = entry.map_err(FileError::at("reading", one))?.path();
         let counterpart = other.join(file.file_name().unwrap_or_default());
@@ -79,7 +79,7 @@ fn beside(dir: &Path, suffix: &str) -> PathBuf {
 }
 
 /// Removes what an earlier attempt left.
-fn clear(dir: &Path) -> Result<(), DialectError> {
+fn clear(dir: &Path) -> Result<(), CheckpointError> {
     if dir.exists() {
         fs::remove_dir_all(dir).map_err(FileError::at("removing", dir))?;
     }

@@ -13,7 +13,7 @@ use crate::fields::Fields;
 use crate::kind::GgufParts;
 use crate::numbers::cast;
 use crate::shapes::{Heads, REBUILT, is_embed_or_head};
-use crate::{Checkpoint, DialectError, Drafter, Target, folder, rope};
+use crate::{Checkpoint, CheckpointError, Drafter, Target, folder, rope};
 
 /// What refusals call it.
 const NAME: &str = "gguf";
@@ -53,13 +53,13 @@ impl<'a> Gguf<'a> {
     /// type `matrices`, by default as they are stored, and all else is float32.
     ///
     /// # Errors
-    /// [`DialectError::Refused`] with the reason where llama.cpp cannot run the drafter; any other error if the checkpoint or the target
+    /// [`CheckpointError::Refused`] with the reason where llama.cpp cannot run the drafter; any other error if the checkpoint or the target
     /// is broken.
     pub fn plan(
         source: &'a Checkpoint,
         target: &Target,
         matrices: Option<TensorType>,
-    ) -> Result<Self, DialectError> {
+    ) -> Result<Self, CheckpointError> {
         let drafter = complete(source, Some(target));
         let parts = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(&drafter), Err);
         let parts = parts.map_err(|reason| source.refused(NAME, reason))?;
@@ -127,7 +127,7 @@ impl<'a> Gguf<'a> {
     ///
     /// # Errors
     /// If the folder exists and may not be replaced, any I/O failure, and tensors whose values are no floats.
-    pub fn write(&self, dir: &Path, overwrite: bool) -> Result<(), DialectError> {
+    pub fn write(&self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
         let data = |number, tensor: &Tensor| self.data(number, tensor).map_err(io::Error::other);
         folder::replace(
             dir,
@@ -137,7 +137,7 @@ impl<'a> Gguf<'a> {
         )
     }
 
-    fn data(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, DialectError> {
+    fn data(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, CheckpointError> {
         let (name, heads) = match &self.tensors[number] {
             Values::Zeros => return Ok(vec![0; tensor.bytes()]),
             Values::Own(values) => return Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
@@ -175,7 +175,7 @@ fn decoder(
     drafter: &Drafter,
     heads: &Heads,
     theta: f64,
-) -> Result<impl Iterator<Item = (&'static str, Value)>, DialectError> {
+) -> Result<impl Iterator<Item = (&'static str, Value)>, CheckpointError> {
     let eps = fields.required("rms_norm_eps", fields.map.get("rms_norm_eps").and_then(Json::as_f64))?;
     let sizes = [
         ("block_count", drafter.layers),

@@ -3,7 +3,7 @@
 use crate::gguf::Value as GgufValue;
 use serde_json::{Map, Value};
 
-use crate::Dialect;
+use crate::CheckpointFormat;
 
 /// What the speculators package says of a kind.
 pub struct Speculators {
@@ -73,9 +73,9 @@ impl Engine {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineLayout {
     /// That of a dialect.
-    Dialect(Dialect),
+    CheckpointFormat(CheckpointFormat),
     /// The one for blocks whose slots all draft, which vLLM, SGLang and llama.cpp's converter read alike.
-    Anchored,
+    BlockDrafter,
 }
 
 /// What a GGUF of llama.cpp says of a drafter.

@@ -36,17 +36,17 @@ mod write;
 
 pub use checkpoint::Checkpoint;
 pub use convert::{Converted, convert};
-pub use dialect::Dialect;
-pub use drafter::{Drafter, KindSettings, Obstacle, Settings, Shapes};
+pub use dialect::CheckpointFormat;
+pub use drafter::{Drafter, Incompatibility, KindSettings, Settings, Shapes};
 pub use engines::for_engine;
-pub use error::DialectError;
+pub use error::CheckpointError;
 pub use families::{DecoderFamily, Family};
 pub use fields::Fields;
 pub use gguf::{TensorType, Value as GgufValue};
 pub use gguf_export::Gguf;
 pub use kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict, keys};
 pub use layouts::{
-    ContainerConfig, Decoder, ForeignClass, Known, Reader, foreign_attention, foreign_layout, taps,
+    ContainerConfig, Decoder, ExternalClass, Known, Reader, foreign_attention, foreign_layout, taps,
 };
 pub use loaders::{Loader, loaders};
 pub use quantised::quantised_folder;

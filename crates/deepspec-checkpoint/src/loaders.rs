@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::kind::Verdict;
-use crate::{Checkpoint, Dialect};
+use crate::{Checkpoint, CheckpointFormat};
 
 /// The versions that were tried.
 const SPECULATORS: &str = "0.9.0";
@@ -37,8 +37,8 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     };
     let gguf = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
     let note = gguf.as_ref().map_or_else(String::clone, |()| "it loads GGUF files; convert to gguf".into());
-    let is_speculators = dialect == Dialect::Speculators;
-    let converts = checkpoint.refusal(Dialect::Speculators).is_none();
+    let is_speculators = dialect == CheckpointFormat::Speculators;
+    let converts = checkpoint.refusal(CheckpointFormat::Speculators).is_none();
     let own = match is_speculators {
         true => "SpeculatorModel.from_pretrained",
         false if converts => "convert to speculators",
@@ -66,7 +66,7 @@ fn of_layers(checkpoint: &Checkpoint) -> Option<String> {
     }
     match checkpoint.dialect() {
         _ if !family.pre_norm => Some(format!("no engine's drafter has {family} layers")),
-        Dialect::Reference if !family.qk_norm => {
+        CheckpointFormat::Reference if !family.qk_norm => {
             Some(format!("no engine knows this class with {family} layers"))
         }
         _ => None,

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use crate::fields::Fields;
 use crate::shapes::Heads;
-use crate::{Checkpoint, DialectError};
+use crate::{Checkpoint, CheckpointError};
 
 const ORIGINAL: &str = "original_max_position_embeddings";
 /// What transformers takes where nothing is said.
@@ -25,7 +25,7 @@ pub struct Rope {
 ///
 /// # Errors
 /// As there; the width of a head is missing or wrong.
-pub fn stretched(source: &Checkpoint, to: &'static str) -> Result<Rope, DialectError> {
+pub fn stretched(source: &Checkpoint, to: &'static str) -> Result<Rope, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
     with_factors(source, Heads::of(&fields, source.drafter())?.dim, to)
@@ -35,7 +35,7 @@ pub fn stretched(source: &Checkpoint, to: &'static str) -> Result<Rope, DialectE
 ///
 /// # Errors
 /// As [`unscaled`], for any other scaling; settings of Llama 3's that are missing or impossible.
-pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<Rope, DialectError> {
+pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<Rope, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
     let Some((chosen, "llama3")) = chosen(&fields)?.map(|(chosen, kind)| (chosen, kind.unwrap_or_default()))
@@ -75,7 +75,7 @@ fn said<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
 }
 
 /// Positions that the rotation was trained for before it was stretched; transformers lets the config's own key win.
-fn original(fields: &Fields, chosen: &Fields) -> Result<f64, DialectError> {
+fn original(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
     let number = |fields: &Fields| fields.map.get(ORIGINAL).and_then(Value::as_f64);
     let value = chosen.required(ORIGINAL, number(fields).or(number(chosen)))?;
     let positive = value > 0.0 && value.is_finite();
@@ -86,8 +86,8 @@ fn original(fields: &Fields, chosen: &Fields) -> Result<f64, DialectError> {
 /// `rope_parameters`.
 ///
 /// # Errors
-/// [`DialectError::Refused`] for `to` if they are scaled, which is read differently everywhere; keys of another type.
-fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, DialectError> {
+/// [`CheckpointError::Refused`] for `to` if they are scaled, which is read differently everywhere; keys of another type.
+fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
     let chosen = chosen(&fields)?;
@@ -98,7 +98,7 @@ fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, DialectError> 
 }
 
 /// What says how they are scaled, and the kind of scaling if there is one.
-fn chosen<'a>(fields: &Fields<'a>) -> Result<Option<(Fields<'a>, Option<&'a str>)>, DialectError> {
+fn chosen<'a>(fields: &Fields<'a>) -> Result<Option<(Fields<'a>, Option<&'a str>)>, CheckpointError> {
     let scaling = fields.object("rope_scaling")?.filter(|scaling| !scaling.map.is_empty());
     let chosen = match scaling {
         Some(scaling) => Some(scaling),

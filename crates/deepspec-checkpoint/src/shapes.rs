@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::DialectError;
+use crate::CheckpointError;
 use crate::drafter::{Drafter, Shapes};
 use crate::fields::Fields;
 
@@ -20,7 +20,7 @@ pub struct Heads {
 
 impl Heads {
     /// Reads them, `fields` being those of the drafter's decoder; what is left out is as transformers takes it.
-    pub fn of(fields: &Fields, drafter: &Drafter) -> Result<Self, DialectError> {
+    pub fn of(fields: &Fields, drafter: &Drafter) -> Result<Self, CheckpointError> {
         let query = fields.required_size("num_attention_heads")?;
         let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
         let dim = fields.size("head_dim")?.unwrap_or(drafter.hidden_size / query);
@@ -34,7 +34,7 @@ pub fn is_embed_or_head(name: &str) -> bool {
 }
 
 /// Names and shapes of everything but the ends; None for layers of another family. `path` is for errors.
-pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, DialectError> {
+pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, CheckpointError> {
     if !drafter.family.pre_norm {
         return Ok(None);
     }

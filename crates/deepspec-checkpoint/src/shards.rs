@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use deepspec_core::atomic::{self, FileError};
 use serde_json::{Map, Value, json};
 
-use crate::DialectError;
+use crate::CheckpointError;
 use crate::fields::read_object;
 
 const SINGLE: &str = "model.safetensors";
@@ -108,15 +108,15 @@ pub fn no_weights(dir: &Path) -> String {
 }
 
 /// The files of the weights in `dir`: the index says, or there is one.
-pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, DialectError> {
+pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
     if !index.is_file() {
         if single.is_file() {
             return Ok(vec![single]);
         }
-        return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem: no_weights(dir) });
+        return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem: no_weights(dir) });
     }
-    let bad = |problem: &str| DialectError::Key {
+    let bad = |problem: &str| CheckpointError::Key {
         path: index.clone(),
         key: "weight_map".into(),
         problem: problem.into(),

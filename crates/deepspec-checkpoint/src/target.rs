@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::fields::{Fields, read_object};
-use crate::{DialectError, Drafter, Tensors, quantised_folder};
+use crate::{CheckpointError, Drafter, Tensors, quantised_folder};
 
 /// What special tokens are for, and the keys of their ids.
 const SPECIAL: [(&str, &str); 3] =
@@ -33,7 +33,7 @@ impl Target {
     ///
     /// # Errors
     /// If the folder is no language model, or a key is missing or wrong.
-    pub fn open(dir: &Path, name: &str) -> Result<Self, DialectError> {
+    pub fn open(dir: &Path, name: &str) -> Result<Self, CheckpointError> {
         let path = dir.join("config.json");
         let map: Map<String, Value> = read_object(&path)?;
         let outer = Fields::new(&path, &map);
@@ -59,7 +59,7 @@ impl Target {
             .collect();
         let text = text.unwrap_or(outer);
         if let Some(problem) = quantised_folder(dir, &map) {
-            return Err(DialectError::NotADrafter { path: dir.to_path_buf(), problem });
+            return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
         }
         let tensors = Tensors::open(dir)?;
         let known = [
@@ -138,7 +138,7 @@ impl Target {
     ///
     /// # Errors
     /// Naming the key that differs.
-    pub(crate) fn check_fits(&self, drafter: &Drafter) -> Result<(), DialectError> {
+    pub(crate) fn check_fits(&self, drafter: &Drafter) -> Result<(), CheckpointError> {
         let pairs = [
             ("vocab_size", self.vocab_size, Some(drafter.vocab_size)),
             ("hidden_size", self.hidden_size, Some(drafter.hidden_size)),
@@ -147,7 +147,7 @@ impl Target {
         for (key, here, there) in pairs {
             if let Some(there) = there.filter(|&there| there != here) {
                 let problem = format!("{here}, but the drafter was made for a target of {there}");
-                return Err(DialectError::Key { path: self.config.clone(), key: key.into(), problem });
+                return Err(CheckpointError::Key { path: self.config.clone(), key: key.into(), problem });
             }
         }
         Ok(())

@@ -11,7 +11,7 @@ use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use crate::{DialectError, shards};
+use crate::{CheckpointError, shards};
 
 /// Longest header that is believed; the format's own limit.
 const MAX_HEADER: u64 = 100_000_000;
@@ -48,7 +48,7 @@ impl Tensors {
     ///
     /// # Errors
     /// If no weights are there, or a file is truncated or not what its name says.
-    pub fn open(dir: &Path) -> Result<Self, DialectError> {
+    pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         match shards::paths(dir) {
             Err(_) if dir.join(LINK).is_file() => Ok(Self::of_gguf(dir, Model::open(&dir.join(LINK))?)),
             paths => Self::of_files(dir, paths?),
@@ -72,11 +72,11 @@ impl Tensors {
     ///
     /// # Errors
     /// If the file is truncated or no safetensors file.
-    pub fn open_file(path: &Path) -> Result<Self, DialectError> {
+    pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         Self::of_files(path, vec![path.to_path_buf()])
     }
 
-    fn of_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, DialectError> {
+    fn of_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
         let (mut files, mut places, mut facts) = (vec![], BTreeMap::new(), BTreeMap::new());
         for path in paths {
             let (file, data, header) = open_shard(&path)?;
@@ -85,7 +85,7 @@ impl Tensors {
                 if let Some((twin, _)) = places.insert(name.clone(), (files.len(), data + start as u64)) {
                     let (first, _): &(PathBuf, File) = &files[twin];
                     let problem = format!("it is also in {}", first.display());
-                    return Err(DialectError::Tensor { path, name, problem });
+                    return Err(CheckpointError::Tensor { path, name, problem });
                 }
                 let shape = info.shape.clone();
                 facts.insert(name, TensorFacts { dtype: info.dtype, shape, bytes: end - start });
@@ -99,8 +99,8 @@ impl Tensors {
     /// Checks that no value is NaN or infinite. It reads all of them.
     ///
     /// # Errors
-    /// [`DialectError::Tensor`] naming the first tensor with such a value; a file that cannot be read.
-    pub fn check_finite(&self) -> Result<(), DialectError> {
+    /// [`CheckpointError::Tensor`] naming the first tensor with such a value; a file that cannot be read.
+    pub fn check_finite(&self) -> Result<(), CheckpointError> {
         for (name, facts) in self.iter().filter(|(_, facts)| is_float(facts.dtype)) {
             if let Some(place) = first_non_finite(&self.bytes(name)?, facts.dtype) {
                 let problem = format!(
@@ -116,8 +116,8 @@ impl Tensors {
     /// Checks that all tensors are plain numbers: floats, or integers of maps.
     ///
     /// # Errors
-    /// [`DialectError::Tensor`] naming the first tensor of a quantised type.
-    pub fn check_types(&self) -> Result<(), DialectError> {
+    /// [`CheckpointError::Tensor`] naming the first tensor of a quantised type.
+    pub fn check_types(&self) -> Result<(), CheckpointError> {
         let is_wrong = |(name, facts): &(&str, &TensorFacts)| !is_readable(name, facts.dtype);
         match self.iter().find(is_wrong) {
             None => Ok(()),
@@ -141,12 +141,12 @@ impl Tensors {
     }
 
     /// An error about a tensor.
-    pub fn error(&self, name: &str, problem: impl Into<String>) -> DialectError {
-        DialectError::Tensor { path: self.dir.clone(), name: name.into(), problem: problem.into() }
+    pub fn error(&self, name: &str, problem: impl Into<String>) -> CheckpointError {
+        CheckpointError::Tensor { path: self.dir.clone(), name: name.into(), problem: problem.into() }
     }
 
     /// What is known of a tensor that must be there.
-    pub(crate) fn facts(&self, name: &str) -> Result<&TensorFacts, DialectError> {
+    pub(crate) fn facts(&self, name: &str) -> Result<&TensorFacts, CheckpointError> {
         self.get(name).ok_or_else(|| self.error(name, "missing"))
     }
 
@@ -154,7 +154,7 @@ impl Tensors {
     ///
     /// # Errors
     /// If there is no such tensor, or its file cannot be read.
-    pub fn bytes(&self, name: &str) -> Result<Vec<u8>, DialectError> {
+    pub fn bytes(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
         let size = self.facts(name)?.bytes;
         if let Store::Gguf(model) = &self.store {
             return Ok(model.values(name)?);
@@ -165,7 +165,7 @@ impl Tensors {
     }
 
     /// Writes the bytes of a tensor, a part at a time.
-    pub(crate) fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), DialectError> {
+    pub(crate) fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
         let bytes = self.facts(name)?.bytes;
         let (path, file, start) = match &self.store {
             Store::Gguf(model) => {
@@ -267,8 +267,8 @@ fn first_non_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
 }
 
 /// The file, where its data begin, and its header.
-fn open_shard(path: &Path) -> Result<(File, u64, Metadata), DialectError> {
-    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+fn open_shard(path: &Path) -> Result<(File, u64, Metadata), CheckpointError> {
+    let bad = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
     let file = File::open(path).map_err(FileError::at("reading", path))?;
     let size = file.metadata().map_err(FileError::at("reading", path))?.len();
     let mut start = [0; 8];

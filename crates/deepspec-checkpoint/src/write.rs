@@ -11,7 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::json;
 
 use crate::shards::{cut, write_index};
-use crate::{DialectError, Tensors};
+use crate::{CheckpointError, Tensors};
 
 /// Where the bytes of a tensor to be written come from.
 pub enum Source<'a> {
@@ -30,7 +30,7 @@ pub struct Written<'a> {
 }
 
 impl Written<'_> {
-    fn len(&self) -> Result<usize, DialectError> {
+    fn len(&self) -> Result<usize, CheckpointError> {
         match &self.source {
             Source::Copy(tensors, name) => Ok(tensors.facts(name)?.bytes),
             Source::Bytes(bytes) => Ok(bytes.len()),
@@ -40,7 +40,7 @@ impl Written<'_> {
 
 /// Writes the weights of a checkpoint into the fresh folder `dir`, synced, in files of at most `most` bytes. Tensors stand in them
 /// widest values first and then by name, as the safetensors packages write them.
-pub fn write(dir: &Path, tensors: &mut [Written], most: usize) -> Result<(), DialectError> {
+pub fn write(dir: &Path, tensors: &mut [Written], most: usize) -> Result<(), CheckpointError> {
     tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
     let sizes = tensors.iter().map(Written::len).collect::<Result<Vec<_>, _>>()?;
     let shards = cut(&sizes, most);
@@ -52,7 +52,7 @@ pub fn write(dir: &Path, tensors: &mut [Written], most: usize) -> Result<(), Dia
     Ok(write_index(dir, &shards, &names)?)
 }
 
-fn write_file(path: &Path, tensors: &[Written]) -> Result<(), DialectError> {
+fn write_file(path: &Path, tensors: &[Written]) -> Result<(), CheckpointError> {
     let (mut infos, mut end) = (vec![], 0);
     for tensor in tensors.iter() {
         let start = end;
@@ -61,7 +61,7 @@ fn write_file(path: &Path, tensors: &[Written]) -> Result<(), DialectError> {
             TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
         infos.push((tensor.name.clone(), info));
     }
-    let bad = |problem: String| DialectError::NotADrafter { path: path.to_path_buf(), problem };
+    let bad = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
     let header = Metadata::new(None, infos).map_err(|error| bad(error.to_string()))?;
     let mut header = serde_json::to_value(&header).map_err(|error| bad(error.to_string()))?;
     // Readers of PyTorch checkpoints ask for the format.

@@ -7,8 +7,8 @@ use std::path::Path;
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockConfig, BlockProposer, Confidence, DraftDecoder, LossAlphas, Markov,
-    MarkovKind, Normaliser, TrainSample,
+    Block, BlockConfig, BlockProposer, BlockSpec, Confidence, DraftDecoder, LossAlphas, LossDenominator,
+    Markov, MarkovKind, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -34,7 +34,7 @@ fn block() -> Block {
     let ends = Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
     let config = BlockConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 3, 5]).unwrap(), num_target_layers: 6 },
-        blocks: AnchoredBlocks {
+        blocks: BlockSpec {
             block_size: 7,
             slots: Slots::AnchorPredicts,
             mask_token_id: 1023,
@@ -72,7 +72,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
         bench.iter(|| {
             let batch =
                 block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("there are anchors");
-            let _ = black_box(block.accumulate(&batch, &alphas, Normaliser(1000.0), None));
+            let _ = black_box(block.accumulate(&batch, &alphas, LossDenominator(1000.0), None));
         });
     });
     let _guard = tch::no_grad_guard();

@@ -16,15 +16,15 @@ use std::process::Command;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockBatch, BlockConfig, Confidence, DraftDecoder, LossAlphas, Markov, MarkovKind,
-    Normaliser, TrainSample,
+    Block, BlockBatch, BlockConfig, BlockSpec, Confidence, DraftDecoder, LossAlphas, LossDenominator, Markov,
+    MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
 const ALPHAS: LossAlphas =
     LossAlphas { ce: 0.1, l1: 0.9, soft_ce: 0.0, kl: 0.0, lk: None, dpace: None, confidence: 1.0 };
-const NORMALISER: Normaliser = Normaliser(1000.0);
+const NORMALISER: LossDenominator = LossDenominator(1000.0);
 const WIDTH: i64 = 256;
 const GAMMA: usize = 7;
 /// Processes per variant, and passes timed in each.
@@ -41,7 +41,7 @@ fn block(vocab: i64) -> Block {
     let ends = Tensor::randn([vocab, WIDTH], (Kind::Float, Device::Cpu)) * 0.05;
     let config = BlockConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1]).unwrap(), num_target_layers: 2 },
-        blocks: AnchoredBlocks {
+        blocks: BlockSpec {
             block_size: GAMMA,
             slots: Slots::AnchorPredicts,
             mask_token_id: 3,

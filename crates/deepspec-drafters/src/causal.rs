@@ -11,11 +11,11 @@ use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, famil
 use tch::Tensor;
 
 use crate::drafter::token_by_token;
-use crate::registration::{Checkpoints, Registration};
+use crate::registration::{Checkpoints, DrafterKindInfo};
 use crate::{Drafter, DrafterOptions};
 
 /// A smaller causal language model of the same vocabulary.
-pub const KIND: Registration = Registration {
+pub const KIND: DrafterKindInfo = DrafterKindInfo {
     name: "causal",
     title: "a causal language model",
     parts: &[],

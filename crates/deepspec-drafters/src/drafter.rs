@@ -9,9 +9,9 @@ use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use crate::anchored::AnchoredBlocks;
+use crate::anchored::BlockSpec;
 use crate::trained::{PassBytes, SampleSize};
-use crate::{Normaliser, TrainSample};
+use crate::{LossDenominator, TrainSample};
 
 /// How a drafter is loaded.
 #[derive(Debug, Clone)]
@@ -65,7 +65,7 @@ pub trait Drafter: Proposer + Send {
     ///
     /// # Errors
     /// None; the signature is shared with loading.
-    fn examined(&self) -> Result<Option<Box<dyn ExaminedDrafter>>, ModelError> {
+    fn examined(&self) -> Result<Option<Box<dyn DrafterProbe>>, ModelError> {
         Ok(None)
     }
 }
@@ -79,11 +79,11 @@ pub trait Settings {
     ///
     /// # Errors
     /// The setting that does not fit.
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit>;
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue>;
 }
 
 /// A key of a drafter's settings, and what is wrong with it.
-pub type Misfit = (&'static str, String);
+pub type ConfigIssue = (&'static str, String);
 
 /// Architecture and objective of a drafter, fitted to a target, before any weight is there.
 pub trait DrafterPlan: Send + Sync {
@@ -168,7 +168,7 @@ pub trait Metrics {
 }
 
 /// Hears of the parameters whose gradients are complete: how many stages there are of them so far.
-pub type Listener<'a> = &'a mut dyn FnMut(usize);
+pub type GradReadyHook<'a> = &'a mut dyn FnMut(usize);
 
 /// A drafter with its objective: what a trainer needs.
 pub trait TrainableDrafter {
@@ -181,8 +181,8 @@ pub trait TrainableDrafter {
     fn accumulate(
         &self,
         samples: &[TrainSample],
-        normaliser: Normaliser,
-        listener: Option<Listener>,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
     /// Beginnings of the names of parameters whose gradients are complete before a backward ends, in the order in which they are.
@@ -212,7 +212,7 @@ pub trait TrainableDrafter {
 }
 
 /// A drafter under examination: how it reads its weights and the target's states can be changed.
-pub trait ExaminedDrafter {
+pub trait DrafterProbe {
     /// Its decoder's settings.
     fn model(&self) -> &ModelConfig;
 
@@ -220,7 +220,7 @@ pub trait ExaminedDrafter {
     fn taps(&self) -> &[Tap];
 
     /// Its blocks, where it drafts whole ones behind anchors; None for one that goes token by token.
-    fn anchored(&self) -> Option<&AnchoredBlocks>;
+    fn anchored(&self) -> Option<&BlockSpec>;
 
     /// Whether its checkpoint says what the slots of its blocks predict.
     fn chooses_slots(&self) -> bool;
@@ -238,7 +238,7 @@ pub trait ExaminedDrafter {
     ///
     /// # Errors
     /// None; the signature is shared with loading.
-    fn read_as(&self, reading: &Reading) -> Result<Box<dyn ExaminedDrafter>, ModelError>;
+    fn read_as(&self, reading: &DrafterOverrides) -> Result<Box<dyn DrafterProbe>, ModelError>;
 
     /// What it predicts of samples with anchors of whole blocks, teacher-forced; None where they or its blocks are too short.
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>>;
@@ -246,7 +246,7 @@ pub trait ExaminedDrafter {
 
 /// What is changed about how a drafter is read; the rest stays.
 #[derive(Default)]
-pub struct Reading<'a> {
+pub struct DrafterOverrides<'a> {
     /// The rotary settings of these layers.
     pub rope_of: Option<&'a ModelConfig>,
     /// Another mask token.

@@ -1,8 +1,8 @@
 //! Drafters: each kind in a folder of its own, with its settings in recipes, its architecture, its objective, its costs and how it
-//! proposes; the programs meet all of them as [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`ExaminedDrafter`].
+//! proposes; the programs meet all of them as [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`DrafterProbe`].
 //!
 //! A kind that is trained on a target's states implements [`DrafterKind`] and [`DrafterConfig`]; what all kinds share then comes from
-//! [`Trained`] and [`Plan`]. A line in `registry.rs` makes it known.
+//! [`DraftModel`] and [`Plan`]. A line in `registry.rs` makes it known.
 //!
 //! Legend: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
 //! D head dim, S slots of an engine, A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
@@ -21,7 +21,7 @@ mod train_state;
 mod trained;
 
 pub use anchored::{
-    Anchored, AnchoredBlocks, AnchoredProposer, AnchoredSum, BlockAttention, BlockBatch, Drafting, LayerType,
+    AnchoredProposer, AnchoredSum, BlockAttention, BlockBatch, BlockDrafter, BlockSpec, Drafting, LayerType,
     SequenceSpan, anchor_candidates, eval_mask, slot_weight,
 };
 pub use block::{
@@ -33,8 +33,8 @@ pub use dflash2::{
     DFlash2Sum, Selector,
 };
 pub use drafter::{
-    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Listener, Metrics, Misfit, Predictions, Reading,
-    Settings, TrainableDrafter, WeightCounts,
+    ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook,
+    Metrics, Predictions, Settings, TrainableDrafter, WeightCounts,
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Metrics, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
@@ -45,9 +45,9 @@ pub use registry::{
     check_layout, is_language_model, load, load_recipe, load_saved_recipe, open_checkpoint, plan,
     recipe_schema, title,
 };
-pub use sample::{Normaliser, TrainSample};
+pub use sample::{LossDenominator, TrainSample};
 pub use train_state::{TRAIN_STATE, trained_thinking};
 pub use trained::{
-    DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, Trained, Transfer,
+    DraftDecoder, DraftModel, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, WarmStart,
     is_embed_or_head,
 };

@@ -20,7 +20,7 @@ type SettingsSchema = fn(&mut SchemaGenerator) -> Schema;
 type Load = fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>;
 
 /// A kind of drafter, as its folder announces it.
-pub struct Registration {
+pub struct DrafterKindInfo {
     /// Names it in recipes, under `drafter`.
     pub name: &'static str,
     /// Names it to people.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_checkpoint::{
-    Checkpoint, Dialect, DialectError, Known, Tensors, foreign_attention, foreign_layout,
+    Checkpoint, CheckpointError, CheckpointFormat, Known, Tensors, foreign_attention, foreign_layout,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
@@ -13,11 +13,11 @@ use deepspec_models::{ModelConfig, ModelError, families};
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value};
 
-use crate::registration::{Checkpoints, Registration, Section};
+use crate::registration::{Checkpoints, DrafterKindInfo, Section};
 use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, dflash2, eagle3};
 
 /// All kinds, in the order in which messages name them.
-const KINDS: [&Registration; 5] =
+const KINDS: [&DrafterKindInfo; 5] =
     [&block::DSPARK, &block::DFLASH, &dflash2::KIND, &eagle3::KIND, &causal::KIND];
 
 /// Reads and checks a recipe with its drafter, with `key=value` overrides. Defaults of the drafter's settings are filled in.
@@ -177,11 +177,11 @@ fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError
 ///
 /// # Errors
 /// If it is no drafter of a known layout and kind, or a file or a key of it is broken.
-pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, DialectError> {
+pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
     let kinds: Vec<_> = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts).collect();
     let families: Vec<_> = families().map(|family| family.decoder).collect();
     let mut checkpoint = Checkpoint::open(dir, Known { kinds: &kinds, families: &families })?;
-    if checkpoint.dialect() == Dialect::Reference
+    if checkpoint.dialect() == CheckpointFormat::Reference
         && let Err(error) = check_reference(dir)
     {
         let (key, reason) = match error {

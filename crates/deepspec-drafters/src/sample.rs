@@ -35,12 +35,12 @@ impl TrainSample {
 
 /// The denominator of one optimiser step: Σ of the loss weights of all its samples, known before any forward.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Normaliser(pub f64);
+pub struct LossDenominator(pub f64);
 
 /// Added to the denominator of drafters of anchored blocks.
 const DENOMINATOR_EPS: f64 = 1e-6;
 
-impl Normaliser {
+impl LossDenominator {
     /// Factor on the sums of drafters of anchored blocks: one over the denominator + 1e-6.
     pub fn scale(self) -> f64 {
         1.0 / (self.0 + DENOMINATOR_EPS)

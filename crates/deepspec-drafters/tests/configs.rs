@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, BlockConfig, DraftDecoder, DrafterConfig, Eagle3Config, Markov, MarkovKind,
+    BlockConfig, BlockSpec, DraftDecoder, DrafterConfig, Eagle3Config, Markov, MarkovKind,
 };
 use deepspec_models::ModelConfig;
 use deepspec_testkit::golden;
@@ -35,7 +35,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
                 taps: Tap::from_layer_ids([0, 1]).unwrap(),
                 num_target_layers: target.layers.len(),
             },
-            blocks: AnchoredBlocks {
+            blocks: BlockSpec {
                 block_size: 3,
                 slots: Slots::AnchorPredicts,
                 mask_token_id: 1,

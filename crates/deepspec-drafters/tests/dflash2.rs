@@ -7,11 +7,11 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{assert_close, noise};
-use deepspec_checkpoint::{Dialect, Target, convert};
+use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockBatch, BlockConfig, Convolution, DFlash2, DFlash2Config, DFlash2Proposer,
-    DFlash2Sum, DraftDecoder, DrafterConfig, LossAlphas, Normaliser, TrainSample, open_checkpoint,
+    Block, BlockBatch, BlockConfig, BlockSpec, Convolution, DFlash2, DFlash2Config, DFlash2Proposer,
+    DFlash2Sum, DraftDecoder, DrafterConfig, LossAlphas, LossDenominator, TrainSample, open_checkpoint,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{ModelConfig, Weights, save};
@@ -36,8 +36,8 @@ fn decoder() -> DraftDecoder {
     DraftDecoder { model, taps: Tap::from_layer_ids([1, 2]).unwrap(), num_target_layers: 4 }
 }
 
-fn blocks() -> AnchoredBlocks {
-    AnchoredBlocks { block_size: BLOCK, slots: Slots::FillIn, mask_token_id: 3, num_anchors: 8 }
+fn blocks() -> BlockSpec {
+    BlockSpec { block_size: BLOCK, slots: Slots::FillIn, mask_token_id: 3, num_anchors: 8 }
 }
 
 fn fresh(kernel_size: i64) -> DFlash2 {
@@ -171,7 +171,7 @@ fn gradients_are_autograds() {
             model.parameters().iter().map(gradient).collect()
         };
         let expected = taken();
-        let sums = model.accumulate(&batch, &alphas, ALPHA, Normaliser(50.0), None);
+        let sums = model.accumulate(&batch, &alphas, ALPHA, LossDenominator(50.0), None);
         for ((name, found), (_, expected)) in taken().into_iter().zip(&expected) {
             let size = expected.abs().max().double_value(&[]);
             assert!(size > 0.0, "{name} has gradients of {size}");
@@ -333,7 +333,7 @@ fn speculators_computes_the_same() {
 
     // Into their layout and z-lab's, and back without a loss.
     let opened = Target::open(&target, target.to_str().unwrap()).unwrap();
-    let written = |from: &Path, to: Dialect, name: &str| {
+    let written = |from: &Path, to: CheckpointFormat, name: &str| {
         let (source, dir) = (open_checkpoint(from).unwrap(), root.path().join(name));
         convert(&source, to, Some(&opened)).unwrap().write(&dir, false).unwrap();
         dir
@@ -343,9 +343,10 @@ fn speculators_computes_the_same() {
         let names = checkpoint.tensors().iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>();
         names.into_iter().map(|name| (checkpoint.tensors().bytes(&name).unwrap(), name)).collect::<Vec<_>>()
     };
-    let theirs = written(&own, Dialect::Speculators, "theirs");
-    for (to, name) in [(Dialect::Speculators, "by_speculators"), (Dialect::Zlab, "by_zlab")] {
-        let back = written(&written(&own, to, name), Dialect::Reference, &format!("{name}_back"));
+    let theirs = written(&own, CheckpointFormat::Speculators, "theirs");
+    for (to, name) in [(CheckpointFormat::Speculators, "by_speculators"), (CheckpointFormat::Zlab, "by_zlab")]
+    {
+        let back = written(&written(&own, to, name), CheckpointFormat::Reference, &format!("{name}_back"));
         assert_eq!(bytes(&back), bytes(&own), "{name}");
         let [one, other] = [&back, &own].map(|dir| DFlash2Config::load(dir).unwrap());
         assert_eq!(one, other, "{name}");

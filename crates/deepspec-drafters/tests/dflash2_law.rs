@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use deepspec_core::{Slots, Tap};
-use deepspec_drafters::{AnchoredBlocks, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
+use deepspec_drafters::{BlockSpec, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
 use deepspec_engine::{
-    DraftRequest, DraftSampling, Engine, EngineOptions, Feed, Proposal, Proposer, Request, Sampling,
+    DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, Proposal, Proposer, Request, Sampling,
     SamplingBatch, Target,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head};
@@ -69,7 +69,7 @@ fn law(target: &mut TargetModel) -> BTreeMap<Vec<i64>, f64> {
         let mut longer = BTreeMap::new();
         for (output, probability) in law {
             let ids: Vec<i64> = PROMPT.iter().chain(&output).copied().collect();
-            let feed = Feed { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) };
+            let feed = ModelInput { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) };
             let hidden = target.forward(&feed).hidden;
             target.truncate(0, 0);
             let logits = target.logits(&hidden.narrow(0, ids.len() as i64 - 1, 1));
@@ -100,7 +100,7 @@ fn the_first_tokens_have_the_targets_joint_law() {
             taps: taps.clone(),
             num_target_layers: 2,
         },
-        blocks: AnchoredBlocks { block_size: 4, slots: Slots::FillIn, mask_token_id: 9, num_anchors: 4 },
+        blocks: BlockSpec { block_size: 4, slots: Slots::FillIn, mask_token_id: 9, num_anchors: 4 },
         convolution: Convolution::default(),
         selector_rank: 8,
         selector_top_k: 4,

@@ -9,8 +9,8 @@ use common::assert_close;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockConfig, BlockProposer, DraftDecoder, DrafterConfig, Eagle3, Eagle3Batch,
-    Eagle3Config, Eagle3Objective, Eagle3Proposer, Normaliser, Supervise, TrainSample,
+    Block, BlockConfig, BlockProposer, BlockSpec, DraftDecoder, DrafterConfig, Eagle3, Eagle3Batch,
+    Eagle3Config, Eagle3Objective, Eagle3Proposer, LossDenominator, Supervise, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -80,7 +80,7 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
             taps: Tap::from_layer_ids([0, 2]).unwrap(),
             num_target_layers: 4,
         },
-        blocks: AnchoredBlocks { block_size: 5, slots, mask_token_id: 7, num_anchors: 4 },
+        blocks: BlockSpec { block_size: 5, slots, mask_token_id: 7, num_anchors: 4 },
         markov: None,
         confidence: None,
     };
@@ -325,7 +325,7 @@ fn eagle3_gradients_add_over_sequences() {
             .iter()
             .map(|samples| {
                 let batch = Eagle3Batch::new(samples, &objective, 3, Device::Cpu, Kind::Float);
-                model.accumulate(batch.as_ref(), Normaliser(4.0), samples.len())
+                model.accumulate(batch.as_ref(), LossDenominator(4.0), samples.len())
             })
             .collect();
         let gradients: Vec<Tensor> =
@@ -382,7 +382,7 @@ fn eagle3_gradients_are_autograds() {
             parameters.iter().map(taken).collect()
         };
         let batch = Eagle3Batch::new(&[sample], &objective, 3, Device::Cpu, kind).unwrap();
-        let sums: Vec<f64> = Vec::try_from(model.accumulate(Some(&batch), Normaliser(2.0), 1)).unwrap();
+        let sums: Vec<f64> = Vec::try_from(model.accumulate(Some(&batch), LossDenominator(2.0), 1)).unwrap();
         let found = taken();
         let mut loss = Tensor::zeros([], (Kind::Float, Device::Cpu));
         for (step, states) in model.states(&batch).iter().enumerate() {

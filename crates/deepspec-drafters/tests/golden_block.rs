@@ -6,7 +6,7 @@ use common::{assert_close, device, tensor};
 use deepspec_cost::planner::{Planner, StepLoad};
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{
-    Block, BlockProposer, BlockSum, LossAlphas, Normaliser, TrainSample, anchor_candidates, eval_mask,
+    Block, BlockProposer, BlockSum, LossAlphas, LossDenominator, TrainSample, anchor_candidates, eval_mask,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
@@ -82,7 +82,7 @@ fn check_training(name: &str) {
         },
         ..LossAlphas::default()
     };
-    let normaliser = Normaliser(scalar("ce_loss_den"));
+    let normaliser = LossDenominator(scalar("ce_loss_den"));
     let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &alphas, normaliser, None)).unwrap();
     let names = BlockSum::all(gamma).map(BlockSum::name).collect::<Vec<_>>();
     let sum = |name: &str| sums[names.iter().position(|n| n == name).unwrap()];

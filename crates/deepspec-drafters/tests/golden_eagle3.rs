@@ -5,7 +5,7 @@ mod common;
 use common::{assert_close, device, tensor};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{
-    Eagle3, Eagle3Batch, Eagle3Metrics, Eagle3Objective, Eagle3Proposer, Metrics, Normaliser, Supervise,
+    Eagle3, Eagle3Batch, Eagle3Metrics, Eagle3Objective, Eagle3Proposer, LossDenominator, Metrics, Supervise,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
@@ -47,7 +47,7 @@ fn check_training(name: &str) {
         close("draft_logits", &model.draft_logits(&rows));
     }
 
-    let sums = model.accumulate(Some(&batch), Normaliser(samples.len() as f64), samples.len());
+    let sums = model.accumulate(Some(&batch), LossDenominator(samples.len() as f64), samples.len());
     let sums: Vec<f64> = Vec::try_from(sums).unwrap();
     let terms = Eagle3Metrics::new(steps, decay);
     assert_eq!(sums.len(), terms.count());

@@ -7,8 +7,8 @@ use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockBatch, BlockConfig, BlockSum, Confidence, Dpace, DraftDecoder, Lk, LkForm,
-    LossAlphas, Markov, MarkovKind, Normaliser, TrainSample,
+    Block, BlockBatch, BlockConfig, BlockSpec, BlockSum, Confidence, Dpace, DraftDecoder, Lk, LkForm,
+    LossAlphas, LossDenominator, Markov, MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -52,7 +52,7 @@ fn block(shape: Shape) -> Block {
     let (embed, head) = (ends(7), ends(8));
     let config = BlockConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 2]).unwrap(), num_target_layers: 4 },
-        blocks: AnchoredBlocks {
+        blocks: BlockSpec {
             block_size: GAMMA,
             slots: Slots::AnchorPredicts,
             mask_token_id: 3,
@@ -105,11 +105,11 @@ fn gradients(block: &Block) -> Vec<(String, Tensor)> {
 fn check(shape: Shape, alphas: LossAlphas, tolerance: f64) {
     let block = block(shape);
     let batch = batch(&block, shape);
-    let (loss, expected) = slow::objective(&block, &batch, &alphas, Normaliser(NORMALISER));
+    let (loss, expected) = slow::objective(&block, &batch, &alphas, LossDenominator(NORMALISER));
     loss.backward();
     let slow = gradients(&block);
     let sums: Vec<f64> =
-        Vec::try_from(block.accumulate(&batch, &alphas, Normaliser(NORMALISER), None)).unwrap();
+        Vec::try_from(block.accumulate(&batch, &alphas, LossDenominator(NORMALISER), None)).unwrap();
     let names = BlockSum::all(GAMMA).map(BlockSum::name).collect::<Vec<_>>();
     for (name, expected) in expected {
         let found = sums[names.iter().position(|n| n == name).unwrap()];
@@ -127,7 +127,7 @@ fn check(shape: Shape, alphas: LossAlphas, tolerance: f64) {
     }
     // A second pass adds to the gradients.
     for _ in 0..2 {
-        let _ = block.accumulate(&batch, &alphas, Normaliser(NORMALISER), None);
+        let _ = block.accumulate(&batch, &alphas, LossDenominator(NORMALISER), None);
     }
     for ((name, twice), (_, slow)) in gradients(&block).iter().zip(&slow) {
         let error = (twice - slow * 2.0).norm().double_value(&[]);
@@ -233,7 +233,7 @@ fn a_token_that_all_blocks_begin_with_gets_its_whole_gradient() {
             anchors: (0..500).collect(),
         };
         let batch = block.config().batch(&[sample], 4.0, Device::Cpu, kind).unwrap();
-        let _ = block.accumulate(&batch, &DSPARK, Normaliser(NORMALISER), None);
+        let _ = block.accumulate(&batch, &DSPARK, LossDenominator(NORMALISER), None);
         let found = gradients(&block).into_iter().find(|(name, _)| name == "markov_head.markov_w1.weight");
         found.unwrap().1.get(5)
     };
@@ -252,7 +252,8 @@ fn gradients_stay_finite_at_both_ends() {
         // Logits in the thousands: both distributions are one-hot, at other tokens.
         let _ = tch::no_grad(|| parameter.shallow_clone().g_mul_scalar_(300.0));
     }
-    let sums = block.accumulate(&batch, &LossAlphas { kl: 1.0, lk, ..DSPARK }, Normaliser(NORMALISER), None);
+    let sums =
+        block.accumulate(&batch, &LossAlphas { kl: 1.0, lk, ..DSPARK }, LossDenominator(NORMALISER), None);
     assert!(sums.isfinite().all().int64_value(&[]) == 1, "{sums:?}");
     for (name, gradient) in gradients(&block) {
         assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");
@@ -270,9 +271,13 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
             block.parameters().iter().find(|(name, _)| name == "norm.weight").unwrap().1.shallow_clone();
         let _ = tch::no_grad(|| norm.shallow_clone().g_mul_scalar_(0.02));
         let alphas = LossAlphas { kl: 1.0, ..NOTHING };
-        let sums: Vec<f64> =
-            Vec::try_from(block.accumulate(&batch(&block, shape), &alphas, Normaliser(NORMALISER), None))
-                .unwrap();
+        let sums: Vec<f64> = Vec::try_from(block.accumulate(
+            &batch(&block, shape),
+            &alphas,
+            LossDenominator(NORMALISER),
+            None,
+        ))
+        .unwrap();
         let sum = |name: &str| sums[BlockSum::all(GAMMA).position(|sum| sum.name() == name).unwrap()];
         sum("kl") / sum("weight")
     };
@@ -286,7 +291,7 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
 #[test]
 fn the_confidence_loss_reaches_the_backbone_and_not_the_logits() {
     let block = block(PLAIN);
-    let _ = block.accumulate(&batch(&block, PLAIN), &NOTHING, Normaliser(NORMALISER), None);
+    let _ = block.accumulate(&batch(&block, PLAIN), &NOTHING, LossDenominator(NORMALISER), None);
     for (name, gradient) in gradients(&block) {
         let moves = gradient.abs().max().double_value(&[]) > 0.0;
         assert_eq!(moves, name != "markov_head.markov_w2.weight", "{name}");
@@ -307,7 +312,7 @@ fn a_block_that_is_mostly_padding_is_finite() {
     };
     let samples = [sample(2, vec![0]), sample(60, vec![3, 57, 58])];
     let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).unwrap();
-    let sums = block.accumulate(&batch, &DSPARK, Normaliser(NORMALISER), None);
+    let sums = block.accumulate(&batch, &DSPARK, LossDenominator(NORMALISER), None);
     assert!(sums.isfinite().all().int64_value(&[]) == 1, "{sums:?}");
     for (name, gradient) in gradients(&block) {
         assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_drafters::{Listener, Normaliser, TrainSample, load_recipe, plan};
+use deepspec_drafters::{GradReadyHook, LossDenominator, TrainSample, load_recipe, plan};
 use deepspec_models::ModelConfig;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -61,8 +61,8 @@ fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String
             }
         }
     };
-    let listened = is_heard.then_some(&mut listener as Listener);
-    let sums = trainee.accumulate(&samples, Normaliser(20.0), listened).unwrap();
+    let listened = is_heard.then_some(&mut listener as GradReadyHook);
+    let sums = trainee.accumulate(&samples, LossDenominator(20.0), listened).unwrap();
     let all: Vec<usize> = (1..=stages.len()).collect();
     assert_eq!(heard, if is_heard { all } else { vec![] }, "{drafter}");
     for (name, parameter, gradient) in complete {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockConfig, BlockProposer, DraftDecoder, Markov, MarkovKind, TrainSample,
+    Block, BlockConfig, BlockProposer, BlockSpec, DraftDecoder, Markov, MarkovKind, TrainSample,
     anchor_candidates, eval_mask, slot_weight,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
@@ -30,7 +30,7 @@ fn bigrams(follower: impl Fn(i64) -> i64) -> Block {
             taps: Tap::from_layer_ids([0]).unwrap(),
             num_target_layers: 2,
         },
-        blocks: AnchoredBlocks {
+        blocks: BlockSpec {
             block_size: GAMMA,
             slots: Slots::AnchorPredicts,
             mask_token_id: MASK,

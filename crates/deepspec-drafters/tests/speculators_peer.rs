@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{assert_close, noise};
-use deepspec_checkpoint::{Dialect, Target, convert};
+use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{
     Block, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample, open_checkpoint,
@@ -114,7 +114,7 @@ fn speculators_loads_converted_drafters_and_computes_the_same() {
         let (drafter, target) = models(&place, case);
         let source = open_checkpoint(&drafter).unwrap();
         let target = Target::open(&target, target.to_str().unwrap()).unwrap();
-        let converted = convert(&source, Dialect::Speculators, Some(&target)).unwrap();
+        let converted = convert(&source, CheckpointFormat::Speculators, Some(&target)).unwrap();
         converted.write(&place.join("speculators"), false).unwrap();
         given(
             &sample(&ModelConfig::load(&drafter).unwrap(), source.drafter().taps.len()),

@@ -7,9 +7,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crate::{Engine, EngineError, Event, Proposer, Request, StepTimes, Target, Ticket};
+use crate::{Engine, EngineError, Event, Proposer, Request, RequestId, StepTimes, Target};
 
-/// Whatever takes requests and says what becomes of them: an [`Engine`], or several as [`Lanes`].
+/// Whatever takes requests and says what becomes of them: an [`Engine`], or several as [`EngineReplicas`].
 pub trait Generator {
     /// γ of the drafter, 0 without one.
     fn draft_len(&self) -> usize;
@@ -21,7 +21,7 @@ pub trait Generator {
     ///
     /// # Errors
     /// If it cannot be run; what finds that out later says so by [`Event::Failed`].
-    fn submit(&mut self, request: Request) -> Result<Ticket, EngineError>;
+    fn submit(&mut self, request: Request) -> Result<RequestId, EngineError>;
 
     /// Whether nothing is queued or running.
     fn is_idle(&self) -> bool;
@@ -47,7 +47,7 @@ impl<T: Target, P: Proposer> Generator for Engine<T, P> {
         self.vocab_size()
     }
 
-    fn submit(&mut self, request: Request) -> Result<Ticket, EngineError> {
+    fn submit(&mut self, request: Request) -> Result<RequestId, EngineError> {
         self.submit(request)
     }
 
@@ -67,11 +67,11 @@ impl<T: Target, P: Proposer> Generator for Engine<T, P> {
 /// Engines that take their requests from one queue, each on a thread of its own with its share of the cores. What is submitted waits for the next
 /// step, as it does with one engine. As far as a row does not depend on those that it is computed with, an answer does not depend on the engine that
 /// gives it either.
-pub struct Lanes {
+pub struct EngineReplicas {
     draft_len: usize,
     vocab_size: usize,
     /// What was submitted since the last step.
-    submitted: Vec<(Ticket, Request)>,
+    submitted: Vec<(RequestId, Request)>,
     queue: Arc<Queue>,
     reports: Receiver<Report>,
     threads: Vec<JoinHandle<()>>,
@@ -91,7 +91,7 @@ struct Queue {
 
 #[derive(Default)]
 struct Queued {
-    requests: VecDeque<(Ticket, Request)>,
+    requests: VecDeque<(RequestId, Request)>,
     /// Whether the engines are to end, whatever they are at.
     closed: bool,
 }
@@ -117,7 +117,7 @@ impl Queue {
 
     /// Requests for an engine that has room for `room`, one of `lanes`: its share of what waits, at least one. Where it has nothing else to do it waits
     /// for some. None where it is to end.
-    fn take(&self, room: usize, lanes: usize, is_idle: bool) -> Option<Vec<(Ticket, Request)>> {
+    fn take(&self, room: usize, lanes: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
         let waits = |queued: &mut Queued| is_idle && !queued.closed && queued.requests.is_empty();
         let mut queued = self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner);
         if queued.closed {
@@ -133,7 +133,7 @@ pub fn shares(whole: usize, lanes: usize) -> Vec<usize> {
     (0..lanes).map(|lane| whole / lanes + usize::from(lane < whole % lanes)).collect()
 }
 
-impl Lanes {
+impl EngineReplicas {
     /// Sets the engines to work, which share so many threads of libtorch's; each has one at least.
     pub fn new<T, P>(engines: Vec<Engine<T, P>>, threads: usize) -> Self
     where
@@ -159,7 +159,7 @@ impl Lanes {
     }
 }
 
-impl Generator for Lanes {
+impl Generator for EngineReplicas {
     fn draft_len(&self) -> usize {
         self.draft_len
     }
@@ -168,8 +168,8 @@ impl Generator for Lanes {
         self.vocab_size
     }
 
-    fn submit(&mut self, request: Request) -> Result<Ticket, EngineError> {
-        let ticket = Ticket(self.next_ticket);
+    fn submit(&mut self, request: Request) -> Result<RequestId, EngineError> {
+        let ticket = RequestId(self.next_ticket);
         self.next_ticket += 1;
         self.open += 1;
         self.submitted.push((ticket, request));
@@ -218,7 +218,7 @@ impl Generator for Lanes {
     }
 }
 
-impl Drop for Lanes {
+impl Drop for EngineReplicas {
     fn drop(&mut self) {
         self.queue.close();
         for thread in self.threads.drain(..) {
@@ -234,7 +234,7 @@ struct Lane<T, P> {
     lanes: usize,
     engine: Engine<T, P>,
     /// Tickets of all lanes by the engine's own.
-    tickets: HashMap<Ticket, Ticket>,
+    tickets: HashMap<RequestId, RequestId>,
 }
 
 impl<T: Target, P: Proposer> Lane<T, P> {
@@ -252,7 +252,7 @@ impl<T: Target, P: Proposer> Lane<T, P> {
         }
     }
 
-    fn step(&mut self, requests: Vec<(Ticket, Request)>) -> Vec<Event> {
+    fn step(&mut self, requests: Vec<(RequestId, Request)>) -> Vec<Event> {
         let mut events = vec![];
         for (ticket, request) in requests {
             match self.engine.submit(request) {

@@ -17,12 +17,13 @@ mod upload;
 mod verify;
 
 pub use engine::Engine;
-pub use lanes::{Generator, Lanes, shares};
-pub use model::{Context, DraftRequest, Feed, Forwarded, Proposal, Proposer, Target};
+pub use lanes::{EngineReplicas, Generator, shares};
+pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, Target};
 pub use request::{
-    Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, StepTimes, Ticket,
+    Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, RequestId,
+    StepTimes,
 };
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
-pub use upload::{Floats, Part, Ruler, Upload, Uploaded, runs};
+pub use upload::{DeviceArange, Floats, Part, Upload, Uploaded, runs};
 pub use verify::{Verdict, verify};

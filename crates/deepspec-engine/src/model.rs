@@ -6,7 +6,7 @@ use crate::SamplingBatch;
 use crate::sampling::one_hot;
 
 /// Tokens appended to the histories of some slots.
-pub struct Feed<'a> {
+pub struct ModelInput<'a> {
     /// (slot, number of tokens) in the order of the rows; a slot appears at most once.
     pub chunks: &'a [(usize, usize)],
     /// All tokens, chunk after chunk: `[N]` int64.
@@ -14,7 +14,7 @@ pub struct Feed<'a> {
 }
 
 /// What the target computed for the fed tokens, row by row.
-pub struct Forwarded {
+pub struct ModelOutput {
     /// Final-normed hidden states `[N, d]`, the input of the head.
     pub hidden: Tensor,
     /// Captured raw layer outputs, concatenated in order of the layer ids: `[N, m·d]`.
@@ -24,7 +24,7 @@ pub struct Forwarded {
 /// A causal language model with one key/value history per slot.
 pub trait Target {
     /// Appends tokens to their slots' histories and returns the states of exactly these tokens.
-    fn forward(&mut self, feed: &Feed) -> Forwarded;
+    fn forward(&mut self, feed: &ModelInput) -> ModelOutput;
     /// `hidden [R, d]` to float32 logits `[R, V]`.
     fn logits(&self, hidden: &Tensor) -> Tensor;
     /// Forgets everything of `slot` past `len`: how a rejected tail is rolled back. What is left of a history of length 0 has no effect
@@ -44,7 +44,7 @@ pub trait Target {
 
 /// An engine may borrow its target from whoever needs it again.
 impl<T: Target> Target for &mut T {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
+    fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         (**self).forward(feed)
     }
 

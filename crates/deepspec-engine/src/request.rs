@@ -85,7 +85,7 @@ pub enum EngineError {
 
 /// Names a submitted request within one engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ticket(pub(crate) u64);
+pub struct RequestId(pub(crate) u64);
 
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -138,11 +138,11 @@ pub struct Completion {
 #[derive(Debug)]
 pub enum Event {
     /// New tokens of a sequence.
-    Tokens(Ticket, Vec<i64>),
+    Tokens(RequestId, Vec<i64>),
     /// A sequence ended; its tokens were reported before.
-    Done(Ticket, Completion),
+    Done(RequestId, Completion),
     /// A sequence cannot go on: [`EngineError::NotFinite`] or [`EngineError::OutOfMemory`]. The others do.
-    Failed(Ticket, EngineError),
+    Failed(RequestId, EngineError),
 }
 
 /// How the drafter chooses tokens. Answers follow the target's law either way; how much is accepted differs at temperatures above 0.

@@ -2,7 +2,7 @@
 //!
 //! A copy to a GPU costs about as much as a small kernel, however little it moves. What a step needs is gathered on the host
 //! first and sent as one tensor, of which every reader sees its part. Rows and positions lie in runs, which are cut out of what is there
-//! ([`runs`], [`Ruler`]): a step of nothing but whole blocks sends nothing at all.
+//! ([`runs`], [`DeviceArange`]): a step of nothing but whole blocks sends nothing at all.
 
 use std::cell::RefCell;
 use std::iter::repeat_n;
@@ -86,9 +86,9 @@ impl Uploaded {
 
 /// 0, 1, 2, … on a device, as far as anybody asked: lists of numbers that lie in runs are cut from it and need not be sent. On the CPU they are made
 /// where they are asked for.
-pub struct Ruler(RefCell<Tensor>);
+pub struct DeviceArange(RefCell<Tensor>);
 
-impl Ruler {
+impl DeviceArange {
     /// One on `device`, of no length yet.
     pub fn new(device: Device) -> Self {
         Self(RefCell::new(Tensor::zeros([0], (Kind::Int64, device))))
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [2, 3, 4]);
         assert_ne!(part.data_ptr(), rows.narrow(0, 2, 3).data_ptr());
         assert_eq!(all.data_ptr(), rows.data_ptr());
-        let ruler = Ruler::new(Device::Cpu);
+        let ruler = DeviceArange::new(Device::Cpu);
         assert_eq!(Vec::<i64>::try_from(ruler.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
         assert_eq!(Vec::<i64>::try_from(ruler.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
         assert_eq!(Vec::<i64>::try_from(ruler.repeated([(7, 2), (1, 0), (3, 1)])).unwrap(), [7, 7, 3]);

@@ -8,8 +8,8 @@ use std::rc::Rc;
 
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_engine::{
-    Completion, DraftRequest, DraftSampling, Engine, EngineError, EngineOptions, Event, Feed, Forwarded,
-    Proposal, Proposer, Request, Sampling, Target,
+    Completion, DraftRequest, DraftSampling, Engine, EngineError, EngineOptions, Event, ModelInput,
+    ModelOutput, Proposal, Proposer, Request, Sampling, Target,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -41,7 +41,7 @@ impl Weak {
 }
 
 impl Target for Weak {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
+    fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         let forwarded = self.toy.forward(feed);
         // Only now, so that histories have grown already.
         if feed.chunks.iter().map(|&(_, tokens)| tokens).sum::<usize>() > self.most_tokens {
@@ -212,7 +212,7 @@ fn a_drafter_without_memory_takes_its_context_in_again() {
 fn other_panics_are_no_lack_of_memory() {
     struct Wrong(Weak);
     impl Target for Wrong {
-        fn forward(&mut self, _: &Feed) -> Forwarded {
+        fn forward(&mut self, _: &ModelInput) -> ModelOutput {
             panic!("a mistake of ours")
         }
         fn logits(&self, hidden: &Tensor) -> Tensor {

@@ -9,8 +9,8 @@ use std::thread;
 
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_engine::{
-    DraftSampling, Engine, EngineError, EngineOptions, Event, Feed, Forwarded, Generator, Lanes, Request,
-    Sampling, Target, Ticket, shares,
+    DraftSampling, Engine, EngineError, EngineOptions, EngineReplicas, Event, Generator, ModelInput,
+    ModelOutput, Request, RequestId, Sampling, Target, shares,
 };
 use tch::{Device, Tensor};
 
@@ -41,11 +41,11 @@ fn request(id: usize) -> Request {
 }
 
 /// What became of each request.
-type Fates = BTreeMap<Ticket, Result<Vec<i64>, EngineError>>;
+type Fates = BTreeMap<RequestId, Result<Vec<i64>, EngineError>>;
 
 /// Runs all that was submitted; what is reported in pieces must be what is reported in the end.
 fn drain(generator: &mut dyn Generator) -> Fates {
-    let (mut pieces, mut fates) = (BTreeMap::<Ticket, Vec<i64>>::new(), Fates::new());
+    let (mut pieces, mut fates) = (BTreeMap::<RequestId, Vec<i64>>::new(), Fates::new());
     while !generator.is_idle() {
         for event in generator.step() {
             let (ticket, fate) = match event {
@@ -71,14 +71,14 @@ fn lanes_answer_as_one_engine_does() {
     let mut alone = engine(1);
     let expected = alone.run(requests.clone(), |_| {}).unwrap();
     for lanes in [vec![1], vec![2, 2], vec![3, 1, 2]] {
-        let mut lanes = Lanes::new(lanes.into_iter().map(engine).collect(), 1);
+        let mut lanes = EngineReplicas::new(lanes.into_iter().map(engine).collect(), 1);
         assert_eq!(
             (lanes.draft_len(), lanes.vocab_size()),
             (Generator::draft_len(&alone), Generator::vocab_size(&alone))
         );
         // Twice: engines that had nothing to do take up work again.
         for _ in 0..2 {
-            let tickets: Vec<Ticket> =
+            let tickets: Vec<RequestId> =
                 requests.iter().map(|request| lanes.submit(request.clone()).unwrap()).collect();
             let fates = drain(&mut lanes);
             assert_eq!(fates.len(), requests.len());
@@ -92,7 +92,7 @@ fn lanes_answer_as_one_engine_does() {
 
 #[test]
 fn a_request_that_no_engine_takes_is_said_to_have_failed() {
-    let mut lanes = Lanes::new(vec![engine(2), engine(2)], 1);
+    let mut lanes = EngineReplicas::new(vec![engine(2), engine(2)], 1);
     let mut tickets = vec![];
     for id in 0..8 {
         let mut request = request(id);
@@ -110,7 +110,7 @@ fn a_request_that_no_engine_takes_is_said_to_have_failed() {
 
 #[test]
 fn lanes_that_are_let_go_end_at_once() {
-    let mut lanes = Lanes::new(vec![engine(1), engine(1)], 1);
+    let mut lanes = EngineReplicas::new(vec![engine(1), engine(1)], 1);
     for id in 0..1000 {
         lanes.submit(request(id)).unwrap();
     }
@@ -123,7 +123,7 @@ fn lanes_that_are_let_go_end_at_once() {
 fn an_engine_s_panic_goes_on_where_its_events_are_waited_for() {
     struct Wrong;
     impl Target for Wrong {
-        fn forward(&mut self, _: &Feed) -> Forwarded {
+        fn forward(&mut self, _: &ModelInput) -> ModelOutput {
             panic!("a mistake of ours")
         }
         fn logits(&self, hidden: &Tensor) -> Tensor {
@@ -138,7 +138,7 @@ fn an_engine_s_panic_goes_on_where_its_events_are_waited_for() {
         }
     }
     let engine = || Engine::<Wrong, ToyDrafter>::new(Wrong, None, options(1));
-    let mut lanes = Lanes::new(vec![engine(), engine()], 1);
+    let mut lanes = EngineReplicas::new(vec![engine(), engine()], 1);
     lanes.submit(request(0)).unwrap();
     for words in ["a mistake of ours", "the engines have ended"] {
         let panic = catch_unwind(AssertUnwindSafe(|| drain(&mut lanes))).unwrap_err();
@@ -152,7 +152,7 @@ fn an_engine_s_panic_goes_on_where_its_events_are_waited_for() {
 fn engines_begin_with_their_share_of_all_that_was_submitted() {
     struct Noting(ToyTarget, Arc<OnceLock<usize>>);
     impl Target for Noting {
-        fn forward(&mut self, feed: &Feed) -> Forwarded {
+        fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
             self.1.get_or_init(|| feed.chunks.len());
             self.0.forward(feed)
         }
@@ -173,7 +173,7 @@ fn engines_begin_with_their_share_of_all_that_was_submitted() {
     let engine = |first: &Arc<OnceLock<usize>>| {
         Engine::new(Noting(ToyTarget::new(4), Arc::clone(first)), Some(ToyDrafter::new(4)), options(4))
     };
-    let mut lanes = Lanes::new(first.iter().map(engine).collect(), 1);
+    let mut lanes = EngineReplicas::new(first.iter().map(engine).collect(), 1);
     for id in 0..6 {
         lanes.submit(request(id)).unwrap();
         thread::yield_now();

@@ -16,8 +16,8 @@ use deepspec_cost::cost::StepCost;
 use deepspec_cost::curve::CostCurve;
 use deepspec_cost::planner::Planner;
 use deepspec_engine::{
-    Completion, DraftSampling, Engine, EngineOptions, Feed, Forwarded, Request, Sampling, SamplingBatch,
-    Target, Verdict, draw, verify,
+    Completion, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Request, Sampling,
+    SamplingBatch, Target, Verdict, draw, verify,
 };
 use deepspec_testkit::law::{Counts, count, misfit};
 use tch::{Device, Kind, Tensor};
@@ -382,7 +382,7 @@ fn a_cancelled_sequence_leaves_nothing_behind() {
 fn logits_that_are_not_finite_are_an_error() {
     struct Broken(ToyTarget);
     impl Target for Broken {
-        fn forward(&mut self, feed: &Feed) -> Forwarded {
+        fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
             self.0.forward(feed)
         }
         fn logits(&self, hidden: &Tensor) -> Tensor {

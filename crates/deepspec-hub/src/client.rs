@@ -7,7 +7,7 @@ use ureq::config::RedirectAuthHeaders;
 use ureq::http::{HeaderMap, Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
-use crate::settings::Patience;
+use crate::settings::RetryPolicy;
 use crate::tls::trusted;
 use crate::{HubError, Repo, Settings};
 
@@ -39,11 +39,11 @@ pub enum Failure {
     /// Asking again would not help.
     Final(HubError),
     /// It may pass.
-    Passing(Passing),
+    TransientError(TransientError),
 }
 
 /// A failure that may pass.
-pub enum Passing {
+pub enum TransientError {
     /// Nobody answered.
     Unreachable(String),
     /// The answer broke off, or was not what was asked for.
@@ -59,7 +59,7 @@ pub struct Client {
     agent: Agent,
     token: Option<String>,
     endpoint: String,
-    pub patience: Patience,
+    pub patience: RetryPolicy,
 }
 
 impl Client {
@@ -127,7 +127,7 @@ impl Client {
                 let problem = format!("{error}: is HF_ENDPOINT an address?");
                 Failure::Final(HubError::Unreachable { what: name, url: url.into(), problem, attempts: 1 })
             }
-            other => Failure::Passing(Passing::Unreachable(other.to_string())),
+            other => Failure::TransientError(TransientError::Unreachable(other.to_string())),
         })?;
         let status = response.status();
         if status.is_success() || status.is_redirection() || status == StatusCode::RANGE_NOT_SATISFIABLE {
@@ -135,10 +135,10 @@ impl Client {
         }
         Err(match status {
             StatusCode::TOO_MANY_REQUESTS => {
-                Failure::Passing(Passing::RateLimited(pause_asked_for(response.headers())))
+                Failure::TransientError(TransientError::RateLimited(pause_asked_for(response.headers())))
             }
-            StatusCode::REQUEST_TIMEOUT => Failure::Passing(Passing::Server(status)),
-            status if status.is_server_error() => Failure::Passing(Passing::Server(status)),
+            StatusCode::REQUEST_TIMEOUT => Failure::TransientError(TransientError::Server(status)),
+            status if status.is_server_error() => Failure::TransientError(TransientError::Server(status)),
             status => Failure::Final(self.refusal(wanted, url, status, response.headers())),
         })
     }
@@ -185,7 +185,7 @@ impl Client {
             match attempt() {
                 Ok(value) => return Ok(value),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(passing)) => {
+                Err(Failure::TransientError(passing)) => {
                     tried += 1;
                     self.wait(wanted, url, passing, tried, false)?;
                 }
@@ -202,20 +202,22 @@ impl Client {
         &self,
         wanted: &Wanted,
         url: &str,
-        passing: Passing,
+        passing: TransientError,
         tried: u32,
         reached: bool,
     ) -> Result<(), HubError> {
         let patience = &self.patience;
         let backoff = patience.pause.saturating_mul(1 << (tried - 1).min(16)).min(patience.longest);
         let (limit, pause, problem) = match &passing {
-            Passing::Unreachable(problem) => {
+            TransientError::Unreachable(problem) => {
                 let most = if reached { u32::MAX } else { ATTEMPTS_TO_REACH };
                 (patience.attempts.min(most), backoff, problem.clone())
             }
-            Passing::Broken(problem) => (patience.attempts, backoff, problem.clone()),
-            Passing::Server(status) => (patience.attempts, backoff, format!("HTTP {status}")),
-            Passing::RateLimited(asked) => (patience.attempts, asked.unwrap_or(backoff), "HTTP 429".into()),
+            TransientError::Broken(problem) => (patience.attempts, backoff, problem.clone()),
+            TransientError::Server(status) => (patience.attempts, backoff, format!("HTTP {status}")),
+            TransientError::RateLimited(asked) => {
+                (patience.attempts, asked.unwrap_or(backoff), "HTTP 429".into())
+            }
         };
         if tried >= limit || pause > patience.longest {
             return Err(self.give_up(wanted, url, passing, tried));
@@ -225,14 +227,16 @@ impl Client {
         Ok(())
     }
 
-    fn give_up(&self, wanted: &Wanted, url: &str, passing: Passing, attempts: u32) -> HubError {
+    fn give_up(&self, wanted: &Wanted, url: &str, passing: TransientError, attempts: u32) -> HubError {
         let (what, url, token) = (wanted.name(), url.to_string(), self.token.is_some());
         match passing {
-            Passing::Unreachable(problem) | Passing::Broken(problem) => {
+            TransientError::Unreachable(problem) | TransientError::Broken(problem) => {
                 HubError::Unreachable { what, url, problem, attempts }
             }
-            Passing::Server(status) => HubError::Server { what, url, status: status.as_u16(), attempts },
-            Passing::RateLimited(wait) => HubError::RateLimited { what, url, wait, attempts, token },
+            TransientError::Server(status) => {
+                HubError::Server { what, url, status: status.as_u16(), attempts }
+            }
+            TransientError::RateLimited(wait) => HubError::RateLimited { what, url, wait, attempts, token },
         }
     }
 }

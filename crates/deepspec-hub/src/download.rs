@@ -12,7 +12,7 @@ use deepspec_core::progress::Progress;
 use ureq::http::{HeaderMap, StatusCode, header};
 
 use crate::cache::{RepoCache, create_parent};
-use crate::client::{Client, Failure, Passing, Wanted, unexpected};
+use crate::client::{Client, Failure, TransientError, Wanted, unexpected};
 use crate::{HubError, Repo};
 
 /// Bytes read before they are written.
@@ -117,7 +117,7 @@ impl Download<'_> {
         while let Err(failure) = self.transfer(wanted, url, meta, part, &mut progress) {
             let passing = match failure {
                 Failure::Final(error) => return Err(error),
-                Failure::Passing(passing) => passing,
+                Failure::TransientError(passing) => passing,
             };
             tried = if length() > best { 1 } else { tried + 1 };
             best = best.max(length());
@@ -148,11 +148,11 @@ impl Download<'_> {
         let announced = match response.status() {
             StatusCode::PARTIAL_CONTENT => {
                 let (first, total) = content_range(response.headers()).ok_or_else(|| {
-                    Failure::Passing(Passing::Broken("a range without Content-Range".into()))
+                    Failure::TransientError(TransientError::Broken("a range without Content-Range".into()))
                 })?;
                 if first != start {
                     let problem = format!("bytes from {first} where those from {start} were asked for");
-                    return Err(Failure::Passing(Passing::Broken(problem)));
+                    return Err(Failure::TransientError(TransientError::Broken(problem)));
                 }
                 total
             }
@@ -163,7 +163,7 @@ impl Download<'_> {
             }
             status => {
                 file.set_len(0).map_err(failed)?;
-                return Err(Failure::Passing(Passing::Broken(format!("HTTP {status}"))));
+                return Err(Failure::TransientError(TransientError::Broken(format!("HTTP {status}"))));
             }
         };
         let mut have = file.metadata().map_err(failed)?.len();
@@ -178,7 +178,7 @@ impl Download<'_> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     let problem = format!("broken off after {have} bytes: {error}");
-                    return Err(Failure::Passing(Passing::Broken(problem)));
+                    return Err(Failure::TransientError(TransientError::Broken(problem)));
                 }
             };
             file.write_all(&buffer[..read]).map_err(failed)?;
@@ -188,12 +188,12 @@ impl Download<'_> {
         match size {
             Some(size) if have < size => {
                 let problem = format!("broken off after {have} of {size} bytes");
-                Err(Failure::Passing(Passing::Broken(problem)))
+                Err(Failure::TransientError(TransientError::Broken(problem)))
             }
             Some(size) if have > size => {
                 file.set_len(0).map_err(failed)?;
                 let problem = format!("{have} bytes where {size} were announced");
-                Err(Failure::Passing(Passing::Broken(problem)))
+                Err(Failure::TransientError(TransientError::Broken(problem)))
             }
             _ => file.sync_all().map_err(failed),
         }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use deepspec_core::cli::Verbosity;
 
 use crate::cache::RepoCache;
-use crate::client::{Client, Failure, Passing, Wanted, unexpected};
+use crate::client::{Client, Failure, TransientError, Wanted, unexpected};
 use crate::download::Download;
 use crate::repo::{is_commit, is_path};
 use crate::{HubError, Repo, Settings};
@@ -154,7 +154,7 @@ impl Hub {
         let text = self.client.patiently(&wanted, &url, || {
             let mut response = self.client.get(&wanted, &url, 0)?;
             let text = response.body_mut().with_config().limit(MAX_DESCRIPTION).read_to_string();
-            text.map_err(|error| Failure::Passing(Passing::Broken(error.to_string())))
+            text.map_err(|error| Failure::TransientError(TransientError::Broken(error.to_string())))
         })?;
         let info: hf_hub::api::RepoInfo = serde_json::from_str(&text).map_err(|error| {
             unexpected(&wanted, &url, &format!("other text ({error})"), "a repository's description")

@@ -23,12 +23,12 @@ pub struct Settings {
     /// Whether progress is shown.
     pub verbosity: Verbosity,
     /// How failures that may pass are met.
-    pub patience: Patience,
+    pub patience: RetryPolicy,
 }
 
 /// How failures that may pass are met.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
+pub struct RetryPolicy {
     /// Requests in a row without any progress, after which it is given up.
     pub attempts: u32,
     /// Pause before the second request; each later one is twice as long.
@@ -41,7 +41,7 @@ pub struct Patience {
     pub silence: Duration,
 }
 
-impl Default for Patience {
+impl Default for RetryPolicy {
     fn default() -> Self {
         Self {
             attempts: 5,
@@ -69,7 +69,7 @@ impl Settings {
             cache,
             offline: said.offline,
             verbosity,
-            patience: Patience::default(),
+            patience: RetryPolicy::default(),
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use deepspec_checkpoint::DialectError;
+use deepspec_checkpoint::CheckpointError;
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli::UsageError;
 
@@ -63,19 +63,19 @@ pub enum ModelError {
 }
 
 /// Files of weights are read by the crate of the dialects.
-impl From<DialectError> for ModelError {
-    fn from(error: DialectError) -> Self {
+impl From<CheckpointError> for ModelError {
+    fn from(error: CheckpointError) -> Self {
         match error {
-            DialectError::File(error) => Self::File(error),
-            DialectError::NotADrafter { path, problem } => Self::NotAModel { path, problem },
-            DialectError::Key { path, key, problem } => Self::Config { path, key, problem },
-            DialectError::Tensor { path, name, problem } => {
+            CheckpointError::File(error) => Self::File(error),
+            CheckpointError::NotADrafter { path, problem } => Self::NotAModel { path, problem },
+            CheckpointError::Key { path, key, problem } => Self::Config { path, key, problem },
+            CheckpointError::Tensor { path, name, problem } => {
                 Self::NotAModel { path, problem: format!("tensor `{name}`: {problem}") }
             }
-            DialectError::Exists { ref path } => {
+            CheckpointError::Exists { ref path } => {
                 Self::NotAModel { path: path.clone(), problem: "exists already".into() }
             }
-            DialectError::Refused { path, to, reason } => {
+            CheckpointError::Refused { path, to, reason } => {
                 Self::NotAModel { path, problem: format!("not convertible to {to}: {reason}") }
             }
         }

@@ -5,13 +5,15 @@ use std::path::Path;
 
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
-use deepspec_engine::{Feed, Forwarded, Target, runs};
+use deepspec_engine::{ModelInput, ModelOutput, Target, runs};
 use deepspec_ops::PackedWeight;
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
 use crate::kv::{Chunk, KvCache, MaskKind};
-use crate::nn::{AttentionSpec, Builder, DecoderLayer, Named, RmsNorm, Ropes, Vocabulary, Weight};
+use crate::nn::{
+    AttentionSpec, Builder, DecoderLayer, EmbedHead, RmsNorm, RotaryEmbeddings, StateDict, Weight,
+};
 use crate::{ModelConfig, ModelError, Weights};
 
 /// Tokens that a slot takes in within one pass. What a pass holds for a token (the MLP's insides above all) is far more than
@@ -38,12 +40,12 @@ pub struct TargetOptions {
 /// A causal language model of any family.
 pub struct TargetModel {
     config: ModelConfig,
-    vocabulary: Vocabulary,
+    vocabulary: EmbedHead,
     /// The head once more, packed. Made where logits are asked for; capturing does without.
     decoding_head: OnceCell<Weight>,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
-    ropes: Ropes,
+    ropes: RotaryEmbeddings,
     cache: KvCache,
     taps: Vec<Tap>,
     /// Whether all layers are fused.
@@ -53,7 +55,7 @@ pub struct TargetModel {
     /// What its checkpoint calls its tensors.
     names: Names,
     /// Those of its layers and its norm, sharing their storage.
-    named: Named,
+    named: StateDict,
 }
 
 impl TargetModel {
@@ -124,15 +126,10 @@ impl TargetModel {
         let norm = RmsNorm::new(&b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps)?;
         let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Ok(Self {
-            vocabulary: Vocabulary::new(
-                embed,
-                Weight::Stored(head),
-                config.embed_scale,
-                config.logit_softcap,
-            ),
+            vocabulary: EmbedHead::new(embed, Weight::Stored(head), config.embed_scale, config.logit_softcap),
             decoding_head: OnceCell::new(),
             norm,
-            ropes: Ropes::new(&config.layers, device),
+            ropes: RotaryEmbeddings::new(&config.layers, device),
             cache: KvCache::new(&attentions, options.slots, kind, device),
             taps: options.taps.clone(),
             has_fused: layers.iter().all(DecoderLayer::is_fused),
@@ -174,7 +171,7 @@ impl TargetModel {
     /// Appends the `tokens [N]` of chunks for which there is room to their slots' histories.
     ///
     /// Chunks of more than [`PASS_TOKENS`] run in several passes, so that the memory of a pass does not grow with their length.
-    pub fn run(&mut self, chunks: &[Chunk], tokens: &Tensor) -> Forwarded {
+    pub fn run(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
         let passes = passes(chunks);
         if passes.len() <= 1 {
             return self.pass(chunks, tokens);
@@ -196,11 +193,11 @@ impl TargetModel {
         places.sort_unstable();
         let in_order =
             |parts: Vec<Tensor>| runs(&Tensor::cat(&parts, 0), places.iter().map(|(_, place)| *place));
-        Forwarded { hidden: in_order(hidden), taps: in_order(taps) }
+        ModelOutput { hidden: in_order(hidden), taps: in_order(taps) }
     }
 
     /// One pass over all rows at once.
-    fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> Forwarded {
+    fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
         let plan = self.cache.pass_plan(chunks, MaskKind::Causal, self.has_fused);
         let rotations = plan.rotations(&self.ropes, self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
@@ -220,7 +217,7 @@ impl TargetModel {
         } else {
             Tensor::cat(&captured, 1)
         };
-        Forwarded { hidden: self.norm.forward(&x), taps }
+        ModelOutput { hidden: self.norm.forward(&x), taps }
     }
 
     /// Bytes that a forward of `rows` tokens works with at most, the logits and distributions of `judged` of them, and the packed head.
@@ -238,7 +235,7 @@ impl TargetModel {
 }
 
 impl Target for TargetModel {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
+    fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         let chunks = self.behind(feed.chunks);
         self.reserve(&chunks);
         self.run(&chunks, &feed.tokens)

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use deepspec_engine::{Feed, Target};
+use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{
     ModelError, TargetModel, TargetOptions, Weights, probed_weights_digest, stop_ids, weights_digest,
 };
@@ -65,7 +65,7 @@ fn load(dir: &Path) -> Result<TargetModel, ModelError> {
 fn computed(dir: &Path) -> Vec<f32> {
     let _guard = tch::no_grad_guard();
     let mut model = load(dir).unwrap_or_else(|error| panic!("{error}"));
-    let found = model.forward(&Feed { chunks: &[(0, 3)], tokens: Tensor::from_slice(&[3i64, 17, 39]) });
+    let found = model.forward(&ModelInput { chunks: &[(0, 3)], tokens: Tensor::from_slice(&[3i64, 17, 39]) });
     Vec::try_from(model.logits(&found.hidden).flatten(0, -1)).unwrap()
 }
 

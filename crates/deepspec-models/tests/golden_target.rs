@@ -6,7 +6,9 @@ use std::path::Path;
 
 use common::{assert_close, device, tensor};
 use deepspec_core::Tap;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Feed, Proposer, Request, Sampling, Target};
+use deepspec_engine::{
+    DraftSampling, Engine, EngineOptions, ModelInput, Proposer, Request, Sampling, Target,
+};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::{Kind, Tensor};
@@ -19,7 +21,7 @@ fn load(case: &Case, taps: Vec<Tap>, slots: usize) -> TargetModel {
 }
 
 fn feed(target: &mut TargetModel, chunks: &[(usize, usize)], tokens: &Tensor) -> (Tensor, Tensor, Tensor) {
-    let out = target.forward(&Feed { chunks, tokens: tokens.reshape([-1]).to_device(device()) });
+    let out = target.forward(&ModelInput { chunks, tokens: tokens.reshape([-1]).to_device(device()) });
     let logits = target.logits(&out.hidden).to_device(tch::Device::Cpu);
     (logits, out.hidden.to_device(tch::Device::Cpu), out.taps.to_device(tch::Device::Cpu))
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use common::{assert_close, device};
 use deepspec_core::Tap;
-use deepspec_engine::{Feed, Forwarded, Target};
+use deepspec_engine::{ModelInput, ModelOutput, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::tiny;
 use tch::{Device, Kind, Tensor};
@@ -28,9 +28,9 @@ fn ids(length: usize) -> Tensor {
     Tensor::from_slice(&ids)
 }
 
-fn feed(target: &mut TargetModel, chunks: &[(usize, usize)], tokens: &Tensor) -> Forwarded {
-    let out = target.forward(&Feed { chunks, tokens: tokens.to_device(device()) });
-    Forwarded { hidden: out.hidden.to_device(Device::Cpu), taps: out.taps.to_device(Device::Cpu) }
+fn feed(target: &mut TargetModel, chunks: &[(usize, usize)], tokens: &Tensor) -> ModelOutput {
+    let out = target.forward(&ModelInput { chunks, tokens: tokens.to_device(device()) });
+    ModelOutput { hidden: out.hidden.to_device(Device::Cpu), taps: out.taps.to_device(Device::Cpu) }
 }
 
 #[test]

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use deepspec_core::Tap;
-use deepspec_engine::{Feed, Forwarded, Target};
+use deepspec_engine::{ModelInput, ModelOutput, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, save};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -151,7 +151,7 @@ impl Shape {
 }
 
 /// Runs `tokens` numbers of each slot behind what it holds; token ids follow from slot owner and position.
-fn feed(target: &mut TargetModel, vocab: i64, parts: &[(usize, usize, usize)]) -> Forwarded {
+fn feed(target: &mut TargetModel, vocab: i64, parts: &[(usize, usize, usize)]) -> ModelOutput {
     let ids: Vec<i64> = parts
         .iter()
         .flat_map(|&(slot, first, count)| {
@@ -159,11 +159,11 @@ fn feed(target: &mut TargetModel, vocab: i64, parts: &[(usize, usize, usize)]) -
         })
         .collect();
     let chunks: Vec<(usize, usize)> = parts.iter().map(|&(slot, _, count)| (slot, count)).collect();
-    target.forward(&Feed { chunks: &chunks, tokens: Tensor::from_slice(&ids) })
+    target.forward(&ModelInput { chunks: &chunks, tokens: Tensor::from_slice(&ids) })
 }
 
 /// States, taps and logits of rows `[first, first + count)`.
-fn rows(target: &TargetModel, out: &Forwarded, first: usize, count: usize) -> [Tensor; 3] {
+fn rows(target: &TargetModel, out: &ModelOutput, first: usize, count: usize) -> [Tensor; 3] {
     let all = [out.hidden.shallow_clone(), out.taps.shallow_clone(), target.logits(&out.hidden)];
     all.map(|rows| rows.narrow(0, first as i64, count as i64).copy())
 }

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use common::{assert_close, device, max_abs, tensor};
 use deepspec_core::Tap;
-use deepspec_engine::{Feed, Target};
+use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_testkit::golden::{self, Array};
 use deepspec_testkit::skip;
@@ -100,7 +100,7 @@ fn check(dir: &Path, arrays: &BTreeMap<String, Array>, batches: &[&[usize]]) {
         let chunks: Vec<(usize, usize)> =
             ids.iter().enumerate().map(|(slot, ids)| (slot, ids.numel())).collect();
         let tokens = Tensor::cat(&ids, 0).to_device(device());
-        let out = target.forward(&Feed { chunks: &chunks, tokens });
+        let out = target.forward(&ModelInput { chunks: &chunks, tokens });
         let found = [("logits", target.logits(&out.hidden)), ("hidden", out.hidden), ("taps", out.taps)];
         for (name, found) in found {
             let expected = Tensor::cat(&batch.iter().map(|&index| of(name, index)).collect::<Vec<_>>(), 0);

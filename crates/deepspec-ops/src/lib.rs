@@ -10,15 +10,15 @@ mod unused;
 pub use device::{LocalRank, default_kind, device, device_name, gpus, is_one_gpu, kind_name, rank_device};
 pub use error::DeviceError;
 pub use ffi::{
-    AdamWSettings, AdamWTensors, AttentionPart, DeviceMemory, FEW_ROWS, Filling, Gain, HistoryChunk,
-    HistoryRows, HistoryView, KeysValues, LogitRows, LogitsMeasured, OnStream, PackedWeight, ProjectedHeads,
-    Range, Ready, RowsMeasured, SequenceBlocks, SideStream, TiledAttention, TiledBlocks, WeighedTarget,
-    adamw, add_to_rows, argmax, attend_by_block, attends_by_block, attends_in_tiles, block_attention, c10d,
-    device_memory, die_with_parent, distributions, draw, few_rows_attention, few_rows_gated_product,
-    few_rows_product, gated_product, has_few_rows, has_history_attention, history_attention, leave_at_exit,
-    measure_rows, multiply, packed_gated_product, packed_product, pinned, projection, range,
-    restart_device_peak, rms_norm, rotate, signal, silu_times, slope_rows, square_sum, sum_rows,
-    take_gradient, weigh_target,
+    AdamWSettings, AdamWTensors, AttentionPart, CudaEvent, CudaStream, DeviceMemory, FEW_ROWS, HistoryChunk,
+    KeyValues, KvRows, KvWindow, LogitRows, LogitsMeasured, PackedWeight, ProjectedHeads, Range,
+    RmsNormParams, RowsMeasured, SequenceBlocks, StreamGuard, TargetProbs, TiledAttention, TiledBlocks,
+    UninitTensor, adamw, add_to_rows, argmax, attend_by_block, attends_by_block, attends_in_tiles,
+    block_attention, c10d, device_memory, die_with_parent, distributions, draw, few_rows_attention,
+    few_rows_gated_product, few_rows_product, gated_product, has_few_rows, has_history_attention,
+    history_attention, leave_at_exit, measure_rows, multiply, packed_gated_product, packed_product, pinned,
+    projection, range, restart_device_peak, rms_norm, rotate, signal, silu_times, slope_rows,
+    softmax_targets, square_sum, sum_rows, take_gradient,
 };
 pub use free_memory::free_memory;
 pub use step_trace::StepTrace;

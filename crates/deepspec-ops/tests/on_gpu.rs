@@ -4,8 +4,8 @@
 use std::sync::OnceLock;
 
 use deepspec_ops::{
-    Gain, HistoryChunk, HistoryView, LogitRows, ProjectedHeads, few_rows_attention, few_rows_gated_product,
-    few_rows_product, has_few_rows, rotate, silu_times,
+    HistoryChunk, KvWindow, LogitRows, ProjectedHeads, RmsNormParams, few_rows_attention,
+    few_rows_gated_product, few_rows_product, has_few_rows, rotate, silu_times,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -72,7 +72,7 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let device_x = there(&x);
     let qkv = few_rows_product(
         &device_x,
-        Some(Gain { weights: &there(&gain), eps }),
+        Some(RmsNormParams { weights: &there(&gain), eps }),
         &[&there(&w1), &there(&w2), &there(&w3)],
         None,
     );
@@ -81,7 +81,7 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     assert_near(&qkv, &Tensor::cat(&products, 1), "queries, keys and values");
     let alone = few_rows_product(
         &device_x.narrow(0, 0, 1),
-        Some(Gain { weights: &there(&gain), eps }),
+        Some(RmsNormParams { weights: &there(&gain), eps }),
         &[&there(&w1), &there(&w2), &there(&w3)],
         None,
     );
@@ -96,10 +96,10 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
         })
         .collect();
     let device_gain = there(&head_gain);
-    let head_norm = Gain { weights: &device_gain, eps };
+    let head_norm = RmsNormParams { weights: &device_gain, eps };
     let angles = [&there(&cosines), &there(&sines)];
     let heads = ProjectedHeads { query, key_value: group, dim, gains: Some([head_norm; 2]), angles };
-    let view = HistoryView { scale: 0.3, window, sees_chunk: false };
+    let view = KvWindow { scale: 0.3, window, sees_chunk: false };
     let found = few_rows_attention(&qkv, &heads, &chunks, view);
     let products = exact(&qkv.to_device(Device::Cpu));
     let turned = |of: &Tensor, heads: i64| {
@@ -141,10 +141,14 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let alone = few_rows_attention(&qkv.narrow(0, 0, lens[0] as i64), &heads, &chunks[..1], view);
     assert!(alone.equal(&found.narrow(0, 0, lens[0] as i64)), "a lone chunk has other bits");
 
-    let opened =
-        few_rows_gated_product(&device_x, Gain { weights: &there(&gain), eps }, &there(&gate), &there(&up));
+    let opened = few_rows_gated_product(
+        &device_x,
+        RmsNormParams { weights: &there(&gain), eps },
+        &there(&gate),
+        &there(&up),
+    );
     for rows in [1, 2, 3] {
-        let gain = Gain { weights: &there(&gain), eps };
+        let gain = RmsNormParams { weights: &there(&gain), eps };
         let alone = few_rows_gated_product(&device_x.narrow(0, 0, rows), gain, &there(&gate), &there(&up));
         assert!(alone.equal(&opened.narrow(0, 0, rows)), "{rows} rows have other bits");
     }

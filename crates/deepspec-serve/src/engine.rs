@@ -12,7 +12,9 @@ use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, Tally, Ticket};
+use deepspec_engine::{
+    Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, RequestId, Tally,
+};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
 use hdrhistogram::Histogram;
@@ -337,9 +339,9 @@ fn fitting(
 
 struct Worker {
     engine: ChatEngine,
-    live: HashMap<Ticket, Live>,
+    live: HashMap<RequestId, Live>,
     /// Those that wait for a slot, in the order in which they get one, and since when.
-    waiting: VecDeque<(Ticket, Instant)>,
+    waiting: VecDeque<(RequestId, Instant)>,
     load: Arc<Load>,
     /// Cycles that are in the metrics.
     counted: Tally,

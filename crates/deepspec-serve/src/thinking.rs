@@ -1,6 +1,6 @@
 //! Separates a model's thoughts, such as `<think>…</think>`, from its answer.
 
-use deepspec_text::{FENCES, Fence};
+use deepspec_text::{FENCES, ThinkTags};
 
 use crate::stop::overlap;
 
@@ -31,10 +31,10 @@ enum State {
     /// Nothing but blanks or a part of an opening mark so far.
     Undecided,
     /// Behind an opening mark, or behind it and a part of its label.
-    Opened(&'static Fence),
+    Opened(&'static ThinkTags),
     /// Behind all that opens thoughts but not behind a first character of them.
-    Entered(&'static Fence),
-    Thinking(&'static Fence),
+    Entered(&'static ThinkTags),
+    Thinking(&'static ThinkTags),
     /// Behind the closing mark but not behind a first character of the answer.
     Closed,
     Answering,
@@ -49,7 +49,10 @@ pub struct ThoughtSplitter {
 impl ThoughtSplitter {
     /// A splitter for the text that follows `prompt`, which may have opened the thoughts already.
     pub fn after(prompt: &str) -> Self {
-        Self { state: Fence::opened_by(prompt).map_or(State::Undecided, State::Entered), held: String::new() }
+        Self {
+            state: ThinkTags::opened_by(prompt).map_or(State::Undecided, State::Entered),
+            held: String::new(),
+        }
     }
 
     /// Takes the next piece.

@@ -16,7 +16,7 @@ use crate::rules::{ChatTemplate, MaskRule};
 use crate::tokenizer::ChatTokenizer;
 
 /// What the last answer was asked with, and what it is.
-struct Exchange {
+struct PromptAndCompletion {
     prompt: Vec<i64>,
     answer: Vec<i64>,
 }
@@ -37,7 +37,7 @@ impl Supervised {
         let Some(exchange) = exchange(tokenizer, template, conversation, &self.text)? else {
             return Ok(self);
         };
-        let Exchange { prompt, answer } = exchange;
+        let PromptAndCompletion { prompt, answer } = exchange;
         let border = prompt.len();
         let mut ids = prompt;
         ids.extend(answer);
@@ -59,7 +59,7 @@ fn exchange(
     template: &ChatTemplate,
     conversation: &Conversation,
     text: &str,
-) -> Result<Option<Exchange>, TextError> {
+) -> Result<Option<PromptAndCompletion>, TextError> {
     let Some((last, before)) = conversation.messages.split_last() else { return Ok(None) };
     if !last.is_trained_on() || last.says_nothing() {
         return Ok(None);
@@ -85,7 +85,7 @@ fn exchange(
     if !last.was_cut() && !answer.last().is_some_and(|&last| tokenizer.is_special(last)) {
         answer.extend(end);
     }
-    Ok(Some(Exchange { prompt, answer }))
+    Ok(Some(PromptAndCompletion { prompt, answer }))
 }
 
 /// Whether ids are those of a message's text: it may have been edited since, or be another model's.

@@ -41,5 +41,5 @@ pub use records::{
 pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
 pub use stream::TokenStream;
 pub use template::RenderOptions;
-pub use thoughts::{FENCES, Fence, without_thoughts};
+pub use thoughts::{FENCES, ThinkTags, without_thoughts};
 pub use tokenizer::{ChatTokenizer, Encoded};

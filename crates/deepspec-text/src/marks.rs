@@ -2,12 +2,12 @@
 
 use tokenizers::Tokenizer;
 
-use crate::thoughts::{FENCES, Fence};
+use crate::thoughts::{FENCES, ThinkTags};
 
 /// A fence of which at least one mark is a special token. The other is a text like any, or none of the vocabulary.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SpecialFence {
-    fence: &'static Fence,
+    fence: &'static ThinkTags,
     open: Option<u32>,
     close: Option<u32>,
 }
@@ -36,7 +36,7 @@ pub(crate) struct Marks {
 impl Marks {
     /// Those of an answer to `prompt`, which may have opened the thoughts already.
     pub(crate) fn after(prompt: &str, fences: &[SpecialFence]) -> Self {
-        match Fence::opened_by(prompt) {
+        match ThinkTags::opened_by(prompt) {
             Some(opened) => {
                 let close =
                     fences.iter().filter(|fence| fence.fence == opened).filter_map(|fence| fence.close);

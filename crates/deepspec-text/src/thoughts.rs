@@ -2,7 +2,7 @@
 
 /// How a model opens and closes its thoughts.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Fence {
+pub struct ThinkTags {
     /// Begins them.
     pub open: &'static str,
     /// Stands behind `open` and belongs to the fence, but where the model leaves it out.
@@ -12,14 +12,14 @@ pub struct Fence {
 }
 
 /// All fences that are known. Some tokenizers spell them by special tokens, others by ordinary ones.
-pub const FENCES: [Fence; 4] = [
-    Fence { open: "<think>", label: "", close: "</think>" },
-    Fence { open: "<|channel>", label: "thought", close: "<channel|>" },
-    Fence { open: "<thinking>", label: "", close: "</thinking>" },
-    Fence { open: "[THINK]", label: "", close: "[/THINK]" },
+pub const FENCES: [ThinkTags; 4] = [
+    ThinkTags { open: "<think>", label: "", close: "</think>" },
+    ThinkTags { open: "<|channel>", label: "thought", close: "<channel|>" },
+    ThinkTags { open: "<thinking>", label: "", close: "</thinking>" },
+    ThinkTags { open: "[THINK]", label: "", close: "[/THINK]" },
 ];
 
-impl Fence {
+impl ThinkTags {
     /// The fence that `prompt` opens at its end, so that the answer begins with thoughts.
     pub fn opened_by(prompt: &str) -> Option<&'static Self> {
         let end = prompt.trim_end();
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn prompts_may_open_thoughts() {
-        let opened = |prompt| Fence::opened_by(prompt).map(|fence| fence.close);
+        let opened = |prompt| ThinkTags::opened_by(prompt).map(|fence| fence.close);
         assert_eq!(opened("assistant\n<think>\n"), Some("</think>"));
         assert_eq!(opened("model\n<|channel>thought\n"), Some("<channel|>"));
         assert_eq!(opened("model\n<|channel>"), Some("<channel|>"));

@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use deepspec_capture::cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
 };
-use deepspec_capture::{Capture, Rejected, Report, StatesError, TargetBundle, Tokenised, fill, tokenise};
+use deepspec_capture::{Capture, Rejected, Report, StatesError, TargetSpec, Tokenised, fill, tokenise};
 use deepspec_core::atomic;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
 use deepspec_core::progress::Progress;
@@ -72,7 +72,7 @@ pub(super) enum LastArg {
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
     let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    let source = TargetBundle::open(&recipe, verbosity).map_err(StatesError::report)?;
+    let source = TargetSpec::open(&recipe, verbosity).map_err(StatesError::report)?;
     let layout = source.layout(args.last(source.final_states)?, args.encoding());
 
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use deepspec_capture::cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
-use deepspec_capture::{Budget, Capture, StatesError, TargetBundle, Tokenised, batches, tokenise};
+use deepspec_capture::{Budget, Capture, StatesError, TargetSpec, Tokenised, batches, tokenise};
 use deepspec_core::cli::{self, UsageError, Verbosity, count};
 use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
@@ -74,7 +74,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         usage!("--rate must be a number of tokens per second above 0");
     }
     let (recipe, dir) = args.job.open()?;
-    let source = TargetBundle::open(&recipe, verbosity).map_err(StatesError::report)?;
+    let source = TargetSpec::open(&recipe, verbosity).map_err(StatesError::report)?;
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     if samples.is_empty() {
         anyhow::bail!("no row can be used: {}", accounts(&report, &recipe).replace('\n', "; "));
@@ -159,7 +159,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 fn choices(
     args: &Args,
     samples: Vec<PlannedSample>,
-    source: &TargetBundle,
+    source: &TargetSpec,
     compressed: Option<f64>,
 ) -> anyhow::Result<Vec<Choice>> {
     let shard_bytes = args.job.shard_bytes();
@@ -182,7 +182,7 @@ fn choices(
 }
 
 /// Seconds of the build on the devices that are meant; none where none are.
-fn foretold(args: &Args, source: &TargetBundle, samples: &[PlannedSample]) -> anyhow::Result<Option<f64>> {
+fn foretold(args: &Args, source: &TargetSpec, samples: &[PlannedSample]) -> anyhow::Result<Option<f64>> {
     if args.devices == 0 {
         usage!("--devices must be at least 1");
     }
@@ -222,7 +222,7 @@ fn work_of(target: &ModelConfig, samples: &[PlannedSample], forwards: usize, val
 fn measured(
     args: &Args,
     recipe: &Recipe,
-    source: &TargetBundle,
+    source: &TargetSpec,
     samples: &[PlannedSample],
 ) -> anyhow::Result<Trial> {
     let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;

@@ -41,7 +41,7 @@ use filter::{Example, Found, Judge, RowFilter};
 use input::Input;
 use output::Outputs;
 use overlap::Overlap;
-use passes::OptimisticPass;
+use passes::FirstPass;
 use report::{Rejected, Sum};
 
 /// Runs the command.
@@ -111,7 +111,7 @@ fn split(
     let mut row_filter = RowFilter::new(&judge, &mut recorder);
     let mut progress = Progress::new(verbosity, "reading", total, 0);
     let optimistic =
-        OptimisticPass { outputs, seed: args.seed, quotas: &hoped, allows_overlap: args.allow_overlap };
+        FirstPass { outputs, seed: args.seed, quotas: &hoped, allows_overlap: args.allow_overlap };
     let (found, written) = passes::first(inputs, &optimistic, judge, &mut row_filter, &mut progress)?;
     progress.finish();
     let examples = row_filter.examples;

@@ -30,7 +30,7 @@ struct Piece {
 }
 
 /// What a first pass writes and where, if it turns out that all rows are usable.
-pub struct OptimisticPass<'a> {
+pub struct FirstPass<'a> {
     /// Where to.
     pub outputs: &'a Outputs<'a>,
     /// Decides who goes where.
@@ -44,7 +44,7 @@ pub struct OptimisticPass<'a> {
 /// The first pass: what was found in each source, and whether all rows went where they should, so that the outputs are there.
 pub fn first(
     inputs: &[Input],
-    optimistic: &OptimisticPass<'_>,
+    optimistic: &FirstPass<'_>,
     judge: Judge<'_>,
     row_filter: &mut RowFilter<'_>,
     progress: &mut Progress,

@@ -4,9 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
-use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockConfig, DraftDecoder, DrafterConfig, Markov, MarkovKind,
-};
+use deepspec_drafters::{Block, BlockConfig, BlockSpec, DraftDecoder, DrafterConfig, Markov, MarkovKind};
 use deepspec_models::{ModelConfig, load_embed_and_head, save};
 use deepspec_testkit::noise;
 use serde_json::{Value, json};
@@ -24,7 +22,7 @@ fn untrained(dir: &Path) {
             taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        blocks: AnchoredBlocks {
+        blocks: BlockSpec {
             block_size: 4,
             slots: Slots::AnchorPredicts,
             mask_token_id: target.vocab_size - 1,

@@ -90,9 +90,9 @@ pub struct HeldOut {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Bootstrap {
     /// With all temperatures 1.
-    pub before: Sureness,
+    pub before: AcceptanceInterval,
     /// With the temperatures.
-    pub after: Sureness,
+    pub after: AcceptanceInterval,
     /// 95 % interval of how much the temperatures add to the error, over the same resamples: below 0 they help, above it they
     /// do harm.
     pub change: Option<Interval>,
@@ -100,7 +100,7 @@ pub struct Bootstrap {
 
 /// How sure a mean calibration error is.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Sureness {
+pub struct AcceptanceInterval {
     /// 95 % interval of the error as so many prompts show it.
     pub interval: Option<Interval>,
     /// 95 % quantile of the error that differences among prompts alone would leave.

@@ -22,7 +22,7 @@ use crate::statistics::Interval;
 use crate::traces;
 use bootstrap::{Prompt, PromptError};
 pub use file::Calibration;
-use file::{Alternative, Bootstrap, Fit, HeldOut, Sureness};
+use file::{AcceptanceInterval, Alternative, Bootstrap, Fit, HeldOut};
 
 /// Which run, and where the temperatures go.
 #[derive(clap::Args)]
@@ -256,8 +256,8 @@ impl Side {
 }
 
 /// What the file says of an error. None is below 0, which the interval does not know.
-fn sureness(error: &PromptError) -> Sureness {
+fn sureness(error: &PromptError) -> AcceptanceInterval {
     let interval = error.estimate.centred_interval();
     let interval = interval.map(|Interval { low, high }| Interval { low: low.max(0.0), high: high.max(0.0) });
-    Sureness { interval, ece_of_chance: error.of_chance }
+    AcceptanceInterval { interval, ece_of_chance: error.of_chance }
 }

@@ -2,7 +2,7 @@
 
 use deepspec_cost::reliability::{PositionReliability, ReliabilityReport};
 
-use super::file::{Alternative, Bootstrap, Calibration, HeldOut, Sureness};
+use super::file::{AcceptanceInterval, Alternative, Bootstrap, Calibration, HeldOut};
 use crate::statistics::Interval;
 use crate::table::{Table, number};
 
@@ -82,7 +82,7 @@ fn errors(held_out: &HeldOut, Bootstrap { before, after, change }: &Bootstrap) -
     }
     let ece = |report: &ReliabilityReport| report.summary.map(|m| m.ece);
     let (raw, calibrated) = (ece(&held_out.before), ece(&held_out.after));
-    let mut row = |name: &str, ece, sureness: &Sureness, of_chance| {
+    let mut row = |name: &str, ece, sureness: &AcceptanceInterval, of_chance| {
         let bounds = [of_chance, Some(sureness.ece_of_chance)].map(|bound| number(bound, 3));
         let cells = [name.to_string(), number(ece, 3), range(sureness.interval)];
         table.row(cells.into_iter().chain(bounds).collect());

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use deepspec_checkpoint::{
-    Checkpoint, Dialect, Engine, Gguf, Server, Target, TensorType, convert, for_engine,
+    Checkpoint, CheckpointFormat, Engine, Gguf, Server, Target, TensorType, convert, for_engine,
 };
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
@@ -39,7 +39,7 @@ pub struct Args {
 /// What is written.
 #[derive(Debug, Clone, Copy)]
 enum Layout {
-    Dialect(Dialect),
+    CheckpointFormat(CheckpointFormat),
     Engine(Engine),
     Gguf,
 }
@@ -52,7 +52,10 @@ impl FromStr for Layout {
             "vllm" => Ok(Self::Engine(Engine::Vllm)),
             "sglang" => Ok(Self::Engine(Engine::Sglang)),
             "gguf" => Ok(Self::Gguf),
-            name => name.parse().map(Self::Dialect).map_err(|error| format!("{error}, vllm, sglang or gguf")),
+            name => name
+                .parse()
+                .map(Self::CheckpointFormat)
+                .map_err(|error| format!("{error}, vllm, sglang or gguf")),
         }
     }
 }
@@ -72,7 +75,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         usage!("--matrices is for --to gguf; the other layouts keep every byte");
     }
     let (to, converted) = match (args.to, &target) {
-        (Layout::Dialect(to), target) => (to.to_string(), convert(&source, to, target.as_ref())),
+        (Layout::CheckpointFormat(to), target) => (to.to_string(), convert(&source, to, target.as_ref())),
         (Layout::Gguf, _) => return to_gguf(args, &source, target.as_ref()),
         (Layout::Engine(_), None) => {
             usage!("--to vllm or sglang needs --target, whose embedding and head the engine will use")

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use deepspec_checkpoint::{Checkpoint, Dialect, loaders};
+use deepspec_checkpoint::{Checkpoint, CheckpointFormat, loaders};
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
 use deepspec_drafters::open_checkpoint;
@@ -47,9 +47,10 @@ fn parameters(checkpoint: &Checkpoint) -> (usize, usize) {
 }
 
 /// Every other dialect, with the reason where it is refused; of a folder for engines also its own, which fills in what engines take from the target.
-fn conversions(checkpoint: &Checkpoint) -> Vec<(Dialect, Option<String>)> {
+fn conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Option<String>)> {
     let own = checkpoint.dialect();
-    let others = Dialect::ALL.into_iter().filter(|&dialect| dialect != own || checkpoint.leaves_ends());
+    let others =
+        CheckpointFormat::ALL.into_iter().filter(|&dialect| dialect != own || checkpoint.leaves_ends());
     others.map(|to| (to, checkpoint.refusal(to))).collect()
 }
 

@@ -7,7 +7,7 @@ mod inspect;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use deepspec_checkpoint::DialectError;
+use deepspec_checkpoint::CheckpointError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_hub::{HubError, model_dir};
 
@@ -40,9 +40,11 @@ fn dir(flag: &'static str, model: &str, verbosity: Verbosity) -> anyhow::Result<
 }
 
 /// A refusal is a mistake of the caller's, anything else is one of the files'.
-fn report(error: DialectError) -> anyhow::Error {
+fn report(error: CheckpointError) -> anyhow::Error {
     match error {
-        DialectError::Refused { .. } | DialectError::Exists { .. } => UsageError(error.to_string()).into(),
+        CheckpointError::Refused { .. } | CheckpointError::Exists { .. } => {
+            UsageError(error.to_string()).into()
+        }
         other => other.into(),
     }
 }

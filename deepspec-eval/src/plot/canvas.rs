@@ -5,7 +5,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use tiny_skia::Pixmap;
 
-use super::paper::Paper;
+use super::paper::DualBackend;
 use super::units::{MIDDLE, UNITS, is_shown, px};
 
 /// Pixels of a PNG for each of the drawing's, either way: it looks sharp on dense screens too.
@@ -16,7 +16,7 @@ const MOST_PIXELS: u32 = 16_384;
 const MARGIN: f64 = 16.0;
 
 /// What is drawn on; lengths on it are [`super::px`].
-pub type Canvas<'a> = DrawingArea<Paper<'a>, Shift>;
+pub type Canvas<'a> = DrawingArea<DualBackend<'a>, Shift>;
 
 /// A finished drawing.
 pub struct Plot {
@@ -66,7 +66,7 @@ fn draw(
     ensure!(width.max(height) <= MOST_PIXELS, told());
     let mut picture = Pixmap::new(width * DENSITY, height * DENSITY).with_context(told)?;
     {
-        let canvas = Paper::new(&mut drawn, &mut picture, size)?.into_drawing_area();
+        let canvas = DualBackend::new(&mut drawn, &mut picture, size)?.into_drawing_area();
         canvas.fill(&WHITE)?;
         let margin = px(MARGIN);
         paint(&canvas.margin(margin, margin, margin, margin))?;

@@ -5,12 +5,12 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::palette::{FAINT, GREY, INK};
-use super::paper::Paper;
+use super::paper::DualBackend;
 use super::theme::{LARGE, SMALL, letters};
 use super::{Axis, Canvas, SeriesStyle, px, stroke};
 
 /// Axes with what is drawn between them.
-pub type Chart<'a> = ChartContext<'a, Paper<'a>, Cartesian2d<Axis, Axis>>;
+pub type Chart<'a> = ChartContext<'a, DualBackend<'a>, Cartesian2d<Axis, Axis>>;
 
 /// Writes a title and, below it, the keys of a legend; gives what is left below them.
 ///

@@ -13,7 +13,7 @@ use super::units::{FONT, MIDDLE, UNITS, is_shown};
 type Drawn = Result<(), DrawingErrorKind<io::Error>>;
 
 /// A backend of plotters that draws everything twice: places are in units, of which a pixel of the document has [`UNITS`].
-pub struct Paper<'a> {
+pub struct DualBackend<'a> {
     document: SVGBackend<'a>,
     picture: &'a mut Pixmap,
     /// From units to the picture's pixels.
@@ -21,7 +21,7 @@ pub struct Paper<'a> {
     letters: FontRef<'static>,
 }
 
-impl<'a> Paper<'a> {
+impl<'a> DualBackend<'a> {
     /// An empty document of so many pixels, and the `picture`, whose pixels are as many or more.
     ///
     /// # Errors
@@ -112,7 +112,7 @@ fn lines(points: &[BackendCoord]) -> PathBuilder {
     path
 }
 
-impl DrawingBackend for Paper<'_> {
+impl DrawingBackend for DualBackend<'_> {
     type ErrorType = io::Error;
 
     fn get_size(&self) -> (u32, u32) {

@@ -6,7 +6,7 @@ use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::register_font;
 
-use super::paper::Paper;
+use super::paper::DualBackend;
 use super::px;
 use super::units::FONT;
 
@@ -87,7 +87,7 @@ impl SeriesStyle {
     /// Drawing fails.
     pub fn mark<C: CoordTranslate>(
         self,
-        area: &DrawingArea<Paper, C>,
+        area: &DrawingArea<DualBackend, C>,
         place: C::From,
         radius: f64,
     ) -> Result<()> {

@@ -6,13 +6,13 @@ use std::time::Instant;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
-use deepspec_datasets::suites::{Asking, Prepared};
-use deepspec_engine::{Completion, Event, Finish, Generator, Request, Sampling, StepTimes, Tally, Ticket};
+use deepspec_datasets::suites::{Asking, TokenizedSuite};
+use deepspec_engine::{Completion, Event, Finish, Generator, Request, RequestId, Sampling, StepTimes, Tally};
 use deepspec_ops::StepTrace;
 use deepspec_text::{Message, Role, without_thoughts};
 
 use super::args::Shard;
-use super::entry::{Arm, Entry, Key};
+use super::entry::{DecodeMode, Entry, Key};
 use super::journal::Journal;
 use super::plausible;
 use crate::results::{Timing, Turns};
@@ -23,7 +23,7 @@ const WARM_UP: (usize, usize) = (4, 4);
 /// What is decoded.
 pub struct Plan<'a> {
     /// The suites, one after the other.
-    pub suites: &'a [Prepared],
+    pub suites: &'a [TokenizedSuite],
     /// How each turn is asked.
     pub asking: &'a Asking<'a>,
     /// Each sample is answered once with every seed.
@@ -37,7 +37,7 @@ pub struct Plan<'a> {
 impl Plan<'_> {
     /// How many conversations there are, and the tokens of the longest after its first answer.
     pub fn conversations(&self) -> (usize, usize) {
-        let owned = |suite: &'_ Prepared| {
+        let owned = |suite: &'_ TokenizedSuite| {
             let requests = suite.requests.iter().enumerate().filter(|(sample, _)| self.owns(*sample));
             requests.map(|(_, request)| request.prompt.len() + request.max_new_tokens).collect::<Vec<_>>()
         };
@@ -82,7 +82,7 @@ pub struct Pass {
 pub fn decode(
     engine: &mut dyn Generator,
     plan: &Plan,
-    arm: Arm,
+    arm: DecodeMode,
     journal: &mut Journal,
     trace: &mut StepTrace,
     verbosity: Verbosity,
@@ -90,8 +90,8 @@ pub fn decode(
     let drafting = engine.draft_len() > 0;
     warm_up(engine, plan.suites)?;
     let mut none = StepTrace::none();
-    let trace = if arm == Arm::Main { trace } else { &mut none };
-    let mine = |suite: &Prepared| (0..suite.requests.len()).filter(|&sample| plan.owns(sample)).count();
+    let trace = if arm == DecodeMode::Main { trace } else { &mut none };
+    let mine = |suite: &TokenizedSuite| (0..suite.requests.len()).filter(|&sample| plan.owns(sample)).count();
     let total = plan.suites.iter().map(|suite| (mine(suite) * plan.seeds.len()) as u64).sum();
     let mut progress = Progress::new(verbosity, if drafting { "drafted" } else { "plain" }, total, 0);
     let mut passes = Vec::with_capacity(plan.suites.len());
@@ -129,12 +129,12 @@ struct Clock {
 /// A suite at work.
 struct Decoding<'a> {
     plan: &'a Plan<'a>,
-    suite: &'a Prepared,
-    arm: Arm,
+    suite: &'a TokenizedSuite,
+    arm: DecodeMode,
     engine: &'a mut dyn Generator,
     journal: &'a mut Journal,
     progress: &'a mut Progress,
-    running: HashMap<Ticket, (Asked, usize)>,
+    running: HashMap<RequestId, (Asked, usize)>,
     tally: Tally,
     clock: Clock,
     pass: Pass,
@@ -197,7 +197,7 @@ impl Decoding<'_> {
     }
 
     /// The engine has answered a turn.
-    fn done(&mut self, ticket: Ticket, completion: Completion) -> anyhow::Result<()> {
+    fn done(&mut self, ticket: RequestId, completion: Completion) -> anyhow::Result<()> {
         let Some((asked, prompt_tokens)) = self.running.remove(&ticket) else { return Ok(()) };
         let timing = Timing::between(self.clock.times, self.engine.times(), self.clock.instant.elapsed());
         self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
@@ -279,7 +279,7 @@ impl Decoding<'_> {
 }
 
 /// The first forwards set up libtorch and its threads; they should not count against whoever comes first.
-fn warm_up(engine: &mut dyn Generator, suites: &[Prepared]) -> anyhow::Result<()> {
+fn warm_up(engine: &mut dyn Generator, suites: &[TokenizedSuite]) -> anyhow::Result<()> {
     let (samples, tokens) = WARM_UP;
     let requests = suites.iter().flat_map(|suite| &suite.requests);
     let count = requests.clone().count().min(samples) * engine.engines();

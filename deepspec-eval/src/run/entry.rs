@@ -8,7 +8,7 @@ use crate::results::Timing;
 /// Whether an answer was drafted or decoded plainly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Arm {
+pub enum DecodeMode {
     /// With the drafter of the run, or without one if it has none.
     Main,
     /// With the drafter of the run, whose tokens are chosen by the rule that is not the run's.
@@ -21,7 +21,7 @@ pub enum Arm {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Key {
     /// How it was decoded.
-    pub arm: Arm,
+    pub arm: DecodeMode,
     /// The suite's name.
     pub suite: String,
     /// The sample's id.

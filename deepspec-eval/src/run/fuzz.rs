@@ -8,7 +8,7 @@ use deepspec_engine::{Cycle, Finish, Request, Sampling, Tally};
 use deepspec_testkit::mutate::Dice;
 use serde_json::{Map, Value, json};
 
-use super::entry::{Arm, Entry, Key};
+use super::entry::{DecodeMode, Entry, Key};
 use super::journal::Journal;
 use super::plausible::Asked;
 use crate::results::Timing;
@@ -26,7 +26,7 @@ fn cycle(proposed: u32, accepted: u32, committed: u32) -> Cycle {
 
 fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> Entry {
     let sample = sample.to_string();
-    let key = Key { arm: Arm::Main, suite: "s".into(), sample, seed: 1, turn: 0 };
+    let key = Key { arm: DecodeMode::Main, suite: "s".into(), sample, seed: 1, turn: 0 };
     Entry { key, prompt_tokens: 3, tokens: tokens.to_vec(), finish, cycles, timing: TIMING }
 }
 

@@ -17,7 +17,7 @@ use anyhow::Context;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::{atomic, config, usage};
 use deepspec_cost::policy::Policy;
-use deepspec_datasets::suites::{Asking, Folder, Prepared};
+use deepspec_datasets::suites::{Asking, Folder, TokenizedSuite};
 use deepspec_drafters::Drafter;
 use deepspec_engine::Sampling;
 use deepspec_hub::{HubError, model_dir};
@@ -31,7 +31,7 @@ use crate::report;
 use crate::results::{self, Results, Settings};
 pub use args::{Args, Dtype, Switch};
 use decode::Plan;
-use entry::Arm;
+use entry::DecodeMode;
 use journal::Journal;
 use models::{Decoded, Models};
 
@@ -116,13 +116,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if with.is_some() && !asking.sampling.is_greedy() {
         tracing::info!("drafted tokens: {}", settings.draft_sampling);
     }
-    let Decoded { passes: drafted, lanes } = decode(with, (Arm::Main, settings.lanes))?;
+    let Decoded { passes: drafted, lanes } = decode(with, (DecodeMode::Main, settings.lanes))?;
     let other = match with {
-        Some(_) if args.reports_other_rule() => Some(decode(with, (Arm::Other, lanes))?.passes),
+        Some(_) if args.reports_other_rule() => Some(decode(with, (DecodeMode::Other, lanes))?.passes),
         _ => None,
     };
     let plain = match with {
-        Some(_) if !args.no_baseline => Some(decode(None, (Arm::Baseline, lanes))?.passes),
+        Some(_) if !args.no_baseline => Some(decode(None, (DecodeMode::Baseline, lanes))?.passes),
         _ => None,
     };
     if let Some(shard) = args.shard {
@@ -221,7 +221,7 @@ fn facts(
     settings: &Settings,
     target: &Value,
     draft: Option<&Path>,
-    suites: &[Prepared],
+    suites: &[TokenizedSuite],
 ) -> anyhow::Result<Map<String, Value>> {
     let mut facts = match json!(settings) {
         Value::Object(facts) => facts,

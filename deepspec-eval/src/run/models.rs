@@ -8,7 +8,7 @@ use deepspec_core::{Tap, env, usage};
 use deepspec_cost::cost_file::{self, Weights};
 use deepspec_cost::planner::Planner;
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{Engine, EngineOptions, Lanes, Proposer, shares};
+use deepspec_engine::{Engine, EngineOptions, EngineReplicas, Proposer, shares};
 use deepspec_models::{
     Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
     weights_digest,
@@ -19,7 +19,7 @@ use tch::{Device, Kind};
 
 use super::args::{Args, Dtype};
 use super::decode::{Pass, Plan, decode};
-use super::entry::Arm;
+use super::entry::DecodeMode;
 use super::journal::Journal;
 use crate::results::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
@@ -95,7 +95,7 @@ impl Models<'_> {
         &self,
         drafter: Option<(&dyn Drafter, &DrafterIdentity)>,
         plan: &Plan,
-        (arm, lanes): (Arm, usize),
+        (arm, lanes): (DecodeMode, usize),
         journal: &mut Journal,
         trace: &mut StepTrace,
         verbosity: Verbosity,
@@ -130,8 +130,8 @@ impl Models<'_> {
                 context: self.context,
                 max_draft_tokens: settings.max_draft_tokens,
                 draft_sampling: match arm {
-                    Arm::Main | Arm::Baseline => settings.draft_sampling,
-                    Arm::Other => settings.draft_sampling.other(),
+                    DecodeMode::Main | DecodeMode::Baseline => settings.draft_sampling,
+                    DecodeMode::Other => settings.draft_sampling.other(),
                 },
                 counts_overrun: true,
             };
@@ -154,7 +154,7 @@ impl Models<'_> {
                 engines.push(engine((target.share(slots)?, drafter, slots)));
             }
             let threads = usize::try_from(settings.threads).unwrap_or(1);
-            decode(&mut Lanes::new(engines, threads), plan, arm, journal, trace, verbosity)?
+            decode(&mut EngineReplicas::new(engines, threads), plan, arm, journal, trace, verbosity)?
         };
         Ok(Decoded { passes, lanes })
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use deepspec_core::atomic::{self, FileError};
 use deepspec_cost::survival::sigmoid;
-use deepspec_datasets::suites::Prepared;
+use deepspec_datasets::suites::TokenizedSuite;
 use deepspec_engine::Finish;
 use deepspec_text::ChatTokenizer;
 use serde::Serialize;
@@ -22,7 +22,7 @@ const OUTPUTS: &str = "outputs.jsonl";
 pub fn write(
     dir: &Path,
     tokenizer: &ChatTokenizer,
-    suites: &[Prepared],
+    suites: &[TokenizedSuite],
     passes: &[Pass],
     results: &Results,
 ) -> anyhow::Result<()> {
@@ -65,7 +65,7 @@ struct Row<'a> {
 
 fn rows<'a>(
     tokenizer: &ChatTokenizer,
-    suites: &'a [Prepared],
+    suites: &'a [TokenizedSuite],
     passes: &'a [Pass],
 ) -> anyhow::Result<Vec<Row<'a>>> {
     let mut rows = vec![];
@@ -87,7 +87,7 @@ fn rows<'a>(
 }
 
 fn cycles<'a>(
-    suite: &'a Prepared,
+    suite: &'a TokenizedSuite,
     answer: &'a Answer,
     temperatures: &'a [f64],
 ) -> impl Iterator<Item = Trace<'a>> {

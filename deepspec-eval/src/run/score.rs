@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use deepspec_datasets::suites::Prepared;
+use deepspec_datasets::suites::TokenizedSuite;
 use deepspec_engine::Tally;
 
 use super::decode::{Answer, Pass};
@@ -12,7 +12,7 @@ use crate::statistics::{Counts, Estimate};
 
 /// Scores the suites; `plain` is plain decoding of the same samples.
 pub fn all(
-    suites: &[Prepared],
+    suites: &[TokenizedSuite],
     drafted: &[Pass],
     plain: Option<&[Pass]>,
     block_size: usize,
@@ -24,7 +24,7 @@ pub fn all(
 }
 
 /// Accepted lengths under the rule that is not the run's.
-pub fn other_rule(suites: &[Prepared], passes: &[Pass], settings: &Settings) -> OtherRule {
+pub fn other_rule(suites: &[TokenizedSuite], passes: &[Pass], settings: &Settings) -> OtherRule {
     let lengths: Vec<Estimate> = suites.iter().zip(passes).map(|(suite, pass)| length(suite, pass)).collect();
     let named = suites.iter().zip(passes).zip(&lengths).map(|((suite, pass), length)| RuleLength {
         suite: suite.rows.suite.name.to_string(),
@@ -41,7 +41,7 @@ pub fn other_rule(suites: &[Prepared], passes: &[Pass], settings: &Settings) -> 
 }
 
 /// A suite's τ over resampled prompts.
-fn length(suite: &Prepared, pass: &Pass) -> Estimate {
+fn length(suite: &TokenizedSuite, pass: &Pass) -> Estimate {
     let mut prompts = BTreeMap::<&str, Counts>::new();
     for answer in &pass.answers {
         let prompt = prompts.entry(&suite.ids[answer.sample]).or_default();
@@ -52,7 +52,7 @@ fn length(suite: &Prepared, pass: &Pass) -> Estimate {
 }
 
 fn score(
-    suite: &Prepared,
+    suite: &TokenizedSuite,
     pass: &Pass,
     plain: Option<&Pass>,
     block_size: usize,

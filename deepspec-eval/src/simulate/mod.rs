@@ -75,7 +75,7 @@ pub struct Args {
 
 /// A schedule at every load.
 #[derive(Debug, Serialize)]
-pub struct Course {
+pub struct ScheduleCurve {
     /// Which.
     pub schedule: Policy,
     /// Factor on the confidences' logits.
@@ -100,9 +100,9 @@ pub struct Simulation {
     /// The furthest that what is foretold is off what was measured, as a share of it.
     pub served_off: Option<f64>,
     /// The schedules.
-    pub courses: Vec<Course>,
+    pub courses: Vec<ScheduleCurve>,
     /// The prefix scheduler with confidences that are surer of themselves than they should be, or less.
-    pub miscalibrated: Vec<Course>,
+    pub miscalibrated: Vec<ScheduleCurve>,
     /// Mean tokens of history, at which costs were read.
     pub context: usize,
     /// The lowest concurrency at which whole blocks are larger batches than were measured: their times are a forecast from there on.
@@ -277,16 +277,16 @@ fn simulate(
         let replayed = some.par_iter().map(|&(schedule, sharpness)| {
             let replay = Replay { sharpness, ..replay };
             let loads = args.concurrency.par_iter().map(|&concurrency| replay.run(schedule, concurrency));
-            Ok(Course { schedule, sharpness, outcomes: loads.collect::<Result<_, _>>()? })
+            Ok(ScheduleCurve { schedule, sharpness, outcomes: loads.collect::<Result<_, _>>()? })
         });
-        courses.extend(replayed.collect::<Result<Vec<Course>, ScheduleError>>()?);
+        courses.extend(replayed.collect::<Result<Vec<ScheduleCurve>, ScheduleError>>()?);
         let last = some.last().map_or(String::new(), |(schedule, _)| schedule.to_string());
         progress.add((some.len() * args.concurrency.len()) as u64, || last);
     }
     progress.finish();
     let miscalibrated = courses.split_off(schedules.len());
     let advice = (0..args.concurrency.len()).filter_map(|load| advice(&courses, load)).collect();
-    let crossover = |course: &Course| {
+    let crossover = |course: &ScheduleCurve| {
         let slower =
             |load: &usize| course.outcomes[*load].throughput() < courses[0].outcomes[*load].throughput();
         let from = (0..args.concurrency.len()).filter(slower).map(|load| args.concurrency[load]).min();
@@ -318,8 +318,8 @@ fn simulate(
     })
 }
 
-fn advice(courses: &[Course], load: usize) -> Option<Advice> {
-    let of = |course: &Course| course.outcomes[load].throughput();
+fn advice(courses: &[ScheduleCurve], load: usize) -> Option<Advice> {
+    let of = |course: &ScheduleCurve| course.outcomes[load].throughput();
     let plain = of(courses.first()?);
     let best = courses.iter().max_by(|a, b| of(a).total_cmp(&of(b)))?;
     let fixed = courses.iter().filter_map(|course| {

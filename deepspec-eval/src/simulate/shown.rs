@@ -7,7 +7,7 @@ use deepspec_cost::policy::Policy;
 
 use super::host::Host;
 use super::served::weighs_costs;
-use super::{Course, Crossover, Outcome, Simulation};
+use super::{Crossover, Outcome, ScheduleCurve, Simulation};
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series};
 use crate::report::write_plot;
 use crate::table::Table;
@@ -38,7 +38,7 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
     if !simulation.miscalibrated.is_empty() {
         table.rule();
     }
-    for Course { schedule, sharpness, outcomes } in &simulation.miscalibrated {
+    for ScheduleCurve { schedule, sharpness, outcomes } in &simulation.miscalibrated {
         let cells = outcomes.iter().map(|outcome| format!("{:.0}", outcome.throughput()));
         table.row([vec![format!("{schedule}, logits × {sharpness}")], cells.collect()].concat());
     }
@@ -91,12 +91,12 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
     let keys: Vec<(&str, SeriesStyle)> =
         names.iter().enumerate().map(|(index, name)| (name.as_str(), SeriesStyle::nth(index))).collect();
     let throughputs =
-        |course: &Course| -> Vec<f64> { course.outcomes.iter().map(Outcome::throughput).collect() };
+        |course: &ScheduleCurve| -> Vec<f64> { course.outcomes.iter().map(Outcome::throughput).collect() };
     let plain = throughputs(&simulation.courses[0]);
-    let highest = |values: &dyn Fn(&Course) -> Vec<f64>| {
+    let highest = |values: &dyn Fn(&ScheduleCurve) -> Vec<f64>| {
         simulation.courses.iter().flat_map(values).fold(0.0, f64::max) * 1.05
     };
-    let over = |course: &Course| -> Vec<f64> {
+    let over = |course: &ScheduleCurve| -> Vec<f64> {
         throughputs(course).iter().zip(&plain).map(|(value, plain)| value / plain).collect()
     };
     let width = 240 + 100 * keys.len() as u32;
@@ -111,7 +111,7 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
         }
         Ok(())
     })?;
-    let per_user = |course: &Course| -> Vec<f64> {
+    let per_user = |course: &ScheduleCurve| -> Vec<f64> {
         throughputs(course).iter().zip(concurrency).map(|(value, &count)| value / count as f64).collect()
     };
     let frontier = Plot::draw("Frontier", (width, 360), |canvas| {

@@ -13,8 +13,8 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, Block, BlockConfig, Confidence, DraftDecoder, DrafterConfig, Eagle3, Eagle3Config,
-    Markov, MarkovKind,
+    Block, BlockConfig, BlockSpec, Confidence, DraftDecoder, DrafterConfig, Eagle3, Eagle3Config, Markov,
+    MarkovKind,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -107,7 +107,7 @@ pub fn drafter_config() -> BlockConfig {
             taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        blocks: AnchoredBlocks {
+        blocks: BlockSpec {
             block_size: 5,
             slots: Slots::AnchorPredicts,
             mask_token_id: target.vocab_size - 1,

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::Tap;
 use deepspec_datasets::suites::{Asking, Folder};
-use deepspec_drafters::{BlockProposer, DrafterPlan, Normaliser, TrainSample, TrainableDrafter};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Feed, Forwarded, Sampling, Target};
+use deepspec_drafters::{BlockProposer, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind, Tensor};
@@ -84,11 +84,12 @@ impl Lessons {
     }
 
     /// The answers with the target's states of them; `lay` makes taps and last states of a forward.
-    pub fn samples(&self, taps: &[Tap], lay: impl Fn(Forwarded) -> (Tensor, Tensor)) -> Vec<TrainSample> {
+    pub fn samples(&self, taps: &[Tap], lay: impl Fn(ModelOutput) -> (Tensor, Tensor)) -> Vec<TrainSample> {
         let _no_grad = tch::no_grad_guard();
         let mut model = self.model(1, taps);
         let sample = |(ids, prompt): (Vec<i64>, usize)| {
-            let out = model.forward(&Feed { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
+            let out =
+                model.forward(&ModelInput { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
             model.truncate(0, 0);
             let (taps, last) = lay(out);
             TrainSample {
@@ -131,7 +132,7 @@ pub fn train(
             weight += plan.loss_weight(&sample.loss_mask, &sample.anchors);
             batch.push(sample);
         }
-        trainee.accumulate(&batch, Normaliser(weight), None);
+        trainee.accumulate(&batch, LossDenominator(weight), None);
         all.extend(batch);
         let rate = 6e-3 * ((steps - step) as f64 / steps as f64).min((step + 1) as f64 / 10.0);
         tch::no_grad(|| adam(trainee.as_ref(), &mut moments, step + 1, rate));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    AnchoredBlocks, BlockConfig, BlockObjective, BlockPlan, DraftDecoder, DrafterPlan, Eagle3Config,
+    BlockConfig, BlockObjective, BlockPlan, BlockSpec, DraftDecoder, DrafterPlan, Eagle3Config,
     Eagle3Objective, Eagle3Plan, LossAlphas, Markov, MarkovKind, Supervise,
 };
 use deepspec_models::{ModelConfig, save};
@@ -135,7 +135,7 @@ fn block(
             taps: taps.clone(),
             num_target_layers: model.layers.len(),
         },
-        blocks: AnchoredBlocks { block_size: 5, slots, mask_token_id, num_anchors: 8 },
+        blocks: BlockSpec { block_size: 5, slots, mask_token_id, num_anchors: 8 },
         markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
         confidence: None,
     };

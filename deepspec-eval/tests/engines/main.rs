@@ -16,7 +16,7 @@ use std::path::Path;
 
 use common::training::smoke;
 use common::{repository, run_on, traces};
-use deepspec_engine::{Feed, Target as _};
+use deepspec_engine::{ModelInput, Target as _};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::Value;
@@ -104,7 +104,7 @@ fn near_tie(target: &Path, prompt: &str, own: &[i64], other: &[i64]) -> String {
     ids.extend(&own[..at]);
     let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps: vec![] };
     let mut model = TargetModel::load(target, &options).unwrap();
-    let out = model.forward(&Feed { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
+    let out = model.forward(&ModelInput { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
     let logits = model.logits(&out.hidden.slice(0, -1, None, 1));
     let (best, candidates) = logits.topk(2, -1, true, true);
     let gap = best.double_value(&[0, 0]) - best.double_value(&[0, 1]);

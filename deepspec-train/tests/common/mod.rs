@@ -9,7 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::LazyLock;
 
 use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan};
-use deepspec_capture::{Capture, TargetBundle, fill, tokenise};
+use deepspec_capture::{Capture, TargetSpec, fill, tokenise};
 use deepspec_core::cli::Verbosity;
 use deepspec_testkit::standin::{Report, Standin};
 use serde_json::{Value, json};
@@ -76,7 +76,7 @@ static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
 /// A cache of the states of `rows.jsonl` under the name `cache`.
 fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
     let recipe = deepspec_drafters::load_recipe(&dir.join("recipe.yaml"), &[]).unwrap();
-    let source = TargetBundle::open(&recipe, Verbosity::Quiet).unwrap();
+    let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let samples = tokenise(&[dir.join("rows.jsonl")], &source, |_| {}).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
     let plan = Plan::new(samples, source.layout(FinalStates::Supervised, encoding), 1 << 20).unwrap();

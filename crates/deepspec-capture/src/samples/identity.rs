@@ -8,7 +8,7 @@ use deepspec_text::MIN_SUPERVISED_TOKENS;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::TargetBundle;
+use crate::TargetSpec;
 
 /// Raised when the file's layout or the way to its samples changes.
 const FORMAT: u32 = 2;
@@ -44,7 +44,7 @@ struct Input {
 
 impl SamplesIdentity {
     /// Reads `files` through.
-    pub fn of(files: &[PathBuf], source: &TargetBundle) -> Result<Self, FileError> {
+    pub fn of(files: &[PathBuf], source: &TargetSpec) -> Result<Self, FileError> {
         let input = |path: &PathBuf| {
             let extension = path.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
             Ok(Input { sha256: digest::file(path)?, extension })

@@ -10,7 +10,7 @@ use deepspec_core::atomic::{FileError, create_dir};
 use super::writer::Writer;
 use super::{Samples, SamplesIdentity, Unusable};
 use crate::rows::for_each_sample;
-use crate::{StatesError, TargetBundle};
+use crate::{StatesError, TargetSpec};
 
 /// What ends the name of a file that is still being written.
 const PARTIAL: &str = ".partial";
@@ -19,7 +19,7 @@ const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
 /// The samples of `inputs` as `source` tokenises them, from a file in `dir`: the one that is there, else one that is written now, by this
 /// process or another. `dir` may be on a file system that machines share, with locks or without.
-pub(crate) fn shared(dir: &Path, inputs: &[PathBuf], source: &TargetBundle) -> Result<Samples, StatesError> {
+pub(crate) fn shared(dir: &Path, inputs: &[PathBuf], source: &TargetSpec) -> Result<Samples, StatesError> {
     let stamps = stamps(inputs)?;
     let identity = SamplesIdentity::of(inputs, source)?;
     let name = identity.name();

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use deepspec_capture::{StatesError, TargetBundle};
+use deepspec_capture::{StatesError, TargetSpec};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::config;
 use deepspec_core::recipe::Recipe;
@@ -44,8 +44,8 @@ impl Bench {
         config::parse(Path::new("recipe.yaml"), &text, &overrides).unwrap()
     }
 
-    pub fn source(&self, overrides: &[&str]) -> Result<TargetBundle, StatesError> {
-        TargetBundle::open(&self.recipe(overrides), Verbosity::Quiet)
+    pub fn source(&self, overrides: &[&str]) -> Result<TargetSpec, StatesError> {
+        TargetSpec::open(&self.recipe(overrides), Verbosity::Quiet)
     }
 
     pub fn write(&self, name: &str, text: &str) -> PathBuf {

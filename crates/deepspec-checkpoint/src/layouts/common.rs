@@ -3,9 +3,9 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
-use crate::drafter::{Drafter, NOTES, Obstacle, Settings};
+use crate::drafter::{Drafter, Incompatibility, NOTES, Settings};
 use crate::fields::Fields;
-use crate::{DialectError, Family};
+use crate::{CheckpointError, Family};
 
 /// More draft layers are a mistake.
 const MAX_LAYERS: u64 = 1024;
@@ -25,7 +25,7 @@ pub struct Decoder {
     /// Draft layers.
     pub layers: u64,
     /// What of it other dialects cannot say.
-    pub obstacles: Vec<Obstacle>,
+    pub obstacles: Vec<Incompatibility>,
 }
 
 impl Decoder {
@@ -33,7 +33,7 @@ impl Decoder {
     ///
     /// # Errors
     /// If its family is unknown, or a key is missing or wrong.
-    pub fn read(fields: &Fields, foreign: &[&str], families: &[Family]) -> Result<Self, DialectError> {
+    pub fn read(fields: &Fields, foreign: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
         let found = fields.text("model_type")?;
         let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
         let Some(&family) = families.iter().find(is_meant) else {
@@ -59,7 +59,7 @@ impl Decoder {
         let slides = fields.texts("layer_types")?.is_some_and(|types| types.contains(&"sliding_attention"));
         let mut obstacles = vec![];
         if slides || fields.flag("use_sliding_window")?.unwrap_or(false) {
-            obstacles.push(Obstacle {
+            obstacles.push(Incompatibility {
                 key: "layer_types".into(),
                 reason: "draft layers with a sliding window: tools differ in who sees what within a block"
                     .into(),
@@ -68,7 +68,7 @@ impl Decoder {
         if let Some(activation) = fields.text("hidden_act")?.filter(|&name| family.pre_norm && name != "silu")
         {
             let reason = format!("{activation}: draft layers of other tools have SiLU");
-            obstacles.push(Obstacle { key: "hidden_act".into(), reason });
+            obstacles.push(Incompatibility { key: "hidden_act".into(), reason });
         }
         Ok(Self {
             family,
@@ -91,7 +91,7 @@ impl Decoder {
         architecture: &str,
         taps: Vec<Tap>,
         kind: Settings,
-    ) -> Result<Drafter, DialectError> {
+    ) -> Result<Drafter, CheckpointError> {
         Ok(Drafter {
             architecture: architecture.into(),
             family: self.family,
@@ -127,7 +127,7 @@ pub fn flat(drafter: &Drafter) -> Map<String, Value> {
 ///
 /// # Errors
 /// If `key` is missing or says something else.
-pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, DialectError> {
+pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, CheckpointError> {
     let ids = fields.required(key, fields.integers(key)?)?;
     // Past 32 bits no sum overflows, and no tap is found.
     let taps = Tap::from_layer_ids(ids.iter().map(|id| id.saturating_sub(embedding + 1)));

@@ -5,10 +5,10 @@ use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
 
 use super::common::{Decoder, taps};
-use crate::drafter::{Drafter, Obstacle, Settings};
+use crate::drafter::{Drafter, Incompatibility, Settings};
 use crate::fields::Fields;
 use crate::kind::Container;
-use crate::{Dialect, DialectError, Family};
+use crate::{CheckpointError, CheckpointFormat, Family};
 
 /// Keys beside the decoder's that containers of every kind may have.
 const OWN: [&str; 6] =
@@ -91,7 +91,7 @@ impl<'a> ContainerConfig<'a> {
     ///
     /// # Errors
     /// If a key is missing or wrong.
-    pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, DialectError> {
+    pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
         let inner = fields.required_object(INNER)?;
         let mut decoder = Decoder::read(fields, &[&OWN, own].concat(), families)?;
         decoder.obstacles.extend(attention(fields.map));
@@ -105,24 +105,25 @@ impl<'a> ContainerConfig<'a> {
     ///
     /// # Errors
     /// If its taps are missing or wrong.
-    pub fn drafter(self, fields: &Fields, class: &str, kind: Settings) -> Result<Drafter, DialectError> {
+    pub fn drafter(self, fields: &Fields, class: &str, kind: Settings) -> Result<Drafter, CheckpointError> {
         let taps = taps(&self.inner, "target_layer_ids", -1)?;
         self.decoder.drafter(fields, class, taps, kind)
     }
 }
 
 /// Scales that change what the same weights compute.
-fn scales(fields: &Fields, inner: &Fields) -> Vec<Obstacle> {
+fn scales(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
     let scaled = |&(key, plain): &(&str, f64)| {
         let said = inner.map.get(key).or(fields.map.get(key)).and_then(Value::as_f64);
         let reason = "a scale that the other layouts cannot say".into();
-        said.filter(|&said| said != plain).map(|_| Obstacle { key: format!("dflash_config.{key}"), reason })
+        said.filter(|&said| said != plain)
+            .map(|_| Incompatibility { key: format!("dflash_config.{key}"), reason })
     };
     SCALES.iter().filter_map(scaled).collect()
 }
 
 /// What the slots predict, where a key says it: ModelOpt's own, or that of newer engines.
-fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, DialectError> {
+fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, CheckpointError> {
     let flag = "sample_from_anchor";
     let said = [inner.flag("shift_label")?, inner.flag(flag)?, fields.flag(flag)?];
     let mut said = said.into_iter().flatten();
@@ -135,14 +136,14 @@ fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, DialectError>
 }
 
 /// The switches that are on, at the top level of a config or in its `dflash_config`: tools write them in either place.
-pub(super) fn attention(map: &Map<String, Value>) -> Vec<Obstacle> {
+pub(super) fn attention(map: &Map<String, Value>) -> Vec<Incompatibility> {
     let inner = map.get(INNER).and_then(Value::as_object);
     let places = [(Some(map), String::new()), (inner, format!("{INNER}."))];
     let mut found = vec![];
     for (map, within) in &places {
         for (key, value) in map.iter().flat_map(|map| map.iter()) {
             if let Some(reason) = switch(key).filter(|_| is_on(value)) {
-                found.push(Obstacle { key: format!("{within}{key}"), reason: reason.into() });
+                found.push(Incompatibility { key: format!("{within}{key}"), reason: reason.into() });
             }
         }
     }
@@ -193,23 +194,27 @@ fn contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
 pub fn foreign_attention(map: &Map<String, Value>) -> Option<(String, String)> {
     let attention = attention(map).into_iter().next();
     let attention = attention
-        .map(|Obstacle { key, reason }| (key, format!("an attention that is not run here: {reason}")));
+        .map(|Incompatibility { key, reason }| (key, format!("an attention that is not run here: {reason}")));
     let unknown = || map.get(INNER).and_then(Value::as_object).and_then(|inner| unknown(inner).next());
     attention
-        .or_else(|| unknown().map(|Obstacle { key, reason }| (key, reason)))
+        .or_else(|| unknown().map(|Incompatibility { key, reason }| (key, reason)))
         .or_else(|| contradiction(map))
 }
 
 /// Keys of `dflash_config` that are not known, each of which may change what the weights compute.
-fn unknown(inner: &Map<String, Value>) -> impl Iterator<Item = Obstacle> {
+fn unknown(inner: &Map<String, Value>) -> impl Iterator<Item = Incompatibility> {
     let unknown = inner.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
-    unknown.map(|(key, value)| Obstacle {
+    unknown.map(|(key, value)| Incompatibility {
         key: format!("{INNER}.{key}"),
         reason: format!("the key is not known (its value is {value}), so what it changes cannot be told"),
     })
 }
 
-pub fn config(drafter: &Drafter, dialect: Dialect, mut map: Map<String, Value>) -> Map<String, Value> {
+pub fn config(
+    drafter: &Drafter,
+    dialect: CheckpointFormat,
+    mut map: Map<String, Value>,
+) -> Map<String, Value> {
     let Some(Container { class, top, mut inner }) = drafter.kind.container(dialect) else { return map };
     inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
     map.insert("architectures".into(), json!([class]));

@@ -8,7 +8,7 @@ mod speculators;
 
 pub use common::{Decoder, taps};
 pub use container::{ContainerConfig, foreign_attention};
-pub use reader::{ForeignClass, Known, Reader};
+pub use reader::{ExternalClass, Known, Reader};
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 use crate::rope::Rope;
-use crate::{Dialect, DialectError, Target, Tensors};
+use crate::{CheckpointError, CheckpointFormat, Target, Tensors};
 
 /// Tells the dialect of a config and its tensors, and reads the drafter, one of those that are known.
 ///
@@ -28,11 +28,11 @@ pub fn read(
     map: &Map<String, Value>,
     tensors: &Tensors,
     known: Known,
-) -> Result<(Dialect, Drafter), DialectError> {
+) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let Known { kinds, families } = known;
     let fields = Fields::new(path, map);
     if map.contains_key("speculators_model_type") || map.contains_key("speculators_config") {
-        return Ok((Dialect::Speculators, speculators::read(&fields, tensors, known)?));
+        return Ok((CheckpointFormat::Speculators, speculators::read(&fields, tensors, known)?));
     }
     if map.keys().any(|key| key.starts_with("dspark_")) {
         let problem = "the drafter lies within its target's checkpoint (SGLang's DeepSeek-V4 bundle), with layers of another \
@@ -46,7 +46,7 @@ pub fn read(
             prefix.is_some_and(|prefix| families.iter().any(|family| family.prefix == prefix))
         };
         if let Some(kind) = kinds.iter().find(of_family) {
-            return Ok((Dialect::Reference, reference::read(&fields, found, kind, known)?));
+            return Ok((CheckpointFormat::Reference, reference::read(&fields, found, kind, known)?));
         }
         let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
         if let Some(class) = foreign.find(|class| class.name == found) {
@@ -92,14 +92,14 @@ pub fn foreign_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<Str
 /// The config.json of a drafter in a dialect that can say it.
 pub fn config(
     drafter: &Drafter,
-    dialect: Dialect,
+    dialect: CheckpointFormat,
     target: Option<&Target>,
     dtype: &str,
 ) -> Map<String, Value> {
     let mut map = match dialect {
-        Dialect::Reference => reference::config(drafter),
-        Dialect::Speculators => speculators::config(drafter, target),
-        Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => {
+        CheckpointFormat::Reference => reference::config(drafter),
+        CheckpointFormat::Speculators => speculators::config(drafter, target),
+        CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
             let flat = common::flat(drafter);
             let own = drafter.kind.own_config(drafter, dialect, &flat);
             own.unwrap_or_else(|| container::config(drafter, dialect, flat))

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use super::common::{Decoder, flat, taps};
 use super::container;
 use super::reader::{Known, Reader};
-use crate::DialectError;
+use crate::CheckpointError;
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 
@@ -27,7 +27,7 @@ pub fn read(
     architecture: &str,
     kind: &Reader,
     known: Known,
-) -> Result<Drafter, DialectError> {
+) -> Result<Drafter, CheckpointError> {
     let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
     let own: Vec<&str> = OWN.iter().chain(of_kinds).copied().collect();
     let mut decoder = Decoder::read(fields, &own, known.families)?;

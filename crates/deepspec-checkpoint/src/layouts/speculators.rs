@@ -4,15 +4,15 @@ use serde_json::{Map, Value, json};
 
 use super::common::{Decoder, taps};
 use super::reader::Known;
-use crate::drafter::{Drafter, Obstacle};
+use crate::drafter::{Drafter, Incompatibility};
 use crate::fields::Fields;
 use crate::kind::Speculators;
-use crate::{DialectError, Target, Tensors};
+use crate::{CheckpointError, Target, Tensors};
 
 /// The version whose layout is written.
 const VERSION: &str = "0.9.0";
 
-pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter, DialectError> {
+pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter, CheckpointError> {
     let key = "speculators_model_type";
     let model_type = fields.required(key, fields.text(key)?)?;
     let Some(kind) = known.kinds.iter().find(|kind| kind.model_types.contains(&model_type)) else {
@@ -31,7 +31,8 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
     }
     let nested = nested.with(&map);
     let mut decoder = Decoder::read(&nested, &[], known.families)?;
-    let mut stops = |key: &str, reason: String| decoder.obstacles.push(Obstacle { key: key.into(), reason });
+    let mut stops =
+        |key: &str, reason: String| decoder.obstacles.push(Incompatibility { key: key.into(), reason });
 
     let draft_vocab_size = fields.required_size("draft_vocab_size")?;
     if draft_vocab_size != decoder.vocab_size {
@@ -57,7 +58,7 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
 }
 
 /// The vocabulary map that is not the identity, if any. Maps of whole vocabularies may lie in a checkpoint to no effect.
-fn pruning(tensors: &Tensors) -> Result<Option<&'static str>, DialectError> {
+fn pruning(tensors: &Tensors) -> Result<Option<&'static str>, CheckpointError> {
     for (name, identity) in [("t2d", 1), ("d2t", 0)] {
         if tensors.get(name).is_some() {
             let bytes = tensors.bytes(name)?;

@@ -12,7 +12,7 @@ use deepspec_testkit::mutate::Dice;
 use deepspec_text::ChatTokenizer;
 use tempfile::TempDir;
 
-use crate::suites::{Asking, Folder, Prepared};
+use crate::suites::{Asking, Folder, TokenizedSuite};
 
 const NAME: &str = "mine";
 const WORDS: [&str; 6] = ["id", "turns", "cap", "mine", "math", "<|im_end|>"];
@@ -38,7 +38,7 @@ fn rows(dir: &Path) -> PathBuf {
 }
 
 /// From the folder to requests, as a run does it; the refusal as a run prints it.
-fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<Prepared>, String> {
+fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<TokenizedSuite>, String> {
     let (sampling, stop_ids) = (Sampling::new(1.0, 1), [0]);
     let asking = Asking {
         tokenizer,
@@ -50,7 +50,7 @@ fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<Prepared>, Strin
         context: 4096,
         vocab_size: 1024,
     };
-    let prepare = || -> anyhow::Result<Vec<Prepared>> {
+    let prepare = || -> anyhow::Result<Vec<TokenizedSuite>> {
         let folder = Folder::open(dir)?;
         let suites = folder.select(&[NAME.to_string()], &[])?;
         suites.into_iter().map(|suite| asking.prepare(folder.load(suite, 1, None)?)).collect()
@@ -80,7 +80,7 @@ fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> 
 }
 
 /// Every request is one that an engine takes.
-fn check(suite: &Prepared) {
+fn check(suite: &TokenizedSuite) {
     assert!(!suite.requests.is_empty());
     assert_eq!(suite.ids.iter().collect::<HashSet<_>>().len(), suite.requests.len());
     for (request, turns) in suite.requests.iter().zip(&suite.turns) {

@@ -30,7 +30,7 @@ pub use known::SUITES;
 pub use list::list;
 pub use plan::{Place, Plan, Wanted};
 pub use record::Origin;
-pub use requests::{Asking, Prepared};
+pub use requests::{Asking, TokenizedSuite};
 pub use store::{Outcome, Store, shown};
 pub use suite::{Class, Domain, Suite};
 pub use turns::{Form, RowError, Templates};

@@ -37,7 +37,7 @@ pub enum Unaskable {
 }
 
 /// A suite ready to decode.
-pub struct Prepared {
+pub struct TokenizedSuite {
     /// Its rows.
     pub rows: Rows,
     /// Ids of the rows that are decoded, in the order of the requests.
@@ -57,7 +57,7 @@ impl Asking<'_> {
     ///
     /// # Errors
     /// If the template refuses a prompt, or no prompt fits.
-    pub fn prepare(&self, rows: Rows) -> anyhow::Result<Prepared> {
+    pub fn prepare(&self, rows: Rows) -> anyhow::Result<TokenizedSuite> {
         let (mut ids, mut requests, mut turns, mut skipped) = (vec![], vec![], vec![], vec![]);
         let name = rows.suite.name.as_str();
         for sample in &rows.samples {
@@ -96,7 +96,7 @@ impl Asking<'_> {
                  {context} with the prompt"
             );
         }
-        Ok(Prepared { rows, ids, requests, turns, skipped, shortened })
+        Ok(TokenizedSuite { rows, ids, requests, turns, skipped, shortened })
     }
 
     /// Asks for the next answer of a conversation, or says why that cannot be.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
 use deepspec_ops::{
-    AttentionPart, KeysValues, SequenceBlocks, TiledAttention, attend_by_block, attends_by_block,
+    AttentionPart, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, attends_by_block,
     attends_in_tiles, block_attention,
 };
 use tch::{Device, Kind, Tensor};
@@ -90,7 +90,7 @@ impl BlockAttention {
     pub fn forward(&self, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
         match &self.way {
             Way::ByBlock { sequences, window } => {
-                let (context, own) = (KeysValues { k, v }, KeysValues { k: &block.k, v: &block.v });
+                let (context, own) = (KeyValues { k, v }, KeyValues { k: &block.k, v: &block.v });
                 attend_by_block(&block.q, &context, &own, sequences, *window, self.scale)
                     .expect("it was asked whether there are kernels for them")
             }
@@ -103,7 +103,7 @@ impl BlockAttention {
             }
             Way::Tiled { sequences, sizes } => {
                 let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
-                    let (context, own) = (KeysValues { k, v }, KeysValues { k: &block.k, v: &block.v });
+                    let (context, own) = (KeyValues { k, v }, KeyValues { k: &block.k, v: &block.v });
                     sequences[at].attend(&block.q, &context, &own)
                 };
                 self.one_by_one(sizes, block, (k, v), attend)
@@ -142,7 +142,7 @@ impl BlockAttention {
         let q = q.reshape([key_value, -1, repeats * size, dim]);
         let own = |t: &Tensor| t.view([-1, size, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, B, D]
         let (k, v, own_k, own_v) = (k.transpose(0, 1), v.transpose(0, 1), own(&block.k), own(&block.v));
-        let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
+        let (context, own) = (KeyValues { k: &k, v: &v }, KeyValues { k: &own_k, v: &own_v });
         let y = block_attention(&q, &context, &own, &of.parts, of.block_mask.as_ref(), self.scale);
         y.view([key_value, -1, repeats, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, query * dim])
     }

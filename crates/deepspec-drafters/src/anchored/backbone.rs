@@ -1,16 +1,18 @@
 //! The backbone: draft layers whose queries come from the block and whose keys come from the target's states and the block.
 
-use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Qkv, RmsNorm, Rotation, Rotations, Spread};
+use deepspec_models::nn::{
+    AttentionSpec, BroadcastRows, Builder, DecoderLayer, Qkv, RmsNorm, Rotation, Rotations,
+};
 use deepspec_models::{ModelConfig, ModelError};
 use deepspec_ops::range;
 use tch::{Kind, Tensor};
 
-use super::Anchored;
+use super::BlockDrafter;
 use super::attention::BlockAttention;
 use super::batch::BlockBatch;
-use crate::Listener;
+use crate::GradReadyHook;
 use crate::losses;
-use crate::trained::{DrafterConfig, Trained};
+use crate::trained::{DraftModel, DrafterConfig};
 
 /// Before a layer's number in the names of its parameters.
 const LAYERS: &str = "layers.";
@@ -48,16 +50,16 @@ struct Shared<'a> {
 }
 
 /// A training pass between forward and backward.
-pub(crate) struct Pass<'a, K: Anchored> {
-    /// As [`Trained::hidden`] gives them.
+pub(crate) struct Pass<'a, K: BlockDrafter> {
+    /// As [`DraftModel::hidden`] gives them.
     pub hidden: Tensor,
     /// None where one backward goes through all layers.
-    apart: Option<Apart<'a, K>>,
+    apart: Option<LayerwiseBackward<'a, K>>,
 }
 
 /// Layers that are gone back through one by one.
-struct Apart<'a, K: Anchored> {
-    model: &'a Trained<K>,
+struct LayerwiseBackward<'a, K: BlockDrafter> {
+    model: &'a DraftModel<K>,
     shared: Shared<'a>,
     context: Tensor,
     /// The context as the layers see it, a leaf.
@@ -75,11 +77,13 @@ struct Kept {
     output: Option<Tensor>,
 }
 
-impl<K: Anchored> Pass<'_, K> {
+impl<K: BlockDrafter> Pass<'_, K> {
     /// Carries the gradients of a surrogate of the losses on to all parameters; `listener` hears of every layer that they have been through.
-    pub fn backward(self, surrogate: &Tensor, listener: Option<Listener>) {
+    pub fn backward(self, surrogate: &Tensor, listener: Option<GradReadyHook>) {
         losses::backward(surrogate);
-        let Some(Apart { model, shared, context, seen, mut layers, last }) = self.apart else { return };
+        let Some(LayerwiseBackward { model, shared, context, seen, mut layers, last }) = self.apart else {
+            return;
+        };
         let mut nobody = |_| {};
         let listener = listener.unwrap_or(&mut nobody);
         let _range = range(c"backward");
@@ -121,7 +125,7 @@ pub(super) fn over_blocks(rows: &Tensor, size: i64) -> Tensor {
     Tensor::cat(&[rows.narrow(0, 0, blocks).unsqueeze(1), others], 1).flatten(0, 1)
 }
 
-impl<K: Anchored> Trained<K> {
+impl<K: BlockDrafter> DraftModel<K> {
     /// Captured states `[T, m·d]` to the context `H [T, d]` that all layers share.
     pub fn context(&self, taps: &Tensor) -> Tensor {
         self.parts.backbone().hidden_norm.forward(&self.fuse(taps))
@@ -132,17 +136,17 @@ impl<K: Anchored> Trained<K> {
         self.vocabulary().logits(hidden)
     }
 
-    /// See [`Anchored::features`].
+    /// See [`BlockDrafter::features`].
     pub fn features(&self, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
         K::features(self, hidden, previous)
     }
 
-    /// See [`Anchored::slot_logits`].
+    /// See [`BlockDrafter::slot_logits`].
     pub fn slot_logits(&self, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         K::slot_logits(self, hidden, features)
     }
 
-    /// See [`Anchored::confidence`].
+    /// See [`BlockDrafter::confidence`].
     pub fn confidence_logits(&self, hidden: &Tensor, embeddings: Option<&Tensor>) -> Option<Tensor> {
         K::confidence(self, hidden, embeddings)
     }
@@ -188,7 +192,7 @@ impl<K: Anchored> Trained<K> {
         }
         let last = x.set_requires_grad(true);
         let hidden = self.drafting_states(&last);
-        Pass { hidden, apart: Some(Apart { model: self, shared, context, seen, layers, last }) }
+        Pass { hidden, apart: Some(LayerwiseBackward { model: self, shared, context, seen, layers, last }) }
     }
 
     /// Whether any layer does: nothing of them is kept otherwise.
@@ -252,7 +256,7 @@ impl<K: Anchored> Trained<K> {
         if K::RUNS_AROUND || size == 1 {
             return self.run_layer(0, layer, x, rotation, attend);
         }
-        let spread = Spread { distinct: &distinct(), repeat: &|rows| over_blocks(rows, size) };
+        let spread = BroadcastRows { distinct: &distinct(), repeat: &|rows| over_blocks(rows, size) };
         layer.forward_spread(x, spread, rotation, attend)
     }
 

@@ -4,11 +4,11 @@ use deepspec_engine::{Part, Upload};
 use deepspec_ops::range;
 use tch::{Device, Kind, Tensor};
 
-use super::AnchoredBlocks;
+use super::BlockSpec;
 use super::attention::SequenceSpan;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
-use crate::losses::{Sources, distinct};
+use crate::losses::{TeacherIndex, distinct};
 use crate::trained::joined;
 
 /// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
@@ -27,7 +27,7 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
 }
 
 /// What blocks behind these anchors add to the denominator of the loss: Σ of the weights of their supervised drafts.
-pub fn block_weight(blocks: &AnchoredBlocks, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+pub fn block_weight(blocks: &BlockSpec, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
     let drafts = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, blocks.drafted()));
     drafts.map(|k| f64::from(slot_weight(k, decay_gamma))).sum()
 }
@@ -82,7 +82,7 @@ struct Lists {
 
 impl Lists {
     /// Adds a sample; gives the rows of its last states that predict its labels, each once.
-    fn add(&mut self, sample: &TrainSample, shape: &AnchoredBlocks, decay_gamma: f64) -> Vec<i64> {
+    fn add(&mut self, sample: &TrainSample, shape: &BlockSpec, decay_gamma: f64) -> Vec<i64> {
         let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), shape.drafted());
         self.context_positions.extend(0..length as i64);
         let mut teacher_rows = vec![];
@@ -121,7 +121,7 @@ impl BlockBatch {
     /// supervised rows has them all.
     pub fn new(
         samples: &[TrainSample],
-        shape: &AnchoredBlocks,
+        shape: &BlockSpec,
         embeds_previous: bool,
         decay_gamma: f64,
         device: Device,
@@ -219,8 +219,8 @@ impl BlockBatch {
     }
 
     /// Which of the target's states predict which labels.
-    pub(crate) fn sources(&self) -> Sources<'_> {
-        Sources { of_rows: &self.source_list, there: &self.sources }
+    pub(crate) fn sources(&self) -> TeacherIndex<'_> {
+        TeacherIndex { of_rows: &self.source_list, there: &self.sources }
     }
 
     /// A, the number of blocks.

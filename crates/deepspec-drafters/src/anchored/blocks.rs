@@ -5,7 +5,7 @@ use deepspec_models::ModelError;
 use deepspec_models::config::Fields;
 use serde_json::{Map, Value, json};
 
-use crate::{Misfit, Transfer};
+use crate::{ConfigIssue, WarmStart};
 
 /// More slots are a mistake; refused here, they cannot exhaust the memory.
 const MAX_BLOCK: usize = 1024;
@@ -21,7 +21,7 @@ pub fn num_anchors() -> usize {
 
 /// Blocks `[anchor, mask, …]` behind anchors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AnchoredBlocks {
+pub struct BlockSpec {
     /// B, slots of a block, the anchor's included.
     pub block_size: usize,
     /// What the slots predict.
@@ -32,7 +32,7 @@ pub struct AnchoredBlocks {
     pub num_anchors: usize,
 }
 
-impl AnchoredBlocks {
+impl BlockSpec {
     /// γ, tokens drafted per block.
     pub fn drafted(&self) -> usize {
         self.slots.drafted(self.block_size)
@@ -71,7 +71,7 @@ impl AnchoredBlocks {
     ///
     /// # Errors
     /// A key and what is wrong with it.
-    pub fn check(&self, vocab_size: i64) -> Result<(), Misfit> {
+    pub fn check(&self, vocab_size: i64) -> Result<(), ConfigIssue> {
         let least = self.slots.first() + 1;
         if !(least..=MAX_BLOCK).contains(&self.block_size) {
             let problem = format!("{} is not between {least} and {MAX_BLOCK}", self.block_size);
@@ -91,7 +91,7 @@ impl AnchoredBlocks {
     }
 
     /// See [`crate::DrafterConfig::transfer`].
-    pub fn transfer(&self, from: &Self, transfer: &mut Transfer) {
+    pub fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
         transfer.compare("block_size", &from.block_size, &self.block_size);
         transfer.compare("slots", &from.slots.name(), &self.slots.name());
         transfer.compare("mask_token_id", &from.mask_token_id, &self.mask_token_id);

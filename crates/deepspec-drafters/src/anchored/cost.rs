@@ -3,7 +3,7 @@
 use deepspec_models::nn::Heads;
 use tch::{Device, Kind};
 
-use super::AnchoredBlocks;
+use super::BlockSpec;
 use super::attention::{ALIGNED, TILE, is_by_block};
 use super::tiles::{COPIES, MOST_BYTES, SLOTS, most_rest};
 use crate::TrainSample;
@@ -35,7 +35,7 @@ const FLOAT: usize = 4;
 /// layer projects what all masked slots have in common once.
 pub fn backbone_pass_bytes(
     decoder: &DraftDecoder,
-    blocks: &AnchoredBlocks,
+    blocks: &BlockSpec,
     is_plain: bool,
     samples: &[SampleSize],
     bytes: usize,
@@ -139,7 +139,7 @@ pub fn backbone_product_shapes(decoder: &DraftDecoder) -> usize {
 ///
 /// A trainable product counts three times (itself, the gradients of its input and of its weights), one whose input is constant or
 /// whose weights are frozen twice.
-pub fn backbone_flops(decoder: &DraftDecoder, blocks: &AnchoredBlocks, sample: &TrainSample) -> f64 {
+pub fn backbone_flops(decoder: &DraftDecoder, blocks: &BlockSpec, sample: &TrainSample) -> f64 {
     let (d, size, taps) = (decoder.model.hidden_size as f64, blocks.block_size, decoder.taps.len() as f64);
     let tokens = sample.input_ids.len() as f64;
     let slots = (sample.anchors.len() * size) as f64;

@@ -2,12 +2,15 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Anchored, BlockBatch};
-use crate::trained::{DrafterConfig, Trained};
+use super::{BlockBatch, BlockDrafter};
+use crate::trained::{DraftModel, DrafterConfig};
 use crate::{Predictions, TrainSample};
 
-/// See [`crate::ExaminedDrafter::predict`].
-pub fn predict<'a, K: Anchored>(model: &'a Trained<K>, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+/// See [`crate::DrafterProbe::predict`].
+pub fn predict<'a, K: BlockDrafter>(
+    model: &'a DraftModel<K>,
+    samples: &[TrainSample],
+) -> Option<Predictions<'a>> {
     let config = model.config();
     let (gamma, width) = (K::blocks(config).drafted() as i64, config.model().hidden_size);
     if gamma == 0 {

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::Misfit;
+use crate::ConfigIssue;
 
 /// What a draft layer sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -38,7 +38,7 @@ impl DraftLayers<'_> {
     ///
     /// # Errors
     /// A key and what is wrong with it.
-    pub fn check(&self) -> Result<(), Misfit> {
+    pub fn check(&self) -> Result<(), ConfigIssue> {
         let (layers, types) = (self.count, self.types.len());
         if types > 0 && types != layers {
             return Err(("layer_types", format!("{types} types for {layers} draft layers")));

@@ -20,7 +20,7 @@ mod token_sums;
 pub use attention::{BlockAttention, SequenceSpan};
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
-pub use blocks::{AnchoredBlocks, MAX_RANK, num_anchors};
+pub use blocks::{BlockSpec, MAX_RANK, num_anchors};
 pub use cost::{backbone_flops, backbone_pass_bytes, backbone_product_shapes};
 pub use examined::predict;
 pub use layers::{DraftLayers, LayerType};
@@ -32,21 +32,21 @@ use deepspec_models::nn::Half;
 use tch::Tensor;
 
 use crate::registration::Part;
-use crate::trained::{DrafterKind, Trained};
+use crate::trained::{DraftModel, DrafterKind};
 
 /// The backbone as `train.freeze` names it.
 pub(crate) const BACKBONE: Part =
     Part { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] };
 
 /// A kind of drafter that drafts whole blocks behind anchors.
-pub trait Anchored: DrafterKind {
+pub trait BlockDrafter: DrafterKind {
     /// What drafting a slot leaves for the next one.
     type State: Default;
 
     /// Its backbone.
     fn backbone(&self) -> &Backbone;
 
-    /// Whether [`Anchored::around`] does more than `run` does: layers are not fused then, and what slots have in common is not computed once.
+    /// Whether [`BlockDrafter::around`] does more than `run` does: layers are not fused then, and what slots have in common is not computed once.
     const RUNS_AROUND: bool;
 
     /// Called in place of `run(normed)` for each half of layer `layer`: rows of whole blocks, `[N·B, d]`.
@@ -61,7 +61,7 @@ pub trait Anchored: DrafterKind {
     }
 
     /// Its blocks.
-    fn blocks(config: &Self::Config) -> &AnchoredBlocks;
+    fn blocks(config: &Self::Config) -> &BlockSpec;
 
     /// Whether its proposals come with confidences.
     fn has_confidence(_config: &Self::Config) -> bool {
@@ -83,7 +83,7 @@ pub trait Anchored: DrafterKind {
     /// Drafts one slot: float32 logits `[S, V]` from those of the head alone (`base`), its states `[S, d]` and the tokens before it
     /// `[S]`; and the embeddings of these that the confidence reads, `[S, r]`.
     fn step(
-        model: &Trained<Self>,
+        model: &DraftModel<Self>,
         base: Tensor,
         hidden: &Tensor,
         previous: &Tensor,
@@ -92,13 +92,17 @@ pub trait Anchored: DrafterKind {
 
     /// Embeddings of the previous tokens and the features that the logits depend on, both `[A, γ, r]`, of whole blocks with states
     /// `[A, γ, d]` and the true previous tokens `[A, γ]`; None where logits depend on states alone.
-    fn features(model: &Trained<Self>, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)>;
+    fn features(model: &DraftModel<Self>, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)>;
 
     /// Logits of slots, float32 `[R, V]`: states `[R, d]` and features `[R, r]`.
-    fn slot_logits(model: &Trained<Self>, hidden: &Tensor, features: Option<&Tensor>) -> Tensor;
+    fn slot_logits(model: &DraftModel<Self>, hidden: &Tensor, features: Option<&Tensor>) -> Tensor;
 
     /// Confidence logits `[..]` of states `[.., d]` and embeddings `[.., r]`; None without such a head.
-    fn confidence(_model: &Trained<Self>, _hidden: &Tensor, _embeddings: Option<&Tensor>) -> Option<Tensor> {
+    fn confidence(
+        _model: &DraftModel<Self>,
+        _hidden: &Tensor,
+        _embeddings: Option<&Tensor>,
+    ) -> Option<Tensor> {
         None
     }
 }

@@ -3,18 +3,18 @@
 use deepspec_core::Tap;
 use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::kv::{Chunk, KvCache, MaskKind, PassPlan, Rows};
-use deepspec_models::nn::{DecoderLayer, Spread};
+use deepspec_models::nn::{BroadcastRows, DecoderLayer};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::{Device, Tensor};
 
-use super::Anchored;
+use super::BlockDrafter;
 use super::backbone::over_blocks;
-use crate::trained::{DrafterConfig, Trained};
-use crate::{Drafter, ExaminedDrafter};
+use crate::trained::{DraftModel, DrafterConfig};
+use crate::{Drafter, DrafterProbe};
 
 /// A drafter of anchored blocks with context histories.
-pub struct AnchoredProposer<K: Anchored> {
-    model: Trained<K>,
+pub struct AnchoredProposer<K: BlockDrafter> {
+    model: DraftModel<K>,
     cache: KvCache,
     /// Whether all layers are fused, with nothing around their halves. Drafters do not use a GPU's kernels for that yet.
     has_fused: bool,
@@ -28,9 +28,9 @@ pub struct Drafting {
     pub embeddings: Option<Tensor>,
 }
 
-impl<K: Anchored> AnchoredProposer<K> {
+impl<K: BlockDrafter> AnchoredProposer<K> {
     /// A proposer with empty histories for `slots` sequences.
-    pub fn new(model: Trained<K>, slots: usize) -> Self {
+    pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attentions(), slots, model.kind(), model.device());
         let has_fused = model.device() == Device::Cpu
             && !K::RUNS_AROUND
@@ -39,7 +39,7 @@ impl<K: Anchored> AnchoredProposer<K> {
     }
 
     /// The model.
-    pub fn model(&self) -> &Trained<K> {
+    pub fn model(&self) -> &DraftModel<K> {
         &self.model
     }
 
@@ -117,7 +117,7 @@ impl<K: Anchored> AnchoredProposer<K> {
                 plan => {
                     // On a GPU its launches would cost more than the rows that it leaves out.
                     let is_spread = i == 0 && size > 1 && self.model.device() == Device::Cpu;
-                    let spread = is_spread.then_some(Spread { distinct: &distinct, repeat: &repeat });
+                    let spread = is_spread.then_some(BroadcastRows { distinct: &distinct, repeat: &repeat });
                     self.cache.run_layer((i, layer), plan, &x, spread, rotation)
                 }
             };
@@ -131,7 +131,7 @@ impl<K: Anchored> AnchoredProposer<K> {
     }
 }
 
-impl<K: Anchored> Drafter for AnchoredProposer<K> {
+impl<K: BlockDrafter> Drafter for AnchoredProposer<K> {
     fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
         Ok(K::drafter(self.model.share()?, slots))
     }
@@ -156,12 +156,12 @@ impl<K: Anchored> Drafter for AnchoredProposer<K> {
         self.model.config().decoder().check_fits(target)
     }
 
-    fn examined(&self) -> Result<Option<Box<dyn ExaminedDrafter>>, ModelError> {
+    fn examined(&self) -> Result<Option<Box<dyn DrafterProbe>>, ModelError> {
         Ok(Some(Box::new(self.model.share()?)))
     }
 }
 
-impl<K: Anchored> Proposer for AnchoredProposer<K> {
+impl<K: BlockDrafter> Proposer for AnchoredProposer<K> {
     fn draft_len(&self) -> usize {
         K::blocks(self.model.config()).drafted()
     }

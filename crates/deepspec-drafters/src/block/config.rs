@@ -9,9 +9,9 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Kind};
 
 use super::recipe::{Markov, MarkovKind};
-use crate::anchored::{AnchoredBlocks, BlockBatch, MAX_RANK};
-use crate::trained::{DraftDecoder, DrafterConfig, Transfer};
-use crate::{Misfit, TrainSample};
+use crate::anchored::{BlockBatch, BlockSpec, MAX_RANK};
+use crate::trained::{DraftDecoder, DrafterConfig, WarmStart};
+use crate::{ConfigIssue, TrainSample};
 
 /// The confidence head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub struct BlockConfig {
     /// Its decoder and where the target is tapped.
     pub decoder: DraftDecoder,
     /// Its blocks.
-    pub blocks: AnchoredBlocks,
+    pub blocks: BlockSpec,
     /// Markov head, if any.
     pub markov: Option<Markov>,
     /// Confidence head, if any.
@@ -51,7 +51,7 @@ impl DrafterConfig for BlockConfig {
         let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
         let config = Self {
             decoder: DraftDecoder::read(&path, &map)?,
-            blocks: AnchoredBlocks::read(&fields, Slots::AnchorPredicts)?,
+            blocks: BlockSpec::read(&fields, Slots::AnchorPredicts)?,
             confidence: confidence.map(|()| Confidence { with_markov }),
             markov,
         };
@@ -71,11 +71,11 @@ impl DrafterConfig for BlockConfig {
         self.blocks.drafted()
     }
 
-    fn anchored(&self) -> Option<&AnchoredBlocks> {
+    fn anchored(&self) -> Option<&BlockSpec> {
         Some(&self.blocks)
     }
 
-    fn anchored_mut(&mut self) -> Option<&mut AnchoredBlocks> {
+    fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
         Some(&mut self.blocks)
     }
 
@@ -85,7 +85,7 @@ impl DrafterConfig for BlockConfig {
     }
 
     /// Heads that the other drafter does not have stay fresh.
-    fn transfer(&self, from: &Self, transfer: &mut Transfer) {
+    fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
         self.blocks.transfer(&from.blocks, transfer);
         match from.markov {
             Some(_) => transfer.compare_words("markov", from.markov_words(), self.markov_words()),
@@ -147,7 +147,7 @@ impl BlockConfig {
     ///
     /// # Errors
     /// If they contradict each other.
-    pub fn validate(&self) -> Result<(), Misfit> {
+    pub fn validate(&self) -> Result<(), ConfigIssue> {
         self.decoder.check()?;
         self.blocks.check(self.decoder.model.vocab_size)?;
         if let Some(markov) = self.markov.filter(|markov| !(1..=MAX_RANK).contains(&markov.rank)) {

@@ -7,7 +7,7 @@ use super::model::BlockParts;
 use super::recipe::MarkovKind;
 use crate::TrainSample;
 use crate::anchored::{
-    Anchored as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
+    BlockDrafter as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
 };
 use crate::losses;
 use crate::trained::{PassBytes, SampleSize};

@@ -12,12 +12,13 @@ use super::config::{BlockConfig, Confidence};
 use super::metrics::BlockMetrics;
 use super::model::{Block, BlockParts};
 use super::recipe::BlockRecipe;
-use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, anchor_candidates, block_weight};
+use crate::anchored::{self, AnchoredProposer, BlockSpec, anchor_candidates, block_weight};
 use crate::losses::{LossAlphas, LossRecipe};
-use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, Section, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, Section, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
-    Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
+    TrainSample,
 };
 
 /// The heads, and all that stands before them.
@@ -28,7 +29,7 @@ const PARTS: &[Part] = &[
 ];
 
 /// Parallel block drafter with sequential heads.
-pub const DSPARK: Registration = Registration {
+pub const DSPARK: DrafterKindInfo = DrafterKindInfo {
     name: "dspark",
     title: "DSpark",
     parts: PARTS,
@@ -47,7 +48,7 @@ pub const DSPARK: Registration = Registration {
 };
 
 /// The same without heads, trained with cross entropy. Its checkpoints are DSpark's.
-pub const DFLASH: Registration = Registration {
+pub const DFLASH: DrafterKindInfo = DrafterKindInfo {
     name: "dflash",
     title: "DFlash",
     parts: PARTS,
@@ -89,11 +90,11 @@ impl Settings for BlockSettings {
         json!(self.recipe)
     }
 
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
         let Self { recipe: block, loss } = self;
         let config = BlockConfig {
             decoder: DraftDecoder::behind_anchors(target, recipe, block.layers().windows())?,
-            blocks: AnchoredBlocks {
+            blocks: BlockSpec {
                 block_size: block.block_size,
                 slots: block.slots,
                 mask_token_id: block.mask_token_id,
@@ -155,8 +156,8 @@ impl DrafterKind for BlockParts {
         model: &Block,
         objective: &BlockObjective,
         samples: &[TrainSample],
-        normaliser: Normaliser,
-        listener: Option<Listener>,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());
         let batch = model.config().batch(samples, objective.decay_gamma, device, kind)?;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family,
-    Fields, ForeignClass, GgufParts, GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes,
-    Speculators, Tensors, Verdict, keys,
+    CheckpointError, CheckpointFormat, Container, ContainerConfig, Decoder, Drafter, Engine, EngineLayout,
+    ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings,
+    Shapes, Speculators, Tensors, Verdict, keys,
 };
 use deepspec_core::Slots;
 use serde::Serialize;
@@ -23,21 +23,21 @@ pub static READER: Reader = Reader {
     model_types: &["dspark", "dflash"],
     speculators,
     classes: &[
-        ForeignClass {
+        ExternalClass {
             name: "DSparkDraftModel",
             tools: "SpecForge",
             read: |fields, tensors, families| {
                 contained(fields, tensors, families, "DSparkDraftModel", "dspark")
             },
         },
-        ForeignClass {
+        ExternalClass {
             name: "DFlashDraftModel",
             tools: "z-lab, SpecForge, ModelOpt",
             read: |fields, tensors, families| {
                 contained(fields, tensors, families, "DFlashDraftModel", "dflash")
             },
         },
-        ForeignClass {
+        ExternalClass {
             name: "DominoDraftModel",
             tools: "SpecForge",
             read: |fields, tensors, families| {
@@ -78,7 +78,7 @@ pub struct BlockLayout {
     confidence_with_markov: Option<bool>,
 }
 
-fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, DialectError> {
+fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, CheckpointError> {
     let slots = match fields.flag("sample_from_anchor")? {
         Some(false) => Slots::FillIn,
         _ => Slots::AnchorPredicts,
@@ -93,7 +93,7 @@ fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, DialectError> {
     }))
 }
 
-fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
+fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     let has_heads = fields.text("speculators_model_type")? == Some("dspark");
     let markov = if has_heads { markov(fields)? } else { None };
     let confidence_with_markov = if has_heads { confidence(fields, markov)? } else { None };
@@ -117,34 +117,34 @@ fn contained(
     families: &[Family],
     class: &str,
     projector: &str,
-) -> Result<(Dialect, Drafter), DialectError> {
+) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let mut config = ContainerConfig::read(fields, &HEADS, families)?;
     let inner = &config.inner;
     // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
     let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
     let dialect = match inner.text("projector_type")?.unwrap_or(projector) {
-        "dflash" => Dialect::Zlab,
-        "dspark" if is_modelopt => Dialect::Modelopt,
-        "dspark" => Dialect::Specforge,
+        "dflash" => CheckpointFormat::Zlab,
+        "dspark" if is_modelopt => CheckpointFormat::Modelopt,
+        "dspark" => CheckpointFormat::Specforge,
         other => {
             let reason = match other {
                 "domino" => "Domino's correction head (prefix_gru, embed_proj) has no counterpart in the other dialects".into(),
                 other => format!("the projector \"{other}\" has no counterpart in the other dialects"),
             };
-            let obstacle = Obstacle { key: "dflash_config.projector_type".into(), reason };
+            let obstacle = Incompatibility { key: "dflash_config.projector_type".into(), reason };
             config.decoder.obstacles.insert(0, obstacle);
-            Dialect::Specforge
+            CheckpointFormat::Specforge
         }
     };
     let slots = config.slots.unwrap_or(match dialect {
-        Dialect::Zlab => Slots::FillIn,
+        CheckpointFormat::Zlab => Slots::FillIn,
         _ => Slots::AnchorPredicts,
     });
-    let markov = if dialect == Dialect::Zlab { None } else { markov(inner)? };
+    let markov = if dialect == CheckpointFormat::Zlab { None } else { markov(inner)? };
     let confidence_with_markov = match dialect {
-        Dialect::Modelopt => inner.flag("use_confidence_head")?.unwrap_or(false).then_some(true),
-        Dialect::Zlab => None,
+        CheckpointFormat::Modelopt => inner.flag("use_confidence_head")?.unwrap_or(false).then_some(true),
+        CheckpointFormat::Zlab => None,
         _ => confidence(inner, markov)?,
     };
     let block_size = match fields.map.contains_key("block_size") {
@@ -254,12 +254,12 @@ impl KindSettings for BlockLayout {
         }
     }
 
-    fn refusal(&self, _: &Drafter, to: Dialect) -> Option<String> {
+    fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         let needs = match to {
             // Each of the two model types of speculators has its own convention.
-            Dialect::Reference | Dialect::Speculators => self.slots,
-            Dialect::Zlab => Slots::FillIn,
-            Dialect::Specforge | Dialect::Modelopt => Slots::AnchorPredicts,
+            CheckpointFormat::Reference | CheckpointFormat::Speculators => self.slots,
+            CheckpointFormat::Zlab => Slots::FillIn,
+            CheckpointFormat::Specforge | CheckpointFormat::Modelopt => Slots::AnchorPredicts,
         };
         if self.slots != needs {
             return Some(format!(
@@ -269,14 +269,14 @@ impl KindSettings for BlockLayout {
             ));
         }
         match to {
-            Dialect::Zlab if self.has_heads() => Some("z-lab's DFlash has no heads".into()),
-            Dialect::Speculators if self.fills_in() && self.has_heads() => {
+            CheckpointFormat::Zlab if self.has_heads() => Some("z-lab's DFlash has no heads".into()),
+            CheckpointFormat::Speculators if self.fills_in() && self.has_heads() => {
                 Some("heads beside z-lab's slots: no tool serves this".into())
             }
-            Dialect::Modelopt if self.markov.is_none() => {
+            CheckpointFormat::Modelopt if self.markov.is_none() => {
                 Some("ModelOpt's DSpark needs a Markov head, and its plain DFlash has z-lab's slots".into())
             }
-            Dialect::Modelopt if self.confidence_with_markov == Some(false) => {
+            CheckpointFormat::Modelopt if self.confidence_with_markov == Some(false) => {
                 Some("ModelOpt's confidence head always reads the Markov embedding, this one does not".into())
             }
             _ => None,
@@ -324,13 +324,13 @@ impl KindSettings for BlockLayout {
         Speculators { model_type, class, taps: "aux_hidden_state_layer_ids", keys }
     }
 
-    fn container(&self, to: Dialect) -> Option<Container> {
+    fn container(&self, to: CheckpointFormat) -> Option<Container> {
         let mut top = keys([("block_size", json!(self.block_size))]);
         let mut inner = keys([("mask_token_id", json!(self.mask_token_id))]);
         let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
         let (rank, kind) = self.markov_keys();
         let class = match to {
-            Dialect::Specforge => {
+            CheckpointFormat::Specforge => {
                 put("projector_type", "dspark".into());
                 let heads = keys([
                     ("markov_rank", rank),
@@ -343,7 +343,7 @@ impl KindSettings for BlockLayout {
                 inner.extend(heads);
                 "DSparkDraftModel"
             }
-            Dialect::Modelopt => {
+            CheckpointFormat::Modelopt => {
                 put("projector_type", "dspark".into());
                 put("shift_label", true.into());
                 put("causal", false.into());
@@ -362,8 +362,8 @@ impl KindSettings for BlockLayout {
             (true, _) if self.has_heads() => {
                 Err("heads beside slots that fill in are not written: no engine was tried with them".into())
             }
-            (true, _) => Ok(EngineLayout::Dialect(Dialect::Zlab)),
-            (false, None | Some(MarkovKind::Vanilla)) => Ok(EngineLayout::Anchored),
+            (true, _) => Ok(EngineLayout::CheckpointFormat(CheckpointFormat::Zlab)),
+            (false, None | Some(MarkovKind::Vanilla)) => Ok(EngineLayout::BlockDrafter),
             (false, Some(kind)) => Err(format!(
                 "this layout is for the vanilla Markov head, and not for one that is {}; SGLang reads that in the reference's layout",
                 kind.name()
@@ -423,54 +423,56 @@ impl KindSettings for BlockLayout {
         Ok(parts)
     }
 
-    fn vllm(&self, dialect: Dialect) -> Verdict {
+    fn vllm(&self, dialect: CheckpointFormat) -> Verdict {
         let kind = self.markov.map(|markov| markov.kind);
         let without_head =
             Verdict::read(false, "it stops without a Markov head; convert to vllm, which adds one of zeros");
         match dialect {
-            Dialect::Zlab if self.fills_in() => Verdict::tried(true, "method dflash"),
-            Dialect::Zlab => Verdict::read(
+            CheckpointFormat::Zlab if self.fills_in() => Verdict::tried(true, "method dflash"),
+            CheckpointFormat::Zlab => Verdict::read(
                 false,
                 "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
             ),
-            Dialect::Speculators if self.fills_in() && !self.has_heads() => {
+            CheckpointFormat::Speculators if self.fills_in() && !self.has_heads() => {
                 Verdict::read(true, "method dflash")
             }
             _ if !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
                 Verdict::read(false, "its DSpark knows the vanilla Markov head only")
             }
-            Dialect::Modelopt => {
+            CheckpointFormat::Modelopt => {
                 Verdict::read(false, "it knows the heads by the reference's names; convert to vllm")
             }
-            Dialect::Reference if kind.is_none() && !self.fills_in() => {
+            CheckpointFormat::Reference if kind.is_none() && !self.fills_in() => {
                 Verdict { tried: true, ..without_head }
             }
             _ if kind.is_none() => without_head,
-            Dialect::Reference | Dialect::Speculators if !self.fills_in() => {
+            CheckpointFormat::Reference | CheckpointFormat::Speculators if !self.fills_in() => {
                 Verdict::tried(true, "method dspark")
             }
             _ => Verdict::read(true, "method dspark"),
         }
     }
 
-    fn sglang(&self, dialect: Dialect) -> Verdict {
+    fn sglang(&self, dialect: CheckpointFormat) -> Verdict {
         match dialect {
-            Dialect::Speculators => Verdict::read(
+            CheckpointFormat::Speculators => Verdict::read(
                 false,
                 "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
             ),
-            Dialect::Reference if self.fills_in() && self.has_heads() => Verdict::read(
+            CheckpointFormat::Reference if self.fills_in() && self.has_heads() => Verdict::read(
                 false,
                 "every slot drafts there, and no layout has heads beside slots that fill in",
             ),
-            Dialect::Reference if self.fills_in() => {
+            CheckpointFormat::Reference if self.fills_in() => {
                 Verdict::read(false, "every slot drafts there; convert to sglang")
             }
-            Dialect::Modelopt => {
+            CheckpointFormat::Modelopt => {
                 Verdict::read(false, "it knows the heads by the reference's names; convert to sglang")
             }
-            Dialect::Zlab if self.fills_in() => Verdict::read(true, "--speculative-algorithm DFLASH"),
-            Dialect::Zlab => Verdict::read(false, "slots of its DFLASH fill in; convert to sglang"),
+            CheckpointFormat::Zlab if self.fills_in() => {
+                Verdict::read(true, "--speculative-algorithm DFLASH")
+            }
+            CheckpointFormat::Zlab => Verdict::read(false, "slots of its DFLASH fill in; convert to sglang"),
             _ if self.markov.is_some() => Verdict::read(true, "--speculative-algorithm DSPARK"),
             _ => Verdict::read(
                 false,
@@ -481,7 +483,7 @@ impl KindSettings for BlockLayout {
 }
 
 /// The Markov head of `markov_rank` and `markov_head_type`.
-fn markov(fields: &Fields) -> Result<Option<Markov>, DialectError> {
+fn markov(fields: &Fields) -> Result<Option<Markov>, CheckpointError> {
     let rank = fields.count("markov_rank")?.unwrap_or(0);
     let name = fields.text("markov_head_type")?.unwrap_or("vanilla");
     if rank == 0 {
@@ -492,7 +494,7 @@ fn markov(fields: &Fields) -> Result<Option<Markov>, DialectError> {
 }
 
 /// The confidence head of `enable_confidence_head` and `confidence_head_with_markov`.
-fn confidence(fields: &Fields, markov: Option<Markov>) -> Result<Option<bool>, DialectError> {
+fn confidence(fields: &Fields, markov: Option<Markov>) -> Result<Option<bool>, CheckpointError> {
     let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
     if !fields.flag("enable_confidence_head")?.unwrap_or(false) {
         return Ok(None);
@@ -508,7 +510,7 @@ fn confidence(fields: &Fields, markov: Option<Markov>) -> Result<Option<bool>, D
 const MAX_BLOCK: u64 = 1024;
 
 /// `block_size`, of which at least one slot drafts.
-pub fn block_size(fields: &Fields, slots: Slots) -> Result<u64, DialectError> {
+pub fn block_size(fields: &Fields, slots: Slots) -> Result<u64, CheckpointError> {
     let (key, least) = ("block_size", slots.first() as u64 + 1);
     match fields.required_size(key)? {
         size if (least..=MAX_BLOCK).contains(&size) => Ok(size),
@@ -517,7 +519,7 @@ pub fn block_size(fields: &Fields, slots: Slots) -> Result<u64, DialectError> {
 }
 
 /// `mask_token_id` within the vocabulary.
-pub fn mask_token(fields: &Fields, vocab: u64) -> Result<u64, DialectError> {
+pub fn mask_token(fields: &Fields, vocab: u64) -> Result<u64, CheckpointError> {
     let key = "mask_token_id";
     let id = fields.required(key, fields.count(key)?)?;
     if id < vocab {

@@ -7,11 +7,11 @@ use tch::{Kind, Tensor};
 
 use super::config::BlockConfig;
 use super::heads::{ConfidenceHead, MarkovHead, MarkovState};
-use crate::anchored::{Anchored, AnchoredBlocks, Backbone};
-use crate::trained::Trained;
+use crate::anchored::{Backbone, BlockDrafter, BlockSpec};
+use crate::trained::DraftModel;
 
 /// A DSpark or DFlash drafter.
-pub type Block = Trained<BlockParts>;
+pub type Block = DraftModel<BlockParts>;
 
 /// Backbone and heads.
 pub struct BlockParts {
@@ -41,7 +41,7 @@ impl BlockParts {
     }
 }
 
-impl Anchored for BlockParts {
+impl BlockDrafter for BlockParts {
     const RUNS_AROUND: bool = false;
 
     type State = MarkovState;
@@ -50,7 +50,7 @@ impl Anchored for BlockParts {
         &self.backbone
     }
 
-    fn blocks(config: &BlockConfig) -> &AnchoredBlocks {
+    fn blocks(config: &BlockConfig) -> &BlockSpec {
         &config.blocks
     }
 

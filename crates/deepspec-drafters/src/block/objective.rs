@@ -6,7 +6,7 @@ use super::heads::MarkovHead;
 use super::model::Block;
 use crate::anchored::{AnchoredSum, BlockBatch, sums};
 use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
-use crate::{Listener, Normaliser};
+use crate::{GradReadyHook, LossDenominator};
 
 /// Sums of a micro-batch: those of all drafters of anchored blocks, and these drafters' own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,8 +60,8 @@ impl Block {
         &self,
         batch: &BlockBatch,
         alphas: &LossAlphas,
-        normaliser: Normaliser,
-        listener: Option<Listener>,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);

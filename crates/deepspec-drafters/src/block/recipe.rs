@@ -5,7 +5,7 @@ use deepspec_core::recipe::at_least_one;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::Misfit;
+use crate::ConfigIssue;
 use crate::anchored::{DraftLayers, LayerType, num_anchors};
 use crate::losses::LossRecipe;
 
@@ -108,7 +108,7 @@ impl BlockRecipe {
     }
 
     /// Checks values against their ranges and each other.
-    pub fn check(&self) -> Result<(), Misfit> {
+    pub fn check(&self) -> Result<(), ConfigIssue> {
         at_least_one(&[
             ("block_size", self.block_size),
             ("num_draft_layers", self.num_draft_layers),

@@ -8,9 +8,9 @@ use deepspec_models::config::{Fields, read_json};
 use serde_json::{Map, Value, json};
 
 use super::recipe::Convolution;
-use crate::Misfit;
-use crate::anchored::{AnchoredBlocks, MAX_RANK};
-use crate::trained::{DraftDecoder, DrafterConfig, Transfer};
+use crate::ConfigIssue;
+use crate::anchored::{BlockSpec, MAX_RANK};
+use crate::trained::{DraftDecoder, DrafterConfig, WarmStart};
 
 /// A DFlash 2 drafter's architecture.
 #[derive(Debug, Clone, PartialEq)]
@@ -18,7 +18,7 @@ pub struct DFlash2Config {
     /// Its decoder and where the target is tapped.
     pub decoder: DraftDecoder,
     /// Its blocks, whose slots fill in.
-    pub blocks: AnchoredBlocks,
+    pub blocks: BlockSpec,
     /// Its convolutions.
     pub convolution: Convolution,
     /// r of its selector.
@@ -37,7 +37,7 @@ impl DrafterConfig for DFlash2Config {
         let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
         let config = Self {
             decoder: DraftDecoder::read(&path, &map)?,
-            blocks: AnchoredBlocks::read(&fields, Slots::FillIn)?,
+            blocks: BlockSpec::read(&fields, Slots::FillIn)?,
             convolution: Convolution {
                 kernel_size: size("conv_kernel_size")?,
                 group_size: size("conv_group_size")?,
@@ -61,11 +61,11 @@ impl DrafterConfig for DFlash2Config {
         self.blocks.drafted()
     }
 
-    fn anchored(&self) -> Option<&AnchoredBlocks> {
+    fn anchored(&self) -> Option<&BlockSpec> {
         Some(&self.blocks)
     }
 
-    fn anchored_mut(&mut self) -> Option<&mut AnchoredBlocks> {
+    fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
         Some(&mut self.blocks)
     }
 
@@ -75,7 +75,7 @@ impl DrafterConfig for DFlash2Config {
         self.convolution.group_size = 1; // divides any width
     }
 
-    fn transfer(&self, from: &Self, transfer: &mut Transfer) {
+    fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
         self.blocks.transfer(&from.blocks, transfer);
         let (theirs, own) = (&from.convolution, &self.convolution);
         transfer.compare("convolution.kernel_size", &theirs.kernel_size, &own.kernel_size);
@@ -100,7 +100,7 @@ impl DFlash2Config {
     ///
     /// # Errors
     /// A key and what is wrong with it.
-    pub fn validate(&self) -> Result<(), Misfit> {
+    pub fn validate(&self) -> Result<(), ConfigIssue> {
         self.decoder.check()?;
         let (width, vocab) = (self.decoder.model.hidden_size, self.decoder.model.vocab_size);
         self.blocks.check(vocab)?;

@@ -6,7 +6,7 @@ use super::config::DFlash2Config;
 use super::model::DFlash2Parts;
 use crate::TrainSample;
 use crate::anchored::{
-    Anchored as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
+    BlockDrafter as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
 };
 use crate::losses;
 use crate::trained::{DIRECTIONS, PassBytes, SampleSize};

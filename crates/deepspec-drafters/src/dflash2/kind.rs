@@ -11,16 +11,17 @@ use super::config::DFlash2Config;
 use super::metrics::DFlash2Metrics;
 use super::model::{DFlash2, DFlash2Parts};
 use super::recipe::DFlash2Recipe;
-use crate::anchored::{self, AnchoredBlocks, AnchoredProposer, BlockBatch, anchor_candidates, block_weight};
+use crate::anchored::{self, AnchoredProposer, BlockBatch, BlockSpec, anchor_candidates, block_weight};
 use crate::losses::LossAlphas;
-use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
-    Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
+    TrainSample,
 };
 
 /// Parallel block drafter with convolutions and a path selector.
-pub const KIND: Registration = Registration {
+pub const KIND: DrafterKindInfo = DrafterKindInfo {
     name: "dflash2",
     title: "DFlash 2",
     parts: &[anchored::BACKBONE, Part { name: "selector", prefixes: &["candidate_selector."] }],
@@ -65,10 +66,10 @@ impl Settings for DFlash2Recipe {
         json!(self)
     }
 
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
         let config = DFlash2Config {
             decoder: DraftDecoder::behind_anchors(target, recipe, self.layers().windows())?,
-            blocks: AnchoredBlocks {
+            blocks: BlockSpec {
                 block_size: self.block_size,
                 slots: Slots::FillIn,
                 mask_token_id: self.mask_token_id,
@@ -122,8 +123,8 @@ impl DrafterKind for DFlash2Parts {
         model: &DFlash2,
         objective: &DFlash2Objective,
         samples: &[TrainSample],
-        normaliser: Normaliser,
-        listener: Option<Listener>,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let DFlash2Objective { alphas, selector_alpha, decay_gamma } = objective;
         let batch = model.config().batch(samples, *decay_gamma, model.device(), model.kind())?;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    Container, ContainerConfig, Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family,
-    Fields, ForeignClass, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict, keys,
+    CheckpointError, CheckpointFormat, Container, ContainerConfig, Decoder, Drafter, Engine, EngineLayout,
+    ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict,
+    keys,
 };
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
@@ -28,7 +29,7 @@ pub static READER: Reader = Reader {
     reference: |fields, decoder| Ok(Arc::new(DFlash2Layout::read(fields, decoder)?)),
     model_types: &["dflash2"],
     speculators: |fields, decoder| Ok(Arc::new(DFlash2Layout::read(fields, decoder)?)),
-    classes: &[ForeignClass {
+    classes: &[ExternalClass {
         name: CONTAINED,
         tools: "z-lab",
         read: |fields, _, families| contained(fields, families),
@@ -57,7 +58,7 @@ struct DFlash2Layout {
 }
 
 /// z-lab's, whose keys stand within `dflash_config`.
-fn contained(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter), DialectError> {
+fn contained(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let config = ContainerConfig::read(fields, &HEADS, families)?;
     if config.slots == Some(Slots::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
@@ -71,7 +72,7 @@ fn contained(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter),
         }
     }
     let kind = Arc::new(DFlash2Layout::read(&config.inner.with(&keys), &config.decoder)?);
-    Ok((Dialect::Zlab, config.drafter(fields, CONTAINED, kind)?))
+    Ok((CheckpointFormat::Zlab, config.drafter(fields, CONTAINED, kind)?))
 }
 
 impl DFlash2Layout {
@@ -79,7 +80,7 @@ impl DFlash2Layout {
     ///
     /// # Errors
     /// A key that is missing or wrong.
-    fn read(fields: &Fields, decoder: &Decoder) -> Result<Self, DialectError> {
+    fn read(fields: &Fields, decoder: &Decoder) -> Result<Self, CheckpointError> {
         if fields.flag("sample_from_anchor")?.unwrap_or(false) {
             return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
         }
@@ -174,10 +175,12 @@ impl KindSettings for DFlash2Layout {
         put("candidate_selector.hidden_projection.weight".into(), vec![rank, width]);
     }
 
-    fn refusal(&self, _: &Drafter, to: Dialect) -> Option<String> {
+    fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
-            Dialect::Reference | Dialect::Speculators | Dialect::Zlab => None,
-            Dialect::Specforge | Dialect::Modelopt => Some("this dialect has no DFlash 2".into()),
+            CheckpointFormat::Reference | CheckpointFormat::Speculators | CheckpointFormat::Zlab => None,
+            CheckpointFormat::Specforge | CheckpointFormat::Modelopt => {
+                Some("this dialect has no DFlash 2".into())
+            }
         }
     }
 
@@ -193,12 +196,12 @@ impl KindSettings for DFlash2Layout {
         Speculators { model_type: "dflash2", class: CONTAINED, taps: "aux_hidden_state_layer_ids", keys }
     }
 
-    fn container(&self, _: Dialect) -> Option<Container> {
+    fn container(&self, _: CheckpointFormat) -> Option<Container> {
         Some(Container { class: CONTAINED, top: Map::new(), inner: self.keys() })
     }
 
     fn engine_layout(&self, _: Engine, _: &Drafter) -> Result<EngineLayout, String> {
-        Ok(EngineLayout::Dialect(Dialect::Zlab))
+        Ok(EngineLayout::CheckpointFormat(CheckpointFormat::Zlab))
     }
 
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
@@ -235,18 +238,18 @@ impl KindSettings for DFlash2Layout {
         })
     }
 
-    fn vllm(&self, dialect: Dialect) -> Verdict {
+    fn vllm(&self, dialect: CheckpointFormat) -> Verdict {
         match dialect {
-            Dialect::Zlab => Verdict::tried(true, "method dflash"),
-            Dialect::Speculators => Verdict::read(true, "method dflash, with PR 53797"),
+            CheckpointFormat::Zlab => Verdict::tried(true, "method dflash"),
+            CheckpointFormat::Speculators => Verdict::read(true, "method dflash, with PR 53797"),
             _ => Verdict::read(false, "the class is not registered; convert to vllm"),
         }
     }
 
-    fn sglang(&self, dialect: Dialect) -> Verdict {
+    fn sglang(&self, dialect: CheckpointFormat) -> Verdict {
         match dialect {
-            Dialect::Zlab => Verdict::read(true, "--speculative-algorithm DFLASH, with PR 35371"),
-            Dialect::Speculators => Verdict::read(
+            CheckpointFormat::Zlab => Verdict::read(true, "--speculative-algorithm DFLASH, with PR 35371"),
+            CheckpointFormat::Speculators => Verdict::read(
                 false,
                 "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
             ),

@@ -7,11 +7,11 @@ use tch::Tensor;
 use super::config::DFlash2Config;
 use super::convolution::Convolutions;
 use super::selector::PathSelector;
-use crate::anchored::{Anchored, AnchoredBlocks, Backbone};
-use crate::trained::Trained;
+use crate::anchored::{Backbone, BlockDrafter, BlockSpec};
+use crate::trained::DraftModel;
 
 /// A DFlash 2 drafter.
-pub type DFlash2 = Trained<DFlash2Parts>;
+pub type DFlash2 = DraftModel<DFlash2Parts>;
 
 /// Backbone, convolutions and selector.
 pub struct DFlash2Parts {
@@ -43,7 +43,7 @@ impl DFlash2Parts {
     }
 }
 
-impl Anchored for DFlash2Parts {
+impl BlockDrafter for DFlash2Parts {
     type State = ();
 
     fn backbone(&self) -> &Backbone {
@@ -66,7 +66,7 @@ impl Anchored for DFlash2Parts {
         }
     }
 
-    fn blocks(config: &DFlash2Config) -> &AnchoredBlocks {
+    fn blocks(config: &DFlash2Config) -> &BlockSpec {
         &config.blocks
     }
 

@@ -6,8 +6,8 @@ use super::metrics::DFlash2Sum;
 use super::model::DFlash2;
 use super::selector::{Candidates, PathSelector};
 use crate::anchored::{BlockBatch, sums};
-use crate::losses::{self, Column, LossAlphas, RowFindings, RowObjective, Span, Supervised};
-use crate::{Listener, Normaliser};
+use crate::losses::{self, AuxLossOutput, Column, LossAlphas, RowObjective, Span, Supervised};
+use crate::{GradReadyHook, LossDenominator};
 
 /// The cross entropy with the label among the candidates behind the true previous token. A label that is none of them is not learned.
 struct SelectorLoss<'a> {
@@ -37,7 +37,7 @@ impl RowObjective for SelectorLoss<'_> {
         3
     }
 
-    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> RowFindings {
+    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput {
         let features = span.of(self.features);
         let Candidates { tokens, successors, scores } = self.selector.candidates(draft, &features);
         let label = tokens.eq_tensor(&span.of(&self.batch.labels).unsqueeze(1)).to_kind(Kind::Float);
@@ -60,7 +60,7 @@ impl RowObjective for SelectorLoss<'_> {
                 _ => sum.index_put_(&[Some(at)], &rows, true),
             };
         }
-        RowFindings {
+        AuxLossOutput {
             columns: Tensor::cat(&[&ce, &recalled, &accept], 1),
             loss: ce * weights,
             tokens,
@@ -80,8 +80,8 @@ impl DFlash2 {
         batch: &BlockBatch,
         alphas: &LossAlphas,
         alpha: f64,
-        normaliser: Normaliser,
-        listener: Option<Listener>,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);

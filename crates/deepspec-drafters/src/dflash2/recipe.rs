@@ -5,7 +5,7 @@ use deepspec_core::recipe::at_least_one;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::Misfit;
+use crate::ConfigIssue;
 use crate::anchored::{DraftLayers, LayerType, num_anchors};
 use crate::losses::LossRecipe;
 
@@ -89,7 +89,7 @@ impl DFlash2Recipe {
     ///
     /// # Errors
     /// A key and what is wrong with it.
-    pub fn check(&self) -> Result<(), Misfit> {
+    pub fn check(&self) -> Result<(), ConfigIssue> {
         at_least_one(&[
             ("num_draft_layers", self.num_draft_layers),
             ("num_anchors", self.num_anchors),

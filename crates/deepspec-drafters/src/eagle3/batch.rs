@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::recipe::{Eagle3Objective, Supervise};
 use crate::TrainSample;
-use crate::losses::{Sources, distinct};
+use crate::losses::{TeacherIndex, distinct};
 use crate::trained::joined;
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
@@ -105,8 +105,8 @@ pub(super) struct Ordered {
 
 impl Ordered {
     /// Which of the target's states they have.
-    pub fn sources(&self) -> Sources<'_> {
-        Sources { of_rows: &self.sources.0, there: &self.sources.1 }
+    pub fn sources(&self) -> TeacherIndex<'_> {
+        TeacherIndex { of_rows: &self.sources.0, there: &self.sources.1 }
     }
 }
 

@@ -6,7 +6,7 @@ use deepspec_models::ModelError;
 use deepspec_models::config::{Fields, read_json};
 use serde_json::{Map, Value, json};
 
-use crate::Misfit;
+use crate::ConfigIssue;
 use crate::trained::{DraftDecoder, DrafterConfig};
 
 /// More steps are a mistake; refused here, they cannot exhaust the memory.
@@ -71,7 +71,7 @@ impl Eagle3Config {
     ///
     /// # Errors
     /// If they contradict each other.
-    pub fn validate(&self) -> Result<(), Misfit> {
+    pub fn validate(&self) -> Result<(), ConfigIssue> {
         self.decoder.check()?;
         if self.decoder.model.layers.iter().any(|layer| layer.attention.window.is_some()) {
             return Err(("layer_types", "Eagle3 layers with a sliding window are not supported".into()));

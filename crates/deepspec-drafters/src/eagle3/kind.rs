@@ -14,14 +14,15 @@ use super::model::{Eagle3, Eagle3Parts};
 use super::proposer::Eagle3Proposer;
 use super::recipe::Eagle3Objective;
 use super::recipe::{Eagle3Recipe, Supervise};
-use crate::registration::{Checkpoints, Part, RecipeSettings, Registration, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, classes};
 use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
-    Drafter, DrafterPlan, Listener, Metrics, Misfit, Normaliser, Predictions, Settings, TrainSample,
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
+    TrainSample,
 };
 
 /// Autoregressive drafter, trained on its own outputs.
-pub const KIND: Registration = Registration {
+pub const KIND: DrafterKindInfo = DrafterKindInfo {
     name: "eagle3",
     title: "Eagle3",
     parts: &[
@@ -55,7 +56,7 @@ impl Settings for Eagle3Recipe {
         json!(self)
     }
 
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, Misfit> {
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
         let config = Eagle3Config {
             decoder: DraftDecoder::like_target(target, recipe, self.num_draft_layers)
                 .map_err(|(_, problem)| ("num_draft_layers", problem))?,
@@ -88,8 +89,8 @@ impl DrafterKind for Eagle3Parts {
         model: &Eagle3,
         objective: &Eagle3Objective,
         samples: &[TrainSample],
-        normaliser: Normaliser,
-        _listener: Option<Listener>,
+        normaliser: LossDenominator,
+        _listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let steps = model.config().ttt_length;
         let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());

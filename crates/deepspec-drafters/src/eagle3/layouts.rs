@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    Decoder, Dialect, DialectError, Drafter, Engine, EngineLayout, Family, Fields, ForeignClass, GgufParts,
-    GgufValue, KindSettings, Obstacle, Reader, Settings, Shapes, Speculators, Verdict, keys, taps,
+    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineLayout, ExternalClass, Family, Fields,
+    GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Shapes, Speculators, Verdict,
+    keys, taps,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
@@ -19,7 +20,7 @@ pub static READER: Reader = Reader {
     reference: read,
     model_types: &["eagle3"],
     speculators,
-    classes: &[ForeignClass {
+    classes: &[ExternalClass {
         name: SPECFORGE,
         tools: "SpecForge",
         read: |fields, _, families| specforge(fields, families),
@@ -46,13 +47,14 @@ struct Eagle3Layout {
     steps: u64,
 }
 
-fn read(fields: &Fields, _: &Decoder) -> Result<Settings, DialectError> {
+fn read(fields: &Fields, _: &Decoder) -> Result<Settings, CheckpointError> {
     Ok(Arc::new(Eagle3Layout { steps: fields.required_size("ttt_length")? }))
 }
 
-fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, DialectError> {
-    let mut stops =
-        |key: &str, reason: &str| decoder.obstacles.push(Obstacle { key: key.into(), reason: reason.into() });
+fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
+    let mut stops = |key: &str, reason: &str| {
+        decoder.obstacles.push(Incompatibility { key: key.into(), reason: reason.into() })
+    };
     for flag in FOREIGN_NORMS {
         if fields.flag(flag)?.unwrap_or(false) {
             stops(flag, "a norm that our Eagle3 does not have");
@@ -68,10 +70,11 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Diale
 }
 
 /// SpecForge's, which SGLang loads.
-fn specforge(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter), DialectError> {
+fn specforge(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let mut decoder =
         Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], families)?;
-    let mut stops = |key: &str, reason: String| decoder.obstacles.push(Obstacle { key: key.into(), reason });
+    let mut stops =
+        |key: &str, reason: String| decoder.obstacles.push(Incompatibility { key: key.into(), reason });
     for flag in FOREIGN_NORMS {
         if fields.flag(flag)?.unwrap_or(false) {
             stops(flag, "a norm that our Eagle3 does not have".into());
@@ -100,7 +103,7 @@ fn specforge(fields: &Fields, families: &[Family]) -> Result<(Dialect, Drafter),
     let kind = Arc::new(Eagle3Layout { steps: fields.size("ttt_length")?.unwrap_or(7) });
     let draft_vocab_size = pruned.unwrap_or(decoder.vocab_size);
     let drafter = decoder.drafter(fields, SPECFORGE, found, kind)?;
-    Ok((Dialect::Specforge, Drafter { draft_vocab_size, ..drafter }))
+    Ok((CheckpointFormat::Specforge, Drafter { draft_vocab_size, ..drafter }))
 }
 
 impl KindSettings for Eagle3Layout {
@@ -141,7 +144,7 @@ impl KindSettings for Eagle3Layout {
         shapes.extend((0..drafter.layers).map(norm));
     }
 
-    fn refusal(&self, drafter: &Drafter, to: Dialect) -> Option<String> {
+    fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
         if drafter.layers > 1 {
             let layers = drafter.layers;
             return Some(format!(
@@ -149,13 +152,17 @@ impl KindSettings for Eagle3Layout {
             ));
         }
         match to {
-            Dialect::Reference | Dialect::Speculators => None,
-            Dialect::Specforge if drafter.family.qk_norm => Some(format!("{SPECFORGE} {WITHOUT_NORMS}")),
-            Dialect::Specforge if drafter.taps.len() != 3 => {
+            CheckpointFormat::Reference | CheckpointFormat::Speculators => None,
+            CheckpointFormat::Specforge if drafter.family.qk_norm => {
+                Some(format!("{SPECFORGE} {WITHOUT_NORMS}"))
+            }
+            CheckpointFormat::Specforge if drafter.taps.len() != 3 => {
                 Some(format!("{SPECFORGE} taps 3 layers, this one {}", drafter.taps.len()))
             }
-            Dialect::Specforge => None,
-            Dialect::Zlab | Dialect::Modelopt => Some("this dialect has no Eagle3 of ours".into()),
+            CheckpointFormat::Specforge => None,
+            CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
+                Some("this dialect has no Eagle3 of ours".into())
+            }
         }
     }
 
@@ -173,9 +180,9 @@ impl KindSettings for Eagle3Layout {
         }
     }
 
-    fn renames(&self, dialect: Dialect) -> &'static [(&'static str, &'static str)] {
+    fn renames(&self, dialect: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
         match dialect {
-            Dialect::Specforge => &[("midlayer.", "layers.0.")],
+            CheckpointFormat::Specforge => &[("midlayer.", "layers.0.")],
             _ => &[],
         }
     }
@@ -183,10 +190,10 @@ impl KindSettings for Eagle3Layout {
     fn own_config(
         &self,
         drafter: &Drafter,
-        dialect: Dialect,
+        dialect: CheckpointFormat,
         flat: &Map<String, Value>,
     ) -> Option<Map<String, Value>> {
-        if dialect != Dialect::Specforge {
+        if dialect != CheckpointFormat::Specforge {
             return None;
         }
         let mut map = flat.clone();
@@ -204,11 +211,11 @@ impl KindSettings for Eagle3Layout {
 
     fn engine_layout(&self, engine: Engine, drafter: &Drafter) -> Result<EngineLayout, String> {
         let dialect = match engine {
-            Engine::Vllm => Dialect::Speculators,
-            Engine::Sglang => Dialect::Specforge,
+            Engine::Vllm => CheckpointFormat::Speculators,
+            Engine::Sglang => CheckpointFormat::Specforge,
         };
         let stops = self.refusal(drafter, dialect);
-        stops.map_or(Ok(EngineLayout::Dialect(dialect)), |reason| {
+        stops.map_or(Ok(EngineLayout::CheckpointFormat(dialect)), |reason| {
             Err(format!("{} loads Eagle3 as {dialect} writes it: {reason}", engine.title()))
         })
     }
@@ -245,24 +252,28 @@ impl KindSettings for Eagle3Layout {
         })
     }
 
-    fn vllm(&self, dialect: Dialect) -> Verdict {
+    fn vllm(&self, dialect: CheckpointFormat) -> Verdict {
         match dialect {
-            Dialect::Reference => Verdict::read(false, "the class is not registered; convert to vllm"),
-            Dialect::Speculators => Verdict::tried(true, "method eagle3"),
-            Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => Verdict::read(true, "method eagle3"),
+            CheckpointFormat::Reference => {
+                Verdict::read(false, "the class is not registered; convert to vllm")
+            }
+            CheckpointFormat::Speculators => Verdict::tried(true, "method eagle3"),
+            CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
+                Verdict::read(true, "method eagle3")
+            }
         }
     }
 
-    fn sglang(&self, dialect: Dialect) -> Verdict {
+    fn sglang(&self, dialect: CheckpointFormat) -> Verdict {
         match dialect {
-            Dialect::Speculators => {
+            CheckpointFormat::Speculators => {
                 Verdict::read(false, "speculators_model_type was refused when read (issues 30982, 34734)")
             }
-            Dialect::Reference => Verdict::read(
+            CheckpointFormat::Reference => Verdict::read(
                 false,
                 "it loads Eagle3 as SpecForge writes it, without norms on queries and keys",
             ),
-            Dialect::Specforge | Dialect::Zlab | Dialect::Modelopt => {
+            CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
                 Verdict::read(true, "--speculative-algorithm EAGLE3")
             }
         }

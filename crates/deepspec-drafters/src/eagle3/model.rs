@@ -9,10 +9,10 @@ use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step, TttCall};
 use super::config::Eagle3Config;
-use crate::trained::Trained;
+use crate::trained::DraftModel;
 
 /// An Eagle3 drafter.
-pub type Eagle3 = Trained<Eagle3Parts>;
+pub type Eagle3 = DraftModel<Eagle3Parts>;
 
 /// Draft layers and the norm before the head.
 pub struct Eagle3Parts {

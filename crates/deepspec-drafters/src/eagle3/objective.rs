@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step};
 use super::model::Eagle3;
-use crate::Normaliser;
+use crate::LossDenominator;
 use crate::losses::{self, Column, LossAlphas, LossOutput, Supervised};
 
 impl Eagle3 {
@@ -17,7 +17,7 @@ impl Eagle3 {
     pub fn accumulate(
         &self,
         batch: Option<&Eagle3Batch>,
-        normaliser: Normaliser,
+        normaliser: LossDenominator,
         sequences: usize,
     ) -> Tensor {
         let double = (Kind::Double, self.device());

@@ -1,14 +1,14 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
 use deepspec_core::Tap;
-use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer, Ruler, runs};
+use deepspec_engine::{DeviceArange, DraftRequest, DraftSampling, Proposal, Proposer, runs};
 use deepspec_models::kv::{Chunk, KvCache, MaskKind};
 use deepspec_models::{ModelConfig, ModelError};
 use tch::Tensor;
 
 use super::model::Eagle3;
 use crate::drafter::token_by_token;
-use crate::{Drafter, ExaminedDrafter};
+use crate::{Drafter, DrafterProbe};
 
 /// An Eagle3 drafter with histories of committed tokens.
 pub struct Eagle3Proposer {
@@ -18,7 +18,7 @@ pub struct Eagle3Proposer {
     /// State after each slot's last committed token, `[slots, d]`.
     states: Tensor,
     /// Which lists of slots are cut from.
-    ruler: Ruler,
+    ruler: DeviceArange,
 }
 
 impl Eagle3Proposer {
@@ -27,7 +27,7 @@ impl Eagle3Proposer {
         let (kind, device) = (model.kind(), model.device());
         let cache = KvCache::new(&model.attentions(), slots, kind, device);
         let states = Tensor::zeros([slots as i64, model.config().decoder.model.hidden_size], (kind, device));
-        Self { cache, states, ruler: Ruler::new(device), block_size: model.config().ttt_length, model }
+        Self { cache, states, ruler: DeviceArange::new(device), block_size: model.config().ttt_length, model }
     }
 
     /// The model.
@@ -83,7 +83,7 @@ impl Drafter for Eagle3Proposer {
         self.block_size = tokens.min(self.model.config().ttt_length);
     }
 
-    fn examined(&self) -> Result<Option<Box<dyn ExaminedDrafter>>, ModelError> {
+    fn examined(&self) -> Result<Option<Box<dyn DrafterProbe>>, ModelError> {
         Ok(Some(Box::new(self.model.share()?)))
     }
 }

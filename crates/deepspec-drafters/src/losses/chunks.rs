@@ -1,8 +1,8 @@
 //! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
 
 use deepspec_models::ModelConfig;
-use deepspec_models::nn::Vocabulary;
-use deepspec_ops::{multiply, range, weigh_target};
+use deepspec_models::nn::EmbedHead;
+use deepspec_ops::{multiply, range, softmax_targets};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
@@ -159,7 +159,7 @@ pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
 /// Losses of all rows and their gradients. To be called without a graph.
 ///
 /// Beside its results it holds the buffers of one chunk and the temporaries of a tile ([`buffer_bytes`]).
-pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
+pub fn accumulate(vocabulary: &EmbedHead, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
     let _range = range(c"objective");
     let (head, kind, device) = (&vocabulary.lm_head().stored(), rows.hidden.kind(), rows.hidden.device());
     let vocab = head.size()[0];
@@ -221,7 +221,7 @@ pub fn accumulate(vocabulary: &Vocabulary, rows: &Supervised, alphas: &LossAlpha
             }
         }
         let entropies = is_weighed.then(|| {
-            weigh_target(&mut target, rows.needs(alphas).soft)
+            softmax_targets(&mut target, rows.needs(alphas).soft)
                 .expect("float32 logits as a product leaves them, and memory")
         });
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {

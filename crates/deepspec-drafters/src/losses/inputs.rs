@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::bias::Bias;
-use super::sources::Sources;
+use super::sources::TeacherIndex;
 use super::span::Span;
 use super::terms::{LossAlphas, Needs};
 
@@ -17,7 +17,7 @@ pub struct Supervised<'a> {
     /// Final-normed states of the target that predict the labels, `[S, d]`.
     pub teacher: &'a Tensor,
     /// Which of them is each row's.
-    pub sources: Sources<'a>,
+    pub sources: TeacherIndex<'a>,
     /// `[R]`.
     pub labels: &'a Tensor,
     /// Position weights, `[R]` float32.
@@ -48,11 +48,11 @@ pub trait RowObjective {
     fn columns(&self) -> i64;
 
     /// Some rows, which `span` picks of tensors over all rows, with the float32 logits of drafter and target, `[n, V]`.
-    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> RowFindings;
+    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput;
 }
 
 /// What a [`RowObjective`] finds of n rows, float32.
-pub struct RowFindings {
+pub struct AuxLossOutput {
     /// Its columns, `[n, C]`.
     pub columns: Tensor,
     /// Its loss with all its weights but the factor on gradients, `[n, 1]`.

@@ -16,9 +16,9 @@ mod tile;
 
 pub use bias::Bias;
 pub use chunks::{Column, LossOutput, accumulate, buffer_bytes, tile_rows};
-pub use inputs::{RowFindings, RowObjective, Supervised};
+pub use inputs::{AuxLossOutput, RowObjective, Supervised};
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
-pub use sources::Sources;
+pub use sources::TeacherIndex;
 pub(crate) use sources::distinct;
 pub use span::Span;
 pub use terms::{LossAlphas, TERMS};

@@ -1,16 +1,16 @@
 //! Some rows of logits: how far the drafter is from label and target, and the gradient by the drafter's logits.
 
-use deepspec_ops::{RowsMeasured, WeighedTarget, measure_rows, slope_rows, weigh_target};
+use deepspec_ops::{RowsMeasured, TargetProbs, measure_rows, slope_rows, softmax_targets};
 use tch::{Kind, Tensor};
 
-use super::terms::{GradCoeffs, Needs, RowDistances};
+use super::terms::{GradCoeffs, Needs, RowStats};
 
 /// What the target has for some rows of the drafter.
 pub(super) enum Target {
     /// Logits of each row, `[n, V]` float32.
     Logits(Tensor),
     /// Probabilities, which rows may share.
-    Weighed(WeighedTarget),
+    Weighed(TargetProbs),
 }
 
 /// p^d of some rows, `[n, V]` float32, and what their gradient needs beside them.
@@ -21,9 +21,9 @@ pub(super) struct Rows {
 }
 
 enum Against {
-    Weighed(WeighedTarget),
+    Weighed(TargetProbs),
     /// p^t and p^d − p^t, `[n, V]`, where libtorch's operators are taken.
-    Apart {
+    LayerwiseBackward {
         target: Tensor,
         difference: Tensor,
     },
@@ -48,7 +48,7 @@ fn row_sum(x: &Tensor) -> Tensor {
 
 impl Rows {
     /// Turns logits of the drafter, `[n, V]` float32, into probabilities and measures them; `labels [n]`. Logits are used up.
-    pub fn measure(mut draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowDistances) {
+    pub fn measure(mut draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowStats) {
         let labels = labels.unsqueeze(1);
         let mut target = match target {
             Target::Weighed(target) => {
@@ -61,10 +61,10 @@ impl Rows {
             let same = draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true));
             same.to_kind(Kind::Float)
         });
-        if let Some(entropies) = weigh_target(&mut target, needs.soft) {
-            let target = WeighedTarget { probabilities: target, entropies, source_of_row: None };
+        if let Some(entropies) = softmax_targets(&mut target, needs.soft) {
+            let target = TargetProbs { probabilities: target, entropies, source_of_row: None };
             let (rows, distances) = Self::measure_weighed(draft, target, labels, needs);
-            return (rows, RowDistances { agreement, ..distances });
+            return (rows, RowStats { agreement, ..distances });
         }
         shift(&mut draft);
         shift(&mut target);
@@ -79,27 +79,27 @@ impl Rows {
             (soft_ce, kl)
         });
         let difference = &draft - &target;
-        let distances = RowDistances {
+        let distances = RowStats {
             ce: draft_log - label,
             l1: row_sum(&difference.abs()),
             soft,
             agreement,
             overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
         };
-        (Self { draft, against: Against::Apart { target, difference }, labels }, distances)
+        (Self { draft, against: Against::LayerwiseBackward { target, difference }, labels }, distances)
     }
 
     fn measure_weighed(
         mut draft: Tensor,
-        target: WeighedTarget,
+        target: TargetProbs,
         labels: Tensor,
         needs: Needs,
-    ) -> (Self, RowDistances) {
+    ) -> (Self, RowStats) {
         let measured = measure_rows(&mut draft, &target, &labels, needs.soft);
         let Some(RowsMeasured { ce, l1, overlap, soft }) = measured else {
             panic!("no memory for rows {:?}, or they do not fit {target:?}", draft.size());
         };
-        let distances = RowDistances { ce, l1, soft, agreement: None, overlap: Some(overlap) };
+        let distances = RowStats { ce, l1, soft, agreement: None, overlap: Some(overlap) };
         (Self { draft, against: Against::Weighed(target), labels }, distances)
     }
 
@@ -109,7 +109,7 @@ impl Rows {
         let Self { mut draft, against, labels } = self;
         let none = labels.zeros_like().to_kind(Kind::Float);
         let (mut target, mut difference) = match against {
-            Against::Apart { target, difference } => (target, difference),
+            Against::LayerwiseBackward { target, difference } => (target, difference),
             Against::Weighed(target) => {
                 let done = slope_rows(&mut draft, &target, &labels, &coeffs.factors(&labels));
                 assert!(done, "rows that were measured have no gradient");

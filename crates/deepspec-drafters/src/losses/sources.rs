@@ -6,14 +6,14 @@ use super::span::Span;
 
 /// The target's states that predict labels, each once: blocks that overlap share them.
 #[derive(Clone, Copy)]
-pub struct Sources<'a> {
+pub struct TeacherIndex<'a> {
     /// Which of them each row has, `[R]`; those of consecutive blocks are a range without gaps.
     pub of_rows: &'a [i64],
     /// The same where the rows are.
     pub there: &'a Tensor,
 }
 
-impl Sources<'_> {
+impl TeacherIndex<'_> {
     /// The range of those that some rows have: the first, and how many.
     pub(super) fn range(&self, span: &Span) -> (i64, i64) {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];

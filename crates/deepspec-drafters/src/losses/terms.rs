@@ -11,7 +11,7 @@ const LEAST_OVERLAP: f64 = 1e-8;
 pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &Divergence, &Overlap];
 
 /// Distances of some rows, `[n, 1]` float32 each.
-pub struct RowDistances {
+pub struct RowStats {
     /// −log p^d(x*).
     pub ce: Tensor,
     /// ‖p^d − p^t‖₁.
@@ -48,7 +48,7 @@ pub trait LossTerm: Sync {
     }
 
     /// Its value in each row, `[n, 1]`, and its gradient; None where it was not measured.
-    fn evaluate(&self, distances: &RowDistances, alphas: &LossAlphas) -> Option<(Tensor, Gradient)>;
+    fn evaluate(&self, distances: &RowStats, alphas: &LossAlphas) -> Option<(Tensor, Gradient)>;
 }
 
 /// Distances that not every loss needs.
@@ -110,7 +110,7 @@ impl LossTerm for CrossEntropy {
         true
     }
 
-    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
         let gradient = Gradient { label: Some(Factor::One), ..Gradient::default() };
         Some((distances.ce.shallow_clone(), gradient))
     }
@@ -132,7 +132,7 @@ impl LossTerm for L1 {
         true
     }
 
-    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
         let gradient = Gradient { l1: Some(Factor::One), ..Gradient::default() };
         Some((distances.l1.shallow_clone(), gradient))
     }
@@ -154,7 +154,7 @@ impl LossTerm for SoftCrossEntropy {
         Needs { soft: alphas.soft_ce != 0.0, ..Needs::default() }
     }
 
-    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
         let (soft_ce, _) = distances.soft.as_ref()?;
         Some((soft_ce.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
     }
@@ -176,7 +176,7 @@ impl LossTerm for Divergence {
         Needs { soft: alphas.kl != 0.0, ..Needs::default() }
     }
 
-    fn evaluate(&self, distances: &RowDistances, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
         let (_, kl) = distances.soft.as_ref()?;
         Some((kl.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
     }
@@ -204,7 +204,7 @@ impl LossTerm for Overlap {
         Needs { soft: hybrid, overlap: alphas.lk.is_some(), agreement: false }
     }
 
-    fn evaluate(&self, distances: &RowDistances, alphas: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, alphas: &LossAlphas) -> Option<(Tensor, Gradient)> {
         let (Lk { form, eta, .. }, overlap) = alphas.lk.zip(distances.overlap.as_ref())?;
         // ∂α = −½ ∂‖p^d − p^t‖₁, because both distributions sum to 1.
         Some(match (form, &distances.soft) {
@@ -281,7 +281,7 @@ impl GradCoeffs {
 }
 
 /// Losses of some rows.
-pub(super) struct Evaluated {
+pub(super) struct WeightedLoss {
     /// Of each of [`TERMS`], `[n, 1]`; None where it was not measured.
     pub terms: [Option<Tensor>; TERMS.len()],
     /// Weighted by α and position, and summed.
@@ -307,7 +307,7 @@ impl LossAlphas {
     }
 
     /// Losses of rows. `weights` and `paced` are `[n, 1]`: those of the positions, and those that replace them where D-PACE does.
-    pub(super) fn evaluate(&self, distances: &RowDistances, weights: &Tensor, paced: &Tensor) -> Evaluated {
+    pub(super) fn evaluate(&self, distances: &RowStats, weights: &Tensor, paced: &Tensor) -> WeightedLoss {
         let (mut loss, mut coeffs) = (distances.ce.zeros_like(), GradCoeffs::default());
         let terms = TERMS.map(|term| {
             let (value, gradient) = term.evaluate(distances, self)?;
@@ -319,7 +319,7 @@ impl LossAlphas {
             }
             Some(value)
         });
-        Evaluated { terms, loss, coeffs }
+        WeightedLoss { terms, loss, coeffs }
     }
 
     /// Position weights of the label's cross entropy by D-PACE: with the drafter's confidence q_i = p^d(x*_i), smoothed to

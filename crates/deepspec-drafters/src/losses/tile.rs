@@ -1,13 +1,13 @@
 //! Rows of a chunk's logits: their losses, and the gradients that take the logits' place.
 
-use deepspec_models::nn::Vocabulary;
-use deepspec_ops::{LogitRows, RowsMeasured, WeighedTarget};
+use deepspec_models::nn::EmbedHead;
+use deepspec_ops::{LogitRows, RowsMeasured, TargetProbs};
 use tch::{Kind, Tensor};
 
-use super::inputs::{RowFindings, Supervised};
+use super::inputs::{AuxLossOutput, Supervised};
 use super::rows::{Rows, Target};
 use super::span::Span;
-use super::terms::{Evaluated, GradCoeffs, LossAlphas, RowDistances, TERMS};
+use super::terms::{GradCoeffs, LossAlphas, RowStats, TERMS, WeightedLoss};
 
 /// A tile of the buffers, in the kind of the weights.
 pub(super) struct Logits {
@@ -27,7 +27,7 @@ impl Logits {
     /// where there is one, and by the base where it has none of its own or is soft-capped.
     pub fn differentiate(
         self,
-        vocabulary: &Vocabulary,
+        vocabulary: &EmbedHead,
         rows: &Supervised,
         span: &Span,
         alphas: &LossAlphas,
@@ -45,7 +45,7 @@ impl Logits {
         let mut extra = None;
         let target = match entropies {
             Some(entropies) => {
-                Target::Weighed(WeighedTarget { probabilities: target, entropies, source_of_row })
+                Target::Weighed(TargetProbs { probabilities: target, entropies, source_of_row })
             }
             None => {
                 let of_rows = |of: &Tensor| match &source_of_row {
@@ -59,7 +59,7 @@ impl Logits {
         };
         let needs = rows.needs(alphas);
         let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
-        let mut judged = Judged::of(distances, rows, span, alphas);
+        let mut judged = TileLoss::of(distances, rows, span, alphas);
         let mut gradient = rows_of.gradient(&std::mem::take(&mut judged.coeffs).scaled(rows.scale));
         if let Some(extra) = &extra {
             let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
@@ -81,7 +81,7 @@ impl Logits {
     /// The same on a GPU, for logits that stay in bfloat16; None where there are no kernels for it.
     fn differentiate_where_they_lie(
         &self,
-        vocabulary: &Vocabulary,
+        vocabulary: &EmbedHead,
         rows: &Supervised,
         span: &Span,
         alphas: &LossAlphas,
@@ -102,16 +102,16 @@ impl Logits {
         let (needs, RowsMeasured { ce, l1, overlap, soft }) = (rows.needs(alphas), measured.distances());
         let agreement = needs.agreement.then(|| measured.agreement());
         let soft = soft.filter(|_| needs.soft);
-        let distances = RowDistances { ce, l1, soft, overlap: Some(overlap), agreement };
-        let mut judged = Judged::of(distances, rows, span, alphas);
+        let distances = RowStats { ce, l1, soft, overlap: Some(overlap), agreement };
+        let mut judged = TileLoss::of(distances, rows, span, alphas);
         logits.slope(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).factors(&labels));
         Some(judged.columns(None))
     }
 }
 
 /// The losses of measured rows.
-struct Judged {
-    distances: RowDistances,
+struct TileLoss {
+    distances: RowStats,
     terms: [Option<Tensor>; TERMS.len()],
     loss: Tensor,
     coeffs: GradCoeffs,
@@ -119,21 +119,21 @@ struct Judged {
     paced: Option<Tensor>,
 }
 
-impl Judged {
-    fn of(distances: RowDistances, rows: &Supervised, span: &Span, alphas: &LossAlphas) -> Self {
+impl TileLoss {
+    fn of(distances: RowStats, rows: &Supervised, span: &Span, alphas: &LossAlphas) -> Self {
         let weights = span.of(rows.weights).unsqueeze(1);
         let paced = alphas.dpace.map(|dpace| {
             let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
             LossAlphas::dpace_weights(dpace, &distances.ce, &slots, span.blocks as i64, rows.gamma)
         });
-        let Evaluated { terms, loss, coeffs } =
+        let WeightedLoss { terms, loss, coeffs } =
             alphas.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
         Self { distances, terms, loss, coeffs, paced }
     }
 
     /// The columns.
-    fn columns(self, extra: Option<RowFindings>) -> Tensor {
-        let Self { distances: RowDistances { ce, agreement, .. }, terms, loss, paced, .. } = self;
+    fn columns(self, extra: Option<AuxLossOutput>) -> Tensor {
+        let Self { distances: RowStats { ce, agreement, .. }, terms, loss, paced, .. } = self;
         let paced = paced.map(|paced| &ce * paced);
         let zero = ce.zeros_like();
         let none = || zero.shallow_clone();

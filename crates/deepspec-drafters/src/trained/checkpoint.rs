@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_models::nn::{Builder, Named, Vocabulary, Weight};
+use deepspec_models::nn::{Builder, EmbedHead, StateDict, Weight};
 use deepspec_models::{ModelConfig, ModelError, Weights};
 use tch::{Device, Kind, Tensor};
 
@@ -15,7 +15,7 @@ pub fn is_embed_or_head(name: &str) -> bool {
 }
 
 /// What a builder handed out, and the target's embedding and head: all that a checkpoint holds.
-pub fn with_ends(mut named: Named, vocabulary: &Vocabulary) -> Named {
+pub fn with_ends(mut named: StateDict, vocabulary: &EmbedHead) -> StateDict {
     named.buffers.push((EMBED.to_string(), vocabulary.embed_tokens().shallow_clone()));
     match vocabulary.lm_head().share() {
         Weight::Stored(head) => named.buffers.push((HEAD.to_string(), head)),
@@ -25,7 +25,7 @@ pub fn with_ends(mut named: Named, vocabulary: &Vocabulary) -> Named {
 }
 
 /// Keeps parameters as they are whose names begin like this.
-pub fn freeze(named: &mut Named, prefixes: &[&str]) {
+pub fn freeze(named: &mut StateDict, prefixes: &[&str]) {
     let is_frozen = |(name, _): &mut (String, Tensor)| prefixes.iter().any(|prefix| name.starts_with(prefix));
     named.buffers.extend(named.parameters.extract_if(.., is_frozen));
 }

@@ -9,7 +9,7 @@ use deepspec_models::config::{Fields, MAX_LAYERS};
 use deepspec_models::{ModelConfig, ModelError, check_taps};
 use serde_json::{Map, Value, json};
 
-use crate::Misfit;
+use crate::ConfigIssue;
 
 /// A drafter's decoder and its place at the target.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,7 +31,7 @@ impl DraftDecoder {
         target: &ModelConfig,
         recipe: &Recipe,
         windows: impl Iterator<Item = Option<usize>>,
-    ) -> Result<Self, Misfit> {
+    ) -> Result<Self, ConfigIssue> {
         Self::of(target, recipe, target.anchored_decoder(&windows.take(MAX_LAYERS + 1).collect::<Vec<_>>()))
     }
 
@@ -39,7 +39,7 @@ impl DraftDecoder {
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
-    pub fn like_target(target: &ModelConfig, recipe: &Recipe, layers: usize) -> Result<Self, Misfit> {
+    pub fn like_target(target: &ModelConfig, recipe: &Recipe, layers: usize) -> Result<Self, ConfigIssue> {
         Self::of(target, recipe, target.draft_decoder(&vec![None; layers.min(MAX_LAYERS + 1)]))
     }
 
@@ -47,7 +47,7 @@ impl DraftDecoder {
         target: &ModelConfig,
         recipe: &Recipe,
         model: Result<ModelConfig, ModelError>,
-    ) -> Result<Self, Misfit> {
+    ) -> Result<Self, ConfigIssue> {
         let model = model.map_err(|error| ("layer_types", error.to_string()))?;
         let taps = recipe.target.layer_ids.clone();
         Ok(Self { model, taps, num_target_layers: target.layers.len() })
@@ -71,7 +71,7 @@ impl DraftDecoder {
     ///
     /// # Errors
     /// A key and what is wrong with it.
-    pub fn check(&self) -> Result<(), Misfit> {
+    pub fn check(&self) -> Result<(), ConfigIssue> {
         let layers = self.model.layers.len();
         if !(1..=MAX_LAYERS).contains(&layers) {
             return Err(("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}")));

@@ -9,11 +9,11 @@ use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::{DraftDecoder, PassBytes, SampleSize, Trained, Transfer, cost};
-use crate::anchored::AnchoredBlocks;
+use super::{DraftDecoder, DraftModel, PassBytes, SampleSize, WarmStart, cost};
+use crate::anchored::BlockSpec;
 use crate::{
-    Drafter, DrafterOptions, DrafterPlan, ExaminedDrafter, Listener, Metrics, Normaliser, Predictions,
-    Reading, TrainSample, TrainableDrafter, WeightCounts,
+    Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
+    Metrics, Predictions, TrainSample, TrainableDrafter, WeightCounts,
 };
 
 /// The architecture of a kind of drafter, as a checkpoint's config.json gives it.
@@ -53,12 +53,12 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     fn draft_len(&self) -> usize;
 
     /// Its blocks, where it drafts whole ones behind anchors.
-    fn anchored(&self) -> Option<&AnchoredBlocks> {
+    fn anchored(&self) -> Option<&BlockSpec> {
         None
     }
 
     /// The same, to change them.
-    fn anchored_mut(&mut self) -> Option<&mut AnchoredBlocks> {
+    fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
         None
     }
 
@@ -67,11 +67,11 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
 
     /// Adds what decides whether a drafter like this can take over the weights of one `from` another checkpoint, beside decoder,
     /// taps and target.
-    fn transfer(&self, _from: &Self, _transfer: &mut Transfer) {}
+    fn transfer(&self, _from: &Self, _transfer: &mut WarmStart) {}
 }
 
 /// A kind of drafter that is trained on a target's states. The type itself holds the weights that it has beside the fusion of the
-/// taps, the embedding and the head, which all kinds share ([`Trained`]).
+/// taps, the embedding and the head, which all kinds share ([`DraftModel`]).
 pub trait DrafterKind: Sized + Send + 'static {
     /// Its architecture.
     type Config: DrafterConfig;
@@ -106,15 +106,15 @@ pub trait DrafterKind: Sized + Send + 'static {
 
     /// See [`TrainableDrafter::accumulate`].
     fn accumulate(
-        model: &Trained<Self>,
+        model: &DraftModel<Self>,
         objective: &Self::Objective,
         samples: &[TrainSample],
-        normaliser: Normaliser,
-        listener: Option<Listener>,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
     /// See [`TrainableDrafter::stages`].
-    fn stages(_model: &Trained<Self>) -> Vec<String> {
+    fn stages(_model: &DraftModel<Self>) -> Vec<String> {
         vec![]
     }
 
@@ -131,10 +131,10 @@ pub trait DrafterKind: Sized + Send + 'static {
     fn product_shapes(config: &Self::Config) -> usize;
 
     /// A drafter for `slots` sequences.
-    fn drafter(model: Trained<Self>, slots: usize) -> Box<dyn Drafter>;
+    fn drafter(model: DraftModel<Self>, slots: usize) -> Box<dyn Drafter>;
 
-    /// See [`ExaminedDrafter::predict`].
-    fn predict<'a>(model: &'a Trained<Self>, samples: &[TrainSample]) -> Option<Predictions<'a>>;
+    /// See [`DrafterProbe::predict`].
+    fn predict<'a>(model: &'a DraftModel<Self>, samples: &[TrainSample]) -> Option<Predictions<'a>>;
 }
 
 /// Checks the config.json of a drafter of one kind.
@@ -150,7 +150,7 @@ pub fn check<K: DrafterKind>(dir: &Path) -> Result<(), ModelError> {
 /// # Errors
 /// If config.json or a tensor is missing or does not fit.
 pub fn load<K: DrafterKind>(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError> {
-    Ok(K::drafter(Trained::load_packed(dir, options.device, options.kind)?, options.slots))
+    Ok(K::drafter(DraftModel::load_packed(dir, options.device, options.kind)?, options.slots))
 }
 
 /// Architecture and objective of a drafter before any weight is there.
@@ -199,10 +199,10 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         seed: u64,
         kind: Kind,
     ) -> Result<Box<dyn TrainableDrafter>, ModelError> {
-        let mut model = Trained::<K>::fresh(self.config.clone(), embed_tokens, lm_head, seed, kind)?;
+        let mut model = DraftModel::<K>::fresh(self.config.clone(), embed_tokens, lm_head, seed, kind)?;
         model.freeze(&self.frozen);
         model.recomputes = self.recomputes;
-        Ok(Box::new(Trainee { model, objective: self.objective.clone() }))
+        Ok(Box::new(DrafterWithLoss { model, objective: self.objective.clone() }))
     }
 
     fn anchors(
@@ -249,7 +249,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 
     fn weights(&self) -> Result<WeightCounts, ModelError> {
         let mut counts = WeightCounts { trained: 0, frozen: 0 };
-        for (name, tensor) in Trained::<K>::outline(self.config.clone())? {
+        for (name, tensor) in DraftModel::<K>::outline(self.config.clone())? {
             let is_frozen = self.frozen.iter().any(|prefix| name.starts_with(prefix));
             let count = if is_frozen { &mut counts.frozen } else { &mut counts.trained };
             *count += tensor.numel();
@@ -259,17 +259,17 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 }
 
 /// A drafter with its objective.
-struct Trainee<K: DrafterKind> {
-    model: Trained<K>,
+struct DrafterWithLoss<K: DrafterKind> {
+    model: DraftModel<K>,
     objective: K::Objective,
 }
 
-impl<K: DrafterKind> TrainableDrafter for Trainee<K> {
+impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
     fn accumulate(
         &self,
         samples: &[TrainSample],
-        normaliser: Normaliser,
-        listener: Option<Listener>,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         K::accumulate(&self.model, &self.objective, samples, normaliser, listener)
     }
@@ -299,7 +299,7 @@ impl<K: DrafterKind> TrainableDrafter for Trainee<K> {
     }
 }
 
-impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
+impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
     fn model(&self) -> &ModelConfig {
         self.config().model()
     }
@@ -308,7 +308,7 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
         &self.config().decoder().taps
     }
 
-    fn anchored(&self) -> Option<&AnchoredBlocks> {
+    fn anchored(&self) -> Option<&BlockSpec> {
         self.config().anchored()
     }
 
@@ -317,14 +317,14 @@ impl<K: DrafterKind> ExaminedDrafter for Trained<K> {
     }
 
     fn embed_and_head(&self) -> (Tensor, Tensor) {
-        Trained::embed_and_head(self)
+        DraftModel::embed_and_head(self)
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
         self.config().decoder().check_fits(target)
     }
 
-    fn read_as(&self, reading: &Reading) -> Result<Box<dyn ExaminedDrafter>, ModelError> {
+    fn read_as(&self, reading: &DrafterOverrides) -> Result<Box<dyn DrafterProbe>, ModelError> {
         let mut config = self.config().clone();
         if let Some(like) = reading.rope_of {
             let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;

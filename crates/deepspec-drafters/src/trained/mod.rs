@@ -11,34 +11,36 @@ mod upload;
 use std::path::Path;
 
 use deepspec_models::ModelError;
-use deepspec_models::nn::{AttentionSpec, Builder, Linear, Named, Ropes, Rotations, Vocabulary, Weight};
+use deepspec_models::nn::{
+    AttentionSpec, Builder, EmbedHead, Linear, RotaryEmbeddings, Rotations, StateDict, Weight,
+};
 use tch::{Device, Kind, Tensor};
 
 pub use checkpoint::is_embed_or_head;
 pub use config::DraftDecoder;
 pub use cost::{PassBytes, SampleSize};
 pub use kind::{DrafterConfig, DrafterKind, Plan, check, load};
-pub use transfer::Transfer;
+pub use transfer::WarmStart;
 
 pub(crate) use cost::{DIRECTIONS, OfAutograd, PROJECTIONS, family_norms, layer_shapes};
 pub(crate) use upload::joined;
 
 /// A drafter that is trained on a target's states.
-pub struct Trained<K: DrafterKind> {
+pub struct DraftModel<K: DrafterKind> {
     config: K::Config,
-    vocabulary: Vocabulary, // frozen
+    vocabulary: EmbedHead, // frozen
     fc: Linear,
     pub(crate) parts: K,
-    ropes: Ropes,
+    ropes: RotaryEmbeddings,
     /// Everything that a checkpoint holds, sharing storage with the model.
-    tensors: Named,
+    tensors: StateDict,
     kind: Kind,
     device: Device,
     /// Whether a training pass keeps of its layers their inputs only.
     recomputes: bool,
 }
 
-impl<K: DrafterKind> Trained<K> {
+impl<K: DrafterKind> DraftModel<K> {
     /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen).
     ///
     /// # Errors
@@ -65,7 +67,7 @@ impl<K: DrafterKind> Trained<K> {
     /// The same, packed to decode with: it does not learn.
     ///
     /// # Errors
-    /// As [`Trained::load`].
+    /// As [`DraftModel::load`].
     pub fn load_packed(dir: &Path, device: Device, kind: Kind) -> Result<Self, ModelError> {
         Self::read(dir, device, kind, true)
     }
@@ -86,12 +88,12 @@ impl<K: DrafterKind> Trained<K> {
         kind: Kind,
     ) -> Result<Self, ModelError> {
         let (model, device) = (config.model(), embed_tokens.device());
-        let vocabulary = Vocabulary::new(embed_tokens, lm_head, model.embed_scale, model.logit_softcap);
+        let vocabulary = EmbedHead::new(embed_tokens, lm_head, model.embed_scale, model.logit_softcap);
         let width = config.decoder().taps.len() as i64 * model.hidden_size;
         Ok(Self {
             fc: Linear::new(&b, "fc", width, model.hidden_size)?,
             parts: K::new(&b, &config)?,
-            ropes: Ropes::new(&model.layers, device),
+            ropes: RotaryEmbeddings::new(&model.layers, device),
             tensors: checkpoint::with_ends(b.into_named(), &vocabulary),
             vocabulary,
             config,
@@ -183,7 +185,7 @@ impl<K: DrafterKind> Trained<K> {
     }
 
     /// Embedding and head, shared with the target.
-    pub(crate) fn vocabulary(&self) -> &Vocabulary {
+    pub(crate) fn vocabulary(&self) -> &EmbedHead {
         &self.vocabulary
     }
 
@@ -192,7 +194,7 @@ impl<K: DrafterKind> Trained<K> {
         self.config.model().layers.iter().map(|layer| layer.attention).collect()
     }
 
-    pub(crate) fn ropes(&self) -> &Ropes {
+    pub(crate) fn ropes(&self) -> &RotaryEmbeddings {
         &self.ropes
     }
 

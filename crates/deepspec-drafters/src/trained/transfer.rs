@@ -9,12 +9,12 @@ use deepspec_models::{ModelConfig, ModelError, Weights};
 use tch::Kind;
 
 use super::checkpoint::is_embed_or_head;
-use super::{DrafterConfig, DrafterKind, Trained};
+use super::{DraftModel, DrafterConfig, DrafterKind};
 use crate::registry::checkpoints_like;
 
 /// What decides whether weights can be taken over.
 #[derive(Default)]
-pub struct Transfer {
+pub struct WarmStart {
     settings: Vec<Setting>,
     /// Beginnings of the names of parameters that may stay fresh, because the other drafter has no such part.
     pub may_be_fresh: Vec<&'static str>,
@@ -27,13 +27,13 @@ struct Setting {
     here: String,
 }
 
-impl Transfer {
+impl WarmStart {
     /// Weights can only be taken over if these are equal.
     pub fn compare<T: Debug>(&mut self, key: &'static str, there: &T, here: &T) {
         self.settings.push(Setting { key, there: format!("{there:?}"), here: format!("{here:?}") });
     }
 
-    /// [`Transfer::compare`], by words.
+    /// [`WarmStart::compare`], by words.
     pub fn compare_words(&mut self, key: &'static str, there: String, here: String) {
         self.settings.push(Setting { key, there, here });
     }
@@ -58,7 +58,7 @@ impl Transfer {
     }
 }
 
-impl<K: DrafterKind> Trained<K> {
+impl<K: DrafterKind> DraftModel<K> {
     /// See [`crate::TrainableDrafter::start_from`].
     pub(super) fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
         let misfit = |problem: String| {
@@ -70,7 +70,7 @@ impl<K: DrafterKind> Trained<K> {
             return Err(misfit(problem));
         }
         let there = K::Config::load(dir)?;
-        let mut transfer = Transfer::default();
+        let mut transfer = WarmStart::default();
         transfer.decoders(there.model(), here.model());
         let (theirs, own) = (there.decoder(), here.decoder());
         transfer.compare("target_layer_ids", &Tap::layer_ids(&theirs.taps), &Tap::layer_ids(&own.taps));

@@ -1,6 +1,6 @@
 //! The objective of block drafters with autograd and whole `[R, V]` tensors: what the closed form in the library means.
 
-use deepspec_drafters::{Block, BlockBatch, Dpace, Lk, LkForm, LossAlphas, Normaliser};
+use deepspec_drafters::{Block, BlockBatch, Dpace, Lk, LkForm, LossAlphas, LossDenominator};
 use tch::{Kind, Reduction, Tensor};
 
 /// D-PACE's weights, row by row.
@@ -22,7 +22,7 @@ pub fn objective(
     block: &Block,
     batch: &BlockBatch,
     alphas: &LossAlphas,
-    normaliser: Normaliser,
+    normaliser: LossDenominator,
 ) -> (Tensor, Vec<(&'static str, f64)>) {
     let hidden = block.hidden(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());

@@ -3,18 +3,22 @@
 use std::fs;
 
 use crate::common::{Folder, as_is, bytes, edited, fixture, golden, target};
-use deepspec_checkpoint::{Dialect, DialectError, Server, Target, convert};
+use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Server, Target, convert};
 use deepspec_core::VERSION;
 use deepspec_drafters::open_checkpoint;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
 /// Converts and reads back.
-fn converted(from: &Folder, to: Dialect, target: Option<&Folder>) -> Folder {
+fn converted(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> Folder {
     try_convert(from, to, target).unwrap_or_else(|error| panic!("{to}: {error}"))
 }
 
-fn try_convert(from: &Folder, to: Dialect, target: Option<&Folder>) -> Result<Folder, DialectError> {
+fn try_convert(
+    from: &Folder,
+    to: CheckpointFormat,
+    target: Option<&Folder>,
+) -> Result<Folder, CheckpointError> {
     let source = open_checkpoint(from.path())?;
     let target = target.map(|target| Target::open(target.path(), "owner/target")).transpose()?;
     let folder = Folder::new();
@@ -23,9 +27,9 @@ fn try_convert(from: &Folder, to: Dialect, target: Option<&Folder>) -> Result<Fo
 }
 
 /// The refusal's words.
-fn refusal(from: &Folder, to: Dialect, target: Option<&Folder>) -> String {
+fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> String {
     match try_convert(from, to, target).map(|_| ()).expect_err("a refusal") {
-        error @ DialectError::Refused { .. } => error.to_string(),
+        error @ CheckpointError::Refused { .. } => error.to_string(),
         other => panic!("no refusal: {other}"),
     }
 }
@@ -33,13 +37,13 @@ fn refusal(from: &Folder, to: Dialect, target: Option<&Folder>) -> String {
 const DRAFTERS: [&str; 6] =
     ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "dflash2", "eagle3_qwen3"];
 
-fn allowed(case: &str) -> &'static [Dialect] {
+fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
-        "eagle3_qwen3" => &[Dialect::Speculators],
-        "dflash2" => &[Dialect::Speculators, Dialect::Zlab],
+        "eagle3_qwen3" => &[CheckpointFormat::Speculators],
+        "dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
         // Its confidence head reads the state alone, as ModelOpt's cannot.
-        "dspark_rnn" | "dflash" => &[Dialect::Speculators, Dialect::Specforge],
-        _ => &[Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt],
+        "dspark_rnn" | "dflash" => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge],
+        _ => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
     }
 }
 
@@ -55,7 +59,7 @@ fn round_trips_keep_every_byte() {
             let file = fs::read(away.path().join("model.safetensors")).unwrap();
             let notes = SafeTensors::read_metadata(&file).unwrap().1.metadata().clone().unwrap();
             assert_eq!((notes["format"].as_str(), &notes["tool"]), ("pt", &format!("deepspec {VERSION}")));
-            let back = converted(&away, Dialect::Reference, Some(&target));
+            let back = converted(&away, CheckpointFormat::Reference, Some(&target));
             assert_eq!(bytes(&back), original, "{case} by {there}");
             assert_eq!(as_is(&back), as_is(&reference), "{case} by {there}");
             // Not only there and back: from every one to every other.
@@ -73,7 +77,7 @@ fn round_trips_keep_every_byte() {
 fn a_container_of_dflash_2_is_read_whole_or_refused() {
     let (reference, target) = (golden("dflash2"), target(&golden("dflash2")));
     let edited = |edit: fn(&mut Value)| {
-        let folder = converted(&reference, Dialect::Zlab, Some(&target));
+        let folder = converted(&reference, CheckpointFormat::Zlab, Some(&target));
         let mut config = folder.config();
         edit(&mut config);
         folder.put(&config);
@@ -86,9 +90,9 @@ fn a_container_of_dflash_2_is_read_whole_or_refused() {
         config["dflash_config"]["final_logit_softcapping"] = json!(null);
         config["dflash_config"]["output_multiplier"] = json!(1.0);
     });
-    assert_eq!(as_is(&converted(&outside, Dialect::Reference, Some(&target))), as_is(&reference));
+    assert_eq!(as_is(&converted(&outside, CheckpointFormat::Reference, Some(&target))), as_is(&reference));
     let scaled = edited(|config| config["dflash_config"]["input_embedding_scale"] = json!(2.0));
-    let told = refusal(&scaled, Dialect::Reference, Some(&target));
+    let told = refusal(&scaled, CheckpointFormat::Reference, Some(&target));
     assert!(told.contains("`dflash_config.input_embedding_scale`: a scale"), "{told}");
     type Edit = fn(&mut Value);
     let broken: [(Edit, &str); 5] = [
@@ -112,11 +116,11 @@ fn layer_ids_are_counted_as_each_dialect_does() {
     let (reference, target) = (golden("dspark_vanilla"), target(&golden("dspark_vanilla")));
     let config = |to| converted(&reference, to, Some(&target)).config();
     assert_eq!(reference.config()["target_layer_ids"], json!([1, 3, 4]));
-    assert_eq!(config(Dialect::Speculators)["aux_hidden_state_layer_ids"], json!([2, 4, 5]));
-    assert_eq!(config(Dialect::Specforge)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
-    assert_eq!(config(Dialect::Modelopt)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
+    assert_eq!(config(CheckpointFormat::Speculators)["aux_hidden_state_layer_ids"], json!([2, 4, 5]));
+    assert_eq!(config(CheckpointFormat::Specforge)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
+    assert_eq!(config(CheckpointFormat::Modelopt)["dflash_config"]["target_layer_ids"], json!([1, 3, 4]));
     let eagle3 = golden("eagle3_qwen3");
-    let there = converted(&eagle3, Dialect::Speculators, Some(&crate::common::target(&eagle3)));
+    let there = converted(&eagle3, CheckpointFormat::Speculators, Some(&crate::common::target(&eagle3)));
     assert_eq!(there.config()["eagle_aux_hidden_state_layer_ids"], json!([1, 2, 3, 4, 5]));
     assert_eq!(open_checkpoint(there.path()).unwrap().drafter().aux_layer_ids(), [1, 2, 3, 4, 5]);
 }
@@ -126,11 +130,11 @@ fn layer_ids_are_counted_as_each_dialect_does() {
 fn an_eagle3_with_llama_layers_goes_to_speculators_and_back() {
     let llama = fixture::llama_eagle3();
     let target = target(&golden("eagle3_qwen3"));
-    let there = converted(&llama, Dialect::Speculators, Some(&target));
+    let there = converted(&llama, CheckpointFormat::Speculators, Some(&target));
     let layer = &there.config()["transformer_layer_config"];
     assert_eq!(layer["model_type"], "llama");
     assert!(open_checkpoint(there.path()).unwrap().check().is_ok());
-    let back = converted(&there, Dialect::Reference, Some(&target));
+    let back = converted(&there, CheckpointFormat::Reference, Some(&target));
     assert_eq!(back.config()["architectures"], json!(["LlamaEagle3Model"]));
     assert_eq!(bytes(&back), bytes(&llama));
 }
@@ -147,7 +151,7 @@ fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
     tensors.insert("fc.weight".into(), (kind, shape, data));
     crate::common::write(&llama.path().join("model.safetensors"), &tensors);
     let target = target(&golden("eagle3_qwen3"));
-    let there = converted(&llama, Dialect::Specforge, Some(&target));
+    let there = converted(&llama, CheckpointFormat::Specforge, Some(&target));
     let config = there.config();
     assert_eq!(config["architectures"], json!(["LlamaForCausalLMEagle3"]));
     assert_eq!((&config["draft_vocab_size"], &config["model_type"]), (&json!(null), &json!("llama")));
@@ -166,7 +170,7 @@ fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
     assert!(opened.check().is_ok());
     let arguments = Server::Sglang.arguments(opened.drafter(), "DIR");
     assert!(arguments.contains("EAGLE3") && arguments.contains("--speculative-eagle-topk 1"), "{arguments}");
-    let back = converted(&there, Dialect::Reference, Some(&target));
+    let back = converted(&there, CheckpointFormat::Reference, Some(&target));
     assert_eq!(back.config()["target_layer_ids"], json!([0, 1, 2]));
     assert_eq!(bytes(&back), bytes(&llama));
 }
@@ -178,19 +182,19 @@ fn names_and_ends_are_each_dialects_own() {
         let folder = converted(&reference, to, Some(&target));
         open_checkpoint(folder.path()).unwrap().tensors().iter().map(|(name, _)| name.to_string()).collect()
     };
-    let modelopt = names(Dialect::Modelopt);
+    let modelopt = names(CheckpointFormat::Modelopt);
     for name in
         ["markov_w1.weight", "markov_w2.weight", "gate_proj.weight", "gate_proj.bias", "confidence_proj.bias"]
     {
         assert!(modelopt.iter().any(|known| known == name), "{name} not in {modelopt:?}");
     }
-    for to in [Dialect::Modelopt, Dialect::Specforge] {
+    for to in [CheckpointFormat::Modelopt, CheckpointFormat::Specforge] {
         assert!(
             !names(to).iter().any(|name| name.contains("embed_tokens") || name.contains("lm_head")),
             "{to}"
         );
     }
-    let speculators = names(Dialect::Speculators);
+    let speculators = names(CheckpointFormat::Speculators);
     for name in ["embed_tokens.weight", "lm_head.weight"] {
         assert!(speculators.iter().any(|known| known == name), "{name} not in {speculators:?}");
     }
@@ -203,8 +207,8 @@ fn a_sharded_checkpoint_is_read_as_one() {
     let reference = golden("dspark_rnn");
     let sharded = crate::common::sharded(&reference);
     let target = target(&reference);
-    let whole = converted(&reference, Dialect::Specforge, Some(&target));
-    assert_eq!(bytes(&converted(&sharded, Dialect::Specforge, Some(&target))), bytes(&whole));
+    let whole = converted(&reference, CheckpointFormat::Specforge, Some(&target));
+    assert_eq!(bytes(&converted(&sharded, CheckpointFormat::Specforge, Some(&target))), bytes(&whole));
 }
 
 /// Past the largest file weights are written in shards with an index, and one form leaves nothing of the other behind.
@@ -213,12 +217,12 @@ fn what_is_too_large_for_one_file_is_written_in_shards() {
     let reference = golden("dspark_vanilla");
     let source = open_checkpoint(reference.path()).unwrap();
     let (folder, single) =
-        (Folder::new(), converted(&reference, Dialect::Speculators, Some(&target(&reference))));
+        (Folder::new(), converted(&reference, CheckpointFormat::Speculators, Some(&target(&reference))));
     let target = target(&reference);
     let target = Target::open(target.path(), "owner/target").unwrap();
     let out = folder.path().join("out");
     let write = |most: Option<usize>| {
-        let mut converted = convert(&source, Dialect::Speculators, Some(&target)).unwrap();
+        let mut converted = convert(&source, CheckpointFormat::Speculators, Some(&target)).unwrap();
         converted.max_shard_bytes = most.unwrap_or(converted.max_shard_bytes);
         converted.write(&out, true).unwrap();
         let mut files: Vec<String> = std::fs::read_dir(&out)
@@ -257,8 +261,8 @@ fn ends_of_another_type_are_compared_and_restored_as_the_drafter_has_them() {
     // The target in float32, the drafter with its ends rounded to bfloat16, as our trainer writes it.
     let reference = crate::common::as_bf16(&golden("dspark_vanilla"));
     let target = target(&golden("dspark_vanilla"));
-    let away = converted(&reference, Dialect::Specforge, Some(&target));
-    assert_eq!(bytes(&converted(&away, Dialect::Reference, Some(&target))), bytes(&reference));
+    let away = converted(&reference, CheckpointFormat::Specforge, Some(&target));
+    assert_eq!(bytes(&converted(&away, CheckpointFormat::Reference, Some(&target))), bytes(&reference));
     assert_eq!(away.config()["dtype"], "bfloat16");
 }
 
@@ -266,40 +270,40 @@ fn ends_of_another_type_are_compared_and_restored_as_the_drafter_has_them() {
 fn fill_in_slots_go_where_they_are_known_and_back() {
     let zlab = fixture::zlab();
     let target = target(&golden("dflash"));
-    let there = converted(&zlab, Dialect::Speculators, Some(&target));
+    let there = converted(&zlab, CheckpointFormat::Speculators, Some(&target));
     let config = there.config();
     assert_eq!(config["speculators_model_type"], "dflash");
     assert_eq!(config["sample_from_anchor"], false);
     assert_eq!(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"], 4);
-    let ours = converted(&zlab, Dialect::Reference, Some(&target));
+    let ours = converted(&zlab, CheckpointFormat::Reference, Some(&target));
     let config = ours.config();
     assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
     assert_eq!(config["architectures"], json!(["Qwen3DSparkModel"]));
     for folder in [&there, &ours] {
         assert_eq!(open_checkpoint(folder.path()).unwrap().drafter().kind.drafted(), 4);
-        assert_eq!(bytes(&converted(folder, Dialect::Zlab, Some(&target))), bytes(&zlab));
+        assert_eq!(bytes(&converted(folder, CheckpointFormat::Zlab, Some(&target))), bytes(&zlab));
     }
-    assert_eq!(bytes(&converted(&there, Dialect::Reference, Some(&target))), bytes(&ours));
-    assert_eq!(as_is(&converted(&there, Dialect::Reference, Some(&target))), as_is(&ours));
+    assert_eq!(bytes(&converted(&there, CheckpointFormat::Reference, Some(&target))), bytes(&ours));
+    assert_eq!(as_is(&converted(&there, CheckpointFormat::Reference, Some(&target))), as_is(&ours));
     for from in [&zlab, &there, &ours] {
-        for to in [Dialect::Specforge, Dialect::Modelopt] {
+        for to in [CheckpointFormat::Specforge, CheckpointFormat::Modelopt] {
             let told = refusal(from, to, Some(&target));
             assert!(told.contains("the weights are not interchangeable, only the container is"), "{told}");
         }
     }
-    let told = refusal(&golden("dflash"), Dialect::Zlab, Some(&target));
+    let told = refusal(&golden("dflash"), CheckpointFormat::Zlab, Some(&target));
     assert!(told.contains("not interchangeable") && told.contains("slot k predicts anchor+k"), "{told}");
 }
 
 #[test]
 fn speculators_without_sample_from_anchor_have_z_labs_slots() {
     let (reference, target) = (golden("dspark_vanilla"), target(&golden("dspark_vanilla")));
-    let there = converted(&reference, Dialect::Speculators, Some(&target));
+    let there = converted(&reference, CheckpointFormat::Speculators, Some(&target));
     for change in [json!(false), Value::Null] {
         let changed = edited(&there, |config| config["sample_from_anchor"] = change.clone());
-        let ours = converted(&changed, Dialect::Reference, Some(&target));
+        let ours = converted(&changed, CheckpointFormat::Reference, Some(&target));
         assert_eq!(ours.config()["sample_from_anchor"], false);
-        let told = refusal(&changed, Dialect::Specforge, Some(&target));
+        let told = refusal(&changed, CheckpointFormat::Specforge, Some(&target));
         assert!(told.contains("not interchangeable"), "{told}");
     }
 }
@@ -308,7 +312,7 @@ fn speculators_without_sample_from_anchor_have_z_labs_slots() {
 fn what_a_container_says_of_its_slots_counts() {
     let (vanilla, zlab) = (golden("dspark_vanilla"), fixture::zlab());
     let target = target(&vanilla);
-    let specforge = converted(&vanilla, Dialect::Specforge, Some(&target));
+    let specforge = converted(&vanilla, CheckpointFormat::Specforge, Some(&target));
     let flagged = |from: &Folder, flag: bool, inner: bool| {
         edited(from, |config| {
             let place = if inner { &mut config["dflash_config"] } else { config };
@@ -319,7 +323,7 @@ fn what_a_container_says_of_its_slots_counts() {
         for (from, flag, drafted) in [(&specforge, false, 4), (&zlab, true, 5)] {
             let from = flagged(from, flag, inner);
             assert_eq!(open_checkpoint(from.path()).unwrap().drafter().kind.drafted(), drafted);
-            let ours = converted(&from, Dialect::Reference, Some(&target));
+            let ours = converted(&from, CheckpointFormat::Reference, Some(&target));
             assert_eq!(ours.config()["sample_from_anchor"] == json!(false), !flag);
             assert_eq!(open_checkpoint(ours.path()).unwrap().drafter().kind.drafted(), drafted);
         }
@@ -335,80 +339,97 @@ fn what_a_container_says_of_its_slots_counts() {
 }
 
 /// A checkpoint, where to, and the words of the refusal.
-type Refused = (Folder, Dialect, &'static [&'static str]);
+type Refused = (Folder, CheckpointFormat, &'static [&'static str]);
 
 #[test]
 fn each_refusal_names_its_reason() {
     let (vanilla, dflash, eagle3) = (golden("dspark_vanilla"), golden("dflash"), golden("eagle3_qwen3"));
     let target = target(&vanilla);
-    let speculators = converted(&vanilla, Dialect::Speculators, Some(&target));
-    let specforge = converted(&vanilla, Dialect::Specforge, Some(&target));
-    let spec_eagle3 = converted(&eagle3, Dialect::Speculators, Some(&crate::common::target(&eagle3)));
+    let speculators = converted(&vanilla, CheckpointFormat::Speculators, Some(&target));
+    let specforge = converted(&vanilla, CheckpointFormat::Specforge, Some(&target));
+    let spec_eagle3 =
+        converted(&eagle3, CheckpointFormat::Speculators, Some(&crate::common::target(&eagle3)));
     let set = |folder: &Folder, key: &str, value: Value| edited(folder, |config| config[key] = value.clone());
     let inner =
         |key: &str, value: Value| edited(&specforge, |config| config["dflash_config"][key] = value.clone());
     let cases: Vec<Refused> = vec![
-        (golden("dspark_gemma4"), Dialect::Speculators, &["only Qwen3 draft layers"]),
+        (golden("dspark_gemma4"), CheckpointFormat::Speculators, &["only Qwen3 draft layers"]),
         (
             set(&vanilla, "target_layer_ids", json!([1, 3, 5])),
-            Dialect::Speculators,
+            CheckpointFormat::Speculators,
             &["layer id 5", "outside of 0 to 4"],
         ),
-        (set(&vanilla, "target_layer_ids", json!([-1, 3, 4])), Dialect::Specforge, &["layer id -1"]),
+        (set(&vanilla, "target_layer_ids", json!([-1, 3, 4])), CheckpointFormat::Specforge, &["layer id -1"]),
         (
             set(&speculators, "aux_hidden_state_layer_ids", json!([0, 4, 5])),
-            Dialect::Reference,
+            CheckpointFormat::Reference,
             &["layer id -1", "before or after the final norm"],
         ),
         (
             set(&speculators, "draft_vocab_size", json!(256)),
-            Dialect::Reference,
+            CheckpointFormat::Reference,
             &["draft_vocab_size", "256 of 512"],
         ),
-        (crate::common::pruned(&speculators), Dialect::Reference, &["t2d", "pruned vocabulary"]),
+        (crate::common::pruned(&speculators), CheckpointFormat::Reference, &["t2d", "pruned vocabulary"]),
         (
             set(&spec_eagle3, "norm_before_residual", json!(true)),
-            Dialect::Reference,
+            CheckpointFormat::Reference,
             &["norm_before_residual"],
         ),
         (
             edited(&spec_eagle3, |config| config["transformer_layer_config"]["model_type"] = json!("gemma4")),
-            Dialect::Reference,
+            CheckpointFormat::Reference,
             &["Gemma 4", "only Qwen3 and Llama draft layers"],
         ),
-        (eagle3, Dialect::Specforge, &["LlamaForCausalLMEagle3", "norms on queries and keys"]),
-        (golden("eagle3_qwen3"), Dialect::Zlab, &["no Eagle3"]),
+        (eagle3, CheckpointFormat::Specforge, &["LlamaForCausalLMEagle3", "norms on queries and keys"]),
+        (golden("eagle3_qwen3"), CheckpointFormat::Zlab, &["no Eagle3"]),
         (
             edited(&golden("eagle3_qwen3"), |config| {
                 config["num_hidden_layers"] = json!(2);
                 config["draft_num_hidden_layers"] = json!(2);
             }),
-            Dialect::Speculators,
+            CheckpointFormat::Speculators,
             &["2 layers"],
         ),
-        (dflash, Dialect::Modelopt, &["needs a Markov head"]),
-        (set(&vanilla, "confidence_head_with_markov", json!(false)), Dialect::Modelopt, &["confidence head"]),
-        (golden("dspark_vanilla"), Dialect::Reference, &["already"]),
+        (dflash, CheckpointFormat::Modelopt, &["needs a Markov head"]),
+        (
+            set(&vanilla, "confidence_head_with_markov", json!(false)),
+            CheckpointFormat::Modelopt,
+            &["confidence head"],
+        ),
+        (golden("dspark_vanilla"), CheckpointFormat::Reference, &["already"]),
         (
             set(&vanilla, "use_sliding_window", json!(true)),
-            Dialect::Specforge,
+            CheckpointFormat::Specforge,
             &["layer_types", "sliding window"],
         ),
-        (inner("projector_type", json!("domino")), Dialect::Reference, &["projector_type", "Domino"]),
-        (inner("projector_type", json!("lilicorr")), Dialect::Reference, &["projector_type", "lilicorr"]),
-        (inner("use_swa", json!(true)), Dialect::Reference, &["use_swa"]),
-        (inner("causal", json!(true)), Dialect::Reference, &["dflash_config.causal"]),
-        (set(&specforge, "is_causal", json!(true)), Dialect::Reference, &["`is_causal`"]),
-        (set(&specforge, "use_swa", json!(true)), Dialect::Reference, &["`use_swa`"]),
-        (inner("attention_mode", json!("causal")), Dialect::Reference, &["attention_mode"]),
-        (inner("attention_sink_bias", json!(true)), Dialect::Reference, &["attention_sink_bias"]),
-        (fixture::specforge_eagle3(), Dialect::Reference, &["`draft_vocab_size`", "pruned to 64 of 128"]),
+        (
+            inner("projector_type", json!("domino")),
+            CheckpointFormat::Reference,
+            &["projector_type", "Domino"],
+        ),
+        (
+            inner("projector_type", json!("lilicorr")),
+            CheckpointFormat::Reference,
+            &["projector_type", "lilicorr"],
+        ),
+        (inner("use_swa", json!(true)), CheckpointFormat::Reference, &["use_swa"]),
+        (inner("causal", json!(true)), CheckpointFormat::Reference, &["dflash_config.causal"]),
+        (set(&specforge, "is_causal", json!(true)), CheckpointFormat::Reference, &["`is_causal`"]),
+        (set(&specforge, "use_swa", json!(true)), CheckpointFormat::Reference, &["`use_swa`"]),
+        (inner("attention_mode", json!("causal")), CheckpointFormat::Reference, &["attention_mode"]),
+        (inner("attention_sink_bias", json!(true)), CheckpointFormat::Reference, &["attention_sink_bias"]),
+        (
+            fixture::specforge_eagle3(),
+            CheckpointFormat::Reference,
+            &["`draft_vocab_size`", "pruned to 64 of 128"],
+        ),
         (
             edited(&fixture::specforge_eagle3(), |config| {
                 config["draft_vocab_size"] = json!(null);
                 config["eagle_config"] = json!({});
             }),
-            Dialect::Reference,
+            CheckpointFormat::Reference,
             &["`eagle_config`", "which layers it taps"],
         ),
     ];
@@ -422,25 +443,25 @@ fn each_refusal_names_its_reason() {
 fn what_needs_the_target_says_so() {
     let vanilla = golden("dspark_vanilla");
     let target = target(&vanilla);
-    for to in [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt] {
+    for to in [CheckpointFormat::Speculators, CheckpointFormat::Specforge, CheckpointFormat::Modelopt] {
         assert!(refusal(&vanilla, to, None).contains("give it with --target"));
     }
-    let specforge = converted(&vanilla, Dialect::Specforge, Some(&target));
-    assert!(refusal(&specforge, Dialect::Reference, None).contains("holds embedding and head"));
+    let specforge = converted(&vanilla, CheckpointFormat::Specforge, Some(&target));
+    assert!(refusal(&specforge, CheckpointFormat::Reference, None).contains("holds embedding and head"));
     // speculators' own files do not tell the target's layers; ours do.
-    let speculators = converted(&vanilla, Dialect::Speculators, Some(&target));
-    converted(&speculators, Dialect::Reference, None);
+    let speculators = converted(&vanilla, CheckpointFormat::Speculators, Some(&target));
+    converted(&speculators, CheckpointFormat::Reference, None);
     let theirs =
         edited(&speculators, |config| drop(config.as_object_mut().unwrap().remove("num_target_layers")));
-    assert!(refusal(&theirs, Dialect::Reference, None).contains("num_target_layers"));
-    assert_eq!(as_is(&converted(&theirs, Dialect::Reference, Some(&target))), as_is(&vanilla));
+    assert!(refusal(&theirs, CheckpointFormat::Reference, None).contains("num_target_layers"));
+    assert_eq!(as_is(&converted(&theirs, CheckpointFormat::Reference, Some(&target))), as_is(&vanilla));
 }
 
 #[test]
 fn ends_that_are_not_the_targets_are_not_dropped() {
     let vanilla = golden("dspark_vanilla");
     let other = crate::common::target(&crate::common::changed(&vanilla, "embed_tokens.weight", 3));
-    for to in [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt] {
+    for to in [CheckpointFormat::Speculators, CheckpointFormat::Specforge, CheckpointFormat::Modelopt] {
         let told = refusal(&vanilla, to, Some(&other));
         assert!(told.contains("`embed_tokens.weight` is not the target's: 1 of 512 rows differ"), "{told}");
     }
@@ -450,7 +471,7 @@ fn ends_that_are_not_the_targets_are_not_dropped() {
 fn a_target_of_another_size_is_named() {
     let vanilla = golden("dspark_vanilla");
     let target = edited(&target(&vanilla), |config| config["num_hidden_layers"] = json!(7));
-    let error = try_convert(&vanilla, Dialect::Specforge, Some(&target)).map(|_| ()).unwrap_err();
+    let error = try_convert(&vanilla, CheckpointFormat::Specforge, Some(&target)).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("`num_hidden_layers`: 7"), "{error}");
 }
 
@@ -462,8 +483,9 @@ fn only_a_converted_checkpoint_is_replaced() {
     let source = open_checkpoint(vanilla.path()).unwrap();
     let folder = Folder::new();
     let out = folder.path().join("deeper/out");
-    let write =
-        |overwrite| convert(&source, Dialect::Specforge, Some(&target)).unwrap().write(&out, overwrite);
+    let write = |overwrite| {
+        convert(&source, CheckpointFormat::Specforge, Some(&target)).unwrap().write(&out, overwrite)
+    };
     write(false).unwrap();
     write(false).unwrap(); // the same again has nothing to do
     std::fs::write(out.join("config.json"), "{}").unwrap();
@@ -477,7 +499,7 @@ fn only_a_converted_checkpoint_is_replaced() {
 #[test]
 fn missing_defaults_of_speculators_are_those_of_transformers() {
     let vanilla = golden("dspark_vanilla");
-    let there = converted(&vanilla, Dialect::Speculators, Some(&target(&vanilla)));
+    let there = converted(&vanilla, CheckpointFormat::Speculators, Some(&target(&vanilla)));
     // What a Qwen3Config stands in for a missing head_dim is 128, not hidden_size / heads.
     let theirs = edited(&there, |config| {
         drop(config["transformer_layer_config"].as_object_mut().unwrap().remove("head_dim"));

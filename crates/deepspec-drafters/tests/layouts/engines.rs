@@ -1,7 +1,7 @@
 //! The layouts that engines load.
 
 use crate::common::{Folder, bytes, golden, target};
-use deepspec_checkpoint::{Dialect, DialectError, Engine, Target, for_engine};
+use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, for_engine};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 
@@ -16,7 +16,7 @@ fn each_engine_gets_the_layout_that_it_loads() {
         );
         let folder = Folder::new();
         for_engine(&source, engine, &target)?.write(&folder.path().join("out"), false)?;
-        Ok::<_, DialectError>((reference, folder.within("out")))
+        Ok::<_, CheckpointError>((reference, folder.within("out")))
     };
     for engine in [Engine::Vllm, Engine::Sglang] {
         for (case, rank) in [("dspark_vanilla", None), ("dflash", Some(16))] {
@@ -50,12 +50,12 @@ fn each_engine_gets_the_layout_that_it_loads() {
             assert_eq!(tensors, own, "{case}");
         }
         let (_, zlab) = written("dflash2", engine).unwrap();
-        assert_eq!(open_checkpoint(zlab.path()).unwrap().dialect(), Dialect::Zlab);
+        assert_eq!(open_checkpoint(zlab.path()).unwrap().dialect(), CheckpointFormat::Zlab);
         let told = written("dspark_gated", engine).err().unwrap().to_string();
         assert!(told.contains("not for one that is gated"), "{told}");
     }
     let (_, eagle3) = written("eagle3_qwen3", Engine::Vllm).unwrap();
-    assert_eq!(open_checkpoint(eagle3.path()).unwrap().dialect(), Dialect::Speculators);
+    assert_eq!(open_checkpoint(eagle3.path()).unwrap().dialect(), CheckpointFormat::Speculators);
     let told = written("eagle3_qwen3", Engine::Sglang).err().unwrap().to_string();
     assert!(told.contains("has no norms on queries and keys"), "{told}");
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::{Bytes, Folder, bytes, edited, fixture, golden, target, write};
-use deepspec_checkpoint::{Dialect, Target, convert};
+use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_drafters::{DrafterOptions, check_layout, load, open_checkpoint};
 use deepspec_engine::DraftSampling;
 use deepspec_testkit::mutate::Dice;
@@ -24,7 +24,9 @@ fn run(folder: &Folder) -> Result<(), String> {
 fn to_reference(folder: &Folder, target: &Folder) -> Result<(), String> {
     let source = open_checkpoint(folder.path()).map_err(|error| error.to_string())?;
     let target = Target::open(target.path(), "owner/target").unwrap();
-    convert(&source, Dialect::Reference, Some(&target)).map(|_| ()).map_err(|error| error.to_string())
+    convert(&source, CheckpointFormat::Reference, Some(&target))
+        .map(|_| ())
+        .map_err(|error| error.to_string())
 }
 
 fn with(folder: &Folder, key: &str, value: &Value, inner: bool) -> Folder {
@@ -147,9 +149,11 @@ fn drafters_of_other_methods_are_known_by_sight() {
 #[test]
 fn what_can_be_converted_is_told_so_when_it_is_run() {
     let (eagle3, dflash) = (golden("eagle3_qwen3"), golden("dflash"));
-    for (from, to) in
-        [(&eagle3, Dialect::Speculators), (&dflash, Dialect::Speculators), (&dflash, Dialect::Specforge)]
-    {
+    for (from, to) in [
+        (&eagle3, CheckpointFormat::Speculators),
+        (&dflash, CheckpointFormat::Speculators),
+        (&dflash, CheckpointFormat::Specforge),
+    ] {
         let (verifier, out) = (target(from), Folder::new());
         let (source, whole) =
             (open_checkpoint(from.path()).unwrap(), Target::open(verifier.path(), "owner/target").unwrap());
@@ -283,7 +287,7 @@ fn nulls_and_unknown_keys_are_used_or_refused_by_name() {
         let (from, out) = (golden("dspark_gated"), Folder::new());
         let (target, source) = (target(&from), open_checkpoint(from.path()).unwrap());
         let target = Target::open(target.path(), "owner/target").unwrap();
-        convert(&source, Dialect::Speculators, Some(&target))
+        convert(&source, CheckpointFormat::Speculators, Some(&target))
             .unwrap()
             .write(&out.path().join("out"), false)
             .unwrap();

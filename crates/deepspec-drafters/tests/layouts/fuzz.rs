@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::common::{Folder, fixture, golden, target};
-use deepspec_checkpoint::{Dialect, DialectError, Target, convert};
+use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Target, convert};
 use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::mutate::Dice;
 use serde_json::Value;
@@ -32,11 +32,12 @@ fn every_dialect() -> Vec<Folder> {
     let reference = golden("dspark_gated");
     let (target, source) = (target(&reference), open_checkpoint(reference.path()).unwrap());
     let target = Target::open(target.path(), "owner/target").unwrap();
-    let away = [Dialect::Speculators, Dialect::Specforge, Dialect::Modelopt].map(|to| {
-        let folder = Folder::new();
-        convert(&source, to, Some(&target)).unwrap().write(&folder.path().join("out"), false).unwrap();
-        folder.within("out")
-    });
+    let away =
+        [CheckpointFormat::Speculators, CheckpointFormat::Specforge, CheckpointFormat::Modelopt].map(|to| {
+            let folder = Folder::new();
+            convert(&source, to, Some(&target)).unwrap().write(&folder.path().join("out"), false).unwrap();
+            folder.within("out")
+        });
     let others = [
         golden("eagle3_qwen3"),
         golden("dspark_gated"),
@@ -50,25 +51,25 @@ fn every_dialect() -> Vec<Folder> {
 /// Opens it and converts it to everything; every error names a place within the folder or the target's.
 fn provoke(folder: &Folder, target: &Target) -> usize {
     let mut refusals = 0;
-    let mut told = |error: DialectError| {
+    let mut told = |error: CheckpointError| {
         refusals += 1;
         let text = error.to_string();
         let here = [folder.path(), target.dir()].iter().any(|dir| text.contains(dir.to_str().unwrap()));
         assert!(here, "no file is named: {text}");
         match error {
-            DialectError::Key { key, problem, .. } => assert!(!key.is_empty() && !problem.is_empty()),
-            DialectError::Tensor { name, problem, .. } => assert!(!name.is_empty() && !problem.is_empty()),
-            DialectError::Exists { .. } => unreachable!("nothing is written"),
-            DialectError::Refused { reason, .. } => assert!(reason.len() > 10, "{reason}"),
-            DialectError::NotADrafter { problem, .. } => assert!(!problem.is_empty()),
-            DialectError::File(_) => {}
+            CheckpointError::Key { key, problem, .. } => assert!(!key.is_empty() && !problem.is_empty()),
+            CheckpointError::Tensor { name, problem, .. } => assert!(!name.is_empty() && !problem.is_empty()),
+            CheckpointError::Exists { .. } => unreachable!("nothing is written"),
+            CheckpointError::Refused { reason, .. } => assert!(reason.len() > 10, "{reason}"),
+            CheckpointError::NotADrafter { problem, .. } => assert!(!problem.is_empty()),
+            CheckpointError::File(_) => {}
         }
     };
     match open_checkpoint(folder.path()) {
         Err(error) => told(error),
         Ok(checkpoint) => {
             deepspec_checkpoint::loaders(&checkpoint);
-            for to in Dialect::ALL {
+            for to in CheckpointFormat::ALL {
                 for target in [None, Some(target)] {
                     if let Err(error) = convert(&checkpoint, to, target).map(|_| ()) {
                         told(error);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::common::{Folder, golden};
-use deepspec_checkpoint::{DialectError, Gguf, Target, TensorType};
+use deepspec_checkpoint::{CheckpointError, Gguf, Target, TensorType};
 use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::{noise, skip};
 use safetensors::Dtype;
@@ -282,7 +282,7 @@ fn what_llama_cpp_cannot_run_is_refused_with_the_reason() {
         let (target, source) = (crate::common::target(folder), open_checkpoint(folder.path()).unwrap());
         let target = Target::open(target.path(), "owner/target").unwrap();
         match Gguf::plan(&source, &target, None).map(|_| ()).unwrap_err() {
-            DialectError::Refused { to: "gguf", reason, .. } => reason,
+            CheckpointError::Refused { to: "gguf", reason, .. } => reason,
             other => panic!("no refusal: {other}"),
         }
     };

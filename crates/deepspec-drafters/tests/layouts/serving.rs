@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::{Folder, edited, golden};
-use deepspec_checkpoint::{Dialect, Server, Target, convert, loaders, risks};
+use deepspec_checkpoint::{CheckpointFormat, Server, Target, convert, loaders, risks};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 
@@ -91,7 +91,10 @@ fn what_stands_beside_the_weights_is_named() {
     let (source, target) = (dspark(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
     let checkpoint = open_checkpoint(source.path()).unwrap();
     let out = Folder::new().within("out");
-    convert(&checkpoint, Dialect::Speculators, Some(&target)).unwrap().write(out.path(), true).unwrap();
+    convert(&checkpoint, CheckpointFormat::Speculators, Some(&target))
+        .unwrap()
+        .write(out.path(), true)
+        .unwrap();
     assert!(!about(out.path(), Server::Vllm).contains(&"tensors"));
     let mut tensors = crate::common::bytes(&out);
     let norm = tensors["norm.weight"].clone();

@@ -5,10 +5,10 @@ use tch::Tensor;
 use super::{Engine, Step};
 use crate::outcome::Outcome;
 use crate::upload;
-use crate::{Context, Cycle, EngineError, Event, Finish, Forwarded, Proposer, Target, runs};
+use crate::{Context, Cycle, EngineError, Event, Finish, ModelOutput, Proposer, Target, runs};
 
 /// What becomes of a slot.
-pub(super) struct Fate {
+pub(super) struct SlotUpdate {
     slot: usize,
     tokens: Vec<i64>,
     cycle: Option<Cycle>,
@@ -34,7 +34,7 @@ struct Kept {
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// What the target's word means for every slot.
-    pub(super) fn fates(&self, step: &Step, outcome: &Outcome) -> Vec<Fate> {
+    pub(super) fn fates(&self, step: &Step, outcome: &Outcome) -> Vec<SlotUpdate> {
         let overrun = self.options.counts_overrun && self.proposer.is_some();
         let mut fates = Vec::with_capacity(step.chunks.len());
         for (i, &(slot, fed)) in step.chunks.iter().enumerate() {
@@ -52,7 +52,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 Some(finish) => End::Finished(finish),
                 None => End::GoesOn,
             };
-            fates.push(Fate { slot, tokens, cycle, rows, end });
+            fates.push(SlotUpdate { slot, tokens, cycle, rows, end });
         }
         fates
     }
@@ -62,10 +62,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     pub(super) fn news(
         &self,
         step: &Step,
-        fates: &[Fate],
+        fates: &[SlotUpdate],
         tokens: &Tensor,
         drawn: &Tensor,
-        states: &Forwarded,
+        states: &ModelOutput,
     ) -> Option<Context> {
         let reads_hidden = self.proposer.as_ref()?.reads_hidden();
         let (mut kept, mut row) = (vec![], 0);
@@ -93,9 +93,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Commits what was decided.
-    pub(super) fn commit(&mut self, fates: Vec<Fate>) -> Vec<Event> {
+    pub(super) fn commit(&mut self, fates: Vec<SlotUpdate>) -> Vec<Event> {
         let mut events = vec![];
-        for Fate { slot, tokens, cycle, rows, end } in fates {
+        for SlotUpdate { slot, tokens, cycle, rows, end } in fates {
             let Some(sequence) = self.slots[slot].as_mut() else { continue };
             if let End::NotFinite = end {
                 events.push(Event::Failed(sequence.ticket, EngineError::NotFinite));

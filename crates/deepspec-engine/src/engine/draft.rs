@@ -3,13 +3,17 @@
 use deepspec_cost::planner::StepLoad;
 use tch::{Kind, Tensor};
 
-use super::{Engine, Numbers, PREFILL_TOKENS, to_host};
+use super::{Engine, PREFILL_TOKENS, StepInputs, to_host};
 use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft, and where the planner
     /// says that drafting does not pay.
-    pub(super) fn draft(&mut self, decoding: &[usize], numbers: &Numbers) -> Option<(Proposal, Vec<usize>)> {
+    pub(super) fn draft(
+        &mut self,
+        decoding: &[usize],
+        numbers: &StepInputs,
+    ) -> Option<(Proposal, Vec<usize>)> {
         let block = self.draft_len();
         if decoding.is_empty() || block == 0 {
             return None;

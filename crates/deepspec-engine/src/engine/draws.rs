@@ -9,7 +9,7 @@ use crate::{Sampling, Upload};
 const STEPS: usize = 256;
 
 /// Draws of some steps of a sequence, and how it is sampled.
-pub struct Draws {
+pub struct Uniforms {
     /// The first of the steps.
     first: u64,
     /// [`Sampling::numbers`], `[5]` float64.
@@ -20,14 +20,14 @@ pub struct Draws {
 
 /// How many draws of each purpose a step of a sequence takes.
 #[derive(Clone, Copy)]
-pub struct DrawCounts {
+pub struct UniformCounts {
     /// Those of the drafter.
     pub draft: usize,
     /// Those that decide what is accepted.
     pub accept: usize,
 }
 
-impl DrawCounts {
+impl UniformCounts {
     /// Draws of a step.
     pub fn all(self) -> usize {
         self.draft + self.accept + 1
@@ -42,7 +42,7 @@ impl DrawCounts {
 }
 
 /// Where the draws of a sequence come from.
-pub struct DrawSource<'a> {
+pub struct UniformSource<'a> {
     /// Keyed by the sequence.
     pub stream: &'a Stream,
     /// How it is sampled.
@@ -51,16 +51,16 @@ pub struct DrawSource<'a> {
     pub steps: usize,
 }
 
-impl DrawSource<'_> {
+impl UniformSource<'_> {
     /// The draws of a step, `[1, lanes]` float64, and the settings. Those of the steps behind it are sent with them, to `kept`.
     pub fn draws(
         &self,
-        kept: &mut Option<Draws>,
+        kept: &mut Option<Uniforms>,
         step: u64,
-        lanes: DrawCounts,
+        lanes: UniformCounts,
         device: Device,
     ) -> (Tensor, Tensor) {
-        let place = |draws: &Draws| {
+        let place = |draws: &Uniforms| {
             let at = step.checked_sub(draws.first)? as i64;
             let [steps, width] = [0, 1].map(|dim| draws.lanes.size()[dim]);
             let is_there = at < steps && width == lanes.all() as i64;
@@ -78,7 +78,7 @@ impl DrawSource<'_> {
         let sent = upload.send(device);
         let (lanes, settings) = (sent.of(table).view([steps as i64, lanes.all() as i64]), sent.of(settings));
         let found = (lanes.narrow(0, 0, 1), settings.shallow_clone());
-        *kept = Some(Draws { first: step, lanes, settings });
+        *kept = Some(Uniforms { first: step, lanes, settings });
         found
     }
 }

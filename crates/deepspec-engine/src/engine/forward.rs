@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Engine, Numbers, Step, to_host};
+use super::{Engine, Step, StepInputs, to_host};
 use crate::outcome::{Outcome, padding};
 use crate::sampling::likeliest;
 use crate::verify::verify_sure;
@@ -19,7 +19,7 @@ pub(super) struct Lengths {
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    pub(super) fn lengths(&self, step: &Step, numbers: &Numbers) -> Lengths {
+    pub(super) fn lengths(&self, step: &Step, numbers: &StepInputs) -> Lengths {
         let ruler = &self.resident.ruler;
         let lens = ruler.pick(step.lens.iter().copied());
         let padding = padding(&step.lens, step.longest());
@@ -31,7 +31,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// The tokens to run: `anchor, drafts…` per decoding slot, then the prompts.
-    pub(super) fn feed(&self, step: &Step, numbers: &Numbers) -> Tensor {
+    pub(super) fn feed(&self, step: &Step, numbers: &StepInputs) -> Tensor {
         let prompts = &numbers.prompts;
         if step.decoding.is_empty() {
             return prompts.shallow_clone();
@@ -41,7 +41,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Anchors and drafts of the decoding slots `[Σ(1+γ')]`.
-    fn blocks(&self, step: &Step, numbers: &Numbers) -> Tensor {
+    fn blocks(&self, step: &Step, numbers: &StepInputs) -> Tensor {
         let anchors = &numbers.anchors;
         let Some(proposal) = &step.proposal else { return anchors.shallow_clone() };
         let blocks = Tensor::cat(&[anchors.unsqueeze(1), proposal.tokens.shallow_clone()], 1); // [S, 1+Γ]
@@ -54,7 +54,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     pub(super) fn judge(
         &self,
         step: &Step,
-        numbers: &Numbers,
+        numbers: &StepInputs,
         lengths: &Lengths,
         hidden: &Tensor,
     ) -> (Outcome, Tensor) {
@@ -88,7 +88,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     fn verdicts(
         &self,
         step: &Step,
-        numbers: &Numbers,
+        numbers: &StepInputs,
         lengths: &Lengths,
         logits: &Tensor,
     ) -> (Verdict, Vec<Tensor>) {

@@ -18,10 +18,10 @@ use deepspec_ops::range;
 use tch::{Device, Tensor};
 
 use crate::{
-    Completion, Context, EngineError, EngineOptions, Event, Feed, Proposal, Proposer, Request, StepTimes,
-    Tally, Target, Ticket,
+    Completion, Context, EngineError, EngineOptions, Event, ModelInput, Proposal, Proposer, Request,
+    RequestId, StepTimes, Tally, Target,
 };
-use numbers::{Numbers, Resident};
+use numbers::{DeviceState, StepInputs};
 use sequence::Sequence;
 
 /// Prompt tokens that one step takes in, unless a single prompt is longer.
@@ -33,12 +33,12 @@ pub struct Engine<T, P> {
     proposer: Option<P>,
     options: EngineOptions,
     slots: Vec<Option<Sequence>>,
-    queue: VecDeque<(Ticket, Request)>,
+    queue: VecDeque<(RequestId, Request)>,
     next_ticket: u64,
     /// States of committed tokens that the drafter has not seen, by the steps that committed them.
     pending: Vec<Context>,
     /// What the device has of the step before.
-    resident: Resident,
+    resident: DeviceState,
     /// Says when to draft, and how much of it to verify.
     planner: Planner,
     times: StepTimes,
@@ -99,7 +99,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             queue: VecDeque::new(),
             next_ticket: 0,
             pending: vec![],
-            resident: Resident::new(device),
+            resident: DeviceState::new(device),
             planner: Planner::default(),
             times: StepTimes::default(),
             counts: Tally::default(),
@@ -139,7 +139,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     ///
     /// # Errors
     /// If the request cannot be run; see [`EngineError`].
-    pub fn submit(&mut self, request: Request) -> Result<Ticket, EngineError> {
+    pub fn submit(&mut self, request: Request) -> Result<RequestId, EngineError> {
         let (prompt, max_new_tokens, context) =
             (request.prompt.len(), request.max_new_tokens, self.options.context);
         if prompt == 0 {
@@ -159,14 +159,14 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if bytes > memory {
             return Err(EngineError::TooLarge { tokens, bytes, memory });
         }
-        let ticket = Ticket(self.next_ticket);
+        let ticket = RequestId(self.next_ticket);
         self.next_ticket += 1;
         self.queue.push_back((ticket, request));
         Ok(ticket)
     }
 
     /// Drops a queued or running sequence; nothing more is reported of it.
-    pub fn cancel(&mut self, ticket: Ticket) {
+    pub fn cancel(&mut self, ticket: RequestId) {
         self.queue.retain(|(queued, _)| *queued != ticket);
         let holds = |slot: &Option<Sequence>| slot.as_ref().is_some_and(|s| s.ticket == ticket);
         if let Some(slot) = self.slots.iter().position(holds) {
@@ -294,7 +294,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let lengths = self.lengths(&step, &numbers);
         let verify = range(c"verify");
         let tokens = self.feed(&step, &numbers);
-        let forwarded = self.target.forward(&Feed { chunks: &step.chunks, tokens: tokens.shallow_clone() });
+        let forwarded =
+            self.target.forward(&ModelInput { chunks: &step.chunks, tokens: tokens.shallow_clone() });
         let (outcome, drawn) = self.judge(&step, &numbers, &lengths, &forwarded.hidden);
         drop(verify);
         let committing = Instant::now();

@@ -6,11 +6,11 @@ use deepspec_core::rng::Purpose;
 use tch::{Device, Kind, Tensor};
 
 use super::Engine;
-use super::draws::{DrawCounts, DrawSource};
-use crate::{Proposer, Ruler, Sampling, SamplingBatch, Target, Upload, runs};
+use super::draws::{UniformCounts, UniformSource};
+use crate::{DeviceArange, Proposer, Sampling, SamplingBatch, Target, Upload, runs};
 
 /// Anchors, draws and settings of the slots that take part in a step.
-pub struct Numbers {
+pub struct StepInputs {
     /// Last committed tokens of the decoding slots, `[S]` int64.
     pub anchors: Tensor,
     /// Decide the drafter's draws, `[S, γ]` float64.
@@ -30,7 +30,7 @@ pub struct Numbers {
 }
 
 /// What earlier steps left on the device.
-pub struct Resident {
+pub struct DeviceState {
     /// The slots of the last step in the order of its chunks, and the token that it drew behind each of them, `[S + P]` int64.
     pub drawn: Option<(Vec<usize>, Tensor)>,
     /// What stands for draws where nothing is left to them, `[S, lanes]` float64.
@@ -38,24 +38,25 @@ pub struct Resident {
     /// Divide the confidence logits, `[γ]` float32, once they were asked for.
     pub temperatures: OnceCell<Tensor>,
     /// Which places of rows are cut from.
-    pub ruler: Ruler,
+    pub ruler: DeviceArange,
 }
 
-impl Resident {
+impl DeviceState {
     /// Nothing yet.
     pub fn new(device: Device) -> Self {
-        Self { drawn: None, halves: None, temperatures: OnceCell::new(), ruler: Ruler::new(device) }
+        Self { drawn: None, halves: None, temperatures: OnceCell::new(), ruler: DeviceArange::new(device) }
     }
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Those of a step.
-    pub(super) fn numbers(&mut self, decoding: &[usize], prefilling: &[usize]) -> Numbers {
+    pub(super) fn numbers(&mut self, decoding: &[usize], prefilling: &[usize]) -> StepInputs {
         let settings =
             |slots: &[usize]| self.sequences(slots).map(|s| s.request.sampling).collect::<Vec<_>>();
         let (ours, theirs) = (settings(decoding), settings(prefilling));
         let proposer = self.proposer.as_ref().filter(|_| self.draft_len() > 0);
-        let lanes = DrawCounts { draft: proposer.map_or(0, Proposer::draft_len), accept: self.draft_len() };
+        let lanes =
+            UniformCounts { draft: proposer.map_or(0, Proposer::draft_len), accept: self.draft_len() };
         let (draws, ours_in_numbers) = if ours.iter().all(Sampling::is_greedy) {
             (self.halves(decoding.len(), lanes), Tensor::zeros([0], (Kind::Double, self.target.device())))
         } else {
@@ -72,7 +73,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let mut prompts = Upload::default();
         let tokens = self.sequences(prefilling).flat_map(|sequence| &sequence.request.prompt);
         let prompt_tokens = prompts.push(tokens.copied());
-        Numbers {
+        StepInputs {
             anchors: self.anchors(decoding),
             next: draws.select(1, (lanes.all() - 1) as i64),
             draft,
@@ -98,7 +99,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// One-hot distributions are drawn from: any number does.
-    fn halves(&mut self, slots: usize, lanes: DrawCounts) -> Tensor {
+    fn halves(&mut self, slots: usize, lanes: UniformCounts) -> Tensor {
         let size = [slots as i64, lanes.all() as i64];
         let known = self.resident.halves.take().filter(|known| known.size() == size);
         let halves = known.unwrap_or_else(|| Tensor::full(size, 0.5, (Kind::Double, self.target.device())));
@@ -107,12 +108,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Draws `[S, lanes]` and settings `[S·5]`, float64.
-    fn draws(&mut self, slots: &[usize], lanes: DrawCounts) -> (Tensor, Tensor) {
+    fn draws(&mut self, slots: &[usize], lanes: UniformCounts) -> (Tensor, Tensor) {
         let device = self.target.device();
         let sequences = slots.iter().filter_map(|&slot| {
             let sequence = self.slots.get_mut(slot)?.as_mut()?;
             let (step, steps) = (sequence.step(), sequence.request.max_new_tokens);
-            let source = DrawSource { stream: &sequence.stream, sampling: &sequence.request.sampling, steps };
+            let source =
+                UniformSource { stream: &sequence.stream, sampling: &sequence.request.sampling, steps };
             Some(source.draws(&mut sequence.draws, step, lanes, device))
         });
         let (draws, settings): (Vec<Tensor>, Vec<Tensor>) = sequences.unzip();

@@ -2,12 +2,12 @@
 
 use deepspec_core::rng::Stream;
 
-use super::draws::Draws;
-use crate::{Completion, Cycle, Finish, Request, Ticket};
+use super::draws::Uniforms;
+use crate::{Completion, Cycle, Finish, Request, RequestId};
 
 /// A request that is being answered.
 pub struct Sequence {
-    pub ticket: Ticket,
+    pub ticket: RequestId,
     pub request: Request,
     /// Where its draws come from.
     pub stream: Stream,
@@ -20,14 +20,14 @@ pub struct Sequence {
     /// Last committed token; None until the prompt has been run.
     pub anchor: Option<i64>,
     /// Draws of steps to come that are on the device already.
-    pub draws: Option<Draws>,
+    pub draws: Option<Uniforms>,
     generated: Vec<i64>,
     cycles: Vec<Cycle>,
 }
 
 impl Sequence {
     /// A sequence of which nothing has been run.
-    pub fn new(ticket: Ticket, request: Request, bytes: u64) -> Self {
+    pub fn new(ticket: RequestId, request: Request, bytes: u64) -> Self {
         let stream = Stream::new(request.sampling.seed, &request.id);
         Self {
             ticket,

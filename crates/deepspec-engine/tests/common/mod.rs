@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_engine::{DraftRequest, Feed, Forwarded, Proposal, Proposer, SamplingBatch, Target};
+use deepspec_engine::{DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, SamplingBatch, Target};
 use tch::{Device, Kind, Tensor};
 
 pub const V: i64 = 4;
@@ -51,7 +51,7 @@ impl ToyTarget {
 }
 
 impl Target for ToyTarget {
-    fn forward(&mut self, feed: &Feed) -> Forwarded {
+    fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         let mut tokens = prefixes(&feed.tokens).into_iter();
         let mut rows = vec![];
         for &(slot, count) in feed.chunks {
@@ -62,7 +62,7 @@ impl Target for ToyTarget {
             }
         }
         let hidden = Tensor::from_slice(&rows).unsqueeze(1);
-        Forwarded { taps: hidden.copy(), hidden }
+        ModelOutput { taps: hidden.copy(), hidden }
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {

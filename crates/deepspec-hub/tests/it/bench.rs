@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use deepspec_core::cli::Verbosity;
-use deepspec_hub::{Hub, HubError, Patience, Settings};
+use deepspec_hub::{Hub, HubError, RetryPolicy, Settings};
 use deepspec_testkit::hub::{FakeHub, FakeRepo, Request};
 use tempfile::TempDir;
 
@@ -28,7 +28,7 @@ impl Bench {
             cache: self.dir.path().join("hub"),
             offline: None,
             verbosity: Verbosity::Quiet,
-            patience: Patience { attempts: 3, pause, ..Patience::default() },
+            patience: RetryPolicy { attempts: 3, pause, ..RetryPolicy::default() },
         }
     }
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::digest;
-use deepspec_hub::{Hub, HubError, Patience, Repo, Settings};
+use deepspec_hub::{Hub, HubError, Repo, RetryPolicy, Settings};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, bytes, names, says};
@@ -62,7 +62,7 @@ fn a_broken_transfer_is_continued_where_it_broke() {
 #[test]
 fn a_server_that_goes_away_in_the_middle_is_waited_for() {
     let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
-    let patience = Patience { attempts: 4, ..bench.settings().patience };
+    let patience = RetryPolicy { attempts: 4, ..bench.settings().patience };
     let fetch = |repo: &Repo| Hub::new(Settings { patience, ..bench.settings() }).fetch(repo, "w.bin");
     bench.fake.fail("/cdn/", 2, Fault::Closed);
     says(fetch(&Repo::model("own/tiny", None)), &["cannot be reached", "2 attempts"]);
@@ -77,7 +77,7 @@ fn another_process_continues_it_too() {
     let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
     let repo = Repo::model("own/tiny", None);
     bench.fake.fail("/cdn/", 1, Fault::BreakAfter(123_456));
-    let hasty = Patience { attempts: 1, ..bench.settings().patience };
+    let hasty = RetryPolicy { attempts: 1, ..bench.settings().patience };
     let first = Hub::new(Settings { patience: hasty, ..bench.settings() }).fetch(&repo, "w.bin");
     says(first, &["w.bin of model own/tiny", "broken off after 123456"]);
     let part = format!("{}.incomplete", digest::bytes(&bytes(300_000)));

@@ -3,7 +3,7 @@
 use std::fs;
 use std::net::TcpListener;
 
-use deepspec_hub::{Hub, HubError, Kind, Patience, Repo, Settings};
+use deepspec_hub::{Hub, HubError, Kind, Repo, RetryPolicy, Settings};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, bytes, says};
@@ -122,7 +122,7 @@ fn a_silent_server_is_not_waited_for_forever() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", silent.local_addr().unwrap());
     let bench = bench();
-    let patience = Patience { silence: std::time::Duration::from_millis(50), ..bench.settings().patience };
+    let patience = RetryPolicy { silence: std::time::Duration::from_millis(50), ..bench.settings().patience };
     let hub = Hub::new(Settings { endpoint, patience, ..bench.settings() });
     says(hub.fetch(&repo(), "w.bin"), &["cannot be reached", "timeout"]);
 }

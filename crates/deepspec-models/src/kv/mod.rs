@@ -6,16 +6,16 @@ mod pool;
 
 use std::collections::BTreeMap;
 
-use deepspec_engine::Ruler;
+use deepspec_engine::DeviceArange;
 use deepspec_ops::{
-    HistoryChunk, HistoryRows, HistoryView, ProjectedHeads, few_rows_attention, has_history_attention,
+    HistoryChunk, KvRows, KvWindow, ProjectedHeads, few_rows_attention, has_history_attention,
     history_attention,
 };
 use tch::{Device, Kind, Tensor};
 
-use crate::nn::{AttentionSpec, DecoderLayer, Heads, Qkv, Rotation, Spread};
+use crate::nn::{AttentionSpec, BroadcastRows, DecoderLayer, Heads, Qkv, Rotation};
 use calls::{AttentionCall, MaskShape};
-pub use plan::{BatchPlan, FusedPlan, MaskKind, PassPlan, Rows};
+pub use plan::{AttentionMetadata, FusedPlan, MaskKind, PassPlan, Rows};
 use plan::{Group, Placed, Slots};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
@@ -42,7 +42,7 @@ pub struct KvCache {
     /// Whether chunks of a few tokens can attend one by one on the CPU, where their histories lie.
     attends_in_place: bool,
     /// Which rows and positions are cut from.
-    ruler: Ruler,
+    ruler: DeviceArange,
 }
 
 struct Layer {
@@ -93,7 +93,7 @@ impl KvCache {
         let has = |layer: &Layer| has_history_attention(layer.heads.dim);
         let attends_in_place = (kind, device) == (Kind::Float, Device::Cpu) && layers.iter().all(has);
         let slots = vec![Slot::default(); slots];
-        let (options, ruler) = ((kind, device), Ruler::new(device));
+        let (options, ruler) = ((kind, device), DeviceArange::new(device));
         Self { layers, views, layout, pools: BTreeMap::new(), slots, options, attends_in_place, ruler }
     }
 
@@ -243,7 +243,7 @@ impl KvCache {
     }
 
     /// Stores the planned rows and lets their queries attend to their slots' histories: `[N, H·D]`.
-    pub fn attend(&mut self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
+    pub fn attend(&mut self, layer: usize, plan: &AttentionMetadata, qkv: &Qkv) -> Tensor {
         let in_place = (!plan.few.is_empty()).then(|| self.attend_in_place(layer, plan, qkv));
         if plan.groups.is_empty() {
             return in_place.unwrap_or_else(|| qkv.q.flatten(1, 2));
@@ -272,7 +272,7 @@ impl KvCache {
         (i, layer): (usize, &DecoderLayer),
         plan: &PassPlan,
         x: &Tensor,
-        spread: Option<Spread<'_>>,
+        spread: Option<BroadcastRows<'_>>,
         rotation: &Rotation,
     ) -> Tensor {
         match (plan, spread) {
@@ -297,10 +297,10 @@ impl KvCache {
     ) -> Tensor {
         let Layer { scale, view, .. } = self.layers[layer];
         let sees_chunk = plan.visibility == MaskKind::Block;
-        let view = HistoryView { scale, window: self.views[view].window, sees_chunk };
+        let view = KvWindow { scale, window: self.views[view].window, sees_chunk };
         let chunks = self.history_chunks(layer, &plan.placed);
         match self.attends_in_place {
-            true => history_attention(HistoryRows::Projected(qkv, heads), &chunks, view),
+            true => history_attention(KvRows::Projected(qkv, heads), &chunks, view),
             false => few_rows_attention(qkv, &heads, &chunks, view),
         }
     }
@@ -316,13 +316,13 @@ impl KvCache {
     }
 
     /// What [`KvCache::attend`] gives for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
-    fn attend_in_place(&self, layer: usize, plan: &BatchPlan, qkv: &Qkv) -> Tensor {
+    fn attend_in_place(&self, layer: usize, plan: &AttentionMetadata, qkv: &Qkv) -> Tensor {
         let Layer { scale, view, .. } = self.layers[layer];
         let chunks = self.history_chunks(layer, &plan.few);
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
         let sees_chunk = plan.visibility == MaskKind::Block;
-        let view = HistoryView { scale, window: self.views[view].window, sees_chunk };
-        history_attention(HistoryRows::Ready([&q, &k, &v]), &chunks, view)
+        let view = KvWindow { scale, window: self.views[view].window, sees_chunk };
+        history_attention(KvRows::CudaEvent([&q, &k, &v]), &chunks, view)
     }
 
     /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.

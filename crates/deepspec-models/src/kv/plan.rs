@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
-use crate::nn::{Ropes, Rotations};
+use crate::nn::{RotaryEmbeddings, Rotations};
 
 /// Tokens of a chunk that attends by itself on the CPU: blocks, what was accepted of them, and short prompts, which would be padded to
 /// [`SPAN`]. The scores of those query heads that share keys, which each thread keeps room for (4 MiB), are no more than `FEW_SCORES`.
@@ -41,7 +41,7 @@ pub(super) struct PoolRows {
 }
 
 /// The same for an attention; the same for all layers.
-pub struct BatchPlan {
+pub struct AttentionMetadata {
     pub(super) rows: Rows,
     /// Chunks that attend one by one where they lie; the others are in groups.
     pub(super) few: Vec<Placed>,
@@ -68,12 +68,12 @@ pub enum PassPlan {
     /// In five calls a layer.
     Fused(FusedPlan),
     /// Operator by operator.
-    ByOperator(BatchPlan),
+    ByOperator(AttentionMetadata),
 }
 
 impl PassPlan {
     /// What the rows turn by.
-    pub fn rotations<'a>(&self, ropes: &'a Ropes, kind: Kind) -> Rotations<'a> {
+    pub fn rotations<'a>(&self, ropes: &'a RotaryEmbeddings, kind: Kind) -> Rotations<'a> {
         match self {
             Self::Fused(plan) => ropes.below(plan.end, &plan.positions, kind),
             Self::ByOperator(plan) => ropes.at(plan.positions(), kind),
@@ -107,7 +107,7 @@ impl Rows {
     }
 }
 
-impl BatchPlan {
+impl AttentionMetadata {
     /// Absolute position of every row, `[N]` int64.
     pub fn positions(&self) -> &Tensor {
         &self.rows.positions
@@ -147,14 +147,14 @@ impl KvCache {
     }
 
     /// [`KvCache::place`] and what the chunks' queries see.
-    pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind) -> BatchPlan {
+    pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind) -> AttentionMetadata {
         let (few, mut placed): (Vec<Placed>, Vec<Placed>) =
             self.placed(chunks).into_iter().partition(|placed| self.is_few(&placed.chunk));
         // Pool after pool, and in a group row after row: rows that lie side by side are read without copying them.
         placed.sort_by_key(|placed| (placed.kind(), placed.row));
         let in_place = placed.is_empty() || (few.is_empty() && in_order(&placed));
         let order = (!in_place).then(|| self.order(&placed));
-        BatchPlan {
+        AttentionMetadata {
             rows: self.rows(&placed, chunks, order.as_ref()),
             back: (!in_place && few.is_empty()).then(|| self.back(&placed)),
             order,

@@ -26,7 +26,7 @@ pub enum Init {
 enum Source<'a> {
     Checkpoint(&'a Weights),
     Fresh { seed: u64, std: f64, device: Device, kind: Kind },
-    Shared(&'a Named),
+    Shared(&'a StateDict),
     Outline,
 }
 
@@ -35,12 +35,12 @@ pub struct Builder<'a> {
     source: Source<'a>,
     /// Whether weights of products are packed.
     packs: bool,
-    named: RefCell<Named>,
+    named: RefCell<StateDict>,
 }
 
 /// Tensors by checkpoint name, in the order they were asked for; they share storage with the model.
 #[derive(Default)]
-pub struct Named {
+pub struct StateDict {
     /// Those that are trained.
     pub parameters: Vec<(String, Tensor)>,
     /// Those that are stored only.
@@ -49,7 +49,7 @@ pub struct Named {
     pub packed: Vec<(String, PackedWeight)>,
 }
 
-impl Named {
+impl StateDict {
     /// All of them, in the form in which a checkpoint stores them: what is packed is copied out of that.
     pub fn all(&self) -> Vec<(String, Tensor)> {
         let Self { parameters, buffers, packed } = self.share();
@@ -101,7 +101,7 @@ impl<'a> Builder<'a> {
     ///
     /// # Panics
     /// When a parameter is asked for that the other model has not, or has in another shape.
-    pub fn sharing(named: &'a Named) -> Self {
+    pub fn sharing(named: &'a StateDict) -> Self {
         Self::new(Source::Shared(named))
     }
 
@@ -176,7 +176,7 @@ impl<'a> Builder<'a> {
     }
 
     /// All that was handed out.
-    pub fn into_named(self) -> Named {
+    pub fn into_named(self) -> StateDict {
         self.named.into_inner()
     }
 }

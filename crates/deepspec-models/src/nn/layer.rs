@@ -1,12 +1,12 @@
 //! One decoder layer: grouped-query attention and a gated MLP; the rest is in its [`LayerSpec`].
 
 use deepspec_ops::{
-    Gain, PackedWeight, ProjectedHeads, gated_product, has_few_rows, has_history_attention,
+    PackedWeight, ProjectedHeads, RmsNormParams, gated_product, has_few_rows, has_history_attention,
     packed_gated_product, rms_norm, silu_times,
 };
 use tch::{Kind, Tensor};
 
-use super::linear::Fusable;
+use super::linear::LinearKernel;
 use super::spec::{Activation, Heads, LayerSpec, Norms, Value};
 use super::{Builder, Init, Rotation, Weight};
 use crate::ModelError;
@@ -40,7 +40,7 @@ impl Linear {
     }
 
     /// Its weight, where that is of this form and there is no bias.
-    fn unbiased<W: Fusable>(&self) -> Option<&W> {
+    fn unbiased<W: LinearKernel>(&self) -> Option<&W> {
         if self.bias.is_none() { W::of(&self.weight) } else { None }
     }
 
@@ -73,8 +73,8 @@ impl RmsNorm {
         Ok(Self { weight: b.get(&format!("{name}.weight"), &[size], Init::Ones)?, eps })
     }
 
-    fn gain(&self) -> Gain<'_> {
-        Gain { weights: &self.weight, eps: self.eps }
+    fn gain(&self) -> RmsNormParams<'_> {
+        RmsNormParams { weights: &self.weight, eps: self.eps }
     }
 
     /// Norms the last dimension.
@@ -246,7 +246,7 @@ struct Fused<'a, W> {
 }
 
 /// Rows of which some are alike until they are turned.
-pub struct Spread<'a> {
+pub struct BroadcastRows<'a> {
     /// The distinct ones, `[M, d]`.
     pub distinct: &'a Tensor,
     /// Makes all rows of what belongs to the distinct ones, by repeating some.
@@ -255,7 +255,7 @@ pub struct Spread<'a> {
 
 impl DecoderLayer {
     /// Its weights in a form, where it is a layer as Qwen3's and Llama's.
-    fn fused<W: Fusable>(&self) -> Option<Fused<'_, W>> {
+    fn fused<W: LinearKernel>(&self) -> Option<Fused<'_, W>> {
         let Self { attention, mlp, attention_norms, mlp_norms, layer_scalar } = self;
         let is_plain = attention_norms.after.is_none() && mlp_norms.after.is_none() && layer_scalar.is_none();
         let fits = is_plain
@@ -304,7 +304,7 @@ impl DecoderLayer {
     pub(crate) fn forward_fused(
         &self,
         x: &Tensor,
-        spread: Option<Spread<'_>>,
+        spread: Option<BroadcastRows<'_>>,
         rotation: &Rotation,
         attend: impl FnOnce(&Tensor, ProjectedHeads<'_>) -> Tensor,
     ) -> Option<Tensor> {
@@ -315,11 +315,11 @@ impl DecoderLayer {
     }
 
     /// The same with its weights.
-    fn run_fused<W: Fusable>(
+    fn run_fused<W: LinearKernel>(
         &self,
         Fused { qkv, output, gate, up, down }: &Fused<'_, W>,
         x: &Tensor,
-        spread: Option<Spread<'_>>,
+        spread: Option<BroadcastRows<'_>>,
         rotation: &Rotation,
         attend: impl FnOnce(&Tensor, ProjectedHeads<'_>) -> Tensor,
     ) -> Tensor {
@@ -329,7 +329,7 @@ impl DecoderLayer {
         let heads = ProjectedHeads { query, key_value, dim, gains, angles: rotation.angles() };
         let project = |x: &Tensor| W::products(qkv, x, Some(self.attention_norms.before.gain()), None);
         let qkv = match spread {
-            Some(Spread { distinct, repeat }) => repeat(&project(distinct)),
+            Some(BroadcastRows { distinct, repeat }) => repeat(&project(distinct)),
             None => project(x),
         };
         let seen = attend(&qkv, heads);
@@ -409,7 +409,7 @@ impl DecoderLayer {
     pub fn forward_spread(
         &self,
         x: &Tensor,
-        Spread { distinct, repeat }: Spread<'_>,
+        BroadcastRows { distinct, repeat }: BroadcastRows<'_>,
         rotation: &Rotation,
         attend: impl FnOnce(&Qkv) -> Tensor,
     ) -> Tensor {

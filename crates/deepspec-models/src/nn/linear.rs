@@ -1,8 +1,8 @@
 //! Weights of products.
 
 use deepspec_ops::{
-    Gain, PackedWeight, few_rows_gated_product, few_rows_product, packed_gated_product, packed_product,
-    projection,
+    PackedWeight, RmsNormParams, few_rows_gated_product, few_rows_product, packed_gated_product,
+    packed_product, projection,
 };
 use tch::{Device, Tensor};
 
@@ -57,42 +57,57 @@ impl Weight {
 }
 
 /// A form of weights that layers are fused for.
-pub(super) trait Fusable {
+pub(super) trait LinearKernel {
     /// The weight in this form, if it is in it.
     fn of(weight: &Weight) -> Option<&Self>;
 
     /// `norm(x) [W₁; W₂; …]ᵀ + residual` in one call, the outputs of all weights side by side.
-    fn products(weights: &[&Self], x: &Tensor, gain: Option<Gain<'_>>, residual: Option<&Tensor>) -> Tensor;
+    fn products(
+        weights: &[&Self],
+        x: &Tensor,
+        gain: Option<RmsNormParams<'_>>,
+        residual: Option<&Tensor>,
+    ) -> Tensor;
 
     /// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)` in one call.
-    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor;
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: RmsNormParams<'_>) -> Tensor;
 }
 
-impl Fusable for PackedWeight {
+impl LinearKernel for PackedWeight {
     fn of(weight: &Weight) -> Option<&Self> {
         if let Weight::Packed(packed) = weight { Some(packed) } else { None }
     }
 
-    fn products(weights: &[&Self], x: &Tensor, gain: Option<Gain<'_>>, residual: Option<&Tensor>) -> Tensor {
+    fn products(
+        weights: &[&Self],
+        x: &Tensor,
+        gain: Option<RmsNormParams<'_>>,
+        residual: Option<&Tensor>,
+    ) -> Tensor {
         packed_product(x, gain, weights, residual)
     }
 
-    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor {
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: RmsNormParams<'_>) -> Tensor {
         packed_gated_product(x, Some(gain), gate, up)
     }
 }
 
 /// As they are stored: on a GPU.
-impl Fusable for Tensor {
+impl LinearKernel for Tensor {
     fn of(weight: &Weight) -> Option<&Self> {
         if let Weight::Stored(stored) = weight { Some(stored) } else { None }
     }
 
-    fn products(weights: &[&Self], x: &Tensor, gain: Option<Gain<'_>>, residual: Option<&Tensor>) -> Tensor {
+    fn products(
+        weights: &[&Self],
+        x: &Tensor,
+        gain: Option<RmsNormParams<'_>>,
+        residual: Option<&Tensor>,
+    ) -> Tensor {
         few_rows_product(x, gain, weights, residual)
     }
 
-    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: Gain<'_>) -> Tensor {
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, gain: RmsNormParams<'_>) -> Tensor {
         few_rows_gated_product(x, gain, gate, up)
     }
 }

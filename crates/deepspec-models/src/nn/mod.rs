@@ -7,9 +7,9 @@ mod rope;
 mod spec;
 mod vocabulary;
 
-pub use builder::{Builder, Init, Named};
-pub use layer::{DecoderLayer, Half, Linear, Qkv, RmsNorm, Spread};
+pub use builder::{Builder, Init, StateDict};
+pub use layer::{BroadcastRows, DecoderLayer, Half, Linear, Qkv, RmsNorm};
 pub use linear::Weight;
-pub use rope::{Ropes, Rotation, Rotations};
+pub use rope::{RotaryEmbeddings, Rotation, Rotations};
 pub use spec::{Activation, AttentionSpec, Heads, LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
-pub use vocabulary::Vocabulary;
+pub use vocabulary::EmbedHead;

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::spec::{LayerSpec, RopeSpec, Scaling, Yarn};
 
 /// The rotary embeddings of a stack of layers, one for each kind of layer.
-pub struct Ropes {
+pub struct RotaryEmbeddings {
     ropes: Vec<Rope>,
     /// Which of them each layer uses.
     of_layer: Vec<usize>,
@@ -20,7 +20,7 @@ pub struct Rotations<'a> {
     of_layer: &'a [usize],
 }
 
-impl Ropes {
+impl RotaryEmbeddings {
     /// Those of `layers` on `device`.
     pub fn new(layers: &[LayerSpec], device: Device) -> Self {
         let mut specs: Vec<&RopeSpec> = vec![];

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::Weight;
 
 /// Embedding and head, `[V, d]` each.
-pub struct Vocabulary {
+pub struct EmbedHead {
     embed_tokens: Tensor,
     lm_head: Weight,
     /// Factor on embeddings, in the kind of the weights; None for 1.
@@ -13,7 +13,7 @@ pub struct Vocabulary {
     softcap: Option<f64>,
 }
 
-impl Vocabulary {
+impl EmbedHead {
     /// Embeddings are multiplied by `scale`, which is first rounded to the weights' kind; logits `x` become `c·tanh(x/c)` where
     /// there is a soft-cap c.
     pub fn new(embed_tokens: Tensor, lm_head: Weight, scale: f64, softcap: Option<f64>) -> Self {

@@ -62,7 +62,7 @@ unsafe extern "C" {
 }
 
 /// Keys and values of a context or of blocks.
-pub struct KeysValues<'a> {
+pub struct KeyValues<'a> {
     /// Keys.
     pub k: &'a Tensor,
     /// Values.
@@ -78,8 +78,8 @@ pub struct KeysValues<'a> {
 /// With libtorch's words, if shapes, kinds or devices do not fit each other.
 pub fn block_attention(
     q: &Tensor,
-    context: &KeysValues<'_>,
-    own: &KeysValues<'_>,
+    context: &KeyValues<'_>,
+    own: &KeyValues<'_>,
     parts: &[AttentionPart],
     block_mask: Option<&Tensor>,
     scale: f64,
@@ -140,8 +140,8 @@ struct RawSequence {
 /// If shapes do not fit each other, or an anchor lies behind its context.
 pub fn attend_by_block(
     q: &Tensor,
-    context: &KeysValues<'_>,
-    own: &KeysValues<'_>,
+    context: &KeyValues<'_>,
+    own: &KeyValues<'_>,
     sequences: &[SequenceBlocks],
     window: Option<i64>,
     scale: f64,
@@ -245,7 +245,7 @@ impl TiledAttention {
     ///
     /// # Panics
     /// If shapes do not fit the plan, or with libtorch's words.
-    pub fn attend(&self, q: &Tensor, context: &KeysValues<'_>, own: &KeysValues<'_>) -> Tensor {
+    pub fn attend(&self, q: &Tensor, context: &KeyValues<'_>, own: &KeyValues<'_>) -> Tensor {
         let [q, k, v, own_k, own_v] =
             [q, context.k, context.v, own.k, own.v].map(|tensor| tensor.as_ptr().cast());
         let mut out = ptr::null_mut();
@@ -284,20 +284,20 @@ mod tests {
         size: i64,
         tokens: i64,
         dim: i64,
-        attend: impl Fn(&Tensor, &KeysValues<'_>, &KeysValues<'_>) -> Tensor,
+        attend: impl Fn(&Tensor, &KeyValues<'_>, &KeyValues<'_>) -> Tensor,
     ) -> Vec<Tensor> {
         let learned = |shape: &[i64], seed| values(shape, seed).set_requires_grad(true);
         let q = learned(&[blocks * size, 6, dim], 0.1);
         let [own_k, own_v] = [0.2, 0.3].map(|seed| learned(&[blocks * size, 2, dim], seed));
         let [k, v] = [0.4, 0.5].map(|seed| learned(&[tokens, 2, dim], seed));
-        let y = attend(&q, &KeysValues { k: &k, v: &v }, &KeysValues { k: &own_k, v: &own_v });
+        let y = attend(&q, &KeyValues { k: &k, v: &v }, &KeyValues { k: &own_k, v: &own_v });
         (&y * values(&y.size(), 0.6)).sum(Kind::Float).backward();
         [y.detach()].into_iter().chain([q, own_k, own_v, k, v].map(|tensor| tensor.grad())).collect()
     }
 
     /// The same of one sequence by [`block_attention`].
     fn by_parts(
-        (q, context, own): (&Tensor, &KeysValues<'_>, &KeysValues<'_>),
+        (q, context, own): (&Tensor, &KeyValues<'_>, &KeyValues<'_>),
         size: i64,
         parts: &[AttentionPart],
         own_mask: &Tensor,
@@ -306,7 +306,7 @@ mod tests {
         let rows = q.view([-1, size, 2, 3, dim]).permute([2, 0, 3, 1, 4]).reshape([2, -1, 3 * size, dim]);
         let [own_k, own_v] = [own.k, own.v].map(|own| own.view([-1, size, 2, dim]).permute([2, 0, 1, 3]));
         let (k, v) = (context.k.transpose(0, 1), context.v.transpose(0, 1));
-        let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
+        let (context, own) = (KeyValues { k: &k, v: &v }, KeyValues { k: &own_k, v: &own_v });
         let y = block_attention(&rows, &context, &own, parts, Some(own_mask), 0.2);
         y.view([2, -1, 3, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, 6 * dim])
     }
@@ -390,7 +390,7 @@ mod tests {
                 let [q, own_k, own_v] = [q, own.k, own.v].map(|tensor| tensor.narrow(0, block, rows));
                 let [k, v] = [context.k, context.v].map(|tensor| tensor.narrow(0, token, tokens));
                 (block, token) = (block + rows, token + tokens);
-                let (context, own) = (KeysValues { k: &k, v: &v }, KeysValues { k: &own_k, v: &own_v });
+                let (context, own) = (KeyValues { k: &k, v: &v }, KeyValues { k: &own_k, v: &own_v });
                 attend_by_block(&q, &context, &own, std::slice::from_ref(of), Some(9), 0.2).unwrap()
             });
             Tensor::cat(&of.collect::<Vec<_>>(), 0)
@@ -407,7 +407,7 @@ mod tests {
         let of = |kind, dim| {
             let q = values(&[4, 2, dim], 0.0).to_kind(kind);
             let (k, own) = (values(&[9, 1, dim], 0.1).to_kind(kind), values(&[4, 1, dim], 0.2).to_kind(kind));
-            let (context, own) = (KeysValues { k: &k, v: &k }, KeysValues { k: &own, v: &own });
+            let (context, own) = (KeyValues { k: &k, v: &k }, KeyValues { k: &own, v: &own });
             attend_by_block(&q, &context, &own, &lone(9, &[3, 9]), None, 1.0)
         };
         assert!(of(Kind::Float, 16).is_some());
@@ -419,7 +419,7 @@ mod tests {
     fn an_anchor_behind_the_context_is_refused() {
         let (q, k) = (values(&[2, 2, 16], 0.0), values(&[9, 1, 16], 0.1));
         let own = values(&[2, 1, 16], 0.2);
-        let (context, own) = (KeysValues { k: &k, v: &k }, KeysValues { k: &own, v: &own });
+        let (context, own) = (KeyValues { k: &k, v: &k }, KeyValues { k: &own, v: &own });
         let _ = attend_by_block(&q, &context, &own, &lone(9, &[10]), None, 1.0);
     }
 }

@@ -6,8 +6,8 @@ use std::ptr;
 use tch::Tensor;
 
 use super::c10d::check;
-use super::history::{HistoryChunk, HistoryView, ProjectedHeads, RawChunk};
-use super::rows::Gain;
+use super::history::{HistoryChunk, KvWindow, ProjectedHeads, RawChunk};
+use super::rows::RmsNormParams;
 
 /// Most rows of a call. A row's bits do not depend on rows of other sequences, nor on those behind it.
 pub const FEW_ROWS: usize = 8;
@@ -69,7 +69,7 @@ pub fn has_few_rows(like: &Tensor, width: i64, inner: i64, dim: i64, repeats: i6
 /// If shapes, kinds or devices do not fit, or with the driver's words.
 pub fn few_rows_product(
     x: &Tensor,
-    gain: Option<Gain<'_>>,
+    gain: Option<RmsNormParams<'_>>,
     weights: &[&Tensor],
     residual: Option<&Tensor>,
 ) -> Tensor {
@@ -89,7 +89,7 @@ pub fn few_rows_product(
 ///
 /// # Panics
 /// As [`few_rows_product`].
-pub fn few_rows_gated_product(x: &Tensor, gain: Gain<'_>, gate: &Tensor, up: &Tensor) -> Tensor {
+pub fn few_rows_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor, up: &Tensor) -> Tensor {
     let (norm, eps) = pointers(Some(gain));
     let mut out = ptr::null_mut();
     // SAFETY: as above.
@@ -115,7 +115,7 @@ pub fn few_rows_attention(
     qkv: &Tensor,
     heads: &ProjectedHeads<'_>,
     chunks: &[HistoryChunk<'_>],
-    HistoryView { scale, window, sees_chunk }: HistoryView,
+    KvWindow { scale, window, sees_chunk }: KvWindow,
 ) -> Tensor {
     for (at, one) in chunks.iter().enumerate() {
         let is_shared = |other: &HistoryChunk<'_>| {
@@ -149,7 +149,7 @@ pub fn few_rows_attention(
     made("attention of a few rows", problem, out)
 }
 
-fn pointers(gain: Option<Gain<'_>>) -> (*const c_void, f64) {
+fn pointers(gain: Option<RmsNormParams<'_>>) -> (*const c_void, f64) {
     gain.map_or((ptr::null(), 0.0), |gain| (gain.weights.as_ptr().cast(), gain.eps))
 }
 

@@ -6,12 +6,12 @@ use tch::{Device, Kind, Tensor};
 
 /// A CPU tensor that is still being filled; nobody else sees its memory before it is done.
 #[derive(Debug)]
-pub struct Filling {
+pub struct UninitTensor {
     tensor: Tensor,
     bytes: usize,
 }
 
-impl Filling {
+impl UninitTensor {
     /// Takes memory for a tensor of this shape; what the bytes are is open.
     ///
     /// # Panics
@@ -45,7 +45,7 @@ mod tests {
 
     #[test]
     fn holds_what_was_written() {
-        let mut filling = Filling::new(&[2, 3], Kind::Float);
+        let mut filling = UninitTensor::new(&[2, 3], Kind::Float);
         for (number, value) in filling.bytes().chunks_exact_mut(4).enumerate() {
             value.copy_from_slice(&(number as f32).to_le_bytes());
         }
@@ -55,6 +55,6 @@ mod tests {
 
     #[test]
     fn may_be_empty() {
-        assert!(Filling::new(&[0, 8], Kind::BFloat16).bytes().is_empty());
+        assert!(UninitTensor::new(&[0, 8], Kind::BFloat16).bytes().is_empty());
     }
 }

@@ -6,7 +6,7 @@ use std::ptr;
 use tch::{Device, Kind, Tensor};
 
 use super::c10d::check;
-use super::rows::Gain;
+use super::rows::RmsNormParams;
 
 /// One sequence's queries, and where its history is.
 #[derive(Clone, Copy)]
@@ -25,7 +25,7 @@ pub struct HistoryChunk<'a> {
 
 /// Who sees what.
 #[derive(Debug, Clone, Copy)]
-pub struct HistoryView {
+pub struct KvWindow {
     /// Factor on the scores.
     pub scale: f64,
     /// Keys that a query sees; None for all before it.
@@ -67,21 +67,21 @@ pub struct ProjectedHeads<'a> {
     /// D.
     pub dim: i64,
     /// Norms of queries and keys, `[D]`, of one ε.
-    pub gains: Option<[Gain<'a>; 2]>,
+    pub gains: Option<[RmsNormParams<'a>; 2]>,
     /// Cosines and sines of what each row is turned by, D/2 of each.
     pub angles: [&'a Tensor; 2],
 }
 
 /// Queries, keys and values of N rows.
 #[derive(Clone, Copy)]
-pub enum HistoryRows<'a> {
+pub enum KvRows<'a> {
     /// As they attend: `[N, H, D]`, and `[N, G, D]` twice.
-    Ready([&'a Tensor; 3]),
+    CudaEvent([&'a Tensor; 3]),
     /// Side by side, `[N, (H + 2G)·D]`, neither normed nor turned yet.
     Projected(&'a Tensor, ProjectedHeads<'a>),
 }
 
-/// The shim's `HistoryRows`.
+/// The shim's `KvRows`.
 #[repr(C)]
 struct RawRows {
     q: *const f32,
@@ -105,13 +105,13 @@ impl RawRows {
     ///
     /// # Panics
     /// If shapes or kinds do not fit each other.
-    fn of(rows: HistoryRows<'_>) -> Self {
+    fn of(rows: KvRows<'_>) -> Self {
         let values = |of: &Tensor| {
             assert!(is_plain(of), "float32 of the CPU, row by row");
             of.data_ptr().cast::<f32>().cast_const()
         };
         match rows {
-            HistoryRows::Ready([q, k, v]) => {
+            KvRows::CudaEvent([q, k, v]) => {
                 let (size, [n, groups, dim]) = (q.size(), [0, 1, 2].map(|dim| k.size()[dim]));
                 let fits = size.len() == 3 && size[0] == n && size[2] == dim && size[1] % groups.max(1) == 0;
                 assert!(
@@ -141,7 +141,7 @@ impl RawRows {
                     eps,
                 }
             }
-            HistoryRows::Projected(
+            KvRows::Projected(
                 qkv,
                 ProjectedHeads { query: heads, key_value: groups, dim, gains, angles },
             ) => {
@@ -156,7 +156,7 @@ impl RawRows {
                 assert!(of_queries == of_keys, "norms of one ε: {of_queries} and {of_keys}");
                 let turns = |of: &&Tensor| of.numel() as i64 == size[0] * dim / 2;
                 assert!(angles.iter().all(turns), "angles of {} rows, half of {dim} each", size[0]);
-                let norms = |of: &Gain<'_>| of.weights.numel() as i64 == dim;
+                let norms = |of: &RmsNormParams<'_>| of.weights.numel() as i64 == dim;
                 assert!(gains.iter().flatten().all(norms), "norms of {dim} values");
                 let [cosines, sines] = angles.map(values);
                 let [query_gain, key_gain] =
@@ -212,13 +212,13 @@ pub fn has_history_attention(dim: i64) -> bool {
 /// # Panics
 /// If shapes, kinds or places do not fit each other, where [`has_history_attention`] says no, or if something wants a gradient.
 pub fn history_attention(
-    rows: HistoryRows<'_>,
+    rows: KvRows<'_>,
     chunks: &[HistoryChunk<'_>],
-    HistoryView { scale, window, sees_chunk }: HistoryView,
+    KvWindow { scale, window, sees_chunk }: KvWindow,
 ) -> Tensor {
     let learns = match rows {
-        HistoryRows::Ready(parts) => parts.into_iter().any(Tensor::requires_grad),
-        HistoryRows::Projected(qkv, _) => qkv.requires_grad(),
+        KvRows::CudaEvent(parts) => parts.into_iter().any(Tensor::requires_grad),
+        KvRows::Projected(qkv, _) => qkv.requires_grad(),
     };
     assert!(!learns, "attention over histories has no gradient");
     let rows = RawRows::of(rows);
@@ -312,9 +312,9 @@ mod tests {
                 len,
                 first,
             });
-            let view = HistoryView { scale: 0.2, window, sees_chunk };
+            let view = KvWindow { scale: 0.2, window, sees_chunk };
             let attend = |chunks: &[HistoryChunk<'_>]| {
-                history_attention(HistoryRows::Ready([&q, &k, &v]), chunks, view).view([14, heads, dim])
+                history_attention(KvRows::CudaEvent([&q, &k, &v]), chunks, view).view([14, heads, dim])
             };
             let all = attend(&chunks);
             for chunk in &chunks {
@@ -369,7 +369,8 @@ mod tests {
         let angles = Tensor::arange(n * dim / 2, CPU).view([n, 1, dim / 2]);
         let (cosines, sines) = (angles.cos(), angles.sin());
         for is_normed in [true, false] {
-            let gains = is_normed.then(|| gains.each_ref().map(|weights| Gain { weights, eps: 1e-6 }));
+            let gains =
+                is_normed.then(|| gains.each_ref().map(|weights| RmsNormParams { weights, eps: 1e-6 }));
             let ready = |x: &Tensor, of: usize| {
                 let normed = match gains {
                     Some(gains) => super::super::rms_norm(x, gains[of].weights, gains[of].eps).unwrap(),
@@ -380,22 +381,21 @@ mod tests {
             let (q, k) = (ready(&q, 0), ready(&k, 1));
             let angles = [&cosines, &sines];
             let raw = ProjectedHeads { query: heads, key_value: groups, dim, gains, angles };
-            let view = HistoryView { scale: 0.2, window: Some(11), sees_chunk: !is_normed };
-            let attended =
-                [HistoryRows::Ready([&q, &k, &v]), HistoryRows::Projected(&qkv, raw)].map(|rows| {
-                    let pool = [0.2, 0.4].map(|seed| values(&[2, 40, groups, dim], seed));
-                    let chunk = |row, past_len, len, first| HistoryChunk {
-                        pool: [&pool[0], &pool[1]],
-                        row,
-                        past_len,
-                        len,
-                        first,
-                    };
-                    // The eighth row is of no chunk.
-                    let seen = history_attention(rows, &[chunk(1, 30, 7, 0), chunk(0, 3, 1, 8)], view);
-                    let [keys, values] = pool;
-                    [seen, keys, values]
-                });
+            let view = KvWindow { scale: 0.2, window: Some(11), sees_chunk: !is_normed };
+            let attended = [KvRows::CudaEvent([&q, &k, &v]), KvRows::Projected(&qkv, raw)].map(|rows| {
+                let pool = [0.2, 0.4].map(|seed| values(&[2, 40, groups, dim], seed));
+                let chunk = |row, past_len, len, first| HistoryChunk {
+                    pool: [&pool[0], &pool[1]],
+                    row,
+                    past_len,
+                    len,
+                    first,
+                };
+                // The eighth row is of no chunk.
+                let seen = history_attention(rows, &[chunk(1, 30, 7, 0), chunk(0, 3, 1, 8)], view);
+                let [keys, values] = pool;
+                [seen, keys, values]
+            });
             let [apart, together] = attended;
             assert!(
                 apart.iter().zip(&together).all(|(apart, together)| apart.equal(together)),
@@ -410,8 +410,8 @@ mod tests {
         let (qkv, angles) = (values(&[3, 72], 0.0), values(&[3, 1, 4], 0.0));
         let angles = [&angles; 2];
         let heads = ProjectedHeads { query, key_value, dim, gains: None, angles };
-        let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let attend = || history_attention(HistoryRows::Projected(&qkv, heads), &[], view);
+        let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
+        let attend = || history_attention(KvRows::Projected(&qkv, heads), &[], view);
         let words = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attend)).expect_err("refused");
         words.downcast_ref::<String>().cloned().unwrap_or_default()
     }
@@ -434,8 +434,8 @@ mod tests {
         let new = values(&[2, 1, 8], 0.0);
         let chunks =
             [0, 1].map(|row| HistoryChunk { pool: [&first, &last], row, past_len: 0, len: 1, first: row });
-        let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(HistoryRows::Ready([&new, &new, &new]), &chunks, view);
+        let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
+        let _ = history_attention(KvRows::CudaEvent([&new, &new, &new]), &chunks, view);
     }
 
     #[test]
@@ -444,8 +444,8 @@ mod tests {
         let pools = [0.0, 1.0].map(|seed| values(&[2, 4, 1, 8], seed));
         let new = values(&[2, 1, 8], 0.0);
         let chunk = |row| HistoryChunk { pool: [&pools[0], &pools[1]], row, past_len: 0, len: 1, first: 0 };
-        let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(HistoryRows::Ready([&new, &new, &new]), &[chunk(0), chunk(1)], view);
+        let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
+        let _ = history_attention(KvRows::CudaEvent([&new, &new, &new]), &[chunk(0), chunk(1)], view);
     }
 
     #[test]
@@ -454,7 +454,7 @@ mod tests {
         let pool = values(&[1, 4, 1, 8], 0.0);
         let new = values(&[3, 1, 8], 0.0);
         let chunk = HistoryChunk { pool: [&pool, &pool], row: 0, past_len: 2, len: 3, first: 0 };
-        let view = HistoryView { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(HistoryRows::Ready([&new, &new, &new]), &[chunk], view);
+        let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
+        let _ = history_attention(KvRows::CudaEvent([&new, &new, &new]), &[chunk], view);
     }
 }

@@ -49,7 +49,7 @@ unsafe extern "C" {
 
 /// What a target predicts for n rows of a drafter.
 #[derive(Debug)]
-pub struct WeighedTarget {
+pub struct TargetProbs {
     /// p^t, `[n, V]`, or of S sources `[S, V]`.
     pub probabilities: Tensor,
     /// −Σ p^t log p^t, `[n]` or `[S]` float64; 0 where it was not asked for.
@@ -160,7 +160,7 @@ fn pointer(tensor: Option<&Tensor>) -> *const c_void {
 ///
 /// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where gradients are asked for,
 /// and where there is nothing.
-pub fn weigh_target(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
+pub fn softmax_targets(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
     // SAFETY: the shim writes to the rows, which are the caller's alone, during the call; it catches every C++ exception, and returns null or a tensor of
     // its own.
     unsafe { owned(ds_weigh_target(logits.as_ptr().cast(), entropies)) }
@@ -168,10 +168,10 @@ pub fn weigh_target(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
 
 /// Measures rows of logits `draft [n, V]` beside `labels [n]` and a target, and turns them into probabilities. The tensors share no memory.
 ///
-/// None, and nothing done, as for [`weigh_target`], where a label is no token or a source none of the target's, and where sizes do not fit.
+/// None, and nothing done, as for [`softmax_targets`], where a label is no token or a source none of the target's, and where sizes do not fit.
 pub fn measure_rows(
     draft: &mut Tensor,
-    target: &WeighedTarget,
+    target: &TargetProbs,
     labels: &Tensor,
     soft: bool,
 ) -> Option<RowsMeasured> {
@@ -219,7 +219,7 @@ pub fn add_to_rows(rows: &mut Tensor, source_of_row: &Tensor, values: &Tensor) {
 
 /// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits: `factors [n, 3]` of p^d − onehot(x*), of p^d − p^t, and of
 /// ∂‖p^d − p^t‖₁. Says whether it did, which it does wherever [`measure_rows`] does.
-pub fn slope_rows(draft: &mut Tensor, target: &WeighedTarget, labels: &Tensor, factors: &Tensor) -> bool {
+pub fn slope_rows(draft: &mut Tensor, target: &TargetProbs, labels: &Tensor, factors: &Tensor) -> bool {
     // SAFETY: the shim writes to the first tensor only and reads the others, of which one may be null, during the call, and catches every C++ exception.
     unsafe {
         ds_slope_rows(
@@ -249,9 +249,9 @@ mod tests {
     }
 
     /// The target's logits as `measure_rows` reads them, used up.
-    fn weighed(mut logits: Tensor, source_of_row: Option<&Tensor>) -> WeighedTarget {
-        let entropies = weigh_target(&mut logits, true).unwrap();
-        WeighedTarget {
+    fn weighed(mut logits: Tensor, source_of_row: Option<&Tensor>) -> TargetProbs {
+        let entropies = softmax_targets(&mut logits, true).unwrap();
+        TargetProbs {
             probabilities: logits,
             entropies,
             source_of_row: source_of_row.map(Tensor::shallow_clone),
@@ -344,10 +344,10 @@ mod tests {
         }
         let (mut learned, labels) = (logits.copy().set_requires_grad(true), Tensor::from_slice(&[0_i64, 7]));
         assert!(measure_rows(&mut learned, &weighed(logits.copy(), None), &labels, false).is_none());
-        assert!(weigh_target(&mut learned, false).is_none());
-        assert!(weigh_target(&mut logits.to_kind(Kind::BFloat16), false).is_none());
-        assert!(weigh_target(&mut logits.tr(), false).is_none());
-        assert!(weigh_target(&mut logits.narrow(1, 0, 0).contiguous(), false).is_none());
+        assert!(softmax_targets(&mut learned, false).is_none());
+        assert!(softmax_targets(&mut logits.to_kind(Kind::BFloat16), false).is_none());
+        assert!(softmax_targets(&mut logits.tr(), false).is_none());
+        assert!(softmax_targets(&mut logits.narrow(1, 0, 0).contiguous(), false).is_none());
     }
 
     /// Bit for bit what is found where each row has a copy of its own, and where rows lie apart from one another.

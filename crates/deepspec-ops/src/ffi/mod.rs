@@ -26,24 +26,22 @@ use libloading::Library;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
 pub use attention::{
-    AttentionPart, KeysValues, SequenceBlocks, TiledAttention, TiledBlocks, attend_by_block,
-    attends_by_block, attends_in_tiles, block_attention,
+    AttentionPart, KeyValues, SequenceBlocks, TiledAttention, TiledBlocks, attend_by_block, attends_by_block,
+    attends_in_tiles, block_attention,
 };
 pub use few_rows::{FEW_ROWS, few_rows_attention, few_rows_gated_product, few_rows_product, has_few_rows};
-pub use filling::Filling;
-pub use history::{
-    HistoryChunk, HistoryRows, HistoryView, ProjectedHeads, has_history_attention, history_attention,
-};
+pub use filling::UninitTensor;
+pub use history::{HistoryChunk, KvRows, KvWindow, ProjectedHeads, has_history_attention, history_attention};
 pub use losses::{
-    LogitRows, LogitsMeasured, RowsMeasured, WeighedTarget, add_to_rows, measure_rows, slope_rows, sum_rows,
-    weigh_target,
+    LogitRows, LogitsMeasured, RowsMeasured, TargetProbs, add_to_rows, measure_rows, slope_rows,
+    softmax_targets, sum_rows,
 };
 pub use matrices::{multiply, projection};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, has_bfloat16, restart_device_peak};
 pub use products::{PackedWeight, packed_gated_product, packed_product};
 pub use profile::{Profile, Range, range};
-pub use rows::{Gain, argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
-pub use stream::{OnStream, Ready, SideStream, pinned};
+pub use rows::{RmsNormParams, argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
+pub use stream::{CudaEvent, CudaStream, StreamGuard, pinned};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";

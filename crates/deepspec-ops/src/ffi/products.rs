@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use tch::{Device, Kind, Tensor};
 
 use super::c10d::check;
-use super::rows::Gain;
+use super::rows::RmsNormParams;
 
 /// The instructions that products are computed by, as the shim numbers them; 0 where it has none for the processor.
 static LEVEL: LazyLock<i32> = LazyLock::new(|| {
@@ -116,7 +116,7 @@ impl PackedWeight {
 /// If x, the norm or the residual are not float32 of the CPU, are of another width, or x or the residual want a gradient; if norm or residual do not lie row by row; if there is no weight, or weights are packed for several levels of instructions; or if there is no memory for the result.
 pub fn packed_product(
     x: &Tensor,
-    gain: Option<Gain<'_>>,
+    gain: Option<RmsNormParams<'_>>,
     weights: &[&PackedWeight],
     residual: Option<&Tensor>,
 ) -> Tensor {
@@ -129,7 +129,7 @@ pub fn packed_product(
 /// As [`packed_product`], and if G is of another size.
 pub fn packed_gated_product(
     x: &Tensor,
-    gain: Option<Gain<'_>>,
+    gain: Option<RmsNormParams<'_>>,
     gate: &PackedWeight,
     up: &PackedWeight,
 ) -> Tensor {
@@ -140,7 +140,7 @@ pub fn packed_gated_product(
 /// Either of them.
 fn product_of(
     x: &Tensor,
-    gain: Option<Gain<'_>>,
+    gain: Option<RmsNormParams<'_>>,
     weights: &[&PackedWeight],
     gate: Option<&PackedWeight>,
     residual: Option<&Tensor>,
@@ -245,7 +245,7 @@ mod tests {
             [([1, 192], [288, 96, 96]), ([131, 300], [40, 7, 25]), ([17, 5], [1, 24, 2])]
         {
             let (x, gain) = (values(&[rows, width]), values(&[width]) * 0.3 + 1.0);
-            let gain = Gain { weights: &gain, eps: 1e-5 };
+            let gain = RmsNormParams { weights: &gain, eps: 1e-5 };
             let normed = super::super::rms_norm(&x, gain.weights, gain.eps).unwrap();
             for level in 1..=*LEVEL {
                 let packed = outputs
@@ -281,7 +281,8 @@ mod tests {
     #[should_panic(expected = "a norm of 16 values")]
     fn norms_of_another_width_are_refused() {
         let (x, weight) = (values(&[2, 16]), PackedWeight::new(&values(&[40, 16])).unwrap());
-        let _ = packed_product(&x, Some(Gain { weights: &values(&[8]), eps: 1e-6 }), &[&weight], None);
+        let _ =
+            packed_product(&x, Some(RmsNormParams { weights: &values(&[8]), eps: 1e-6 }), &[&weight], None);
     }
 
     #[test]

@@ -17,7 +17,7 @@ unsafe extern "C" {
 
 /// The weights `[d]` and ε of an RMS norm.
 #[derive(Clone, Copy)]
-pub struct Gain<'a> {
+pub struct RmsNormParams<'a> {
     /// Its weights.
     pub weights: &'a Tensor,
     /// Its ε.

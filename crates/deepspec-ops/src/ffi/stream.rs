@@ -25,19 +25,19 @@ unsafe extern "C" {
 
 /// A stream of a GPU beside the one that everything runs on.
 #[derive(Debug, Clone, Copy)]
-pub struct SideStream {
+pub struct CudaStream {
     index: c_int,
     id: i64,
 }
 
-/// While it lives, this thread's work on the GPU goes to a [`SideStream`].
-pub struct OnStream {
-    before: SideStream,
+/// While it lives, this thread's work on the GPU goes to a [`CudaStream`].
+pub struct StreamGuard {
+    before: CudaStream,
     /// Streams are chosen thread by thread.
     _thread: PhantomData<*const ()>,
 }
 
-impl SideStream {
+impl CudaStream {
     /// One of the GPU's; none of the CPU, which does everything in turn.
     ///
     /// # Panics
@@ -54,8 +54,8 @@ impl SideStream {
     ///
     /// # Panics
     /// With the driver's words.
-    pub fn enter(self) -> OnStream {
-        OnStream { before: self.exchange(), _thread: PhantomData }
+    pub fn enter(self) -> StreamGuard {
+        StreamGuard { before: self.exchange(), _thread: PhantomData }
     }
 
     fn exchange(self) -> Self {
@@ -67,19 +67,19 @@ impl SideStream {
     }
 }
 
-impl Drop for OnStream {
+impl Drop for StreamGuard {
     fn drop(&mut self) {
         self.before.exchange();
     }
 }
 
 /// A moment in the work of a GPU's stream.
-pub struct Ready(NonNull<RawEvent>);
+pub struct CudaEvent(NonNull<RawEvent>);
 
 // SAFETY: an event may be waited for and freed by any thread; nothing of it changes once it is recorded, which `here` does.
-unsafe impl Send for Ready {}
+unsafe impl Send for CudaEvent {}
 
-impl Ready {
+impl CudaEvent {
     /// Behind all that this thread has asked of the device; none of the CPU, where it is done.
     ///
     /// # Panics
@@ -123,7 +123,7 @@ impl Ready {
     }
 }
 
-impl Drop for Ready {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
         // SAFETY: it came from the shim's `new` and is freed here only.
         unsafe { ds_event_free(self.0.as_ptr()) };

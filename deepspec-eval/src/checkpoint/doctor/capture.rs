@@ -1,7 +1,7 @@
 //! The target's states of its own answers, of all layers that a suspicion may want.
 
 use deepspec_core::Tap;
-use deepspec_engine::{Feed, Target};
+use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{ModelConfig, TargetModel};
 use tch::Tensor;
 
@@ -45,7 +45,7 @@ impl Captured {
         let (width, top) = (target.config().hidden_size, Tap::Layer(target.config().layers.len() as u32 - 1));
         let answers = asked.answers.iter().map(|(ids, prompt)| {
             let tokens = Tensor::from_slice(ids).to_device(target.device());
-            let forwarded = target.forward(&Feed { chunks: &[(0, ids.len())], tokens });
+            let forwarded = target.forward(&ModelInput { chunks: &[(0, ids.len())], tokens });
             target.truncate(0, 0);
             let (ids, prompt) = (ids.clone(), *prompt);
             Answer { ids, prompt, states: forwarded.taps, last: forwarded.hidden }

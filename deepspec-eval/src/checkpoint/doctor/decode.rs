@@ -16,14 +16,14 @@ const SYSTEM_PROMPT: &str = "You are a helpful assistant.";
 
 /// How prompts are asked.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Manner {
+pub struct PromptOptions {
     /// The chat template's `enable_thinking`.
     pub thinking: bool,
     /// System message before every prompt.
     pub system_prompt: Option<String>,
 }
 
-impl Manner {
+impl PromptOptions {
     /// The manners that differ in one thing.
     pub fn others(&self) -> Vec<Self> {
         let system_prompt = match &self.system_prompt {
@@ -47,7 +47,7 @@ impl Manner {
 /// What one manner of asking gave.
 pub struct Asked {
     /// The manner.
-    pub manner: Manner,
+    pub manner: PromptOptions,
     /// Prompt and answer of every sample: all ids, and how many of them are the prompt.
     pub answers: Vec<(Vec<i64>, usize)>,
     /// Tokens committed by every cycle.
@@ -103,7 +103,7 @@ impl Prompts<'_> {
     pub fn decode(
         &self,
         engine: &mut Engine<TargetModel, Box<dyn Drafter>>,
-        manner: Manner,
+        manner: PromptOptions,
     ) -> anyhow::Result<Asked> {
         let asking = Asking {
             tokenizer: self.tokenizer,

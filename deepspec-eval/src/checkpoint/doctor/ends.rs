@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use deepspec_core::digest;
-use deepspec_drafters::ExaminedDrafter;
+use deepspec_drafters::DrafterProbe;
 use deepspec_models::TargetModel;
 use tch::{Device, Kind, Tensor};
 
@@ -24,7 +24,7 @@ struct Rows {
 pub struct Ends(Vec<Rows>);
 
 /// Compares both ends row by row, as bfloat16.
-pub fn compare(drafter: &dyn ExaminedDrafter, target: &TargetModel) -> Ends {
+pub fn compare(drafter: &dyn DrafterProbe, target: &TargetModel) -> Ends {
     let ((own_embed, own_head), (embed, head)) = (drafter.embed_and_head(), target.embed_and_head());
     Ends(vec![rows("embed_tokens", &own_embed, &embed), rows("lm_head", &own_head, &head)])
 }
@@ -68,7 +68,7 @@ impl Ends {
         differing
             .map(|&Rows { name, rows, differing, elsewhere }| {
                 let (cause, more) = if self.is_permuted() {
-                    (Cause::Vocabulary, format!("; {elsewhere} of these are the target's under another id"))
+                    (Cause::EmbedHead, format!("; {elsewhere} of these are the target's under another id"))
                 } else {
                     (Cause::Ends, String::new())
                 };

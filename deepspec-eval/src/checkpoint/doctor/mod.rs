@@ -24,7 +24,7 @@ use tch::{Device, Kind};
 
 use super::dir;
 use capture::Captured;
-use decode::{Asked, Manner, Prompts};
+use decode::{Asked, PromptOptions, Prompts};
 use report::{Cause, Finding, Report, Serving};
 
 /// What to examine.
@@ -98,8 +98,8 @@ impl Args {
         suites.into_iter().map(|suite| folder.load(suite, self.seed, Some(self.limit))).collect()
     }
 
-    fn manner(&self) -> Manner {
-        Manner { thinking: self.thinking, system_prompt: self.system_prompt.clone() }
+    fn manner(&self) -> PromptOptions {
+        PromptOptions { thinking: self.thinking, system_prompt: self.system_prompt.clone() }
     }
 }
 

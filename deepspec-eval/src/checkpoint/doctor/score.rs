@@ -6,7 +6,7 @@ use std::path::Path;
 
 use deepspec_core::cli::UsageError;
 use deepspec_core::{Slots, Tap};
-use deepspec_drafters::{DrafterOptions, ExaminedDrafter, Predictions, Reading, TrainSample};
+use deepspec_drafters::{DrafterOptions, DrafterOverrides, DrafterProbe, Predictions, TrainSample};
 use deepspec_engine::Target;
 use deepspec_models::{ModelError, TargetModel};
 use serde::Serialize;
@@ -137,7 +137,7 @@ fn length(accept: &[f64]) -> f64 {
 ///
 /// # Errors
 /// As [`deepspec_drafters::load`]; a language model as drafter.
-pub fn open(dir: &Path, (device, kind): Place) -> Result<Box<dyn ExaminedDrafter>, ModelError> {
+pub fn open(dir: &Path, (device, kind): Place) -> Result<Box<dyn DrafterProbe>, ModelError> {
     let drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: 1 })?;
     drafter.examined()?.ok_or_else(|| {
         ModelError::Mismatch(UsageError(format!(
@@ -153,7 +153,7 @@ pub fn open(dir: &Path, (device, kind): Place) -> Result<Box<dyn ExaminedDrafter
 /// # Errors
 /// None; the signature is shared with loading.
 pub fn score(
-    drafter: &dyn ExaminedDrafter,
+    drafter: &dyn DrafterProbe,
     change: &Change,
     captured: &Captured,
     target: &TargetModel,
@@ -169,11 +169,13 @@ pub fn score(
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.config().anchored_decoder(&windows)?;
     let changed = drafter.read_as(&match change {
-        Change::Rope => Reading { rope_of: Some(&like), ..Reading::default() },
-        Change::Mask(id) => Reading { mask_token_id: Some(*id), ..Reading::default() },
-        Change::Slots(slots) => Reading { slots: Some(*slots), ..Reading::default() },
-        Change::EmbedAndHead => Reading { embed_and_head: Some((&ends.0, &ends.1)), ..Reading::default() },
-        _ => Reading::default(),
+        Change::Rope => DrafterOverrides { rope_of: Some(&like), ..DrafterOverrides::default() },
+        Change::Mask(id) => DrafterOverrides { mask_token_id: Some(*id), ..DrafterOverrides::default() },
+        Change::Slots(slots) => DrafterOverrides { slots: Some(*slots), ..DrafterOverrides::default() },
+        Change::EmbedAndHead => {
+            DrafterOverrides { embed_and_head: Some((&ends.0, &ends.1)), ..DrafterOverrides::default() }
+        }
+        _ => DrafterOverrides::default(),
     })?;
     let judge = Judge { target, temperature };
     let parts = (0..PARTS).filter_map(|part| {

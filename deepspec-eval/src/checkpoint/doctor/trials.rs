@@ -1,7 +1,7 @@
 //! Suspicions, each tried on the captured answers.
 
 use deepspec_core::Tap;
-use deepspec_drafters::ExaminedDrafter;
+use deepspec_drafters::DrafterProbe;
 use deepspec_models::{ModelConfig, TargetModel};
 use deepspec_text::ChatTokenizer;
 use serde_json::Value;
@@ -24,7 +24,7 @@ const MISCALIBRATED: f64 = 0.15;
 /// None; the signature is shared with loading.
 pub fn estimate(
     report: &mut Report,
-    drafter: &dyn ExaminedDrafter,
+    drafter: &dyn DrafterProbe,
     captured: &Captured,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
@@ -69,7 +69,7 @@ pub fn estimate(
 }
 
 /// Whether the drafter turns its keys otherwise than the target does.
-fn differing_rope(drafter: &dyn ExaminedDrafter, target: &ModelConfig) -> bool {
+fn differing_rope(drafter: &dyn DrafterProbe, target: &ModelConfig) -> bool {
     let windows: Vec<Option<usize>> =
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.anchored_decoder(&windows).map(|like| like.layers).unwrap_or_default();
@@ -77,7 +77,7 @@ fn differing_rope(drafter: &dyn ExaminedDrafter, target: &ModelConfig) -> bool {
 }
 
 fn suspicions(
-    drafter: &dyn ExaminedDrafter,
+    drafter: &dyn DrafterProbe,
     captured: &Captured,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
