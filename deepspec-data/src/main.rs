@@ -2,9 +2,9 @@
 
 mod cache;
 mod inspect;
-mod places;
 mod regenerate;
-mod rejects;
+mod rejected_rows;
+mod same_file;
 mod split;
 mod suites;
 mod worker;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Parser};
 use deepspec_core::cli::Verbosity;
 
-use crate::foretell::EstimateArgs;
+use crate::estimate::EstimateArgs;
 
 /// Train a drafter by a recipe. Running the same recipe again resumes it.
 #[derive(Debug, Parser)]

@@ -19,14 +19,14 @@ use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
 use crate::budget::read_beside;
-use crate::invented::random_samples;
+use crate::dummy_data::random_samples;
 use crate::loader::HELD;
 use crate::optimizer::AdamW;
 use crate::schedule::{self, anchors};
 use crate::setup::kind;
-use crate::shape::Shape;
 use crate::staging::{self, Staging};
-use crate::{gpu, memory};
+use crate::target_shape::Shape;
+use crate::{gpu_info, memory};
 
 /// Where the time of all timed steps went.
 #[derive(Default)]
@@ -74,8 +74,8 @@ pub fn run(
     if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
         return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
     }
-    let name = gpu::name(device);
-    let peak_tflops = args.peak_tflops.or_else(|| gpu::peak_tflops(name.as_deref()?, kind));
+    let name = gpu_info::name(device);
+    let peak_tflops = args.peak_tflops.or_else(|| gpu_info::peak_tflops(name.as_deref()?, kind));
 
     let (embed, head) = random_embed_and_head(&shape.config, device, kind);
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind)?;
@@ -206,7 +206,7 @@ impl Bench<'_> {
         self.learn(&self.draw(0, &batches[0]));
         self.optimizer.accumulate();
         let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
-        gpu::finish(self.device);
+        gpu_info::finish(self.device);
         let (mut parts, mut tokens, mut flops) = (Parts::default(), 0, 0.0);
         let passes = self.forwards.len();
         let sent = |bench: &Self, pass: usize| {
@@ -229,7 +229,7 @@ impl Bench<'_> {
                 let drawn = drawing.elapsed();
                 // As in a run, the host goes ahead of a GPU within a step.
                 if pass == passes {
-                    gpu::finish(self.device);
+                    gpu_info::finish(self.device);
                 }
                 parts.data += drawn;
                 parts.forward_backward += computing.elapsed() - drawn;
@@ -237,7 +237,7 @@ impl Bench<'_> {
             let updating = Instant::now();
             let _range = range(c"optimiser");
             let norm = self.optimizer.step(lr, &ProcessGroup::alone())?;
-            gpu::finish(self.device);
+            gpu_info::finish(self.device);
             parts.optimizer += updating.elapsed();
             anyhow::ensure!(norm.double_value(&[]).is_finite(), "a gradient of the bench is not finite");
         }

@@ -9,7 +9,7 @@ use deepspec_models::ModelConfig;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::invented;
+use crate::dummy_data;
 use crate::loader::{HELD, mask};
 use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
 use crate::setup::kind;
@@ -184,7 +184,7 @@ impl Costs<'_> {
         let mut largest = Largest::default();
         for length in std::iter::successors(Some(most), shorter) {
             let samples = forward_samples(train, length);
-            self.add(&mut largest, &vec![self.size(&invented::loss_mask(length)); samples]);
+            self.add(&mut largest, &vec![self.size(&dummy_data::loss_mask(length)); samples]);
         }
         largest
     }

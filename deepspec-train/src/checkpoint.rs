@@ -17,7 +17,7 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use crate::optimizer::AdamW;
-use crate::sinks::METRICS_FILE;
+use crate::reporters::METRICS_FILE;
 use crate::tensorboard;
 
 /// Layout of the training state; raised when it changes.

@@ -27,9 +27,9 @@ use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
 use crate::plan::{Data, Plan};
+use crate::reporters::{Report, Shown};
 use crate::schedule::{self, Schedule};
 use crate::setup::{kind, open_data, target_runtime};
-use crate::sinks::{Report, Shown};
 use crate::trainer::Trainer;
 use crate::{launch, rank_check, show_plan, signals};
 

@@ -14,11 +14,11 @@ use tch::Device;
 use crate::args::Args;
 use crate::budget::Costs;
 use crate::checkpoint::Checkpoints;
+use crate::estimate::PipelineEstimate;
 use crate::evaluation::EvalPrompts;
-use crate::foretell::PipelineEstimate;
 use crate::plan::{Data, Plan};
 use crate::setup::{open_data, target_runtime};
-use crate::shape::Shape;
+use crate::target_shape::Shape;
 use crate::{bench, schedule};
 
 /// Prints the plan of `recipe`: with its data where that is there, else as far as the target's sizes tell.

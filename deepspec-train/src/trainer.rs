@@ -16,8 +16,8 @@ use crate::evaluation::Evaluation;
 use crate::loader::Loader;
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
+use crate::reporters::Report;
 use crate::schedule::Schedule;
-use crate::sinks::Report;
 use crate::window::Window;
 
 /// "Try again": saved before the end because a signal asked for it.

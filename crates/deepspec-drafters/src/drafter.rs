@@ -9,8 +9,8 @@ use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use crate::anchored::BlockSpec;
-use crate::trained::{PassBytes, SampleSize};
+use crate::block_common::BlockSpec;
+use crate::draft_model::{PassBytes, SampleSize};
 use crate::{LossDenominator, TrainSample};
 
 /// How a drafter is loaded.

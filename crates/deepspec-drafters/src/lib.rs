@@ -7,34 +7,38 @@
 //! Legend: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
 //! D head dim, S slots of an engine, A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
 
-mod anchored;
-mod block;
+mod block_common;
 mod causal;
 mod dflash2;
+mod draft_model;
 mod drafter;
+mod dspark;
 mod eagle3;
 mod losses;
 mod registration;
 mod registry;
 mod sample;
 mod train_state;
-mod trained;
 
-pub use anchored::{
+pub use block_common::{
     AnchoredProposer, AnchoredSum, BlockAttention, BlockBatch, BlockDrafter, BlockSpec, Drafting, LayerType,
     SequenceSpan, anchor_candidates, eval_mask, slot_weight,
-};
-pub use block::{
-    Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum, Confidence,
-    ConfidenceRecipe, Markov, MarkovKind,
 };
 pub use dflash2::{
     Convolution, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Recipe,
     DFlash2Sum, Selector,
 };
+pub use draft_model::{
+    DraftDecoder, DraftModel, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, WarmStart,
+    is_embed_or_head,
+};
 pub use drafter::{
     ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook,
     Metrics, Predictions, Settings, TrainableDrafter, WeightCounts,
+};
+pub use dspark::{
+    Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum, Confidence,
+    ConfidenceRecipe, Markov, MarkovKind,
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Metrics, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
@@ -47,7 +51,3 @@ pub use registry::{
 };
 pub use sample::{LossDenominator, TrainSample};
 pub use train_state::{TRAIN_STATE, trained_thinking};
-pub use trained::{
-    DraftDecoder, DraftModel, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, WarmStart,
-    is_embed_or_head,
-};

@@ -14,11 +14,11 @@ use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value};
 
 use crate::registration::{Checkpoints, DrafterKindInfo, Section};
-use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, block, causal, dflash2, eagle3};
+use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, causal, dflash2, dspark, eagle3};
 
 /// All kinds, in the order in which messages name them.
 const KINDS: [&DrafterKindInfo; 5] =
-    [&block::DSPARK, &block::DFLASH, &dflash2::KIND, &eagle3::KIND, &causal::KIND];
+    [&dspark::DSPARK, &dspark::DFLASH, &dflash2::KIND, &eagle3::KIND, &causal::KIND];
 
 /// Reads and checks a recipe with its drafter, with `key=value` overrides. Defaults of the drafter's settings are filled in.
 ///

@@ -7,9 +7,9 @@
 //! Legend: S sequences in a step, Γ longest proposal, γ block size, V vocabulary, N fed tokens, d hidden size, m taps.
 
 mod engine;
-mod lanes;
 mod model;
 mod outcome;
+mod replicas;
 mod request;
 mod sampling;
 mod tally;
@@ -17,8 +17,8 @@ mod upload;
 mod verify;
 
 pub use engine::Engine;
-pub use lanes::{EngineReplicas, Generator, shares};
 pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, Target};
+pub use replicas::{EngineReplicas, Generator, shares};
 pub use request::{
     Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, RequestId,
     StepTimes,

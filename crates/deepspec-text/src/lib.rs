@@ -6,7 +6,6 @@
 mod check;
 mod conversation;
 mod error;
-mod exact;
 mod finish;
 mod generation;
 mod json;
@@ -20,6 +19,7 @@ mod records;
 mod rendering;
 mod rules;
 mod served;
+mod served_tokens;
 mod stream;
 mod template;
 mod thoughts;
@@ -28,7 +28,6 @@ mod tokenizer;
 pub use check::check;
 pub use conversation::{Conversation, PROMPT_TOKEN_IDS, TOKEN_IDS};
 pub use error::TextError;
-pub use exact::served_thinking;
 pub use finish::{Completeness, FINISH_REASON, FinishReason};
 pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
 pub use message::{Message, MessageError, Role, THOUGHTS, WEIGHT};
@@ -39,6 +38,7 @@ pub use records::{
     report_choice, system_message,
 };
 pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
+pub use served_tokens::served_thinking;
 pub use stream::TokenStream;
 pub use template::RenderOptions;
 pub use thoughts::{FENCES, ThinkTags, without_thoughts};

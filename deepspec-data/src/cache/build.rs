@@ -19,8 +19,8 @@ use deepspec_core::usage;
 use deepspec_ops::{default_kind, device_name, kind_name};
 use tch::Device;
 
-use super::{Job, mib, refusal, together};
-use crate::rejects;
+use super::{Job, mib, multi_process, refusal};
+use crate::rejected_rows;
 use crate::worker::parse_worker;
 
 /// What to capture, from where and where to.
@@ -93,8 +93,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if processes > 1 {
         let (device, gpus) = (&args.job.device, deepspec_ops::gpus(&args.job.device));
         // Each share reports rejected lines once it knows that it is not refused.
-        together::build(processes, device, gpus, !report.rejected.is_empty())?;
-        let rejects = rejects::path(&dir.components().collect::<PathBuf>());
+        multi_process::build(processes, device, gpus, !report.rejected.is_empty())?;
+        let rejects = rejected_rows::path(&dir.components().collect::<PathBuf>());
         writeln!(cli::stdout(), "{}", accounts(&report, &recipe))?;
         writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&merge(&dir, |_| ())?))?;
         return rejected(&report, &rejects);
@@ -199,8 +199,8 @@ fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf>
     if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         atomic::create_dir(parent)?;
     }
-    rejects::report(rejected, &dir)?;
-    Ok(rejects::path(&dir))
+    rejected_rows::report(rejected, &dir)?;
+    Ok(rejected_rows::path(&dir))
 }
 
 /// What became of the rows, as a sum.

@@ -4,9 +4,9 @@ mod build;
 mod command;
 mod inspect;
 mod merge;
+mod multi_process;
 mod plan;
 mod reference;
-mod together;
 mod verify;
 
 pub use command::{Command, run};

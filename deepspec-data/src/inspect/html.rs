@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use super::inspection::Inspection;
-use super::shown::{Segment, ShownRow, visible};
+use super::render::{Segment, ShownRow, visible};
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --quiet: #8a8a8a; --line: #ddd; --learnt: #c9efc9; --wrong: #b00020 }

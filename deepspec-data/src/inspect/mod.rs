@@ -3,10 +3,10 @@
 mod args;
 mod html;
 mod inspection;
+mod render;
 mod row;
 mod server;
 mod settings;
-mod shown;
 mod summary;
 mod terminal;
 
@@ -21,10 +21,10 @@ use serde_json::json;
 
 pub use args::Args;
 
-use crate::places;
+use crate::same_file;
 use inspection::Inspection;
+use render::ShownRow;
 use settings::Settings;
-use shown::ShownRow;
 
 /// Problems that are shown one by one; `--json` and `--html` have all.
 const SHOWN_PROBLEMS: usize = 10;
@@ -71,7 +71,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
         usage!("--max-length must be at least 1");
     }
     if let Some(path) =
-        args.html.as_ref().filter(|path| args.input.iter().any(|input| places::same(input, path)))
+        args.html.as_ref().filter(|path| args.input.iter().any(|input| same_file::same(input, path)))
     {
         usage!("--html {} is also an input", path.display());
     }
@@ -86,7 +86,7 @@ impl Args {
         show: impl FnMut(ShownRow) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let most = if self.all || !self.id.is_empty() { usize::MAX } else { self.limit };
-        shown::each(&self.input, settings, &self.id, most, show)
+        render::each(&self.input, settings, &self.id, most, show)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::shown::{Segment, ShownRow, visible};
+use super::render::{Segment, ShownRow, visible};
 
 const BOLD: &str = "\x1b[1m";
 const DIM: &str = "\x1b[2m";

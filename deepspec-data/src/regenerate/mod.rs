@@ -31,7 +31,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
 use crate::worker::parse_worker;
-use crate::{places, rejects};
+use crate::{rejected_rows, same_file};
 use backend::{Backend, Embedded};
 use ids::IdSet;
 use index::InputIndex;
@@ -146,7 +146,7 @@ impl Inputs {
     fn resume(&self, args: &Args) -> anyhow::Result<(ResultStore, RunStats)> {
         let Self { settings, index, .. } = self;
         let mut store = ResultStore::open(&args.output, settings, Arc::clone(index), args.overwrite)?;
-        rejects::report(&index.rejected, &args.output)?;
+        rejected_rows::report(&index.rejected, &args.output)?;
         if args.retry_failed {
             store.forget_failed()?;
         }
@@ -211,7 +211,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
     // Not the spelling of the names but the files: starting anew empties or removes them.
     for written in store::files(&args.output) {
         for read in args.input.iter().chain(&args.reuse) {
-            if places::same(&written, read) {
+            if same_file::same(&written, read) {
                 usage!(
                     "--output {}: it would replace {}, which is read",
                     args.output.display(),
@@ -312,7 +312,7 @@ fn conclude(ending: Ending, store: &ResultStore) -> anyhow::Result<()> {
                 reasons.push(format!("{failed} rows failed (see {}{first})", path.display()));
             }
             if malformed > 0 {
-                let rejects = rejects::path(store.output());
+                let rejects = rejected_rows::path(store.output());
                 reasons.push(format!("{malformed} lines were malformed (see {})", rejects.display()));
             }
             Err(ExitWith { code: 1, reason: reasons.join(", ") }.into())

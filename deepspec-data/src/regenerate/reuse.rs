@@ -15,7 +15,7 @@ use super::index;
 use super::rows::Row;
 use super::settings::{Settings, WORKER};
 use super::store::ResultStore;
-use crate::rejects::beside;
+use crate::rejected_rows::beside;
 
 /// Settings that may differ: where the prompts come from and who asks them does not change an answer.
 const FREE: [&str; 2] = ["inputs", WORKER];

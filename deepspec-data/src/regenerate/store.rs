@@ -16,7 +16,7 @@ use super::ids::IdSet;
 use super::index::InputIndex;
 use super::rows::Row;
 use super::settings::Settings;
-use crate::rejects::{self, beside};
+use crate::rejected_rows::{self, beside};
 
 /// The rows that need no asking.
 #[derive(Debug, Default, Clone)]
@@ -197,7 +197,7 @@ impl ResultStore {
 /// Everything that a run with this output writes, the output first.
 pub fn files(output: &Path) -> [PathBuf; 5] {
     let record = beside(output, ".run.json");
-    [output.into(), failed_path(output), record, report_path(output), rejects::path(output)]
+    [output.into(), failed_path(output), record, report_path(output), rejected_rows::path(output)]
 }
 
 /// `answers.jsonl` to `answers.jsonl.report.json`.

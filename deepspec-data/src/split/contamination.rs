@@ -19,7 +19,7 @@ use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value};
 
 use super::conversation::Conversation;
-use super::seen;
+use super::dedup;
 use deepspec_datasets::rows::{Item, Source};
 use words::runs;
 
@@ -113,7 +113,7 @@ impl Suites {
                 };
                 for text in [words.join(" "), question.clone()].iter().filter(|text| !text.is_empty()) {
                     let hit = Hit { suite: index, line: prompt.line, shared: Shared::Turn };
-                    self.turns.entry(seen::hash(text.as_bytes())).or_insert(hit);
+                    self.turns.entry(dedup::hash(text.as_bytes())).or_insert(hit);
                 }
                 own.extend(self::runs(&question));
             }
@@ -137,7 +137,7 @@ impl Suites {
                 }
                 scratch.extend_from_slice(word.as_bytes());
             }
-            let whole = self.turns.get(&seen::hash(scratch));
+            let whole = self.turns.get(&dedup::hash(scratch));
             whole.copied().or_else(|| runs(turn).find_map(|run| self.runs.get(&run).copied()))
         })
     }

@@ -10,8 +10,8 @@ use fixedbitset::FixedBitSet;
 
 use super::contamination::{Hit, Suites};
 use super::conversation::{Conversation, Kind, Problem};
-use super::seen::{self, Seen};
-use crate::rejects::Recorder;
+use super::dedup::{self, Seen};
+use crate::rejected_rows::Recorder;
 use deepspec_capture::Rejected;
 
 /// Speakers that are counted by name; in a file of garbage they could be as many as the rows.
@@ -140,12 +140,12 @@ impl Judge<'_> {
         };
         let prompt = if self.dedup {
             row.prompt(scratch);
-            seen::hash(scratch)
+            dedup::hash(scratch)
         } else {
             0
         };
         row.asked(scratch);
-        let asked = seen::hash(scratch);
+        let asked = dedup::hash(scratch);
         let hit = self.suites.find(row, scratch);
         let dropped = std::mem::take(&mut row.dropped);
         Judged {

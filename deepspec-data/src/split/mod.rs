@@ -5,10 +5,10 @@
 
 mod args;
 mod assign;
-mod clashes;
 mod columns;
 mod contamination;
 mod conversation;
+mod dedup;
 mod drawn;
 mod fields;
 mod filter;
@@ -17,10 +17,10 @@ mod json_rows;
 mod output;
 mod overlap;
 mod passes;
+mod path_conflicts;
 mod pipeline;
 mod report;
 mod roles;
-mod seen;
 mod shape;
 mod unit;
 
@@ -32,7 +32,7 @@ use deepspec_core::{atomic, usage};
 
 pub use args::Args;
 
-use crate::rejects::{self, Recorder};
+use crate::rejected_rows::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
 use deepspec_datasets::rows::{Format, Table};
@@ -53,7 +53,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let inputs = input::find(args, verbosity)?;
     check_files(args, &inputs)?;
     let suites = Suites::load(&args.decontaminate)?;
-    if let Some((flag, path)) = clashes::existing(args).filter(|_| !args.overwrite) {
+    if let Some((flag, path)) = path_conflicts::existing(args).filter(|_| !args.overwrite) {
         return match report::kept(args, &inputs, &suites)? {
             Some(rejected) => {
                 tracing::info!("{} is complete; nothing to do (--overwrite splits anew)", path.display());
@@ -172,7 +172,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
     if let Some(missing) = args.decontaminate.iter().find(|suite| !suite.is_file()) {
         usage!("--decontaminate {}: no such file", missing.display());
     }
-    clashes::check(args)
+    path_conflicts::check(args)
 }
 
 /// Looks before any work whether the inputs can be read and the outputs written.
@@ -190,7 +190,7 @@ fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
             _ => file.check()?,
         }
     }
-    clashes::check_inputs(args, inputs)?;
+    path_conflicts::check_inputs(args, inputs)?;
     for path in [&args.train_output, &args.eval_output] {
         if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
             atomic::create_dir(parent)?;
@@ -204,7 +204,7 @@ fn check_found(args: &Args, inputs: &[Input], found: &[Found]) -> anyhow::Result
     let mut barren = inputs.iter().zip(found).filter(|(_, found)| found.usable_rows == 0);
     let Some((input, found)) = barren.next() else { return Ok(()) };
     let (rejects, contaminated) =
-        (rejects::path(&args.train_output), found.contaminated.iter().sum::<usize>());
+        (rejected_rows::path(&args.train_output), found.contaminated.iter().sum::<usize>());
     anyhow::bail!(
         "{}: none of the {} rows is usable: {} rejected (see {}), {contaminated} contaminated, {} duplicates",
         input.origin.dataset,
@@ -246,7 +246,7 @@ fn conclude(args: &Args, found: &Rejected) -> anyhow::Result<()> {
     if *rejected == 0 {
         return Ok(());
     }
-    let (rejects, dataset) = (rejects::path(&args.train_output), &args.dataset);
+    let (rejects, dataset) = (rejected_rows::path(&args.train_output), &args.dataset);
     let reason = format!("{rejected} of {rows} rows of {dataset} were rejected; see {}", rejects.display());
     Err(ExitWith { code: 1, reason }.into())
 }

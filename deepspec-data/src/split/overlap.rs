@@ -1,8 +1,8 @@
 //! Prompts that would stand on both sides: a held-out prompt that was trained on is answered too well.
 
 use super::assign::{Side, SplitAssigner};
+use super::dedup::Seen;
 use super::drawn::Drawn;
-use super::seen::Seen;
 
 /// The prompts that are held out, and how many training rows of each source ask the same.
 pub struct Overlap {

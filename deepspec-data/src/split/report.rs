@@ -16,14 +16,14 @@ use super::filter::{Example, Found};
 use super::input::{Input, Origin};
 use super::overlap::Overlap;
 use super::roles::Target;
-use crate::rejects;
+use crate::rejected_rows;
 
 /// The report's layout.
 const VERSION: u32 = 1;
 
 /// Where the report on `output` is.
 pub fn path(output: &Path) -> PathBuf {
-    rejects::beside(output, ".report.json")
+    rejected_rows::beside(output, ".report.json")
 }
 
 /// What became of some rows; the parts add up to `rows`.

@@ -2,7 +2,7 @@
 
 mod client;
 mod events;
-mod shown;
+mod render;
 mod summary;
 
 use std::cmp::Reverse;
@@ -231,13 +231,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             run.tokens_are_pieces
         );
     }
-    shown::write_requests(&args.output_dir, &requests)?;
-    shown::write_report(&args.output_dir, &report)?;
+    render::write_requests(&args.output_dir, &requests)?;
+    render::write_report(&args.output_dir, &report)?;
     atomic::write_json(&file, &report)?;
     let text = if args.json {
         serde_json::to_string_pretty(&report)? + "\n"
     } else {
-        shown::table(&report).render()
+        render::table(&report).render()
     };
     crate::output::print(&text)?;
     conclude(&report)

@@ -14,7 +14,7 @@ use deepspec_text::{Message, Role, without_thoughts};
 use super::args::Shard;
 use super::entry::{DecodeMode, Entry, Key};
 use super::journal::Journal;
-use super::plausible;
+use super::journal_check;
 use crate::results::{Timing, Turns};
 
 /// Samples of an engine's untimed warm-up, and tokens of each.
@@ -178,7 +178,7 @@ impl Decoding<'_> {
                 return Ok(());
             };
             let prompt_tokens = request.prompt.len();
-            let question = plausible::Asked {
+            let question = journal_check::Asked {
                 request: &request,
                 block_size: self.engine.draft_len(),
                 vocab_size: self.engine.vocab_size(),

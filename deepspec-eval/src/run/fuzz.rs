@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::entry::{DecodeMode, Entry, Key};
 use super::journal::Journal;
-use super::plausible::Asked;
+use super::journal_check::Asked;
 use crate::results::Timing;
 
 const STOP: i64 = 9;

@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 
 use super::args::Shard;
 use super::entry::{Entry, Key};
-use super::plausible::Asked;
+use super::journal_check::Asked;
 
 const FORMAT: &str = "deepspec-eval-journal 3";
 

@@ -6,9 +6,9 @@ mod entry;
 #[cfg(test)]
 mod fuzz;
 mod journal;
+mod journal_check;
 pub mod models;
 mod outputs;
-mod plausible;
 mod score;
 
 use std::path::{Path, PathBuf};

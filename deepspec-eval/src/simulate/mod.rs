@@ -3,9 +3,9 @@
 mod emit;
 mod host;
 mod recording;
+mod render;
 mod replay;
 mod served;
-mod shown;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -212,7 +212,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         return Ok(());
     }
     atomic::create_dir(&args.output_dir)?;
-    shown::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
+    render::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
     // What an earlier simulation said to engines does not follow from this one.
     emit::remove(&args.output_dir)?;
     if args.emit {
@@ -226,7 +226,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let text = if args.json {
         serde_json::to_string_pretty(&simulation)? + "\n"
     } else {
-        shown::render(&simulation, &args.concurrency)
+        render::render(&simulation, &args.concurrency)
     };
     Ok(crate::output::print(&text)?)
 }

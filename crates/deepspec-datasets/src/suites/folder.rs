@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::suites::known::SUITES;
+use crate::suites::builtin::SUITES;
 use crate::suites::record::{self, Record};
 use crate::suites::suite::{Class, Domain, Suite};
 use deepspec_core::jsonl::{Line, Reader, kind_of};

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::Path;
 
-use crate::suites::known::SUITES;
+use crate::suites::builtin::SUITES;
 use crate::suites::record::{Origin, Record};
 use crate::suites::suite::{Class, Domain, Suite};
 use deepspec_core::cli;

@@ -2,7 +2,7 @@
 //!
 //! `deepspec-data suites` makes them. Evaluation scores them with a drafter that is done, training with one that is not.
 
-mod asked;
+mod builtin;
 mod convert;
 mod description;
 mod fetch;
@@ -10,27 +10,27 @@ mod file;
 mod folder;
 #[cfg(test)]
 mod fuzz;
-mod known;
 mod list;
 mod mersenne;
 mod plan;
 mod record;
 mod requests;
+mod selection;
 mod store;
 mod suite;
 mod turns;
 #[cfg(test)]
 mod turns_fuzz;
 
-pub use asked::{Asked, plans};
+pub use builtin::SUITES;
 pub use fetch::Fetcher;
 pub use file::is_file;
 pub use folder::{Folder, Rows, Sample};
-pub use known::SUITES;
 pub use list::list;
 pub use plan::{Place, Plan, Wanted};
 pub use record::Origin;
 pub use requests::{Asking, TokenizedSuite};
+pub use selection::{Asked, plans};
 pub use store::{Outcome, Store, shown};
 pub use suite::{Class, Domain, Suite};
 pub use turns::{Form, RowError, Templates};

@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 
 use super::recipe::Convolution;
 use crate::ConfigIssue;
-use crate::anchored::{BlockSpec, MAX_RANK};
-use crate::trained::{DraftDecoder, DrafterConfig, WarmStart};
+use crate::block_common::{BlockSpec, MAX_RANK};
+use crate::draft_model::{DraftDecoder, DrafterConfig, WarmStart};
 
 /// A DFlash 2 drafter's architecture.
 #[derive(Debug, Clone, PartialEq)]

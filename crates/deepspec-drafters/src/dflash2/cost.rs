@@ -5,11 +5,11 @@ use tch::Device;
 use super::config::DFlash2Config;
 use super::model::DFlash2Parts;
 use crate::TrainSample;
-use crate::anchored::{
+use crate::block_common::{
     BlockDrafter as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
 };
+use crate::draft_model::{DIRECTIONS, PassBytes, SampleSize};
 use crate::losses;
-use crate::trained::{DIRECTIONS, PassBytes, SampleSize};
 
 /// Halves of a layer, each with a convolution before it and one behind it.
 const HALVES: usize = 2;

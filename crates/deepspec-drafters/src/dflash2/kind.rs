@@ -11,10 +11,12 @@ use super::config::DFlash2Config;
 use super::metrics::DFlash2Metrics;
 use super::model::{DFlash2, DFlash2Parts};
 use super::recipe::DFlash2Recipe;
-use crate::anchored::{self, AnchoredProposer, BlockBatch, BlockSpec, anchor_candidates, block_weight};
+use crate::block_common::{self, AnchoredProposer, BlockBatch, BlockSpec, anchor_candidates, block_weight};
+use crate::draft_model::{
+    DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
+};
 use crate::losses::LossAlphas;
 use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, classes};
-use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
@@ -24,7 +26,7 @@ use crate::{
 pub const KIND: DrafterKindInfo = DrafterKindInfo {
     name: "dflash2",
     title: "DFlash 2",
-    parts: &[anchored::BACKBONE, Part { name: "selector", prefixes: &["candidate_selector."] }],
+    parts: &[block_common::BACKBONE, Part { name: "selector", prefixes: &["candidate_selector."] }],
     settings: Some(RecipeSettings {
         read: |section| {
             let recipe: DFlash2Recipe = section.read()?;
@@ -156,7 +158,7 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn predict<'a>(model: &'a DFlash2, samples: &[TrainSample]) -> Option<Predictions<'a>> {
-        anchored::predict(model, samples)
+        block_common::predict(model, samples)
     }
 }
 

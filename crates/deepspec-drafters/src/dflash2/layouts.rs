@@ -11,8 +11,8 @@ use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
 use super::config::DFlash2Config;
-use crate::block::layouts::{BlockLayout, GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
-use crate::trained::DrafterConfig;
+use crate::draft_model::DrafterConfig;
+use crate::dspark::layouts::{BlockLayout, GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
 
 /// How DFlash 2 is read.
 pub static READER: Reader = Reader {

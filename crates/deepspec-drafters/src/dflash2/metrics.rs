@@ -3,8 +3,8 @@
 use serde_json::{Map, Value};
 
 use crate::Metrics;
-use crate::anchored::AnchoredSum;
-use crate::anchored::sums::{Window, ratio};
+use crate::block_common::AnchoredSum;
+use crate::block_common::sums::{Window, ratio};
 use crate::losses::LossAlphas;
 
 /// Sums of a micro-batch. Accept rates are those of the selector behind the true previous tokens.

@@ -7,8 +7,8 @@ use tch::Tensor;
 use super::config::DFlash2Config;
 use super::convolution::Convolutions;
 use super::selector::PathSelector;
-use crate::anchored::{Backbone, BlockDrafter, BlockSpec};
-use crate::trained::DraftModel;
+use crate::block_common::{Backbone, BlockDrafter, BlockSpec};
+use crate::draft_model::DraftModel;
 
 /// A DFlash 2 drafter.
 pub type DFlash2 = DraftModel<DFlash2Parts>;

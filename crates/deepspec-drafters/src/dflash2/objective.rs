@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::metrics::DFlash2Sum;
 use super::model::DFlash2;
 use super::selector::{Candidates, PathSelector};
-use crate::anchored::{BlockBatch, sums};
+use crate::block_common::{BlockBatch, sums};
 use crate::losses::{self, AuxLossOutput, Column, LossAlphas, RowObjective, Span, Supervised};
 use crate::{GradReadyHook, LossDenominator};
 

@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::recipe::{Eagle3Objective, Supervise};
 use crate::TrainSample;
+use crate::draft_model::joined;
 use crate::losses::{TeacherIndex, distinct};
-use crate::trained::joined;
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
 pub(super) const PIECE: usize = 256;

@@ -7,7 +7,7 @@ use deepspec_models::config::{Fields, read_json};
 use serde_json::{Map, Value, json};
 
 use crate::ConfigIssue;
-use crate::trained::{DraftDecoder, DrafterConfig};
+use crate::draft_model::{DraftDecoder, DrafterConfig};
 
 /// More steps are a mistake; refused here, they cannot exhaust the memory.
 const MAX_STEPS: usize = 1024;

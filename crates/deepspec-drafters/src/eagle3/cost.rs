@@ -7,10 +7,10 @@ use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::recipe::Supervise;
 use crate::TrainSample;
-use crate::losses;
-use crate::trained::{
+use crate::draft_model::{
     DIRECTIONS, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
+use crate::losses;
 
 impl Eagle3Config {
     /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in

@@ -14,8 +14,10 @@ use super::model::{Eagle3, Eagle3Parts};
 use super::proposer::Eagle3Proposer;
 use super::recipe::Eagle3Objective;
 use super::recipe::{Eagle3Recipe, Supervise};
+use crate::draft_model::{
+    DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
+};
 use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, classes};
-use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,

@@ -11,7 +11,7 @@ use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
 use super::config::Eagle3Config;
-use crate::trained::DrafterConfig;
+use crate::draft_model::DrafterConfig;
 
 /// How Eagle3 is read.
 pub static READER: Reader = Reader {

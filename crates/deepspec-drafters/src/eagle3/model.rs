@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step, TttCall};
 use super::config::Eagle3Config;
-use crate::trained::DraftModel;
+use crate::draft_model::DraftModel;
 
 /// An Eagle3 drafter.
 pub type Eagle3 = DraftModel<Eagle3Parts>;

@@ -2,12 +2,12 @@
 
 mod commit;
 mod draft;
-mod draws;
 mod forward;
 mod guard;
 mod memory;
-mod numbers;
 mod sequence;
+mod step_inputs;
+mod uniforms;
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -21,8 +21,8 @@ use crate::{
     Completion, Context, EngineError, EngineOptions, Event, ModelInput, Proposal, Proposer, Request,
     RequestId, StepTimes, Tally, Target,
 };
-use numbers::{DeviceState, StepInputs};
 use sequence::Sequence;
+use step_inputs::{DeviceState, StepInputs};
 
 /// Prompt tokens that one step takes in, unless a single prompt is longer.
 const PREFILL_TOKENS: usize = 8192;

@@ -2,7 +2,7 @@
 
 use deepspec_core::rng::Stream;
 
-use super::draws::Uniforms;
+use super::uniforms::Uniforms;
 use crate::{Completion, Cycle, Finish, Request, RequestId};
 
 /// A request that is being answered.

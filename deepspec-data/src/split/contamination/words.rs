@@ -2,7 +2,7 @@
 
 use std::str::Chars;
 
-use super::super::seen;
+use super::super::dedup;
 
 /// Words of a run.
 pub const RUN: usize = 13;
@@ -43,7 +43,7 @@ impl Iterator for Words<'_> {
                 break;
             }
         }
-        (!self.word.is_empty()).then(|| seen::hash(self.word.as_bytes()))
+        (!self.word.is_empty()).then(|| dedup::hash(self.word.as_bytes()))
     }
 }
 

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::objective::BlockSum;
 use crate::Metrics;
-use crate::anchored::sums::Window;
+use crate::block_common::sums::Window;
 use crate::losses::LossAlphas;
 
 /// What the sums of a block drafter's micro-batches mean.

@@ -6,11 +6,11 @@ use super::config::BlockConfig;
 use super::model::BlockParts;
 use super::recipe::MarkovKind;
 use crate::TrainSample;
-use crate::anchored::{
+use crate::block_common::{
     BlockDrafter as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
 };
+use crate::draft_model::{PassBytes, SampleSize};
 use crate::losses;
-use crate::trained::{PassBytes, SampleSize};
 
 impl BlockConfig {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, if all drafts are supervised.

@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 
 use super::BlockDrafter;
 use super::backbone::over_blocks;
-use crate::trained::{DraftModel, DrafterConfig};
+use crate::draft_model::{DraftModel, DrafterConfig};
 use crate::{Drafter, DrafterProbe};
 
 /// A drafter of anchored blocks with context histories.

@@ -4,7 +4,7 @@ use tch::{Kind, Reduction, Tensor};
 
 use super::heads::MarkovHead;
 use super::model::Block;
-use crate::anchored::{AnchoredSum, BlockBatch, sums};
+use crate::block_common::{AnchoredSum, BlockBatch, sums};
 use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
 use crate::{GradReadyHook, LossDenominator};
 

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::{DraftDecoder, DraftModel, PassBytes, SampleSize, WarmStart, cost};
-use crate::anchored::BlockSpec;
+use crate::block_common::BlockSpec;
 use crate::{
     Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
     Metrics, Predictions, TrainSample, TrainableDrafter, WeightCounts,

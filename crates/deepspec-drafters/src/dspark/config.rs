@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Kind};
 
 use super::recipe::{Markov, MarkovKind};
-use crate::anchored::{BlockBatch, BlockSpec, MAX_RANK};
-use crate::trained::{DraftDecoder, DrafterConfig, WarmStart};
+use crate::block_common::{BlockBatch, BlockSpec, MAX_RANK};
+use crate::draft_model::{DraftDecoder, DrafterConfig, WarmStart};
 use crate::{ConfigIssue, TrainSample};
 
 /// The confidence head.

@@ -7,8 +7,8 @@ use tch::{Kind, Tensor};
 
 use super::config::BlockConfig;
 use super::heads::{ConfidenceHead, MarkovHead, MarkovState};
-use crate::anchored::{Backbone, BlockDrafter, BlockSpec};
-use crate::trained::DraftModel;
+use crate::block_common::{Backbone, BlockDrafter, BlockSpec};
+use crate::draft_model::DraftModel;
 
 /// A DSpark or DFlash drafter.
 pub type Block = DraftModel<BlockParts>;

@@ -31,8 +31,8 @@ use deepspec_engine::DraftSampling;
 use deepspec_models::nn::Half;
 use tch::Tensor;
 
+use crate::draft_model::{DraftModel, DrafterKind};
 use crate::registration::Part;
-use crate::trained::{DraftModel, DrafterKind};
 
 /// The backbone as `train.freeze` names it.
 pub(crate) const BACKBONE: Part =

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::ConfigIssue;
-use crate::anchored::{DraftLayers, LayerType, num_anchors};
+use crate::block_common::{DraftLayers, LayerType, num_anchors};
 use crate::losses::LossRecipe;
 
 /// A block drafter.

@@ -12,10 +12,12 @@ use super::config::{BlockConfig, Confidence};
 use super::metrics::BlockMetrics;
 use super::model::{Block, BlockParts};
 use super::recipe::BlockRecipe;
-use crate::anchored::{self, AnchoredProposer, BlockSpec, anchor_candidates, block_weight};
+use crate::block_common::{self, AnchoredProposer, BlockSpec, anchor_candidates, block_weight};
+use crate::draft_model::{
+    DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
+};
 use crate::losses::{LossAlphas, LossRecipe};
 use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, Section, classes};
-use crate::trained::{DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
@@ -23,7 +25,7 @@ use crate::{
 
 /// The heads, and all that stands before them.
 const PARTS: &[Part] = &[
-    anchored::BACKBONE,
+    block_common::BACKBONE,
     Part { name: "markov", prefixes: &["markov_head."] },
     Part { name: "confidence", prefixes: &["confidence_head."] },
 ];
@@ -194,6 +196,6 @@ impl DrafterKind for BlockParts {
     }
 
     fn predict<'a>(model: &'a Block, samples: &[TrainSample]) -> Option<Predictions<'a>> {
-        anchored::predict(model, samples)
+        block_common::predict(model, samples)
     }
 }

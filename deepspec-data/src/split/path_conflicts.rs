@@ -7,8 +7,8 @@ use deepspec_core::{atomic, env, usage};
 use super::args::Args;
 use super::input::Input;
 use super::report;
-use crate::places::{place, places};
-use crate::rejects;
+use crate::rejected_rows;
+use crate::same_file::{place, places};
 
 /// Looks at the outputs alone, before anything is read.
 ///
@@ -33,7 +33,7 @@ pub fn check(args: &Args) -> anyhow::Result<()> {
         usage!("--train-output and --eval-output are the same file");
     }
     let aside = atomic::partial_name;
-    for own in [train.clone(), rejects::path(train), report::path(train)] {
+    for own in [train.clone(), rejected_rows::path(train), report::path(train)] {
         let clash = |a: &Path, b: &Path| place(a) == place(b);
         if clash(eval, &own) || clash(eval, &aside(&own)) || clash(&aside(eval), &own) {
             usage!("--eval-output {} is where {} is written", eval.display(), own.display());
@@ -70,7 +70,7 @@ fn refuse_to_replace<'a>(
         .iter()
         .map(|(flag, path)| (format!("{flag} {}", path.display()), places(path)))
         .collect();
-    for beside in [rejects::path(train), report::path(train)] {
+    for beside in [rejected_rows::path(train), report::path(train)] {
         written.push((format!("--train-output {}: {}", train.display(), beside.display()), places(&beside)));
     }
     for (what, file) in read {

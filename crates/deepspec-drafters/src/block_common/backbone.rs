@@ -11,8 +11,8 @@ use super::BlockDrafter;
 use super::attention::BlockAttention;
 use super::batch::BlockBatch;
 use crate::GradReadyHook;
+use crate::draft_model::{DraftModel, DrafterConfig};
 use crate::losses;
-use crate::trained::{DraftModel, DrafterConfig};
 
 /// Before a layer's number in the names of its parameters.
 const LAYERS: &str = "layers.";

@@ -6,7 +6,7 @@ use deepspec_core::rng::Purpose;
 use tch::{Device, Kind, Tensor};
 
 use super::Engine;
-use super::draws::{UniformCounts, UniformSource};
+use super::uniforms::{UniformCounts, UniformSource};
 use crate::{DeviceArange, Proposer, Sampling, SamplingBatch, Target, Upload, runs};
 
 /// Anchors, draws and settings of the slots that take part in a step.

@@ -7,7 +7,7 @@ use super::BlockSpec;
 use super::attention::{ALIGNED, TILE, is_by_block};
 use super::tiles::{COPIES, MOST_BYTES, SLOTS, most_rest};
 use crate::TrainSample;
-use crate::trained::{
+use crate::draft_model::{
     DIRECTIONS, DraftDecoder, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
 

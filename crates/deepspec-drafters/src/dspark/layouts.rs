@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use super::config::BlockConfig;
 use super::recipe::MarkovKind;
-use crate::trained::DrafterConfig;
+use crate::draft_model::DrafterConfig;
 
 /// How block drafters are read.
 pub static READER: Reader = Reader {

@@ -8,8 +8,8 @@ use super::BlockSpec;
 use super::attention::SequenceSpan;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
+use crate::draft_model::joined;
 use crate::losses::{TeacherIndex, distinct};
-use crate::trained::joined;
 
 /// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
 pub fn anchor_candidates(loss_mask: &[bool]) -> Vec<usize> {
