@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use deepspec_core::cli::{self, ExitWith, Verbosity, one_line};
 use deepspec_core::{atomic, digest};
 
-use deepspec_datasets::suites::{Asked, Fetcher, Outcome, Store};
+use deepspec_datasets::suites::{Fetcher, Outcome, Store, SuiteSelection};
 
 /// Which suites to write, from what, and where to.
 #[derive(clap::Args)]
@@ -45,7 +45,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         return deepspec_datasets::suites::list(&args.output_dir, args.json);
     }
     let (suites, descriptions, sources) = (&args.suites, &args.descriptions, &args.sources);
-    let plans = deepspec_datasets::suites::plans(&Asked { suites, descriptions, sources })?;
+    let plans = deepspec_datasets::suites::plans(&SuiteSelection { suites, descriptions, sources })?;
     atomic::create_dir(&args.output_dir)?;
     let store = Store::open(&args.output_dir, args.overwrite)?;
     let mut fetcher = Fetcher::new(verbosity);

@@ -20,7 +20,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
-use deepspec_datasets::suites::{Asking, Folder};
+use deepspec_datasets::suites::{Folder, RequestTemplate};
 use deepspec_drafters::{Block, BlockProposer};
 use deepspec_engine::{
     Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput,
@@ -156,7 +156,7 @@ impl Bench {
         let tokenizer = ChatTokenizer::load(&target)?;
         let config = ModelConfig::load(&target)?;
         let context = config.max_position_embeddings;
-        let asking = Asking {
+        let asking = RequestTemplate {
             tokenizer: &tokenizer,
             sampling: Sampling::new(0.0, 0),
             max_new_tokens: MAX_NEW_TOKENS,

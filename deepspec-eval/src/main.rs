@@ -31,10 +31,10 @@ use deepspec_core::cli::{self, Verbosity};
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Say nothing but warnings, errors and results
+    /// Print only warnings, errors and results
     #[arg(long, short, global = true, help_heading = "Output")]
     quiet: bool,
-    /// Also say why
+    /// Print details of what is done
     #[arg(long, short, global = true, help_heading = "Output")]
     verbose: bool,
 }

@@ -52,7 +52,7 @@ pub struct Args {
     /// Only warnings and errors.
     #[arg(long, short)]
     pub quiet: bool,
-    /// Also say why.
+    /// Print details of what is done.
     #[arg(long, short)]
     pub verbose: bool,
 }

@@ -7,7 +7,7 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::States;
 use deepspec_core::usage;
 use deepspec_cost::estimate::{
-    Asked, Basis, Bytes, Drafting, Estimate, Machine, Measured, Pipeline, ScaleError, Stage, Training,
+    Basis, Bytes, DecodeLoad, Drafting, Estimate, Machine, Measured, Pipeline, ScaleError, Stage, Training,
     UPDATE_BYTES, Work, captured, decoded, judged, read_measured,
 };
 use deepspec_drafters::TrainSample;
@@ -275,7 +275,7 @@ fn pipeline(
     // The share of the device that has the most; no more sequences are decoded at once than there are.
     let asked = |rows: f64| {
         let own = (rows / devices as f64).ceil();
-        Asked { rows: own, prompt, answer, concurrency: own.min(args.concurrency as f64), value_bytes }
+        DecodeLoad { rows: own, prompt, answer, concurrency: own.min(args.concurrency as f64), value_bytes }
     };
     let length = ((prompt + answer).round() as usize).clamp(2, recipe.data.max_length);
     let answered = (answer.round() as usize).clamp(1, length - 1);

@@ -7,7 +7,7 @@ use crate::dist::ProcessGroup;
 use deepspec_capture::{Dataset, TargetSpec};
 use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_core::{Tap, env, usage};
-use deepspec_datasets::suites::{Asking, Folder, TokenizedSuite, is_file};
+use deepspec_datasets::suites::{Folder, RequestTemplate, TokenizedSuite, is_file};
 use deepspec_drafters::TrainableDrafter;
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Target as _};
 use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
@@ -57,7 +57,7 @@ impl EvalPrompts {
         }
         let eval = recipe.eval.clone().unwrap_or_default();
         let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id())?;
-        let asking = Asking {
+        let asking = RequestTemplate {
             tokenizer: &source.tokenizer,
             sampling: Sampling::new(eval.temperature, eval.seed),
             max_new_tokens: eval.max_new_tokens,

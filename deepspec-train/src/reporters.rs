@@ -27,7 +27,7 @@ pub struct Shown<'a> {
 }
 
 /// All sinks of a run, and its totals.
-pub struct Report {
+pub struct TrainReporter {
     metrics: Appender,
     tensorboard: Option<TensorBoard>,
     total_steps: usize,
@@ -57,7 +57,7 @@ impl Totals {
     }
 }
 
-impl Report {
+impl TrainReporter {
     /// Continues the metrics in `dir` behind step `step`: lines of steps that are run again are dropped.
     ///
     /// # Errors

@@ -27,7 +27,7 @@ use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
 use crate::plan::{Data, Plan};
-use crate::reporters::{Report, Shown};
+use crate::reporters::{Shown, TrainReporter};
 use crate::schedule::{self, Schedule};
 use crate::setup::{kind, open_data, target_runtime};
 use crate::trainer::Trainer;
@@ -317,7 +317,7 @@ impl Inputs {
         let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());
         let shown = Shown { schedule: self.schedule, metrics: trainer.metrics.as_ref(), tensorboard };
-        let open = || Report::open(trainer.checkpoints.dir(), first, &shown);
+        let open = || TrainReporter::open(trainer.checkpoints.dir(), first, &shown);
         let report = group.is_leader().then(open).transpose()?;
         thread::scope(|scope| {
             let loader = Loader::start(scope, &self.dataset, states, options, first);

@@ -5,7 +5,7 @@ use std::path::Path;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
 use deepspec_core::recipe::TargetRecipe;
-use deepspec_hub::{Hub, HubError, Kind, Repo, Settings, model_dir};
+use deepspec_hub::{Hub, HubError, HubOptions, Kind, Repo, model_dir};
 use deepspec_models::{ModelConfig, ModelError, families, weights_digest};
 
 /// The targets of the recipes in `configs/`, as `configs/shapes/README.md` describes: their families have them.
@@ -38,8 +38,8 @@ impl Shape {
         }
         let repo =
             Repo::parse(Kind::Model, &target.model, target.revision.as_deref()).map_err(HubError::report)?;
-        let settings = Settings::from_env(verbosity).map_err(HubError::report)?;
-        let offline = Settings { offline: Some("looking into the cache alone"), ..settings.clone() };
+        let settings = HubOptions::from_env(verbosity).map_err(HubError::report)?;
+        let offline = HubOptions { offline: Some("looking into the cache alone"), ..settings.clone() };
         let cache = Hub::new(offline);
         if let Some(dir) = cache.fetch(&repo, CONFIG).ok().as_deref().and_then(Path::parent) {
             let has_weights = cache.model(&repo).is_ok();

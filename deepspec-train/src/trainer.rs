@@ -16,7 +16,7 @@ use crate::evaluation::Evaluation;
 use crate::loader::Loader;
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
-use crate::reporters::Report;
+use crate::reporters::TrainReporter;
 use crate::schedule::Schedule;
 use crate::window::Window;
 
@@ -53,7 +53,7 @@ impl Trainer<'_> {
         &mut self,
         first: usize,
         mut loader: Loader,
-        mut report: Option<Report>,
+        mut report: Option<TrainReporter>,
     ) -> anyhow::Result<()> {
         let mut window = Window::new(self.metrics.as_ref());
         let logging = &self.recipe.logging;

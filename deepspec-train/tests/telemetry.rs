@@ -9,7 +9,7 @@ use std::process::Command;
 
 use deepspec_capture::TargetSpec;
 use deepspec_core::cli::Verbosity;
-use deepspec_datasets::suites::{Asking, Folder};
+use deepspec_datasets::suites::{Folder, RequestTemplate};
 use deepspec_drafters::DrafterOptions;
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
 use deepspec_models::{TargetModel, TargetOptions};
@@ -119,7 +119,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
     let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id()).unwrap();
     let context = source.config.max_position_embeddings;
-    let asking = Asking {
+    let asking = RequestTemplate {
         tokenizer: &source.tokenizer,
         sampling: Sampling::new(1.0, 980_406),
         max_new_tokens: 12,

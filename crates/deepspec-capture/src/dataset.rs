@@ -12,7 +12,7 @@ use deepspec_core::{env, jsonl};
 use deepspec_text::{ChatTokenizer, trained_thinking};
 
 use crate::samples::{SampleMeta, Samples, shared};
-use crate::{Report, StatesError, TargetSpec};
+use crate::{RowCounts, StatesError, TargetSpec};
 
 /// Hidden states per shard of a cache that training writes, in bytes. A resumed first epoch captures at most so much anew.
 const SHARD_BYTES: u64 = 256 << 20;
@@ -25,7 +25,7 @@ pub struct Dataset {
     pub(crate) origin: Origin,
     counts: Counts,
     digest: String,
-    report: Option<Report>,
+    report: Option<RowCounts>,
 }
 
 /// Where samples and states come from.
@@ -111,7 +111,7 @@ impl Dataset {
         Ok(Self::new(origin, counts, Some(report), source))
     }
 
-    fn new(origin: Origin, counts: Counts, report: Option<Report>, source: &TargetSpec) -> Self {
+    fn new(origin: Origin, counts: Counts, report: Option<RowCounts>, source: &TargetSpec) -> Self {
         let mut dataset = Self { origin, counts, digest: String::new(), report };
         dataset.digest = dataset.fingerprint(source);
         dataset
@@ -177,7 +177,7 @@ impl Dataset {
     }
 
     /// What became of the rows; `None` for a cache, whose build has said so.
-    pub fn report(&self) -> Option<&Report> {
+    pub fn report(&self) -> Option<&RowCounts> {
         self.report.as_ref()
     }
 

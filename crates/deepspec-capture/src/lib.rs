@@ -29,7 +29,7 @@ pub use dataset::Dataset;
 pub use error::StatesError;
 pub use fill::fill;
 pub use online::SampleStates;
-pub use rows::{Rejected, Report, Tokenised, tokenise, unknown_token};
+pub use rows::{Rejected, RowCounts, Tokenised, tokenise, unknown_token};
 pub use samples::SampleMeta;
 pub use source::{TargetSpec, chat_template, check_fit, check_rules, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};

@@ -31,7 +31,7 @@ pub struct Rejected {
 
 /// What became of the rows: `read` is the sum of kept, failed, too short and rejected ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct RowCounts {
     /// Lines that are not blank.
     pub read: usize,
     /// Rows that became samples.
@@ -57,7 +57,7 @@ pub struct Report {
 }
 
 /// What became of the rows, as a sum.
-impl fmt::Display for Report {
+impl fmt::Display for RowCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { read, kept, failed, too_short, .. } = self;
         write!(
@@ -77,7 +77,7 @@ impl fmt::Display for Report {
     }
 }
 
-impl Report {
+impl RowCounts {
     /// Unusable lines, with and without a name.
     pub fn rejected(&self) -> usize {
         self.rejected.len() + self.unnamed
@@ -110,14 +110,14 @@ pub struct Tokenised {
     /// Ready for a plan.
     pub samples: Vec<PlannedSample>,
     /// What became of the rows.
-    pub report: Report,
+    pub report: RowCounts,
 }
 
 /// Tokenises the rows of `files` on all cores and keeps all samples. Rows of one conversation each: `{"id", "conversations", "tools"?, "status"?}`; ids
 /// are made unique over all files. `progress` is called with the number of lines just dealt with.
 ///
 /// # Errors
-/// If a file cannot be read; bad rows are [`Report::rejected`].
+/// If a file cannot be read; bad rows are [`RowCounts::rejected`].
 pub fn tokenise(
     files: &[PathBuf],
     source: &TargetSpec,
@@ -137,8 +137,8 @@ pub(crate) fn for_each_sample(
     source: &TargetSpec,
     mut progress: impl FnMut(usize),
     mut keep: impl FnMut(PlannedSample) -> Result<(), StatesError>,
-) -> Result<Report, StatesError> {
-    let mut report = Report::default();
+) -> Result<RowCounts, StatesError> {
+    let mut report = RowCounts::default();
     let mut ids = UniqueIds::default();
     let mut thought = 0;
     for batch in jsonl::batches_of(files, BATCH) {

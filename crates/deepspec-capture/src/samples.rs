@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::cache::{MappedFile, PlannedSample, faulted};
 use serde::{Deserialize, Serialize};
 
-use crate::{Rejected, Report, StatesError};
+use crate::{Rejected, RowCounts, StatesError};
 
 mod entry;
 mod identity;
@@ -61,7 +61,7 @@ pub struct Samples {
     /// Where the index lies.
     index: Range<usize>,
     /// What became of the rows.
-    report: Report,
+    report: RowCounts,
     /// Tokens of the longest.
     longest: usize,
     /// Bytes of pages that reading has brought into the process since they were last let go.
@@ -88,7 +88,7 @@ struct Account {
     rows: Rows,
 }
 
-/// A [`Report`] whose files are told by their number, so that it holds wherever they lie.
+/// A [`RowCounts`] whose files are told by their number, so that it holds wherever they lie.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rows {
@@ -136,7 +136,7 @@ impl Samples {
     }
 
     /// What became of the rows.
-    pub fn report(&self) -> &Report {
+    pub fn report(&self) -> &RowCounts {
         &self.report
     }
 
@@ -217,7 +217,7 @@ impl Samples {
 
 impl Rows {
     /// `inputs` are the files in which the report's lines are.
-    fn of(report: &Report, inputs: &[PathBuf]) -> Self {
+    fn of(report: &RowCounts, inputs: &[PathBuf]) -> Self {
         let named = report.rejected.iter().take(NAMED).map(|rejected| {
             let file = inputs.iter().position(|input| *input == rejected.file);
             (file.unwrap_or_default(), rejected.line, rejected.reason.clone())
@@ -237,14 +237,14 @@ impl Rows {
         }
     }
 
-    fn report(self, inputs: &[PathBuf]) -> Report {
+    fn report(self, inputs: &[PathBuf]) -> RowCounts {
         let unnamed = self.rejected.saturating_sub(self.named.len());
         let named = self.named.into_iter().map(|(file, line, reason)| Rejected {
             file: inputs.get(file).cloned().unwrap_or_default(),
             line,
             reason,
         });
-        Report {
+        RowCounts {
             read: self.read,
             kept: self.kept,
             failed: self.failed,

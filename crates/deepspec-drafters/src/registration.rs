@@ -26,7 +26,7 @@ pub struct DrafterKindInfo {
     /// Names it to people.
     pub title: &'static str,
     /// Its parts, for those that are to stay as they are while others learn.
-    pub parts: &'static [Part],
+    pub parts: &'static [ParamGroup],
     /// Its settings in a recipe; None for models that are not trained here.
     pub settings: Option<RecipeSettings>,
     /// Its checkpoints; None where they are those of another kind.
@@ -60,7 +60,7 @@ pub struct Checkpoints {
 }
 
 /// A part of a drafter.
-pub struct Part {
+pub struct ParamGroup {
     /// Names it in `train.freeze`.
     pub name: &'static str,
     /// Beginnings of the names of its parameters.

@@ -25,5 +25,5 @@ pub use request::{
 };
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
-pub use upload::{DeviceArange, Floats, Part, Upload, Uploaded, runs};
+pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, runs};
 pub use verify::{Verdict, verify};

@@ -3,7 +3,7 @@
 use crate::Cycle;
 
 /// What the host reads back after a step.
-pub struct Outcome {
+pub struct VerifyOutcome {
     /// Which decoding slots' logits were all finite, and which prompts'.
     pub finite: Vec<bool>,
     accepted: Vec<usize>,
@@ -17,7 +17,7 @@ pub struct Outcome {
     ends_at_stop_tokens: bool,
 }
 
-impl Outcome {
+impl VerifyOutcome {
     /// Takes the step's transfer apart: a flag per row of logits, then accepted, next, drafted tokens and confidences of the decoding
     /// slots, and first tokens.
     pub fn new(values: &[f64], prefilling: usize, lens: &[usize], ends_at_stop_tokens: bool) -> Self {
@@ -98,7 +98,7 @@ mod tests {
         let accepted = [1.0, 3.0, 1.0];
         let tokens = [1.0, 2.0, 3.0, 4.0, 9.0, 5.0, 6.0, 9.0, 5.0];
         let read = [[1.0; 12].as_slice(), &accepted, &[7.0, 8.0, 7.0], &tokens, &[0.5; 9]].concat();
-        let outcome = Outcome::new(&read, 0, &[3, 3, 3], false);
+        let outcome = VerifyOutcome::new(&read, 0, &[3, 3, 3], false);
         assert_eq!(outcome.finite, [true; 3]);
         let (cycle, tokens) = outcome.cycle(0, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![1, 7]));
@@ -116,7 +116,7 @@ mod tests {
     fn a_block_that_ends_at_stop_tokens_is_no_longer_for_a_rejected_one() {
         const STOP: i64 = 9;
         let read = [[1.0; 4].as_slice(), &[1.0], &[7.0], &[1.0, 9.0, 3.0]].concat();
-        let proposed = |ends: bool| Outcome::new(&read, 0, &[3], ends).cycle(0, 3, &[STOP]).0.proposed;
+        let proposed = |ends: bool| VerifyOutcome::new(&read, 0, &[3], ends).cycle(0, 3, &[STOP]).0.proposed;
         assert_eq!((proposed(true), proposed(false)), (2, 3));
     }
 
@@ -125,7 +125,7 @@ mod tests {
         // Blocks of one and two tokens, and two prompts.
         let flags = [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0];
         let read = [flags.as_slice(), &[0.0; 2], &[5.0; 2], &[1.0; 4], &[2.0, 3.0]].concat();
-        let outcome = Outcome::new(&read, 2, &[1, 2], false);
+        let outcome = VerifyOutcome::new(&read, 2, &[1, 2], false);
         assert_eq!((outcome.finite, outcome.first), (vec![true, false, true, false], vec![2, 3]));
     }
 }

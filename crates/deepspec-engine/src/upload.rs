@@ -19,7 +19,7 @@ pub struct Upload<T> {
 
 /// Where some of an upload's numbers lie.
 #[derive(Debug, Clone, Copy)]
-pub struct Part {
+pub struct UploadSlice {
     first: i64,
     len: i64,
 }
@@ -29,10 +29,10 @@ pub struct Uploaded(Tensor);
 
 impl<T: Element> Upload<T> {
     /// Adds numbers.
-    pub fn push(&mut self, values: impl IntoIterator<Item = T>) -> Part {
+    pub fn push(&mut self, values: impl IntoIterator<Item = T>) -> UploadSlice {
         let first = self.values.len();
         self.values.extend(values);
-        Part { first: first as i64, len: (self.values.len() - first) as i64 }
+        UploadSlice { first: first as i64, len: (self.values.len() - first) as i64 }
     }
 
     /// Sends all of them, and the host goes on; nothing travels where there are none.
@@ -68,7 +68,7 @@ impl Upload<i64> {
 /// Where some of an upload's float32 numbers lie.
 #[derive(Debug, Clone, Copy)]
 pub struct Floats {
-    part: Part,
+    part: UploadSlice,
     len: i64,
 }
 
@@ -79,7 +79,7 @@ impl Uploaded {
     }
 
     /// The numbers of a part, `[len]`, sharing memory with all others.
-    pub fn of(&self, part: Part) -> Tensor {
+    pub fn of(&self, part: UploadSlice) -> Tensor {
         self.0.narrow(0, part.first, part.len)
     }
 }

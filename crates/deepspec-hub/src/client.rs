@@ -9,7 +9,7 @@ use ureq::{Agent, Body};
 
 use crate::settings::RetryPolicy;
 use crate::tls::trusted;
-use crate::{HubError, Repo, Settings};
+use crate::{HubError, HubOptions, Repo};
 
 /// Most redirects followed within the hub for one address.
 const REDIRECTS: usize = 5;
@@ -63,7 +63,7 @@ pub struct Client {
 }
 
 impl Client {
-    pub fn new(settings: &Settings) -> Self {
+    pub fn new(settings: &HubOptions) -> Self {
         let patience = settings.patience;
         let config = Agent::config_builder()
             .http_status_as_error(false)

@@ -10,7 +10,7 @@ use crate::cache::RepoCache;
 use crate::client::{Client, Failure, TransientError, Wanted, unexpected};
 use crate::download::Download;
 use crate::repo::{is_commit, is_path};
-use crate::{HubError, Repo, Settings};
+use crate::{HubError, HubOptions, Repo};
 
 /// Largest description of a repository that is read, in bytes.
 const MAX_DESCRIPTION: u64 = 256 << 20;
@@ -36,7 +36,7 @@ impl Listing {
 
 /// Fetches files from the hub, or finds them in the cache.
 pub struct Hub {
-    settings: Settings,
+    settings: HubOptions,
     client: Client,
     listings: Mutex<HashMap<Repo, Arc<Listing>>>,
 }
@@ -47,11 +47,11 @@ impl Hub {
     /// # Errors
     /// If no folder for the cache can be named.
     pub fn from_env(verbosity: Verbosity) -> Result<Self, HubError> {
-        Ok(Self::new(Settings::from_env(verbosity)?))
+        Ok(Self::new(HubOptions::from_env(verbosity)?))
     }
 
     /// A hub as told.
-    pub fn new(settings: Settings) -> Self {
+    pub fn new(settings: HubOptions) -> Self {
         Self { client: Client::new(&settings), settings, listings: Mutex::default() }
     }
 

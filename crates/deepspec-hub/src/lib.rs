@@ -23,5 +23,5 @@ pub use glob::Glob;
 pub use hub::Hub;
 pub use model::model_dir;
 pub use repo::{Kind, Repo, is_id};
-pub use settings::{RetryPolicy, Settings};
+pub use settings::{HubOptions, RetryPolicy};
 pub use tls::prepare_tls;

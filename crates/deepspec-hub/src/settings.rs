@@ -11,7 +11,7 @@ use crate::HubError;
 
 /// All that a [`Hub`](crate::Hub) is told.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct HubOptions {
     /// Address of the hub, without a final slash.
     pub endpoint: String,
     /// Sent as a bearer token.
@@ -53,7 +53,7 @@ impl Default for RetryPolicy {
     }
 }
 
-impl Settings {
+impl HubOptions {
     /// What the environment says; see [`env::hub`].
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use deepspec_capture::cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
 };
-use deepspec_capture::{Capture, Rejected, Report, StatesError, TargetSpec, Tokenised, fill, tokenise};
+use deepspec_capture::{Capture, Rejected, RowCounts, StatesError, TargetSpec, Tokenised, fill, tokenise};
 use deepspec_core::atomic;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
 use deepspec_core::progress::Progress;
@@ -116,7 +116,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 /// Exit code 1 where lines were rejected, which stand in `rejects`.
-fn rejected(report: &Report, rejects: &Path) -> anyhow::Result<()> {
+fn rejected(report: &RowCounts, rejects: &Path) -> anyhow::Result<()> {
     if report.rejected.is_empty() {
         return Ok(());
     }
@@ -177,7 +177,7 @@ pub(super) fn free_space(dir: &Path) -> anyhow::Result<u64> {
 }
 
 /// Refuses input that gives no sample.
-fn check_rows(args: &Args, report: &Report, recipe: &Recipe, dir: &Path) -> anyhow::Result<()> {
+fn check_rows(args: &Args, report: &RowCounts, recipe: &Recipe, dir: &Path) -> anyhow::Result<()> {
     if report.read == 0 {
         let files: Vec<String> = args.job.input.iter().map(|input| input.display().to_string()).collect();
         usage!("--input {}: no rows", files.join(" "));
@@ -204,8 +204,8 @@ fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf>
 }
 
 /// What became of the rows, as a sum.
-pub(super) fn accounts(report: &Report, recipe: &Recipe) -> String {
-    let Report { cut, tokens, supervised_tokens, .. } = report;
+pub(super) fn accounts(report: &RowCounts, recipe: &Recipe) -> String {
+    let RowCounts { cut, tokens, supervised_tokens, .. } = report;
     let limit = recipe.data.max_length;
     format!(
         "{}\n{tokens} tokens, {supervised_tokens} of them supervised; {} cut at {limit} tokens",

@@ -11,8 +11,8 @@ use deepspec_text::Problem;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::row::{Examined, Outcome, examine};
-use super::settings::Settings;
+use super::row::{Examined, RowOutcome, examine};
+use super::settings::MaskSettings;
 use super::summary::{Lengths, Summary};
 
 /// Rows looked at between two reports of progress; bounds the text held at once.
@@ -52,7 +52,7 @@ pub struct Inspection {
 
 impl Inspection {
     /// Looks at every row of `files`.
-    pub fn of(files: &[PathBuf], settings: &Settings, verbosity: Verbosity) -> anyhow::Result<Self> {
+    pub fn of(files: &[PathBuf], settings: &MaskSettings, verbosity: Verbosity) -> anyhow::Result<Self> {
         let mut total = 0;
         for file in files {
             for line in RawLines::open(file)? {
@@ -68,7 +68,7 @@ impl Inspection {
         let (mut ids, mut lengths) = (UniqueIds::default(), Vec::new());
         for batch in jsonl::batches_of(files, BATCH) {
             let (file, batch) = batch?;
-            let outcomes: Vec<(usize, Outcome)> = batch
+            let outcomes: Vec<(usize, RowOutcome)> = batch
                 .into_par_iter()
                 .map(|line| (line.number, examine(settings, line.parse(file))))
                 .collect();
@@ -93,23 +93,23 @@ impl Inspection {
         &mut self,
         file: &Path,
         line: usize,
-        outcome: Outcome,
-        settings: &Settings,
+        outcome: RowOutcome,
+        settings: &MaskSettings,
         ids: &mut UniqueIds,
         lengths: &mut Vec<u32>,
     ) {
         let place = self.summary.rows;
         self.summary.rows += 1;
         let mut row = match outcome {
-            Outcome::Failed => {
+            RowOutcome::Failed => {
                 self.summary.status_error += 1;
                 return;
             }
-            Outcome::Unusable(id, reason) => {
+            RowOutcome::Unusable(id, reason) => {
                 self.summary.unusable += 1;
                 return self.find(file, line, id, reason);
             }
-            Outcome::Row(row) => row,
+            RowOutcome::Row(row) => row,
         };
         let id = row.named(ids, place);
         lengths.push(u32::try_from(row.supervised.untruncated_len).unwrap_or(u32::MAX));
@@ -119,7 +119,7 @@ impl Inspection {
         }
     }
 
-    fn count(&mut self, file: &Path, line: usize, row: &Examined, settings: &Settings) {
+    fn count(&mut self, file: &Path, line: usize, row: &Examined, settings: &MaskSettings) {
         let (summary, problems) = (&mut self.summary, &row.checked.problems);
         let any = |kind: fn(&Problem) -> bool| usize::from(problems.iter().any(kind));
         summary.empty_masks += any(|problem| matches!(problem, Problem::Empty { .. }));

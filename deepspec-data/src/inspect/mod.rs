@@ -24,7 +24,7 @@ pub use args::Args;
 use crate::same_file;
 use inspection::Inspection;
 use render::ShownRow;
-use settings::Settings;
+use settings::MaskSettings;
 
 /// Problems that are shown one by one; `--json` and `--html` have all.
 const SHOWN_PROBLEMS: usize = 10;
@@ -36,7 +36,7 @@ const SHOWN_PROBLEMS: usize = 10;
 /// template differs from the served one.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
-    let settings = Settings::new(args, verbosity)?;
+    let settings = MaskSettings::new(args, verbosity)?;
     let mut inspection = Inspection::of(&args.input, &settings, verbosity)?;
     if inspection.summary.rows == 0 {
         let files: Vec<String> = args.input.iter().map(|input| input.display().to_string()).collect();
@@ -82,7 +82,7 @@ impl Args {
     /// Calls `show` with each row that is to be shown.
     fn each_shown(
         &self,
-        settings: &Settings,
+        settings: &MaskSettings,
         show: impl FnMut(ShownRow) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let most = if self.all || !self.id.is_empty() { usize::MAX } else { self.limit };
@@ -91,7 +91,7 @@ impl Args {
 }
 
 /// Prints the selected rows and the summary; returns the ids of the rows.
-fn print_text(args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
+fn print_text(args: &Args, settings: &MaskSettings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
     let mut out = BufWriter::new(cli::stdout());
     let mut found = Vec::new();
     if args.html.is_none() {
@@ -111,7 +111,7 @@ fn print_text(args: &Args, settings: &Settings, inspection: &Inspection) -> anyh
 }
 
 /// Prints one JSON object, row by row; returns the ids of the rows.
-fn print_json(args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
+fn print_json(args: &Args, settings: &MaskSettings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
     let mut out = BufWriter::new(cli::stdout());
     let mut found = Vec::new();
     write!(out, "{{\"rows\": [")?;
@@ -129,7 +129,12 @@ fn print_json(args: &Args, settings: &Settings, inspection: &Inspection) -> anyh
     Ok(found)
 }
 
-fn write_html(path: &Path, args: &Args, settings: &Settings, inspection: &Inspection) -> anyhow::Result<()> {
+fn write_html(
+    path: &Path,
+    args: &Args,
+    settings: &MaskSettings,
+    inspection: &Inspection,
+) -> anyhow::Result<()> {
     let mut missing: Vec<&String> = args.id.iter().collect();
     let mut page = vec![];
     html::begin(&mut page, inspection)?;

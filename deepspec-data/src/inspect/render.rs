@@ -8,8 +8,8 @@ use deepspec_text::{ChatTokenizer, Served, Supervised, TextError};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::row::{Examined, Outcome, examine};
-use super::settings::Settings;
+use super::row::{Examined, RowOutcome, examine};
+use super::settings::MaskSettings;
 
 /// Rows rendered at once.
 const BATCH: usize = 64;
@@ -86,7 +86,7 @@ impl ShownRow {
 /// Calls `show` with the rows of these ids, or with all where there are none, in input order and at most so many.
 pub fn each(
     files: &[PathBuf],
-    settings: &Settings,
+    settings: &MaskSettings,
     ids: &[String],
     most: usize,
     mut show: impl FnMut(ShownRow) -> anyhow::Result<()>,
@@ -97,7 +97,7 @@ pub fn each(
         let examine = |line: &RawLine| (line.number, examine(settings, line.parse(file)));
         let mut wanted = vec![];
         for (line, outcome) in lines.par_iter().map(examine).collect::<Vec<_>>() {
-            if let Outcome::Row(mut row) = outcome {
+            if let RowOutcome::Row(mut row) = outcome {
                 let id = row.named(&mut names, place);
                 if ids.is_empty() || ids.contains(&id) {
                     wanted.push((line, id, *row));

@@ -6,10 +6,10 @@ use deepspec_core::row::{self, UniqueIds};
 use deepspec_text::{Checked, Conversation, MIN_SUPERVISED_TOKENS, Role, Supervised, check, supervise};
 use serde_json::{Map, Value};
 
-use super::settings::Settings;
+use super::settings::MaskSettings;
 
 /// What a line holds.
-pub enum Outcome {
+pub enum RowOutcome {
     /// A row whose conversation can be rendered.
     Row(Box<Examined>),
     /// A row that `regenerate` could not answer.
@@ -57,31 +57,31 @@ impl Examined {
 }
 
 /// Looks at a line.
-pub fn examine(settings: &Settings, line: Line) -> Outcome {
+pub fn examine(settings: &MaskSettings, line: Line) -> RowOutcome {
     let fields = match line {
         Line::Row(_, fields) => fields,
-        Line::Bad(bad) => return Outcome::Unusable(None, bad.problem),
+        Line::Bad(bad) => return RowOutcome::Unusable(None, bad.problem),
     };
     if fields.get("status").is_some_and(|status| status == "error") {
-        return Outcome::Failed;
+        return RowOutcome::Failed;
     }
     let id = match row::own_id(&fields) {
         Ok(id) => id,
-        Err(problem) => return Outcome::Unusable(None, problem),
+        Err(problem) => return RowOutcome::Unusable(None, problem),
     };
     match examine_row(settings, id.clone(), &fields) {
-        Ok(examined) => Outcome::Row(Box::new(examined)),
-        Err(problem) => Outcome::Unusable(id, problem),
+        Ok(examined) => RowOutcome::Row(Box::new(examined)),
+        Err(problem) => RowOutcome::Unusable(id, problem),
     }
 }
 
 fn examine_row(
-    settings: &Settings,
+    settings: &MaskSettings,
     id: Option<String>,
     fields: &Map<String, Value>,
 ) -> Result<Examined, String> {
     let one_line = |error: &dyn std::error::Error| error.to_string().replace('\n', " ");
-    let Settings { tokenizer, template, other, max_length, vocab_size, .. } = settings;
+    let MaskSettings { tokenizer, template, other, max_length, vocab_size, .. } = settings;
     let conversation = Conversation::from_row(fields).map_err(|error| one_line(&error))?;
     let supervised =
         supervise(tokenizer, template, &conversation, *max_length).map_err(|error| one_line(&error))?;

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use tokio::runtime::Builder;
 
 use super::inspection::Inspection;
-use super::row::{Outcome, examine};
-use super::settings::Settings;
+use super::row::{RowOutcome, examine};
+use super::settings::MaskSettings;
 use crate::regenerate::wire;
 
 /// Rows whose prompts are compared: the first ones.
@@ -38,7 +38,7 @@ struct Probe {
 pub fn compare(
     url: &str,
     files: &[PathBuf],
-    settings: &Settings,
+    settings: &MaskSettings,
     inspection: &mut Inspection,
 ) -> anyhow::Result<()> {
     match Url::parse(url) {
@@ -78,12 +78,12 @@ pub fn compare(
     Ok(())
 }
 
-fn probes(files: &[PathBuf], settings: &Settings) -> anyhow::Result<Vec<Probe>> {
+fn probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<Vec<Probe>> {
     let mut probes = Vec::new();
     for batch in jsonl::batches_of(files, ROWS) {
         let (file, lines) = batch?;
         for line in lines {
-            let Outcome::Row(row) = examine(settings, line.parse(file)) else { continue };
+            let RowOutcome::Row(row) = examine(settings, line.parse(file)) else { continue };
             let mut before = row.conversation;
             let last = before.messages.iter().rposition(|message| message.role == Role::Assistant);
             before.messages.truncate(last.unwrap_or(before.messages.len()));
@@ -135,7 +135,7 @@ async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Resu
 }
 
 /// Where two prompts part.
-fn difference(settings: &Settings, ours: &[i64], theirs: &[i64]) -> anyhow::Result<String> {
+fn difference(settings: &MaskSettings, ours: &[i64], theirs: &[i64]) -> anyhow::Result<String> {
     let at = ours.iter().zip(theirs).take_while(|(a, b)| a == b).count();
     // The server's ids may be of another tokenizer, even negative ones.
     let shown = |ids: &[i64]| match ids.get(at) {

@@ -12,7 +12,7 @@ use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 use super::args::Args;
 
 /// Everything that decides a row's mask.
-pub struct Settings {
+pub struct MaskSettings {
     /// The target's tokenizer with its chat template.
     pub tokenizer: ChatTokenizer,
     /// The mask rules.
@@ -27,7 +27,7 @@ pub struct Settings {
     pub vocab_size: Option<usize>,
 }
 
-impl Settings {
+impl MaskSettings {
     /// Reads the recipe and the target's tokenizer.
     ///
     /// # Errors

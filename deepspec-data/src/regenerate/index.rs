@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::ids::IdSet;
 use super::rows::Row;
-use super::settings::Settings;
+use super::settings::RequestSettings;
 use deepspec_capture::Rejected;
 
 /// Lines that are parsed together on all cores; with the longest lines this bounds the memory.
@@ -30,7 +30,7 @@ pub struct InputIndex {
 type Parsed = (usize, Result<Row, String>);
 
 /// Reads all inputs once.
-pub fn index(inputs: &[PathBuf], settings: &Settings) -> Result<InputIndex, FileError> {
+pub fn index(inputs: &[PathBuf], settings: &RequestSettings) -> Result<InputIndex, FileError> {
     let mut index = InputIndex::default();
     // By its id, which all workers see alike. What is no row is told by the first.
     let falls_here = |id: &str| settings.worker.builds(digest::fingerprint(id.as_bytes()) as usize);
@@ -49,7 +49,7 @@ pub fn index(inputs: &[PathBuf], settings: &Settings) -> Result<InputIndex, File
 }
 
 impl InputIndex {
-    fn add(&mut self, row: &Row, settings: &Settings) -> Result<(), String> {
+    fn add(&mut self, row: &Row, settings: &RequestSettings) -> Result<(), String> {
         let ids = Row::sample_ids(&row.id, settings.samples);
         if let Some(known) = ids.iter().find(|id| self.ids.contains(id)) {
             return Err(format!("id `{known}` was used by an earlier row"));
@@ -64,7 +64,7 @@ impl InputIndex {
 /// The rows of all inputs, samples one by one, each id once, as long as `wanted` says so.
 pub fn select<'a>(
     inputs: &'a [PathBuf],
-    settings: &'a Settings,
+    settings: &'a RequestSettings,
     wanted: impl Fn(&str) -> bool + 'a,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
     rows(inputs, settings).flat_map(move |row| match row {
@@ -76,7 +76,7 @@ pub fn select<'a>(
 /// All usable rows, in the order of the inputs.
 pub fn rows<'a>(
     inputs: &'a [PathBuf],
-    settings: &'a Settings,
+    settings: &'a RequestSettings,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
     let mut names = Names::default();
     jsonl::batches_of(inputs, BATCH).flat_map(move |batch| match batch {
@@ -107,7 +107,7 @@ impl Names {
     }
 }
 
-fn parse(file: &Path, batch: Vec<RawLine>, settings: &Settings) -> Vec<Parsed> {
+fn parse(file: &Path, batch: Vec<RawLine>, settings: &RequestSettings) -> Vec<Parsed> {
     let parse = |line: RawLine| match line.parse(file) {
         Line::Row(line, fields) => (line, Row::parse(fields, settings)),
         Line::Bad(BadLine { line, problem, .. }) => (line, Err(problem)),

@@ -37,7 +37,7 @@ use ids::IdSet;
 use index::InputIndex;
 use pool::{Options, Pool};
 use report::RunStats;
-use settings::{Sampling, Settings};
+use settings::{RequestSettings, Sampling};
 use store::{Done, ResultStore};
 use work::{Ending, Work};
 
@@ -120,7 +120,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 struct Inputs {
     /// The model of this process, if it answers.
     embedded: Option<(PathBuf, EngineArgs)>,
-    settings: Arc<Settings>,
+    settings: Arc<RequestSettings>,
     index: Arc<InputIndex>,
 }
 
@@ -131,7 +131,7 @@ impl Inputs {
             embedded.map(|model| args.engine.resolve("--embedded", model, verbosity)).transpose()?;
         let weights = embedded.as_ref().map(|(dir, _)| weights_digest(dir)).transpose()?;
         let settings =
-            Arc::new(Settings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?);
+            Arc::new(RequestSettings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?);
         reuse::check(&args.reuse, &settings)?;
         let index = Arc::new(index::index(&args.input, &settings)?);
         // A worker's share of few rows may well be empty.

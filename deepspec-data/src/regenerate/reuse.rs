@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 use super::index;
 use super::rows::Row;
-use super::settings::{Settings, WORKER};
+use super::settings::{RequestSettings, WORKER};
 use super::store::ResultStore;
 use crate::rejected_rows::beside;
 
@@ -24,7 +24,7 @@ const FREE: [&str; 2] = ["inputs", WORKER];
 ///
 /// # Errors
 /// A usage error that names the settings which differ, or the file without a record of them.
-pub fn check(earlier: &[PathBuf], settings: &Settings) -> anyhow::Result<()> {
+pub fn check(earlier: &[PathBuf], settings: &RequestSettings) -> anyhow::Result<()> {
     for path in earlier {
         let record = beside(path, ".run.json");
         if !path.is_file() || !record.is_file() {
@@ -78,7 +78,7 @@ impl Earlier {
     pub fn take(
         &mut self,
         inputs: &[PathBuf],
-        settings: &Settings,
+        settings: &RequestSettings,
         lacks: impl Fn(&str) -> bool,
         mut take: impl FnMut(&str, Map<String, Value>) -> anyhow::Result<()>,
     ) -> anyhow::Result<usize> {
@@ -93,7 +93,11 @@ impl Earlier {
         Ok(taken)
     }
 
-    fn answers(&mut self, row: &Row, settings: &Settings) -> Result<Option<Map<String, Value>>, FileError> {
+    fn answers(
+        &mut self,
+        row: &Row,
+        settings: &RequestSettings,
+    ) -> Result<Option<Map<String, Value>>, FileError> {
         let Some(&(file, at)) = self.places.get(&digest::fingerprint(row.id.as_bytes())) else {
             return Ok(None);
         };
@@ -121,7 +125,7 @@ fn read_row(reader: &mut BufReader<File>) -> io::Result<Option<RowAndLength>> {
 pub fn take_over(
     earlier: &[PathBuf],
     inputs: &[PathBuf],
-    settings: &Settings,
+    settings: &RequestSettings,
     store: &mut ResultStore,
 ) -> anyhow::Result<usize> {
     let (done, index) = (store.done().clone(), Arc::clone(&store.index));

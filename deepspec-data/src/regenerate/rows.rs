@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::answer::{AskError, Tokens};
 use super::backend::Backend;
 use super::overrides::Overrides;
-use super::settings::{Asked, Reasoning, Settings};
+use super::settings::{Reasoning, RequestKey, RequestSettings};
 use super::wire;
 
 /// A usable input row, or one of several samples of it.
@@ -43,7 +43,7 @@ pub struct Answered {
 
 impl Row {
     /// Reads a row and plans its conversation.
-    pub fn parse(fields: Map<String, Value>, settings: &Settings) -> Result<Self, String> {
+    pub fn parse(fields: Map<String, Value>, settings: &RequestSettings) -> Result<Self, String> {
         let id = row::own_id(&fields)?.unwrap_or_default();
         let Conversation { messages, tools } =
             Conversation::from_row(&fields).map_err(|error| error.to_string())?;
@@ -89,7 +89,11 @@ impl Row {
     }
 
     /// Asks for an answer wherever the row needs one, with the conversation so far.
-    pub async fn answered(&self, backend: &Backend, settings: &Settings) -> Result<Answered, AskError> {
+    pub async fn answered(
+        &self,
+        backend: &Backend,
+        settings: &RequestSettings,
+    ) -> Result<Answered, AskError> {
         let (mut said, mut tokens, mut turn) = (vec![], Tokens::default(), 0);
         // Of the first answer that was cut, else of the last one.
         let mut finish = FinishReason::default();
@@ -135,7 +139,7 @@ impl Row {
     }
 
     /// The body of the row's first request.
-    pub fn first_request(&self, settings: &Settings) -> Map<String, Value> {
+    pub fn first_request(&self, settings: &RequestSettings) -> Map<String, Value> {
         let said = self.plan.iter().map_while(|step| match step {
             Step::Say(message) => Some(message.clone()),
             Step::Ask => None,
@@ -186,8 +190,8 @@ impl Row {
         fields
     }
 
-    fn asked(&self, turn: usize) -> Asked<'_> {
-        Asked { id: &self.id, turn, overrides: &self.overrides, tools: self.tools.as_ref() }
+    fn asked(&self, turn: usize) -> RequestKey<'_> {
+        RequestKey { id: &self.id, turn, overrides: &self.overrides, tools: self.tools.as_ref() }
     }
 }
 
@@ -258,7 +262,7 @@ mod tests {
     fn parse(row: Value) -> Result<Row, String> {
         let Value::Object(row) = row else { unreachable!() };
         let sampling = Line::try_parse_from(["x", "--temperature", "1"]).unwrap().sampling;
-        Row::parse(row, &Settings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap())
+        Row::parse(row, &RequestSettings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap())
     }
 
     /// The plan in short: what is said, and `?` for what is asked.
@@ -306,7 +310,7 @@ mod tests {
         let (call, user) = (call.unwrap(), Message::new(Role::User, "q"));
         let written = |flags: &[&str], message: &Message| {
             let sampling = Line::try_parse_from([&["x"], flags].concat()).unwrap().sampling;
-            Settings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap().recorded(message)
+            RequestSettings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap().recorded(message)
         };
         assert_eq!(written(&[], &call), call);
         let masked = ["--recorded-calls", "mask"];

@@ -76,7 +76,7 @@ pub enum RecordedCalls {
 }
 
 /// Everything that decides an answer but the row itself.
-pub struct Settings {
+pub struct RequestSettings {
     record: Map<String, Value>,
     /// Fields that all requests share.
     shared: Map<String, Value>,
@@ -101,7 +101,7 @@ const WEIGHTS: &str = "weights of --embedded";
 pub const WORKER: &str = "worker";
 
 /// Which answer of which row a request is for.
-pub struct Asked<'a> {
+pub struct RequestKey<'a> {
     /// The output row's id.
     pub id: &'a str,
     /// The how-manieth answer of the row, from 0.
@@ -112,7 +112,7 @@ pub struct Asked<'a> {
     pub tools: Option<&'a Value>,
 }
 
-impl Settings {
+impl RequestSettings {
     /// Joins the settings of a run. `weights` is the digest of those of this process's own model.
     ///
     /// # Errors
@@ -195,7 +195,7 @@ impl Settings {
     /// # Errors
     /// The field that is out of range, and its range.
     pub fn trial(&self, overrides: &Overrides) -> Result<(), String> {
-        let asked = Asked { id: "", turn: 0, overrides, tools: None };
+        let asked = RequestKey { id: "", turn: 0, overrides, tools: None };
         let mut body = self.body(&[Message::new(Role::User, "?")], &asked);
         // Our own engine refuses penalties, other servers do not.
         body.retain(|name, _| !name.ends_with("_penalty"));
@@ -208,7 +208,7 @@ impl Settings {
     }
 
     /// The body of a request for the answer to `messages`.
-    pub fn body(&self, messages: &[Message], asked: &Asked<'_>) -> Map<String, Value> {
+    pub fn body(&self, messages: &[Message], asked: &RequestKey<'_>) -> Map<String, Value> {
         let mut body = self.shared.clone();
         asked.overrides.apply(&mut body);
         if let Some(tools) = asked.tools {

@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use super::ids::IdSet;
 use super::index::InputIndex;
 use super::rows::Row;
-use super::settings::Settings;
+use super::settings::RequestSettings;
 use crate::rejected_rows::{self, beside};
 
 /// The rows that need no asking.
@@ -36,7 +36,7 @@ impl Done {
     ///
     /// # Errors
     /// Usage errors if the output belongs to other inputs or settings.
-    pub fn read(output: &Path, settings: &Settings, index: &InputIndex) -> anyhow::Result<Self> {
+    pub fn read(output: &Path, settings: &RequestSettings, index: &InputIndex) -> anyhow::Result<Self> {
         let (failed_path, mut done, mut both) = (failed_path(output), Self::default(), None);
         if output.exists() {
             let mut ok = IdSet::default();
@@ -109,7 +109,7 @@ impl ResultStore {
     /// Usage errors if the output belongs to other inputs or settings; an error if another run is writing it.
     pub fn open(
         output: &Path,
-        settings: &Settings,
+        settings: &RequestSettings,
         index: Arc<InputIndex>,
         overwrite: bool,
     ) -> anyhow::Result<Self> {
@@ -262,7 +262,7 @@ fn read_rows(
 }
 
 /// Rows that are there must have been made with the same settings.
-fn check_settings(output: &Path, record: &Path, settings: &Settings) -> anyhow::Result<()> {
+fn check_settings(output: &Path, record: &Path, settings: &RequestSettings) -> anyhow::Result<()> {
     if !record.exists() {
         usage!(
             "{} has rows but {} is missing, so their settings are unknown; give another --output, or --overwrite to start anew",

@@ -17,7 +17,7 @@ use super::backend::Backend;
 use super::index;
 use super::report::RunStats;
 use super::rows::{Answered, Row};
-use super::settings::Settings;
+use super::settings::RequestSettings;
 use super::store::ResultStore;
 
 /// How often what has been done is secured against a crash of the machine, and accounted for.
@@ -38,7 +38,7 @@ pub struct Work<'a> {
     /// Where the rows are.
     pub inputs: Vec<PathBuf>,
     /// How they are asked.
-    pub settings: Arc<Settings>,
+    pub settings: Arc<RequestSettings>,
     /// Who is asked.
     pub backend: Arc<Backend>,
     /// Rows that are worked on at once.
@@ -147,7 +147,7 @@ impl Work<'_> {
 async fn work(
     rows: &Mutex<Receiver<Row>>,
     outcomes: &Sender<anyhow::Result<Outcome>>,
-    settings: &Settings,
+    settings: &RequestSettings,
     backend: &Backend,
 ) {
     loop {

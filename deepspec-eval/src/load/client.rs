@@ -45,7 +45,7 @@ pub struct Arrivals {
 
 /// A request and what became of it; times are since the run began.
 #[derive(Debug, Clone, Default)]
-pub struct Asked {
+pub struct RequestRecord {
     /// Suite of its prompt.
     pub suite: String,
     /// Id of its prompt.
@@ -70,12 +70,12 @@ pub struct Client {
     http: reqwest::Client,
     url: Url,
     model: String,
-    asking: Asking,
+    asking: RequestOptions,
 }
 
 /// How it is asked.
 #[derive(Debug, Clone, Copy)]
-pub struct Asking {
+pub struct RequestOptions {
     /// Tokens of an answer at most.
     pub max_tokens: u32,
     /// Divides the logits.
@@ -93,7 +93,7 @@ impl Client {
         runtime: &Runtime,
         server: &str,
         model: Option<&str>,
-        asking: Asking,
+        asking: RequestOptions,
     ) -> anyhow::Result<Self> {
         let mut headers = HeaderMap::new();
         env::report_key_in_clear("OPENAI_API_KEY", server);
@@ -128,7 +128,7 @@ impl Client {
     }
 
     /// Asks until the time is over, and waits for what is under way then.
-    pub async fn ask(&self, prompts: Arc<Vec<Prompt>>, arrivals: Arrivals) -> Vec<Asked> {
+    pub async fn ask(&self, prompts: Arc<Vec<Prompt>>, arrivals: Arrivals) -> Vec<RequestRecord> {
         let (begun, end) = (Instant::now(), arrivals.warm_up + arrivals.seconds);
         let next = Arc::new(AtomicUsize::new(0));
         let mut tasks = JoinSet::new();
@@ -168,17 +168,17 @@ impl Client {
                 }
             }
         }
-        let mut asked: Vec<Asked> = tasks.join_all().await.into_iter().flatten().collect();
+        let mut asked: Vec<RequestRecord> = tasks.join_all().await.into_iter().flatten().collect();
         asked.sort_by_key(|asked| asked.begun);
         asked
     }
 
-    async fn request(&self, prompt: &Prompt, begun: Instant) -> Asked {
-        let mut asked = Asked {
+    async fn request(&self, prompt: &Prompt, begun: Instant) -> RequestRecord {
+        let mut asked = RequestRecord {
             suite: prompt.suite.clone(),
             sample: prompt.sample.clone(),
             begun: begun.elapsed(),
-            ..Asked::default()
+            ..RequestRecord::default()
         };
         if let Err(error) = self.stream(&prompt.text, begun, &mut asked).await {
             asked.problem = Some(format!("{error:#}"));
@@ -187,7 +187,7 @@ impl Client {
         asked
     }
 
-    async fn stream(&self, prompt: &str, begun: Instant, asked: &mut Asked) -> anyhow::Result<()> {
+    async fn stream(&self, prompt: &str, begun: Instant, asked: &mut RequestRecord) -> anyhow::Result<()> {
         let mut body = json!({
             "model": self.model, "stream": true, "stream_options": {"include_usage": true},
             "messages": [{"role": "user", "content": prompt}],
@@ -233,7 +233,7 @@ struct Streamed {
 
 impl Streamed {
     /// Takes the data of an event.
-    fn take(&mut self, data: &str, now: Duration, asked: &mut Asked) -> anyhow::Result<()> {
+    fn take(&mut self, data: &str, now: Duration, asked: &mut RequestRecord) -> anyhow::Result<()> {
         if data.trim() == "[DONE]" {
             self.is_done = true;
             return Ok(());
@@ -270,7 +270,7 @@ impl Streamed {
     }
 
     /// What the request came to, once nothing more comes.
-    fn end(self, asked: &mut Asked) -> anyhow::Result<()> {
+    fn end(self, asked: &mut RequestRecord) -> anyhow::Result<()> {
         match self.finish {
             Some(reason) if reason.completeness() == Completeness::Broken => {
                 bail!("the answer was broken off (finish_reason {})", reason.word())
@@ -296,9 +296,9 @@ mod tests {
     use deepspec_testkit::mutate::Dice;
 
     /// What becomes of a stream that comes in pieces of so many bytes.
-    fn read(stream: &[u8], piece: usize) -> (anyhow::Result<()>, Asked) {
+    fn read(stream: &[u8], piece: usize) -> (anyhow::Result<()>, RequestRecord) {
         let (mut events, mut streamed, mut asked) =
-            (Events::default(), Streamed::default(), Asked::default());
+            (Events::default(), Streamed::default(), RequestRecord::default());
         let mut take = || {
             for bytes in stream.chunks(piece) {
                 for data in events.push(bytes) {

@@ -21,7 +21,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use client::{Arrivals, Asking, Client, Prompt};
+use client::{Arrivals, Client, Prompt, RequestOptions};
 use summary::Summary;
 
 /// What load.json is.
@@ -135,7 +135,7 @@ impl fmt::Display for Level {
 
 /// Everything that was measured.
 #[derive(Serialize)]
-pub struct Report {
+pub struct LoadReport {
     format: &'static str,
     format_version: u64,
     tool_version: &'static str,
@@ -176,7 +176,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     atomic::create_dir(&args.output_dir)?;
     let runtime = Runtime::new().context("starting threads")?;
     let (mut runs, mut requests) = (vec![], vec![]);
-    let asking = Asking {
+    let asking = RequestOptions {
         max_tokens: args.max_new_tokens,
         temperature: args.temperature,
         thinking: match args.thinking {
@@ -212,7 +212,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if let Some(problem) = hopeless.filter(|_| runs.iter().all(|run| run.requests == run.failed)) {
         anyhow::bail!(problem);
     }
-    let report = Report {
+    let report = LoadReport {
         format: FORMAT,
         format_version: VERSION,
         tool_version: deepspec_core::VERSION,
@@ -244,7 +244,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 /// Exit code 1 where more than a few requests of a run failed, with the reasons.
-fn conclude(report: &Report) -> anyhow::Result<()> {
+fn conclude(report: &LoadReport) -> anyhow::Result<()> {
     let has_failed = |run: &&Summary| run.failed as f64 > FEW * run.requests as f64;
     let runs: Vec<&Summary> = report.runs.iter().filter(has_failed).collect();
     if runs.is_empty() {

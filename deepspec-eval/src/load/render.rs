@@ -9,9 +9,9 @@ use arrow_array::{ArrayRef, Float64Array, RecordBatch, StringArray, UInt64Array}
 use deepspec_core::atomic;
 use parquet::arrow::ArrowWriter;
 
-use super::client::Asked;
+use super::client::RequestRecord;
 use super::summary::Summary;
-use super::{Level, Report};
+use super::{Level, LoadReport};
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series};
 use crate::report::{Block, Document, write_document};
 use crate::statistics::Percentiles;
@@ -31,7 +31,7 @@ const COLUMNS: [&str; 11] = [
     "under way",
 ];
 
-fn rows(report: &Report) -> Vec<Vec<String>> {
+fn rows(report: &LoadReport) -> Vec<Vec<String>> {
     let times = |times: Option<Percentiles>, unit: f64, digits: usize| {
         times.map_or("–".into(), |t| {
             [t.p50, t.p95, t.p99].map(|t| format!("{:.digits$}", t * unit)).join(" / ")
@@ -56,14 +56,14 @@ fn rows(report: &Report) -> Vec<Vec<String>> {
 }
 
 /// One line per run.
-pub fn table(report: &Report) -> Table {
+pub fn table(report: &LoadReport) -> Table {
     let mut table = Table::new(COLUMNS.map(String::from).to_vec());
     rows(report).into_iter().for_each(|row| table.row(row));
     table
 }
 
 /// Writes report.md, report.html and the plots.
-pub fn write_report(dir: &Path, report: &Report) -> Result<()> {
+pub fn write_report(dir: &Path, report: &LoadReport) -> Result<()> {
     let words = format!(
         "Prompts of {}; answers of at most {} tokens at temperature {}; {} seconds each after {} that do not count. Tokens of an answer that \
          reaches beyond the time count in proportion. Decoding alone: tokens behind the first in the time in which nobody waited for a first \
@@ -84,7 +84,7 @@ pub fn write_report(dir: &Path, report: &Report) -> Result<()> {
     write_document(dir, &Document { title: "Load".into(), blocks })
 }
 
-fn frontier(report: &Report) -> Result<Plot> {
+fn frontier(report: &LoadReport) -> Result<Plot> {
     let mut servers: Vec<&str> = report.runs.iter().map(|run| run.server.as_str()).collect();
     servers.dedup();
     let keys: Vec<(&str, SeriesStyle)> =
@@ -113,11 +113,11 @@ fn frontier(report: &Report) -> Result<Plot> {
 }
 
 /// Writes `requests.parquet`: a row per request, times in seconds since its run began.
-pub fn write_requests(dir: &Path, requests: &[(String, Level, Asked)]) -> Result<()> {
-    let texts = |of: fn(&(String, Level, Asked)) -> String| -> ArrayRef {
+pub fn write_requests(dir: &Path, requests: &[(String, Level, RequestRecord)]) -> Result<()> {
+    let texts = |of: fn(&(String, Level, RequestRecord)) -> String| -> ArrayRef {
         Arc::new(StringArray::from_iter_values(requests.iter().map(of)))
     };
-    let times = |of: fn(&Asked) -> Option<f64>| -> ArrayRef {
+    let times = |of: fn(&RequestRecord) -> Option<f64>| -> ArrayRef {
         Arc::new(Float64Array::from_iter(requests.iter().map(|(_, _, asked)| of(asked))))
     };
     let counts = |at: usize| -> ArrayRef {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::Level;
-use super::client::{Arrivals, Asked};
+use super::client::{Arrivals, RequestRecord};
 use crate::statistics::Percentiles;
 
 /// One server at one level.
@@ -54,7 +54,7 @@ pub struct Decoding {
 impl Decoding {
     /// Of what was asked and the time that counts; `None` where at every moment somebody waited for a first token or nobody was answered.
     /// The tokens behind an answer's first are spread over its pieces of text alike, each over the time since the piece before.
-    fn of(asked: &[Asked], window: (f64, f64)) -> Option<Self> {
+    fn of(asked: &[RequestRecord], window: (f64, f64)) -> Option<Self> {
         let of = |time: &Duration| time.as_secs_f64();
         // What changes at a moment: how many wait, and how many tokens a second come.
         let mut changes = vec![(window.0, 0, 0.0), (window.1, 0, 0.0)];
@@ -92,7 +92,7 @@ impl Decoding {
 impl Summary {
     /// Of what was asked. An answer that reaches beyond the time counts with the share of its tokens that came within it, as if they came
     /// evenly behind the first.
-    pub fn new(server: &str, level: Level, arrivals: Arrivals, asked: &[Asked]) -> Self {
+    pub fn new(server: &str, level: Level, arrivals: Arrivals, asked: &[RequestRecord]) -> Self {
         let window = (arrivals.warm_up.as_secs_f64(), (arrivals.warm_up + arrivals.seconds).as_secs_f64());
         let within = |begin: f64, end: f64| (end.min(window.1) - begin.max(window.0)).max(0.0);
         let of = |time: Duration| time.as_secs_f64();
@@ -153,7 +153,7 @@ impl Summary {
     }
 
     /// Why nothing was answered, if nothing was.
-    pub fn hopeless<'a>(&self, asked: &'a [Asked]) -> Option<&'a str> {
+    pub fn hopeless<'a>(&self, asked: &'a [RequestRecord]) -> Option<&'a str> {
         let problems: Vec<_> = asked.iter().map(|one| one.problem.as_deref()).collect();
         problems
             .iter()
@@ -177,22 +177,22 @@ mod tests {
     #[test]
     fn what_reaches_beyond_the_time_counts_in_part() {
         let seconds = Duration::from_secs_f64;
-        let asked = |begun: f64, chunks: &[f64], tokens: u64| Asked {
+        let asked = |begun: f64, chunks: &[f64], tokens: u64| RequestRecord {
             begun: seconds(begun),
             chunks: chunks.iter().map(|&at| seconds(at)).collect(),
             tokens: [7, tokens],
-            ..Asked::default()
+            ..RequestRecord::default()
         };
         let arrivals =
             Arrivals { level: Level::Concurrency(2), warm_up: seconds(10.0), seconds: seconds(10.0) };
         let half_before = asked(8.0, &[9.0, 11.0], 20);
         let inside = asked(12.0, &[13.0, 14.0, 18.0], 51);
         let beyond = asked(19.0, &[21.0, 22.0], 100);
-        let failed = Asked {
+        let failed = RequestRecord {
             begun: seconds(15.0),
             ended: seconds(16.0),
             problem: Some("busy".into()),
-            ..Asked::default()
+            ..RequestRecord::default()
         };
         let all = [half_before, inside, beyond, failed];
         let found = Summary::new("s", arrivals.level, arrivals, &all);

@@ -135,7 +135,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if !args.overwrite && is_measured(&args.output, &asked)? {
         return Ok(());
     }
-    let (models::Place { device, kind }, slots) = (place, requests.iter().copied().max().unwrap_or(1));
+    let (models::DeviceAndDtype { device, kind }, slots) =
+        (place, requests.iter().copied().max().unwrap_or(1));
     let load = |(_, dir): &(&String, PathBuf)| -> anyhow::Result<Box<dyn Drafter>> {
         models::check_tokens(dir, &tokenizer)?;
         Ok(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?)

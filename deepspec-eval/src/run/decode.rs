@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
-use deepspec_datasets::suites::{Asking, TokenizedSuite};
+use deepspec_datasets::suites::{RequestTemplate, TokenizedSuite};
 use deepspec_engine::{Completion, Event, Finish, Generator, Request, RequestId, Sampling, StepTimes, Tally};
 use deepspec_ops::StepTrace;
 use deepspec_text::{Message, Role, without_thoughts};
@@ -25,7 +25,7 @@ pub struct Plan<'a> {
     /// The suites, one after the other.
     pub suites: &'a [TokenizedSuite],
     /// How each turn is asked.
-    pub asking: &'a Asking<'a>,
+    pub asking: &'a RequestTemplate<'a>,
     /// Each sample is answered once with every seed.
     pub seeds: &'a [u64],
     /// Which turns are answered.
@@ -112,7 +112,7 @@ pub fn decode(
 }
 
 /// A turn to be answered.
-struct Asked {
+struct PendingTurn {
     sample: usize,
     seed: u64,
     turn: usize,
@@ -134,7 +134,7 @@ struct Decoding<'a> {
     engine: &'a mut dyn Generator,
     journal: &'a mut Journal,
     progress: &'a mut Progress,
-    running: HashMap<RequestId, (Asked, usize)>,
+    running: HashMap<RequestId, (PendingTurn, usize)>,
     tally: Tally,
     clock: Clock,
     pass: Pass,
@@ -145,7 +145,7 @@ impl Decoding<'_> {
         for &seed in self.plan.seeds {
             for sample in (0..self.suite.requests.len()).filter(|&sample| self.plan.owns(sample)) {
                 let first = Message::new(Role::User, self.suite.turns[sample][0].as_str());
-                self.ask(Asked { sample, seed, turn: 0, messages: vec![first] })?;
+                self.ask(PendingTurn { sample, seed, turn: 0, messages: vec![first] })?;
             }
         }
         self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
@@ -172,13 +172,13 @@ impl Decoding<'_> {
     }
 
     /// Answers a turn and those that follow as far as the journal knows them, and has the engine answer the next.
-    fn ask(&mut self, mut asked: Asked) -> anyhow::Result<()> {
+    fn ask(&mut self, mut asked: PendingTurn) -> anyhow::Result<()> {
         loop {
             let Some(request) = self.request(&asked)? else {
                 return Ok(());
             };
             let prompt_tokens = request.prompt.len();
-            let question = journal_check::Asked {
+            let question = journal_check::ExpectedAnswer {
                 request: &request,
                 block_size: self.engine.draft_len(),
                 vocab_size: self.engine.vocab_size(),
@@ -219,11 +219,11 @@ impl Decoding<'_> {
     /// Counts an answer; the turn that follows it.
     fn count(
         &mut self,
-        asked: Asked,
+        asked: PendingTurn,
         prompt_tokens: usize,
         completion: Completion,
-    ) -> anyhow::Result<Option<Asked>> {
-        let Asked { sample, seed, turn, mut messages } = asked;
+    ) -> anyhow::Result<Option<PendingTurn>> {
+        let PendingTurn { sample, seed, turn, mut messages } = asked;
         self.tally.add(&completion);
         let (tally, name) = (&self.tally, &self.suite.rows.suite.name);
         self.progress.add(u64::from(turn == 0), || match tally.accepted_length() {
@@ -242,7 +242,7 @@ impl Decoding<'_> {
                 let answer = self.plan.asking.tokenizer.decode_answer(&completion.tokens)?;
                 messages.push(Message::new(Role::Assistant, without_thoughts(&answer)));
                 messages.push(Message::new(Role::User, said.as_str()));
-                Some(Asked { sample, seed, turn: turn + 1, messages })
+                Some(PendingTurn { sample, seed, turn: turn + 1, messages })
             }
             None => None,
         };
@@ -251,8 +251,8 @@ impl Decoding<'_> {
     }
 
     /// What the engine is asked; nothing if the conversation has filled the context.
-    fn request(&mut self, asked: &Asked) -> anyhow::Result<Option<Request>> {
-        let Asked { sample, seed, turn, ref messages } = *asked;
+    fn request(&mut self, asked: &PendingTurn) -> anyhow::Result<Option<Request>> {
+        let PendingTurn { sample, seed, turn, ref messages } = *asked;
         let first = &self.suite.requests[sample];
         let request = match turn {
             0 => first.clone(),
@@ -267,7 +267,7 @@ impl Decoding<'_> {
         Ok(Some(Request { sampling: Sampling { seed, ..request.sampling }, ..request }))
     }
 
-    fn key(&self, asked: &Asked) -> Key {
+    fn key(&self, asked: &PendingTurn) -> Key {
         Key {
             arm: self.arm,
             suite: self.suite.rows.suite.name.to_string(),

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::entry::{DecodeMode, Entry, Key};
 use super::journal::Journal;
-use super::journal_check::Asked;
+use super::journal_check::ExpectedAnswer;
 use crate::results::Timing;
 
 const STOP: i64 = 9;
@@ -60,7 +60,7 @@ fn open(dir: &Path) -> anyhow::Result<Journal> {
 /// The answers that a journal gives for what is asked.
 fn taken(journal: &mut Journal) -> Vec<Entry> {
     let request = request();
-    let asked = Asked { request: &request, block_size: BLOCK, vocab_size: VOCAB };
+    let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB };
     answers().iter().filter_map(|answer| journal.take(&answer.key, &asked)).collect()
 }
 
@@ -114,7 +114,7 @@ fn damaged_journals_never_give_what_cannot_be() {
 #[test]
 fn counts_beyond_the_run_are_no_answer() {
     let request = request();
-    let asked = Asked { request: &request, block_size: BLOCK, vocab_size: VOCAB };
+    let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB };
     let told = |change: fn(&mut Entry)| {
         let mut answer = answers().swap_remove(2);
         asked.check(&answer).unwrap();

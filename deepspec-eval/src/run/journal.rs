@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 
 use super::args::Shard;
 use super::entry::{Entry, Key};
-use super::journal_check::Asked;
+use super::journal_check::ExpectedAnswer;
 
 const FORMAT: &str = "deepspec-eval-journal 3";
 
@@ -81,7 +81,7 @@ impl Journal {
 
     /// The answer, if it is there already and can be one to what is asked; otherwise it is to be decoded again, after a
     /// warning that names file and line.
-    pub fn take(&mut self, key: &Key, asked: &Asked) -> Option<Entry> {
+    pub fn take(&mut self, key: &Key, asked: &ExpectedAnswer) -> Option<Entry> {
         let (entry, file, line) = self.earlier.remove(key)?;
         match asked.check(&entry) {
             Ok(()) => Some(entry),

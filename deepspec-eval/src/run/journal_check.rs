@@ -6,7 +6,7 @@ use deepspec_engine::{Cycle, Finish, Request};
 use super::entry::Entry;
 
 /// What an answer is checked against.
-pub struct Asked<'a> {
+pub struct ExpectedAnswer<'a> {
     /// What the engine would be asked.
     pub request: &'a Request,
     /// γ of the drafter, 0 without one.
@@ -15,7 +15,7 @@ pub struct Asked<'a> {
     pub vocab_size: usize,
 }
 
-impl Asked<'_> {
+impl ExpectedAnswer<'_> {
     /// Whether the engine can have answered this.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use anyhow::Context;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::{atomic, config, usage};
 use deepspec_cost::policy::Policy;
-use deepspec_datasets::suites::{Asking, Folder, TokenizedSuite};
+use deepspec_datasets::suites::{Folder, RequestTemplate, TokenizedSuite};
 use deepspec_drafters::Drafter;
 use deepspec_engine::Sampling;
 use deepspec_hub::{HubError, model_dir};
@@ -76,7 +76,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         identity.map(|((name, dir), drafter)| models::drafter_identity(name, dir, drafter)).transpose()?;
     let settings = settings(args, &dirs, place, drafter.as_deref())?;
     warn_of_thinking(dirs.draft.as_deref(), settings.thinking);
-    let asking = Asking {
+    let asking = RequestTemplate {
         tokenizer: &tokenizer,
         sampling: Sampling::new(args.temperature, settings.seed),
         max_new_tokens: args.max_new_tokens,
@@ -164,7 +164,7 @@ fn show_again(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
 fn settings(
     args: &Args,
     dirs: &Dirs,
-    place: models::Place,
+    place: models::DeviceAndDtype,
     drafter: Option<&dyn Drafter>,
 ) -> anyhow::Result<Settings> {
     let folders = [Some(&dirs.target), dirs.draft.as_ref()].into_iter().flatten();

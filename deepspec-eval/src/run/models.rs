@@ -25,14 +25,14 @@ use crate::results::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
 /// Where tensors live, and of which kind they are.
 #[derive(Debug, Clone, Copy)]
-pub struct Place {
+pub struct DeviceAndDtype {
     /// The device.
     pub device: Device,
     /// The kind of weights and activations.
     pub kind: Kind,
 }
 
-impl Place {
+impl DeviceAndDtype {
     /// The device as `--device` spells it.
     pub fn device_name(self) -> String {
         deepspec_ops::device_name(self.device)
@@ -45,7 +45,7 @@ impl Place {
 }
 
 /// Resolves `--device` and `--dtype`.
-pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<Place> {
+pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<DeviceAndDtype> {
     let device = match deepspec_ops::device(device) {
         Ok(device) => device,
         Err(error) => usage!("--device: {error}"),
@@ -55,7 +55,7 @@ pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<Place> {
         Dtype::Float32 => Kind::Float,
         Dtype::Bfloat16 => Kind::BFloat16,
     };
-    Ok(Place { device, kind })
+    Ok(DeviceAndDtype { device, kind })
 }
 
 /// Tokens that the target in `dir` can hold, and rows of its embedding. Warns of a tokenizer with more ids than it.
@@ -79,7 +79,7 @@ pub struct Models<'a> {
     /// The target's folder.
     pub target: &'a Path,
     /// Where everything runs.
-    pub place: Place,
+    pub place: DeviceAndDtype,
     /// Tokens per slot.
     pub context: usize,
     /// Slots, thresholds and limits.
@@ -100,7 +100,7 @@ impl Models<'_> {
         trace: &mut StepTrace,
         verbosity: Verbosity,
     ) -> anyhow::Result<Decoded> {
-        let (Place { device, kind }, settings) = (self.place, self.settings);
+        let (DeviceAndDtype { device, kind }, settings) = (self.place, self.settings);
         let slots = settings.slots;
         let (drafter, identity) = drafter.unzip();
         let drafter = drafter.map(|drafter| self.shared(drafter, slots)).transpose()?;
@@ -201,7 +201,7 @@ pub fn drafter(
     dir: &Path,
     args: &Args,
     tokenizer: &ChatTokenizer,
-    Place { device, kind }: Place,
+    DeviceAndDtype { device, kind }: DeviceAndDtype,
 ) -> anyhow::Result<Box<dyn Drafter>> {
     check_tokens(dir, tokenizer)?;
     let mut drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: args.slots })?;

@@ -24,7 +24,7 @@ use serde::Serialize;
 use crate::results::Results;
 use host::Host;
 use recording::Recording;
-use replay::{Outcome, Replay};
+use replay::{Replay, ReplayResult};
 use served::Served;
 
 /// Factors on the confidences' logits under which the prefix scheduler is tried.
@@ -81,7 +81,7 @@ pub struct ScheduleCurve {
     /// Factor on the confidences' logits.
     pub sharpness: f64,
     /// One outcome per concurrency.
-    pub outcomes: Vec<Outcome>,
+    pub outcomes: Vec<ReplayResult>,
 }
 
 /// Everything that was found.

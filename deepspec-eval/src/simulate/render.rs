@@ -7,7 +7,7 @@ use deepspec_cost::policy::Policy;
 
 use super::host::Host;
 use super::served::weighs_costs;
-use super::{Crossover, Outcome, ScheduleCurve, Simulation};
+use super::{Crossover, ReplayResult, ScheduleCurve, Simulation};
 use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series};
 use crate::report::write_plot;
 use crate::table::Table;
@@ -27,13 +27,13 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
     }
     if let Some(prefix) = simulation.courses.iter().find(|course| course.schedule == Policy::Prefix) {
         table.rule();
-        let mut row = |what: &str, of: fn(&Outcome) -> f64| {
+        let mut row = |what: &str, of: fn(&ReplayResult) -> f64| {
             let cells = prefix.outcomes.iter().map(|outcome| format!("{:.2}", of(outcome)));
             table.row([vec![what.into()], cells.collect()].concat());
         };
-        row("prefix: τ", Outcome::accepted_length);
-        row("prefix: wasted", Outcome::wasted);
-        row("prefix: steps that draft", Outcome::drafting);
+        row("prefix: τ", ReplayResult::accepted_length);
+        row("prefix: wasted", ReplayResult::wasted);
+        row("prefix: steps that draft", ReplayResult::drafting);
     }
     if !simulation.miscalibrated.is_empty() {
         table.rule();
@@ -90,8 +90,9 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
     let names: Vec<String> = simulation.courses.iter().map(|course| course.schedule.to_string()).collect();
     let keys: Vec<(&str, SeriesStyle)> =
         names.iter().enumerate().map(|(index, name)| (name.as_str(), SeriesStyle::nth(index))).collect();
-    let throughputs =
-        |course: &ScheduleCurve| -> Vec<f64> { course.outcomes.iter().map(Outcome::throughput).collect() };
+    let throughputs = |course: &ScheduleCurve| -> Vec<f64> {
+        course.outcomes.iter().map(ReplayResult::throughput).collect()
+    };
     let plain = throughputs(&simulation.courses[0]);
     let highest = |values: &dyn Fn(&ScheduleCurve) -> Vec<f64>| {
         simulation.courses.iter().flat_map(values).fold(0.0, f64::max) * 1.05

@@ -15,7 +15,7 @@ use super::recording::{Answer, Recorded, Recording};
 
 /// What came of replaying.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
-pub struct Outcome {
+pub struct ReplayResult {
     /// Sequences decoded at once.
     pub concurrency: usize,
     /// Cycles: a step of a sequence each.
@@ -36,7 +36,7 @@ pub struct Outcome {
     pub seconds: f64,
 }
 
-impl Outcome {
+impl ReplayResult {
     /// Tokens per second of all sequences together.
     pub fn throughput(&self) -> f64 {
         self.all_tokens() as f64 / self.seconds
@@ -98,7 +98,7 @@ impl Replay<'_> {
     ///
     /// # Errors
     /// The costs do not suit the policy.
-    pub fn run(&self, policy: Policy, concurrency: usize) -> Result<Outcome, ScheduleError> {
+    pub fn run(&self, policy: Policy, concurrency: usize) -> Result<ReplayResult, ScheduleError> {
         let mut outcome = self.at_cost(policy, concurrency)?;
         outcome.seconds = self.host.seconds(outcome.parts(policy));
         Ok(outcome)
@@ -108,7 +108,7 @@ impl Replay<'_> {
     ///
     /// # Errors
     /// The costs do not suit the policy.
-    pub fn at_cost(&self, policy: Policy, concurrency: usize) -> Result<Outcome, ScheduleError> {
+    pub fn at_cost(&self, policy: Policy, concurrency: usize) -> Result<ReplayResult, ScheduleError> {
         let mut planner = Planner::new(policy, policy.reads_cost().then(|| Arc::clone(self.cost)))?;
         let stream = Stream::new(concurrency as u64, "replay");
         let mut drawn = 0;
@@ -116,7 +116,7 @@ impl Replay<'_> {
             drawn += 1;
             (stream.bits(drawn, Purpose::Split, 0) % self.recording.answers.len() as u64) as usize
         };
-        let mut outcome = Outcome { concurrency, ..Outcome::default() };
+        let mut outcome = ReplayResult { concurrency, ..ReplayResult::default() };
         let mut slots: Vec<Option<Playing>> = (0..concurrency).map(|_| None).collect();
         // Sequences begin at different places of their answers, as they stand in an engine that has run for long.
         let spread = |slot: usize, tokens: usize| {

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::host::{Host, PARTS};
-use super::replay::{Outcome, Replay};
+use super::replay::{Replay, ReplayResult};
 use crate::load::{FORMAT, VERSION};
 use crate::versioned;
 
@@ -128,7 +128,7 @@ pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Fit> {
     for _ in 0..REPLAYS {
         let replay = Replay { host, ..*replay };
         let replayed = served.par_iter().map(|served| replay.at_cost(served.schedule, served.concurrency));
-        let outcomes: Vec<Outcome> = replayed.collect::<Result<_, ScheduleError>>()?;
+        let outcomes: Vec<ReplayResult> = replayed.collect::<Result<_, ScheduleError>>()?;
         let parts = || outcomes.iter().zip(served).map(|(outcome, served)| outcome.parts(served.schedule));
         let took = || outcomes.iter().zip(served).map(|(o, s)| o.all_tokens() as f64 / s.tokens_per_second);
         let off = parts().zip(took()).map(|(parts, took)| (took / host.seconds(parts) - 1.0).abs());

@@ -128,7 +128,7 @@ impl Args {
         tokenizer: &ChatTokenizer,
         request: Request,
     ) -> anyhow::Result<(Completion, Vec<Vec<i64>>)> {
-        let models::Place { device, kind } = models::place(&self.device, self.dtype)?;
+        let models::DeviceAndDtype { device, kind } = models::place(&self.device, self.dtype)?;
         let (context, _) = models::limits(target, tokenizer)?;
         models::check_tokens(draft, tokenizer)?;
         let mut drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: 1 })?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::Tap;
-use deepspec_datasets::suites::{Asking, Folder};
+use deepspec_datasets::suites::{Folder, RequestTemplate};
 use deepspec_drafters::{BlockProposer, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
@@ -44,7 +44,7 @@ impl Lessons {
         let stops = stop_ids(&self.target, tokenizer.eos_token_id()).unwrap();
         let config = ModelConfig::load(&self.target).unwrap();
         let context = config.max_position_embeddings;
-        let asking = Asking {
+        let asking = RequestTemplate {
             tokenizer: &tokenizer,
             sampling: Sampling::new(0.0, 1),
             max_new_tokens: self.tokens,

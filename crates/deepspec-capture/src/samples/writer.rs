@@ -8,7 +8,7 @@ use crate::cache::PlannedSample;
 use deepspec_core::atomic::FileError;
 
 use super::{Account, Entry, MAGIC, Rows, SamplesIdentity, checksum};
-use crate::{Report, StatesError};
+use crate::{RowCounts, StatesError};
 
 /// A file on its way. It goes when it is dropped before it is published; of a process that is killed it stays, for the next writer to remove.
 pub(super) struct Writer {
@@ -54,7 +54,7 @@ impl Writer {
         mut self,
         path: &Path,
         identity: SamplesIdentity,
-        report: &Report,
+        report: &RowCounts,
         inputs: &[PathBuf],
     ) -> Result<(), StatesError> {
         let account = Account { identity, index: self.offset, rows: Rows::of(report, inputs) };

@@ -32,7 +32,7 @@ pub struct AttentionSize {
 
 /// What is asked of a model that decodes.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Asked {
+pub struct DecodeLoad {
     /// Prompts.
     pub rows: f64,
     /// P.
@@ -57,8 +57,8 @@ pub struct Drafting {
 }
 
 /// The target answers prompts, a token a step. Prompts are taken in along with steps.
-pub fn decoded(target: &ModelSize, asked: Asked) -> Work {
-    let Asked { rows, prompt, answer, concurrency, value_bytes } = asked;
+pub fn decoded(target: &ModelSize, asked: DecodeLoad) -> Work {
+    let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
     let head = head_operations(target);
     let (read, written) = (operations(target, prompt, 0.0) + head, operations(target, answer, prompt));
     let passes = rows * answer / concurrency;
@@ -86,8 +86,8 @@ pub fn captured(
 }
 
 /// Target and drafter answer prompts together; every cycle verifies γ + 1 tokens and commits τ.
-pub fn judged(target: &ModelSize, drafting: Drafting, asked: Asked, accepted_length: f64) -> Work {
-    let Asked { rows, prompt, answer, concurrency, value_bytes } = asked;
+pub fn judged(target: &ModelSize, drafting: Drafting, asked: DecodeLoad, accepted_length: f64) -> Work {
+    let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
     let Drafting { length, weights, at_once } = drafting;
     let head = head_operations(target);
     let cycles = answer / accepted_length;
@@ -198,7 +198,8 @@ mod tests {
         let all = operations(&target, 300.0, 0.0);
         let parts = operations(&target, 100.0, 0.0) + operations(&target, 200.0, 100.0);
         assert!((all / parts - 1.0).abs() < 1e-12);
-        let asked = Asked { rows: 10.0, prompt: 100.0, answer: 200.0, concurrency: 5.0, value_bytes: 2.0 };
+        let asked =
+            DecodeLoad { rows: 10.0, prompt: 100.0, answer: 200.0, concurrency: 5.0, value_bytes: 2.0 };
         let work = decoded(&target, asked);
         assert_eq!(work.passes, 400.0);
         let captured = captured(&target, [(2.0, 300.0), (1.0, 100.0)], 5.0, 2.0);
@@ -213,7 +214,7 @@ mod tests {
     #[test]
     fn a_drafter_that_is_never_right_verifies_every_token() {
         let target = qwen3_4b();
-        let asked = Asked { rows: 1.0, prompt: 10.0, answer: 100.0, concurrency: 1.0, value_bytes: 2.0 };
+        let asked = DecodeLoad { rows: 1.0, prompt: 10.0, answer: 100.0, concurrency: 1.0, value_bytes: 2.0 };
         let drafting = Drafting { length: 7.0, weights: 6e8, at_once: true };
         let [slow, fast] = [1.0, 4.0].map(|length| judged(&target, drafting, asked, length));
         assert_eq!((slow.passes, fast.passes), (100.0, 25.0));

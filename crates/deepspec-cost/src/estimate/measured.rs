@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::estimate::{Asked, Drafting, ModelSize, ScaleError, Stage, Work, decoded, judged};
+use crate::estimate::{DecodeLoad, Drafting, ModelSize, ScaleError, Stage, Work, decoded, judged};
 
 /// Work that was done by one device, and how long that took.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -118,7 +118,7 @@ fn answered(run: &Regenerated, target: &ModelSize, value_bytes: f64) -> Measured
     let Regenerated { rows_answered: rows, prompt_tokens, completion_tokens, concurrency, seconds } = *run;
     // No more sequences are decoded at once than there are.
     let concurrency = concurrency.min(rows).max(1.0);
-    let asked = Asked {
+    let asked = DecodeLoad {
         rows,
         prompt: prompt_tokens / rows,
         answer: completion_tokens / rows,
@@ -136,7 +136,7 @@ fn judgement(
     value_bytes: f64,
 ) -> Measured {
     let Suite { prompt_tokens, counts: Counts { samples, cycles, committed, output_tokens }, timing } = suite;
-    let asked = Asked {
+    let asked = DecodeLoad {
         rows: *samples,
         prompt: prompt_tokens / samples,
         answer: output_tokens / samples,
@@ -183,7 +183,8 @@ mod tests {
         let run = json!({"rows_answered": 10, "prompt_tokens": 300, "completion_tokens": 500, "concurrency": 32, "seconds": 2.5});
         let found = read(&json!({"this_run": run})).unwrap();
         // Ten sequences of 50 tokens at once, though 32 were allowed.
-        let asked = Asked { rows: 10.0, prompt: 30.0, answer: 50.0, concurrency: 10.0, value_bytes: 4.0 };
+        let asked =
+            DecodeLoad { rows: 10.0, prompt: 30.0, answer: 50.0, concurrency: 10.0, value_bytes: 4.0 };
         assert_eq!(
             found,
             [Measured { stage: Stage::Answers, work: decoded(&target(), asked), seconds: 2.5 }]

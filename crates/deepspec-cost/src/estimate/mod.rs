@@ -13,7 +13,7 @@ mod pipeline;
 mod rates;
 mod work;
 
-pub use count::{Asked, AttentionSize, Drafting, ModelSize, captured, decoded, judged};
+pub use count::{AttentionSize, DecodeLoad, Drafting, ModelSize, captured, decoded, judged};
 pub use error::ScaleError;
 pub use machine::{Basis, Link, Machine, read_hardware};
 pub use measured::{Measured, read_measured};

@@ -144,7 +144,7 @@ pub struct Sample {
 
 /// A suite as read from its file.
 #[derive(Debug)]
-pub struct Rows {
+pub struct SuiteRows {
     /// Which suite.
     pub suite: Suite,
     /// Its file.
@@ -163,7 +163,7 @@ impl Folder<'_> {
     ///
     /// # Errors
     /// Usage errors that name file and line: a malformed row, an id that occurs twice, no rows.
-    pub fn load(&self, suite: Suite, seed: u64, limit: Option<usize>) -> anyhow::Result<Rows> {
+    pub fn load(&self, suite: Suite, seed: u64, limit: Option<usize>) -> anyhow::Result<SuiteRows> {
         let path = suite.path(self.dir);
         let mut samples = samples(&path)?;
         let total = samples.len();
@@ -187,7 +187,7 @@ impl Folder<'_> {
                 record::FILE
             );
         }
-        Ok(Rows { suite, digest, path, total, samples })
+        Ok(SuiteRows { suite, digest, path, total, samples })
     }
 }
 
@@ -291,7 +291,7 @@ mod tests {
         assert!(told.ends_with("My Prompts.jsonl:2: the row has no `turns`; a suite's rows are {\"turns\": [\"…\"]}, which `deepspec-data split` writes as --eval-output"), "{told}");
     }
 
-    fn load(dir: &Path, name: &str, seed: u64, limit: Option<usize>) -> anyhow::Result<Rows> {
+    fn load(dir: &Path, name: &str, seed: u64, limit: Option<usize>) -> anyhow::Result<SuiteRows> {
         let folder = Folder::open(dir).unwrap();
         let suite = folder.record.suite(name).unwrap();
         folder.load(suite, seed, limit)

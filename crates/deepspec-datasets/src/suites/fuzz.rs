@@ -12,7 +12,7 @@ use deepspec_testkit::mutate::Dice;
 use deepspec_text::ChatTokenizer;
 use tempfile::TempDir;
 
-use crate::suites::{Asking, Folder, TokenizedSuite};
+use crate::suites::{Folder, RequestTemplate, TokenizedSuite};
 
 const NAME: &str = "mine";
 const WORDS: [&str; 6] = ["id", "turns", "cap", "mine", "math", "<|im_end|>"];
@@ -40,7 +40,7 @@ fn rows(dir: &Path) -> PathBuf {
 /// From the folder to requests, as a run does it; the refusal as a run prints it.
 fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<TokenizedSuite>, String> {
     let (sampling, stop_ids) = (Sampling::new(1.0, 1), [0]);
-    let asking = Asking {
+    let asking = RequestTemplate {
         tokenizer,
         sampling,
         max_new_tokens: 64,

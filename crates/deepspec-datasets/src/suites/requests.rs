@@ -5,10 +5,10 @@ use deepspec_core::usage;
 use deepspec_engine::{Request, Sampling};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
-use crate::suites::Rows;
+use crate::suites::SuiteRows;
 
 /// How every prompt is asked.
-pub struct Asking<'a> {
+pub struct RequestTemplate<'a> {
     /// The target's tokenizer.
     pub tokenizer: &'a ChatTokenizer,
     /// How tokens are drawn.
@@ -39,7 +39,7 @@ pub enum Unaskable {
 /// A suite ready to decode.
 pub struct TokenizedSuite {
     /// Its rows.
-    pub rows: Rows,
+    pub rows: SuiteRows,
     /// Ids of the rows that are decoded, in the order of the requests.
     pub ids: Vec<String>,
     /// One request per such row, for its first turn, named `suite/row`.
@@ -52,12 +52,12 @@ pub struct TokenizedSuite {
     pub shortened: usize,
 }
 
-impl Asking<'_> {
+impl RequestTemplate<'_> {
     /// Tokenises a suite's prompts and fits them into the context.
     ///
     /// # Errors
     /// If the template refuses a prompt, or no prompt fits.
-    pub fn prepare(&self, rows: Rows) -> anyhow::Result<TokenizedSuite> {
+    pub fn prepare(&self, rows: SuiteRows) -> anyhow::Result<TokenizedSuite> {
         let (mut ids, mut requests, mut turns, mut skipped) = (vec![], vec![], vec![], vec![]);
         let name = rows.suite.name.as_str();
         for sample in &rows.samples {

@@ -11,7 +11,7 @@ use crate::suites::plan::{Plan, Wanted};
 use crate::suites::suite::Suite;
 
 /// What is asked for on a command line.
-pub struct Asked<'a> {
+pub struct SuiteSelection<'a> {
     /// Names.
     pub suites: &'a [String],
     /// Files that describe suites.
@@ -24,7 +24,7 @@ pub struct Asked<'a> {
 ///
 /// # Errors
 /// Usage errors: unknown names, names that occur twice, descriptions that cannot be used, files that are not there.
-pub fn plans(args: &Asked) -> anyhow::Result<Vec<Plan>> {
+pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
     let mut plans: Vec<Plan> = vec![];
     for path in args.descriptions {
         let plan = description::read(path)?;
@@ -93,7 +93,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("mine.yaml");
         let text = |name: &str| format!("name: {name}\ndomain: code\ndataset: a/b\nsplit: test\nturns: q\n");
-        let asked = || plans(&Asked { suites: &[], descriptions: std::slice::from_ref(&path), sources: &[] });
+        let asked = || {
+            plans(&SuiteSelection { suites: &[], descriptions: std::slice::from_ref(&path), sources: &[] })
+        };
         fs::write(&path, text("mine")).unwrap();
         assert_eq!(asked().unwrap().len(), 1);
         for name in ["gsm8k", "smoke-math"] {

@@ -105,19 +105,19 @@ const ROW: &str = "row";
 
 /// A row, asked for its columns by templates; it remembers which was asked for last.
 #[derive(Debug)]
-struct Asked {
+struct TurnRequest {
     row: Map<String, Json>,
     last: Mutex<String>,
 }
 
-impl Asked {
+impl TurnRequest {
     /// The column that was asked for last, which is then forgotten; empty if none was.
     fn take_last(&self) -> String {
         mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-impl Object for Asked {
+impl Object for TurnRequest {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
         let key = key.as_str()?;
         let column = self.row.get(key).map(|value| Value::from(Serde(value)));
@@ -176,7 +176,7 @@ impl Templates {
     }
 
     fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
-        let asked = Arc::new(Asked { row: row.clone(), last: Mutex::default() });
+        let asked = Arc::new(TurnRequest { row: row.clone(), last: Mutex::default() });
         let turn = |name: &String| {
             let template = self.environment.get_template(name);
             let filled = template.and_then(|one| one.render(Value::from_dyn_object(Arc::clone(&asked))));

@@ -1,6 +1,6 @@
 //! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
 
-use deepspec_engine::{Part, Upload};
+use deepspec_engine::{Upload, UploadSlice};
 use deepspec_ops::range;
 use tch::{Device, Kind, Tensor};
 
@@ -131,7 +131,7 @@ impl BlockBatch {
         let used: Vec<&TrainSample> = samples.iter().filter(|sample| !sample.anchors.is_empty()).collect();
         let from = used.first()?.last.device();
         let (mut lists, mut indices) = (Lists::default(), Upload::default());
-        let mut of_samples: Vec<(Part, Part)> = vec![]; // anchors, teacher's rows
+        let mut of_samples: Vec<(UploadSlice, UploadSlice)> = vec![]; // anchors, teacher's rows
         for sample in &used {
             let teacher_rows = lists.add(sample, shape, decay_gamma);
             let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);

@@ -32,11 +32,11 @@ use deepspec_models::nn::Half;
 use tch::Tensor;
 
 use crate::draft_model::{DraftModel, DrafterKind};
-use crate::registration::Part;
+use crate::registration::ParamGroup;
 
 /// The backbone as `train.freeze` names it.
-pub(crate) const BACKBONE: Part =
-    Part { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] };
+pub(crate) const BACKBONE: ParamGroup =
+    ParamGroup { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] };
 
 /// A kind of drafter that drafts whole blocks behind anchors.
 pub trait BlockDrafter: DrafterKind {

@@ -3,7 +3,7 @@
 //! Adding row by row in place would round every sum to the embedding's kind, and on a GPU in whatever order its threads come:
 //! of a thousand equal addends bfloat16 keeps less than half.
 
-use deepspec_engine::{Part, Upload, Uploaded};
+use deepspec_engine::{Upload, UploadSlice, Uploaded};
 use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
@@ -20,9 +20,9 @@ pub(crate) struct TokenSums {
 
 /// The lists of [`TokenSums`] on their way.
 pub(crate) struct TokenPlaces {
-    tokens: Part,
-    order: Part,
-    counts: Part,
+    tokens: UploadSlice,
+    order: UploadSlice,
+    counts: UploadSlice,
 }
 
 impl TokenSums {

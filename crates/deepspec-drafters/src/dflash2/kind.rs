@@ -16,7 +16,7 @@ use crate::draft_model::{
     DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
 };
 use crate::losses::LossAlphas;
-use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, classes};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
@@ -26,7 +26,7 @@ use crate::{
 pub const KIND: DrafterKindInfo = DrafterKindInfo {
     name: "dflash2",
     title: "DFlash 2",
-    parts: &[block_common::BACKBONE, Part { name: "selector", prefixes: &["candidate_selector."] }],
+    parts: &[block_common::BACKBONE, ParamGroup { name: "selector", prefixes: &["candidate_selector."] }],
     settings: Some(RecipeSettings {
         read: |section| {
             let recipe: DFlash2Recipe = section.read()?;

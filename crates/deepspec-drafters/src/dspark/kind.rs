@@ -17,17 +17,17 @@ use crate::draft_model::{
     DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
 };
 use crate::losses::{LossAlphas, LossRecipe};
-use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, Section, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, Section, classes};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
 };
 
 /// The heads, and all that stands before them.
-const PARTS: &[Part] = &[
+const PARTS: &[ParamGroup] = &[
     block_common::BACKBONE,
-    Part { name: "markov", prefixes: &["markov_head."] },
-    Part { name: "confidence", prefixes: &["confidence_head."] },
+    ParamGroup { name: "markov", prefixes: &["markov_head."] },
+    ParamGroup { name: "confidence", prefixes: &["confidence_head."] },
 ];
 
 /// Parallel block drafter with sequential heads.

@@ -2,7 +2,7 @@
 //! long as it or a later step of it is supervised, and no longer.
 
 use deepspec_core::recipe::LossNormalization;
-use deepspec_engine::{Part, Upload, Uploaded};
+use deepspec_engine::{Upload, UploadSlice, Uploaded};
 use deepspec_ops::range;
 use tch::{Device, Kind, Tensor};
 
@@ -51,17 +51,17 @@ impl Step {
 
 /// A [`Step`] whose lists and states are still to travel.
 struct StepPlan {
-    kept: Option<Part>,
-    tokens: Part,
-    positions: Part,
-    pieces: Vec<TttCall<Part>>,
-    rows: Part,
+    kept: Option<UploadSlice>,
+    tokens: UploadSlice,
+    positions: UploadSlice,
+    pieces: Vec<TttCall<UploadSlice>>,
+    rows: UploadSlice,
     supervised: (i64, i64),
 }
 
 impl StepPlan {
     fn on_device(self, lists: &Uploaded) -> Step {
-        let piece = |TttCall { first, rows, first_key, keys, columns }: TttCall<Part>| {
+        let piece = |TttCall { first, rows, first_key, keys, columns }: TttCall<UploadSlice>| {
             let columns = lists.of(columns);
             TttCall { first, rows, first_key, keys, columns }
         };
@@ -214,7 +214,7 @@ impl Eagle3Batch {
         let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
 
         let (distinct, sources) = distinct(&states);
-        let of_samples: Vec<Part> = (0..used.len())
+        let of_samples: Vec<UploadSlice> = (0..used.len())
             .map(|sample| indices.push(distinct.iter().filter(|(of, _)| *of == sample).map(|(_, row)| *row)))
             .collect();
         let mut order: Vec<usize> = (0..states.len()).collect();

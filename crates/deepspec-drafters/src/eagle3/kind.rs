@@ -17,7 +17,7 @@ use super::recipe::{Eagle3Recipe, Supervise};
 use crate::draft_model::{
     DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
 };
-use crate::registration::{Checkpoints, DrafterKindInfo, Part, RecipeSettings, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, classes};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
@@ -28,9 +28,9 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
     name: "eagle3",
     title: "Eagle3",
     parts: &[
-        Part { name: "fusion", prefixes: &["fc."] },
-        Part { name: "layers", prefixes: &["layers."] },
-        Part { name: "norm", prefixes: &["norm."] },
+        ParamGroup { name: "fusion", prefixes: &["fc."] },
+        ParamGroup { name: "layers", prefixes: &["layers."] },
+        ParamGroup { name: "norm", prefixes: &["norm."] },
     ],
     settings: Some(RecipeSettings {
         read: |section| {

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::{Engine, Step};
-use crate::outcome::Outcome;
+use crate::outcome::VerifyOutcome;
 use crate::upload;
 use crate::{Context, Cycle, EngineError, Event, Finish, ModelOutput, Proposer, Target, runs};
 
@@ -34,7 +34,7 @@ struct Kept {
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// What the target's word means for every slot.
-    pub(super) fn fates(&self, step: &Step, outcome: &Outcome) -> Vec<SlotUpdate> {
+    pub(super) fn fates(&self, step: &Step, outcome: &VerifyOutcome) -> Vec<SlotUpdate> {
         let overrun = self.options.counts_overrun && self.proposer.is_some();
         let mut fates = Vec::with_capacity(step.chunks.len());
         for (i, &(slot, fed)) in step.chunks.iter().enumerate() {

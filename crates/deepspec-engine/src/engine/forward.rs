@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::{Engine, Step, StepInputs, to_host};
-use crate::outcome::{Outcome, padding};
+use crate::outcome::{VerifyOutcome, padding};
 use crate::sampling::likeliest;
 use crate::verify::verify_sure;
 use crate::{Proposer, Target, Verdict, runs, verify};
@@ -57,7 +57,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         numbers: &StepInputs,
         lengths: &Lengths,
         hidden: &Tensor,
-    ) -> (Outcome, Tensor) {
+    ) -> (VerifyOutcome, Tensor) {
         let (mut parts, mut finite, mut drawn) = (vec![], vec![], vec![]);
         // A sum is finite where all of its logits are: none comes near what float32 can hold.
         let rows_finite = |logits: &Tensor| logits.sum_dim_intlist(-1, false, Kind::Float).isfinite();
@@ -79,7 +79,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let parts: Vec<Tensor> = finite.iter().chain(&parts).map(|part| part.to_kind(Kind::Double)).collect();
         let read = to_host(&Tensor::cat(&parts, 0));
         let ends_at_stop_tokens = self.proposer.as_ref().is_some_and(Proposer::ends_at_stop_tokens);
-        let outcome = Outcome::new(&read, step.prefilling.len(), &step.lens, ends_at_stop_tokens);
+        let outcome = VerifyOutcome::new(&read, step.prefilling.len(), &step.lens, ends_at_stop_tokens);
         let drawn = if let [only] = drawn.as_slice() { only.shallow_clone() } else { Tensor::cat(&drawn, 0) };
         (outcome, drawn)
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use deepspec_core::cli::Verbosity;
-use deepspec_hub::{Hub, HubError, RetryPolicy, Settings};
+use deepspec_hub::{Hub, HubError, HubOptions, RetryPolicy};
 use deepspec_testkit::hub::{FakeHub, FakeRepo, Request};
 use tempfile::TempDir;
 
@@ -20,9 +20,9 @@ impl Bench {
         Self { fake: FakeHub::start(repos), dir: tempfile::tempdir().unwrap() }
     }
 
-    pub fn settings(&self) -> Settings {
+    pub fn settings(&self) -> HubOptions {
         let pause = Duration::from_millis(1);
-        Settings {
+        HubOptions {
             endpoint: self.fake.url(),
             token: None,
             cache: self.dir.path().join("hub"),
@@ -39,7 +39,7 @@ impl Bench {
 
     /// The same without any request allowed.
     pub fn offline(&self) -> Hub {
-        Hub::new(Settings { offline: Some("HF_HUB_OFFLINE"), ..self.settings() })
+        Hub::new(HubOptions { offline: Some("HF_HUB_OFFLINE"), ..self.settings() })
     }
 
     /// The requests for content, by path and range.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::digest;
-use deepspec_hub::{Hub, HubError, Repo, RetryPolicy, Settings};
+use deepspec_hub::{Hub, HubError, HubOptions, Repo, RetryPolicy};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, bytes, names, says};
@@ -63,7 +63,7 @@ fn a_broken_transfer_is_continued_where_it_broke() {
 fn a_server_that_goes_away_in_the_middle_is_waited_for() {
     let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
     let patience = RetryPolicy { attempts: 4, ..bench.settings().patience };
-    let fetch = |repo: &Repo| Hub::new(Settings { patience, ..bench.settings() }).fetch(repo, "w.bin");
+    let fetch = |repo: &Repo| Hub::new(HubOptions { patience, ..bench.settings() }).fetch(repo, "w.bin");
     bench.fake.fail("/cdn/", 2, Fault::Closed);
     says(fetch(&Repo::model("own/tiny", None)), &["cannot be reached", "2 attempts"]);
     bench.fake.fail("/cdn/", 1, Fault::BreakAfter(70_000));
@@ -78,7 +78,7 @@ fn another_process_continues_it_too() {
     let repo = Repo::model("own/tiny", None);
     bench.fake.fail("/cdn/", 1, Fault::BreakAfter(123_456));
     let hasty = RetryPolicy { attempts: 1, ..bench.settings().patience };
-    let first = Hub::new(Settings { patience: hasty, ..bench.settings() }).fetch(&repo, "w.bin");
+    let first = Hub::new(HubOptions { patience: hasty, ..bench.settings() }).fetch(&repo, "w.bin");
     says(first, &["w.bin of model own/tiny", "broken off after 123456"]);
     let part = format!("{}.incomplete", digest::bytes(&bytes(300_000)));
     assert_eq!(bench.blobs(FOLDER), [part]);
@@ -182,7 +182,7 @@ fn revisions_are_pinned() {
 #[test]
 fn the_token_goes_to_the_hub_alone() {
     let bench = Bench::new([tiny()]);
-    let hub = Hub::new(Settings { token: Some("hf_secret".into()), ..bench.settings() });
+    let hub = Hub::new(HubOptions { token: Some("hf_secret".into()), ..bench.settings() });
     hub.fetch(&Repo::model("own/tiny", None), "sub/weights 1%.bin").unwrap();
     for request in bench.fake.requests() {
         let expected = (!request.path.starts_with("/cdn/")).then_some("Bearer hf_secret");

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use deepspec_hub::{Hub, HubError, Repo, Settings};
+use deepspec_hub::{Hub, HubError, HubOptions, Repo};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, says};
@@ -96,7 +96,7 @@ fn an_unreachable_hub_leaves_what_is_cached() {
     let hub = bench.hub();
     assert_eq!(hub.model(&repo()).unwrap(), dir);
     says(hub.fetch(&repo(), "README.md"), &["not in the cache", "cannot be asked"]);
-    let gone = Hub::new(Settings { endpoint: "http://127.0.0.1:9".into(), ..bench.settings() });
+    let gone = Hub::new(HubOptions { endpoint: "http://127.0.0.1:9".into(), ..bench.settings() });
     assert_eq!(gone.model(&repo()).unwrap(), dir);
     says(gone.model(&Repo::model("own/other", None)), &["127.0.0.1:9", "cannot be reached"]);
     // A refusal is no outage.

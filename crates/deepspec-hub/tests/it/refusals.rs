@@ -3,7 +3,7 @@
 use std::fs;
 use std::net::TcpListener;
 
-use deepspec_hub::{Hub, HubError, Kind, Repo, RetryPolicy, Settings};
+use deepspec_hub::{Hub, HubError, HubOptions, Kind, Repo, RetryPolicy};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, bytes, says};
@@ -31,7 +31,7 @@ fn a_401_asks_for_a_token_or_a_valid_one() {
     assert!(error.is_usage());
     let message = vec![("X-Error-Message", "Invalid credentials in Authorization header".to_string())];
     bench.fake.fail("/api/models", 1, Fault::Status(401, message));
-    let hub = Hub::new(Settings { token: Some("stale".into()), ..bench.settings() });
+    let hub = Hub::new(HubOptions { token: Some("stale".into()), ..bench.settings() });
     let error = says(
         hub.fetch(&repo(), "w.bin"),
         &["401", "Invalid credentials", "token is not valid", &bench.fake.url()],
@@ -52,7 +52,7 @@ fn a_403_names_the_page_with_the_terms() {
         &["w.bin of model own/tiny", "gated", "403", &page, "none was sent"],
     );
     bench.fake.fail("/resolve/", 1, Fault::Status(403, vec![]));
-    let hub = Hub::new(Settings { token: Some("narrow".into()), ..bench.settings() });
+    let hub = Hub::new(HubOptions { token: Some("narrow".into()), ..bench.settings() });
     says(hub.fetch(&repo(), "w.bin"), &["forbids", "403", "HF_TOKEN", &page]);
     // Gated repositories answer strangers with 401.
     bench.fake.fail("/resolve/", 1, Fault::Status(401, code("GatedRepo")));
@@ -107,12 +107,12 @@ fn nobody_there_is_said_with_the_ways_out() {
     let bench = bench();
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let endpoint = format!("http://{nobody}");
-    let hub = Hub::new(Settings { endpoint: endpoint.clone(), ..bench.settings() });
+    let hub = Hub::new(HubOptions { endpoint: endpoint.clone(), ..bench.settings() });
     let words = [&endpoint, "model own/tiny", "refused", "local path", "HF_ENDPOINT", "HF_HUB_OFFLINE"];
     let error = says(hub.fetch(&repo(), "w.bin"), &words);
     assert!(matches!(error, HubError::Unreachable { .. }) && !error.is_usage());
     for endpoint in ["nonsense", "http://", "http://a b"] {
-        let hub = Hub::new(Settings { endpoint: endpoint.into(), ..bench.settings() });
+        let hub = Hub::new(HubOptions { endpoint: endpoint.into(), ..bench.settings() });
         says(hub.fetch(&repo(), "w.bin"), &["HF_ENDPOINT"]);
     }
 }
@@ -123,7 +123,7 @@ fn a_silent_server_is_not_waited_for_forever() {
     let endpoint = format!("http://{}", silent.local_addr().unwrap());
     let bench = bench();
     let patience = RetryPolicy { silence: std::time::Duration::from_millis(50), ..bench.settings().patience };
-    let hub = Hub::new(Settings { endpoint, patience, ..bench.settings() });
+    let hub = Hub::new(HubOptions { endpoint, patience, ..bench.settings() });
     says(hub.fetch(&repo(), "w.bin"), &["cannot be reached", "timeout"]);
 }
 
@@ -131,7 +131,7 @@ fn a_silent_server_is_not_waited_for_forever() {
 fn what_is_no_hub_is_said() {
     let bench = Bench::new([FakeRepo::model("own/tiny").file("a", "x")]);
     let endpoint = format!("{}/own/tiny/resolve/main/a?", bench.fake.url());
-    let hub = Hub::new(Settings { endpoint, ..bench.settings() });
+    let hub = Hub::new(HubOptions { endpoint, ..bench.settings() });
     says(hub.fetch(&repo(), "a"), &["expected a repository's description", "HF_ENDPOINT"]);
     bench.fake.fail("/resolve/", 1, Fault::Status(200, vec![]));
     says(bench.hub().fetch(&repo(), "a"), &["etag"]);

@@ -5,7 +5,7 @@ use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{ModelConfig, TargetModel};
 use tch::Tensor;
 
-use super::decode::Asked;
+use super::decode::PromptRun;
 
 /// The drafter's layers and their neighbours, as far as the target has them.
 pub fn layers(taps: &[Tap], config: &ModelConfig) -> Vec<Tap> {
@@ -41,7 +41,7 @@ pub struct Captured {
 
 impl Captured {
     /// Runs the target over what it answered; it captures these layers.
-    pub fn new(target: &mut TargetModel, layers: &[Tap], asked: &Asked) -> Self {
+    pub fn new(target: &mut TargetModel, layers: &[Tap], asked: &PromptRun) -> Self {
         let (width, top) = (target.config().hidden_size, Tap::Layer(target.config().layers.len() as u32 - 1));
         let answers = asked.answers.iter().map(|(ids, prompt)| {
             let tokens = Tensor::from_slice(ids).to_device(target.device());

@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use deepspec_core::usage;
-use deepspec_datasets::suites::Asking;
+use deepspec_datasets::suites::RequestTemplate;
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
 
-use super::{Args, Place, SLOTS};
+use super::{Args, DeviceAndDtype, SLOTS};
 
 /// What the released recipes put before conversations without a system message.
 const SYSTEM_PROMPT: &str = "You are a helpful assistant.";
@@ -45,7 +45,7 @@ impl PromptOptions {
 }
 
 /// What one manner of asking gave.
-pub struct Asked {
+pub struct PromptRun {
     /// The manner.
     pub manner: PromptOptions,
     /// Prompt and answer of every sample: all ids, and how many of them are the prompt.
@@ -54,7 +54,7 @@ pub struct Asked {
     pub cycles: Vec<f64>,
 }
 
-impl Asked {
+impl PromptRun {
     /// τ, and the standard error of it.
     pub fn accepted_length(&self) -> (f64, f64) {
         let count = self.cycles.len() as f64;
@@ -83,7 +83,7 @@ pub struct Prompts<'a> {
 pub fn engine(
     target: &Path,
     draft: &Path,
-    (device, kind): Place,
+    (device, kind): DeviceAndDtype,
     context: usize,
     draft_sampling: DraftSampling,
 ) -> anyhow::Result<Engine<TargetModel, Box<dyn Drafter>>> {
@@ -104,8 +104,8 @@ impl Prompts<'_> {
         &self,
         engine: &mut Engine<TargetModel, Box<dyn Drafter>>,
         manner: PromptOptions,
-    ) -> anyhow::Result<Asked> {
-        let asking = Asking {
+    ) -> anyhow::Result<PromptRun> {
+        let asking = RequestTemplate {
             tokenizer: self.tokenizer,
             sampling: Sampling::new(self.args.temperature, self.args.seed),
             max_new_tokens: self.args.max_new_tokens,
@@ -128,6 +128,6 @@ impl Prompts<'_> {
         if cycles.is_empty() {
             usage!("no prompt was answered with more than one token: choose other suites");
         }
-        Ok(Asked { manner, answers, cycles })
+        Ok(PromptRun { manner, answers, cycles })
     }
 }

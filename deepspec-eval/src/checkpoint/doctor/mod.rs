@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use deepspec_checkpoint::Server;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_datasets::suites::{Folder, Rows};
+use deepspec_datasets::suites::{Folder, SuiteRows};
 use deepspec_engine::DraftSampling;
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
@@ -24,8 +24,8 @@ use tch::{Device, Kind};
 
 use super::dir;
 use capture::Captured;
-use decode::{Asked, PromptOptions, Prompts};
-use report::{Cause, Finding, Report, Serving};
+use decode::{PromptOptions, PromptRun, Prompts};
+use report::{Cause, Diagnosis, Finding, Serving};
 
 /// What to examine.
 #[derive(clap::Args)]
@@ -90,7 +90,7 @@ impl Args {
         Ok(())
     }
 
-    fn rows(&self) -> anyhow::Result<Vec<Rows>> {
+    fn rows(&self) -> anyhow::Result<Vec<SuiteRows>> {
         let names =
             if self.suites.is_empty() { SMOKE.map(String::from).to_vec() } else { self.suites.clone() };
         let folder = Folder::open(&self.suites_dir)?;
@@ -104,7 +104,7 @@ impl Args {
 }
 
 /// Where tensors live, and of which kind they are.
-type Place = (Device, Kind);
+type DeviceAndDtype = (Device, Kind);
 
 /// Runs the command.
 ///
@@ -125,7 +125,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     let mut report = match deepspec_drafters::check_layout(&draft) {
         // What only engines read is not decoded with here.
-        Err(unread) if serving.is_some() => Report::unread(&unread),
+        Err(unread) if serving.is_some() => Diagnosis::unread(&unread),
         _ => examine(args, &target, &draft, place)?,
     };
     if let Some(mut serving) = serving {
@@ -139,18 +139,18 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-fn examine(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Result<Report> {
+fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> anyhow::Result<Diagnosis> {
     let _no_grad = tch::no_grad_guard();
     let drafter = score::open(draft, place)?;
     let config = ModelConfig::load(target)?;
     if let Err(misfit) = drafter.check_fits(&config) {
-        return Ok(Report::misfit(misfit.to_string()));
+        return Ok(Diagnosis::misfit(misfit.to_string()));
     }
     let tokenizer = ChatTokenizer::load(target)?;
     let stop_ids = deepspec_models::stop_ids(target, tokenizer.eos_token_id())?;
     let prompts = Prompts { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
 
-    let mut report = Report::default();
+    let mut report = Diagnosis::default();
     let asked = decode_all(&prompts, args, target, draft, place)?;
     let base = asked.first().ok_or_else(|| anyhow::anyhow!("nothing was decoded"))?;
     report.measured(base);
@@ -182,7 +182,7 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Re
 }
 
 /// The accepted length where the likeliest token is drafted, as engines do unless they are told otherwise.
-fn expected(args: &Args, target: &Path, draft: &Path, place: Place) -> anyhow::Result<f64> {
+fn expected(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> anyhow::Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let (config, tokenizer) = (ModelConfig::load(target)?, ChatTokenizer::load(target)?);
     let stop_ids = deepspec_models::stop_ids(target, tokenizer.eos_token_id())?;
@@ -198,8 +198,8 @@ fn decode_all(
     args: &Args,
     target: &Path,
     draft: &Path,
-    place: Place,
-) -> anyhow::Result<Vec<Asked>> {
+    place: DeviceAndDtype,
+) -> anyhow::Result<Vec<PromptRun>> {
     let own = args.manner();
     let manners = own.others();
     let context = prompts.config.max_position_embeddings;

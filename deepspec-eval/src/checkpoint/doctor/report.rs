@@ -8,7 +8,7 @@ use deepspec_drafters::open_checkpoint;
 use deepspec_models::ModelError;
 use serde::Serialize;
 
-use super::decode::Asked;
+use super::decode::PromptRun;
 use super::score::Rise;
 
 /// A rise of the accepted length that counts: this much, and this part of what is drafted and accepted now.
@@ -128,7 +128,7 @@ impl Trial {
 
 /// Everything that the examination gave.
 #[derive(Debug, Default, Serialize)]
-pub struct Report {
+pub struct Diagnosis {
     /// τ of real decoding.
     pub accepted_length: Option<f64>,
     /// Its cycles.
@@ -189,7 +189,7 @@ impl Serving {
     }
 }
 
-impl Report {
+impl Diagnosis {
     /// A drafter that cannot draft for the target at all.
     pub fn misfit(evidence: String) -> Self {
         let is_vocabulary = evidence.contains("vocab_size");
@@ -207,14 +207,14 @@ impl Report {
     }
 
     /// Takes over what decoding as the user asks gave.
-    pub fn measured(&mut self, base: &Asked) {
+    pub fn measured(&mut self, base: &PromptRun) {
         self.accepted_length = Some(base.accepted_length().0);
         self.cycles = base.cycles.len();
         self.asked = base.manner.told();
     }
 
     /// Tries another manner of asking: it counts only if it is clearly better.
-    pub fn compare(&mut self, base: &Asked, other: &Asked) {
+    pub fn compare(&mut self, base: &PromptRun, other: &PromptRun) {
         let ((before, error), (after, other_error)) = (base.accepted_length(), other.accepted_length());
         let clear = after - before > ERRORS * error.hypot(other_error);
         let what = format!("{} instead of {}", other.manner.told(), base.manner.told());

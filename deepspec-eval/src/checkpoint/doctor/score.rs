@@ -12,7 +12,7 @@ use deepspec_models::{ModelError, TargetModel};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::Place;
+use super::DeviceAndDtype;
 use super::capture::{Answer, Captured};
 
 /// Rows whose distributions exist at once.
@@ -137,7 +137,7 @@ fn length(accept: &[f64]) -> f64 {
 ///
 /// # Errors
 /// As [`deepspec_drafters::load`]; a language model as drafter.
-pub fn open(dir: &Path, (device, kind): Place) -> Result<Box<dyn DrafterProbe>, ModelError> {
+pub fn open(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn DrafterProbe>, ModelError> {
     let drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: 1 })?;
     drafter.examined()?.ok_or_else(|| {
         ModelError::Mismatch(UsageError(format!(

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::capture::Captured;
 use super::finding;
-use super::report::{Cause, Report, Trial};
+use super::report::{Cause, Diagnosis, Trial};
 use super::score::{Change, score};
 
 /// Mask tokens of released drafters (Qwen3, Gemma 4).
@@ -23,7 +23,7 @@ const MISCALIBRATED: f64 = 0.15;
 /// # Errors
 /// None; the signature is shared with loading.
 pub fn estimate(
-    report: &mut Report,
+    report: &mut Diagnosis,
     drafter: &dyn DrafterProbe,
     captured: &Captured,
     target: &TargetModel,
