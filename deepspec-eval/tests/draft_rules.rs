@@ -111,8 +111,8 @@ fn shards_hold_the_other_rule_too() {
     let draft = tiny("tiny-dspark");
     let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
     let (expected, _) = evaluated(&draft, &whole, &[]);
-    for shard in ["1/2", "2/2"] {
-        run_ok(&draft, &parts, &[&SMALL[..], &["--shard", shard]].concat());
+    for worker in ["0/2", "1/2"] {
+        run_ok(&draft, &parts, &[&SMALL[..], &["--worker", worker]].concat());
     }
     run_ok(&draft, &parts, &SMALL[..]);
     assert_eq!(results(&parts)["other_rule"], expected["other_rule"]);

@@ -144,23 +144,24 @@ fn any_number_of_processes_gives_the_same_results() {
             for index in 1..=count {
                 let (out, args) = (&out, &args);
                 scope.spawn(move || {
-                    let shard = format!("{index}/{count}");
-                    let printed = run_ok(&drafter(), out, &[&args[..], &["--shard", &shard]].concat());
-                    assert_eq!(printed, "", "a shard has no results to show");
+                    let worker = format!("{}/{count}", index - 1);
+                    let printed = run_ok(&drafter(), out, &[&args[..], &["--worker", &worker]].concat());
+                    assert_eq!(printed, "", "a worker has no results to show");
                 });
             }
         });
         assert_eq!(journals(&out).len(), count);
-        // What a shard that died has not decoded is decoded where the answers are gathered.
+        // What a worker that died has not decoded is decoded where the answers are gathered.
         fs::remove_file(out.join(format!("journal-{count}-of-{count}.jsonl"))).unwrap();
         run_ok(&drafter(), &out, &args);
         assert_eq!(timeless(&out), timeless(&whole), "{count} processes");
     }
     let none = |more: &[&str]| run("none", &dir.path().join("none"), &[&args[..], more].concat());
-    assert_refused(&none(&["--shard", "1/2", "--overwrite"]), 2, &["other shards"]);
-    let output = none(&["--shard", "0/2"]);
+    assert_refused(&none(&["--worker", "1/2", "--overwrite"]), 2, &["other workers"]);
+    assert_refused(&none(&["--shard", "1/2"]), 2, &["--shard 1/4 is --worker 0/4"]);
+    let output = none(&["--worker", "2/2"]);
     let told = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.code() == Some(2) && told.contains("from 1 to N"), "{told}");
+    assert!(output.status.code() == Some(2) && told.contains("from 0 to N-1"), "{told}");
 }
 
 #[test]

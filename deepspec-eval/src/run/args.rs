@@ -107,10 +107,13 @@ pub struct Args {
     /// Do not decode the samples again without the drafter, and so measure no speed-up
     #[arg(long)]
     pub no_baseline: bool,
-    /// Decode only part I of N, from 1/N to N/N, of every suite's samples and leave the answers in the output folder. When all parts are done,
-    /// the same command without --shard gathers them and writes the results
+    /// Decode the share of worker i of n, from 0, of every suite's samples and leave the answers in the output folder. When all workers are done,
+    /// the same command without --worker gathers them and writes the results
     #[arg(long, value_name = "I/N")]
-    pub shard: Option<Shard>,
+    pub worker: Option<Worker>,
+    /// The name of --worker in earlier versions, which counted from 1
+    #[arg(long, hide = true, value_name = "I/N")]
+    pub shard: Option<String>,
     /// Record where the time of five steps of the engine goes, after three that are let pass, for chrome://tracing and ui.perfetto.dev;
     /// nothing where there is such a file already
     #[arg(long, value_name = "FILE")]
@@ -171,26 +174,26 @@ pub enum Dtype {
 
 /// Part `index` of `count`, from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shard {
-    /// From 1.
+pub struct Worker {
+    /// From 0.
     pub index: usize,
-    /// At least `index`.
+    /// Above `index`.
     pub count: usize,
 }
 
-impl FromStr for Shard {
+impl FromStr for Worker {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
         match numbers {
-            Some((index, count)) if (1..=count).contains(&index) => Ok(Self { index, count }),
-            _ => Err("expected I/N with I from 1 to N, as in 1/4".into()),
+            Some((index, count)) if index < count => Ok(Self { index, count }),
+            _ => Err("expected I/N with I from 0 to N-1, as in 0/4".into()),
         }
     }
 }
 
-impl fmt::Display for Shard {
+impl fmt::Display for Worker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.index, self.count)
     }
@@ -299,9 +302,14 @@ impl Args {
             (policy, Some(_)) if !policy.reads_cost() => usage!("--cost: --schedule {policy} reads no costs"),
             _ => {}
         }
-        if let Some(shard) = self.shard.filter(|_| self.overwrite) {
+        if self.shard.is_some() {
             usage!(
-                "--overwrite with --shard {shard} would drop what the other shards decoded; empty the folder first"
+                "--shard is called --worker now, as in regenerate and cache build: it counts from 0, so --shard 1/4 is --worker 0/4"
+            );
+        }
+        if let Some(worker) = self.worker.filter(|_| self.overwrite) {
+            usage!(
+                "--overwrite with --worker {worker} would drop what the other workers decoded; empty the folder first"
             );
         }
         Ok(())

@@ -11,7 +11,7 @@ use deepspec_engine::{Completion, Event, Finish, Generator, Request, RequestId, 
 use deepspec_ops::StepTrace;
 use deepspec_text::{Message, Role, without_thoughts};
 
-use super::args::Shard;
+use super::args::Worker;
 use super::entry::{DecodeMode, Entry, Key};
 use super::journal::Journal;
 use super::journal_check;
@@ -31,7 +31,7 @@ pub struct Plan<'a> {
     /// Which turns are answered.
     pub turns: Turns,
     /// The samples that are this process's; all without one.
-    pub shard: Option<Shard>,
+    pub worker: Option<Worker>,
 }
 
 impl Plan<'_> {
@@ -46,7 +46,7 @@ impl Plan<'_> {
     }
 
     fn owns(&self, sample: usize) -> bool {
-        self.shard.is_none_or(|shard| sample % shard.count == shard.index - 1)
+        self.worker.is_none_or(|worker| sample % worker.count == worker.index)
     }
 }
 

@@ -1,6 +1,6 @@
 //! What an evaluation has decoded so far: a line per answer, kept in the output folder until the results are written.
 //!
-//! An interrupted evaluation is gone on with by the same command, and one that is spread over processes (`--shard`) leaves
+//! An interrupted evaluation is gone on with by the same command, and one that is spread over processes (`--worker`) leaves
 //! its answers here for the process that gathers them. Answers do not depend on who decoded what beside them, so it does not
 //! matter how often either happens.
 
@@ -15,7 +15,7 @@ use deepspec_core::usage;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::args::Shard;
+use super::args::Worker;
 use super::entry::{Entry, Key};
 use super::journal_check::ExpectedAnswer;
 
@@ -50,15 +50,15 @@ impl Journal {
     /// Usage errors: journals of another run, another process that writes the same one. Any I/O failure, with the path.
     pub fn open(
         dir: &Path,
-        shard: Option<Shard>,
+        worker: Option<Worker>,
         run: &Map<String, Value>,
         overwrite: bool,
     ) -> anyhow::Result<Self> {
-        let own = dir.join(shard.map_or("journal.jsonl".into(), |shard| {
-            format!("journal-{}-of-{}.jsonl", shard.index, shard.count)
+        let own = dir.join(worker.map_or("journal.jsonl".into(), |worker| {
+            format!("journal-{}-of-{}.jsonl", worker.index + 1, worker.count)
         }));
-        // A shard minds its own; whoever gathers needs them all.
-        let mut files = if shard.is_some() { vec![] } else { journals(dir)? };
+        // A worker reads its own; whoever gathers needs them all.
+        let mut files = if worker.is_some() { vec![] } else { journals(dir)? };
         if overwrite {
             remove(&files)?;
             files.clear();

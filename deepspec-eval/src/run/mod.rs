@@ -101,14 +101,14 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.output_dir.join(results::FILE).exists() && !args.overwrite {
         return show_again(args, &asked);
     }
-    let mut journal = Journal::open(&args.output_dir, args.shard, &facts, args.overwrite)?;
+    let mut journal = Journal::open(&args.output_dir, args.worker, &facts, args.overwrite)?;
 
     let plan = Plan {
         suites: &suites,
         asking: &asking,
         seeds: &settings.seeds,
         turns: settings.turns,
-        shard: args.shard,
+        worker: args.worker,
     };
     let models = Models { target: &dirs.target, place, context, settings: &settings };
     let mut decode = |draft, arm| models.decode(draft, &plan, arm, &mut journal, &mut trace, verbosity);
@@ -125,9 +125,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Some(_) if !args.no_baseline => Some(decode(None, (DecodeMode::Baseline, lanes))?.passes),
         _ => None,
     };
-    if let Some(shard) = args.shard {
+    if let Some(worker) = args.worker {
         tracing::info!(
-            "shard {shard} is done; when all are, the same command without --shard writes the results"
+            "worker {worker} is done; when all are, the same command without --worker writes the results"
         );
         return Ok(());
     }
