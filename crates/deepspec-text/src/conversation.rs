@@ -101,9 +101,8 @@ impl Message {
 
     /// Whether an assistant neither says, thinks nor calls anything.
     pub fn says_nothing(&self) -> bool {
-        let (thought, said) = thoughts::split(&self.content);
         let kept = self.reasoning_content.as_deref().unwrap_or_default();
-        [thought, said, kept].iter().all(|text| text.trim().is_empty()) && self.tool_calls().is_empty()
+        thoughts::is_nothing(&self.content) && kept.trim().is_empty() && self.tool_calls().is_empty()
     }
 
     /// The tools that the message calls.

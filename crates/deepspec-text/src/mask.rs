@@ -129,8 +129,7 @@ fn leave_out_silence(
 ) {
     for (start, end) in places {
         let answer = without_end(tokenizer, template, &text[*start..*end]);
-        let (thought, said) = thoughts::split(tokenizer.without_special_ends(answer));
-        if thought.trim().is_empty() && said.trim().is_empty() {
+        if thoughts::is_nothing(tokenizer.without_special_ends(answer)) {
             *end = *start;
         }
     }

@@ -53,6 +53,17 @@ pub(crate) fn split(answer: &str) -> (&str, &str) {
     ("", answer)
 }
 
+/// Whether an answer has neither words nor thoughts, whatever fences stand in it.
+pub(crate) fn is_nothing(answer: &str) -> bool {
+    let (thought, said) = split(answer);
+    let bare = |text: &str| {
+        FENCES
+            .iter()
+            .fold(text.to_string(), |text, fence| text.replace(fence.open, "").replace(fence.close, ""))
+    };
+    [thought, said].into_iter().all(|text| bare(text).trim().is_empty())
+}
+
 /// What a model said in a whole answer, behind its thoughts and the newlines that follow them; nothing where it never came
 /// to an end with them.
 pub fn without_thoughts(answer: &str) -> &str {
