@@ -3,7 +3,7 @@
 mod array;
 mod cell;
 mod files;
-mod rows;
+mod iter;
 mod table;
 mod units;
 
@@ -13,7 +13,7 @@ use deepspec_core::usage;
 
 pub use cell::Cell;
 pub use files::{DataFile, Format};
-pub use rows::Item;
+pub use iter::Item;
 pub use table::Table;
 pub use units::{Unit, Units, decode};
 
@@ -68,7 +68,7 @@ impl Source {
     /// If the first file cannot be opened, or is no parquet file although it says so; later files report it as an item.
     pub fn rows(&self) -> anyhow::Result<Box<dyn Iterator<Item = anyhow::Result<Item>>>> {
         self.files[0].check()?;
-        Ok(Box::new(rows::Rows::new(self.units())))
+        Ok(Box::new(iter::Rows::new(self.units())))
     }
 
     /// How many rows there are, usable or not; parquet files say so, others are read through.
