@@ -163,7 +163,7 @@ pub fn stop_ids(dir: &Path, tokenizer_eos: Option<i64>) -> Result<Vec<i64>, Mode
             Some(id) => std::slice::from_ref(id),
             None => &[],
         };
-        for id in listed {
+        for id in listed.iter().filter(|id| !id.is_null()) {
             ids.push(id.as_i64().ok_or_else(|| ModelError::NotAModel {
                 path: file.clone(),
                 problem: format!("`eos_token_id` must be a token id or a list of them, found {id}"),

@@ -91,13 +91,25 @@ fn names_behind_the_prefixes_of_wrappers_are_the_same_model() {
     let bare = model();
     renamed(bare.path(), |name| name.trim_start_matches("model.").to_string());
     assert_eq!(computed(bare.path()), expected);
-    // A prefix of some tensors only is not a wrapper's.
-    let mixed = model();
-    renamed(mixed.path(), |name| match name.contains("layers.1.") {
-        true => format!("module.{name}"),
-        false => name.to_string(),
-    });
-    assert!(problem(mixed.path()).contains("layers.1."), "{}", problem(mixed.path()));
+    // Wrappers of single layers, of the whole model under its own name, and of adapters.
+    let mixed: [(&str, fn(&str) -> String); 4] = [
+        ("one layer", |name| match name.contains("layers.1.") {
+            true => format!("module.{name}"),
+            false => name.to_string(),
+        }),
+        ("layers compiled one by one", |name| name.replace("layers.1.", "layers.1._orig_mod.")),
+        ("Lightning", |name| format!("model.{name}")),
+        ("PEFT", |name| format!("base_model.model.{name}")),
+    ];
+    for (what, rename) in mixed {
+        let wrapped = model();
+        renamed(wrapped.path(), rename);
+        assert_eq!(computed(wrapped.path()), expected, "{what}");
+    }
+    // Names that no wrapper explains are told with what is there instead.
+    let other = model();
+    renamed(other.path(), |name| name.replace("model.", "transformer."));
+    assert!(problem(other.path()).contains("it has `transformer."), "{}", problem(other.path()));
 }
 
 #[test]
@@ -212,7 +224,10 @@ fn all_that_names_an_end_of_answers_counts() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, value: Value| fs::write(dir.path().join(name), value.to_string()).unwrap();
     write("config.json", json!({"eos_token_id": 7, "text_config": {"eos_token_id": [8, 7]}}));
-    write("generation_config.json", json!({"eos_token_id": [3, null, "x", -1]}));
+    write("generation_config.json", json!({"eos_token_id": [3, "x"]}));
+    let told = stop_ids(dir.path(), Some(5)).unwrap_err().to_string();
+    assert!(told.contains("generation_config.json: `eos_token_id`") && told.contains("\"x\""), "{told}");
+    write("generation_config.json", json!({"eos_token_id": [3, null, -1]}));
     assert_eq!(stop_ids(dir.path(), Some(5)).unwrap(), [3, 5, 7, 8]);
     write("generation_config.json", json!({"eos_token_id": null}));
     assert_eq!(stop_ids(dir.path(), None).unwrap(), [7, 8]);

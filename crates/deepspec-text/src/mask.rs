@@ -119,6 +119,9 @@ fn leave_out_untrained(text: &str, places: &mut [(usize, usize)], messages: &[Me
     }
 }
 
+/// Bytes of an answer that may hold nothing but special tokens.
+const MOST_SILENCE: usize = 1024;
+
 /// Empties the places in which nobody says, thinks or calls anything: the end of a turn alone teaches nothing, nor do
 /// special tokens that stand in for an answer.
 fn leave_out_silence(
@@ -129,7 +132,7 @@ fn leave_out_silence(
 ) {
     for (start, end) in places {
         let answer = without_end(tokenizer, template, &text[*start..*end]);
-        if thoughts::is_nothing(tokenizer.without_special_ends(answer)) {
+        if answer.len() <= MOST_SILENCE && thoughts::is_nothing(&tokenizer.without_special(answer)) {
             *end = *start;
         }
     }

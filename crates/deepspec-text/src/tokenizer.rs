@@ -197,6 +197,14 @@ impl ChatTokenizer {
         u32::try_from(id).is_ok_and(|id| self.cuts.contains(&id))
     }
 
+    /// `text` without special tokens.
+    pub(crate) fn without_special(&self, text: &str) -> String {
+        self.special_texts.iter().fold(text.to_string(), |text, token| match text.contains(token.as_str()) {
+            true => text.replace(token.as_str(), ""),
+            false => text,
+        })
+    }
+
     /// `text` without the special tokens and the white space at its end.
     pub(crate) fn without_special_ends<'a>(&self, text: &'a str) -> &'a str {
         let mut rest = text.trim_end();
