@@ -154,11 +154,16 @@ impl Document {
             inner == outer || inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with(['.', '[']))
         };
         // A set key, what stands in it, and a section which only a set key that the file lacks can have made wrong.
-        let is_set =
-            self.set.iter().any(|(set, is_there)| is_within(key, set) || (is_within(set, key) && !is_there));
+        // What is missing is missing in the file.
+        let problem: String = problem.into();
+        let is_missing = problem.starts_with("missing field");
+        let is_set = self
+            .set
+            .iter()
+            .any(|(set, is_there)| is_within(key, set) || (is_within(set, key) && !is_there && !is_missing));
         let line = if is_set { None } else { line_of(&self.text, key) };
         let path = if is_set { PathBuf::from("--set") } else { self.path.clone() };
-        ConfigError::Key { path, line, key: key.into(), problem: problem.into() }
+        ConfigError::Key { path, line, key: key.into(), problem }
     }
 }
 

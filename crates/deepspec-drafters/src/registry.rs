@@ -129,8 +129,12 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let fields = Fields::new(&path, &map);
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
     let foreign = || Tensors::open(dir).ok().and_then(|tensors| foreign_layout(&map, &tensors));
+    let named = of_class(found);
+    if named.is_some_and(|known| known.are_language_models) {
+        Tensors::open(dir)?;
+    }
     // EAGLE's own drafters name the class of a language model.
-    let known = of_class(found).filter(|known| !known.are_language_models || foreign().is_none());
+    let known = named.filter(|known| !known.are_language_models || foreign().is_none());
     known.ok_or_else(|| {
         if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.advice()) {
             let found = found.unwrap_or("no class");

@@ -98,7 +98,7 @@ const READ: [&str; 23] = [
 ];
 
 /// Fields that change the answer and are not supported, of OpenAI, vLLM and SGLang; they are refused but where their value does nothing.
-const UNSUPPORTED: [&str; 49] = [
+const UNSUPPORTED: [&str; 51] = [
     "response_format",
     "logit_bias",
     "logprobs",
@@ -148,10 +148,12 @@ const UNSUPPORTED: [&str; 49] = [
     "tfs_z",
     "samplers",
     "separate_reasoning",
+    "include_reasoning",
+    "add_special_tokens",
 ];
 
 /// Fields that change no answer, and those that other servers are asked for beside ours.
-const HARMLESS: [&str; 17] = [
+const HARMLESS: [&str; 19] = [
     "user",
     "metadata",
     "store",
@@ -169,6 +171,8 @@ const HARMLESS: [&str; 17] = [
     "verbose",
     "timings_per_token",
     "return_meta_info",
+    "spaces_between_special_tokens",
+    "mm_processor_kwargs",
 ];
 
 #[derive(Deserialize)]
@@ -256,7 +260,10 @@ fn does_nothing(name: &str, value: &Value) -> bool {
     match (name, value) {
         ("response_format", format) => format.get("type").is_some_and(|kind| kind == "text"),
         ("modalities", Value::Array(list)) => list.iter().all(|kind| kind == "text"),
-        ("add_generation_prompt" | "skip_special_tokens" | "separate_reasoning", value) => *value == true,
+        (
+            "add_generation_prompt" | "skip_special_tokens" | "separate_reasoning" | "include_reasoning",
+            value,
+        ) => *value == true,
         // An empty schema asks for any JSON.
         ("guided_json" | "json_schema" | "structured_outputs", value) => *value == false,
         ("best_of" | "length_penalty" | "typical_p" | "repeat_penalty" | "tfs_z", value) => {

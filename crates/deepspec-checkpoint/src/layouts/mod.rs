@@ -75,6 +75,15 @@ pub fn foreign_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<Str
         map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("no class");
     let has = |part: &str| tensors.iter().any(|(name, _)| name.contains(part));
     let of_eagle = class.to_ascii_lowercase().contains("eagle") && !class.ends_with("Eagle3Model");
+    // EAGLE-1 and EAGLE-2 name a language model's class, which fuses no states; they have no last norm.
+    let lacks_norm = tensors.get("norm.weight").is_none();
+    if class.ends_with("ForCausalLM") && tensors.get("fc.weight").is_some() && lacks_norm && !has("midlayer.")
+    {
+        return Some(format!(
+            "{class} with `fc.weight`: a drafter in the layout of EAGLE's own repository, which is not read; an engine runs it, and \
+             `deepspec-train` with `drafter: {{eagle3: …}}` trains one that is read here"
+        ));
+    }
     if has("midlayer.") || of_eagle {
         let pruned = map.get("draft_vocab_size").is_some() || has("d2t");
         let vocabulary = if pruned { " with a reduced vocabulary (d2t)" } else { "" };

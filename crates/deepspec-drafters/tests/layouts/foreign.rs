@@ -129,11 +129,13 @@ fn drafters_of_other_methods_are_known_by_sight() {
             "t2d",
         ],
     );
+    let eagle1 = of_names(&llama("LlamaForCausalLM"), &["layers.0.self_attn.q_proj.weight", "fc.weight"]);
     let eagle2 =
         of_names(&llama("EagleLlamaForCausalLM"), &["layers.0.self_attn.q_proj.weight", "fc.weight"]);
     let medusa = of_names(&llama("MedusaModel"), &["medusa_head.0.0.linear.weight"]);
     for (folder, words) in [
         (&eagle, &["EAGLE-3", "d2t", "config.json"][..]),
+        (&eagle1, &["EAGLE", "`fc.weight`"]),
         (&eagle2, &["EAGLE", "EagleLlamaForCausalLM"]),
         (&medusa, &["Medusa", "MedusaModel"]),
     ] {
