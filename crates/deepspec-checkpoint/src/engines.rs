@@ -28,16 +28,16 @@ pub fn for_engine<'a>(
     let drafter = complete(source, Some(target));
     let layout = drafter.refusal_anywhere().map_or_else(|| drafter.kind.engine_layout(engine, &drafter), Err);
     match layout.map_err(|reason| source.refused(to, reason))? {
-        EngineLayout::CheckpointFormat(dialect) if dialect == source.dialect() => {
+        EngineLayout::Format(dialect) if dialect == source.dialect() => {
             source.check()?;
             let reason = format!("it loads the checkpoint as it is, in the layout of {dialect}");
             Err(source.refused(to, reason))
         }
-        EngineLayout::CheckpointFormat(dialect) => {
+        EngineLayout::Format(dialect) => {
             rope::stretched(source, to)?;
             convert(source, dialect, Some(target))
         }
-        EngineLayout::BlockDrafter => anchored(source, &drafter, target, to),
+        EngineLayout::SampleFromAnchor => anchored(source, &drafter, target, to),
     }
 }
 

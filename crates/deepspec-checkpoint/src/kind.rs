@@ -73,9 +73,9 @@ impl Engine {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineLayout {
     /// That of a dialect.
-    CheckpointFormat(CheckpointFormat),
+    Format(CheckpointFormat),
     /// The one for blocks whose slots all draft, which vLLM, SGLang and llama.cpp's converter read alike.
-    BlockDrafter,
+    SampleFromAnchor,
 }
 
 /// What a GGUF of llama.cpp says of a drafter.

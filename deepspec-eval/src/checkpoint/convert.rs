@@ -39,7 +39,7 @@ pub struct Args {
 /// What is written.
 #[derive(Debug, Clone, Copy)]
 enum Layout {
-    CheckpointFormat(CheckpointFormat),
+    Format(CheckpointFormat),
     Engine(Engine),
     Gguf,
 }
@@ -52,10 +52,7 @@ impl FromStr for Layout {
             "vllm" => Ok(Self::Engine(Engine::Vllm)),
             "sglang" => Ok(Self::Engine(Engine::Sglang)),
             "gguf" => Ok(Self::Gguf),
-            name => name
-                .parse()
-                .map(Self::CheckpointFormat)
-                .map_err(|error| format!("{error}, vllm, sglang or gguf")),
+            name => name.parse().map(Self::Format).map_err(|error| format!("{error}, vllm, sglang or gguf")),
         }
     }
 }
@@ -75,7 +72,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         usage!("--matrices is for --to gguf; the other layouts keep every byte");
     }
     let (to, converted) = match (args.to, &target) {
-        (Layout::CheckpointFormat(to), target) => (to.to_string(), convert(&source, to, target.as_ref())),
+        (Layout::Format(to), target) => (to.to_string(), convert(&source, to, target.as_ref())),
         (Layout::Gguf, _) => return to_gguf(args, &source, target.as_ref()),
         (Layout::Engine(_), None) => {
             usage!("--to vllm or sglang needs --target, whose embedding and head the engine will use")

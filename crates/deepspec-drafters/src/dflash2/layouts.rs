@@ -201,7 +201,7 @@ impl KindSettings for DFlash2Layout {
     }
 
     fn engine_layout(&self, _: Engine, _: &Drafter) -> Result<EngineLayout, String> {
-        Ok(EngineLayout::CheckpointFormat(CheckpointFormat::Zlab))
+        Ok(EngineLayout::Format(CheckpointFormat::Zlab))
     }
 
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {

@@ -362,8 +362,8 @@ impl KindSettings for BlockLayout {
             (true, _) if self.has_heads() => {
                 Err("heads beside slots that fill in are not written: no engine was tried with them".into())
             }
-            (true, _) => Ok(EngineLayout::CheckpointFormat(CheckpointFormat::Zlab)),
-            (false, None | Some(MarkovKind::Vanilla)) => Ok(EngineLayout::BlockDrafter),
+            (true, _) => Ok(EngineLayout::Format(CheckpointFormat::Zlab)),
+            (false, None | Some(MarkovKind::Vanilla)) => Ok(EngineLayout::SampleFromAnchor),
             (false, Some(kind)) => Err(format!(
                 "this layout is for the vanilla Markov head, and not for one that is {}; SGLang reads that in the reference's layout",
                 kind.name()

@@ -215,7 +215,7 @@ impl KindSettings for Eagle3Layout {
             Engine::Sglang => CheckpointFormat::Specforge,
         };
         let stops = self.refusal(drafter, dialect);
-        stops.map_or(Ok(EngineLayout::CheckpointFormat(dialect)), |reason| {
+        stops.map_or(Ok(EngineLayout::Format(dialect)), |reason| {
             Err(format!("{} loads Eagle3 as {dialect} writes it: {reason}", engine.title()))
         })
     }

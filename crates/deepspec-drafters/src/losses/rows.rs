@@ -23,7 +23,7 @@ pub(super) struct Rows {
 enum Against {
     Weighed(TargetProbs),
     /// p^t and p^d − p^t, `[n, V]`, where libtorch's operators are taken.
-    LayerwiseBackward {
+    Separate {
         target: Tensor,
         difference: Tensor,
     },
@@ -86,7 +86,7 @@ impl Rows {
             agreement,
             overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
         };
-        (Self { draft, against: Against::LayerwiseBackward { target, difference }, labels }, distances)
+        (Self { draft, against: Against::Separate { target, difference }, labels }, distances)
     }
 
     fn measure_weighed(
@@ -109,7 +109,7 @@ impl Rows {
         let Self { mut draft, against, labels } = self;
         let none = labels.zeros_like().to_kind(Kind::Float);
         let (mut target, mut difference) = match against {
-            Against::LayerwiseBackward { target, difference } => (target, difference),
+            Against::Separate { target, difference } => (target, difference),
             Against::Weighed(target) => {
                 let done = slope_rows(&mut draft, &target, &labels, &coeffs.factors(&labels));
                 assert!(done, "rows that were measured have no gradient");

@@ -322,7 +322,7 @@ impl KvCache {
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
         let sees_chunk = plan.visibility == MaskKind::Block;
         let view = KvWindow { scale, window: self.views[view].window, sees_chunk };
-        history_attention(KvRows::CudaEvent([&q, &k, &v]), &chunks, view)
+        history_attention(KvRows::Separate([&q, &k, &v]), &chunks, view)
     }
 
     /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.

@@ -76,7 +76,7 @@ pub struct ProjectedHeads<'a> {
 #[derive(Clone, Copy)]
 pub enum KvRows<'a> {
     /// As they attend: `[N, H, D]`, and `[N, G, D]` twice.
-    CudaEvent([&'a Tensor; 3]),
+    Separate([&'a Tensor; 3]),
     /// Side by side, `[N, (H + 2G)·D]`, neither normed nor turned yet.
     Projected(&'a Tensor, ProjectedHeads<'a>),
 }
@@ -111,7 +111,7 @@ impl RawRows {
             of.data_ptr().cast::<f32>().cast_const()
         };
         match rows {
-            KvRows::CudaEvent([q, k, v]) => {
+            KvRows::Separate([q, k, v]) => {
                 let (size, [n, groups, dim]) = (q.size(), [0, 1, 2].map(|dim| k.size()[dim]));
                 let fits = size.len() == 3 && size[0] == n && size[2] == dim && size[1] % groups.max(1) == 0;
                 assert!(
@@ -217,7 +217,7 @@ pub fn history_attention(
     KvWindow { scale, window, sees_chunk }: KvWindow,
 ) -> Tensor {
     let learns = match rows {
-        KvRows::CudaEvent(parts) => parts.into_iter().any(Tensor::requires_grad),
+        KvRows::Separate(parts) => parts.into_iter().any(Tensor::requires_grad),
         KvRows::Projected(qkv, _) => qkv.requires_grad(),
     };
     assert!(!learns, "attention over histories has no gradient");
@@ -314,7 +314,7 @@ mod tests {
             });
             let view = KvWindow { scale: 0.2, window, sees_chunk };
             let attend = |chunks: &[HistoryChunk<'_>]| {
-                history_attention(KvRows::CudaEvent([&q, &k, &v]), chunks, view).view([14, heads, dim])
+                history_attention(KvRows::Separate([&q, &k, &v]), chunks, view).view([14, heads, dim])
             };
             let all = attend(&chunks);
             for chunk in &chunks {
@@ -382,7 +382,7 @@ mod tests {
             let angles = [&cosines, &sines];
             let raw = ProjectedHeads { query: heads, key_value: groups, dim, gains, angles };
             let view = KvWindow { scale: 0.2, window: Some(11), sees_chunk: !is_normed };
-            let attended = [KvRows::CudaEvent([&q, &k, &v]), KvRows::Projected(&qkv, raw)].map(|rows| {
+            let attended = [KvRows::Separate([&q, &k, &v]), KvRows::Projected(&qkv, raw)].map(|rows| {
                 let pool = [0.2, 0.4].map(|seed| values(&[2, 40, groups, dim], seed));
                 let chunk = |row, past_len, len, first| HistoryChunk {
                     pool: [&pool[0], &pool[1]],
@@ -435,7 +435,7 @@ mod tests {
         let chunks =
             [0, 1].map(|row| HistoryChunk { pool: [&first, &last], row, past_len: 0, len: 1, first: row });
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(KvRows::CudaEvent([&new, &new, &new]), &chunks, view);
+        let _ = history_attention(KvRows::Separate([&new, &new, &new]), &chunks, view);
     }
 
     #[test]
@@ -445,7 +445,7 @@ mod tests {
         let new = values(&[2, 1, 8], 0.0);
         let chunk = |row| HistoryChunk { pool: [&pools[0], &pools[1]], row, past_len: 0, len: 1, first: 0 };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(KvRows::CudaEvent([&new, &new, &new]), &[chunk(0), chunk(1)], view);
+        let _ = history_attention(KvRows::Separate([&new, &new, &new]), &[chunk(0), chunk(1)], view);
     }
 
     #[test]
@@ -455,6 +455,6 @@ mod tests {
         let new = values(&[3, 1, 8], 0.0);
         let chunk = HistoryChunk { pool: [&pool, &pool], row: 0, past_len: 2, len: 3, first: 0 };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(KvRows::CudaEvent([&new, &new, &new]), &[chunk], view);
+        let _ = history_attention(KvRows::Separate([&new, &new, &new]), &[chunk], view);
     }
 }

@@ -68,7 +68,7 @@ impl Ends {
         differing
             .map(|&Rows { name, rows, differing, elsewhere }| {
                 let (cause, more) = if self.is_permuted() {
-                    (Cause::EmbedHead, format!("; {elsewhere} of these are the target's under another id"))
+                    (Cause::Vocabulary, format!("; {elsewhere} of these are the target's under another id"))
                 } else {
                     (Cause::Ends, String::new())
                 };

@@ -29,7 +29,7 @@ pub enum Cause {
     /// It was trained for another target.
     Target,
     /// Its token ids mean other tokens.
-    EmbedHead,
+    Vocabulary,
     /// Its embedding or head is not the target's.
     Ends,
     /// It reads other layers than it was trained on.
@@ -52,7 +52,7 @@ impl Cause {
     fn told(self) -> &'static str {
         match self {
             Self::Target => "another target",
-            Self::EmbedHead => "another vocabulary",
+            Self::Vocabulary => "another vocabulary",
             Self::Ends => "embedding or head not the target's",
             Self::Taps => "wrong target layers",
             Self::FinalNorm => "state before or after the final norm",
@@ -67,7 +67,7 @@ impl Cause {
     fn advice(self) -> &'static str {
         match self {
             Self::Target => "name the target that the drafter was trained for",
-            Self::EmbedHead => "the drafter was trained with another tokenizer; name that model's target",
+            Self::Vocabulary => "the drafter was trained with another tokenizer; name that model's target",
             Self::Ends => {
                 "copy the target's embedding and head into the checkpoint, or name the target it was trained for"
             }
@@ -193,7 +193,7 @@ impl Diagnosis {
     /// A drafter that cannot draft for the target at all.
     pub fn misfit(evidence: String) -> Self {
         let is_vocabulary = evidence.contains("vocab_size");
-        let cause = if is_vocabulary { Cause::EmbedHead } else { Cause::Target };
+        let cause = if is_vocabulary { Cause::Vocabulary } else { Cause::Target };
         let mut report =
             Self { findings: vec![Finding { cause, evidence: evidence.clone() }], ..Self::default() };
         report.blame(cause, evidence);
@@ -234,8 +234,8 @@ impl Diagnosis {
     /// raised the accepted length most.
     pub fn conclude(&mut self, is_permuted: bool) {
         if is_permuted {
-            let evidence = self.evidence(Cause::EmbedHead);
-            return self.blame(Cause::EmbedHead, evidence);
+            let evidence = self.evidence(Cause::Vocabulary);
+            return self.blame(Cause::Vocabulary, evidence);
         }
         let counted = || self.trials.iter().filter(|trial| trial.counts());
         let most = counted().map(Trial::gain).fold(0.0, f64::max);
