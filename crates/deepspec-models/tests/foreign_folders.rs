@@ -92,7 +92,8 @@ fn names_behind_the_prefixes_of_wrappers_are_the_same_model() {
     renamed(bare.path(), |name| name.trim_start_matches("model.").to_string());
     assert_eq!(computed(bare.path()), expected);
     // Wrappers of single layers, of the whole model under its own name, and of adapters.
-    let mixed: [(&str, fn(&str) -> String); 4] = [
+    type Rename = fn(&str) -> String;
+    let mixed: [(&str, Rename); 4] = [
         ("one layer", |name| match name.contains("layers.1.") {
             true => format!("module.{name}"),
             false => name.to_string(),
