@@ -47,7 +47,7 @@ impl Checkpoint {
         self.unsupported = Some((key, reason));
     }
 
-    /// What [`Self::set_unsupported`] noted.
+    /// The key that [`Self::set_unsupported`] noted, and why the loader refuses it.
     pub(crate) fn unsupported(&self) -> Option<(&str, &str)> {
         self.unsupported.as_ref().map(|(key, reason)| (key.as_str(), reason.as_str()))
     }

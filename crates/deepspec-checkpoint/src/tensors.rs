@@ -192,7 +192,7 @@ impl Tensors {
 
 /// Beginnings that training wrappers put before the names of a module: DataParallel's, PEFT's, vLLM's of drafters.
 const WRAPPERS: [&str; 3] = ["module.", "base_model.model.", "draft_model."];
-/// What torch.compile, FSDP and checkpointing put into names, before any module.
+/// Name parts that torch.compile, FSDP and activation checkpointing put before any module.
 const INNER_WRAPPERS: [&str; 3] = ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."];
 
 /// Tensors by name, and where each lies.

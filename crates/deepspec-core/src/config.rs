@@ -154,7 +154,7 @@ impl Document {
             inner == outer || inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with(['.', '[']))
         };
         // A set key, what stands in it, and a section which only a set key that the file lacks can have made wrong.
-        // What is missing is missing in the file.
+        // A missing field is the file's, whatever was set beside it.
         let problem: String = problem.into();
         let is_missing = problem.starts_with("missing field");
         let is_set = self

@@ -5,6 +5,7 @@ mod body;
 mod defaults;
 mod engine;
 mod error;
+mod fields;
 pub mod http;
 mod metrics;
 mod ranges;

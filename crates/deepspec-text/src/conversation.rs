@@ -6,7 +6,7 @@ use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value};
 
 use crate::finish::{self, FINISH_REASON};
-use crate::message::{Message, Role, WEIGHT};
+use crate::message::{CALLS, Message, Role, WEIGHT};
 use crate::records::{RowError, check_starts_with_user, conversation};
 use crate::thoughts;
 
@@ -107,7 +107,7 @@ impl Message {
 
     /// The tools that the message calls.
     pub fn tool_calls(&self) -> &[Value] {
-        self.extra.get("tool_calls").and_then(Value::as_array).map_or(&[], Vec::as_slice)
+        self.extra.get(CALLS).and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 }
 
@@ -124,7 +124,7 @@ pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
     let mut messages = messages.to_vec();
     for message in &mut messages {
         NOTES.iter().for_each(|note| drop(message.extra.shift_remove(*note)));
-        if let Some(Value::Array(calls)) = message.extra.get_mut("tool_calls") {
+        if let Some(Value::Array(calls)) = message.extra.get_mut(CALLS) {
             for call in calls {
                 if let Some(parsed) = arguments(call) {
                     let function = if call.get("function").is_some() { &mut call["function"] } else { call };

@@ -30,12 +30,12 @@ pub use conversation::{Conversation, PROMPT_TOKEN_IDS, TOKEN_IDS};
 pub use error::TextError;
 pub use finish::{Completeness, FINISH_REASON, FinishReason};
 pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
-pub use message::{Message, MessageError, Role, THOUGHTS, WEIGHT};
+pub use message::{Message, MessageError, Role, TEXTS, THOUGHTS, WEIGHT};
 pub use problem::{Checked, Problem};
 pub use prompt::{generation_prompt, served_prompt, trained_thinking};
 pub use records::{
-    MESSAGE_KEYS, Records, RowError, check_starts_with_user, conversation, is_record_key, records,
-    report_choice, system_message,
+    MESSAGE_KEYS, Records, RowError, check_starts_with_user, conversation, is_message, is_record_key,
+    records, report_choice, system_message,
 };
 pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
 pub use served_tokens::served_thinking;

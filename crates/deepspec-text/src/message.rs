@@ -157,9 +157,9 @@ impl TryFrom<Value> for Message {
 }
 
 /// Names of the field with a message's text: OpenAI's, ShareGPT's, and that of others.
-const TEXTS: [&str; 3] = ["content", "value", "text"];
+pub const TEXTS: [&str; 3] = ["content", "value", "text"];
 /// Where an assistant calls tools.
-const CALLS: &str = "tool_calls";
+pub(crate) const CALLS: &str = "tool_calls";
 
 /// OpenAI's field of fine-tuning rows: an assistant message of weight 0 is context and not trained on.
 pub const WEIGHT: &str = "weight";

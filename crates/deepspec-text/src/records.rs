@@ -65,8 +65,8 @@ pub fn system_message(system: &Value, first: Option<&Value>) -> Option<Value> {
     (!first.is_some_and(speaks)).then(|| json!({"role": SYSTEM, "content": text}))
 }
 
-/// Whether a value says who speaks.
-fn is_message(value: &Value) -> bool {
+/// Whether a value says who speaks, in `role` or `from`.
+pub fn is_message(value: &Value) -> bool {
     value.get("role").or_else(|| value.get("from")).is_some()
 }
 

@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 
 use deepspec_datasets::rows::Cell;
+use deepspec_text::is_message;
 use serde_json::{Map, Value};
 
 use super::conversation::{Kind, Problem};
@@ -108,7 +109,7 @@ impl<'a> Field<'a> {
     /// Whether it is an object that says who speaks.
     pub fn is_message(&self) -> bool {
         match self {
-            Self::Value(value) => value.get("role").or_else(|| value.get("from")).is_some(),
+            Self::Value(value) => is_message(value),
             Self::Cell(cell) => cell
                 .fields()
                 .is_some_and(|mut fields| fields.any(|(name, _)| name == "role" || name == "from")),

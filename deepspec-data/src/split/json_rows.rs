@@ -8,7 +8,8 @@ use super::conversation::{Conversation, Id, Kind, Problem, Said};
 use super::fields::{Field, Fields};
 use super::roles::{Roles, Shape};
 use deepspec_text::{
-    MESSAGE_KEYS, Message, Records, Role, RowError, is_record_key, records, report_choice, system_message,
+    MESSAGE_KEYS, Message, Records, Role, RowError, TEXTS, is_record_key, records, report_choice,
+    system_message,
 };
 
 /// Turns a row into a conversation; fields that we do not know travel along.
@@ -114,7 +115,7 @@ fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), 
     let text = match roles.role(shape, &speaker) {
         Some(role) => {
             check_rest(role, &message)?;
-            let mut names = [text_key, "content", "value", "text"].into_iter();
+            let mut names = [text_key].into_iter().chain(TEXTS);
             let name = names.find(|name| message.has(name)).unwrap_or(text_key);
             text(name, message.take_value(name)?.unwrap_or(Value::Null))?
         }

@@ -42,7 +42,7 @@ const WITHIN: [&str; 20] = [
     "pure_draft_prefix_len",
 ];
 
-/// Those of them that say the same wherever they stand.
+/// Keys whose values must agree where both `dflash_config` and the top level of a config have them.
 const CONSTANTS: [&str; 5] =
     ["block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"];
 

@@ -1,4 +1,4 @@
-//! What the losses are computed from.
+//! Inputs of the losses.
 
 use tch::Tensor;
 
@@ -32,7 +32,7 @@ pub struct Supervised<'a> {
     pub scale: f64,
     /// Whether it is to be found out in which rows drafter and target prefer the same token.
     pub agreement: bool,
-    /// What is learned beside the terms.
+    /// An objective beside the terms.
     pub extra: Option<&'a dyn RowObjective>,
 }
 
@@ -42,7 +42,7 @@ impl Supervised<'_> {
     }
 }
 
-/// What a kind of drafter learns of its logits beside the terms.
+/// A drafter's own objective on its logits, beside the terms.
 pub trait RowObjective {
     /// Columns that it finds of each row.
     fn columns(&self) -> i64;
@@ -51,7 +51,7 @@ pub trait RowObjective {
     fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput;
 }
 
-/// What a [`RowObjective`] finds of n rows, float32.
+/// Loss and gradients that a [`RowObjective`] computes for n rows, float32.
 pub struct AuxLossOutput {
     /// Its columns, `[n, C]`.
     pub columns: Tensor,
