@@ -226,7 +226,7 @@ fn by_offsets(
     places: Vec<(usize, usize)>,
     max_length: usize,
 ) -> Result<Supervised, TextError> {
-    let Encoded { ids: mut input_ids, offsets } = tokenizer.encode_with_offsets(&text)?;
+    let Encoded { ids: mut input_ids, offsets, .. } = tokenizer.encode_with_offsets(&text)?;
     let untruncated_len = input_ids.len();
     input_ids.truncate(max_length);
     let mut loss_mask = vec![false; untruncated_len];

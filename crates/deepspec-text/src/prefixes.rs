@@ -5,18 +5,24 @@ use crate::tokenizer::{ChatTokenizer, Encoded};
 
 /// A text with its tokens.
 ///
-/// Tokenizers cut a text at its added tokens (such as `<|im_end|>`) before anything else, and tokenise what lies between
-/// independently. So the tokens of `text[..byte]` are those of the whole text up to the last added token before `byte`, and
-/// those of the rest, which is short.
+/// Tokenizers cut a text at its added tokens (such as `<|im_end|>`) before anything else, and tokenise each piece between
+/// two of them alone. So the tokens of `text[..byte]` are those of the whole text up to the last added token before `byte`,
+/// and those of the rest, which is short.
+///
+/// A template may write no added token. Pre-tokenizers split each piece into words from its start to its end, and tokens
+/// merge within a word. So a word some words before `byte` is a cut as well, unless the tokenizer treats the start of a text
+/// in a way of its own; then the first words of the rest have other tokens, and the added token is taken.
 pub(crate) struct Prefixes<'t> {
     tokenizer: &'t ChatTokenizer,
     text: &'t str,
     ids: Vec<i64>,
     /// The added tokens of the text.
     cuts: Vec<Cut>,
+    /// The words that begin with an ASCII character, which no normaliser joins to the character before it.
+    words: Vec<Cut>,
 }
 
-/// An added token: its place among the ids, and its bytes in the text.
+/// An added token or a word: the index of its first id, and its bytes in the text.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
     place: usize,
@@ -24,10 +30,16 @@ struct Cut {
     end: usize,
 }
 
+/// Words between a cut and the end of a beginning: the end changes how the last words are split, and no pre-tokenizer looks
+/// further ahead than the next word.
+const WORDS_BEFORE_END: usize = 8;
+/// Words behind a cut whose tokens have to be those of the whole text.
+const COMPARED_WORDS: usize = 2;
+
 impl<'t> Prefixes<'t> {
     /// Tokenises `text`.
     pub(crate) fn new(tokenizer: &'t ChatTokenizer, text: &'t str) -> Result<Self, TextError> {
-        let Encoded { ids, offsets } = tokenizer.encode_with_offsets(text)?;
+        let Encoded { ids, offsets, words } = tokenizer.encode_with_offsets(text)?;
         let cut = |(place, (&id, &(start, end))): (usize, (&i64, &(usize, usize)))| {
             (tokenizer.is_cut(id) && text.is_char_boundary(start) && start < end).then_some(Cut {
                 place,
@@ -36,7 +48,14 @@ impl<'t> Prefixes<'t> {
             })
         };
         let cuts = ids.iter().zip(&offsets).enumerate().filter_map(cut).collect();
-        Ok(Self { tokenizer, text, ids, cuts })
+        let word = |place: usize| {
+            let (start, end) = offsets[place];
+            let is_first = place == 0 || words[place] != words[place - 1];
+            let is_ascii = text.as_bytes().get(start).is_some_and(u8::is_ascii);
+            (is_first && is_ascii && start < end).then_some(Cut { place, start, end })
+        };
+        let words = (0..ids.len()).filter_map(word).collect();
+        Ok(Self { tokenizer, text, ids, cuts, words })
     }
 
     /// The ids of the whole text.
@@ -49,8 +68,8 @@ impl<'t> Prefixes<'t> {
         if byte == self.text.len() {
             return Ok(self.ids.len());
         }
-        let (place, start) = self.cut_before(byte);
-        Ok(place + self.tokenizer.encode(&self.text[start..byte])?.len())
+        let (place, rest) = self.behind_cut(&self.text[..byte], byte)?;
+        Ok(place + rest.len())
     }
 
     /// The ids of `other` behind those that it shares with the text for certain, and how many these are: up to the last
@@ -60,7 +79,24 @@ impl<'t> Prefixes<'t> {
         while !self.text.is_char_boundary(shared) {
             shared -= 1;
         }
+        self.behind_cut(other, shared)
+    }
+
+    /// The ids of `other`, whose first `shared` bytes are the text's, behind the last cut in these; and the index of the
+    /// first of them.
+    fn behind_cut(&self, other: &str, shared: usize) -> Result<(usize, Vec<i64>), TextError> {
         let (place, start) = self.cut_before(shared);
+        let words = self.words.partition_point(|word| word.end <= shared);
+        if let Some(first) = words.checked_sub(WORDS_BEFORE_END)
+            && self.words[first].start > start
+        {
+            let word = self.words[first];
+            let compared = &self.ids[word.place..self.words[first + COMPARED_WORDS].place];
+            let rest = self.tokenizer.encode(&other[word.start..])?;
+            if rest.starts_with(compared) {
+                return Ok((word.place, rest));
+            }
+        }
         Ok((place, self.tokenizer.encode(&other[start..])?))
     }
 
@@ -171,6 +207,49 @@ mod tests {
                     dir.display()
                 );
             }
+        }
+    }
+
+    /// Beginnings of texts that have no added token, of many kinds of words.
+    #[test]
+    fn beginnings_of_plain_text_are_counted_as_if_each_was_tokenised_alone() {
+        for dir in folders() {
+            let tokenizer = ChatTokenizer::load(&dir).unwrap();
+            let mut random = Conversations::new("plain");
+            let mut dice = Dice::new(48, &["x"]);
+            let plain: Vec<&str> = PIECES.into_iter().filter(|piece| !piece.contains(['<', '>'])).collect();
+            for _ in 0..25 {
+                let mut text = String::new();
+                for _ in 0..6 {
+                    let (messages, _) = random.conversation();
+                    text += &tokenizer.without_special(messages[0]["content"].as_str().unwrap_or_default());
+                    text.extend((0..dice.roll(9)).map(|_| plain[dice.roll(plain.len())]));
+                }
+                let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
+                let ends: Vec<usize> = (0..text.len()).filter(|&byte| text.is_char_boundary(byte)).collect();
+                for byte in (0..120).map(|_| ends[dice.roll(ends.len())]) {
+                    let (place, rest) = prefixes.behind_cut(&text[..byte], byte).unwrap();
+                    let joined = [&prefixes.ids()[..place], &rest].concat();
+                    let alone = tokenizer.encode(&text[..byte]).unwrap();
+                    assert_eq!(joined, alone, "{}: {:?}", dir.display(), &text[..byte]);
+                }
+            }
+        }
+    }
+
+    /// Text without any added token is counted from the words before each border, where the tokenizer splits words.
+    #[test]
+    fn plain_text_is_counted_in_linear_work() {
+        let words = folders().into_iter().filter(|dir| dir.ends_with("qwen3") || dir.ends_with("llama3_1"));
+        for dir in words {
+            let tokenizer = ChatTokenizer::load(&dir).unwrap();
+            let text: String =
+                (0..1000).map(|at| format!("User: this is what is said at {at}.\n\n")).collect();
+            let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
+            let borders = (0..1000).map(|at| text.find(&format!("said at {at}.")).unwrap());
+            let work: usize =
+                borders.map(|byte| prefixes.behind_cut(&text[..byte], byte).unwrap().1.len()).sum();
+            assert!(work < 20 * 1000, "{}: {work} tokens", dir.display());
         }
     }
 

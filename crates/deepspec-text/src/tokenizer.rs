@@ -30,6 +30,8 @@ pub struct Encoded {
     pub ids: Vec<i64>,
     /// Byte range of each id's text; the ids that share a character each have the whole of it.
     pub offsets: Vec<(usize, usize)>,
+    /// The word of each id: tokens merge within the words that the pre-tokenizer splits a text into.
+    pub(crate) words: Vec<Option<u32>>,
 }
 
 /// The tokenizer of a model folder. Share it by reference; it holds no state.
@@ -99,7 +101,8 @@ impl ChatTokenizer {
         let encoding = self.tokenizer.encode(text, false);
         let encoding = encoding.map_err(|source| TextError::Tokenize { action: "tokenising", source })?;
         let ids = encoding.get_ids().iter().map(|&id| i64::from(id)).collect();
-        Ok(Encoded { ids, offsets: encoding.get_offsets().to_vec() })
+        let (offsets, words) = (encoding.get_offsets().to_vec(), encoding.get_word_ids().to_vec());
+        Ok(Encoded { ids, offsets, words })
     }
 
     /// The text of `ids`; ids past the vocabulary (the padding of a model's embedding) have none.
