@@ -34,7 +34,7 @@ pub fn for_engine<'a>(
             Err(source.refused(to, reason))
         }
         EngineLayout::Format(dialect) => {
-            rope::stretched(source, to)?;
+            rope::parameters(source, to)?;
             convert(source, dialect, Some(target))
         }
         EngineLayout::SampleFromAnchor => anchored(source, &drafter, target, to),
@@ -48,7 +48,7 @@ fn anchored<'a>(
     target: &'a Target,
     to: &'static str,
 ) -> Result<Converted<'a>, CheckpointError> {
-    let rope = rope::stretched(source, to)?;
+    let rope = rope::parameters(source, to)?;
     check_pair(source, drafter, target, to)?;
     let (mut tensors, mut dropped) = body(source, CheckpointFormat::Reference);
     dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));

@@ -11,24 +11,53 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 /// What transformers takes where nothing is said.
 const THETA: f64 = 10_000.0;
 
-/// Rotary embeddings as an engine has to be told of them.
+/// Rotary embeddings as llama.cpp is told of them.
 pub struct Rope {
     /// Their base.
     pub theta: f64,
-    /// What a factor a plane stretches them by, if any.
+    /// One factor per pair of dimensions, where they are scaled.
     pub factors: Option<Vec<f32>>,
-    /// The same as `rope_parameters` says it.
-    pub parameters: Map<String, Value>,
 }
 
-/// [`with_factors`], of heads as wide as the config says.
+/// The `rope_parameters` that vLLM and SGLang read.
+pub struct RopeParameters {
+    /// The base.
+    pub theta: f64,
+    /// The kind of scaling, such as `llama3`; none where the embeddings are plain.
+    pub scaling: Option<String>,
+    /// The value of `rope_parameters`, with `rope_type` and `rope_theta`.
+    pub map: Map<String, Value>,
+}
+
+/// The checkpoint's rotary embeddings for vLLM and SGLang, which read `linear`, `llama3` and `yarn` as transformers does.
 ///
 /// # Errors
-/// As there; the width of a head is missing or wrong.
-pub fn stretched(source: &Checkpoint, to: &'static str) -> Result<Rope, CheckpointError> {
+/// [`CheckpointError::Refused`] for another kind of scaling; settings of Llama 3's scaling that are missing or impossible.
+pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameters, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
-    with_factors(source, Heads::of(&fields, source.drafter())?.dim, to)
+    let chosen = chosen(&fields)?;
+    let theta = theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen));
+    let Some((chosen, Some(kind))) = chosen else {
+        let map = said([("rope_type", "default".into()), ("rope_theta", theta.into())]);
+        return Ok(RopeParameters { theta, scaling: None, map });
+    };
+    match kind {
+        "llama3" => drop(with_factors(source, Heads::of(&fields, source.drafter())?.dim, to)?),
+        "linear" | "yarn" => {}
+        other => {
+            let reason = format!(
+                "rotary embeddings scaled by `{other}` are not written; expected linear, llama3 or yarn"
+            );
+            return Err(source.refused(to, reason));
+        }
+    }
+    let mut map = chosen.map.clone();
+    map.remove("type");
+    map.extend(said([("rope_type", kind.into()), ("rope_theta", theta.into())]));
+    // transformers lets the length at the top of the config win.
+    map.extend(fields.map.get(ORIGINAL).map(|original| (ORIGINAL.into(), original.clone())));
+    Ok(RopeParameters { theta, scaling: Some(kind.into()), map })
 }
 
 /// The checkpoint's rotary embeddings of heads of `dim` values, plain or scaled as Llama 3's are.
@@ -40,9 +69,7 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     let fields = Fields::new(&path, &source.drafter().decoder);
     let Some((chosen, "llama3")) = chosen(&fields)?.map(|(chosen, kind)| (chosen, kind.unwrap_or_default()))
     else {
-        let theta = unscaled(source, to)?;
-        let parameters = said([("rope_type", "default".into()), ("rope_theta", theta.into())]);
-        return Ok(Rope { theta, factors: None, parameters });
+        return Ok(Rope { theta: unscaled(source, to)?, factors: None });
     };
     let number = |key: &str| {
         let value = chosen.required(key, chosen.map.get(key).and_then(Value::as_f64))?;
@@ -62,12 +89,7 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     let theta = theta(&fields, Some(&chosen));
     let planes = dim / 2;
     let factor = |plane: u64| llama3.factor(theta.powf(-(plane as f64) / planes as f64), most) as f32;
-    let mut parameters = chosen.map.clone();
-    parameters.remove("type");
-    parameters.extend(said([("rope_type", "llama3".into()), ("rope_theta", theta.into())]));
-    // What wins here has to be what is read there.
-    parameters.extend(fields.map.get(ORIGINAL).map(|original| (ORIGINAL.into(), original.clone())));
-    Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()), parameters })
+    Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()) })
 }
 
 fn said<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {

@@ -233,9 +233,17 @@ impl Examined<'_> {
     /// A scaled rotation, or a base that newer and older keys would say differently.
     fn rotation(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
-        if let Err(error) = rope::stretched(self.checkpoint, self.server.layout()) {
+        let told = match rope::parameters(self.checkpoint, self.server.layout()) {
+            Err(error) => Some(error.to_string()),
+            Ok(rope) => rope.scaling.filter(|kind| kind != "llama3").map(|kind| {
+                format!(
+                    "rotary embeddings are scaled by `{kind}`, which no test here compares with the engine's"
+                )
+            }),
+        };
+        if let Some(told) = told {
             let cure = "compare the accepted length there with the one measured here".into();
-            return Some(Risk { about: "RoPE", told: error.to_string(), cure });
+            return Some(Risk { about: "RoPE", told, cure });
         }
         let base = |value: Option<&Value>| value.and_then(Value::as_f64);
         let (older, newer) = (

@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 
 use crate::drafter::Drafter;
 use crate::fields::Fields;
-use crate::rope::Rope;
+use crate::rope::RopeParameters;
 use crate::{CheckpointError, CheckpointFormat, Target, Tensors};
 
 /// Tells the dialect of a config and its tensors, and reads the drafter, one of those that are known.
@@ -121,16 +121,16 @@ pub fn config(
 /// Turns a config of the reference's layout into the one that vLLM, SGLang and llama.cpp's converter read alike: what some of them look
 /// for at the top and others in `dflash_config` stands in both, and nothing is left to defaults that differ. Older readers look for
 /// the base of its rotary embeddings at the top and for a scaling in `rope_scaling`.
-pub fn for_engines(map: &mut Map<String, Value>, rope: Rope) {
+pub fn for_engines(map: &mut Map<String, Value>, rope: RopeParameters) {
     map.insert("sample_from_anchor".into(), true.into());
     // llama.cpp's converter would take a drafter's embedding for its head.
     map.insert("has_embed_tokens".into(), false.into());
     map.insert("rope_theta".into(), rope.theta.into());
     map.remove("rope_scaling");
-    if rope.factors.is_some() {
-        map.insert("rope_scaling".into(), rope.parameters.clone().into());
+    if rope.scaling.is_some() {
+        map.insert("rope_scaling".into(), rope.map.clone().into());
     }
-    map.insert("rope_parameters".into(), rope.parameters.into());
+    map.insert("rope_parameters".into(), rope.map.into());
     // Not sample_from_anchor: vLLM 0.32 takes it within for one that its DFlash cannot have, whatever the class.
     let both = [
         "block_size",

@@ -60,17 +60,20 @@ fn each_engine_gets_the_layout_that_it_loads() {
     assert!(told.contains("has no norms on queries and keys"), "{told}");
 }
 
-/// Rotations that are stretched as Llama 3's are stay so, for readers of either key.
+/// Scaled rotary embeddings stay so, for readers of either key; a kind that no engine here reads is refused.
 #[test]
-fn stretched_rotations_are_said_to_engines() {
-    for engine in [Engine::Vllm, Engine::Sglang] {
+fn scaled_rotary_embeddings_are_written_for_engines() {
+    let llama3 = json!({
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    });
+    let yarn = json!({"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 512});
+    for (engine, stretched) in
+        [Engine::Vllm, Engine::Sglang].into_iter().flat_map(|engine| [(engine, &llama3), (engine, &yarn)])
+    {
         let reference = golden("dspark_vanilla");
         let mut config = reference.config();
         config.as_object_mut().unwrap().remove("rope_scaling");
-        let stretched = json!({
-            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        });
         config["rope_parameters"] = stretched.clone();
         reference.put(&config);
         let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
@@ -78,7 +81,15 @@ fn stretched_rotations_are_said_to_engines() {
         let folder = Folder::new();
         for_engine(&source, engine, &target).unwrap().write(&folder.path().join("out"), false).unwrap();
         let config = folder.within("out").config();
-        assert_eq!((&config["rope_parameters"], &config["rope_scaling"]), (&stretched, &stretched));
+        assert_eq!((&config["rope_parameters"], &config["rope_scaling"]), (stretched, stretched));
         assert_eq!(config["rope_theta"], 5e5);
     }
+    let reference = golden("dspark_vanilla");
+    let mut config = reference.config();
+    config["rope_scaling"] = json!({"rope_type": "dynamic", "factor": 2.0});
+    reference.put(&config);
+    let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
+    let target = Target::open(target.path(), "owner/target").unwrap();
+    let told = for_engine(&source, Engine::Vllm, &target).err().unwrap().to_string();
+    assert!(told.contains("scaled by `dynamic`"), "{told}");
 }
