@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::dist::ProcessGroup;
 use anyhow::bail;
-use deepspec_core::cli::ExitWith;
+use deepspec_core::cli::{self, ExitWith};
 use deepspec_core::recipe::Recipe;
 use deepspec_drafters::{GradReadyHook, Metrics, TrainableDrafter};
 use deepspec_ops::{StepTrace, range};
@@ -97,10 +97,10 @@ impl Trainer<'_> {
             };
             if step == first && self.group.is_leader() {
                 tracing::info!(
-                    "step {done}/{} took {:.1} s; a line every {} steps follows",
+                    "step {done}/{} took {:.1} s; a line every {} follows",
                     self.schedule.max_train_steps,
                     begun.elapsed().as_secs_f64(),
-                    logging.logging_steps
+                    cli::count(logging.logging_steps, "step")
                 );
             }
             let logs = done % logging.logging_steps == 0 || last;

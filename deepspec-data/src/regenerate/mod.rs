@@ -153,7 +153,7 @@ impl Inputs {
         let mut stats = RunStats::new();
         if !args.reuse.is_empty() && store.pending() > 0 {
             stats.reused = reuse::take_over(&args.reuse, &args.input, settings, &mut store)?;
-            tracing::info!("{} rows taken over from earlier outputs", stats.reused);
+            tracing::info!("{} taken over from earlier outputs", cli::count(stats.reused, "row"));
         }
         Ok((store, stats))
     }

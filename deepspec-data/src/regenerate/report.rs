@@ -98,8 +98,8 @@ impl RunStats {
         if done.cut() > 0 {
             let reasons = done.finished.iter().map(|(reason, rows)| format!("{rows} {reason}"));
             tracing::info!(
-                "{} rows have answers that were cut, whose end of turn is not learned (finish_reason: {})",
-                done.cut(),
+                "{} with answers that were cut; their end of turn is not learned (finish_reason: {})",
+                cli::count(done.cut(), "row"),
                 reasons.collect::<Vec<_>>().join(", ")
             );
         }
