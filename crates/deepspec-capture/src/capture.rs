@@ -4,9 +4,9 @@ use std::path::Path;
 
 use crate::cache::{FinalStates, PlannedSample};
 use deepspec_core::recipe::Recipe;
-use deepspec_engine::{ModelInput, Target, Upload};
+use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{TargetModel, TargetOptions};
-use deepspec_ops::{CudaEvent, CudaStream};
+use deepspec_ops::{CudaEvent, CudaStream, Upload};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Budget, StatesError};

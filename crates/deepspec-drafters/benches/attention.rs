@@ -9,8 +9,8 @@ mod dense_attention;
 use std::fs;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use deepspec_drafters::{BlockAttention, SequenceSpan};
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
+use deepspec_ops::{BlockAttention, SequenceSpan};
 use dense_attention::{dense_attention, seen};
 use tch::{Device, Kind, Tensor};
 

@@ -5,9 +5,10 @@ use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
-use deepspec_models::kv::Chunk;
+use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
+use deepspec_ops::kv_attention::Chunk;
+use deepspec_ops::runs;
 use tch::Tensor;
 
 use crate::drafter::token_by_token;

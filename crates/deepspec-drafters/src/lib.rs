@@ -14,16 +14,16 @@ mod draft_model;
 mod drafter;
 mod dspark;
 mod eagle3;
-mod losses;
 mod registration;
 mod registry;
 mod sample;
 mod train_state;
 
 pub use block_common::{
-    AnchoredProposer, AnchoredSum, BlockAttention, BlockBatch, BlockDrafter, BlockSpec, Drafting, LayerType,
-    SequenceSpan, anchor_candidates, eval_mask, slot_weight,
+    AnchoredProposer, AnchoredSum, BlockBatch, BlockDrafter, BlockSpec, Drafting, LayerType,
+    anchor_candidates, eval_mask, slot_weight,
 };
+pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossAlphas, LossRecipe};
 pub use dflash2::{
     Convolution, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Recipe,
     DFlash2Sum, Selector,
@@ -44,7 +44,6 @@ pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Metrics, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
     Eagle3Recipe, Supervise,
 };
-pub use losses::{Dpace, Lk, LkForm, LossAlphas, LossRecipe};
 pub use registry::{
     check_layout, is_language_model, load, load_recipe, load_saved_recipe, open_checkpoint, plan,
     recipe_schema, title,

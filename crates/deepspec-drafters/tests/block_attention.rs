@@ -5,8 +5,8 @@ mod common;
 mod dense_attention;
 
 use common::device;
-use deepspec_drafters::{BlockAttention, SequenceSpan};
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
+use deepspec_ops::{BlockAttention, SequenceSpan};
 use dense_attention::dense_attention;
 use tch::{Device, Kind, Tensor};
 

@@ -13,7 +13,6 @@ mod replicas;
 mod request;
 mod sampling;
 mod tally;
-mod upload;
 mod verify;
 
 pub use engine::Engine;
@@ -25,5 +24,4 @@ pub use request::{
 };
 pub use sampling::{Sampling, SamplingBatch, draw};
 pub use tally::Tally;
-pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, runs};
 pub use verify::{Verdict, verify};

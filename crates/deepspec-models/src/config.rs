@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use deepspec_checkpoint::DecoderFamily;
 use deepspec_core::atomic;
 use deepspec_cost::estimate::{AttentionSize, ModelSize};
+use deepspec_ops::distill_loss::HeadShape;
+use deepspec_ops::kv_attention::capacity;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
-use crate::kv;
 use crate::nn::{self, Heads, LayerSpec};
 
 /// Decoders of more layers are mistakes; refused early, they cannot exhaust the memory.
@@ -193,7 +194,16 @@ impl ModelConfig {
     pub fn history(&self, slots: usize, tokens: usize) -> usize {
         let heads = self.layers.iter().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
-        slots * kv::capacity(tokens) * row
+        slots * capacity(tokens) * row
+    }
+
+    /// Shape of the head.
+    pub fn head_shape(&self) -> HeadShape {
+        HeadShape {
+            vocab: self.vocab_size,
+            width: self.hidden_size as usize,
+            is_capped: self.logit_softcap.is_some(),
+        }
     }
 
     /// Values of embedding, head and projections: all weights but for those of the norms, which are less than a thousandth.

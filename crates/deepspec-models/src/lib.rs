@@ -7,7 +7,6 @@ pub mod config;
 mod error;
 mod families;
 mod identity;
-pub mod kv;
 pub mod nn;
 mod room;
 mod target;

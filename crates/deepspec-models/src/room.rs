@@ -1,9 +1,9 @@
 //! What histories may take of the memory that is free beside the models.
 
 use deepspec_engine::{Proposer, Target};
+use deepspec_ops::kv_attention::KEPT;
 
 use crate::TargetModel;
-use crate::kv::KEPT;
 
 /// Prompt tokens that a step may run at once.
 const PROMPT_TOKENS: usize = 8192;

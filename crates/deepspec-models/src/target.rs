@@ -5,12 +5,12 @@ use std::path::Path;
 
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
-use deepspec_engine::{ModelInput, ModelOutput, Target, runs};
-use deepspec_ops::PackedWeight;
+use deepspec_engine::{ModelInput, ModelOutput, Target};
+use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
+use deepspec_ops::{PackedWeight, runs};
 use tch::{Device, Kind, Tensor};
 
 use crate::families::Names;
-use crate::kv::{Chunk, KvCache, MaskKind};
 use crate::nn::{
     AttentionSpec, Builder, DecoderLayer, EmbedHead, RmsNorm, RotaryEmbeddings, StateDict, Weight,
 };
@@ -48,8 +48,6 @@ pub struct TargetModel {
     ropes: RotaryEmbeddings,
     cache: KvCache,
     taps: Vec<Tap>,
-    /// Whether all layers are fused.
-    has_fused: bool,
     kind: Kind,
     device: Device,
     /// What its checkpoint calls its tensors.
@@ -132,7 +130,6 @@ impl TargetModel {
             ropes: RotaryEmbeddings::new(&config.layers, device),
             cache: KvCache::new(&attentions, options.slots, kind, device),
             taps: options.taps.clone(),
-            has_fused: layers.iter().all(DecoderLayer::is_fused),
             config,
             layers,
             kind,
@@ -198,15 +195,15 @@ impl TargetModel {
 
     /// One pass over all rows at once.
     fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
-        let plan = self.cache.pass_plan(chunks, MaskKind::Causal, self.has_fused);
-        let rotations = plan.rotations(&self.ropes, self.kind);
+        let plan = self.cache.plan(chunks, MaskKind::Causal);
+        let rotations = self.ropes.below(plan.end(), plan.positions(), self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&Tap::Embedding) {
             captured.push(x.shallow_clone());
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            x = self.cache.run_layer((i, layer), &plan, &x, None, rotations.of(i));
+            x = layer.forward((&x).into(), rotations.of(i), &mut self.cache.attention(i, &plan), None);
             if self.taps.contains(&Tap::Layer(i as u32)) {
                 captured.push(x.shallow_clone());
             }

@@ -1,27 +1,58 @@
-//! Foreign code behind a safe interface: kernels and allocator for the CPU, devices, signals, and the shim over libtorch's c10d.
+//! Operators on tensors: a few functions named by their mathematics, each with a reference in libtorch's operators and kernels
+//! for CPUs and GPUs. Each operator chooses its kernel from its arguments.
+//!
+//! Beside them stand devices, uploads, the allocator and the shim over libtorch's c10d.
+//!
+//! Shapes: N rows (tokens), T context tokens, d hidden size, V vocabulary, H query heads, G key/value heads, D head dim.
 
+mod attention;
+mod autograd_memory;
+mod block_attention;
+mod decoder_layer;
 mod device;
+pub mod distill_loss;
 mod error;
 mod ffi;
 mod free_memory;
+mod gated_mlp;
+pub mod kv_attention;
+mod linear;
+mod rms_norm;
+mod rope;
+mod scatter;
 mod step_trace;
 mod unused;
+mod upload;
 
+pub use attention::{AttentionSpec, Heads, Qkv};
+pub use autograd_memory::{AutogradMemory, NORMED, code_bytes};
+pub use block_attention::{BlockAttention, BlockSizes, SequenceSpan};
+pub use decoder_layer::{Attend, LayerWeights, RepeatedRows, decoder_layer};
 pub use device::{LocalRank, default_kind, device, device_name, gpus, is_one_gpu, kind_name, rank_device};
 pub use error::DeviceError;
 pub use ffi::{
-    AdamWSettings, AdamWTensors, AttentionPart, CudaEvent, CudaStream, DeviceMemory, FEW_ROWS, HistoryChunk,
-    KeyValues, KvRows, KvWindow, LogitRows, LogitsMeasured, PackedWeight, ProjectedHeads, Range,
-    RmsNormParams, RowsMeasured, SequenceBlocks, StreamGuard, TargetProbs, TiledAttention, TiledBlocks,
-    UninitTensor, adamw, add_to_rows, argmax, attend_by_block, attends_by_block, attends_in_tiles,
-    block_attention, c10d, device_memory, die_with_parent, distributions, draw, few_rows_attention,
-    few_rows_gated_product, few_rows_product, gated_product, has_few_rows, has_history_attention,
-    history_attention, leave_at_exit, measure_rows, multiply, packed_gated_product, packed_product, pinned,
-    projection, range, restart_device_peak, rms_norm, rotate, signal, silu_times, slope_rows,
-    softmax_targets, square_sum, sum_rows, take_gradient,
+    AdamWSettings, AdamWTensors, CudaEvent, CudaStream, DeviceMemory, Range, StreamGuard, UninitTensor,
+    adamw, argmax, c10d, device_memory, die_with_parent, distributions, draw, leave_at_exit, pinned, range,
+    restart_device_peak, signal, square_sum, take_gradient,
 };
 pub use free_memory::free_memory;
+pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
+pub use linear::{PackedWeight, Weight, linear};
+pub use rms_norm::{RmsNormParams, rms_norm};
+pub use rope::rope;
+pub use scatter::add_rows;
 pub use step_trace::StepTrace;
+pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, copied_runs, runs};
+
+/// Kernels one by one, for the tests of this crate on a GPU. Other crates call the operators.
+#[doc(hidden)]
+pub mod kernels {
+    pub use crate::decoder_layer::ProjectedHeads;
+    pub use crate::ffi::{
+        HistoryChunk, KvWindow, LogitRows, few_rows_attention, few_rows_gated_product, few_rows_product,
+        rotate, silu_times,
+    };
+}
 
 /// Why this build has no NCCL; nothing where it has.
 pub const NCCL_MISSING: &str = env!("DEEPSPEC_NCCL_MISSING");

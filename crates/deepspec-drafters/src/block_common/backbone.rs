@@ -1,18 +1,14 @@
 //! The backbone: draft layers whose queries come from the block and whose keys come from the target's states and the block.
 
-use deepspec_models::nn::{
-    AttentionSpec, BroadcastRows, Builder, DecoderLayer, Qkv, RmsNorm, Rotation, Rotations,
-};
+use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, LayerInput, Qkv, RmsNorm, Rotations};
 use deepspec_models::{ModelConfig, ModelError};
-use deepspec_ops::range;
+use deepspec_ops::{BlockAttention, RepeatedRows, range};
 use tch::{Kind, Tensor};
 
 use super::BlockDrafter;
-use super::attention::BlockAttention;
 use super::batch::BlockBatch;
 use crate::GradReadyHook;
-use crate::draft_model::{DraftModel, DrafterConfig};
-use crate::losses;
+use crate::draft_model::{DraftModel, DrafterConfig, backward};
 
 /// Before a layer's number in the names of its parameters.
 const LAYERS: &str = "layers.";
@@ -80,7 +76,7 @@ struct Kept {
 impl<K: BlockDrafter> Pass<'_, K> {
     /// Carries the gradients of a surrogate of the losses on to all parameters; `listener` hears of every layer that they have been through.
     pub fn backward(self, surrogate: &Tensor, listener: Option<GradReadyHook>) {
-        losses::backward(surrogate);
+        backward(surrogate);
         let Some(LayerwiseBackward { model, shared, context, seen, mut layers, last }) = self.apart else {
             return;
         };
@@ -226,52 +222,20 @@ impl<K: BlockDrafter> DraftModel<K> {
         let (layer, spec) = (&self.parts.backbone().layers[i], &self.config().model().layers[i].attention);
         let size = K::blocks(self.config()).block_size;
         let (k, v) = layer.attention.project_context(context, shared.context_rotations.of(i));
-        let attend = |block: &Qkv| {
+        let mut attend = |block: &Qkv| {
             let planned = shared.planned.iter().find(|(known, _)| known == spec);
             let (_, attention) = planned.expect("all layers' were planned");
             attention.forward(block, &k, &v)
         };
-        let rotation = shared.block_rotations.of(i);
-        if i > 0 {
-            return self.run_layer(i, layer, x, rotation, attend);
+        let (rotation, hook) = (shared.block_rotations.of(i), self.parts.hook(i));
+        if i > 0 || size == 1 || hook.is_some() {
+            return layer.forward(x.into(), rotation, &mut attend, hook);
         }
-        // An anchor's embedding in the first slot of each block, and the mask token's in all others (`BlockBatch`).
-        let distinct = || {
-            let first_slots = x.view([-1, size as i64, x.size()[1]]).select(1, 0);
-            Tensor::cat(&[first_slots, x.narrow(0, 1, 1)], 0)
-        };
-        self.run_first_layer(layer, x, distinct, rotation, attend)
-    }
-
-    /// The first layer over rows of whole blocks, `[N·B, d]`, which [`over_blocks`] makes of those that are `distinct`, `[N + 1, d]`.
-    fn run_first_layer(
-        &self,
-        layer: &DecoderLayer,
-        x: &Tensor,
-        distinct: impl FnOnce() -> Tensor,
-        rotation: &Rotation,
-        attend: impl FnMut(&Qkv) -> Tensor,
-    ) -> Tensor {
-        let size = K::blocks(self.config()).block_size as i64;
-        if K::RUNS_AROUND || size == 1 {
-            return self.run_layer(0, layer, x, rotation, attend);
-        }
-        let spread = BroadcastRows { distinct: &distinct(), repeat: &|rows| over_blocks(rows, size) };
-        layer.forward_spread(x, spread, rotation, attend)
-    }
-
-    /// Layer `i` over rows of whole blocks, `[N·B, d]`.
-    pub(super) fn run_layer(
-        &self,
-        i: usize,
-        layer: &DecoderLayer,
-        x: &Tensor,
-        rotation: &Rotation,
-        attend: impl FnMut(&Qkv) -> Tensor,
-    ) -> Tensor {
-        let around = |half, normed: &Tensor, run: &mut dyn FnMut(&Tensor) -> Tensor| {
-            self.parts.around(i, half, normed, run)
-        };
-        layer.forward_around(x, rotation, attend, around)
+        // The first slot of each block has its anchor's embedding, and all others have the mask token's (`BlockBatch`).
+        let first_slots = x.view([-1, size as i64, x.size()[1]]).select(1, 0);
+        let distinct = Tensor::cat(&[first_slots, x.narrow(0, 1, 1)], 0);
+        let repeat = |rows: &Tensor| over_blocks(rows, size as i64);
+        let repeated = Some(RepeatedRows { distinct: &distinct, repeat: &repeat });
+        layer.forward(LayerInput { x, repeated, embeddings: None }, rotation, &mut attend, None)
     }
 }

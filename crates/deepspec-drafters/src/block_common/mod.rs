@@ -5,7 +5,6 @@
 //!
 //! [`Slots`]: deepspec_core::Slots
 
-mod attention;
 mod backbone;
 mod batch;
 mod blocks;
@@ -14,10 +13,8 @@ mod examined;
 mod layers;
 mod proposer;
 pub(crate) mod sums;
-mod tiles;
 mod token_sums;
 
-pub use attention::{BlockAttention, SequenceSpan};
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
 pub use blocks::{BlockSpec, MAX_RANK, num_anchors};
@@ -28,7 +25,7 @@ pub use proposer::{AnchoredProposer, Drafting};
 pub use sums::AnchoredSum;
 
 use deepspec_engine::DraftSampling;
-use deepspec_models::nn::Half;
+use deepspec_models::nn::LayerHook;
 use tch::Tensor;
 
 use crate::draft_model::{DraftModel, DrafterKind};
@@ -46,18 +43,9 @@ pub trait BlockDrafter: DrafterKind {
     /// Its backbone.
     fn backbone(&self) -> &Backbone;
 
-    /// Whether [`BlockDrafter::around`] does more than `run` does: layers are not fused then, and what slots have in common is not computed once.
-    const RUNS_AROUND: bool;
-
-    /// Called in place of `run(normed)` for each half of layer `layer`: rows of whole blocks, `[N·B, d]`.
-    fn around(
-        &self,
-        _layer: usize,
-        _half: Half,
-        normed: &Tensor,
-        run: &mut dyn FnMut(&Tensor) -> Tensor,
-    ) -> Tensor {
-        run(normed)
+    /// Runs around attention and MLP of layer `layer`, over rows of whole blocks `[N·B, d]`; None for plain layers.
+    fn hook(&self, _layer: usize) -> Option<&dyn LayerHook> {
+        None
     }
 
     /// Its blocks.

@@ -2,10 +2,11 @@
 
 use deepspec_core::Tap;
 use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
-use deepspec_models::kv::{Chunk, KvCache, MaskKind, PassPlan, Rows};
-use deepspec_models::nn::{BroadcastRows, DecoderLayer};
+use deepspec_models::nn::LayerInput;
 use deepspec_models::{ModelConfig, ModelError};
-use tch::{Device, Tensor};
+use deepspec_ops::RepeatedRows;
+use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind, Rows};
+use tch::Tensor;
 
 use super::BlockDrafter;
 use super::backbone::over_blocks;
@@ -16,8 +17,6 @@ use crate::{Drafter, DrafterProbe};
 pub struct AnchoredProposer<K: BlockDrafter> {
     model: DraftModel<K>,
     cache: KvCache,
-    /// Whether all layers are fused, with nothing around their halves. Drafters do not use a GPU's kernels for that yet.
-    has_fused: bool,
 }
 
 /// What a drafted block leaves behind for the confidence head.
@@ -32,10 +31,7 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
     /// A proposer with empty histories for `slots` sequences.
     pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attentions(), slots, model.kind(), model.device());
-        let has_fused = model.device() == Device::Cpu
-            && !K::RUNS_AROUND
-            && model.parts.backbone().layers.iter().all(DecoderLayer::is_fused);
-        Self { model, cache, has_fused }
+        Self { model, cache }
     }
 
     /// The model.
@@ -100,8 +96,8 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
     /// Backbone states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The blocks' own keys stand behind the context
     /// for this pass only: the history does not advance over them.
     fn hidden(&mut self, blocks: &[Chunk], anchors: &Tensor) -> Tensor {
-        let plan = self.cache.pass_plan(blocks, MaskKind::Block, self.has_fused);
-        let rotations = plan.rotations(self.model.ropes(), self.model.kind());
+        let plan = self.cache.plan(blocks, MaskKind::Block);
+        let rotations = self.model.planned_rotations(&plan);
         let (mask, size) = (K::blocks(self.model.config()).mask_token_id, self.slots() as i64);
         let distinct =
             Tensor::cat(&[anchors, &Tensor::full([1], mask, (anchors.kind(), anchors.device()))], 0);
@@ -109,18 +105,13 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
         let repeat = |rows: &Tensor| over_blocks(rows, size);
         let mut x = repeat(&distinct); // [S·B, d]
         for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
-            let rotation = rotations.of(i);
-            x = match &plan {
-                PassPlan::ByOperator(plan) if K::RUNS_AROUND => {
-                    self.model.run_layer(i, layer, &x, rotation, |qkv| self.cache.attend(i, plan, qkv))
-                }
-                plan => {
-                    // On a GPU its launches would cost more than the rows that it leaves out.
-                    let is_spread = i == 0 && size > 1 && self.model.device() == Device::Cpu;
-                    let spread = is_spread.then_some(BroadcastRows { distinct: &distinct, repeat: &repeat });
-                    self.cache.run_layer((i, layer), plan, &x, spread, rotation)
-                }
+            let hook = self.model.parts.hook(i);
+            let repeated = match i == 0 && size > 1 && hook.is_none() {
+                true => RepeatedRows::for_inference(&distinct, &repeat),
+                false => None,
             };
+            let input = LayerInput { x: &x, repeated, embeddings: None };
+            x = layer.forward(input, rotations.of(i), &mut self.cache.attention(i, &plan), hook);
         }
         self.model.drafting_states(&x)
     }

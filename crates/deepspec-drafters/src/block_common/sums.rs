@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::BlockBatch;
-use crate::losses::{Column, LossAlphas, LossOutput, TERMS};
+use deepspec_ops::distill_loss::{Column, LossAlphas, LossOutput, TERMS};
 
 /// Sums that add over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 //! Adding row by row in place would round every sum to the embedding's kind, and on a GPU in whatever order its threads come:
 //! of a thousand equal addends bfloat16 keeps less than half.
 
-use deepspec_engine::{Upload, UploadSlice, Uploaded};
+use deepspec_ops::{Upload, UploadSlice, Uploaded};
 use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};

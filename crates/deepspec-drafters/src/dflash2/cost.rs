@@ -1,15 +1,12 @@
 //! What a training pass of DFlash 2 costs in arithmetic and in memory.
 
+use deepspec_ops::distill_loss;
 use tch::Device;
 
 use super::config::DFlash2Config;
-use super::model::DFlash2Parts;
 use crate::TrainSample;
-use crate::block_common::{
-    BlockDrafter as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
-};
+use crate::block_common::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
 use crate::draft_model::{DIRECTIONS, PassBytes, SampleSize};
-use crate::losses;
 
 /// Halves of a layer, each with a convolution before it and one behind it.
 const HALVES: usize = 2;
@@ -30,25 +27,19 @@ impl DFlash2Config {
         let gamma = self.blocks.drafted();
         let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
         let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
-        let mut backbone = backbone_pass_bytes(
-            &self.decoder,
-            &self.blocks,
-            !DFlash2Parts::RUNS_AROUND,
-            samples,
-            bytes,
-            device,
-        );
+        let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, false, samples, bytes, device);
         // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
         let read = SIDES * self.convolution.kernel_size as usize * d;
         let convolved = HALVES * slots * (read + self.coefficients()) * bytes;
         backbone.by_layer.iter_mut().for_each(|layer| *layer += convolved);
         // The candidates' rows of B as they are, in float32, and as gradients.
-        let tile = losses::tile_rows(vocab, rows, gamma as i64, device);
+        let tile = distill_loss::tile_rows(vocab, rows, gamma as i64, device);
         let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
-        let objective = losses::buffer_bytes(model, false, rows, gamma as i64, bytes, device)
-            + candidates
-            + rows * (3 * d + 3 * rank) * bytes
-            + vocab as usize * rank * size_of::<f32>();
+        let objective =
+            distill_loss::buffer_bytes(model.head_shape(), false, rows, gamma as i64, bytes, device)
+                + candidates
+                + rows * (3 * d + 3 * rank) * bytes
+                + vocab as usize * rank * size_of::<f32>();
         PassBytes { objective, ..backbone }
     }
 

@@ -15,12 +15,12 @@ use crate::block_common::{self, AnchoredProposer, BlockBatch, BlockSpec, anchor_
 use crate::draft_model::{
     DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
 };
-use crate::losses::LossAlphas;
 use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, classes};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
 };
+use deepspec_ops::distill_loss::LossAlphas;
 
 /// Parallel block drafter with convolutions and a path selector.
 pub const KIND: DrafterKindInfo = DrafterKindInfo {

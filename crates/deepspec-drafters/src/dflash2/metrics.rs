@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::Metrics;
 use crate::block_common::AnchoredSum;
 use crate::block_common::sums::{Window, ratio};
-use crate::losses::LossAlphas;
+use deepspec_ops::distill_loss::LossAlphas;
 
 /// Sums of a micro-batch. Accept rates are those of the selector behind the true previous tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! DFlash 2: a backbone with convolutions in its layers, and the selector behind it.
 
 use deepspec_models::ModelError;
-use deepspec_models::nn::{Builder, Half};
+use deepspec_models::nn::{Builder, LayerHook};
 use tch::Tensor;
 
 use super::config::DFlash2Config;
@@ -16,9 +16,25 @@ pub type DFlash2 = DraftModel<DFlash2Parts>;
 /// Backbone, convolutions and selector.
 pub struct DFlash2Parts {
     backbone: Backbone,
-    /// Those of each layer, around attention and MLP.
-    convolutions: Vec<[Convolutions; 2]>,
+    /// The convolutions of each layer.
+    convolutions: Vec<LayerConvolutions>,
     pub(super) selector: PathSelector,
+}
+
+/// Convolutions around attention and around the MLP of one layer.
+struct LayerConvolutions {
+    attention: Convolutions,
+    mlp: Convolutions,
+}
+
+impl LayerHook for LayerConvolutions {
+    fn around_attention(&self, normed: &Tensor, attention: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
+        self.attention.around(normed, attention)
+    }
+
+    fn around_mlp(&self, normed: &Tensor, mlp: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
+        self.mlp.around(normed, mlp)
+    }
 }
 
 impl DFlash2Parts {
@@ -33,7 +49,7 @@ impl DFlash2Parts {
                 let name = format!("layers.{layer}.{half}_conv");
                 Convolutions::new(b, &name, model.hidden_size, config.convolution, size)
             };
-            Ok([of("attention")?, of("mlp")?])
+            Ok(LayerConvolutions { attention: of("attention")?, mlp: of("mlp")? })
         };
         Ok(Self {
             backbone: Backbone::new(b, model)?,
@@ -50,20 +66,8 @@ impl BlockDrafter for DFlash2Parts {
         &self.backbone
     }
 
-    const RUNS_AROUND: bool = true;
-
-    fn around(
-        &self,
-        layer: usize,
-        half: Half,
-        normed: &Tensor,
-        run: &mut dyn FnMut(&Tensor) -> Tensor,
-    ) -> Tensor {
-        let [attention, mlp] = &self.convolutions[layer];
-        match half {
-            Half::Attention => attention.around(normed, run),
-            Half::Mlp => mlp.around(normed, run),
-        }
+    fn hook(&self, layer: usize) -> Option<&dyn LayerHook> {
+        Some(&self.convolutions[layer])
     }
 
     fn blocks(config: &DFlash2Config) -> &BlockSpec {

@@ -1,12 +1,16 @@
 //! The training objective: losses of all logits, and the selector's among each slot's candidates.
 
-use tch::{Device, Kind, Tensor};
+use deepspec_ops::add_rows;
+use deepspec_ops::distill_loss::{
+    AuxLossOutput, Column, LossAlphas, RowObjective, Span, Supervised, distill_loss,
+};
+use tch::{Kind, Tensor};
 
 use super::metrics::DFlash2Sum;
 use super::model::DFlash2;
 use super::selector::{Candidates, PathSelector};
 use crate::block_common::{BlockBatch, sums};
-use crate::losses::{self, AuxLossOutput, Column, LossAlphas, RowObjective, Span, Supervised};
+use crate::draft_model::gradient;
 use crate::{GradReadyHook, LossDenominator};
 
 /// The cross entropy with the label among the candidates behind the true previous token. A label that is none of them is not learned.
@@ -53,12 +57,7 @@ impl RowObjective for SelectorLoss<'_> {
         span.of(&self.by_features).copy_(&by_pairs.bmm(&successors).squeeze_dim(1));
         if let Some(sum) = &self.by_successors {
             let by_rows = gradient.unsqueeze(2) * features.to_kind(Kind::Float).unsqueeze(1); // [n, k, r]
-            let (mut sum, at, rows) = (sum.shallow_clone(), tokens.flatten(0, 1), by_rows.flatten(0, 1));
-            // Each adds up in a fixed order on its own kind of device, and not on the other.
-            let _ = match sum.device() {
-                Device::Cpu => sum.index_add_(0, &at, &rows),
-                _ => sum.index_put_(&[Some(at)], &rows, true),
-            };
+            add_rows(sum, &tokens.flatten(0, 1), &by_rows.flatten(0, 1));
         }
         AuxLossOutput {
             columns: Tensor::cat(&[&ce, &recalled, &accept], 1),
@@ -118,17 +117,17 @@ impl DFlash2 {
                 agreement: false,
                 extra: Some(&loss),
             };
-            losses::accumulate(self.vocabulary(), &rows, alphas)
+            distill_loss(&self.vocabulary().loss_head(), &rows, alphas)
         });
         let surrogate =
             (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);
         pass.backward(&surrogate, listener);
         tch::no_grad(|| {
             if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
-                sums.add(&losses::gradient(predecessors), &e.grad().flatten(0, 1));
+                sums.add(&gradient(predecessors), &e.grad().flatten(0, 1));
             }
             if let Some(sum) = &loss.by_successors {
-                let mut gradient = losses::gradient(successors);
+                let mut gradient = gradient(successors);
                 let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
             }
             let numerator = output.column(Column::Loss).sum(Kind::Double);

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ConfigIssue;
 use crate::block_common::{DraftLayers, LayerType, num_anchors};
-use crate::losses::LossRecipe;
+use deepspec_ops::distill_loss::LossRecipe;
 
 /// A DFlash 2 drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

@@ -1,56 +1,12 @@
 //! What planning a training pass goes by.
 
-use tch::{Device, Kind};
+use deepspec_models::nn::{LayerSpec, Norms, Value};
+use deepspec_ops::{AutogradMemory, NORMED};
 
-use deepspec_models::nn::{Activation, LayerSpec, Norms, Value};
-
-/// What autograd keeps of operators. Over float32 rows on the CPU some are one pass, which keeps what it reads.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct OfAutograd {
-    in_one_pass: bool,
-}
-
-impl OfAutograd {
-    /// Of values of so many bytes on a device.
-    pub fn of(bytes: usize, device: Device) -> Self {
-        Self { in_one_pass: bytes == size_of::<f32>() && device == Device::Cpu }
-    }
-
-    /// Bytes of a value that is normed: itself in float32, and its normed form in libtorch's operator, whatever the kind.
-    pub fn normed(self) -> usize {
-        if self.in_one_pass { NORMED / 2 } else { NORMED }
-    }
-
-    /// Values of the MLP's insides: gate and up; and elsewhere the gate's activation and the product of both.
-    pub fn mlp(self, activation: Activation) -> usize {
-        if self.gates_in_one_pass(activation) { 2 } else { 4 }
-    }
-
-    /// Gradients of the MLP's insides at a time: of its two factors, and elsewhere of their product, too.
-    pub fn mlp_at_work(self, activation: Activation) -> usize {
-        if self.gates_in_one_pass(activation) { 2 } else { 3 }
-    }
-
-    fn gates_in_one_pass(self, activation: Activation) -> bool {
-        self.in_one_pass && activation == Activation::Silu
-    }
-}
-
-/// Bytes that libtorch's norm keeps of a value.
-const NORMED: usize = 2 * size_of::<f32>();
 /// Matrix products of a layer with a weight: queries, keys and values, output, gate and up, down.
 pub(crate) const PROJECTIONS: usize = 5;
 /// Each of them has gradients by its input and by its weight, which are products of other shapes.
 pub(crate) const DIRECTIONS: usize = 3;
-/// What the code for a bfloat16 product of one shape takes on the CPU. libtorch keeps that of each shape it has met: three kernels of
-/// 0.4 MB, with what belongs to them. (Without those caches an Eagle3 pass with 338 kernels took 140 MB less, and twice the time.)
-const PRODUCT_CODE: usize = 3 * (400 << 10);
-
-/// Bytes of the code for products of so many shapes.
-pub(crate) fn code_bytes(shapes: usize, kind: Kind, device: Device) -> usize {
-    if device == Device::Cpu && kind == Kind::BFloat16 { shapes * PRODUCT_CODE } else { 0 }
-}
-
 /// Kinds of layers by the shapes of their products.
 pub(crate) fn layer_shapes(layers: &[LayerSpec]) -> usize {
     let shape = |layer: &LayerSpec| (layer.attention.heads, layer.intermediate_size);
@@ -114,7 +70,7 @@ impl PassBytes {
 
 /// Bytes that autograd keeps of the norms that only some families have, in a layer of so many rows which makes values of `sources`
 /// rows: those behind attention and MLP, and the values', which libtorch's operator norms.
-pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize, of: OfAutograd) -> usize {
+pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize, of: AutogradMemory) -> usize {
     let behind = if layer.norms == Norms::Sandwich { 2 * rows * layer.hidden_size as usize } else { 0 };
     let heads = layer.attention.heads;
     let values =

@@ -9,7 +9,7 @@ use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::{DraftDecoder, DraftModel, PassBytes, SampleSize, WarmStart, cost};
+use super::{DraftDecoder, DraftModel, PassBytes, SampleSize, WarmStart};
 use crate::block_common::BlockSpec;
 use crate::{
     Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
@@ -235,7 +235,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     }
 
     fn code_bytes(&self, kind: Kind, device: Device) -> usize {
-        cost::code_bytes(K::product_shapes(&self.config), kind, device)
+        deepspec_ops::code_bytes(K::product_shapes(&self.config), kind, device)
     }
 
     fn freeze(&mut self, prefixes: Vec<&'static str>) {

@@ -4,6 +4,7 @@
 mod checkpoint;
 mod config;
 mod cost;
+mod gradients;
 mod kind;
 mod transfer;
 mod upload;
@@ -14,6 +15,7 @@ use deepspec_models::ModelError;
 use deepspec_models::nn::{
     AttentionSpec, Builder, EmbedHead, Linear, RotaryEmbeddings, Rotations, StateDict, Weight,
 };
+use deepspec_ops::kv_attention::AttentionPlan;
 use tch::{Device, Kind, Tensor};
 
 pub use checkpoint::is_embed_or_head;
@@ -22,7 +24,8 @@ pub use cost::{PassBytes, SampleSize};
 pub use kind::{DrafterConfig, DrafterKind, Plan, check, load};
 pub use transfer::WarmStart;
 
-pub(crate) use cost::{DIRECTIONS, OfAutograd, PROJECTIONS, family_norms, layer_shapes};
+pub(crate) use cost::{DIRECTIONS, PROJECTIONS, family_norms, layer_shapes};
+pub(crate) use gradients::{backward, gradient};
 pub(crate) use upload::joined;
 
 /// A drafter that is trained on a target's states.
@@ -194,8 +197,9 @@ impl<K: DrafterKind> DraftModel<K> {
         self.config.model().layers.iter().map(|layer| layer.attention).collect()
     }
 
-    pub(crate) fn ropes(&self) -> &RotaryEmbeddings {
-        &self.ropes
+    /// Rotations of the rows of a batch of chunks.
+    pub(crate) fn planned_rotations(&self, plan: &AttentionPlan) -> Rotations<'_> {
+        self.ropes.below(plan.end(), plan.positions(), self.kind)
     }
 
     pub(crate) fn rotations(&self, positions: &Tensor) -> Rotations<'_> {

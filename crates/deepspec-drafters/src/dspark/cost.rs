@@ -1,29 +1,19 @@
 //! What a training pass of DSpark or DFlash costs in arithmetic and in memory.
 
+use deepspec_ops::distill_loss;
 use tch::Device;
 
 use super::config::BlockConfig;
-use super::model::BlockParts;
 use super::recipe::MarkovKind;
 use crate::TrainSample;
-use crate::block_common::{
-    BlockDrafter as _, backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask,
-};
+use crate::block_common::{backbone_flops, backbone_pass_bytes, backbone_product_shapes, eval_mask};
 use crate::draft_model::{PassBytes, SampleSize};
-use crate::losses;
 
 impl BlockConfig {
     /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, if all drafts are supervised.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
-        let backbone = backbone_pass_bytes(
-            &self.decoder,
-            &self.blocks,
-            !BlockParts::RUNS_AROUND,
-            samples,
-            bytes,
-            device,
-        );
+        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, true, samples, bytes, device);
         PassBytes { objective: self.objective_bytes(rows, bytes, device), ..backbone }
     }
 
@@ -41,7 +31,7 @@ impl BlockConfig {
         let rank = self.markov.map_or(0, |markov| markov.rank as usize);
         let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
         let gamma = self.blocks.drafted() as i64;
-        losses::buffer_bytes(&self.decoder.model, rank > 0, rows, gamma, bytes, device)
+        distill_loss::buffer_bytes(self.decoder.model.head_shape(), rank > 0, rows, gamma, bytes, device)
             + rows * (3 * d + 2 * rank) * bytes
             + sums
     }

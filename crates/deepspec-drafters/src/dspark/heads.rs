@@ -2,6 +2,7 @@
 
 use deepspec_models::ModelError;
 use deepspec_models::nn::{Builder, Init, Linear, Weight};
+use deepspec_ops::linear;
 use tch::Tensor;
 
 use super::config::BlockConfig;
@@ -96,7 +97,7 @@ impl MarkovHead {
 
     /// `W2 · features`, `[.., r]` to `[.., V]`.
     pub fn bias(&self, features: &Tensor) -> Tensor {
-        self.w2.product(features, None)
+        linear(features, &self.w2, None)
     }
 }
 

@@ -16,12 +16,12 @@ use crate::block_common::{self, AnchoredProposer, BlockSpec, anchor_candidates, 
 use crate::draft_model::{
     DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, load,
 };
-use crate::losses::{LossAlphas, LossRecipe};
 use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, Section, classes};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
 };
+use deepspec_ops::distill_loss::{LossAlphas, LossRecipe};
 
 /// The heads, and all that stands before them.
 const PARTS: &[ParamGroup] = &[

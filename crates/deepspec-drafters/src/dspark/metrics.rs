@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use super::objective::BlockSum;
 use crate::Metrics;
 use crate::block_common::sums::Window;
-use crate::losses::LossAlphas;
+use deepspec_ops::distill_loss::LossAlphas;
 
 /// What the sums of a block drafter's micro-batches mean.
 #[derive(Debug, Clone, Copy)]

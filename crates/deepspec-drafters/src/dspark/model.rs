@@ -42,8 +42,6 @@ impl BlockParts {
 }
 
 impl BlockDrafter for BlockParts {
-    const RUNS_AROUND: bool = false;
-
     type State = MarkovState;
 
     fn backbone(&self) -> &Backbone {

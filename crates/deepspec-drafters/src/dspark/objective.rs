@@ -1,11 +1,12 @@
 //! The training objective of DSpark and DFlash: losses over supervised slots, their gradients and their statistics.
 
+use deepspec_ops::distill_loss::{Bias, Column, LossAlphas, LossOutput, Supervised, distill_loss};
 use tch::{Kind, Reduction, Tensor};
 
 use super::heads::MarkovHead;
 use super::model::Block;
 use crate::block_common::{AnchoredSum, BlockBatch, sums};
-use crate::losses::{self, Bias, Column, LossAlphas, LossOutput, Supervised};
+use crate::draft_model::gradient;
 use crate::{GradReadyHook, LossDenominator};
 
 /// Sums of a micro-batch: those of all drafters of anchored blocks, and these drafters' own.
@@ -92,7 +93,7 @@ impl Block {
         tch::no_grad(|| {
             let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {
-                sums.add(&losses::gradient(markov.w1()), &e.grad().flatten(0, 1));
+                sums.add(&gradient(markov.w1()), &e.grad().flatten(0, 1));
             }
             let bce = bce.map(|bce| bce.detach() * alphas.confidence);
             let mut loss = output.column(Column::Loss).sum(Kind::Double);
@@ -115,7 +116,7 @@ impl Block {
     ) -> LossOutput {
         let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().stored());
         let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
-            let gradient = losses::gradient(w2);
+            let gradient = gradient(w2);
             // Sums of many chunks would be rounded often in a narrower kind.
             let sum = match gradient.kind() {
                 Kind::Float => gradient.shallow_clone(),
@@ -143,7 +144,7 @@ impl Block {
             agreement: false,
             extra: None,
         };
-        let output = losses::accumulate(self.vocabulary(), &supervised, alphas);
+        let output = distill_loss(&self.vocabulary().loss_head(), &supervised, alphas);
         if let Some((mut gradient, sum)) = w2.filter(|(gradient, _)| gradient.kind() != Kind::Float) {
             let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
         }

@@ -1,16 +1,14 @@
 //! What a training-time test costs in arithmetic and in memory.
 
 use deepspec_models::nn::Heads;
+use deepspec_ops::{AutogradMemory, distill_loss};
 use tch::Device;
 
 use super::batch::{PIECE, needed, supervised};
 use super::config::Eagle3Config;
 use super::recipe::Supervise;
 use crate::TrainSample;
-use crate::draft_model::{
-    DIRECTIONS, OfAutograd, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
-};
-use crate::losses;
+use crate::draft_model::{DIRECTIONS, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes};
 
 impl Eagle3Config {
     /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in
@@ -59,13 +57,14 @@ impl Eagle3Config {
         let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
         let columns = |sample: &SampleSize, s: usize| if s == 0 { sample.tokens } else { sample.supervised };
         let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
-        let of = OfAutograd::of(bytes, device);
+        let of = AutogradMemory::of(bytes, device);
         let norm = of.normed() + bytes;
         // The supervised rows of every step are picked out and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
         // They in another order, their gradients, and the teacher's states, which the steps share.
-        let objective = losses::buffer_bytes(&self.decoder.model, false, rows, 1, bytes, device)
-            + (2 * rows + rows.div_ceil(steps.max(1))) * d * bytes;
+        let objective =
+            distill_loss::buffer_bytes(self.decoder.model.head_shape(), false, rows, 1, bytes, device)
+                + (2 * rows + rows.div_ceil(steps.max(1))) * d * bytes;
         let mut layers = 0;
         for layer in &self.decoder.model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
@@ -88,7 +87,7 @@ impl Eagle3Config {
                 });
                 kept += pieces.sum::<usize>();
             }
-            layers = layers.max(of.mlp_at_work(layer.activation) * inner * tokens);
+            layers = layers.max(of.mlp_gradients(layer.activation) * inner * tokens);
         }
         PassBytes { kept, layers, objective, ..PassBytes::default() }
     }

@@ -3,7 +3,7 @@
 //! n columns of a step, N of step 0, H heads, G key/value heads, D head width.
 
 use deepspec_models::ModelError;
-use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerSpec, Qkv, RmsNorm, Rotation};
+use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerInput, Qkv, RmsNorm};
 use deepspec_ops::range;
 use tch::{Kind, Tensor};
 
@@ -16,7 +16,8 @@ pub type Eagle3 = DraftModel<Eagle3Parts>;
 
 /// Draft layers and the norm before the head.
 pub struct Eagle3Parts {
-    pub(super) layers: Vec<PairedLayer>,
+    /// Layers whose attention reads the token's embedding beside the state.
+    pub(super) layers: Vec<DecoderLayer>,
     norm: RmsNorm,
 }
 
@@ -30,38 +31,10 @@ impl Eagle3Parts {
         let layers = c.layers.iter().enumerate();
         Ok(Self {
             layers: layers
-                .map(|(i, spec)| PairedLayer::new(b, &format!("layers.{i}"), spec))
+                .map(|(i, spec)| DecoderLayer::with_embeddings(b, &format!("layers.{i}"), spec))
                 .collect::<Result<_, _>>()?,
             norm: RmsNorm::new(b, "norm", c.hidden_size, c.rms_norm_eps)?,
         })
-    }
-}
-
-/// A decoder layer whose attention reads `[input_layernorm(token) ; hidden_norm(state)]`, 2d wide, beside a residual of the
-/// state.
-pub(super) struct PairedLayer {
-    layer: DecoderLayer,
-    hidden_norm: RmsNorm,
-}
-
-impl PairedLayer {
-    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
-        Ok(Self {
-            layer: DecoderLayer::reading(b, name, spec, 2 * spec.hidden_size)?,
-            hidden_norm: RmsNorm::new(b, &format!("{name}.hidden_norm"), spec.hidden_size, spec.eps)?,
-        })
-    }
-
-    /// Embeddings and states `[n, d]` to states `[n, d]`.
-    pub fn forward(
-        &self,
-        token: &Tensor,
-        state: &Tensor,
-        rotation: &Rotation,
-        attend: impl FnOnce(&Qkv) -> Tensor,
-    ) -> Tensor {
-        let read = Tensor::cat(&[self.layer.input_norm(token), self.hidden_norm.forward(state)], -1);
-        self.layer.forward_reading(&read, state, rotation, attend)
     }
 }
 
@@ -103,10 +76,12 @@ impl Eagle3 {
             let (token, rotations) = (self.embed(&step.tokens), self.rotations(&step.positions));
             for (i, (layer, history)) in self.parts.layers.iter().zip(&mut histories).enumerate() {
                 let spec = &self.config().decoder.model.layers[i].attention;
-                state = layer.forward(&token, &state, rotations.of(i), |qkv| {
+                let input = LayerInput { x: &state, repeated: None, embeddings: Some(&token) };
+                let mut attend = |qkv: &Qkv| {
                     history.push(qkv);
                     attend(spec, step, history, &qkv.q)
-                });
+                };
+                state = layer.forward(input, rotations.of(i), &mut attend, None);
             }
             state.shallow_clone()
         };

@@ -1,11 +1,12 @@
 //! The loss of the training-time test: soft cross entropy of every step against the target.
 
+use deepspec_ops::distill_loss::{Column, LossAlphas, LossOutput, Supervised, distill_loss};
 use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step};
 use super::model::Eagle3;
 use crate::LossDenominator;
-use crate::losses::{self, Column, LossAlphas, LossOutput, Supervised};
+use crate::draft_model::backward;
 
 impl Eagle3 {
     /// Forward and backward of a batch of `sequences` samples, None where nothing in them is supervised: gradients are added to
@@ -62,7 +63,7 @@ impl Eagle3 {
         }
         let surrogate = (rows * &output.hidden).sum(Kind::Float);
         drop(states);
-        losses::backward(&surrogate);
+        backward(&surrogate);
         let none = Tensor::zeros([], double);
         sums.resize_with(4 * self.config().ttt_length, || none.shallow_clone());
         let columns = sums[1].shallow_clone(); // supervised at step 0: where a chain of drafts may begin
@@ -90,6 +91,6 @@ impl Eagle3 {
             extra: None,
         };
         let alphas = LossAlphas { soft_ce: 1.0, ..LossAlphas::default() };
-        losses::accumulate(self.vocabulary(), &supervised, &alphas)
+        distill_loss(&self.vocabulary().loss_head(), &supervised, &alphas)
     }
 }

@@ -1,9 +1,11 @@
 //! Proposing: committed tokens are taken in with the target's states, then the drafter goes on alone.
 
 use deepspec_core::Tap;
-use deepspec_engine::{DeviceArange, DraftRequest, DraftSampling, Proposal, Proposer, runs};
-use deepspec_models::kv::{Chunk, KvCache, MaskKind};
+use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_models::nn::LayerInput;
 use deepspec_models::{ModelConfig, ModelError};
+use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
+use deepspec_ops::{DeviceArange, runs};
 use tch::Tensor;
 
 use super::model::Eagle3;
@@ -38,10 +40,11 @@ impl Eagle3Proposer {
     /// Runs tokens behind the states before them; the histories grow by them.
     fn extend(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
-        let (token, rotations) = (self.model.embed(tokens), self.model.rotations(plan.positions()));
+        let (token, rotations) = (self.model.embed(tokens), self.model.planned_rotations(&plan));
         let layers = self.model.parts.layers.iter().enumerate();
         let states = layers.fold(states, |states, (i, layer)| {
-            layer.forward(&token, &states, rotations.of(i), |qkv| self.cache.attend(i, &plan, qkv))
+            let input = LayerInput { x: &states, repeated: None, embeddings: Some(&token) };
+            layer.forward(input, rotations.of(i), &mut self.cache.attention(i, &plan), None)
         });
         self.cache.advance(chunks);
         states

@@ -1,11 +1,11 @@
 //! What a step leaves behind: answers grow or end, histories are cut to what was committed.
 
+use deepspec_ops::{copied_runs, runs};
 use tch::Tensor;
 
 use super::{Engine, Step};
 use crate::outcome::VerifyOutcome;
-use crate::upload;
-use crate::{Context, Cycle, EngineError, Event, Finish, ModelOutput, Proposer, Target, runs};
+use crate::{Context, Cycle, EngineError, Event, Finish, ModelOutput, Proposer, Target};
 
 /// What becomes of a slot.
 pub(super) struct SlotUpdate {
@@ -79,7 +79,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             return None;
         }
         // What waits for the drafter is all that it holds in memory.
-        let rows = |of: &Tensor| upload::kept(of, kept.iter().map(|kept| (kept.first, kept.count)));
+        let rows = |of: &Tensor| copied_runs(of, kept.iter().map(|kept| (kept.first, kept.count)));
         // What stands behind a row is the row behind it, and behind the last one what was drawn there.
         let all = Tensor::cat(&[tokens, drawn], 0);
         let behind = |kept: &Kept| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];

@@ -1,10 +1,11 @@
 //! What the drafter proposes, and how much of it is verified.
 
 use deepspec_cost::planner::StepLoad;
+use deepspec_ops::runs;
 use tch::{Kind, Tensor};
 
 use super::{Engine, PREFILL_TOKENS, StepInputs, to_host};
-use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target, runs};
+use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft, and where the planner

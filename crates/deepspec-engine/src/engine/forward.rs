@@ -1,12 +1,13 @@
 //! What the target runs, and what it says of the blocks.
 
+use deepspec_ops::runs;
 use tch::{Kind, Tensor};
 
 use super::{Engine, Step, StepInputs, to_host};
 use crate::outcome::{VerifyOutcome, padding};
 use crate::sampling::likeliest;
 use crate::verify::verify_sure;
-use crate::{Proposer, Target, Verdict, runs, verify};
+use crate::{Proposer, Target, Verdict, verify};
 
 /// Where the rows of a step's blocks lie, on the device.
 pub(super) struct Lengths {

@@ -7,7 +7,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::Engine;
 use super::uniforms::{UniformCounts, UniformSource};
-use crate::{DeviceArange, Proposer, Sampling, SamplingBatch, Target, Upload, runs};
+use crate::{Proposer, Sampling, SamplingBatch, Target};
+use deepspec_ops::{DeviceArange, Upload, runs};
 
 /// Anchors, draws and settings of the slots that take part in a step.
 pub struct StepInputs {

@@ -3,7 +3,8 @@
 use deepspec_core::rng::{Purpose, Stream};
 use tch::{Device, Tensor};
 
-use crate::{Sampling, Upload};
+use crate::Sampling;
+use deepspec_ops::Upload;
 
 /// Steps of a sequence whose draws are sent at once.
 const STEPS: usize = 256;

@@ -1,5 +1,6 @@
 //! Building blocks shared by targets and drafters.
 
+mod attention;
 mod builder;
 mod layer;
 mod linear;
@@ -8,8 +9,9 @@ mod spec;
 mod vocabulary;
 
 pub use builder::{Builder, Init, StateDict};
-pub use layer::{BroadcastRows, DecoderLayer, Half, Linear, Qkv, RmsNorm};
-pub use linear::Weight;
+pub use deepspec_ops::{Activation, AttentionSpec, Heads, Qkv, Weight};
+pub use layer::{DecoderLayer, LayerHook, LayerInput};
+pub use linear::{Linear, RmsNorm};
 pub use rope::{RotaryEmbeddings, Rotation, Rotations};
-pub use spec::{Activation, AttentionSpec, Heads, LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
+pub use spec::{LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
 pub use vocabulary::EmbedHead;

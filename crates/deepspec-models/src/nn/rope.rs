@@ -217,14 +217,9 @@ impl Rotation {
         [&self.cos, &self.sin]
     }
 
-    /// Rotates `x [N, heads, D]`, whose halves are the two coordinates of each plane.
+    /// Rotates `x [N, heads, D]`; value `i` and value `i + D/2` of a head are one pair.
     pub fn rotate(&self, x: &Tensor) -> Tensor {
-        if let Some(rotated) = deepspec_ops::rotate(x, &self.cos, &self.sin) {
-            return rotated;
-        }
-        let half = x.size()[2] / 2;
-        let (a, b) = (x.narrow(2, 0, half), x.narrow(2, half, half));
-        Tensor::cat(&[&a * &self.cos - &b * &self.sin, b * &self.cos + a * &self.sin], 2)
+        deepspec_ops::rope(x, &self.cos, &self.sin)
     }
 }
 

@@ -1,22 +1,6 @@
 //! Facts about a decoder layer. Families state them, layers and caches read them; nothing here knows a family's name.
 
-/// Numbers of heads and their width.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heads {
-    /// H, query heads.
-    pub query: i64,
-    /// G, key/value heads.
-    pub key_value: i64,
-    /// D.
-    pub dim: i64,
-}
-
-impl Heads {
-    /// Query heads per key/value head.
-    pub fn repeats(&self) -> i64 {
-        self.query / self.key_value
-    }
-}
+use deepspec_ops::{Activation, AttentionSpec};
 
 /// Where a layer's values come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,15 +20,6 @@ pub enum Norms {
     Pre,
     /// Before and after both.
     Sandwich,
-}
-
-/// The function on the MLP's gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// `x σ(x)`.
-    Silu,
-    /// The Gaussian error unit in its tanh form.
-    GeluTanh,
 }
 
 /// How rotary frequencies depart from `θ^(−2i/D)`.
@@ -105,17 +80,6 @@ pub struct RopeSpec {
     pub head_dim: i64,
     /// Departure from the plain frequencies.
     pub scaling: Scaling,
-}
-
-/// Who attends to whom with what: all that a key/value cache needs to know of a layer.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AttentionSpec {
-    /// Numbers of heads and their width.
-    pub heads: Heads,
-    /// Factor on the scores.
-    pub scale: f64,
-    /// Tokens that a query sees, itself included; None for all before it.
-    pub window: Option<usize>,
 }
 
 /// One decoder layer.

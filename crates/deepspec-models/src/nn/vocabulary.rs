@@ -1,5 +1,7 @@
 //! Both ends of a language model: tokens become states, states become logits.
 
+use deepspec_ops::distill_loss::LossHead;
+use deepspec_ops::linear;
 use tch::{Kind, Tensor};
 
 use super::Weight;
@@ -45,19 +47,15 @@ impl EmbedHead {
 
     /// The same by the head in another form.
     pub fn logits_by(&self, lm_head: &Weight, hidden: &Tensor) -> Tensor {
-        self.cap(lm_head.product(hidden, None).to_kind(Kind::Float))
-    }
-
-    /// c, if logits are soft-capped.
-    pub fn softcap(&self) -> Option<f64> {
-        self.softcap
-    }
-
-    /// `c·tanh(x/c)`, or x itself without a soft-cap.
-    pub fn cap(&self, logits: Tensor) -> Tensor {
+        let logits = linear(hidden, lm_head, None).to_kind(Kind::Float);
         match self.softcap {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,
         }
+    }
+
+    /// The head as the losses take it; its weight is copied where it is packed.
+    pub fn loss_head(&self) -> LossHead {
+        LossHead { weight: self.lm_head.stored(), softcap: self.softcap }
     }
 }

@@ -33,8 +33,7 @@ pub use few_rows::{FEW_ROWS, few_rows_attention, few_rows_gated_product, few_row
 pub use filling::UninitTensor;
 pub use history::{HistoryChunk, KvRows, KvWindow, ProjectedHeads, has_history_attention, history_attention};
 pub use losses::{
-    LogitRows, LogitsMeasured, RowsMeasured, TargetProbs, add_to_rows, measure_rows, slope_rows,
-    softmax_targets, sum_rows,
+    LogitRows, RowsMeasured, TargetProbs, add_to_rows, measure_rows, slope_rows, softmax_targets, sum_rows,
 };
 pub use matrices::{multiply, projection};
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, has_bfloat16, restart_device_peak};

@@ -29,8 +29,8 @@ impl TeacherIndex<'_> {
     }
 }
 
-/// The distinct ones of some values in order, and which of them each is.
-pub(crate) fn distinct<T: Ord + Clone>(values: &[T]) -> (Vec<T>, Vec<i64>) {
+/// The distinct values in order, and the index of each value among them.
+pub fn distinct<T: Ord + Clone>(values: &[T]) -> (Vec<T>, Vec<i64>) {
     let mut distinct = values.to_vec();
     distinct.sort_unstable();
     distinct.dedup();

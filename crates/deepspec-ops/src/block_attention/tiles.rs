@@ -1,11 +1,11 @@
 //! Blocks of a sequence in tiles, as fused attention on a GPU takes them.
 
-use deepspec_engine::Upload;
-use deepspec_models::nn::Heads;
-use deepspec_ops::{TiledAttention, TiledBlocks};
 use tch::{Device, Kind};
 
 use super::SequenceSpan;
+use crate::attention::Heads;
+use crate::ffi::{TiledAttention, TiledBlocks};
+use crate::upload::Upload;
 
 /// Blocks of a tile. Of what only some of them see most is computed in vain, and what all see is copied once a tile.
 pub(super) const SLOTS: usize = 16;

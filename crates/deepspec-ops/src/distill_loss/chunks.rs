@@ -1,16 +1,14 @@
 //! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
 
-use deepspec_models::ModelConfig;
-use deepspec_models::nn::EmbedHead;
-use deepspec_ops::{multiply, range, softmax_targets};
 use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
-use super::inputs::{RowObjective, Supervised};
+use super::inputs::{LossHead, RowObjective, Supervised};
 use super::pieces::{TokenRange, pitch, spaced};
 use super::span::{Span, spans};
 use super::terms::{LossAlphas, TERMS};
 use super::tile::Logits;
+use crate::ffi::{multiply, range, softmax_targets};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
 const CHUNK_BYTES: i64 = 40 << 20;
@@ -116,21 +114,32 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// Bytes that [`accumulate`] works with beside its results for so many rows in blocks of γ, in a kind of `value` bytes: a chunk's logits and the
+/// Shape of a head, as far as memory depends on it.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadShape {
+    /// V, size of the vocabulary.
+    pub vocab: i64,
+    /// d, width of the hidden states.
+    pub width: usize,
+    /// Whether logits have a soft-cap.
+    pub is_capped: bool,
+}
+
+/// Bytes that [`distill_loss`] works with beside its results for so many rows in blocks of γ, in a kind of `value` bytes: a chunk's logits and the
 /// states that they are made of, the `bias` of a Markov head where that has a buffer of its own, else what rows have of it in common, and a tile's
 /// temporaries. No two rows are taken to have one source, and drafters with a bias to have no other objective. Of a few rows less, which take one
 /// chunk less, there can be more in a chunk.
 pub fn buffer_bytes(
-    model: &ModelConfig,
+    head: HeadShape,
     bias: bool,
     rows: usize,
     gamma: i64,
     value: usize,
     device: Device,
 ) -> usize {
-    let (vocab, states) = (model.vocab_size, model.hidden_size as usize);
+    let HeadShape { vocab, width, is_capped } = head;
     let is_float_on_cpu = device == Device::Cpu && value == size_of::<f32>();
-    let is_weighed = is_float_on_cpu && model.logit_softcap.is_none();
+    let is_weighed = is_float_on_cpu && !is_capped;
     let most = most_chunk_rows(vocab, bias && is_weighed, value, device);
     let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
     let of_logits = if is_weighed { pitch(vocab) } else { vocab };
@@ -139,14 +148,14 @@ pub fn buffer_bytes(
         (true, true) => pitch(TOKENS_AT_A_TIME.min(vocab)),
         (true, false) => vocab,
     };
-    let of_row = LOGITS * of_logits as usize + of_bias as usize + LOGITS * states;
-    let temporaries = match (is_float_on_cpu, model.logit_softcap) {
-        (true, None) => 0,
-        (true, Some(_)) => TEMPORARIES_OF_CAP_IN_PLACE,
-        (false, Some(_)) => TEMPORARIES_OF_CAP,
-        (false, None) => TEMPORARIES,
+    let of_row = LOGITS * of_logits as usize + of_bias as usize + LOGITS * width;
+    let temporaries = match (is_float_on_cpu, is_capped) {
+        (true, false) => 0,
+        (true, true) => TEMPORARIES_OF_CAP_IN_PLACE,
+        (false, true) => TEMPORARIES_OF_CAP,
+        (false, false) => TEMPORARIES,
     };
-    // Unless targets are weighed before ([`accumulate`]), rows get copies of their sources'.
+    // Unless targets are weighed before ([`distill_loss`]), rows get copies of their sources'.
     let tile = tile_rows(vocab, rows, gamma, device) * vocab as usize;
     chunk * of_row * value + tile * (value + temporaries * size_of::<f32>())
 }
@@ -159,15 +168,15 @@ pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
 /// Losses of all rows and their gradients. To be called without a graph.
 ///
 /// Beside its results it holds the buffers of one chunk and the temporaries of a tile ([`buffer_bytes`]).
-pub fn accumulate(vocabulary: &EmbedHead, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
+pub fn distill_loss(head: &LossHead, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
     let _range = range(c"objective");
-    let (head, kind, device) = (&vocabulary.lm_head().stored(), rows.hidden.kind(), rows.hidden.device());
-    let vocab = head.size()[0];
+    let (weight, kind, device) = (&head.weight, rows.hidden.kind(), rows.hidden.device());
+    let vocab = weight.size()[0];
     // The target's logits become probabilities before rows are measured beside them, once for all rows of a source. A soft-cap and an extra objective
     // go over the logits of whole rows, and which token is preferred is asked of them.
     let is_weighed = kind == Kind::Float
         && device == Device::Cpu
-        && vocabulary.softcap().is_none()
+        && head.softcap.is_none()
         && rows.extra.is_none()
         && !rows.agreement;
     // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums over rows
@@ -215,7 +224,7 @@ pub fn accumulate(vocabulary: &EmbedHead, rows: &Supervised, alphas: &LossAlphas
         let apart = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
         let both = logits.narrow(0, 0, n + count);
         for tokens in TokenRange::pieces(vocab, at_a_time) {
-            multiply(&states, &tokens.of_weight(head).tr(), &mut tokens.of_logits(&both), false);
+            multiply(&states, &tokens.of_weight(weight).tr(), &mut tokens.of_logits(&both), false);
             if let Some(bias) = &bias {
                 bias.write(&tokens, &mut tokens.of_logits(apart.as_ref().unwrap_or(&base)), apart.is_none());
             }
@@ -239,16 +248,16 @@ pub fn accumulate(vocabulary: &EmbedHead, rows: &Supervised, alphas: &LossAlphas
                 entropies: entropies.as_ref().map(of_tile),
                 source_of_row: source_of_row.as_ref().map(|of_row| tile.of(of_row)),
             };
-            let found = logits.differentiate(vocabulary, rows, &in_all, alphas);
+            let found = logits.differentiate(head, rows, &in_all, alphas);
             in_all.of(&output.rows).copy_(&found);
         }
         let by_bias = apart.as_ref().unwrap_or(&base);
         // Without a soft-cap the gradients by base and bias are the same, and lie where the bias' do.
-        let by_base = if vocabulary.softcap().is_none() { by_bias } else { &base };
+        let by_base = if head.softcap.is_none() { by_bias } else { &base };
         let mut by_hidden = chunk.of(&output.hidden);
         for tokens in TokenRange::pieces(vocab, at_a_time) {
             let by_logits = tokens.of_logits(by_base);
-            multiply(&by_logits, &tokens.of_weight(head), &mut by_hidden, !tokens.is_first());
+            multiply(&by_logits, &tokens.of_weight(weight), &mut by_hidden, !tokens.is_first());
             if let Some(bias) = &mut bias {
                 bias.backward(&tokens, &tokens.of_logits(by_bias));
             }

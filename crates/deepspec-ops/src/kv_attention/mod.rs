@@ -6,16 +6,17 @@ mod pool;
 
 use std::collections::BTreeMap;
 
-use deepspec_engine::DeviceArange;
-use deepspec_ops::{
+use tch::{Device, Kind, Tensor};
+
+use crate::attention::{AttentionSpec, Heads, Qkv};
+use crate::decoder_layer::{Attend, AttendProjected};
+use crate::ffi::{
     HistoryChunk, KvRows, KvWindow, ProjectedHeads, few_rows_attention, has_history_attention,
     history_attention,
 };
-use tch::{Device, Kind, Tensor};
-
-use crate::nn::{AttentionSpec, BroadcastRows, DecoderLayer, Heads, Qkv, Rotation};
+use crate::upload::DeviceArange;
 use calls::{AttentionCall, MaskShape};
-pub use plan::{AttentionMetadata, FusedPlan, MaskKind, PassPlan, Rows};
+pub use plan::{AttentionPlan, MaskKind, Rows};
 use plan::{Group, Placed, Slots};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
@@ -242,66 +243,31 @@ impl KvCache {
         }
     }
 
+    /// Attention of layer `layer` over the planned rows.
+    pub fn attention<'a>(&'a mut self, layer: usize, plan: &'a AttentionPlan) -> KvAttention<'a> {
+        KvAttention { cache: self, layer, plan }
+    }
+
     /// Stores the planned rows and lets their queries attend to their slots' histories: `[N, H·D]`.
-    pub fn attend(&mut self, layer: usize, plan: &AttentionMetadata, qkv: &Qkv) -> Tensor {
-        let in_place = (!plan.few.is_empty()).then(|| self.attend_in_place(layer, plan, qkv));
-        if plan.groups.is_empty() {
+    fn attend(&mut self, layer: usize, plan: &AttentionPlan, qkv: &Qkv) -> Tensor {
+        let grouped = plan.grouped(self);
+        let in_place = (!grouped.few.is_empty())
+            .then(|| self.attend_in_place(layer, &grouped.few, plan.visibility, qkv));
+        if grouped.groups.is_empty() {
             return in_place.unwrap_or_else(|| qkv.q.flatten(1, 2));
         }
-        self.write(layer, &plan.rows, &qkv.k, &qkv.v);
-        let q = ordered(&qkv.q, plan.order.as_ref());
-        let (mut outputs, mut row) = (Vec::with_capacity(plan.groups.len()), 0);
-        for group in &plan.groups {
+        self.write(layer, &grouped.rows, &qkv.k, &qkv.v);
+        let q = ordered(&qkv.q, grouped.order.as_ref());
+        let (mut outputs, mut row) = (Vec::with_capacity(grouped.groups.len()), 0);
+        for group in &grouped.groups {
             let q = q.narrow(0, row, group.rows);
             outputs.push(self.attend_group(layer, group, plan.visibility, &q));
             row += group.rows;
         }
         let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) };
-        match (in_place, &plan.order) {
+        match (in_place, &grouped.order) {
             (Some(mut all), Some(order)) => all.index_copy_(0, order, &y),
-            _ => ordered(&y, plan.back.as_ref()),
-        }
-    }
-
-    /// Runs `layer`, the cache's layer `i`, over the planned rows `x [N, d]`: `[N, d]`.
-    ///
-    /// # Panics
-    /// If the plan is for fused layers and this is none.
-    pub fn run_layer(
-        &mut self,
-        (i, layer): (usize, &DecoderLayer),
-        plan: &PassPlan,
-        x: &Tensor,
-        spread: Option<BroadcastRows<'_>>,
-        rotation: &Rotation,
-    ) -> Tensor {
-        match (plan, spread) {
-            (PassPlan::Fused(plan), spread) => layer
-                .forward_fused(x, spread, rotation, |qkv, heads| self.attend_fused(i, plan, qkv, heads))
-                .expect("all layers were asked whether they are fused"),
-            (PassPlan::ByOperator(plan), Some(spread)) => {
-                layer.forward_spread(x, spread, rotation, |qkv| self.attend(i, plan, qkv))
-            }
-            (PassPlan::ByOperator(plan), None) => layer.forward(x, rotation, |qkv| self.attend(i, plan, qkv)),
-        }
-    }
-
-    /// [`KvCache::attend`] of a [`FusedPlan`]. On a GPU it reads histories before the kernel in front of it is done: what moves them must have been asked
-    /// for before the layers. Queries, keys and values lie side by side and are neither normed nor rotated, `[N, (H + 2G)·D]`.
-    fn attend_fused(
-        &mut self,
-        layer: usize,
-        plan: &FusedPlan,
-        qkv: &Tensor,
-        heads: ProjectedHeads<'_>,
-    ) -> Tensor {
-        let Layer { scale, view, .. } = self.layers[layer];
-        let sees_chunk = plan.visibility == MaskKind::Block;
-        let view = KvWindow { scale, window: self.views[view].window, sees_chunk };
-        let chunks = self.history_chunks(layer, &plan.placed);
-        match self.attends_in_place {
-            true => history_attention(KvRows::Projected(qkv, heads), &chunks, view),
-            false => few_rows_attention(qkv, &heads, &chunks, view),
+            _ => ordered(&y, grouped.back.as_ref()),
         }
     }
 
@@ -316,11 +282,11 @@ impl KvCache {
     }
 
     /// What [`KvCache::attend`] gives for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
-    fn attend_in_place(&self, layer: usize, plan: &AttentionMetadata, qkv: &Qkv) -> Tensor {
+    fn attend_in_place(&self, layer: usize, few: &[Placed], visibility: MaskKind, qkv: &Qkv) -> Tensor {
         let Layer { scale, view, .. } = self.layers[layer];
-        let chunks = self.history_chunks(layer, &plan.few);
+        let chunks = self.history_chunks(layer, few);
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
-        let sees_chunk = plan.visibility == MaskKind::Block;
+        let sees_chunk = visibility == MaskKind::Block;
         let view = KvWindow { scale, window: self.views[view].window, sees_chunk };
         history_attention(KvRows::Separate([&q, &k, &v]), &chunks, view)
     }
@@ -361,6 +327,39 @@ impl KvCache {
     }
 }
 
+/// Attention of one layer over the rows of a plan, whose keys and values it stores.
+pub struct KvAttention<'a> {
+    cache: &'a mut KvCache,
+    layer: usize,
+    plan: &'a AttentionPlan,
+}
+
+impl Attend for KvAttention<'_> {
+    fn attend(&mut self, qkv: &Qkv) -> Tensor {
+        self.cache.attend(self.layer, self.plan, qkv)
+    }
+
+    fn projected(&mut self) -> Option<&mut dyn AttendProjected> {
+        if self.plan.in_place { Some(self) } else { None }
+    }
+}
+
+impl AttendProjected for KvAttention<'_> {
+    /// On a GPU the kernel reads histories before the kernel in front of it is done: whatever moves them must have been enqueued
+    /// before the layers.
+    fn attend_projected(&mut self, qkv: &Tensor, heads: ProjectedHeads<'_>) -> Tensor {
+        let Self { cache, layer, plan } = self;
+        let Layer { scale, view, .. } = cache.layers[*layer];
+        let sees_chunk = plan.visibility == MaskKind::Block;
+        let view = KvWindow { scale, window: cache.views[view].window, sees_chunk };
+        let chunks = cache.history_chunks(*layer, &plan.placed);
+        match cache.attends_in_place {
+            true => history_attention(KvRows::Projected(qkv, heads), &chunks, view),
+            false => few_rows_attention(qkv, &heads, &chunks, view),
+        }
+    }
+}
+
 /// The rows in this order; as they are without one.
 fn ordered(rows: &Tensor, order: Option<&Tensor>) -> Tensor {
     order.map_or_else(|| rows.shallow_clone(), |order| rows.index_select(0, order))
@@ -384,7 +383,7 @@ mod tests {
         cache.reserve(&chunks);
         let plan = cache.plan(&chunks, MaskKind::Causal);
         let [q, k, v] = [0.1, 0.2, 0.3].map(|scale| states * scale);
-        let y = cache.attend(0, &plan, &Qkv { q, k, v });
+        let y = cache.attention(0, &plan).attend(&Qkv { q, k, v });
         cache.advance(&chunks);
         y
     }

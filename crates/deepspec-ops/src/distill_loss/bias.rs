@@ -1,11 +1,11 @@
 //! The Markov head's part of the logits, and its gradients.
 
-use deepspec_ops::{add_to_rows, multiply, sum_rows};
 use tch::Tensor;
 
 use super::pieces::TokenRange;
 use super::sources::distinct;
 use super::span::Span;
+use crate::ffi::{add_to_rows, multiply, sum_rows};
 
 /// The Markov head's part of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]

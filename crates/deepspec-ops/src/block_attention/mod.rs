@@ -1,21 +1,25 @@
 //! Attention of blocks behind anchors: each sees the context strictly before its anchor, and itself; no block sees another.
 
+mod memory;
+mod tiles;
+
 use std::ops::Range;
 
-use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_ops::{
+use tch::{Device, Kind, Tensor};
+
+use crate::attention::{AttentionSpec, Heads, Qkv};
+use crate::ffi::{
     AttentionPart, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, attends_by_block,
     attends_in_tiles, block_attention,
 };
-use tch::{Device, Kind, Tensor};
-
-use super::tiles::tiled;
+pub use memory::BlockSizes;
+use tiles::tiled;
 
 /// Neighbouring blocks that attend to the context together. They share what lies before the first of them, which needs no mask; the
 /// context among them does.
-pub(super) const TILE: usize = 32;
+const TILE: usize = 32;
 /// Parts of the context begin and end at multiples of so many keys, so that few shapes of products occur: libraries keep code for each.
-pub(super) const ALIGNED: usize = 64;
+const ALIGNED: usize = 64;
 /// Added to scores of keys that are not seen. Finite, so that a row which sees none of them has a log-sum-exp.
 const HIDDEN: f64 = -1e30;
 
@@ -56,7 +60,7 @@ struct OfSequence {
 }
 
 /// Whether blocks like these are attended to one by one.
-pub(super) fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
+fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
     device == Device::Cpu && kind == Kind::Float && attends_by_block(heads.dim)
 }
 

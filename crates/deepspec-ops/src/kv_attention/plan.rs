@@ -1,11 +1,12 @@
 //! Where the rows of a feed go and what they see.
 
-use deepspec_ops::FEW_ROWS;
-use tch::{Kind, Tensor};
+use std::cell::OnceCell;
+
+use tch::{Device, Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
-use crate::nn::{RotaryEmbeddings, Rotations};
+use crate::ffi::FEW_ROWS;
 
 /// Tokens of a chunk that attends by itself on the CPU: blocks, what was accepted of them, and short prompts, which would be padded to
 /// [`SPAN`]. The scores of those query heads that share keys, which each thread keeps room for (4 MiB), are no more than `FEW_SCORES`.
@@ -40,44 +41,47 @@ pub(super) struct PoolRows {
     pub place: [Tensor; 2],
 }
 
-/// The same for an attention; the same for all layers.
-pub struct AttentionMetadata {
-    pub(super) rows: Rows,
-    /// Chunks that attend one by one where they lie; the others are in groups.
-    pub(super) few: Vec<Placed>,
-    /// The groups' rows of the feed, one group after the other; None where that is the feed or there are none.
-    pub(super) order: Option<Tensor>,
-    /// Brings ordered rows back into the order of the feed, where groups have all of them.
-    pub(super) back: Option<Tensor>,
-    pub(super) groups: Vec<Group>,
-    pub(super) visibility: MaskKind,
-}
-
-/// Chunks that attend one by one where their histories lie, for layers that are fused ([`crate::nn::DecoderLayer::is_fused`]).
-pub struct FusedPlan {
+/// Rows of a batch of chunks, and what their queries see. All layers share one plan.
+pub struct AttentionPlan {
     /// Absolute position of every row, `[N]` int64.
     positions: Tensor,
-    /// All of them are below.
+    /// All positions are below.
     end: usize,
+    /// The chunks in the order of the batch.
     pub(super) placed: Vec<Placed>,
     pub(super) visibility: MaskKind,
+    /// Whether one kernel call attends to all chunks where their histories lie.
+    pub(super) in_place: bool,
+    /// The chunks by how they attend otherwise; computed when a layer first needs it.
+    grouped: OnceCell<Grouped>,
 }
 
-/// How chunks run through layers.
-pub enum PassPlan {
-    /// In five calls a layer.
-    Fused(FusedPlan),
-    /// Operator by operator.
-    ByOperator(AttentionMetadata),
+/// Chunks that attend where their histories lie, and groups of the others.
+pub(super) struct Grouped {
+    pub rows: Rows,
+    /// Chunks that attend one by one where they lie.
+    pub few: Vec<Placed>,
+    /// The groups' rows of the batch, one group after the other; None where that is the batch or there are none.
+    pub order: Option<Tensor>,
+    /// Brings ordered rows back into the order of the batch, where groups have all of them.
+    pub back: Option<Tensor>,
+    pub groups: Vec<Group>,
 }
 
-impl PassPlan {
-    /// What the rows turn by.
-    pub fn rotations<'a>(&self, ropes: &'a RotaryEmbeddings, kind: Kind) -> Rotations<'a> {
-        match self {
-            Self::Fused(plan) => ropes.below(plan.end, &plan.positions, kind),
-            Self::ByOperator(plan) => ropes.at(plan.positions(), kind),
-        }
+impl AttentionPlan {
+    /// Absolute position of every row, `[N]` int64.
+    pub fn positions(&self) -> &Tensor {
+        &self.positions
+    }
+
+    /// One more than the largest position.
+    pub fn end(&self) -> usize {
+        self.end
+    }
+
+    /// The chunks by how they attend in `cache`, which made the plan.
+    pub(super) fn grouped(&self, cache: &KvCache) -> &Grouped {
+        self.grouped.get_or_init(|| cache.grouped(&self.placed, self.visibility))
     }
 }
 
@@ -104,13 +108,6 @@ impl Rows {
     /// Absolute position of every row, `[N]` int64.
     pub fn positions(&self) -> &Tensor {
         &self.positions
-    }
-}
-
-impl AttentionMetadata {
-    /// Absolute position of every row, `[N]` int64.
-    pub fn positions(&self) -> &Tensor {
-        &self.rows.positions
     }
 }
 
@@ -146,16 +143,40 @@ impl KvCache {
         self.rows(&placed, chunks, order.as_ref())
     }
 
-    /// [`KvCache::place`] and what the chunks' queries see.
-    pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind) -> AttentionMetadata {
+    /// Rows and masks of chunks, in the order of the batch. There must be room for them; see [`KvCache::reserve`].
+    pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind) -> AttentionPlan {
+        AttentionPlan {
+            positions: self.ruler.runs(chunks.iter().map(positions)),
+            end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
+            placed: self.placed(chunks),
+            visibility,
+            in_place: self.all_in_place(chunks, visibility),
+            grouped: OnceCell::new(),
+        }
+    }
+
+    /// Whether one kernel call attends to all of these chunks: on the CPU where each is short, on a GPU where they have at most
+    /// [`FEW_ROWS`] rows in all and see only what lies before them.
+    fn all_in_place(&self, chunks: &[Chunk], visibility: MaskKind) -> bool {
+        let none_is_empty = !chunks.is_empty() && chunks.iter().all(|chunk| chunk.len > 0);
+        let rows = || chunks.iter().map(|chunk| chunk.len).sum::<usize>();
+        none_is_empty
+            && match self.options.1 {
+                Device::Cpu => chunks.iter().all(|chunk| self.is_few(chunk)),
+                _ => visibility == MaskKind::Causal && rows() <= FEW_ROWS,
+            }
+    }
+
+    fn grouped(&self, chunks: &[Placed], visibility: MaskKind) -> Grouped {
         let (few, mut placed): (Vec<Placed>, Vec<Placed>) =
-            self.placed(chunks).into_iter().partition(|placed| self.is_few(&placed.chunk));
+            chunks.iter().partition(|placed| self.is_few(&placed.chunk));
         // Pool after pool, and in a group row after row: rows that lie side by side are read without copying them.
         placed.sort_by_key(|placed| (placed.kind(), placed.row));
         let in_place = placed.is_empty() || (few.is_empty() && in_order(&placed));
         let order = (!in_place).then(|| self.order(&placed));
-        AttentionMetadata {
-            rows: self.rows(&placed, chunks, order.as_ref()),
+        let chunks: Vec<Chunk> = chunks.iter().map(|placed| placed.chunk).collect();
+        Grouped {
+            rows: self.rows(&placed, &chunks, order.as_ref()),
             back: (!in_place && few.is_empty()).then(|| self.back(&placed)),
             order,
             groups: placed
@@ -163,27 +184,7 @@ impl KvCache {
                 .map(|group| self.group(group, visibility))
                 .collect(),
             few,
-            visibility,
         }
-    }
-
-    /// How these chunks run: fused, where all layers are (`has_fused`) and every chunk is short, or on a GPU all of them together have at most [`FEW_ROWS`]
-    /// rows; else as [`KvCache::plan`] has it. On the CPU that changes no bit.
-    pub fn pass_plan(&self, chunks: &[Chunk], visibility: MaskKind, has_fused: bool) -> PassPlan {
-        let are_few = || match self.attends_in_place {
-            true => chunks.iter().all(|chunk| self.is_few(chunk)),
-            false => chunks.iter().map(|chunk| chunk.len).sum::<usize>() <= FEW_ROWS,
-        };
-        let is_any_empty = chunks.is_empty() || chunks.iter().any(|chunk| chunk.len == 0);
-        if !has_fused || is_any_empty || !are_few() {
-            return PassPlan::ByOperator(self.plan(chunks, visibility));
-        }
-        PassPlan::Fused(FusedPlan {
-            positions: self.ruler.runs(chunks.iter().map(positions)),
-            end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
-            placed: self.placed(chunks),
-            visibility,
-        })
     }
 
     fn group(&self, group: &[Placed], visibility: MaskKind) -> Group {

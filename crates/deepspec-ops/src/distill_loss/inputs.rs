@@ -7,6 +7,24 @@ use super::sources::TeacherIndex;
 use super::span::Span;
 use super::terms::{LossAlphas, Needs};
 
+/// The head that drafter and target share.
+pub struct LossHead {
+    /// `[V, d]`.
+    pub weight: Tensor,
+    /// c, where logits `x` become `c·tanh(x/c)`.
+    pub softcap: Option<f64>,
+}
+
+impl LossHead {
+    /// `c·tanh(x/c)`, or the logits themselves without a soft-cap.
+    pub fn cap(&self, logits: Tensor) -> Tensor {
+        match self.softcap {
+            Some(cap) => (logits / cap).tanh() * cap,
+            None => logits,
+        }
+    }
+}
+
 /// R supervised rows, in whole blocks of at most γ.
 #[derive(Clone, Copy)]
 pub struct Supervised<'a> {

@@ -1,9 +1,9 @@
 //! Some rows of logits: how far the drafter is from label and target, and the gradient by the drafter's logits.
 
-use deepspec_ops::{RowsMeasured, TargetProbs, measure_rows, slope_rows, softmax_targets};
 use tch::{Kind, Tensor};
 
 use super::terms::{GradCoeffs, Needs, RowStats};
+use crate::ffi::{RowsMeasured, TargetProbs, measure_rows, slope_rows, softmax_targets};
 
 /// What the target has for some rows of the drafter.
 pub(super) enum Target {

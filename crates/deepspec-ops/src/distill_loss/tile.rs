@@ -1,13 +1,12 @@
 //! Rows of a chunk's logits: their losses, and the gradients that take the logits' place.
 
-use deepspec_models::nn::EmbedHead;
-use deepspec_ops::{LogitRows, RowsMeasured, TargetProbs};
 use tch::{Kind, Tensor};
 
-use super::inputs::{AuxLossOutput, Supervised};
+use super::inputs::{AuxLossOutput, LossHead, Supervised};
 use super::rows::{Rows, Target};
 use super::span::Span;
 use super::terms::{GradCoeffs, LossAlphas, RowStats, TERMS, WeightedLoss};
+use crate::ffi::{LogitRows, RowsMeasured, TargetProbs};
 
 /// A tile of the buffers, in the kind of the weights.
 pub(super) struct Logits {
@@ -27,17 +26,17 @@ impl Logits {
     /// where there is one, and by the base where it has none of its own or is soft-capped.
     pub fn differentiate(
         self,
-        vocabulary: &EmbedHead,
+        head: &LossHead,
         rows: &Supervised,
         span: &Span,
         alphas: &LossAlphas,
     ) -> Tensor {
-        if let Some(found) = self.differentiate_where_they_lie(vocabulary, rows, span, alphas) {
+        if let Some(found) = self.differentiate_where_they_lie(head, rows, span, alphas) {
             return found;
         }
         let Self { base, bias, target, entropies, source_of_row } = self;
-        let capped = vocabulary.cap(base.to_kind(Kind::Float));
-        let slope = vocabulary.softcap().map(|cap| 1.0 - (&capped / cap).square());
+        let capped = head.cap(base.to_kind(Kind::Float));
+        let slope = head.softcap.map(|cap| 1.0 - (&capped / cap).square());
         let draft = match &bias {
             Some(bias) => bias.to_kind(Kind::Float).g_add_(&capped),
             None => capped,
@@ -52,7 +51,7 @@ impl Logits {
                     Some(of_row) => of.index_select(0, of_row),
                     None => of.shallow_clone(),
                 };
-                let target = vocabulary.cap(of_rows(&target).to_kind(Kind::Float));
+                let target = head.cap(of_rows(&target).to_kind(Kind::Float));
                 extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
                 Target::Logits(target)
             }
@@ -81,7 +80,7 @@ impl Logits {
     /// The same on a GPU, for logits that stay in bfloat16; None where there are no kernels for it.
     fn differentiate_where_they_lie(
         &self,
-        vocabulary: &EmbedHead,
+        head: &LossHead,
         rows: &Supervised,
         span: &Span,
         alphas: &LossAlphas,
@@ -96,7 +95,7 @@ impl Logits {
             target: &self.target,
             source_of_row: self.source_of_row.as_ref(),
             labels: &labels,
-            cap: vocabulary.softcap(),
+            cap: head.softcap,
         };
         let measured = logits.measure()?;
         let (needs, RowsMeasured { ce, l1, overlap, soft }) = (rows.needs(alphas), measured.distances());

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::iter::repeat_n;
 
-use deepspec_ops::pinned;
+use crate::ffi::pinned;
 use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
@@ -147,8 +147,8 @@ fn numbers(list: &[(i64, i64)]) -> Tensor {
     Tensor::from_slice(&numbers)
 }
 
-/// [`runs`] that keep none of the other rows in memory.
-pub(crate) fn kept(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+/// [`runs`] in memory of their own, so that the other rows can be freed.
+pub fn copied_runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
     match joined(list).as_slice() {
         [(first, count)] if *count < of.size()[0] => of.narrow(0, *first, *count).copy(),
         list => runs(of, list.iter().copied()),
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(of(&[(7, 2), (1, 3), (4, 1)]), [7, 8, 1, 2, 3, 4]);
         assert_eq!((of(&[]), of(&[(2, 0)])), (vec![], vec![]));
         // A part that is kept takes no memory for the rest; all of it is not copied.
-        let (part, all) = (kept(&rows, [(2, 3)]), kept(&rows, [(0, 4), (4, 6)]));
+        let (part, all) = (copied_runs(&rows, [(2, 3)]), copied_runs(&rows, [(0, 4), (4, 6)]));
         assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [2, 3, 4]);
         assert_ne!(part.data_ptr(), rows.narrow(0, 2, 3).data_ptr());
         assert_eq!(all.data_ptr(), rows.data_ptr());

@@ -6,7 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::SPAN;
-use crate::nn::Heads;
+use crate::attention::Heads;
 
 /// Bytes of rows in no use that are kept for the next histories.
 pub const KEPT: usize = 16 << 20;

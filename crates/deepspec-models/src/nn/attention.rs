@@ -1,0 +1,76 @@
+//! Projections of grouped-query attention.
+
+use deepspec_ops::{Heads, Qkv};
+use tch::Tensor;
+
+use super::spec::{LayerSpec, Value};
+use super::{Builder, Linear, RmsNorm, Rotation};
+use crate::ModelError;
+
+/// Projections of grouped-query attention, and the norms of its heads.
+pub struct Attention {
+    pub(super) q_proj: Linear,
+    pub(super) k_proj: Linear,
+    pub(super) v_proj: Option<Linear>,
+    pub(super) o_proj: Linear,
+    pub(super) q_norm: Option<RmsNorm>,
+    pub(super) k_norm: Option<RmsNorm>,
+    /// ε of the values' norm, where they are normed.
+    pub(super) v_norm: Option<f64>,
+    pub(super) heads: Heads,
+}
+
+impl Attention {
+    /// `input` is the width of the rows that it reads; its output is as wide as the residual stream.
+    pub(super) fn new(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Result<Self, ModelError> {
+        let (d, heads) = (spec.hidden_size, spec.attention.heads);
+        let (wide, narrow) = (heads.query * heads.dim, heads.key_value * heads.dim);
+        let projection = |part: &str, output| Linear::new(b, &format!("{name}.{part}"), input, output);
+        let v_proj = (spec.value != Value::SharesKey).then(|| projection("v_proj", narrow)).transpose()?;
+        let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), heads.dim, spec.eps);
+        let norm = |part| spec.qk_norm.then(|| norm(part)).transpose();
+        Ok(Self {
+            q_proj: projection("q_proj", wide)?,
+            k_proj: projection("k_proj", narrow)?,
+            v_proj,
+            o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d)?,
+            q_norm: norm("q_norm")?,
+            k_norm: norm("k_norm")?,
+            v_norm: (spec.value != Value::Projected).then_some(spec.eps),
+            heads,
+        })
+    }
+
+    /// Queries, keys and values of `x [M, input]`, normed and rotated. `repeat` makes N rows of M rows before the rotation.
+    pub(super) fn project(&self, x: &Tensor, repeat: &dyn Fn(&Tensor) -> Tensor, rotation: &Rotation) -> Qkv {
+        let q = self.q_proj.forward(x).view([-1, self.heads.query, self.heads.dim]);
+        let q = optionally_normed(self.q_norm.as_ref(), q);
+        let (k, v) = self.keys_and_values(x);
+        Qkv { q: rotation.rotate(&repeat(&q)), k: rotation.rotate(&repeat(&k)), v: repeat(&v) }
+    }
+
+    /// Keys and values `[N, G, D]` of a context `x [N, input]`, normed and rotated.
+    pub fn project_context(&self, x: &Tensor, rotation: &Rotation) -> (Tensor, Tensor) {
+        let (k, v) = self.keys_and_values(x);
+        (rotation.rotate(&k), v)
+    }
+
+    fn keys_and_values(&self, x: &Tensor) -> (Tensor, Tensor) {
+        let shape = [-1, self.heads.key_value, self.heads.dim];
+        let k = self.k_proj.forward(x).view(shape);
+        let v = self.v_proj.as_ref().map_or_else(|| k.shallow_clone(), |v| v.forward(x).view(shape));
+        let v = match self.v_norm {
+            Some(eps) => v.rms_norm([self.heads.dim], None::<Tensor>, eps),
+            None => v,
+        };
+        (optionally_normed(self.k_norm.as_ref(), k), v)
+    }
+}
+
+/// `x` after the norm, where there is one.
+pub(super) fn optionally_normed(norm: Option<&RmsNorm>, x: Tensor) -> Tensor {
+    match norm {
+        Some(norm) => norm.forward(&x),
+        None => x,
+    }
+}

@@ -1,0 +1,42 @@
+//! Shapes of grouped-query attention, and the queries, keys and values that flow into it.
+
+use tch::Tensor;
+
+/// Numbers of heads and their width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// H, query heads.
+    pub query: i64,
+    /// G, key/value heads.
+    pub key_value: i64,
+    /// D, width of a head.
+    pub dim: i64,
+}
+
+impl Heads {
+    /// Query heads per key/value head.
+    pub fn repeats(&self) -> i64 {
+        self.query / self.key_value
+    }
+}
+
+/// Attention of one layer: its heads, its scale and its window.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionSpec {
+    /// Numbers of heads and their width.
+    pub heads: Heads,
+    /// Factor on the scores.
+    pub scale: f64,
+    /// Tokens that a query sees, itself included; None for all before it.
+    pub window: Option<usize>,
+}
+
+/// Queries `[N, H, D]`, keys `[N, G, D]` and values `[N, G, D]`: projected, normed where the layer does that, and rotated.
+pub struct Qkv {
+    /// Queries.
+    pub q: Tensor,
+    /// Keys.
+    pub k: Tensor,
+    /// Values.
+    pub v: Tensor,
+}

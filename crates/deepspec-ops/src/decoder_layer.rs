@@ -1,0 +1,222 @@
+//! A pre-norm decoder layer in five calls, for inference.
+//!
+//! The fused layer computes what `DecoderLayer::forward` in `deepspec-models` computes operator by operator. On the CPU both
+//! give equal bits.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::attention::{Heads, Qkv};
+pub use crate::ffi::ProjectedHeads;
+use crate::ffi::{self, PackedWeight, RmsNormParams};
+use crate::linear::Weight;
+
+/// Attention as a decoder layer calls it.
+pub trait Attend {
+    /// Queries, keys and values of N rows to `[N, H·D]`.
+    fn attend(&mut self, qkv: &Qkv) -> Tensor;
+
+    /// Attention that norms and rotates by itself, where a kernel does so for these rows.
+    fn projected(&mut self) -> Option<&mut dyn AttendProjected> {
+        None
+    }
+}
+
+/// Attention over projections that are neither normed nor rotated.
+pub trait AttendProjected {
+    /// Queries, keys and values side by side, `[N, (H + 2G)·D]`, to `[N, H·D]`.
+    fn attend_projected(&mut self, qkv: &Tensor, heads: ProjectedHeads<'_>) -> Tensor;
+}
+
+impl<F: FnMut(&Qkv) -> Tensor> Attend for F {
+    fn attend(&mut self, qkv: &Qkv) -> Tensor {
+        self(qkv)
+    }
+}
+
+/// Rows `[N, ..]` that are made by repeating M distinct rows: all mask tokens of a batch of blocks have one embedding.
+#[derive(Clone, Copy)]
+pub struct RepeatedRows<'a> {
+    /// The distinct rows, `[M, d]`.
+    pub distinct: &'a Tensor,
+    /// Repeats M rows to N rows.
+    pub repeat: &'a dyn Fn(&Tensor) -> Tensor,
+}
+
+impl<'a> RepeatedRows<'a> {
+    /// Rows of an inference step. None on a GPU, where the launches that repeat rows cost more than the rows save.
+    pub fn for_inference(distinct: &'a Tensor, repeat: &'a dyn Fn(&Tensor) -> Tensor) -> Option<Self> {
+        (distinct.device() == Device::Cpu).then_some(Self { distinct, repeat })
+    }
+}
+
+/// Weights of a pre-norm layer with a SiLU-gated MLP and without biases, as Llama and Qwen3 have it.
+#[derive(Clone, Copy)]
+pub struct LayerWeights<'a> {
+    /// The norm before attention.
+    pub input_norm: RmsNormParams<'a>,
+    /// Projections of queries, keys and values.
+    pub qkv: [&'a Weight; 3],
+    /// Norms of each query head and each key head.
+    pub qk_norms: Option<[RmsNormParams<'a>; 2]>,
+    /// The projection of attention's output.
+    pub output: &'a Weight,
+    /// The norm before the MLP.
+    pub mlp_norm: RmsNormParams<'a>,
+    /// The MLP's gate, up and down projections.
+    pub mlp: [&'a Weight; 3],
+    /// Heads of the attention.
+    pub heads: Heads,
+}
+
+/// A decoder layer over `x [N, d]`, of which some rows may be `repeated`: `[N, d]`. `angles` are the cosines and sines of the
+/// rows' positions, `[N, 1, D/2]` each.
+///
+/// None where no kernels fit: they take packed weights on the CPU, or a few bfloat16 rows on a GPU, and an attention over
+/// projected rows ([`Attend::projected`]).
+pub fn decoder_layer(
+    x: &Tensor,
+    repeated: Option<RepeatedRows<'_>>,
+    weights: &LayerWeights<'_>,
+    angles: [&Tensor; 2],
+    attend: &mut dyn Attend,
+) -> Option<Tensor> {
+    let attend = attend.projected()?;
+    if let Some(packed) = Kernels::of(weights, packed) {
+        return packed.has_kernels(weights).then(|| packed.run(x, repeated, weights, angles, attend));
+    }
+    let stored = Kernels::of(weights, stored)?;
+    stored.has_kernels(weights).then(|| stored.run(x, repeated, weights, angles, attend))
+}
+
+/// Weights in one form.
+struct Kernels<'a, W> {
+    qkv: [&'a W; 3],
+    output: &'a W,
+    gate: &'a W,
+    up: &'a W,
+    down: &'a W,
+}
+
+fn packed(weight: &Weight) -> Option<&PackedWeight> {
+    if let Weight::Packed(packed) = weight { Some(packed) } else { None }
+}
+
+fn stored(weight: &Weight) -> Option<&Tensor> {
+    if let Weight::Stored(stored) = weight { Some(stored) } else { None }
+}
+
+/// Products of one form of weights.
+trait Products {
+    /// `norm(x) [W₁; W₂; …]ᵀ + residual`: the outputs of all weights side by side.
+    fn products(
+        weights: &[&Self],
+        x: &Tensor,
+        norm: Option<RmsNormParams<'_>>,
+        residual: Option<&Tensor>,
+    ) -> Tensor;
+
+    /// `silu(norm(x) Gᵀ) ⊙ (norm(x) Uᵀ)`.
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, norm: RmsNormParams<'_>) -> Tensor;
+}
+
+impl Products for PackedWeight {
+    fn products(
+        weights: &[&Self],
+        x: &Tensor,
+        norm: Option<RmsNormParams<'_>>,
+        residual: Option<&Tensor>,
+    ) -> Tensor {
+        ffi::packed_product(x, norm, weights, residual)
+    }
+
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, norm: RmsNormParams<'_>) -> Tensor {
+        ffi::packed_gated_product(x, Some(norm), gate, up)
+    }
+}
+
+impl Products for Tensor {
+    fn products(
+        weights: &[&Self],
+        x: &Tensor,
+        norm: Option<RmsNormParams<'_>>,
+        residual: Option<&Tensor>,
+    ) -> Tensor {
+        ffi::few_rows_product(x, norm, weights, residual)
+    }
+
+    fn gated_product(gate: &Self, up: &Self, x: &Tensor, norm: RmsNormParams<'_>) -> Tensor {
+        ffi::few_rows_gated_product(x, norm, gate, up)
+    }
+}
+
+impl<'a, W> Kernels<'a, W> {
+    fn of(weights: &LayerWeights<'a>, form: impl Fn(&'a Weight) -> Option<&'a W>) -> Option<Self> {
+        let ([query, key, value], [gate, up, down]) = (weights.qkv, weights.mlp);
+        Some(Self {
+            qkv: [form(query)?, form(key)?, form(value)?],
+            output: form(weights.output)?,
+            gate: form(gate)?,
+            up: form(up)?,
+            down: form(down)?,
+        })
+    }
+}
+
+impl<W: Products> Kernels<'_, W> {
+    fn run(
+        &self,
+        x: &Tensor,
+        repeated: Option<RepeatedRows<'_>>,
+        weights: &LayerWeights<'_>,
+        angles: [&Tensor; 2],
+        attend: &mut dyn AttendProjected,
+    ) -> Tensor {
+        let LayerWeights { input_norm, qk_norms, mlp_norm, heads, .. } = *weights;
+        let Heads { query, key_value, dim } = heads;
+        // 1. Norm and projections: [N, (H + 2G)·D].
+        let project = |x: &Tensor| W::products(&self.qkv, x, Some(input_norm), None);
+        let qkv = match repeated {
+            Some(RepeatedRows { distinct, repeat }) => repeat(&project(distinct)),
+            None => project(x),
+        };
+        // 2. Head norms, rotation and attention: [N, H·D].
+        let heads = ProjectedHeads { query, key_value, dim, gains: qk_norms, angles };
+        let attended = attend.attend_projected(&qkv, heads);
+        drop(qkv);
+        // 3. Output projection and residual: [N, d].
+        let x = W::products(&[self.output], &attended, None, Some(x));
+        drop(attended);
+        // 4. Norm, gate and up projections: [N, I].
+        let inner = W::gated_product(self.gate, self.up, &x, mlp_norm);
+        // 5. Down projection and residual: [N, d].
+        W::products(&[self.down], &inner, None, Some(&x))
+    }
+}
+
+/// Norms of the layer.
+fn norms<'a>(weights: &LayerWeights<'a>) -> impl Iterator<Item = &'a Tensor> {
+    let of_heads = weights.qk_norms.into_iter().flatten();
+    [weights.input_norm, weights.mlp_norm].into_iter().chain(of_heads).map(|norm| norm.weights)
+}
+
+impl Kernels<'_, PackedWeight> {
+    fn has_kernels(&self, weights: &LayerWeights<'_>) -> bool {
+        let fits = |of: &Tensor| of.kind() == Kind::Float && of.is_contiguous();
+        self.output.size()[0] == self.qkv[0].size()[1]
+            && norms(weights).all(fits)
+            && ffi::has_history_attention(weights.heads.dim)
+    }
+}
+
+impl Kernels<'_, Tensor> {
+    fn has_kernels(&self, weights: &LayerWeights<'_>) -> bool {
+        let Self { qkv, output, gate, up, down } = *self;
+        let (width, inner) = (qkv[0].size()[1], gate.size()[0]);
+        let fits = |of: &Tensor| {
+            of.kind() == Kind::BFloat16 && of.is_contiguous() && (of.data_ptr() as usize).is_multiple_of(16)
+        };
+        output.size()[0] == width
+            && qkv.into_iter().chain([output, gate, up, down]).chain(norms(weights)).all(fits)
+            && ffi::has_few_rows(gate, width, inner, weights.heads.dim, weights.heads.repeats())
+    }
+}

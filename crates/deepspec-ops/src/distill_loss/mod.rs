@@ -1,0 +1,25 @@
+//! Distillation losses over the vocabulary, in closed form: the full `[R, V]` tensors never exist at once, and autograd never
+//! sees them.
+//!
+//! [`LossAlphas`] weighs the terms, `rows` turns logits into losses and gradients by the logits, and [`distill_loss`] walks over
+//! all rows in chunks. The tests compare it with the formulas under autograd.
+
+mod bias;
+mod chunks;
+mod inputs;
+mod pieces;
+mod recipe;
+mod rows;
+mod sources;
+mod span;
+mod terms;
+mod tile;
+
+pub use bias::Bias;
+pub use chunks::{Column, HeadShape, LossOutput, buffer_bytes, distill_loss, tile_rows};
+pub use inputs::{AuxLossOutput, LossHead, RowObjective, Supervised};
+pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
+pub use sources::TeacherIndex;
+pub use sources::distinct;
+pub use span::Span;
+pub use terms::{LossAlphas, TERMS};
