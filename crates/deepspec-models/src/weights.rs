@@ -6,6 +6,7 @@ use std::path::Path;
 
 use deepspec_checkpoint::{Tensors, cut, is_readable, quantised, quantised_folder, write_index};
 use deepspec_core::atomic;
+use deepspec_ops::HOST;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};
@@ -208,7 +209,7 @@ fn write_values(file: &mut impl Write, tensor: &Tensor, kind: Kind) -> io::Resul
     let flat = tensor.detach().contiguous().view(-1);
     (0..flat.numel()).step_by(PIECE).try_for_each(|first| {
         let length = PIECE.min(flat.numel() - first);
-        let piece = flat.narrow(0, first as i64, length as i64).to_device(Device::Cpu).to_kind(kind);
+        let piece = flat.narrow(0, first as i64, length as i64).to_device(HOST).to_kind(kind);
         let mut data = vec![0; size(&piece, kind)];
         piece.copy_data_u8(&mut data, length);
         file.write_all(&data)

@@ -39,7 +39,7 @@ pub use free_memory::free_memory;
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
 pub use linear::{PackedWeight, Weight, linear};
 pub use rms_norm::{RmsNormParams, rms_norm};
-pub use rope::rope;
+pub use rope::{Rope, RopeSpec, Rotation, Scaling, Yarn, rope};
 pub use scatter::add_rows;
 pub use step_trace::StepTrace;
 pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, copied_runs, runs};
@@ -53,6 +53,9 @@ pub mod kernels {
         rotate, silu_times,
     };
 }
+
+/// The host, whose tensors files are written from.
+pub const HOST: tch::Device = tch::Device::Cpu;
 
 /// Why this build has no NCCL; nothing where it has.
 pub const NCCL_MISSING: &str = env!("DEEPSPEC_NCCL_MISSING");

@@ -15,6 +15,7 @@ use deepspec_models::ModelError;
 use deepspec_models::nn::{
     AttentionSpec, Builder, EmbedHead, Linear, RotaryEmbeddings, Rotations, StateDict, Weight,
 };
+use deepspec_ops::HOST;
 use deepspec_ops::kv_attention::AttentionPlan;
 use tch::{Device, Kind, Tensor};
 
@@ -111,7 +112,7 @@ impl<K: DrafterKind> DraftModel<K> {
     /// # Errors
     /// None; the signature is shared with loading.
     pub fn outline(config: K::Config) -> Result<Vec<(String, Tensor)>, ModelError> {
-        let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, Device::Cpu));
+        let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
         let head = Weight::Stored(ends.shallow_clone());
         let outline = Self::build(config, Builder::outline(), ends, head, Kind::BFloat16)?;
         Ok(outline.tensors.parameters)

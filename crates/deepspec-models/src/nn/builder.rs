@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_ops::PackedWeight;
+use deepspec_ops::{HOST, PackedWeight};
 use tch::{Device, Kind, Tensor};
 
 use super::Weight;
@@ -158,7 +158,7 @@ impl<'a> Builder<'a> {
         Ok(match &self.source {
             Source::Checkpoint(weights) => weights.get(name, shape)?,
             Source::Shared(model) => model.tensor(name, shape),
-            Source::Outline => Tensor::empty(shape, (Kind::BFloat16, Device::Cpu)),
+            Source::Outline => Tensor::empty(shape, (Kind::BFloat16, HOST)),
             &Source::Fresh { seed, std, device, kind } => match init {
                 Init::Ones => Tensor::ones(shape, (kind, device)),
                 Init::Zeros => Tensor::zeros(shape, (kind, device)),
@@ -187,5 +187,5 @@ fn normal(shape: &[i64], seed: i64) -> Tensor {
     static GENERATOR: Mutex<()> = Mutex::new(());
     let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     tch::manual_seed(seed);
-    Tensor::randn(shape, (Kind::Float, Device::Cpu))
+    Tensor::randn(shape, (Kind::Float, HOST))
 }

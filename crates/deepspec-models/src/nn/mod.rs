@@ -9,9 +9,9 @@ mod spec;
 mod vocabulary;
 
 pub use builder::{Builder, Init, StateDict};
-pub use deepspec_ops::{Activation, AttentionSpec, Heads, Qkv, Weight};
+pub use deepspec_ops::{Activation, AttentionSpec, Heads, Qkv, RopeSpec, Rotation, Scaling, Weight, Yarn};
 pub use layer::{DecoderLayer, LayerHook, LayerInput};
 pub use linear::{Linear, RmsNorm};
-pub use rope::{RotaryEmbeddings, Rotation, Rotations};
-pub use spec::{LayerSpec, Norms, RopeSpec, Scaling, Value, Yarn};
+pub use rope::{RotaryEmbeddings, Rotations};
+pub use spec::{LayerSpec, Norms, Value};
 pub use vocabulary::EmbedHead;

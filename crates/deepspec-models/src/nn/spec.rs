@@ -1,6 +1,6 @@
 //! Facts about a decoder layer. Families state them, layers and caches read them; nothing here knows a family's name.
 
-use deepspec_ops::{Activation, AttentionSpec};
+use deepspec_ops::{Activation, AttentionSpec, RopeSpec};
 
 /// Where a layer's values come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,66 +20,6 @@ pub enum Norms {
     Pre,
     /// Before and after both.
     Sandwich,
-}
-
-/// How rotary frequencies depart from `θ^(−2i/D)`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Scaling {
-    /// Not at all.
-    None,
-    /// Only the first `planes` of the D/2 planes turn; all angles are divided by `factor`.
-    Proportional {
-        /// Planes that turn.
-        planes: i64,
-        /// Divisor.
-        factor: f64,
-    },
-    /// All angles are divided by `factor`.
-    Linear {
-        /// Divisor.
-        factor: f64,
-    },
-    /// Slow planes are divided by `factor`, fast ones are kept, and those between are blended by their wavelength (Llama 3).
-    Llama3 {
-        /// Divisor of the slow planes.
-        factor: f64,
-        /// Planes that turn fewer times than this within `original` tokens are slow.
-        low_freq_factor: f64,
-        /// Planes that turn more often than this are fast.
-        high_freq_factor: f64,
-        /// Tokens the model was first trained for.
-        original: f64,
-    },
-    /// The same idea with a ramp over the plane's number (Peng et al. 2023).
-    Yarn(Yarn),
-}
-
-/// YaRN's numbers.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Yarn {
-    /// Divisor of the slow planes.
-    pub factor: f64,
-    /// Factor on cosines and sines.
-    pub attention_factor: f64,
-    /// Turns within `original` tokens from which a plane is kept.
-    pub beta_fast: f64,
-    /// Turns up to which a plane is divided by `factor`.
-    pub beta_slow: f64,
-    /// Tokens the model was first trained for.
-    pub original: f64,
-    /// Whether the ends of the ramp are whole plane numbers.
-    pub truncate: bool,
-}
-
-/// The rotary embedding of a layer.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RopeSpec {
-    /// θ, base of the angles.
-    pub theta: f64,
-    /// D.
-    pub head_dim: i64,
-    /// Departure from the plain frequencies.
-    pub scaling: Scaling,
 }
 
 /// One decoder layer.

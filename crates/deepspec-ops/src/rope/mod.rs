@@ -1,10 +1,14 @@
 //! Rotary position embedding (Su et al. 2021).
 
 mod reference;
+mod spec;
+mod table;
 
 use tch::Tensor;
 
 use crate::ffi;
+pub use spec::{RopeSpec, Scaling, Yarn};
+pub use table::{Rope, Rotation};
 
 /// Rotates heads `x [N, H, D]` by `cos` and `sin`, `[N, 1, D/2]` each: value `i` and value `i + D/2` of a head are one pair.
 ///

@@ -1,0 +1,232 @@
+//! Cosines and sines of positions; angles are float32 whatever the model's dtype.
+
+use std::cell::RefCell;
+use std::f64::consts::TAU;
+
+use tch::{Device, Kind, Tensor};
+
+use super::spec::{RopeSpec, Scaling, Yarn};
+
+/// Values that libtorch's element-wise operators take at a time: two vectors of the widest processors.
+const VALUES: i64 = 32;
+/// Values whose cosines libtorch leaves to one thread.
+const ONE_THREAD: i64 = 2048;
+/// Positions whose rotations are kept; those of a head of 128 take 8 MB.
+pub(super) const KEPT: i64 = 1 << 14;
+/// Positions of which they are kept at first.
+const KEPT_FIRST: i64 = 1 << 10;
+
+/// A rotary embedding: the inverse frequencies of one head width.
+pub struct Rope {
+    inv_freq: Tensor, // [D/2] float32
+    attention_factor: f64,
+    /// The rotations of positions 0, 1, 2, …, as far as anybody asked.
+    kept: RefCell<Option<Rotation>>,
+}
+
+/// Cosines and sines of N positions, `[N, 1, D/2]`.
+pub struct Rotation {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rope {
+    /// The frequencies of `spec` on `device`.
+    pub fn new(spec: &RopeSpec, device: Device) -> Self {
+        let plain = plain(spec, device);
+        let inv_freq = match spec.scaling {
+            Scaling::None => plain,
+            Scaling::Proportional { planes, factor } => {
+                let _ = plain.narrow(0, planes, spec.head_dim / 2 - planes).zero_();
+                plain / factor
+            }
+            Scaling::Linear { factor } => plain / factor,
+            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
+                let turns = &plain * (original / TAU);
+                let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                blend(&plain, factor, &kept)
+            }
+            Scaling::Yarn(yarn) => {
+                let (first, last) = ramp(spec, yarn);
+                let planes = Tensor::arange(spec.head_dim / 2, (Kind::Float, device));
+                let slowed = ((planes - first) / (last - first)).clamp(0.0, 1.0);
+                blend(&plain, yarn.factor, &(1.0 - slowed))
+            }
+        };
+        let attention_factor = match spec.scaling {
+            Scaling::Yarn(yarn) => yarn.attention_factor,
+            _ => 1.0,
+        };
+        Self { inv_freq, attention_factor, kept: RefCell::new(None) }
+    }
+
+    /// θ^(−2i/D) after scaling, `[D/2]` float32.
+    pub fn inverse_frequencies(&self) -> &Tensor {
+        &self.inv_freq
+    }
+
+    /// Factor on cosines and sines.
+    pub fn attention_factor(&self) -> f64 {
+        self.attention_factor
+    }
+
+    /// The rotation of integer positions `[N]`: on the CPU, where it takes several operators on few numbers, that of a position is computed once.
+    pub fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
+        if positions.device() != Device::Cpu || positions.numel() == 0 {
+            return self.piece(positions, kind);
+        }
+        let (least, most) = positions.aminmax(None::<i64>, false);
+        let (least, most) = (least.int64_value(&[]), most.int64_value(&[]));
+        if least < 0 || most >= KEPT {
+            return self.computed(positions, kind);
+        }
+        self.below(most + 1, positions, kind)
+    }
+
+    /// The rotation of positions from 0 to below `end`, of those that are kept, where they are so few.
+    pub fn below(&self, end: i64, positions: &Tensor, kind: Kind) -> Rotation {
+        if end > KEPT {
+            return self.at(positions, kind);
+        }
+        let mut kept = self.kept.borrow_mut();
+        let whole = kept.take().filter(|kept| kept.cos.kind() == kind && end <= kept.cos.size()[0]);
+        // All of them where streams may read what would be freed as it grows.
+        let first = if positions.device() == Device::Cpu { KEPT_FIRST } else { KEPT };
+        let whole = whole.unwrap_or_else(|| self.table(end.max(first), kind));
+        let picked = |of: &Tensor| of.index_select(0, positions);
+        let rotation = Rotation { cos: picked(&whole.cos), sin: picked(&whole.sin) };
+        *kept = Some(whole);
+        rotation
+    }
+
+    /// The rotations of positions from 0 on, at least so many.
+    fn table(&self, length: i64, kind: Kind) -> Rotation {
+        let length = (length as u64).next_power_of_two() as i64;
+        let device = self.inv_freq.device();
+        let positions = Tensor::arange(length, (Kind::Int64, device));
+        if device == Device::Cpu { self.computed(&positions, kind) } else { self.piece(&positions, kind) }
+    }
+
+    /// The rotation of integer positions `[N]` on the CPU, of which there are some, computed anew.
+    ///
+    /// In pieces of whole vectors that libtorch does not share among threads: its cosines of what fills no vector of the processor, at the
+    /// end or where a thread's share ends, differ in the last bit from those of what does, and which positions those are must not depend on the others.
+    fn computed(&self, positions: &Tensor, kind: Kind) -> Rotation {
+        let (rows, width) = (positions.size()[0], (self.inv_freq.numel() as i64).max(1));
+        // So many rows fill vectors.
+        let whole = VALUES / gcd(width, VALUES);
+        let most = (ONE_THREAD / width / whole * whole).max(whole);
+        let missing = (-rows).rem_euclid(whole);
+        let padded = positions.constant_pad_nd([0, missing]);
+        let firsts = (0..rows + missing).step_by(most as usize);
+        let pieces: Vec<Rotation> = firsts
+            .map(|first| self.piece(&padded.narrow(0, first, most.min(rows + missing - first)), kind))
+            .collect();
+        let all = |of: fn(&Rotation) -> &Tensor| match pieces.as_slice() {
+            [only] => of(only).narrow(0, 0, rows),
+            several => Tensor::cat(&several.iter().map(of).collect::<Vec<_>>(), 0).narrow(0, 0, rows),
+        };
+        Rotation { cos: all(|piece| &piece.cos), sin: all(|piece| &piece.sin) }
+    }
+
+    /// The rotation of integer positions `[N]`, all of them at once.
+    fn piece(&self, positions: &Tensor, kind: Kind) -> Rotation {
+        let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
+        let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1);
+        Rotation { cos: scaled(angles.cos()), sin: scaled(angles.sin()) }
+    }
+}
+
+/// The greatest common divisor.
+fn gcd(a: i64, b: i64) -> i64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// θ^(−2i/D) for i < D/2.
+fn plain(spec: &RopeSpec, device: Device) -> Tensor {
+    let dim = spec.head_dim;
+    let exponent = Tensor::arange_start_step(0, dim, 2, (Kind::Float, device)) / dim as f64;
+    Tensor::pow_scalar(spec.theta, &exponent).reciprocal()
+}
+
+/// `kept` of each plain frequency and the rest of the one divided by `factor`.
+fn blend(plain: &Tensor, factor: f64, kept: &Tensor) -> Tensor {
+    plain * kept + (plain / factor) * (1.0 - kept)
+}
+
+/// The planes at which YaRN begins to divide and from which it divides fully.
+fn ramp(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
+    let dim = spec.head_dim as f64;
+    // The plane, as a real number, that turns so often within the original length.
+    let plane = |turns: f64| dim * (yarn.original / (turns * TAU)).ln() / (2.0 * spec.theta.ln());
+    let (mut first, mut last) = (plane(yarn.beta_fast), plane(yarn.beta_slow));
+    if yarn.truncate {
+        (first, last) = (first.floor(), last.ceil());
+    }
+    (first, last) = (first.max(0.0), last.min(dim - 1.0));
+    // A ramp of no width is a step.
+    (first, if first == last { last + 0.001 } else { last })
+}
+
+impl Rotation {
+    /// Cosines and sines.
+    pub fn angles(&self) -> [&Tensor; 2] {
+        [&self.cos, &self.sin]
+    }
+
+    /// Rotates `x [N, heads, D]`; value `i` and value `i + D/2` of a head are one pair.
+    pub fn rotate(&self, x: &Tensor) -> Tensor {
+        super::rope(x, &self.cos, &self.sin)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever positions they were asked for with, or before, and whoever computed them.
+    #[test]
+    fn positions_keep_their_bits() {
+        let _no_grad = tch::no_grad_guard();
+        let threads = tch::get_num_threads();
+        for head_dim in [32, 48, 256, 512] {
+            let spec = RopeSpec { theta: 1e4, head_dim, scaling: Scaling::None };
+            for kind in [Kind::Float, Kind::BFloat16] {
+                let rope = Rope::new(&spec, Device::Cpu);
+                let at = |positions: &[i64]| rope.at(&Tensor::from_slice(positions), kind);
+                tch::set_num_threads(1);
+                let alone = at(&[7, 1000]);
+                // Beside those for which more are kept, and beside many, one of which is not kept.
+                for (threads, count, last) in
+                    [(1, 1, 3), (1, 2, 5000), (3, 40, KEPT - 1), (3, 101, KEPT), (5, 777, 1_000_000)]
+                {
+                    tch::set_num_threads(threads);
+                    let mut positions = vec![last; count];
+                    positions.extend([7, 1000]);
+                    let beside = at(&positions);
+                    for (alone, beside) in [(&alone.cos, &beside.cos), (&alone.sin, &beside.sin)] {
+                        let found = beside.narrow(0, count as i64, 2);
+                        assert!(alone.equal(&found), "{head_dim}, {kind:?}, beside {count} × {last}");
+                    }
+                }
+                assert_eq!(rope.at(&Tensor::zeros([0], (Kind::Int64, Device::Cpu)), kind).cos.size()[0], 0);
+            }
+        }
+        tch::set_num_threads(threads);
+    }
+
+    /// Distances of one token stay distinct a million tokens in, also for a bfloat16 model.
+    #[test]
+    fn angles_are_float32_in_every_kind() {
+        let spec = RopeSpec { theta: 1e6, head_dim: 32, scaling: Scaling::None };
+        let rope = Rope::new(&spec, Device::Cpu);
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let positions = Tensor::from_slice(&[1_000_000_i64, 1_000_001]);
+            let cos = rope.at(&positions, kind).cos.to_kind(Kind::Double);
+            for (row, position) in [(0, 1e6_f64), (1, 1_000_001.0)] {
+                let found = cos.double_value(&[row, 0, 0]);
+                assert!((found - position.cos()).abs() < 4e-3, "{kind:?}: {found}");
+            }
+        }
+    }
+}
