@@ -217,7 +217,7 @@ impl Shape {
             markov: Some(Markov { kind: MarkovKind::Vanilla, rank: self.rank }),
             confidence: Some(Confidence { with_markov: true }),
         };
-        Block::fresh(config, &embed, &head, 1, Kind::Float).expect("fresh weights need no file")
+        Block::fresh(config, &embed, &head, 1, Kind::Float)
     }
 
     /// Sample number `index` of a step, with the anchors that the trainer would draw.

@@ -78,7 +78,7 @@ pub fn run(
     let peak_tflops = args.peak_tflops.or_else(|| gpu_info::peak_tflops(name.as_deref()?, kind));
 
     let (embed, head) = random_embed_and_head(&shape.config, device, kind);
-    let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind)?;
+    let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind);
     let optimizer = AdamW::new(trainee.parameters(), train.weight_decay, train.max_grad_norm);
     let weights = optimizer.weights();
     let last = drafter_plan.final_states();
@@ -167,7 +167,7 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     // Whether the run's own rate is a sane one is for the run to find.
     recipe.train.lr = 0.0;
     let (embed, head) = random_embed_and_head(&model, Device::Cpu, Kind::Float);
-    let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float)?;
+    let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float);
     let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
     let (forwards, device) = (vec![1], Device::Cpu);

@@ -157,7 +157,7 @@ impl Evaluation {
     /// What [`Self::run`] gives, with histories left in the target's cache.
     fn decode(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let started = Instant::now();
-        let drafter = trainee.drafter(self.options.slots)?;
+        let drafter = trainee.drafter(self.options.slots);
         let options = EngineOptions { draft_sampling: drafter.draft_sampling(), ..self.options };
         let mut engine = Engine::new(&mut self.target, Some(drafter), options);
         let mut suites = vec![];

@@ -215,7 +215,7 @@ impl Inputs {
     ) -> anyhow::Result<Box<dyn TrainableDrafter>> {
         let Job { args, recipe, device, kind, .. } = *job;
         let (embed, head) = embed_and_head(states, &self.source, device, kind)?;
-        let trainee = self.drafter_plan.build(&embed, &head, recipe.seed, kind)?;
+        let trainee = self.drafter_plan.build(&embed, &head, recipe.seed, kind);
         match &run_dir.latest {
             None => start_from(recipe, trainee.as_ref(), args.verbosity())?,
             // What is frozen is in no state of the optimiser, but in the checkpoint.
@@ -250,7 +250,7 @@ impl Inputs {
                 recipe,
                 target: &source.config,
                 drafter_plan: drafter_plan.as_ref(),
-                weights: drafter_plan.weights()?,
+                weights: drafter_plan.weights(),
                 processes: local.processes,
                 program: *program,
                 device,

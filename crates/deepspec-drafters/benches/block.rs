@@ -43,7 +43,7 @@ fn block() -> Block {
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 64 }),
         confidence: Some(Confidence { with_markov: true }),
     };
-    Block::fresh(config, &ends, &ends, 1, Kind::Float).expect("fresh weights need no file")
+    Block::fresh(config, &ends, &ends, 1, Kind::Float)
 }
 
 fn samples() -> Vec<TrainSample> {

@@ -50,7 +50,7 @@ fn block(vocab: i64) -> Block {
         markov: Some(Markov { kind: MarkovKind::Vanilla, rank: WIDTH }),
         confidence: Some(Confidence { with_markov: true }),
     };
-    let block = Block::fresh(config, &ends, &ends, 1, Kind::Float).expect("fresh weights need no file");
+    let block = Block::fresh(config, &ends, &ends, 1, Kind::Float);
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
     }

@@ -93,8 +93,8 @@ fn rows_by_slot(chunks: &[(usize, usize)]) -> BTreeMap<usize, Range<usize>> {
 }
 
 impl Drafter for CausalProposer {
-    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
-        Ok(Box::new(Self::new(self.model.share(slots)?, slots)))
+    fn share(&self, slots: usize) -> Box<dyn Drafter> {
+        Box::new(Self::new(self.model.share(slots), slots))
     }
 
     fn draft_sampling(&self) -> DraftSampling {

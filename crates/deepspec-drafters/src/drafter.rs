@@ -27,10 +27,7 @@ pub struct DrafterOptions {
 /// A drafter that proposes: what evaluation and serving need.
 pub trait Drafter: Proposer + Send {
     /// The same drafter for `slots` other sequences, as it was loaded: it shares the weights.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError>;
+    fn share(&self, slots: usize) -> Box<dyn Drafter>;
 
     /// Where it taps the target.
     fn taps(&self) -> &[Tap] {
@@ -62,11 +59,8 @@ pub trait Drafter: Proposer + Send {
     fn draft(&mut self, _tokens: usize) {}
 
     /// The model for a closer look, sharing its weights; None for a language model, which reads nothing of the target.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    fn examined(&self) -> Result<Option<Box<dyn DrafterProbe>>, ModelError> {
-        Ok(None)
+    fn examined(&self) -> Option<Box<dyn DrafterProbe>> {
+        None
     }
 }
 
@@ -94,16 +88,13 @@ pub trait DrafterPlan: Send + Sync {
     fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig);
 
     /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen), on their device.
-    ///
-    /// # Errors
-    /// None for fresh weights; the signature is shared with loading.
     fn build(
         &self,
         embed_tokens: &Tensor,
         lm_head: &Tensor,
         seed: u64,
         kind: Kind,
-    ) -> Result<Box<dyn TrainableDrafter>, ModelError>;
+    ) -> Box<dyn TrainableDrafter>;
 
     /// Where blocks start in a sample, in order; `choose(candidates, count)` draws at most `count` of them. None where the
     /// whole sequence is learned from. It depends on the sample's loss mask alone, so that the denominator of an optimiser step
@@ -139,10 +130,7 @@ pub trait DrafterPlan: Send + Sync {
     fn recompute(&mut self) -> bool;
 
     /// Number of weights, embedding and head not counted.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    fn weights(&self) -> Result<WeightCounts, ModelError>;
+    fn weights(&self) -> WeightCounts;
 }
 
 /// How many weights a drafter has.
@@ -189,10 +177,7 @@ pub trait TrainableDrafter {
     fn stages(&self) -> Vec<String>;
 
     /// A drafter for `slots` sequences with the weights as they are and as they become: it shares their storage.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    fn drafter(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError>;
+    fn drafter(&self, slots: usize) -> Box<dyn Drafter>;
 
     /// Takes over the weights of the drafter checkpoint in `dir`. Heads that its drafter does not have stay fresh, so that
     /// DSpark may start from DFlash; gives the names of these parameters. The embedding and the head stay the target's.
@@ -235,10 +220,7 @@ pub trait DrafterProbe {
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
     /// The same weights read otherwise.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    fn read_as(&self, reading: &DrafterOverrides) -> Result<Box<dyn DrafterProbe>, ModelError>;
+    fn read_as(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;
 
     /// What it predicts of samples with anchors of whole blocks, teacher-forced; None where they or its blocks are too short.
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>>;

@@ -109,7 +109,7 @@ pub fn plan(recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan
         let problem = format!("{} keeps what its layers make; leave it out", title(kind));
         return Err(mismatch(format!("`train.recompute`: {problem}")));
     }
-    if plan.weights()?.trained == 0 {
+    if plan.weights().trained == 0 {
         return Err(wrong_freeze("nothing is left that could learn".into()));
     }
     Ok(plan)

@@ -49,7 +49,7 @@ fn fresh(kernel_size: i64) -> DFlash2 {
         selector_top_k: TOP_K,
     };
     config.validate().unwrap();
-    DFlash2::fresh(config, &noise(7, &[VOCAB, WIDTH]), &noise(8, &[VOCAB, WIDTH]), 11, Kind::Float).unwrap()
+    DFlash2::fresh(config, &noise(7, &[VOCAB, WIDTH]), &noise(8, &[VOCAB, WIDTH]), 11, Kind::Float)
 }
 
 /// One whose convolutions and selector do something, through the disk.
@@ -91,7 +91,7 @@ fn a_fresh_one_is_dflash() {
     let _guard = tch::no_grad_guard();
     let dflash = BlockConfig { decoder: decoder(), blocks: blocks(), markov: None, confidence: None };
     let (embed, head) = (noise(7, &[VOCAB, WIDTH]), noise(8, &[VOCAB, WIDTH]));
-    let dflash = Block::fresh(dflash, &embed, &head, 11, Kind::Float).unwrap();
+    let dflash = Block::fresh(dflash, &embed, &head, 11, Kind::Float);
     let model = fresh(2);
     let expected = dflash.hidden(&dflash.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).unwrap());
     let hidden = model.hidden(&batch(&model));

@@ -106,7 +106,7 @@ fn the_first_tokens_have_the_targets_joint_law() {
         selector_top_k: 4,
     };
     let misfit = |lies: bool| {
-        let drafter = DFlash2::fresh(config.clone(), &embed, &head, 5, Kind::Float).unwrap();
+        let drafter = DFlash2::fresh(config.clone(), &embed, &head, 5, Kind::Float);
         for (i, (_, parameter)) in drafter.parameters().iter().enumerate() {
             let _ = parameter.shallow_clone().g_add_(&(noise_like(parameter, i as u64) * 0.2));
         }

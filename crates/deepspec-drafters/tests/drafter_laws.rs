@@ -86,7 +86,7 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
     };
     let (embed, head) = ends();
     let dir = tempfile::tempdir().unwrap();
-    let block = Block::fresh(config, &embed, &head, 11, Kind::Float).unwrap();
+    let block = Block::fresh(config, &embed, &head, 11, Kind::Float);
     // Through the disk, so that the saved config says all that the model is.
     let json = Value::Object(block.config().to_json()).to_string();
     std::fs::write(dir.path().join("config.json"), json).unwrap();
@@ -199,7 +199,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
             step_loss_decay: 0.8,
         };
         let (embed, head) = ends();
-        let model = Eagle3::fresh(config, &embed, &head, 11, Kind::Float).unwrap();
+        let model = Eagle3::fresh(config, &embed, &head, 11, Kind::Float);
         for supervise in [Supervise::Shifted, Supervise::Labels] {
             let normalization = LossNormalization::Global;
             let objective = Eagle3Objective { supervise, step_loss_decay: 0.8, normalization };
@@ -219,7 +219,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 Supervise::Labels => 3usize.saturating_sub(s),
             };
             let (embed, head) = ends();
-            let model = Eagle3::fresh(model.config().clone(), &embed, &head, 11, Kind::Float).unwrap();
+            let model = Eagle3::fresh(model.config().clone(), &embed, &head, 11, Kind::Float);
             let mut proposer = Eagle3Proposer::new(model, 3);
             let mut seen = 0;
             for column in [5, 6, 20, 33] {
@@ -267,7 +267,7 @@ fn a_drafter_that_learns_is_packed_as_it_is_now() {
         for (_, parameter) in block.parameters() {
             let _ = parameter.shallow_clone().g_add_scalar_(0.01);
         }
-        let packed = block.packed().unwrap();
+        let packed = block.packed();
         let stored =
             packed.parameters().iter().find(|(name, _)| name.contains("proj") || name.starts_with("fc"));
         assert!(stored.is_none(), "{} is not packed", stored.unwrap().0);
@@ -319,7 +319,7 @@ fn eagle3_gradients_add_over_sequences() {
     };
     let (embed, head) = ends();
     let run = |batches: &[&[TrainSample]]| {
-        let model = Eagle3::fresh(config.clone(), &embed, &head, 11, Kind::Float).unwrap();
+        let model = Eagle3::fresh(config.clone(), &embed, &head, 11, Kind::Float);
         model.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
         let sums: Vec<Tensor> = batches
             .iter()
@@ -370,7 +370,7 @@ fn eagle3_gradients_are_autograds() {
             last_positions: (0..LENGTH as u32).collect(),
             anchors: vec![],
         };
-        let model = Eagle3::fresh(config.clone(), &ends[0], &ends[1], 11, kind).unwrap();
+        let model = Eagle3::fresh(config.clone(), &ends[0], &ends[1], 11, kind);
         let parameters: Vec<Tensor> =
             model.parameters().iter().map(|(_, parameter)| parameter.set_requires_grad(true)).collect();
         let taken = || -> Vec<Tensor> {

@@ -62,7 +62,7 @@ fn block(shape: Shape) -> Block {
         confidence: shape.confidence.map(|with_markov| Confidence { with_markov }),
     };
     // With seed 11 a probability of the drafter is the target's to the last bit, and the sign of their difference is the rounding's.
-    let block = Block::fresh(config, &embed, &head, 12, shape.kind).unwrap();
+    let block = Block::fresh(config, &embed, &head, 12, shape.kind);
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
     }

@@ -40,7 +40,7 @@ fn bigrams(follower: impl Fn(i64) -> i64) -> Block {
         confidence: None,
     };
     let silent = Tensor::zeros([VOCAB, 16], CPU);
-    let block = Block::fresh(config, &silent, &silent, 1, Kind::Float).unwrap();
+    let block = Block::fresh(config, &silent, &silent, 1, Kind::Float);
     let table = Tensor::zeros([VOCAB, VOCAB], CPU); // [next, previous]
     for token in 0..VOCAB {
         let _ = table.get(follower(token)).get(token).fill_(20.0);

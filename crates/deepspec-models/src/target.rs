@@ -70,12 +70,9 @@ impl TargetModel {
         let names = Names::of(&weights);
         let (embed, head) = read_embed_and_head(&weights, names, &config)?;
         let is_tied = config.tie_word_embeddings;
-        let model = Self::build(
-            config,
-            (embed, head),
-            (names, Builder::from_checkpoint(&weights).packing()),
-            options,
-        )?;
+        let b = Builder::from_checkpoint(&weights).packing();
+        let model = Self::build(config, (embed, head), (names, &b), options);
+        b.check()?;
         let mut unread = weights.unread();
         unread.retain(|name| !names.may_leave(name, is_tied));
         if unread.is_empty() {
@@ -94,36 +91,33 @@ impl TargetModel {
     }
 
     /// The same model for `slots` other sequences: it shares the weights.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn share(&self, slots: usize) -> Result<Self, ModelError> {
+    pub fn share(&self, slots: usize) -> Self {
         let options = TargetOptions { device: self.device, kind: self.kind, slots, taps: self.taps.clone() };
         let shared = Self::build(
             self.config.clone(),
             self.embed_and_head(),
-            (self.names, Builder::sharing(&self.named)),
+            (self.names, &Builder::sharing(&self.named)),
             &options,
-        )?;
-        Ok(Self { decoding_head: OnceCell::from(self.decoding_head().share()), ..shared })
+        );
+        Self { decoding_head: OnceCell::from(self.decoding_head().share()), ..shared }
     }
 
     fn build(
         config: ModelConfig,
         (embed, head): (Tensor, Tensor),
-        (names, b): (Names, Builder),
+        (names, b): (Names, &Builder),
         options: &TargetOptions,
-    ) -> Result<Self, ModelError> {
+    ) -> Self {
         let (kind, device) = (options.kind, options.device);
         let layers = config
             .layers
             .iter()
             .enumerate()
-            .map(|(i, spec)| DecoderLayer::new(&b, &format!("{}layers.{i}", names.body), spec))
-            .collect::<Result<Vec<_>, _>>()?;
-        let norm = RmsNorm::new(&b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps)?;
+            .map(|(i, spec)| DecoderLayer::new(b, &format!("{}layers.{i}", names.body), spec))
+            .collect::<Vec<_>>();
+        let norm = RmsNorm::new(b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps);
         let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
-        Ok(Self {
+        Self {
             vocabulary: EmbedHead::new(embed, Weight::Stored(head), config.embed_scale, config.logit_softcap),
             decoding_head: OnceCell::new(),
             norm,
@@ -135,8 +129,8 @@ impl TargetModel {
             kind,
             device,
             names,
-            named: b.into_named(),
-        })
+            named: b.take_named(),
+        }
     }
 
     fn decoding_head(&self) -> &Weight {

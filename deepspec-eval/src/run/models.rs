@@ -151,7 +151,7 @@ impl Models<'_> {
             let mut engines = Vec::with_capacity(lanes);
             for slots in shares {
                 let drafter = drafter.as_deref().map(|drafter| self.shared(drafter, slots)).transpose()?;
-                engines.push(engine((target.share(slots)?, drafter, slots)));
+                engines.push(engine((target.share(slots), drafter, slots)));
             }
             let threads = usize::try_from(settings.threads).unwrap_or(1);
             decode(&mut EngineReplicas::new(engines, threads), plan, arm, journal, trace, verbosity)?
@@ -187,7 +187,7 @@ impl Models<'_> {
     /// Has a drafter draft as it is asked to.
     /// Another of the drafter, for other slots.
     fn shared(&self, drafter: &dyn Drafter, slots: usize) -> anyhow::Result<Box<dyn Drafter>> {
-        let mut shared = drafter.share(slots)?;
+        let mut shared = drafter.share(slots);
         set_up(shared.as_mut(), self.settings.max_draft_tokens, self.settings.no_markov)?;
         Ok(shared)
     }

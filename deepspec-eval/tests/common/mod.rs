@@ -124,7 +124,7 @@ pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor
     let shape = [config.decoder.model.vocab_size, config.decoder.model.hidden_size];
     let config_json = serde_json::to_string(&config.to_json()).unwrap();
     let small = Tensor::from_slice(&noise(1, (shape[0] * shape[1]) as usize)).view(shape) * 0.02;
-    let block = Block::fresh(config, &small, &small, 1, Kind::Float).unwrap();
+    let block = Block::fresh(config, &small, &small, 1, Kind::Float);
     let tensors: Vec<(String, Tensor)> =
         block.checkpoint().into_iter().map(|(name, tensor)| (name.clone(), edit(&name, tensor))).collect();
     save(&dir.join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
@@ -144,7 +144,7 @@ pub fn write_eagle3(dir: &Path) {
         step_loss_decay: 0.8,
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
-    let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float).unwrap();
+    let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float);
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
     let config = serde_json::to_string(&model.config().to_json()).unwrap();

@@ -114,7 +114,7 @@ pub fn train(
 ) -> Box<dyn TrainableDrafter> {
     let model = ModelConfig::load(target).unwrap();
     let (embed, head) = load_embed_and_head(target, &model, Device::Cpu, Kind::Float).unwrap();
-    let trainee = plan.build(&embed, &head, 1, Kind::Float).unwrap();
+    let trainee = plan.build(&embed, &head, 1, Kind::Float);
     let mut moments: Vec<(Tensor, Tensor)> = vec![];
     for (_, parameter) in trainee.parameters() {
         let parameter = parameter.set_requires_grad(true);

@@ -1,7 +1,7 @@
 //! The backbone: draft layers whose queries come from the block and whose keys come from the target's states and the block.
 
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, LayerInput, Qkv, RmsNorm, Rotations};
-use deepspec_models::{ModelConfig, ModelError};
 use deepspec_ops::{BlockAttention, RepeatedRows, range};
 use tch::{Kind, Tensor};
 
@@ -22,18 +22,13 @@ pub struct Backbone {
 
 impl Backbone {
     /// Asks for the tensors in the order in which they are trained.
-    ///
-    /// # Errors
-    /// A tensor is missing or misshapen.
-    pub fn new(b: &Builder, model: &ModelConfig) -> Result<Self, ModelError> {
+    pub fn new(b: &Builder, model: &ModelConfig) -> Self {
         let layers = model.layers.iter().enumerate();
-        Ok(Self {
-            hidden_norm: RmsNorm::new(b, "hidden_norm", model.hidden_size, model.rms_norm_eps)?,
-            layers: layers
-                .map(|(i, spec)| DecoderLayer::new(b, &format!("{LAYERS}{i}"), spec))
-                .collect::<Result<_, _>>()?,
-            norm: RmsNorm::new(b, "norm", model.hidden_size, model.rms_norm_eps)?,
-        })
+        Self {
+            hidden_norm: RmsNorm::new(b, "hidden_norm", model.hidden_size, model.rms_norm_eps),
+            layers: layers.map(|(i, spec)| DecoderLayer::new(b, &format!("{LAYERS}{i}"), spec)).collect(),
+            norm: RmsNorm::new(b, "norm", model.hidden_size, model.rms_norm_eps),
+        }
     }
 }
 

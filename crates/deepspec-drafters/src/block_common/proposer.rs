@@ -123,8 +123,8 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
 }
 
 impl<K: BlockDrafter> Drafter for AnchoredProposer<K> {
-    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
-        Ok(K::drafter(self.model.share()?, slots))
+    fn share(&self, slots: usize) -> Box<dyn Drafter> {
+        K::drafter(self.model.share(), slots)
     }
 
     fn taps(&self) -> &[Tap] {
@@ -147,8 +147,8 @@ impl<K: BlockDrafter> Drafter for AnchoredProposer<K> {
         self.model.config().decoder().check_fits(target)
     }
 
-    fn examined(&self) -> Result<Option<Box<dyn DrafterProbe>>, ModelError> {
-        Ok(Some(Box::new(self.model.share()?)))
+    fn examined(&self) -> Option<Box<dyn DrafterProbe>> {
+        Some(Box::new(self.model.share()))
     }
 }
 

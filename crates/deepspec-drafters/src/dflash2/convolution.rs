@@ -1,6 +1,5 @@
 //! Convolutions along the slots of a block, before and after each half of a layer.
 
-use deepspec_models::ModelError;
 use deepspec_models::nn::{Builder, Init, Linear};
 use tch::Tensor;
 
@@ -23,24 +22,15 @@ struct Deltas(Tensor);
 
 impl Convolutions {
     /// Those called `name` for blocks of B slots.
-    ///
-    /// # Errors
-    /// A tensor is missing or misshapen.
-    pub fn new(
-        b: &Builder,
-        name: &str,
-        width: i64,
-        shape: Convolution,
-        block_size: usize,
-    ) -> Result<Self, ModelError> {
+    pub fn new(b: &Builder, name: &str, width: i64, shape: Convolution, block_size: usize) -> Self {
         let Convolution { kernel_size, group_size } = shape;
         let deltas = 2 * kernel_size * width / group_size;
-        Ok(Self {
-            base: b.get(&format!("{name}.base_kernel"), &[2, kernel_size, width], Init::Identity)?,
-            projection: Linear::starting_at_zero(b, &format!("{name}.kernel_projection"), width, deltas)?,
+        Self {
+            base: b.get(&format!("{name}.base_kernel"), &[2, kernel_size, width], Init::Identity),
+            projection: Linear::starting_at_zero(b, &format!("{name}.kernel_projection"), width, deltas),
             shape,
             block_size: block_size as i64,
-        })
+        }
     }
 
     /// What stands around `run`, over rows of whole blocks `[N·B, d]`.

@@ -2,8 +2,8 @@
 
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{FinalStates, Slots};
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
-use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -105,7 +105,7 @@ impl DrafterKind for DFlash2Parts {
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
     const RECOMPUTES: bool = true;
 
-    fn new(b: &Builder, config: &DFlash2Config) -> Result<Self, ModelError> {
+    fn new(b: &Builder, config: &DFlash2Config) -> Self {
         Self::build(b, config)
     }
 

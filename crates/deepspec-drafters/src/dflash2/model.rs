@@ -1,6 +1,5 @@
 //! DFlash 2: a backbone with convolutions in its layers, and the selector behind it.
 
-use deepspec_models::ModelError;
 use deepspec_models::nn::{Builder, LayerHook};
 use tch::Tensor;
 
@@ -39,23 +38,20 @@ impl LayerHook for LayerConvolutions {
 
 impl DFlash2Parts {
     /// Asks for the tensors in the order in which they are trained.
-    ///
-    /// # Errors
-    /// A tensor is missing or misshapen.
-    pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Result<Self, ModelError> {
+    pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, size) = (&config.decoder.model, config.blocks.block_size);
         let convolutions = |layer: usize| {
             let of = |half: &str| {
                 let name = format!("layers.{layer}.{half}_conv");
                 Convolutions::new(b, &name, model.hidden_size, config.convolution, size)
             };
-            Ok(LayerConvolutions { attention: of("attention")?, mlp: of("mlp")? })
+            LayerConvolutions { attention: of("attention"), mlp: of("mlp") }
         };
-        Ok(Self {
-            backbone: Backbone::new(b, model)?,
-            convolutions: (0..model.layers.len()).map(convolutions).collect::<Result<_, ModelError>>()?,
-            selector: PathSelector::new(b, config)?,
-        })
+        Self {
+            backbone: Backbone::new(b, model),
+            convolutions: (0..model.layers.len()).map(convolutions).collect(),
+            selector: PathSelector::new(b, config),
+        }
     }
 }
 

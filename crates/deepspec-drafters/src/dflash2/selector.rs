@@ -1,6 +1,5 @@
 //! The selector: which of a slot's likeliest tokens goes with the token before it.
 
-use deepspec_models::ModelError;
 use deepspec_models::nn::{Builder, Init, Linear};
 use tch::{Kind, Tensor};
 
@@ -26,18 +25,16 @@ pub struct Candidates {
 }
 
 impl PathSelector {
-    /// # Errors
-    /// A tensor is missing or misshapen.
-    pub fn new(b: &Builder, config: &DFlash2Config) -> Result<Self, ModelError> {
+    pub fn new(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, rank) = (&config.decoder.model, config.selector_rank);
         let codebook =
             |name: &str, init| b.get(&format!("candidate_selector.{name}"), &[model.vocab_size, rank], init);
-        Ok(Self {
-            predecessors: codebook("predecessor_codebook", Init::Normal)?,
-            successors: codebook("successor_codebook", Init::Zeros)?,
-            projection: Linear::new(b, "candidate_selector.hidden_projection", model.hidden_size, rank)?,
+        Self {
+            predecessors: codebook("predecessor_codebook", Init::Normal),
+            successors: codebook("successor_codebook", Init::Zeros),
+            projection: Linear::new(b, "candidate_selector.hidden_projection", model.hidden_size, rank),
             top_k: config.selector_top_k,
-        })
+        }
     }
 
     /// A and B, `[V, r]` each.

@@ -40,14 +40,16 @@ pub fn load<T>(
     model: &ModelConfig,
     (kind, device): (Kind, Device),
     packs: bool,
-    build: impl FnOnce(Builder, Tensor, Weight) -> Result<T, ModelError>,
+    build: impl FnOnce(&Builder, Tensor, Weight) -> T,
 ) -> Result<T, ModelError> {
     let weights = Weights::open(dir, architecture, device, kind)?;
     weights.check_finite()?;
     let shape = [model.vocab_size, model.hidden_size];
     let (embed, head) = (weights.get(EMBED, &shape)?, weights.get(HEAD, &shape)?);
     let (b, head) = (Builder::from_checkpoint(&weights), Weight::Stored(head));
-    let drafter = if packs { build(b.packing(), embed, head.packed())? } else { build(b, embed, head)? };
+    let (b, head) = if packs { (b.packing(), head.packed()) } else { (b, head) };
+    let drafter = build(&b, embed, head);
+    b.check()?;
     let unread = weights.unread();
     if unread.is_empty() {
         return Ok(drafter);

@@ -85,10 +85,7 @@ pub trait DrafterKind: Sized + Send + 'static {
     const RECOMPUTES: bool = false;
 
     /// Asks for the tensors in the order in which they are trained.
-    ///
-    /// # Errors
-    /// A tensor is missing or misshapen.
-    fn new(b: &Builder, config: &Self::Config) -> Result<Self, ModelError>;
+    fn new(b: &Builder, config: &Self::Config) -> Self;
 
     /// See [`DrafterPlan::anchors`].
     fn anchors(
@@ -198,11 +195,11 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         lm_head: &Tensor,
         seed: u64,
         kind: Kind,
-    ) -> Result<Box<dyn TrainableDrafter>, ModelError> {
-        let mut model = DraftModel::<K>::fresh(self.config.clone(), embed_tokens, lm_head, seed, kind)?;
+    ) -> Box<dyn TrainableDrafter> {
+        let mut model = DraftModel::<K>::fresh(self.config.clone(), embed_tokens, lm_head, seed, kind);
         model.freeze(&self.frozen);
         model.recomputes = self.recomputes;
-        Ok(Box::new(DrafterWithLoss { model, objective: self.objective.clone() }))
+        Box::new(DrafterWithLoss { model, objective: self.objective.clone() })
     }
 
     fn anchors(
@@ -247,14 +244,14 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         K::RECOMPUTES
     }
 
-    fn weights(&self) -> Result<WeightCounts, ModelError> {
+    fn weights(&self) -> WeightCounts {
         let mut counts = WeightCounts { trained: 0, frozen: 0 };
-        for (name, tensor) in DraftModel::<K>::outline(self.config.clone())? {
+        for (name, tensor) in DraftModel::<K>::outline(self.config.clone()) {
             let is_frozen = self.frozen.iter().any(|prefix| name.starts_with(prefix));
             let count = if is_frozen { &mut counts.frozen } else { &mut counts.trained };
             *count += tensor.numel();
         }
-        Ok(counts)
+        counts
     }
 }
 
@@ -278,8 +275,8 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
         K::stages(&self.model)
     }
 
-    fn drafter(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
-        Ok(K::drafter(self.model.packed()?, slots))
+    fn drafter(&self, slots: usize) -> Box<dyn Drafter> {
+        K::drafter(self.model.packed(), slots)
     }
 
     fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
@@ -324,7 +321,7 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
         self.config().decoder().check_fits(target)
     }
 
-    fn read_as(&self, reading: &DrafterOverrides) -> Result<Box<dyn DrafterProbe>, ModelError> {
+    fn read_as(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe> {
         let mut config = self.config().clone();
         if let Some(like) = reading.rope_of {
             let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;
@@ -334,7 +331,7 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }
-        Ok(Box::new(self.share_as(config, reading.embed_and_head)?))
+        Box::new(self.share_as(config, reading.embed_and_head))
     }
 
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>> {

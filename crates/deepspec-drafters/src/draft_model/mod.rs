@@ -46,18 +46,9 @@ pub struct DraftModel<K: DrafterKind> {
 
 impl<K: DrafterKind> DraftModel<K> {
     /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen).
-    ///
-    /// # Errors
-    /// None for fresh weights; the signature is shared with loading.
-    pub fn fresh(
-        config: K::Config,
-        embed_tokens: &Tensor,
-        lm_head: &Tensor,
-        seed: u64,
-        kind: Kind,
-    ) -> Result<Self, ModelError> {
+    pub fn fresh(config: K::Config, embed_tokens: &Tensor, lm_head: &Tensor, seed: u64, kind: Kind) -> Self {
         let b = Builder::fresh(seed, config.model().initializer_range, embed_tokens.device(), kind);
-        Self::build(config, b, embed_tokens.shallow_clone(), Weight::Stored(lm_head.shallow_clone()), kind)
+        Self::build(config, &b, embed_tokens.shallow_clone(), Weight::Stored(lm_head.shallow_clone()), kind)
     }
 
     /// Loads the checkpoint in `dir`.
@@ -84,68 +75,50 @@ impl<K: DrafterKind> DraftModel<K> {
         })
     }
 
-    fn build(
-        config: K::Config,
-        b: Builder,
-        embed_tokens: Tensor,
-        lm_head: Weight,
-        kind: Kind,
-    ) -> Result<Self, ModelError> {
+    fn build(config: K::Config, b: &Builder, embed_tokens: Tensor, lm_head: Weight, kind: Kind) -> Self {
         let (model, device) = (config.model(), embed_tokens.device());
         let vocabulary = EmbedHead::new(embed_tokens, lm_head, model.embed_scale, model.logit_softcap);
         let width = config.decoder().taps.len() as i64 * model.hidden_size;
-        Ok(Self {
-            fc: Linear::new(&b, "fc", width, model.hidden_size)?,
-            parts: K::new(&b, &config)?,
+        Self {
+            fc: Linear::new(b, "fc", width, model.hidden_size),
+            parts: K::new(b, &config),
             ropes: RotaryEmbeddings::new(&model.layers, device),
-            tensors: checkpoint::with_ends(b.into_named(), &vocabulary),
+            tensors: checkpoint::with_ends(b.take_named(), &vocabulary),
             vocabulary,
             config,
             kind,
             device,
             recomputes: false,
-        })
+        }
     }
 
     /// The names and shapes of the parameters of a drafter like this, without their values.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn outline(config: K::Config) -> Result<Vec<(String, Tensor)>, ModelError> {
+    pub fn outline(config: K::Config) -> Vec<(String, Tensor)> {
         let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
         let head = Weight::Stored(ends.shallow_clone());
-        let outline = Self::build(config, Builder::outline(), ends, head, Kind::BFloat16)?;
-        Ok(outline.tensors.parameters)
+        let outline = Self::build(config, &Builder::outline(), ends, head, Kind::BFloat16);
+        outline.tensors.parameters
     }
 
     /// The same drafter once more, sharing all weights with this one.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn share(&self) -> Result<Self, ModelError> {
+    pub fn share(&self) -> Self {
         self.share_as(self.config.clone(), None)
     }
 
     /// The same drafter as it is now, packed to decode with.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn packed(&self) -> Result<Self, ModelError> {
+    pub fn packed(&self) -> Self {
         let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share().packed());
         let b = Builder::sharing(&self.tensors).packing();
-        Self::build(self.config.clone(), b, embed.shallow_clone(), head, self.kind)
+        Self::build(self.config.clone(), &b, embed.shallow_clone(), head, self.kind)
     }
 
     /// The same weights as a drafter of another config, of the same shapes, reads them; with other ends (both `[V, d]`) where there are some.
-    ///
-    /// # Errors
-    /// None; the signature is shared with loading.
-    pub fn share_as(&self, config: K::Config, ends: Option<(&Tensor, &Tensor)>) -> Result<Self, ModelError> {
+    pub fn share_as(&self, config: K::Config, ends: Option<(&Tensor, &Tensor)>) -> Self {
         let (embed, head) = match ends {
             Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),
             None => (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share()),
         };
-        Self::build(config, Builder::sharing(&self.tensors), embed.shallow_clone(), head, self.kind)
+        Self::build(config, &Builder::sharing(&self.tensors), embed.shallow_clone(), head, self.kind)
     }
 
     /// Its embedding and head, both `[V, d]`; a copy of the head where that is packed.

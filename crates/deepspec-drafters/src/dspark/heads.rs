@@ -1,6 +1,5 @@
 //! The sequential heads: Markov bias and confidence.
 
-use deepspec_models::ModelError;
 use deepspec_models::nn::{Builder, Init, Linear, Weight};
 use deepspec_ops::linear;
 use tch::Tensor;
@@ -27,22 +26,22 @@ enum Form {
 pub struct MarkovState(Option<Tensor>);
 
 impl MarkovHead {
-    pub fn new(b: &Builder, markov: Markov, vocab: i64, hidden: i64) -> Result<Self, ModelError> {
+    pub fn new(b: &Builder, markov: Markov, vocab: i64, hidden: i64) -> Self {
         let rank = markov.rank;
-        Ok(Self {
-            w1: b.get("markov_head.markov_w1.weight", &[vocab, rank], Init::Normal)?,
-            w2: b.product("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal)?,
+        Self {
+            w1: b.get("markov_head.markov_w1.weight", &[vocab, rank], Init::Normal),
+            w2: b.product("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal),
             form: match markov.kind {
                 MarkovKind::Vanilla => Form::Vanilla,
                 MarkovKind::Gated => {
-                    Form::Gated(Linear::with_bias(b, "markov_head.gate_proj", hidden + rank, rank)?)
+                    Form::Gated(Linear::with_bias(b, "markov_head.gate_proj", hidden + rank, rank))
                 }
                 MarkovKind::Rnn => {
-                    Form::Rnn(Linear::with_bias(b, "markov_head.joint_proj", 2 * rank + hidden, 3 * rank)?)
+                    Form::Rnn(Linear::with_bias(b, "markov_head.joint_proj", 2 * rank + hidden, 3 * rank))
                 }
             },
             rank,
-        })
+        }
     }
 
     /// The embedding of previous tokens, `[V, r]`.
@@ -108,11 +107,11 @@ pub struct ConfidenceHead {
 }
 
 impl ConfidenceHead {
-    pub fn new(b: &Builder, config: &BlockConfig) -> Result<Option<Self>, ModelError> {
-        let Some(confidence) = config.confidence else { return Ok(None) };
+    pub fn new(b: &Builder, config: &BlockConfig) -> Option<Self> {
+        let confidence = config.confidence?;
         let rank = if confidence.with_markov { config.markov.map_or(0, |markov| markov.rank) } else { 0 };
-        let proj = Linear::with_bias(b, "confidence_head.proj", config.decoder.model.hidden_size + rank, 1)?;
-        Ok(Some(Self { proj, with_markov: confidence.with_markov }))
+        let proj = Linear::with_bias(b, "confidence_head.proj", config.decoder.model.hidden_size + rank, 1);
+        Some(Self { proj, with_markov: confidence.with_markov })
     }
 
     /// `hidden [.., d]` and the previous token's `e [.., r]` to logits `[..]`.

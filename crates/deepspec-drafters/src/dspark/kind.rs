@@ -3,8 +3,8 @@
 use deepspec_core::FinalStates;
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
-use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
@@ -138,7 +138,7 @@ impl DrafterKind for BlockParts {
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
     const RECOMPUTES: bool = true;
 
-    fn new(b: &Builder, config: &BlockConfig) -> Result<Self, ModelError> {
+    fn new(b: &Builder, config: &BlockConfig) -> Self {
         Self::build(b, config)
     }
 

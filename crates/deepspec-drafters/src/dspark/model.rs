@@ -1,7 +1,6 @@
 //! DSpark and DFlash: a backbone and, behind it, the heads that there are.
 
 use deepspec_engine::DraftSampling;
-use deepspec_models::ModelError;
 use deepspec_models::nn::Builder;
 use tch::{Kind, Tensor};
 
@@ -24,20 +23,16 @@ pub struct BlockParts {
 
 impl BlockParts {
     /// Asks for the tensors in the order in which they are trained.
-    ///
-    /// # Errors
-    /// A tensor is missing or misshapen.
-    pub(super) fn build(b: &Builder, config: &BlockConfig) -> Result<Self, ModelError> {
+    pub(super) fn build(b: &Builder, config: &BlockConfig) -> Self {
         let model = &config.decoder.model;
-        Ok(Self {
-            backbone: Backbone::new(b, model)?,
+        Self {
+            backbone: Backbone::new(b, model),
             markov: config
                 .markov
-                .map(|markov| MarkovHead::new(b, markov, model.vocab_size, model.hidden_size))
-                .transpose()?,
-            confidence: ConfidenceHead::new(b, config)?,
+                .map(|markov| MarkovHead::new(b, markov, model.vocab_size, model.hidden_size)),
+            confidence: ConfidenceHead::new(b, config),
             biased: true,
-        })
+        }
     }
 }
 

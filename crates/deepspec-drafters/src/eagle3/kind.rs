@@ -2,8 +2,8 @@
 
 use deepspec_core::FinalStates;
 use deepspec_core::recipe::{LossNormalization, Recipe};
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
-use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
@@ -83,7 +83,7 @@ impl DrafterKind for Eagle3Parts {
     type Objective = Eagle3Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
 
-    fn new(b: &Builder, config: &Eagle3Config) -> Result<Self, ModelError> {
+    fn new(b: &Builder, config: &Eagle3Config) -> Self {
         Self::build(b, config)
     }
 

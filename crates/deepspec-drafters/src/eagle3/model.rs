@@ -2,7 +2,6 @@
 //!
 //! n columns of a step, N of step 0, H heads, G key/value heads, D head width.
 
-use deepspec_models::ModelError;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerInput, Qkv, RmsNorm};
 use deepspec_ops::range;
 use tch::{Kind, Tensor};
@@ -23,18 +22,15 @@ pub struct Eagle3Parts {
 
 impl Eagle3Parts {
     /// Asks for the tensors in the order in which they are trained.
-    ///
-    /// # Errors
-    /// A tensor is missing or misshapen.
-    pub(super) fn build(b: &Builder, config: &Eagle3Config) -> Result<Self, ModelError> {
+    pub(super) fn build(b: &Builder, config: &Eagle3Config) -> Self {
         let c = &config.decoder.model;
         let layers = c.layers.iter().enumerate();
-        Ok(Self {
+        Self {
             layers: layers
                 .map(|(i, spec)| DecoderLayer::with_embeddings(b, &format!("layers.{i}"), spec))
-                .collect::<Result<_, _>>()?,
-            norm: RmsNorm::new(b, "norm", c.hidden_size, c.rms_norm_eps)?,
-        })
+                .collect(),
+            norm: RmsNorm::new(b, "norm", c.hidden_size, c.rms_norm_eps),
+        }
     }
 }
 

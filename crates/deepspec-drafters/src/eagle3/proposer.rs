@@ -66,8 +66,8 @@ impl Eagle3Proposer {
 }
 
 impl Drafter for Eagle3Proposer {
-    fn share(&self, slots: usize) -> Result<Box<dyn Drafter>, ModelError> {
-        Ok(Box::new(Self::new(self.model.share()?, slots)))
+    fn share(&self, slots: usize) -> Box<dyn Drafter> {
+        Box::new(Self::new(self.model.share(), slots))
     }
 
     fn taps(&self) -> &[Tap] {
@@ -86,8 +86,8 @@ impl Drafter for Eagle3Proposer {
         self.block_size = tokens.min(self.model.config().ttt_length);
     }
 
-    fn examined(&self) -> Result<Option<Box<dyn DrafterProbe>>, ModelError> {
-        Ok(Some(Box::new(self.model.share()?)))
+    fn examined(&self) -> Option<Box<dyn DrafterProbe>> {
+        Some(Box::new(self.model.share()))
     }
 }
 

@@ -5,7 +5,6 @@ use tch::Tensor;
 
 use super::spec::{LayerSpec, Value};
 use super::{Builder, Linear, RmsNorm, Rotation};
-use crate::ModelError;
 
 /// Projections of grouped-query attention, and the norms of its heads.
 pub struct Attention {
@@ -22,23 +21,23 @@ pub struct Attention {
 
 impl Attention {
     /// `input` is the width of the rows that it reads; its output is as wide as the residual stream.
-    pub(super) fn new(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Result<Self, ModelError> {
+    pub(super) fn new(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
         let (d, heads) = (spec.hidden_size, spec.attention.heads);
         let (wide, narrow) = (heads.query * heads.dim, heads.key_value * heads.dim);
         let projection = |part: &str, output| Linear::new(b, &format!("{name}.{part}"), input, output);
-        let v_proj = (spec.value != Value::SharesKey).then(|| projection("v_proj", narrow)).transpose()?;
+        let v_proj = (spec.value != Value::SharesKey).then(|| projection("v_proj", narrow));
         let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), heads.dim, spec.eps);
-        let norm = |part| spec.qk_norm.then(|| norm(part)).transpose();
-        Ok(Self {
-            q_proj: projection("q_proj", wide)?,
-            k_proj: projection("k_proj", narrow)?,
+        let norm = |part| spec.qk_norm.then(|| norm(part));
+        Self {
+            q_proj: projection("q_proj", wide),
+            k_proj: projection("k_proj", narrow),
             v_proj,
-            o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d)?,
-            q_norm: norm("q_norm")?,
-            k_norm: norm("k_norm")?,
+            o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d),
+            q_norm: norm("q_norm"),
+            k_norm: norm("k_norm"),
             v_norm: (spec.value != Value::Projected).then_some(spec.eps),
             heads,
-        })
+        }
     }
 
     /// Queries, keys and values of `x [M, input]`, normed and rotated. `repeat` makes N rows of M rows before the rotation.

@@ -36,6 +36,8 @@ pub struct Builder<'a> {
     /// Whether weights of products are packed.
     packs: bool,
     named: RefCell<StateDict>,
+    /// The first tensor that a checkpoint could not give.
+    error: RefCell<Option<ModelError>>,
 }
 
 /// Tensors by checkpoint name, in the order they were asked for; they share storage with the model.
@@ -106,7 +108,7 @@ impl<'a> Builder<'a> {
     }
 
     fn new(source: Source<'a>) -> Self {
-        Self { source, packs: false, named: RefCell::default() }
+        Self { source, packs: false, named: RefCell::default(), error: RefCell::default() }
     }
 
     /// The same, packing the weights of products: for a model that decodes, and does not learn.
@@ -115,48 +117,41 @@ impl<'a> Builder<'a> {
     }
 
     /// The parameter `name` of the given shape.
-    ///
-    /// # Errors
-    /// If the checkpoint lacks it or disagrees about its shape.
-    pub fn get(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
-        let tensor = self.read(name, shape, init)?;
+    pub fn get(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
+        let tensor = self.read(name, shape, init);
         self.named.borrow_mut().parameters.push((name.to_string(), tensor.shallow_clone()));
-        Ok(tensor)
+        tensor
     }
 
     /// The weight `[output, input]` of a product.
-    ///
-    /// # Errors
-    /// As [`Builder::get`].
-    pub fn product(&self, name: &str, shape: &[i64; 2], init: Init) -> Result<Weight, ModelError> {
+    pub fn product(&self, name: &str, shape: &[i64; 2], init: Init) -> Weight {
         let shared = if let Source::Shared(model) = self.source { model.packed(name, shape) } else { None };
         let weight = match shared {
             Some(packed) => Weight::Packed(packed),
             // Of a model that learns the values are taken, as they are now.
-            None if self.packs => Weight::Stored(self.read(name, shape, init)?.detach()).packed(),
-            None => Weight::Stored(self.read(name, shape, init)?),
+            None if self.packs && self.error.borrow().is_none() => {
+                Weight::Stored(self.read(name, shape, init).detach()).packed()
+            }
+            None => Weight::Stored(self.read(name, shape, init)),
         };
         let (name, named) = (name.to_string(), &mut *self.named.borrow_mut());
         match &weight {
             Weight::Stored(stored) => named.parameters.push((name, stored.shallow_clone())),
             Weight::Packed(packed) => named.packed.push((name, packed.share())),
         }
-        Ok(weight)
+        weight
     }
 
     /// The same for a tensor that is stored but not trained.
-    ///
-    /// # Errors
-    /// As [`Builder::get`].
-    pub fn buffer(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
-        let tensor = self.read(name, shape, init)?;
+    pub fn buffer(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
+        let tensor = self.read(name, shape, init);
         self.named.borrow_mut().buffers.push((name.to_string(), tensor.shallow_clone()));
-        Ok(tensor)
+        tensor
     }
 
-    fn read(&self, name: &str, shape: &[i64], init: Init) -> Result<Tensor, ModelError> {
-        Ok(match &self.source {
-            Source::Checkpoint(weights) => weights.get(name, shape)?,
+    fn read(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
+        match &self.source {
+            Source::Checkpoint(weights) => self.read_checkpoint(weights, name, shape),
             Source::Shared(model) => model.tensor(name, shape),
             Source::Outline => Tensor::empty(shape, (Kind::BFloat16, HOST)),
             &Source::Fresh { seed, std, device, kind } => match init {
@@ -172,12 +167,32 @@ impl<'a> Builder<'a> {
                     (normal(shape, seed) * std).to_kind(kind).to_device(device)
                 }
             },
-        })
+        }
     }
 
-    /// All that was handed out.
-    pub fn into_named(self) -> StateDict {
-        self.named.into_inner()
+    /// A tensor of the checkpoint. Behind the first error it is an empty outline, and nothing is read any more.
+    fn read_checkpoint(&self, weights: &Weights, name: &str, shape: &[i64]) -> Tensor {
+        let mut error = self.error.borrow_mut();
+        if error.is_none() {
+            match weights.get(name, shape) {
+                Ok(tensor) => return tensor,
+                Err(found) => *error = Some(found),
+            }
+        }
+        Tensor::empty(shape, (Kind::BFloat16, HOST))
+    }
+
+    /// All tensors that were handed out since the last call.
+    pub fn take_named(&self) -> StateDict {
+        self.named.take()
+    }
+
+    /// Whether a checkpoint had all tensors that were asked for.
+    ///
+    /// # Errors
+    /// The first tensor that is missing or of another shape.
+    pub fn check(&self) -> Result<(), ModelError> {
+        self.error.take().map_or(Ok(()), Err)
     }
 }
 

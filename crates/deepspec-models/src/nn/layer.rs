@@ -6,7 +6,6 @@ use tch::Tensor;
 use super::attention::{Attention, optionally_normed};
 use super::spec::{LayerSpec, Norms};
 use super::{Builder, Init, Linear, RmsNorm, Rotation};
-use crate::ModelError;
 
 /// Rows that a layer reads.
 #[derive(Clone, Copy)]
@@ -43,14 +42,14 @@ struct Mlp {
 }
 
 impl Mlp {
-    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
+    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
         let (d, inner) = (spec.hidden_size, spec.intermediate_size);
-        Ok(Self {
-            gate_proj: Linear::new(b, &format!("{name}.gate_proj"), d, inner)?,
-            up_proj: Linear::new(b, &format!("{name}.up_proj"), d, inner)?,
-            down_proj: Linear::new(b, &format!("{name}.down_proj"), inner, d)?,
+        Self {
+            gate_proj: Linear::new(b, &format!("{name}.gate_proj"), d, inner),
+            up_proj: Linear::new(b, &format!("{name}.up_proj"), d, inner),
+            down_proj: Linear::new(b, &format!("{name}.down_proj"), inner, d),
             activation: spec.activation,
-        })
+        }
     }
 
     fn forward(&self, x: &Tensor) -> Tensor {
@@ -79,35 +78,35 @@ pub struct DecoderLayer {
 
 impl DecoderLayer {
     /// The layer `name` (`model.layers.3`, `layers.0`).
-    pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
+    pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
         Self::reading(b, name, spec, spec.hidden_size)
     }
 
     /// The layer `name` of Eagle3: attention reads `[input_layernorm(embeddings) ; hidden_norm(x)]`, 2d wide.
-    pub fn with_embeddings(b: &Builder, name: &str, spec: &LayerSpec) -> Result<Self, ModelError> {
-        let layer = Self::reading(b, name, spec, 2 * spec.hidden_size)?;
-        let hidden_norm = RmsNorm::new(b, &format!("{name}.hidden_norm"), spec.hidden_size, spec.eps)?;
-        Ok(Self { hidden_norm: Some(hidden_norm), ..layer })
+    pub fn with_embeddings(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
+        let layer = Self::reading(b, name, spec, 2 * spec.hidden_size);
+        let hidden_norm = RmsNorm::new(b, &format!("{name}.hidden_norm"), spec.hidden_size, spec.eps);
+        Self { hidden_norm: Some(hidden_norm), ..layer }
     }
 
-    fn reading(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Result<Self, ModelError> {
+    fn reading(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
         let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), spec.hidden_size, spec.eps);
-        let attention = Attention::new(b, &format!("{name}.self_attn"), spec, input)?;
-        let mlp = Mlp::new(b, &format!("{name}.mlp"), spec)?;
-        let input_norm = norm("input_layernorm")?;
+        let attention = Attention::new(b, &format!("{name}.self_attn"), spec, input);
+        let mlp = Mlp::new(b, &format!("{name}.mlp"), spec);
+        let input_norm = norm("input_layernorm");
         // Llama calls the norm before the MLP what Gemma calls the norm behind attention.
-        let post_attention = norm("post_attention_layernorm")?;
+        let post_attention = norm("post_attention_layernorm");
         let (attention_out_norm, mlp_norm, mlp_out_norm) = match spec.norms {
             Norms::Pre => (None, post_attention, None),
             Norms::Sandwich => (
                 Some(post_attention),
-                norm("pre_feedforward_layernorm")?,
-                Some(norm("post_feedforward_layernorm")?),
+                norm("pre_feedforward_layernorm"),
+                Some(norm("post_feedforward_layernorm")),
             ),
         };
         let scalar = || b.buffer(&format!("{name}.layer_scalar"), &[1], Init::Ones);
-        let layer_scalar = spec.scaled.then(scalar).transpose()?;
-        Ok(Self {
+        let layer_scalar = spec.scaled.then(scalar);
+        Self {
             attention,
             mlp,
             input_norm,
@@ -116,7 +115,7 @@ impl DecoderLayer {
             mlp_norm,
             mlp_out_norm,
             layer_scalar,
-        })
+        }
     }
 
     /// `x [N, d]` to `[N, d]`. `attend` turns queries, keys and values into `[N, H·D]`.

@@ -4,7 +4,6 @@ use deepspec_ops::{RmsNormParams, Weight, linear, rms_norm};
 use tch::Tensor;
 
 use super::{Builder, Init};
-use crate::ModelError;
 
 /// `y = x Wᵀ (+ b)`.
 pub struct Linear {
@@ -14,19 +13,19 @@ pub struct Linear {
 
 impl Linear {
     /// `[.., input]` to `[.., output]`, without a bias.
-    pub fn new(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
-        Ok(Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Normal)?, bias: None })
+    pub fn new(b: &Builder, name: &str, input: i64, output: i64) -> Self {
+        Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Normal), bias: None }
     }
 
     /// `[.., input]` to `[.., output]`, without a bias; a fresh layer gives zeros.
-    pub fn starting_at_zero(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
-        Ok(Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Zeros)?, bias: None })
+    pub fn starting_at_zero(b: &Builder, name: &str, input: i64, output: i64) -> Self {
+        Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Zeros), bias: None }
     }
 
     /// `[.., input]` to `[.., output]`, with a bias.
-    pub fn with_bias(b: &Builder, name: &str, input: i64, output: i64) -> Result<Self, ModelError> {
-        let bias = Some(b.get(&format!("{name}.bias"), &[output], Init::Zeros)?);
-        Ok(Self { bias, ..Self::new(b, name, input, output)? })
+    pub fn with_bias(b: &Builder, name: &str, input: i64, output: i64) -> Self {
+        let bias = Some(b.get(&format!("{name}.bias"), &[output], Init::Zeros));
+        Self { bias, ..Self::new(b, name, input, output) }
     }
 
     /// Applies the layer to the last dimension.
@@ -49,8 +48,8 @@ pub struct RmsNorm {
 
 impl RmsNorm {
     /// A norm over `size` channels.
-    pub fn new(b: &Builder, name: &str, size: i64, eps: f64) -> Result<Self, ModelError> {
-        Ok(Self { weight: b.get(&format!("{name}.weight"), &[size], Init::Ones)?, eps })
+    pub fn new(b: &Builder, name: &str, size: i64, eps: f64) -> Self {
+        Self { weight: b.get(&format!("{name}.weight"), &[size], Init::Ones), eps }
     }
 
     /// Weight and ε.

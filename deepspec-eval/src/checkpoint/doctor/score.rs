@@ -139,7 +139,7 @@ fn length(accept: &[f64]) -> f64 {
 /// As [`deepspec_drafters::load`]; a language model as drafter.
 pub fn open(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn DrafterProbe>, ModelError> {
     let drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: 1 })?;
-    drafter.examined()?.ok_or_else(|| {
+    drafter.examined().ok_or_else(|| {
         ModelError::Mismatch(UsageError(format!(
             "{}: a language model reads nothing of the target that could be wrong; the doctor examines drafters that \
              were trained on a target's states",
@@ -151,7 +151,7 @@ pub fn open(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn Drafte
 /// What is accepted of a drafter with one thing changed; None where the answers are too short for a block.
 ///
 /// # Errors
-/// None; the signature is shared with loading.
+/// If the target's layers cannot attend with the windows of the drafter's.
 pub fn score(
     drafter: &dyn DrafterProbe,
     change: &Change,
@@ -176,7 +176,7 @@ pub fn score(
             DrafterOverrides { embed_and_head: Some((&ends.0, &ends.1)), ..DrafterOverrides::default() }
         }
         _ => DrafterOverrides::default(),
-    })?;
+    });
     let judge = Judge { target, temperature };
     let parts = (0..PARTS).filter_map(|part| {
         let answers = captured.answers.iter().skip(part).step_by(PARTS);

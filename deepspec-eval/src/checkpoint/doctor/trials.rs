@@ -21,7 +21,7 @@ const MISCALIBRATED: f64 = 0.15;
 /// Estimates the accepted length as it is and under every suspicion that applies.
 ///
 /// # Errors
-/// None; the signature is shared with loading.
+/// If the target's layers cannot attend with the windows of the drafter's.
 pub fn estimate(
     report: &mut Diagnosis,
     drafter: &dyn DrafterProbe,
